@@ -1,0 +1,1 @@
+"""Runs and fine-tunes models whose blocks live on other machines."""

@@ -1,0 +1,1 @@
+"""Serves contiguous transformer blocks of a Hugging Face model to a swarm."""
