@@ -1,1 +1,7 @@
 """What every peer of a swarm must agree on: bytes on the wire, records in the DHT, names in a checkpoint."""
+
+import os
+
+# Before grpc is imported: its fork handlers complain about, and can hang, the start of the libp2p daemon (fork + exec).
+os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
+os.environ.setdefault("GRPC_VERBOSITY", "ERROR")

@@ -1,0 +1,28 @@
+"""Everything a client can be told about its swarm, in one frozen value."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from swarm_protocol.notes import DEFAULT_SWARM
+
+
+@dataclass(frozen=True)
+class ClientConfig:
+    """Raises ValueError at construction if a field is out of its range."""
+
+    initial_peers: tuple[str, ...] = ()  # none: the swarm noted on this machine
+    swarm: str = DEFAULT_SWARM
+    wait_timeout_s: float = 30.0  # for servers that hold every block
+    step_timeout_s: float = 120.0  # for one server's answer
+    compression: str = "none"  # of hidden states that leave the client: none or int8
+    view_max_age_s: float = 10.0
+
+    def __post_init__(self) -> None:
+        if isinstance(self.initial_peers, str):
+            raise ValueError("initial_peers is a string: expected a list of multiaddrs")
+        if self.compression not in ("none", "int8"):
+            raise ValueError(f"compression {self.compression!r} is unknown: expected none or int8")
+        for name in ("wait_timeout_s", "step_timeout_s"):
+            if not getattr(self, name) >= 0:
+                raise ValueError(f"{name} is {getattr(self, name)}: expected a number of seconds")

@@ -1,0 +1,250 @@
+"""Stock Hugging Face models whose blocks are remote."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import logging
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from swarm_client import background
+from swarm_client.cache import RemoteCache, session_of
+from swarm_client.config import ClientConfig
+from swarm_client.remote_blocks import RemoteBlocks, RemoteSpan
+from swarm_client.swarm import Swarm
+from swarm_protocol.checkpoint import Checkpoint
+from swarm_protocol.default_model import DEFAULT_MODEL, locate
+from swarm_protocol.errors import CheckpointError, UnsupportedModel
+from swarm_protocol.families import Family, slice_config
+from swarm_protocol.notes import DEFAULT_SWARM
+from swarm_protocol.positions import max_positions
+from swarm_protocol.shell import no_progress_bars
+from swarm_protocol.span import Span
+
+_ATTENTION = "swarm_remote"
+
+
+def _tiny_mask(*_args: Any, batch_size: int = 1, device: Any = None, **_kwargs: Any) -> torch.Tensor:
+    """Blocks build their own masks where they run; the client's is never looked at."""
+    return torch.ones(batch_size, 1, 1, 1, dtype=torch.bool, device=device)
+
+
+def _no_attention(*_args: Any, **_kwargs: Any) -> None:
+    raise RuntimeError("attention of remote blocks is computed on the servers")
+
+
+ALL_MASK_ATTENTION_FUNCTIONS.register(_ATTENTION, _tiny_mask)
+ALL_ATTENTION_FUNCTIONS.register(_ATTENTION, _no_attention)
+
+
+class _Distributed:
+    _auto_class: Any
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        name_or_path: str = DEFAULT_MODEL,
+        initial_peers: list[str] | tuple[str, ...] | None = None,
+        swarm: str | None = None,
+        *,
+        revision: str | None = None,
+        dtype: torch.dtype | str = "auto",
+        device: torch.device | str = "cpu",
+        wait_timeout_s: float = ClientConfig.wait_timeout_s,
+        step_timeout_s: float = ClientConfig.step_timeout_s,
+        compression: str = ClientConfig.compression,
+        **config_overrides: Any,
+    ) -> PreTrainedModel:
+        """Loads embeddings, norms and head; the blocks are computed by the swarm.
+
+        Args:
+            name_or_path: hub name, directory, or the name of the model that ships with this package.
+            initial_peers: multiaddrs of members of the swarm; by default the swarm noted on this machine.
+            swarm: the swarm's name.
+            revision: branch, tag or commit of a hub model. Servers must serve the same.
+            dtype: of the client's part; "auto" is float32 on the CPU and the checkpoint's own elsewhere.
+            wait_timeout_s: how long to wait for servers that hold every block before ``NoRoute``.
+            step_timeout_s: how long to wait for one server's answer.
+            compression: of hidden states on their way to the servers: "none" or "int8".
+            config_overrides: fields of the model's config, such as ``num_labels=3``.
+
+        Returns:
+            The stock class (such as ``LlamaForCausalLM``) with ``model.blocks``, ``model.close()``, and use as a context
+            manager in addition.
+
+        Raises:
+            CheckpointError: the model cannot be read; UnsupportedModel: it cannot be split.
+            NoSwarm: no member of the swarm answers.
+        """
+        config = ClientConfig(
+            initial_peers=tuple(initial_peers or ()) if not isinstance(initial_peers, str) else initial_peers,
+            swarm=swarm or DEFAULT_SWARM,
+            wait_timeout_s=wait_timeout_s,
+            step_timeout_s=step_timeout_s,
+            compression=compression,
+        )
+        checkpoint = Checkpoint.open(locate(name_or_path), revision)
+        model = load_client(checkpoint, cls._auto_class, dtype, torch.device(device), config_overrides)
+        connection = Swarm(config, checkpoint)
+        background.run(connection.connect())
+        model.connect(RemoteSpan(connection, checkpoint.family.all_blocks, max_positions(checkpoint.config)))
+        return model
+
+
+class DistributedModel(_Distributed):
+    """``AutoModelForCausalLM`` for a swarm."""
+
+    _auto_class = AutoModelForCausalLM
+
+
+class DistributedModelForSequenceClassification(_Distributed):
+    """``AutoModelForSequenceClassification`` for a swarm."""
+
+    _auto_class = AutoModelForSequenceClassification
+
+
+class RemoteModelMixin:
+    """What a distributed model has besides the stock class."""
+
+    _remote_blocks: list[RemoteBlocks]  # in a list: it is registered where the blocks were
+
+    def connect(self, remote: RemoteSpan) -> None:
+        """Gives the model its remote blocks."""
+        self._remote_blocks[0].connect(remote)
+
+    @property
+    def blocks(self) -> RemoteSpan:
+        """The remote blocks: ``model.blocks[6:10](hidden)``."""
+        return self._remote_blocks[0].remote
+
+    def close(self) -> None:
+        """Leaves the swarm; the model cannot compute afterwards."""
+        background.run(self.blocks.swarm.close())
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_exception: object) -> None:
+        self.close()
+
+    def _prepare_cache_for_generation(
+        self, generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
+    ):
+        """Called by ``generate``: gives it a remote cache where it would make a local one."""
+        fresh = model_kwargs.get("past_key_values") is None and generation_config.use_cache is not False
+        if fresh:
+            model_kwargs["past_key_values"] = RemoteCache(self.blocks, reserve_tokens=max_cache_length)
+        super()._prepare_cache_for_generation(
+            generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
+        )
+        if fresh:
+            model_kwargs["past_key_values"]._is_user_defined = False
+
+
+def load_client(
+    checkpoint: Checkpoint,
+    auto_class: Any,
+    dtype: torch.dtype | str,
+    device: torch.device,
+    config_overrides: dict[str, Any] | None = None,
+) -> PreTrainedModel:
+    """The client's half of a model, with unconnected remote blocks.
+
+    Raises:
+        CheckpointError: a tensor is missing or has another shape than the model.
+        UnsupportedModel: there is no such head for this model.
+    """
+    family, config = checkpoint.family, copy.deepcopy(checkpoint.config)
+    for name, value in (config_overrides or {}).items():
+        setattr(config, name, value)
+    try:
+        stock_class = auto_class._model_mapping[type(config)]
+    except KeyError:
+        raise UnsupportedModel(f"models of type {config.model_type!r} have no {auto_class.__name__}") from None
+    if dtype == "auto":
+        dtype = torch.float32 if device.type == "cpu" else config.dtype or torch.bfloat16
+    client_class = _client_class(stock_class, family)
+    with no_progress_bars():
+        model, info = client_class.from_pretrained(
+            None,
+            config=slice_config(config, Span(0, 1)),
+            state_dict=checkpoint.client_tensors(),
+            dtype=dtype,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # reported, and refused below
+        )
+    _check_complete(checkpoint, info, head_may_be_new=auto_class is not AutoModelForCausalLM)
+    for module in model.modules():
+        if hasattr(module, "config"):
+            module.config = config
+    config._attn_implementation_internal = _ATTENTION
+    if checkpoint.generation_config is not None:
+        model.generation_config = checkpoint.generation_config
+    return model.eval().to(device)
+
+
+def _check_complete(checkpoint: Checkpoint, info: dict[str, Any], head_may_be_new: bool) -> None:
+    for name, found, expected in sorted(info["mismatched_keys"]):
+        raise CheckpointError(
+            f"{checkpoint.location} does not fit its config: tensor {name} has shape {list(found)}, "
+            f"expected {list(expected)}"
+        )
+    for name in sorted(info["missing_keys"]):
+        if not (head_may_be_new and name.startswith(("score.", "classifier."))):
+            raise CheckpointError(f"{checkpoint.location} lacks tensor {name}")
+        logging.getLogger(__name__).warning("%s is not in the checkpoint: it starts untrained", name)
+
+
+def _client_class(stock_class: type[PreTrainedModel], family: Family) -> type[PreTrainedModel]:
+    """The stock class with remote blocks in the place of its own."""
+
+    class Client(RemoteModelMixin, stock_class):
+        def __init__(self, config: PreTrainedConfig, *args: Any, **kwargs: Any) -> None:
+            super().__init__(config, *args, **kwargs)
+            base = next(module for module in self.modules() if isinstance(module, family.base_class))
+            owner = family.owner_of(base)
+            block_class = type(getattr(owner, family.blocks)[0])
+            blocks = _as_block(block_class)(family.returns_tuple)
+            setattr(owner, family.blocks, nn.ModuleList([blocks]))
+            self._remote_blocks = [blocks]
+            owner.register_forward_pre_hook(_context_hook(owner, blocks), with_kwargs=True)
+
+    # Both names: transformers skips its weight conversions for classes that look like a user's own.
+    Client.__name__, Client.__qualname__ = stock_class.__name__, stock_class.__qualname__
+    Client.__module__ = stock_class.__module__
+    return Client
+
+
+def _as_block(block_class: type[nn.Module]) -> type[RemoteBlocks]:
+    """RemoteBlocks that also is a ``block_class``: transformers records hidden states of modules by their class."""
+    return type("RemoteBlocks", (RemoteBlocks, block_class), {})
+
+
+def _context_hook(owner: nn.Module, blocks: RemoteBlocks):
+    """Tells the remote blocks mask, positions and cache of each forward of their owner.
+
+    They are caught at the owner because what it hands to a block differs between families.
+    """
+    names = list(inspect.signature(owner.forward).parameters)
+
+    def hook(_module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+        given = {**dict(zip(names, args, strict=False)), **kwargs}
+        cache = given.get("past_key_values")
+        if cache is None and given.get("use_cache") is not False and not torch.is_grad_enabled():
+            cache = RemoteCache(blocks.remote)
+        session = None if cache is None else session_of(cache, blocks.remote)
+        blocks.set_context(given.get("attention_mask"), given.get("position_ids"), session)
+        return (), {**given, "past_key_values": cache, "use_cache": cache is not None}
+
+    return hook

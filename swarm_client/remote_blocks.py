@@ -1,0 +1,226 @@
+"""Remote blocks as a module: sliceable, callable on hidden states, differentiable."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from swarm_client import background
+from swarm_client.session import CODECS, RemoteSession
+from swarm_client.swarm import Swarm
+from swarm_client.transport import BlockInput, Context, WireTensor
+from swarm_protocol.codec import split_rows
+from swarm_protocol.errors import PeerError
+from swarm_protocol.span import Span
+
+
+class RemoteSpan:
+    """Some blocks of a model, wherever they are.
+
+    ``span(hidden)`` runs them; ``span[a:b]`` is a part of them, counted from the model's first block.
+    """
+
+    def __init__(self, swarm: Swarm, span: Span, max_positions: int | None) -> None:
+        self.swarm = swarm
+        self.span = span
+        self.max_positions = max_positions
+
+    def __len__(self) -> int:
+        return len(self.span)
+
+    def __getitem__(self, blocks: slice) -> RemoteSpan:
+        """``model.blocks[6:10]``; raises ValueError if these are not among the blocks."""
+        if not isinstance(blocks, slice) or blocks.step not in (None, 1):
+            raise ValueError(f"remote blocks are taken by a slice such as blocks[6:10], not {blocks!r}")
+        start = self.span.start if blocks.start is None else blocks.start
+        end = self.span.end if blocks.stop is None else blocks.stop
+        span = Span(start, end)
+        if not self.span.covers(span):
+            raise ValueError(f"blocks {span} are outside {self.span}")
+        return RemoteSpan(self.swarm, span, self.max_positions)
+
+    def __call__(
+        self,
+        hidden: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Hidden states after the last block of the span, without a cache; gradients flow to ``hidden``.
+
+        Args:
+            hidden: [batch, tokens, hidden_size], the input of the first block of the span.
+            attention_mask: [batch, tokens], 0 for padding; None if there is none.
+            position_ids: [batch or 1, tokens]; None for 0, 1, 2, …
+
+        Raises:
+            NoRoute, PeerError, RequestRejected: see ``swarm_protocol.errors``.
+        """
+        if position_ids is None:
+            position_ids = torch.arange(hidden.shape[1], device=hidden.device)[None]
+        return _RemoteForward.apply(hidden, attention_mask, position_ids, self)
+
+    def open_session(self, reserve_tokens: int = 0) -> RemoteSession:
+        """A session over these blocks; ``reserve_tokens`` positions per row are asked for at its first step."""
+        return RemoteSession(self.swarm, self.span, self.max_positions, reserve_tokens)
+
+    def __repr__(self) -> str:
+        return f"RemoteSpan(blocks {self.span} of {self.swarm.model})"
+
+
+class _RemoteForward(torch.autograd.Function):
+    """Frozen remote blocks: the backward pass sends the inputs again, and the servers recompute."""
+
+    @staticmethod
+    def forward(ctx, hidden, attention_mask, position_ids, blocks: RemoteSpan):
+        need_grad = ctx.needs_input_grad[0]
+        pieces, visited = background.run(_forward(blocks, hidden, attention_mask, position_ids, need_grad))
+        ctx.blocks, ctx.visited = blocks, visited
+        ctx.attention_mask, ctx.position_ids = attention_mask, position_ids
+        return torch.cat(pieces).to(hidden.device)
+
+    @staticmethod
+    def backward(ctx, grad):
+        pieces = background.run(_backward(ctx.blocks, ctx.visited, grad, ctx.attention_mask, ctx.position_ids))
+        return torch.cat(pieces).to(grad.device), None, None, None
+
+
+@dataclass(frozen=True)
+class _Visited:
+    """Blocks that some rows went through, and the hidden states that entered them."""
+
+    span: Span
+    hidden: WireTensor
+
+
+async def _forward(
+    blocks: RemoteSpan,
+    hidden: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    position_ids: torch.Tensor | None,
+    need_grad: bool,
+) -> tuple[list[torch.Tensor], list[list[_Visited]]]:
+    outputs, visited = [], []
+    for rows in _row_pieces(hidden, attention_mask, position_ids):
+        wire = WireTensor.of(rows.hidden, CODECS[blocks.swarm.config.compression])
+        output, path = await _forward_rows(blocks.swarm, blocks.span, wire, Context.of(rows))
+        outputs.append(output.decode(like=rows.hidden))
+        visited.append(path if need_grad else [])
+    return outputs, visited
+
+
+async def _forward_rows(
+    swarm: Swarm, span: Span, hidden: WireTensor, context: Context
+) -> tuple[WireTensor, list[_Visited]]:
+    """Goes on from where it is with another chain when a server fails."""
+    path: list[_Visited] = []
+    position = span.start
+    while position < span.end:
+        chain = await swarm.chain(Span(position, span.end))
+        try:
+            for hop in chain:
+                server = await swarm.server(hop.server)
+                output = await server.forward(hop.span, hidden, context)
+                path.append(_Visited(hop.span, hidden))
+                hidden, position = output, hop.span.end
+        except PeerError as error:
+            await swarm.failed(error)
+    return hidden, path
+
+
+async def _backward(
+    blocks: RemoteSpan,
+    visited: list[list[_Visited]],
+    grad: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    position_ids: torch.Tensor | None,
+) -> list[torch.Tensor]:
+    grads, first_row = [], 0
+    for path in visited:
+        num_rows = path[0].hidden.header.shape[0]
+        rows = _rows(slice(first_row, first_row + num_rows), grad, attention_mask, position_ids)
+        context, wire = Context.of(rows), WireTensor.of(rows.hidden)
+        for part in reversed(path):
+            wire = await _backward_rows(blocks.swarm, part, wire, context)
+        grads.append(wire.decode(like=rows.hidden))
+        first_row += num_rows
+    return grads
+
+
+async def _backward_rows(swarm: Swarm, part: _Visited, grad: WireTensor, context: Context) -> WireTensor:
+    """Through the blocks of ``part``, on any servers that hold them."""
+    while True:
+        chain = await swarm.chain(part.span)
+        try:
+            inputs = [part.hidden]  # of each hop
+            for hop in chain[:-1]:
+                server = await swarm.server(hop.server)
+                inputs.append(await server.forward(hop.span, inputs[-1], context))
+            result = grad
+            for hop, hidden in zip(reversed(chain), reversed(inputs), strict=True):
+                server = await swarm.server(hop.server)
+                result = await server.backward(hop.span, hidden, result, context)
+            return result
+        except PeerError as error:
+            await swarm.failed(error)
+
+
+def _row_pieces(
+    hidden: torch.Tensor, attention_mask: torch.Tensor | None, position_ids: torch.Tensor | None
+) -> list[BlockInput]:
+    """The batch in pieces that fit into one request."""
+    pieces, first_row = [], 0
+    for piece in split_rows(hidden):
+        rows = slice(first_row, first_row + len(piece))
+        pieces.append(_rows(rows, hidden, attention_mask, position_ids))
+        first_row += len(piece)
+    return pieces
+
+
+def _rows(
+    rows: slice, hidden: torch.Tensor, attention_mask: torch.Tensor | None, position_ids: torch.Tensor | None
+) -> BlockInput:
+    return BlockInput(
+        hidden[rows],
+        None if attention_mask is None else attention_mask[rows],
+        position_ids if position_ids is None or len(position_ids) == 1 else position_ids[rows],
+    )
+
+
+class RemoteBlocks(nn.Module):
+    """Stands in a stock model where its list of blocks was.
+
+    The model's own code calls it like one block, with keyword arguments that differ between families; what matters
+    (mask, positions, cache) is set by ``context`` before, per thread.
+    """
+
+    def __init__(self, returns_tuple: bool) -> None:
+        nn.Module.__init__(self)  # not super(): a family's block class may stand between
+        self._returns_tuple = returns_tuple
+        self._remote: list[RemoteSpan] = []  # in a list: not part of the module
+        self._context = threading.local()
+
+    def connect(self, remote: RemoteSpan) -> None:
+        self._remote[:] = [remote]
+
+    @property
+    def remote(self) -> RemoteSpan:
+        return self._remote[0]
+
+    def set_context(self, attention_mask, position_ids, session: RemoteSession | None) -> None:
+        """What the next ``forward`` in this thread needs to know."""
+        self._context.value = attention_mask, position_ids, session
+
+    def forward(self, hidden: torch.Tensor, *_args, **_kwargs):
+        attention_mask, position_ids, session = self._context.value
+        if session is None:
+            output = self.remote(hidden, attention_mask, position_ids)
+        else:
+            if position_ids is None:
+                past, new = session.length, hidden.shape[1]
+                position_ids = torch.arange(past, past + new, device=hidden.device)[None]
+            inputs = BlockInput(hidden.detach(), attention_mask, position_ids)
+            output = session.step(inputs).to(hidden.device)
+        return (output,) if self._returns_tuple else output

@@ -1,0 +1,1 @@
+"""Generated from protos/swarm.proto by `make proto`."""

@@ -1,0 +1,258 @@
+from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class DType(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    DTYPE_UNSPECIFIED: _ClassVar[DType]
+    FLOAT32: _ClassVar[DType]
+    BFLOAT16: _ClassVar[DType]
+    FLOAT16: _ClassVar[DType]
+    INT64: _ClassVar[DType]
+
+class Codec(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    RAW: _ClassVar[Codec]
+    INT8_BLOCKS: _ClassVar[Codec]
+
+class ServerState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    STATE_UNSPECIFIED: _ClassVar[ServerState]
+    JOINING: _ClassVar[ServerState]
+    ONLINE: _ClassVar[ServerState]
+    DRAINING: _ClassVar[ServerState]
+    OFFLINE: _ClassVar[ServerState]
+DTYPE_UNSPECIFIED: DType
+FLOAT32: DType
+BFLOAT16: DType
+FLOAT16: DType
+INT64: DType
+RAW: Codec
+INT8_BLOCKS: Codec
+STATE_UNSPECIFIED: ServerState
+JOINING: ServerState
+ONLINE: ServerState
+DRAINING: ServerState
+OFFLINE: ServerState
+
+class Span(_message.Message):
+    __slots__ = ("start", "end")
+    START_FIELD_NUMBER: _ClassVar[int]
+    END_FIELD_NUMBER: _ClassVar[int]
+    start: int
+    end: int
+    def __init__(self, start: _Optional[int] = ..., end: _Optional[int] = ...) -> None: ...
+
+class Tensor(_message.Message):
+    __slots__ = ("dtype", "shape", "codec", "size_bytes", "data")
+    DTYPE_FIELD_NUMBER: _ClassVar[int]
+    SHAPE_FIELD_NUMBER: _ClassVar[int]
+    CODEC_FIELD_NUMBER: _ClassVar[int]
+    SIZE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    DATA_FIELD_NUMBER: _ClassVar[int]
+    dtype: DType
+    shape: _containers.RepeatedScalarFieldContainer[int]
+    codec: Codec
+    size_bytes: int
+    data: bytes
+    def __init__(self, dtype: _Optional[_Union[DType, str]] = ..., shape: _Optional[_Iterable[int]] = ..., codec: _Optional[_Union[Codec, str]] = ..., size_bytes: _Optional[int] = ..., data: _Optional[bytes] = ...) -> None: ...
+
+class AttentionMask(_message.Message):
+    __slots__ = ("values",)
+    VALUES_FIELD_NUMBER: _ClassVar[int]
+    values: bytes
+    def __init__(self, values: _Optional[bytes] = ...) -> None: ...
+
+class Contract(_message.Message):
+    __slots__ = ("wire_version", "model", "revision", "blocks")
+    WIRE_VERSION_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    REVISION_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    wire_version: int
+    model: str
+    revision: str
+    blocks: Span
+    def __init__(self, wire_version: _Optional[int] = ..., model: _Optional[str] = ..., revision: _Optional[str] = ..., blocks: _Optional[_Union[Span, _Mapping]] = ...) -> None: ...
+
+class SessionRequest(_message.Message):
+    __slots__ = ("open", "step", "more", "reorder", "crop", "record_past", "close")
+    OPEN_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    MORE_FIELD_NUMBER: _ClassVar[int]
+    REORDER_FIELD_NUMBER: _ClassVar[int]
+    CROP_FIELD_NUMBER: _ClassVar[int]
+    RECORD_PAST_FIELD_NUMBER: _ClassVar[int]
+    CLOSE_FIELD_NUMBER: _ClassVar[int]
+    open: Open
+    step: Step
+    more: bytes
+    reorder: Reorder
+    crop: Crop
+    record_past: RecordPast
+    close: Close
+    def __init__(self, open: _Optional[_Union[Open, _Mapping]] = ..., step: _Optional[_Union[Step, _Mapping]] = ..., more: _Optional[bytes] = ..., reorder: _Optional[_Union[Reorder, _Mapping]] = ..., crop: _Optional[_Union[Crop, _Mapping]] = ..., record_past: _Optional[_Union[RecordPast, _Mapping]] = ..., close: _Optional[_Union[Close, _Mapping]] = ...) -> None: ...
+
+class Open(_message.Message):
+    __slots__ = ("contract", "session_id", "batch_size", "reserve_tokens")
+    CONTRACT_FIELD_NUMBER: _ClassVar[int]
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    BATCH_SIZE_FIELD_NUMBER: _ClassVar[int]
+    RESERVE_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    contract: Contract
+    session_id: str
+    batch_size: int
+    reserve_tokens: int
+    def __init__(self, contract: _Optional[_Union[Contract, _Mapping]] = ..., session_id: _Optional[str] = ..., batch_size: _Optional[int] = ..., reserve_tokens: _Optional[int] = ...) -> None: ...
+
+class Step(_message.Message):
+    __slots__ = ("start_position", "hidden", "attention_mask", "position_ids")
+    START_POSITION_FIELD_NUMBER: _ClassVar[int]
+    HIDDEN_FIELD_NUMBER: _ClassVar[int]
+    ATTENTION_MASK_FIELD_NUMBER: _ClassVar[int]
+    POSITION_IDS_FIELD_NUMBER: _ClassVar[int]
+    start_position: int
+    hidden: Tensor
+    attention_mask: AttentionMask
+    position_ids: Tensor
+    def __init__(self, start_position: _Optional[int] = ..., hidden: _Optional[_Union[Tensor, _Mapping]] = ..., attention_mask: _Optional[_Union[AttentionMask, _Mapping]] = ..., position_ids: _Optional[_Union[Tensor, _Mapping]] = ...) -> None: ...
+
+class Reorder(_message.Message):
+    __slots__ = ("indices",)
+    INDICES_FIELD_NUMBER: _ClassVar[int]
+    indices: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, indices: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class Crop(_message.Message):
+    __slots__ = ("length",)
+    LENGTH_FIELD_NUMBER: _ClassVar[int]
+    length: int
+    def __init__(self, length: _Optional[int] = ...) -> None: ...
+
+class RecordPast(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class Close(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class SessionReply(_message.Message):
+    __slots__ = ("opened", "output", "more", "failure")
+    OPENED_FIELD_NUMBER: _ClassVar[int]
+    OUTPUT_FIELD_NUMBER: _ClassVar[int]
+    MORE_FIELD_NUMBER: _ClassVar[int]
+    FAILURE_FIELD_NUMBER: _ClassVar[int]
+    opened: Opened
+    output: Tensor
+    more: bytes
+    failure: Failure
+    def __init__(self, opened: _Optional[_Union[Opened, _Mapping]] = ..., output: _Optional[_Union[Tensor, _Mapping]] = ..., more: _Optional[bytes] = ..., failure: _Optional[_Union[Failure, _Mapping]] = ...) -> None: ...
+
+class Opened(_message.Message):
+    __slots__ = ("tokens_left",)
+    TOKENS_LEFT_FIELD_NUMBER: _ClassVar[int]
+    tokens_left: int
+    def __init__(self, tokens_left: _Optional[int] = ...) -> None: ...
+
+class Failure(_message.Message):
+    __slots__ = ("status", "message")
+    STATUS_FIELD_NUMBER: _ClassVar[int]
+    MESSAGE_FIELD_NUMBER: _ClassVar[int]
+    status: int
+    message: str
+    def __init__(self, status: _Optional[int] = ..., message: _Optional[str] = ...) -> None: ...
+
+class ForwardRequest(_message.Message):
+    __slots__ = ("forward", "more")
+    FORWARD_FIELD_NUMBER: _ClassVar[int]
+    MORE_FIELD_NUMBER: _ClassVar[int]
+    forward: Forward
+    more: bytes
+    def __init__(self, forward: _Optional[_Union[Forward, _Mapping]] = ..., more: _Optional[bytes] = ...) -> None: ...
+
+class Forward(_message.Message):
+    __slots__ = ("contract", "hidden", "attention_mask", "position_ids")
+    CONTRACT_FIELD_NUMBER: _ClassVar[int]
+    HIDDEN_FIELD_NUMBER: _ClassVar[int]
+    ATTENTION_MASK_FIELD_NUMBER: _ClassVar[int]
+    POSITION_IDS_FIELD_NUMBER: _ClassVar[int]
+    contract: Contract
+    hidden: Tensor
+    attention_mask: AttentionMask
+    position_ids: Tensor
+    def __init__(self, contract: _Optional[_Union[Contract, _Mapping]] = ..., hidden: _Optional[_Union[Tensor, _Mapping]] = ..., attention_mask: _Optional[_Union[AttentionMask, _Mapping]] = ..., position_ids: _Optional[_Union[Tensor, _Mapping]] = ...) -> None: ...
+
+class BackwardRequest(_message.Message):
+    __slots__ = ("forward", "grad", "more")
+    FORWARD_FIELD_NUMBER: _ClassVar[int]
+    GRAD_FIELD_NUMBER: _ClassVar[int]
+    MORE_FIELD_NUMBER: _ClassVar[int]
+    forward: Forward
+    grad: Tensor
+    more: bytes
+    def __init__(self, forward: _Optional[_Union[Forward, _Mapping]] = ..., grad: _Optional[_Union[Tensor, _Mapping]] = ..., more: _Optional[bytes] = ...) -> None: ...
+
+class TensorReply(_message.Message):
+    __slots__ = ("output", "more")
+    OUTPUT_FIELD_NUMBER: _ClassVar[int]
+    MORE_FIELD_NUMBER: _ClassVar[int]
+    output: Tensor
+    more: bytes
+    def __init__(self, output: _Optional[_Union[Tensor, _Mapping]] = ..., more: _Optional[bytes] = ...) -> None: ...
+
+class DescribeRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class ServerRecord(_message.Message):
+    __slots__ = ("peer_id", "wire_version", "software_version", "addresses", "model", "revision", "num_blocks", "blocks", "state", "quant", "dtype", "tokens_per_s", "cache_tokens_left", "queue_delay_s", "tls_fingerprint", "next_hop_rtts_s", "adapters", "max_request_bytes")
+    class NextHopRttsSEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: float
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
+    PEER_ID_FIELD_NUMBER: _ClassVar[int]
+    WIRE_VERSION_FIELD_NUMBER: _ClassVar[int]
+    SOFTWARE_VERSION_FIELD_NUMBER: _ClassVar[int]
+    ADDRESSES_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    REVISION_FIELD_NUMBER: _ClassVar[int]
+    NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    QUANT_FIELD_NUMBER: _ClassVar[int]
+    DTYPE_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_PER_S_FIELD_NUMBER: _ClassVar[int]
+    CACHE_TOKENS_LEFT_FIELD_NUMBER: _ClassVar[int]
+    QUEUE_DELAY_S_FIELD_NUMBER: _ClassVar[int]
+    TLS_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    NEXT_HOP_RTTS_S_FIELD_NUMBER: _ClassVar[int]
+    ADAPTERS_FIELD_NUMBER: _ClassVar[int]
+    MAX_REQUEST_BYTES_FIELD_NUMBER: _ClassVar[int]
+    peer_id: str
+    wire_version: int
+    software_version: str
+    addresses: _containers.RepeatedScalarFieldContainer[str]
+    model: str
+    revision: str
+    num_blocks: int
+    blocks: Span
+    state: ServerState
+    quant: str
+    dtype: str
+    tokens_per_s: float
+    cache_tokens_left: int
+    queue_delay_s: float
+    tls_fingerprint: bytes
+    next_hop_rtts_s: _containers.ScalarMap[str, float]
+    adapters: _containers.RepeatedScalarFieldContainer[str]
+    max_request_bytes: int
+    def __init__(self, peer_id: _Optional[str] = ..., wire_version: _Optional[int] = ..., software_version: _Optional[str] = ..., addresses: _Optional[_Iterable[str]] = ..., model: _Optional[str] = ..., revision: _Optional[str] = ..., num_blocks: _Optional[int] = ..., blocks: _Optional[_Union[Span, _Mapping]] = ..., state: _Optional[_Union[ServerState, str]] = ..., quant: _Optional[str] = ..., dtype: _Optional[str] = ..., tokens_per_s: _Optional[float] = ..., cache_tokens_left: _Optional[int] = ..., queue_delay_s: _Optional[float] = ..., tls_fingerprint: _Optional[bytes] = ..., next_hop_rtts_s: _Optional[_Mapping[str, float]] = ..., adapters: _Optional[_Iterable[str]] = ..., max_request_bytes: _Optional[int] = ...) -> None: ...

@@ -1,0 +1,121 @@
+"""Command line of the server: ``python -m swarm_server --blocks 10:20``."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import os
+import signal
+import sys
+from pathlib import Path
+
+from swarm_protocol.default_model import DEFAULT_MODEL
+from swarm_protocol.errors import SwarmError
+from swarm_protocol.notes import DEFAULT_SWARM, checked_name
+from swarm_protocol.span import Span
+
+
+def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m swarm_server",
+        description="Host transformer blocks of a Hugging Face model for a swarm.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--model", default=DEFAULT_MODEL, metavar="NAME_OR_PATH", help="hub name or directory")
+    add("--revision", help="branch, tag or commit of a hub model")
+    add("--blocks", metavar="START:END", help="blocks to host; without it the server chooses")
+    add("--quant", default="int8", help="int8, nf4, none, or bnb-int8 (slow on CPU, for comparison)")
+    add("--dtype", default="auto", help="of computation: auto, float32, bfloat16 or float16")
+    add("--device", default="auto", help="auto, cpu, cuda, cuda:1, …")
+    add("--host", default="127.0.0.1", help="address to listen on; others can join only if it is not loopback")
+    add("--port", type=int, default=0, help="gRPC port; 0 takes a free one")
+    add("--dht-port", type=int, default=0, help="libp2p port; 0 takes a free one")
+    add("--announce-address", metavar="HOST[:PORT]", help="how others reach this server, if not at --host")
+    add("--initial-peers", nargs="+", default=[], metavar="MULTIADDR", help="members of the swarm to join")
+    add("--swarm", default=DEFAULT_SWARM, metavar="NAME", help="name of the swarm to join or start on this machine")
+    add("--identity", type=Path, metavar="FILE", help="key file; keeps the peer id over restarts")
+    add("--cache-tokens", type=int, metavar="N", help="KV-cache room over all sessions; default from free memory")
+    add("--throughput", default="auto", metavar="auto|N", help="tokens/s to announce; auto measures")
+    add("--log-level", default="info", choices=("debug", "info", "warning", "error"))
+    return parser.parse_args(argv)
+
+
+def read_config(args: argparse.Namespace):
+    """The ServerConfig the arguments ask for; raises ValueError if one is out of range."""
+    from swarm_server.config import ServerConfig
+
+    try:
+        throughput = None if args.throughput == "auto" else float(args.throughput)
+    except ValueError:
+        raise ValueError(f"throughput {args.throughput!r} is not understood: expected auto or a number") from None
+    return ServerConfig(
+        model=args.model,
+        model_revision=args.revision,
+        blocks=None if args.blocks is None else Span.parse(args.blocks),
+        quant=args.quant,
+        dtype=args.dtype,
+        device=args.device,
+        host=args.host,
+        port=args.port,
+        dht_port=args.dht_port,
+        announce_address=args.announce_address,
+        initial_peers=tuple(args.initial_peers),
+        swarm=checked_name(args.swarm),
+        identity=args.identity,
+        cache_tokens=args.cache_tokens,
+        throughput=throughput,
+    )
+
+
+async def serve(args: argparse.Namespace) -> None:
+    from swarm_server.server import Server
+
+    server = Server(read_config(args))
+    running = asyncio.ensure_future(server.run())
+    signals = 0
+
+    def interrupt() -> None:
+        nonlocal signals
+        signals += 1
+        if signals > 1:
+            os._exit(130)
+        server.stop()
+        if not server.ready:
+            running.cancel()
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, interrupt)
+    try:
+        await running
+    except asyncio.CancelledError:
+        if not signals:
+            raise
+
+
+def main() -> None:
+    args = parse_args()
+    logging.basicConfig(
+        stream=sys.stderr, level=args.log_level.upper(), format="%(asctime)s %(message)s", datefmt="%H:%M:%S"
+    )
+    # Other people's libraries speak up only if something is wrong.
+    for name in ("transformers", "httpx", "huggingface_hub", "asyncio", "grpc"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    code = 0
+    try:
+        import uvloop
+
+        uvloop.run(serve(args))
+    except (SwarmError, ValueError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        code = 1
+    except KeyboardInterrupt:
+        code = 130
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # a thread that still loads or computes must not keep the process
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,225 @@
+"""The blocks a server hosts, loaded one by one, and any consecutive part of them run like one long block."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
+from transformers.cache_utils import Cache
+
+from swarm_protocol.checkpoint import Checkpoint
+from swarm_protocol.errors import CheckpointError
+from swarm_protocol.families import Family, slice_config
+from swarm_protocol.shell import load_shell
+from swarm_protocol.span import Span
+
+INDEX_ATTRIBUTES = ("layer_idx", "layer_id")  # where modules keep their block's index in the cache
+
+
+class BlockStack:
+    """Consecutive blocks of one model.
+
+    ``stack.view(span)`` is the stack of a part of them and shares their weights; a session that enters or leaves at
+    other blocks than the stack runs on such a view, with a cache from that view. Modules inside the blocks must not be
+    exchanged once views exist: that is what ``load_blocks``'s ``transform`` is for.
+
+    Attributes:
+        span: the blocks, as the whole model counts them.
+        config: the config of a model of these blocks alone.
+        blocks: the modules, first block first; their cache indices start at 0.
+    """
+
+    def __init__(self, hosted: _Hosted, span: Span) -> None:
+        self._hosted = hosted
+        self.span = span
+        self.config = slice_config(hosted.shell.config, span)
+        self.blocks = nn.ModuleList(hosted.block(index, first=span.start) for index in span)
+        self._model = _assemble(hosted.shell, hosted.family, self.config, self.blocks)
+
+    @property
+    def family(self) -> Family:
+        return self._hosted.family
+
+    @property
+    def num_blocks(self) -> int:
+        return len(self.span)
+
+    @property
+    def hidden_size(self) -> int:
+        return self.family.hidden_size
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the hidden states that go in and come out."""
+        return self._hosted.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self._hosted.device
+
+    def view(self, span: Span) -> BlockStack:
+        """The stack of the blocks of ``span``, sharing weights with this one.
+
+        Raises:
+            ValueError: if this stack does not hold all of them.
+        """
+        if not self.span.covers(span):
+            raise ValueError(f"blocks {span} are not all among the hosted blocks {self.span}")
+        return self._hosted.stack(span)
+
+    def new_cache(self) -> DynamicCache:
+        """An empty cache for a session over these blocks; sliding and chunked blocks keep only their window."""
+        return DynamicCache(config=self.config)
+
+    def __call__(
+        self,
+        hidden: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.Tensor | None = None,
+        cache: Cache | None = None,
+    ) -> torch.Tensor:
+        """Runs the blocks.
+
+        Args:
+            hidden: [batch, new, hidden_size], the input of the first block.
+            attention_mask: [batch, past + new], 1 for tokens and 0 for padding; None if all are tokens.
+            position_ids: [batch, new]; None if they count on from the cache's length.
+            cache: from ``new_cache``, or any Cache of ``num_blocks`` layers; None for a forward without past, through
+                which gradients flow to ``hidden``.
+
+        Returns:
+            [batch, new, hidden_size], the output of the last block.
+        """
+        if attention_mask is None and cache is None:
+            # Without any mask, transformers would take a jump in position_ids for the start of another sequence.
+            attention_mask = hidden.new_ones(hidden.shape[:2], dtype=torch.long)
+        positions = {"position_ids": position_ids} if self.family.takes_positions else {}
+        return self._model(
+            inputs_embeds=hidden,
+            attention_mask=attention_mask,
+            past_key_values=cache,
+            use_cache=cache is not None,
+            return_dict=True,
+            **positions,
+        ).last_hidden_state
+
+
+@dataclass
+class _Hosted:
+    """What all stacks over the same weights share."""
+
+    family: Family
+    shell: PreTrainedModel  # its config is the whole model's
+    originals: dict[int, nn.Module]
+    dtype: torch.dtype
+    device: torch.device
+    stacks: dict[Span, BlockStack] = field(default_factory=dict)
+    rebased: dict[tuple[int, int], nn.Module] = field(default_factory=dict)
+
+    def stack(self, span: Span) -> BlockStack:
+        if span not in self.stacks:
+            self.stacks[span] = BlockStack(self, span)
+        return self.stacks[span]
+
+    def block(self, index: int, first: int) -> nn.Module:
+        """Block ``index`` for a stack that begins at block ``first``."""
+        key = index, first
+        if key not in self.rebased:
+            self.rebased[key] = _rebase(self.originals[index], first)
+        return self.rebased[key]
+
+
+def _rebase(module: nn.Module, first: int) -> nn.Module:
+    """The module with block indices counted from ``first``; whatever keeps no index is shared with the original."""
+    children = {name: _rebase(child, first) for name, child in module.named_children()}
+    indices = {name: getattr(module, name) for name in INDEX_ATTRIBUTES if isinstance(getattr(module, name, None), int)}
+    if not indices and all(children[name] is child for name, child in module.named_children()):
+        return module
+    twin = _twin(module)
+    twin._modules.update(children)
+    for name, index in indices.items():
+        setattr(twin, name, index - first)
+    return twin
+
+
+def _twin(module: nn.Module) -> nn.Module:
+    """Another module object with the same parameters, buffers and children."""
+    twin = copy.copy(module)
+    twin._modules = dict(module._modules)
+    return twin
+
+
+def _assemble(
+    shell: PreTrainedModel, family: Family, config: PreTrainedConfig, blocks: nn.ModuleList
+) -> PreTrainedModel:
+    """The shell with these blocks in it; the shell itself stays as it is."""
+    base = owner = _twin(shell)
+    base.config = config
+    for name in filter(None, family.owner.split(".")):
+        twin = _twin(getattr(owner, name))
+        setattr(owner, name, twin)
+        owner = twin
+        owner.config = config
+    setattr(owner, family.blocks, blocks)
+    return base
+
+
+# ---------------------------------------------------------------- loading
+
+
+def load_blocks(
+    checkpoint: Checkpoint,
+    span: Span,
+    *,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+    transform: Callable[[nn.Module, int], None] | None = None,
+    progress: Callable[[int], None] | None = None,
+) -> BlockStack:
+    """Loads the blocks of ``span``, one after the other.
+
+    Each block is read, moved to ``device``, handed to ``transform(block, index)`` to be changed in place (quantized, for
+    example), and reported by ``progress(index)`` before the next is read. So memory never holds more than the
+    transformed blocks and one block in ``dtype``.
+
+    Raises:
+        ValueError: if the model has no such blocks.
+        UnsupportedModel: if the model cannot be split.
+        CheckpointError: if a tensor is missing, damaged or of the wrong shape.
+    """
+    family = checkpoint.family
+    span.within(family.num_blocks)
+    device = torch.device(device)
+    with torch.inference_mode(False), torch.no_grad():  # tensors born in inference mode could never meet autograd
+        shell, _ = load_shell(family, checkpoint.config, dtype=dtype)
+        hosted = _Hosted(family, shell.to(device).requires_grad_(False), {}, dtype, device)
+        for index in span:
+            block = _load_block(checkpoint, index, dtype).to(device)
+            if transform is not None:
+                transform(block, index)
+            hosted.originals[index] = block.eval().requires_grad_(False)
+            if progress is not None:
+                progress(index)
+    return hosted.stack(span)
+
+
+def _load_block(checkpoint: Checkpoint, index: int, dtype: torch.dtype) -> nn.Module:
+    family = checkpoint.family
+    tensors = checkpoint.block_tensors(index)
+    shell, info = load_shell(family, checkpoint.config, hosted=(index,), tensors=tensors, dtype=dtype)
+    _check_complete(checkpoint, info)
+    return getattr(family.owner_of(shell), family.blocks)[index]
+
+
+def _check_complete(checkpoint: Checkpoint, info: dict) -> None:
+    for name, found, expected in sorted(info["mismatched_keys"]):
+        raise CheckpointError(
+            f"{checkpoint.location} does not fit its config: tensor {name} has shape {list(found)}, "
+            f"expected {list(expected)}"
+        )
+    for name in sorted(info["missing_keys"]):
+        raise CheckpointError(f"{checkpoint.location} lacks tensor {name}")
