@@ -1,7 +1,13 @@
 """Runs and fine-tunes models whose blocks live on other machines."""
 
-from swarm_client.model import DistributedModel, DistributedModelForSequenceClassification
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
 from swarm_protocol.errors import NoRoute, NoSwarm, PeerError, RequestRejected, SwarmError
+
+if TYPE_CHECKING:
+    from swarm_client.model import DistributedModel, DistributedModelForSequenceClassification
 
 __all__ = [
     "DistributedModel",
@@ -12,3 +18,12 @@ __all__ = [
     "RequestRejected",
     "SwarmError",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """Loads the model classes at their first use: commands such as ``status`` need no transformers."""
+    if name in ("DistributedModel", "DistributedModelForSequenceClassification"):
+        from swarm_client import model
+
+        return getattr(model, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

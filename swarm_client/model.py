@@ -25,11 +25,11 @@ from swarm_client.remote_blocks import RemoteBlocks, RemoteSpan
 from swarm_client.swarm import Swarm
 from swarm_protocol.checkpoint import Checkpoint
 from swarm_protocol.default_model import DEFAULT_MODEL, locate
-from swarm_protocol.errors import CheckpointError, UnsupportedModel
+from swarm_protocol.errors import CheckpointError, RequestRejected, UnsupportedModel
 from swarm_protocol.families import Family, slice_config
 from swarm_protocol.notes import DEFAULT_SWARM
 from swarm_protocol.positions import max_positions
-from swarm_protocol.shell import no_progress_bars
+from swarm_protocol.shell import quiet
 from swarm_protocol.span import Span
 
 _ATTENTION = "swarm_remote"
@@ -80,8 +80,8 @@ class _Distributed:
             config_overrides: fields of the model's config, such as ``num_labels=3``.
 
         Returns:
-            The stock class (such as ``LlamaForCausalLM``) with ``model.blocks``, ``model.close()``, and use as a context
-            manager in addition.
+            The stock class (such as ``LlamaForCausalLM``) with ``model.blocks`` and ``model.close()`` added; it also is
+            a context manager.
 
         Raises:
             CheckpointError: the model cannot be read; UnsupportedModel: it cannot be split.
@@ -95,9 +95,13 @@ class _Distributed:
             compression=compression,
         )
         checkpoint = Checkpoint.open(locate(name_or_path), revision)
-        model = load_client(checkpoint, cls._auto_class, dtype, torch.device(device), config_overrides)
         connection = Swarm(config, checkpoint)
         background.run(connection.connect())
+        try:
+            model = load_client(checkpoint, cls._auto_class, dtype, torch.device(device), config_overrides)
+        except BaseException:
+            background.run(connection.close())
+            raise
         model.connect(RemoteSpan(connection, checkpoint.family.all_blocks, max_positions(checkpoint.config)))
         return model
 
@@ -142,6 +146,12 @@ class RemoteModelMixin:
         self, generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
     ):
         """Called by ``generate``: gives it a remote cache where it would make a local one."""
+        limit = self.blocks.max_positions
+        if limit is not None and max_cache_length > limit:
+            raise RequestRejected(
+                f"prompt and new tokens need {max_cache_length} positions, but the model has {limit}: "
+                "shorten the prompt or ask for fewer new tokens"
+            )
         fresh = model_kwargs.get("past_key_values") is None and generation_config.use_cache is not False
         if fresh:
             model_kwargs["past_key_values"] = RemoteCache(self.blocks, reserve_tokens=max_cache_length)
@@ -167,6 +177,10 @@ def load_client(
     """
     family, config = checkpoint.family, copy.deepcopy(checkpoint.config)
     for name, value in (config_overrides or {}).items():
+        if not hasattr(config, name):
+            raise ValueError(
+                f"unexpected argument {name!r}: from_pretrained does not know it, nor does the model's config"
+            )
         setattr(config, name, value)
     try:
         stock_class = auto_class._model_mapping[type(config)]
@@ -175,7 +189,7 @@ def load_client(
     if dtype == "auto":
         dtype = torch.float32 if device.type == "cpu" else config.dtype or torch.bfloat16
     client_class = _client_class(stock_class, family)
-    with no_progress_bars():
+    with quiet():
         model, info = client_class.from_pretrained(
             None,
             config=slice_config(config, Span(0, 1)),

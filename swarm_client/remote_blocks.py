@@ -215,6 +215,7 @@ class RemoteBlocks(nn.Module):
 
     def forward(self, hidden: torch.Tensor, *_args, **_kwargs):
         attention_mask, position_ids, session = self._context.value
+        del self._context.value  # a session kept here would keep its room on the servers
         if session is None:
             output = self.remote(hidden, attention_mask, position_ids)
         else:

@@ -10,7 +10,7 @@ import torch
 
 from swarm_client import background
 from swarm_client.routing import Chain
-from swarm_client.swarm import Swarm
+from swarm_client.swarm import Swarm, closed_error
 from swarm_client.transport import BlockInput, Context, HopSession, WireTensor
 from swarm_protocol.errors import NoRoute, PeerBusy, PeerError, RequestRejected
 from swarm_protocol.pb import swarm_pb2 as pb
@@ -92,6 +92,8 @@ class RemoteSession:
             background.run(_close(self._hops))
 
     async def _step(self, inputs: BlockInput) -> torch.Tensor:
+        if self._swarm.closed:
+            raise closed_error()
         if not self._hops:
             await self._open(inputs.hidden.shape[0], self.length + inputs.hidden.shape[1])
         context = Context.of(inputs)

@@ -6,17 +6,20 @@ import asyncio
 import logging
 import time
 from collections.abc import Collection, Sequence
+from typing import TYPE_CHECKING
 
 from swarm_client.config import ClientConfig
 from swarm_client.routing import Chain, fastest_chain, no_route, usable
 from swarm_client.transport import Server
-from swarm_protocol.checkpoint import Checkpoint
 from swarm_protocol.dht import Dht
 from swarm_protocol.errors import NoRoute, NoSwarm, PeerError
 from swarm_protocol.identity import Identity
 from swarm_protocol.notes import Notes
 from swarm_protocol.records import ServerRecord, SwarmView
 from swarm_protocol.span import Span
+
+if TYPE_CHECKING:
+    from swarm_protocol.checkpoint import Checkpoint
 
 _logger = logging.getLogger(__name__)
 _POLL_S = 0.5  # while blocks are missing
@@ -39,6 +42,10 @@ async def join_as_client(config: ClientConfig) -> Dht:
                 "or give initial peers"
             )
     return await Dht.join(config.swarm, peers, Identity.generate())
+
+
+def closed_error() -> NoSwarm:
+    return NoSwarm("the model was closed: load it again to go on")
 
 
 class Swarm:
@@ -69,10 +76,14 @@ class Swarm:
             await self._dht.shutdown()
             self._dht = None
 
+    @property
+    def closed(self) -> bool:
+        return self._dht is None
+
     async def view(self, max_age_s: float) -> SwarmView:
         """What the DHT says, at most ``max_age_s`` old."""
         if self._dht is None:
-            raise NoSwarm("the connection to the swarm is closed")
+            raise closed_error()
         if time.monotonic() - self._view_time > max_age_s:
             self._view = await self._dht.view(self.model)
             self._view_time = time.monotonic()
@@ -121,9 +132,7 @@ class Swarm:
         """Leaves the server out for a while and reads the DHT anew."""
         if error.peer_id:
             self._banned_until[error.peer_id] = time.monotonic() + _BAN_S
-            server = self._servers.pop(error.peer_id, None)
-            if server is not None:
-                await server.close()
+            self._servers.pop(error.peer_id, None)  # not closed: other sessions may still go through it
         self._view_time = float("-inf")
 
     def _banned(self) -> set[str]:

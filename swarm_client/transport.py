@@ -225,7 +225,8 @@ class HopSession:
             if reply is grpc.aio.EOF:
                 raise from_status(await self._call.code(), await self._call.details(), server.peer_id, span)
         if reply.WhichOneof("kind") == "failure":
-            status = next(code for code in grpc.StatusCode if code.value[0] == reply.failure.status)
+            codes = {code.value[0]: code for code in grpc.StatusCode}
+            status = codes.get(reply.failure.status, grpc.StatusCode.UNKNOWN)
             raise from_status(status, reply.failure.message, server.peer_id, span)
         if reply.WhichOneof("kind") != kind:
             raise BadReply(f"server {server.short_id} answered out of turn", server.peer_id, span)

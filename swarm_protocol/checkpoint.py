@@ -23,7 +23,7 @@ GENERATION_CONFIG = "generation_config.json"
 OLD_WEIGHTS = ("*.bin", "*.pt", "*.pth", "*.h5", "*.msgpack")
 
 # Fields of config.json that say how it was written, not what the model computes.
-CONFIG_NOISE = {"_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version", "use_cache"}
+CONFIG_NOISE = {"architectures", "dtype", "torch_dtype", "transformers_version", "use_cache"}
 FINGERPRINT_HEX = 16
 SAMPLE_BYTES = 4096
 SAMPLES_PER_SHARD = 64
@@ -137,6 +137,8 @@ class Checkpoint:
         try:
             path = self._files.path(SINGLE)
         except FileMissing as error:
+            if not isinstance(self._files, Directory):
+                raise
             raise CheckpointError(f"{self.location} has no safetensors weights{self._old_weights()}") from error
         return dict.fromkeys(read_header(path), SINGLE)
 
@@ -149,7 +151,7 @@ class Checkpoint:
 
         Cheap, and different for weights that training has changed; not for one edited number.
         """
-        config = {key: value for key, value in raw_config.items() if key not in CONFIG_NOISE}
+        config = {key: raw_config[key] for key in raw_config.keys() - CONFIG_NOISE if not key.startswith("_")}
         digest = hashlib.sha256(json.dumps(config, sort_keys=True).encode())
         by_shard: dict[str, list[StoredTensor]] = {}
         for name, shard in self._shards.items():
@@ -186,4 +188,5 @@ def _load_config(raw: dict[str, Any], path: Path) -> PreTrainedConfig:
     try:
         return AutoConfig.from_pretrained(path.parent)
     except (StrictDataclassError, ValueError, TypeError, KeyError, AttributeError) as error:
-        raise CheckpointError(f"{path} does not fit a model of type {model_type!r}: {error}") from error
+        reason = " ".join(str(error).split())
+        raise CheckpointError(f"{path} does not fit a model of type {model_type!r}: {reason}") from error

@@ -29,10 +29,7 @@ def encode(tensor: torch.Tensor, codec: int = pb.RAW) -> tuple[pb.Tensor, list[b
     0.006 for normally distributed values, 3.8 times smaller than float32).
     """
     tensor = tensor.detach().cpu().contiguous()
-    if codec == pb.INT8_BLOCKS:
-        data = _pack_int8(tensor)
-    else:
-        data = tensor.reshape(-1).view(torch.uint8).numpy().tobytes()
+    data = _pack_int8(tensor) if codec == pb.INT8_BLOCKS else tensor.reshape(-1).view(torch.uint8).numpy().tobytes()
     wire = pb.Tensor(
         dtype=_WIRE_DTYPES[tensor.dtype],
         shape=tensor.shape,
@@ -64,8 +61,10 @@ class Assembler:
         expected = _encoded_bytes(math.prod(self.shape), self.dtype, self.codec)
         if wire.size_bytes != expected:
             raise RequestRejected(
-                f"tensor {list(self.shape)} of {self.dtype} takes {expected} bytes, but {wire.size_bytes} were announced"
+                f"tensor {list(self.shape)} of {self.dtype} takes {expected} bytes, not {wire.size_bytes} as announced"
             )
+        if math.prod(filter(None, self.shape)) > max_bytes:  # possible if it is empty; torch's strides overflow
+            raise RequestRejected(f"tensor shape {list(self.shape)} is over the limit of {max_bytes} bytes")
         self._data = bytearray(wire.size_bytes)
         self._filled = 0
         self.add(wire.data)

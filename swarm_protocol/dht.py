@@ -10,8 +10,12 @@ from contextlib import ExitStack
 
 from hivemind.dht.crypto import RSASignatureValidator
 from hivemind.dht.node import DHTNode
+from hivemind.dht.protocol import DHTProtocol
+from hivemind.dht.validation import DHTRecord
 from hivemind.p2p import P2P
 from hivemind.p2p.p2p_daemon_bindings.control import P2PDaemonError
+from hivemind.utils.multiaddr import Multiaddr
+from hivemind.utils.serializer import MSGPackSerializer
 from hivemind.utils.timed_storage import get_dht_time
 
 from swarm_protocol.errors import NoSwarm
@@ -20,7 +24,8 @@ from swarm_protocol.records import LIFETIME_S, ServerRecord, ServerState, SwarmV
 
 JOIN_TIMEOUT_S = 9.0  # an initial peer that does not answer is reported within 10 s
 _CONNECT_TIMEOUT_S = 3.0
-_OWNER = re.compile(rb"\[owner:(.+?)\]")
+# The whole subkey, which leaves no room for a second owner: hivemind asks for the signature of the first it finds.
+_SUBKEY = re.compile(r"([1-9A-HJ-NP-Za-km-z]+)\[owner:(ssh-rsa [A-Za-z0-9+/]+=*)\]")
 _logger = logging.getLogger(__name__)
 
 # hivemind reports every hiccup of its daemon on stderr; what matters reaches the user through our own errors.
@@ -90,7 +95,7 @@ class Dht:
                     p2p=p2p,
                     initial_peers=list(initial_peers),
                     client_mode=host is None,
-                    record_validator=RSASignatureValidator(identity.private_key),
+                    record_validator=_Validator(identity.private_key),
                     cache_refresh_before_expiry=0,
                 ),
                 max(1.0, deadline - asyncio.get_running_loop().time()),
@@ -141,11 +146,12 @@ class Dht:
         entry = await self._node.get(models_key(self._swarm), latest=True)
         if entry is None or not isinstance(entry.value, dict):
             return {}
-        return {
-            str(name): item.value
-            for name, item in sorted(entry.value.items())
-            if isinstance(item.value, int) and 0 < item.value < 10_000
+        models = {
+            name: item.value
+            for name, item in entry.value.items()
+            if isinstance(name, str) and isinstance(item.value, int) and 0 < item.value < 10_000
         }
+        return dict(sorted(models.items()))
 
     async def shutdown(self) -> None:
         await self._node.shutdown()
@@ -159,12 +165,27 @@ def multiaddr(host: str, port: int) -> str:
     return f"/ip6/{host.strip('[]')}/tcp/{port}" if ":" in host else f"/dns4/{host}/tcp/{port}"
 
 
+class _Validator(RSASignatureValidator):
+    """Refuses records that their owner has not signed, and those that would spoil a key for all its readers."""
+
+    def validate(self, record: DHTRecord) -> bool:
+        if record.subkey == DHTProtocol.IS_REGULAR_VALUE:
+            return False  # it would replace everybody's
+        try:
+            if not super().validate(record):
+                return False
+            MSGPackSerializer.loads(self.strip_value(record))  # what cannot be unpacked makes hivemind's search hang
+        except Exception:  # whatever a stranger's bytes provoke
+            return False
+        return True
+
+
 def _checked(subkey: object, value: object) -> ServerRecord | None:
     """The record, if it is well formed and its owner is the peer it speaks of (the DHT has checked the signature)."""
     try:
-        owner = _OWNER.search(str(subkey).encode())
+        owner = _SUBKEY.fullmatch(subkey)
         record = ServerRecord.parse(value)
-        if owner is None or peer_id_of(owner[1]) != record.peer_id:
+        if owner is None or not owner[1] == record.peer_id == peer_id_of(owner[2].encode()):
             raise ValueError("its owner is somebody else")
     except (ValueError, TypeError) as error:
         _logger.debug("ignored a record under %s: %s", subkey, error)
@@ -182,11 +203,15 @@ async def _require_answer(initial_peers: Sequence[str]) -> None:
 
 def _tcp_target(peer: str) -> tuple[str, int] | None:
     """Host and port of a TCP multiaddr; None for other transports, which only libp2p can try."""
-    if not re.search(r"/p2p/[1-9A-HJ-NP-Za-km-z]{40,}$", peer):
+    try:
+        Multiaddr(peer)
+        if not re.search(r"/p2p/[^/]+$", peer):
+            raise ValueError("no peer id")
+    except ValueError:
         raise ValueError(
             f"initial peer {peer!r} is no multiaddr of a peer: expected /ip4/ADDRESS/tcp/PORT/p2p/PEER_ID, "
             "as a server prints it after `peer=`"
-        )
+        ) from None
     match = re.match(r"/(?:ip4|ip6|dns|dns4|dns6)/([^/]+)/tcp/(\d+)/p2p/[^/]+$", peer)
     return (match[1], int(match[2])) if match else None
 
@@ -194,7 +219,7 @@ def _tcp_target(peer: str) -> tuple[str, int] | None:
 async def _connects(host: str, port: int) -> bool:
     try:
         _, writer = await asyncio.wait_for(asyncio.open_connection(host, port), _CONNECT_TIMEOUT_S)
-    except (OSError, asyncio.TimeoutError):
+    except (OSError, UnicodeError, asyncio.TimeoutError):  # UnicodeError: no possible host name
         return False
     writer.close()
     return True

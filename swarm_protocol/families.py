@@ -1,8 +1,8 @@
 """How a Hugging Face decoder splits into embeddings | blocks | head.
 
-A family is described by facts read off the stock base-model class, built on the meta device, and by a probe: without its
-blocks the base model must hand hidden states through unchanged, else this rule does not fit and the model is refused.
-What cannot be read off stands in the tables below.
+A family is described by facts read off the stock base-model class, built on the meta device, and by a probe: without
+its blocks the base model must hand hidden states through unchanged, else this rule does not fit and the model is
+refused. What cannot be read off stands in the tables below.
 """
 
 from __future__ import annotations
@@ -12,22 +12,22 @@ import inspect
 import re
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from transformers import MODEL_MAPPING, PreTrainedConfig, PreTrainedModel
+from transformers import MODEL_MAPPING, PreTrainedConfig
 from transformers import initialization as weight_init
 
 from swarm_protocol.errors import UnsupportedModel
 from swarm_protocol.shell import load_shell
 from swarm_protocol.span import Span
 
-# Plain attributes of the base model that act on embeddings, with the value that makes them do nothing.
-NEUTRAL_ATTRIBUTES: dict[str, tuple[tuple[str, Any], ...]] = {
-    "granite": (("embedding_multiplier", 1.0),),
-    "granitemoe": (("embedding_multiplier", 1.0),),
-}
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+# Plain attributes of the owner that act on embeddings (in granite, hyperclovax), with the value that makes them idle.
+NEUTRAL_ATTRIBUTES: dict[str, Any] = {"embedding_multiplier": 1.0}
 
 _STATE_SPACE = "its blocks carry a recurrent state instead of keys and values"
 _HYBRID = "some of its blocks carry a recurrent state instead of keys and values"
@@ -44,6 +44,9 @@ REJECTED: dict[str, str] = {
 }
 
 LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention"}
+
+# What a base model must accept for a server to run it.
+MODEL_ARGUMENTS = ("inputs_embeds", "attention_mask", "past_key_values", "use_cache")
 
 # What a base model may hand to a block besides the hidden states: functions of positions, mask, cache and flags.
 BLOCK_ARGUMENTS = {
@@ -134,14 +137,10 @@ def slice_config(config: PreTrainedConfig, span: Span) -> PreTrainedConfig:
     return sliced
 
 
-def max_positions(config: PreTrainedConfig) -> int | None:
-    """How many positions the model was made for; None if it does not say, or needs no limit (alibi)."""
-    if getattr(config, "alibi", False):
-        return None
-    return getattr(config, "max_position_embeddings", None)
-
-
 # ---------------------------------------------------------------- reading the facts off
+
+
+_DESCRIBED: dict[tuple[type, str], Family] = {}
 
 
 def describe(config: PreTrainedConfig) -> Family:
@@ -156,14 +155,14 @@ def describe(config: PreTrainedConfig) -> Family:
     return _DESCRIBED[key]
 
 
-_DESCRIBED: dict[tuple[type, str], Family] = {}
-
-
 def _describe(config: PreTrainedConfig) -> Family:
     _check_config(config)
     base_class = MODEL_MAPPING[type(config)]
-    with weight_init.no_init_weights(), torch.device("meta"):
-        base = base_class(copy.deepcopy(config))
+    try:
+        with weight_init.no_init_weights(), torch.device("meta"):
+            base = base_class(copy.deepcopy(config))
+    except Exception as error:  # each model class has its own ways to dislike a config
+        raise _unsupported(config, f"transformers cannot build it from this config ({_one_line(error)})") from error
     family = _read_facts(base, config)
     _check_blocks(base, family)
     return _probe(base, family, config)
@@ -187,11 +186,16 @@ def _check_config(config: PreTrainedConfig) -> None:
         raise _unsupported(config, f"it has blocks of type {', '.join(sorted(others))}, expected attention only")
     if getattr(config, "num_kv_shared_layers", 0):
         raise _unsupported(config, _SHARES)
-    if not isinstance(getattr(config, "num_hidden_layers", None), int):
-        raise _unsupported(config, "its config does not say num_hidden_layers")
+    for name in ("num_hidden_layers", "hidden_size"):
+        if not isinstance(getattr(config, name, None), int):
+            raise _unsupported(config, f"its config does not say {name}")
 
 
 def _read_facts(base: PreTrainedModel, config: PreTrainedConfig) -> Family:
+    arguments = inspect.signature(base.forward).parameters
+    lacking = [name for name in MODEL_ARGUMENTS if name not in arguments]
+    if lacking:
+        raise _unsupported(config, f"its forward does not accept {', '.join(lacking)}")
     lists = [
         name
         for name, module in base.named_modules()
@@ -225,9 +229,9 @@ def _read_facts(base: PreTrainedModel, config: PreTrainedConfig) -> Family:
         embedding=embedding,
         positions=tuple(positions),
         identities=tuple(identities),
-        neutral=NEUTRAL_ATTRIBUTES.get(config.model_type, ()),
+        neutral=tuple((name, value) for name, value in NEUTRAL_ATTRIBUTES.items() if hasattr(owner, name)),
         returns_tuple=False,
-        takes_positions="position_ids" in inspect.signature(base.forward).parameters,
+        takes_positions="position_ids" in arguments,
         num_blocks=config.num_hidden_layers,
         hidden_size=config.hidden_size,
         block_parameters=tuple(sum(p.numel() for p in block.parameters()) for block in getattr(owner, blocks)),
@@ -246,16 +250,17 @@ def _check_blocks(base: PreTrainedModel, family: Family) -> None:
 class _Recorder:
     """Replaces a block's ``forward``: hands the hidden states through and remembers what else it was given."""
 
-    def __init__(self, returns_tuple: bool) -> None:
-        self.returns_tuple = returns_tuple
+    def __init__(self, block: nn.Module, returns_tuple: bool) -> None:
+        self._names = list(inspect.signature(type(block).forward).parameters)[2:]  # after self and the hidden states
+        self._returns_tuple = returns_tuple
         self.arguments: set[str] = set()
         self.shapes: set[tuple[int, ...]] = set()
 
     def __call__(self, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor | tuple[torch.Tensor]:
         self.shapes.add(tuple(hidden.shape))
-        self.arguments |= {name for name, value in kwargs.items() if _has_tensor(value)}
-        self.arguments |= {f"#{position}" for position, value in enumerate(args, start=1) if _has_tensor(value)}
-        return (hidden,) if self.returns_tuple else hidden
+        given = {**dict(zip(self._names, args, strict=False)), **kwargs}
+        self.arguments |= {name for name, value in given.items() if _has_tensor(value)}
+        return (hidden,) if self._returns_tuple else hidden
 
 
 def _has_tensor(value: Any) -> bool:
@@ -272,24 +277,28 @@ def _probe(base: PreTrainedModel, family: Family, config: PreTrainedConfig) -> F
     shell, _ = load_shell(family, config)
     blocks = getattr(family.owner_of(base), family.blocks)
     setattr(family.owner_of(shell), family.blocks, blocks)
-    generator = torch.Generator().manual_seed(0)
-    hidden = torch.randn(2, 3, family.hidden_size, generator=generator)
-    problem = "it changes hidden states outside its blocks"
+    hidden = torch.randn(2, 3, family.hidden_size, generator=torch.Generator().manual_seed(0))
+    mask = torch.ones(2, 3, dtype=torch.long)
+    problem = None
     for returns_tuple in (False, True):
-        recorder = _Recorder(returns_tuple)
+        recorder = _Recorder(blocks[0], returns_tuple)
         for block in blocks:
             block.forward = recorder
         try:
             with torch.inference_mode():
-                output = shell(
-                    inputs_embeds=hidden, attention_mask=torch.ones(2, 3, dtype=torch.long), use_cache=False
-                ).last_hidden_state
+                output = shell(inputs_embeds=hidden, attention_mask=mask, use_cache=False).last_hidden_state
         except Exception as error:  # a stranger's modelling code: whatever it raises means that the rule does not fit
-            problem = f"without its blocks it fails with {type(error).__name__}: {str(error).splitlines()[0]}"
+            problem = problem or f"without its blocks it fails with {_one_line(error)}"
             continue
         unknown = sorted(recorder.arguments - BLOCK_ARGUMENTS)
         if unknown:
             raise _unsupported(config, f"its blocks also need {', '.join(unknown)}, which a server does not have")
-        if recorder.shapes == {tuple(hidden.shape)} and torch.equal(output, hidden):
-            return replace(family, returns_tuple=returns_tuple)
-    raise _unsupported(config, problem)
+        if output.shape == hidden.shape and recorder.shapes == {tuple(hidden.shape)}:
+            if torch.equal(output, hidden):
+                return replace(family, returns_tuple=returns_tuple)
+            problem = "it changes hidden states outside its blocks"
+    raise _unsupported(config, problem or "hidden states change their shape between its blocks")
+
+
+def _one_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"

@@ -37,7 +37,7 @@ class Identity:
     def __init__(self, serialized: bytes, lock: IO[bytes] | None = None) -> None:
         self._serialized = serialized
         self._lock = lock  # held open as long as this process uses a key file
-        self.private_key = _rsa_key(crypto_pb2.PrivateKey.FromString(serialized).data)
+        self.private_key = _rsa_key(crypto_pb2.PrivateKey.FromString(serialized))
         self.peer_id: str = PeerID.from_identity(serialized).to_base58()
 
     @classmethod
@@ -65,10 +65,10 @@ class Identity:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             lock.close()
-            raise ValueError(f"identity {path} is in use by another server on this machine; give each its own") from None
+            raise ValueError(f"identity {path} is in use by another server of this machine: use another") from None
         try:
             return cls(lock.read(), lock)
-        except (DecodeError, ValueError):
+        except (DecodeError, ValueError, TypeError):  # TypeError: the key is encrypted
             lock.close()
             raise ValueError(f"{path} is no identity file: expected a libp2p RSA private key") from None
 
@@ -95,9 +95,11 @@ def peer_id_of(public_key: bytes) -> str:
     return PeerID(multihash).to_base58()
 
 
-def _rsa_key(der: bytes) -> RSAPrivateKey:
+def _rsa_key(message: crypto_pb2.PrivateKey) -> RSAPrivateKey:
+    if message.key_type != crypto_pb2.KeyType.RSA:
+        raise ValueError("the key is not an RSA key")
     key = RSAPrivateKey.__new__(RSAPrivateKey)
-    key.__setstate__({"_private_key": der})
+    key.__setstate__({"_private_key": message.data})
     return key
 
 
@@ -162,8 +164,10 @@ async def pinned_channel(
         raise PeerUnavailable(f"no server answered at {address} within {timeout_s:g} s") from None
     except OSError as error:
         raise PeerUnavailable(f"no server answers at {address}: {error.strerror or error}") from None
+    except (ValueError, OverflowError):  # addresses come from strangers
+        raise PeerUnavailable(f"no server answers at {address!r}: it is no address, expected HOST:PORT") from None
     der = writer.get_extra_info("ssl_object").getpeercert(binary_form=True)
-    writer.close()
+    writer.transport.abort()  # close() would wait for a goodbye that gRPC does not send, and keep the server waiting
     if hashlib.sha256(der).digest() != fingerprint:
         raise BadReply(f"the server at {address} shows another TLS certificate than its record promises")
     credentials = grpc.ssl_channel_credentials(ssl.DER_cert_to_PEM_cert(der).encode())

@@ -48,7 +48,7 @@ class Notes:
                 note = json.loads(path.read_text())
                 alive = _alive(int(note["pid"]))
                 address = str(note["address"])
-            except (OSError, ValueError, KeyError, TypeError):
+            except (OSError, ValueError, KeyError, TypeError, OverflowError):
                 alive, address = False, ""
             if alive:
                 addresses.append(address)

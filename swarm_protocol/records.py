@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum
+from math import inf
 
 from google.protobuf.message import DecodeError
 
@@ -77,6 +78,9 @@ class ServerRecord:
     def from_proto(cls, message: pb.ServerRecord) -> ServerRecord:
         """Raises ValueError if a field is out of range (records come from strangers)."""
         span = Span(message.blocks.start, message.blocks.end).within(message.num_blocks)
+        for number in (message.tokens_per_s, message.queue_delay_s, *message.next_hop_rtts_s.values()):
+            if not 0 <= number < inf:
+                raise ValueError(f"a measurement is {number}: expected a finite number of at least 0")
         return cls(
             peer_id=message.peer_id,
             addresses=tuple(message.addresses),

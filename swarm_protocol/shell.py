@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig
+from transformers import initialization as weight_init
 from transformers.utils import logging
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
     from swarm_protocol.families import Family
 
 
@@ -22,17 +25,25 @@ class ZeroPositions(nn.Module):
         return torch.zeros((), device=positions.device)
 
 
-def shell_class(family: Family, hosted: Container[int]) -> type[PreTrainedModel]:
+def shell_class(
+    family: Family, hosted: Container[int], prepare: Callable[[nn.Module], None] | None = None
+) -> type[PreTrainedModel]:
     """A subclass of the family's base model whose parts outside the blocks ``hosted`` have no parameters.
 
     ``from_pretrained(None, config=…, state_dict=…)`` of it loads the hosted blocks alone, under the names they have in
-    a checkpoint. It takes the full config, since how a block is built may depend on its index.
+    a checkpoint. It takes the full config, since how a block is built may depend on its index. ``prepare`` is called
+    with each hosted block before it gets its weights.
     """
 
     class Shell(family.base_class):
         def __init__(self, config: PreTrainedConfig, *args: Any, **kwargs: Any) -> None:
-            super().__init__(config, *args, **kwargs)
+            with weight_init.no_init_weights():  # all is on the meta device as yet, and most of it goes at once
+                super().__init__(config, *args, **kwargs)
             _hollow_out(self, family, hosted)
+            if prepare is not None:
+                for index, block in enumerate(getattr(family.owner_of(self), family.blocks)):
+                    if index in hosted:
+                        prepare(block)
 
     # Both names: transformers skips its weight conversions for classes that look like a user's own.
     Shell.__name__, Shell.__module__ = family.base_class.__name__, family.base_class.__module__
@@ -46,13 +57,14 @@ def load_shell(
     hosted: Container[int] = (),
     tensors: Mapping[str, Any] | None = None,
     dtype: torch.dtype = torch.float32,
+    prepare: Callable[[nn.Module], None] | None = None,
 ) -> tuple[PreTrainedModel, dict[str, Any]]:
     """Builds a shell on the CPU and loads ``tensors`` into it through the stock loader.
 
     Returns the shell and transformers' loading info (missing, unexpected and mismatched keys).
     """
-    with no_progress_bars():
-        return shell_class(family, hosted).from_pretrained(
+    with quiet():
+        return shell_class(family, hosted, prepare).from_pretrained(
             None,
             config=config,
             state_dict=dict(tensors or {}),
@@ -63,14 +75,16 @@ def load_shell(
 
 
 @contextmanager
-def no_progress_bars():
-    """Keeps transformers from drawing a bar for every block."""
-    shown = logging.is_progress_bar_enabled()
+def quiet() -> Iterator[None]:
+    """Keeps transformers from drawing a bar and logging a report for every block."""
+    bars, verbosity = logging.is_progress_bar_enabled(), logging.get_verbosity()
     logging.disable_progress_bar()
+    logging.set_verbosity_error()
     try:
         yield
     finally:
-        if shown:
+        logging.set_verbosity(verbosity)
+        if bars:
             logging.enable_progress_bar()
 
 

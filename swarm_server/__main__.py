@@ -100,7 +100,8 @@ def main() -> None:
         stream=sys.stderr, level=args.log_level.upper(), format="%(asctime)s %(message)s", datefmt="%H:%M:%S"
     )
     # Other people's libraries speak up only if something is wrong.
-    for name in ("transformers", "httpx", "huggingface_hub", "asyncio", "grpc"):
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    for name in ("httpx", "huggingface_hub", "asyncio", "grpc"):
         logging.getLogger(name).setLevel(logging.ERROR)
     code = 0
     try:

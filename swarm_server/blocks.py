@@ -12,10 +12,11 @@ from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache
 
 from swarm_protocol.checkpoint import Checkpoint
-from swarm_protocol.errors import CheckpointError
 from swarm_protocol.families import Family, slice_config
 from swarm_protocol.shell import load_shell
 from swarm_protocol.span import Span
+from swarm_server.block_loading import load_block
+from swarm_server.malloc import freed_memory_returned
 
 INDEX_ATTRIBUTES = ("layer_idx", "layer_id")  # where modules keep their block's index in the cache
 
@@ -182,9 +183,9 @@ def load_blocks(
 ) -> BlockStack:
     """Loads the blocks of ``span``, one after the other.
 
-    Each block is read, moved to ``device``, handed to ``transform(block, index)`` to be changed in place (quantized, for
-    example), and reported by ``progress(index)`` before the next is read. So memory never holds more than the
-    transformed blocks and one block in ``dtype``.
+    Each block is read, moved to ``device``, handed to ``transform(block, index)`` to be changed in place (quantized,
+    for example), and reported by ``progress(index)`` before the next is read. So memory never holds more than the
+    transformed blocks and one block in fp32; experts that are stored in fp32 take two thirds more while they are fused.
 
     Raises:
         ValueError: if the model has no such blocks.
@@ -194,32 +195,15 @@ def load_blocks(
     family = checkpoint.family
     span.within(family.num_blocks)
     device = torch.device(device)
-    with torch.inference_mode(False), torch.no_grad():  # tensors born in inference mode could never meet autograd
+    # Tensors born in inference mode could never meet autograd.
+    with torch.inference_mode(False), torch.no_grad(), freed_memory_returned():
         shell, _ = load_shell(family, checkpoint.config, dtype=dtype)
         hosted = _Hosted(family, shell.to(device).requires_grad_(False), {}, dtype, device)
         for index in span:
-            block = _load_block(checkpoint, index, dtype).to(device)
+            block = load_block(checkpoint, index, dtype).to(device)
             if transform is not None:
                 transform(block, index)
             hosted.originals[index] = block.eval().requires_grad_(False)
             if progress is not None:
                 progress(index)
     return hosted.stack(span)
-
-
-def _load_block(checkpoint: Checkpoint, index: int, dtype: torch.dtype) -> nn.Module:
-    family = checkpoint.family
-    tensors = checkpoint.block_tensors(index)
-    shell, info = load_shell(family, checkpoint.config, hosted=(index,), tensors=tensors, dtype=dtype)
-    _check_complete(checkpoint, info)
-    return getattr(family.owner_of(shell), family.blocks)[index]
-
-
-def _check_complete(checkpoint: Checkpoint, info: dict) -> None:
-    for name, found, expected in sorted(info["mismatched_keys"]):
-        raise CheckpointError(
-            f"{checkpoint.location} does not fit its config: tensor {name} has shape {list(found)}, "
-            f"expected {list(expected)}"
-        )
-    for name in sorted(info["missing_keys"]):
-        raise CheckpointError(f"{checkpoint.location} lacks tensor {name}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import inf
 from pathlib import Path
 
 from swarm_protocol.default_model import DEFAULT_MODEL
@@ -45,5 +46,5 @@ class ServerConfig:
                 raise ValueError(f"{name} {port} is no port: expected 0 to 65535")
         if self.cache_tokens is not None and self.cache_tokens < 1:
             raise ValueError(f"cache_tokens is {self.cache_tokens}: expected at least 1")
-        if self.throughput is not None and not self.throughput > 0:
+        if self.throughput is not None and not 0 < self.throughput < inf:
             raise ValueError(f"throughput is {self.throughput}: expected a number of tokens per second above 0")

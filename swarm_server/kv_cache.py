@@ -35,7 +35,7 @@ class CacheBudget:
             if amount > self._free:
                 raise PeerBusy(
                     f"no room for {-(-amount // num_blocks)} more tokens in the KV cache: "
-                    f"{self._free // num_blocks} of {self.capacity_tokens} are left"
+                    f"{self._free // num_blocks} of {self.capacity_tokens * self._num_blocks // num_blocks} are left"
                 )
             self._free -= amount
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import logging
-import os
+import socket
 import sys
 from collections.abc import Callable
 from contextlib import AsyncExitStack
@@ -211,9 +211,7 @@ async def join_noted(noted: list[str], notes: Notes, join: Callable) -> Dht:
     return await join([])
 
 
-def _load(
-    checkpoint: Checkpoint, span: Span, dtype: torch.dtype, device: torch.device, quant: str
-) -> BlockStack:
+def _load(checkpoint: Checkpoint, span: Span, dtype: torch.dtype, device: torch.device, quant: str) -> BlockStack:
     report = Report(quant)
     with tqdm(total=len(span), desc="loading blocks", unit="block", file=sys.stderr, leave=False) as bar:
 
@@ -262,8 +260,6 @@ def _announced(config: ServerConfig, port: int) -> str:
 
 def _lan_address() -> str:
     """The address of the interface that leads outside; nothing is sent."""
-    import socket
-
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect(("192.0.2.1", 9))  # TEST-NET-1: routed like any outside address
@@ -273,8 +269,6 @@ def _lan_address() -> str:
 
 
 def _free_port(host: str) -> int:
-    import socket
-
     with socket.socket() as probe:
         probe.bind((host, 0))
         return probe.getsockname()[1]

@@ -1,0 +1,41 @@
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+export HF_HUB_OFFLINE ?= 1
+
+.PHONY: demo test test-all bench lint format proto clean
+
+demo: $(VENV)/.installed
+	$(BIN)/python -m swarm_client demo
+
+test: $(VENV)/.installed lint
+	$(BIN)/python -m pytest
+
+test-all: $(VENV)/.installed lint
+	$(BIN)/python -m pytest -m "not cuda or cuda"
+
+bench: $(VENV)/.installed
+	$(BIN)/python benchmarks/decode.py
+
+lint: $(VENV)/.installed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+format: $(VENV)/.installed
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+proto: $(VENV)/.installed
+	$(BIN)/python -m grpc_tools.protoc -Iswarm_protocol/pb=protos --python_out=. --pyi_out=. --grpc_python_out=. \
+	    swarm_protocol/pb/swarm.proto
+
+# torch first: asked for by name, pip takes the pinned build; a later dependency could ask for the newest one.
+$(VENV)/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -c 'import sys; sys.version_info >= (3, 10) or sys.exit("Python 3.10 or newer is needed: make PYTHON=python3.11")'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt torch
+	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable ".[test,bench]"
+	touch $@
+
+clean:
+	rm -rf $(VENV) *.egg-info .pytest_cache .ruff_cache

@@ -1,0 +1,130 @@
+"""Command line of the client: ``python -m swarm_client generate "The with statement"``, ``status``, ``demo``."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import sys
+
+from swarm_client.config import ClientConfig
+from swarm_protocol.default_model import DEFAULT_MODEL
+from swarm_protocol.errors import SwarmError
+from swarm_protocol.notes import DEFAULT_SWARM, checked_name
+
+
+def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m swarm_client", description="Use a language model whose blocks are served by a swarm."
+    )
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    formatter = argparse.ArgumentDefaultsHelpFormatter
+
+    common = argparse.ArgumentParser(add_help=False)
+    common.add_argument(
+        "--initial-peers", nargs="+", default=[], metavar="MULTIADDR", help="members of the swarm to join through"
+    )
+    common.add_argument("--swarm", default=DEFAULT_SWARM, metavar="NAME", help="the swarm's name")
+    common.add_argument("--log-level", default="warning", choices=("debug", "info", "warning", "error"))
+
+    generate = commands.add_parser(
+        "generate", parents=[common], formatter_class=formatter, help="continue a text, printing it as it is written"
+    )
+    generate.set_defaults(run=run_generate)
+    generate.add_argument("prompt")
+    generate.add_argument("--model", default=DEFAULT_MODEL, metavar="NAME_OR_PATH", help="hub name or directory")
+    generate.add_argument("--revision", help="branch, tag or commit of a hub model")
+    generate.add_argument("--max-new-tokens", type=int, default=64, metavar="N")
+    generate.add_argument("--temperature", type=float, metavar="T", help="0: always the likeliest token")
+    generate.add_argument("--top-p", type=float, metavar="P", help="sample among the likeliest tokens of this total")
+    generate.add_argument("--top-k", type=int, metavar="K", help="sample among this many tokens")
+    generate.add_argument("--seed", type=int, help="makes sampling repeatable")
+    generate.add_argument("--num-beams", type=int, default=1, metavar="N")
+    generate.add_argument(
+        "--wait", type=float, default=ClientConfig.wait_timeout_s, metavar="SECONDS", help="for blocks nobody serves"
+    )
+
+    status = commands.add_parser(
+        "status", parents=[common], formatter_class=formatter, help="show the swarm's servers and blocks"
+    )
+    status.set_defaults(run=run_status)
+    status.add_argument("--model", metavar="NAME", help="this model only")
+    status.add_argument("--json", action="store_true", help="print JSON")
+
+    demo = commands.add_parser("demo", formatter_class=formatter, help="three servers share a model and write text")
+    demo.set_defaults(run=run_demo)
+    demo.add_argument("prompt", nargs="?", default=None)
+    demo.add_argument("--max-new-tokens", type=int, default=64, metavar="N")
+    demo.add_argument("--log-level", default="warning", choices=("debug", "info", "warning", "error"))
+    return parser.parse_args(argv)
+
+
+def run_generate(args: argparse.Namespace) -> None:
+    from swarm_client.generation import TextOptions, load_tokenizer, stream_text
+    from swarm_client.model import DistributedModel
+
+    options = TextOptions(
+        max_new_tokens=args.max_new_tokens,
+        temperature=args.temperature,
+        top_p=args.top_p,
+        top_k=args.top_k,
+        num_beams=args.num_beams,
+        seed=args.seed,
+    )
+    if not args.prompt:
+        raise ValueError("the prompt is empty: expected some text to continue")
+    model = DistributedModel.from_pretrained(
+        args.model,
+        initial_peers=args.initial_peers,
+        swarm=checked_name(args.swarm),
+        revision=args.revision,
+        wait_timeout_s=args.wait,
+    )
+    with model:
+        tokenizer = load_tokenizer(args.model, args.revision)
+        stream_text(model, tokenizer, args.prompt, options)
+
+
+def run_status(args: argparse.Namespace) -> None:
+    from rich.console import Console
+
+    from swarm_client import background
+    from swarm_client.status import as_json, read_status, show
+
+    config = ClientConfig(initial_peers=tuple(args.initial_peers), swarm=checked_name(args.swarm))
+    models = background.run(read_status(config, args.model))
+    if args.json:
+        print(json.dumps(as_json(args.swarm, models), indent=2))
+    else:
+        show(Console(), args.swarm, models)
+
+
+def run_demo(args: argparse.Namespace) -> None:
+    from swarm_client.demo import DEFAULT_PROMPT, run_demo
+
+    run_demo(args.prompt or DEFAULT_PROMPT, args.max_new_tokens)
+
+
+def main() -> None:
+    args = parse_args()
+    logging.basicConfig(stream=sys.stderr, level=args.log_level.upper(), format="%(message)s")
+    # Other people's libraries speak up only if something is wrong.
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    for name in ("httpx", "huggingface_hub", "asyncio", "grpc"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    try:
+        args.run(args)
+    except (SwarmError, ValueError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(1)
+    except BrokenPipeError:  # the reader, `head` for example, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)
+    except KeyboardInterrupt:
+        print(file=sys.stderr)
+        sys.exit(130)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,117 @@
+"""Continues a text with a model and prints it as it is written."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+import torch
+from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase, TextStreamer
+
+from swarm_protocol.default_model import DEFAULT_MODEL, locate
+from swarm_protocol.errors import CheckpointError
+
+
+@dataclass(frozen=True)
+class TextOptions:
+    """How to choose tokens; what is None is left to the model's own generation config.
+
+    Raises ValueError at construction if a field is out of its range.
+    """
+
+    max_new_tokens: int = 64
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    num_beams: int = 1
+    seed: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.max_new_tokens < 1:
+            raise ValueError(f"max_new_tokens is {self.max_new_tokens}: expected at least 1")
+        if self.temperature is not None and self.temperature < 0:
+            raise ValueError(f"temperature is {self.temperature}: expected 0 or more")
+        if self.top_p is not None and not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p is {self.top_p}: expected a probability above 0 and at most 1")
+        if self.top_k is not None and self.top_k < 1:
+            raise ValueError(f"top_k is {self.top_k}: expected at least 1")
+        if self.num_beams < 1:
+            raise ValueError(f"num_beams is {self.num_beams}: expected at least 1")
+
+    def as_arguments(self) -> dict[str, object]:
+        """Keyword arguments for ``generate``."""
+        arguments: dict[str, object] = {"max_new_tokens": self.max_new_tokens, "num_beams": self.num_beams}
+        if self.temperature == 0:
+            arguments["do_sample"] = False
+            return arguments
+        sampling = {"temperature": self.temperature, "top_p": self.top_p, "top_k": self.top_k}
+        given = {name: value for name, value in sampling.items() if value is not None}
+        return arguments | given | ({"do_sample": True} if given else {})
+
+
+@dataclass(frozen=True)
+class Continuation:
+    """Token ids after the prompt, and the seconds from the first to the last of them."""
+
+    token_ids: list[int]
+    decode_s: float
+
+    @property
+    def tokens_per_s(self) -> float:
+        return (len(self.token_ids) - 1) / self.decode_s if self.decode_s > 0 else 0.0
+
+
+def load_tokenizer(name_or_path: str = DEFAULT_MODEL, revision: str | None = None) -> PreTrainedTokenizerBase:
+    """Raises CheckpointError if the model brings no tokenizer."""
+    try:
+        return AutoTokenizer.from_pretrained(locate(name_or_path), revision=revision)
+    except (OSError, ValueError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise CheckpointError(f"no tokenizer can be read from {name_or_path}: {reason}") from None
+
+
+def stream_text(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompt: str, options: TextOptions
+) -> Continuation:
+    """Prints the prompt and its continuation; raises ValueError if the prompt has no tokens."""
+    inputs = tokenizer(prompt, return_tensors="pt")
+    prompt_length = inputs.input_ids.shape[1]
+    if prompt_length == 0:
+        raise ValueError("the prompt is empty: expected some text to continue")
+    if options.seed is not None:
+        torch.manual_seed(options.seed)
+    streamer = _TimedStreamer(tokenizer) if options.num_beams == 1 else None  # beams are known at the end only
+    if streamer is not None:
+        print(prompt, end="", flush=True)
+    try:
+        output = model.generate(
+            inputs.input_ids.to(model.device),
+            attention_mask=inputs.attention_mask.to(model.device),
+            streamer=streamer,
+            **options.as_arguments(),
+        )
+    except BaseException:
+        print(flush=True)  # whatever is said next begins on a line of its own
+        raise
+    token_ids = output[0, prompt_length:].tolist()
+    if streamer is None:
+        print(prompt + tokenizer.decode(token_ids, skip_special_tokens=True))
+        return Continuation(token_ids, 0.0)
+    return Continuation(token_ids, streamer.decode_s)
+
+
+class _TimedStreamer(TextStreamer):
+    """Prints text as it comes and remembers when the first and last new token came."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
+        self._times: list[float] = []
+
+    @property
+    def decode_s(self) -> float:
+        return self._times[-1] - self._times[0] if self._times else 0.0
+
+    def put(self, value: torch.Tensor) -> None:
+        if not self.next_tokens_are_prompt:
+            self._times.append(time.perf_counter())
+        super().put(value)

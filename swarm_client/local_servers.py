@@ -1,0 +1,117 @@
+"""Server processes on this machine, for the demo and the benchmarks."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from swarm_protocol.errors import SwarmError
+
+_START_TIMEOUT_S = 300.0
+_STOP_TIMEOUT_S = 10.0
+
+
+@dataclass(frozen=True)
+class LocalServer:
+    """A server process that is ready."""
+
+    pid: int
+    ready_line: str
+    start_s: float  # from the start of the process to its ready line
+
+    @property
+    def peak_memory_bytes(self) -> int:
+        """The most resident memory the process has had so far."""
+        for line in Path(f"/proc/{self.pid}/status").read_text().splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
+        return 0
+
+
+@contextlib.contextmanager
+def local_servers(
+    swarm: str, spans: Sequence[str], arguments: Sequence[str] = (), cores: Sequence[int] | None = None
+) -> Iterator[list[LocalServer]]:
+    """One single-threaded server process per span, ready to serve; all are gone afterwards.
+
+    With ``cores``, the server of ``spans[i]`` runs on core ``cores[i]`` alone.
+
+    Raises:
+        SwarmError: with the server's own words, if one does not start.
+    """
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    with tempfile.TemporaryDirectory() as directory, _terminated_as_interrupt(), contextlib.ExitStack() as cleanup:
+        starting = []
+        for number, span in enumerate(spans):
+            log = cleanup.enter_context(open(Path(directory) / str(number), "w+"))
+            pin = [] if cores is None else ["taskset", "--cpu-list", str(cores[number])]
+            command = [*pin, sys.executable, "-m", "swarm_server", "--blocks", span, "--swarm", swarm, *arguments]
+            process = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=log, text=True, env=environment
+            )
+            cleanup.callback(_stop, process)
+            starting.append((process, log))
+        cleanup.callback(lambda: [process.terminate() for process, _ in starting])
+        yield _wait_until_ready(starting)
+
+
+def _wait_until_ready(starting: list) -> list[LocalServer]:
+    start = time.monotonic()
+    lines: queue.Queue = queue.Queue()
+
+    def read_line(number: int) -> None:
+        line = starting[number][0].stdout.readline()
+        lines.put((number, line, time.monotonic() - start))
+
+    for number in range(len(starting)):
+        threading.Thread(target=read_line, args=(number,), daemon=True).start()
+    ready: dict[int, LocalServer] = {}
+    while len(ready) < len(starting):
+        try:
+            number, line, start_s = lines.get(timeout=max(0.0, start + _START_TIMEOUT_S - time.monotonic()))
+        except queue.Empty:
+            raise SwarmError(f"a server was not ready within {_START_TIMEOUT_S:g} s") from None
+        process, log = starting[number]
+        if not line.startswith("ready "):
+            log.seek(0)
+            last_line = (log.read().strip().splitlines() or ["it said nothing"])[-1]
+            raise SwarmError(f"a server did not start: {last_line.removeprefix('error: ')}")
+        ready[number] = LocalServer(process.pid, line.strip(), start_s)
+    return [ready[number] for number in range(len(starting))]
+
+
+def _stop(process: subprocess.Popen) -> None:
+    process.terminate()
+    try:
+        process.wait(_STOP_TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+    process.stdout.close()
+
+
+@contextlib.contextmanager
+def _terminated_as_interrupt() -> Iterator[None]:
+    """SIGTERM ends the program like Ctrl-C meanwhile, so that no server is left behind."""
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    previous = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, previous)

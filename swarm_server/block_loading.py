@@ -1,0 +1,89 @@
+"""Loads one block through transformers' own loader, so that its renames, fusions and dtypes apply."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+import torch
+from torch import nn
+
+from swarm_protocol.checkpoint import Checkpoint
+from swarm_protocol.errors import CheckpointError
+from swarm_protocol.safetensors_file import StoredTensor
+from swarm_protocol.shell import load_shell
+
+NARROW = {torch.bfloat16, torch.float16}
+
+
+def load_block(checkpoint: Checkpoint, index: int, dtype: torch.dtype) -> nn.Module:
+    """Block ``index`` on the CPU, as transformers itself would have loaded it within the whole model.
+
+    Raises:
+        CheckpointError: if a tensor is missing, damaged or of the wrong shape.
+    """
+    family = checkpoint.family
+    tensors = checkpoint.block_tensors(index)
+    stored = {family.name_in_block(name): tensor.dtype for name, tensor in tensors.items()}
+    try:
+        shell, info = load_shell(
+            family,
+            checkpoint.config,
+            hosted=(index,),
+            tensors=tensors,
+            dtype=dtype,
+            prepare=(lambda block: _keep_as_stored(block, stored)) if dtype == torch.float32 else None,
+        )
+    except RuntimeError as error:  # transformers could not fuse tensors; it only logs which
+        problem = _odd_one_out(tensors)
+        if problem is None:
+            raise
+        raise CheckpointError(f"{checkpoint.location} {problem}") from error
+    _check_complete(checkpoint, info)
+    block = getattr(family.owner_of(shell), family.blocks)[index]
+    if dtype == torch.float32:
+        for parameter in block.parameters():
+            if parameter.dtype in NARROW:
+                parameter.data = parameter.data.float()
+    return block
+
+
+def _keep_as_stored(block: nn.Module, stored: Mapping[str, torch.dtype]) -> None:
+    """Makes the loader leave narrow weights narrow, to be widened one at a time after it is done.
+
+    It fuses a block's experts by way of copies of all of them, which would otherwise be wide copies.
+    """
+    parameters = dict(block.named_parameters())
+    fused = {dtype for name, dtype in stored.items() if name not in parameters}
+    for name, parameter in parameters.items():
+        dtypes = {stored[name]} if name in stored else fused
+        if len(dtypes) == 1 and dtypes <= NARROW and parameter.is_floating_point():
+            parameter.data = parameter.data.to(*dtypes)
+
+
+def _check_complete(checkpoint: Checkpoint, info: dict) -> None:
+    for name, found, expected in sorted(info["mismatched_keys"]):
+        raise CheckpointError(
+            f"{checkpoint.location} does not fit its config: tensor {name} has shape {list(found)}, "
+            f"expected {list(expected)}"
+        )
+    for name in sorted(info["missing_keys"]):
+        raise CheckpointError(f"{checkpoint.location} lacks tensor {name}")
+
+
+def _odd_one_out(tensors: Mapping[str, StoredTensor]) -> str | None:
+    """What is wrong with a block's numbered tensors (of its experts), which must be alike and complete."""
+    groups: dict[str, dict[str, StoredTensor]] = {}
+    for name, tensor in tensors.items():
+        groups.setdefault(re.sub(r"\.\d+\.(?!.*\.\d+\.)", ".*.", name), {})[name] = tensor
+    most = max(map(len, groups.values()))
+    for pattern, group in groups.items():
+        shapes = [tensor.shape for tensor in group.values()]
+        usual = max(set(shapes), key=shapes.count)
+        for name, tensor in group.items():
+            if tensor.shape != usual:
+                return f"holds tensor {name} with shape {list(tensor.shape)}, but others like it have {list(usual)}"
+        expected = [pattern.replace("*", str(number)) for number in range(most)]
+        if 1 < len(group) < most:
+            return f"lacks tensor {next(name for name in expected if name not in group)}"
+    return None

@@ -1,0 +1,229 @@
+"""int8 linear on CPU: one byte per weight in memory, fp32 in and out, fp32 accuracy but for the rounded weight.
+
+Two implementations of ``Int8Weight`` stand behind ``Int8Linear``. ``FbgemmWeight`` is the faster one, but PyTorch has
+announced that it will drop the quantised dtypes which fbgemm's operators need
+(https://github.com/pytorch/pytorch/issues/184982); ``PlainWeight`` needs only plain int8 tensors.
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+
+import torch
+from torch.autograd.function import once_differentiable
+
+TILE = 256  # rows of a weight, or of the input, that are expanded to fp32 at a time
+TINY = 1e-30  # scale of output channels of zeros
+
+
+def quantize_rows(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Symmetric int8 per output channel: ``weight ≈ q * scale[:, None]``, rounding to the nearest.
+
+    weight: [out, in], any float dtype and strides -> q: [out, in] int8, scale: [out] fp32. Never holds more than
+    ``TILE`` rows in fp32.
+    """
+    q = torch.empty(weight.shape, dtype=torch.int8)
+    scale = torch.empty(weight.shape[0])
+    for q_tile, scale_tile, tile in zip(q.split(TILE), scale.split(TILE), weight.split(TILE), strict=True):
+        tile = tile.float()
+        torch.div(tile.abs().amax(1), 127, out=scale_tile).clamp_(min=TINY)
+        q_tile.copy_((tile / scale_tile[:, None]).round_())
+    return q, scale
+
+
+class Int8Weight(ABC):
+    """One frozen weight [out, in] in int8 with an fp32 scale per output channel."""
+
+    shape: torch.Size
+    size_bytes: int
+
+    @classmethod
+    @abstractmethod
+    def is_available(cls) -> bool:
+        """Whether this torch, on this machine, can run it."""
+
+    @abstractmethod
+    def __init__(self, q: torch.Tensor, scale: torch.Tensor) -> None:
+        """q: [out, in] int8, scale: [out] fp32."""
+
+    @abstractmethod
+    def matmul(self, x: torch.Tensor) -> torch.Tensor:
+        """x: [rows, in] fp32 -> x @ weight.T: [rows, out] fp32. A non-finite row spoils no other row."""
+
+    @abstractmethod
+    def tiles(self) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor]]:
+        """(output channels, q: [tile, in] int8, scale: [tile] fp32), tile by tile."""
+
+    def matmul_grad(self, grad: torch.Tensor) -> torch.Tensor:
+        """grad: [rows, out] fp32 -> gradient of ``matmul`` with respect to x, ``(grad * scale) @ q``: [rows, in]."""
+        total = torch.zeros(len(grad), self.shape[1])
+        for channels, q, scale in self.tiles():
+            total.addmm_(grad[:, channels] * scale, q.float())
+        return total
+
+    def dequantize(self) -> torch.Tensor:
+        """The weight the products are computed with: [out, in] fp32, a new tensor."""
+        weight = torch.empty(self.shape)
+        for channels, q, scale in self.tiles():
+            torch.mul(q, scale[:, None], out=weight[channels])
+        return weight
+
+
+class FbgemmWeight(Int8Weight):
+    """fbgemm's packed int8 weight, multiplied in two passes.
+
+    Each row of the input is written with two digits to base 128, ``x = unit * (128 * hi + lo)``, in a unit of its own
+    that its largest element sets. Both digits go through one exact integer product, so activations keep 14 bits
+    (outliers included) and a row's result does not depend, in any bit, on the other rows of the batch.
+    """
+
+    # digits -64 … 64 are passed as 0 … 128: fbgemm on AVX2 adds pairs of products in 16 bits, and 2 * 128 * 127 < 2**15
+    ZERO_POINT, BASE, LEVELS = 64, 128, 64 * 128
+    BLOCK = 512  # fbgemm pads in_features to a multiple of this on AVX2 (half of it on AVX-512)
+
+    @classmethod
+    @functools.cache
+    def is_available(cls) -> bool:
+        if "fbgemm" not in torch.backends.quantized.supported_engines:
+            return False
+        try:
+            weight = cls(torch.tensor([[3, -2]], dtype=torch.int8), torch.tensor([0.5]))
+            product, unpacked = weight.matmul(torch.eye(2)), weight.dequantize()
+        except (AttributeError, RuntimeError):  # how a later torch may say that these operators are gone
+            return False
+        return torch.equal(unpacked, torch.tensor([[1.5, -1.0]])) and torch.allclose(product, unpacked.T)
+
+    def __init__(self, q: torch.Tensor, scale: torch.Tensor) -> None:
+        self.shape = q.shape
+        zero_points = torch.zeros(len(q), dtype=torch.long)
+        engine = torch.backends.quantized.engine
+        torch.backends.quantized.engine = "fbgemm"
+        try:
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", r"torch\.quantize_per_tensor.* are deprecated", UserWarning)
+                quantized = torch._make_per_channel_quantized_tensor(q, scale.double(), zero_points, 0)
+            self._packed = torch.ops.quantized.linear_prepack(quantized, None)
+        finally:
+            torch.backends.quantized.engine = engine
+
+    @property
+    def size_bytes(self) -> int:
+        """Packed weight, padded; per channel an fp32 scale, an int32 zero point and an int32 sum."""
+        channels, width = self.shape
+        return channels * (-(-width // self.BLOCK) * self.BLOCK + 12)
+
+    def matmul(self, x: torch.Tensor) -> torch.Tensor:
+        if len(x) > TILE:
+            return torch.cat([self.matmul(tile) for tile in x.split(TILE)])
+        unit = torch.linalg.vector_norm(x, torch.inf, dim=1, keepdim=True).div_(self.LEVELS)
+        value = (x / unit).round_()
+        rows, width = x.shape
+        digits = torch.empty(2 * rows, width)
+        hi, lo = digits[:rows], digits[rows:]
+        torch.div(value, self.BASE, out=hi).round_()
+        torch.sub(value, hi, alpha=self.BASE, out=lo)
+        # With a scale of 1 fbgemm takes the digits as the integers they are. Rows without finite digits, of zeros or
+        # with NaN or inf, give something finite, which their unit, 0, NaN or inf, then makes what it should be.
+        multiply = torch.ops.quantized.linear_with_input_q_dq_qweight_dq_output_fp32
+        product = multiply(digits, 1.0, self.ZERO_POINT, self._packed)
+        # 128 * hi is exact, so it does not matter whether this is fused, which varies with the position in the batch
+        return torch.add(product[rows:], product[:rows], alpha=self.BASE).mul_(unit)
+
+    def tiles(self) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor]]:
+        quantized, _ = torch.ops.quantized.linear_unpack(self._packed)  # one int8 copy, freed with the iterator
+        scale = quantized.q_per_channel_scales().float()
+        for start in range(0, len(scale), TILE):
+            channels = slice(start, start + TILE)
+            yield channels, quantized[channels].int_repr(), scale[channels]
+
+
+class PlainWeight(Int8Weight):
+    """An int8 tensor and its scales.
+
+    Few rows are multiplied in bf16 straight from int8, and are independent of each other bit for bit; more rows by
+    expanding tiles of the weight to fp32.
+    """
+
+    FEW_ROWS = 16  # where expanding the weight becomes faster
+    ALIGNMENT = 32  # _weight_int8pack_mm reads whole vectors: with other widths it reads past the end of the weight
+
+    @classmethod
+    def is_available(cls) -> bool:
+        return True
+
+    def __init__(self, q: torch.Tensor, scale: torch.Tensor) -> None:
+        self.shape = q.shape
+        self._q, self._scale = q, scale
+        # scales would be rounded to bf16: the operator gets ones, fp32 scales follow
+        self._ones = torch.ones(len(q), dtype=torch.bfloat16)
+        self._has_few_rows_kernel = hasattr(torch, "_weight_int8pack_mm") and q.shape[1] % self.ALIGNMENT == 0
+
+    @property
+    def size_bytes(self) -> int:
+        return self._q.nbytes + self._scale.nbytes + self._ones.nbytes
+
+    def matmul(self, x: torch.Tensor) -> torch.Tensor:
+        if self._has_few_rows_kernel and 0 < len(x) <= self.FEW_ROWS:
+            return torch._weight_int8pack_mm(x.bfloat16(), self._q, self._ones).float().mul_(self._scale)
+        product = torch.empty(len(x), self.shape[0])
+        for channels, q, scale in self.tiles():
+            torch.mul(x @ q.float().T, scale, out=product[:, channels])
+        return product
+
+    def tiles(self) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor]]:
+        for start in range(0, len(self._q), TILE):
+            channels = slice(start, start + TILE)
+            yield channels, self._q[channels], self._scale[channels]
+
+
+class _Matmul(torch.autograd.Function):
+    """``x @ weight.T``, differentiable in x alone: the weight is frozen, so nothing needs to be saved."""
+
+    @staticmethod
+    def forward(ctx, x: torch.Tensor, weight: Int8Weight) -> torch.Tensor:
+        ctx.weight = weight
+        return weight.matmul(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return ctx.weight.matmul_grad(grad), None
+
+
+class Int8Linear(torch.nn.Module):
+    """A frozen linear layer over an ``Int8Weight``: [..., in] of any float dtype -> [..., out] of that dtype."""
+
+    def __init__(self, int8: Int8Weight, bias: torch.Tensor | None = None) -> None:
+        """bias: [out]; copied."""
+        super().__init__()
+        self.out_features, self.in_features = int8.shape
+        self.int8 = int8
+        if bias is not None:
+            bias = torch.nn.Parameter(bias.detach().to(torch.float32, copy=True), requires_grad=False)
+        self.register_parameter("bias", bias)
+
+    @classmethod
+    def from_float(
+        cls, weight: torch.Tensor, bias: torch.Tensor | None = None, implementation: type[Int8Weight] | None = None
+    ) -> Int8Linear:
+        """Quantises weight [out, in]; ``implementation`` is the fastest that runs here unless given."""
+        implementation = implementation or (FbgemmWeight if FbgemmWeight.is_available() else PlainWeight)
+        return cls(implementation(*quantize_rows(weight.detach())), bias)
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """The dequantised weight, [out, in] fp32, made anew at each access: for model code that looks at it."""
+        return self.int8.dequantize()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        rows = x.reshape(-1, self.in_features).float()
+        y = _Matmul.apply(rows, self.int8) if rows.requires_grad else self.int8.matmul(rows)
+        if self.bias is not None:
+            y += self.bias
+        return y.view(*x.shape[:-1], self.out_features).to(x.dtype)
+
+    def extra_repr(self) -> str:
+        return f"{self.in_features}, {self.out_features}, bias={self.bias is not None}, {type(self.int8).__name__}"

@@ -1,0 +1,14 @@
+"""Settings every test runs under: no hub, no chatter, one thread."""
+
+import os
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
+os.environ["TRANSFORMERS_VERBOSITY"] = "error"
+os.environ["TOKENIZERS_PARALLELISM"] = "false"
+
+import torch
+from transformers.utils import logging
+
+torch.set_num_threads(1)
+logging.disable_progress_bar()

@@ -1,0 +1,86 @@
+"""The client's commands as a user types them."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+
+from swarm_client.demo import verdict
+
+
+def run(*arguments: str, cache: str, timeout: float = 120) -> subprocess.CompletedProcess:
+    environment = {**os.environ, "XDG_CACHE_HOME": str(cache), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "swarm_client", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=timeout, env=environment)
+
+
+def processes_with(text: str) -> list[int]:
+    """Processes of this machine whose command line contains the text."""
+    found = []
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            with open(f"/proc/{pid}/cmdline", "rb") as file:
+                if text.encode() in file.read():
+                    found.append(int(pid))
+        except OSError:
+            continue
+    return found
+
+
+def test_demo_writes_text_compares_it_and_leaves_nothing_behind(tmp_path):
+    result = run("demo", "--max-new-tokens", "24", cache=tmp_path)
+    assert result.returncode == 0, result.stderr
+    assert "Traceback" not in result.stderr
+    assert re.search(r"replicas +1{20}", result.stdout)
+    assert re.search(r"24 tokens, [\d.]+ tokens/s", result.stdout)
+    assert re.search(r"(All 24 tokens are the same|The first \d+ of 24 tokens are the same)", result.stdout)
+    swarm = re.search(r"swarm (demo-\d+)", result.stdout)[1]
+    assert processes_with(swarm) == []
+    assert not list((tmp_path / "swarm" / "swarms" / swarm).glob("*.json"))
+
+
+@pytest.mark.parametrize(
+    ("remote", "local", "sentence"),
+    [
+        ([1, 2, 3], [1, 2, 3], "All 3 tokens are the same."),
+        ([1, 2, 4], [1, 2, 3], "The first 2 of 3 tokens are the same; then int8 rounding chose another."),
+        ([1], [1, 2, 3], "The first 1 of 3 tokens are the same; then int8 rounding chose another."),
+    ],
+)
+def test_verdict_counts_the_common_beginning(remote, local, sentence):
+    assert verdict(remote, local) == sentence
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["status"], "no swarm named 'default' runs on this machine"),
+        (["generate", "x"], "no swarm named 'default' runs on this machine"),
+        (["generate", ""], "the prompt is empty"),
+        (["generate", "x", "--max-new-tokens", "0"], "max_new_tokens is 0: expected at least 1"),
+        (["generate", "x", "--temperature", "-1"], "temperature is -1.0: expected 0 or more"),
+        (["generate", "x", "--model", "/nowhere/model"], "/nowhere/model"),
+        (["status", "--swarm", "a/b"], "swarm name 'a/b' is not usable"),
+        (["status", "--initial-peers", "localhost:31337"], "no multiaddr of a peer"),
+    ],
+)
+def test_mistakes_get_one_sentence(arguments, sentence, tmp_path):
+    result = run(*arguments, cache=tmp_path)
+    assert result.returncode != 0
+    assert result.stderr.startswith("error: ") and sentence in result.stderr
+    assert len(result.stderr.strip().splitlines()) == 1
+    assert result.stdout.strip() == ""
+
+
+def test_status_json_of_a_swarm_with_a_gap(server_process, tmp_path):
+    with server_process("--blocks", "0:9", "--quant", "none") as server:
+        result = run("status", "--json", "--initial-peers", server.ready["peer"], cache=tmp_path)
+    (model,) = json.loads(result.stdout)["models"]
+    assert model["replicas"] == [1] * 9 + [0] * 11
+    assert model["missing"] == ["9:20"]
+    assert model["servers"][0]["blocks"] == "0:9" and model["servers"][0]["state"] == "online"

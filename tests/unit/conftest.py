@@ -1,0 +1,6 @@
+"""Property tests judge results, never speed."""
+
+from hypothesis import HealthCheck, settings
+
+settings.register_profile("unit", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("unit")

@@ -1,0 +1,39 @@
+"""What unit tests share: coroutines run to their end, conditions waited for, records of servers that do not exist."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar
+
+from swarm_protocol.records import ServerRecord
+from swarm_protocol.span import Span
+
+T = TypeVar("T")
+PATIENCE_S = 30.0  # after which a test that still waits has failed
+
+
+def run(coroutine: Coroutine[Any, Any, T]) -> T:
+    async def limited() -> T:
+        return await asyncio.wait_for(coroutine, PATIENCE_S)
+
+    return asyncio.run(limited())
+
+
+async def until(condition: Callable[[], Any]) -> None:
+    """Waits for a condition, plain or async, to hold."""
+
+    async def poll() -> None:
+        while True:
+            holds = condition()
+            if await holds if asyncio.iscoroutine(holds) else holds:
+                return
+            await asyncio.sleep(0.01)
+
+    await asyncio.wait_for(poll(), PATIENCE_S)
+
+
+def server_record(peer_id: str = "peer", blocks: str = "0:4", **fields: Any) -> ServerRecord:
+    """An online server of a model with 8 blocks."""
+    known = dict(addresses=("127.0.0.1:1",), model="model", revision="revision", num_blocks=8, tokens_per_s=10.0)
+    return ServerRecord(peer_id=peer_id, span=Span.parse(blocks), **(known | fields))

@@ -1,0 +1,74 @@
+"""The error taxonomy: what a server raises is what its client catches."""
+
+from __future__ import annotations
+
+import grpc
+import pytest
+
+from swarm_protocol.errors import (
+    AccessDenied,
+    BadReply,
+    CheckpointError,
+    NoRoute,
+    PeerBusy,
+    PeerError,
+    PeerMoved,
+    PeerUnavailable,
+    RequestRejected,
+    SessionLost,
+    SwarmError,
+    UnsupportedModel,
+    from_status,
+)
+from swarm_protocol.span import Span
+
+
+@pytest.mark.parametrize("error", [PeerUnavailable, PeerBusy, PeerMoved, SessionLost, PeerError])
+def test_errors_of_a_server_survive_the_wire(error: type[PeerError]) -> None:
+    sent = error("what happened")
+    caught = from_status(sent.status, str(sent), "peer", Span(2, 5))
+    assert type(caught) is error
+    assert (str(caught), caught.peer_id, caught.span) == ("what happened", "peer", Span(2, 5))
+
+
+@pytest.mark.parametrize("error", [RequestRejected, AccessDenied])
+def test_errors_of_the_client_survive_the_wire_and_blame_no_server(error: type[SwarmError]) -> None:
+    caught = from_status(error.status, "what was wrong", "peer", Span(2, 5))
+    assert type(caught) is error and str(caught) == "what was wrong"
+    assert not isinstance(caught, PeerError)
+
+
+@pytest.mark.parametrize(
+    ("status", "error"),
+    [
+        (grpc.StatusCode.DEADLINE_EXCEEDED, PeerUnavailable),
+        (grpc.StatusCode.CANCELLED, PeerUnavailable),
+        (grpc.StatusCode.UNIMPLEMENTED, RequestRejected),
+        (grpc.StatusCode.UNAUTHENTICATED, AccessDenied),
+    ],
+)
+def test_statuses_of_grpc_itself_have_a_meaning(status: grpc.StatusCode, error: type[SwarmError]) -> None:
+    assert type(from_status(status, "details")) is error
+
+
+@pytest.mark.parametrize("status", list(grpc.StatusCode))
+def test_every_status_becomes_one_of_our_errors(status: grpc.StatusCode) -> None:
+    error = from_status(status, "")
+    assert isinstance(error, SwarmError)
+    assert status.name in str(error)
+
+
+def test_only_what_another_server_may_do_better_is_a_peer_error() -> None:
+    peer_errors = {PeerUnavailable, PeerBusy, PeerMoved, SessionLost, BadReply}
+    assert all(issubclass(error, PeerError) for error in peer_errors)
+    for error in (RequestRejected, AccessDenied, NoRoute, CheckpointError, UnsupportedModel):
+        assert issubclass(error, SwarmError) and not issubclass(error, PeerError)
+
+
+@pytest.mark.parametrize("error", [RequestRejected, CheckpointError, UnsupportedModel])
+def test_a_users_mistake_is_a_value_error(error: type[SwarmError]) -> None:
+    assert issubclass(error, ValueError)
+
+
+def test_no_route_carries_the_missing_blocks() -> None:
+    assert NoRoute("no server holds blocks 3:5", (Span(3, 5),)).missing == (Span(3, 5),)

@@ -1,0 +1,231 @@
+"""Tiny random checkpoints of many model families, saved the way the hub stores large ones: in shards.
+
+``CONFIGS`` maps a name to (model type, config arguments); ``SUPPORTED`` names those that split exactly, ``REJECTED``
+those that must be refused with a sentence.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+import torch
+from transformers import (
+    CONFIG_MAPPING,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    PreTrainedConfig,
+)
+
+HIDDEN, BLOCKS, VOCAB, HEADS, KV_HEADS, FFN, POSITIONS = 64, 6, 128, 4, 2, 96, 256
+PAD, BOS, EOS = 0, 1, 2
+SLIDING = 8  # window and chunk length, shorter than every test sequence
+INITIALIZER_RANGE = 0.2  # ten times the usual one, so that a wrong block changes the output visibly
+
+TOKENS = dict(pad_token_id=PAD, bos_token_id=BOS, eos_token_id=EOS)
+COMMON = dict(
+    hidden_size=HIDDEN,
+    num_hidden_layers=BLOCKS,
+    vocab_size=VOCAB,
+    num_attention_heads=HEADS,
+    num_key_value_heads=KV_HEADS,
+    intermediate_size=FFN,
+    max_position_embeddings=POSITIONS,
+    **TOKENS,
+)
+SMALL_HEADS = dict(COMMON, head_dim=16)
+EXPERTS = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=48)
+FALCON = dict(hidden_size=HIDDEN, num_hidden_layers=BLOCKS, num_attention_heads=HEADS, vocab_size=VOCAB, **TOKENS)
+GPT = dict(n_embd=HIDDEN, n_layer=BLOCKS, n_head=HEADS, vocab_size=VOCAB, n_positions=POSITIONS, **TOKENS)
+OPT = dict(
+    hidden_size=HIDDEN,
+    num_hidden_layers=BLOCKS,
+    num_attention_heads=HEADS,
+    ffn_dim=FFN,
+    vocab_size=VOCAB,
+    max_position_embeddings=POSITIONS,
+    **TOKENS,
+)
+
+CONFIGS: dict[str, tuple[str, dict]] = {
+    "bloom": ("bloom", dict(hidden_size=HIDDEN, n_layer=BLOCKS, n_head=HEADS, vocab_size=VOCAB, **TOKENS)),
+    "llama": ("llama", COMMON),
+    "falcon-rw": (
+        "falcon",
+        dict(FALCON, alibi=True, new_decoder_architecture=False, multi_query=False, parallel_attn=False, bias=True),
+    ),
+    "falcon-7b": (
+        "falcon",
+        dict(FALCON, alibi=False, new_decoder_architecture=False, multi_query=True, parallel_attn=True, bias=False),
+    ),
+    "falcon-40b": (
+        "falcon",
+        dict(FALCON, alibi=False, new_decoder_architecture=True, num_kv_heads=KV_HEADS, bias=False),
+    ),
+    "mixtral": ("mixtral", dict(COMMON, num_local_experts=4, num_experts_per_tok=2, sliding_window=None)),
+    "mistral-sliding": ("mistral", dict(SMALL_HEADS, sliding_window=SLIDING)),
+    "opt": ("opt", dict(OPT, word_embed_proj_dim=HIDDEN)),
+    "opt-projected": ("opt", dict(OPT, word_embed_proj_dim=HIDDEN // 2, do_layer_norm_before=False)),
+    "gpt2": ("gpt2", dict(GPT, scale_attn_by_inverse_layer_idx=True)),
+    "gpt_bigcode": ("gpt_bigcode", GPT),
+    "gpt_neo": (
+        "gpt_neo",
+        dict(
+            hidden_size=HIDDEN,
+            num_layers=BLOCKS,
+            num_heads=HEADS,
+            vocab_size=VOCAB,
+            max_position_embeddings=POSITIONS,
+            attention_types=[[["global", "local"], BLOCKS // 2]],
+            window_size=SLIDING,
+            **TOKENS,
+        ),
+    ),
+    "gpt_neox": (
+        "gpt_neox",
+        dict(
+            hidden_size=HIDDEN,
+            num_hidden_layers=BLOCKS,
+            num_attention_heads=HEADS,
+            intermediate_size=FFN,
+            vocab_size=VOCAB,
+            max_position_embeddings=POSITIONS,
+            **TOKENS,
+        ),
+    ),
+    "gptj": ("gptj", dict(GPT, rotary_dim=8)),
+    "qwen2": ("qwen2", COMMON),
+    "qwen2-sliding": ("qwen2", dict(COMMON, use_sliding_window=True, sliding_window=SLIDING, max_window_layers=2)),
+    "qwen2_moe": ("qwen2_moe", dict(COMMON, **EXPERTS, shared_expert_intermediate_size=48)),
+    "qwen3": ("qwen3", SMALL_HEADS),
+    "qwen3_moe": ("qwen3_moe", dict(SMALL_HEADS, **EXPERTS, decoder_sparse_step=2, mlp_only_layers=[3])),
+    "gemma": ("gemma", SMALL_HEADS),
+    "gemma2": ("gemma2", dict(SMALL_HEADS, sliding_window=SLIDING)),
+    "gemma3_text": ("gemma3_text", dict(SMALL_HEADS, sliding_window=SLIDING)),
+    "phi": ("phi", COMMON),
+    "phi3": ("phi3", dict(COMMON, sliding_window=None)),
+    "olmo2": ("olmo2", COMMON),
+    "olmo3": ("olmo3", dict(COMMON, sliding_window=SLIDING)),
+    "stablelm": ("stablelm", COMMON),
+    "starcoder2": ("starcoder2", COMMON),
+    "cohere": ("cohere", COMMON),
+    "cohere2": ("cohere2", dict(COMMON, sliding_window=SLIDING)),
+    "glm": ("glm", SMALL_HEADS),
+    "glm4": ("glm4", SMALL_HEADS),
+    "granite": (
+        "granite",
+        dict(
+            COMMON,
+            embedding_multiplier=12.0,
+            residual_multiplier=0.22,
+            attention_multiplier=0.25,
+            logits_scaling=8.0,
+        ),
+    ),
+    "mpt": ("mpt", dict(d_model=HIDDEN, n_layers=BLOCKS, n_heads=HEADS, vocab_size=VOCAB, max_seq_len=256, **TOKENS)),
+    "gpt_oss": (
+        "gpt_oss",
+        dict(SMALL_HEADS, num_local_experts=4, num_experts_per_tok=2, sliding_window=SLIDING),
+    ),
+    "smollm3": ("smollm3", COMMON),
+    "deepseek_v3": (
+        "deepseek_v3",
+        dict(
+            COMMON,
+            num_key_value_heads=HEADS,
+            n_routed_experts=4,
+            num_experts_per_tok=2,
+            moe_intermediate_size=32,
+            n_group=2,
+            topk_group=1,
+            first_k_dense_replace=2,
+            q_lora_rank=32,
+            kv_lora_rank=16,
+            qk_rope_head_dim=8,
+            qk_nope_head_dim=16,
+            v_head_dim=16,
+            n_shared_experts=1,
+        ),
+    ),
+    "llama4_text": (
+        "llama4_text",
+        dict(
+            SMALL_HEADS,
+            intermediate_size_mlp=FFN,
+            num_local_experts=2,
+            attention_chunk_size=SLIDING,
+            interleave_moe_layer_step=2,
+        ),
+    ),
+    "nemotron": ("nemotron", COMMON),
+    "exaone4": ("exaone4", dict(COMMON, sliding_window=SLIDING, sliding_window_pattern=4)),
+    # -- not splittable
+    "qwen3_next": (
+        "qwen3_next",
+        dict(
+            SMALL_HEADS,
+            **EXPERTS,
+            shared_expert_intermediate_size=48,
+            linear_num_value_heads=4,
+            linear_num_key_heads=2,
+            linear_key_head_dim=16,
+            linear_value_head_dim=16,
+        ),
+    ),
+    "gemma3n_text": (
+        "gemma3n_text",
+        dict(
+            SMALL_HEADS,
+            sliding_window=SLIDING,
+            layer_types=["sliding_attention", "full_attention"] * (BLOCKS // 2),
+            num_kv_shared_layers=2,
+            intermediate_size=[FFN] * BLOCKS,
+            vocab_size_per_layer_input=VOCAB,
+            hidden_size_per_layer_input=16,
+            laurel_rank=8,
+            activation_sparsity_pattern=[0.0] * BLOCKS,
+        ),
+    ),
+    "gemma4_text": ("gemma4_text", dict(SMALL_HEADS, sliding_window=SLIDING)),
+    "bamba": (
+        "bamba",
+        dict(COMMON, attn_layer_indices=[1, 3, 5], mamba_n_heads=8, mamba_d_head=16, mamba_d_state=16),
+    ),
+    "mamba": ("mamba", dict(hidden_size=HIDDEN, num_hidden_layers=BLOCKS, vocab_size=VOCAB)),
+}
+
+REJECTED = ("qwen3_next", "gemma3n_text", "gemma4_text", "bamba", "mamba")
+SUPPORTED = tuple(name for name in CONFIGS if name not in REJECTED)
+
+_TASKS = {"causal-lm": AutoModelForCausalLM, "sequence-classification": AutoModelForSequenceClassification}
+
+
+def make_config(name: str, **overrides) -> PreTrainedConfig:
+    """The config of zoo member ``name``, with ``overrides`` on top of its arguments."""
+    model_type, arguments = CONFIGS[name]
+    config = CONFIG_MAPPING[model_type](**{**arguments, **overrides})
+    if "initializer_range" not in overrides and hasattr(config, "initializer_range"):
+        config.initializer_range = INITIALIZER_RANGE
+    return config
+
+
+def save_checkpoint(
+    name: str,
+    directory: str | Path,
+    *,
+    task: Literal["causal-lm", "sequence-classification"] = "causal-lm",
+    max_shard_size: str = "40KB",
+    seed: int = 0,
+    dtype: torch.dtype = torch.float32,
+    **overrides,
+) -> PreTrainedConfig:
+    """Writes a random checkpoint of zoo member ``name`` into ``directory``; equal arguments give equal weights.
+
+    ``overrides`` are config arguments (``num_labels=3``, ``num_hidden_layers=4``, …). Returns the config.
+    """
+    config = make_config(name, **overrides)
+    with torch.random.fork_rng(devices=()):
+        torch.manual_seed(seed)
+        model = _TASKS[task].from_config(config, dtype=dtype)
+    model.save_pretrained(directory, max_shard_size=max_shard_size)
+    return config
