@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
 import concurrent.futures
+import contextlib
 import os
 import threading
 from collections.abc import Coroutine
@@ -13,6 +15,7 @@ T = TypeVar("T")
 _lock = threading.RLock()  # reentrant: garbage collection inside may close a session, which comes back here
 _loop: asyncio.AbstractEventLoop | None = None
 _owner_pid = 0
+_STOP_TIMEOUT_S = 2.0
 
 
 def run(coroutine: Coroutine[Any, Any, T]) -> T:
@@ -36,8 +39,27 @@ def _running_loop() -> asyncio.AbstractEventLoop:
         if _loop is None or _owner_pid != os.getpid():  # a forked child starts its own
             _loop = _new_loop()
             _owner_pid = os.getpid()
-            threading.Thread(target=_loop.run_forever, name="swarm network", daemon=True).start()
+            thread = threading.Thread(target=_loop.run_forever, name="swarm network", daemon=True)
+            thread.start()
+            atexit.register(_stop, _loop, thread, _owner_pid)
         return _loop
+
+
+def _stop(loop: asyncio.AbstractEventLoop, thread: threading.Thread, owner_pid: int) -> None:
+    """Ends the loop before the interpreter does: a thread that is inside gRPC at that moment can crash it."""
+    if os.getpid() != owner_pid:
+        return
+    with contextlib.suppress(concurrent.futures.TimeoutError):
+        asyncio.run_coroutine_threadsafe(_cancel_tasks(), loop).result(_STOP_TIMEOUT_S)
+    loop.call_soon_threadsafe(loop.stop)
+    thread.join(_STOP_TIMEOUT_S)
+
+
+async def _cancel_tasks() -> None:
+    tasks = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def _new_loop() -> asyncio.AbstractEventLoop:

@@ -4,4 +4,4 @@ import os
 
 # Before grpc is imported: its fork handlers complain about, and can hang, the start of the libp2p daemon (fork + exec).
 os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
-os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
+os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # failures reach the user through our own errors

@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 
 import torch
-from transformers import PreTrainedConfig
 
 from swarm_protocol.checkpoint import Checkpoint
+from swarm_server.blocks import BlockStack
 
 _BYTES_PER_WEIGHT = {"int8": 1.1, "bnb-int8": 1.1, "nf4": 0.6, "none": 4.0}
 
@@ -30,9 +30,10 @@ def hosted_bytes_per_block(checkpoint: Checkpoint, quant: str) -> int:
     return int(max(map(checkpoint.block_parameters, range(num_blocks))) * _BYTES_PER_WEIGHT[quant])
 
 
-def kv_bytes_per_token(config: PreTrainedConfig, num_blocks: int, dtype: torch.dtype) -> int:
-    """Keys and values of one position in ``num_blocks`` blocks of full attention."""
-    num_heads = config.num_attention_heads
-    num_kv_heads = getattr(config, "num_key_value_heads", None) or num_heads
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // num_heads
-    return 2 * num_kv_heads * head_dim * num_blocks * dtype.itemsize
+def kv_bytes_per_token(stack: BlockStack) -> int:
+    """Keys and values of one position in all blocks of the stack, found by caching one."""
+    cache = stack.new_cache()
+    with torch.inference_mode():
+        hidden = torch.zeros(1, 1, stack.hidden_size, dtype=stack.dtype, device=stack.device)
+        stack(hidden, None, torch.zeros(1, 1, dtype=torch.long, device=stack.device), cache)
+    return sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)

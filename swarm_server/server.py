@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import ipaddress
 import logging
 import socket
 import sys
@@ -47,7 +48,7 @@ class Server:
     """One server; ``run`` is its whole life."""
 
     def __init__(self, config: ServerConfig) -> None:
-        self._config = config
+        self._config = dataclasses.replace(config, host=_ip_address(config.host))
         self._stop = asyncio.Event()
         self._record: ServerRecord | None = None
         self._dht: Dht | None = None
@@ -93,8 +94,9 @@ class Server:
             await self._publish()
             stack = await asyncio.to_thread(_load, checkpoint, span, dtype, device, config.quant)
             throughput = config.throughput or await asyncio.to_thread(decode_tokens_per_s, stack)
-            token_bytes = kv_bytes_per_token(checkpoint.config, len(span), dtype)
-            cache_tokens = config.cache_tokens or default_cache_tokens(token_bytes, available_bytes(device))
+            cache_tokens = config.cache_tokens or default_cache_tokens(
+                kv_bytes_per_token(stack), available_bytes(device)
+            )
             budget = CacheBudget(cache_tokens, len(span))
             scheduler = Scheduler(config.queue_size)
             cleanup.callback(scheduler.stop)
@@ -190,7 +192,7 @@ class Server:
             flush=True,
         )
         _logger.info("measured %.0f tokens/s; room for %d tokens", record.tokens_per_s, cache_tokens)
-        if config.host in ("127.0.0.1", "localhost", "::1"):
+        if ipaddress.ip_address(config.host).is_loopback:
             _logger.info("only this machine can join; to let others in, start servers with --host ADDRESS")
         else:
             _logger.info(
@@ -224,6 +226,14 @@ def _load(checkpoint: Checkpoint, span: Span, dtype: torch.dtype, device: torch.
         )
     _logger.info("blocks %s loaded; %s", span, report)
     return stack
+
+
+def _ip_address(host: str) -> str:
+    """libp2p listens on addresses only; raises ValueError for a name that does not resolve."""
+    try:
+        return socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0]
+    except (OSError, UnicodeError):
+        raise ValueError(f"host {host!r} is not known: expected an address of this machine") from None
 
 
 def _bind(config: ServerConfig, certificate: Certificate) -> tuple[grpc.aio.Server, int]:

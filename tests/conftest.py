@@ -7,6 +7,7 @@ os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
 os.environ["TRANSFORMERS_VERBOSITY"] = "error"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
+import swarm_protocol  # noqa: F401  (sets grpc up before anything imports it)
 import torch
 from transformers.utils import logging
 

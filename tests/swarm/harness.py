@@ -33,7 +33,6 @@ from swarm_server.server import Server
 T = TypeVar("T")
 DEADLINE_S = 120.0  # for anything that must happen; the machine may be busy
 POLL_S = 0.02
-CACHE_TOKENS = 2048  # of every server in this process, unless a test says otherwise
 _numbers = itertools.count()
 
 
@@ -52,15 +51,16 @@ class InProcessServers:
     Each has its own DHT node, libp2p daemon and gRPC port; blocks are not quantised unless a test asks for it.
     """
 
-    def __init__(self, model: Path) -> None:
+    def __init__(self, model: Path, cache_tokens: int = 2048) -> None:
         self.model = model
+        self.cache_tokens = cache_tokens
         self.swarm = f"test-{os.getpid()}-{next(_numbers)}"
         self._running: dict[Server, concurrent.futures.Future] = {}
         self._dht: Dht | None = None
 
     def start(self, blocks: str, **options: Any) -> Server:
         """One more server, ready to serve."""
-        defaults = {"model": str(self.model), "quant": "none", "throughput": 100.0, "cache_tokens": CACHE_TOKENS}
+        defaults = {"model": str(self.model), "quant": "none", "throughput": 100.0, "cache_tokens": self.cache_tokens}
         server = Server(ServerConfig(**{**defaults, "blocks": Span.parse(blocks), "swarm": self.swarm, **options}))
         future = background.submit(server.run())
         self._running[server] = future
@@ -85,6 +85,20 @@ class InProcessServers:
         if self._dht is None:
             self._dht = background.run(Dht.join(self.swarm, self.initial_peers, Identity.generate()))
         return list(background.run(self._dht.view(self.model.name)).servers)
+
+    def describe(self) -> list[ServerRecord]:
+        """The servers' records as they are now, asked of the servers themselves."""
+        records = []
+        for record in self.records():
+            with RawClient(record) as client:
+                records.append(client.describe())
+        return records
+
+    def wait_until_all_room_is_free(self) -> None:
+        wait_for(
+            lambda: all(record.cache_tokens_left == self.cache_tokens for record in self.describe()),
+            "all room for keys and values has come back",
+        )
 
     def close(self) -> None:
         for server in list(self._running):
@@ -127,6 +141,12 @@ class RawClient:
 
     def close(self) -> None:
         background.run(self._channel.close())
+
+    def __enter__(self) -> RawClient:
+        return self
+
+    def __exit__(self, *_exception: object) -> None:
+        self.close()
 
 
 class Answer:

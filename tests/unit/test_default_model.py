@@ -22,9 +22,10 @@ def test_a_path_of_that_name_comes_first(tmp_path: Path, monkeypatch: pytest.Mon
     assert locate(DEFAULT_MODEL) == DEFAULT_MODEL
 
 
-@pytest.mark.parametrize("name", ["", ".", "..", "/", "bigscience/bloom", "no-such-model", f"x/../{DEFAULT_MODEL}"])
+@pytest.mark.parametrize("name", ["", ".", "..", "/", "bigscience/bloom", "no-such-model", "../models"])
 def test_anything_else_is_left_as_it_is(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert locate(name) == name
+    assert locate(f"{DEFAULT_MODEL}/../{DEFAULT_MODEL}") == f"{DEFAULT_MODEL}/../{DEFAULT_MODEL}"
     absolute = str(tmp_path / "model")
     assert locate(absolute) == absolute

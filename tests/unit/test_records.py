@@ -85,6 +85,7 @@ def malformed(**fields: object) -> bytes:
         (malformed(queue_delay_s=-60.0), "measurement"),
         (malformed(next_hop_rtts_s={"other": -0.5}), "measurement"),
     ],
+    ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_malformed_records_are_refused(data: bytes, reason: str) -> None:
     with pytest.raises(ValueError, match=reason):

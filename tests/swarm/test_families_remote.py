@@ -1,0 +1,102 @@
+"""Every family of models computes and generates through real servers what it does on one machine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from swarm_client import DistributedModel
+from tests.swarm.harness import InProcessServers
+from tests.zoo import PAD, SUPPORTED, VOCAB, save_checkpoint
+
+COMMON = (
+    *("llama", "bloom", "falcon-rw", "falcon-7b", "falcon-40b", "mixtral", "gemma3_text", "gpt2", "qwen3"),
+    *("opt", "opt-projected", "gpt_neox", "gpt_oss"),
+)
+SPANS = ("0:2", "2:6")
+PADDED = 4
+
+
+@dataclass(frozen=True)
+class Pair:
+    """The whole model in this process, and the same model through servers."""
+
+    whole: PreTrainedModel
+    remote: PreTrainedModel
+
+    def assert_same_tokens(self, ids: torch.Tensor, mask: torch.Tensor, **options) -> None:
+        whole, remote = (
+            model.generate(ids, attention_mask=mask, max_new_tokens=10, do_sample=False, **options)
+            for model in (self.whole, self.remote)
+        )
+        assert torch.equal(remote, whole)
+
+
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(name, marks=() if name in COMMON else pytest.mark.slow) for name in SUPPORTED],
+)
+def pair(request, tmp_path_factory) -> Iterator[Pair]:
+    directory = tmp_path_factory.mktemp(request.param)
+    save_checkpoint(request.param, directory)
+    with InProcessServers(directory) as servers:
+        for blocks in SPANS:
+            servers.start(blocks)
+        whole = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+        remote = DistributedModel.from_pretrained(
+            str(directory), initial_peers=servers.initial_peers, swarm=servers.swarm
+        )
+        for model in (whole, remote):
+            model.generation_config.eos_token_id = None
+            model.generation_config.pad_token_id = PAD
+        with remote:
+            yield Pair(whole, remote)
+
+
+@pytest.fixture
+def padded() -> tuple[torch.Tensor, torch.Tensor]:
+    """Two prompts longer than a sliding window, the first padded on its left, and their mask."""
+    ids = torch.randint(3, VOCAB, (2, 14), generator=torch.Generator().manual_seed(0))
+    mask = torch.ones_like(ids)
+    ids[0, :PADDED], mask[0, :PADDED] = PAD, 0
+    return ids, mask
+
+
+@pytest.mark.parametrize("use_cache", [True, False], ids=["with-cache", "without-cache"])
+def test_logits(pair, padded, use_cache):
+    ids, mask = padded
+    with torch.no_grad():
+        whole, remote = (
+            model(ids, attention_mask=mask, use_cache=use_cache).logits[mask.bool()]
+            for model in (pair.whole, pair.remote)
+        )
+    assert torch.equal(remote, whole)
+
+
+def test_greedy_search_of_a_left_padded_batch(pair, padded):
+    pair.assert_same_tokens(*padded)
+
+
+def test_beam_search_of_a_left_padded_batch(pair, padded):
+    pair.assert_same_tokens(*padded, num_beams=3)
+
+
+def test_prompt_lookup(pair, padded):
+    """Guesses are taken back: sliding windows must bring back what they had dropped."""
+    repetitive = padded[0][1:, :6].repeat(1, 3)
+    pair.assert_same_tokens(repetitive, torch.ones_like(repetitive), prompt_lookup_num_tokens=3)
+
+
+def test_gradients_of_embeddings(pair, padded):
+    ids, mask = padded
+    grads = []
+    for model in (pair.whole, pair.remote):
+        embeddings = model.get_input_embeddings()(ids).detach().requires_grad_(True)
+        model(inputs_embeds=embeddings, attention_mask=mask).logits[mask.bool()].square().sum().backward()
+        grads.append(embeddings.grad)
+    assert grads[0].abs().max() > 0
+    torch.testing.assert_close(grads[1], grads[0], rtol=1e-4, atol=1e-5 * float(grads[0].abs().max()))

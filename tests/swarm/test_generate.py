@@ -1,0 +1,390 @@
+"""A distributed model generates, computes and differentiates exactly like the whole model on one machine."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import pytest
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    DynamicCache,
+    PreTrainedModel,
+    TextIteratorStreamer,
+)
+
+from swarm_client import DistributedModel, DistributedModelForSequenceClassification, NoSwarm, RequestRejected
+from swarm_client.session import RemoteSession
+from tests.swarm.harness import InProcessServers
+from tests.zoo import BLOCKS, HIDDEN, PAD, POSITIONS, VOCAB, save_checkpoint
+
+NEW_TOKENS = 12
+PADDED = 4
+
+
+@dataclass(frozen=True)
+class Pair:
+    """The whole model in this process, and the same model through servers."""
+
+    whole: PreTrainedModel
+    remote: PreTrainedModel
+    servers: InProcessServers
+
+    def both(self, input_ids: torch.Tensor, **options) -> tuple[torch.Tensor, torch.Tensor]:
+        """Tokens of both models, from the same random state."""
+        options = {"attention_mask": torch.ones_like(input_ids), "max_new_tokens": NEW_TOKENS, **options}
+        tokens = []
+        for model in (self.whole, self.remote):
+            torch.manual_seed(3)
+            tokens.append(model.generate(input_ids, **options))
+        return tokens[0], tokens[1]
+
+
+def ends_only_at_its_length(model: PreTrainedModel) -> PreTrainedModel:
+    model.generation_config.eos_token_id = None
+    return model.eval()
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory) -> Iterator[Pair]:
+    directory = tmp_path_factory.mktemp("llama")
+    save_checkpoint("llama", directory)
+    with InProcessServers(directory) as servers:
+        for blocks in ("0:2", "2:5", "5:6"):
+            servers.start(blocks)
+        remote = DistributedModel.from_pretrained(
+            str(directory), initial_peers=servers.initial_peers, swarm=servers.swarm
+        )
+        whole = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+        with remote:
+            yield Pair(ends_only_at_its_length(whole), ends_only_at_its_length(remote), servers)
+
+
+@pytest.fixture
+def padded() -> tuple[torch.Tensor, torch.Tensor]:
+    """Two prompts, the first padded on its left, and their mask."""
+    ids = random_ids(2, 14, seed=0)
+    mask = torch.ones_like(ids)
+    ids[0, :PADDED], mask[0, :PADDED] = PAD, 0
+    return ids, mask
+
+
+@pytest.fixture
+def repetitive() -> torch.Tensor:
+    """A prompt that repeats itself, for decoding that guesses ahead."""
+    return random_ids(1, 6, seed=1).repeat(1, 3)
+
+
+@pytest.fixture
+def steps(monkeypatch) -> list[int]:
+    """How many new positions each step through the servers brings."""
+    counts: list[int] = []
+    step = RemoteSession.step
+
+    def counted(session: RemoteSession, inputs) -> torch.Tensor:
+        counts.append(inputs.hidden.shape[1])
+        return step(session, inputs)
+
+    monkeypatch.setattr(RemoteSession, "step", counted)
+    return counts
+
+
+def random_ids(batch_size: int, length: int, seed: int) -> torch.Tensor:
+    return torch.randint(3, VOCAB, (batch_size, length), generator=torch.Generator().manual_seed(seed))
+
+
+# ------------------------------------------------------------ generate
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param({"do_sample": False}, id="greedy"),
+        pytest.param({"do_sample": True, "top_k": 20, "temperature": 0.9}, id="sampling"),
+        pytest.param({"do_sample": True, "num_return_sequences": 3}, id="several-samples"),
+        pytest.param({"num_beams": 3}, id="beam-search"),
+        pytest.param({"num_beams": 4, "num_return_sequences": 2}, id="several-beams"),
+        pytest.param({"num_beams": 3, "do_sample": True}, id="beam-sampling"),
+        pytest.param({"do_sample": False, "repetition_penalty": 1.5, "min_new_tokens": 5}, id="logits-processors"),
+    ],
+)
+def test_tokens_of_a_left_padded_batch(pair, padded, steps, options):
+    ids, mask = padded
+    whole, remote = pair.both(ids, attention_mask=mask, **options)
+    assert torch.equal(remote, whole)
+    assert steps == [ids.shape[1]] + [1] * (NEW_TOKENS - 1)
+
+
+def test_prefill_in_chunks(pair, repetitive, steps):
+    whole, remote = pair.both(repetitive, do_sample=False, prefill_chunk_size=5)
+    assert torch.equal(remote, whole)
+    assert steps[:4] == [5, 5, 5, 3]
+
+
+def test_without_cache(pair, repetitive, steps):
+    whole, remote = pair.both(repetitive, do_sample=False, use_cache=False)
+    assert torch.equal(remote, whole)
+    assert steps == []
+
+
+def test_prompt_lookup(pair, repetitive, steps):
+    whole, remote = pair.both(repetitive, do_sample=False, prompt_lookup_num_tokens=3, max_new_tokens=24)
+    assert torch.equal(remote, whole)
+    assert max(steps[1:]) > 1
+
+
+@pytest.mark.parametrize("draft_seed", [0, 1], ids=["perfect-draft", "useless-draft"])
+def test_assisted_decoding(pair, repetitive, steps, tmp_path, draft_seed):
+    save_checkpoint("llama", tmp_path, seed=draft_seed)
+    draft = ends_only_at_its_length(AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32))
+    whole, _ = pair.both(repetitive, do_sample=False)
+    remote = pair.remote.generate(
+        repetitive,
+        attention_mask=torch.ones_like(repetitive),
+        max_new_tokens=NEW_TOKENS,
+        do_sample=False,
+        assistant_model=draft,
+    )
+    assert torch.equal(remote, whole)
+    assert max(steps[1:]) > 1
+
+
+class Numbers:
+    """Enough of a tokenizer for a streamer: a token's text is its number."""
+
+    def decode(self, ids, **_options) -> str:
+        return "".join(f" {int(token)}" for token in ids)
+
+
+def test_streamer(pair, repetitive):
+    whole, _ = pair.both(repetitive, do_sample=False)
+    streamer = TextIteratorStreamer(Numbers(), skip_prompt=True)
+    options = {"max_new_tokens": NEW_TOKENS, "do_sample": False, "streamer": streamer}
+    thread = threading.Thread(target=pair.remote.generate, args=(repetitive,), kwargs=options)
+    thread.start()
+    text = "".join(streamer)
+    thread.join()
+    assert [int(number) for number in text.split()] == whole[0, repetitive.shape[1] :].tolist()
+
+
+@pytest.mark.parametrize("kind", ["the-user's-cache", "the-returned-cache"])
+def test_chat_over_several_calls(pair, repetitive, steps, kind):
+    """Every call sends only what is new: the answer's last token and the next question."""
+    question_length, answer_length = 3, 5
+    options = {"max_new_tokens": answer_length, "do_sample": False, "return_dict_in_generate": True}
+    mine = kind == "the-user's-cache"
+    talks = {model: repetitive for model in (pair.whole, pair.remote)}
+    caches = {model: DynamicCache() if mine else None for model in talks}
+    for turn in range(3):
+        steps.clear()
+        for model, talk in talks.items():
+            answer = model.generate(
+                talk, attention_mask=torch.ones_like(talk), past_key_values=caches[model], **options
+            )
+            caches[model] = caches[model] if mine else answer.past_key_values
+            talks[model] = torch.cat([answer.sequences, random_ids(1, question_length, seed=turn)], dim=1)
+        assert torch.equal(talks[pair.remote], talks[pair.whole])
+        assert steps == [repetitive.shape[1] if turn == 0 else 1 + question_length] + [1] * (answer_length - 1)
+    assert caches[pair.remote].get_seq_length() == caches[pair.whole].get_seq_length()
+
+
+def test_several_threads_on_one_model(pair):
+    prompts = [random_ids(1, 5 + number, seed=number) for number in range(4)]
+    options = {"max_new_tokens": NEW_TOKENS, "do_sample": False}
+    whole = [pair.whole.generate(prompt, **options) for prompt in prompts]
+    with ThreadPoolExecutor(len(prompts)) as threads:
+        remote = list(threads.map(lambda prompt: pair.remote.generate(prompt, **options), prompts))
+    assert [tokens.tolist() for tokens in remote] == [tokens.tolist() for tokens in whole]
+
+
+def test_two_models_in_one_process(pair, padded, tmp_path):
+    ids, mask = padded
+    save_checkpoint("llama", tmp_path / "other", seed=1)
+    other = ends_only_at_its_length(AutoModelForCausalLM.from_pretrained(tmp_path / "other", dtype=torch.float32))
+    with InProcessServers(tmp_path / "other") as servers:
+        servers.start("0:6")
+        with DistributedModel.from_pretrained(
+            str(tmp_path / "other"), initial_peers=servers.initial_peers, swarm=servers.swarm
+        ) as remote:
+            both = Pair(other, ends_only_at_its_length(remote), servers)
+            for models in (both, pair, both):
+                whole, through_swarm = models.both(ids, attention_mask=mask, do_sample=False)
+                assert torch.equal(through_swarm, whole)
+
+
+def test_room_comes_back_when_a_generation_ends(pair, padded):
+    """At once: not when the garbage collector happens to run."""
+    ids, mask = padded
+    gc.collect()
+    gc.disable()
+    try:
+        for options in ({"do_sample": False}, {"num_beams": 3}, {"do_sample": False, "prompt_lookup_num_tokens": 3}):
+            ids, mask = (ids[1:], mask[1:]) if "prompt_lookup_num_tokens" in options else (ids, mask)
+            pair.remote.generate(ids, attention_mask=mask, max_new_tokens=NEW_TOKENS, **options)
+        pair.servers.wait_until_all_room_is_free()
+    finally:
+        gc.enable()
+
+
+def test_room_is_held_while_a_chat_goes_on(pair, repetitive):
+    cache = DynamicCache()
+    pair.remote.generate(repetitive, max_new_tokens=NEW_TOKENS, do_sample=False, past_key_values=cache)
+    assert all(
+        record.cache_tokens_left <= pair.servers.cache_tokens - cache.get_seq_length()
+        for record in pair.servers.describe()
+    )
+    del cache
+    pair.servers.wait_until_all_room_is_free()
+
+
+# ------------------------------------------------------------ forward
+
+
+def test_logits(pair, padded):
+    ids, mask = padded
+    with torch.no_grad():
+        whole = pair.whole(ids, attention_mask=mask).logits
+        remote = pair.remote(ids, attention_mask=mask).logits
+    assert torch.equal(remote[mask.bool()], whole[mask.bool()])
+
+
+def test_loss_of_labels(pair, padded):
+    ids, mask = padded
+    labels = ids.masked_fill(mask == 0, -100)
+    whole = pair.whole(ids, attention_mask=mask, labels=labels).loss
+    assert torch.equal(pair.remote(ids, attention_mask=mask, labels=labels).loss, whole)
+
+
+def test_base_model_and_hidden_states_at_the_client(pair, repetitive):
+    with torch.no_grad():
+        whole = pair.whole.model(repetitive, output_hidden_states=True)
+        remote = pair.remote.model(repetitive, output_hidden_states=True)
+    assert torch.equal(remote.last_hidden_state, whole.last_hidden_state)
+    assert torch.equal(remote.hidden_states[0], whole.hidden_states[0])
+    assert torch.equal(remote.hidden_states[-1], whole.hidden_states[-1])
+
+
+def test_every_span_of_blocks(pair, repetitive):
+    hidden = block_boundaries(pair.whole, repetitive)
+    for start in range(BLOCKS):
+        for end in range(start + 1, BLOCKS + 1):
+            assert torch.equal(pair.remote.blocks[start:end](hidden[start]), hidden[end]), f"blocks {start}:{end}"
+    assert torch.equal(pair.remote.blocks[2:][:4](hidden[2]), hidden[4])
+    assert len(pair.remote.blocks) == BLOCKS and len(pair.remote.blocks[2:5]) == 3
+
+
+def block_boundaries(model: PreTrainedModel, ids: torch.Tensor) -> list[torch.Tensor]:
+    """Hidden states before the first block and after every block."""
+    hidden: list[torch.Tensor] = [model.get_input_embeddings()(ids).detach()]
+    hooks = [
+        block.register_forward_hook(lambda _block, _inputs, output: hidden.append(output))
+        for block in model.model.layers
+    ]
+    with torch.no_grad():
+        model(ids)
+    for hook in hooks:
+        hook.remove()
+    return hidden
+
+
+def test_spans_outside_the_model_are_refused(pair):
+    with pytest.raises(ValueError, match="blocks 4:7 are outside 0:6"):
+        pair.remote.blocks[4:7]
+    with pytest.raises(ValueError, match="blocks 3:3 are no range of blocks"):
+        pair.remote.blocks[3:3]
+
+
+def test_gradients_of_embeddings(pair, padded):
+    ids, mask = padded
+    grads = []
+    for model in (pair.whole, pair.remote):
+        embeddings = model.get_input_embeddings()(ids).detach().requires_grad_(True)
+        model(inputs_embeds=embeddings, attention_mask=mask).logits[mask.bool()].square().sum().backward()
+        grads.append(embeddings.grad)
+    assert grads[0].abs().max() > 0
+    assert torch.equal(grads[1], grads[0])
+
+
+def test_gradients_around_a_local_module_between_blocks(pair, repetitive):
+    whole_blocks, remote_blocks = pair.whole.model.layers, pair.remote.blocks
+    positions = torch.arange(repetitive.shape[1])[None]
+    grads = []
+    for remote in (False, True):
+        torch.manual_seed(0)
+        between = torch.nn.Linear(HIDDEN, HIDDEN)
+        hidden = pair.whole.get_input_embeddings()(repetitive).detach().requires_grad_(True)
+        if remote:
+            output = remote_blocks[4:6](between(remote_blocks[1:4](hidden)))
+        else:
+            rotary = pair.whole.model.rotary_emb(hidden, positions)
+            output = hidden
+            for index in range(1, BLOCKS):
+                output = between(output) if index == 4 else output
+                output = whole_blocks[index](output, attention_mask=None, position_embeddings=rotary)
+        output.square().sum().backward()
+        grads.append((hidden.grad, between.weight.grad))
+    for whole, through_swarm in zip(*grads, strict=True):
+        assert whole.abs().max() > 0
+        torch.testing.assert_close(through_swarm, whole, rtol=1e-4, atol=1e-4 * float(whole.abs().max()))
+
+
+def test_sequence_classification(tmp_path, padded):
+    ids, mask = padded
+    save_checkpoint("llama", tmp_path, task="sequence-classification", num_labels=3)
+    whole = AutoModelForSequenceClassification.from_pretrained(tmp_path, dtype=torch.float32).eval()
+    with InProcessServers(tmp_path) as servers:
+        servers.start("0:4")
+        servers.start("4:6")
+        with DistributedModelForSequenceClassification.from_pretrained(
+            str(tmp_path), initial_peers=servers.initial_peers, swarm=servers.swarm
+        ) as remote, torch.no_grad():
+            assert torch.equal(remote(ids, attention_mask=mask).logits, whole(ids, attention_mask=mask).logits)
+            labels = torch.tensor([2, 0])
+            loss = remote(ids, attention_mask=mask, labels=labels).loss
+            assert torch.equal(loss, whole(ids, attention_mask=mask, labels=labels).loss)
+
+
+# ------------------------------------------------------------ the client's part
+
+
+def test_the_client_holds_the_stock_class_without_blocks(pair):
+    assert type(pair.remote).__name__ == "LlamaForCausalLM"
+    assert isinstance(pair.remote, type(pair.whole))
+    in_blocks = sum(parameter.numel() for parameter in pair.whole.model.layers.parameters())
+    assert pair.remote.num_parameters() == pair.whole.num_parameters() - in_blocks
+
+
+def test_a_closed_model_says_so(pair, repetitive):
+    with DistributedModel.from_pretrained(
+        pair.servers.model, initial_peers=pair.servers.initial_peers, swarm=pair.servers.swarm
+    ) as model:
+        model.generate(repetitive, max_new_tokens=2)
+    with pytest.raises(NoSwarm, match="closed"):
+        model.generate(repetitive, max_new_tokens=2)
+    pair.servers.wait_until_all_room_is_free()
+
+
+def test_too_long_a_prompt_is_refused(pair):
+    with pytest.raises(RequestRejected, match=f"{POSITIONS + 1} positions, but the model has {POSITIONS}"):
+        pair.remote.generate(random_ids(1, POSITIONS, seed=0), max_new_tokens=2)
+    with pytest.raises(RequestRejected, match=f"more than the model's {POSITIONS}"), torch.no_grad():
+        pair.remote(random_ids(1, POSITIONS + 1, seed=0))
+
+
+def test_a_cache_of_a_local_model_is_refused(pair, repetitive):
+    cache = DynamicCache()
+    pair.whole.generate(repetitive, max_new_tokens=2, past_key_values=cache)
+    with pytest.raises(RequestRejected, match="keys and values on this machine"):
+        pair.remote.generate(repetitive, max_new_tokens=2, past_key_values=cache)
+
+
+def test_an_initial_peer_that_is_not_there(pair):
+    peer_id = pair.servers.initial_peers[0].rpartition("/")[2]
+    with pytest.raises(NoSwarm, match="no initial peer answered: /ip4/127.0.0.1/tcp/1/"):
+        DistributedModel.from_pretrained(pair.servers.model, initial_peers=[f"/ip4/127.0.0.1/tcp/1/p2p/{peer_id}"])

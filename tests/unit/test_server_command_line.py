@@ -1,0 +1,83 @@
+"""Mistakes on the server's command line are found before anything starts, and said in one sentence."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from swarm_protocol.span import Span
+from swarm_server.__main__ import parse_args, read_config
+from swarm_server.config import ServerConfig
+
+
+def config(*argv: str) -> ServerConfig:
+    return read_config(parse_args(list(argv)))
+
+
+def test_defaults_are_those_of_the_config() -> None:
+    assert config() == ServerConfig()
+
+
+def test_every_flag_reaches_the_config() -> None:
+    flags = {
+        "model": "name/model", "revision": "main", "blocks": "10:20", "quant": "none", "dtype": "bfloat16",
+        "device": "cpu", "host": "::", "port": "1", "dht-port": "2", "announce-address": "host:3", "swarm": "mine",
+        "identity": "key", "cache-tokens": "4", "throughput": "5.5",
+    }  # fmt: skip
+    argv = [part for name, value in flags.items() for part in (f"--{name}", value)]
+    assert config(*argv, "--initial-peers", "a", "b") == ServerConfig(
+        model="name/model", model_revision="main", blocks=Span(10, 20), quant="none", dtype="bfloat16", device="cpu",
+        host="::", port=1, dht_port=2, announce_address="host:3", swarm="mine", identity=Path("key"), cache_tokens=4,
+        throughput=5.5, initial_peers=("a", "b"),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("flag", "value", "reason"),
+    [
+        ("blocks", "10:10", "blocks 10:10 are no range of blocks: expected START:END with 0 <= START < END"),
+        ("blocks", "20:10", "blocks 20:10 are no range of blocks: expected START:END with 0 <= START < END"),
+        ("blocks", "a:b", "blocks 'a:b' are no range of blocks: expected START:END, for example 10:20"),
+        ("blocks", "10", "expected START:END"),
+        ("quant", "int3", "quantisation 'int3' is unknown: expected one of .*int8"),
+        ("dtype", "int8", "dtype 'int8' is unknown: expected one of auto, float32, bfloat16, float16"),
+        ("port", "65536", "port 65536 is no port: expected 0 to 65535"),
+        ("port", "-1", "port -1 is no port"),
+        ("dht-port", "100000", "dht_port 100000 is no port"),
+        ("throughput", "fast", "throughput 'fast' is not understood: expected auto or a number"),
+        ("throughput", "0", "throughput is 0.0: expected a number of tokens per second above 0"),
+        ("throughput", "-3", "throughput is -3.0: expected"),
+        ("throughput", "nan", "throughput is nan: expected"),
+        ("throughput", "inf", "throughput is inf: expected"),
+        ("swarm", "a/b", "swarm name 'a/b' is not usable: expected 1 to 64 letters"),
+        ("swarm", "", "swarm name '' is not usable"),
+        ("cache-tokens", "0", "cache_tokens is 0: expected at least 1"),
+        ("cache-tokens", "-5", "cache_tokens is -5: expected at least 1"),
+    ],
+)
+def test_a_value_out_of_range_says_what_was_expected(flag: str, value: str, reason: str) -> None:
+    with pytest.raises(ValueError, match=reason):
+        config(f"--{flag}={value}")
+
+
+@pytest.mark.parametrize(
+    ("argv", "reason"),
+    [
+        (["--port", "http"], "argument --port: invalid int value: 'http'"),
+        (["--cache-tokens", "many"], "argument --cache-tokens: invalid int value: 'many'"),
+        (["--log-level", "loud"], "argument --log-level: invalid choice: 'loud'"),
+        (["--initial-peers"], "argument --initial-peers: expected at least one argument"),
+        (["--no-such-flag"], "unrecognized arguments: --no-such-flag"),
+        (["10:20"], "unrecognized arguments: 10:20"),
+    ],
+)
+def test_what_cannot_be_parsed_ends_with_usage(argv: list[str], reason: str, capsys: pytest.CaptureFixture) -> None:
+    with pytest.raises(SystemExit) as caught:
+        config(*argv)
+    assert caught.value.code == 2
+    assert reason in capsys.readouterr().err
+
+
+def test_an_automatic_throughput_is_measured_later() -> None:
+    assert config("--throughput", "auto").throughput is None
