@@ -189,10 +189,13 @@ def load_client(
     if dtype == "auto":
         dtype = torch.float32 if device.type == "cpu" else config.dtype or torch.bfloat16
     client_class = _client_class(stock_class, family)
+    one_block = slice_config(config, Span(0, 1))
+    if hasattr(config, "layer_types"):
+        one_block.layer_types = config.layer_types  # rotary embeddings are made for every type of block among them
     with quiet():
         model, info = client_class.from_pretrained(
             None,
-            config=slice_config(config, Span(0, 1)),
+            config=one_block,
             state_dict=checkpoint.client_tensors(),
             dtype=dtype,
             output_loading_info=True,

@@ -9,7 +9,7 @@ import logging
 import socket
 import sys
 from collections.abc import Callable
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, ExitStack
 from importlib import metadata
 
 import grpc
@@ -140,7 +140,9 @@ class Server:
                 announce_host=announce_host,
             )
 
-        with notes.locked():
+        with ExitStack() as held:
+            # Another server may hold it for seconds: signals must be heard meanwhile.
+            await asyncio.to_thread(held.enter_context, notes.locked())
             noted = notes.read()
             if config.initial_peers:
                 self._dht = await join(list(config.initial_peers))

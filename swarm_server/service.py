@@ -77,7 +77,7 @@ class BlocksService(BlocksServicer):
     ) -> AsyncIterator[pb.TensorReply]:
         request = await self._first(requests, "forward")
         blocks = self._rules.blocks(request.forward.contract)
-        hidden = await self._collect(self._rules.hidden(request.forward.hidden), requests)
+        hidden = await self._collect(self._rules.new_positions(request.forward.hidden), requests)
         inputs = self._block_input(request.forward, hidden)
         output = await self._scheduler.run(Priority.TRAINING, partial(self._engine.forward, blocks, inputs))
         for reply in _in_parts(output):
@@ -89,7 +89,7 @@ class BlocksService(BlocksServicer):
     ) -> AsyncIterator[pb.TensorReply]:
         request = await self._first(requests, "forward")
         blocks = self._rules.blocks(request.forward.contract)
-        hidden = await self._collect(self._rules.hidden(request.forward.hidden), requests)
+        hidden = await self._collect(self._rules.new_positions(request.forward.hidden), requests)
         inputs = self._block_input(request.forward, hidden)
         request = await self._first(requests, "grad")
         if tuple(request.grad.shape) != tuple(hidden.shape):
@@ -126,7 +126,6 @@ class BlocksService(BlocksServicer):
 
     def _block_input(self, forward: pb.Forward, hidden: torch.Tensor) -> BlockInput:
         batch_size, num_tokens, _ = hidden.shape
-        self._rules.length(num_tokens)
         mask = positions = None
         if forward.HasField("attention_mask"):
             mask = self._rules.mask(forward.attention_mask, batch_size, num_tokens)
@@ -188,10 +187,8 @@ class SessionStream:
                 raise RequestRejected(
                     f"a step begins at position {step.start_position}, but the session has {session.length}"
                 )
-            shape = tuple(step.hidden.shape)
-            arriving = self._rules.hidden(step.hidden, session.batch_size)
-            self._rules.length(session.length + shape[1])
-            self._lease.grow_to(session.batch_size * (session.length + shape[1]))
+            arriving = self._rules.new_positions(step.hidden, session.batch_size, past=session.length)
+            self._lease.grow_to(session.batch_size * (session.length + arriving.shape[1]))
         except (RequestRejected, PeerBusy) as error:
             self._refused = True
             return [_failure(error)]

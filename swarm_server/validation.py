@@ -67,6 +67,12 @@ class Rules:
             raise RequestRejected("hidden states are no floating-point tensor: expected float32, bfloat16 or float16")
         return Assembler(wire, self.max_tensor_bytes)
 
+    def new_positions(self, wire: pb.Tensor, batch_size: int | None = None, past: int = 0) -> Assembler:
+        """Like ``hidden``, for positions that follow ``past`` others; too many are refused before memory is taken."""
+        if len(wire.shape) == 3:
+            self.length(past + wire.shape[1])
+        return self.hidden(wire, batch_size)
+
     def positions(self, wire: pb.Tensor, batch_size: int, num_tokens: int) -> torch.Tensor:
         """int64 [batch or 1, num_tokens]."""
         if tuple(wire.shape) not in ((batch_size, num_tokens), (1, num_tokens)) or wire.dtype != pb.INT64:

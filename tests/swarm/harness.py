@@ -12,7 +12,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -58,17 +59,25 @@ class InProcessServers:
         self._running: dict[Server, concurrent.futures.Future] = {}
         self._dht: Dht | None = None
 
-    def start(self, blocks: str, **options: Any) -> Server:
-        """One more server, ready to serve."""
+    def start(self, *spans: str, **options: Any) -> list[Server]:
+        """One more server for each span of blocks; they start at once, and are ready to serve when this returns."""
         defaults = {"model": str(self.model), "quant": "none", "throughput": 100.0, "cache_tokens": self.cache_tokens}
-        server = Server(ServerConfig(**{**defaults, "blocks": Span.parse(blocks), "swarm": self.swarm, **options}))
-        future = background.submit(server.run())
-        self._running[server] = future
-        wait_for(lambda: server.ready or future.done(), f"a server of blocks {blocks} is ready")
-        if future.done():
-            del self._running[server]
-            future.result()
-        return server
+        configs = [
+            ServerConfig(**{**defaults, "blocks": Span.parse(blocks), "swarm": self.swarm, **options})
+            for blocks in spans
+        ]
+        servers = [Server(config) for config in configs]
+        running = {server: background.submit(server.run()) for server in servers}
+        self._running |= running
+        wait_for(
+            lambda: all(server.ready or future.done() for server, future in running.items()),
+            f"servers of blocks {', '.join(spans)} are ready",
+        )
+        for server, future in running.items():
+            if future.done():
+                del self._running[server]
+                future.result()
+        return servers
 
     def stop(self, server: Server) -> None:
         """Ends the server as SIGTERM would."""
@@ -139,6 +148,15 @@ class RawClient:
         """Sends all requests, then reads until the server ends the stream."""
         return background.run(_talk(self._stub.Session, requests))
 
+    @contextmanager
+    def open_session(self, request: pb.SessionRequest) -> Iterator[None]:
+        """Keeps a session open meanwhile; it ends without a goodbye."""
+        call = background.run(_opened(self._stub.Session, request))
+        try:
+            yield
+        finally:
+            background.run(_call(call.cancel))
+
     def close(self) -> None:
         background.run(self._channel.close())
 
@@ -161,6 +179,14 @@ class Answer:
 
 async def _unary(method: Callable, request: Any) -> Any:
     return await method(request, timeout=DEADLINE_S)
+
+
+async def _opened(method: Callable, request: Any) -> Any:
+    """An open stream whose first request has been answered."""
+    call = method(timeout=DEADLINE_S)
+    await call.write(request)
+    assert await call.read() is not grpc.aio.EOF, await call.details()
+    return call
 
 
 async def _talk(method: Callable, requests: tuple) -> Answer:

@@ -56,8 +56,7 @@ def pair(tmp_path_factory) -> Iterator[Pair]:
     directory = tmp_path_factory.mktemp("llama")
     save_checkpoint("llama", directory)
     with InProcessServers(directory) as servers:
-        for blocks in ("0:2", "2:5", "5:6"):
-            servers.start(blocks)
+        servers.start("0:2", "2:5", "5:6")
         remote = DistributedModel.from_pretrained(
             str(directory), initial_peers=servers.initial_peers, swarm=servers.swarm
         )
@@ -339,8 +338,7 @@ def test_sequence_classification(tmp_path, padded):
     save_checkpoint("llama", tmp_path, task="sequence-classification", num_labels=3)
     whole = AutoModelForSequenceClassification.from_pretrained(tmp_path, dtype=torch.float32).eval()
     with InProcessServers(tmp_path) as servers:
-        servers.start("0:4")
-        servers.start("4:6")
+        servers.start("0:4", "4:6")
         with DistributedModelForSequenceClassification.from_pretrained(
             str(tmp_path), initial_peers=servers.initial_peers, swarm=servers.swarm
         ) as remote, torch.no_grad():

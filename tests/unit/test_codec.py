@@ -200,8 +200,11 @@ class TestRefusals:
 
         assert peak_bytes(refused) < 64 * 1024
 
-    def test_memory_is_measured(self) -> None:
-        assert peak_bytes(lambda: Assembler(header(shape=(MIB,), size=4 * MIB))) > 4 * MIB
+    def test_what_is_announced_costs_memory_only_once_it_arrives(self) -> None:
+        announced = header(shape=(MAX_TENSOR_BYTES // 4,), size=MAX_TENSOR_BYTES)
+        assert peak_bytes(lambda: Assembler(announced)) < 64 * 1024
+        announced.data = bytes(MIB)
+        assert MIB <= peak_bytes(lambda: Assembler(announced)) < 3 * MIB
 
     def test_the_limit_itself_is_allowed(self) -> None:
         assert not Assembler(header(shape=(MIB,), size=4 * MIB), max_bytes=4 * MIB).complete

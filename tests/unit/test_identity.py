@@ -163,14 +163,14 @@ class TestPinning:
 
         assert run(answer()) == "server"
 
-    @pytest.mark.parametrize("fingerprint", [Certificate.generate().fingerprint, b"", bytes(32)])
-    def test_another_certificate_is_a_bad_reply(self, fingerprint: bytes) -> None:
+    def test_another_certificate_is_a_bad_reply(self) -> None:
         async def connect() -> None:
             async with tls_server(Certificate.generate()) as port:
-                await pinned_channel(f"127.0.0.1:{port}", fingerprint, CLIENT_OPTIONS)
+                for fingerprint in (Certificate.generate().fingerprint, b"", bytes(32)):
+                    with pytest.raises(BadReply, match="another TLS certificate"):
+                        await pinned_channel(f"127.0.0.1:{port}", fingerprint, CLIENT_OPTIONS)
 
-        with pytest.raises(BadReply, match="another TLS certificate"):
-            run(connect())
+        run(connect())
 
     def test_an_impostor_who_takes_over_the_port_gets_nothing(self) -> None:
         async def call_after_takeover() -> None:

@@ -34,6 +34,7 @@ def swarm(*servers: tuple[str, float], num_blocks: int = 8) -> SwarmView:
         ([("0:4", 1), ("4:8", 2)], 4, "0:4"),  # helps the slower half
         ([("0:4", 1), ("0:4", 1), ("4:8", 1.5)], 4, "4:8"),  # two slow servers are faster than one
         ([("0:7", 100)], 1, "7:8"),
+        ([("1:2", 100), ("2:8", 40)], 2, "0:2"),  # the weakest block decides, not the sum
         ([("0:8", 5)], 8, "0:8"),
     ],
 )

@@ -13,6 +13,8 @@ from swarm_protocol.errors import PeerBusy
 from swarm_server.scheduler import Priority, Scheduler
 from tests.unit.support import PATIENCE_S, run, until
 
+WAITING = 24  # room in the queue
+
 
 class Gate:
     """Work that holds the compute thread until it is opened."""
@@ -32,7 +34,7 @@ class Gate:
 
 @pytest.fixture
 def scheduler() -> Iterator[Scheduler]:
-    scheduler = Scheduler(max_waiting=8)
+    scheduler = Scheduler(max_waiting=WAITING)
     yield scheduler
     scheduler.stop()
 
@@ -60,37 +62,31 @@ def test_returns_the_result_from_one_other_thread(scheduler: Scheduler) -> None:
 
 
 def test_urgent_work_runs_first_and_equals_in_order(scheduler: Scheduler) -> None:
-    done: list[str] = []
+    submitted = [(priority, number) for number in range(WAITING // 3) for priority in reversed(Priority)]
+    done: list[tuple[Priority, int]] = []
 
     async def submit_all() -> None:
         gate = Gate()
         tasks = [await held(scheduler, gate)]
-        for name, priority in [
-            ("train 1", Priority.TRAINING),
-            ("prefill 1", Priority.PREFILL),
-            ("train 2", Priority.TRAINING),
-            ("decode 1", Priority.DECODE),
-            ("prefill 2", Priority.PREFILL),
-            ("decode 2", Priority.DECODE),
-        ]:
-            tasks.append(await submit(scheduler, priority, lambda name=name: done.append(name)))
+        for work in submitted:
+            tasks.append(await submit(scheduler, work[0], lambda work=work: done.append(work)))
         gate.open()
         await asyncio.gather(*tasks)
 
     run(submit_all())
-    assert done == ["decode 1", "decode 2", "prefill 1", "prefill 2", "train 1", "train 2"]
+    assert done == sorted(submitted)
 
 
 def test_a_full_queue_refuses_at_once(scheduler: Scheduler) -> None:
     async def overfill() -> None:
         gate = Gate()
         tasks = [await held(scheduler, gate)]
-        tasks += [await submit(scheduler, Priority.TRAINING, lambda: "waited") for _ in range(8)]
+        tasks += [await submit(scheduler, Priority.TRAINING, lambda: "waited") for _ in range(WAITING)]
         for priority in Priority:
-            with pytest.raises(PeerBusy, match="queue is full \\(8 requests are waiting\\)"):
+            with pytest.raises(PeerBusy, match=rf"queue is full \({WAITING} requests are waiting\)"):
                 await scheduler.run(priority, lambda: "refused")  # the gate is still closed
         gate.open()
-        assert await asyncio.gather(*tasks) == ["through the gate"] + ["waited"] * 8
+        assert await asyncio.gather(*tasks) == ["through the gate"] + ["waited"] * WAITING
         assert await scheduler.run(Priority.DECODE, lambda: "room again") == "room again"
 
     run(overfill())
@@ -114,8 +110,10 @@ def test_a_failure_goes_to_its_caller_and_the_thread_lives_on(scheduler: Schedul
 
 def test_work_whose_caller_has_gone_is_skipped(scheduler: Scheduler) -> None:
     done: list[str] = []
+    problems: list[dict] = []
 
     async def cancel() -> None:
+        asyncio.get_running_loop().set_exception_handler(lambda _loop, problem: problems.append(problem))
         gate = Gate()
         first = await held(scheduler, gate)
         gone = await submit(scheduler, Priority.DECODE, lambda: done.append("gone"))
@@ -128,7 +126,7 @@ def test_work_whose_caller_has_gone_is_skipped(scheduler: Scheduler) -> None:
         assert gone.cancelled() and first.cancelled()
 
     run(cancel())
-    assert done == ["still there"]
+    assert (done, problems) == (["still there"], [])
 
 
 def test_stopping_finishes_what_runs_and_fails_what_waits() -> None:
