@@ -49,5 +49,6 @@ def verdict(remote: list[int], local: list[int]) -> str:
     """One sentence that compares two continuations."""
     if remote == local:
         return f"All {len(local)} tokens are the same."
-    same = next((i for i, pair in enumerate(zip(remote, local, strict=False)) if pair[0] != pair[1]), len(local))
+    pairs = list(zip(remote, local, strict=False))
+    same = next((i for i, (ours, theirs) in enumerate(pairs) if ours != theirs), len(pairs))
     return f"The first {same} of {len(local)} tokens are the same; then int8 rounding chose another."

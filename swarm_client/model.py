@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import logging
+from collections.abc import AsyncIterable, Iterable
 from typing import Any
 
 import torch
@@ -141,6 +142,15 @@ class RemoteModelMixin:
 
     def __exit__(self, *_exception: object) -> None:
         self.close()
+
+    def generate(self, *args: Any, streamer: Any = None, **kwargs: Any) -> Any:
+        """The stock ``generate``; if it fails, whoever iterates over the streamer in another thread is let go."""
+        try:
+            return super().generate(*args, streamer=streamer, **kwargs)
+        except BaseException:
+            if isinstance(streamer, Iterable | AsyncIterable):
+                streamer.end()
+            raise
 
     def _prepare_cache_for_generation(
         self, generation_config, model_kwargs, generation_mode, batch_size, max_cache_length

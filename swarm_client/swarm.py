@@ -118,7 +118,7 @@ class Swarm:
         """An open connection; raises PeerUnavailable or BadReply if there cannot be one."""
         async with self._connecting:
             known = self._servers.get(record.peer_id)
-            if known is not None and known.record.addresses == record.addresses:
+            if known is not None and known.leads_to(record):
                 known.record = record
                 return known
             server = await Server.connect(record, self.config.step_timeout_s)

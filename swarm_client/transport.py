@@ -101,6 +101,11 @@ class Server:
                 error = failure
         raise PeerUnavailable(str(error or "the server announces no address"), record.peer_id, record.span)
 
+    def leads_to(self, record: ServerRecord) -> bool:
+        """Whether this connection is still the right one for a newer record of the server."""
+        ours = self.record
+        return (ours.addresses, ours.tls_fingerprint) == (record.addresses, record.tls_fingerprint)
+
     async def close(self) -> None:
         await self._channel.close()
 
@@ -135,7 +140,7 @@ class Server:
             for part in hidden.parts:
                 await call.write(pb.ForwardRequest(more=part))
             await call.done_writing()
-            return await _read_tensor(call)
+            return await _read_tensor(call, hidden, self.record, span)
 
     async def backward(self, span: Span, hidden: WireTensor, grad: WireTensor, context: Context) -> WireTensor:
         call = self._stub.Backward(timeout=self._step_timeout_s)
@@ -147,7 +152,7 @@ class Server:
             for part in grad.parts:
                 await call.write(pb.BackwardRequest(more=part))
             await call.done_writing()
-            return await _read_tensor(call)
+            return await _read_tensor(call, hidden, self.record, span)
 
     def _forward_message(self, span: Span, hidden: WireTensor, context: Context) -> pb.Forward:
         return pb.Forward(
@@ -190,6 +195,7 @@ class HopSession:
             for part in hidden.parts:
                 await self._call.write(pb.SessionRequest(more=part))
         reply = await self._reply("output")
+        _require_like(hidden.header, reply.output, self.hop.server, self.hop.span)
         parts, received = [], len(reply.output.data)
         while received < reply.output.size_bytes:
             part = (await self._reply("more")).more
@@ -247,13 +253,38 @@ def translated(server: ServerRecord, span: Span | None = None) -> Iterator[None]
         raise PeerUnavailable(f"the stream to server {server.short_id} has ended", server.peer_id, span) from None
 
 
-async def _read_tensor(call: grpc.aio.StreamStreamCall) -> WireTensor:
-    header, parts = None, []
+async def _read_tensor(
+    call: grpc.aio.StreamStreamCall, sent: WireTensor, server: ServerRecord, span: Span
+) -> WireTensor:
+    header, parts, received = None, [], 0
     async for reply in call:
-        if reply.WhichOneof("kind") == "output":
+        if header is None:
+            if reply.WhichOneof("kind") != "output":
+                break
             header = reply.output
-        else:
-            parts.append(reply.more)
-    if header is None:
-        raise BadReply("the server ended its answer before it began")
+            _require_like(sent.header, header, server, span)
+            received = len(header.data)
+            continue
+        parts.append(reply.more)
+        received += len(reply.more)
+        if received > header.size_bytes:
+            break
+    if header is None or received != header.size_bytes:
+        call.cancel()
+        raise BadReply(f"server {server.short_id} sent a broken answer", server.peer_id, span)
     return WireTensor(header, tuple(parts))
+
+
+def _require_like(sent: pb.Tensor, received: pb.Tensor, server: ServerRecord, span: Span) -> None:
+    """Blocks keep shape and dtype; raises BadReply before more of the answer is read."""
+    try:
+        Assembler(received)
+    except RequestRejected as error:
+        raise BadReply(f"server {server.short_id} sent a broken answer: {error}", server.peer_id, span) from None
+    if (received.dtype, list(received.shape)) != (sent.dtype, list(sent.shape)):
+        raise BadReply(
+            f"server {server.short_id} answered {list(received.shape)} of {pb.DType.Name(received.dtype)}: "
+            f"expected {list(sent.shape)} of {pb.DType.Name(sent.dtype)}",
+            server.peer_id,
+            span,
+        )

@@ -41,11 +41,11 @@ def encode(tensor: torch.Tensor, codec: int = pb.RAW) -> tuple[pb.Tensor, list[b
 
 
 class Assembler:
-    """Collects the parts of one tensor.
+    """Collects the parts of one tensor; takes memory for what has arrived, not for what was announced.
 
     Raises:
-        RequestRejected: at construction if the header is inconsistent or over a limit, before any memory is taken;
-            in ``add`` if more arrives than was announced.
+        RequestRejected: at construction if the header is inconsistent or over a limit; in ``add`` if more arrives than
+            was announced.
     """
 
     def __init__(self, wire: pb.Tensor, max_bytes: int = MAX_TENSOR_BYTES) -> None:
@@ -65,20 +65,18 @@ class Assembler:
             )
         if math.prod(filter(None, self.shape)) > max_bytes:  # possible if it is empty; torch's strides overflow
             raise RequestRejected(f"tensor shape {list(self.shape)} is over the limit of {max_bytes} bytes")
-        self._data = bytearray(wire.size_bytes)
-        self._filled = 0
+        self._size_bytes = wire.size_bytes
+        self._data = bytearray()
         self.add(wire.data)
 
     @property
     def complete(self) -> bool:
-        return self._filled == len(self._data)
+        return len(self._data) == self._size_bytes
 
     def add(self, part: bytes) -> None:
-        end = self._filled + len(part)
-        if end > len(self._data):
-            raise RequestRejected(f"more than the announced {len(self._data)} bytes of a tensor arrived")
-        self._data[self._filled : end] = part
-        self._filled = end
+        if len(self._data) + len(part) > self._size_bytes:
+            raise RequestRejected(f"more than the announced {self._size_bytes} bytes of a tensor arrived")
+        self._data += part
 
     def tensor(self) -> torch.Tensor:
         """The decoded tensor, on the CPU, owning its memory."""

@@ -154,6 +154,8 @@ class Dht:
         return dict(sorted(models.items()))
 
     async def shutdown(self) -> None:
+        if self._node.cache_refresh_task is not None:
+            self._node.cache_refresh_task.cancel()  # hivemind forgets it
         await self._node.shutdown()
         await self._p2p.shutdown()
 

@@ -56,11 +56,14 @@ class Identity:
             raise ValueError(f"cannot create the identity file {path}: directory {path.parent} does not exist")
         if path.is_dir():
             raise ValueError(f"identity {path} is a directory, expected a key file")
-        if not path.exists():
-            fresh = cls.generate()
-            with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-                file.write(fresh._serialized)
-        lock = open(path, "rb")  # noqa: SIM115  (closing it would release the lock)
+        try:
+            if not path.exists():
+                fresh = cls.generate()
+                with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+                    file.write(fresh._serialized)
+            lock = open(path, "rb")  # noqa: SIM115  (closing it would release the lock)
+        except OSError as error:
+            raise ValueError(f"cannot use the identity file {path}: {error.strerror}") from None
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

@@ -107,7 +107,8 @@ def main() -> None:
     try:
         import uvloop
 
-        uvloop.run(serve(args))
+        # Not uvloop.run(): after a signal it would wait for threads that still load.
+        uvloop.new_event_loop().run_until_complete(serve(args))
     except (SwarmError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         code = 1

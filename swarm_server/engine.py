@@ -77,7 +77,7 @@ class Engine:
     def backward(self, blocks: Span, inputs: BlockInput, grad: torch.Tensor) -> torch.Tensor:
         """Gradient with respect to ``inputs.hidden``, given that of the output; recomputes the forward."""
         _require_finite(inputs.hidden, "hidden states")
-        _require_finite(grad, "gradient")
+        _require_finite(grad, "gradients")
         hidden = inputs.hidden.requires_grad_(True)
         with torch.enable_grad():
             output = self._run(blocks, inputs, None)

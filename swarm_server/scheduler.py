@@ -14,6 +14,8 @@ from typing import Any
 
 from swarm_protocol.errors import PeerBusy
 
+_DELAY_HALF_LIFE_S = 10.0
+
 
 class Priority(IntEnum):
     """Lower runs first. Decode steps are short and somebody watches them."""
@@ -44,14 +46,15 @@ class Scheduler:
         self._numbers = itertools.count()
         self._changed = threading.Condition()
         self._stopping = False
-        self._delay_s = 0.0
+        self._delay_s, self._delay_time = 0.0, time.monotonic()
         self._thread = threading.Thread(target=self._main, name="compute", daemon=True)
         self._thread.start()
 
     @property
     def queue_delay_s(self) -> float:
-        """How long work has waited lately (exponential average)."""
-        return self._delay_s
+        """How long work has waited lately: an exponential average, which fades while there is none."""
+        idle_s = time.monotonic() - self._delay_time
+        return self._delay_s * 0.5 ** (idle_s / _DELAY_HALF_LIFE_S)
 
     async def run(self, priority: Priority, function: Callable[[], Any]) -> Any:
         """Runs the function on the compute thread and returns its result.
@@ -83,7 +86,9 @@ class Scheduler:
         while (work := self._next()) is not None:
             if work.done.cancelled():
                 continue
-            self._delay_s += 0.1 * (time.monotonic() - work.submitted_s - self._delay_s)
+            now = time.monotonic()
+            self._delay_s += 0.1 * (now - work.submitted_s - self._delay_s)
+            self._delay_time = now
             try:
                 result, error = work.run(), None
             except Exception as failure:  # whatever it is, it belongs to the caller; the thread goes on

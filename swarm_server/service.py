@@ -77,7 +77,7 @@ class BlocksService(BlocksServicer):
     ) -> AsyncIterator[pb.TensorReply]:
         request = await self._first(requests, "forward")
         blocks = self._rules.blocks(request.forward.contract)
-        hidden = await self._collect(self._rules.new_positions(request.forward.hidden), requests)
+        hidden = await self._collect_input(request.forward, requests)
         inputs = self._block_input(request.forward, hidden)
         output = await self._scheduler.run(Priority.TRAINING, partial(self._engine.forward, blocks, inputs))
         for reply in _in_parts(output):
@@ -89,7 +89,7 @@ class BlocksService(BlocksServicer):
     ) -> AsyncIterator[pb.TensorReply]:
         request = await self._first(requests, "forward")
         blocks = self._rules.blocks(request.forward.contract)
-        hidden = await self._collect(self._rules.new_positions(request.forward.hidden), requests)
+        hidden = await self._collect_input(request.forward, requests)
         inputs = self._block_input(request.forward, hidden)
         request = await self._first(requests, "grad")
         if tuple(request.grad.shape) != tuple(hidden.shape):
@@ -117,6 +117,11 @@ class BlocksService(BlocksServicer):
         if request is None or request.WhichOneof("kind") != kind:
             raise RequestRejected(f"expected a message of kind {kind!r}")
         return request
+
+    async def _collect_input(self, forward: pb.Forward, requests: AsyncIterator) -> torch.Tensor:
+        arriving = self._rules.hidden(forward.hidden)
+        self._rules.length(arriving.shape[1])
+        return await self._collect(arriving, requests)
 
     async def _collect(self, assembler: Assembler, requests: AsyncIterator) -> torch.Tensor:
         while not assembler.complete:
@@ -187,8 +192,10 @@ class SessionStream:
                 raise RequestRejected(
                     f"a step begins at position {step.start_position}, but the session has {session.length}"
                 )
-            arriving = self._rules.new_positions(step.hidden, session.batch_size, past=session.length)
-            self._lease.grow_to(session.batch_size * (session.length + arriving.shape[1]))
+            arriving = self._rules.hidden(step.hidden, session.batch_size)
+            num_positions = session.length + arriving.shape[1]
+            self._rules.length(num_positions)
+            self._lease.grow_to(session.batch_size * num_positions)
         except (RequestRejected, PeerBusy) as error:
             self._refused = True
             return [_failure(error)]

@@ -119,6 +119,7 @@ def assert_one_sentence(text: str, pattern: str) -> None:
 
 # ------------------------------------------------------------ forward
 
+OVER_THE_LIMIT = f"is over the limit of {MAX_TENSOR_BYTES} bytes"
 BAD_HIDDEN = {
     "hidden-size": (header(1, 3, HIDDEN + 1), rf"shape \[1, 3, {HIDDEN + 1}\]: expected \[batch, tokens, {HIDDEN}\]"),
     "rank-2": (header(3, HIDDEN), rf"shape \[3, {HIDDEN}\]: expected \[batch, tokens, {HIDDEN}\]"),
@@ -132,8 +133,11 @@ BAD_HIDDEN = {
     "unknown-dtype": (header(1, 3, HIDDEN, dtype=99), "expected float32, bfloat16 or float16"),
     "unknown-codec": (header(1, 3, HIDDEN, codec=7), "codec 7 .* is unknown"),
     "size-and-shape-differ": (header(1, 3, HIDDEN, size_bytes=99), r"takes 768 bytes, not 99 as announced"),
-    "over-the-limit": (header(1, 3, HIDDEN, size_bytes=MAX_TENSOR_BYTES + 1), f"is over the limit of {MAX_TENSOR_BYTES} bytes"),
-    "huge": (header(1, 2**62, HIDDEN, size_bytes=2**63), "more than the model's"),
+    "over-the-limit": (
+        header(1, 3, HIDDEN, size_bytes=MAX_TENSOR_BYTES + 1),
+        f"is over the limit of {MAX_TENSOR_BYTES} bytes",
+    ),
+    "huge": (header(1, 2**62, HIDDEN, size_bytes=2**63), f"is over the limit of {MAX_TENSOR_BYTES} bytes"),
     "longer-than-the-model": (header(1, POSITIONS + 1, HIDDEN), f"257 positions are more than the model's {POSITIONS}"),
     "more-than-announced": (
         pb.Tensor(dtype=pb.FLOAT32, shape=(1, 1, HIDDEN), size_bytes=256, data=bytes(257)),
@@ -202,7 +206,11 @@ def test_masks_and_positions_of_a_step(target, name):
 
 
 BAD_CONTRACTS = {
-    "wire-version": ({"wire_version": WIRE_VERSION + 1}, MOVED, "speaks wire version 1, the client 2: update the older"),
+    "wire-version": (
+        {"wire_version": WIRE_VERSION + 1},
+        MOVED,
+        "speaks wire version 1, the client 2: update the older",
+    ),
     "revision": ({"revision": "other"}, MOVED, "at revision .*, the client expects .* at revision other"),
     "model": ({"model": "other"}, MOVED, "the client expects other at revision"),
     "blocks-before": ({"blocks": pb.Span(start=0, end=5)}, MOVED, "holds blocks 1:5, not 0:5"),
@@ -251,7 +259,7 @@ def test_messages_out_of_turn(target):
     [
         (wire(torch.zeros(1, TOKENS + 1, HIDDEN)), r"gradient has shape \[1, 7, 64\]: .* \[1, 6, 64\]"),
         (header(1, TOKENS, HIDDEN, dtype=pb.INT64), "expected float32, bfloat16 or float16"),
-        (wire(filled(float("nan"))), "the gradient sent are not finite|gradient sent is not finite"),
+        (wire(filled(float("nan"))), "the gradients sent are not finite"),
     ],
     ids=["shape", "dtype", "nan"],
 )
@@ -313,16 +321,16 @@ def test_step_at_another_position(target, start):
     last = target.hidden[:, :1]
     answer = target.client.session(target.open(), target.step(), target.step(start, last), target.step(6, last), CLOSE)
     assert answer.replies[2].failure.status == INVALID.value[0]
-    assert_one_sentence(
-        answer.replies[2].failure.message, f"begins at position {start}, but the session has {TOKENS}"
-    )
+    assert_one_sentence(answer.replies[2].failure.message, f"begins at position {start}, but the session has {TOKENS}")
     assert answer.replies[3].WhichOneof("kind") == "output"
     assert_session_works(answer, target, 1)
 
 
 def test_step_longer_than_the_model_in_all(target):
     """A position past the model's last one is refused even if there were room for it."""
-    answer = target.client.session(target.open(), target.step(), target.step(6, header(1, POSITIONS - 5, HIDDEN)), CLOSE)
+    answer = target.client.session(
+        target.open(), target.step(), target.step(6, header(1, POSITIONS - 5, HIDDEN)), CLOSE
+    )
     assert answer.replies[2].failure.status == INVALID.value[0]
     assert_one_sentence(answer.replies[2].failure.message, f"257 positions are more than the model's {POSITIONS}")
 

@@ -40,9 +40,9 @@ class FakeCall:
         return "details"
 
 
-def step(call: FakeCall) -> WireTensor:
+def step(call: FakeCall, hidden: torch.Tensor = HIDDEN) -> WireTensor:
     session = HopSession(Hop(server_record("peer"), Span(0, 4)), call, step_timeout_s=5)
-    return run(session.step(3, WireTensor.of(HIDDEN), Context(None, None)))
+    return run(session.step(3, WireTensor.of(hidden), Context(None, None)))
 
 
 def failure(status: int) -> pb.SessionReply:
@@ -50,13 +50,29 @@ def failure(status: int) -> pb.SessionReply:
 
 
 def test_a_step_sends_and_returns_hidden_states() -> None:
-    large = torch.randn(3, 2**18)
-    sent, answered = WireTensor.of(HIDDEN), WireTensor.of(large)
-    assert len(answered.parts) == 2
-    replies = [pb.SessionReply(output=answered.header), *(pb.SessionReply(more=part) for part in answered.parts)]
-    call = FakeCall(replies)
-    assert torch.equal(step(call).decode(large), large)
-    assert call.written == [pb.SessionRequest(step=pb.Step(start_position=3, hidden=sent.header))]
+    sent, answered = torch.randn(1, 3, 2**18), torch.randn(1, 3, 2**18)
+    outgoing, incoming = WireTensor.of(sent), WireTensor.of(answered)
+    assert len(outgoing.parts) == len(incoming.parts) == 2
+    call = FakeCall([pb.SessionReply(output=incoming.header), *(pb.SessionReply(more=part) for part in incoming.parts)])
+    assert torch.equal(step(call, sent).decode(answered), answered)
+    assert call.written == [
+        pb.SessionRequest(step=pb.Step(start_position=3, hidden=outgoing.header)),
+        *(pb.SessionRequest(more=part) for part in outgoing.parts),
+    ]
+
+
+@pytest.mark.parametrize("answer", [HIDDEN[:, :1], HIDDEN[0], HIDDEN.half(), HIDDEN.view(2, 1, 4)])
+def test_an_answer_of_another_shape_or_dtype_is_the_fault_of_its_server(answer: torch.Tensor) -> None:
+    with pytest.raises(BadReply, match=r"expected \[1, 2, 4\] of FLOAT32") as caught:
+        step(FakeCall([pb.SessionReply(output=WireTensor.of(answer).header)]))
+    assert (caught.value.peer_id, caught.value.span) == ("peer", Span(0, 4))
+
+
+def test_an_endless_answer_is_not_read() -> None:
+    header = WireTensor.of(HIDDEN).header
+    header.size_bytes = 2**40
+    with pytest.raises(BadReply, match="broken answer"):
+        step(FakeCall([pb.SessionReply(output=header)]))
 
 
 @pytest.mark.parametrize(

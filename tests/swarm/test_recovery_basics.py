@@ -1,0 +1,177 @@
+"""What a client does when servers are missing, full, gone, or serve something else: it waits, goes round, or says so."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel, TextIteratorStreamer
+from transformers.generation.streamers import BaseStreamer
+
+from swarm_client import DistributedModel, NoRoute, PeerError
+from swarm_protocol.errors import PeerBusy
+from swarm_protocol.span import Span
+from tests.swarm.harness import InProcessServers, Numbers, wait_for
+from tests.zoo import VOCAB, save_checkpoint
+
+PROMPT = torch.randint(3, VOCAB, (1, 8), generator=torch.Generator().manual_seed(0))
+NEW_TOKENS = 12
+POSITIONS = PROMPT.shape[1] + NEW_TOKENS - 1  # whose keys and values a generation keeps
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory) -> Path:
+    directory = tmp_path_factory.mktemp("models") / "llama"
+    save_checkpoint("llama", directory)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def expected(checkpoint) -> torch.Tensor:
+    return generate(AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32))
+
+
+@pytest.fixture
+def servers(checkpoint) -> Iterator[InProcessServers]:
+    with InProcessServers(checkpoint) as servers:
+        yield servers
+
+
+@pytest.fixture
+def connect(servers) -> Iterator[Callable[..., PreTrainedModel]]:
+    models: list[PreTrainedModel] = []
+
+    def connect(**options) -> PreTrainedModel:
+        options = {"initial_peers": servers.initial_peers, "swarm": servers.swarm, **options}
+        models.append(DistributedModel.from_pretrained(str(servers.model), **options))
+        return models[-1]
+
+    yield connect
+    for model in models:
+        model.close()
+
+
+def generate(model: PreTrainedModel, **options) -> torch.Tensor:
+    model.generation_config.eos_token_id = None
+    return model.generate(PROMPT, max_new_tokens=NEW_TOKENS, do_sample=False, **options)
+
+
+class Watcher(BaseStreamer):
+    """Calls a function when so many new tokens have come."""
+
+    def __init__(self, num_tokens: int, function: Callable[[], object]) -> None:
+        self._left, self._function = num_tokens + 1, function  # the prompt comes first
+
+    def put(self, _value: torch.Tensor) -> None:
+        self._left -= 1
+        if self._left == 0:
+            self._function()
+
+    def end(self) -> None:
+        pass
+
+
+# ------------------------------------------------------------ missing
+
+
+def test_blocks_that_nobody_serves_are_named(servers, connect):
+    servers.start("0:2", "3:5")
+    model = connect(wait_timeout_s=0.6)
+    with pytest.raises(NoRoute, match=r"no server holds blocks 2:3, 5:6; waited 0\.6 s") as caught:
+        generate(model)
+    assert caught.value.missing == (Span(2, 3), Span(5, 6))
+    with pytest.raises(NoRoute, match="no server holds blocks 2:3"):
+        model.blocks[0:5](torch.zeros(1, 3, model.config.hidden_size))
+
+
+def test_a_client_waits_for_a_server_to_come(servers, connect, expected, caplog):
+    servers.start("0:4")
+    model = connect()
+    with ThreadPoolExecutor() as thread, caplog.at_level(logging.WARNING, "swarm_client"):
+        generation = thread.submit(generate, model)
+        wait_for(
+            lambda: "no server holds blocks 4:6; waiting for up to 30 s" in caplog.text, "the client says it waits"
+        )
+        servers.start("4:6")
+        assert torch.equal(generation.result(), expected)
+
+
+def test_servers_with_another_revision_are_left_out(servers, connect, tmp_path):
+    servers.start("0:6")
+    save_checkpoint("llama", tmp_path / "llama", seed=1)
+    other = DistributedModel.from_pretrained(
+        str(tmp_path / "llama"), initial_peers=servers.initial_peers, swarm=servers.swarm, wait_timeout_s=0
+    )
+    theirs, ours = servers.records()[0].revision, other.blocks.swarm.revision
+    assert theirs != ours
+    with other, pytest.raises(NoRoute) as caught:
+        generate(other)
+    assert re.search(
+        f"no server holds blocks 0:6 .left out: 1 server with model revision {theirs} where this client has {ours}",
+        str(caught.value),
+    )
+
+
+# ------------------------------------------------------------ gone
+
+
+def test_a_server_killed_in_the_middle_is_an_error_at_once(servers, connect, expected, server_process):
+    """And the next generation goes through whoever takes its place."""
+    servers.start("0:4")
+    arguments = ["--model", str(servers.model), "--quant", "none", "--throughput", "100", "--swarm", servers.swarm]
+    doomed = server_process(*arguments, "--blocks", "4:6", "--initial-peers", *servers.initial_peers)
+    model = connect()
+    assert torch.equal(generate(model), expected)
+    with pytest.raises(PeerError) as caught:
+        generate(model, streamer=Watcher(3, doomed.kill))
+    assert caught.value.peer_id == doomed.ready["peer"].rpartition("/p2p/")[2]
+    assert caught.value.span == Span(4, 6)
+    servers.start("4:6")
+    assert torch.equal(generate(model), expected)
+    servers.wait_until_all_room_is_free()
+
+
+def test_a_failure_ends_the_stream_that_another_thread_reads(servers, connect):
+    servers.start("0:4")
+    model = connect(wait_timeout_s=0)
+    streamer = TextIteratorStreamer(Numbers(), skip_prompt=True)
+    with ThreadPoolExecutor() as thread:
+        generation = thread.submit(generate, model, streamer=streamer)
+        assert "".join(streamer) == ""
+        assert isinstance(generation.exception(), NoRoute)
+
+
+# ------------------------------------------------------------ full
+
+
+def test_a_server_with_too_little_room_is_gone_round(servers, connect, expected):
+    """The small server is the faster one: only its room speaks against it."""
+    servers.start("0:6", cache_tokens=POSITIONS - 1, throughput=1000.0)
+    servers.start("0:6", cache_tokens=POSITIONS + 50, throughput=1.0)
+    room: list[int] = []
+    watcher = Watcher(2, lambda: room.extend(record.cache_tokens_left for record in servers.describe()))
+    assert torch.equal(generate(connect(), streamer=watcher), expected)
+    assert sorted(room) == sorted([POSITIONS - 1, 50])
+
+
+def test_a_server_that_has_filled_up_since_its_record_is_gone_round(servers, connect, expected):
+    servers.start("0:6", cache_tokens=POSITIONS, throughput=1000.0)
+    model, other = connect(), connect()
+    chat = generate(other, return_dict_in_generate=True)  # its session holds all the room
+    with pytest.raises(PeerBusy, match=f"no room for .* more tokens in the KV cache: 0 of {POSITIONS} are left"):
+        generate(model)
+    servers.start("0:6", cache_tokens=POSITIONS, throughput=1.0)
+    assert torch.equal(generate(connect()), expected)
+    assert torch.equal(chat.sequences, expected)
+    assert all(record.cache_tokens_left in (0, POSITIONS) for record in servers.describe())
+
+
+def test_a_prompt_that_no_server_has_room_for(servers, connect):
+    servers.start("0:6", cache_tokens=POSITIONS - 1)
+    with pytest.raises(PeerBusy, match=rf"no room for \d+ more tokens in the KV cache: {POSITIONS - 1} of"):
+        generate(connect())

@@ -1,0 +1,156 @@
+"""Every mistake on the server's command line gets one clear sentence, no traceback, and leaves no process."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from swarm_protocol.identity import Identity
+from tests.swarm.harness import DEADLINE_S
+from tests.zoo import save_checkpoint
+
+# An initial peer that does not answer is reported within 10 s; the rest is for a busy machine to start in.
+PATIENCE_S = 20.0
+
+
+@dataclass(frozen=True)
+class Mistake:
+    arguments: list[str]
+    sentence: str
+
+
+@dataclass(frozen=True)
+class Places:
+    """What mistakes can be made with."""
+
+    models: Path
+    busy_port: int
+    silent_port: int
+
+    def model(self, name: str) -> list[str]:
+        return ["--model", str(self.models / name)]
+
+    @property
+    def good(self) -> list[str]:
+        return [*self.model("good"), "--quant", "none", "--throughput", "1"]
+
+
+def damaged(directory: Path, name: str) -> Path:
+    """Another good checkpoint, to be damaged."""
+    save_checkpoint("llama", directory / name)
+    return directory / name
+
+
+def shards(model: Path) -> list[Path]:
+    return sorted(model.glob("*.safetensors"))
+
+
+@pytest.fixture(scope="module")
+def places(tmp_path_factory) -> Iterator[Places]:
+    models = tmp_path_factory.mktemp("models")
+    damaged(models, "good")
+    (damaged(models, "no-config") / "config.json").unlink()
+    (damaged(models, "broken-config") / "config.json").write_text("{")
+    shards(damaged(models, "shard-missing"))[1].unlink()
+    truncated = shards(damaged(models, "truncated"))[1]
+    truncated.write_bytes(truncated.read_bytes()[:-100])
+    for shard in shards(damaged(models, "wrong-shape")):
+        tensors = load_file(shard)
+        name = "model.layers.3.mlp.up_proj.weight"
+        if name in tensors:
+            save_file({**tensors, name: torch.zeros(5, 7)}, shard, metadata={"format": "pt"})
+    save_checkpoint("mamba", models / "mamba")
+    (models / "file").write_text("")
+    (models / "unknown-type").mkdir()
+    (models / "unknown-type" / "config.json").write_text('{"model_type": "abacus"}')
+    with socket.create_server(("127.0.0.1", 0)) as busy, socket.create_server(("127.0.0.1", 0)) as silent:
+        yield Places(models, busy.getsockname()[1], silent.getsockname()[1])
+
+
+def mistakes(places: Places) -> dict[str, Mistake]:
+    nobody = Identity.generate().peer_id
+    good = places.good
+    return {
+        "nobody-at-the-initial-peer": Mistake(
+            [*good, "--initial-peers", f"/ip4/127.0.0.1/tcp/1/p2p/{nobody}"],
+            rf"no initial peer answered: /ip4/127\.0\.0\.1/tcp/1/p2p/{nobody}",
+        ),
+        "silence-at-the-initial-peer": Mistake(
+            [*good, "--initial-peers", f"/ip4/127.0.0.1/tcp/{places.silent_port}/p2p/{nobody}"],
+            "no initial peer answered: ",
+        ),
+        "no-multiaddr": Mistake(
+            [*good, "--initial-peers", "localhost:31337"], "is no multiaddr of a peer: expected /ip4"
+        ),
+        "model-missing": Mistake(places.model("nowhere"), "nowhere does not exist"),
+        "model-is-a-file": Mistake(places.model("file"), "is a file, expected the directory that holds config.json"),
+        "no-config": Mistake(places.model("no-config"), "no-config has no config.json"),
+        "broken-config": Mistake(places.model("broken-config"), "config.json is no valid JSON"),
+        "not-on-the-hub": Mistake(
+            ["--model", "nobody/nothing"], "nobody/nothing is neither a directory nor in the local"
+        ),
+        "unknown-type": Mistake(places.model("unknown-type"), "type 'abacus' are not known"),
+        "unsupported-family": Mistake(places.model("mamba"), "mamba.* blocks carry a recurrent state"),
+        "shard-missing": Mistake(places.model("shard-missing"), r"model-00002-of-\d+.safetensors"),
+        "truncated-shard": Mistake(places.model("truncated"), r"model-00002-of-\d+.safetensors is truncated"),
+        "wrong-shape": Mistake(
+            [*places.model("wrong-shape"), "--quant", "none", "--throughput", "1"],
+            r"layers.3.mlp.up_proj.weight has shape \[5, 7\], expected \[96, 64\]",
+        ),
+        "blocks-outside": Mistake([*good, "--blocks", "4:7"], r"blocks 4:7 are outside the model, which has 6 blocks"),
+        "no-blocks": Mistake([*good, "--blocks", "10:10"], "blocks 10:10 are no range of blocks: expected START:END"),
+        "blocks-backwards": Mistake([*good, "--blocks", "20:10"], "blocks 20:10 are no range of blocks"),
+        "blocks-in-letters": Mistake([*good, "--blocks", "a:b"], "blocks 'a:b' are no range of blocks"),
+        "port-in-use": Mistake(
+            [*good, "--port", str(places.busy_port)], f"cannot listen on 127.0.0.1:{places.busy_port}"
+        ),
+        "no-port": Mistake([*good, "--port", "70000"], "port 70000 is no port"),
+        "address-of-another": Mistake([*good, "--host", "192.0.2.1"], "cannot listen on 192.0.2.1"),
+        "announced-address": Mistake([*good, "--announce-address", "host:port"], "'host:port' is not understood"),
+        "dht-port-in-use": Mistake([*good, "--dht-port", str(places.busy_port)], "address already in use"),
+        "quantisation": Mistake([*good, "--quant", "int3"], "quantisation 'int3' is unknown: expected one of int8"),
+        "device": Mistake([*good, "--device", "toaster"], "device 'toaster' cannot be used"),
+        "swarm": Mistake([*good, "--swarm", "a/b"], "swarm name 'a/b' is not usable"),
+        "identity": Mistake([*good, "--identity", str(places.models / "file")], "is no identity file"),
+        "throughput": Mistake([*good, "--throughput", "fast"], "throughput 'fast' is not understood"),
+        "cache-tokens": Mistake([*good, "--cache-tokens", "0"], "cache_tokens is 0"),
+    }
+
+
+@pytest.fixture(scope="module")
+def outcomes(places, tmp_path_factory) -> dict[str, tuple[Mistake, dict]]:
+    made = mistakes(places)
+    environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path_factory.mktemp("user")), "OMP_NUM_THREADS": "1"}
+    result = subprocess.run(
+        [sys.executable, "-m", "tests.swarm.forked_commands"],
+        input=json.dumps([mistake.arguments for mistake in made.values()]),
+        capture_output=True,
+        text=True,
+        env=environment,
+        timeout=DEADLINE_S * 2,
+        check=True,
+    )
+    return {name: (made[name], outcome) for name, outcome in zip(made, json.loads(result.stdout), strict=True)}
+
+
+@pytest.mark.parametrize("name", mistakes(Places(Path("models"), 1, 2)))
+def test_one_sentence_and_nothing_left(outcomes, name):
+    mistake, outcome = outcomes[name]
+    lines = [line.rpartition("\r")[2] for line in outcome["stderr"].strip("\n").split("\n")]
+    assert outcome["code"] == 1, outcome
+    assert outcome["stdout"] == ""
+    assert lines[-1].startswith("error: ") and re.search(mistake.sentence, lines[-1]), outcome["stderr"]
+    assert sum("error" in line.lower() for line in lines) == 1 and "Traceback" not in outcome["stderr"]
+    assert outcome["left_behind"] == []
+    assert outcome["seconds"] < PATIENCE_S or "initial-peer" not in name

@@ -1,0 +1,176 @@
+"""``python -m swarm_server`` as a user starts and ends it: one line when ready, nothing left behind."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import re
+import socket
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from swarm_client import background
+from swarm_protocol.checkpoint import Checkpoint
+from swarm_protocol.dht import Dht
+from swarm_protocol.identity import Identity
+from swarm_protocol.records import ServerRecord
+from tests.swarm.harness import ServerProcess, is_alive, wait_for
+from tests.zoo import save_checkpoint
+
+READY_LINE = re.compile(
+    r"ready model=llama blocks=\d+:\d+ quant=none peer=/ip4/127\.0\.0\.1/tcp/\d+/p2p/\w+ grpc=127\.0\.0\.1:\d+"
+)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    directory = tmp_path_factory.mktemp("models") / "llama"
+    save_checkpoint("llama", directory)
+    return directory
+
+
+class Machine:
+    """One user's servers, which share a cache directory."""
+
+    def __init__(self, model: Path, cache: Path, start: Callable[..., ServerProcess]) -> None:
+        self.model, self._cache, self._start = model, cache, start
+
+    def start(self, *arguments: str) -> ServerProcess:
+        """Does not wait until the server is ready."""
+        return self._start("--model", str(self.model), "--quant", "none", *arguments, cache=self._cache, wait=False)
+
+    def directory(self, swarm: str) -> Path:
+        return self._cache / "swarm" / "swarms" / swarm
+
+    def notes(self, swarm: str) -> dict[str, dict]:
+        """What is noted of a swarm, by peer id."""
+        return {path.stem: json.loads(path.read_text()) for path in self.directory(swarm).glob("*.json")}
+
+
+@pytest.fixture
+def machine(model, tmp_path, server_process) -> Machine:
+    return Machine(model, tmp_path, server_process)
+
+
+class Observer:
+    """A DHT node that only asks."""
+
+    def __init__(self, swarm: str, peer: str) -> None:
+        self._dht = background.run(Dht.join(swarm, [peer], Identity.generate()))
+
+    def records(self) -> list[ServerRecord]:
+        return list(background.run(self._dht.view("llama")).servers)
+
+    def peers(self) -> list[str]:
+        return [record.peer_id for record in self.records()]
+
+    def close(self) -> None:
+        background.run(self._dht.shutdown())
+
+
+@pytest.fixture
+def observe() -> Iterator[Callable[..., Observer]]:
+    observers: list[Observer] = []
+
+    def start(server: ServerProcess, swarm: str = "default") -> Observer:
+        observers.append(Observer(swarm, server.ready["peer"]))
+        return observers[-1]
+
+    yield start
+    for observer in observers:
+        observer.close()
+
+
+def peer_id(server: ServerProcess) -> str:
+    return server.ready["peer"].rpartition("/p2p/")[2]
+
+
+def note(server: ServerProcess) -> dict:
+    return {"address": server.ready["peer"], "pid": server.pid}
+
+
+def test_servers_find_each_other_and_leave_without_trace(machine, observe):
+    """Two servers started at once without addresses, a third in a swarm of its own; each ends in another way."""
+    first, second = machine.start("--blocks", "0:4"), machine.start("--blocks", "2:6", "--throughput", "123.5")
+    third = machine.start("--swarm", "mine")
+    for server in (first, second, third):
+        server.wait_ready()
+        (line,) = server.stdout
+        assert READY_LINE.fullmatch(line)
+
+    # They find each other through notes, and only within their swarm.
+    assert machine.notes("default") == {peer_id(server): note(server) for server in (first, second)}
+    assert machine.notes("mine") == {peer_id(third): note(third)}
+    default, mine = observe(first), observe(third, "mine")
+    assert default.peers() == [peer_id(first), peer_id(second)]
+    assert mine.peers() == [peer_id(third)]
+
+    # What the ready line says is what the record says.
+    for server, record in zip((first, second, third), default.records() + mine.records(), strict=True):
+        assert server.ready == {
+            "model": record.model,
+            "blocks": str(record.span),
+            "quant": record.quant,
+            "peer": server.ready["peer"],
+            "grpc": record.addresses[0],
+        }
+        assert record.revision == Checkpoint.open(machine.model).revision
+        assert record.state.name == "ONLINE" and record.tokens_per_s > 0 and record.cache_tokens_left > 0
+    assert default.records()[1].tokens_per_s == 123.5
+    assert str(mine.records()[0].span) == "0:6"  # chosen: the whole model fits
+
+    # SIGTERM and Ctrl-C withdraw the record. The libp2p daemon leaves with its server, whatever ended that.
+    assert len(second.children()) == len(third.children()) == 1
+    assert second.terminate() == 0
+    assert default.peers() == [peer_id(first)]
+    assert machine.notes("default") == {peer_id(first): note(first)}
+    assert first.interrupt() == 0
+    assert machine.notes("default") == {}
+    assert third.kill() != 0
+    assert all(len(server.stdout) == 1 for server in (first, second, third))
+    assert all("Traceback" not in server.stderr for server in (first, second, third))
+
+
+def test_notes_that_lead_nowhere_are_replaced(machine, observe):
+    """One of a process that is gone, one of a process that lives but no longer serves, and one that is no note."""
+    closed_port, gone = unused_port(), Identity.generate().peer_id
+    directory = machine.directory("default")
+    directory.mkdir(parents=True)
+    for name, pid in ((Identity.generate().peer_id, os.getpid()), (gone, unused_pid())):
+        address = f"/ip4/127.0.0.1/tcp/{closed_port}/p2p/{name}"
+        (directory / f"{name}.json").write_text(json.dumps({"address": address, "pid": pid}))
+    (directory / "broken.json").write_text("{")
+    server = machine.start("--blocks", "0:6")
+    server.wait_ready()
+    assert machine.notes("default") == {peer_id(server): note(server)}
+    assert observe(server).peers() == [peer_id(server)]
+
+
+def test_a_signal_is_heard_before_the_server_is_ready(machine):
+    """Here it waits for another server that is joining."""
+    directory = machine.directory("default")
+    directory.mkdir(parents=True)
+    with open(directory / "lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        server = machine.start()
+        wait_for(lambda: waits_for_a_lock(server.pid), "the server waits for the lock")
+        assert server.terminate() == 0
+    assert server.stdout == []
+    assert "Traceback" not in server.stderr
+    assert machine.notes("default") == {}
+
+
+def waits_for_a_lock(pid: int) -> bool:
+    return any("->" in line and str(pid) in line.split() for line in Path("/proc/locks").read_text().splitlines())
+
+
+def unused_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return server.getsockname()[1]
+
+
+def unused_pid() -> int:
+    return next(pid for pid in range(30_000, 4_000_000) if not is_alive(pid))
