@@ -26,14 +26,16 @@ from swarm_client.remote_blocks import RemoteBlocks, RemoteSpan
 from swarm_client.swarm import Swarm
 from swarm_protocol.checkpoint import Checkpoint
 from swarm_protocol.default_model import DEFAULT_MODEL, locate
-from swarm_protocol.errors import CheckpointError, RequestRejected, UnsupportedModel
+from swarm_protocol.errors import RequestRejected, UnsupportedModel
 from swarm_protocol.families import Family, slice_config
 from swarm_protocol.notes import DEFAULT_SWARM
 from swarm_protocol.positions import max_positions
 from swarm_protocol.shell import quiet
 from swarm_protocol.span import Span
 
+_logger = logging.getLogger(__name__)
 _ATTENTION = "swarm_remote"
+_NEW_HEADS = ("score.", "classifier.")  # of classifiers that are still to be trained
 
 
 def _tiny_mask(*_args: Any, batch_size: int = 1, device: Any = None, **_kwargs: Any) -> torch.Tensor:
@@ -211,7 +213,8 @@ def load_client(
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # reported, and refused below
         )
-    _check_complete(checkpoint, info, head_may_be_new=auto_class is not AutoModelForCausalLM)
+    for name in checkpoint.require_fit(info, optional=() if auto_class is AutoModelForCausalLM else _NEW_HEADS):
+        _logger.warning("%s is not in the checkpoint: it starts untrained", name)
     for module in model.modules():
         if hasattr(module, "config"):
             module.config = config
@@ -219,18 +222,6 @@ def load_client(
     if checkpoint.generation_config is not None:
         model.generation_config = checkpoint.generation_config
     return model.eval().to(device)
-
-
-def _check_complete(checkpoint: Checkpoint, info: dict[str, Any], head_may_be_new: bool) -> None:
-    for name, found, expected in sorted(info["mismatched_keys"]):
-        raise CheckpointError(
-            f"{checkpoint.location} does not fit its config: tensor {name} has shape {list(found)}, "
-            f"expected {list(expected)}"
-        )
-    for name in sorted(info["missing_keys"]):
-        if not (head_may_be_new and name.startswith(("score.", "classifier."))):
-            raise CheckpointError(f"{checkpoint.location} lacks tensor {name}")
-        logging.getLogger(__name__).warning("%s is not in the checkpoint: it starts untrained", name)
 
 
 def _client_class(stock_class: type[PreTrainedModel], family: Family) -> type[PreTrainedModel]:

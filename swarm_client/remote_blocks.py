@@ -11,7 +11,8 @@ from torch import nn
 from swarm_client import background
 from swarm_client.session import CODECS, RemoteSession
 from swarm_client.swarm import Swarm
-from swarm_client.transport import BlockInput, Context, WireTensor
+from swarm_client.transport import Context, WireTensor
+from swarm_protocol.block_input import BlockInput
 from swarm_protocol.codec import split_rows
 from swarm_protocol.errors import PeerError
 from swarm_protocol.span import Span

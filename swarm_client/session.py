@@ -11,7 +11,8 @@ import torch
 from swarm_client import background
 from swarm_client.routing import Chain
 from swarm_client.swarm import Swarm, closed_error
-from swarm_client.transport import BlockInput, Context, HopSession, WireTensor
+from swarm_client.transport import Context, HopSession, WireTensor
+from swarm_protocol.block_input import BlockInput
 from swarm_protocol.errors import NoRoute, PeerBusy, PeerError, RequestRejected
 from swarm_protocol.pb import swarm_pb2 as pb
 from swarm_protocol.span import Span

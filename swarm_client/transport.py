@@ -11,6 +11,7 @@ import grpc
 import torch
 
 from swarm_client.routing import Hop
+from swarm_protocol.block_input import BlockInput
 from swarm_protocol.codec import Assembler, encode, encode_mask
 from swarm_protocol.errors import BadReply, PeerUnavailable, RequestRejected, from_status
 from swarm_protocol.identity import pinned_channel
@@ -21,19 +22,6 @@ from swarm_protocol.span import Span
 from swarm_protocol.wire import CLIENT_OPTIONS, WIRE_VERSION
 
 CONNECT_TIMEOUT_S = 5.0
-
-
-@dataclass(frozen=True)
-class BlockInput:
-    """What enters a span.
-
-    hidden: [batch, tokens, hidden_size]; attention_mask: [batch, past + tokens] or None; position_ids: [batch or 1,
-    tokens] or None.
-    """
-
-    hidden: torch.Tensor
-    attention_mask: torch.Tensor | None = None
-    position_ids: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)

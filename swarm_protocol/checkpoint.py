@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -111,6 +111,23 @@ class Checkpoint:
     def block_parameters(self, index: int) -> int:
         """How many parameters block ``index`` has; reads no shard."""
         return self.family.block_parameters[index]
+
+    def require_fit(self, loading_info: Mapping[str, Any], optional: Sequence[str] = ()) -> list[str]:
+        """Checks what transformers reports of loading; returns missing tensors whose names begin as in ``optional``.
+
+        Raises:
+            CheckpointError: naming a tensor of another shape than the model's, or one that is missing.
+        """
+        for name, found, expected in sorted(loading_info["mismatched_keys"]):
+            raise CheckpointError(
+                f"{self.location} does not fit its config: tensor {name} has shape {list(found)}, "
+                f"expected {list(expected)}"
+            )
+        missing = sorted(loading_info["missing_keys"])
+        for name in missing:
+            if not name.startswith(tuple(optional)):
+                raise CheckpointError(f"{self.location} lacks tensor {name}")
+        return missing
 
     def _stored(self, name: str, shard: str) -> StoredTensor:
         if shard not in self._headers:

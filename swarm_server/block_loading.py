@@ -39,7 +39,7 @@ def load_block(checkpoint: Checkpoint, index: int, dtype: torch.dtype) -> nn.Mod
         if problem is None:
             raise
         raise CheckpointError(f"{checkpoint.location} {problem}") from error
-    _check_complete(checkpoint, info)
+    checkpoint.require_fit(info)
     block = getattr(family.owner_of(shell), family.blocks)[index]
     if dtype == torch.float32:
         for parameter in block.parameters():
@@ -59,16 +59,6 @@ def _keep_as_stored(block: nn.Module, stored: Mapping[str, torch.dtype]) -> None
         dtypes = {stored[name]} if name in stored else fused
         if len(dtypes) == 1 and dtypes <= NARROW and parameter.is_floating_point():
             parameter.data = parameter.data.to(*dtypes)
-
-
-def _check_complete(checkpoint: Checkpoint, info: dict) -> None:
-    for name, found, expected in sorted(info["mismatched_keys"]):
-        raise CheckpointError(
-            f"{checkpoint.location} does not fit its config: tensor {name} has shape {list(found)}, "
-            f"expected {list(expected)}"
-        )
-    for name in sorted(info["missing_keys"]):
-        raise CheckpointError(f"{checkpoint.location} lacks tensor {name}")
 
 
 def _odd_one_out(tensors: Mapping[str, StoredTensor]) -> str | None:

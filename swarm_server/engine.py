@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 import torch
 from transformers import Cache
 
+from swarm_protocol.block_input import BlockInput
 from swarm_protocol.errors import RequestRejected
 from swarm_protocol.span import Span
 from swarm_server.blocks import BlockStack
@@ -20,19 +21,6 @@ class Session:
     batch_size: int
     cache: Cache = field(repr=False)
     length: int = 0  # positions in the cache
-
-
-@dataclass(frozen=True)
-class BlockInput:
-    """What enters a span: hidden states and what attention needs to know about their positions.
-
-    hidden: [batch, tokens, hidden_size]; attention_mask: [batch, past + tokens] or None; position_ids: [batch or 1,
-    tokens] or None.
-    """
-
-    hidden: torch.Tensor
-    attention_mask: torch.Tensor | None = None
-    position_ids: torch.Tensor | None = None
 
 
 class Engine:

@@ -10,11 +10,12 @@ from functools import partial, wraps
 import grpc
 import torch
 
+from swarm_protocol.block_input import BlockInput
 from swarm_protocol.codec import Assembler, encode
 from swarm_protocol.errors import AccessDenied, PeerBusy, PeerError, RequestRejected, SessionLost
 from swarm_protocol.pb import swarm_pb2 as pb
 from swarm_protocol.pb.swarm_pb2_grpc import BlocksServicer
-from swarm_server.engine import BlockInput, Engine, Session
+from swarm_server.engine import Engine, Session
 from swarm_server.kv_cache import CacheBudget, Lease
 from swarm_server.scheduler import Priority, Scheduler
 from swarm_server.validation import Rules

@@ -6,8 +6,9 @@ import time
 
 import torch
 
+from swarm_protocol.block_input import BlockInput
 from swarm_server.blocks import BlockStack
-from swarm_server.engine import BlockInput, Engine
+from swarm_server.engine import Engine
 
 _MIN_TIME_S = 0.2
 _CONTEXT_TOKENS = 32

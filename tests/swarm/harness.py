@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import itertools
+import json
 import os
 import queue
+import re
 import signal
 import subprocess
 import sys
@@ -14,6 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -299,6 +302,41 @@ class ServerProcess:
     def __exit__(self, *_exception: object) -> None:
         if self._process.poll() is None:
             self.terminate()
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a command ended."""
+
+    code: int
+    seconds: float
+    left_behind: list[str]
+    stdout: str
+    stderr: str
+
+    def assert_one_sentence(self, pattern: str) -> None:
+        """The command failed, said why in one sentence without traceback, and left no process."""
+        lines = [line for line in self.stderr.splitlines() if line.strip() and not line.startswith("loading blocks:")]
+        assert self.code == 1, self
+        assert self.stdout.strip() == ""
+        assert len([line for line in lines if line.startswith("error: ")]) == 1, self.stderr
+        assert re.search(pattern, lines[-1]), self.stderr
+        assert "Traceback" not in self.stderr
+        assert self.left_behind == []
+
+
+def run_commands(package: str, commands: list[list[str]], cache: Path) -> list[Outcome]:
+    """Runs command lines of ``python -m package``, several at once."""
+    result = subprocess.run(
+        [sys.executable, "-m", "tests.swarm.forked_commands", package],
+        input=json.dumps(commands),
+        capture_output=True,
+        text=True,
+        env={**os.environ, "XDG_CACHE_HOME": str(cache), "OMP_NUM_THREADS": "1"},
+        timeout=2 * DEADLINE_S,
+    )
+    assert result.returncode == 0, result.stderr
+    return [Outcome(**fields) for fields in json.loads(result.stdout)]
 
 
 class Numbers:

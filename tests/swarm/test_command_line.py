@@ -11,6 +11,7 @@ import sys
 import pytest
 
 from swarm_client.demo import verdict
+from tests.swarm.harness import Outcome, run_commands
 
 
 def run(*arguments: str, cache: str, timeout: float = 120) -> subprocess.CompletedProcess:
@@ -56,25 +57,27 @@ def test_verdict_counts_the_common_beginning(remote, local, sentence):
     assert verdict(remote, local) == sentence
 
 
-@pytest.mark.parametrize(
-    ("arguments", "sentence"),
-    [
-        (["status"], "no swarm named 'default' runs on this machine"),
-        (["generate", "x"], "no swarm named 'default' runs on this machine"),
-        (["generate", ""], "the prompt is empty"),
-        (["generate", "x", "--max-new-tokens", "0"], "max_new_tokens is 0: expected at least 1"),
-        (["generate", "x", "--temperature", "-1"], "temperature is -1.0: expected 0 or more"),
-        (["generate", "x", "--model", "/nowhere/model"], "/nowhere/model"),
-        (["status", "--swarm", "a/b"], "swarm name 'a/b' is not usable"),
-        (["status", "--initial-peers", "localhost:31337"], "no multiaddr of a peer"),
-    ],
-)
-def test_mistakes_get_one_sentence(arguments, sentence, tmp_path):
-    result = run(*arguments, cache=tmp_path)
-    assert result.returncode != 0
-    assert result.stderr.startswith("error: ") and sentence in result.stderr
-    assert len(result.stderr.strip().splitlines()) == 1
-    assert result.stdout.strip() == ""
+MISTAKES = {
+    "status-of-no-swarm": (["status"], "no swarm named 'default' runs on this machine"),
+    "generate-without-swarm": (["generate", "x"], "no swarm named 'default' runs on this machine"),
+    "no-prompt": (["generate", ""], "the prompt is empty"),
+    "no-tokens": (["generate", "x", "--max-new-tokens", "0"], "max_new_tokens is 0: expected at least 1"),
+    "temperature": (["generate", "x", "--temperature", "-1"], "temperature is -1.0: expected 0 or more"),
+    "no-model": (["generate", "x", "--model", "/nowhere/model"], "/nowhere/model"),
+    "swarm-name": (["status", "--swarm", "a/b"], "swarm name 'a/b' is not usable"),
+    "no-multiaddr": (["status", "--initial-peers", "localhost:31337"], "no multiaddr of a peer"),
+}
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory) -> dict[str, Outcome]:
+    commands = [arguments for arguments, _ in MISTAKES.values()]
+    return dict(zip(MISTAKES, run_commands("swarm_client", commands, tmp_path_factory.mktemp("user")), strict=True))
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_mistakes_get_one_sentence(outcomes, name):
+    outcomes[name].assert_one_sentence(MISTAKES[name][1])
 
 
 def test_status_json_of_a_swarm_with_a_gap(server_process, tmp_path):

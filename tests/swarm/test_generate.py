@@ -353,7 +353,8 @@ def test_the_client_holds_the_stock_class_without_blocks(pair):
     assert pair.remote.num_parameters() == pair.whole.num_parameters() - in_blocks
 
 
-def test_a_closed_model_says_so(pair, repetitive):
+def test_a_closed_model_says_so(pair, repetitive, caplog):
+    """And leaves nothing running that would complain later."""
     with DistributedModel.from_pretrained(
         pair.servers.model, initial_peers=pair.servers.initial_peers, swarm=pair.servers.swarm
     ) as model:
@@ -361,6 +362,8 @@ def test_a_closed_model_says_so(pair, repetitive):
     with pytest.raises(NoSwarm, match="closed"):
         model.generate(repetitive, max_new_tokens=2)
     pair.servers.wait_until_all_room_is_free()
+    gc.collect()
+    assert caplog.text == ""
 
 
 def test_too_long_a_prompt_is_refused(pair):

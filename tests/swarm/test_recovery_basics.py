@@ -1,4 +1,4 @@
-"""What a client does when servers are missing, full, gone, or serve something else: it waits, goes round, or says so."""
+"""What a client does when servers are missing, full, gone or serve something else: wait, go round, or say so."""
 
 from __future__ import annotations
 

@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-import json
-import os
-import re
 import socket
-import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from swarm_protocol.identity import Identity
-from tests.swarm.harness import DEADLINE_S
+from tests.swarm.harness import Outcome, run_commands
 from tests.zoo import save_checkpoint
 
 # An initial peer that does not answer is reported within 10 s; the rest is for a busy machine to start in.
@@ -90,16 +85,12 @@ def mistakes(places: Places) -> dict[str, Mistake]:
             [*good, "--initial-peers", f"/ip4/127.0.0.1/tcp/{places.silent_port}/p2p/{nobody}"],
             "no initial peer answered: ",
         ),
-        "no-multiaddr": Mistake(
-            [*good, "--initial-peers", "localhost:31337"], "is no multiaddr of a peer: expected /ip4"
-        ),
+        "no-multiaddr": Mistake([*good, "--initial-peers", "localhost:31337"], "is no multiaddr of a peer"),
         "model-missing": Mistake(places.model("nowhere"), "nowhere does not exist"),
         "model-is-a-file": Mistake(places.model("file"), "is a file, expected the directory that holds config.json"),
         "no-config": Mistake(places.model("no-config"), "no-config has no config.json"),
         "broken-config": Mistake(places.model("broken-config"), "config.json is no valid JSON"),
-        "not-on-the-hub": Mistake(
-            ["--model", "nobody/nothing"], "nobody/nothing is neither a directory nor in the local"
-        ),
+        "not-on-the-hub": Mistake(["--model", "nobody/nothing"], "nobody/nothing is neither a directory nor in"),
         "unknown-type": Mistake(places.model("unknown-type"), "type 'abacus' are not known"),
         "unsupported-family": Mistake(places.model("mamba"), "mamba.* blocks carry a recurrent state"),
         "shard-missing": Mistake(places.model("shard-missing"), r"model-00002-of-\d+.safetensors"),
@@ -113,7 +104,7 @@ def mistakes(places: Places) -> dict[str, Mistake]:
         "blocks-backwards": Mistake([*good, "--blocks", "20:10"], "blocks 20:10 are no range of blocks"),
         "blocks-in-letters": Mistake([*good, "--blocks", "a:b"], "blocks 'a:b' are no range of blocks"),
         "port-in-use": Mistake(
-            [*good, "--port", str(places.busy_port)], f"cannot listen on 127.0.0.1:{places.busy_port}"
+            [*good, "--port", str(places.busy_port)], f"cannot listen on .*:{places.busy_port}: the port"
         ),
         "no-port": Mistake([*good, "--port", "70000"], "port 70000 is no port"),
         "address-of-another": Mistake([*good, "--host", "192.0.2.1"], "cannot listen on 192.0.2.1"),
@@ -129,28 +120,15 @@ def mistakes(places: Places) -> dict[str, Mistake]:
 
 
 @pytest.fixture(scope="module")
-def outcomes(places, tmp_path_factory) -> dict[str, tuple[Mistake, dict]]:
+def outcomes(places, tmp_path_factory) -> dict[str, tuple[Mistake, Outcome]]:
     made = mistakes(places)
-    environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path_factory.mktemp("user")), "OMP_NUM_THREADS": "1"}
-    result = subprocess.run(
-        [sys.executable, "-m", "tests.swarm.forked_commands"],
-        input=json.dumps([mistake.arguments for mistake in made.values()]),
-        capture_output=True,
-        text=True,
-        env=environment,
-        timeout=DEADLINE_S * 2,
-        check=True,
-    )
-    return {name: (made[name], outcome) for name, outcome in zip(made, json.loads(result.stdout), strict=True)}
+    commands = [mistake.arguments for mistake in made.values()]
+    ended = run_commands("swarm_server", commands, cache=tmp_path_factory.mktemp("user"))
+    return {name: (made[name], outcome) for name, outcome in zip(made, ended, strict=True)}
 
 
 @pytest.mark.parametrize("name", mistakes(Places(Path("models"), 1, 2)))
 def test_one_sentence_and_nothing_left(outcomes, name):
     mistake, outcome = outcomes[name]
-    lines = [line.rpartition("\r")[2] for line in outcome["stderr"].strip("\n").split("\n")]
-    assert outcome["code"] == 1, outcome
-    assert outcome["stdout"] == ""
-    assert lines[-1].startswith("error: ") and re.search(mistake.sentence, lines[-1]), outcome["stderr"]
-    assert sum("error" in line.lower() for line in lines) == 1 and "Traceback" not in outcome["stderr"]
-    assert outcome["left_behind"] == []
-    assert outcome["seconds"] < PATIENCE_S or "initial-peer" not in name
+    outcome.assert_one_sentence(mistake.sentence)
+    assert outcome.seconds < PATIENCE_S or "initial-peer" not in name
