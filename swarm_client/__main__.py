@@ -1,4 +1,4 @@
-"""Command line of the client: ``python -m swarm_client generate "The with statement"``, ``status``, ``demo``."""
+"""Command line of the client: ``python -m swarm_client generate "Return a list of"``, ``status``, ``demo``."""
 
 from __future__ import annotations
 

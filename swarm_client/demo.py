@@ -18,7 +18,7 @@ from swarm_client.status import read_status, show
 from swarm_protocol.default_model import DEFAULT_MODEL, locate
 from swarm_protocol.shell import quiet
 
-DEFAULT_PROMPT = "The with statement"
+DEFAULT_PROMPT = "Return a list of"
 SPANS = ("0:9", "9:14", "14:20")
 
 

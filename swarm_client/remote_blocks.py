@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from swarm_client import background
-from swarm_client.session import CODECS, RemoteSession
+from swarm_client.session import CODECS, RemoteSession, check_length
 from swarm_client.swarm import Swarm
 from swarm_client.transport import Context, WireTensor
 from swarm_protocol.block_input import BlockInput
@@ -59,6 +59,7 @@ class RemoteSpan:
         Raises:
             NoRoute, PeerError, RequestRejected: see ``swarm_protocol.errors``.
         """
+        check_length(hidden.shape[1], self.max_positions)
         if position_ids is None:
             position_ids = torch.arange(hidden.shape[1], device=hidden.device)[None]
         return _RemoteForward.apply(hidden, attention_mask, position_ids, self)

@@ -13,7 +13,7 @@ from swarm_client.routing import Chain
 from swarm_client.swarm import Swarm, closed_error
 from swarm_client.transport import Context, HopSession, WireTensor
 from swarm_protocol.block_input import BlockInput
-from swarm_protocol.errors import NoRoute, PeerBusy, PeerError, RequestRejected
+from swarm_protocol.errors import NoRoute, PeerBusy, PeerError, RequestRejected, SessionLost
 from swarm_protocol.pb import swarm_pb2 as pb
 from swarm_protocol.span import Span
 
@@ -55,11 +55,7 @@ class RemoteSession:
         """
         batch_size, num_tokens, _ = inputs.hidden.shape
         total = self.length + num_tokens
-        if self._max_positions is not None and total > self._max_positions:
-            raise RequestRejected(
-                f"{total} positions are more than the model's {self._max_positions}: "
-                "shorten the prompt or generate fewer tokens"
-            )
+        check_length(total, self._max_positions)
         with self._lock:
             output = background.run(self._step(inputs))
         self.length, self.batch_size = total, batch_size
@@ -104,9 +100,9 @@ class RemoteSession:
                 hidden = await hop.step(self.length, hidden, context)
             return hidden.decode(like=inputs.hidden)
         except (PeerError, RequestRejected) as error:
-            if isinstance(error, PeerError) and not isinstance(error, PeerBusy):
+            if isinstance(error, PeerError) and not isinstance(error, PeerBusy | SessionLost):
                 await self._swarm.failed(error)
-            elif hop is self._hops[0]:
+            elif hop is self._hops[0] and not isinstance(error, SessionLost):
                 raise  # refused before anything changed: the session can go on
             await _close(self._hops)
             raise
@@ -154,6 +150,15 @@ class RemoteSession:
     async def _send(self, request: pb.SessionRequest) -> None:
         for hop in self._hops:
             await hop.request(request)
+
+
+def check_length(num_positions: int, max_positions: int | None) -> None:
+    """Raises RequestRejected if the model has fewer positions; ``None`` stands for a model without limit."""
+    if max_positions is not None and num_positions > max_positions:
+        raise RequestRejected(
+            f"{num_positions} positions are more than the model's {max_positions}: "
+            "shorten the prompt or generate fewer tokens"
+        )
 
 
 async def _close(hops: list[HopSession]) -> None:

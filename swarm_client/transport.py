@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 import grpc
@@ -99,7 +99,7 @@ class Server:
 
     async def ping(self) -> float:
         """Round-trip time in seconds."""
-        with self._translated():
+        async with translated(self.record):
             start = asyncio.get_running_loop().time()
             await self._stub.Describe(pb.DescribeRequest(), timeout=CONNECT_TIMEOUT_S)
             return asyncio.get_running_loop().time() - start
@@ -123,7 +123,7 @@ class Server:
 
     async def forward(self, span: Span, hidden: WireTensor, context: Context) -> WireTensor:
         call = self._stub.Forward(timeout=self._step_timeout_s)
-        with self._translated(span):
+        async with translated(self.record, span, call):
             await call.write(pb.ForwardRequest(forward=self._forward_message(span, hidden, context)))
             for part in hidden.parts:
                 await call.write(pb.ForwardRequest(more=part))
@@ -132,7 +132,7 @@ class Server:
 
     async def backward(self, span: Span, hidden: WireTensor, grad: WireTensor, context: Context) -> WireTensor:
         call = self._stub.Backward(timeout=self._step_timeout_s)
-        with self._translated(span):
+        async with translated(self.record, span, call):
             await call.write(pb.BackwardRequest(forward=self._forward_message(span, hidden, context)))
             for part in hidden.parts:
                 await call.write(pb.BackwardRequest(more=part))
@@ -158,9 +158,6 @@ class Server:
             blocks=pb.Span(start=span.start, end=span.end),
         )
 
-    def _translated(self, span: Span | None = None):
-        return translated(self.record, span)
-
 
 class HopSession:
     """One server's part of a session: an open stream."""
@@ -178,7 +175,7 @@ class HopSession:
             attention_mask=context.attention_mask,
             position_ids=context.position_ids,
         )
-        with translated(self.hop.server, self.hop.span):
+        async with translated(self.hop.server, self.hop.span, self._call):
             await self._call.write(pb.SessionRequest(step=step))
             for part in hidden.parts:
                 await self._call.write(pb.SessionRequest(more=part))
@@ -193,7 +190,7 @@ class HopSession:
 
     async def request(self, request: pb.SessionRequest, answer: str | None = None) -> None:
         """Sends a request that has no tensor; waits for ``answer`` if the request is answered."""
-        with translated(self.hop.server, self.hop.span):
+        async with translated(self.hop.server, self.hop.span, self._call):
             await self._call.write(request)
         if answer is not None:
             await self._reply(answer)
@@ -208,7 +205,7 @@ class HopSession:
 
     async def _reply(self, kind: str) -> pb.SessionReply:
         server, span = self.hop.server, self.hop.span
-        with translated(server, span):
+        async with translated(server, span, self._call):
             try:
                 reply = await asyncio.wait_for(self._call.read(), self._step_timeout_s)
             except asyncio.TimeoutError:
@@ -227,8 +224,10 @@ class HopSession:
         return reply
 
 
-@contextmanager
-def translated(server: ServerRecord, span: Span | None = None) -> Iterator[None]:
+@asynccontextmanager
+async def translated(
+    server: ServerRecord, span: Span | None = None, call: grpc.aio.Call | None = None
+) -> AsyncIterator[None]:
     """Turns grpc's errors into ours."""
     try:
         yield
@@ -237,8 +236,12 @@ def translated(server: ServerRecord, span: Span | None = None) -> Iterator[None]
         if error.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED):
             details = f"server {server.short_id} at {server.addresses[0]} cannot be reached: {details}"
         raise from_status(error.code(), details, server.peer_id, span) from None
-    except asyncio.InvalidStateError:
-        raise PeerUnavailable(f"the stream to server {server.short_id} has ended", server.peer_id, span) from None
+    except asyncio.InvalidStateError:  # the server has ended the stream before it was told everything
+        code = await call.code()
+        if code is grpc.StatusCode.OK:
+            details = f"the stream to server {server.short_id} has ended"
+            raise PeerUnavailable(details, server.peer_id, span) from None
+        raise from_status(code, await call.details(), server.peer_id, span) from None
 
 
 async def _read_tensor(

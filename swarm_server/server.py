@@ -74,9 +74,12 @@ class Server:
             certificate = Certificate.generate()
             grpc_server, port = _bind(config, certificate)
             cleanup.push_async_callback(grpc_server.stop, _GRACE_S)
-            await self._join(cleanup)
             device, dtype = _device_and_dtype(config)
-            span = config.blocks or await self._choose_span(checkpoint, family.num_blocks)
+            loading = None
+            if config.blocks is not None:  # nothing to find out first: load while joining
+                loading = _start_loading(cleanup, checkpoint, config.blocks, dtype, device, config.quant)
+            await self._join(cleanup)
+            span = config.blocks or await self._choose_span(checkpoint, family.num_blocks, device)
             self._record = ServerRecord(
                 peer_id=self._dht.peer_id,
                 addresses=(_announced(config, port),),
@@ -92,7 +95,7 @@ class Server:
             )
             cleanup.push_async_callback(self._withdraw)
             await self._publish()
-            stack = await asyncio.to_thread(_load, checkpoint, span, dtype, device, config.quant)
+            stack = await (loading or _start_loading(cleanup, checkpoint, span, dtype, device, config.quant))
             throughput = config.throughput or await asyncio.to_thread(decode_tokens_per_s, stack)
             cache_tokens = config.cache_tokens or default_cache_tokens(
                 kv_bytes_per_token(stack), available_bytes(device)
@@ -156,10 +159,9 @@ class Server:
                 notes.write(identity.peer_id, (await self._dht.addresses())[0])
                 cleanup.callback(notes.remove, identity.peer_id)
 
-    async def _choose_span(self, checkpoint: Checkpoint, num_blocks: int) -> Span:
+    async def _choose_span(self, checkpoint: Checkpoint, num_blocks: int, device: torch.device) -> Span:
         view = await self._dht.view(checkpoint.name)
         block_bytes = hosted_bytes_per_block(checkpoint, self._config.quant)
-        device, _ = _device_and_dtype(self._config)
         affordable = int(available_bytes(device) * 0.6 // block_bytes)
         if affordable < 1:
             raise ValueError(f"not enough free memory for one block ({block_bytes >> 20} MiB)")
@@ -200,7 +202,7 @@ class Server:
             _logger.info(
                 "on the next machine: python -m swarm_server --host ADDRESS%s%s --initial-peers %s", model, swarm, peer
             )
-        _logger.info('try it: python -m swarm_client generate%s%s "The with statement"', model, swarm)
+        _logger.info('try it: python -m swarm_client generate%s%s "Return a list of"', model, swarm)
 
 
 async def join_noted(noted: list[str], notes: Notes, join: Callable) -> Dht:
@@ -213,6 +215,13 @@ async def join_noted(noted: list[str], notes: Notes, join: Callable) -> Dht:
                 notes.discard(address)
             noted = []
     return await join([])
+
+
+def _start_loading(cleanup: AsyncExitStack, *what: object) -> asyncio.Task[BlockStack]:
+    """``_load`` in a thread; nobody waits for it if the server ends before."""
+    loading = asyncio.ensure_future(asyncio.to_thread(_load, *what))
+    cleanup.callback(loading.cancel)
+    return loading
 
 
 def _load(checkpoint: Checkpoint, span: Span, dtype: torch.dtype, device: torch.device, quant: str) -> BlockStack:

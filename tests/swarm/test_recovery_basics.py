@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, TextIteratorStre
 from transformers.generation.streamers import BaseStreamer
 
 from swarm_client import DistributedModel, NoRoute, PeerError
-from swarm_protocol.errors import PeerBusy
+from swarm_protocol.errors import PeerBusy, SessionLost
 from swarm_protocol.span import Span
 from tests.swarm.harness import InProcessServers, Numbers, wait_for
 from tests.zoo import VOCAB, save_checkpoint
@@ -91,11 +91,11 @@ def test_blocks_that_nobody_serves_are_named(servers, connect):
 
 def test_a_client_waits_for_a_server_to_come(servers, connect, expected, caplog):
     servers.start("0:4")
-    model = connect()
+    model = connect(wait_timeout_s=100)
     with ThreadPoolExecutor() as thread, caplog.at_level(logging.WARNING, "swarm_client"):
         generation = thread.submit(generate, model)
         wait_for(
-            lambda: "no server holds blocks 4:6; waiting for up to 30 s" in caplog.text, "the client says it waits"
+            lambda: "no server holds blocks 4:6; waiting for up to 100 s" in caplog.text, "the client says it waits"
         )
         servers.start("4:6")
         assert torch.equal(generation.result(), expected)
@@ -144,6 +144,17 @@ def test_a_failure_ends_the_stream_that_another_thread_reads(servers, connect):
         generation = thread.submit(generate, model, streamer=streamer)
         assert "".join(streamer) == ""
         assert isinstance(generation.exception(), NoRoute)
+
+
+def test_a_session_left_alone_is_given_up(servers, connect, expected):
+    """The chat is over, but nothing is wrong with the server."""
+    servers.start("0:6", session_idle_timeout_s=2.0)
+    model = connect(wait_timeout_s=0)
+    chat = generate(model, return_dict_in_generate=True)
+    servers.wait_until_all_room_is_free()
+    with pytest.raises(SessionLost, match=r"closed after 2 s without a request"):
+        model.generate(torch.cat([chat.sequences, PROMPT], dim=1), past_key_values=chat.past_key_values)
+    assert torch.equal(generate(model), expected)
 
 
 # ------------------------------------------------------------ full
