@@ -7,9 +7,10 @@ os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
 os.environ["TRANSFORMERS_VERBOSITY"] = "error"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
-import swarm_protocol  # noqa: F401  (sets grpc up before anything imports it)
 import torch
 from transformers.utils import logging
+
+import swarm_protocol  # noqa: F401  (sets grpc up before anything imports it)
 
 torch.set_num_threads(1)
 logging.disable_progress_bar()
