@@ -16,7 +16,7 @@ from swarm_client.local_servers import local_servers
 from swarm_client.model import DistributedModel
 from swarm_client.status import read_status, show
 from swarm_protocol.default_model import DEFAULT_MODEL, locate
-from swarm_protocol.shell import quiet
+from swarm_protocol.shell import stock_loader
 
 DEFAULT_PROMPT = "Return a list of"
 SPANS = ("0:9", "9:14", "14:20")
@@ -39,7 +39,7 @@ def run_demo(prompt: str, max_new_tokens: int) -> None:
             remote = stream_text(model, tokenizer, prompt, options)
         console.print(f"\n{len(remote.token_ids)} tokens, {remote.tokens_per_s:.1f} tokens/s")
     console.print("\n[bold]The same model on its own[/] (float32, in this process):")
-    with quiet():
+    with stock_loader():
         local_model = AutoModelForCausalLM.from_pretrained(locate(DEFAULT_MODEL), dtype=torch.float32).eval()
     local = stream_text(local_model, tokenizer, prompt, options)
     console.print(f"\n{verdict(remote.token_ids, local.token_ids)}")

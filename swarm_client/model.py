@@ -30,7 +30,7 @@ from swarm_protocol.errors import RequestRejected, UnsupportedModel
 from swarm_protocol.families import Family, slice_config
 from swarm_protocol.notes import DEFAULT_SWARM
 from swarm_protocol.positions import max_positions
-from swarm_protocol.shell import quiet
+from swarm_protocol.shell import stock_loader
 from swarm_protocol.span import Span
 
 _logger = logging.getLogger(__name__)
@@ -204,7 +204,7 @@ def load_client(
     one_block = slice_config(config, Span(0, 1))
     if hasattr(config, "layer_types"):
         one_block.layer_types = config.layer_types  # rotary embeddings are made for every type of block among them
-    with quiet():
+    with stock_loader():
         model, info = client_class.from_pretrained(
             None,
             config=one_block,

@@ -20,7 +20,7 @@ from transformers import MODEL_MAPPING, PreTrainedConfig
 from transformers import initialization as weight_init
 
 from swarm_protocol.errors import UnsupportedModel
-from swarm_protocol.shell import load_shell
+from swarm_protocol.shell import load_shell, stock_loader
 from swarm_protocol.span import Span
 
 if TYPE_CHECKING:
@@ -151,7 +151,8 @@ def describe(config: PreTrainedConfig) -> Family:
     """
     key = (type(config), config.to_json_string(use_diff=False))
     if key not in _DESCRIBED:
-        _DESCRIBED[key] = _describe(config)
+        with stock_loader():
+            _DESCRIBED[key] = _describe(config)
     return _DESCRIBED[key]
 
 

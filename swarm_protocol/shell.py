@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -63,7 +64,7 @@ def load_shell(
 
     Returns the shell and transformers' loading info (missing, unexpected and mismatched keys).
     """
-    with quiet():
+    with stock_loader():
         return shell_class(family, hosted, prepare).from_pretrained(
             None,
             config=config,
@@ -74,18 +75,26 @@ def load_shell(
         )
 
 
+_LOADER = threading.RLock()
+
+
 @contextmanager
-def quiet() -> Iterator[None]:
-    """Keeps transformers from drawing a bar and logging a report for every block."""
-    bars, verbosity = logging.is_progress_bar_enabled(), logging.get_verbosity()
-    logging.disable_progress_bar()
-    logging.set_verbosity_error()
-    try:
-        yield
-    finally:
-        logging.set_verbosity(verbosity)
-        if bars:
-            logging.enable_progress_bar()
+def stock_loader() -> Iterator[None]:
+    """Held while transformers builds or loads a model; keeps it from drawing a bar and logging a report every time.
+
+    Its loader sets process-wide state (default dtype, whether weights get initial values): two threads inside it at
+    once leave weights unloaded in each other's models.
+    """
+    with _LOADER:
+        bars, verbosity = logging.is_progress_bar_enabled(), logging.get_verbosity()
+        logging.disable_progress_bar()
+        logging.set_verbosity_error()
+        try:
+            yield
+        finally:
+            logging.set_verbosity(verbosity)
+            if bars:
+                logging.enable_progress_bar()
 
 
 def _hollow_out(base: nn.Module, family: Family, hosted: Container[int]) -> None:

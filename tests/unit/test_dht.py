@@ -42,10 +42,6 @@ class Nodes:
 def run() -> Iterator[Run]:
     loop = asyncio.new_event_loop()
     yield lambda coroutine: loop.run_until_complete(asyncio.wait_for(coroutine, PATIENCE_S))
-    leftover = asyncio.all_tasks(loop)
-    for task in leftover:
-        task.cancel()
-    loop.run_until_complete(asyncio.gather(*leftover, return_exceptions=True))
     loop.close()
 
 
