@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.swarm.harness import ServerProcess
+from tests.swarm.processes import ServerProcess
 
 
 @pytest.fixture(scope="session", autouse=True)

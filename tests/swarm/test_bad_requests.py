@@ -15,7 +15,9 @@ from swarm_protocol.codec import decode, encode
 from swarm_protocol.pb import swarm_pb2 as pb
 from swarm_protocol.records import ServerRecord
 from swarm_protocol.wire import MAX_TENSOR_BYTES, WIRE_VERSION
-from tests.swarm.harness import Answer, InProcessServers, RawClient, wait_for
+from tests.swarm.harness import InProcessServers
+from tests.swarm.raw_client import Answer, RawClient
+from tests.swarm.waiting import wait_for
 from tests.zoo import HIDDEN, POSITIONS, VOCAB, save_checkpoint
 
 HOSTED = (1, 5)

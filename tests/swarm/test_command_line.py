@@ -11,7 +11,7 @@ import sys
 import pytest
 
 from swarm_client.demo import verdict
-from tests.swarm.harness import Outcome, run_commands
+from tests.swarm.processes import Outcome, run_commands
 
 
 def run(*arguments: str, cache: str, timeout: float = 120) -> subprocess.CompletedProcess:

@@ -16,7 +16,8 @@ from transformers.generation.streamers import BaseStreamer
 from swarm_client import DistributedModel, NoRoute, PeerError
 from swarm_protocol.errors import PeerBusy, SessionLost
 from swarm_protocol.span import Span
-from tests.swarm.harness import InProcessServers, Numbers, wait_for
+from tests.swarm.harness import InProcessServers, Numbers
+from tests.swarm.waiting import wait_for
 from tests.zoo import VOCAB, save_checkpoint
 
 PROMPT = torch.randint(3, VOCAB, (1, 8), generator=torch.Generator().manual_seed(0))
@@ -153,7 +154,8 @@ def test_a_session_left_alone_is_given_up(servers, connect, expected):
     chat = generate(model, return_dict_in_generate=True)
     servers.wait_until_all_room_is_free()
     with pytest.raises(SessionLost, match=r"closed after 2 s without a request"):
-        model.generate(torch.cat([chat.sequences, PROMPT], dim=1), past_key_values=chat.past_key_values)
+        talk = torch.cat([chat.sequences, PROMPT], dim=1)
+        model.generate(talk, past_key_values=chat.past_key_values, max_new_tokens=2)
     assert torch.equal(generate(model), expected)
 
 

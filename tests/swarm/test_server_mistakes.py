@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from swarm_protocol.identity import Identity
-from tests.swarm.harness import Outcome, run_commands
+from tests.swarm.processes import Outcome, run_commands
 from tests.zoo import save_checkpoint
 
 # An initial peer that does not answer is reported within 10 s; the rest is for a busy machine to start in.

@@ -17,7 +17,8 @@ from swarm_protocol.checkpoint import Checkpoint
 from swarm_protocol.dht import Dht
 from swarm_protocol.identity import Identity
 from swarm_protocol.records import ServerRecord
-from tests.swarm.harness import ServerProcess, is_alive, wait_for
+from tests.swarm.processes import ServerProcess, is_alive
+from tests.swarm.waiting import wait_for
 from tests.zoo import save_checkpoint
 
 READY_LINE = re.compile(

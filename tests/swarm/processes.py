@@ -1,0 +1,163 @@
+"""Commands as a user runs them: servers as processes of their own, and command lines that fail."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import queue
+import re
+import signal
+import subprocess
+import sys
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.swarm.waiting import DEADLINE_S, wait_for
+
+_numbers = itertools.count()
+
+
+class ServerProcess:
+    """``python -m swarm_server`` as a process of its own; a context manager.
+
+    Attributes:
+        ready: the fields of its ready line.
+        stdout: the lines it has printed so far; complete once it has ended.
+    """
+
+    def __init__(self, *arguments: str, cache: Path, wait: bool = True) -> None:
+        self._log = cache / f"server-{next(_numbers)}.log"
+        environment = {**os.environ, "XDG_CACHE_HOME": str(cache), "OMP_NUM_THREADS": "1"}
+        with self._log.open("w") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "swarm_server", *arguments],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+                env=environment,
+            )
+        self.stdout: list[str] = []
+        self.ready: dict[str, str] = {}
+        self._lines: queue.Queue[str | None] = queue.Queue()
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+        if wait:
+            self.wait_ready()
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def stderr(self) -> str:
+        return self._log.read_text()
+
+    def wait_ready(self, deadline_s: float = DEADLINE_S) -> None:
+        try:
+            line = self._lines.get(timeout=deadline_s)
+        except queue.Empty:
+            self.kill()
+            raise AssertionError(f"the server was not ready within {deadline_s:g} s: {self.stderr}") from None
+        if line is None or not line.startswith("ready "):
+            self.kill()
+            raise AssertionError(f"the server said {line!r} instead of that it is ready: {self.stderr}")
+        self.ready = dict(field.split("=", 1) for field in line.split()[1:])
+
+    def end(self, number: signal.Signals) -> int:
+        """Sends the signal and returns the exit code; the server's children are gone as well."""
+        children = self.children()
+        if self._process.poll() is None:
+            self._process.send_signal(number)
+        try:
+            code = self._process.wait(DEADLINE_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+            raise AssertionError(f"the server did not end after {number.name}: {self.stderr}") from None
+        self._reader.join()
+        self._process.stdout.close()
+        wait_for(lambda: not any(map(is_alive, children)), f"the children {children} of the server are gone")
+        return code
+
+    def terminate(self) -> int:
+        return self.end(signal.SIGTERM)
+
+    def interrupt(self) -> int:
+        return self.end(signal.SIGINT)
+
+    def kill(self) -> int:
+        return self.end(signal.SIGKILL)
+
+    def children(self) -> list[int]:
+        """The processes this server has started: its libp2p daemon."""
+        return [pid for pid in map(int, filter(str.isdigit, os.listdir("/proc"))) if _parent_of(pid) == self.pid]
+
+    def _read(self) -> None:
+        for line in self._process.stdout:
+            self.stdout.append(line.rstrip("\n"))
+            self._lines.put(self.stdout[-1])
+        self._lines.put(None)
+
+    def __enter__(self) -> ServerProcess:
+        return self
+
+    def __exit__(self, *_exception: object) -> None:
+        if self._process.poll() is None:
+            self.terminate()
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a command ended."""
+
+    code: int
+    seconds: float
+    left_behind: list[str]
+    stdout: str
+    stderr: str
+
+    def assert_one_sentence(self, pattern: str) -> None:
+        """The command failed, said why in one sentence without traceback, and left no process."""
+        lines = [line for line in self.stderr.splitlines() if line.strip() and not line.startswith("loading blocks:")]
+        assert self.code == 1, self
+        assert self.stdout.strip() == ""
+        assert len([line for line in lines if line.startswith("error: ")]) == 1, self.stderr
+        assert re.search(pattern, lines[-1]), self.stderr
+        assert "Traceback" not in self.stderr
+        assert self.left_behind == []
+
+
+def run_commands(package: str, commands: list[list[str]], cache: Path) -> list[Outcome]:
+    """Runs command lines of ``python -m package``, several at once."""
+    result = subprocess.run(
+        [sys.executable, "-m", "tests.swarm.forked_commands", package],
+        input=json.dumps(commands),
+        capture_output=True,
+        text=True,
+        env={**os.environ, "XDG_CACHE_HOME": str(cache), "OMP_NUM_THREADS": "1"},
+        timeout=2 * DEADLINE_S,
+    )
+    assert result.returncode == 0, result.stderr
+    return [Outcome(**fields) for fields in json.loads(result.stdout)]
+
+
+def is_alive(pid: int) -> bool:
+    """Whether there is such a process that has not ended."""
+    fields = _stat(pid)
+    return bool(fields) and fields[0] != "Z"
+
+
+def _parent_of(pid: int) -> int:
+    fields = _stat(pid)
+    return int(fields[1]) if fields else 0
+
+
+def _stat(pid: int) -> list[str]:
+    """The fields of /proc/PID/stat after the command's name: state, parent, …"""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return []

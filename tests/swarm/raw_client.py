@@ -1,0 +1,105 @@
+"""Sends hand-made messages to a server, such as no honest client would send."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import grpc
+
+from swarm_client import background
+from swarm_protocol.identity import pinned_channel
+from swarm_protocol.pb import swarm_pb2 as pb
+from swarm_protocol.pb.swarm_pb2_grpc import BlocksStub
+from swarm_protocol.records import ServerRecord
+from swarm_protocol.wire import CLIENT_OPTIONS
+from tests.swarm.waiting import DEADLINE_S
+
+
+class RawClient:
+    """Sends hand-made messages to one server."""
+
+    def __init__(self, record: ServerRecord) -> None:
+        self.record = record
+        self._channel = background.run(pinned_channel(record.addresses[0], record.tls_fingerprint, CLIENT_OPTIONS))
+        self._stub = BlocksStub(self._channel)
+
+    def describe(self) -> ServerRecord:
+        """The server's record as it is now."""
+        return ServerRecord.from_proto(background.run(_unary(self._stub.Describe, pb.DescribeRequest())))
+
+    def forward(self, *requests: pb.ForwardRequest) -> Answer:
+        return background.run(_talk(self._stub.Forward, requests))
+
+    def backward(self, *requests: pb.BackwardRequest) -> Answer:
+        return background.run(_talk(self._stub.Backward, requests))
+
+    def session(self, *requests: pb.SessionRequest) -> Answer:
+        """Sends all requests, then reads until the server ends the stream."""
+        return background.run(_talk(self._stub.Session, requests))
+
+    @contextmanager
+    def open_session(self, request: pb.SessionRequest) -> Iterator[None]:
+        """Keeps a session open meanwhile; it ends without a goodbye."""
+        call = background.run(_opened(self._stub.Session, request))
+        try:
+            yield
+        finally:
+            background.run(_cancel(call))
+
+    def close(self) -> None:
+        background.run(self._channel.close())
+
+    def __enter__(self) -> RawClient:
+        return self
+
+    def __exit__(self, *_exception: object) -> None:
+        self.close()
+
+
+class Answer:
+    """What a server answered to a stream of requests, and the status that ended it."""
+
+    def __init__(self, replies: list, status: grpc.StatusCode, details: str) -> None:
+        self.replies, self.status, self.details = replies, status, details
+
+    def __repr__(self) -> str:
+        return f"Answer({len(self.replies)} replies, {self.status.name}: {self.details})"
+
+
+async def _unary(method: Callable, request: Any) -> Any:
+    return await method(request, timeout=DEADLINE_S)
+
+
+async def _opened(method: Callable, request: Any) -> Any:
+    """An open stream whose first request has been answered."""
+    call = method(timeout=DEADLINE_S)
+    await call.write(request)
+    assert await call.read() is not grpc.aio.EOF, await call.details()
+    return call
+
+
+async def _talk(method: Callable, requests: tuple) -> Answer:
+    """Keeps the stream open after the last request: a server that waits for more would hang the test, not pass it."""
+    call = method(timeout=DEADLINE_S)
+    replies = []
+
+    async def read() -> None:
+        async for reply in call:
+            replies.append(reply)
+
+    reading = asyncio.ensure_future(read())
+    try:
+        for request in requests:
+            await call.write(request)
+        await reading
+    except (grpc.RpcError, asyncio.InvalidStateError):
+        await asyncio.wait([reading])
+        reading.exception()
+    return Answer(replies, await call.code(), await call.details())
+
+
+async def _cancel(call: grpc.aio.Call) -> None:
+    call.cancel()
