@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 
 import torch
 
+from swarm_protocol.int8_linear import Int8Linear, Int8Weight
 from swarm_server.quantization import bnb
 from swarm_server.quantization.experts import Layout, QuantizedExperts
-from swarm_server.quantization.int8_cpu import Int8Linear, Int8Weight
 from swarm_server.quantization.report import Left, Report
 
 __all__ = ["METHODS", "Left", "Report", "quantize_"]

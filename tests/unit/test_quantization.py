@@ -14,9 +14,9 @@ from transformers import AutoModel
 from transformers.models.falcon.modeling_falcon import FalconLinear
 from transformers.pytorch_utils import Conv1D
 
+from swarm_protocol.int8_linear import FbgemmWeight, Int8Linear, PlainWeight
 from swarm_server.quantization import METHODS, Left, Report, quantize_
 from swarm_server.quantization.experts import QuantizedExperts
-from swarm_server.quantization.int8_cpu import FbgemmWeight, Int8Linear, PlainWeight
 from tests.zoo import BLOCKS, SUPPORTED, VOCAB, make_config
 
 CPU = torch.device("cpu")
