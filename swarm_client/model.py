@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
 import logging
 from collections.abc import AsyncIterable, Iterable
@@ -238,10 +239,24 @@ def _client_class(stock_class: type[PreTrainedModel], family: Family) -> type[Pr
             self._remote_blocks = [blocks]
             owner.register_forward_pre_hook(_context_hook(owner, blocks), with_kwargs=True)
 
+        @functools.wraps(stock_class.forward)  # transformers looks at its signature
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            with self._remote_blocks[0].only_last(_num_wanted(self.config, kwargs)):
+                return super().forward(*args, **kwargs)
+
     # Both names: transformers skips its weight conversions for classes that look like a user's own.
     Client.__name__, Client.__qualname__ = stock_class.__name__, stock_class.__qualname__
     Client.__module__ = stock_class.__module__
     return Client
+
+
+def _num_wanted(config: PreTrainedConfig, arguments: dict[str, Any]) -> int | None:
+    """How many of the last hidden states a forward with these arguments uses; None: all."""
+    num_kept = arguments.get("logits_to_keep")
+    returns_hidden = arguments.get("output_hidden_states")
+    if returns_hidden or (returns_hidden is None and config.output_hidden_states):
+        return None
+    return num_kept if isinstance(num_kept, int) and num_kept > 0 else None
 
 
 def _as_block(block_class: type[nn.Module]) -> type[RemoteBlocks]:

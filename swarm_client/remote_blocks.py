@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -108,7 +110,7 @@ async def _forward(
     for rows in _row_pieces(hidden, attention_mask, position_ids):
         wire = WireTensor.of(rows.hidden, CODECS[blocks.swarm.config.compression])
         output, path = await _forward_rows(blocks.swarm, blocks.span, wire, Context.of(rows))
-        outputs.append(output.decode(like=rows.hidden))
+        outputs.append(output.decode(rows.hidden.shape, rows.hidden.dtype))
         visited.append(path if need_grad else [])
     return outputs, visited
 
@@ -146,7 +148,7 @@ async def _backward(
         context, wire = Context.of(rows), WireTensor.of(rows.hidden)
         for part in reversed(path):
             wire = await _backward_rows(blocks.swarm, part, wire, context)
-        grads.append(wire.decode(like=rows.hidden))
+        grads.append(wire.decode(rows.hidden.shape, rows.hidden.dtype))
         first_row += num_rows
     return grads
 
@@ -215,6 +217,18 @@ class RemoteBlocks(nn.Module):
         """What the next ``forward`` in this thread needs to know."""
         self._context.value = attention_mask, position_ids, session
 
+    @contextmanager
+    def only_last(self, num_wanted: int | None) -> Iterator[None]:
+        """Meanwhile, in this thread, sessions return this many of the last positions, and zeros before them."""
+        self._context.num_wanted = num_wanted
+        try:
+            yield
+        finally:
+            self._context.num_wanted = None
+
+    def _num_wanted(self) -> int | None:
+        return getattr(self._context, "num_wanted", None)
+
     def forward(self, hidden: torch.Tensor, *_args, **_kwargs):
         attention_mask, position_ids, session = self._context.value
         del self._context.value  # a session kept here would keep its room on the servers
@@ -225,5 +239,10 @@ class RemoteBlocks(nn.Module):
                 past, new = session.length, hidden.shape[1]
                 position_ids = torch.arange(past, past + new, device=hidden.device)[None]
             inputs = BlockInput(hidden.detach(), attention_mask, position_ids)
-            output = session.step(inputs).to(hidden.device)
+            wanted = session.step(inputs, self._num_wanted()).to(hidden.device)
+            if wanted.shape[1] == hidden.shape[1]:
+                output = wanted
+            else:  # nobody looks at the others
+                output = torch.zeros_like(hidden)
+                output[:, -wanted.shape[1] :] = wanted
         return (output,) if self._returns_tuple else output

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
@@ -13,7 +13,7 @@ import torch
 from swarm_client.routing import Hop
 from swarm_protocol.block_input import BlockInput
 from swarm_protocol.codec import Assembler, encode, encode_mask
-from swarm_protocol.errors import BadReply, PeerUnavailable, RequestRejected, from_status
+from swarm_protocol.errors import BadReply, PeerUnavailable, RequestRejected, SwarmError, from_status
 from swarm_protocol.identity import pinned_channel
 from swarm_protocol.pb import swarm_pb2 as pb
 from swarm_protocol.pb.swarm_pb2_grpc import BlocksStub
@@ -36,18 +36,17 @@ class WireTensor:
         header, parts = encode(tensor, codec)
         return cls(header, tuple(parts))
 
-    def decode(self, like: torch.Tensor) -> torch.Tensor:
-        """The tensor, which must be finite and have the shape and dtype of ``like``; raises BadReply otherwise."""
+    def decode(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """The tensor, which must be finite and have this shape and dtype; raises BadReply otherwise."""
         try:
             assembler = Assembler(self.header)
             for part in self.parts:
                 assembler.add(part)
         except RequestRejected as error:
             raise BadReply(f"the server's answer cannot be decoded: {error}") from None
-        if not assembler.complete or assembler.shape != tuple(like.shape) or assembler.dtype != like.dtype:
+        if not assembler.complete or assembler.shape != tuple(shape) or assembler.dtype != dtype:
             raise BadReply(
-                f"the server answered {list(assembler.shape)} of {assembler.dtype}: "
-                f"expected {list(like.shape)} of {like.dtype}"
+                f"the server answered {list(assembler.shape)} of {assembler.dtype}: expected {list(shape)} of {dtype}"
             )
         tensor = assembler.tensor()
         if not bool(torch.isfinite(tensor).all()):
@@ -104,21 +103,11 @@ class Server:
             await self._stub.Describe(pb.DescribeRequest(), timeout=CONNECT_TIMEOUT_S)
             return asyncio.get_running_loop().time() - start
 
-    async def open(self, span: Span, session_id: str, batch_size: int, reserve_tokens: int) -> HopSession:
-        """Opens a session; raises PeerBusy if there is no room for ``batch_size × reserve_tokens``."""
-        call = self._stub.Session()
-        hop = HopSession(Hop(self.record, span), call, self._step_timeout_s)
-        await hop.request(
-            pb.SessionRequest(
-                open=pb.Open(
-                    contract=self._contract(span),
-                    session_id=session_id,
-                    batch_size=batch_size,
-                    reserve_tokens=reserve_tokens,
-                )
-            ),
-            "opened",
-        )
+    async def open(self, number: int, span: Span, request: pb.Open, inbox: Inbox) -> HopSession:
+        """Opens hop ``number`` of a session; its answers go to ``inbox``. Raises PeerBusy if there is no room."""
+        request.contract.CopyFrom(self._contract(span))
+        hop = HopSession(number, Hop(self.record, span), self._stub.Session(), inbox)
+        await hop.open(request, self._step_timeout_s)
         return hop
 
     async def forward(self, span: Span, hidden: WireTensor, context: Context) -> WireTensor:
@@ -159,69 +148,129 @@ class Server:
         )
 
 
+@dataclass(frozen=True)
+class Answer:
+    """A hop's outputs of one step; None if none was wanted. ``relay``: they are for the next hop."""
+
+    hop: int
+    step: int
+    hidden: WireTensor | None
+    relay: bool
+
+
+@dataclass(frozen=True)
+class Trouble:
+    """A hop refused a step, or failed altogether."""
+
+    hop: int
+    step: int | None  # None: the hop is gone
+    error: SwarmError
+
+
+Inbox = asyncio.Queue["Answer | Trouble"]
+
+
 class HopSession:
-    """One server's part of a session: an open stream."""
+    """One server's part of a session: an open stream, read all the time."""
 
-    def __init__(self, hop: Hop, call: grpc.aio.StreamStreamCall, step_timeout_s: float) -> None:
+    def __init__(self, number: int, hop: Hop, call: grpc.aio.StreamStreamCall, inbox: Inbox) -> None:
+        self.number = number
         self.hop = hop
+        self.max_step_tokens = 0
         self._call = call
-        self._step_timeout_s = step_timeout_s
+        self._inbox = inbox
+        self._reading: asyncio.Task | None = None
 
-    async def step(self, start_position: int, hidden: WireTensor, context: Context) -> WireTensor:
-        """Hidden states of new positions through this hop's blocks."""
-        step = pb.Step(
-            start_position=start_position,
-            hidden=hidden.header,
-            attention_mask=context.attention_mask,
-            position_ids=context.position_ids,
-        )
+    async def open(self, request: pb.Open, timeout_s: float) -> None:
+        server, span = self.hop.server, self.hop.span
+        async with translated(server, span, self._call):
+            await self._call.write(pb.SessionRequest(open=request))
+            try:
+                reply = await asyncio.wait_for(self._read(), timeout_s)
+            except asyncio.TimeoutError:
+                self._call.cancel()
+                raise no_answer(server, span, timeout_s) from None
+        if reply.WhichOneof("kind") != "opened":
+            self._call.cancel()
+            raise self._out_of_turn()
+        self.max_step_tokens = max(1, reply.opened.max_step_tokens)
+        self._reading = asyncio.ensure_future(self._read_all())
+
+    async def send(self, step: pb.Step, parts: Sequence[bytes]) -> None:
+        """Sends a step and the further parts of its hidden states."""
         async with translated(self.hop.server, self.hop.span, self._call):
             await self._call.write(pb.SessionRequest(step=step))
-            for part in hidden.parts:
+            for part in parts:
                 await self._call.write(pb.SessionRequest(more=part))
-        reply = await self._reply("output")
-        _require_like(hidden.header, reply.output, self.hop.server, self.hop.span)
-        parts, received = [], len(reply.output.data)
-        while received < reply.output.size_bytes:
-            part = (await self._reply("more")).more
-            parts.append(part)
-            received += len(part)
-        return WireTensor(reply.output, tuple(parts))
-
-    async def request(self, request: pb.SessionRequest, answer: str | None = None) -> None:
-        """Sends a request that has no tensor; waits for ``answer`` if the request is answered."""
-        async with translated(self.hop.server, self.hop.span, self._call):
-            await self._call.write(request)
-        if answer is not None:
-            await self._reply(answer)
 
     async def close(self) -> None:
         """Ends the session on the server; never fails."""
+        if self._reading is not None:
+            self._reading.cancel()
         try:
             await self._call.write(pb.SessionRequest(close=pb.Close()))
             await self._call.done_writing()
         except (grpc.RpcError, asyncio.InvalidStateError, asyncio.CancelledError):
             self._call.cancel()
 
-    async def _reply(self, kind: str) -> pb.SessionReply:
-        server, span = self.hop.server, self.hop.span
-        async with translated(server, span, self._call):
-            try:
-                reply = await asyncio.wait_for(self._call.read(), self._step_timeout_s)
-            except asyncio.TimeoutError:
-                self._call.cancel()
-                raise PeerUnavailable(
-                    f"server {server.short_id} did not answer within {self._step_timeout_s:g} s", server.peer_id, span
-                ) from None
-            if reply is grpc.aio.EOF:
-                raise from_status(await self._call.code(), await self._call.details(), server.peer_id, span)
-        if reply.WhichOneof("kind") == "failure":
+    async def _read_all(self) -> None:
+        try:
+            async with translated(self.hop.server, self.hop.span, self._call):
+                while True:
+                    self._inbox.put_nowait(await self._read_event())
+        except SwarmError as error:
+            self._inbox.put_nowait(Trouble(self.number, None, error))
+
+    async def _read_event(self) -> Answer | Trouble:
+        reply = await self._read()
+        kind = reply.WhichOneof("kind")
+        if kind == "failure":
             codes = {code.value[0]: code for code in grpc.StatusCode}
             status = codes.get(reply.failure.status, grpc.StatusCode.UNKNOWN)
-            raise from_status(status, reply.failure.message, server.peer_id, span)
-        if reply.WhichOneof("kind") != kind:
-            raise BadReply(f"server {server.short_id} answered out of turn", server.peer_id, span)
+            server = self.hop.server
+            error = from_status(status, reply.failure.message, server.peer_id, self.hop.span)
+            return Trouble(self.number, reply.failure.number, error)
+        if kind != "output":
+            raise self._out_of_turn()
+        output = reply.output
+        hidden = await self._read_tensor(output.hidden) if output.HasField("hidden") else None
+        return Answer(self.number, output.number, hidden, output.relay)
+
+    async def _read_tensor(self, header: pb.Tensor) -> WireTensor:
+        try:
+            Assembler(header)
+        except RequestRejected as error:
+            raise BadReply(
+                f"server {self.hop.server.short_id} sent a broken answer: {error}",
+                self.hop.server.peer_id,
+                self.hop.span,
+            ) from None
+        parts, received = [], len(header.data)
+        while received < header.size_bytes:
+            reply = await self._read()
+            if reply.WhichOneof("kind") != "more":
+                raise self._out_of_turn()
+            parts.append(reply.more)
+            received += len(reply.more)
+        return WireTensor(header, tuple(parts))
+
+    async def _read(self) -> pb.SessionReply:
+        reply = await self._call.read()
+        if reply is grpc.aio.EOF:
+            server, span = self.hop.server, self.hop.span
+            code, details = await self._call.code(), await self._call.details()
+            if code is grpc.StatusCode.OK:
+                raise PeerUnavailable(f"the stream to server {server.short_id} has ended", server.peer_id, span)
+            raise from_status(code, details, server.peer_id, span)
         return reply
+
+    def _out_of_turn(self) -> BadReply:
+        server = self.hop.server
+        return BadReply(f"server {server.short_id} answered out of turn", server.peer_id, self.hop.span)
+
+
+def no_answer(server: ServerRecord, span: Span, timeout_s: float) -> PeerUnavailable:
+    return PeerUnavailable(f"server {server.short_id} did not answer within {timeout_s:g} s", server.peer_id, span)
 
 
 @asynccontextmanager

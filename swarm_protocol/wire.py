@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-WIRE_VERSION = 1
+WIRE_VERSION = 2
 
 MIB = 1 << 20
 PART_BYTES = 1 * MIB  # larger tensors travel in parts of this size

@@ -37,6 +37,10 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--swarm", default=DEFAULT_SWARM, metavar="NAME", help="name of the swarm to join or start on this machine")
     add("--identity", type=Path, metavar="FILE", help="key file; keeps the peer id over restarts")
     add("--cache-tokens", type=int, metavar="N", help="KV-cache room over all sessions; default from free memory")
+    add("--cache-memory", metavar="SIZE", help="the same as memory, such as 2GiB or 500MB")
+    add("--no-prefix-cache", action="store_true", help="do not share the computation of equal beginnings of prompts")
+    add("--chunk-tokens", type=int, metavar="N", help="positions of a prompt computed at a time; default by device")
+    add("--max-sessions", type=int, default=512, metavar="N", help="generations at a time")
     add("--throughput", default="auto", metavar="auto|N", help="tokens/s to announce; auto measures")
     add("--log-level", default="info", choices=("debug", "info", "warning", "error"))
     return parser.parse_args(argv)
@@ -44,13 +48,17 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 
 def read_config(args: argparse.Namespace):
     """The ServerConfig the arguments ask for; raises ValueError if one is out of range."""
-    from swarm_server.config import ServerConfig
+    from swarm_server.config import ServerConfig, parse_size
 
     try:
         throughput = None if args.throughput == "auto" else float(args.throughput)
     except ValueError:
         raise ValueError(f"throughput {args.throughput!r} is not understood: expected auto or a number") from None
     return ServerConfig(
+        cache_bytes=None if args.cache_memory is None else parse_size(args.cache_memory),
+        prefix_cache=not args.no_prefix_cache,
+        chunk_tokens=args.chunk_tokens,
+        max_sessions=args.max_sessions,
         model=args.model,
         model_revision=args.revision,
         blocks=None if args.blocks is None else Span.parse(args.blocks),

@@ -13,6 +13,7 @@ from transformers.cache_utils import Cache
 
 from swarm_protocol.checkpoint import Checkpoint
 from swarm_protocol.families import Family, slice_config
+from swarm_protocol.positions import rope_depends_on_length
 from swarm_protocol.shell import load_shell
 from swarm_protocol.span import Span
 from swarm_server.block_loading import load_block
@@ -32,6 +33,7 @@ class BlockStack:
         span: the blocks, as the whole model counts them.
         config: the config of a model of these blocks alone.
         blocks: the modules, first block first; their cache indices start at 0.
+        configs: every config that a module of the stack looks at.
     """
 
     def __init__(self, hosted: _Hosted, span: Span) -> None:
@@ -40,6 +42,8 @@ class BlockStack:
         self.config = slice_config(hosted.shell.config, span)
         self.blocks = nn.ModuleList(hosted.block(index, first=span.start) for index in span)
         self._model = _assemble(hosted.shell, hosted.family, self.config, self.blocks)
+        configs = [self.config, *(module.config for module in self._model.modules() if hasattr(module, "config"))]
+        self.configs = tuple({id(config): config for config in configs}.values())
 
     @property
     def family(self) -> Family:
@@ -61,6 +65,11 @@ class BlockStack:
     @property
     def device(self) -> torch.device:
         return self._hosted.device
+
+    @property
+    def row_independent(self) -> bool:
+        """Whether a row's result does not depend on how long the other rows are, or on how a prompt is cut."""
+        return not rope_depends_on_length(self.config)
 
     def view(self, span: Span) -> BlockStack:
         """The stack of the blocks of ``span``, sharing weights with this one.

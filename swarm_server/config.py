@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from math import inf
 from pathlib import Path
@@ -31,9 +32,13 @@ class ServerConfig:
     initial_peers: tuple[str, ...] = ()
     swarm: str = DEFAULT_SWARM
     identity: Path | None = None  # None: a new one each start
-    cache_tokens: int | None = None  # over all sessions; None: from free memory
+    cache_tokens: int | None = None  # over all sessions; None: cache_bytes
+    cache_bytes: int | None = None  # keys and values of all sessions; None: from free memory
+    prefix_cache: bool = True  # sessions that start with the same content compute it once
+    chunk_tokens: int | None = None  # of a prompt, computed between two decoding steps; None: by device
+    max_sessions: int = 512
     throughput: float | None = None  # tokens per second to announce; None: measured
-    queue_size: int = 64  # requests waiting for the compute thread; more are refused
+    queue_size: int = 64  # training passes waiting for the compute thread; more are refused
     session_idle_timeout_s: float = 600.0
 
     def __post_init__(self) -> None:
@@ -44,7 +49,27 @@ class ServerConfig:
         for name, port in (("port", self.port), ("dht_port", self.dht_port)):
             if not 0 <= port < 65536:
                 raise ValueError(f"{name} {port} is no port: expected 0 to 65535")
-        if self.cache_tokens is not None and self.cache_tokens < 1:
-            raise ValueError(f"cache_tokens is {self.cache_tokens}: expected at least 1")
+        for name in ("cache_tokens", "cache_bytes", "chunk_tokens", "max_sessions"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name} is {value}: expected at least 1")
+        if self.cache_tokens is not None and self.cache_bytes is not None:
+            raise ValueError("cache_tokens and cache_bytes are both given: expected one of them")
         if self.throughput is not None and not 0 < self.throughput < inf:
             raise ValueError(f"throughput is {self.throughput}: expected a number of tokens per second above 0")
+
+
+_UNITS = {"": 1, "B": 1} | {
+    f"{prefix}{suffix}": base**power
+    for power, prefix in enumerate("KMGT", start=1)
+    for suffix, base in (("iB", 1024), ("B", 1000), ("", 1024))
+}
+
+
+def parse_size(text: str) -> int:
+    """Bytes of a size such as ``2GiB``, ``500MB`` or ``1.5G``; raises ValueError if it is none."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", text)
+    units = {unit.lower(): size for unit, size in _UNITS.items()}
+    if match is None or match[2].lower() not in units:
+        raise ValueError(f"size {text!r} is not understood: expected a number with a unit, such as 2GiB or 500MB")
+    return int(float(match[1]) * units[match[2].lower()])

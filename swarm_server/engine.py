@@ -1,66 +1,369 @@
-"""Computes: sessions, their caches, and forward and backward passes through hosted blocks."""
+"""Computes: steps of many sessions in one batch, and forward and backward passes through hosted blocks."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
 
 import torch
-from transformers import Cache
 
 from swarm_protocol.block_input import BlockInput
-from swarm_protocol.errors import RequestRejected
+from swarm_protocol.errors import PeerBusy, RequestRejected
 from swarm_protocol.span import Span
 from swarm_server.blocks import BlockStack
+from swarm_server.kv_cache import CacheBudget, Lease
+from swarm_server.kv_layout import StackLayout
+from swarm_server.kv_rows import Growth, Layout, Parts, Row, Run, grow, runs
+from swarm_server.prefix_cache import PAGE_TOKENS, ContentHash, PrefixCache, token_content
+from swarm_server.rows_cache import BlockRuns, RowsCache, attention_in_place, replaceable
+
+_SAME = 5e-3  # relative; rounding in int8 and bfloat16 amplifies differences of 1e-7, mistakes are of order 1
+
+
+@dataclass(frozen=True)
+class Reorder:
+    """New row i is old row ``indices[i]``; the batch may grow or shrink."""
+
+    indices: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Crop:
+    """Keeps the first ``length`` positions."""
+
+    length: int
+
+
+@dataclass(frozen=True)
+class RecordPast:
+    """Sliding windows keep what a later crop may need: what came after the crop before it."""
+
+
+Change = Reorder | Crop | RecordPast
+
+
+@dataclass(frozen=True)
+class Step:
+    """New positions of one session.
+
+    Attributes:
+        start: positions before them; what the session has beyond is dropped.
+        inputs: hidden states and what attention needs to know, for the new positions.
+        changes: what happens to the session before.
+        num_wanted: how many of the last outputs will be used; None: all.
+    """
+
+    start: int
+    inputs: BlockInput
+    changes: tuple[Change, ...] = ()
+    num_wanted: int | None = None
+
+
+@dataclass(frozen=True)
+class State:
+    """What steps change in a session.
+
+    Attributes:
+        settled: windows keep what a crop to this length needs; None: nothing beyond the window.
+        hashes: of each row's content so far; None if it is not known any more.
+        digests: of each row's full pages of content.
+        can_match: all content so far was found in the prefix cache.
+    """
+
+    rows: tuple[Row, ...]
+    settled: int | None = None
+    hashes: tuple[ContentHash, ...] | None = None
+    digests: tuple[tuple[bytes, ...], ...] = ()
+    can_match: bool = True
+
+    @property
+    def length(self) -> int:
+        return self.rows[0].length
 
 
 @dataclass
 class Session:
-    """One generation's state on this server."""
+    """One generation on this server. ``reserved``: positions per row that were promised to it."""
 
     blocks: Span
-    batch_size: int
-    cache: Cache = field(repr=False)
-    length: int = 0  # positions in the cache
+    layout: Layout
+    lease: Lease = field(repr=False)
+    reserved: int
+    state: State = field(repr=False)
+
+    @property
+    def batch_size(self) -> int:
+        return len(self.state.rows)
+
+    @property
+    def length(self) -> int:
+        """Positions of every row."""
+        return self.state.length
+
+    @property
+    def keeps_outputs(self) -> bool:
+        return self.layout.outputs_group is not None
+
+
+@dataclass
+class _Prepared:
+    """A step with room for its new positions. Nothing of the session has changed yet."""
+
+    session: Session
+    step: Step
+    state: State  # the session's, once the step is computed
+    num_matched: int  # leading positions whose keys and values are there already
+    growth: Growth | None  # None: all are there
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.state.rows)
 
 
 class Engine:
     """Runs on the compute thread only. Hidden states come and go on the CPU, in the dtype they came in."""
 
-    def __init__(self, stack: BlockStack) -> None:
+    def __init__(self, stack: BlockStack, *, prefix_cache: PrefixCache | None = None) -> None:
         self._stack = stack
+        self.layout = StackLayout.probe(stack)
+        self.prefix_cache = prefix_cache
+        self._in_place = False
+        self._in_place = self._can_attend_in_place()
 
-    def open(self, blocks: Span, batch_size: int) -> Session:
-        return Session(blocks, batch_size, self._stack.view(blocks).new_cache())
+    @property
+    def device(self) -> torch.device:
+        return self._stack.device
 
-    def step(self, session: Session, inputs: BlockInput) -> torch.Tensor:
-        """Appends positions to the session; returns [batch, tokens, hidden_size]."""
-        _require_finite(inputs.hidden, "hidden states")
+    @property
+    def hidden_size(self) -> int:
+        return self._stack.hidden_size
+
+    @property
+    def mixes_rows(self) -> bool:
+        """Whether sessions of different lengths may share a batch, and a prompt may come in chunks."""
+        return self._stack.row_independent
+
+    # ------------------------------------------------------------ sessions
+
+    def layout_of(self, blocks: Span, keeps_outputs: bool) -> Layout:
+        """What a session over ``blocks`` stores."""
+        return self.layout.part(blocks, keeps_outputs, windows=self._in_place)
+
+    def open(
+        self,
+        blocks: Span,
+        batch_size: int,
+        lease: Lease,
+        *,
+        reserved: int = 0,
+        keeps_outputs: bool = False,
+        shares: bool = True,
+    ) -> Session:
+        """A session without positions.
+
+        Args:
+            reserved: how many positions per row the lease promises.
+            keeps_outputs: what comes out of the last block is stored as well, to be sent again.
+            shares: equal beginnings are computed once for all sessions that share, if there is a prefix cache.
+        """
+        layout = self.layout_of(blocks, keeps_outputs)
+        state = State((Row.empty(layout),) * batch_size)
+        if shares and self.prefix_cache is not None:
+            seed = ContentHash(f"{blocks} {keeps_outputs} ".encode())
+            state = replace(state, hashes=(seed,) * batch_size, digests=((),) * batch_size)
+        return Session(blocks, layout, lease, reserved, state)
+
+    def close(self, session: Session) -> None:
+        """Gives back the session's room; what the prefix cache keeps shrinks to what is filled."""
+        rows, session.state = session.state.rows, State(())
+        session.lease.close()
+        for page in {part.page for row in rows for parts in row.parts for part in parts}:
+            if page.lease is session.lease and any(page.pinned):
+                page.trim()
+
+    def run(self, batch: Sequence[tuple[Session, Step]]) -> list[torch.Tensor | Exception]:
+        """One step of each session, in one batch if there are several; all must have equally many new positions.
+
+        Returns for each the hidden states after its last block, [batch, tokens, hidden_size], or the error that
+        refused it: RequestRejected or PeerBusy. A session whose step failed is as it was before.
+        """
+        results: list[torch.Tensor | Exception | None] = [None] * len(batch)
+        prepared: dict[int, _Prepared] = {}
         with torch.inference_mode():
-            output = self._run(session.blocks, inputs, session.cache)
-        session.length += inputs.hidden.shape[1]
-        return output
+            try:
+                for number, (session, step) in enumerate(batch):
+                    try:
+                        prepared[number] = self._prepare(session, step)
+                    except (RequestRejected, PeerBusy) as error:
+                        results[number] = error
+                outputs = self._compute([work for work in prepared.values() if work.growth])
+            except BaseException:
+                for work in prepared.values():
+                    if work.growth is not None:
+                        work.growth.undo()
+                raise
+            for number, work in prepared.items():
+                results[number] = self._commit(work, next(outputs) if work.growth else None)
+        return results
 
-    def reorder(self, session: Session, indices: torch.Tensor) -> None:
-        """New row i of the cache is old row ``indices[i]``; the batch may grow or shrink."""
-        with torch.inference_mode():
-            session.cache.batch_select_indices(indices.to(self._stack.device))
-        session.batch_size = len(indices)
+    def _prepare(self, session: Session, step: Step) -> _Prepared:
+        _require_finite(step.inputs.hidden, "hidden states")
+        state = session.state
+        if not state.rows:
+            raise RequestRejected("the session is closed")
+        for change in step.changes:
+            state = _changed(state, change, session.layout)
+        state = _cropped(state, step.start, session.layout)
+        batch_size, num_tokens, _ = step.inputs.hidden.shape
+        if batch_size != len(state.rows):
+            raise RequestRejected(f"hidden states of {batch_size} rows came for a session of {len(state.rows)} rows")
+        state, matched = self._match(state, step, session.keeps_outputs)
+        for parts in matched:
+            rows = tuple(row.extended(more, PAGE_TOKENS) for row, more in zip(state.rows, parts, strict=True))
+            state = replace(state, rows=rows)
+        num_matched, growth = len(matched) * PAGE_TOKENS, None
+        if num_matched < num_tokens:
+            growth = grow(
+                session.state.rows,
+                state.rows,
+                num_tokens - num_matched,
+                session.layout,
+                session.lease,
+                self._stack.device,
+                reserved=session.reserved,
+                settled=state.settled,
+            )
+            state = replace(state, rows=growth.rows)
+        return _Prepared(session, step, state, num_matched, growth)
 
-    def crop(self, session: Session, length: int) -> None:
-        """Keeps the first ``length`` positions."""
-        with torch.inference_mode():
-            session.cache.crop(length - session.length)
-        session.length = length
+    def _match(self, state: State, step: Step, keeps_outputs: bool) -> tuple[State, list[list[tuple[Parts, ...]]]]:
+        """Adds the step to the content hashes; returns, page by page, where each row's content is found."""
+        if state.hashes is None:
+            return state, []
+        num_tokens = step.inputs.hidden.shape[1]
+        content = token_content(step.inputs.hidden, *_positions_and_mask(step))
+        added = [row_hash.added(row) for row_hash, row in zip(state.hashes, content, strict=True)]
+        num_pages = num_tokens // PAGE_TOKENS
+        if not keeps_outputs:  # then the outputs that are wanted must be computed
+            num_wanted = num_tokens if step.num_wanted is None else step.num_wanted
+            num_pages = max(0, num_tokens - num_wanted) // PAGE_TOKENS
+        num_found = 0
+        if state.can_match and step.start % PAGE_TOKENS == 0:
+            found = [self.prefix_cache.longest(digests[:num_pages]) for _, digests in added]
+            num_found = min(map(len, found))
+        state = replace(
+            state,
+            hashes=tuple(row_hash for row_hash, _ in added),
+            digests=tuple((*old, *new) for old, (_, new) in zip(state.digests, added, strict=True)),
+            can_match=num_found * PAGE_TOKENS == num_tokens,
+        )
+        return state, [[row[page] for row in found] for page in range(num_found)]
 
-    def record_past(self, session: Session) -> None:
-        """Lets sliding-window blocks keep what a later crop may need."""
-        session.cache.activate_past_recording()
+    def _commit(self, work: _Prepared, output: torch.Tensor | None) -> torch.Tensor:
+        session, step = work.session, work.step
+        num_tokens = step.inputs.hidden.shape[1]
+        session.state = work.state
+        if session.keeps_outputs:
+            if output is not None:
+                self._store_outputs(session, output)
+            if work.num_matched:
+                output = self.outputs(session, step.start, step.start + num_tokens)
+        elif work.num_matched:  # nobody wants those that were not computed
+            skipped = output.new_zeros(work.num_rows, work.num_matched, output.shape[2])
+            output = torch.cat([skipped, output], 1)
+        if work.state.hashes is not None:
+            self._add_pages(work.state, step.start // PAGE_TOKENS)
+        return output.to("cpu", step.inputs.hidden.dtype)
+
+    def _add_pages(self, state: State, first_page: int) -> None:
+        for row, digests in zip(state.rows, state.digests, strict=True):
+            for page in range(first_page, len(digests)):
+                parts = row.slice(page * PAGE_TOKENS, (page + 1) * PAGE_TOKENS)
+                if parts is not None:
+                    self.prefix_cache.add(digests[page], parts)
+            if len(digests) > first_page:
+                self.prefix_cache.touch(digests)
+
+    # ------------------------------------------------------------ outputs that are kept
+
+    def outputs(self, session: Session, start: int, end: int) -> torch.Tensor:
+        """What came out of the session's last block at these positions, [batch, end - start, hidden_size]."""
+        rows = []
+        for row in session.state.rows:
+            parts = row.slice(start, end)[session.layout.outputs_group]
+            rows.append(torch.cat([part.page.data[-1][part.row, 0, part.start : part.end] for part in parts]))
+        return torch.stack(rows)
+
+    def _store_outputs(self, session: Session, output: torch.Tensor) -> None:
+        num_new = output.shape[1]
+        for run in runs(session.state.rows, session.layout.outputs_group, 0):
+            page, rows, positions = run.parts[-1]
+            page.data[-1][rows, 0, positions.stop - num_new : positions.stop] = output[run.rows]
+
+    # ------------------------------------------------------------ one batch
+
+    def _compute(self, batch: list[_Prepared]) -> Iterator[torch.Tensor]:
+        """The output of each, on the device."""
+        device, dtype = self._stack.device, self._stack.dtype
+        hidden = [work.step.inputs.hidden[:, work.num_matched :].to(device, dtype) for work in batch]
+        bounds = sorted({bound for work in batch for bound in (work.session.blocks.start, work.session.blocks.end)})
+        for part in map(Span, bounds, bounds[1:]):
+            members = [i for i, work in enumerate(batch) if work.session.blocks.covers(part)]
+            if members:
+                outputs = self._run_part(part, [batch[i] for i in members], [hidden[i] for i in members])
+                for i, output in zip(members, outputs, strict=True):
+                    hidden[i] = output
+        return iter(hidden)
+
+    def _run_part(self, blocks: Span, batch: list[_Prepared], hidden: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Blocks that all sessions of the batch go through."""
+        num_new = hidden[0].shape[1]
+        length = max(work.state.length for work in batch)
+        cache = RowsCache(_block_runs(blocks, batch), length, num_new, self._in_place)
+        mask, positions = _batch_inputs(batch, length, num_new)
+        view, device = self._stack.view(blocks), self._stack.device
+        with attention_in_place(cache, view.configs) if self._in_place else nullcontext():
+            output = view(
+                hidden[0] if len(hidden) == 1 else torch.cat(hidden),
+                None if mask is None else mask.to(device),
+                positions.to(device),
+                cache,
+            )
+        return list(output.split([work.num_rows for work in batch]))
+
+    def _can_attend_in_place(self) -> bool:
+        """Tries attention in place, on rows of different lengths, and compares with attention to a copy."""
+        if self._stack.device.type != "cpu" or not replaceable(self._stack.config):
+            return False  # elsewhere memory is fast and calls are slow: one copy for all rows is better
+        try:
+            copied, attended = self._try_rows(in_place=False), self._try_rows(in_place=True)
+        except Exception:  # a family's own code: whatever it raises means that this way does not fit
+            return False
+        finally:
+            self._in_place = False
+        return bool((attended - copied).abs().max() <= _SAME * copied.abs().max())
+
+    def _try_rows(self, in_place: bool) -> torch.Tensor:
+        self._in_place = in_place
+        generator = torch.Generator().manual_seed(0)
+        budget = CacheBudget(2**62, 1)
+        batch = []
+        for length in (3, 1) if self.mixes_rows else (3,):
+            session = self.open(self._stack.span, 1, budget.lease(""), shares=False)
+            prompt = torch.randn(1, length, self.hidden_size, generator=generator)
+            self.run([(session, Step(0, BlockInput(prompt)))])
+            token = torch.randn(1, 1, self.hidden_size, generator=generator)
+            batch.append((session, Step(length, BlockInput(token))))
+        return torch.cat(self.run(batch))
+
+    # ------------------------------------------------------------ without a session
 
     def forward(self, blocks: Span, inputs: BlockInput) -> torch.Tensor:
         """Hidden states after ``blocks``, [batch, tokens, hidden_size]; nothing is kept."""
         _require_finite(inputs.hidden, "hidden states")
         with torch.inference_mode():
-            return self._run(blocks, inputs, None)
+            return self._run_plain(blocks, inputs)
 
     def backward(self, blocks: Span, inputs: BlockInput, grad: torch.Tensor) -> torch.Tensor:
         """Gradient with respect to ``inputs.hidden``, given that of the output; recomputes the forward."""
@@ -68,19 +371,91 @@ class Engine:
         _require_finite(grad, "gradients")
         hidden = inputs.hidden.requires_grad_(True)
         with torch.enable_grad():
-            output = self._run(blocks, inputs, None)
+            output = self._run_plain(blocks, inputs)
             (result,) = torch.autograd.grad(output, hidden, grad.to(output.dtype))
         return result
 
-    def _run(self, blocks: Span, inputs: BlockInput, cache: Cache | None) -> torch.Tensor:
+    def _run_plain(self, blocks: Span, inputs: BlockInput) -> torch.Tensor:
         device = self._stack.device
         output = self._stack.view(blocks)(
             inputs.hidden.to(device, self._stack.dtype),
             None if inputs.attention_mask is None else inputs.attention_mask.to(device),
             None if inputs.position_ids is None else inputs.position_ids.to(device),
-            cache,
         )
         return output.to("cpu", inputs.hidden.dtype)
+
+
+def _changed(state: State, change: Change, layout: Layout) -> State:
+    """Raises RequestRejected if the change cannot be made."""
+    if isinstance(change, RecordPast):
+        return replace(state, settled=state.length)
+    if isinstance(change, Reorder):
+        highest = max(change.indices)
+        if highest >= len(state.rows):
+            raise RequestRejected(f"reordering takes row {highest} of a session that has {len(state.rows)} rows")
+        picked = {"rows": tuple(state.rows[i] for i in change.indices)}
+        if state.hashes is not None:
+            picked["hashes"] = tuple(state.hashes[i] for i in change.indices)
+            picked["digests"] = tuple(state.digests[i] for i in change.indices)
+        return replace(state, **picked)
+    state = _cropped(state, change.length, layout)
+    return state if state.settled is None else replace(state, settled=change.length)
+
+
+def _cropped(state: State, length: int, layout: Layout) -> State:
+    if length > state.length:
+        raise RequestRejected(f"a step begins at position {length}, but the session has {state.length}")
+    if length == state.length:
+        return state
+    rows = tuple(row.crop(length, layout) for row in state.rows)
+    if None in rows:
+        raise RequestRejected(f"{state.length} positions cannot be cropped to {length}: sliding windows have moved on")
+    # The hash of part of a page cannot be taken back: from here on, content is not known any more.
+    return replace(state, rows=rows, hashes=None, digests=(), can_match=False)
+
+
+def _positions_and_mask(step: Step) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of the new positions, both [batch, tokens]."""
+    batch_size, num_tokens, _ = step.inputs.hidden.shape
+    positions, mask = step.inputs.position_ids, step.inputs.attention_mask
+    if positions is None:
+        positions = torch.arange(step.start, step.start + num_tokens)[None]
+    mask = torch.ones(1, num_tokens, dtype=torch.long) if mask is None else mask[:, -num_tokens:]
+    return positions.expand(batch_size, -1), mask.expand(batch_size, -1)
+
+
+def _batch_inputs(batch: list[_Prepared], length: int, num_new: int) -> tuple[torch.Tensor | None, torch.Tensor]:
+    """Mask [rows, length] of rows that end together, None if all is attended to, and positions [rows, num_new]."""
+    positions = torch.cat([_positions_and_mask(work.step)[0][:, -num_new:] for work in batch])
+    masks = [work.step.inputs.attention_mask for work in batch]
+    if all(mask is None or bool(mask.all()) for mask in masks) and all(work.state.length == length for work in batch):
+        return None, positions
+    result = torch.zeros(len(positions), length, dtype=torch.long)
+    first = 0
+    for work, mask in zip(batch, masks, strict=True):
+        result[first : first + work.num_rows, length - work.state.length :] = 1 if mask is None else mask
+        first += work.num_rows
+    return result, positions
+
+
+def _block_runs(blocks: Span, batch: list[_Prepared]) -> list[BlockRuns]:
+    """Where each block of ``blocks`` finds the keys and values of all rows."""
+    by_group: list[list[list[Run]]] = []  # of each session, for each group
+    first = 0
+    for work in batch:
+        groups = range(len(work.session.layout.groups))
+        by_group.append([runs(work.state.rows, group, first) for group in groups])
+        first += work.num_rows
+    joined: dict[tuple[int, ...], tuple[Run, ...]] = {}  # one object for all blocks that have the same runs
+    result = []
+    for block in blocks:
+        places = [work.session.layout.blocks[block - work.session.blocks.start] for work in batch]
+        key = tuple(place.group for place in places)
+        if key not in joined:
+            joined[key] = tuple(run for groups, group in zip(by_group, key, strict=True) for run in groups[group])
+        channels = [place for groups, place in zip(by_group, places, strict=True) for _ in groups[place.group]]
+        result.append(BlockRuns(joined[key], tuple(p.keys for p in channels), tuple(p.values for p in channels)))
+    return result
 
 
 def _require_finite(tensor: torch.Tensor, what: str) -> None:

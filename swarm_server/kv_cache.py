@@ -1,70 +1,147 @@
-"""The server's promise of KV-cache room: a token budget, handed out in leases."""
+"""The server's promise of KV-cache room: a byte budget, handed out in leases and shared fairly between clients."""
 
 from __future__ import annotations
 
 import threading
+import weakref
+from collections.abc import Callable
 
 from swarm_protocol.errors import PeerBusy
 
+_NEWCOMERS = 4  # a client that has its fair share leaves one part in so many to those who have less
+
 
 class CacheBudget:
-    """Room for ``capacity_tokens`` positions in every hosted block, shared by all sessions.
+    """Bytes of keys and values that the server may hold.
 
-    Room is promised before it is used: memory never runs out in the middle of a step.
+    Room is promised before it is used: memory never runs out in the middle of a step. What nobody has a lease for any
+    more but somebody may still reuse (see ``prefix_cache``) is kept until the room is needed. Thread-safe.
+
+    Attributes:
+        reclaim: gives up a little of the kept memory, the oldest; False if there is none.
     """
 
-    def __init__(self, capacity_tokens: int, num_blocks: int) -> None:
-        self.capacity_tokens = capacity_tokens
-        self._num_blocks = num_blocks
-        self._free = capacity_tokens * num_blocks  # in positions × blocks
-        self._lock = threading.Lock()
+    def __init__(self, capacity_bytes: int, token_bytes: int) -> None:
+        """``token_bytes``: what one position takes in all hosted blocks; only for what is told to people."""
+        self.capacity_bytes = capacity_bytes
+        self._token_bytes = max(1, token_bytes)
+        self._charged = 0
+        self._by_client: dict[str, int] = {}
+        self._lock = threading.RLock()  # reentrant: charges are released by garbage collection too
+        self._kept = Lease(self, "")
+        self.reclaim: Callable[[], bool] = lambda: False
 
     @property
     def tokens_left(self) -> int:
         """Positions that a new session over all hosted blocks could still get."""
-        return self._free // self._num_blocks
+        return max(0, self.capacity_bytes - self._charged + self._kept.charged) // self._token_bytes
 
-    def lease(self, num_blocks: int, num_tokens: int = 0) -> Lease:
-        """A lease over ``num_blocks`` of the hosted blocks; raises PeerBusy if there is no room for ``num_tokens``."""
-        lease = Lease(self, num_blocks)
-        lease.resize(num_tokens)
+    @property
+    def capacity_tokens(self) -> int:
+        """Positions in all hosted blocks that fit in all."""
+        return self.capacity_bytes // self._token_bytes
+
+    def lease(self, client: str, promised_bytes: int = 0) -> Lease:
+        """A lease for ``client``; raises PeerBusy if there is no room for ``promised_bytes``."""
+        lease = Lease(self, client)
+        lease.promise(promised_bytes)
         return lease
 
-    def _take(self, amount: int, num_blocks: int) -> None:
+    def _charge(self, amount: int, client: str) -> None:
         with self._lock:
-            if amount > self._free:
-                raise PeerBusy(
-                    f"no room for {-(-amount // num_blocks)} more tokens in the KV cache: "
-                    f"{self._free // num_blocks} of {self.capacity_tokens * self._num_blocks // num_blocks} are left"
-                )
-            self._free -= amount
+            if amount > 0 and client:
+                self._require(amount, client)
+            self._charged += amount
+            held = self._by_client.get(client, 0) + amount
+            if held:
+                self._by_client[client] = held
+            else:
+                self._by_client.pop(client, None)
+
+    def _require(self, amount: int, client: str) -> None:
+        limit = self.capacity_bytes
+        held = self._by_client.get(client, 0)
+        num_clients = len({*self._by_client, client} - {""})
+        if num_clients > 1 and held + amount > self.capacity_bytes // num_clients:
+            limit -= self.capacity_bytes // _NEWCOMERS
+        while self._charged + amount > limit and self.reclaim():
+            pass
+        if self._charged + amount > limit:
+            left = max(0, limit - self._charged) // self._token_bytes
+            whose = "" if limit == self.capacity_bytes else " for a client that has its share already"
+            raise PeerBusy(
+                f"no room for {-(-amount // self._token_bytes)} more tokens in the KV cache: "
+                f"{left} of {self.capacity_tokens} are left{whose}"
+            )
 
 
 class Lease:
-    """One session's room. Grows on demand; given back as a whole."""
+    """One session's room: what was promised to it, or what it holds if that is more."""
 
-    def __init__(self, budget: CacheBudget, num_blocks: int) -> None:
+    def __init__(self, budget: CacheBudget, client: str) -> None:
         self._budget = budget
-        self._num_blocks = num_blocks
-        self.num_tokens = 0
+        self._client = client
+        self._promised = 0
+        self._held = 0
+        self._charges: weakref.WeakSet[Charge] = weakref.WeakSet()
 
-    def resize(self, num_tokens: int) -> None:
-        """Raises PeerBusy, changing nothing, if there is no room."""
-        self._budget._take((num_tokens - self.num_tokens) * self._num_blocks, self._num_blocks)
-        self.num_tokens = num_tokens
+    @property
+    def charged(self) -> int:
+        """Bytes that count against the budget."""
+        return max(self._promised, self._held)
 
-    def grow_to(self, num_tokens: int) -> None:
-        """Makes sure of room for ``num_tokens`` in all (rows × positions)."""
-        if num_tokens > self.num_tokens:
-            self.resize(num_tokens)
+    def promise(self, size_bytes: int) -> None:
+        """Makes sure of room for ``size_bytes`` in all; raises PeerBusy, changing nothing, if there is none."""
+        with self._budget._lock:
+            self._set(max(size_bytes, self._promised), self._held)
+
+    def take(self, size_bytes: int, owner: object) -> Charge:
+        """Counts memory that ``owner`` holds for as long as it lives; raises PeerBusy if there is no room."""
+        with self._budget._lock:
+            self._set(self._promised, self._held + size_bytes)
+            charge = Charge(self, size_bytes)
+            self._charges.add(charge)
+            weakref.finalize(owner, charge.release).atexit = False
+            return charge
+
+    def close(self) -> None:
+        """Gives the promise back. Memory that somebody else uses, or that is kept for reuse, stays charged."""
+        with self._budget._lock:
+            kept = self._budget._kept
+            for charge in list(self._charges):
+                if charge.size_bytes:
+                    charge.lease = kept
+                    kept._charges.add(charge)
+                    kept._held += charge.size_bytes
+                    self._budget._charge(charge.size_bytes, "")
+            self._budget._charge(-self.charged, self._client)
+            self._charges.clear()
+            self._promised = self._held = 0
+
+    def _set(self, promised: int, held: int) -> None:
+        self._budget._charge(max(promised, held) - self.charged, self._client)
+        self._promised, self._held = promised, held
+
+
+class Charge:
+    """Memory that counts against a lease."""
+
+    def __init__(self, lease: Lease, size_bytes: int) -> None:
+        self.lease = lease
+        self.size_bytes = size_bytes
 
     def release(self) -> None:
-        self.resize(0)
+        with self.lease._budget._lock:
+            self.lease._set(self.lease._promised, self.lease._held - self.size_bytes)
+            self.size_bytes = 0
+
+    def shrink(self, size_bytes: int) -> None:
+        """Counts less from now on."""
+        with self.lease._budget._lock:
+            self.lease._set(self.lease._promised, self.lease._held - self.size_bytes + size_bytes)
+            self.size_bytes = size_bytes
 
 
-def default_cache_tokens(token_bytes: int, free_bytes: int) -> int:
-    """A fifth of the memory that is free now, but at least 1024 and at most 65536 tokens.
-
-    ``token_bytes`` is what one position takes in all hosted blocks.
-    """
-    return max(1024, min(65536, free_bytes // 5 // max(1, token_bytes)))
+def default_cache_bytes(token_bytes: int, free_bytes: int) -> int:
+    """A fifth of the memory that is free now, but room for at least 1024 tokens of ``token_bytes``."""
+    return max(1024 * token_bytes, free_bytes // 5)

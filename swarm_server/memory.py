@@ -7,7 +7,6 @@ import os
 import torch
 
 from swarm_protocol.checkpoint import Checkpoint
-from swarm_server.blocks import BlockStack
 
 _BYTES_PER_WEIGHT = {"int8": 1.1, "bnb-int8": 1.1, "nf4": 0.6, "none": 4.0}
 
@@ -28,12 +27,3 @@ def hosted_bytes_per_block(checkpoint: Checkpoint, quant: str) -> int:
     """What the largest block takes once loaded with this quantisation."""
     num_blocks = checkpoint.family.num_blocks
     return int(max(map(checkpoint.block_parameters, range(num_blocks))) * _BYTES_PER_WEIGHT[quant])
-
-
-def kv_bytes_per_token(stack: BlockStack) -> int:
-    """Keys and values of one position in all blocks of the stack, found by caching one."""
-    cache = stack.new_cache()
-    with torch.inference_mode():
-        hidden = torch.zeros(1, 1, stack.hidden_size, dtype=stack.dtype, device=stack.device)
-        stack(hidden, None, torch.zeros(1, 1, dtype=torch.long, device=stack.device), cache)
-    return sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)

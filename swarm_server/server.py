@@ -31,16 +31,20 @@ from swarm_protocol.wire import SERVER_OPTIONS
 from swarm_server.blocks import BlockStack, load_blocks
 from swarm_server.config import ServerConfig
 from swarm_server.engine import Engine
-from swarm_server.kv_cache import CacheBudget, default_cache_tokens
-from swarm_server.memory import available_bytes, hosted_bytes_per_block, kv_bytes_per_token
+from swarm_server.kv_cache import CacheBudget, default_cache_bytes
+from swarm_server.memory import available_bytes, hosted_bytes_per_block
 from swarm_server.placement import choose_span
+from swarm_server.prefix_cache import PrefixCache
+from swarm_server.push import Neighbours
 from swarm_server.quantization import Report, quantize_
 from swarm_server.scheduler import Scheduler
 from swarm_server.service import BlocksService
+from swarm_server.sessions import Host
 from swarm_server.throughput import decode_tokens_per_s
 from swarm_server.validation import Rules
 
 _logger = logging.getLogger(__name__)
+CHUNK_TOKENS_CPU, CHUNK_TOKENS_CUDA = 64, 512
 _GRACE_S = 2.0  # for streams that are open when the server stops
 
 
@@ -96,24 +100,26 @@ class Server:
             cleanup.push_async_callback(self._withdraw)
             await self._publish()
             stack = await (loading or _start_loading(cleanup, checkpoint, span, dtype, device, config.quant))
-            throughput = config.throughput or await asyncio.to_thread(decode_tokens_per_s, stack)
-            cache_tokens = config.cache_tokens or default_cache_tokens(
-                kv_bytes_per_token(stack), available_bytes(device)
-            )
-            budget = CacheBudget(cache_tokens, len(span))
-            scheduler = Scheduler(config.queue_size)
+            prefix_cache = PrefixCache() if config.prefix_cache else None
+            engine = await asyncio.to_thread(Engine, stack, prefix_cache=prefix_cache)
+            throughput = config.throughput or await asyncio.to_thread(decode_tokens_per_s, engine, span)
+            budget = _cache_budget(config, engine)
+            if prefix_cache is not None:
+                budget.reclaim = prefix_cache.reclaim
+            scheduler = Scheduler(engine, config.queue_size, engine.mixes_rows)
             cleanup.callback(scheduler.stop)
+            neighbours = Neighbours()
+            cleanup.push_async_callback(neighbours.close)
             rules = Rules(
-                checkpoint.name, checkpoint.revision, span, family.hidden_size, max_positions(checkpoint.config)
+                checkpoint.name,
+                checkpoint.revision,
+                span,
+                family.hidden_size,
+                max_positions(checkpoint.config),
+                max_step_tokens=_max_step_tokens(config, engine),
             )
-            service = BlocksService(
-                Engine(stack),
-                scheduler,
-                budget,
-                rules,
-                lambda: self._current_record().to_proto(),
-                config.session_idle_timeout_s,
-            )
+            host = Host(engine, scheduler, budget, rules, neighbours, config.max_sessions)
+            service = BlocksService(host, lambda: self._current_record().to_proto(), config.session_idle_timeout_s)
             add_BlocksServicer_to_server(service, grpc_server)
             await grpc_server.start()
             self._record = dataclasses.replace(self._record, state=ServerState.ONLINE, tokens_per_s=throughput)
@@ -123,7 +129,7 @@ class Server:
             }
             await self._publish()
             self.ready = True
-            await self._announce_ready(cache_tokens)
+            await self._announce_ready(budget.capacity_tokens)
             await self._keep_fresh()
 
     async def _join(self, cleanup: AsyncExitStack) -> None:
@@ -237,6 +243,22 @@ def _load(checkpoint: Checkpoint, span: Span, dtype: torch.dtype, device: torch.
         )
     _logger.info("blocks %s loaded; %s", span, report)
     return stack
+
+
+def _cache_budget(config: ServerConfig, engine: Engine) -> CacheBudget:
+    token_bytes = engine.layout.token_bytes
+    if config.cache_tokens is not None:
+        return CacheBudget(config.cache_tokens * token_bytes, token_bytes)
+    size_bytes = config.cache_bytes or default_cache_bytes(token_bytes, available_bytes(engine.device))
+    if size_bytes < token_bytes:
+        raise ValueError(f"cache memory of {size_bytes} bytes has no room for one token, which takes {token_bytes}")
+    return CacheBudget(size_bytes, token_bytes)
+
+
+def _max_step_tokens(config: ServerConfig, engine: Engine) -> int:
+    if not engine.mixes_rows:
+        return 1 << 31  # the prompt must come in one piece
+    return config.chunk_tokens or (CHUNK_TOKENS_CPU if engine.device.type == "cpu" else CHUNK_TOKENS_CUDA)
 
 
 def _ip_address(host: str) -> str:

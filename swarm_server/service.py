@@ -4,104 +4,132 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable
-from functools import partial, wraps
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager
+from functools import partial
 
 import grpc
 import torch
 
 from swarm_protocol.block_input import BlockInput
 from swarm_protocol.codec import Assembler, encode
-from swarm_protocol.errors import AccessDenied, PeerBusy, PeerError, RequestRejected, SessionLost
+from swarm_protocol.errors import AccessDenied, PeerError, RequestRejected, SessionLost
 from swarm_protocol.pb import swarm_pb2 as pb
 from swarm_protocol.pb.swarm_pb2_grpc import BlocksServicer
-from swarm_server.engine import Engine, Session
-from swarm_server.kv_cache import CacheBudget, Lease
-from swarm_server.scheduler import Priority, Scheduler
-from swarm_server.validation import Rules
+from swarm_server.sessions import Host, HostedSession, StepReader
 
 _logger = logging.getLogger(__name__)
 _REFUSALS = (RequestRejected, AccessDenied, PeerError)
 
 
-def _errors_as_status(handler):
+@asynccontextmanager
+async def _errors_as_status(context: grpc.aio.ServicerContext) -> AsyncIterator[None]:
     """Answers our errors with their gRPC status; anything else is logged here and told in one sentence there."""
-
-    @wraps(handler)
-    async def wrapped(self, requests, context):
-        try:
-            async for reply in handler(self, requests, context):
-                yield reply
-        except _REFUSALS as error:
-            await context.abort(error.status, str(error))
-        except Exception:
-            _logger.exception("a request failed")
-            await context.abort(grpc.StatusCode.INTERNAL, "the server failed while it computed; its log says why")
-
-    return wrapped
+    try:
+        yield
+    except _REFUSALS as error:
+        await context.abort(error.status, str(error))
+    except Exception:
+        _logger.exception("a request failed")
+        await context.abort(grpc.StatusCode.INTERNAL, "the server failed while it computed; its log says why")
 
 
 class BlocksService(BlocksServicer):
     """Serves one engine. Requests are refused before memory is taken for them; none can end the server."""
 
-    def __init__(
-        self,
-        engine: Engine,
-        scheduler: Scheduler,
-        budget: CacheBudget,
-        rules: Rules,
-        record: Callable[[], pb.ServerRecord],
-        idle_timeout_s: float,
-    ) -> None:
-        self._engine = engine
-        self._scheduler = scheduler
-        self._budget = budget
-        self._rules = rules
+    def __init__(self, host: Host, record: Callable[[], pb.ServerRecord], idle_timeout_s: float) -> None:
+        self._host = host
+        self._rules = host.rules
         self._record = record
         self._idle_timeout_s = idle_timeout_s
 
-    @_errors_as_status
-    async def Session(
-        self, requests: AsyncIterator[pb.SessionRequest], context: grpc.aio.ServicerContext
-    ) -> AsyncIterator[pb.SessionReply]:
-        stream = SessionStream(self._engine, self._scheduler, self._budget, self._rules)
-        try:
-            while (request := await self._next(requests)) is not None and request.WhichOneof("kind") != "close":
-                for reply in await stream.handle(request):
-                    yield reply
-        finally:
-            stream.release()
+    async def Session(self, requests: AsyncIterator[pb.SessionRequest], context: grpc.aio.ServicerContext) -> None:
+        writing = asyncio.Lock()  # an output's parts stay together
 
-    @_errors_as_status
+        async def reply(replies: list[pb.SessionReply]) -> None:
+            async with writing:
+                for message in replies:
+                    await context.write(message)
+
+        async with _errors_as_status(context):
+            request = await self._next(requests)
+            if request is None:
+                return
+            if request.WhichOneof("kind") != "open":
+                raise SessionLost("this server does not know the session: it must be opened first")
+            hosted = await self._host.open(request.open, _client_of(context), reply)
+            try:
+                await self._serve(hosted, requests)
+            finally:
+                await asyncio.shield(hosted.close())
+
+    async def Push(self, requests: AsyncIterator[pb.PushRequest], context: grpc.aio.ServicerContext) -> None:
+        async with _errors_as_status(context):
+            request = await self._first(requests, "session_key")
+            hosted = self._host.find(request.session_key)
+            reader = StepReader(hosted)
+            async for request in requests:
+                kind = request.WhichOneof("kind")
+                if kind == "step":
+                    number = request.step.number
+                    await reader.start(request.step)
+                elif kind == "more":
+                    await reader.more(request.more)
+                else:
+                    raise RequestRejected("a request of unknown kind")
+                if not reader.is_reading:
+                    await context.write(pb.PushReply(number=number))
+
+    async def _serve(self, hosted: HostedSession, requests: AsyncIterator[pb.SessionRequest]) -> None:
+        """Until the client closes the session, its stream ends, or nothing has come for too long."""
+        reading = asyncio.ensure_future(_read(hosted, requests))
+        try:
+            while not reading.done():
+                silent_s = hosted.silent_s
+                if silent_s >= self._idle_timeout_s:
+                    raise SessionLost(f"the session was closed after {self._idle_timeout_s:g} s without a request")
+                await asyncio.wait([reading], timeout=self._idle_timeout_s - silent_s)
+            reading.result()
+        finally:
+            reading.cancel()
+
     async def Forward(
         self, requests: AsyncIterator[pb.ForwardRequest], context: grpc.aio.ServicerContext
     ) -> AsyncIterator[pb.TensorReply]:
-        request = await self._first(requests, "forward")
-        blocks = self._rules.blocks(request.forward.contract)
-        hidden = await self._collect_input(request.forward, requests)
-        inputs = self._block_input(request.forward, hidden)
-        output = await self._scheduler.run(Priority.TRAINING, partial(self._engine.forward, blocks, inputs))
-        for reply in _in_parts(output):
-            yield reply
+        async with _errors_as_status(context):
+            request = await self._first(requests, "forward")
+            blocks = self._rules.blocks(request.forward.contract)
+            hidden = await self._collect_input(request.forward, requests)
+            inputs = self._block_input(request.forward, hidden)
+            engine, scheduler = self._host.engine, self._host.scheduler
+            outputs = [
+                await scheduler.train(partial(engine.forward, blocks, rows)) for rows, _ in self._few_rows(inputs)
+            ]
+            for reply in _in_parts(torch.cat(outputs)):
+                yield reply
 
-    @_errors_as_status
     async def Backward(
         self, requests: AsyncIterator[pb.BackwardRequest], context: grpc.aio.ServicerContext
     ) -> AsyncIterator[pb.TensorReply]:
-        request = await self._first(requests, "forward")
-        blocks = self._rules.blocks(request.forward.contract)
-        hidden = await self._collect_input(request.forward, requests)
-        inputs = self._block_input(request.forward, hidden)
-        request = await self._first(requests, "grad")
-        if tuple(request.grad.shape) != tuple(hidden.shape):
-            raise RequestRejected(
-                f"gradient has shape {list(request.grad.shape)}: expected that of the hidden states, "
-                f"{list(hidden.shape)}"
-            )
-        grad = await self._collect(self._rules.hidden(request.grad), requests)
-        output = await self._scheduler.run(Priority.TRAINING, partial(self._engine.backward, blocks, inputs, grad))
-        for reply in _in_parts(output):
-            yield reply
+        async with _errors_as_status(context):
+            request = await self._first(requests, "forward")
+            blocks = self._rules.blocks(request.forward.contract)
+            hidden = await self._collect_input(request.forward, requests)
+            inputs = self._block_input(request.forward, hidden)
+            request = await self._first(requests, "grad")
+            if tuple(request.grad.shape) != tuple(hidden.shape):
+                raise RequestRejected(
+                    f"gradient has shape {list(request.grad.shape)}: expected that of the hidden states, "
+                    f"{list(hidden.shape)}"
+                )
+            grad = await self._collect(self._rules.hidden(request.grad), requests)
+            engine, scheduler = self._host.engine, self._host.scheduler
+            grads = [
+                await scheduler.train(partial(engine.backward, blocks, rows, grad[which]))
+                for rows, which in self._few_rows(inputs)
+            ]
+            for reply in _in_parts(torch.cat(grads)):
+                yield reply
 
     async def Describe(self, request: pb.DescribeRequest, context: grpc.aio.ServicerContext) -> pb.ServerRecord:
         return self._record()
@@ -130,6 +158,22 @@ class BlocksService(BlocksServicer):
             assembler.add(request.more)
         return assembler.tensor()
 
+    def _few_rows(self, inputs: BlockInput) -> Iterator[tuple[BlockInput, slice]]:
+        """The batch in pieces that hold up decoding no longer than a chunk of a prompt, and which rows they are."""
+        batch_size, num_tokens, _ = inputs.hidden.shape
+        size = max(1, self._rules.max_step_tokens // num_tokens)
+        for start in range(0, batch_size, size):
+            which = slice(start, start + size)
+            mask, positions = inputs.attention_mask, inputs.position_ids
+            yield (
+                BlockInput(
+                    inputs.hidden[which],
+                    None if mask is None else mask[which],
+                    positions if positions is None or len(positions) == 1 else positions[which],
+                ),
+                which,
+            )
+
     def _block_input(self, forward: pb.Forward, hidden: torch.Tensor) -> BlockInput:
         batch_size, num_tokens, _ = hidden.shape
         mask = positions = None
@@ -140,118 +184,25 @@ class BlocksService(BlocksServicer):
         return BlockInput(hidden, mask, positions)
 
 
-class SessionStream:
-    """One session's state on the wire. Refused requests leave the session as it was."""
-
-    def __init__(self, engine: Engine, scheduler: Scheduler, budget: CacheBudget, rules: Rules) -> None:
-        self._engine = engine
-        self._scheduler = scheduler
-        self._budget = budget
-        self._rules = rules
-        self._session: Session | None = None
-        self._lease: Lease | None = None
-        self._step: pb.Step | None = None  # whose hidden states are arriving
-        self._arriving: Assembler | None = None
-        self._refused = False  # parts of a refused step are still to come
-
-    async def handle(self, request: pb.SessionRequest) -> list[pb.SessionReply]:
-        """Raises an error that ends the session; a refusal that does not is among the replies."""
+async def _read(hosted: HostedSession, requests: AsyncIterator[pb.SessionRequest]) -> None:
+    reader = StepReader(hosted)
+    async for request in requests:
         kind = request.WhichOneof("kind")
-        if kind == "open":
-            return await self._open(request.open)
-        if self._session is None:
-            raise SessionLost("this server does not know the session: it must be opened first")
-        if kind == "more":
-            return await self._more(request.more)
-        self._refused = False
-        if self._arriving is not None:
-            raise RequestRejected("a request came before all parts of the one before it")
         if kind == "step":
-            return await self._start_step(request.step)
-        await self._change(request)
-        return []
-
-    def release(self) -> None:
-        if self._lease is not None:
-            self._lease.release()
-        self._session = self._lease = None
-
-    async def _open(self, request: pb.Open) -> list[pb.SessionReply]:
-        if self._session is not None:
+            await reader.start(request.step)
+        elif kind == "more":
+            await reader.more(request.more)
+        elif kind == "close":
+            return
+        elif kind == "open":
             raise RequestRejected("the session is open already")
-        blocks = self._rules.blocks(request.contract)
-        batch_size = self._rules.batch_size(request.batch_size)
-        self._rules.length(request.reserve_tokens)
-        self._lease = self._budget.lease(len(blocks), batch_size * request.reserve_tokens)
-        self._session = self._engine.open(blocks, batch_size)
-        return [pb.SessionReply(opened=pb.Opened(tokens_left=self._budget.tokens_left))]
-
-    async def _start_step(self, step: pb.Step) -> list[pb.SessionReply]:
-        session = self._session
-        try:
-            if step.start_position != session.length:
-                raise RequestRejected(
-                    f"a step begins at position {step.start_position}, but the session has {session.length}"
-                )
-            arriving = self._rules.hidden(step.hidden, session.batch_size)
-            num_positions = session.length + arriving.shape[1]
-            self._rules.length(num_positions)
-            self._lease.grow_to(session.batch_size * num_positions)
-        except (RequestRejected, PeerBusy) as error:
-            self._refused = True
-            return [_failure(error)]
-        self._step, self._arriving = step, arriving
-        return await self._finish_step() if arriving.complete else []
-
-    async def _more(self, part: bytes) -> list[pb.SessionReply]:
-        if self._refused:
-            return []
-        if self._arriving is None:
-            raise RequestRejected("a part of a tensor came without its beginning")
-        self._arriving.add(part)
-        return await self._finish_step() if self._arriving.complete else []
-
-    async def _finish_step(self) -> list[pb.SessionReply]:
-        session, step, hidden = self._session, self._step, self._arriving.tensor()
-        self._step = self._arriving = None
-        num_tokens = hidden.shape[1]
-        try:
-            mask = positions = None
-            if step.HasField("attention_mask"):
-                mask = self._rules.mask(step.attention_mask, session.batch_size, session.length + num_tokens)
-            if step.HasField("position_ids"):
-                positions = self._rules.positions(step.position_ids, session.batch_size, num_tokens)
-            priority = Priority.DECODE if num_tokens == 1 else Priority.PREFILL
-            inputs = BlockInput(hidden, mask, positions)
-            output = await self._scheduler.run(priority, partial(self._engine.step, session, inputs))
-        except (RequestRejected, PeerBusy) as error:
-            return [_failure(error)]
-        wire, parts = encode(output)
-        return [pb.SessionReply(output=wire), *(pb.SessionReply(more=part) for part in parts)]
-
-    async def _change(self, request: pb.SessionRequest) -> None:
-        session, kind = self._session, request.WhichOneof("kind")
-        if kind == "reorder":
-            indices = torch.tensor(request.reorder.indices, dtype=torch.long)
-            self._rules.batch_size(len(indices))
-            if int(indices.max()) >= session.batch_size:
-                raise RequestRejected(
-                    f"reordering takes row {int(indices.max())} of a session that has {session.batch_size} rows"
-                )
-            self._lease.grow_to(len(indices) * session.length)
-            await self._scheduler.run(Priority.DECODE, partial(self._engine.reorder, session, indices))
-        elif kind == "crop":
-            if request.crop.length > session.length:
-                raise RequestRejected(f"cannot crop {session.length} positions to {request.crop.length}")
-            await self._scheduler.run(Priority.DECODE, partial(self._engine.crop, session, request.crop.length))
-        elif kind == "record_past":
-            await self._scheduler.run(Priority.DECODE, partial(self._engine.record_past, session))
         else:
             raise RequestRejected("a request of unknown kind")
 
 
-def _failure(error: RequestRejected | PeerBusy) -> pb.SessionReply:
-    return pb.SessionReply(failure=pb.Failure(status=error.status.value[0], message=str(error)))
+def _client_of(context: grpc.aio.ServicerContext) -> str:
+    """Whose memory a session is: the address without its port."""
+    return context.peer().rpartition(":")[0]
 
 
 def _in_parts(tensor: torch.Tensor) -> list[pb.TensorReply]:

@@ -25,6 +25,7 @@ class Rules:
     hidden_size: int
     max_positions: int | None  # None: the model has no limit
     max_tensor_bytes: int = MAX_TENSOR_BYTES
+    max_step_tokens: int = 1 << 31  # rows × positions of one step of more than one position
 
     def blocks(self, contract: pb.Contract) -> Span:
         """The span asked for.
@@ -52,6 +53,7 @@ class Rules:
         return blocks
 
     def batch_size(self, batch_size: int) -> int:
+        """Raises RequestRejected if it is out of range."""
         if not 1 <= batch_size <= MAX_BATCH_SIZE:
             raise RequestRejected(f"batch size {batch_size} is out of range: expected 1 to {MAX_BATCH_SIZE}")
         return batch_size
@@ -72,6 +74,14 @@ class Rules:
         if len(wire.shape) == 3:
             self.length(past + wire.shape[1])
         return self.hidden(wire, batch_size)
+
+    def step_tokens(self, batch_size: int, num_tokens: int) -> None:
+        """No step may hold up the others for long."""
+        if num_tokens > max(1, self.max_step_tokens // batch_size):
+            raise RequestRejected(
+                f"a step of {batch_size} × {num_tokens} positions is too long: expected at most "
+                f"{self.max_step_tokens} in all; send it in several steps"
+            )
 
     def positions(self, wire: pb.Tensor, batch_size: int, num_tokens: int) -> torch.Tensor:
         """int64 [batch or 1, num_tokens]."""

@@ -81,46 +81,72 @@ class Contract(_message.Message):
     def __init__(self, wire_version: _Optional[int] = ..., model: _Optional[str] = ..., revision: _Optional[str] = ..., blocks: _Optional[_Union[Span, _Mapping]] = ...) -> None: ...
 
 class SessionRequest(_message.Message):
-    __slots__ = ("open", "step", "more", "reorder", "crop", "record_past", "close")
+    __slots__ = ("open", "step", "more", "close")
     OPEN_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     MORE_FIELD_NUMBER: _ClassVar[int]
-    REORDER_FIELD_NUMBER: _ClassVar[int]
-    CROP_FIELD_NUMBER: _ClassVar[int]
-    RECORD_PAST_FIELD_NUMBER: _ClassVar[int]
     CLOSE_FIELD_NUMBER: _ClassVar[int]
     open: Open
     step: Step
     more: bytes
-    reorder: Reorder
-    crop: Crop
-    record_past: RecordPast
     close: Close
-    def __init__(self, open: _Optional[_Union[Open, _Mapping]] = ..., step: _Optional[_Union[Step, _Mapping]] = ..., more: _Optional[bytes] = ..., reorder: _Optional[_Union[Reorder, _Mapping]] = ..., crop: _Optional[_Union[Crop, _Mapping]] = ..., record_past: _Optional[_Union[RecordPast, _Mapping]] = ..., close: _Optional[_Union[Close, _Mapping]] = ...) -> None: ...
+    def __init__(self, open: _Optional[_Union[Open, _Mapping]] = ..., step: _Optional[_Union[Step, _Mapping]] = ..., more: _Optional[bytes] = ..., close: _Optional[_Union[Close, _Mapping]] = ...) -> None: ...
 
 class Open(_message.Message):
-    __slots__ = ("contract", "session_id", "batch_size", "reserve_tokens")
+    __slots__ = ("contract", "session_key", "batch_size", "reserve_tokens", "next", "codec")
     CONTRACT_FIELD_NUMBER: _ClassVar[int]
-    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    SESSION_KEY_FIELD_NUMBER: _ClassVar[int]
     BATCH_SIZE_FIELD_NUMBER: _ClassVar[int]
     RESERVE_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NEXT_FIELD_NUMBER: _ClassVar[int]
+    CODEC_FIELD_NUMBER: _ClassVar[int]
     contract: Contract
-    session_id: str
+    session_key: bytes
     batch_size: int
     reserve_tokens: int
-    def __init__(self, contract: _Optional[_Union[Contract, _Mapping]] = ..., session_id: _Optional[str] = ..., batch_size: _Optional[int] = ..., reserve_tokens: _Optional[int] = ...) -> None: ...
+    next: NextHop
+    codec: Codec
+    def __init__(self, contract: _Optional[_Union[Contract, _Mapping]] = ..., session_key: _Optional[bytes] = ..., batch_size: _Optional[int] = ..., reserve_tokens: _Optional[int] = ..., next: _Optional[_Union[NextHop, _Mapping]] = ..., codec: _Optional[_Union[Codec, str]] = ...) -> None: ...
+
+class NextHop(_message.Message):
+    __slots__ = ("peer_id", "addresses", "tls_fingerprint", "session_key")
+    PEER_ID_FIELD_NUMBER: _ClassVar[int]
+    ADDRESSES_FIELD_NUMBER: _ClassVar[int]
+    TLS_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    SESSION_KEY_FIELD_NUMBER: _ClassVar[int]
+    peer_id: str
+    addresses: _containers.RepeatedScalarFieldContainer[str]
+    tls_fingerprint: bytes
+    session_key: bytes
+    def __init__(self, peer_id: _Optional[str] = ..., addresses: _Optional[_Iterable[str]] = ..., tls_fingerprint: _Optional[bytes] = ..., session_key: _Optional[bytes] = ...) -> None: ...
 
 class Step(_message.Message):
-    __slots__ = ("start_position", "hidden", "attention_mask", "position_ids")
+    __slots__ = ("number", "changes", "start_position", "hidden", "attention_mask", "position_ids", "outputs_wanted")
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    CHANGES_FIELD_NUMBER: _ClassVar[int]
     START_POSITION_FIELD_NUMBER: _ClassVar[int]
     HIDDEN_FIELD_NUMBER: _ClassVar[int]
     ATTENTION_MASK_FIELD_NUMBER: _ClassVar[int]
     POSITION_IDS_FIELD_NUMBER: _ClassVar[int]
+    OUTPUTS_WANTED_FIELD_NUMBER: _ClassVar[int]
+    number: int
+    changes: _containers.RepeatedCompositeFieldContainer[Change]
     start_position: int
     hidden: Tensor
     attention_mask: AttentionMask
     position_ids: Tensor
-    def __init__(self, start_position: _Optional[int] = ..., hidden: _Optional[_Union[Tensor, _Mapping]] = ..., attention_mask: _Optional[_Union[AttentionMask, _Mapping]] = ..., position_ids: _Optional[_Union[Tensor, _Mapping]] = ...) -> None: ...
+    outputs_wanted: int
+    def __init__(self, number: _Optional[int] = ..., changes: _Optional[_Iterable[_Union[Change, _Mapping]]] = ..., start_position: _Optional[int] = ..., hidden: _Optional[_Union[Tensor, _Mapping]] = ..., attention_mask: _Optional[_Union[AttentionMask, _Mapping]] = ..., position_ids: _Optional[_Union[Tensor, _Mapping]] = ..., outputs_wanted: _Optional[int] = ...) -> None: ...
+
+class Change(_message.Message):
+    __slots__ = ("reorder", "crop", "record_past")
+    REORDER_FIELD_NUMBER: _ClassVar[int]
+    CROP_FIELD_NUMBER: _ClassVar[int]
+    RECORD_PAST_FIELD_NUMBER: _ClassVar[int]
+    reorder: Reorder
+    crop: Crop
+    record_past: RecordPast
+    def __init__(self, reorder: _Optional[_Union[Reorder, _Mapping]] = ..., crop: _Optional[_Union[Crop, _Mapping]] = ..., record_past: _Optional[_Union[RecordPast, _Mapping]] = ...) -> None: ...
 
 class Reorder(_message.Message):
     __slots__ = ("indices",)
@@ -149,24 +175,54 @@ class SessionReply(_message.Message):
     MORE_FIELD_NUMBER: _ClassVar[int]
     FAILURE_FIELD_NUMBER: _ClassVar[int]
     opened: Opened
-    output: Tensor
+    output: Output
     more: bytes
     failure: Failure
-    def __init__(self, opened: _Optional[_Union[Opened, _Mapping]] = ..., output: _Optional[_Union[Tensor, _Mapping]] = ..., more: _Optional[bytes] = ..., failure: _Optional[_Union[Failure, _Mapping]] = ...) -> None: ...
+    def __init__(self, opened: _Optional[_Union[Opened, _Mapping]] = ..., output: _Optional[_Union[Output, _Mapping]] = ..., more: _Optional[bytes] = ..., failure: _Optional[_Union[Failure, _Mapping]] = ...) -> None: ...
 
 class Opened(_message.Message):
-    __slots__ = ("tokens_left",)
+    __slots__ = ("tokens_left", "max_step_tokens")
     TOKENS_LEFT_FIELD_NUMBER: _ClassVar[int]
+    MAX_STEP_TOKENS_FIELD_NUMBER: _ClassVar[int]
     tokens_left: int
-    def __init__(self, tokens_left: _Optional[int] = ...) -> None: ...
+    max_step_tokens: int
+    def __init__(self, tokens_left: _Optional[int] = ..., max_step_tokens: _Optional[int] = ...) -> None: ...
+
+class Output(_message.Message):
+    __slots__ = ("number", "hidden", "relay")
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    HIDDEN_FIELD_NUMBER: _ClassVar[int]
+    RELAY_FIELD_NUMBER: _ClassVar[int]
+    number: int
+    hidden: Tensor
+    relay: bool
+    def __init__(self, number: _Optional[int] = ..., hidden: _Optional[_Union[Tensor, _Mapping]] = ..., relay: bool = ...) -> None: ...
 
 class Failure(_message.Message):
-    __slots__ = ("status", "message")
+    __slots__ = ("status", "message", "number")
     STATUS_FIELD_NUMBER: _ClassVar[int]
     MESSAGE_FIELD_NUMBER: _ClassVar[int]
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
     status: int
     message: str
-    def __init__(self, status: _Optional[int] = ..., message: _Optional[str] = ...) -> None: ...
+    number: int
+    def __init__(self, status: _Optional[int] = ..., message: _Optional[str] = ..., number: _Optional[int] = ...) -> None: ...
+
+class PushRequest(_message.Message):
+    __slots__ = ("session_key", "step", "more")
+    SESSION_KEY_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    MORE_FIELD_NUMBER: _ClassVar[int]
+    session_key: bytes
+    step: Step
+    more: bytes
+    def __init__(self, session_key: _Optional[bytes] = ..., step: _Optional[_Union[Step, _Mapping]] = ..., more: _Optional[bytes] = ...) -> None: ...
+
+class PushReply(_message.Message):
+    __slots__ = ("number",)
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    number: int
+    def __init__(self, number: _Optional[int] = ...) -> None: ...
 
 class ForwardRequest(_message.Message):
     __slots__ = ("forward", "more")

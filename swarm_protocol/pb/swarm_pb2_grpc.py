@@ -39,6 +39,11 @@ class BlocksStub(object):
                 request_serializer=swarm__protocol_dot_pb_dot_swarm__pb2.SessionRequest.SerializeToString,
                 response_deserializer=swarm__protocol_dot_pb_dot_swarm__pb2.SessionReply.FromString,
                 _registered_method=True)
+        self.Push = channel.stream_stream(
+                '/swarm.v1.Blocks/Push',
+                request_serializer=swarm__protocol_dot_pb_dot_swarm__pb2.PushRequest.SerializeToString,
+                response_deserializer=swarm__protocol_dot_pb_dot_swarm__pb2.PushReply.FromString,
+                _registered_method=True)
         self.Forward = channel.stream_stream(
                 '/swarm.v1.Blocks/Forward',
                 request_serializer=swarm__protocol_dot_pb_dot_swarm__pb2.ForwardRequest.SerializeToString,
@@ -61,6 +66,13 @@ class BlocksServicer(object):
 
     def Session(self, request_iterator, context):
         """One generation. The session lives as long as the stream; its keys and values are freed when the stream ends.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Push(self, request_iterator, context):
+        """Steps of one session from the server that computes the blocks before; see Open.next.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -94,6 +106,11 @@ def add_BlocksServicer_to_server(servicer, server):
                     servicer.Session,
                     request_deserializer=swarm__protocol_dot_pb_dot_swarm__pb2.SessionRequest.FromString,
                     response_serializer=swarm__protocol_dot_pb_dot_swarm__pb2.SessionReply.SerializeToString,
+            ),
+            'Push': grpc.stream_stream_rpc_method_handler(
+                    servicer.Push,
+                    request_deserializer=swarm__protocol_dot_pb_dot_swarm__pb2.PushRequest.FromString,
+                    response_serializer=swarm__protocol_dot_pb_dot_swarm__pb2.PushReply.SerializeToString,
             ),
             'Forward': grpc.stream_stream_rpc_method_handler(
                     servicer.Forward,
@@ -138,6 +155,33 @@ class Blocks(object):
             '/swarm.v1.Blocks/Session',
             swarm__protocol_dot_pb_dot_swarm__pb2.SessionRequest.SerializeToString,
             swarm__protocol_dot_pb_dot_swarm__pb2.SessionReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Push(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(
+            request_iterator,
+            target,
+            '/swarm.v1.Blocks/Push',
+            swarm__protocol_dot_pb_dot_swarm__pb2.PushRequest.SerializeToString,
+            swarm__protocol_dot_pb_dot_swarm__pb2.PushReply.FromString,
             options,
             channel_credentials,
             insecure,

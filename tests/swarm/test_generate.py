@@ -86,9 +86,9 @@ def steps(monkeypatch) -> list[int]:
     counts: list[int] = []
     step = RemoteSession.step
 
-    def counted(session: RemoteSession, inputs) -> torch.Tensor:
+    def counted(session: RemoteSession, inputs, *args) -> torch.Tensor:
         counts.append(inputs.hidden.shape[1])
-        return step(session, inputs)
+        return step(session, inputs, *args)
 
     monkeypatch.setattr(RemoteSession, "step", counted)
     return counts
