@@ -18,6 +18,8 @@ from torch.autograd.function import once_differentiable
 TILE = 256  # rows of a weight, or of the input, that are expanded to fp32 at a time
 TINY = 1e-30  # scale of output channels of zeros
 
+# Tensors are made with their dtype: torch's default is process-wide, and another one while transformers loads a model.
+
 
 def quantize_rows(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Symmetric int8 per output channel: ``weight ≈ q * scale[:, None]``, rounding to the nearest.
@@ -26,7 +28,7 @@ def quantize_rows(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     ``TILE`` rows in fp32.
     """
     q = torch.empty(weight.shape, dtype=torch.int8)
-    scale = torch.empty(weight.shape[0])
+    scale = torch.empty(weight.shape[0], dtype=torch.float32)
     for q_tile, scale_tile, tile in zip(q.split(TILE), scale.split(TILE), weight.split(TILE), strict=True):
         tile = tile.float()
         torch.div(tile.abs().amax(1), 127, out=scale_tile).clamp_(min=TINY)
@@ -59,14 +61,14 @@ class Int8Weight(ABC):
 
     def matmul_grad(self, grad: torch.Tensor) -> torch.Tensor:
         """grad: [rows, out] fp32 -> gradient of ``matmul`` with respect to x, ``(grad * scale) @ q``: [rows, in]."""
-        total = torch.zeros(len(grad), self.shape[1])
+        total = torch.zeros(len(grad), self.shape[1], dtype=torch.float32)
         for channels, q, scale in self.tiles():
             total.addmm_(grad[:, channels] * scale, q.float())
         return total
 
     def dequantize(self) -> torch.Tensor:
         """The weight the products are computed with: [out, in] fp32, a new tensor."""
-        weight = torch.empty(self.shape)
+        weight = torch.empty(self.shape, dtype=torch.float32)
         for channels, q, scale in self.tiles():
             torch.mul(q, scale[:, None], out=weight[channels])
         return weight
@@ -83,7 +85,7 @@ class FbgemmWeight(Int8Weight):
     # digits -64 … 64 are passed as 0 … 128: fbgemm on AVX2 adds pairs of products in 16 bits, and 2 * 128 * 127 < 2**15
     ZERO_POINT, BASE = 64, 128
     # tensors, because torch takes microseconds to make one of a number; powers of two, so multiplying by them is exact
-    PER_BASE, PER_LEVEL = torch.tensor([1 / 128, 1 / (64 * 128)], device="cpu")
+    PER_BASE, PER_LEVEL = torch.tensor([1 / 128, 1 / (64 * 128)], dtype=torch.float32)
     BLOCK = 512  # fbgemm pads in_features to a multiple of this on AVX2 (half of it on AVX-512)
 
     @classmethod
@@ -120,9 +122,9 @@ class FbgemmWeight(Int8Weight):
     def matmul(self, x: torch.Tensor) -> torch.Tensor:
         if len(x) > TILE:
             return torch.cat([self.matmul(tile) for tile in x.split(TILE)])
-        digits = torch.empty(2, *x.shape)
+        digits = torch.empty(2, *x.shape, dtype=torch.float32)
         hi, lo = digits[0], digits[1]
-        unit = torch.abs(x, out=hi).amax(1, True).mul_(self.PER_LEVEL)  # vector_norm is 10 × slower
+        unit = torch.abs(x, out=hi).amax(1, True).mul_(self.PER_LEVEL)  # vector_norm takes 10 × as long
         torch.div(x, unit, out=lo).round_()
         torch.mul(lo, self.PER_BASE, out=hi).round_()
         lo.sub_(hi, alpha=self.BASE)
@@ -169,7 +171,7 @@ class PlainWeight(Int8Weight):
     def matmul(self, x: torch.Tensor) -> torch.Tensor:
         if self._has_few_rows_kernel and 0 < len(x) <= self.FEW_ROWS:
             return torch._weight_int8pack_mm(x.bfloat16(), self._q, self._ones).float().mul_(self._scale)
-        product = torch.empty(len(x), self.shape[0])
+        product = torch.empty(len(x), self.shape[0], dtype=torch.float32)
         for channels, q, scale in self.tiles():
             torch.mul(x @ q.float().T, scale, out=product[:, channels])
         return product

@@ -163,6 +163,29 @@ def test_any_leading_shape_and_float_dtype(implementation, dtype, leading):
 
 
 @all_implementations
+@pytest.mark.parametrize("rows", [2, 40])
+def test_default_dtype_does_not_matter(implementation, rows):
+    # transformers changes it, process-wide, while it loads a model
+    weight, x, grad = torch.randn(48, 64), torch.randn(rows, 64), torch.randn(rows, 48)
+
+    def results() -> list[torch.Tensor]:
+        linear, leaf = Int8Linear.from_float(weight, implementation=implementation), x.clone().requires_grad_()
+        y = linear(leaf)
+        y.backward(grad)
+        return [y, leaf.grad, linear.weight]
+
+    expected = results()
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        changed = results()
+    finally:
+        torch.set_default_dtype(default)
+    for one, other in zip(expected, changed, strict=True):
+        assert one.dtype == other.dtype == torch.float32 and torch.equal(one, other)
+
+
+@all_implementations
 @pytest.mark.parametrize("shape", [(300, 64), (37, 61)])
 @pytest.mark.parametrize("leading", [(1,), (2, 15)])
 def test_backward_is_the_product_with_the_dequantised_weight(implementation, shape, leading):
