@@ -42,6 +42,9 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     generate.add_argument("--seed", type=int, help="makes sampling repeatable")
     generate.add_argument("--num-beams", type=int, default=1, metavar="N")
     generate.add_argument(
+        "--head-quant", default=ClientConfig.head_quant, metavar="none|int8", help="of the head that makes logits"
+    )
+    generate.add_argument(
         "--wait", type=float, default=ClientConfig.wait_timeout_s, metavar="SECONDS", help="for blocks nobody serves"
     )
 
@@ -80,6 +83,7 @@ def run_generate(args: argparse.Namespace) -> None:
         swarm=checked_name(args.swarm),
         revision=args.revision,
         wait_timeout_s=args.wait,
+        head_quant=args.head_quant,
     )
     with model:
         tokenizer = load_tokenizer(args.model, args.revision)

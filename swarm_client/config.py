@@ -16,13 +16,15 @@ class ClientConfig:
     wait_timeout_s: float = 30.0  # for servers that hold every block
     step_timeout_s: float = 120.0  # for one server's answer
     compression: str = "none"  # of hidden states that leave the client: none or int8
+    head_quant: str = "none"  # of the head that makes logits: none or int8
     view_max_age_s: float = 10.0
 
     def __post_init__(self) -> None:
         if isinstance(self.initial_peers, str):
             raise ValueError("initial_peers is a string: expected a list of multiaddrs")
-        if self.compression not in ("none", "int8"):
-            raise ValueError(f"compression {self.compression!r} is unknown: expected none or int8")
+        for name in ("compression", "head_quant"):
+            if getattr(self, name) not in ("none", "int8"):
+                raise ValueError(f"{name} {getattr(self, name)!r} is unknown: expected none or int8")
         for name in ("wait_timeout_s", "step_timeout_s"):
             if not getattr(self, name) >= 0:
                 raise ValueError(f"{name} is {getattr(self, name)}: expected a number of seconds")

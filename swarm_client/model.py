@@ -23,6 +23,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from swarm_client import background
 from swarm_client.cache import RemoteCache, session_of
 from swarm_client.config import ClientConfig
+from swarm_client.head import check_head_quant, float_head, quantize_head_
 from swarm_client.remote_blocks import RemoteBlocks, RemoteSpan
 from swarm_client.swarm import Swarm
 from swarm_protocol.checkpoint import Checkpoint
@@ -68,6 +69,7 @@ class _Distributed:
         wait_timeout_s: float = ClientConfig.wait_timeout_s,
         step_timeout_s: float = ClientConfig.step_timeout_s,
         compression: str = ClientConfig.compression,
+        head_quant: str = ClientConfig.head_quant,
         **config_overrides: Any,
     ) -> PreTrainedModel:
         """Loads embeddings, norms and head; the blocks are computed by the swarm.
@@ -81,6 +83,8 @@ class _Distributed:
             wait_timeout_s: how long to wait for servers that hold every block before ``NoRoute``.
             step_timeout_s: how long to wait for one server's answer.
             compression: of hidden states on their way to the servers: "none" or "int8".
+            head_quant: of the head that turns hidden states into logits: "none", or "int8" (on the CPU), which is
+                faster and smaller, and frozen. A classifier's head stays as it is.
             config_overrides: fields of the model's config, such as ``num_labels=3``.
 
         Returns:
@@ -97,12 +101,17 @@ class _Distributed:
             wait_timeout_s=wait_timeout_s,
             step_timeout_s=step_timeout_s,
             compression=compression,
+            head_quant=head_quant,
         )
+        device = torch.device(device)
+        check_head_quant(head_quant, device)
         checkpoint = Checkpoint.open(locate(name_or_path), revision)
         connection = Swarm(config, checkpoint)
         background.run(connection.connect())
         try:
-            model = load_client(checkpoint, cls._auto_class, dtype, torch.device(device), config_overrides)
+            model = load_client(checkpoint, cls._auto_class, dtype, device, config_overrides)
+            if head_quant == "int8":
+                quantize_head_(model)
         except BaseException:
             background.run(connection.close())
             raise
@@ -154,6 +163,20 @@ class RemoteModelMixin:
             if isinstance(streamer, Iterable | AsyncIterable):
                 streamer.end()
             raise
+
+    # The stock methods, to which a head in int8 shows itself as the float head it replaced.
+
+    def tie_weights(self, *args: Any, **kwargs: Any) -> None:
+        with float_head(self):
+            super().tie_weights(*args, **kwargs)
+
+    def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> nn.Embedding:
+        with float_head(self):
+            return super().resize_token_embeddings(*args, **kwargs)
+
+    def save_pretrained(self, *args: Any, **kwargs: Any) -> Any:
+        with float_head(self):
+            return super().save_pretrained(*args, **kwargs)
 
     def _prepare_cache_for_generation(
         self, generation_config, model_kwargs, generation_mode, batch_size, max_cache_length

@@ -124,7 +124,7 @@ class FbgemmWeight(Int8Weight):
             return torch.cat([self.matmul(tile) for tile in x.split(TILE)])
         digits = torch.empty(2, *x.shape, dtype=torch.float32)
         hi, lo = digits[0], digits[1]
-        unit = torch.abs(x, out=hi).amax(1, True).mul_(self.PER_LEVEL)  # vector_norm takes 10 × as long
+        unit = torch.abs(x, out=hi).amax(1, True).mul_(self.PER_LEVEL)  # vector_norm takes 20 × as long
         torch.div(x, unit, out=lo).round_()
         torch.mul(lo, self.PER_BASE, out=hi).round_()
         lo.sub_(hi, alpha=self.BASE)
