@@ -8,17 +8,18 @@ import re
 from collections.abc import Sequence
 from contextlib import ExitStack
 
-from hivemind.dht.crypto import RSASignatureValidator
-from hivemind.dht.node import DHTNode
-from hivemind.dht.protocol import DHTProtocol
-from hivemind.dht.validation import DHTRecord
-from hivemind.p2p import P2P
-from hivemind.p2p.p2p_daemon_bindings.control import P2PDaemonError
-from hivemind.utils.multiaddr import Multiaddr
-from hivemind.utils.serializer import MSGPackSerializer
-from hivemind.utils.timed_storage import get_dht_time
-
 from swarm_protocol.errors import NoSwarm
+from swarm_protocol.hivemind_parts import (
+    P2P,
+    DHTNode,
+    DHTProtocol,
+    DHTRecord,
+    MSGPackSerializer,
+    Multiaddr,
+    P2PDaemonError,
+    RSASignatureValidator,
+    get_dht_time,
+)
 from swarm_protocol.identity import Identity, peer_id_of
 from swarm_protocol.records import LIFETIME_S, ServerRecord, ServerState, SwarmView, models_key, servers_key
 

@@ -21,11 +21,14 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 from google.protobuf.message import DecodeError
-from hivemind.p2p.p2p_daemon_bindings.datastructures import PeerID
-from hivemind.proto import crypto_pb2
-from hivemind.utils.crypto import RSAPrivateKey, RSAPublicKey
 
 from swarm_protocol.errors import BadReply, PeerUnavailable
+from swarm_protocol.hivemind_parts import (
+    PeerID,
+    RSAPrivateKey,
+    RSAPublicKey,
+    crypto_pb2,
+)
 
 # The name in every peer's certificate. Trust comes from the fingerprint in the signed record, not from this name.
 _TLS_NAME = "swarm"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Container, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -56,11 +56,13 @@ def load_shell(
     config: PreTrainedConfig,
     *,
     hosted: Container[int] = (),
-    tensors: Mapping[str, Any] | None = None,
+    tensors: dict[str, Any] | None = None,
     dtype: torch.dtype = torch.float32,
     prepare: Callable[[nn.Module], None] | None = None,
 ) -> tuple[PreTrainedModel, dict[str, Any]]:
     """Builds a shell on the CPU and loads ``tensors`` into it through the stock loader.
+
+    ``prepare`` may take some out of ``tensors``.
 
     Returns the shell and transformers' loading info (missing, unexpected and mismatched keys).
     """
@@ -68,7 +70,7 @@ def load_shell(
         return shell_class(family, hosted, prepare).from_pretrained(
             None,
             config=config,
-            state_dict=dict(tensors or {}),
+            state_dict={} if tensors is None else tensors,
             dtype=dtype,
             ignore_mismatched_sizes=True,  # reported, and refused with a sentence by the caller
             output_loading_info=True,

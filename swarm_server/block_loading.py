@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import nn
@@ -16,26 +16,37 @@ from swarm_protocol.shell import load_shell
 NARROW = {torch.bfloat16, torch.float16}
 
 
-def load_block(checkpoint: Checkpoint, index: int, dtype: torch.dtype) -> nn.Module:
+def load_block(
+    checkpoint: Checkpoint, index: int, dtype: torch.dtype, replace: Callable[[nn.Linear], nn.Module] | None = None
+) -> nn.Module:
     """Block ``index`` on the CPU, as transformers itself would have loaded it within the whole model.
+
+    ``replace`` is given linear layers one by one, as they are read, and returns what shall stand in their place; so
+    they are never all in memory. Layers whose weights transformers renames or fuses are not among them.
 
     Raises:
         CheckpointError: if a tensor is missing, damaged or of the wrong shape.
     """
     family = checkpoint.family
     tensors = checkpoint.block_tensors(index)
-    stored = {family.name_in_block(name): tensor.dtype for name, tensor in tensors.items()}
+    stored = {family.name_in_block(name): tensor for name, tensor in tensors.items()}
+    late: dict[str, nn.Linear] = {}
+
+    def prepare(block: nn.Module) -> None:
+        if replace is not None and not _keeps_own_dtypes(family.base_class, dtype):
+            late.update(_take_out_linears(block, stored))
+            for tensor in [tensor for name in late for tensor in _tensors_of(name, stored).values()]:
+                del tensors[tensor.name]
+        if dtype == torch.float32:
+            _keep_as_stored(block, {name: tensor.dtype for name, tensor in stored.items()})
+
+    everything = dict(tensors)
     try:
         shell, info = load_shell(
-            family,
-            checkpoint.config,
-            hosted=(index,),
-            tensors=tensors,
-            dtype=dtype,
-            prepare=(lambda block: _keep_as_stored(block, stored)) if dtype == torch.float32 else None,
+            family, checkpoint.config, hosted=(index,), tensors=tensors, dtype=dtype, prepare=prepare
         )
     except RuntimeError as error:  # transformers could not fuse tensors; it only logs which
-        problem = _odd_one_out(tensors)
+        problem = _odd_one_out(everything)
         if problem is None:
             raise
         raise CheckpointError(f"{checkpoint.location} {problem}") from error
@@ -45,7 +56,36 @@ def load_block(checkpoint: Checkpoint, index: int, dtype: torch.dtype) -> nn.Mod
         for parameter in block.parameters():
             if parameter.dtype in NARROW:
                 parameter.data = parameter.data.float()
+    for name in list(late):
+        for kind, tensor in _tensors_of(name, stored).items():
+            setattr(late[name], kind, nn.Parameter(tensor.read().to(dtype), requires_grad=False))
+        block.set_submodule(name, replace(late.pop(name)))
     return block
+
+
+def _keeps_own_dtypes(base_class: type, dtype: torch.dtype) -> bool:
+    """Whether transformers loads some weights in another dtype than the one asked for."""
+    kept = ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict")
+    return dtype != torch.float32 and any(getattr(base_class, name, None) for name in kept)
+
+
+def _tensors_of(name: str, stored: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
+    kinds = ("weight", "bias")
+    return {kind: stored[f"{name}.{kind}"] for kind in kinds if f"{name}.{kind}" in stored}
+
+
+def _take_out_linears(block: nn.Module, stored: Mapping[str, StoredTensor]) -> dict[str, nn.Linear]:
+    """Linear layers that are stored under their own names, by name; placeholders without weights stand for them."""
+    linears = {}
+    if any(hasattr(part, "experts") for part in block.modules()):
+        return linears  # next to experts, what a layer is for decides what may be done with it
+    for name, part in list(block.named_modules()):
+        if type(part) is nn.Linear:
+            shapes = {kind: tuple(parameter.shape) for kind, parameter in part.named_parameters()}
+            if shapes == {kind: tensor.shape for kind, tensor in _tensors_of(name, stored).items()}:
+                linears[name] = part
+                block.set_submodule(name, nn.Identity())
+    return linears
 
 
 def _keep_as_stored(block: nn.Module, stored: Mapping[str, torch.dtype]) -> None:

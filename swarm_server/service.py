@@ -57,8 +57,9 @@ class BlocksService(BlocksServicer):
                 return
             if request.WhichOneof("kind") != "open":
                 raise SessionLost("this server does not know the session: it must be opened first")
-            hosted = await self._host.open(request.open, _client_of(context), reply)
+            hosted = self._host.open(request.open, _client_of(context), reply)
             try:
+                await hosted.announce()
                 await self._serve(hosted, requests)
             finally:
                 await asyncio.shield(hosted.close())

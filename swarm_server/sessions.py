@@ -38,8 +38,8 @@ class Host:
     def __post_init__(self) -> None:
         self._sessions: dict[bytes, HostedSession] = {}
 
-    async def open(self, request: pb.Open, client: str, reply: Reply) -> HostedSession:
-        """Opens a session and tells the client how much room is left.
+    def open(self, request: pb.Open, client: str, reply: Reply) -> HostedSession:
+        """A session, which must be closed.
 
         Raises:
             PeerMoved, RequestRejected: see ``Rules``.
@@ -62,8 +62,6 @@ class Host:
         )
         hosted = HostedSession(self, request, blocks, session, reply)
         self._sessions[request.session_key] = hosted
-        opened = pb.Opened(tokens_left=self.budget.tokens_left, max_step_tokens=self.rules.max_step_tokens)
-        await reply([pb.SessionReply(opened=opened)])
         return hosted
 
     def find(self, session_key: bytes) -> HostedSession:
@@ -103,6 +101,12 @@ class HostedSession:
     def silent_s(self) -> float:
         """How long nothing has come for the session."""
         return 0.0 if self._turn.locked() else time.monotonic() - self._last_time
+
+    async def announce(self) -> None:
+        """Tells the client that the session is open."""
+        host = self._host
+        opened = pb.Opened(tokens_left=host.budget.tokens_left, max_step_tokens=host.rules.max_step_tokens)
+        await self._reply([pb.SessionReply(opened=opened)])
 
     async def step(self, request: pb.Step, hidden: torch.Tensor) -> None:
         """Computes the step and sends its outputs on, or tells the client why not."""

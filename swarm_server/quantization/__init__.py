@@ -31,7 +31,9 @@ def quantize_(
 ) -> Report:
     """Replaces every linear and fused expert weight of one block by its quantised version and moves it to ``device``.
 
-    ``module`` is on the CPU or on ``device``. Each original is freed once it is replaced, so the peak is what is
+    ``module`` is on the CPU or on ``device``; what was quantised before is passed over.
+
+    Each original is freed once it is replaced, so the peak is what is
     quantised so far plus one weight: give it one block after the other. Quantised weights are frozen, gradients flow
     to the inputs. Routers, norms and biases stay as they are.
 
@@ -87,6 +89,7 @@ class _Quantizer:
         else:
             layer = Int8Linear.from_float(weight, bias, self.int8_weight)
             size_bytes = layer.int8.size_bytes
+        layer.is_quantised = True
         self.layers.add(layer)
         self.num_params += weight.numel()
         self.size_bytes += size_bytes
@@ -109,6 +112,8 @@ def _beside_experts(block: torch.nn.Module) -> set[torch.nn.Module]:
 def _left(block: torch.nn.Module, quantised: set[torch.nn.Module]) -> Iterator[Left]:
     beside_experts = _beside_experts(block)
     for name, part in block.named_modules():
+        if getattr(part, "is_quantised", False) and part not in quantised:
+            continue  # an earlier call has reported it
         params = dict(part.named_parameters(recurse=False))
         if part in quantised:
             params.pop("weight", None)

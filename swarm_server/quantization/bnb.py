@@ -61,6 +61,9 @@ def nf4_linear(
     """
     nn = _bitsandbytes().nn
     layer = nn.Linear4bit(*_in_out(weight), bias=False, compute_dtype=compute_dtype, quant_type="nf4", device="meta")
+    # On CPUs with bfloat16 instructions it would repack the weight at the first product: that fails for widths that are
+    # no multiple of 64, and gradients could not be computed afterwards.
+    layer.support_avx512bf16_for_cpu = False
     layer.weight = nn.Params4bit(weight.detach(), requires_grad=False, quant_type="nf4", module=layer)
     layer.to(device)  # quantises
     layer.bias = _frozen(bias, device)

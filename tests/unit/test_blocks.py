@@ -283,9 +283,12 @@ def test_transform_is_called_with_the_whole_models_index(tmp_path: Path) -> None
     save_checkpoint("llama", tmp_path)
     changed = []
 
-    def transform(block: nn.Module, index: int) -> None:
-        changed.append((index, block.self_attn.layer_idx))
-        block.mlp = nn.Identity()
+    def transform(part: nn.Module, index: int) -> None:
+        if hasattr(part, "self_attn"):
+            changed.append((index, part.self_attn.layer_idx))
+            part.mlp = nn.Identity()
+        else:
+            assert isinstance(part.linear, nn.Linear)
 
     stack = load_blocks(Checkpoint.open(tmp_path), Span(3, 5), transform=transform)
     assert changed == [(3, 3), (4, 4)]
