@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 from collections.abc import Iterable
 
@@ -10,13 +11,16 @@ import pytest
 import torch
 
 from swarm_client.routing import Hop
-from swarm_client.transport import Context, HopSession, WireTensor
+from swarm_client.transport import Answer, HopSession, Inbox, Trouble, WireTensor
 from swarm_protocol.errors import BadReply, PeerBusy, PeerError, PeerUnavailable, RequestRejected
 from swarm_protocol.pb import swarm_pb2 as pb
 from swarm_protocol.span import Span
-from tests.unit.support import run, server_record
+from tests.unit.support import run, server_record, until
 
 HIDDEN = torch.randn(1, 2, 4)
+LARGE = torch.randn(1, 3, 2**18)  # travels in two further parts
+OPENED = pb.SessionReply(opened=pb.Opened(tokens_left=100, max_step_tokens=64))
+NUMBER = 7  # of the hop
 
 
 class FakeCall:
@@ -24,6 +28,7 @@ class FakeCall:
 
     def __init__(self, replies: Iterable[pb.SessionReply], code: grpc.StatusCode = grpc.StatusCode.OK) -> None:
         self.written: list[pb.SessionRequest] = []
+        self.cancelled = False
         self._replies = iter(replies)
         self._code = code
 
@@ -39,40 +44,146 @@ class FakeCall:
     async def details(self) -> str:
         return "details"
 
+    async def done_writing(self) -> None:
+        pass
 
-def step(call: FakeCall, hidden: torch.Tensor = HIDDEN) -> WireTensor:
-    session = HopSession(Hop(server_record("peer"), Span(0, 4)), call, step_timeout_s=5)
-    return run(session.step(3, WireTensor.of(hidden), Context(None, None)))
-
-
-def failure(status: int) -> pb.SessionReply:
-    return pb.SessionReply(failure=pb.Failure(status=status, message="what happened"))
+    def cancel(self) -> None:
+        self.cancelled = True
 
 
-def test_a_step_sends_and_returns_hidden_states() -> None:
-    sent, answered = torch.randn(1, 3, 2**18), torch.randn(1, 3, 2**18)
-    outgoing, incoming = WireTensor.of(sent), WireTensor.of(answered)
-    assert len(outgoing.parts) == len(incoming.parts) == 2
-    call = FakeCall([pb.SessionReply(output=incoming.header), *(pb.SessionReply(more=part) for part in incoming.parts)])
-    assert torch.equal(step(call, sent).decode(answered), answered)
+class SilentCall(FakeCall):
+    """A server that says nothing after its answers, and never ends."""
+
+    is_waited_for = False
+
+    async def read(self) -> pb.SessionReply:
+        for reply in self._replies:
+            return reply
+        self.is_waited_for = True
+        try:
+            await asyncio.Event().wait()
+        finally:
+            self.is_waited_for = False
+
+
+def events(*replies: pb.SessionReply, code: grpc.StatusCode = grpc.StatusCode.OK) -> list[Answer | Trouble]:
+    """What the session is told of a hop that opens, answers this, and ends the stream."""
+
+    async def read() -> list[Answer | Trouble]:
+        inbox: Inbox = asyncio.Queue()
+        await hop_session(FakeCall([OPENED, *replies], code), inbox).open(pb.Open(), timeout_s=5)
+        seen = [await inbox.get()]
+        while not (isinstance(seen[-1], Trouble) and seen[-1].step is None):
+            seen.append(await inbox.get())
+        return seen
+
+    return run(read())
+
+
+def hop_session(call: FakeCall, inbox: Inbox | None = None) -> HopSession:
+    return HopSession(NUMBER, Hop(server_record("peer"), Span(0, 4)), call, inbox)
+
+
+def output(tensor: torch.Tensor | None, number: int = 3, **fields: object) -> list[pb.SessionReply]:
+    """An output and its parts."""
+    if tensor is None:
+        return [pb.SessionReply(output=pb.Output(number=number, **fields))]
+    wire = WireTensor.of(tensor)
+    message = pb.Output(number=number, hidden=wire.header, **fields)
+    return [pb.SessionReply(output=message), *(pb.SessionReply(more=part) for part in wire.parts)]
+
+
+def assert_of_the_peer(error: Exception) -> None:
+    assert (error.peer_id, error.span) == ("peer", Span(0, 4))
+
+
+class TestOpening:
+    def test_tells_what_the_server_takes_at_once(self) -> None:
+        call = FakeCall([OPENED])
+        session = hop_session(call, asyncio.Queue())
+        run(session.open(pb.Open(batch_size=3), timeout_s=5))
+        assert session.max_step_tokens == 64
+        assert call.written == [pb.SessionRequest(open=pb.Open(batch_size=3))]
+
+    @pytest.mark.parametrize(
+        ("status", "error"),
+        [
+            (grpc.StatusCode.RESOURCE_EXHAUSTED, PeerBusy),
+            (grpc.StatusCode.UNAVAILABLE, PeerUnavailable),
+            (grpc.StatusCode.INTERNAL, PeerError),
+        ],
+    )
+    def test_refused(self, status: grpc.StatusCode, error: type[PeerError]) -> None:
+        with pytest.raises(error, match="details") as caught:
+            run(hop_session(FakeCall([], status)).open(pb.Open(), timeout_s=5))
+        assert type(caught.value) is error
+        assert_of_the_peer(caught.value)
+
+    @pytest.mark.parametrize("reply", [pb.SessionReply(), pb.SessionReply(more=b"x"), *output(HIDDEN)])
+    def test_answered_by_something_else(self, reply: pb.SessionReply) -> None:
+        call = FakeCall([reply])
+        with pytest.raises(BadReply, match="out of turn") as caught:
+            run(hop_session(call).open(pb.Open(), timeout_s=5))
+        assert_of_the_peer(caught.value)
+        assert call.cancelled
+
+    def test_not_answered(self) -> None:
+        call = SilentCall([])
+        with pytest.raises(PeerUnavailable, match=r"did not answer within 0\.01 s") as caught:
+            run(hop_session(call).open(pb.Open(), timeout_s=0.01))
+        assert_of_the_peer(caught.value)
+        assert call.cancelled
+
+
+def test_a_step_is_sent_with_all_its_parts() -> None:
+    wire, call = WireTensor.of(LARGE), FakeCall([])
+    step = pb.Step(number=1, start_position=3, hidden=wire.header)
+    assert len(wire.parts) == 2
+    run(hop_session(call).send(step, wire.parts))
     assert call.written == [
-        pb.SessionRequest(step=pb.Step(start_position=3, hidden=outgoing.header)),
-        *(pb.SessionRequest(more=part) for part in outgoing.parts),
+        pb.SessionRequest(step=step),
+        *(pb.SessionRequest(more=part) for part in wire.parts),
     ]
 
 
-@pytest.mark.parametrize("answer", [HIDDEN[:, :1], HIDDEN[0], HIDDEN.half(), HIDDEN.view(2, 1, 4)])
-def test_an_answer_of_another_shape_or_dtype_is_the_fault_of_its_server(answer: torch.Tensor) -> None:
-    with pytest.raises(BadReply, match=r"expected \[1, 2, 4\] of FLOAT32") as caught:
-        step(FakeCall([pb.SessionReply(output=WireTensor.of(answer).header)]))
-    assert (caught.value.peer_id, caught.value.span) == ("peer", Span(0, 4))
+class TestAnswers:
+    def test_come_in_order_with_all_their_parts(self) -> None:
+        large, nothing, relayed, end = events(*output(LARGE, 1), *output(None, 2), *output(HIDDEN, 3, relay=True))
+        assert (large.hop, large.step, large.relay) == (NUMBER, 1, False)
+        assert torch.equal(large.hidden.decode(LARGE.shape, LARGE.dtype), LARGE)
+        assert nothing == Answer(NUMBER, 2, None, relay=False)
+        assert (relayed.hop, relayed.step, relayed.relay) == (NUMBER, 3, True)
+        assert torch.equal(relayed.hidden.decode(HIDDEN.shape, HIDDEN.dtype), HIDDEN)
+        assert isinstance(end.error, PeerUnavailable)
 
+    @pytest.mark.parametrize("field", [{"size_bytes": 2**40}, {"dtype": 99}, {"shape": [1] * 9}])
+    def test_that_are_endless_or_malformed_are_not_read(self, field: dict[str, object]) -> None:
+        (reply,) = output(HIDDEN)
+        header = reply.output.hidden
+        header.MergeFrom(pb.Tensor(**field))
+        (trouble,) = events(reply)
+        assert isinstance(trouble.error, BadReply) and "broken answer" in str(trouble.error)
+        assert_of_the_peer(trouble.error)
 
-def test_an_endless_answer_is_not_read() -> None:
-    header = WireTensor.of(HIDDEN).header
-    header.size_bytes = 2**40
-    with pytest.raises(BadReply, match="broken answer"):
-        step(FakeCall([pb.SessionReply(output=header)]))
+    @pytest.mark.parametrize(
+        "replies",
+        [
+            [pb.SessionReply()],
+            [pb.SessionReply(more=b"x")],
+            [OPENED],
+            [output(LARGE)[0], *output(HIDDEN)],  # the next before all parts of the first
+            [output(LARGE)[0], OPENED],
+        ],
+        ids=["nothing", "part-without-beginning", "opened-twice", "output-in-an-output", "opened-in-an-output"],
+    )
+    def test_out_of_turn(self, replies: list[pb.SessionReply]) -> None:
+        (trouble,) = events(*replies)
+        assert isinstance(trouble.error, BadReply) and "out of turn" in str(trouble.error)
+        assert_of_the_peer(trouble.error)
+
+    def test_cut_off_by_the_end_of_the_stream(self) -> None:
+        (trouble,) = events(output(LARGE)[0], code=grpc.StatusCode.UNAVAILABLE)
+        assert (trouble.hop, trouble.step, type(trouble.error)) == (NUMBER, None, PeerUnavailable)
 
 
 @pytest.mark.parametrize(
@@ -85,41 +196,55 @@ def test_an_endless_answer_is_not_read() -> None:
         (4_000_000_000, PeerError),  # no status of gRPC
     ],
 )
-def test_a_refusal_becomes_its_error(status: int, error: type[Exception]) -> None:
-    with pytest.raises(error, match="what happened") as caught:
-        step(FakeCall([failure(status)]))
-    assert type(caught.value) is error
-    if isinstance(caught.value, PeerError):
-        assert (caught.value.peer_id, caught.value.span) == ("peer", Span(0, 4))
+def test_a_refusal_becomes_its_error_and_names_its_step(status: int, error: type[Exception]) -> None:
+    failure = pb.Failure(status=status, message="what happened", number=5)
+    refused, good, _ = events(pb.SessionReply(failure=failure), *output(None, 6))
+    assert (refused.hop, refused.step, type(refused.error)) == (NUMBER, 5, error)
+    assert str(refused.error) == "what happened"
+    if isinstance(refused.error, PeerError):
+        assert_of_the_peer(refused.error)
+    assert good == Answer(NUMBER, 6, None, relay=False)  # the stream goes on
 
 
-def test_the_end_of_the_stream_becomes_its_error() -> None:
-    with pytest.raises(PeerUnavailable, match="details") as caught:
-        step(FakeCall([], grpc.StatusCode.UNAVAILABLE))
-    assert (caught.value.peer_id, caught.value.span) == ("peer", Span(0, 4))
+@pytest.mark.parametrize(
+    ("status", "error"), [(grpc.StatusCode.UNAVAILABLE, PeerUnavailable), (grpc.StatusCode.OK, PeerUnavailable)]
+)
+def test_the_end_of_the_stream_becomes_its_error(status: grpc.StatusCode, error: type[PeerError]) -> None:
+    (trouble,) = events(code=status)
+    assert (trouble.hop, trouble.step, type(trouble.error)) == (NUMBER, None, error)
+    assert_of_the_peer(trouble.error)
 
 
-@pytest.mark.parametrize("reply", [pb.SessionReply(), pb.SessionReply(more=b"x"), pb.SessionReply(opened=pb.Opened())])
-def test_an_answer_out_of_turn_is_a_bad_reply(reply: pb.SessionReply) -> None:
-    with pytest.raises(BadReply, match="out of turn"):
-        step(FakeCall([reply]))
+def test_closing_says_goodbye_and_reads_no_more() -> None:
+    async def close() -> tuple[FakeCall, Inbox]:
+        call, inbox = SilentCall([OPENED]), asyncio.Queue()
+        session = hop_session(call, inbox)
+        await session.open(pb.Open(), timeout_s=5)
+        await until(lambda: call.is_waited_for)
+        await session.close()
+        await until(lambda: not call.is_waited_for)
+        return call, inbox
+
+    call, inbox = run(close())
+    assert call.written[1:] == [pb.SessionRequest(close=pb.Close())]
+    assert inbox.empty()
 
 
-class TestAnswers:
+class TestWireTensors:
     @pytest.mark.parametrize(
         "answer",
         [HIDDEN[:, :1], HIDDEN[0], HIDDEN.double().long(), HIDDEN.half(), HIDDEN.view(2, 1, 4)],
     )
     def test_of_another_shape_or_dtype_are_bad(self, answer: torch.Tensor) -> None:
         with pytest.raises(BadReply, match=r"expected \[1, 2, 4\] of torch.float32"):
-            WireTensor.of(answer).decode(HIDDEN)
+            WireTensor.of(answer).decode(HIDDEN.shape, HIDDEN.dtype)
 
     @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
     def test_that_are_not_finite_are_bad(self, value: float) -> None:
         answer = HIDDEN.clone()
         answer[0, 1, 2] = value
         with pytest.raises(BadReply, match="not finite"):
-            WireTensor.of(answer).decode(HIDDEN)
+            WireTensor.of(answer).decode(HIDDEN.shape, HIDDEN.dtype)
 
     def test_that_are_cut_off_or_malformed_are_bad(self) -> None:
         wire = WireTensor.of(HIDDEN)
@@ -127,4 +252,4 @@ class TestAnswers:
         cut.data = cut.data[:-1]
         for bad in (WireTensor(cut), WireTensor(wire.header, (b"x",)), WireTensor(pb.Tensor(size_bytes=2**60))):
             with pytest.raises(BadReply):
-                bad.decode(HIDDEN)
+                bad.decode(HIDDEN.shape, HIDDEN.dtype)
