@@ -1,4 +1,4 @@
-"""Sessions in one batch compute what each would alone, for every family: joining, leaving, growing, cropped, reordered."""
+"""Sessions in one batch compute what each would alone, for every family: joining, growing, cropped, reordered."""
 
 from __future__ import annotations
 

@@ -23,14 +23,23 @@ def test_every_flag_reaches_the_config() -> None:
     flags = {
         "model": "name/model", "revision": "main", "blocks": "10:20", "quant": "none", "dtype": "bfloat16",
         "device": "cpu", "host": "::", "port": "1", "dht-port": "2", "announce-address": "host:3", "swarm": "mine",
-        "identity": "key", "cache-tokens": "4", "throughput": "5.5",
+        "identity": "key", "cache-tokens": "4", "throughput": "5.5", "chunk-tokens": "6", "max-sessions": "7",
     }  # fmt: skip
     argv = [part for name, value in flags.items() for part in (f"--{name}", value)]
-    assert config(*argv, "--initial-peers", "a", "b") == ServerConfig(
+    assert config(*argv, "--no-prefix-cache", "--initial-peers", "a", "b") == ServerConfig(
         model="name/model", model_revision="main", blocks=Span(10, 20), quant="none", dtype="bfloat16", device="cpu",
         host="::", port=1, dht_port=2, announce_address="host:3", swarm="mine", identity=Path("key"), cache_tokens=4,
-        throughput=5.5, initial_peers=("a", "b"),
+        throughput=5.5, chunk_tokens=6, max_sessions=7, prefix_cache=False, initial_peers=("a", "b"),
     )  # fmt: skip
+
+
+def test_room_for_keys_and_values_may_be_given_as_memory() -> None:
+    assert config("--cache-memory", "1.5GiB") == ServerConfig(cache_bytes=3 << 29)
+
+
+def test_room_is_given_in_one_way() -> None:
+    with pytest.raises(ValueError, match="cache_tokens and cache_bytes are both given: expected one of them"):
+        config("--cache-memory", "1GB", "--cache-tokens", "100")
 
 
 @pytest.mark.parametrize(
@@ -54,6 +63,10 @@ def test_every_flag_reaches_the_config() -> None:
         ("swarm", "", "swarm name '' is not usable"),
         ("cache-tokens", "0", "cache_tokens is 0: expected at least 1"),
         ("cache-tokens", "-5", "cache_tokens is -5: expected at least 1"),
+        ("cache-memory", "much", "size 'much' is not understood: expected a number with a unit, such as 2GiB"),
+        ("cache-memory", "0GiB", "cache_bytes is 0: expected at least 1"),
+        ("chunk-tokens", "0", "chunk_tokens is 0: expected at least 1"),
+        ("max-sessions", "0", "max_sessions is 0: expected at least 1"),
     ],
 )
 def test_a_value_out_of_range_says_what_was_expected(flag: str, value: str, reason: str) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 
@@ -137,3 +139,30 @@ def test_length_is_the_models() -> None:
     UNLIMITED.length(10**9)
     with pytest.raises(RequestRejected, match="101 positions are more than the model's 100: shorten the prompt"):
         RULES.length(101)
+
+
+def test_positions_already_there_count_as_well() -> None:
+    """Before memory is taken for the new ones."""
+    wire = encode(torch.zeros(1, 3, HIDDEN))[0]
+    assert RULES.new_positions(wire, past=97).complete
+    with pytest.raises(RequestRejected, match="101 positions are more than the model's 100"):
+        RULES.new_positions(wire, past=98)
+    with pytest.raises(RequestRejected, match="hidden states have shape"):
+        RULES.new_positions(encode(torch.zeros(200, HIDDEN))[0], past=98)
+
+
+class TestStepTokens:
+    RULES = dataclasses.replace(RULES, max_step_tokens=64)
+
+    @pytest.mark.parametrize(("batch_size", "num_tokens"), [(1, 64), (2, 32), (5, 12), (64, 1), (100, 1), (4096, 1)])
+    def test_a_chunk_or_one_position_of_any_batch(self, batch_size: int, num_tokens: int) -> None:
+        self.RULES.step_tokens(batch_size, num_tokens)
+
+    @pytest.mark.parametrize(("batch_size", "num_tokens"), [(1, 65), (2, 33), (5, 13), (33, 2), (100, 2)])
+    def test_more_must_come_in_several_steps(self, batch_size: int, num_tokens: int) -> None:
+        with pytest.raises(RequestRejected) as caught:
+            self.RULES.step_tokens(batch_size, num_tokens)
+        assert str(caught.value) == (
+            f"a step of {batch_size} × {num_tokens} positions is too long: expected at most 64 in all; "
+            "send it in several steps"
+        )
