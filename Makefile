@@ -15,7 +15,7 @@ test-all: $(VENV)/.installed lint
 	$(BIN)/python -m pytest -m "not cuda or cuda"
 
 bench: $(VENV)/.installed
-	$(BIN)/python benchmarks/decode.py
+	$(BIN)/python benchmarks/engine.py
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .

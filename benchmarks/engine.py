@@ -1,0 +1,291 @@
+"""How fast the engine is: decoding, prefill, memory, start and hops, beside local Hugging Face in the same run.
+
+    python benchmarks/engine.py                              # bench-1b, 2 servers on one core each
+    python benchmarks/engine.py --model bench-tiny           # the same in a minute, to see that it works
+    python benchmarks/engine.py --only decode-8-int8 hop --json engine.json
+
+Contestants take turns (A B A B), because such machines are noisy: compare by the ratio, not across runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from common import (
+    QUANT_NAMES,
+    Fleet,
+    decode_tokens_per_s,
+    first_token_s,
+    fleet,
+    generate,
+    load_local,
+    median_ratio,
+    random_ids,
+    take_turns,
+    write_json,
+)
+from make_model import DEFAULT_OUTPUT, SHAPES, make_model
+from transformers import PreTrainedModel
+from transformers.cache_utils import DynamicCache
+
+PROMPT, PREFILL = 16, 512  # tokens
+SHORT_CONTEXT, LONG_CONTEXT = 64, 1024
+PREFIX, QUESTION, ANSWER = 256, 32, 16
+CACHE_TOKENS = 16384  # of each server: the sessions with long contexts take a bit more than half
+HOP_MODEL, HOP_CHAINS, HOP_TOKENS = "bench-tiny", (1, 2, 4), 64
+
+
+@dataclass(frozen=True)
+class Goal:
+    """What a row must reach. ``by_ratio``: the ratio is judged, otherwise what was measured."""
+
+    what: str
+    unit: str
+    target: float
+    stretch: float | None = None
+    at_most: bool = False
+    by_ratio: bool = True
+
+    def reached(self, value: float) -> str:
+        def good(bound: float) -> bool:
+            return value <= bound if self.at_most else value >= bound
+
+        if not good(self.target):
+            return "no"
+        return "stretch" if self.stretch is not None and good(self.stretch) else "yes"
+
+
+GOALS = {
+    "decode-1-int8": Goal("decode, 1 session, int8", "tokens/s", 2.5, 3.0),
+    "decode-1-fp32": Goal("decode, 1 session, fp32", "tokens/s", 0.97),
+    "decode-8-int8": Goal("decode, 8 sessions, int8", "tokens/s", 8.0, 10.0),
+    "decode-16-int8": Goal("decode, 16 sessions, int8", "tokens/s", 11.0),
+    "context": Goal(f"decode, 8 sessions at {LONG_CONTEXT}, beside {SHORT_CONTEXT}", "tokens/s", 0.7, 0.85),
+    "prefill-int8": Goal(f"prefill {PREFILL}, int8", "tokens/s", 1.7, 2.0),
+    "prefill-fp32": Goal(f"prefill {PREFILL}, fp32", "tokens/s", 1.7, 2.0),
+    "memory": Goal("peak memory of a server, int8", "GB", 1.0, 0.8, at_most=True, by_ratio=False),
+    "start": Goal("start to ready, int8", "s", 10.0, 6.0, at_most=True, by_ratio=False),
+    "hop": Goal("overhead per hop, hidden 64", "ms/token", 2.0, 1.0, at_most=True, by_ratio=False),
+    "chat": Goal("first token, second chat turn, beside cold", "s", 0.3, at_most=True),
+    "prefix": Goal(f"first token, shared prefix {PREFIX}, beside cold", "s", 0.3, at_most=True),
+}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the table; ``beside`` is the reference: local Hugging Face, or what the row's name says."""
+
+    name: str
+    what: str
+    unit: str
+    measured: float
+    beside: float | None = None
+    ratio: float | None = None
+    target: float | None = None
+    stretch: float | None = None
+    met: str = ""
+    rounds: dict[str, list[float]] | None = None
+
+
+def judged(name: str, measured: float, **more: Any) -> Row:
+    goal = GOALS[name]
+    row = Row(name, goal.what, goal.unit, measured, **more)
+    met = goal.reached(row.ratio if goal.by_ratio else measured)
+    return replace(row, target=goal.target, stretch=goal.stretch, met=met)
+
+
+def compared(name: str, rounds: int, reference: Callable, *contestants: tuple[str, Callable]) -> Iterator[Row]:
+    """The reference and the contestants in turns; the first contestant is the one that counts."""
+    measured = take_turns(rounds, {"beside": reference, **dict(contestants)})
+    beside = measured["beside"]
+    for number, (note, _) in enumerate(contestants):
+        values = measured[note]
+        numbers = {
+            "measured": statistics.median(values),
+            "beside": statistics.median(beside),
+            "ratio": median_ratio(values, beside),
+            "rounds": {"beside": beside, "measured": values},
+        }
+        goal = GOALS[name]
+        what = f"{goal.what}, {note}" if note else goal.what
+        if number:
+            yield Row(f"{name} {note}", what, goal.unit, **numbers)
+        else:
+            yield replace(judged(name, **numbers), what=what)
+
+
+def decode(model: PreTrainedModel, sessions: int, context: int, new_tokens: int) -> float:
+    return decode_tokens_per_s(model, [random_ids(context) for _ in range(sessions)], new_tokens)
+
+
+def prefill(model: PreTrainedModel) -> float:
+    return PREFILL / first_token_s(model, random_ids(PREFILL))
+
+
+def cold(model: PreTrainedModel, num_tokens: int) -> float:
+    return first_token_s(model, random_ids(num_tokens))
+
+
+def second_turn(model: PreTrainedModel) -> float:
+    """A prompt and its answer have been there; a question follows."""
+    cache = DynamicCache()
+    talk = generate(model, random_ids(PREFIX), ANSWER, past_key_values=cache)
+    return first_token_s(model, torch.cat([talk, random_ids(QUESTION)], 1), past_key_values=cache)
+
+
+def shared_prefix(model: PreTrainedModel) -> float:
+    """Another session has had the same beginning."""
+    prefix = random_ids(PREFIX)
+    generate(model, torch.cat([prefix, random_ids(QUESTION)], 1), ANSWER)
+    return first_token_s(model, torch.cat([prefix, random_ids(QUESTION)], 1))
+
+
+def int8_rows(args: argparse.Namespace, servers: Fleet, local: PreTrainedModel) -> Iterator[Row]:
+    """Memory is read before the rows that fill the KV cache, and again at the end."""
+    heads = sorted(args.head_quant)  # int8 first: it is the one that counts
+    with ExitStack() as stack:
+        models = {f"head {QUANT_NAMES[head]}": stack.enter_context(servers.client(head)) for head in heads}
+        model = next(iter(models.values()))
+        for each in models.values():
+            decode(each, 2, PROMPT, 4)  # warm-up
+
+        def beside(name: str, reference: Callable, contestant: Callable) -> Iterator[Row]:
+            return compared(name, args.rounds, reference, ("", contestant))
+
+        def decode_row(name: str, sessions: int) -> Iterator[Row]:
+            numbers = PROMPT, args.new_tokens
+            contestants = [(note, partial(decode, each, sessions, *numbers)) for note, each in models.items()]
+            return compared(name, args.rounds, partial(decode, local, 1, *numbers), *contestants)
+
+        def context(num_tokens: int) -> Callable[[], float]:
+            return partial(decode, model, 8, num_tokens, args.new_tokens)
+
+        cold_turn = partial(cold, model, PREFIX + ANSWER + QUESTION)
+        cold_prefix = partial(cold, model, PREFIX + QUESTION)
+        rows: dict[str, Callable[[], Iterable[Row]]] = {
+            "start": lambda: [judged("start", servers.start_s)],
+            "decode-1-int8": lambda: decode_row("decode-1-int8", 1),
+            "prefill-int8": lambda: beside("prefill-int8", partial(prefill, local), partial(prefill, model)),
+            "memory": lambda: [judged("memory", servers.peak_memory_bytes / 1e9)],
+            "chat": lambda: beside("chat", cold_turn, partial(second_turn, model)),
+            "prefix": lambda: beside("prefix", cold_prefix, partial(shared_prefix, model)),
+            "decode-8-int8": lambda: decode_row("decode-8-int8", 8),
+            "decode-16-int8": lambda: decode_row("decode-16-int8", 16),
+            "context": lambda: beside("context", context(SHORT_CONTEXT), context(LONG_CONTEXT)),
+        }
+        for name, measure in rows.items():
+            if name in args.only:
+                yield from measure()
+        if "memory" in args.only:
+            yield Row("memory at the end", "the same, at the end of this run", "GB", servers.peak_memory_bytes / 1e9)
+
+
+def fp32_rows(args: argparse.Namespace, servers: Fleet, local: PreTrainedModel) -> Iterator[Row]:
+    with servers.client() as model:
+        decode(model, 2, PROMPT, 4)  # warm-up
+        if "decode-1-fp32" in args.only:
+            alone, remote = (partial(decode, each, 1, PROMPT, args.new_tokens) for each in (local, model))
+            yield from compared("decode-1-fp32", args.rounds, alone, ("", remote))
+        if "prefill-fp32" in args.only:
+            yield from compared("prefill-fp32", args.rounds, partial(prefill, local), ("", partial(prefill, model)))
+
+
+def hop_rows(args: argparse.Namespace) -> Iterator[Row]:
+    """The same blocks in chains of several lengths: what a token costs more for each hop, by least squares."""
+    path = make_model(HOP_MODEL, args.models)
+
+    def token_ms(model: PreTrainedModel) -> float:
+        return 1000 / decode(model, 1, PROMPT, HOP_TOKENS)
+
+    with ExitStack() as stack:
+        local = load_local(path)
+        token_ms(local)  # warm-up
+        contestants = {"local": partial(token_ms, local)}
+        for length in HOP_CHAINS:
+            servers = stack.enter_context(fleet(path, length, "none", "--cache-tokens", str(CACHE_TOKENS)))
+            model = stack.enter_context(servers.client())
+            contestants[f"{length} servers"] = partial(token_ms, model)
+            token_ms(model)  # warm-up
+        measured = take_turns(2 * args.rounds + 1, contestants)
+    chains = [measured[f"{length} servers"] for length in HOP_CHAINS]
+    slopes = [slope(HOP_CHAINS, times_ms) for times_ms in zip(*chains, strict=True)]
+    yield judged("hop", statistics.median(slopes), rounds={**measured, "slope": slopes})
+    local_ms = statistics.median(measured["local"])
+    for length, times_ms in zip(HOP_CHAINS, chains, strict=True):
+        what = f"{HOP_MODEL}: a token through {length} server{'s'[: length > 1]}, beside local"
+        yield Row(f"hop chain {length}", what, "ms", statistics.median(times_ms), local_ms)
+
+
+def slope(x: Sequence[float], y: Sequence[float]) -> float:
+    return statistics.linear_regression(x, y).slope
+
+
+def run(args: argparse.Namespace) -> Iterator[Row]:
+    path = make_model(args.model, args.models)
+    local = load_local(path)
+    decode(local, 1, PROMPT, 4)  # warm-up; and the checkpoint is in the page cache when the servers start
+    for quant, rows in (("int8", int8_rows), ("none", fp32_rows)):
+        names = {name for name in args.only if name != "hop" and name.endswith("fp32") == (quant == "none")}
+        if names:
+            with fleet(path, args.servers, quant, "--cache-tokens", str(CACHE_TOKENS)) as servers:
+                yield from rows(args, servers, local)
+    if "hop" in args.only:
+        yield from hop_rows(args)
+
+
+def table(rows: Sequence[Row]) -> list[str]:
+    """In the order of GOALS."""
+    order = {name: number for number, name in enumerate(GOALS)}
+    headings = ("", "measured", "beside", "ratio", "target", "stretch", "met?")
+    lines = [f"{headings[0]:52} " + " ".join(f"{heading:>8}" for heading in headings[1:])]
+    for row in sorted(rows, key=lambda row: order[row.name.split()[0]]):
+        goal = GOALS.get(row.name)
+        sign = "" if goal is None else "≤ " if goal.at_most else "≥ "
+        times = "×" if goal is not None and goal.by_ratio else ""
+        cells = [
+            number(row.measured),
+            number(row.beside),
+            number(row.ratio),
+            row.target and f"{sign}{row.target:g}{times}",
+            row.stretch and f"{sign}{row.stretch:g}{times}",
+            row.met,
+        ]
+        lines.append(f"{f'{row.what}, {row.unit}':52} " + " ".join(f"{cell or '':>8}" for cell in cells))
+    return lines
+
+
+def number(value: float | None) -> str:
+    return "" if value is None else f"{value:.3g}" if value < 100 else f"{value:.0f}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", default="bench-1b", choices=SHAPES)
+    parser.add_argument("--models", type=Path, default=DEFAULT_OUTPUT, help="directory of the checkpoints")
+    parser.add_argument("--only", nargs="+", default=list(GOALS), choices=GOALS, metavar="NAME", help=", ".join(GOALS))
+    parser.add_argument("--head-quant", nargs="+", default=["int8", "none"], choices=QUANT_NAMES)
+    parser.add_argument("--servers", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--new-tokens", type=int, default=32)
+    parser.add_argument("--json", type=Path, metavar="FILE")
+    args = parser.parse_args()
+    rows = []
+    for row in run(args):
+        rows.append(row)
+        ratio = "" if row.ratio is None else f" ({row.ratio:.2f} ×)"
+        print(f"{row.what}: {number(row.measured)} {row.unit}{ratio}", flush=True)
+    print("", *table(rows), sep="\n")
+    if args.json:
+        write_json(args.json, vars(args), rows=[asdict(row) for row in rows])
+
+
+if __name__ == "__main__":
+    main()
