@@ -1,0 +1,173 @@
+"""How many threads a server computes with, so that the servers of one machine share its cores instead of fighting."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import math
+import os
+import time
+from collections.abc import Collection, Mapping, Sequence
+from fractions import Fraction
+from pathlib import Path
+
+import platformdirs
+
+CPUS = Path("/sys/devices/system/cpu")
+CGROUPS = Path("/sys/fs/cgroup")
+OWN_CGROUP = Path("/proc/self/cgroup")
+BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
+
+def fair_threads(mine: set[int], others: Sequence[set[int]], num_earlier: int | None = None) -> int:
+    """A server's share of the cores it may use, of which each is divided evenly among the servers that may use it.
+
+    mine, others: cores of this server and of each other one, of which the first ``num_earlier`` (by default all) began
+    before this one. Rounded down and at least 1; among servers with equal cores, the earlier get what rounding leaves.
+    """
+    share = sum((Fraction(1, 1 + sum(core in other for other in others)) for core in mine), Fraction())
+    twins = [index for index, other in enumerate(others) if other == mine]
+    later = 0 if num_earlier is None else sum(index >= num_earlier for index in twins)
+    # floor(share + i / n), summed over i < n, is floor(n * share): together, n twins never exceed what they share
+    return max(1, math.floor(share + Fraction(later, 1 + len(twins))))
+
+
+class CoreShare:
+    """This server's part of the machine's cores; a context manager.
+
+    While it is entered, other servers see it. They do so through a file on which it holds a lock, which the system
+    gives up for a process that is killed.
+    """
+
+    def __init__(
+        self,
+        directory: Path | None = None,
+        cores: Collection[int] | None = None,
+        environment: Mapping[str, str] = os.environ,
+    ) -> None:
+        """``directory`` is the one where servers of this machine register, by default in the user's cache directory.
+
+        ``cores`` are by default the physical ones this process may use. ``OMP_NUM_THREADS``, if set, is obeyed.
+        """
+        self._directory = directory or platformdirs.user_cache_path("swarm") / "cores"
+        self._cores = physical_cores(os.sched_getaffinity(0)) if cores is None else set(cores)
+        self._fixed = _omp_num_threads(environment)
+        self._limit = self._fixed or max(1, int(min(cpu_quota(), len(self._cores))))
+        self._path: Path | None = None
+
+    def __enter__(self) -> CoreShare:
+        """Registers; takes the cores that fewest others use, if it may not keep all of its cores busy."""
+        self._directory.mkdir(parents=True, exist_ok=True)
+        with open(self._directory / "lock", "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            others = list(self._others().values())
+            by_use = sorted(self._cores, key=lambda core: (sum(core in other for other in others), core))
+            self._cores = set(by_use[: self._limit])
+            self._register()
+        return self
+
+    def __exit__(self, *_exception: object) -> None:
+        self._path.unlink(missing_ok=True)
+        self._file.close()
+
+    def threads(self) -> int:
+        """How many threads to compute with now; takes a few dozen microseconds per server of the machine."""
+        if self._fixed:
+            return self._fixed
+        others = self._others()
+        return fair_threads(self._cores, list(others.values()), sum(path < self._path for path in others))
+
+    def _register(self) -> None:
+        """Under another name at first: a file without a lock on it would be taken for a dead server's."""
+        self._path = self._directory / f"{time.time_ns():020}-{os.getpid()}.json"
+        partial = self._path.with_suffix(".partial")
+        self._file = open(partial, "w")  # noqa: SIM115  (kept open: the lock goes with it)
+        fcntl.flock(self._file, fcntl.LOCK_EX)
+        json.dump({"pid": os.getpid(), "boot": _boot_id(), "cores": sorted(self._cores)}, self._file)
+        self._file.flush()
+        partial.rename(self._path)
+
+    def _others(self) -> dict[Path, set[int]]:
+        """The cores of other living servers, first those that began first; registrations of dead ones are deleted."""
+        others = {}
+        for path in sorted(self._directory.glob("*.json")):
+            if path == self._path:
+                continue
+            try:
+                with open(path) as file:
+                    if _is_locked(file):
+                        note = json.load(file)
+                        if note["boot"] == _boot_id():  # home directories are shared between machines
+                            others[path] = set(note["cores"])
+                    else:
+                        path.unlink(missing_ok=True)
+            except FileNotFoundError:  # it just ended
+                pass
+        return others
+
+
+def _is_locked(file) -> bool:
+    try:
+        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)  # shared: several servers may ask at once
+    except BlockingIOError:
+        return True
+    return False
+
+
+def _boot_id() -> str:
+    return BOOT_ID.read_text().strip() if BOOT_ID.exists() else ""
+
+
+def _omp_num_threads(environment: Mapping[str, str]) -> int | None:
+    """The user's choice; OpenMP reads "4,2" as 4 outside nested loops, and passes over what is not a number."""
+    first = environment.get("OMP_NUM_THREADS", "").split(",")[0].strip()
+    return int(first) if first.isdecimal() and int(first) else None
+
+
+# ---------------------------------------------------------------- what the machine says
+
+
+def physical_cores(cpus: Collection[int], directory: Path = CPUS) -> set[int]:
+    """One number for each core that has some of ``cpus``: its first CPU. A CPU of unknown core counts as one."""
+    return {_first_sibling(cpu, directory) for cpu in cpus}
+
+
+def _first_sibling(cpu: int, directory: Path) -> int:
+    topology = directory / f"cpu{cpu}" / "topology"
+    for name in ("core_cpus_list", "thread_siblings_list"):  # "3,67" or "0-1"; the latter is what old kernels have
+        try:
+            return int((topology / name).read_text().replace("-", ",").split(",")[0])
+        except (OSError, ValueError):
+            continue
+    return cpu
+
+
+def cpu_quota(own: Path = OWN_CGROUP, root: Path = CGROUPS) -> float:
+    """CPUs' worth of time that this process's control groups grant it, in either version; inf without a limit."""
+    try:
+        lines = own.read_text().splitlines()
+    except OSError:
+        return math.inf
+    quota = math.inf
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers and "cpu" not in controllers.split(","):
+            continue
+        for mount in [root / controllers, root / "cpu"] if controllers else [root, root / "unified"]:
+            group = mount / path.lstrip("/")
+            # A container sees its group as the root, and often under a name that exists outside only.
+            for directory in [group, *group.parents]:
+                if directory.is_relative_to(mount):
+                    quota = min(quota, _quota_of(directory))
+    return quota
+
+
+def _quota_of(group: Path) -> float:
+    try:
+        if (group / "cpu.max").exists():
+            limit, period = (group / "cpu.max").read_text().split()
+        else:
+            limit, period = ((group / f"cpu.cfs_{name}_us").read_text() for name in ("quota", "period"))
+        return int(limit) / int(period) if int(limit) > 0 else math.inf
+    except (OSError, ValueError):  # not there, or "max"
+        return math.inf
