@@ -19,9 +19,9 @@ from swarm_protocol.block_input import BlockInput
 from swarm_protocol.errors import BadReply, NoRoute, PeerBusy, PeerError, RequestRejected, SessionLost, SwarmError
 from swarm_protocol.pb import swarm_pb2 as pb
 from swarm_protocol.span import Span
+from swarm_protocol.wire import PAGE_TOKENS
 
 CODECS = {"none": pb.RAW, "int8": pb.INT8_BLOCKS}
-_MIN_CHUNK = 32  # positions; smaller chunks compute less efficiently than they overlap
 _CHUNKS_PER_HOP = 4  # of a prompt: the pipeline is full for all but one part in so many of the time
 _IN_ONE_PIECE = 1 << 30  # a hop that takes so many at once must be given them at once
 
@@ -140,8 +140,11 @@ class RemoteSession:
         batch_size, num_tokens, _ = inputs.hidden.shape
         size = min(hop.max_step_tokens for hop in self._hops)
         if len(self._hops) > 1 and size < _IN_ONE_PIECE:
-            size = min(size, batch_size * max(_MIN_CHUNK, -(-num_tokens // (_CHUNKS_PER_HOP * len(self._hops)))))
+            even = -(-num_tokens // (_CHUNKS_PER_HOP * len(self._hops)))
+            size = min(size, batch_size * -(-even // PAGE_TOKENS) * PAGE_TOKENS)
         size = max(1, size // batch_size)
+        if size > PAGE_TOKENS:
+            size -= size % PAGE_TOKENS
         codec = CODECS[self._swarm.config.compression]
         for start in range(0, num_tokens, size):
             end = min(start + size, num_tokens)

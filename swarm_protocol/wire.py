@@ -4,6 +4,8 @@ from __future__ import annotations
 
 WIRE_VERSION = 2
 
+PAGE_TOKENS = 32  # servers recognise equal prompts in pages of so many positions; chunks that begin at one share best
+
 MIB = 1 << 20
 PART_BYTES = 1 * MIB  # larger tensors travel in parts of this size
 MAX_TENSOR_BYTES = 256 * MIB  # of one tensor, encoded; clients split larger batches

@@ -11,11 +11,12 @@ import torch
 from swarm_protocol.block_input import BlockInput
 from swarm_protocol.errors import PeerBusy, RequestRejected
 from swarm_protocol.span import Span
+from swarm_protocol.wire import PAGE_TOKENS
 from swarm_server.blocks import BlockStack
 from swarm_server.kv_cache import CacheBudget, Lease
 from swarm_server.kv_layout import StackLayout
 from swarm_server.kv_rows import Growth, Layout, Parts, Row, Run, grow, runs
-from swarm_server.prefix_cache import PAGE_TOKENS, ContentHash, PrefixCache, token_content
+from swarm_server.prefix_cache import ContentHash, PrefixCache, token_content
 from swarm_server.rows_cache import BlockRuns, RowsCache, attention_in_place, replaceable
 
 _SAME = 5e-3  # relative; rounding in int8 and bfloat16 amplifies differences of 1e-7, mistakes are of order 1
@@ -270,8 +271,8 @@ class Engine:
             if work.num_matched:
                 output = self.outputs(session, step.start, step.start + num_tokens)
         elif work.num_matched:  # nobody wants those that were not computed
-            skipped = output.new_zeros(work.num_rows, work.num_matched, output.shape[2])
-            output = torch.cat([skipped, output], 1)
+            skipped = torch.zeros_like(step.inputs.hidden[:, : work.num_matched])
+            output = skipped if output is None else torch.cat([skipped.to(output), output], 1)
         if work.state.hashes is not None:
             self._add_pages(work.state, step.start // PAGE_TOKENS)
         return output.to("cpu", step.inputs.hidden.dtype)

@@ -14,9 +14,8 @@ from collections.abc import Sequence
 
 import torch
 
+from swarm_protocol.wire import PAGE_TOKENS
 from swarm_server.kv_rows import Parts
-
-PAGE_TOKENS = 32
 
 
 class ContentHash:

@@ -24,6 +24,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from swarm_server.kv_rows import Run
 
 _PREFIX = "swarm_rows_"
+_NAME = "_attn_implementation_internal"  # where a config keeps the name of its attention function
 _ORIGINALS = ("sdpa", "eager")
 
 
@@ -222,11 +223,11 @@ def attention_in_place(cache: RowsCache, configs: Sequence[PreTrainedConfig]) ->
     _running.cache = cache
     try:
         for config, original in zip(configs, originals, strict=True):
-            config._attn_implementation_internal = _PREFIX + original
+            vars(config)[_NAME] = _PREFIX + original  # past the checks that every assignment runs
         yield
     finally:
         for config, original in zip(configs, originals, strict=True):
-            config._attn_implementation_internal = original
+            vars(config)[_NAME] = original
         _running.cache = None
 
 

@@ -10,6 +10,7 @@ import socket
 import sys
 from collections.abc import Callable
 from contextlib import AsyncExitStack, ExitStack
+from functools import partial
 from importlib import metadata
 
 import grpc
@@ -30,6 +31,7 @@ from swarm_protocol.span import Span
 from swarm_protocol.wire import SERVER_OPTIONS
 from swarm_server.blocks import BlockStack, load_blocks
 from swarm_server.config import ServerConfig
+from swarm_server.cores import CoreShare
 from swarm_server.engine import Engine
 from swarm_server.kv_cache import CacheBudget, default_cache_bytes
 from swarm_server.memory import available_bytes, hosted_bytes_per_block
@@ -45,6 +47,7 @@ from swarm_server.validation import Rules
 
 _logger = logging.getLogger(__name__)
 CHUNK_TOKENS_CPU, CHUNK_TOKENS_CUDA = 64, 512
+_SHARE_CORES_S = 5.0
 _GRACE_S = 2.0  # for streams that are open when the server stops
 
 
@@ -79,6 +82,8 @@ class Server:
             grpc_server, port = _bind(config, certificate)
             cleanup.push_async_callback(grpc_server.stop, _GRACE_S)
             device, dtype = _device_and_dtype(config)
+            cores = cleanup.enter_context(CoreShare())
+            torch.set_num_threads(cores.threads())  # of threads that have not computed yet
             loading = None
             if config.blocks is not None:  # nothing to find out first: load while joining
                 loading = _start_loading(cleanup, checkpoint, config.blocks, dtype, device, config.quant)
@@ -108,6 +113,8 @@ class Server:
                 budget.reclaim = prefix_cache.reclaim
             scheduler = Scheduler(engine, config.queue_size, engine.mixes_rows)
             cleanup.callback(scheduler.stop)
+            sharing = asyncio.ensure_future(_share_cores(cores, scheduler))
+            cleanup.callback(sharing.cancel)
             neighbours = Neighbours()
             cleanup.push_async_callback(neighbours.close)
             rules = Rules(
@@ -243,6 +250,18 @@ def _load(checkpoint: Checkpoint, span: Span, dtype: torch.dtype, device: torch.
         )
     _logger.info("blocks %s loaded; %s", span, report)
     return stack
+
+
+async def _share_cores(cores: CoreShare, scheduler: Scheduler) -> None:
+    """Follows the number of servers on this machine with the number of threads that compute."""
+    num_threads = None
+    while True:
+        if cores.threads() != num_threads:
+            num_threads = cores.threads()
+            # OpenMP keeps the number for each thread that asks it to compute.
+            await scheduler.call(partial(torch.set_num_threads, num_threads))
+            _logger.info("computing with %d %s", num_threads, "thread" if num_threads == 1 else "threads")
+        await asyncio.sleep(_SHARE_CORES_S)
 
 
 def _cache_budget(config: ServerConfig, engine: Engine) -> CacheBudget:

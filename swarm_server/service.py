@@ -29,6 +29,8 @@ async def _errors_as_status(context: grpc.aio.ServicerContext) -> AsyncIterator[
         yield
     except _REFUSALS as error:
         await context.abort(error.status, str(error))
+    except grpc.aio.BaseError as error:
+        _logger.debug("a client went away: %s", error)
     except Exception:
         _logger.exception("a request failed")
         await context.abort(grpc.StatusCode.INTERNAL, "the server failed while it computed; its log says why")
