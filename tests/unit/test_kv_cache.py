@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import dataclass
 
 import pytest
+from hypothesis import Phase, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, precondition, rule
 
 from swarm_protocol.errors import PeerBusy
 from swarm_server.kv_cache import CacheBudget, Lease, default_cache_bytes
@@ -20,6 +22,15 @@ class Memory:
 
     def __init__(self, lease: Lease, size_bytes: int) -> None:
         self.charge = lease.take(size_bytes, self)
+
+
+@dataclass
+class Piece:
+    """What the ledger knows of some memory."""
+
+    lease: Lease
+    memory: Memory
+    size: int
 
 
 @pytest.fixture
@@ -133,6 +144,23 @@ class TestReclaiming:
         assert (len(kept), lease.charged) == (7, 25 * TOKEN)
         del memory
 
+    @pytest.mark.xfail(strict=True, reason="what is given up meanwhile is counted as if it were still there")
+    def test_may_take_memory_of_the_lease_that_needs_it(self, budget: CacheBudget) -> None:
+        lease = budget.lease("anna", 10 * TOKEN)
+        kept = [Memory(lease, 30 * TOKEN), Memory(lease, 30 * TOKEN)]
+        budget.reclaim = lambda: bool(kept) and bool(kept.pop())
+        memory = Memory(lease, 50 * TOKEN)
+        assert len(kept) == 1 and lease.charged == 80 * TOKEN
+        lease.promise(90 * TOKEN)
+        lease.promise(CAPACITY)
+        assert lease.charged == CAPACITY
+        kept.clear()
+        del memory
+        lease.close()
+        budget.lease("bert", CAPACITY)
+        with pytest.raises(PeerBusy):
+            budget.lease("bert", 1)
+
     @pytest.mark.xfail(strict=True, reason="everything is forgotten before it turns out that it does not suffice")
     def test_nothing_is_forgotten_for_a_request_that_fails_anyway(
         self, budget: CacheBudget, kept: list[Memory]
@@ -201,7 +229,7 @@ def test_threads_that_take_and_drop_memory_lose_nothing(budget: CacheBudget) -> 
 
 
 class Budget(RuleBasedStateMachine):
-    """Sessions come, grow, share memory and go; a ledger of what they hold says what must be left."""
+    """Sessions come, grow, leave memory behind for others and go; a ledger of what they hold says what must be left."""
 
     leases = Bundle("leases")
     clients = st.sampled_from(["anna", "bert", "carl"])
@@ -211,81 +239,95 @@ class Budget(RuleBasedStateMachine):
         super().__init__()
         self.budget = CacheBudget(CAPACITY, TOKEN)
         self.budget.reclaim = self.reclaim
-        self.promised: dict[Lease, int] = {}
+        self.promised: dict[Lease, int] = {}  # open leases
         self.client: dict[Lease, str] = {}
-        self.memory: list[tuple[Lease, Memory, int]] = []  # of open leases
-        self.kept: list[tuple[Memory, int]] = []  # that of closed ones
+        self.used: list[Piece] = []
+        self.kept: list[Piece] = []  # nobody uses it any more
 
     def reclaim(self) -> bool:
         return bool(self.kept) and bool(self.kept.pop(0))
 
     def charged(self, lease: Lease) -> int:
-        held = sum(size for owner, _, size in self.memory if owner is lease)
-        return max(self.promised[lease], held)
+        return max(self.promised[lease], self.held(lease))
+
+    def held(self, lease: Lease) -> int:
+        return sum(piece.size for piece in (*self.used, *self.kept) if piece.lease is lease)
 
     def leased(self) -> int:
         return sum(map(self.charged, self.promised))
 
-    def fits(self, client: str, amount: int) -> bool:
-        """What the module promises: all for one; beyond a fair share, three quarters."""
-        if amount <= 0:
-            return True
-        held = {name: 0 for name in (client,)}
+    def fits(self, lease: Lease, promised: int, added: int) -> bool:
+        """Whether there is room once enough is given up: all for one client, beyond a fair share three quarters."""
+        everything = list(self.kept)
+        try:
+            while True:
+                amount = max(promised, self.held(lease) + added) - self.charged(lease)
+                orphaned = sum(piece.size for piece in self.kept if piece.lease not in self.promised)
+                if amount <= 0 or self.leased() + orphaned + amount <= self.limit(self.client[lease], amount):
+                    return True
+                if not self.kept:
+                    return False
+                self.kept.pop(0)
+        finally:
+            self.kept = everything
+
+    def limit(self, client: str, amount: int) -> int:
+        by_client = {client: 0}
         for lease in self.promised:
             if self.charged(lease):
-                held[self.client[lease]] = held.get(self.client[lease], 0) + self.charged(lease)
-        limit = CAPACITY
-        if len(held) > 1 and held[client] + amount > CAPACITY // len(held):
-            limit -= CAPACITY // 4
-        return self.leased() + amount <= limit
+                by_client[self.client[lease]] = by_client.get(self.client[lease], 0) + self.charged(lease)
+        beyond = len(by_client) > 1 and by_client[client] + amount > CAPACITY // len(by_client)
+        return CAPACITY - CAPACITY // 4 if beyond else CAPACITY
 
-    @rule(target=leases, client=clients, size=sizes)
-    def open(self, client: str, size: int) -> Lease:
-        if not self.fits(client, size):
-            with pytest.raises(PeerBusy):
-                self.budget.lease(client, size)
-            size = 0
-        lease = self.budget.lease(client, size)
-        self.promised[lease], self.client[lease] = size, client
+    @rule(target=leases, client=clients)
+    def open(self, client: str) -> Lease:
+        lease = self.budget.lease(client)
+        self.promised[lease], self.client[lease] = 0, client
         return lease
 
     @rule(lease=leases, size=sizes)
     def promise(self, lease: Lease, size: int) -> None:
-        if self.fits(self.client[lease], size - self.charged(lease)):
+        promised = max(self.promised[lease], size)
+        if self.fits(lease, promised, 0):
             lease.promise(size)
-            self.promised[lease] = max(self.promised[lease], size)
+            self.promised[lease] = promised
         else:
             with pytest.raises(PeerBusy):
                 lease.promise(size)
 
     @rule(lease=leases, size=sizes)
     def take(self, lease: Lease, size: int) -> None:
-        held = sum(held for owner, _, held in self.memory if owner is lease)
-        if self.fits(self.client[lease], max(self.promised[lease], held + size) - self.charged(lease)):
-            self.memory.append((lease, Memory(lease, size), size))
+        if self.fits(lease, self.promised[lease], size):
+            self.used.append(Piece(lease, Memory(lease, size), size))
         else:
             with pytest.raises(PeerBusy):
                 Memory(lease, size)
 
+    @precondition(lambda self: self.used)
     @rule(number=st.integers(0, 30))
     def drop(self, number: int) -> None:
-        if self.memory:
-            del self.memory[number % len(self.memory)]
+        del self.used[number % len(self.used)]
 
+    @precondition(lambda self: self.used)
+    @rule(number=st.integers(0, 30))
+    def keep(self, number: int) -> None:
+        self.kept.append(self.used.pop(number % len(self.used)))
+
+    @precondition(lambda self: self.used)
     @rule(number=st.integers(0, 30), share=st.floats(0, 1))
     def shrink(self, number: int, share: float) -> None:
-        if self.memory:
-            lease, memory, size = self.memory.pop(number % len(self.memory))
-            memory.charge.shrink(int(size * share))
-            self.memory.append((lease, memory, int(size * share)))
+        piece = self.used[number % len(self.used)]
+        piece.size = int(piece.size * share)
+        piece.memory.charge.shrink(piece.size)
 
     @rule(lease=consumes(leases))
     def close(self, lease: Lease) -> None:
-        self.kept += [(memory, size) for owner, memory, size in self.memory if owner is lease]
-        self.memory = [entry for entry in self.memory if entry[0] is not lease]
+        self.kept += [piece for piece in self.used if piece.lease is lease]
+        self.used = [piece for piece in self.used if piece.lease is not lease]
         lease.close()
         del self.promised[lease], self.client[lease]
 
+    @precondition(lambda self: self.kept)
     @rule()
     def forget(self) -> None:
         self.reclaim()
@@ -297,17 +339,18 @@ class Budget(RuleBasedStateMachine):
 
     @invariant()
     def never_more_memory_than_there_is(self) -> None:
-        held = sum(size for _, _, size in self.memory) + sum(size for _, size in self.kept)
-        assert held <= CAPACITY
+        assert sum(piece.size for piece in (*self.used, *self.kept)) <= CAPACITY
 
     def teardown(self) -> None:
-        self.memory.clear()
+        self.used.clear()
         self.kept.clear()
         for lease in self.promised:
             lease.close()
         assert self.budget.tokens_left == CAPACITY // TOKEN
-        self.budget.reclaim = lambda: False
         self.budget.lease("everything", CAPACITY)
 
 
-TestBudget = Budget.TestCase
+TestBudget = pytest.mark.xfail(reason="what is given up meanwhile is counted as if it were still there")(
+    Budget.TestCase
+)
+TestBudget.settings = settings(phases=[Phase.reuse, Phase.generate])

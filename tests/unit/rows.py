@@ -1,0 +1,45 @@
+"""Rows of keys and values as tests lay them out, write them and read them back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from swarm_server.kv_rows import Channel, Group, Layout, Place, Row, runs
+
+CPU = torch.device("cpu")
+WINDOW = 3
+KEYS, VALUES = Channel(2, 1, torch.float64), Channel(1, 3, torch.float64)
+FULL, SLIDING = Group((KEYS, VALUES), None), Group((VALUES, KEYS), WINDOW)
+LAYOUTS = {
+    "full": Layout((FULL,), (Place(0, 0, 1),)),
+    "mixed": Layout((FULL, SLIDING), (Place(0, 0, 1), Place(1, 0, 1))),
+    "sliding": Layout((SLIDING,), (Place(0, 0, 1),)),
+}
+
+
+def write(rows: Sequence[Row], layout: Layout, values: torch.Tensor) -> None:
+    """values: [rows, new] for the last positions of each row, into all channels."""
+    num_new = values.shape[1]
+    for number, group in enumerate(layout.groups):
+        for run in runs(rows, number, 0):
+            page, page_rows, positions = run.parts[-1]
+            for channel in range(len(group.channels)):
+                place = page.data[channel][page_rows, :, positions.stop - num_new : positions.stop]
+                place[:] = values[run.rows, None, :, None]
+
+
+def read(rows: Sequence[Row], layout: Layout) -> list[list[list[float]]]:
+    """For each group the positions that each row keeps; all channels must agree."""
+    result = []
+    for number, group in enumerate(layout.groups):
+        kept: list[list[float]] = [[] for _ in rows]
+        for run in runs(rows, number, 0) if rows[0].length else []:
+            content = [torch.cat(list(run.read(channel)), 2) for channel in range(len(group.channels))]
+            assert all(part.shape[2] == run.length for part in content)
+            values = content[0][:, 0, :, 0]
+            assert all(bool((part == values[:, None, :, None]).all()) for part in content)
+            kept[run.rows] = values.tolist()
+        result.append(kept)
+    return result
