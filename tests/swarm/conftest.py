@@ -2,9 +2,20 @@
 
 from __future__ import annotations
 
-import pytest
+from collections.abc import Iterator
 
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from swarm_protocol.codec import decode
+from swarm_protocol.pb import swarm_pb2 as pb
+from tests.swarm.harness import InProcessServers
 from tests.swarm.processes import ServerProcess
+from tests.swarm.raw_client import RawClient
+from tests.swarm.target import CLOSE, HOSTED, ROOM, TOKENS, Target, assert_session_works
+from tests.swarm.waiting import wait_for
+from tests.zoo import VOCAB, save_checkpoint
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -28,3 +39,31 @@ def server_process(tmp_path):
     yield start
     for process in started:
         process.__exit__()
+
+
+@pytest.fixture(scope="module")
+def idle_target(tmp_path_factory) -> Iterator[Target]:
+    directory = tmp_path_factory.mktemp("llama")
+    save_checkpoint("llama", directory)
+    whole = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    boundaries: list[torch.Tensor] = []
+    whole.model.layers[HOSTED[0]].register_forward_pre_hook(lambda _block, inputs: boundaries.append(inputs[0]))
+    whole.model.layers[HOSTED[1] - 1].register_forward_hook(lambda _block, _inputs, output: boundaries.append(output))
+    with torch.no_grad():
+        whole(torch.randint(3, VOCAB, (1, TOKENS), generator=torch.Generator().manual_seed(0)))
+    with InProcessServers(directory, cache_tokens=ROOM) as servers:
+        servers.start(f"{HOSTED[0]}:{HOSTED[1]}")
+        with RawClient(servers.records()[0]) as client:
+            yield Target(client, *boundaries)
+
+
+@pytest.fixture
+def target(idle_target) -> Iterator[Target]:
+    """After each test the server must have its room back and still compute what the whole model computes."""
+    yield idle_target
+    client = idle_target.client
+    wait_for(lambda: client.describe().cache_tokens_left == ROOM, "the room of refused sessions has come back")
+    (reply,) = client.forward(pb.ForwardRequest(forward=idle_target.forward())).replies
+    assert torch.equal(decode(reply.output), idle_target.expected)
+    assert_session_works(idle_target.talk(idle_target.open(), idle_target.step(), CLOSE), idle_target, 1)
+    wait_for(lambda: client.describe().cache_tokens_left == ROOM, "the room of a good session has come back")
