@@ -114,26 +114,31 @@ class RemoteSession:
         steps = list(self._steps(inputs, num_wanted))
         in_flight = {step.message.number: step for step in steps}
         sending = asyncio.ensure_future(self._send(steps))
-        outputs = []
         try:
+            outputs = []
             for number, step in enumerate(steps):
                 hidden = await self._answer(step, in_flight)
                 if number == 0:
                     self._changes.clear()
                 if step.message.outputs_wanted:
                     outputs.append(self._decoded(hidden, step, inputs.hidden))
+            await sending  # may end after the last answer; to cancel a write would cancel its stream
             return torch.cat(outputs, 1)
         except _HopError as failure:
             error = failure.error
             gone = isinstance(error, PeerError) and not isinstance(error, PeerBusy | SessionLost)
             if gone:
                 await self._swarm.failed(error)
-            first_step = failure.hop == 0 and failure.step == steps[0].message.number
-            if not first_step or gone or isinstance(error, SessionLost):  # else nothing has changed: it can go on
+            if gone or isinstance(error, SessionLost) or (failure.hop, failure.step) != (0, steps[0].message.number):
+                sending.cancel()
                 await self._forget()
+            else:  # nothing has changed anywhere: the session can go on
+                await sending
             raise error from None
-        finally:
+        except BaseException:  # interrupted: nobody knows how far the servers have come
             sending.cancel()
+            await asyncio.shield(self._forget())
+            raise
 
     def _steps(self, inputs: BlockInput, num_wanted: int) -> Iterator[_Step]:
         """The input in chunks that keep all hops busy and are no longer than any of them takes."""

@@ -204,9 +204,7 @@ class HopSession:
                 await self._call.write(pb.SessionRequest(more=part))
 
     async def close(self) -> None:
-        """Ends the session on the server; never fails."""
-        if self._reading is not None:
-            self._reading.cancel()
+        """Ends the session on the server; never fails. The reader ends with the stream: it must not be cancelled."""
         try:
             await self._call.write(pb.SessionRequest(close=pb.Close()))
             await self._call.done_writing()

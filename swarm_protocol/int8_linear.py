@@ -29,10 +29,12 @@ def quantize_rows(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """
     q = torch.empty(weight.shape, dtype=torch.int8)
     scale = torch.empty(weight.shape[0], dtype=torch.float32)
+    scratch = torch.empty(min(TILE, len(weight)), weight.shape[1], dtype=torch.float32)  # made once
     for q_tile, scale_tile, tile in zip(q.split(TILE), scale.split(TILE), weight.split(TILE), strict=True):
         tile = tile.float()
-        torch.div(tile.abs().amax(1), 127, out=scale_tile).clamp_(min=TINY)
-        q_tile.copy_((tile / scale_tile[:, None]).round_())
+        absmax = torch.maximum(tile.amax(1), tile.amin(1).neg_())
+        torch.div(absmax, 127, out=scale_tile).clamp_(min=TINY)
+        q_tile.copy_(torch.div(tile, scale_tile[:, None], out=scratch[: len(tile)]).round_())
     return q, scale
 
 
@@ -213,8 +215,19 @@ class Int8Linear(torch.nn.Module):
         cls, weight: torch.Tensor, bias: torch.Tensor | None = None, implementation: type[Int8Weight] | None = None
     ) -> Int8Linear:
         """Quantises weight [out, in]; ``implementation`` is the fastest that runs here unless given."""
+        return cls.from_int8(*quantize_rows(weight.detach()), bias, implementation)
+
+    @classmethod
+    def from_int8(
+        cls,
+        q: torch.Tensor,
+        scale: torch.Tensor,
+        bias: torch.Tensor | None = None,
+        implementation: type[Int8Weight] | None = None,
+    ) -> Int8Linear:
+        """From the result of ``quantize_rows``."""
         implementation = implementation or (FbgemmWeight if FbgemmWeight.is_available() else PlainWeight)
-        return cls(implementation(*quantize_rows(weight.detach())), bias)
+        return cls(implementation(q, scale), bias)
 
     @property
     def weight(self) -> torch.Tensor:

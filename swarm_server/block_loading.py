@@ -56,7 +56,7 @@ def load_block(
         for parameter in block.parameters():
             if parameter.dtype in NARROW:
                 parameter.data = parameter.data.float()
-    for name in list(late):
+    for name in sorted(late, key=lambda name: -stored[f"{name}.weight"].size_bytes):  # the last ones need least room
         for kind, tensor in _tensors_of(name, stored).items():
             setattr(late[name], kind, nn.Parameter(tensor.read().to(dtype), requires_grad=False))
         block.set_submodule(name, replace(late.pop(name)))

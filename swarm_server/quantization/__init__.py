@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 
-from swarm_protocol.int8_linear import Int8Linear, Int8Weight
+from swarm_protocol.int8_linear import Int8Linear, Int8Weight, quantize_rows
 from swarm_server.quantization import bnb
 from swarm_server.quantization.experts import Layout, QuantizedExperts
 from swarm_server.quantization.report import Left, Report
@@ -55,8 +56,7 @@ def quantize_(
         num_expert_weights = len(quantizer.layers)
         for name in _linear_names(module):
             linear = module.get_submodule(name)
-            weight = linear.weight.T if TRANSPOSED[type(linear).__name__] else linear.weight
-            module.set_submodule(name, quantizer.linear(weight, linear.bias))
+            module.set_submodule(name, quantizer.linear(partial(_take_weight, linear), linear.bias))
     module.to(device)
     return Report(
         method,
@@ -80,20 +80,31 @@ class _Quantizer:
     num_params: int = 0
     size_bytes: int = 0
 
-    def linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.nn.Module:
-        """weight: [out, in] of any strides, bias: [out]. Neither is kept."""
+    def linear(self, take_weight: Callable[[], torch.Tensor], bias: torch.Tensor | None) -> torch.nn.Module:
+        """``take_weight()``: [out, in] of any strides, which is dropped as soon as it can be; bias: [out]."""
+        if self.method == "int8" and self.device.type == "cpu":
+            layer = Int8Linear.from_int8(*quantize_rows(take_weight()), bias, self.int8_weight)
+            return self._counted(layer, layer.int8.shape.numel(), layer.int8.size_bytes)
+        weight = take_weight()
         if self.method == "nf4":
             layer, size_bytes = bnb.nf4_linear(weight, bias, self.device, self.compute_dtype)
-        elif self.method == "bnb-int8" or self.device.type == "cuda":
-            layer, size_bytes = bnb.int8_linear(weight, bias, self.device)
         else:
-            layer = Int8Linear.from_float(weight, bias, self.int8_weight)
-            size_bytes = layer.int8.size_bytes
+            layer, size_bytes = bnb.int8_linear(weight, bias, self.device)
+        return self._counted(layer, weight.numel(), size_bytes)
+
+    def _counted(self, layer: torch.nn.Module, num_params: int, size_bytes: int) -> torch.nn.Module:
         layer.is_quantised = True
         self.layers.add(layer)
-        self.num_params += weight.numel()
+        self.num_params += num_params
         self.size_bytes += size_bytes
         return layer
+
+
+def _take_weight(linear: torch.nn.Module) -> torch.Tensor:
+    """The weight, [out, in], which the layer does not keep."""
+    weight = linear.weight.detach()
+    linear.weight = None
+    return weight.T if TRANSPOSED[type(linear).__name__] else weight
 
 
 def _linear_names(block: torch.nn.Module) -> list[str]:

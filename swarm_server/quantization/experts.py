@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import torch
 
 Activation = Callable[[torch.nn.Module, torch.Tensor], torch.Tensor]  # (experts, first product) -> input of ``down``
-BuildLinear = Callable[[torch.Tensor, torch.Tensor | None], torch.nn.Module]  # (weight [out, in], bias [out] or None)
+# (() -> weight [out, in], bias [out] or None) -> layer
+BuildLinear = Callable[[Callable[[], torch.Tensor], torch.Tensor | None], torch.nn.Module]
 
 
 @dataclass(frozen=True)
@@ -105,7 +106,7 @@ def _take_linears(experts: torch.nn.Module, name: str, transposed: bool, build: 
     """One linear per expert from parameter ``name`` [experts, …, …], which is then deleted with its bias."""
     weights, biases = getattr(experts, name), getattr(experts, f"{name}_bias", None)
     linears = torch.nn.ModuleList(
-        build(weight.T if transposed else weight, None if biases is None else biases[expert])
+        build(lambda weight=weight: weight.T if transposed else weight, None if biases is None else biases[expert])
         for expert, weight in enumerate(weights.detach())
     )
     delattr(experts, name)
