@@ -2,6 +2,7 @@
 
 import os
 
+os.environ["OMP_NUM_THREADS"] = "1"  # servers inside the process obey it too
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
 os.environ["TRANSFORMERS_VERBOSITY"] = "error"
