@@ -23,6 +23,7 @@ from swarm_protocol.wire import PAGE_TOKENS
 
 CODECS = {"none": pb.RAW, "int8": pb.INT8_BLOCKS}
 _CHUNKS_PER_HOP = 4  # of a prompt: the pipeline is full for all but one part in so many of the time
+_SEND_TIMEOUT_S = 1.0  # for what is left of a step that has failed
 _IN_ONE_PIECE = 1 << 30  # a hop that takes so many at once must be given them at once
 
 
@@ -130,7 +131,7 @@ class RemoteSession:
             if gone:
                 await self._swarm.failed(error)
             if gone or isinstance(error, SessionLost) or (failure.hop, failure.step) != (0, steps[0].message.number):
-                sending.cancel()
+                await _ended(sending)
                 await self._forget()
             else:  # nothing has changed anywhere: the session can go on
                 await sending
@@ -316,6 +317,13 @@ def check_length(num_positions: int, max_positions: int | None) -> None:
             f"{num_positions} positions are more than the model's {max_positions}: "
             "shorten the prompt or generate fewer tokens"
         )
+
+
+async def _ended(sending: asyncio.Task) -> None:
+    """Waits for the task, but not for a server that takes no more: its stream ends in the middle of a message."""
+    await asyncio.wait([sending], timeout=_SEND_TIMEOUT_S)
+    sending.cancel()
+    await asyncio.gather(sending, return_exceptions=True)
 
 
 async def _close(hops: list[HopSession]) -> None:

@@ -180,6 +180,7 @@ class HopSession:
         self._call = call
         self._inbox = inbox
         self._reading: asyncio.Task | None = None
+        self._writing = asyncio.Lock()  # gRPC breaks a call that is given a message while it takes another
 
     async def open(self, request: pb.Open, timeout_s: float) -> None:
         server, span = self.hop.server, self.hop.span
@@ -198,7 +199,7 @@ class HopSession:
 
     async def send(self, step: pb.Step, parts: Sequence[bytes]) -> None:
         """Sends a step and the further parts of its hidden states."""
-        async with translated(self.hop.server, self.hop.span, self._call):
+        async with self._writing, translated(self.hop.server, self.hop.span, self._call):
             await self._call.write(pb.SessionRequest(step=step))
             for part in parts:
                 await self._call.write(pb.SessionRequest(more=part))
@@ -206,8 +207,9 @@ class HopSession:
     async def close(self) -> None:
         """Ends the session on the server; never fails. The reader ends with the stream: it must not be cancelled."""
         try:
-            await self._call.write(pb.SessionRequest(close=pb.Close()))
-            await self._call.done_writing()
+            async with self._writing:
+                await self._call.write(pb.SessionRequest(close=pb.Close()))
+                await self._call.done_writing()
         except (grpc.RpcError, asyncio.InvalidStateError, asyncio.CancelledError):
             self._call.cancel()
 
