@@ -5,9 +5,12 @@ from __future__ import annotations
 import concurrent.futures
 import itertools
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
+
+import torch
+from transformers.generation.streamers import BaseStreamer
 
 from swarm_client import background
 from swarm_protocol.dht import Dht
@@ -110,3 +113,18 @@ class Numbers:
 
     def decode(self, ids: Iterable[int], **_options: Any) -> str:
         return "".join(f" {int(token)}" for token in ids)
+
+
+class Watcher(BaseStreamer):
+    """Calls a function when so many new tokens have come."""
+
+    def __init__(self, num_tokens: int, function: Callable[[], object]) -> None:
+        self._left, self._function = num_tokens + 1, function  # the prompt comes first
+
+    def put(self, _value: torch.Tensor) -> None:
+        self._left -= 1
+        if self._left == 0:
+            self._function()
+
+    def end(self) -> None:
+        pass

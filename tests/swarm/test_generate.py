@@ -7,7 +7,6 @@ import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 
 import pytest
 import torch
@@ -22,47 +21,16 @@ from transformers import (
 from swarm_client import DistributedModel, DistributedModelForSequenceClassification, NoSwarm, RequestRejected
 from swarm_client.session import RemoteSession
 from tests.swarm.harness import InProcessServers, Numbers
-from tests.zoo import BLOCKS, HIDDEN, PAD, POSITIONS, VOCAB, save_checkpoint
+from tests.swarm.pair import NEW_TOKENS, Pair, ends_only_at_its_length, random_ids, started
+from tests.zoo import BLOCKS, HIDDEN, PAD, POSITIONS, save_checkpoint
 
-NEW_TOKENS = 12
 PADDED = 4
-
-
-@dataclass(frozen=True)
-class Pair:
-    """The whole model in this process, and the same model through servers."""
-
-    whole: PreTrainedModel
-    remote: PreTrainedModel
-    servers: InProcessServers
-
-    def both(self, input_ids: torch.Tensor, **options) -> tuple[torch.Tensor, torch.Tensor]:
-        """Tokens of both models, from the same random state."""
-        options = {"attention_mask": torch.ones_like(input_ids), "max_new_tokens": NEW_TOKENS, **options}
-        tokens = []
-        for model in (self.whole, self.remote):
-            torch.manual_seed(3)
-            tokens.append(model.generate(input_ids, **options))
-        return tokens[0], tokens[1]
-
-
-def ends_only_at_its_length(model: PreTrainedModel) -> PreTrainedModel:
-    model.generation_config.eos_token_id = None
-    return model.eval()
 
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory) -> Iterator[Pair]:
-    directory = tmp_path_factory.mktemp("llama")
-    save_checkpoint("llama", directory)
-    with InProcessServers(directory) as servers:
-        servers.start("0:2", "2:5", "5:6")
-        remote = DistributedModel.from_pretrained(
-            str(directory), initial_peers=servers.initial_peers, swarm=servers.swarm
-        )
-        whole = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
-        with remote:
-            yield Pair(ends_only_at_its_length(whole), ends_only_at_its_length(remote), servers)
+    with started(tmp_path_factory.mktemp("llama"), "0:2", "2:5", "5:6") as pair:
+        yield pair
 
 
 @pytest.fixture
@@ -92,10 +60,6 @@ def steps(monkeypatch) -> list[int]:
 
     monkeypatch.setattr(RemoteSession, "step", counted)
     return counts
-
-
-def random_ids(batch_size: int, length: int, seed: int) -> torch.Tensor:
-    return torch.randint(3, VOCAB, (batch_size, length), generator=torch.Generator().manual_seed(seed))
 
 
 # ------------------------------------------------------------ generate

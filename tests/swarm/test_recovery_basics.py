@@ -11,12 +11,11 @@ from pathlib import Path
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel, TextIteratorStreamer
-from transformers.generation.streamers import BaseStreamer
 
 from swarm_client import DistributedModel, NoRoute, PeerError
 from swarm_protocol.errors import PeerBusy, SessionLost
 from swarm_protocol.span import Span
-from tests.swarm.harness import InProcessServers, Numbers
+from tests.swarm.harness import InProcessServers, Numbers, Watcher
 from tests.swarm.waiting import wait_for
 from tests.zoo import VOCAB, save_checkpoint
 
@@ -61,21 +60,6 @@ def connect(servers) -> Iterator[Callable[..., PreTrainedModel]]:
 def generate(model: PreTrainedModel, **options) -> torch.Tensor:
     model.generation_config.eos_token_id = None
     return model.generate(PROMPT, max_new_tokens=NEW_TOKENS, do_sample=False, **options)
-
-
-class Watcher(BaseStreamer):
-    """Calls a function when so many new tokens have come."""
-
-    def __init__(self, num_tokens: int, function: Callable[[], object]) -> None:
-        self._left, self._function = num_tokens + 1, function  # the prompt comes first
-
-    def put(self, _value: torch.Tensor) -> None:
-        self._left -= 1
-        if self._left == 0:
-            self._function()
-
-    def end(self) -> None:
-        pass
 
 
 # ------------------------------------------------------------ missing

@@ -1,0 +1,69 @@
+"""The same model twice: whole in this process, and through servers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from swarm_client import DistributedModel
+from tests.swarm.harness import InProcessServers
+from tests.zoo import VOCAB, save_checkpoint
+
+NEW_TOKENS = 12
+
+
+@dataclass(frozen=True)
+class Pair:
+    """The whole model in this process, and the same model through servers."""
+
+    whole: PreTrainedModel
+    remote: PreTrainedModel
+    servers: InProcessServers
+
+    def both(self, input_ids: torch.Tensor, **options) -> tuple[torch.Tensor, torch.Tensor]:
+        """Tokens of both models, from the same random state."""
+        options = {"attention_mask": torch.ones_like(input_ids), "max_new_tokens": NEW_TOKENS, **options}
+        tokens = []
+        for model in (self.whole, self.remote):
+            torch.manual_seed(3)
+            tokens.append(model.generate(input_ids, **options))
+        return tokens[0], tokens[1]
+
+
+def ends_only_at_its_length(model: PreTrainedModel) -> PreTrainedModel:
+    model.generation_config.eos_token_id = None
+    return model.eval()
+
+
+@contextmanager
+def started(directory: Path, *spans: str, config: dict[str, Any] | None = None, **options: Any) -> Iterator[Pair]:
+    """A small llama in ``directory``, and servers of these spans.
+
+    Args:
+        config: arguments of the model's config.
+        options: of the servers' config.
+    """
+    save_checkpoint("llama", directory, **(config or {}))
+    whole = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    with InProcessServers(directory) as servers:
+        servers.start(*spans, **options)
+        with connected(servers) as remote:
+            yield Pair(ends_only_at_its_length(whole), remote, servers)
+
+
+@contextmanager
+def connected(servers: InProcessServers, **options: Any) -> Iterator[PreTrainedModel]:
+    """A client of its own."""
+    known = {"initial_peers": servers.initial_peers, "swarm": servers.swarm}
+    with DistributedModel.from_pretrained(str(servers.model), **(known | options)) as remote:
+        yield ends_only_at_its_length(remote)
+
+
+def random_ids(batch_size: int, length: int, seed: int) -> torch.Tensor:
+    return torch.randint(3, VOCAB, (batch_size, length), generator=torch.Generator().manual_seed(seed))
