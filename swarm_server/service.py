@@ -16,6 +16,7 @@ from swarm_protocol.codec import Assembler, encode
 from swarm_protocol.errors import AccessDenied, PeerError, RequestRejected, SessionLost
 from swarm_protocol.pb import swarm_pb2 as pb
 from swarm_protocol.pb.swarm_pb2_grpc import BlocksServicer
+from swarm_protocol.span import Span
 from swarm_server.sessions import Host, HostedSession, StepReader
 
 _logger = logging.getLogger(__name__)
@@ -100,10 +101,7 @@ class BlocksService(BlocksServicer):
         self, requests: AsyncIterator[pb.ForwardRequest], context: grpc.aio.ServicerContext
     ) -> AsyncIterator[pb.TensorReply]:
         async with _errors_as_status(context):
-            request = await self._first(requests, "forward")
-            blocks = self._rules.blocks(request.forward.contract)
-            hidden = await self._collect_input(request.forward, requests)
-            inputs = self._block_input(request.forward, hidden)
+            blocks, inputs = await self._read_input(requests)
             engine, scheduler = self._host.engine, self._host.scheduler
             outputs = [
                 await scheduler.train(partial(engine.forward, blocks, rows)) for rows, _ in self._few_rows(inputs)
@@ -115,15 +113,12 @@ class BlocksService(BlocksServicer):
         self, requests: AsyncIterator[pb.BackwardRequest], context: grpc.aio.ServicerContext
     ) -> AsyncIterator[pb.TensorReply]:
         async with _errors_as_status(context):
-            request = await self._first(requests, "forward")
-            blocks = self._rules.blocks(request.forward.contract)
-            hidden = await self._collect_input(request.forward, requests)
-            inputs = self._block_input(request.forward, hidden)
+            blocks, inputs = await self._read_input(requests)
             request = await self._first(requests, "grad")
-            if tuple(request.grad.shape) != tuple(hidden.shape):
+            if tuple(request.grad.shape) != tuple(inputs.hidden.shape):
                 raise RequestRejected(
                     f"gradient has shape {list(request.grad.shape)}: expected that of the hidden states, "
-                    f"{list(hidden.shape)}"
+                    f"{list(inputs.hidden.shape)}"
                 )
             grad = await self._collect(self._rules.hidden(request.grad), requests)
             engine, scheduler = self._host.engine, self._host.scheduler
@@ -150,10 +145,13 @@ class BlocksService(BlocksServicer):
             raise RequestRejected(f"expected a message of kind {kind!r}")
         return request
 
-    async def _collect_input(self, forward: pb.Forward, requests: AsyncIterator) -> torch.Tensor:
+    async def _read_input(self, requests: AsyncIterator) -> tuple[Span, BlockInput]:
+        """What a pass without a session begins with."""
+        forward = (await self._first(requests, "forward")).forward
+        blocks = self._rules.blocks(forward.contract)
         arriving = self._rules.hidden(forward.hidden)
         self._rules.length(arriving.shape[1])
-        return await self._collect(arriving, requests)
+        return blocks, self._block_input(forward, await self._collect(arriving, requests))
 
     async def _collect(self, assembler: Assembler, requests: AsyncIterator) -> torch.Tensor:
         while not assembler.complete:

@@ -175,6 +175,18 @@ class TestEveryFamily:
             assert sum(map(len, row_group)) <= group.most
 
 
+@pytest.mark.cuda
+def test_sessions_share_batches_on_cuda(tmp_path) -> None:
+    """Where rows are copied side by side for attention."""
+    save_checkpoint("llama", tmp_path)
+    engine = Engine(load_blocks(Checkpoint.open(tmp_path), HOSTED, device="cuda"))
+    everyone = [Generation.open(engine, CacheBudget(PLENTY, 1), batch_size=rows, seed=rows) for rows in (1, 3)]
+    for generation, num_tokens in zip(everyone, (5, 2 * PAGE_TOKENS), strict=True):
+        advance(engine, [generation], num_tokens)
+    for _ in range(4):
+        advance(engine, everyone, 1)
+
+
 class TestPrefixReuse:
     @pytest.mark.parametrize("keeps_outputs", [False, True])
     def test_equal_content_is_not_computed_again(self, llama: BlockStack, budget, keeps_outputs: bool) -> None:
