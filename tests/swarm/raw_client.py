@@ -40,6 +40,18 @@ class RawClient:
         """Sends all requests, then reads until the server ends the stream."""
         return background.run(_talk(self._stub.Session, requests))
 
+    def push(self, *requests: pb.PushRequest) -> Answer:
+        return background.run(_talk(self._stub.Push, requests))
+
+    @contextmanager
+    def stream(self, method: str) -> Iterator[RawStream]:
+        """An open stream of ``Session`` or ``Push``; it ends without a goodbye."""
+        stream = RawStream(background.run(_called(getattr(self._stub, method))))
+        try:
+            yield stream
+        finally:
+            background.run(_cancel(stream.call))
+
     @contextmanager
     def open_session(self, request: pb.SessionRequest) -> Iterator[None]:
         """Keeps a session open meanwhile; it ends without a goodbye."""
@@ -59,6 +71,20 @@ class RawClient:
         self.close()
 
 
+class RawStream:
+    """Sends a request and reads a reply at a time."""
+
+    def __init__(self, call: grpc.aio.StreamStreamCall) -> None:
+        self.call = call
+
+    def send(self, request: Any) -> None:
+        background.run(_write(self.call, request))
+
+    def read(self) -> Any:
+        """The next reply; ``grpc.aio.EOF`` at the end."""
+        return background.run(_read(self.call))
+
+
 class Answer:
     """What a server answered to a stream of requests, and the status that ended it."""
 
@@ -71,6 +97,18 @@ class Answer:
 
 async def _unary(method: Callable, request: Any) -> Any:
     return await method(request, timeout=DEADLINE_S)
+
+
+async def _called(method: Callable) -> grpc.aio.StreamStreamCall:
+    return method(timeout=DEADLINE_S)
+
+
+async def _write(call: grpc.aio.StreamStreamCall, request: Any) -> None:
+    await call.write(request)
+
+
+async def _read(call: grpc.aio.StreamStreamCall) -> Any:
+    return await call.read()
 
 
 async def _opened(method: Callable, request: Any) -> Any:

@@ -1,0 +1,305 @@
+"""Outputs go from server to server; through the client where servers cannot reach each other; never twice."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections import Counter
+from collections.abc import Iterator
+
+import grpc
+import pytest
+import torch
+
+from swarm_client import transport
+from swarm_client.session import RemoteSession
+from swarm_client.transport import Answer, HopSession
+from swarm_protocol.codec import decode
+from swarm_protocol.errors import PeerUnavailable
+from swarm_protocol.pb import swarm_pb2 as pb
+from swarm_protocol.span import Span
+from swarm_server.engine import Change, Engine, Reorder
+from swarm_server.push import Neighbours, Pusher
+from swarm_server.sessions import Host
+from tests.swarm.pair import NEW_TOKENS, Pair, random_ids, started
+from tests.swarm.target import CLOSE, INVALID, TOKENS, UNKNOWN, assert_close, assert_one_sentence, header, wire
+from tests.swarm.waiting import wait_for
+from tests.swarm.wires import Wires, wires_between_servers
+from tests.zoo import HIDDEN
+
+SPANS = ("0:2", "2:5", "5:6")
+HOPS, LAST = len(SPANS), Span.parse(SPANS[-1])
+PROMPT = random_ids(2, 9, seed=0)
+LONG = random_ids(1, 170, seed=1)  # comes in several chunks
+REPETITIVE = random_ids(1, 6, seed=2).repeat(1, 3)
+WAYS = {
+    "greedy": (PROMPT, {"do_sample": False}),
+    "beams": (PROMPT, {"num_beams": 3}),
+    "chunks": (LONG, {"do_sample": False}),
+    "speculation": (REPETITIVE, {"do_sample": False, "prompt_lookup_num_tokens": 3}),
+}
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory) -> Iterator[Pair]:
+    with started(tmp_path_factory.mktemp("llama"), *SPANS) as pair:
+        yield pair
+        pair.servers.wait_until_all_room_is_free()
+
+
+@pytest.fixture
+def sent(monkeypatch) -> Counter[int]:
+    """How many steps the client sends to each hop."""
+    counts: Counter[int] = Counter()
+    send = HopSession.send
+
+    async def counted(session: HopSession, step: pb.Step, parts) -> None:
+        counts[session.number] += 1
+        await send(session, step, parts)
+
+    monkeypatch.setattr(HopSession, "send", counted)
+    return counts
+
+
+@pytest.fixture
+def answers(monkeypatch) -> list[Answer]:
+    """What the client is sent by all hops."""
+    seen: list[Answer] = []
+    read_event = HopSession._read_event
+
+    async def watched(session: HopSession):
+        event = await read_event(session)
+        if isinstance(event, Answer):
+            seen.append(event)
+        return event
+
+    monkeypatch.setattr(HopSession, "_read_event", watched)
+    return seen
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_outputs_do_not_pass_through_the_client(pair, sent, answers, way):
+    ids, options = WAYS[way]
+    whole, remote = pair.both(ids, **options)
+    assert torch.equal(remote, whole)
+    assert sent.keys() == {0}
+    assert {answer.hop for answer in answers} == {HOPS - 1}
+    if way in ("greedy", "chunks"):  # of each step the outputs of one position; of all chunks but the last none
+        sizes = [answer.hidden.header.shape[1] for answer in answers if answer.hidden is not None]
+        assert sizes == [1] * NEW_TOKENS and len(answers) == sent[0]
+
+
+@pytest.mark.xfail(strict=True, reason="the first hop pushes before the next one knows the session, and gives up")
+def test_the_next_hop_may_hear_of_the_session_later_than_the_first(pair, sent, monkeypatch):
+    """The client may be farther from it than the first hop is."""
+    whole, _ = pair.both(PROMPT, do_sample=False)
+    sent.clear()
+    open_hop = transport.Server.open
+
+    async def far_away(server, number, *args):
+        await asyncio.sleep(0.3 * number)
+        return await open_hop(server, number, *args)
+
+    monkeypatch.setattr(transport.Server, "open", far_away)
+    assert torch.equal(pair.remote.generate(PROMPT, max_new_tokens=NEW_TOKENS, do_sample=False), whole)
+    assert sent.keys() == {0}
+
+
+# ------------------------------------------------------------ through the client
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("walled", [{1}, {2}, {1, 2}], ids=["first-two", "last-two", "all"])
+def test_servers_that_cannot_reach_each_other(pair, sent, monkeypatch, way, walled):
+    ids, options = WAYS[way]
+    whole, direct = pair.both(ids, **options)
+    num_steps = sent[0]
+    sent.clear()
+    peers = [record.peer_id for record in pair.servers.records()]
+    stub = Neighbours.stub
+
+    async def walls(neighbours: Neighbours, hop: pb.NextHop):
+        if peers.index(hop.peer_id) in walled:
+            raise PeerUnavailable("a wall stands between")
+        return await stub(neighbours, hop)
+
+    monkeypatch.setattr(Neighbours, "stub", walls)
+    _, remote = pair.both(ids, **options)
+    assert torch.equal(direct, whole) and torch.equal(remote, whole)
+    assert sent == {0: num_steps} | dict.fromkeys(walled, num_steps)
+
+
+# ------------------------------------------------------------ streams that break
+
+
+class Streams:
+    """The streams between servers since the last ``clear``."""
+
+    def __init__(self, wires: Wires, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._wires = wires
+        self._senders: list[Pusher] = []
+        self._receivers: list[asyncio.Task] = []
+        init, find = Pusher.__init__, Host.find
+
+        def created(pusher: Pusher, *args) -> None:
+            init(pusher, *args)
+            self._senders.append(pusher)
+
+        def found(host: Host, session_key: bytes):
+            self._receivers.append(asyncio.current_task())
+            return find(host, session_key)
+
+        monkeypatch.setattr(Pusher, "__init__", created)
+        monkeypatch.setattr(Host, "find", found)
+
+    def clear(self) -> None:
+        self._senders.clear()
+        self._receivers.clear()
+
+    def cut(self) -> None:
+        """Returns once both sides know."""
+        assert len(self._senders) == len(self._receivers) == HOPS - 1
+        self._wires.cut()
+        wait_for(lambda: all(sender._broken for sender in self._senders), "the senders have noticed")
+        wait_for(lambda: all(task.done() for task in self._receivers), "the receivers have noticed")
+
+
+@pytest.fixture
+def wired(tmp_path) -> Iterator[tuple[Pair, Wires]]:
+    with wires_between_servers() as wires, started(tmp_path, *SPANS) as pair:
+        yield pair, wires
+        pair.servers.wait_until_all_room_is_free()
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_streams_that_break_between_two_steps(wired, sent, monkeypatch, way):
+    pair, wires = wired
+    ids, options = WAYS[way]
+    streams = Streams(wires, monkeypatch)
+    step, calls = RemoteSession.step, itertools.count(1)
+
+    def breaking(*args):
+        if next(calls) == 4:
+            assert sent.keys() == {0}
+            streams.cut()
+        return step(*args)
+
+    monkeypatch.setattr(RemoteSession, "step", breaking)
+    whole, remote = pair.both(ids, **options)
+    assert torch.equal(remote, whole)
+    assert sent.keys() == {0, 1, 2}
+
+
+@pytest.mark.parametrize(
+    "way",
+    [
+        "greedy",
+        pytest.param("beams", marks=pytest.mark.xfail(strict=True, reason="the rows are reordered twice")),
+        "chunks",
+        "speculation",
+    ],
+)
+def test_streams_that_break_while_a_step_is_computed(wired, sent, monkeypatch, way):
+    """The step comes again by the client, and is not made twice."""
+    pair, wires = wired
+    ids, options = WAYS[way]
+    streams = Streams(wires, monkeypatch)
+    run, calls, cuts = Engine.run, itertools.count(1), []
+
+    def breaking(engine: Engine, batch):
+        if engine.layout.hosted == LAST and next(calls) >= 4 and not cuts:
+            ((_, step),) = batch
+            if way != "beams" or any(map(_matters_twice, step.changes)):
+                cuts.append(step)
+                streams.cut()
+        return run(engine, batch)
+
+    monkeypatch.setattr(Engine, "run", breaking)
+    whole, remote = pair.both(ids, **options)
+    assert len(cuts) == 1
+    assert torch.equal(remote, whole)
+    assert sent.keys() == {0, 1, 2}
+
+
+def _matters_twice(change: Change) -> bool:
+    """Whether it makes a difference to make the change again."""
+    indices = change.indices if isinstance(change, Reorder) else ()
+    return tuple(indices[i] for i in indices) != tuple(indices)
+
+
+# ------------------------------------------------------------ what a server takes
+
+
+def push(**fields) -> pb.PushRequest:
+    return pb.PushRequest(step=pb.Step(**fields))
+
+
+def test_an_unknown_session(target):
+    answer = target.client.push(pb.PushRequest(session_key=bytes(16)))
+    assert (answer.replies, answer.status) == ([], UNKNOWN)
+    assert_one_sentence(answer.details, "this server does not know the session")
+
+
+@pytest.mark.parametrize("first", [push(number=1), pb.PushRequest(more=b"x"), pb.PushRequest()])
+def test_a_stream_that_does_not_begin_with_its_session(target, first):
+    answer = target.client.push(first)
+    assert (answer.replies, answer.status) == ([], INVALID)
+    assert_one_sentence(answer.details, "expected a message of kind 'session_key'")
+
+
+@pytest.mark.parametrize(
+    ("requests", "sentence"),
+    [
+        ([pb.PushRequest()], "a request of unknown kind"),
+        ([pb.PushRequest(more=b"x")], "without its beginning"),
+        ([pb.PushRequest(session_key=bytes(16))], "a request of unknown kind"),
+        ([push(hidden=header(1, 1, HIDDEN)), push()], "before all parts of the one before it"),
+    ],
+    ids=["nothing", "part-without-beginning", "another-session", "step-inside-a-step"],
+)
+def test_messages_that_make_no_sense_end_the_stream_and_not_the_session(target, requests, sentence):
+    opening = target.open()
+    with target.client.stream("Session") as session:
+        session.send(opening)
+        session.read()
+        answer = target.client.push(pb.PushRequest(session_key=opening.open.session_key), *requests)
+        assert (answer.replies, answer.status) == ([], INVALID)
+        assert_one_sentence(answer.details, sentence)
+        session.send(target.step(number=1))
+        assert torch.equal(decode(session.read().output.hidden), target.expected)
+
+
+def test_a_step_that_comes_twice_changes_nothing(target):
+    """From the hop before, from the client, and while the other is still there."""
+    opening, (first, rest) = target.open(reserve_tokens=TOKENS), target.hidden.split([4, TOKENS - 4], 1)
+    one = pb.Step(number=1, hidden=wire(first))
+    two = pb.Step(number=2, start_position=4, hidden=wire(rest))
+    with target.client.stream("Session") as session, target.client.stream("Push") as pushed:
+        session.send(opening)
+        session.read()
+        pushed.send(pb.PushRequest(session_key=opening.open.session_key))
+        for step in (one, one, two, one, two):
+            pushed.send(pb.PushRequest(step=step))
+        assert [pushed.read().number for _ in range(5)] == [1, 1, 2, 1, 2]  # taken, all of them
+        for step in (one, two):
+            session.send(pb.SessionRequest(step=step))
+        session.send(CLOSE)
+        replies = []
+        while (reply := session.read()) is not grpc.aio.EOF:
+            replies.append(reply)
+    assert [reply.output.number for reply in replies] == [1, 2]
+    outputs = torch.cat([decode(reply.output.hidden) for reply in replies], 1)
+    assert_close(outputs, target.expected)
+
+
+def test_a_refused_step_is_told_to_the_client(target):
+    opening = target.open()
+    with target.client.stream("Session") as session, target.client.stream("Push") as pushed:
+        session.send(opening)
+        session.read()
+        pushed.send(pb.PushRequest(session_key=opening.open.session_key))
+        pushed.send(push(number=1, hidden=header(1, 3, HIDDEN + 1)))
+        failure = session.read().failure
+        assert (failure.number, failure.status) == (1, INVALID.value[0])
+        pushed.send(push(number=1, hidden=wire(target.hidden)))
+        assert torch.equal(decode(session.read().output.hidden), target.expected)
