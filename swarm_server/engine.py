@@ -69,6 +69,7 @@ class State:
         settled: windows keep what a crop to this length needs; None: nothing beyond the window.
         hashes: of each row's content so far; None if it is not known any more.
         digests: of each row's full pages of content.
+        mask: under which that was sent, [batch, positions]; None if nothing was hidden.
         can_match: all content so far was found in the prefix cache.
     """
 
@@ -76,6 +77,7 @@ class State:
     settled: int | None = None
     hashes: tuple[ContentHash, ...] | None = None
     digests: tuple[tuple[bytes, ...], ...] = ()
+    mask: torch.Tensor | None = None
     can_match: bool = True
 
     @property
@@ -197,7 +199,7 @@ class Engine:
                     try:
                         prepared[number] = self._prepare(session, step)
                     except (RequestRejected, PeerBusy) as error:
-                        results[number] = error
+                        results[number] = error.with_traceback(None)  # whose frames would hold on to the batch
                 outputs = self._compute([work for work in prepared.values() if work.growth])
             except BaseException:
                 for work in prepared.values():
@@ -242,6 +244,9 @@ class Engine:
         """Adds the step to the content hashes; returns, page by page, where each row's content is found."""
         if state.hashes is None:
             return state, []
+        mask = _hiding(step.inputs.attention_mask)
+        if not _same_mask(state.mask, _hiding(None if mask is None else mask[:, : step.start])):
+            return _forgotten(state), []  # what came before looks different now: another content
         num_tokens = step.inputs.hidden.shape[1]
         content = token_content(step.inputs.hidden, *_positions_and_mask(step))
         added = [row_hash.added(row) for row_hash, row in zip(state.hashes, content, strict=True)]
@@ -257,6 +262,7 @@ class Engine:
             state,
             hashes=tuple(row_hash for row_hash, _ in added),
             digests=tuple((*old, *new) for old, (_, new) in zip(state.digests, added, strict=True)),
+            mask=mask,
             can_match=num_found * PAGE_TOKENS == num_tokens,
         )
         return state, [[row[page] for row in found] for page in range(num_found)]
@@ -398,6 +404,7 @@ def _changed(state: State, change: Change, layout: Layout) -> State:
         if state.hashes is not None:
             picked["hashes"] = tuple(state.hashes[i] for i in change.indices)
             picked["digests"] = tuple(state.digests[i] for i in change.indices)
+            picked["mask"] = None if state.mask is None else state.mask[list(change.indices)]
         return replace(state, **picked)
     state = _cropped(state, change.length, layout)
     return state if state.settled is None else replace(state, settled=change.length)
@@ -412,7 +419,21 @@ def _cropped(state: State, length: int, layout: Layout) -> State:
     if None in rows:
         raise RequestRejected(f"{state.length} positions cannot be cropped to {length}: sliding windows have moved on")
     # The hash of part of a page cannot be taken back: from here on, content is not known any more.
-    return replace(state, rows=rows, hashes=None, digests=(), can_match=False)
+    return _forgotten(replace(state, rows=rows))
+
+
+def _forgotten(state: State) -> State:
+    """Without the knowledge of its content: nothing more of it is shared."""
+    return replace(state, hashes=None, digests=(), mask=None, can_match=False)
+
+
+def _hiding(mask: torch.Tensor | None) -> torch.Tensor | None:
+    """The mask, if it hides anything."""
+    return None if mask is None or bool(mask.all()) else mask
+
+
+def _same_mask(mask: torch.Tensor | None, other: torch.Tensor | None) -> bool:
+    return mask is other or (mask is not None and other is not None and torch.equal(mask, other))
 
 
 def _positions_and_mask(step: Step) -> tuple[torch.Tensor, torch.Tensor]:

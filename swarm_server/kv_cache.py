@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
+from collections import deque
 from collections.abc import Callable
 
 from swarm_protocol.errors import PeerBusy
@@ -26,15 +27,19 @@ class CacheBudget:
         self.capacity_bytes = capacity_bytes
         self._token_bytes = max(1, token_bytes)
         self._charged = 0
+        self._promised = 0  # of that, what reclaiming cannot free
         self._by_client: dict[str, int] = {}
-        self._lock = threading.RLock()  # reentrant: charges are released by garbage collection too
+        self._released: deque[Charge] = deque()  # whose memory has died
+        self._lock = threading.RLock()
         self._kept = Lease(self, "")
         self.reclaim: Callable[[], bool] = lambda: False
 
     @property
     def tokens_left(self) -> int:
         """Positions that a new session over all hosted blocks could still get."""
-        return max(0, self.capacity_bytes - self._charged + self._kept.charged) // self._token_bytes
+        with self._lock:
+            self._settle()
+        return max(0, self.capacity_bytes - self._charged + self._kept._counted) // self._token_bytes
 
     @property
     def capacity_tokens(self) -> int:
@@ -47,32 +52,45 @@ class CacheBudget:
         lease.promise(promised_bytes)
         return lease
 
-    def _charge(self, amount: int, client: str) -> None:
-        with self._lock:
-            if amount > 0 and client:
-                self._require(amount, client)
-            self._charged += amount
-            held = self._by_client.get(client, 0) + amount
-            if held:
-                self._by_client[client] = held
-            else:
-                self._by_client.pop(client, None)
+    def _settle(self) -> None:
+        """Takes memory off that has died since. Under the lock."""
+        while self._released:
+            charge = self._released.popleft()
+            charge.lease._set(charge.lease._promised, charge.lease._held - charge.size_bytes)
+            charge.size_bytes = 0
 
-    def _require(self, amount: int, client: str) -> None:
-        limit = self.capacity_bytes
-        held = self._by_client.get(client, 0)
+    def _charge(self, amount: int, client: str) -> None:
+        self._charged += amount
+        held = self._by_client.get(client, 0) + amount
+        if held:
+            self._by_client[client] = held
+        else:
+            self._by_client.pop(client, None)
+
+    def _make_room(self, client: str, needed: Callable[[], int], least: int) -> None:
+        """Until ``needed()`` more bytes fit; what is kept is given up if that can help.
+
+        ``least``: what would be charged at least if everything that is kept were given up.
+        """
+        while True:
+            self._settle()
+            amount = needed()
+            limit = self._limit(amount, client)
+            if amount <= 0 or self._charged + amount <= limit:
+                return
+            if least > self.capacity_bytes or not self.reclaim():
+                left = max(0, limit - self._charged + self._kept._counted) // self._token_bytes
+                whose = "" if limit == self.capacity_bytes else " for a client that has its share already"
+                raise PeerBusy(
+                    f"no room for {-(-amount // self._token_bytes)} more tokens in the KV cache: "
+                    f"{left} of {self.capacity_tokens} are left{whose}"
+                )
+
+    def _limit(self, amount: int, client: str) -> int:
         num_clients = len({*self._by_client, client} - {""})
-        if num_clients > 1 and held + amount > self.capacity_bytes // num_clients:
-            limit -= self.capacity_bytes // _NEWCOMERS
-        while self._charged + amount > limit and self.reclaim():
-            pass
-        if self._charged + amount > limit:
-            left = max(0, limit - self._charged) // self._token_bytes
-            whose = "" if limit == self.capacity_bytes else " for a client that has its share already"
-            raise PeerBusy(
-                f"no room for {-(-amount // self._token_bytes)} more tokens in the KV cache: "
-                f"{left} of {self.capacity_tokens} are left{whose}"
-            )
+        if num_clients > 1 and self._by_client.get(client, 0) + amount > self.capacity_bytes // num_clients:
+            return self.capacity_bytes - self.capacity_bytes // _NEWCOMERS
+        return self.capacity_bytes
 
 
 class Lease:
@@ -88,17 +106,22 @@ class Lease:
     @property
     def charged(self) -> int:
         """Bytes that count against the budget."""
+        with self._budget._lock:
+            self._budget._settle()
+        return self._counted
+
+    @property
+    def _counted(self) -> int:
         return max(self._promised, self._held)
 
     def promise(self, size_bytes: int) -> None:
         """Makes sure of room for ``size_bytes`` in all; raises PeerBusy, changing nothing, if there is none."""
-        with self._budget._lock:
-            self._set(max(size_bytes, self._promised), self._held)
+        self._grow(size_bytes, 0)
 
     def take(self, size_bytes: int, owner: object) -> Charge:
         """Counts memory that ``owner`` holds for as long as it lives; raises PeerBusy if there is no room."""
         with self._budget._lock:
-            self._set(self._promised, self._held + size_bytes)
+            self._grow(0, size_bytes)
             charge = Charge(self, size_bytes)
             self._charges.add(charge)
             weakref.finalize(owner, charge.release).atexit = False
@@ -107,6 +130,7 @@ class Lease:
     def close(self) -> None:
         """Gives the promise back. Memory that somebody else uses, or that is kept for reuse, stays charged."""
         with self._budget._lock:
+            self._budget._settle()
             kept = self._budget._kept
             for charge in list(self._charges):
                 if charge.size_bytes:
@@ -114,12 +138,25 @@ class Lease:
                     kept._charges.add(charge)
                     kept._held += charge.size_bytes
                     self._budget._charge(charge.size_bytes, "")
-            self._budget._charge(-self.charged, self._client)
+            self._set(0, 0)
             self._charges.clear()
-            self._promised = self._held = 0
+
+    def _grow(self, promised: int, more: int) -> None:
+        budget = self._budget
+        with budget._lock:
+            budget._settle()
+            if self._client:
+                # What is given up meanwhile may be this lease's own memory: look again each time.
+                budget._make_room(
+                    self._client,
+                    lambda: max(promised, self._promised, self._held + more) - self._counted,
+                    budget._promised - self._promised + max(promised, self._promised, more),
+                )
+            self._set(max(promised, self._promised), self._held + more)
 
     def _set(self, promised: int, held: int) -> None:
-        self._budget._charge(max(promised, held) - self.charged, self._client)
+        self._budget._promised += promised - self._promised
+        self._budget._charge(max(promised, held) - self._counted, self._client)
         self._promised, self._held = promised, held
 
 
@@ -131,9 +168,8 @@ class Charge:
         self.size_bytes = size_bytes
 
     def release(self) -> None:
-        with self.lease._budget._lock:
-            self.lease._set(self.lease._promised, self.lease._held - self.size_bytes)
-            self.size_bytes = 0
+        """Takes no lock: garbage collection may call it at any time, in a thread that holds another."""
+        self.lease._budget._released.append(self)
 
     def shrink(self, size_bytes: int) -> None:
         """Counts less from now on."""

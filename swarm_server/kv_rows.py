@@ -16,6 +16,7 @@ from itertools import chain
 
 import torch
 
+from swarm_protocol.errors import PeerBusy
 from swarm_server.kv_cache import Lease
 
 MAX_PARTS = 4  # of one row; with more, attention would read small pieces
@@ -61,7 +62,7 @@ class Group:
         """Positions that a row of ``num_tokens`` takes room for."""
         if self.window is None or num_tokens <= self.most:
             return num_tokens
-        return 3 * self.window + 2 * GROWTH_TOKENS  # while positions are dropped, the window is there twice
+        return int(2 * self.most)  # while positions are dropped, there are two pages
 
     def excess(self, length: int, num_kept: int, num_new: int, settled: int) -> int:
         """How many of the oldest positions can go before ``num_new`` are added, if it is time to drop any.
@@ -307,10 +308,20 @@ def _grow_group(
             room = FORK_TOKENS
         else:
             room = max(min(reserved, group.most) - kept, max(GROWTH_TOKENS, kept // 4) if kept else 0)
-        page = Page(group, len(indices), max(room, count), lease, device)
+        page = _page(group, len(indices), count, room, lease, device)
         for row, i in enumerate(indices):
             grown[i] = (*all_parts[i], growth.claim(page, row, count))
     return grown
+
+
+def _page(group: Group, num_rows: int, least: int, best: int, lease: Lease, device: torch.device) -> Page:
+    """A page for ``best`` positions, or for ``least`` if there is no room for so many."""
+    try:
+        return Page(group, num_rows, max(best, least), lease, device)
+    except PeerBusy:
+        if best <= least:
+            raise
+    return Page(group, num_rows, least, lease, device)
 
 
 def _compacted(
@@ -325,8 +336,8 @@ def _compacted(
     """All rows' parts copied into one page, without the ``excess`` oldest positions."""
     kept = [_take(parts, excess, sum(map(len, parts))) for parts in all_parts]
     length = sum(map(len, kept[0]))
-    room = max(count, GROWTH_TOKENS, length // 4 if group.window is None else group.most - length)
-    page = Page(group, len(kept), length + room, lease, device)
+    room = max(GROWTH_TOKENS, length // 4 if group.window is None else group.most - length)
+    page = _page(group, len(kept), length + count, length + room, lease, device)
     compacted = []
     for row, parts in enumerate(kept):
         position = 0

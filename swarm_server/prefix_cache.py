@@ -17,6 +17,8 @@ import torch
 from swarm_protocol.wire import PAGE_TOKENS
 from swarm_server.kv_rows import Parts
 
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # of hidden states: the same bytes are other numbers in each
+
 
 class ContentHash:
     """Digests of one row's content, a digest for each full page; a value."""
@@ -48,8 +50,10 @@ class ContentHash:
 
 def token_content(hidden: torch.Tensor, position_ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     """What identifies each token, [batch, tokens, bytes]. hidden: [batch, tokens, size], the others [batch, tokens]."""
+    dtype = torch.full(hidden.shape[:2], _DTYPES.index(hidden.dtype), dtype=torch.uint8)
     return torch.cat(
         [
+            dtype[..., None],
             hidden.contiguous().view(torch.uint8),
             position_ids.to(torch.int64).contiguous()[..., None].view(torch.uint8),
             mask.to(torch.uint8)[..., None],

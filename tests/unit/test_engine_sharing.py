@@ -59,7 +59,6 @@ def no_garbage_collection() -> Iterator[None]:
     gc.enable()
 
 
-@pytest.mark.xfail(strict=True, reason="the mask of what came before is not part of the content")
 def test_a_mask_that_hides_what_came_before_is_other_content(engine: Engine, budget: CacheBudget) -> None:
     shared = torch.randn(1, 2 * PAGE_TOKENS, HIDDEN)
     first = Generation.open(engine, budget, seed=1)
@@ -102,7 +101,6 @@ def test_equal_prompts_in_pieces_of_whole_pages(
 
 
 @pytest.mark.usefixtures("no_garbage_collection")
-@pytest.mark.xfail(strict=True, reason="the error's traceback and its batch hold each other")
 def test_a_refused_step_holds_nothing_of_its_batch(llama: BlockStack) -> None:
     engine = Engine(llama)
     layout = engine.layout_of(HOSTED, False)
@@ -119,7 +117,6 @@ def test_a_refused_step_holds_nothing_of_its_batch(llama: BlockStack) -> None:
 
 
 @pytest.mark.usefixtures("no_garbage_collection")
-@pytest.mark.xfail(strict=True, reason="the error's traceback and its batch hold each other")
 def test_a_session_without_room_holds_nothing(llama: BlockStack) -> None:
     engine = Engine(llama)
     layout = engine.layout_of(HOSTED, False)

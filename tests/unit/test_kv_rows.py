@@ -86,7 +86,6 @@ def test_a_window_refuses_to_go_back_to_what_it_dropped(budget: CacheBudget) -> 
     assert row.slice(first_kept - 1, row.length) is None
 
 
-@pytest.mark.xfail(strict=True, reason="while a window drops positions there are two pages of twice the window")
 @given(
     layout=st.sampled_from(list(LAYOUTS.values())),
     num_rows=st.integers(1, 3),
@@ -102,7 +101,6 @@ def test_what_was_promised_suffices(layout: Layout, num_rows: int, counts: list[
         rows = grown(rows, count, lease, layout, reserved=reserved)
 
 
-@pytest.mark.xfail(strict=True, reason="a row that outgrows its page asks for 64 positions or none")
 def test_growth_beyond_the_promise_makes_do_with_the_room_there_is() -> None:
     layout = LAYOUTS["full"]
     lease = CacheBudget(layout.size_bytes(10), 1).lease("anna")

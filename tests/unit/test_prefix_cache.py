@@ -79,7 +79,6 @@ class TestDigests:
         assert rest == digests(content())[1:] and not set(other) & set(rest)
         assert one is not start
 
-    @pytest.mark.xfail(strict=True, reason="only the bytes count")
     def test_the_same_bytes_are_other_content_as_other_numbers(self) -> None:
         states = STATES.bfloat16()
         assert not set(digests(content(states.view(torch.float16)))) & set(digests(content(states)))
@@ -206,7 +205,6 @@ def fits(memory: Memory, num_tokens: int) -> bool:
     return True
 
 
-@pytest.mark.xfail(strict=True, reason="memory that dies inside the prefix cache waits for the budget, and it for that")
 def test_memory_may_die_while_room_is_asked_back() -> None:
     """Garbage collection may come at any time, in any thread."""
     memory = Memory(16)
