@@ -67,6 +67,7 @@ class Pusher:
         self._untaken: dict[int, tuple[pb.Step, Parts]] = {}
         self._taken = asyncio.Condition()
         self._broken = False
+        self._stub: BlocksStub | None = None
         self._call: grpc.aio.StreamStreamCall | None = None
         self._connecting = asyncio.ensure_future(self._connect(neighbours))
         self._reading: asyncio.Task | None = None
@@ -74,6 +75,8 @@ class Pusher:
     async def send(self, step: pb.Step, parts: Parts) -> None:
         """Returns once the step is on its way; waits while the next hop has too many to take."""
         await self._connecting
+        if self._call is None and not self._broken:
+            await self._attach()
         async with self._taken:
             await self._taken.wait_for(lambda: self._broken or len(self._untaken) < _MAX_UNTAKEN)
             if not self._broken:
@@ -97,12 +100,22 @@ class Pusher:
 
     async def _connect(self, neighbours: Neighbours) -> None:
         try:
-            self._call = (await neighbours.stub(self._hop)).Push()
+            self._stub = await neighbours.stub(self._hop)
+        except (PeerUnavailable, BadReply) as error:
+            self._lost(error)
+
+    async def _attach(self) -> None:
+        """Only with the first step: before, the next hop may not have heard of the session yet."""
+        try:
+            self._call = self._stub.Push()
             await self._call.write(pb.PushRequest(session_key=self._hop.session_key))
             self._reading = asyncio.ensure_future(self._read())
-        except (PeerUnavailable, BadReply, grpc.RpcError, asyncio.InvalidStateError) as error:
-            self._broken = True
-            _logger.info("outputs for server …%s go through the client: %s", self._hop.peer_id[-6:], error)
+        except (grpc.RpcError, asyncio.InvalidStateError) as error:
+            self._lost(error)
+
+    def _lost(self, error: Exception) -> None:
+        self._broken = True
+        _logger.info("outputs for server …%s go through the client: %s", self._hop.peer_id[-6:], error)
 
     async def _read(self) -> None:
         try:

@@ -109,7 +109,16 @@ class HostedSession:
         await self._reply([pb.SessionReply(opened=opened)])
 
     async def step(self, request: pb.Step, hidden: torch.Tensor) -> None:
-        """Computes the step and sends its outputs on, or tells the client why not."""
+        """Computes the step and sends its outputs on, or tells the client why not.
+
+        A step that has begun is finished even if the stream it came through breaks: it may come again through another,
+        and must be known then.
+        """
+        finishing = asyncio.ensure_future(self._finish(request, hidden))
+        finishing.add_done_callback(_heed)
+        await asyncio.shield(finishing)
+
+    async def _finish(self, request: pb.Step, hidden: torch.Tensor) -> None:
         async with self._turn:
             if self._closed or request.number <= self._last_number:
                 return
@@ -229,6 +238,12 @@ class StepReader:
             step, hidden = self._step, self._arriving.tensor()
             self._step = self._arriving = None
             await self._hosted.step(step, hidden)
+
+
+def _heed(task: asyncio.Task) -> None:
+    """Whoever waits for the task gets its error; if nobody does any more, nobody needs it."""
+    if not task.cancelled():
+        task.exception()
 
 
 def _with_hidden(step: pb.Step, hidden: pb.Tensor) -> pb.Step:
