@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from swarm_protocol.errors import NoRoute, NoSwarm, PeerError, RequestRejected, SwarmError
+from swarm_protocol.errors import NoRoute, NoSwarm, PeerError, RecoveryFailed, RequestRejected, SwarmError
 
 if TYPE_CHECKING:
     from swarm_client.model import DistributedModel, DistributedModelForSequenceClassification
@@ -15,6 +15,7 @@ __all__ = [
     "NoRoute",
     "NoSwarm",
     "PeerError",
+    "RecoveryFailed",
     "RequestRejected",
     "SwarmError",
 ]

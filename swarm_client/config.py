@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from swarm_client.events import OnEvent
 from swarm_protocol.notes import DEFAULT_SWARM
 
 
@@ -14,7 +15,10 @@ class ClientConfig:
     initial_peers: tuple[str, ...] = ()  # none: the swarm noted on this machine
     swarm: str = DEFAULT_SWARM
     wait_timeout_s: float = 30.0  # for servers that hold every block
-    step_timeout_s: float = 120.0  # for one server's answer
+    step_timeout_s: float = 120.0  # for one server's answer, as long as it says that it is there
+    recovery_timeout_s: float = 120.0  # for others to take the place of servers that failed, until the next answer
+    standby: bool = False  # sessions keep copies of their keys and values on other servers
+    on_event: OnEvent | None = None  # called with what happens to sessions
     compression: str = "none"  # of hidden states that leave the client: none or int8
     head_quant: str = "none"  # of the head that makes logits: none or int8
     view_max_age_s: float = 10.0
@@ -25,6 +29,6 @@ class ClientConfig:
         for name in ("compression", "head_quant"):
             if getattr(self, name) not in ("none", "int8"):
                 raise ValueError(f"{name} {getattr(self, name)!r} is unknown: expected none or int8")
-        for name in ("wait_timeout_s", "step_timeout_s"):
+        for name in ("wait_timeout_s", "step_timeout_s", "recovery_timeout_s"):
             if not getattr(self, name) >= 0:
                 raise ValueError(f"{name} is {getattr(self, name)}: expected a number of seconds")

@@ -23,6 +23,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from swarm_client import background
 from swarm_client.cache import RemoteCache, session_of
 from swarm_client.config import ClientConfig
+from swarm_client.events import OnEvent
 from swarm_client.head import check_head_quant, float_head, quantize_head_
 from swarm_client.remote_blocks import RemoteBlocks, RemoteSpan
 from swarm_client.swarm import Swarm
@@ -68,6 +69,9 @@ class _Distributed:
         device: torch.device | str = "cpu",
         wait_timeout_s: float = ClientConfig.wait_timeout_s,
         step_timeout_s: float = ClientConfig.step_timeout_s,
+        recovery_timeout_s: float = ClientConfig.recovery_timeout_s,
+        standby: bool = ClientConfig.standby,
+        on_event: OnEvent | None = None,
         compression: str = ClientConfig.compression,
         head_quant: str = ClientConfig.head_quant,
         **config_overrides: Any,
@@ -81,7 +85,12 @@ class _Distributed:
             revision: branch, tag or commit of a hub model. Servers must serve the same.
             dtype: of the client's part; "auto" is float32 on the CPU and the checkpoint's own elsewhere.
             wait_timeout_s: how long to wait for servers that hold every block before ``NoRoute``.
-            step_timeout_s: how long to wait for one server's answer.
+            step_timeout_s: how long to wait for one server's answer, as long as it says that it is there.
+            recovery_timeout_s: how long a generation or a training step waits until others have taken the place of
+                servers that failed, before ``RecoveryFailed``; 0 lets it fail at once.
+            standby: keep a copy of each generation's keys and values on other servers, so that next to nothing must be
+                computed again when one fails. It costs their room and the network between them.
+            on_event: called with what happens to generations: ``swarm_client.events.Recovery``, ``Move``, ``Waiting``.
             compression: of hidden states on their way to the servers: "none" or "int8".
             head_quant: of the head that turns hidden states into logits: "none", or "int8" (on the CPU), which is
                 faster and smaller, and frozen. A classifier's head stays as it is.
@@ -100,6 +109,9 @@ class _Distributed:
             swarm=swarm or DEFAULT_SWARM,
             wait_timeout_s=wait_timeout_s,
             step_timeout_s=step_timeout_s,
+            recovery_timeout_s=recovery_timeout_s,
+            standby=standby,
+            on_event=on_event,
             compression=compression,
             head_quant=head_quant,
         )

@@ -11,7 +11,9 @@ import torch
 from torch import nn
 
 from swarm_client import background
-from swarm_client.session import CODECS, RemoteSession, check_length
+from swarm_client.events import OnEvent
+from swarm_client.opening import CODECS
+from swarm_client.session import RemoteSession, check_length
 from swarm_client.swarm import Swarm
 from swarm_client.transport import Context, WireTensor
 from swarm_protocol.block_input import BlockInput
@@ -66,9 +68,18 @@ class RemoteSpan:
             position_ids = torch.arange(hidden.shape[1], device=hidden.device)[None]
         return _RemoteForward.apply(hidden, attention_mask, position_ids, self)
 
-    def open_session(self, reserve_tokens: int = 0) -> RemoteSession:
-        """A session over these blocks; ``reserve_tokens`` positions per row are asked for at its first step."""
-        return RemoteSession(self.swarm, self.span, self.max_positions, reserve_tokens)
+    def open_session(
+        self, reserve_tokens: int = 0, *, standby: bool | None = None, on_event: OnEvent | None = None
+    ) -> RemoteSession:
+        """A session over these blocks.
+
+        Args:
+            reserve_tokens: positions per row that are asked for at its first step.
+            standby, on_event: see ``DistributedModel.from_pretrained``, which gives the defaults.
+        """
+        return RemoteSession(
+            self.swarm, self.span, self.max_positions, reserve_tokens, standby=standby, on_event=on_event
+        )
 
     def __repr__(self) -> str:
         return f"RemoteSpan(blocks {self.span} of {self.swarm.model})"
@@ -130,7 +141,7 @@ async def _forward_rows(
                 path.append(_Visited(hop.span, hidden))
                 hidden, position = output, hop.span.end
         except PeerError as error:
-            await swarm.failed(error)
+            swarm.failed(error)
     return hidden, path
 
 
@@ -168,7 +179,7 @@ async def _backward_rows(swarm: Swarm, part: _Visited, grad: WireTensor, context
                 result = await server.backward(hop.span, hidden, result, context)
             return result
         except PeerError as error:
-            await swarm.failed(error)
+            swarm.failed(error)
 
 
 def _row_pieces(

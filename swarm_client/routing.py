@@ -61,6 +61,19 @@ def fastest_chain(
     return best[blocks.start][1]
 
 
+def best_replica(
+    view: SwarmView, span: Span, *, rtts_s: Mapping[str, float] | None = None, need_tokens: int = 0
+) -> ServerRecord | None:
+    """The server that carries one token through the whole of ``span`` soonest; None if no server holds all of it."""
+    rtts_s = rtts_s or {}
+
+    def cost(server: ServerRecord) -> tuple[float, str]:
+        per_hop, per_block = _costs(server, rtts_s.get(server.peer_id, ASSUMED_RTT_S), need_tokens)
+        return per_hop + len(span) * per_block, server.peer_id
+
+    return min((server for server in view.servers if server.span.covers(span)), key=cost, default=None)
+
+
 def usable(
     view: SwarmView, revision: str, num_blocks: int, banned: Collection[str] = ()
 ) -> tuple[SwarmView, Sequence[str]]:

@@ -16,10 +16,18 @@ _TORCH_DTYPES = {
     pb.BFLOAT16: torch.bfloat16,
     pb.FLOAT16: torch.float16,
     pb.INT64: torch.int64,
+    pb.UINT8: torch.uint8,
 }
 _WIRE_DTYPES = {dtype: wire for wire, dtype in _TORCH_DTYPES.items()}
 _BLOCK = 64  # elements that share one scale in INT8_BLOCKS
 MAX_RANK = 4
+
+
+def torch_dtype(dtype: int) -> torch.dtype:
+    """Of a wire dtype; raises RequestRejected if it is unknown."""
+    if dtype not in _TORCH_DTYPES:
+        raise RequestRejected(f"tensor dtype {dtype} is unknown: expected one of {sorted(_TORCH_DTYPES)}")
+    return _TORCH_DTYPES[dtype]
 
 
 def encode(tensor: torch.Tensor, codec: int = pb.RAW) -> tuple[pb.Tensor, list[bytes]]:
@@ -50,10 +58,8 @@ class Assembler:
 
     def __init__(self, wire: pb.Tensor, max_bytes: int = MAX_TENSOR_BYTES) -> None:
         self.shape = tuple(wire.shape)
-        self.dtype = _TORCH_DTYPES.get(wire.dtype)
+        self.dtype = torch_dtype(wire.dtype)
         self.codec = wire.codec
-        if self.dtype is None:
-            raise RequestRejected(f"tensor dtype {wire.dtype} is unknown: expected one of {sorted(_TORCH_DTYPES)}")
         if len(self.shape) > MAX_RANK or any(size < 0 for size in self.shape):
             raise RequestRejected(f"tensor shape {list(self.shape)} is no shape of at most {MAX_RANK} dimensions")
         if wire.size_bytes > max_bytes:

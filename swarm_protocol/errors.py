@@ -85,6 +85,18 @@ class BadReply(PeerError):
     """The server's answer has the wrong shape or dtype, or is not finite."""
 
 
+class RecoveryFailed(PeerError):
+    """Blocks of a session could not be moved to other servers in time.
+
+    Nothing is lost: the session stands where it stood before the call that raised this, and goes on from there when it
+    is used again. ``tried`` says what was tried, one sentence each.
+    """
+
+    def __init__(self, message: str, peer_id: str = "", span: Span | None = None, tried: tuple[str, ...] = ()) -> None:
+        super().__init__(message, peer_id, span)
+        self.tried = tried
+
+
 _BY_STATUS = {
     grpc.StatusCode.UNAVAILABLE: PeerUnavailable,
     grpc.StatusCode.DEADLINE_EXCEEDED: PeerUnavailable,

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-WIRE_VERSION = 2
+WIRE_VERSION = 3
 
 PAGE_TOKENS = 32  # servers recognise equal prompts in pages of so many positions; chunks that begin at one share best
+
+# Ordinary steps of a session are numbered from here on; lower numbers are for what it had computed before, when another
+# server takes its place and must be told.
+FIRST_STEP = 1 << 32
 
 MIB = 1 << 20
 PART_BYTES = 1 * MIB  # larger tensors travel in parts of this size

@@ -41,6 +41,13 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--no-prefix-cache", action="store_true", help="do not share the computation of equal beginnings of prompts")
     add("--chunk-tokens", type=int, metavar="N", help="positions of a prompt computed at a time; default by device")
     add("--max-sessions", type=int, default=512, metavar="N", help="generations at a time")
+    add(
+        "--drain-timeout",
+        type=float,
+        default=30.0,
+        metavar="SECONDS",
+        help="for generations to end or move when the server is told to leave; told twice, it leaves at once",
+    )
     add("--throughput", default="auto", metavar="auto|N", help="tokens/s to announce; auto measures")
     add("--log-level", default="info", choices=("debug", "info", "warning", "error"))
     return parser.parse_args(argv)
@@ -74,6 +81,7 @@ def read_config(args: argparse.Namespace):
         identity=args.identity,
         cache_tokens=args.cache_tokens,
         throughput=throughput,
+        drain_timeout_s=args.drain_timeout,
     )
 
 

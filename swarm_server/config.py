@@ -40,6 +40,7 @@ class ServerConfig:
     throughput: float | None = None  # tokens per second to announce; None: measured
     queue_size: int = 64  # training passes waiting for the compute thread; more are refused
     session_idle_timeout_s: float = 600.0
+    drain_timeout_s: float = 30.0  # for generations to end or move when the server leaves
 
     def __post_init__(self) -> None:
         if self.quant not in METHODS:
@@ -53,6 +54,8 @@ class ServerConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name} is {value}: expected at least 1")
+        if not 0 <= self.drain_timeout_s < inf:
+            raise ValueError(f"drain_timeout_s is {self.drain_timeout_s}: expected a number of seconds")
         if self.cache_tokens is not None and self.cache_bytes is not None:
             raise ValueError("cache_tokens and cache_bytes are both given: expected one of them")
         if self.throughput is not None and not 0 < self.throughput < inf:

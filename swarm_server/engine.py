@@ -16,6 +16,7 @@ from swarm_server.blocks import BlockStack
 from swarm_server.kv_cache import CacheBudget, Lease
 from swarm_server.kv_layout import StackLayout
 from swarm_server.kv_rows import Growth, Layout, Parts, Row, Run, grow, runs
+from swarm_server.kv_transfer import Stored, pack, read, unpack
 from swarm_server.prefix_cache import ContentHash, PrefixCache, token_content
 from swarm_server.rows_cache import BlockRuns, RowsCache, attention_in_place, replaceable
 
@@ -161,6 +162,7 @@ class Engine:
         *,
         reserved: int = 0,
         keeps_outputs: bool = False,
+        records_past: bool = False,
         shares: bool = True,
     ) -> Session:
         """A session without positions.
@@ -168,10 +170,11 @@ class Engine:
         Args:
             reserved: how many positions per row the lease promises.
             keeps_outputs: what comes out of the last block is stored as well, to be sent again.
+            records_past: see RecordPast.
             shares: equal beginnings are computed once for all sessions that share, if there is a prefix cache.
         """
         layout = self.layout_of(blocks, keeps_outputs)
-        state = State((Row.empty(layout),) * batch_size)
+        state = State((Row.empty(layout),) * batch_size, settled=0 if records_past else None)
         if shares and self.prefix_cache is not None:
             seed = ContentHash(f"{blocks} {keeps_outputs} ".encode())
             state = replace(state, hashes=(seed,) * batch_size, digests=((),) * batch_size)
@@ -292,15 +295,47 @@ class Engine:
             if len(digests) > first_page:
                 self.prefix_cache.touch(digests)
 
-    # ------------------------------------------------------------ outputs that are kept
+    # ------------------------------------------------------------ what is kept
 
     def outputs(self, session: Session, start: int, end: int) -> torch.Tensor:
         """What came out of the session's last block at these positions, [batch, end - start, hidden_size]."""
-        rows = []
-        for row in session.state.rows:
-            parts = row.slice(start, end)[session.layout.outputs_group]
-            rows.append(torch.cat([part.page.data[-1][part.row, 0, part.start : part.end] for part in parts]))
-        return torch.stack(rows)
+        group = session.layout.outputs_group
+        channel = len(session.layout.groups[group].channels) - 1
+        with torch.inference_mode():
+            return read(session.state.rows, group, start, end, channel)[:, 0]
+
+    def stored(self, session: Session, start: int, end: int) -> Stored:
+        """Everything the session keeps of these positions, for ``adopt``."""
+        with torch.inference_mode():
+            return pack(session.state.rows, session.layout, start, end)
+
+    def adopt(self, session: Session, start: int, changes: Sequence[Change], stored: Stored) -> None:
+        """A step that was computed elsewhere.
+
+        Raises:
+            RequestRejected: it does not fit the session. PeerBusy: there is no room. The session is as it was.
+        """
+        if not session.state.rows:
+            raise RequestRejected("the session is closed")
+        state = session.state
+        for change in changes:
+            state = _changed(state, change, session.layout)
+        state = _forgotten(_cropped(state, start, session.layout))
+        stored.require_fit(session.layout, len(state.rows))
+        with torch.inference_mode():
+            growth = grow(
+                session.state.rows,
+                state.rows,
+                stored.num_tokens,
+                session.layout,
+                session.lease,
+                self._stack.device,
+                reserved=session.reserved,
+                settled=state.settled,
+                counts=stored.num_kept,
+            )
+            unpack(stored, growth.rows, session.layout)
+        session.state = replace(state, rows=growth.rows)
 
     def _store_outputs(self, session: Session, output: torch.Tensor) -> None:
         num_new = output.shape[1]

@@ -173,13 +173,15 @@ class Row:
 
     def slice(self, start: int, end: int) -> tuple[Parts, ...] | None:
         """Where positions ``start`` … ``end`` are; None if a window has dropped some."""
-        result = []
-        for group, parts in enumerate(self.parts):
-            first = self.length - self.kept(group)
-            if start < first:
-                return None
-            result.append(_take(parts, start - first, end - first))
-        return tuple(result)
+        groups = range(len(self.parts))
+        if any(start < self.length - self.kept(group) for group in groups):
+            return None
+        return tuple(self.slice_of(group, start, end) for group in groups)
+
+    def slice_of(self, group: int, start: int, end: int) -> Parts:
+        """Where those of positions ``start`` … ``end`` are that the group still has."""
+        first = self.length - self.kept(group)
+        return _take(self.parts[group], max(start, first) - first, max(end, first) - first)
 
     def extended(self, parts: tuple[Parts, ...], num_tokens: int) -> Row:
         """With ``num_tokens`` further positions, which are in ``parts``."""
@@ -246,6 +248,7 @@ def grow(
     *,
     reserved: int = 0,
     settled: int | None = None,
+    counts: Sequence[int] | None = None,
 ) -> Growth:
     """Rows of one session with room for ``count`` more positions each.
 
@@ -253,6 +256,7 @@ def grow(
         before: the session's rows until now; what they have of pages and ``rows`` do not is filled again.
         reserved: how many positions each row was promised; a first page is made for all of them.
         settled: the rows will not be cropped to fewer positions; None: not at all.
+        counts: of the new positions, how many of the last each group gets room for; None: all.
 
     Raises:
         PeerBusy: there is no room; nothing has changed.
@@ -263,7 +267,7 @@ def grow(
             for page, row, filled in _given_back(before, rows, lease):
                 growth.fill(page, row, filled)
         columns = [
-            _grow_group(growth, group, number, count, lease, device, reserved, settled)
+            _grow_group(growth, group, number, counts[number] if counts else count, lease, device, reserved, settled)
             for number, group in enumerate(layout.groups)
         ]
     except BaseException:
@@ -285,6 +289,8 @@ def _grow_group(
 ) -> list[Parts]:
     """For each row its parts of one group, with ``count`` positions added."""
     all_parts = [row.parts[number] for row in growth.rows]
+    if not count:
+        return all_parts
     length = growth.rows[0].length
     kept = sum(map(len, all_parts[0]))  # rows of one session are equally long
     excess = group.excess(length, kept, count, length if settled is None else settled)

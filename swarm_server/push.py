@@ -1,4 +1,4 @@
-"""Sends a session's outputs straight to the server that computes the next blocks."""
+"""Sends what a session has computed straight to a session on another server."""
 
 from __future__ import annotations
 
@@ -54,10 +54,10 @@ class Neighbours:
 
 
 class Pusher:
-    """One session's stream to its next hop.
+    """One session's stream to another server's session: that of its next hop, or one that stands by for it.
 
-    Steps the next hop has not taken when the stream breaks are handed to ``give_up``, in order, as are all that come
-    later: the client passes them on. A step that arrives twice is harmless.
+    Steps that were not taken when the stream breaks are handed to ``give_up``, in order, as are all that come later. A
+    step that arrives twice is harmless.
     """
 
     def __init__(self, neighbours: Neighbours, hop: pb.NextHop, give_up: GiveUp) -> None:
@@ -67,6 +67,7 @@ class Pusher:
         self._untaken: dict[int, tuple[pb.Step, Parts]] = {}
         self._taken = asyncio.Condition()
         self._broken = False
+        self.retired = False
         self._stub: BlocksStub | None = None
         self._call: grpc.aio.StreamStreamCall | None = None
         self._connecting = asyncio.ensure_future(self._connect(neighbours))
@@ -74,7 +75,7 @@ class Pusher:
 
     async def send(self, step: pb.Step, parts: Parts) -> None:
         """Returns once the step is on its way; waits while the next hop has too many to take."""
-        await self._connecting
+        await asyncio.wait([self._connecting])
         if self._call is None and not self._broken:
             await self._attach()
         async with self._taken:
@@ -82,7 +83,8 @@ class Pusher:
             if not self._broken:
                 self._untaken[step.number] = step, parts
         if self._broken:
-            await self._give_up(step, parts)
+            if not self.retired:
+                await self._give_up(step, parts)
             return
         try:
             await self._call.write(pb.PushRequest(step=step))
@@ -90,13 +92,26 @@ class Pusher:
                 await self._call.write(pb.PushRequest(more=part))
         except (grpc.RpcError, asyncio.InvalidStateError):
             pass  # the reader notices as well, and gives up what was not taken
+        except asyncio.CancelledError:
+            if not self.retired:  # to cancel the call cancels its writer as well
+                raise
 
-    async def close(self) -> None:
+    async def drain(self) -> bool:
+        """Waits until everything is taken; False if it never will be."""
+        await asyncio.wait([self._connecting])
+        async with self._taken:
+            await self._taken.wait_for(lambda: self._broken or not self._untaken)
+        return not self._broken
+
+    async def retire(self) -> None:
+        """Ends the stream; what was not taken is forgotten. Whoever waits in ``send`` is let go."""
+        self.retired = self._broken = True
+        self._untaken.clear()
         self._connecting.cancel()
-        if self._reading is not None:
-            self._reading.cancel()
         if self._call is not None:
-            self._call.cancel()
+            self._call.cancel()  # which ends the reader, unless it is in the middle of giving something up
+        async with self._taken:
+            self._taken.notify_all()
 
     async def _connect(self, neighbours: Neighbours) -> None:
         try:
@@ -106,12 +121,15 @@ class Pusher:
 
     async def _attach(self) -> None:
         """Only with the first step: before, the next hop may not have heard of the session yet."""
+        self._call = self._stub.Push()
         try:
-            self._call = self._stub.Push()
             await self._call.write(pb.PushRequest(session_key=self._hop.session_key))
             self._reading = asyncio.ensure_future(self._read())
         except (grpc.RpcError, asyncio.InvalidStateError) as error:
             self._lost(error)
+        except asyncio.CancelledError:
+            if not self.retired:
+                raise
 
     def _lost(self, error: Exception) -> None:
         self._broken = True
@@ -125,9 +143,13 @@ class Pusher:
                     self._taken.notify_all()
         except grpc.RpcError as error:
             _logger.info("the stream to server …%s broke: %s", self._hop.peer_id[-6:], error.details())
+        except asyncio.CancelledError:
+            if not self.retired:
+                raise
         async with self._taken:
             self._broken = True
             untaken, self._untaken = self._untaken, {}
             for step, parts in untaken.values():
-                await self._give_up(step, parts)
+                if not self.retired:
+                    await self._give_up(step, parts)
             self._taken.notify_all()

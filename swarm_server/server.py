@@ -138,6 +138,7 @@ class Server:
             self.ready = True
             await self._announce_ready(budget.capacity_tokens)
             await self._keep_fresh()
+            await self._drain(host)
 
     async def _join(self, cleanup: AsyncExitStack) -> None:
         config = self._config
@@ -197,6 +198,22 @@ class Server:
                 await asyncio.wait_for(self._stop.wait(), REFRESH_S)
             except asyncio.TimeoutError:
                 await self._publish()
+
+    async def _drain(self, host: Host) -> None:
+        """Lets generations end or move to other servers."""
+        timeout_s = self._config.drain_timeout_s
+        host.leaving = True
+        self._record = dataclasses.replace(self._record, state=ServerState.DRAINING)
+        if host.num_sessions:
+            _logger.info(
+                "leaving: waiting up to %g s for %d %s to end or move; told again to end, it leaves at once",
+                timeout_s,
+                host.num_sessions,
+                "session" if host.num_sessions == 1 else "sessions",
+            )
+            publishing = asyncio.ensure_future(self._publish())
+            await host.leave(timeout_s)
+            await publishing
 
     async def _announce_ready(self, cache_tokens: int) -> None:
         config, record = self._config, self._record

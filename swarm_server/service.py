@@ -84,6 +84,18 @@ class BlocksService(BlocksServicer):
                 if not reader.is_reading:
                     await context.write(pb.PushReply(number=number))
 
+    async def Progress(self, request: pb.ProgressRequest, context: grpc.aio.ServicerContext) -> pb.SessionProgress:
+        async with _errors_as_status(context):
+            return await self._host.find(request.session_key).progress(request.hold)
+
+    async def Reroute(self, request: pb.RerouteRequest, context: grpc.aio.ServicerContext) -> pb.SessionProgress:
+        async with _errors_as_status(context):
+            return await self._host.find(request.session_key).reroute(request.next, request.resend)
+
+    async def Copy(self, request: pb.CopyRequest, context: grpc.aio.ServicerContext) -> pb.SessionProgress:
+        async with _errors_as_status(context):
+            return await self._host.find(request.session_key).copy(request.to, request.follow)
+
     async def _serve(self, hosted: HostedSession, requests: AsyncIterator[pb.SessionRequest]) -> None:
         """Until the client closes the session, its stream ends, or nothing has come for too long."""
         reading = asyncio.ensure_future(_read(hosted, requests))
@@ -101,6 +113,7 @@ class BlocksService(BlocksServicer):
         self, requests: AsyncIterator[pb.ForwardRequest], context: grpc.aio.ServicerContext
     ) -> AsyncIterator[pb.TensorReply]:
         async with _errors_as_status(context):
+            self._host.require_staying()
             blocks, inputs = await self._read_input(requests)
             engine, scheduler = self._host.engine, self._host.scheduler
             outputs = [
@@ -113,6 +126,7 @@ class BlocksService(BlocksServicer):
         self, requests: AsyncIterator[pb.BackwardRequest], context: grpc.aio.ServicerContext
     ) -> AsyncIterator[pb.TensorReply]:
         async with _errors_as_status(context):
+            self._host.require_staying()
             blocks, inputs = await self._read_input(requests)
             request = await self._first(requests, "grad")
             if tuple(request.grad.shape) != tuple(inputs.hidden.shape):

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
 from swarm_protocol.block_input import BlockInput
-from swarm_protocol.codec import Assembler, encode
-from swarm_protocol.errors import PeerBusy, RequestRejected, SessionLost
+from swarm_protocol.codec import Assembler, encode, torch_dtype
+from swarm_protocol.errors import PeerBusy, PeerMoved, RequestRejected, SessionLost
 from swarm_protocol.pb import swarm_pb2 as pb
-from swarm_protocol.span import Span
+from swarm_server.copying import Copier
 from swarm_server.engine import Change, Crop, Engine, RecordPast, Reorder, Session, Step
 from swarm_server.kv_cache import CacheBudget
+from swarm_server.kv_transfer import Stored
 from swarm_server.push import Neighbours, Pusher
 from swarm_server.scheduler import Scheduler
 from swarm_server.validation import Rules
@@ -37,14 +39,17 @@ class Host:
 
     def __post_init__(self) -> None:
         self._sessions: dict[bytes, HostedSession] = {}
+        self._closed = asyncio.Event()  # some session, since somebody looked
+        self.leaving = False
 
     def open(self, request: pb.Open, client: str, reply: Reply) -> HostedSession:
         """A session, which must be closed.
 
         Raises:
-            PeerMoved, RequestRejected: see ``Rules``.
+            PeerMoved, RequestRejected: see ``Rules``; PeerMoved also if the server is about to leave.
             PeerBusy: there is no room.
         """
+        self.require_staying()
         blocks = self.rules.blocks(request.contract)
         batch_size = self.rules.batch_size(request.batch_size)
         self.rules.length(request.reserve_tokens)
@@ -58,11 +63,21 @@ class Host:
         layout = self.engine.layout_of(blocks, keeps_outputs)
         lease = self.budget.lease(client, batch_size * layout.size_bytes(request.reserve_tokens))
         session = self.engine.open(
-            blocks, batch_size, lease, reserved=request.reserve_tokens, keeps_outputs=keeps_outputs
+            blocks,
+            batch_size,
+            lease,
+            reserved=request.reserve_tokens,
+            keeps_outputs=keeps_outputs,
+            records_past=request.records_past,
         )
-        hosted = HostedSession(self, request, blocks, session, reply)
+        hosted = HostedSession(self, request, session, reply)
         self._sessions[request.session_key] = hosted
         return hosted
+
+    def require_staying(self) -> None:
+        """Raises PeerMoved if the server is about to leave."""
+        if self.leaving:
+            raise PeerMoved("the server is leaving the swarm")
 
     def find(self, session_key: bytes) -> HostedSession:
         """Raises SessionLost if there is none."""
@@ -73,65 +88,111 @@ class Host:
 
     async def forget(self, hosted: HostedSession) -> None:
         del self._sessions[hosted.key]
+        self._closed.set()
         try:
             await self.scheduler.call(lambda: self.engine.close(hosted.session))
         except PeerBusy:  # the server ends
             hosted.session.lease.close()
 
+    async def leave(self, timeout_s: float) -> None:
+        """Takes no new sessions and asks those there are to move; returns when all have, or after ``timeout_s``."""
+        self.leaving = True
+        await asyncio.gather(*(hosted.ask_to_move() for hosted in self._sessions.values()))
+        deadline = time.monotonic() + timeout_s
+        while self._sessions and (left_s := deadline - time.monotonic()) > 0:
+            self._closed.clear()
+            await asyncio.wait([asyncio.ensure_future(self._closed.wait())], timeout=left_s)
+
+    @property
+    def num_sessions(self) -> int:
+        return len(self._sessions)
+
 
 class HostedSession:
     """One session on the wire. A refused step leaves it as it was."""
 
-    def __init__(self, host: Host, request: pb.Open, blocks: Span, session: Session, reply: Reply) -> None:
+    def __init__(self, host: Host, request: pb.Open, session: Session, reply: Reply) -> None:
         self.key = request.session_key
         self.session = session
-        self._host = host
-        self._blocks = blocks
+        self.host = host
         self._reply = reply
         self._codec = request.codec
-        self._last_number = 0
+        self._sent_number = request.sent_number
+        self._changed_number = request.changed_number
+        self._progress = pb.SessionProgress(batch_size=request.batch_size)
         self._turn = asyncio.Lock()  # steps may come from the client and from the hop before
+        self._computing = asyncio.Lock()  # inside a turn
+        self._routed = asyncio.Event()  # cleared: nothing is computed or sent until there is another next hop
+        self._routed.set()
         self._closed = False
         self._last_time = time.monotonic()
+        self._route = 0
+        self._copier: Copier | None = None
         self._pusher = None
         if request.HasField("next"):
-            self._pusher = Pusher(host.neighbours, request.next, self._relay)
+            self._pusher = Pusher(host.neighbours, request.next, partial(self._relay, 0))
 
     @property
     def silent_s(self) -> float:
         """How long nothing has come for the session."""
         return 0.0 if self._turn.locked() else time.monotonic() - self._last_time
 
+    @property
+    def number(self) -> int:
+        """Of the last step."""
+        return self._progress.number
+
     async def announce(self) -> None:
         """Tells the client that the session is open."""
-        host = self._host
-        opened = pb.Opened(tokens_left=host.budget.tokens_left, max_step_tokens=host.rules.max_step_tokens)
+        opened = pb.Opened(tokens_left=self.host.budget.tokens_left, max_step_tokens=self.host.rules.max_step_tokens)
         await self._reply([pb.SessionReply(opened=opened)])
 
-    async def step(self, request: pb.Step, hidden: torch.Tensor) -> None:
-        """Computes the step and sends its outputs on, or tells the client why not.
+    async def ask_to_move(self) -> None:
+        await self._reply([pb.SessionReply(leaving=pb.Leaving())])
+
+    # ------------------------------------------------------------ steps
+
+    async def step(self, request: pb.Step, payload: torch.Tensor) -> None:
+        """Computes the step from its hidden states and sends its outputs on, or stores what was computed elsewhere.
 
         A step that has begun is finished even if the stream it came through breaks: it may come again through another,
-        and must be known then.
+        and must be known then. The client is told why a step is refused.
         """
-        finishing = asyncio.ensure_future(self._finish(request, hidden))
+        finishing = asyncio.ensure_future(self._finish(request, payload))
         finishing.add_done_callback(_heed)
         await asyncio.shield(finishing)
 
-    async def _finish(self, request: pb.Step, hidden: torch.Tensor) -> None:
+    async def _finish(self, request: pb.Step, payload: torch.Tensor) -> None:
         async with self._turn:
-            if self._closed or request.number <= self._last_number:
+            await self._routed.wait()
+            if self._closed or request.number <= self.number:
                 return
             try:
-                step = self._checked(request, hidden)
-                output = await self._host.scheduler.step(self.session, step)
+                async with self._computing:
+                    output = await self._compute(request, payload)
+                    self._progress = pb.SessionProgress(
+                        number=request.number, length=self.session.length, batch_size=self.session.batch_size
+                    )
             except (RequestRejected, PeerBusy) as error:
                 await self.refuse(request.number, error)
                 return
             finally:
                 self._last_time = time.monotonic()
-            self._last_number = request.number
-            await self._send(request, output)
+            await self._routed.wait()
+            if output is not None and request.number > self._sent_number and not self._closed:
+                await self._send(request, output)
+            if self._copier is not None:
+                await self._copier.follow(request)
+
+    async def _compute(self, request: pb.Step, payload: torch.Tensor) -> torch.Tensor | None:
+        """The outputs; None if they were computed elsewhere."""
+        changes = tuple(self._changes(request))
+        if request.HasField("stored"):
+            self._require_room(request.start_position + request.stored.num_tokens, self.session.batch_size)
+            stored = Stored(request.stored.num_tokens, tuple(request.stored.num_kept), payload)
+            adopt = partial(self.host.engine.adopt, self.session, request.start_position, changes, stored)
+            return await self.host.scheduler.call(adopt)
+        return await self.host.scheduler.step(self.session, self._checked(request, payload, changes))
 
     async def refuse(self, number: int, error: RequestRejected | PeerBusy) -> None:
         failure = pb.Failure(status=error.status.value[0], message=str(error), number=number)
@@ -139,19 +200,25 @@ class HostedSession:
 
     async def close(self) -> None:
         self._closed = True
+        self._routed.set()
+        if self._copier is not None:
+            await self._copier.close()
         if self._pusher is not None:
-            await self._pusher.close()
-        await self._host.forget(self)
+            await self._pusher.retire()
+        await self.host.forget(self)
 
     def start(self, step: pb.Step) -> Assembler:
-        """Checks a step's header before memory is taken for its hidden states."""
-        rules = self._host.rules
+        """Checks a step's header before memory is taken for what it carries."""
+        rules = self.host.rules
+        if step.HasField("stored"):
+            rules.length(step.start_position + step.stored.num_tokens)
+            return rules.stored(step.stored.data)
         arriving = rules.new_positions(step.hidden, past=step.start_position)
         rules.step_tokens(*arriving.shape[:2])
         return arriving
 
-    def _checked(self, request: pb.Step, hidden: torch.Tensor) -> Step:
-        rules, (batch_size, num_tokens, _) = self._host.rules, hidden.shape
+    def _checked(self, request: pb.Step, hidden: torch.Tensor, changes: tuple[Change, ...]) -> Step:
+        rules, (batch_size, num_tokens, _) = self.host.rules, hidden.shape
         mask = positions = None
         if request.HasField("attention_mask"):
             mask = rules.mask(request.attention_mask, batch_size, request.start_position + num_tokens)
@@ -160,23 +227,30 @@ class HostedSession:
         num_wanted = request.outputs_wanted if request.HasField("outputs_wanted") else num_tokens
         if num_wanted > num_tokens:
             raise RequestRejected(f"{num_wanted} outputs are wanted of a step of {num_tokens} positions")
-        changes = tuple(map(self._change, request.changes))
-        end = request.start_position + num_tokens
-        lease, layout = self.session.lease, self.session.layout
-        if end > self.session.reserved:
-            lease.promise(batch_size * layout.size_bytes(end))
+        self._require_room(request.start_position + num_tokens, batch_size)
         return Step(request.start_position, BlockInput(hidden, mask, positions), changes, num_wanted)
 
-    def _change(self, change: pb.Change) -> Change:
-        kind = change.WhichOneof("kind")
-        if kind == "reorder":
-            self._host.rules.batch_size(len(change.reorder.indices))
-            return Reorder(tuple(change.reorder.indices))
-        if kind == "crop":
-            return Crop(change.crop.length)
-        if kind == "record_past":
-            return RecordPast()
-        raise RequestRejected("a change of unknown kind")
+    def _require_room(self, num_positions: int, batch_size: int) -> None:
+        if num_positions > self.session.reserved:
+            self.session.lease.promise(batch_size * self.session.layout.size_bytes(num_positions))
+
+    def _changes(self, request: pb.Step) -> Iterator[Change]:
+        """Those that were not made before the rows came here."""
+        for change in request.changes:
+            kind = change.WhichOneof("kind")
+            if kind == "record_past":
+                yield RecordPast()
+            elif kind not in ("reorder", "crop"):
+                raise RequestRejected("a change of unknown kind")
+            elif request.number <= self._changed_number:
+                continue
+            elif kind == "crop":
+                yield Crop(change.crop.length)
+            else:
+                self.host.rules.batch_size(len(change.reorder.indices))
+                yield Reorder(tuple(change.reorder.indices))
+
+    # ------------------------------------------------------------ outputs
 
     async def _send(self, request: pb.Step, output: torch.Tensor) -> None:
         if self._pusher is not None:
@@ -190,11 +264,82 @@ class HostedSession:
         header, parts = encode(output[:, -num_wanted:], self._codec)
         await self._reply_output(pb.Output(number=request.number, hidden=header), parts)
 
-    async def _relay(self, step: pb.Step, parts: list[bytes]) -> None:
-        await self._reply_output(pb.Output(number=step.number, hidden=step.hidden, relay=True), parts)
+    async def _relay(self, route: int, step: pb.Step, parts: list[bytes]) -> None:
+        output = pb.Output(number=step.number, hidden=step.hidden, relay=True, route=route)
+        await self._reply_output(output, parts)
 
     async def _reply_output(self, output: pb.Output, parts: list[bytes]) -> None:
         await self._reply([pb.SessionReply(output=output), *(pb.SessionReply(more=part) for part in parts)])
+
+    # ------------------------------------------------------------ when another server is gone
+
+    async def progress(self, hold: bool = False) -> pb.SessionProgress:
+        """How far the session is. ``hold``: it stays there until ``reroute``.
+
+        Raises:
+            RequestRejected: the session has no next hop to wait for.
+        """
+        if hold:
+            if self._pusher is None:
+                raise RequestRejected("the session's outputs go to the client: there is no other hop to wait for")
+            self._routed.clear()
+            await self._pusher.retire()  # lets go of a step that waits for the old hop
+            async with self._computing:
+                pass
+        return self._progress
+
+    async def reroute(self, next_hop: pb.NextHop, resend: Sequence[pb.Step]) -> pb.SessionProgress:
+        """Sends these steps' outputs, which were kept, and all that come from now on, to another hop.
+
+        Raises:
+            RequestRejected: the session has not kept them.
+        """
+        progress = await self.progress(hold=True)
+        for step in resend:
+            shape = tuple(step.hidden.shape)
+            if len(shape) != 3 or step.start_position + shape[1] > progress.length or shape[1] < 1:
+                raise RequestRejected(f"outputs of a step of shape {list(shape)} are not kept: sessions keep positions")
+            torch_dtype(step.hidden.dtype)
+        self._route += 1
+        self._sent_number = 0
+        self._pusher = Pusher(self.host.neighbours, next_hop, partial(self._relay, self._route))
+        resending = asyncio.ensure_future(self._resend(self._pusher, resend))
+        resending.add_done_callback(_heed)
+        return progress
+
+    async def _resend(self, pusher: Pusher, resend: Sequence[pb.Step]) -> None:
+        engine = self.host.engine
+        for step in resend:
+            start, end = step.start_position, step.start_position + step.hidden.shape[1]
+            output = await self.host.scheduler.call(partial(engine.outputs, self.session, start, end))
+            header, parts = encode(output.to("cpu", torch_dtype(step.hidden.dtype)), self._codec)
+            await pusher.send(_with_hidden(step, header), parts)
+            if pusher.retired:  # that hop is gone too
+                return
+        if not pusher.retired:
+            self._routed.set()
+
+    async def copy(self, to: pb.NextHop, follow: bool) -> pb.SessionProgress:
+        """Copies everything to another session; returns once that has it. ``follow``: and every step from now on.
+
+        Raises:
+            PeerUnavailable: the other server cannot be reached.
+        """
+        if self._copier is not None:
+            await self._copier.close()
+        self._copier = copier = Copier(self, Pusher(self.host.neighbours, to, _ignore))
+        try:
+            await copier.copy_all(self._turn)
+        finally:
+            if not follow:
+                await copier.close()
+                if self._copier is copier:
+                    self._copier = None
+        return self._progress
+
+
+async def _ignore(_step: pb.Step, _parts: list[bytes]) -> None:
+    """A copy that cannot be sent is of no use to the client."""
 
 
 class StepReader:

@@ -75,6 +75,12 @@ class Rules:
             self.length(past + wire.shape[1])
         return self.hidden(wire, batch_size)
 
+    def stored(self, wire: pb.Tensor) -> Assembler:
+        """Starts to collect keys and values, which the session checks against what it keeps."""
+        if wire.dtype != pb.UINT8 or wire.codec != pb.RAW or len(wire.shape) != 1:
+            raise RequestRejected("keys and values come as one row of bytes")
+        return Assembler(wire, self.max_tensor_bytes)
+
     def step_tokens(self, batch_size: int, num_tokens: int) -> None:
         """No step may hold up the others for long."""
         if num_tokens > max(1, self.max_step_tokens // batch_size):

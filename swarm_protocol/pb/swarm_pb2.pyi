@@ -14,6 +14,7 @@ class DType(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     BFLOAT16: _ClassVar[DType]
     FLOAT16: _ClassVar[DType]
     INT64: _ClassVar[DType]
+    UINT8: _ClassVar[DType]
 
 class Codec(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -32,6 +33,7 @@ FLOAT32: DType
 BFLOAT16: DType
 FLOAT16: DType
 INT64: DType
+UINT8: DType
 RAW: Codec
 INT8_BLOCKS: Codec
 STATE_UNSPECIFIED: ServerState
@@ -93,20 +95,26 @@ class SessionRequest(_message.Message):
     def __init__(self, open: _Optional[_Union[Open, _Mapping]] = ..., step: _Optional[_Union[Step, _Mapping]] = ..., more: _Optional[bytes] = ..., close: _Optional[_Union[Close, _Mapping]] = ...) -> None: ...
 
 class Open(_message.Message):
-    __slots__ = ("contract", "session_key", "batch_size", "reserve_tokens", "next", "codec")
+    __slots__ = ("contract", "session_key", "batch_size", "reserve_tokens", "next", "codec", "sent_number", "changed_number", "records_past")
     CONTRACT_FIELD_NUMBER: _ClassVar[int]
     SESSION_KEY_FIELD_NUMBER: _ClassVar[int]
     BATCH_SIZE_FIELD_NUMBER: _ClassVar[int]
     RESERVE_TOKENS_FIELD_NUMBER: _ClassVar[int]
     NEXT_FIELD_NUMBER: _ClassVar[int]
     CODEC_FIELD_NUMBER: _ClassVar[int]
+    SENT_NUMBER_FIELD_NUMBER: _ClassVar[int]
+    CHANGED_NUMBER_FIELD_NUMBER: _ClassVar[int]
+    RECORDS_PAST_FIELD_NUMBER: _ClassVar[int]
     contract: Contract
     session_key: bytes
     batch_size: int
     reserve_tokens: int
     next: NextHop
     codec: Codec
-    def __init__(self, contract: _Optional[_Union[Contract, _Mapping]] = ..., session_key: _Optional[bytes] = ..., batch_size: _Optional[int] = ..., reserve_tokens: _Optional[int] = ..., next: _Optional[_Union[NextHop, _Mapping]] = ..., codec: _Optional[_Union[Codec, str]] = ...) -> None: ...
+    sent_number: int
+    changed_number: int
+    records_past: bool
+    def __init__(self, contract: _Optional[_Union[Contract, _Mapping]] = ..., session_key: _Optional[bytes] = ..., batch_size: _Optional[int] = ..., reserve_tokens: _Optional[int] = ..., next: _Optional[_Union[NextHop, _Mapping]] = ..., codec: _Optional[_Union[Codec, str]] = ..., sent_number: _Optional[int] = ..., changed_number: _Optional[int] = ..., records_past: bool = ...) -> None: ...
 
 class NextHop(_message.Message):
     __slots__ = ("peer_id", "addresses", "tls_fingerprint", "session_key")
@@ -121,7 +129,7 @@ class NextHop(_message.Message):
     def __init__(self, peer_id: _Optional[str] = ..., addresses: _Optional[_Iterable[str]] = ..., tls_fingerprint: _Optional[bytes] = ..., session_key: _Optional[bytes] = ...) -> None: ...
 
 class Step(_message.Message):
-    __slots__ = ("number", "changes", "start_position", "hidden", "attention_mask", "position_ids", "outputs_wanted")
+    __slots__ = ("number", "changes", "start_position", "hidden", "attention_mask", "position_ids", "outputs_wanted", "stored")
     NUMBER_FIELD_NUMBER: _ClassVar[int]
     CHANGES_FIELD_NUMBER: _ClassVar[int]
     START_POSITION_FIELD_NUMBER: _ClassVar[int]
@@ -129,6 +137,7 @@ class Step(_message.Message):
     ATTENTION_MASK_FIELD_NUMBER: _ClassVar[int]
     POSITION_IDS_FIELD_NUMBER: _ClassVar[int]
     OUTPUTS_WANTED_FIELD_NUMBER: _ClassVar[int]
+    STORED_FIELD_NUMBER: _ClassVar[int]
     number: int
     changes: _containers.RepeatedCompositeFieldContainer[Change]
     start_position: int
@@ -136,7 +145,18 @@ class Step(_message.Message):
     attention_mask: AttentionMask
     position_ids: Tensor
     outputs_wanted: int
-    def __init__(self, number: _Optional[int] = ..., changes: _Optional[_Iterable[_Union[Change, _Mapping]]] = ..., start_position: _Optional[int] = ..., hidden: _Optional[_Union[Tensor, _Mapping]] = ..., attention_mask: _Optional[_Union[AttentionMask, _Mapping]] = ..., position_ids: _Optional[_Union[Tensor, _Mapping]] = ..., outputs_wanted: _Optional[int] = ...) -> None: ...
+    stored: Stored
+    def __init__(self, number: _Optional[int] = ..., changes: _Optional[_Iterable[_Union[Change, _Mapping]]] = ..., start_position: _Optional[int] = ..., hidden: _Optional[_Union[Tensor, _Mapping]] = ..., attention_mask: _Optional[_Union[AttentionMask, _Mapping]] = ..., position_ids: _Optional[_Union[Tensor, _Mapping]] = ..., outputs_wanted: _Optional[int] = ..., stored: _Optional[_Union[Stored, _Mapping]] = ...) -> None: ...
+
+class Stored(_message.Message):
+    __slots__ = ("num_tokens", "num_kept", "data")
+    NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_KEPT_FIELD_NUMBER: _ClassVar[int]
+    DATA_FIELD_NUMBER: _ClassVar[int]
+    num_tokens: int
+    num_kept: _containers.RepeatedScalarFieldContainer[int]
+    data: Tensor
+    def __init__(self, num_tokens: _Optional[int] = ..., num_kept: _Optional[_Iterable[int]] = ..., data: _Optional[_Union[Tensor, _Mapping]] = ...) -> None: ...
 
 class Change(_message.Message):
     __slots__ = ("reorder", "crop", "record_past")
@@ -169,16 +189,18 @@ class Close(_message.Message):
     def __init__(self) -> None: ...
 
 class SessionReply(_message.Message):
-    __slots__ = ("opened", "output", "more", "failure")
+    __slots__ = ("opened", "output", "more", "failure", "leaving")
     OPENED_FIELD_NUMBER: _ClassVar[int]
     OUTPUT_FIELD_NUMBER: _ClassVar[int]
     MORE_FIELD_NUMBER: _ClassVar[int]
     FAILURE_FIELD_NUMBER: _ClassVar[int]
+    LEAVING_FIELD_NUMBER: _ClassVar[int]
     opened: Opened
     output: Output
     more: bytes
     failure: Failure
-    def __init__(self, opened: _Optional[_Union[Opened, _Mapping]] = ..., output: _Optional[_Union[Output, _Mapping]] = ..., more: _Optional[bytes] = ..., failure: _Optional[_Union[Failure, _Mapping]] = ...) -> None: ...
+    leaving: Leaving
+    def __init__(self, opened: _Optional[_Union[Opened, _Mapping]] = ..., output: _Optional[_Union[Output, _Mapping]] = ..., more: _Optional[bytes] = ..., failure: _Optional[_Union[Failure, _Mapping]] = ..., leaving: _Optional[_Union[Leaving, _Mapping]] = ...) -> None: ...
 
 class Opened(_message.Message):
     __slots__ = ("tokens_left", "max_step_tokens")
@@ -189,14 +211,20 @@ class Opened(_message.Message):
     def __init__(self, tokens_left: _Optional[int] = ..., max_step_tokens: _Optional[int] = ...) -> None: ...
 
 class Output(_message.Message):
-    __slots__ = ("number", "hidden", "relay")
+    __slots__ = ("number", "hidden", "relay", "route")
     NUMBER_FIELD_NUMBER: _ClassVar[int]
     HIDDEN_FIELD_NUMBER: _ClassVar[int]
     RELAY_FIELD_NUMBER: _ClassVar[int]
+    ROUTE_FIELD_NUMBER: _ClassVar[int]
     number: int
     hidden: Tensor
     relay: bool
-    def __init__(self, number: _Optional[int] = ..., hidden: _Optional[_Union[Tensor, _Mapping]] = ..., relay: bool = ...) -> None: ...
+    route: int
+    def __init__(self, number: _Optional[int] = ..., hidden: _Optional[_Union[Tensor, _Mapping]] = ..., relay: bool = ..., route: _Optional[int] = ...) -> None: ...
+
+class Leaving(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
 
 class Failure(_message.Message):
     __slots__ = ("status", "message", "number")
@@ -223,6 +251,44 @@ class PushReply(_message.Message):
     NUMBER_FIELD_NUMBER: _ClassVar[int]
     number: int
     def __init__(self, number: _Optional[int] = ...) -> None: ...
+
+class ProgressRequest(_message.Message):
+    __slots__ = ("session_key", "hold")
+    SESSION_KEY_FIELD_NUMBER: _ClassVar[int]
+    HOLD_FIELD_NUMBER: _ClassVar[int]
+    session_key: bytes
+    hold: bool
+    def __init__(self, session_key: _Optional[bytes] = ..., hold: bool = ...) -> None: ...
+
+class SessionProgress(_message.Message):
+    __slots__ = ("number", "length", "batch_size")
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    LENGTH_FIELD_NUMBER: _ClassVar[int]
+    BATCH_SIZE_FIELD_NUMBER: _ClassVar[int]
+    number: int
+    length: int
+    batch_size: int
+    def __init__(self, number: _Optional[int] = ..., length: _Optional[int] = ..., batch_size: _Optional[int] = ...) -> None: ...
+
+class RerouteRequest(_message.Message):
+    __slots__ = ("session_key", "next", "resend")
+    SESSION_KEY_FIELD_NUMBER: _ClassVar[int]
+    NEXT_FIELD_NUMBER: _ClassVar[int]
+    RESEND_FIELD_NUMBER: _ClassVar[int]
+    session_key: bytes
+    next: NextHop
+    resend: _containers.RepeatedCompositeFieldContainer[Step]
+    def __init__(self, session_key: _Optional[bytes] = ..., next: _Optional[_Union[NextHop, _Mapping]] = ..., resend: _Optional[_Iterable[_Union[Step, _Mapping]]] = ...) -> None: ...
+
+class CopyRequest(_message.Message):
+    __slots__ = ("session_key", "to", "follow")
+    SESSION_KEY_FIELD_NUMBER: _ClassVar[int]
+    TO_FIELD_NUMBER: _ClassVar[int]
+    FOLLOW_FIELD_NUMBER: _ClassVar[int]
+    session_key: bytes
+    to: NextHop
+    follow: bool
+    def __init__(self, session_key: _Optional[bytes] = ..., to: _Optional[_Union[NextHop, _Mapping]] = ..., follow: bool = ...) -> None: ...
 
 class ForwardRequest(_message.Message):
     __slots__ = ("forward", "more")

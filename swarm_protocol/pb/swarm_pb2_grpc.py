@@ -44,6 +44,21 @@ class BlocksStub(object):
                 request_serializer=swarm__protocol_dot_pb_dot_swarm__pb2.PushRequest.SerializeToString,
                 response_deserializer=swarm__protocol_dot_pb_dot_swarm__pb2.PushReply.FromString,
                 _registered_method=True)
+        self.Progress = channel.unary_unary(
+                '/swarm.v1.Blocks/Progress',
+                request_serializer=swarm__protocol_dot_pb_dot_swarm__pb2.ProgressRequest.SerializeToString,
+                response_deserializer=swarm__protocol_dot_pb_dot_swarm__pb2.SessionProgress.FromString,
+                _registered_method=True)
+        self.Reroute = channel.unary_unary(
+                '/swarm.v1.Blocks/Reroute',
+                request_serializer=swarm__protocol_dot_pb_dot_swarm__pb2.RerouteRequest.SerializeToString,
+                response_deserializer=swarm__protocol_dot_pb_dot_swarm__pb2.SessionProgress.FromString,
+                _registered_method=True)
+        self.Copy = channel.unary_unary(
+                '/swarm.v1.Blocks/Copy',
+                request_serializer=swarm__protocol_dot_pb_dot_swarm__pb2.CopyRequest.SerializeToString,
+                response_deserializer=swarm__protocol_dot_pb_dot_swarm__pb2.SessionProgress.FromString,
+                _registered_method=True)
         self.Forward = channel.stream_stream(
                 '/swarm.v1.Blocks/Forward',
                 request_serializer=swarm__protocol_dot_pb_dot_swarm__pb2.ForwardRequest.SerializeToString,
@@ -73,6 +88,27 @@ class BlocksServicer(object):
 
     def Push(self, request_iterator, context):
         """Steps of one session from the server that computes the blocks before; see Open.next.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Progress(self, request, context):
+        """How far a session has come.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Reroute(self, request, context):
+        """Gives a session another next hop, and sends it what it must know.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Copy(self, request, context):
+        """Copies a session to one over the same blocks on another server; ends when that has all of it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -111,6 +147,21 @@ def add_BlocksServicer_to_server(servicer, server):
                     servicer.Push,
                     request_deserializer=swarm__protocol_dot_pb_dot_swarm__pb2.PushRequest.FromString,
                     response_serializer=swarm__protocol_dot_pb_dot_swarm__pb2.PushReply.SerializeToString,
+            ),
+            'Progress': grpc.unary_unary_rpc_method_handler(
+                    servicer.Progress,
+                    request_deserializer=swarm__protocol_dot_pb_dot_swarm__pb2.ProgressRequest.FromString,
+                    response_serializer=swarm__protocol_dot_pb_dot_swarm__pb2.SessionProgress.SerializeToString,
+            ),
+            'Reroute': grpc.unary_unary_rpc_method_handler(
+                    servicer.Reroute,
+                    request_deserializer=swarm__protocol_dot_pb_dot_swarm__pb2.RerouteRequest.FromString,
+                    response_serializer=swarm__protocol_dot_pb_dot_swarm__pb2.SessionProgress.SerializeToString,
+            ),
+            'Copy': grpc.unary_unary_rpc_method_handler(
+                    servicer.Copy,
+                    request_deserializer=swarm__protocol_dot_pb_dot_swarm__pb2.CopyRequest.FromString,
+                    response_serializer=swarm__protocol_dot_pb_dot_swarm__pb2.SessionProgress.SerializeToString,
             ),
             'Forward': grpc.stream_stream_rpc_method_handler(
                     servicer.Forward,
@@ -182,6 +233,87 @@ class Blocks(object):
             '/swarm.v1.Blocks/Push',
             swarm__protocol_dot_pb_dot_swarm__pb2.PushRequest.SerializeToString,
             swarm__protocol_dot_pb_dot_swarm__pb2.PushReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Progress(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/swarm.v1.Blocks/Progress',
+            swarm__protocol_dot_pb_dot_swarm__pb2.ProgressRequest.SerializeToString,
+            swarm__protocol_dot_pb_dot_swarm__pb2.SessionProgress.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Reroute(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/swarm.v1.Blocks/Reroute',
+            swarm__protocol_dot_pb_dot_swarm__pb2.RerouteRequest.SerializeToString,
+            swarm__protocol_dot_pb_dot_swarm__pb2.SessionProgress.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Copy(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/swarm.v1.Blocks/Copy',
+            swarm__protocol_dot_pb_dot_swarm__pb2.CopyRequest.SerializeToString,
+            swarm__protocol_dot_pb_dot_swarm__pb2.SessionProgress.FromString,
             options,
             channel_credentials,
             insecure,

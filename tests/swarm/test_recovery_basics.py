@@ -12,8 +12,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel, TextIteratorStreamer
 
-from swarm_client import DistributedModel, NoRoute, PeerError
-from swarm_protocol.errors import PeerBusy, SessionLost
+from swarm_client import DistributedModel, NoRoute, RecoveryFailed
+from swarm_protocol.errors import PeerBusy
 from swarm_protocol.span import Span
 from tests.swarm.harness import InProcessServers, Numbers, Watcher
 from tests.swarm.waiting import wait_for
@@ -106,14 +106,18 @@ def test_servers_with_another_revision_are_left_out(servers, connect, tmp_path):
 # ------------------------------------------------------------ gone
 
 
-def test_a_server_killed_in_the_middle_is_an_error_at_once(servers, connect, expected, server_process):
+def test_a_server_killed_in_the_middle_is_an_error_at_once_if_the_user_wants_it_so(
+    servers, connect, expected, server_process
+):
     """And the next generation goes through whoever takes its place."""
     servers.start("0:4")
     arguments = ["--model", str(servers.model), "--quant", "none", "--throughput", "100", "--swarm", servers.swarm]
     doomed = server_process(*arguments, "--blocks", "4:6", "--initial-peers", *servers.initial_peers)
-    model = connect()
+    model = connect(recovery_timeout_s=0)
     assert torch.equal(generate(model), expected)
-    with pytest.raises(PeerError) as caught:
+    with pytest.raises(
+        RecoveryFailed, match="blocks 4:6 could not be moved .* within 0 s: .* Nothing is lost"
+    ) as caught:
         generate(model, streamer=Watcher(3, doomed.kill))
     assert caught.value.peer_id == doomed.ready["peer"].rpartition("/p2p/")[2]
     assert caught.value.span == Span(4, 6)
@@ -132,16 +136,19 @@ def test_a_failure_ends_the_stream_that_another_thread_reads(servers, connect):
         assert isinstance(generation.exception(), NoRoute)
 
 
-def test_a_session_left_alone_is_given_up(servers, connect, expected):
-    """The chat is over, but nothing is wrong with the server."""
+def test_a_session_left_alone_is_given_up_and_told_again_when_it_goes_on(servers, connect, checkpoint, expected):
+    """Nothing is wrong with the server."""
     servers.start("0:6", session_idle_timeout_s=2.0)
     model = connect(wait_timeout_s=0)
     chat = generate(model, return_dict_in_generate=True)
     servers.wait_until_all_room_is_free()
-    with pytest.raises(SessionLost, match=r"closed after 2 s without a request"):
-        talk = torch.cat([chat.sequences, PROMPT], dim=1)
-        model.generate(talk, past_key_values=chat.past_key_values, max_new_tokens=2)
-    assert torch.equal(generate(model), expected)
+    talk = torch.cat([chat.sequences, PROMPT], dim=1)
+    answer = model.generate(talk, past_key_values=chat.past_key_values, max_new_tokens=NEW_TOKENS)
+    whole = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+    whole.generation_config.eos_token_id = None
+    assert torch.equal(answer, whole.generate(talk, max_new_tokens=NEW_TOKENS))
+    assert chat.past_key_values.session.stats.recoveries == 1
+    assert chat.past_key_values.session.stats.replayed_tokens == POSITIONS
 
 
 # ------------------------------------------------------------ full

@@ -1,0 +1,130 @@
+"""Opens a session's hops: finds servers, asks them for room, and tells each where its outputs go."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from itertools import count
+
+from swarm_client.routing import Hop
+from swarm_client.swarm import Swarm
+from swarm_client.transport import HopSession, Inbox
+from swarm_protocol.pb import swarm_pb2 as pb
+from swarm_protocol.records import ServerRecord
+from swarm_protocol.span import Span
+
+CODECS = {"none": pb.RAW, "int8": pb.INT8_BLOCKS}
+
+
+@dataclass(frozen=True)
+class Opening:
+    """What new hops are asked for.
+
+    Attributes:
+        reserve_tokens: positions per row to lease at once.
+        sent_number, changed_number, records_past: see ``Open`` in protos/swarm.proto.
+    """
+
+    batch_size: int
+    reserve_tokens: int
+    sent_number: int = 0
+    changed_number: int = 0
+    records_past: bool = False
+
+
+class Opener:
+    """Opens hops whose answers all go to one inbox."""
+
+    def __init__(self, swarm: Swarm, inbox: Inbox) -> None:
+        self._swarm = swarm
+        self._inbox = inbox
+        self._numbers = count()
+
+    async def open_span(
+        self,
+        span: Span,
+        opening: Opening,
+        after: HopSession | None,
+        *,
+        avoid: Collection[str] = (),
+        timeout_s: float | None = None,
+        like: ServerRecord | None = None,
+        on_wait: Callable[[str, float], None] | None = None,
+    ) -> list[HopSession]:
+        """Hops over ``span`` whose last sends its outputs to ``after``, or to the client.
+
+        Raises:
+            NoRoute: see ``Swarm.chain``, to which the other arguments go.
+            PeerError: the first hop that could not be opened; then none is.
+        """
+        need_tokens = opening.batch_size * opening.reserve_tokens
+        chain = await self._swarm.chain(span, need_tokens, avoid=avoid, timeout_s=timeout_s, like=like, on_wait=on_wait)
+        keys = [secrets.token_bytes(16) for _ in chain]
+        nexts = [_next_hop(hop.server, key) for hop, key in zip(chain[1:], keys[1:], strict=True)]
+        nexts.append(None if after is None else after.as_next())
+        jobs = []
+        for hop, key, next_hop in zip(chain, keys, nexts, strict=True):
+            is_last = hop is chain[-1]
+            jobs.append(asyncio.ensure_future(self._open(hop, key, next_hop, opening, opening.sent_number * is_last)))
+        try:
+            results = await asyncio.gather(*jobs, return_exceptions=True)
+        except asyncio.CancelledError:  # interrupted
+            results = await asyncio.gather(*jobs, return_exceptions=True)
+            abandon(result for result in results if isinstance(result, HopSession))
+            raise
+        errors = [result for result in results if isinstance(result, BaseException)]
+        hops = [result for result in results if isinstance(result, HopSession)]
+        if errors:
+            await asyncio.gather(*(hop.close() for hop in hops))
+            raise errors[0]
+        for hop, to in zip(hops, [*hops[1:], after], strict=True):
+            hop.next_number = None if to is None else to.number
+        return hops
+
+    async def open_copy(
+        self, of: HopSession, opening: Opening, after: HopSession | None, server: ServerRecord
+    ) -> HopSession:
+        """A session on ``server`` like that of ``of``, with nothing in it yet."""
+        next_hop = None if after is None else after.as_next()
+        hop = await self._open(Hop(server, of.span), secrets.token_bytes(16), next_hop, opening, 0)
+        hop.next_number = None if after is None else after.number
+        return hop
+
+    async def _open(
+        self, hop: Hop, key: bytes, next_hop: pb.NextHop | None, opening: Opening, sent_number: int
+    ) -> HopSession:
+        number = next(self._numbers)
+        request = pb.Open(
+            session_key=key,
+            batch_size=opening.batch_size,
+            reserve_tokens=opening.reserve_tokens,
+            codec=CODECS[self._swarm.config.compression],
+            next=next_hop,
+            sent_number=sent_number,
+            changed_number=opening.changed_number,
+            records_past=opening.records_past,
+        )
+        server = await self._swarm.server(hop.server)
+        return await server.open(number, hop.span, request, self._inbox)
+
+
+def abandon(hops) -> None:
+    """Ends streams to servers that are gone."""
+    for hop in hops:
+        hop.abandon()
+
+
+async def close(hops) -> None:
+    """Ends sessions politely, all at once."""
+    await asyncio.gather(*(hop.close() for hop in hops), return_exceptions=True)
+
+
+def _next_hop(server: ServerRecord, key: bytes) -> pb.NextHop:
+    return pb.NextHop(
+        peer_id=server.peer_id,
+        addresses=server.addresses,
+        tls_fingerprint=server.tls_fingerprint,
+        session_key=key,
+    )
