@@ -33,6 +33,11 @@ def submit(coroutine: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
     return asyncio.run_coroutine_threadsafe(coroutine, _running_loop())
 
 
+def now_s() -> float:
+    """The loop's clock; for code that runs on it."""
+    return asyncio.get_running_loop().time()
+
+
 def _running_loop() -> asyncio.AbstractEventLoop:
     global _loop, _owner_pid
     with _lock:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -11,6 +10,7 @@ from itertools import pairwise
 
 import torch
 
+from swarm_client.background import now_s
 from swarm_client.call import Call
 from swarm_client.copies import Copies
 from swarm_client.events import Recovery, Reporter, Waiting
@@ -128,7 +128,7 @@ class Chain:
             if self._swarm.closed:
                 raise closed_error()
             self._stall = self._refused = None
-            self._progress_s = time.monotonic()
+            self._progress_s = now_s()
             try:
                 await self._run(call)
             except BaseException:
@@ -170,7 +170,7 @@ class Chain:
                     self._post(call.steps)
                 else:
                     await self._open(call)
-                self._progress_s = time.monotonic()
+                self._progress_s = now_s()
                 while not call.complete:
                     try:
                         self._handle(await self._next_event(call), call)
@@ -210,7 +210,7 @@ class Chain:
         while True:
             try:
                 event = await asyncio.wait_for(self._inbox.get(), _PROBE_AFTER_S)
-                self._progress_s = time.monotonic()
+                self._progress_s = now_s()
                 return event
             except asyncio.TimeoutError:
                 if self._probing is None or self._probing.done():
@@ -229,8 +229,8 @@ class Chain:
                 continue
             if result.number != hop.seen_number:
                 hop.seen_number = result.number
-                self._progress_s = time.monotonic()
-            if result.number < expected and time.monotonic() - self._progress_s > timeout_s:
+                self._progress_s = now_s()
+            if result.number < expected and now_s() - self._progress_s > timeout_s:
                 server = hop.hop.server
                 reason = f"server {server.short_id} did not finish a step within {timeout_s:g} s"
                 error = PeerUnavailable(reason, server.peer_id, hop.span)
@@ -308,7 +308,7 @@ class Chain:
         stall, self._stall = self._stall, None
         if stall is None:
             return
-        seconds = time.monotonic() - stall.start_s
+        seconds = now_s() - stall.start_s
         for number, repair in enumerate(stall.repairs):
             self._reporter.report(Recovery(**vars(repair), stall_s=seconds if number == 0 else 0.0))
         for hop in self.hops:
@@ -409,7 +409,7 @@ class Chain:
                 standings = await self._ask(failed)
                 for gap in gaps([hop in failed for hop in self.hops]):
                     await self._close_gap(gap, standings, failed, call)
-                self._progress_s, self._refused = time.monotonic(), None
+                self._progress_s, self._refused = now_s(), None
                 return
             except _HopsFailed as failure:
                 self._blame(failure.errors)
@@ -529,7 +529,7 @@ class Chain:
 
     def _begin_stall(self) -> None:
         if self._stall is None:
-            deadline_s = time.monotonic() + self._swarm.config.recovery_timeout_s
+            deadline_s = now_s() + self._swarm.config.recovery_timeout_s
             self._stall = _Stall(self._progress_s, deadline_s)
 
     def _blame(self, errors: Mapping[HopSession, SwarmError]) -> None:
@@ -551,7 +551,7 @@ class Chain:
         self._reporter.report(Waiting(reason, timeout_s))
 
     def _time_left_s(self) -> float | None:
-        return None if self._stall is None else max(0.0, self._stall.deadline_s - time.monotonic())
+        return None if self._stall is None else max(0.0, self._stall.deadline_s - now_s())
 
     def _check_time(self, span: Span) -> None:
         """Raises RecoveryFailed if the stall has lasted too long."""

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 import weakref
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
+from swarm_client.background import now_s
 from swarm_client.events import Move, Reporter
 from swarm_client.opening import Opener, Opening
 from swarm_client.swarm import Swarm
@@ -144,7 +144,7 @@ class Copies:
                 continue
             before = chain.hops[index - 1] if index else None
             after = chain.hops[index + 1] if index + 1 < len(chain.hops) else None
-            start = time.monotonic()
+            start = now_s()
             try:
                 num_tokens = await _agree(hop, copy)
                 if after is not None and copy.next_number != after.number:
@@ -162,7 +162,7 @@ class Copies:
             del self._copies[hop.number]
             chain.hops[index] = copy
             await hop.close()
-            seconds = time.monotonic() - start
+            seconds = now_s() - start
             servers = hop.hop.server.peer_id, copy.hop.server.peer_id
             self._reporter.report(Move(hop.span, *servers, num_tokens, seconds))
 
@@ -174,9 +174,9 @@ async def _agree(hop: HopSession, copy: HopSession) -> int:
         PeerError: it does not come to that.
     """
     expected = await hop.progress()
-    deadline = time.monotonic() + _AGREE_TIMEOUT_S
+    deadline = now_s() + _AGREE_TIMEOUT_S
     while (found := await copy.progress()) != expected:
-        if time.monotonic() > deadline:
+        if now_s() > deadline:
             raise PeerError(f"the copy is at step {found.number}, not {expected.number}", copy.hop.server.peer_id)
         await asyncio.sleep(_AGREE_POLL_S)
     return expected.length

@@ -118,7 +118,7 @@ class _Distributed:
         device = torch.device(device)
         check_head_quant(head_quant, device)
         checkpoint = Checkpoint.open(locate(name_or_path), revision)
-        connection = Swarm(config, checkpoint)
+        connection = Swarm(config, checkpoint.name, checkpoint.revision, checkpoint.family.num_blocks)
         background.run(connection.connect())
         try:
             model = load_client(checkpoint, cls._auto_class, dtype, device, config_overrides)

@@ -73,21 +73,23 @@ class RemoteSession:
             NoRoute, PeerBusy: no server holds some block, or none has room.
             RecoveryFailed: servers failed, and nobody could take their place within ``recovery_timeout_s``.
         """
+        with self._lock:
+            return background.run(self.step_on_loop(inputs, num_wanted))
+
+    async def step_on_loop(self, inputs: BlockInput, num_wanted: int | None = None) -> torch.Tensor:
+        """``step`` for code that runs on the background loop; one at a time."""
         batch_size, num_tokens, _ = inputs.hidden.shape
         total = self.length + num_tokens
         check_length(total, self._max_positions)
         num_wanted = num_tokens if num_wanted is None else min(num_wanted, num_tokens)
-        with self._lock:
-            before = self._journal or Journal.empty(batch_size)
-            rows = _changed(before, self._changes)
-            if rows.batch_size != batch_size:
-                raise RequestRejected(
-                    f"hidden states of {batch_size} rows came for a session of {rows.batch_size} rows"
-                )
-            call = Call(inputs, num_wanted, before, rows.appended(inputs), tuple(self._changes))
-            output = background.run(self._chain.step(call))
-            self._journal = call.after
-            self._changes.clear()
+        before = self._journal or Journal.empty(batch_size)
+        rows = _changed(before, self._changes)
+        if rows.batch_size != batch_size:
+            raise RequestRejected(f"hidden states of {batch_size} rows came for a session of {rows.batch_size} rows")
+        call = Call(inputs, num_wanted, before, rows.appended(inputs), tuple(self._changes))
+        output = await self._chain.step(call)
+        self._journal = call.after
+        self._changes.clear()
         self.length, self.batch_size = total, batch_size
         self.stats.steps += 1
         self.stats.tokens += batch_size * num_tokens

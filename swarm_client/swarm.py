@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 import weakref
-from collections.abc import Callable, Collection, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
+from swarm_client.background import now_s
 from swarm_client.config import ClientConfig
 from swarm_client.routing import Chain, best_replica, fastest_chain, no_route, usable
 from swarm_client.transport import Server
@@ -20,9 +19,7 @@ from swarm_protocol.notes import Notes
 from swarm_protocol.records import LIFETIME_S, ServerRecord, SwarmView
 from swarm_protocol.span import Span
 
-if TYPE_CHECKING:
-    from swarm_protocol.checkpoint import Checkpoint
-
+Connect = Callable[[ServerRecord, float], Awaitable[Server]]
 _logger = logging.getLogger(__name__)
 _POLL_S = 0.5  # while blocks are missing
 _BAN_S, _MAX_BAN_S = 5.0, 60.0
@@ -55,12 +52,23 @@ def closed_error() -> NoSwarm:
 class Swarm:
     """The servers of one model. All methods but the constructor run on the background loop."""
 
-    def __init__(self, config: ClientConfig, checkpoint: Checkpoint) -> None:
+    def __init__(
+        self,
+        config: ClientConfig,
+        model: str,
+        revision: str,
+        num_blocks: int,
+        *,
+        dht: Dht | None = None,
+        connect: Connect = Server.connect,
+    ) -> None:
+        """``dht`` and ``connect`` stand for the network; without ``dht``, ``connect()`` joins the one of ``config``."""
         self.config = config
-        self.model = checkpoint.name
-        self.revision = checkpoint.revision
-        self.num_blocks = checkpoint.family.num_blocks
-        self._dht: Dht | None = None
+        self.model = model
+        self.revision = revision
+        self.num_blocks = num_blocks
+        self._connect = connect
+        self._dht = dht
         self._view = SwarmView()
         self._view_time = float("-inf")
         self._servers: dict[str, Server] = {}
@@ -74,7 +82,8 @@ class Swarm:
 
     async def connect(self) -> None:
         """Joins the DHT; raises NoSwarm if nobody answers."""
-        self._dht = await join_as_client(self.config)
+        if self._dht is None:
+            self._dht = await join_as_client(self.config)
         self._soon(self._keep_fresh())
 
     async def close(self) -> None:
@@ -95,7 +104,7 @@ class Swarm:
         """What the DHT says, at most ``max_age_s`` old; what it said last if it cannot be read."""
         if self._dht is None:
             raise closed_error()
-        if time.monotonic() - self._view_time > max_age_s:
+        if now_s() - self._view_time > max_age_s:
             await self._read_view()
         return self._view
 
@@ -108,16 +117,16 @@ class Swarm:
             except (asyncio.TimeoutError, OSError) as error:
                 _logger.info("the DHT cannot be read: %r", error)
                 return
-            if view.servers or time.monotonic() - self._filled_time > LIFETIME_S:
+            if view.servers or now_s() - self._filled_time > LIFETIME_S:
                 self._view = view
-                self._filled_time = time.monotonic()
-            self._view_time = time.monotonic()
+                self._filled_time = now_s()
+            self._view_time = now_s()
 
     async def _keep_fresh(self) -> None:
         """While there are sessions, so that a replacement is known when one of their servers fails."""
         while self._dht is not None:
             await asyncio.sleep(self.config.view_max_age_s)
-            if self.sessions and time.monotonic() - self._view_time >= self.config.view_max_age_s:
+            if self.sessions and now_s() - self._view_time >= self.config.view_max_age_s:
                 await self._read_view()
 
     async def chain(
@@ -142,7 +151,7 @@ class Swarm:
             NoRoute: some block is still not served after that time, or only by servers to avoid; the message names it.
         """
         timeout_s = self.config.wait_timeout_s if timeout_s is None else timeout_s
-        deadline = time.monotonic() + timeout_s
+        deadline = now_s() + timeout_s
         max_age_s = self.config.view_max_age_s if like is None else float("inf")
         waits = False
         while True:
@@ -156,11 +165,11 @@ class Swarm:
                 continue
             if avoid:
                 raise error
-            if time.monotonic() + _POLL_S > deadline:
+            if now_s() + _POLL_S > deadline:
                 raise NoRoute(f"{error}; waited {timeout_s:g} s", error.missing)
             if not waits:
                 waits, max_age_s = True, 0.0
-                (on_wait or _say_that_it_waits)(str(error), deadline - time.monotonic())
+                (on_wait or _say_that_it_waits)(str(error), deadline - now_s())
             await asyncio.sleep(_POLL_S)
 
     def _choose(
@@ -191,7 +200,7 @@ class Swarm:
             if known is not None and known.leads_to(record):
                 known.record = record
                 return known
-            server = await Server.connect(record, self.config.step_timeout_s)
+            server = await self._connect(record, self.config.step_timeout_s)
             if known is not None:
                 await known.close()
             self._servers[record.peer_id] = server
@@ -201,7 +210,7 @@ class Swarm:
     def failed(self, error: PeerError) -> None:
         """Leaves the server out for a while, longer each time, and reads the DHT anew."""
         if error.peer_id:
-            now = time.monotonic()
+            now = now_s()
             last = self._bans.get(error.peer_id)
             duration_s = _BAN_S if last is None else min(2 * last.duration_s, _MAX_BAN_S)
             self._bans[error.peer_id] = _Ban(now, duration_s)
@@ -215,7 +224,7 @@ class Swarm:
         self._bans.pop(peer_id, None)
 
     def _banned(self, just_now: bool = False) -> set[str]:
-        now = time.monotonic()
+        now = now_s()
         return {
             peer for peer, ban in self._bans.items() if ban.since + (_JUST_NOW_S if just_now else ban.duration_s) > now
         }

@@ -19,6 +19,7 @@ _CONNECT_TIMEOUT_S = 3.0
 _MAX_ADDRESSES = 4  # of one server; the client names them
 _MAX_UNTAKEN = 4  # steps under way to the next hop; more wait, so that a slow hop slows those before it
 
+Connect = Callable[[str, bytes, list, float], Awaitable[grpc.aio.Channel]]
 Parts = list[bytes]
 GiveUp = Callable[[pb.Step, Parts], Awaitable[None]]
 
@@ -26,7 +27,9 @@ GiveUp = Callable[[pb.Step, Parts], Awaitable[None]]
 class Neighbours:
     """Connections to other servers, kept open for all sessions."""
 
-    def __init__(self) -> None:
+    def __init__(self, connect: Connect | None = None) -> None:
+        """``connect`` stands for the network; by default it is ``pinned_channel``."""
+        self._connect = connect or pinned_channel
         self._channels: dict[tuple[str, bytes], asyncio.Task[grpc.aio.Channel]] = {}
 
     async def stub(self, hop: pb.NextHop) -> BlocksStub:
@@ -36,7 +39,7 @@ class Neighbours:
             key = address, hop.tls_fingerprint
             if key not in self._channels:
                 self._channels[key] = asyncio.ensure_future(
-                    pinned_channel(address, hop.tls_fingerprint, CLIENT_OPTIONS, _CONNECT_TIMEOUT_S)
+                    self._connect(address, hop.tls_fingerprint, CLIENT_OPTIONS, _CONNECT_TIMEOUT_S)
                 )
             try:
                 return BlocksStub(await asyncio.shield(self._channels[key]))
