@@ -55,7 +55,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     status.add_argument("--model", metavar="NAME", help="this model only")
     status.add_argument("--json", action="store_true", help="print JSON")
 
-    demo = commands.add_parser("demo", formatter_class=formatter, help="three servers share a model and write text")
+    demo = commands.add_parser("demo", formatter_class=formatter, help="servers write text together; one is killed")
     demo.set_defaults(run=run_demo)
     demo.add_argument("prompt", nargs="?", default=None)
     demo.add_argument("--max-new-tokens", type=int, default=64, metavar="N")

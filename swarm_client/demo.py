@@ -1,43 +1,63 @@
-"""Three servers share the shipped model on this machine, and a client writes text through them."""
+"""Four servers share the shipped model on this machine, and a client writes text through them while one is killed."""
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 
 import torch
 from rich.console import Console
+from rich.text import Text
 from transformers import AutoModelForCausalLM
 
 from swarm_client import background
+from swarm_client.cache import RemoteCache
 from swarm_client.config import ClientConfig
+from swarm_client.events import Event
 from swarm_client.generation import TextOptions, load_tokenizer, stream_text
-from swarm_client.local_servers import local_servers
 from swarm_client.model import DistributedModel
+from swarm_client.nursery import Nursery
 from swarm_client.status import read_status, show
 from swarm_protocol.default_model import DEFAULT_MODEL, locate
+from swarm_protocol.notes import Notes
 from swarm_protocol.shell import stock_loader
 
 DEFAULT_PROMPT = "Return a list of"
-SPANS = ("0:9", "9:14", "14:20")
+SPANS = ("0:9", "9:14", "9:14", "14:20")
+KILL_AFTER = 20  # tokens; half of them if there are fewer
 
 
 def run_demo(prompt: str, max_new_tokens: int) -> None:
     """Raises SwarmError if a server does not start."""
     console = Console(highlight=False)
+    logging.getLogger("swarm_client.events").setLevel(logging.ERROR)  # told below, and not amid the text
     swarm = f"demo-{os.getpid()}"
-    console.print(f"Starting three servers for blocks {', '.join(SPANS)} of {DEFAULT_MODEL} …")
+    console.print(f"Starting four servers for blocks {', '.join(SPANS)} of {DEFAULT_MODEL} …")
     start = time.perf_counter()
-    with local_servers(swarm, SPANS):
+    with Nursery() as nursery:
+        servers = [nursery.start("--blocks", span, "--swarm", swarm) for span in SPANS]
+        nursery.wait_ready(servers)
         console.print(f"… ready after {time.perf_counter() - start:.1f} s\n")
-        config = ClientConfig(swarm=swarm)
-        show(console, swarm, background.run(read_status(config)))
-        console.print("\n[bold]Through the swarm[/] (blocks in int8 on three servers):")
+        show(console, swarm, background.run(read_status(ClientConfig(swarm=swarm))))
+        console.print("\n[bold]Through the swarm[/] (int8, three servers; one of them will be killed):")
         tokenizer = load_tokenizer()
         options = TextOptions(max_new_tokens=max_new_tokens, temperature=0)
-        with DistributedModel.from_pretrained(swarm=swarm) as model:
-            remote = stream_text(model, tokenizer, prompt, options)
+        events: list[Event] = []
+        with DistributedModel.from_pretrained(swarm=swarm, on_event=events.append) as model:
+            cache = RemoteCache(model.blocks)
+
+            def kill_one(num_tokens: int) -> None:
+                if num_tokens == min(KILL_AFTER, max_new_tokens // 2):
+                    victim = cache.session.hops[1].server
+                    next(server for server in servers if server.peer_id == victim.peer_id).kill()
+                    console.print(Text(f"[server {victim.short_id} was killed here] ", "bold red"), end="")
+
+            remote = stream_text(model, tokenizer, prompt, options, cache=cache, on_token=kill_one)
         console.print(f"\n{len(remote.token_ids)} tokens, {remote.tokens_per_s:.1f} tokens/s")
+        for event in events:
+            console.print(Text(f"{event}", "red"))
+    Notes(swarm).read()  # deletes the note of the one that could not do so itself
     console.print("\n[bold]The same model on its own[/] (float32, in this process):")
     with stock_loader():
         local_model = AutoModelForCausalLM.from_pretrained(locate(DEFAULT_MODEL), dtype=torch.float32).eval()

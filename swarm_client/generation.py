@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase, TextStreamer
 
+from swarm_client.cache import RemoteCache
 from swarm_protocol.default_model import DEFAULT_MODEL, locate
 from swarm_protocol.errors import CheckpointError
 
@@ -71,16 +73,29 @@ def load_tokenizer(name_or_path: str = DEFAULT_MODEL, revision: str | None = Non
 
 
 def stream_text(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompt: str, options: TextOptions
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    prompt: str,
+    options: TextOptions,
+    *,
+    cache: RemoteCache | None = None,
+    on_token: Callable[[int], None] | None = None,
 ) -> Continuation:
-    """Prints the prompt and its continuation; raises ValueError if the prompt has no tokens."""
+    """Prints the prompt and its continuation; raises ValueError if the prompt has no tokens.
+
+    Args:
+        cache: to use instead of a new one.
+        on_token: called after each new token with their number so far; what it prints comes between two words.
+    """
     inputs = tokenizer(prompt, return_tensors="pt")
     prompt_length = inputs.input_ids.shape[1]
     if prompt_length == 0:
         raise ValueError("the prompt is empty: expected some text to continue")
     if options.seed is not None:
         torch.manual_seed(options.seed)
-    streamer = _TimedStreamer(tokenizer) if options.num_beams == 1 else None  # beams are known at the end only
+    streamer = (
+        _TimedStreamer(tokenizer, on_token) if options.num_beams == 1 else None
+    )  # beams are known at the end only
     if streamer is not None:
         print(prompt, end="", flush=True)
     try:
@@ -88,6 +103,7 @@ def stream_text(
             inputs.input_ids.to(model.device),
             attention_mask=inputs.attention_mask.to(model.device),
             streamer=streamer,
+            **({} if cache is None else {"past_key_values": cache}),
             **options.as_arguments(),
         )
     except BaseException:
@@ -103,8 +119,9 @@ def stream_text(
 class _TimedStreamer(TextStreamer):
     """Prints text as it comes and remembers when the first and last new token came."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, on_token: Callable[[int], None] | None) -> None:
         super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
+        self._on_token = on_token
         self._times: list[float] = []
 
     @property
@@ -112,6 +129,9 @@ class _TimedStreamer(TextStreamer):
         return self._times[-1] - self._times[0] if self._times else 0.0
 
     def put(self, value: torch.Tensor) -> None:
-        if not self.next_tokens_are_prompt:
+        is_prompt = self.next_tokens_are_prompt
+        if not is_prompt:
             self._times.append(time.perf_counter())
         super().put(value)
+        if not is_prompt and self._on_token is not None:
+            self._on_token(len(self._times))

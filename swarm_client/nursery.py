@@ -1,4 +1,4 @@
-"""Server processes of this machine that start, fail and end when a program says so: for the demo and for trying faults."""
+"""Server processes of this machine that start, fail and end when a program says so: for the demo and for faults."""
 
 from __future__ import annotations
 

@@ -12,6 +12,7 @@ from swarm_client.call import Call
 from swarm_client.chain import Chain
 from swarm_client.events import OnEvent, Reporter, SessionStats
 from swarm_client.journal import Journal
+from swarm_client.routing import Hop
 from swarm_client.swarm import Swarm
 from swarm_protocol.block_input import BlockInput
 from swarm_protocol.errors import RequestRejected
@@ -57,6 +58,11 @@ class RemoteSession:
     def stats(self) -> SessionStats:
         """Counters: what the session has done, and what has happened to it."""
         return self._reporter.stats
+
+    @property
+    def hops(self) -> tuple[Hop, ...]:
+        """The servers that hold its keys and values now, first blocks first; none before the first step."""
+        return tuple(session.hop for session in self._chain.hops)
 
     def runs_on(self, swarm: Swarm) -> bool:
         """Whether the session belongs to this connection."""

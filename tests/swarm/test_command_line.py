@@ -33,11 +33,15 @@ def processes_with(text: str) -> list[int]:
     return found
 
 
-def test_demo_writes_text_compares_it_and_leaves_nothing_behind(tmp_path):
+def test_demo_writes_text_through_a_death_compares_it_and_leaves_nothing_behind(tmp_path):
     result = run("demo", "--max-new-tokens", "24", cache=tmp_path)
     assert result.returncode == 0, result.stderr
     assert "Traceback" not in result.stderr
-    assert re.search(r"replicas +1{20}", result.stdout)
+    assert result.stderr == ""
+    assert re.search(r"replicas +1{9}2{5}1{6}", result.stdout)
+    killed = re.search(r"\[server (…\w+) was killed here\]", result.stdout)[1]
+    recovery = rf"server {killed} .*; blocks 9:14 move to …\w+; replayed \d+ tokens in [\d.]+ s"
+    assert re.search(recovery, " ".join(result.stdout.split()))
     assert re.search(r"24 tokens, [\d.]+ tokens/s", result.stdout)
     assert re.search(r"(All 24 tokens are the same|The first \d+ of 24 tokens are the same)", result.stdout)
     swarm = re.search(r"swarm (demo-\d+)", result.stdout)[1]
