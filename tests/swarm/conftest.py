@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import signal
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from swarm_client.nursery import Nursery
 from swarm_protocol.codec import decode
 from swarm_protocol.pb import swarm_pb2 as pb
 from tests.swarm.harness import InProcessServers
 from tests.swarm.processes import ServerProcess
 from tests.swarm.raw_client import RawClient
+from tests.swarm.survival import Client, Fleet, Moments
 from tests.swarm.target import CLOSE, HOSTED, ROOM, TOKENS, Target, assert_session_works
 from tests.swarm.waiting import wait_for
 from tests.zoo import VOCAB, save_checkpoint
@@ -39,6 +42,51 @@ def server_process(tmp_path):
     yield start
     for process in started:
         process.__exit__()
+
+
+@pytest.fixture(scope="session")
+def nursery(cache_home) -> Iterator[Nursery]:
+    with Nursery({"XDG_CACHE_HOME": str(cache_home)}) as nursery:
+        yield nursery
+
+
+@pytest.fixture(scope="session")
+def all_fleet(nursery, tmp_path_factory) -> Fleet:
+    return Fleet(nursery, tmp_path_factory.mktemp("fleet"))
+
+
+@pytest.fixture
+def fleet(all_fleet) -> Iterator[Fleet]:
+    """After each test, those servers that are left must have their room back."""
+    all_fleet.restore()
+    yield all_fleet
+    for server in all_fleet.running:
+        server.signal(signal.SIGCONT)
+    all_fleet.wait_until_all_room_is_free()
+
+
+@pytest.fixture
+def connect(fleet) -> Iterator[Callable[..., Client]]:
+    """Clients of the fleet."""
+    clients: list[Client] = []
+
+    def connect(**options) -> Client:
+        clients.append(Client(fleet, **options))
+        return clients[-1]
+
+    yield connect
+    for client in clients:
+        client.close()
+
+
+@pytest.fixture
+def client(connect) -> Client:
+    return connect()
+
+
+@pytest.fixture
+def moments(monkeypatch) -> Moments:
+    return Moments(monkeypatch)
 
 
 @pytest.fixture(scope="module")

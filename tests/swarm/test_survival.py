@@ -1,0 +1,239 @@
+"""Servers die, hang and come back while a client generates: its tokens stay those of the whole model."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+
+import pytest
+import torch
+from transformers import DynamicCache
+
+from swarm_client import RecoveryFailed, chain
+from swarm_client.events import Waiting
+from swarm_client.transport import HopSession
+from swarm_protocol.span import Span
+from tests.swarm.pair import NEW_TOKENS, random_ids
+from tests.swarm.survival import SPANS
+from tests.zoo import PAD
+
+PROMPT = random_ids(1, 8, seed=0)
+REPETITIVE = random_ids(1, 6, seed=1).repeat(1, 3)
+HOPS = pytest.mark.parametrize("hop", range(len(SPANS)), ids=["first", "middle", "last"])
+
+
+def long_prompt(seed: int) -> torch.Tensor:
+    """Comes in seven chunks; servers have not seen it before."""
+    return random_ids(1, 200, seed=100 + seed)
+
+
+# ------------------------------------------------------------ one server dies
+
+
+@HOPS
+def test_killed_between_two_steps(client, moments, hop):
+    moments.before_step(5, lambda: client.kill(hop))
+    output = client.generate(PROMPT)
+    assert client.moved_blocks == [SPANS[hop]]
+    stats = output.past_key_values.session.stats
+    assert (stats.recoveries, stats.moves, stats.waits) == (1, 0, 0)
+    assert stats.replayed_tokens == client.recoveries[0].replayed_tokens > 0
+    assert stats.steps == NEW_TOKENS and stats.stall_s > 0
+
+
+@HOPS
+@pytest.mark.parametrize("moment", ["after_sending", pytest.param("after_answer", marks=pytest.mark.slow)])
+def test_killed_in_a_long_prompt(client, moments, hop, moment):
+    getattr(moments, moment)(2, lambda: client.kill(hop))
+    client.generate(long_prompt(hop))
+    assert client.moved_blocks == [SPANS[hop]]
+
+
+@HOPS
+def test_killed_in_the_middle_of_a_step(client, moments, hop):
+    """The hops before have done their part of it."""
+    victims = []
+
+    def stop() -> None:
+        victims.append(client.server(hop))
+        victims[0].signal(signal.SIGSTOP)
+
+    async def kill() -> None:
+        before = client.chain.hops[:hop]
+        while before and (await before[-1].progress()).number <= client.chain.number:
+            await asyncio.sleep(0.01)
+        victims[0].kill()
+
+    moments.before_step(5, stop)
+    moments.after_sending(5, kill)
+    client.generate(PROMPT)
+    assert client.moved_blocks == [SPANS[hop]]
+
+
+@HOPS
+def test_hangs(client, moments, hop, monkeypatch):
+    """Its machine still holds the connection."""
+    monkeypatch.setattr(chain, "_PROBE_AFTER_S", 0.2)
+    monkeypatch.setattr(chain, "_PROBE_TIMEOUT_S", 2.0)
+    moments.before_step(5, lambda: client.server(hop).signal(signal.SIGSTOP))
+    client.generate(PROMPT)
+    assert client.moved_blocks == [SPANS[hop]]
+
+
+# ------------------------------------------------------------ several die
+
+
+@pytest.mark.parametrize(
+    ("hops", "moved"),
+    [((0, 1), ["0:4"]), ((1, 2), ["2:6"]), ((0, 2), ["4:6", "0:2"]), ((0, 1, 2), ["0:6"])],
+    ids=["neighbours", "last-neighbours", "not-neighbours", "all"],
+)
+def test_several_killed_at_once(client, moments, hops, moved):
+    moments.before_step(5, lambda: client.kill(*hops))
+    client.generate(PROMPT)
+    assert client.moved_blocks == moved
+
+
+@pytest.mark.parametrize("moment", ["before-it-is-told", "while-it-is-told"])
+def test_the_one_that_takes_over_is_killed_too(fleet, client, moments, monkeypatch, moment):
+    third = fleet.add("2:4", "--throughput", "1")
+    fleet.wait_ready(third)
+    reroute, killed = HopSession.reroute, []
+
+    async def deadly(hop: HopSession, to: HopSession, resend) -> None:
+        if moment == "while-it-is-told":
+            await reroute(hop, to, resend)
+        if not killed:
+            killed.append(to.hop.server.peer_id)
+            fleet.find(killed[0]).kill()
+        if moment == "before-it-is-told":
+            await reroute(hop, to, resend)
+
+    monkeypatch.setattr(HopSession, "reroute", deadly)
+    moments.before_step(5, lambda: client.kill(1))
+    client.generate(PROMPT)
+    assert set(client.moved_blocks) == {"2:4"} and killed
+    assert client.recoveries[-1].replacements == (third.peer_id,)
+
+
+def test_the_one_that_takes_over_from_the_first_is_killed_too(fleet, client, moments):
+    third = fleet.add("0:2", "--throughput", "1")
+    fleet.wait_ready(third)
+    moments.before_step(5, lambda: client.kill(0))
+    moments.after_replaying(1, lambda: client.kill(0))
+    client.generate(PROMPT)
+    assert set(client.moved_blocks) == {"0:2"}
+    assert client.recoveries[-1].replacements == (third.peer_id,)
+
+
+# ------------------------------------------------------------ nobody is left
+
+
+@HOPS
+@pytest.mark.parametrize("who", ["the-same", "another"])
+def test_everybody_is_gone_and_somebody_comes_later(fleet, client, moments, hop, who):
+    """A server that comes back with its old identity has forgotten the session."""
+    killed, came = [], []
+
+    def start(event) -> None:
+        if isinstance(event, Waiting) and not came:
+            came.append(fleet.restart(killed[0]) if who == "the-same" else fleet.add(SPANS[hop]))
+
+    client.when_told(start)
+    moments.before_step(5, lambda: killed.extend(fleet.kill_replicas(SPANS[hop])))
+    client.generate(PROMPT)
+    assert client.waits and SPANS[hop] in client.waits[0].reason
+    assert client.recoveries[-1].replacements == (came[0].peer_id,)
+
+
+def test_the_server_of_a_chat_has_been_started_anew_meanwhile(fleet, client):
+    """There is no other."""
+    chat = client.generate(PROMPT)
+    restarted = fleet.restart(fleet.kill_replicas("2:4")[0])
+    fleet.wait_ready(restarted)
+    client.generate(torch.cat([chat.sequences, PROMPT], 1), past_key_values=chat.past_key_values)
+    assert client.moved_blocks == ["2:4"]
+    assert client.recoveries[0].failed == client.recoveries[0].replacements == (restarted.peer_id,)
+
+
+def test_the_member_through_which_the_client_joined_is_gone(fleet, connect, moments):
+    """The client finds a server that came after that."""
+    entrance = fleet.replicas("4:6")[0]
+    client = connect(initial_peers=[entrance.ready["peer"]])
+    came = []
+
+    def start(event) -> None:
+        if isinstance(event, Waiting) and not came:
+            came.append(fleet.add("2:4"))
+
+    client.when_told(start)
+    moments.before_step(3, entrance.kill)
+    moments.before_step(6, lambda: fleet.kill_replicas("2:4"))
+    client.generate(PROMPT)
+    assert client.moved_blocks[0] == "4:6"
+    assert client.recoveries[-1].replacements == (came[0].peer_id,)
+
+
+def test_the_wait_is_bounded_and_the_session_goes_on_later(fleet, connect):
+    client = connect(recovery_timeout_s=1.0)
+    cache = DynamicCache()
+    tokens = PROMPT
+
+    def one_more(tokens: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            logits = client.model(tokens[:, cache.get_seq_length() :], past_key_values=cache).logits
+        return torch.cat([tokens, logits[:, -1:].argmax(-1)], 1)
+
+    for _ in range(5):
+        tokens = one_more(tokens)
+    victim = client.server(1)
+    killed = fleet.kill_replicas("2:4")
+    with pytest.raises(RecoveryFailed, match="Nothing is lost: the session goes on from where it stood") as caught:
+        one_more(tokens)
+    error = caught.value
+    assert (error.peer_id, error.span) == (victim.peer_id, Span(2, 4))
+    for server in killed:
+        assert any(server.peer_id[-6:] in sentence or server.ready["grpc"] in sentence for sentence in error.tried)
+    fleet.wait_ready(fleet.restart(killed[0]))
+    for _ in range(NEW_TOKENS - 5):
+        tokens = one_more(tokens)
+    assert torch.equal(tokens, fleet.whole.generate(PROMPT, max_new_tokens=NEW_TOKENS, do_sample=False))
+
+
+# ------------------------------------------------------------ ways to generate
+
+PADDED = random_ids(2, 14, seed=2)
+PADDED[0, :4] = PAD
+WAYS = {
+    "beams": (PROMPT, {"num_beams": 3}),
+    "padding": (PADDED, {"attention_mask": (PADDED != PAD).long()}),
+    "speculation": (REPETITIVE, {"prompt_lookup_num_tokens": 3, "max_new_tokens": 24}),
+    "sampling": (PROMPT, {"do_sample": True, "top_k": 20}),
+    "samples": (PADDED, {"attention_mask": (PADDED != PAD).long(), "do_sample": True, "num_return_sequences": 2}),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_whatever_way_of_generating(client, moments, way):
+    ids, options = WAYS[way]
+    moments.before_step(5, lambda: client.kill(1))
+    client.generate(ids, **options)
+    assert client.moved_blocks == ["2:4"]
+
+
+def test_between_two_turns_of_a_chat(client):
+    chat = client.generate(PROMPT, past_key_values=DynamicCache())
+    client.kill(1)
+    client.generate(torch.cat([chat.sequences, PROMPT], 1), past_key_values=chat.past_key_values)
+    assert client.moved_blocks == ["2:4"]
+
+
+def test_chats_that_began_alike(client):
+    """The servers have computed what they have in common once."""
+    beginning = long_prompt(3)[:, :96]
+    chats = [client.generate(torch.cat([beginning, random_ids(1, 5, seed)], 1)) for seed in (4, 5)]
+    (victim,) = {client.fleet.find(chain.hops[1].hop.server.peer_id) for chain in client.chains}
+    victim.kill()
+    for chat in chats:
+        client.generate(torch.cat([chat.sequences, PROMPT], 1), past_key_values=chat.past_key_values)
+    assert client.moved_blocks == ["2:4", "2:4"]
