@@ -76,6 +76,7 @@ class _Stall:
     tried: list[str] = field(default_factory=list)
     full: dict[str, PeerBusy] = field(default_factory=dict)  # servers without room, by peer id
     repairs: list[_Repair] = field(default_factory=list)
+    waits: bool = False  # the user has been told so
 
 
 class Chain:
@@ -548,7 +549,10 @@ class Chain:
             self._stall.tried.append(str(error))
 
     def _report_waiting(self, reason: str, timeout_s: float) -> None:
-        self._reporter.report(Waiting(reason, timeout_s))
+        """Once in a stall: servers that are gone are still in the DHT for a while, and tried again and again."""
+        if not self._stall.waits:
+            self._stall.waits = True
+            self._reporter.report(Waiting(reason, timeout_s))
 
     def _time_left_s(self) -> float | None:
         return None if self._stall is None else max(0.0, self._stall.deadline_s - now_s())
