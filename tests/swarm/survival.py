@@ -101,8 +101,8 @@ class Fleet:
     def replicas(self, blocks: str) -> list[NurseryServer]:
         return [server for server in self.running if server.ready and server.ready["blocks"] == blocks]
 
-    def kill_replicas(self, blocks: str) -> list[NurseryServer]:
-        servers = self.replicas(blocks)
+    def kill_replicas(self, blocks: str, but: NurseryServer | None = None) -> list[NurseryServer]:
+        servers = [server for server in self.replicas(blocks) if server is not but]
         for server in servers:
             server.kill()
         return servers

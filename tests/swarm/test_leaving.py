@@ -1,0 +1,138 @@
+"""Servers that are told to leave: sessions move with their keys and values, or are waited for."""
+
+from __future__ import annotations
+
+import gc
+import signal
+
+import pytest
+import torch
+
+from swarm_client import NoRoute
+from swarm_client.nursery import NurseryServer
+from tests.swarm.pair import random_ids
+from tests.swarm.survival import SPANS, Client, Fleet
+from tests.swarm.waiting import wait_for
+
+PROMPT = random_ids(1, 40, seed=20)
+LINE = random_ids(1, 7, seed=21)
+HOPS = pytest.mark.parametrize("hop", range(len(SPANS)), ids=["first", "middle", "last"])
+
+
+def wait_gone(server: NurseryServer) -> None:
+    wait_for(lambda: not server.alive, "the server has left by itself")
+    assert "Traceback" not in server.stderr.read_text()
+
+
+def assert_only_moved(client: Client, blocks: str) -> None:
+    """Nothing was computed again."""
+    assert client.recoveries == client.waits == []
+    (move,) = client.moves
+    assert str(move.span) == blocks and move.copied_tokens >= PROMPT.shape[1]
+
+
+# ------------------------------------------------------------ there is another server
+
+
+@HOPS
+@pytest.mark.parametrize("options", [{}, {"num_beams": 3}], ids=["greedy", "beams"])
+def test_a_generation_moves(client, moments, hop, options):
+    leavers = []
+
+    def leave() -> None:
+        leavers.append(client.server(hop))
+        leavers[0].signal(signal.SIGTERM)
+
+    moments.before_step(5, leave)
+    chat = client.generate(PROMPT, max_new_tokens=30, **options)
+    wait_gone(leavers[0])
+    assert_only_moved(client, SPANS[hop])
+    if not options:
+        client.generate(torch.cat([chat.sequences, LINE], 1), past_key_values=chat.past_key_values)
+        assert_only_moved(client, SPANS[hop])
+
+
+@HOPS
+def test_an_idle_chat_moves(client, hop):
+    chat = client.generate(PROMPT)
+    leaver = client.server(hop)
+    leaver.signal(signal.SIGTERM)
+    wait_gone(leaver)
+    client.generate(torch.cat([chat.sequences, LINE], 1), past_key_values=chat.past_key_values)
+    assert_only_moved(client, SPANS[hop])
+
+
+def test_a_long_prompt_moves(client, moments):
+    leavers = []
+
+    def leave() -> None:
+        leavers.append(client.server(1))
+        leavers[0].signal(signal.SIGTERM)
+
+    moments.after_answer(2, leave)
+    chat = client.generate(random_ids(1, 200, seed=22))
+    wait_gone(leavers[0])
+    assert_only_moved(client, "2:4")
+    client.generate(torch.cat([chat.sequences, LINE], 1), past_key_values=chat.past_key_values)
+
+
+def test_the_process_ends_with_code_0(fleet, client, moments, server_process, cache_home):
+    known = ["--model", str(fleet.model), "--swarm", fleet.swarm, "--quant", "none", "--throughput", "1000"]
+    leaver = server_process(*known, "--blocks", "2:4", cache=cache_home)
+    codes = []
+    moments.before_step(5, lambda: codes.append(leaver.terminate()))
+    client.generate(PROMPT)
+    assert codes == [0]
+    assert_only_moved(client, "2:4")
+
+
+# ------------------------------------------------------------ there is none
+
+
+def lonely(fleet: Fleet, drain_timeout_s: float) -> NurseryServer:
+    """The only server of the middle blocks."""
+    server = fleet.add("2:4", "--drain-timeout", str(drain_timeout_s))
+    fleet.wait_ready(server)
+    fleet.kill_replicas("2:4", but=server)
+    return server
+
+
+def test_it_waits_for_a_generation_and_takes_no_new_one(fleet, connect, moments):
+    server = lonely(fleet, 100)
+    client, other = connect(), connect(wait_timeout_s=0)
+    other.generate(PROMPT)
+
+    def leave() -> None:
+        server.signal(signal.SIGTERM)
+        wait_for(lambda: "leaving:" in server.stderr.read_text(), "the server has heard")
+        with pytest.raises(NoRoute, match="no server holds blocks 2:4"):
+            other.model.generate(PROMPT, max_new_tokens=2)
+
+    moments.before_step(5 + 12, leave)
+    client.generate(PROMPT)
+    assert server.alive
+    assert client.events == []
+    gc.collect()  # the session ends with the last reference to it
+    wait_gone(server)
+
+
+def test_it_does_not_wait_for_ever(fleet, client):
+    """The session goes on with whoever comes next."""
+    server = lonely(fleet, 0.5)
+    chat = client.generate(PROMPT)
+    server.signal(signal.SIGTERM)
+    wait_gone(server)
+    client.when_told(lambda _event: fleet.replicas("2:4") or fleet.add("2:4"))
+    client.generate(torch.cat([chat.sequences, LINE], 1), past_key_values=chat.past_key_values)
+    assert len(client.waits) == 1 and client.moved_blocks == ["2:4"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_told_twice_it_leaves_at_once(fleet, client, number):
+    server = lonely(fleet, 100)
+    _chat = client.generate(PROMPT)
+    server.signal(number)
+    wait_for(lambda: "leaving:" in server.stderr.read_text(), "the server has heard")
+    assert server.alive
+    server.signal(number)
+    wait_gone(server)
