@@ -82,7 +82,8 @@ class Copies:
     def forget(self) -> list[HopSession]:
         """All copies, to be closed."""
         for task in self._tasks.values():
-            task.cancel()
+            if task is not asyncio.current_task():
+                task.cancel()
         copies = list(self._copies.values())
         self._copies.clear()
         return copies

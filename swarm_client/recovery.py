@@ -37,8 +37,8 @@ class Replay:
 
     Attributes:
         after_changes: rows come as they are after the reorders and crops that the call begins with.
-        history: positions that are told again, from the first to before the second.
-        resend: steps of the call that the hop before has computed and the one after may not have.
+        history: positions from before the call that are told again, from the first to before the second.
+        resend: steps of the call that the hop before has computed.
         sent_number: what the new hops compute of steps up to this number, nobody else needs.
         changed_number: steps up to this number must not change the rows again.
     """
@@ -66,12 +66,10 @@ def plan_replay(
         before = Standing(last.number, last.end, last.number)
     changed = max(before.changed_number, before.number)
     sent = answered if after is None else after.number
-    known = max((step.end for step in steps if step.number <= sent), default=start)
-    history_end = min(known, before.length)
     return Replay(
         after_changes=changed >= steps[0].number,
-        history=(0, history_end),
-        resend=tuple(step for step in steps if step.end > history_end and step.number <= before.number),
+        history=(0, start),
+        resend=tuple(step for step in steps if step.number <= before.number),
         sent_number=sent,
         changed_number=changed,
     )

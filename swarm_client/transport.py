@@ -208,7 +208,7 @@ class HopSession:
         history: steps by which the server learns what came before it, by number.
         seen_number: how far the server was when it was last asked.
         next_number: which hop the outputs go to; None: to the client.
-        route: how often that has changed.
+        route: how often that has changed; ``held``: the server does nothing until it changes again.
     """
 
     def __init__(
@@ -230,6 +230,7 @@ class HopSession:
         self.next_number: int | None = None
         self.route = 0
         self.leaving = False
+        self.held = False
         self.ended = False
         self._server = server
         self._call = call
@@ -288,6 +289,9 @@ class HopSession:
 
     async def close(self) -> None:
         """Ends the session on the server; never fails. The reader ends with the stream: it must not be cancelled."""
+        if self.held:  # it would not hear us
+            self.abandon()
+            return
         self.ended = True
         self._outbox.clear()
         try:
@@ -304,13 +308,14 @@ class HopSession:
     async def progress(self, hold: bool = False, timeout_s: float = OPEN_TIMEOUT_S) -> pb.SessionProgress:
         """How far the server is. ``hold``: it goes no further until ``reroute``."""
         request = pb.ProgressRequest(session_key=self.session_key, hold=hold)
+        self.held |= hold
         return await self._server.progress(request, self.span, timeout_s)
 
     async def reroute(self, to: HopSession, resend: Sequence[pb.Step]) -> None:
         """Outputs go to another hop from now on, those of the steps of ``resend`` first."""
         request = pb.RerouteRequest(session_key=self.session_key, next=to.as_next(), resend=resend)
         await self._server.reroute(request, self.span, OPEN_TIMEOUT_S)
-        self.route += 1
+        self.route, self.held = self.route + 1, False
         self.next_number = to.number
 
     async def copy(self, to: HopSession, timeout_s: float) -> None:

@@ -51,8 +51,11 @@ class BlocksService(BlocksServicer):
 
         async def reply(replies: list[pb.SessionReply]) -> None:
             async with writing:
-                for message in replies:
-                    await context.write(message)
+                try:
+                    for message in replies:
+                        await context.write(message)
+                except grpc.aio.BaseError as error:  # whoever reads the stream notices too
+                    _logger.debug("a client went away: %s", error)
 
         async with _errors_as_status(context):
             request = await self._next(requests)

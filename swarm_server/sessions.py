@@ -134,8 +134,9 @@ class HostedSession:
 
     @property
     def silent_s(self) -> float:
-        """How long nothing has come for the session."""
-        return 0.0 if self._turn.locked() else time.monotonic() - self._last_time
+        """How long nothing has come for the session, or how long it has waited for a next hop."""
+        is_busy = self._turn.locked() and self._routed.is_set()
+        return 0.0 if is_busy else time.monotonic() - self._last_time
 
     @property
     def number(self) -> int:

@@ -116,7 +116,7 @@ def test_a_server_killed_in_the_middle_is_an_error_at_once_if_the_user_wants_it_
     model = connect(recovery_timeout_s=0)
     assert torch.equal(generate(model), expected)
     with pytest.raises(
-        RecoveryFailed, match="blocks 4:6 could not be moved .* within 0 s: .* Nothing is lost"
+        RecoveryFailed, match=r"blocks 4:6 could not be moved .* within 0 s: .* Nothing is lost"
     ) as caught:
         generate(model, streamer=Watcher(3, doomed.kill))
     assert caught.value.peer_id == doomed.ready["peer"].rpartition("/p2p/")[2]

@@ -1,0 +1,497 @@
+"""A swarm in one event loop with its own clock: real client and server code over a network that fails on command.
+
+Only what touches the outside is replaced: gRPC channels, the DHT, the compute thread, and the blocks, which are a
+formula of everything a row has seen, so that a lost, doubled or misplaced position shows in every later output.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import count
+from operator import mul
+from typing import Any
+
+import grpc
+import torch
+
+from swarm_client.transport import Server
+from swarm_protocol.errors import PeerUnavailable, RequestRejected
+from swarm_protocol.records import ServerRecord, SwarmView
+from swarm_protocol.span import Span
+from swarm_server.engine import Change, Crop, RecordPast, Reorder, Step
+from swarm_server.kv_cache import CacheBudget, Lease
+from swarm_server.kv_transfer import Stored
+from swarm_server.push import Neighbours
+from swarm_server.service import BlocksService
+from swarm_server.sessions import Host
+from swarm_server.validation import Rules
+
+MODEL, REVISION, NUM_BLOCKS = "toy", "0", 6
+_PRIME = 9973  # sums stay exact in float32
+_GONE = "gone"
+
+
+class VirtualLoop(asyncio.SelectorEventLoop):
+    """Never waits: when nothing is ready, its clock jumps to the next timer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._now = 0.0
+        select = self._selector.select
+
+        def jump(timeout: float | None):
+            if timeout is None:
+                raise RuntimeError("nothing will ever happen again: the test hangs")
+            self._now += max(0.0, timeout)
+            return select(0)
+
+        self._selector.select = jump
+
+    def time(self) -> float:
+        return self._now
+
+
+# ---------------------------------------------------------------- blocks
+
+
+def block_output(block: int, history: Sequence[float], position_id: float) -> float:
+    """Of the last entry of ``history``, which are the inputs of one row so far."""
+    weighted = sum(map(mul, history, count(1))) % _PRIME
+    return float(int(weighted * (block + 2) + 3 * history[-1] + position_id) % _PRIME)
+
+
+def offset(row: Sequence[float]) -> int:
+    """Where a row counts its positions from."""
+    return int(row[0]) % 5
+
+
+def model_output(rows: Sequence[Sequence[float]]) -> torch.Tensor:
+    """What all blocks make of whole rows, [rows, tokens, 1]; each row counts its positions from its own offset."""
+    result = []
+    for row in rows:
+        values = list(row)
+        for block in range(NUM_BLOCKS):
+            values = [block_output(block, values[: end + 1], end + offset(row)) for end in range(len(values))]
+        result.append(values)
+    return torch.tensor(result)[..., None]
+
+
+@dataclass(frozen=True)
+class ToyRow:
+    """The inputs of each block, and the outputs of the last."""
+
+    inputs: tuple[tuple[float, ...], ...]
+    outputs: tuple[float, ...] = ()
+
+    def crop(self, length: int) -> ToyRow:
+        return ToyRow(tuple(values[:length] for values in self.inputs), self.outputs[:length])
+
+
+class ToyLayout:
+    def size_bytes(self, num_tokens: int) -> int:
+        return num_tokens
+
+
+@dataclass
+class ToySession:
+    blocks: Span
+    rows: tuple[ToyRow, ...]
+    lease: Lease
+    reserved: int
+    layout: ToyLayout = field(default_factory=ToyLayout)
+
+    @property
+    def length(self) -> int:
+        return len(self.rows[0].outputs) if self.rows else 0
+
+    @property
+    def batch_size(self) -> int:
+        return len(self.rows)
+
+
+class ToyEngine:
+    """Stands for the engine. ``spoils``: makes something else of outputs."""
+
+    mixes_rows = True
+
+    def __init__(self) -> None:
+        self.spoils: Callable[[torch.Tensor], torch.Tensor] | None = None
+
+    def layout_of(self, _blocks: Span, _keeps_outputs: bool) -> ToyLayout:
+        return ToyLayout()
+
+    def open(self, blocks: Span, batch_size: int, lease: Lease, *, reserved: int = 0, **_options: Any) -> ToySession:
+        return ToySession(blocks, (ToyRow(((),) * len(blocks)),) * batch_size, lease, reserved)
+
+    def close(self, session: ToySession) -> None:
+        session.rows = ()
+        session.lease.close()
+
+    def run(self, session: ToySession, step: Step) -> torch.Tensor:
+        if not bool(torch.isfinite(step.inputs.hidden).all()):
+            raise RequestRejected("the hidden states sent are not finite")
+        rows = self._changed(session, step.start, step.changes)
+        if step.inputs.hidden.shape[0] != len(rows):
+            raise RequestRejected("hidden states of another number of rows came")
+        positions = step.inputs.position_ids.expand(len(rows), -1)
+        session.rows = tuple(
+            self._extended(session.blocks, row, hidden[:, 0].tolist(), ids.tolist())
+            for row, hidden, ids in zip(rows, step.inputs.hidden, positions, strict=True)
+        )
+        output = self.outputs(session, step.start, session.length)
+        return output if self.spoils is None else self.spoils(output)
+
+    def outputs(self, session: ToySession, start: int, end: int) -> torch.Tensor:
+        return torch.tensor([row.outputs[start:end] for row in session.rows])[..., None]
+
+    def stored(self, session: ToySession, start: int, end: int) -> Stored:
+        values = [[*(block[start:end] for block in row.inputs), row.outputs[start:end]] for row in session.rows]
+        return Stored(end - start, (end - start,), torch.tensor(values).view(torch.uint8).flatten())
+
+    def adopt(self, session: ToySession, start: int, changes: Sequence[Change], stored: Stored) -> None:
+        rows = self._changed(session, start, changes)
+        shape = len(rows), len(session.blocks) + 1, stored.num_tokens
+        if stored.data.numel() != 4 * torch.Size(shape).numel():
+            raise RequestRejected("keys and values of another number of rows came")
+        values = stored.data.clone().view(torch.float32).view(shape)
+        session.rows = tuple(
+            ToyRow(
+                tuple((*old, *new.tolist()) for old, new in zip(row.inputs, added, strict=False)),
+                (*row.outputs, *added[-1].tolist()),
+            )
+            for row, added in zip(rows, values, strict=True)
+        )
+
+    def _changed(self, session: ToySession, start: int, changes: Sequence[Change]) -> tuple[ToyRow, ...]:
+        rows = session.rows
+        if not rows:
+            raise RequestRejected("the session is closed")
+        for change in changes:
+            if isinstance(change, Reorder):
+                rows = tuple(rows[i] for i in change.indices)
+            elif isinstance(change, Crop):
+                rows = self._cropped(rows, change.length)
+            else:
+                assert isinstance(change, RecordPast)
+        return self._cropped(rows, start)
+
+    @staticmethod
+    def _cropped(rows: tuple[ToyRow, ...], length: int) -> tuple[ToyRow, ...]:
+        if length > len(rows[0].outputs):
+            raise RequestRejected(f"a step begins at position {length}, but the session has {len(rows[0].outputs)}")
+        return tuple(row.crop(length) for row in rows)
+
+    @staticmethod
+    def _extended(blocks: Span, row: ToyRow, values: list[float], ids: list[int]) -> ToyRow:
+        inputs = [list(block) for block in row.inputs]
+        outputs = list(row.outputs)
+        for value, position in zip(values, ids, strict=True):
+            for number, block in enumerate(blocks):
+                inputs[number].append(value)
+                value = block_output(block, inputs[number], position)
+            outputs.append(value)
+        return ToyRow(tuple(map(tuple, inputs)), tuple(outputs))
+
+
+class ToyScheduler:
+    """Computes where it is called, after a while."""
+
+    def __init__(self, engine: ToyEngine, chance: random.Random) -> None:
+        self._engine = engine
+        self._chance = chance
+
+    async def step(self, session: ToySession, step: Step) -> torch.Tensor:
+        await asyncio.sleep(self._chance.uniform(0.001, 0.02))
+        return self._engine.run(session, step)
+
+    async def call(self, call: Callable[[], Any]) -> Any:
+        await asyncio.sleep(self._chance.uniform(0, 0.002))
+        return call()
+
+
+# ---------------------------------------------------------------- servers
+
+
+class ToyServer:
+    """One server. What others have sent to it, and its tasks, die with it."""
+
+    def __init__(self, net: Net, name: str, span: Span, max_step_tokens: int, capacity: int) -> None:
+        self.name, self.span = name, span
+        self.awake = asyncio.Event()
+        self.awake.set()
+        self.alive = True
+        self.tasks: set[asyncio.Task] = set()
+        self.engine = ToyEngine()
+        self.budget = CacheBudget(capacity, 1)
+        rules = Rules(MODEL, REVISION, span, 1, None, max_step_tokens=max_step_tokens)
+
+        async def connect(address: str, *_options: Any) -> Channel:
+            return net.connect(name, address)
+
+        scheduler = ToyScheduler(self.engine, net.chance)
+        self.host = Host(self.engine, scheduler, self.budget, rules, Neighbours(connect), 100)
+        self.service = BlocksService(self.host, self.record().to_proto, 1e9)
+
+    def record(self) -> ServerRecord:
+        return ServerRecord(self.name, (self.name,), MODEL, REVISION, NUM_BLOCKS, self.span, tokens_per_s=100.0)
+
+    def run(self, coroutine: Any) -> asyncio.Task:
+        task = asyncio.ensure_future(coroutine)
+        self.tasks.add(task)
+        task.add_done_callback(self.tasks.discard)
+        task.add_done_callback(lambda done: done.cancelled() or done.exception())
+        return task
+
+
+class Net:
+    """Servers by name, and which pairs cannot reach each other at present."""
+
+    def __init__(self, chance: random.Random) -> None:
+        self.chance = chance
+        self.servers: dict[str, ToyServer] = {}
+        self.walls: set[frozenset[str]] = set()
+        self.streams: set[Stream] = set()
+
+    def start(self, name: str, span: Span, max_step_tokens: int = 16, capacity: int = 10**6) -> ToyServer:
+        self.servers[name] = server = ToyServer(self, name, span, max_step_tokens, capacity)
+        return server
+
+    def kill(self, name: str) -> None:
+        server = self.servers[name]
+        server.alive = False
+        server.awake.set()
+        for task in list(server.tasks):
+            task.cancel()
+        for stream in list(self.streams):
+            if stream.server is server or stream.client == name:
+                stream.end(grpc.StatusCode.UNAVAILABLE, "Socket closed")
+
+    def cut(self, one: str, other: str) -> None:
+        """Ends the streams between two, and lets no new ones be."""
+        self.walls.add(frozenset((one, other)))
+        for stream in list(self.streams):
+            if {stream.client, stream.server.name} == {one, other}:
+                stream.end(grpc.StatusCode.UNAVAILABLE, "Socket closed")
+
+    def reachable(self, one: str, server: ToyServer) -> bool:
+        sender = self.servers.get(one)
+        return server.alive and (sender is None or sender.alive) and frozenset((one, server.name)) not in self.walls
+
+    async def view(self, _model: str) -> SwarmView:
+        """As the DHT gives it: late, those that are dead still there."""
+        await asyncio.sleep(self.chance.uniform(0, 0.05))
+        return SwarmView.of(server.record() for server in self.servers.values())
+
+    async def shutdown(self) -> None:
+        pass
+
+    def connect(self, client: str, name: str) -> Channel:
+        server = self.servers.get(name)
+        if server is None or not self.reachable(client, server):
+            raise PeerUnavailable(f"nobody answers at {name}", name)
+        return Channel(self, client, server)
+
+    async def connect_client(self, record: ServerRecord, step_timeout_s: float) -> Server:
+        await asyncio.sleep(0.001)
+        return Server(record, self.connect("client", record.peer_id), step_timeout_s)
+
+
+# ---------------------------------------------------------------- gRPC
+
+
+class Channel:
+    """What generated stubs need of a gRPC channel."""
+
+    def __init__(self, net: Net, client: str, server: ToyServer) -> None:
+        self._net, self._client, self._server = net, client, server
+
+    def stream_stream(self, path: str, **_options: Any) -> Callable:
+        method = getattr(self._server.service, path.rpartition("/")[2])
+        return lambda **_options: Stream(self._net, self._client, self._server, method)
+
+    def unary_unary(self, path: str, **_options: Any) -> Callable:
+        async def call(request: Any, timeout: float = 1e9) -> Any:
+            stream = Stream(self._net, self._client, self._server, None)
+            method = getattr(self._server.service, path.rpartition("/")[2])
+            try:
+                return await asyncio.wait_for(stream.answer(method, _copied(request)), timeout)
+            except asyncio.TimeoutError:
+                raise _error(grpc.StatusCode.DEADLINE_EXCEEDED, "Deadline Exceeded") from None
+
+        return call
+
+    async def close(self) -> None:
+        pass
+
+
+class Context:
+    """What a handler needs of a gRPC server context."""
+
+    def __init__(self, stream: Stream) -> None:
+        self._stream = stream
+
+    def peer(self) -> str:
+        return f"{self._stream.client}:1"
+
+    async def write(self, message: Any) -> None:
+        if self._stream.code_value is not None:
+            raise grpc.aio.UsageError("the stream has ended")
+        self._stream.replies.put(_copied(message))
+
+    async def abort(self, code: grpc.StatusCode, details: str) -> None:
+        raise _Abort(code, details)
+
+
+class _Abort(Exception):
+    pass
+
+
+class Wire:
+    """Messages in one direction: late, but in order; nothing leaves or reaches a server that sleeps."""
+
+    def __init__(self, net: Net, ends: Sequence[asyncio.Event]) -> None:
+        self._net, self._ends = net, ends
+        self._queue: asyncio.Queue = asyncio.Queue()
+        self._ready_s = 0.0
+
+    def put(self, message: Any) -> None:
+        now = asyncio.get_running_loop().time()
+        self._ready_s = max(self._ready_s, now + self._net.chance.uniform(0.0005, 0.01))
+        self._queue.put_nowait((self._ready_s, message))
+
+    def put_now(self, message: Any) -> None:
+        """All that was on its way is lost."""
+        while not self._queue.empty():
+            self._queue.get_nowait()
+        self._queue.put_nowait((0.0, message))
+
+    async def get(self) -> Any:
+        ready_s, message = await self._queue.get()
+        delay = ready_s - asyncio.get_running_loop().time()
+        if delay > 0:
+            await asyncio.sleep(delay)
+        for awake in self._ends if ready_s else ():
+            await awake.wait()
+        return message
+
+
+class Stream:
+    """A call: what grpc.aio gives to the client, and the handler's task on the server."""
+
+    def __init__(self, net: Net, client: str, server: ToyServer, method: Callable | None) -> None:
+        self.net, self.client, self.server = net, client, server
+        self.code_value: grpc.StatusCode | None = None
+        self.details_value = ""
+        self._cancelled = False
+        self.task: asyncio.Task | None = None
+        ends = [server.awake, *([net.servers[client].awake] if client in net.servers else [])]
+        self.requests, self.replies = Wire(net, ends), Wire(net, ends)
+        net.streams.add(self)
+        if not net.reachable(client, server):
+            self.end(grpc.StatusCode.UNAVAILABLE, "failed to connect")
+        elif method is not None:
+            self.task = server.run(self._handle(method))
+
+    async def _handle(self, method: Callable) -> None:
+        try:
+            await method(self._incoming(), Context(self))
+            self._finish(grpc.StatusCode.OK, "")
+        except _Abort as abort:
+            self._finish(*abort.args)
+
+    async def _incoming(self):
+        while (message := await self.requests.get()) is not _GONE:
+            yield message
+
+    async def answer(self, method: Callable, request: Any) -> Any:
+        """A unary call."""
+        if self.code_value is not None:
+            raise _error(self.code_value, self.details_value)
+        await asyncio.sleep(self.net.chance.uniform(0.0005, 0.01))
+        await self.server.awake.wait()
+        if self.code_value is None:
+            task = self.server.run(method(request, Context(self)))
+            try:
+                reply = await asyncio.shield(task)
+                await asyncio.sleep(self.net.chance.uniform(0.0005, 0.01))
+            except _Abort as abort:
+                self._finish(*abort.args)
+            except asyncio.CancelledError:
+                if not task.cancelled():
+                    raise
+            await self.server.awake.wait()
+        self.net.streams.discard(self)
+        if self.code_value is not None:
+            raise _error(self.code_value, self.details_value)
+        return reply
+
+    def _finish(self, code: grpc.StatusCode, details: str) -> None:
+        """The server has ended the call; what it has said before still arrives."""
+        if self.code_value is None:
+            self.code_value, self.details_value = code, details
+            self.replies.put(_GONE)
+            self.net.streams.discard(self)
+
+    def end(self, code: grpc.StatusCode, details: str) -> None:
+        """The connection is gone; what was on its way is lost."""
+        if self.code_value is None:
+            self.code_value, self.details_value = code, details
+            self.net.streams.discard(self)
+            self.replies.put_now(_GONE)
+            if self.task is not None:
+                self.task.cancel()  # as grpc.aio does
+
+    # The client's side, as grpc.aio's StreamStreamCall behaves.
+
+    async def write(self, message: Any) -> None:
+        await asyncio.sleep(0)
+        if self._cancelled:
+            raise asyncio.CancelledError
+        if self.code_value is not None:
+            raise asyncio.InvalidStateError("the call has ended")
+        self.requests.put(_copied(message))
+
+    async def done_writing(self) -> None:
+        self.requests.put(_GONE)
+
+    async def read(self) -> Any:
+        message = await self.replies.get()
+        if self._cancelled:
+            raise asyncio.CancelledError
+        if message is not _GONE:
+            return message
+        self.replies.put(_GONE)
+        if self.code_value is not grpc.StatusCode.OK:
+            raise _error(self.code_value, self.details_value)
+        return grpc.aio.EOF
+
+    def __aiter__(self):
+        return self
+
+    async def __anext__(self) -> Any:
+        message = await self.read()
+        if message is grpc.aio.EOF:
+            raise StopAsyncIteration
+        return message
+
+    async def code(self) -> grpc.StatusCode:
+        return self.code_value
+
+    async def details(self) -> str:
+        return self.details_value
+
+    def cancel(self) -> None:
+        if self.code_value is None:
+            self._cancelled = True
+            self.end(grpc.StatusCode.CANCELLED, "Locally cancelled")
+
+
+def _copied(message: Any) -> Any:
+    return type(message).FromString(message.SerializeToString())
+
+
+def _error(code: grpc.StatusCode, details: str) -> grpc.aio.AioRpcError:
+    return grpc.aio.AioRpcError(code, grpc.aio.Metadata(), grpc.aio.Metadata(), details=details)

@@ -1,0 +1,196 @@
+"""Servers fail, hang, lie, fill up and leave in many orders: what comes out is what one machine computes."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from swarm_client.config import ClientConfig
+from swarm_client.events import Event
+from swarm_client.session import RemoteSession
+from swarm_client.swarm import Swarm
+from swarm_protocol.block_input import BlockInput
+from swarm_protocol.errors import NoRoute, PeerBusy, RecoveryFailed
+from swarm_protocol.span import Span
+from tests.unit.simulation import MODEL, NUM_BLOCKS, REVISION, Net, VirtualLoop, model_output, offset
+
+SEEDS_PER_TEST, TESTS = 50, 8
+SLOW_SEEDS_PER_TEST, SLOW_TESTS = 400, 20
+
+
+class Scenario:
+    """A session that lives through faults, and what one machine would have computed."""
+
+    def __init__(self, seed: int) -> None:
+        self.chance = random.Random(seed)
+        self.net = Net(self.chance)
+        self.rows: list[list[float]] = []
+        self.faults: set[asyncio.Task] = set()
+        self.events: list[Event] = []
+        self.all_honest = self.chance.random() < 0.5
+
+    async def run(self) -> RemoteSession:
+        chance = self.chance
+        for replica in range(chance.randint(2, 3)):
+            cuts = sorted(chance.sample(range(1, NUM_BLOCKS), chance.randint(0, 3)))
+            for start, end in zip([0, *cuts], [*cuts, NUM_BLOCKS], strict=True):
+                self.start_server(f"{replica}:{start}", Span(start, end))
+        config = ClientConfig(recovery_timeout_s=chance.choice([3.0, 300.0]), step_timeout_s=20.0)
+        swarm = Swarm(config, MODEL, REVISION, NUM_BLOCKS, dht=self.net, connect=self.net.connect_client)
+        await swarm.connect()
+        session = RemoteSession(
+            swarm, Span(0, NUM_BLOCKS), None, 40, standby=chance.random() < 0.4, on_event=self.events.append
+        )
+        trouble = asyncio.ensure_future(self.make_trouble(session))
+        for _ in range(chance.randint(5, 20)):
+            await asyncio.sleep(chance.choice([0.0, 0.0, 0.1, 2.0]))
+            await self.one_call(session)
+        trouble.cancel()
+        await asyncio.gather(*self.faults)
+        await self.one_call(session)  # once all is well again
+        await session._chain.close()
+        await asyncio.sleep(20.0)
+        await swarm.close()
+        if self.all_honest:  # nobody was told anything that did not fit
+            assert not any("sent on what is wrong" in str(event) for event in self.events)
+        for server in self.net.servers.values():
+            assert server.host.num_sessions == 0
+            assert server.budget.tokens_left == server.budget.capacity_bytes
+        return session
+
+    def start_server(self, name: str, span: Span) -> None:
+        roomy = name.startswith("0")  # somebody has room for everything
+        capacity = 10**6 if roomy else self.chance.choice([60, 10**6])
+        self.net.start(name, span, self.chance.choice([4, 16, 1 << 31]), capacity)
+
+    # ------------------------------------------------------------ what the user does
+
+    async def one_call(self, session: RemoteSession) -> None:
+        """Changes rows, and adds to them; a call that fails is made again."""
+        chance = self.chance
+        if self.rows and chance.random() < 0.2:
+            removed = chance.randint(0, min(5, len(self.rows[0]) - 1))
+            session.crop(removed)
+            self.rows = [row[: len(row) - removed] for row in self.rows]
+        if self.rows and chance.random() < 0.25:
+            indices = [chance.randrange(len(self.rows)) for _ in range(chance.randint(1, 3))]
+            session.reorder(torch.tensor(indices))
+            self.rows = [list(self.rows[i]) for i in indices]
+        if not self.rows:
+            self.rows = [[] for _ in range(chance.randint(1, 3))]
+        count = chance.choice([1, 1, 1, 2, 7, 40])
+        new = [[float(chance.randrange(100)) for _ in range(count)] for _ in self.rows]
+        start = len(self.rows[0])
+        offsets = torch.tensor([offset([*row, *added]) for row, added in zip(self.rows, new, strict=True)])
+        positions = torch.arange(start, start + count) + offsets[:, None]
+        inputs = BlockInput(torch.tensor(new)[..., None], None, positions)
+        wanted = chance.choice([1, count])
+        while True:
+            try:
+                output = await session.step_on_loop(inputs, wanted)
+                break
+            except (NoRoute, PeerBusy, RecoveryFailed):
+                assert session.length == start
+                await asyncio.sleep(1.0)
+        self.rows = [[*row, *added] for row, added in zip(self.rows, new, strict=True)]
+        assert torch.equal(output, model_output(self.rows)[:, -wanted:])
+        assert session.length == start + count
+
+    # ------------------------------------------------------------ what happens to servers
+
+    async def make_trouble(self, session: RemoteSession) -> None:
+        """Most of it where it hurts."""
+        faults: list[Callable] = [self.crash, self.crash, self.hang, self.wall, self.outage, self.leave]
+        if not self.all_honest:
+            faults.append(self.lie)
+        while True:
+            await asyncio.sleep(0.002 + self.chance.choice([0.01, 0.05, 0.5]) * self.chance.random())
+            if len(self.faults) < 4:
+                name = self.chance.choice(sorted(self.net.servers))
+                if session._chain.hops and self.chance.random() < 0.7:
+                    name = self.chance.choice(session._chain.hops).hop.server.peer_id
+                task = asyncio.ensure_future(self.chance.choice(faults)(name))
+                self.faults.add(task)
+                task.add_done_callback(self.faults.discard)
+
+    async def pause(self, most_s: float) -> None:
+        await asyncio.sleep(self.chance.random() * most_s)
+
+    async def crash(self, name: str) -> None:
+        """kill -9; later a new process with the same identity, which knows nothing."""
+        server = self.net.servers[name]
+        self.net.kill(name)
+        await self.pause(5.0)
+        if self.net.servers[name] is server:
+            self.start_server(name, server.span)
+
+    async def hang(self, name: str) -> None:
+        """SIGSTOP; afterwards everything arrives that was sent meanwhile."""
+        server = self.net.servers[name]
+        server.awake.clear()
+        await self.pause(8.0)
+        server.awake.set()
+
+    async def wall(self, name: str) -> None:
+        """Two servers cannot reach each other for a while."""
+        other = self.chance.choice(sorted(self.net.servers))
+        await self.cut(name, other)
+
+    async def outage(self, name: str) -> None:
+        """The client loses a server for a while."""
+        await self.cut("client", name)
+
+    async def cut(self, one: str, other: str) -> None:
+        self.net.cut(one, other)
+        await self.pause(4.0)
+        self.net.walls.discard(frozenset((one, other)))
+
+    async def lie(self, name: str) -> None:
+        """Outputs that are not finite, or of another shape."""
+        engine = self.net.servers[name].engine
+        engine.spoils = self.chance.choice([lambda output: output * float("nan"), lambda output: output[:, :, [0, 0]]])
+        await self.pause(0.3)
+        engine.spoils = None
+
+    async def leave(self, name: str) -> None:
+        """SIGTERM; it ends when its sessions have moved, or after a while."""
+        server = self.net.servers[name]
+        if server.alive and server.awake.is_set():
+            await server.host.leave(self.chance.random() * 5)
+            if self.net.servers[name] is server:
+                await self.crash(name)
+
+
+def simulate(seed: int) -> RemoteSession:
+    loop = VirtualLoop()
+    try:
+        return loop.run_until_complete(asyncio.wait_for(Scenario(seed).run(), 100_000))
+    except BaseException as error:
+        error.add_note(f"seed {seed}")
+        raise
+    finally:
+        for task in asyncio.all_tasks(loop):
+            task.cancel()
+        loop.run_until_complete(asyncio.sleep(1.0))
+        loop.close()
+
+
+def check(first_seed: int, count: int) -> None:
+    sessions = [simulate(seed) for seed in range(first_seed, first_seed + count)]
+    assert sum(session.stats.recoveries for session in sessions) > count
+    assert sum(session.stats.replayed_tokens for session in sessions) > count
+
+
+@pytest.mark.parametrize("number", range(TESTS))
+def test_outputs_are_those_of_one_machine_whatever_happens(number):
+    check(number * SEEDS_PER_TEST, SEEDS_PER_TEST)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", range(SLOW_TESTS))
+def test_outputs_are_those_of_one_machine_whatever_happens_at_length(number):
+    check(10**6 + number * SLOW_SEEDS_PER_TEST, SLOW_SEEDS_PER_TEST)
