@@ -242,11 +242,8 @@ def run_leave(args: argparse.Namespace, nursery: Nursery) -> tuple[Any, Tally]:
             *(spread([row[name] for row in some]) for name in ("move_s", "hiccup_s", "ended_s")),
         )
     console.print(table)
-    console.print(f"target: nothing is computed again\n{tally}")
-    for row in rows:
-        if row["replayed_tokens"] or row["ended_s"] is None:
-            tally.errors.append(f"a server that left: {row}")
-            tally.num_finished -= 1
+    tally.errors += [f"a server left badly: {row}" for row in rows if row["replayed_tokens"] or not row["ended_s"]]
+    console.print(f"target: nothing is computed again, and the server ends by itself\n{tally}")
     return rows, tally
 
 
@@ -282,7 +279,6 @@ def leave(
 
 
 # ------------------------------------------------------------ command line
-
 
 SECTIONS: dict[str, Callable[[argparse.Namespace, Nursery], tuple[Any, Tally]]] = {
     "kills": run_kills,

@@ -1,6 +1,6 @@
-"""How fast text comes when every server fails with some probability at every token, as in table 2 of the Petals paper.
+"""How fast text comes when every server fails with some probability at every token.
 
-https://arxiv.org/abs/2209.01188, section 3.3 of the later version: 1024 tokens, per-step failure rates from 0 to 1 %.
+The experiment of "Distributed Inference and Fine-tuning of Large Language Models Over The Internet" (arXiv 2312.08361).
 """
 
 from __future__ import annotations

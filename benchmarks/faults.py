@@ -19,6 +19,7 @@ from common import even_spans
 from make_model import SHAPES, make_model
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 from transformers import AutoConfig, PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
@@ -254,7 +255,7 @@ class Tally:
 
     @property
     def good(self) -> bool:
-        return self.num_finished == self.num_runs and not self.different
+        return not (self.errors or self.different)
 
     def add(
         self, model: PreTrainedModel, quant: str, prompt: torch.Tensor, result: Generation, right: list[int]
@@ -281,7 +282,7 @@ class Tally:
         return self
 
     def __str__(self) -> str:
-        problems = [f"[red]{words}[/]" for words in (*self.errors, *self.different)]
+        problems = [f"[red]{escape(words)}[/]" for words in (*self.errors, *self.different)]
         ties = [f"{len(self.near_ties)} near ties: {'; '.join(self.near_ties)}"] if self.near_ties else []
         counts = f"{self.num_finished} of {self.num_runs} generations finished; "
         counts += f"{self.num_tokens} tokens compared, {len(self.different)} generations differ"
