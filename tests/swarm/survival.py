@@ -16,12 +16,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from swarm_client import DistributedModel
+from swarm_client import DistributedModel, background
 from swarm_client.chain import Chain
 from swarm_client.events import Event, Move, Recovery, Waiting
 from swarm_client.nursery import Nursery, NurseryServer
 from swarm_client.session import RemoteSession
-from swarm_client.transport import Answer, HopSession
+from swarm_client.transport import Answer, HopSession, Server
 from swarm_protocol.errors import SwarmError
 from swarm_protocol.pb import swarm_pb2 as pb
 from swarm_protocol.records import ServerRecord
@@ -149,6 +149,8 @@ class Client:
         self._listeners: list[Callable[[Event], None]] = [self.events.append]
         options = {"swarm": fleet.swarm, "on_event": self._heard, **options}
         self.model = ends_only_at_its_length(DistributedModel.from_pretrained(str(fleet.model), **options))
+        # The record of a server may have gone with the members that stored it; it comes again within a minute.
+        wait_for(self._knows_all, "the client knows all servers")
 
     def generate(self, ids: torch.Tensor, **options: Any) -> Any:
         """What ``generate`` returns. Its tokens are those of the whole model."""
@@ -202,6 +204,11 @@ class Client:
     def close(self) -> None:
         self.model.close()
 
+    def _knows_all(self) -> bool:
+        view = background.run(self.model.blocks.swarm.view(0))
+        known = {address for server in view.servers for address in server.addresses}
+        return all(server.ready["grpc"] in known for server in self.fleet.running)
+
     def _heard(self, event: Event) -> None:
         for listener in self._listeners:
             listener(event)
@@ -230,6 +237,8 @@ class Moments:
                 self._reach("answered")
             return event
 
+        for name in ("forward", "backward"):
+            patch.setattr(Server, name, self._watched(name, getattr(Server, name)))
         patch.setattr(RemoteSession, "step", stepping)
         patch.setattr(HopSession, "send", sending)
         patch.setattr(HopSession, "_read_event", reading)
@@ -249,6 +258,18 @@ class Moments:
     def after_answer(self, number: int, action: Action) -> None:
         """As soon as the client has got so many answers."""
         self._actions["answered", number] = action
+
+    def after_hop(self, name: str, number: int, action: Action) -> None:
+        """As soon as so many servers have answered a ``forward`` or ``backward`` of training."""
+        self._actions[name, number] = action
+
+    def _watched(self, name: str, method: Callable) -> Callable:
+        async def watched(*args) -> object:
+            result = await method(*args)
+            self._reach(name)
+            return result
+
+        return watched
 
     def _reach(self, what: str) -> None:
         self._counts[what] += 1
