@@ -54,7 +54,7 @@ from swarm_protocol.default_model import DEFAULT_MODEL
 PROMPT_LENGTHS = (70, 100, 130, 160, 190)  # two chunks or more: their prefill can be cut in two
 NEW_TOKENS = 32
 LEAVE_TOKENS = 96
-MOMENTS = ("prefill", "between steps", "in a step")
+MOMENTS = ("prefill", "between", "mid-step")
 COPIES_TIMEOUT_S, LEAVE_TIMEOUT_S = 20.0, 25.0
 _POLL_S = 0.002
 
@@ -72,7 +72,7 @@ class Fault:
         if num_tokens != (0 if self._moment == "prefill" else self._at_token):
             return
         self.before(session)
-        if self._moment == "between steps":
+        if self._moment == "between":
             self._now(session)
         else:
             self._thread = threading.Thread(target=self._later, args=(session,))
@@ -179,13 +179,13 @@ def wait_for_copies(session: RemoteSession) -> None:
 
 
 def show_kills(kills: Sequence[Kill], standby: bool) -> None:
-    table = results_table("Killed with copies standing by" if standby else "Killed", "", "kills", "stall, s")
+    table = results_table(f"Killed{' with copies standing by' if standby else ''}, seconds", "", "kills", "stall")
     if standby:
         table.add_column("from a copy", justify="right")
     else:
-        for heading in ("prefill, s", "beyond it, s"):
+        for heading in ("prefill", "beyond it"):
             table.add_column(heading, justify="right")
-    table.add_column("gap, s", justify="right")
+    table.add_column("gap", justify="right")
     groups = [(quant, moment) for quant in QUANT_NAMES for moment in (None, *MOMENTS)]
     for quant, moment in groups:
         some = [kill for kill in kills if kill.quant == quant and moment in (None, kill.moment)]
@@ -194,10 +194,11 @@ def show_kills(kills: Sequence[Kill], standby: bool) -> None:
         if standby:
             more = [str(sum(kill.from_copy for kill in some))]
         else:
-            more = [spread([kill.prefill_s for kill in some]), spread([kill.beyond_s for kill in some])]
+            prefill = statistics.median(kill.prefill_s for kill in some)
+            more = [f"{prefill:.2f}", spread([kill.beyond_s for kill in some])]
         hiccups = spread([kill.hiccup_s for kill in some if kill.hiccup_s is not None])
         stalls = spread([kill.stall_s for kill in some])
-        table.add_row(f"{QUANT_NAMES[quant]}, {moment or 'all'}", str(len(some)), stalls, *more, hiccups)
+        table.add_row(f"{QUANT_NAMES[quant]} {moment or 'all'}", str(len(some)), stalls, *more, hiccups)
     console.print(table)
     console.print("targets: " + ("stall p50 ≤ 0.3" if standby else "stall − prefill p50 ≤ 0.5, p99 ≤ 2"))
 
@@ -229,8 +230,8 @@ def run_leave(args: argparse.Namespace, nursery: Nursery) -> tuple[Any, Tally]:
             right = undisturbed(model, prompt, LEAVE_TOKENS)
             for number in range(args.leaves):
                 rows.append({"quant": quant, **leave(model, replicas, prompt, right, number % NUM_SPANS, tally)})
-    headings = ("times", "moved", "replayed", "copied", "move, s", "gap, s", "ended after")
-    table = results_table("Told to leave", "", *headings)
+    headings = ("times", "moved", "replayed", "copied", "move", "gap", "ended after")
+    table = results_table("Told to leave, seconds", "", *headings)
     for quant in args.quant:
         some = [row for row in rows if row["quant"] == quant]
         table.add_row(

@@ -298,7 +298,7 @@ def _margin(model: PreTrainedModel, prompt: torch.Tensor, before: list[int], rig
 
 
 def results_table(title: str, *headings: str) -> Table:
-    """Three numbers in a cell are p50, p99 and maximum; a gap is the longest between two tokens minus the median."""
+    """Times are p50, p99 and maximum, in seconds; a gap is the longest between two tokens minus the median."""
     table = Table(title=title, box=SIMPLE_HEAD, title_justify="left", padding=(0, 1, 0, 0))
     for heading in headings:
         table.add_column(heading, justify="right" if heading else "left", no_wrap=not heading)
@@ -310,7 +310,7 @@ def spread(values: Sequence[float | None]) -> str:
     if not values:
         return "–"
     numbers = [float("inf") if value is None else value for value in values]
-    return " ".join(f"{numpy.percentile(numbers, part, method='higher'):.2f}" for part in (50, 99, 100))
+    return "/".join(f"{numpy.percentile(numbers, part, method='inverted_cdf'):.2f}" for part in (50, 99, 100))
 
 
 def wait_until(condition: Callable[[], bool], timeout_s: float) -> float | None:

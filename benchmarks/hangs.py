@@ -92,8 +92,8 @@ def measure_hangs(args: argparse.Namespace, nursery: Nursery) -> tuple[Any, Tall
             rows += silences(args, nursery, path, quant, prompt, right, tally)
         except NoNamespaces as error:
             console.print(f"skipped servers whose packets are dropped: {error}")
-    headings = ("times", "noticed after, s", "next token after, s")
-    table = results_table("Servers that say nothing any more", "", *headings)
+    headings = ("times", "noticed after", "next token after")
+    table = results_table("Servers that say nothing any more, seconds", "", *headings)
     for fault in dict.fromkeys(row["fault"] for row in rows):
         some = [row for row in rows if row["fault"] == fault]
         numbers = [spread([row[name] for row in some]) for name in ("noticed_s", "next_token_s")]
