@@ -57,10 +57,15 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 # ---------------------------------------------------------------- blocks
 
 
-def block_output(block: int, history: Sequence[float], position_id: float) -> float:
-    """Of the last entry of ``history``, which are the inputs of one row so far."""
-    weighted = sum(map(mul, history, count(1))) % _PRIME
-    return float(int(weighted * (block + 2) + 3 * history[-1] + position_id) % _PRIME)
+def block_key(value: float, position_id: int) -> float:
+    """What a block keeps of an input."""
+    return value + 7 * position_id
+
+
+def block_output(block: int, keys: Sequence[float]) -> float:
+    """For the last of the keys of one row so far."""
+    weighted = sum(map(mul, keys, count(1))) % _PRIME
+    return float(int(weighted * (block + 2) + 3 * keys[-1]) % _PRIME)
 
 
 def offset(row: Sequence[float]) -> int:
@@ -74,20 +79,21 @@ def model_output(rows: Sequence[Sequence[float]]) -> torch.Tensor:
     for row in rows:
         values = list(row)
         for block in range(NUM_BLOCKS):
-            values = [block_output(block, values[: end + 1], end + offset(row)) for end in range(len(values))]
+            keys = [block_key(value, position) for position, value in enumerate(values, offset(row))]
+            values = [block_output(block, keys[: end + 1]) for end in range(len(keys))]
         result.append(values)
     return torch.tensor(result)[..., None]
 
 
 @dataclass(frozen=True)
 class ToyRow:
-    """The inputs of each block, and the outputs of the last."""
+    """The keys of each block, and the outputs of the last."""
 
-    inputs: tuple[tuple[float, ...], ...]
+    keys: tuple[tuple[float, ...], ...]
     outputs: tuple[float, ...] = ()
 
     def crop(self, length: int) -> ToyRow:
-        return ToyRow(tuple(values[:length] for values in self.inputs), self.outputs[:length])
+        return ToyRow(tuple(values[:length] for values in self.keys), self.outputs[:length])
 
 
 class ToyLayout:
@@ -148,7 +154,7 @@ class ToyEngine:
         return torch.tensor([row.outputs[start:end] for row in session.rows])[..., None]
 
     def stored(self, session: ToySession, start: int, end: int) -> Stored:
-        values = [[*(block[start:end] for block in row.inputs), row.outputs[start:end]] for row in session.rows]
+        values = [[*(block[start:end] for block in row.keys), row.outputs[start:end]] for row in session.rows]
         return Stored(end - start, (end - start,), torch.tensor(values).view(torch.uint8).flatten())
 
     def adopt(self, session: ToySession, start: int, changes: Sequence[Change], stored: Stored) -> None:
@@ -159,7 +165,7 @@ class ToyEngine:
         values = stored.data.clone().view(torch.float32).view(shape)
         session.rows = tuple(
             ToyRow(
-                tuple((*old, *new.tolist()) for old, new in zip(row.inputs, added, strict=False)),
+                tuple((*old, *new.tolist()) for old, new in zip(row.keys, added, strict=False)),
                 (*row.outputs, *added[-1].tolist()),
             )
             for row, added in zip(rows, values, strict=True)
@@ -186,14 +192,14 @@ class ToyEngine:
 
     @staticmethod
     def _extended(blocks: Span, row: ToyRow, values: list[float], ids: list[int]) -> ToyRow:
-        inputs = [list(block) for block in row.inputs]
+        keys = [list(block) for block in row.keys]
         outputs = list(row.outputs)
         for value, position in zip(values, ids, strict=True):
             for number, block in enumerate(blocks):
-                inputs[number].append(value)
-                value = block_output(block, inputs[number], position)
+                keys[number].append(block_key(value, position))
+                value = block_output(block, keys[number])
             outputs.append(value)
-        return ToyRow(tuple(map(tuple, inputs)), tuple(outputs))
+        return ToyRow(tuple(map(tuple, keys)), tuple(outputs))
 
 
 class ToyScheduler:
@@ -410,13 +416,13 @@ class Stream:
         """A unary call."""
         if self.code_value is not None:
             raise _error(self.code_value, self.details_value)
-        await asyncio.sleep(self.net.chance.uniform(0.0005, 0.01))
+        await asyncio.sleep(self.net.chance.choice([0.0002, 0.01]))
         await self.server.awake.wait()
         if self.code_value is None:
             task = self.server.run(method(request, Context(self)))
             try:
                 reply = await asyncio.shield(task)
-                await asyncio.sleep(self.net.chance.uniform(0.0005, 0.01))
+                await asyncio.sleep(self.net.chance.choice([0.0002, 0.01]))
             except _Abort as abort:
                 self._finish(*abort.args)
             except asyncio.CancelledError:

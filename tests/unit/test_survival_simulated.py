@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Coroutine
+from typing import Any
 
 import pytest
 import torch
@@ -18,8 +20,8 @@ from swarm_protocol.errors import NoRoute, PeerBusy, RecoveryFailed
 from swarm_protocol.span import Span
 from tests.unit.simulation import MODEL, NUM_BLOCKS, REVISION, Net, VirtualLoop, model_output, offset
 
-SEEDS_PER_TEST, TESTS = 50, 8
-SLOW_SEEDS_PER_TEST, SLOW_TESTS = 400, 20
+SEEDS_PER_TEST, TESTS = 25, 4
+SLOW_SEEDS_PER_TEST, SLOW_TESTS = 200, 20
 
 
 class Scenario:
@@ -31,6 +33,7 @@ class Scenario:
         self.rows: list[list[float]] = []
         self.faults: set[asyncio.Task] = set()
         self.events: list[Event] = []
+        self.most_faults = self.chance.choice([1, 1, 2, 4])  # at a time
         self.all_honest = self.chance.random() < 0.5
 
     async def run(self) -> RemoteSession:
@@ -56,7 +59,7 @@ class Scenario:
         await asyncio.sleep(20.0)
         await swarm.close()
         if self.all_honest:  # nobody was told anything that did not fit
-            assert not any("sent on what is wrong" in str(event) for event in self.events)
+            assert not any(re.search("what is wrong|another shape", str(event)) for event in self.events)
         for server in self.net.servers.values():
             assert server.host.num_sessions == 0
             assert server.budget.tokens_left == server.budget.capacity_bytes
@@ -109,7 +112,7 @@ class Scenario:
             faults.append(self.lie)
         while True:
             await asyncio.sleep(0.002 + self.chance.choice([0.01, 0.05, 0.5]) * self.chance.random())
-            if len(self.faults) < 4:
+            if len(self.faults) < self.most_faults:
                 name = self.chance.choice(sorted(self.net.servers))
                 if session._chain.hops and self.chance.random() < 0.7:
                     name = self.chance.choice(session._chain.hops).hop.server.peer_id
@@ -165,18 +168,23 @@ class Scenario:
                 await self.crash(name)
 
 
-def simulate(seed: int) -> RemoteSession:
+def run(coroutine: Coroutine) -> Any:
     loop = VirtualLoop()
     try:
-        return loop.run_until_complete(asyncio.wait_for(Scenario(seed).run(), 100_000))
-    except BaseException as error:
-        error.add_note(f"seed {seed}")
-        raise
+        return loop.run_until_complete(asyncio.wait_for(coroutine, 100_000))
     finally:
         for task in asyncio.all_tasks(loop):
             task.cancel()
         loop.run_until_complete(asyncio.sleep(1.0))
         loop.close()
+
+
+def simulate(seed: int) -> RemoteSession:
+    try:
+        return run(Scenario(seed).run())
+    except BaseException as error:
+        error.args = (*error.args, f"seed {seed}")
+        raise
 
 
 def check(first_seed: int, count: int) -> None:
@@ -194,3 +202,121 @@ def test_outputs_are_those_of_one_machine_whatever_happens(number):
 @pytest.mark.parametrize("number", range(SLOW_TESTS))
 def test_outputs_are_those_of_one_machine_whatever_happens_at_length(number):
     check(10**6 + number * SLOW_SEEDS_PER_TEST, SLOW_SEEDS_PER_TEST)
+
+
+# ------------------------------------------------------------ one fault at a time
+
+
+class Quiet(Scenario):
+    """Two servers in a chain, each with a spare; nothing happens by itself."""
+
+    async def started(self, **options) -> RemoteSession:
+        for name, span in (("a", "0:3"), ("b", "3:6"), ("a2", "0:3"), ("b2", "3:6")):
+            self.net.start(name, Span.parse(span))
+        config = ClientConfig(recovery_timeout_s=5.0, **options)
+        swarm = Swarm(config, MODEL, REVISION, NUM_BLOCKS, dht=self.net, connect=self.net.connect_client)
+        await swarm.connect()
+        self.session = RemoteSession(swarm, Span(0, NUM_BLOCKS), None, 40, on_event=self.events.append)
+        self.close = swarm.close
+        return self.session
+
+    async def extend(self, session: RemoteSession, *new: list[float]) -> None:
+        """Adds a list of values to each row and checks what comes out."""
+        rows = [[*row, *added] for row, added in zip(self.rows or [[]] * len(new), new, strict=True)]
+        start, count = session.length, len(new[0])
+        offsets = torch.tensor(list(map(offset, rows)))
+        inputs = BlockInput(torch.tensor(new)[..., None], None, torch.arange(start, start + count) + offsets[:, None])
+        output = await session.step_on_loop(inputs)
+        self.rows = rows
+        assert torch.equal(output, model_output(rows)[:, start:])
+
+    def hops(self, session: RemoteSession) -> list[str]:
+        return [hop.hop.server.peer_id for hop in session._chain.hops]
+
+
+def quiet(story: Callable[[Quiet], Coroutine], seed: int = 0) -> None:
+    async def told() -> None:
+        swarm = Quiet(seed)
+        await story(swarm)
+        await swarm.session._chain.close()
+        await swarm.close()
+
+    run(told())
+
+
+@pytest.mark.parametrize("index", [0, 1])
+@pytest.mark.parametrize("indices", [[1, 0], [1, 1, 0], [0]])
+def test_rows_that_change_while_a_server_is_dead(index, indices):
+    """The hop before has not heard of the change when it must tell the new one its history."""
+
+    async def story(swarm: Quiet) -> None:
+        session = await swarm.started()
+        await swarm.extend(session, [1.0, 2.0, 3.0], [7.0, 5.0, 6.0])
+        swarm.net.kill(swarm.hops(session)[index])
+        session.crop(1)
+        session.reorder(torch.tensor(indices))
+        swarm.rows = [swarm.rows[i][:2] for i in indices]
+        await swarm.extend(session, *([float(i)] for i in range(len(indices))))
+        assert [event.reason.count("cannot be reached") for event in swarm.events] == [1]
+        assert session.stats.replayed_tokens == 2
+        await swarm.extend(session, *([4.0 + i] for i in range(len(indices))))
+
+    for seed in range(8):  # the hop before is told of both in either order
+        quiet(story, seed)
+
+
+def test_a_call_that_fails_leaves_the_session_where_it_stood():
+    async def story(swarm: Quiet) -> None:
+        session = await swarm.started()
+        await swarm.extend(session, [1.0, 2.0], [3.0, 4.0])
+        for name in ("b", "b2"):
+            swarm.net.kill(name)
+        session.reorder(torch.tensor([1, 0, 0]))
+        swarm.rows = [swarm.rows[i] for i in (1, 0, 0)]
+        for _ in range(2):
+            with pytest.raises(
+                RecoveryFailed, match=r"blocks .* could not be moved to other servers within 5 s"
+            ) as caught:
+                await swarm.extend(session, [5.0], [6.0], [7.0])
+            assert session.length == 2
+            assert any(re.search("nobody answers|cannot be reached", sentence) for sentence in caught.value.tried)
+        swarm.net.start("b3", Span(3, 6))
+        await swarm.extend(session, [5.0], [6.0], [7.0])
+
+    quiet(story)
+
+
+def test_a_copy_stands_by():
+    async def story(swarm: Quiet) -> None:
+        session = await swarm.started(standby=True)
+        await swarm.extend(session, [1.0, 2.0], [3.0, 4.0])
+        for index in (0, 1, 0):
+            await asyncio.sleep(1.0)
+            assert session._chain._copies.num_ready == 2
+            name = swarm.hops(session)[index]
+            swarm.net.kill(name)
+            session.reorder(torch.tensor([1, 0]))
+            swarm.rows = swarm.rows[::-1]
+            await swarm.extend(session, [5.0], [6.0])
+            await swarm.extend(session, [8.0], [9.0])
+            swarm.net.start(name, swarm.net.servers[name].span)
+            await asyncio.sleep(70.0)  # until it is forgiven
+        assert session.stats.standbys_used == session.stats.recoveries == 3
+        assert session.stats.replayed_tokens == 0
+
+    quiet(story)
+
+
+def test_a_server_that_leaves_hands_over_what_it_has():
+    async def story(swarm: Quiet) -> None:
+        session = await swarm.started()
+        await swarm.extend(session, list(map(float, range(100))))
+        for index in (0, 1):
+            server = swarm.net.servers[swarm.hops(session)[index]]
+            await server.host.leave(100.0)
+            assert server.host.num_sessions == 0
+            await swarm.extend(session, [5.0])
+        assert (session.stats.moves, session.stats.recoveries) == (2, 0)
+        assert session.stats.copied_tokens == 100 + 101
+
+    quiet(story)
