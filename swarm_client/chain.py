@@ -19,7 +19,7 @@ from swarm_client.opening import CODECS, Opener, Opening, abandon, close
 from swarm_client.recovery import Replay, Standing, Taken, gaps, plan_catching_up, plan_replay
 from swarm_client.steps import Step, chunk_size, split
 from swarm_client.swarm import Swarm, closed_error
-from swarm_client.transport import Answer, HopSession, Inbox, Leaving, Trouble
+from swarm_client.transport import PROBE_AFTER_S, PROBE_TIMEOUT_S, Answer, HopSession, Inbox, Leaving, Trouble
 from swarm_protocol.errors import (
     AccessDenied,
     BadReply,
@@ -35,8 +35,6 @@ from swarm_protocol.pb import swarm_pb2 as pb
 from swarm_protocol.span import Span
 from swarm_protocol.wire import FIRST_STEP
 
-_PROBE_AFTER_S = 1.0  # without an answer, every hop is asked whether it is still there
-_PROBE_TIMEOUT_S = 3.0
 _RETRY_S = 0.2
 _PAST_STEPS = 256  # that a copy may lag behind
 _MAX_REFUSALS = 3  # of one call's steps by servers that blame the one before
@@ -210,7 +208,7 @@ class Chain:
         """Asks all hops whether they are there when nothing comes for a while."""
         while True:
             try:
-                event = await asyncio.wait_for(self._inbox.get(), _PROBE_AFTER_S)
+                event = await asyncio.wait_for(self._inbox.get(), PROBE_AFTER_S)
                 self._progress_s = now_s()
                 return event
             except asyncio.TimeoutError:
@@ -219,7 +217,7 @@ class Chain:
 
     async def _probe(self, call: Call, hops: list[HopSession]) -> None:
         """Trouble for hops that do not answer, or that have what they need and do not get on."""
-        asking = (hop.progress(timeout_s=_PROBE_TIMEOUT_S) for hop in hops)
+        asking = (hop.progress(timeout_s=PROBE_TIMEOUT_S) for hop in hops)
         results = await asyncio.gather(*asking, return_exceptions=True)
         timeout_s = self._swarm.config.step_timeout_s
         expected = call.steps[-1].number
@@ -424,7 +422,7 @@ class Chain:
         while True:
             asked = [hop for hop in self.hops if hop not in failed]
             held = {hop for hop, following in pairwise(self.hops) if following in failed}
-            asking = (hop.progress(hold=hop in held, timeout_s=_PROBE_TIMEOUT_S) for hop in asked)
+            asking = (hop.progress(hold=hop in held, timeout_s=PROBE_TIMEOUT_S) for hop in asked)
             results = await asyncio.gather(*asking, return_exceptions=True)
             standings, errors = {}, {}
             for hop, result in zip(asked, results, strict=True):
@@ -514,7 +512,7 @@ class Chain:
         if copy is None:
             return None
         try:
-            known = self.standing(copy, await copy.progress(timeout_s=_PROBE_TIMEOUT_S))
+            known = self.standing(copy, await copy.progress(timeout_s=PROBE_TIMEOUT_S))
             replay = plan_catching_up(known, call.taken, call.start, self._past, known_before)
             start, end = (0, 0) if replay is None else replay.history
             if replay is not None and (end - start) * call.before.batch_size <= max(1, copy.max_step_tokens):

@@ -65,7 +65,19 @@ class Waiting:
         return f"{self.reason}; waiting for up to {self.timeout_s:.3g} s"
 
 
-Event = Recovery | Move | Waiting
+@dataclass(frozen=True)
+class Retry:
+    """A forward or backward pass that a server did not finish is made again, by another if there is one."""
+
+    span: Span | None
+    server: str
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.reason}; blocks {self.span} are computed again"
+
+
+Event = Recovery | Move | Waiting | Retry
 OnEvent = Callable[[Event], None]
 
 
@@ -109,7 +121,7 @@ class Reporter:
         elif isinstance(event, Move):
             stats.moves += 1
             stats.copied_tokens += event.copied_tokens
-        else:
+        elif isinstance(event, Waiting):
             stats.waits += 1
         _logger.warning("%s", event)
         if self._on_event is not None:

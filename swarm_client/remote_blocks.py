@@ -13,12 +13,14 @@ from torch import nn
 from swarm_client import background
 from swarm_client.events import OnEvent
 from swarm_client.opening import CODECS
+from swarm_client.patience import Patience
+from swarm_client.routing import Hop
 from swarm_client.session import RemoteSession, check_length
 from swarm_client.swarm import Swarm
 from swarm_client.transport import Context, WireTensor
 from swarm_protocol.block_input import BlockInput
-from swarm_protocol.codec import split_rows
-from swarm_protocol.errors import PeerError
+from swarm_protocol.codec import split_rows, torch_dtype
+from swarm_protocol.errors import BadReply, PeerError
 from swarm_protocol.span import Span
 
 
@@ -131,18 +133,34 @@ async def _forward_rows(
 ) -> tuple[WireTensor, list[_Visited]]:
     """Goes on from where it is with another chain when a server fails."""
     path: list[_Visited] = []
-    position = span.start
+    position, patience = span.start, Patience(swarm)
     while position < span.end:
-        chain = await swarm.chain(Span(position, span.end))
+        chain = await patience.chain(Span(position, span.end))
         try:
             for hop in chain:
-                server = await swarm.server(hop.server)
-                output = await server.forward(hop.span, hidden, context)
+                output = await _visit(swarm, hop, hidden, context)
                 path.append(_Visited(hop.span, hidden))
                 hidden, position = output, hop.span.end
+                patience.renew()
         except PeerError as error:
-            swarm.failed(error)
+            patience.failed(error)
     return hidden, path
+
+
+async def _visit(
+    swarm: Swarm, hop: Hop, hidden: WireTensor, context: Context, grad: WireTensor | None = None
+) -> WireTensor:
+    """The hop's outputs, or the gradient of its inputs given that of its outputs; raises BadReply if they are wrong."""
+    server = await swarm.server(hop.server)
+    if grad is None:
+        result = await server.forward(hop.span, hidden, context)
+    else:
+        result = await server.backward(hop.span, hidden, grad, context)
+    try:
+        result.decode(hidden.header.shape, torch_dtype(result.header.dtype))
+    except BadReply as error:  # said by this server: the next one would be blamed
+        raise BadReply(str(error), hop.server.peer_id, hop.span) from None
+    return result
 
 
 async def _backward(
@@ -166,20 +184,21 @@ async def _backward(
 
 async def _backward_rows(swarm: Swarm, part: _Visited, grad: WireTensor, context: Context) -> WireTensor:
     """Through the blocks of ``part``, on any servers that hold them."""
+    patience = Patience(swarm)
     while True:
-        chain = await swarm.chain(part.span)
+        chain = await patience.chain(part.span)
         try:
             inputs = [part.hidden]  # of each hop
             for hop in chain[:-1]:
-                server = await swarm.server(hop.server)
-                inputs.append(await server.forward(hop.span, inputs[-1], context))
+                inputs.append(await _visit(swarm, hop, inputs[-1], context))
+                patience.renew()
             result = grad
             for hop, hidden in zip(reversed(chain), reversed(inputs), strict=True):
-                server = await swarm.server(hop.server)
-                result = await server.backward(hop.span, hidden, result, context)
+                result = await _visit(swarm, hop, hidden, context, result)
+                patience.renew()
             return result
         except PeerError as error:
-            swarm.failed(error)
+            patience.failed(error)
 
 
 def _row_pieces(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -26,6 +26,8 @@ from swarm_protocol.wire import CLIENT_OPTIONS, WIRE_VERSION
 CONNECT_TIMEOUT_S = 4.0
 OPEN_TIMEOUT_S = 5.0
 CLOSE_TIMEOUT_S = 1.0
+PROBE_AFTER_S = 1.0  # without an answer, a server is asked whether it is still there
+PROBE_TIMEOUT_S = 3.0
 
 
 @dataclass(frozen=True)
@@ -128,6 +130,25 @@ class Server:
             return await self._stub.Copy(request, timeout=timeout_s)
 
     async def forward(self, span: Span, hidden: WireTensor, context: Context) -> WireTensor:
+        """Raises PeerUnavailable when the server stops answering, however long the pass takes."""
+        return await self._watched(self._forward(span, hidden, context), span)
+
+    async def backward(self, span: Span, hidden: WireTensor, grad: WireTensor, context: Context) -> WireTensor:
+        """Like ``forward``."""
+        return await self._watched(self._backward(span, hidden, grad, context), span)
+
+    async def _watched(self, work: Coroutine[Any, Any, WireTensor], span: Span) -> WireTensor:
+        """Asks the server whether it is there while it works."""
+        task = asyncio.ensure_future(work)
+        try:
+            while not (await asyncio.wait([task], timeout=PROBE_AFTER_S))[0]:
+                async with translated(self.record, span):
+                    await self._stub.Describe(pb.DescribeRequest(), timeout=PROBE_TIMEOUT_S)
+            return task.result()
+        finally:
+            task.cancel()
+
+    async def _forward(self, span: Span, hidden: WireTensor, context: Context) -> WireTensor:
         call = self._stub.Forward(timeout=self._step_timeout_s)
         async with translated(self.record, span, call):
             await call.write(pb.ForwardRequest(forward=self._forward_message(span, hidden, context)))
@@ -136,7 +157,7 @@ class Server:
             await call.done_writing()
             return await _read_tensor(call, hidden, self.record, span)
 
-    async def backward(self, span: Span, hidden: WireTensor, grad: WireTensor, context: Context) -> WireTensor:
+    async def _backward(self, span: Span, hidden: WireTensor, grad: WireTensor, context: Context) -> WireTensor:
         call = self._stub.Backward(timeout=self._step_timeout_s)
         async with translated(self.record, span, call):
             await call.write(pb.BackwardRequest(forward=self._forward_message(span, hidden, context)))
