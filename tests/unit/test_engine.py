@@ -149,6 +149,29 @@ class TestEveryFamily:
         for num_tokens in (7, SLIDING, 1, 2 * SLIDING + 1, 4):
             advance(engine, [generation], num_tokens)
 
+    @pytest.mark.parametrize("keeps_outputs", [False, True])
+    def test_a_copy_of_a_session_goes_on_like_it(
+        self, engine: Engine, budget: CacheBudget, keeps_outputs: bool
+    ) -> None:
+        """Copied in pieces, then step by step."""
+        original = Generation.open(engine, budget, batch_size=2, padded=1, keeps_outputs=keeps_outputs)
+        advance(engine, [original], 3 * SLIDING + 5)
+        advance(engine, [original], 1)
+        copy = engine.open(HOSTED, 2, budget.lease("copy"), keeps_outputs=keeps_outputs)
+        length = original.session.length
+        for start in range(0, length, 7):
+            engine.adopt(copy, start, (), engine.stored(original.session, start, min(start + 7, length)))
+        for changes in ((), (Reorder((1, 0, 1)),), (), (Reorder((0, 2)),)):
+            advance(engine, [original], 2, *changes)
+            stored = engine.stored(original.session, original.session.length - 2, original.session.length)
+            engine.adopt(copy, original.session.length - 2, changes, stored)
+        if keeps_outputs:
+            whole = engine.outputs(original.session, 0, original.session.length)
+            assert torch.equal(engine.outputs(copy, 0, copy.length), whole)
+        original.session = copy
+        for num_tokens in (1, SLIDING, 1):
+            advance(engine, [original], num_tokens)
+
     def test_reorder_and_crop(self, engine: Engine, budget: CacheBudget) -> None:
         beams, other = Generation.open(engine, budget, seed=1), Generation.open(engine, budget, seed=2)
         advance(engine, [beams], 6, RecordPast())
