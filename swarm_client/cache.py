@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
 
@@ -68,8 +70,9 @@ class RemoteLayer(CacheLayerMixin):
 class RemoteCache(Cache):
     """``past_key_values`` of a distributed model."""
 
-    def __init__(self, remote: RemoteSpan, reserve_tokens: int = 0) -> None:
-        super().__init__(layers=[RemoteLayer(remote.open_session(reserve_tokens))])
+    def __init__(self, remote: RemoteSpan, reserve_tokens: int = 0, **options: Any) -> None:
+        """The arguments are those of ``RemoteSpan.open_session``."""
+        super().__init__(layers=[RemoteLayer(remote.open_session(reserve_tokens, **options))])
 
     @property
     def session(self) -> RemoteSession:

@@ -157,6 +157,13 @@ class RemoteModelMixin:
         """The remote blocks: ``model.blocks[6:10](hidden)``."""
         return self._remote_blocks[0].remote
 
+    def new_cache(self, reserve_tokens: int = 0, **options: Any) -> RemoteCache:
+        """An empty cache to pass as ``past_key_values``; its ``session`` has ``stats`` and can be resumed.
+
+        The arguments are those of ``RemoteSpan.open_session``: ``standby`` and ``on_event`` among them.
+        """
+        return RemoteCache(self.blocks, reserve_tokens, **options)
+
     def close(self) -> None:
         """Leaves the swarm; the model cannot compute afterwards."""
         background.run(self.blocks.swarm.close())
