@@ -209,7 +209,8 @@ class Chain:
         while True:
             try:
                 event = await asyncio.wait_for(self._inbox.get(), PROBE_AFTER_S)
-                self._progress_s = now_s()
+                if not isinstance(event, Trouble):
+                    self._progress_s = now_s()
                 return event
             except asyncio.TimeoutError:
                 if self._probing is None or self._probing.done():

@@ -74,7 +74,8 @@ class BlocksService(BlocksServicer):
         async with _errors_as_status(context):
             request = await self._first(requests, "session_key")
             hosted = self._host.find(request.session_key)
-            reader = StepReader(hosted)
+            # The client blames this stream's sender for one refusal, and would blame who takes its place for more.
+            reader = StepReader(hosted, one_refusal=True)
             async for request in requests:
                 kind = request.WhichOneof("kind")
                 if kind == "step":

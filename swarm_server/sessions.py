@@ -153,21 +153,21 @@ class HostedSession:
 
     # ------------------------------------------------------------ steps
 
-    async def step(self, request: pb.Step, payload: torch.Tensor) -> None:
+    async def step(self, request: pb.Step, payload: torch.Tensor) -> bool:
         """Computes the step from its hidden states and sends its outputs on, or stores what was computed elsewhere.
 
         A step that has begun is finished even if the stream it came through breaks: it may come again through another,
-        and must be known then. The client is told why a step is refused.
+        and must be known then. The client is told why a step is refused; False is returned then.
         """
         finishing = asyncio.ensure_future(self._finish(request, payload))
         finishing.add_done_callback(_heed)
-        await asyncio.shield(finishing)
+        return await asyncio.shield(finishing)
 
-    async def _finish(self, request: pb.Step, payload: torch.Tensor) -> None:
+    async def _finish(self, request: pb.Step, payload: torch.Tensor) -> bool:
         async with self._turn:
             await self._routed.wait()
             if self._closed or request.number <= self.number:
-                return
+                return True
             try:
                 async with self._computing:
                     output = await self._compute(request, payload)
@@ -176,7 +176,7 @@ class HostedSession:
                     )
             except (RequestRejected, PeerBusy) as error:
                 await self.refuse(request.number, error)
-                return
+                return False
             finally:
                 self._last_time = time.monotonic()
             await self._routed.wait()
@@ -184,6 +184,7 @@ class HostedSession:
                 await self._send(request, output)
             if self._copier is not None:
                 await self._copier.follow(request)
+            return True
 
     async def _compute(self, request: pb.Step, payload: torch.Tensor) -> torch.Tensor | None:
         """The outputs; None if they were computed elsewhere."""
@@ -346,8 +347,11 @@ async def _ignore(_step: pb.Step, _parts: list[bytes]) -> None:
 class StepReader:
     """Puts the steps of one stream together from their parts."""
 
-    def __init__(self, hosted: HostedSession) -> None:
+    def __init__(self, hosted: HostedSession, one_refusal: bool = False) -> None:
+        """``one_refusal``: what comes after a refused step builds on it, and is ignored until that step comes again."""
         self._hosted = hosted
+        self._one_refusal = one_refusal
+        self._refused_number: int | None = None
         self._step: pb.Step | None = None  # whose hidden states are arriving
         self._arriving: Assembler | None = None
         self._refused = False  # parts of a refused step are still to come
@@ -361,11 +365,15 @@ class StepReader:
         """Raises RequestRejected if the one before is not complete."""
         if self._arriving is not None:
             raise RequestRejected("a request came before all parts of the one before it")
-        self._refused = False
+        self._refused = self._refused_number is not None and step.number > self._refused_number
+        if self._refused:
+            return
+        self._refused_number = None
         try:
             self._step, self._arriving = step, self._hosted.start(step)
         except RequestRejected as error:
             self._refused = True
+            self._has_refused(step)
             await self._hosted.refuse(step.number, error)
             return
         await self._finish()
@@ -383,7 +391,12 @@ class StepReader:
         if self._arriving.complete:
             step, hidden = self._step, self._arriving.tensor()
             self._step = self._arriving = None
-            await self._hosted.step(step, hidden)
+            if not await self._hosted.step(step, hidden):
+                self._has_refused(step)
+
+    def _has_refused(self, step: pb.Step) -> None:
+        if self._one_refusal:
+            self._refused_number = step.number
 
 
 def _heed(task: asyncio.Task) -> None:

@@ -46,9 +46,9 @@ class Fleet:
         whole: the model in this process.
     """
 
-    def __init__(self, nursery: Nursery, directory: Path) -> None:
+    def __init__(self, nursery: Nursery, directory: Path, name: str = "near") -> None:
         self.model = directory / "llama"
-        self.swarm = f"survival-{os.getpid()}"
+        self.swarm = f"survival-{name}-{os.getpid()}"
         save_checkpoint("llama", self.model)
         self.whole = ends_only_at_its_length(AutoModelForCausalLM.from_pretrained(self.model, dtype=torch.float32))
         self._nursery = nursery
@@ -61,9 +61,9 @@ class Fleet:
         self._members: dict[Path, NurseryServer] = {}
         self._guests: list[NurseryServer] = []
 
-    def add(self, blocks: str, *options: str) -> NurseryServer:
-        """One more server, for one test; returns at once."""
-        self._guests.append(self._start(blocks, *options))
+    def add(self, blocks: str, *options: str, nursery: Nursery | None = None) -> NurseryServer:
+        """One more server, until the fleet is restored; returns at once."""
+        self._guests.append(self._start(blocks, *options, nursery=nursery))
         return self._guests[-1]
 
     def restart(self, server: NurseryServer) -> NurseryServer:
@@ -111,9 +111,9 @@ class Fleet:
         for server in self.running:
             wait_for(lambda server=server: room_left(server) == ROOM, "all room for keys and values has come back")
 
-    def _start(self, blocks: str, *options: str) -> NurseryServer:
+    def _start(self, blocks: str, *options: str, nursery: Nursery | None = None) -> NurseryServer:
         known = ["--model", str(self.model), "--swarm", self.swarm, "--quant", "none", "--throughput", "75"]
-        return self._nursery.start(*known, "--cache-tokens", str(ROOM), "--blocks", blocks, *options)
+        return (nursery or self._nursery).start(*known, "--cache-tokens", str(ROOM), "--blocks", blocks, *options)
 
 
 def room_left(server: NurseryServer) -> int | None:

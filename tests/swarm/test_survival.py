@@ -73,8 +73,8 @@ def test_killed_in_the_middle_of_a_step(client, moments, hop):
 @HOPS
 def test_hangs(client, moments, hop, monkeypatch):
     """Its machine still holds the connection."""
-    monkeypatch.setattr(chain, "_PROBE_AFTER_S", 0.2)
-    monkeypatch.setattr(chain, "_PROBE_TIMEOUT_S", 2.0)
+    monkeypatch.setattr(chain, "PROBE_AFTER_S", 0.2)
+    monkeypatch.setattr(chain, "PROBE_TIMEOUT_S", 2.0)
     moments.before_step(5, lambda: client.server(hop).signal(signal.SIGSTOP))
     client.generate(PROMPT)
     assert client.moved_blocks == [SPANS[hop]]
