@@ -1,0 +1,97 @@
+"""Links between hosts swallow packets while a client generates: silence is noticed, and its tokens stay the same."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from swarm_client.nursery import Nursery
+from tests.swarm.network import ME, Network
+from tests.swarm.pair import random_ids
+from tests.swarm.survival import Client, Fleet
+
+pytestmark = pytest.mark.slow
+PROMPT = random_ids(1, 8, seed=60)
+PLACES = {  # the slow ones are all on one host
+    "ends": [("0:2", "100"), ("4:6", "100")],
+    "middle": [("2:4", "100")],
+    "reserve": [("0:2", "50"), ("2:4", "50"), ("4:6", "50")],
+}
+OUTAGE_S = 10.0
+
+
+@pytest.fixture(scope="module")
+def network() -> Iterator[Network]:
+    with Network(*PLACES) as network:
+        yield network
+
+
+@pytest.fixture(scope="module")
+def far_fleet(network, cache_home, tmp_path_factory) -> Iterator[Fleet]:
+    nurseries = {place: network.run(place, lambda: Nursery({"XDG_CACHE_HOME": str(cache_home)})) for place in PLACES}
+    try:
+        fleet = Fleet(nurseries["ends"], tmp_path_factory.mktemp("fleet"), name="far")
+        for place, servers in PLACES.items():
+            for blocks, throughput in servers:
+                options = ["--throughput", throughput, "--host", network.addresses[place]]
+                fleet.add(blocks, *options, nursery=nurseries[place])
+        fleet.wait_ready(*fleet.running)
+        yield fleet
+    finally:
+        for nursery in nurseries.values():
+            nursery.close()
+
+
+@pytest.fixture
+def client(network, far_fleet) -> Iterator[Client]:
+    client = Client(far_fleet)
+    yield client
+    for host in network.addresses:
+        network.mend(host)
+    client.close()
+    far_fleet.wait_until_all_room_is_free()
+
+
+def test_a_silent_server_is_replaced(network, client, moments):
+    moments.before_step(5, lambda: network.cut("middle"))
+    client.generate(PROMPT)
+    assert client.moved_blocks == ["2:4"]
+
+
+def test_silence_in_a_long_prompt(network, client, moments):
+    moments.after_answer(2, lambda: network.cut("middle"))
+    client.generate(random_ids(1, 200, seed=61))
+    assert client.moved_blocks == ["2:4"]
+
+
+def test_two_silent_servers_are_replaced(network, client, moments):
+    """They are not neighbours in the chain."""
+    moments.before_step(5, lambda: network.cut("ends"))
+    client.generate(PROMPT)
+    assert sorted(client.moved_blocks) == ["0:2", "4:6"]
+
+
+def test_the_clients_own_network_is_gone_for_a_while(network, client, moments):
+    """No server can be reached, and none has failed."""
+
+    def cut() -> None:
+        network.cut(ME)
+        threading.Timer(OUTAGE_S, network.mend, [ME]).start()
+
+    moments.before_step(5, cut)
+    client.generate(PROMPT)
+    assert sum(recovery.stall_s for recovery in client.recoveries) > OUTAGE_S
+
+
+def test_the_clients_own_network_is_gone_for_a_moment(network, client, moments):
+    """Too short for anybody to be thought dead: everything goes on where it was."""
+
+    def cut() -> None:
+        network.cut(ME)
+        threading.Timer(1.5, network.mend, [ME]).start()
+
+    moments.before_step(5, cut)
+    client.generate(PROMPT)
+    assert client.events == []
