@@ -185,17 +185,17 @@ def run(
 def show(rates: list[Rate], cap_s: float) -> None:
     found = {(rate.probability, rate.client): rate for rate in rates}
     base = {client: found.get((0.0, client)) or found.get((0.0, "recovers")) for client in CLIENTS}
-    title = "Steps per second, and relative to no failures"
+    title = "Steps per second (relative to no failures, part of the time in stalls)"
     table = results_table(title, "failures per step", "killed", *CLIENTS, "target")
     for probability in dict.fromkeys(rate.probability for rate in rates):
         cells = []
         for client in CLIENTS:
             rate = found.get((probability, client)) or found[0.0, "recovers"]
             if not rate.finished:
-                cells.append(f"never in {cap_s:g} s")
+                cells.append(f"not in {cap_s:g} s")
                 continue
-            relative = "" if base[client] is None else f" ({rate.steps_per_s / base[client].steps_per_s:.2f})"
-            cells.append(f"{rate.steps_per_s:.1f}{relative}")
+            relative = "" if base[client] is None else f"{rate.steps_per_s / base[client].steps_per_s:.2f}, "
+            cells.append(f"{rate.steps_per_s:.1f} ({relative}{rate.stall_s / rate.seconds:.0%})")
         target = TARGETS.get(probability)
         killed = str(found[probability, "recovers"].num_killed)
         table.add_row(f"{probability:g}", killed, *cells, "" if target is None else f"≥ {target:g}")

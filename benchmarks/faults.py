@@ -25,7 +25,6 @@ from transformers import AutoConfig, PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
 
 from swarm_client import DistributedModel
-from swarm_client.cache import RemoteCache
 from swarm_client.events import Event, SessionStats
 from swarm_client.nursery import Nursery, NurseryServer
 from swarm_client.session import RemoteSession
@@ -106,15 +105,9 @@ class Replicas:
             if not server.wait_gone(_END_TIMEOUT_S):
                 server.kill()
 
-    @contextmanager
-    def client(self, **options: Any) -> Iterator[PreTrainedModel]:
-        """A distributed model; ``generate`` keeps the events of its sessions."""
-        events: list[Event] = []
-        with DistributedModel.from_pretrained(
-            str(self.path), swarm=self.swarm, on_event=events.append, **options
-        ) as model:
-            model.chaos_events = events
-            yield model
+    def client(self, **options: Any) -> PreTrainedModel:
+        """A distributed model, which is a context manager."""
+        return DistributedModel.from_pretrained(str(self.path), swarm=self.swarm, **options)
 
     def __enter__(self) -> Replicas:
         return self
@@ -176,9 +169,8 @@ def generation(
     model: PreTrainedModel, prompt: torch.Tensor, new_tokens: int, on_token: OnToken | None = None
 ) -> Iterator[Generation]:
     """A greedy one, which has ended, for better or worse; its session is closed afterwards."""
-    result = Generation(events=model.chaos_events)
-    result.events.clear()
-    cache = RemoteCache(model.blocks, prompt.shape[1] + new_tokens)
+    result = Generation()
+    cache = model.new_cache(prompt.shape[1] + new_tokens, on_event=result.events.append)
     result.stats = cache.session.stats
     start = time.perf_counter()
     if on_token is not None:
@@ -200,7 +192,6 @@ def generation(
     try:
         yield result
     finally:
-        result.events = list(result.events)
         cache.session.close()
 
 

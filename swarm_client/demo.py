@@ -12,7 +12,6 @@ from rich.text import Text
 from transformers import AutoModelForCausalLM
 
 from swarm_client import background
-from swarm_client.cache import RemoteCache
 from swarm_client.config import ClientConfig
 from swarm_client.events import Event
 from swarm_client.generation import TextOptions, load_tokenizer, stream_text
@@ -44,8 +43,8 @@ def run_demo(prompt: str, max_new_tokens: int) -> None:
         tokenizer = load_tokenizer()
         options = TextOptions(max_new_tokens=max_new_tokens, temperature=0)
         events: list[Event] = []
-        with DistributedModel.from_pretrained(swarm=swarm, on_event=events.append) as model:
-            cache = RemoteCache(model.blocks)
+        with DistributedModel.from_pretrained(swarm=swarm) as model:
+            cache = model.new_cache(on_event=events.append)
 
             def kill_one(num_tokens: int) -> None:
                 if num_tokens == min(KILL_AFTER, max_new_tokens // 2):
