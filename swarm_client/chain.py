@@ -218,6 +218,7 @@ class Chain:
 
     async def _probe(self, call: Call, hops: list[HopSession]) -> None:
         """Trouble for hops that do not answer, or that have what they need and do not get on."""
+        asked_s = now_s()
         asking = (hop.progress(timeout_s=PROBE_TIMEOUT_S) for hop in hops)
         results = await asyncio.gather(*asking, return_exceptions=True)
         timeout_s = self._swarm.config.step_timeout_s
@@ -229,7 +230,7 @@ class Chain:
                 continue
             if result.number != hop.seen_number:
                 hop.seen_number = result.number
-                self._progress_s = now_s()
+                self._progress_s = max(self._progress_s, asked_s)
             if result.number < expected and now_s() - self._progress_s > timeout_s:
                 server = hop.hop.server
                 reason = f"server {server.short_id} did not finish a step within {timeout_s:g} s"

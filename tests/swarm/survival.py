@@ -34,7 +34,15 @@ from tests.zoo import BLOCKS, save_checkpoint
 
 SPANS = ("0:2", "2:4", "4:6")
 ROOM = 2048  # tokens of each server
+SLOW = pytest.mark.slow
 Action = Callable[[], object]  # or a coroutine function, but not before a step
+
+
+def each_hop(*often: int) -> pytest.MarkDecorator:
+    """Once for each hop of the chain; the tests with others than these are slow ones."""
+    names = enumerate(["first", "middle", "last"])
+    hops = [pytest.param(hop, id=name, marks=() if hop in often else SLOW) for hop, name in names]
+    return pytest.mark.parametrize("hop", hops)
 
 
 class Fleet:

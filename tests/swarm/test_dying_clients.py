@@ -6,7 +6,7 @@ import os
 
 from tests.swarm.lone_client import LoneClient
 from tests.swarm.pair import random_ids
-from tests.swarm.survival import ROOM, Fleet, room_left
+from tests.swarm.survival import ROOM, SLOW, Fleet, room_left
 from tests.swarm.waiting import wait_for
 
 IDS = random_ids(1, 30, seed=40)
@@ -17,6 +17,7 @@ def num_open_files(fleet: Fleet) -> list[int]:
     return [len(os.listdir(f"/proc/{server.pid}/fd")) for server in fleet.running]
 
 
+@SLOW
 def test_killed_in_the_middle_of_a_generation(fleet, cache_home):
     """Its sessions and their copies are gone, and so are its connections."""
     options = {"model": str(fleet.model), "swarm": fleet.swarm, "max_new_tokens": 50, "standby": True}

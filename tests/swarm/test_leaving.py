@@ -11,12 +11,11 @@ import torch
 from swarm_client import NoRoute
 from swarm_client.nursery import NurseryServer
 from tests.swarm.pair import random_ids
-from tests.swarm.survival import SPANS, Client, Fleet
+from tests.swarm.survival import SLOW, SPANS, Client, Fleet, each_hop
 from tests.swarm.waiting import wait_for
 
 PROMPT = random_ids(1, 40, seed=20)
 LINE = random_ids(1, 7, seed=21)
-HOPS = pytest.mark.parametrize("hop", range(len(SPANS)), ids=["first", "middle", "last"])
 
 
 def wait_gone(server: NurseryServer) -> None:
@@ -34,7 +33,7 @@ def assert_only_moved(client: Client, blocks: str) -> None:
 # ------------------------------------------------------------ there is another server
 
 
-@HOPS
+@each_hop(1)
 @pytest.mark.parametrize("options", [{}, {"num_beams": 3}], ids=["greedy", "beams"])
 def test_a_generation_moves(client, moments, hop, options):
     leavers = []
@@ -52,7 +51,7 @@ def test_a_generation_moves(client, moments, hop, options):
         assert_only_moved(client, SPANS[hop])
 
 
-@HOPS
+@each_hop(0)
 def test_an_idle_chat_moves(client, hop):
     chat = client.generate(PROMPT)
     leaver = client.server(hop)
@@ -116,6 +115,7 @@ def test_it_waits_for_a_generation_and_takes_no_new_one(fleet, connect, moments)
     wait_gone(server)
 
 
+@SLOW
 def test_it_does_not_wait_for_ever(fleet, client):
     """The session goes on with whoever comes next."""
     server = lonely(fleet, 0.5)
@@ -127,7 +127,7 @@ def test_it_does_not_wait_for_ever(fleet, client):
     assert len(client.waits) == 1 and client.moved_blocks == ["2:4"]
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=SLOW)], ids=["sigterm", "sigint"])
 def test_told_twice_it_leaves_at_once(fleet, client, number):
     server = lonely(fleet, 100)
     _chat = client.generate(PROMPT)

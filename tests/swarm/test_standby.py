@@ -6,11 +6,10 @@ import pytest
 import torch
 
 from tests.swarm.pair import random_ids
-from tests.swarm.survival import SPANS, Client
+from tests.swarm.survival import SPANS, Client, each_hop
 from tests.swarm.waiting import wait_for
 
 PROMPT = random_ids(1, 40, seed=10)
-HOPS = pytest.mark.parametrize("hop", range(len(SPANS)), ids=["first", "middle", "last"])
 
 
 @pytest.fixture
@@ -23,7 +22,7 @@ def wait_for_copies(client: Client) -> None:
     wait_for(lambda: chain._copies.num_ready == len(SPANS), "every hop has a copy")
 
 
-@HOPS
+@each_hop(1)
 @pytest.mark.parametrize("options", [{}, {"num_beams": 3}], ids=["greedy", "beams"])
 def test_a_copy_takes_over(client, moments, hop, options):
     moments.before_step(4, lambda: wait_for_copies(client))
@@ -34,7 +33,7 @@ def test_a_copy_takes_over(client, moments, hop, options):
     assert recovery.from_copy and recovery.replayed_tokens <= 2
 
 
-@HOPS
+@each_hop(2)
 def test_a_copy_takes_over_in_a_long_prompt(client, moments, hop):
     chat = client.generate(PROMPT)
     wait_for_copies(client)

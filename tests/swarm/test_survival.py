@@ -14,12 +14,11 @@ from swarm_client.events import Waiting
 from swarm_client.transport import HopSession
 from swarm_protocol.span import Span
 from tests.swarm.pair import NEW_TOKENS, random_ids
-from tests.swarm.survival import SPANS
+from tests.swarm.survival import SLOW, SPANS, each_hop
 from tests.zoo import PAD
 
 PROMPT = random_ids(1, 8, seed=0)
 REPETITIVE = random_ids(1, 6, seed=1).repeat(1, 3)
-HOPS = pytest.mark.parametrize("hop", range(len(SPANS)), ids=["first", "middle", "last"])
 
 
 def long_prompt(seed: int) -> torch.Tensor:
@@ -30,7 +29,7 @@ def long_prompt(seed: int) -> torch.Tensor:
 # ------------------------------------------------------------ one server dies
 
 
-@HOPS
+@each_hop(0, 1, 2)
 def test_killed_between_two_steps(client, moments, hop):
     moments.before_step(5, lambda: client.kill(hop))
     output = client.generate(PROMPT)
@@ -41,15 +40,15 @@ def test_killed_between_two_steps(client, moments, hop):
     assert stats.steps == NEW_TOKENS and stats.stall_s > 0
 
 
-@HOPS
-@pytest.mark.parametrize("moment", ["after_sending", pytest.param("after_answer", marks=pytest.mark.slow)])
+@each_hop(1)
+@pytest.mark.parametrize("moment", ["after_sending", pytest.param("after_answer", marks=SLOW)])
 def test_killed_in_a_long_prompt(client, moments, hop, moment):
     getattr(moments, moment)(2, lambda: client.kill(hop))
     client.generate(long_prompt(hop))
     assert client.moved_blocks == [SPANS[hop]]
 
 
-@HOPS
+@each_hop(1)
 def test_killed_in_the_middle_of_a_step(client, moments, hop):
     """The hops before have done their part of it."""
     victims = []
@@ -70,7 +69,7 @@ def test_killed_in_the_middle_of_a_step(client, moments, hop):
     assert client.moved_blocks == [SPANS[hop]]
 
 
-@HOPS
+@each_hop(1)
 def test_hangs(client, moments, hop, monkeypatch):
     """Its machine still holds the connection."""
     monkeypatch.setattr(chain, "PROBE_AFTER_S", 0.2)
@@ -85,8 +84,12 @@ def test_hangs(client, moments, hop, monkeypatch):
 
 @pytest.mark.parametrize(
     ("hops", "moved"),
-    [((0, 1), ["0:4"]), ((1, 2), ["2:6"]), ((0, 2), ["4:6", "0:2"]), ((0, 1, 2), ["0:6"])],
-    ids=["neighbours", "last-neighbours", "not-neighbours", "all"],
+    [
+        pytest.param((0, 1), ["0:4"], id="first-two", marks=SLOW),
+        pytest.param((1, 2), ["2:6"], id="last-two", marks=SLOW),
+        pytest.param((0, 2), ["4:6", "0:2"], id="not-neighbours"),
+        pytest.param((0, 1, 2), ["0:6"], id="all"),
+    ],
 )
 def test_several_killed_at_once(client, moments, hops, moved):
     moments.before_step(5, lambda: client.kill(*hops))
@@ -94,7 +97,7 @@ def test_several_killed_at_once(client, moments, hops, moved):
     assert client.moved_blocks == moved
 
 
-@pytest.mark.parametrize("moment", ["before-it-is-told", "while-it-is-told"])
+@pytest.mark.parametrize("moment", [pytest.param("before-it-is-told", marks=SLOW), "while-it-is-told"])
 def test_the_one_that_takes_over_is_killed_too(fleet, client, moments, monkeypatch, moment):
     third = fleet.add("2:4", "--throughput", "1")
     fleet.wait_ready(third)
@@ -116,6 +119,7 @@ def test_the_one_that_takes_over_is_killed_too(fleet, client, moments, monkeypat
     assert client.recoveries[-1].replacements == (third.peer_id,)
 
 
+@SLOW
 def test_the_one_that_takes_over_from_the_first_is_killed_too(fleet, client, moments):
     third = fleet.add("0:2", "--throughput", "1")
     fleet.wait_ready(third)
@@ -129,8 +133,8 @@ def test_the_one_that_takes_over_from_the_first_is_killed_too(fleet, client, mom
 # ------------------------------------------------------------ nobody is left
 
 
-@HOPS
-@pytest.mark.parametrize("who", ["the-same", "another"])
+@each_hop(1)
+@pytest.mark.parametrize("who", ["the-same", pytest.param("another", marks=SLOW)])
 def test_everybody_is_gone_and_somebody_comes_later(fleet, client, moments, hop, who):
     """A server that comes back with its old identity has forgotten the session."""
     killed, came = [], []
@@ -214,7 +218,10 @@ WAYS = {
 }
 
 
-@pytest.mark.parametrize("way", WAYS)
+OFTEN = "beams", "speculation"
+
+
+@pytest.mark.parametrize("way", [pytest.param(way, marks=() if way in OFTEN else SLOW) for way in WAYS])
 def test_whatever_way_of_generating(client, moments, way):
     ids, options = WAYS[way]
     moments.before_step(5, lambda: client.kill(1))
@@ -222,6 +229,7 @@ def test_whatever_way_of_generating(client, moments, way):
     assert client.moved_blocks == ["2:4"]
 
 
+@SLOW
 def test_between_two_turns_of_a_chat(client):
     chat = client.generate(PROMPT, past_key_values=DynamicCache())
     client.kill(1)

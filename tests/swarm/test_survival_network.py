@@ -10,9 +10,9 @@ import pytest
 from swarm_client.nursery import Nursery
 from tests.swarm.network import ME, Network
 from tests.swarm.pair import random_ids
-from tests.swarm.survival import Client, Fleet
+from tests.swarm.survival import SLOW, Client, Fleet
 
-pytestmark = pytest.mark.slow
+pytestmark = SLOW
 PROMPT = random_ids(1, 8, seed=60)
 PLACES = {  # the slow ones are all on one host
     "ends": [("0:2", "100"), ("4:6", "100")],

@@ -9,10 +9,9 @@ import torch
 from transformers import PreTrainedModel
 
 from tests.swarm.pair import random_ids
-from tests.swarm.survival import SPANS, Client, Fleet, Moments
+from tests.swarm.survival import SLOW, SPANS, Client, Fleet, Moments, each_hop
 
 IDS = random_ids(2, 12, seed=30)
-HOPS = pytest.mark.parametrize("hop", range(len(SPANS)), ids=["first", "middle", "last"])
 
 
 def loss_and_gradient(model: PreTrainedModel, between: Callable[[], object] = lambda: None):
@@ -40,19 +39,19 @@ def used(fleet: Fleet, hop: int):
     return fleet.replicas(SPANS[hop])[0]
 
 
-@HOPS
+@each_hop()
 def test_killed_before_forward(fleet, assert_same, hop):
     assert_same()  # the client is connected
     used(fleet, hop).kill()
     assert_same()
 
 
-@HOPS
+@each_hop(1)
 def test_killed_between_forward_and_backward(fleet, assert_same, hop):
     assert_same(between=lambda: used(fleet, hop).kill())
 
 
-@pytest.mark.parametrize("hop", [1, 2])
+@pytest.mark.parametrize("hop", [1, pytest.param(2, marks=SLOW)])
 def test_killed_in_the_middle_of_forward(fleet, assert_same, moments: Moments, hop):
     victim = used(fleet, hop)
     moments.after_hop("forward", hop, victim.kill)
@@ -60,7 +59,7 @@ def test_killed_in_the_middle_of_forward(fleet, assert_same, moments: Moments, h
     assert not victim.alive
 
 
-@pytest.mark.parametrize("hop", [0, 1])
+@pytest.mark.parametrize("hop", [pytest.param(0, marks=SLOW), 1])
 def test_killed_in_the_middle_of_backward(fleet, assert_same, moments: Moments, hop):
     victim = used(fleet, hop)
     moments.after_hop("backward", len(SPANS) - 1 - hop, victim.kill)
@@ -68,7 +67,7 @@ def test_killed_in_the_middle_of_backward(fleet, assert_same, moments: Moments, 
     assert not victim.alive
 
 
-def test_everybody_is_gone_for_a_while(fleet, assert_same, moments: Moments, caplog):
+def test_everybody_is_gone_for_a_while(fleet, assert_same, moments: Moments):
     def gone() -> None:
         fleet.restart(fleet.kill_replicas("2:4")[0])
 
