@@ -131,7 +131,9 @@ class Chain:
             try:
                 await self._run(call)
             except BaseException:
-                if call.steps and self._refused == call.first_number:  # the servers are as they were before
+                if (
+                    self._refused is not None and self._refused == call.first_number
+                ):  # the servers are as they were before
                     self.hops[0].unpost()
                 else:
                     await asyncio.shield(self.forget())
@@ -153,6 +155,7 @@ class Chain:
     async def forget(self) -> None:
         """Lets the servers go; the next call starts with others."""
         hops, self.hops = self.hops, []
+        self._refused = None
         self._past.clear()
         await close([*hops, *self._copies.forget()])
 

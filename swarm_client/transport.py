@@ -229,7 +229,7 @@ class HopSession:
         history: steps by which the server learns what came before it, by number.
         seen_number: how far the server was when it was last asked.
         next_number: which hop the outputs go to; None: to the client.
-        route: how often that has changed; ``held``: the server does nothing until it changes again.
+        route: how often that was to change; ``held``: the server does nothing until it changes again.
     """
 
     def __init__(
@@ -334,9 +334,11 @@ class HopSession:
 
     async def reroute(self, to: HopSession, resend: Sequence[pb.Step]) -> None:
         """Outputs go to another hop from now on, those of the steps of ``resend`` first."""
-        request = pb.RerouteRequest(session_key=self.session_key, next=to.as_next(), resend=resend)
+        self.route += 1  # even if it fails: the server may have heard of it
+        key, route = self.session_key, self.route
+        request = pb.RerouteRequest(session_key=key, next=to.as_next(), resend=resend, route=route)
         await self._server.reroute(request, self.span, OPEN_TIMEOUT_S)
-        self.route, self.held = self.route + 1, False
+        self.held = False
         self.next_number = to.number
 
     async def copy(self, to: HopSession, timeout_s: float) -> None:

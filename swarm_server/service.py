@@ -94,7 +94,7 @@ class BlocksService(BlocksServicer):
 
     async def Reroute(self, request: pb.RerouteRequest, context: grpc.aio.ServicerContext) -> pb.SessionProgress:
         async with _errors_as_status(context):
-            return await self._host.find(request.session_key).reroute(request.next, request.resend)
+            return await self._host.find(request.session_key).reroute(request)
 
     async def Copy(self, request: pb.CopyRequest, context: grpc.aio.ServicerContext) -> pb.SessionProgress:
         async with _errors_as_status(context):

@@ -126,7 +126,6 @@ class HostedSession:
         self._routed.set()
         self._closed = False
         self._last_time = time.monotonic()
-        self._route = 0
         self._copier: Copier | None = None
         self._pusher = None
         if request.HasField("next"):
@@ -290,22 +289,21 @@ class HostedSession:
                 pass
         return self._progress
 
-    async def reroute(self, next_hop: pb.NextHop, resend: Sequence[pb.Step]) -> pb.SessionProgress:
+    async def reroute(self, request: pb.RerouteRequest) -> pb.SessionProgress:
         """Sends these steps' outputs, which were kept, and all that come from now on, to another hop.
 
         Raises:
             RequestRejected: the session has not kept them.
         """
         progress = await self.progress(hold=True)
-        for step in resend:
+        for step in request.resend:
             shape = tuple(step.hidden.shape)
             if len(shape) != 3 or step.start_position + shape[1] > progress.length or shape[1] < 1:
                 raise RequestRejected(f"outputs of a step of shape {list(shape)} are not kept: sessions keep positions")
             torch_dtype(step.hidden.dtype)
-        self._route += 1
-        self._sent_number = 0
-        self._pusher = Pusher(self.host.neighbours, next_hop, partial(self._relay, self._route))
-        resending = asyncio.ensure_future(self._resend(self._pusher, resend))
+        self._sent_number = progress.number  # up to here, the client has named what the next hop needs
+        self._pusher = Pusher(self.host.neighbours, request.next, partial(self._relay, request.route))
+        resending = asyncio.ensure_future(self._resend(self._pusher, request.resend))
         resending.add_done_callback(_heed)
         return progress
 

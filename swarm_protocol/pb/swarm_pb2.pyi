@@ -271,14 +271,16 @@ class SessionProgress(_message.Message):
     def __init__(self, number: _Optional[int] = ..., length: _Optional[int] = ..., batch_size: _Optional[int] = ...) -> None: ...
 
 class RerouteRequest(_message.Message):
-    __slots__ = ("session_key", "next", "resend")
+    __slots__ = ("session_key", "next", "resend", "route")
     SESSION_KEY_FIELD_NUMBER: _ClassVar[int]
     NEXT_FIELD_NUMBER: _ClassVar[int]
     RESEND_FIELD_NUMBER: _ClassVar[int]
+    ROUTE_FIELD_NUMBER: _ClassVar[int]
     session_key: bytes
     next: NextHop
     resend: _containers.RepeatedCompositeFieldContainer[Step]
-    def __init__(self, session_key: _Optional[bytes] = ..., next: _Optional[_Union[NextHop, _Mapping]] = ..., resend: _Optional[_Iterable[_Union[Step, _Mapping]]] = ...) -> None: ...
+    route: int
+    def __init__(self, session_key: _Optional[bytes] = ..., next: _Optional[_Union[NextHop, _Mapping]] = ..., resend: _Optional[_Iterable[_Union[Step, _Mapping]]] = ..., route: _Optional[int] = ...) -> None: ...
 
 class CopyRequest(_message.Message):
     __slots__ = ("session_key", "to", "follow")

@@ -229,7 +229,7 @@ class ToyServer:
         self.awake = asyncio.Event()
         self.awake.set()
         self.alive = True
-        self.tasks: set[asyncio.Task] = set()
+        self.tasks: dict[asyncio.Task, None] = {}  # in order: runs can be repeated
         self.engine = ToyEngine()
         self.budget = CacheBudget(capacity, 1)
         rules = Rules(MODEL, REVISION, span, 1, None, max_step_tokens=max_step_tokens)
@@ -246,8 +246,8 @@ class ToyServer:
 
     def run(self, coroutine: Any) -> asyncio.Task:
         task = asyncio.ensure_future(coroutine)
-        self.tasks.add(task)
-        task.add_done_callback(self.tasks.discard)
+        self.tasks[task] = None
+        task.add_done_callback(lambda done: self.tasks.pop(done, None))
         task.add_done_callback(lambda done: done.cancelled() or done.exception())
         return task
 
@@ -259,7 +259,7 @@ class Net:
         self.chance = chance
         self.servers: dict[str, ToyServer] = {}
         self.walls: set[frozenset[str]] = set()
-        self.streams: set[Stream] = set()
+        self.streams: dict[Stream, None] = {}
 
     def start(self, name: str, span: Span, max_step_tokens: int = 16, capacity: int = 10**6) -> ToyServer:
         self.servers[name] = server = ToyServer(self, name, span, max_step_tokens, capacity)
@@ -395,7 +395,7 @@ class Stream:
         self.task: asyncio.Task | None = None
         ends = [server.awake, *([net.servers[client].awake] if client in net.servers else [])]
         self.requests, self.replies = Wire(net, ends), Wire(net, ends)
-        net.streams.add(self)
+        net.streams[self] = None
         if not net.reachable(client, server):
             self.end(grpc.StatusCode.UNAVAILABLE, "failed to connect")
         elif method is not None:
@@ -429,7 +429,7 @@ class Stream:
                 if not task.cancelled():
                     raise
             await self.server.awake.wait()
-        self.net.streams.discard(self)
+        self.net.streams.pop(self, None)
         if self.code_value is not None:
             raise _error(self.code_value, self.details_value)
         return reply
@@ -439,13 +439,13 @@ class Stream:
         if self.code_value is None:
             self.code_value, self.details_value = code, details
             self.replies.put(_GONE)
-            self.net.streams.discard(self)
+            self.net.streams.pop(self, None)
 
     def end(self, code: grpc.StatusCode, details: str) -> None:
         """The connection is gone; what was on its way is lost."""
         if self.code_value is None:
             self.code_value, self.details_value = code, details
-            self.net.streams.discard(self)
+            self.net.streams.pop(self, None)
             self.replies.put_now(_GONE)
             if self.task is not None:
                 self.task.cancel()  # as grpc.aio does
