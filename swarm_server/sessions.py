@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -98,10 +99,12 @@ class Host:
         """Takes no new sessions and asks those there are to move; returns when all have, or after ``timeout_s``."""
         self.leaving = True
         await asyncio.gather(*(hosted.ask_to_move() for hosted in self._sessions.values()))
-        deadline = time.monotonic() + timeout_s
-        while self._sessions and (left_s := deadline - time.monotonic()) > 0:
+        clock = asyncio.get_running_loop().time
+        deadline = clock() + timeout_s
+        while self._sessions and (left_s := deadline - clock()) > 0:
             self._closed.clear()
-            await asyncio.wait([asyncio.ensure_future(self._closed.wait())], timeout=left_s)
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(self._closed.wait(), left_s)
 
     @property
     def num_sessions(self) -> int:
