@@ -186,7 +186,7 @@ def show(rates: list[Rate], cap_s: float) -> None:
     found = {(rate.probability, rate.client): rate for rate in rates}
     base = {client: found.get((0.0, client)) or found.get((0.0, "recovers")) for client in CLIENTS}
     title = "Steps per second (relative to no failures, part of the time in stalls)"
-    table = results_table(title, "failures per step", "killed", *CLIENTS, "target")
+    table = results_table(title, "rate", "killed", *CLIENTS, "target")
     for probability in dict.fromkeys(rate.probability for rate in rates):
         cells = []
         for client in CLIENTS:
