@@ -24,7 +24,7 @@ from swarm_client.session import RemoteSession
 from swarm_client.transport import Answer, HopSession, Server
 from swarm_protocol.errors import SwarmError
 from swarm_protocol.pb import swarm_pb2 as pb
-from swarm_protocol.records import ServerRecord
+from swarm_protocol.records import ServerRecord, ServerState
 from swarm_protocol.span import Span
 from swarm_protocol.wire import FIRST_STEP
 from tests.swarm.pair import NEW_TOKENS, ends_only_at_its_length
@@ -214,7 +214,8 @@ class Client:
 
     def _knows_all(self) -> bool:
         view = background.run(self.model.blocks.swarm.view(0))
-        known = {address for server in view.servers for address in server.addresses}
+        online = [server for server in view.servers if server.state is ServerState.ONLINE]
+        known = {address for server in online for address in server.addresses}
         return all(server.ready["grpc"] in known for server in self.fleet.running)
 
     def _heard(self, event: Event) -> None:

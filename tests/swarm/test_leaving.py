@@ -75,10 +75,10 @@ def test_a_long_prompt_moves(client, moments):
     client.generate(torch.cat([chat.sequences, LINE], 1), past_key_values=chat.past_key_values)
 
 
-def test_the_process_ends_with_code_0(fleet, client, moments, server_process, cache_home):
+def test_the_process_ends_with_code_0(fleet, connect, moments, server_process, cache_home):
     known = ["--model", str(fleet.model), "--swarm", fleet.swarm, "--quant", "none", "--throughput", "1000"]
     leaver = server_process(*known, "--blocks", "2:4", cache=cache_home)
-    codes = []
+    client, codes = connect(), []
     moments.before_step(5, lambda: codes.append(leaver.terminate()))
     client.generate(PROMPT)
     assert codes == [0]
