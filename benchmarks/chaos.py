@@ -230,14 +230,13 @@ def run_leave(args: argparse.Namespace, nursery: Nursery) -> tuple[Any, Tally]:
             right = undisturbed(model, prompt, LEAVE_TOKENS)
             for number in range(args.leaves):
                 rows.append({"quant": quant, **leave(model, replicas, prompt, right, number % NUM_SPANS, tally)})
-    headings = ("times", "moved", "replayed", "copied", "move", "gap", "ended after")
+    headings = ("moved", "replayed", "copied", "move", "gap", "ended")
     table = results_table("Told to leave, seconds", "", *headings)
     for quant in args.quant:
         some = [row for row in rows if row["quant"] == quant]
         table.add_row(
             QUANT_NAMES[quant],
-            str(len(some)),
-            str(sum(row["moves"] == 1 for row in some)),
+            f"{sum(row['moves'] == 1 for row in some)} of {len(some)}",
             str(sum(row["replayed_tokens"] for row in some)),
             f"{statistics.median(row['copied_tokens'] for row in some):g}",
             *(spread([row[name] for row in some]) for name in ("move_s", "hiccup_s", "ended_s")),
@@ -307,7 +306,7 @@ def main() -> None:
     parser.add_argument("--cap", type=float, default=120.0, help="seconds for a client that starts again and again")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--server-options", default="--no-prefix-cache", help="in one string")
-    parser.add_argument("--quick", action="store_true", help="a little of everything, in int8, in about a minute")
+    parser.add_argument("--quick", action="store_true", help="a little of everything, in int8, in one to three minutes")
     parser.add_argument("--json", type=Path, metavar="FILE")
     args = parser.parse_args()
     unknown = [name for name in args.sections if name not in SECTIONS]
