@@ -92,7 +92,8 @@ class Server:
                 return cls(record, channel, step_timeout_s)
             except PeerUnavailable as failure:
                 error = failure
-        raise PeerUnavailable(str(error or "the server announces no address"), record.peer_id, record.span)
+        reason = error or "it announces no address"
+        raise PeerUnavailable(f"server {record.short_id} cannot be reached: {reason}", record.peer_id, record.span)
 
     def leads_to(self, record: ServerRecord) -> bool:
         """Whether this connection is still the right one for a newer record of the server."""

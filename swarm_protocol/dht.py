@@ -25,6 +25,7 @@ from swarm_protocol.records import LIFETIME_S, ServerRecord, ServerState, SwarmV
 
 JOIN_TIMEOUT_S = 9.0  # an initial peer that does not answer is reported within 10 s
 _CONNECT_TIMEOUT_S = 3.0
+_DAEMON_TIMEOUT_S = 20.0  # on a machine that has much else to do
 # The whole subkey, which leaves no room for a second owner: hivemind asks for the signature of the first it finds.
 _SUBKEY = re.compile(r"([1-9A-HJ-NP-Za-km-z]+)\[owner:(ssh-rsa [A-Za-z0-9+/]+=*)\]")
 _logger = logging.getLogger(__name__)
@@ -73,14 +74,13 @@ class Dht:
         )
         if announce_host is not None:
             listening["announce_maddrs"] = [multiaddr(announce_host, port)]
-        deadline = asyncio.get_running_loop().time() + JOIN_TIMEOUT_S - _CONNECT_TIMEOUT_S
         with ExitStack() as stack:
             try:
                 p2p = await P2P.create(
                     initial_peers=list(initial_peers),
                     identity_path=stack.enter_context(identity.as_file()),
                     check_if_identity_free=False,  # starts another daemon to find out; our key files are locked
-                    startup_timeout=JOIN_TIMEOUT_S - _CONNECT_TIMEOUT_S,
+                    startup_timeout=_DAEMON_TIMEOUT_S,
                     auto_nat=False,
                     nat_port_map=False,
                     use_relay=False,
@@ -99,7 +99,7 @@ class Dht:
                     record_validator=_Validator(identity.private_key),
                     cache_refresh_before_expiry=0,
                 ),
-                max(1.0, deadline - asyncio.get_running_loop().time()),
+                JOIN_TIMEOUT_S - _CONNECT_TIMEOUT_S,
             )
         except (RuntimeError, asyncio.TimeoutError):
             await p2p.shutdown()

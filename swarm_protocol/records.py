@@ -13,8 +13,8 @@ from swarm_protocol.pb import swarm_pb2 as pb
 from swarm_protocol.span import Span
 from swarm_protocol.wire import MAX_TENSOR_BYTES, WIRE_VERSION
 
-REFRESH_S = 60.0
-LIFETIME_S = 120.0  # one refresh may be lost
+REFRESH_S = 20.0  # nodes that store a record may die with it
+LIFETIME_S = 120.0
 
 
 class ServerState(IntEnum):
