@@ -90,7 +90,8 @@ class _Distributed:
                 servers that failed, before ``RecoveryFailed``; 0 lets it fail at once.
             standby: keep a copy of each generation's keys and values on other servers, so that next to nothing must be
                 computed again when one fails. It costs their room and the network between them.
-            on_event: called with what happens to generations: ``swarm_client.events.Recovery``, ``Move``, ``Waiting``.
+            on_event: called with what happens to generations and training: ``swarm_client.events.Recovery``, ``Move``,
+                ``Waiting``, ``Retry``. It runs on the network's thread and must not hold it up.
             compression: of hidden states on their way to the servers: "none" or "int8".
             head_quant: of the head that turns hidden states into logits: "none", or "int8" (on the CPU), which is
                 faster and smaller, and frozen. A classifier's head stays as it is.

@@ -29,7 +29,8 @@ class RemoteSession:
     Attributes:
         length: positions in the cache, for every row.
         batch_size: rows; None before the first step.
-        on_event: called, on a thread of the session's own, with what happens to it (see ``swarm_client.events``).
+        on_event: called with what happens to the session (see ``swarm_client.events``), on the thread of the network,
+            which it must not hold up.
     """
 
     def __init__(
