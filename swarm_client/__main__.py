@@ -47,6 +47,14 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     generate.add_argument(
         "--wait", type=float, default=ClientConfig.wait_timeout_s, metavar="SECONDS", help="for blocks nobody serves"
     )
+    generate.add_argument(
+        "--recovery-timeout",
+        type=float,
+        default=ClientConfig.recovery_timeout_s,
+        metavar="SECONDS",
+        help="for others to take the place of servers that fail",
+    )
+    generate.add_argument("--standby", action="store_true", help="keep copies of keys and values on other servers")
 
     status = commands.add_parser(
         "status", parents=[common], formatter_class=formatter, help="show the swarm's servers and blocks"
@@ -83,6 +91,8 @@ def run_generate(args: argparse.Namespace) -> None:
         swarm=checked_name(args.swarm),
         revision=args.revision,
         wait_timeout_s=args.wait,
+        recovery_timeout_s=args.recovery_timeout,
+        standby=args.standby,
         head_quant=args.head_quant,
     )
     with model:

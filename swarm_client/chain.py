@@ -11,12 +11,13 @@ from swarm_client.background import now_s
 from swarm_client.call import Call
 from swarm_client.copies import Copies
 from swarm_client.events import Reporter
+from swarm_client.hops import Answer, HopSession, Inbox, Leaving, Trouble
 from swarm_client.opening import CODECS, Opener, close
 from swarm_client.recovery import Standing, Taken
 from swarm_client.repairs import HopsFailed, Repairs, StartOver
 from swarm_client.steps import Step, chunk_size, split
 from swarm_client.swarm import Swarm, closed_error
-from swarm_client.transport import PROBE_AFTER_S, PROBE_TIMEOUT_S, Answer, HopSession, Inbox, Leaving, Trouble
+from swarm_client.transport import PROBE_AFTER_S, PROBE_TIMEOUT_S
 from swarm_protocol.errors import (
     AccessDenied,
     BadReply,

@@ -30,5 +30,8 @@ class ClientConfig:
             if getattr(self, name) not in ("none", "int8"):
                 raise ValueError(f"{name} {getattr(self, name)!r} is unknown: expected none or int8")
         for name in ("wait_timeout_s", "step_timeout_s", "recovery_timeout_s"):
-            if not getattr(self, name) >= 0:
-                raise ValueError(f"{name} is {getattr(self, name)}: expected a number of seconds")
+            seconds = getattr(self, name)
+            if not isinstance(seconds, int | float) or not seconds >= 0:
+                raise ValueError(f"{name} is {seconds!r}: expected a number of seconds")
+        if self.on_event is not None and not callable(self.on_event):
+            raise ValueError(f"on_event is {self.on_event!r}: expected a function of one event")

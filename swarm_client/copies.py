@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 
 from swarm_client.background import now_s
 from swarm_client.events import Move, Reporter
+from swarm_client.hops import Answer, HopSession, Leaving, Trouble
 from swarm_client.opening import Opener, Opening
 from swarm_client.swarm import Swarm
-from swarm_client.transport import Answer, HopSession, Leaving, Trouble
 from swarm_protocol.errors import PeerError, SwarmError
 
 if TYPE_CHECKING:

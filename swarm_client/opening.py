@@ -8,9 +8,9 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from itertools import count
 
+from swarm_client.hops import HopSession, Inbox
 from swarm_client.routing import Hop
 from swarm_client.swarm import Swarm
-from swarm_client.transport import HopSession, Inbox
 from swarm_protocol.pb import swarm_pb2 as pb
 from swarm_protocol.records import ServerRecord
 from swarm_protocol.span import Span

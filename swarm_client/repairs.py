@@ -11,13 +11,14 @@ from swarm_client.background import now_s
 from swarm_client.call import Call
 from swarm_client.copies import Copies
 from swarm_client.events import Recovery, Reporter, Waiting
+from swarm_client.hops import HopSession
 from swarm_client.journal import Journal
 from swarm_client.opening import Opener, Opening, abandon, close
 from swarm_client.recovery import Replay, Standing, gaps, plan_catching_up, plan_replay
 from swarm_client.stall import Repair, Stall
 from swarm_client.steps import Step, chunk_size, split
 from swarm_client.swarm import Swarm
-from swarm_client.transport import PROBE_TIMEOUT_S, HopSession
+from swarm_client.transport import PROBE_TIMEOUT_S
 from swarm_protocol.errors import NoRoute, PeerBusy, PeerError, SessionLost, SwarmError
 from swarm_protocol.span import Span
 

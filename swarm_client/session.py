@@ -26,11 +26,12 @@ class RemoteSession:
     Servers are asked for room at the first step. When some fail, others take their place and are told what they must
     know; the outputs are the same. Closing, or losing the last reference, frees the room.
 
+    ``on_event`` is called with what happens to the session (see ``swarm_client.events``), on the thread of the network,
+    which it must not hold up.
+
     Attributes:
         length: positions in the cache, for every row.
         batch_size: rows; None before the first step.
-        on_event: called with what happens to the session (see ``swarm_client.events``), on the thread of the network,
-            which it must not hold up.
     """
 
     def __init__(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from swarm_client.transport import Context, WireTensor
+from swarm_client.wire_tensor import Context, WireTensor
 from swarm_protocol.block_input import BlockInput
 from swarm_protocol.pb import swarm_pb2 as pb
 from swarm_protocol.wire import PAGE_TOKENS

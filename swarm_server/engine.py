@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -19,95 +19,9 @@ from swarm_server.kv_rows import Growth, Layout, Parts, Row, Run, grow, runs
 from swarm_server.kv_transfer import Stored, pack, read, unpack
 from swarm_server.prefix_cache import ContentHash, PrefixCache, token_content
 from swarm_server.rows_cache import BlockRuns, RowsCache, attention_in_place, replaceable
+from swarm_server.session_state import Change, Session, State, Step, changed, cropped, forgotten
 
 _SAME = 5e-3  # relative; rounding in int8 and bfloat16 amplifies differences of 1e-7, mistakes are of order 1
-
-
-@dataclass(frozen=True)
-class Reorder:
-    """New row i is old row ``indices[i]``; the batch may grow or shrink."""
-
-    indices: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class Crop:
-    """Keeps the first ``length`` positions."""
-
-    length: int
-
-
-@dataclass(frozen=True)
-class RecordPast:
-    """Sliding windows keep what a later crop may need: what came after the crop before it."""
-
-
-Change = Reorder | Crop | RecordPast
-
-
-@dataclass(frozen=True)
-class Step:
-    """New positions of one session.
-
-    Attributes:
-        start: positions before them; what the session has beyond is dropped.
-        inputs: hidden states and what attention needs to know, for the new positions.
-        changes: what happens to the session before.
-        num_wanted: how many of the last outputs will be used; None: all.
-    """
-
-    start: int
-    inputs: BlockInput
-    changes: tuple[Change, ...] = ()
-    num_wanted: int | None = None
-
-
-@dataclass(frozen=True)
-class State:
-    """What steps change in a session.
-
-    Attributes:
-        settled: windows keep what a crop to this length needs; None: nothing beyond the window.
-        hashes: of each row's content so far; None if it is not known any more.
-        digests: of each row's full pages of content.
-        mask: under which that was sent, [batch, positions]; None if nothing was hidden.
-        can_match: all content so far was found in the prefix cache.
-    """
-
-    rows: tuple[Row, ...]
-    settled: int | None = None
-    hashes: tuple[ContentHash, ...] | None = None
-    digests: tuple[tuple[bytes, ...], ...] = ()
-    mask: torch.Tensor | None = None
-    can_match: bool = True
-
-    @property
-    def length(self) -> int:
-        return self.rows[0].length
-
-
-@dataclass
-class Session:
-    """One generation on this server. ``reserved``: positions per row that were promised to it."""
-
-    blocks: Span
-    layout: Layout
-    lease: Lease = field(repr=False)
-    reserved: int
-    state: State = field(repr=False)
-
-    @property
-    def batch_size(self) -> int:
-        return len(self.state.rows)
-
-    @property
-    def length(self) -> int:
-        """Positions of every row."""
-        return self.state.length
-
-    @property
-    def keeps_outputs(self) -> bool:
-        return self.layout.outputs_group is not None
 
 
 @dataclass
@@ -219,8 +133,8 @@ class Engine:
         if not state.rows:
             raise RequestRejected("the session is closed")
         for change in step.changes:
-            state = _changed(state, change, session.layout)
-        state = _cropped(state, step.start, session.layout)
+            state = changed(state, change, session.layout)
+        state = cropped(state, step.start, session.layout)
         batch_size, num_tokens, _ = step.inputs.hidden.shape
         if batch_size != len(state.rows):
             raise RequestRejected(f"hidden states of {batch_size} rows came for a session of {len(state.rows)} rows")
@@ -249,7 +163,7 @@ class Engine:
             return state, []
         mask = _hiding(step.inputs.attention_mask)
         if not _same_mask(state.mask, _hiding(None if mask is None else mask[:, : step.start])):
-            return _forgotten(state), []  # what came before looks different now: another content
+            return forgotten(state), []  # what came before looks different now: another content
         num_tokens = step.inputs.hidden.shape[1]
         content = token_content(step.inputs.hidden, *_positions_and_mask(step))
         added = [row_hash.added(row) for row_hash, row in zip(state.hashes, content, strict=True)]
@@ -319,8 +233,8 @@ class Engine:
             raise RequestRejected("the session is closed")
         state = session.state
         for change in changes:
-            state = _changed(state, change, session.layout)
-        state = _forgotten(_cropped(state, start, session.layout))
+            state = changed(state, change, session.layout)
+        state = forgotten(cropped(state, start, session.layout))
         stored.require_fit(session.layout, len(state.rows))
         with torch.inference_mode():
             growth = grow(
@@ -425,41 +339,6 @@ class Engine:
             None if inputs.position_ids is None else inputs.position_ids.to(device),
         )
         return output.to("cpu", inputs.hidden.dtype)
-
-
-def _changed(state: State, change: Change, layout: Layout) -> State:
-    """Raises RequestRejected if the change cannot be made."""
-    if isinstance(change, RecordPast):
-        return replace(state, settled=state.length)
-    if isinstance(change, Reorder):
-        highest = max(change.indices)
-        if highest >= len(state.rows):
-            raise RequestRejected(f"reordering takes row {highest} of a session that has {len(state.rows)} rows")
-        picked = {"rows": tuple(state.rows[i] for i in change.indices)}
-        if state.hashes is not None:
-            picked["hashes"] = tuple(state.hashes[i] for i in change.indices)
-            picked["digests"] = tuple(state.digests[i] for i in change.indices)
-            picked["mask"] = None if state.mask is None else state.mask[list(change.indices)]
-        return replace(state, **picked)
-    state = _cropped(state, change.length, layout)
-    return state if state.settled is None else replace(state, settled=change.length)
-
-
-def _cropped(state: State, length: int, layout: Layout) -> State:
-    if length > state.length:
-        raise RequestRejected(f"a step begins at position {length}, but the session has {state.length}")
-    if length == state.length:
-        return state
-    rows = tuple(row.crop(length, layout) for row in state.rows)
-    if None in rows:
-        raise RequestRejected(f"{state.length} positions cannot be cropped to {length}: sliding windows have moved on")
-    # The hash of part of a page cannot be taken back: from here on, content is not known any more.
-    return _forgotten(replace(state, rows=rows))
-
-
-def _forgotten(state: State) -> State:
-    """Without the knowledge of its content: nothing more of it is shared."""
-    return replace(state, hashes=None, digests=(), mask=None, can_match=False)
 
 
 def _hiding(mask: torch.Tensor | None) -> torch.Tensor | None:

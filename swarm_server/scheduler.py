@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import torch
 
 from swarm_protocol.errors import PeerBusy
-from swarm_server.engine import Session, Step
+from swarm_server.session_state import Session, Step
 
 _logger = logging.getLogger(__name__)
 _DELAY_HALF_LIFE_S = 10.0

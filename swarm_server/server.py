@@ -33,6 +33,7 @@ from swarm_server.blocks import BlockStack, load_blocks
 from swarm_server.config import ServerConfig
 from swarm_server.cores import CoreShare
 from swarm_server.engine import Engine
+from swarm_server.host import Host
 from swarm_server.kv_cache import CacheBudget, default_cache_bytes
 from swarm_server.memory import available_bytes, hosted_bytes_per_block
 from swarm_server.placement import choose_span
@@ -41,7 +42,6 @@ from swarm_server.push import Neighbours
 from swarm_server.quantization import Report, quantize_
 from swarm_server.scheduler import Scheduler
 from swarm_server.service import BlocksService
-from swarm_server.sessions import Host
 from swarm_server.throughput import decode_tokens_per_s
 from swarm_server.validation import Rules
 

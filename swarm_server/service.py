@@ -17,7 +17,8 @@ from swarm_protocol.errors import AccessDenied, PeerError, RequestRejected, Sess
 from swarm_protocol.pb import swarm_pb2 as pb
 from swarm_protocol.pb.swarm_pb2_grpc import BlocksServicer
 from swarm_protocol.span import Span
-from swarm_server.sessions import Host, HostedSession, StepReader
+from swarm_server.host import Host
+from swarm_server.sessions import HostedSession, StepReader
 
 _logger = logging.getLogger(__name__)
 _REFUSALS = (RequestRejected, AccessDenied, PeerError)

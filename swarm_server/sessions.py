@@ -1,114 +1,28 @@
-"""Sessions as peers see them: steps arrive from the client or the hop before, outputs go to the client or the next."""
+"""One session as peers see it: steps come from the client or the hop before, outputs go to the client or the next."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 
 from swarm_protocol.block_input import BlockInput
 from swarm_protocol.codec import Assembler, encode, torch_dtype
-from swarm_protocol.errors import PeerBusy, PeerMoved, RequestRejected, SessionLost
+from swarm_protocol.errors import PeerBusy, RequestRejected
 from swarm_protocol.pb import swarm_pb2 as pb
 from swarm_server.copying import Copier
-from swarm_server.engine import Change, Crop, Engine, RecordPast, Reorder, Session, Step
-from swarm_server.kv_cache import CacheBudget
 from swarm_server.kv_transfer import Stored
-from swarm_server.push import Neighbours, Pusher
-from swarm_server.scheduler import Scheduler
-from swarm_server.validation import Rules
+from swarm_server.push import Pusher
+from swarm_server.session_state import Change, Crop, RecordPast, Reorder, Session, Step
 
-MIN_KEY_BYTES = 16
+if TYPE_CHECKING:
+    from swarm_server.host import Host
+
 Reply = Callable[[list[pb.SessionReply]], Awaitable[None]]
-
-
-@dataclass
-class Host:
-    """What all sessions of one server share."""
-
-    engine: Engine
-    scheduler: Scheduler
-    budget: CacheBudget
-    rules: Rules
-    neighbours: Neighbours
-    max_sessions: int
-
-    def __post_init__(self) -> None:
-        self._sessions: dict[bytes, HostedSession] = {}
-        self._closed = asyncio.Event()  # some session, since somebody looked
-        self.leaving = False
-
-    def open(self, request: pb.Open, client: str, reply: Reply) -> HostedSession:
-        """A session, which must be closed.
-
-        Raises:
-            PeerMoved, RequestRejected: see ``Rules``; PeerMoved also if the server is about to leave.
-            PeerBusy: there is no room.
-        """
-        self.require_staying()
-        blocks = self.rules.blocks(request.contract)
-        batch_size = self.rules.batch_size(request.batch_size)
-        self.rules.length(request.reserve_tokens)
-        if len(request.session_key) < MIN_KEY_BYTES:
-            raise RequestRejected(f"the session key has {len(request.session_key)} bytes: expected {MIN_KEY_BYTES}")
-        if request.session_key in self._sessions:
-            raise RequestRejected("a session with this key is open already")
-        if len(self._sessions) >= self.max_sessions:
-            raise PeerBusy(f"the server has {self.max_sessions} sessions already")
-        keeps_outputs = request.HasField("next")
-        layout = self.engine.layout_of(blocks, keeps_outputs)
-        lease = self.budget.lease(client, batch_size * layout.size_bytes(request.reserve_tokens))
-        session = self.engine.open(
-            blocks,
-            batch_size,
-            lease,
-            reserved=request.reserve_tokens,
-            keeps_outputs=keeps_outputs,
-            records_past=request.records_past,
-        )
-        hosted = HostedSession(self, request, session, reply)
-        self._sessions[request.session_key] = hosted
-        return hosted
-
-    def require_staying(self) -> None:
-        """Raises PeerMoved if the server is about to leave."""
-        if self.leaving:
-            raise PeerMoved("the server is leaving the swarm")
-
-    def find(self, session_key: bytes) -> HostedSession:
-        """Raises SessionLost if there is none."""
-        try:
-            return self._sessions[session_key]
-        except KeyError:
-            raise SessionLost("this server does not know the session") from None
-
-    async def forget(self, hosted: HostedSession) -> None:
-        del self._sessions[hosted.key]
-        self._closed.set()
-        try:
-            await self.scheduler.call(lambda: self.engine.close(hosted.session))
-        except PeerBusy:  # the server ends
-            hosted.session.lease.close()
-
-    async def leave(self, timeout_s: float) -> None:
-        """Takes no new sessions and asks those there are to move; returns when all have, or after ``timeout_s``."""
-        self.leaving = True
-        await asyncio.gather(*(hosted.ask_to_move() for hosted in self._sessions.values()))
-        clock = asyncio.get_running_loop().time
-        deadline = clock() + timeout_s
-        while self._sessions and (left_s := deadline - clock()) > 0:
-            self._closed.clear()
-            with contextlib.suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(self._closed.wait(), left_s)
-
-    @property
-    def num_sessions(self) -> int:
-        return len(self._sessions)
 
 
 class HostedSession:

@@ -8,8 +8,9 @@ import torch
 
 from swarm_protocol.block_input import BlockInput
 from swarm_protocol.span import Span
-from swarm_server.engine import Engine, Session, Step
+from swarm_server.engine import Engine
 from swarm_server.kv_cache import CacheBudget
+from swarm_server.session_state import Session, Step
 
 _MIN_TIME_S = 0.2
 _CONTEXT_TOKENS = 32

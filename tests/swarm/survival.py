@@ -19,9 +19,10 @@ from transformers import AutoModelForCausalLM
 from swarm_client import DistributedModel, background
 from swarm_client.chain import Chain
 from swarm_client.events import Event, Move, Recovery, Waiting
+from swarm_client.hops import Answer, HopSession
 from swarm_client.nursery import Nursery, NurseryServer
 from swarm_client.session import RemoteSession
-from swarm_client.transport import Answer, HopSession, Server
+from swarm_client.transport import Server
 from swarm_protocol.errors import SwarmError
 from swarm_protocol.pb import swarm_pb2 as pb
 from swarm_protocol.records import ServerRecord, ServerState

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from swarm_client.transport import HopSession
+from swarm_client.hops import HopSession
 from swarm_protocol.span import Span
 from swarm_protocol.wire import PAGE_TOKENS
 from swarm_server.engine import Engine

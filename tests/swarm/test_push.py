@@ -12,15 +12,16 @@ import pytest
 import torch
 
 from swarm_client import transport
+from swarm_client.hops import Answer, HopSession
 from swarm_client.session import RemoteSession
-from swarm_client.transport import Answer, HopSession
 from swarm_protocol.codec import decode
 from swarm_protocol.errors import PeerUnavailable
 from swarm_protocol.pb import swarm_pb2 as pb
 from swarm_protocol.span import Span
-from swarm_server.engine import Change, Engine, Reorder
+from swarm_server.engine import Engine
+from swarm_server.host import Host
 from swarm_server.push import Neighbours, Pusher
-from swarm_server.sessions import Host
+from swarm_server.session_state import Change, Reorder
 from tests.swarm.pair import NEW_TOKENS, Pair, random_ids, started
 from tests.swarm.target import CLOSE, INVALID, TOKENS, UNKNOWN, assert_close, assert_one_sentence, header, wire
 from tests.swarm.waiting import wait_for

@@ -11,7 +11,7 @@ from transformers import DynamicCache
 
 from swarm_client import RecoveryFailed, chain
 from swarm_client.events import Waiting
-from swarm_client.transport import HopSession
+from swarm_client.hops import HopSession
 from swarm_protocol.span import Span
 from tests.swarm.pair import NEW_TOKENS, random_ids
 from tests.swarm.survival import SLOW, SPANS, each_hop

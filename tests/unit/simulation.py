@@ -21,12 +21,12 @@ from swarm_client.transport import Server
 from swarm_protocol.errors import PeerUnavailable, RequestRejected
 from swarm_protocol.records import ServerRecord, SwarmView
 from swarm_protocol.span import Span
-from swarm_server.engine import Change, Crop, RecordPast, Reorder, Step
+from swarm_server.host import Host
 from swarm_server.kv_cache import CacheBudget, Lease
 from swarm_server.kv_transfer import Stored
 from swarm_server.push import Neighbours
 from swarm_server.service import BlocksService
-from swarm_server.sessions import Host
+from swarm_server.session_state import Change, Crop, RecordPast, Reorder, Step
 from swarm_server.validation import Rules
 
 MODEL, REVISION, NUM_BLOCKS = "toy", "0", 6

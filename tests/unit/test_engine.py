@@ -14,9 +14,10 @@ from swarm_protocol.errors import PeerBusy, RequestRejected
 from swarm_protocol.span import Span
 from swarm_protocol.wire import PAGE_TOKENS
 from swarm_server.blocks import BlockStack, load_blocks
-from swarm_server.engine import Change, Crop, Engine, RecordPast, Reorder, Session, Step
+from swarm_server.engine import Engine
 from swarm_server.kv_cache import CacheBudget
 from swarm_server.prefix_cache import PrefixCache
+from swarm_server.session_state import Change, Crop, RecordPast, Reorder, Session, Step
 from tests.zoo import BLOCKS, HIDDEN, SLIDING, SUPPORTED, save_checkpoint
 
 TOLERANCE = 1e-5  # relative

@@ -13,9 +13,10 @@ from swarm_protocol.checkpoint import Checkpoint
 from swarm_protocol.errors import PeerBusy, RequestRejected
 from swarm_protocol.wire import PAGE_TOKENS
 from swarm_server.blocks import BlockStack, load_blocks
-from swarm_server.engine import Engine, Step
+from swarm_server.engine import Engine
 from swarm_server.kv_cache import CacheBudget
 from swarm_server.prefix_cache import PrefixCache
+from swarm_server.session_state import Step
 from tests.unit.test_engine import HOSTED, PLENTY, Generation, run
 from tests.zoo import HIDDEN, save_checkpoint
 

@@ -9,9 +9,10 @@ from swarm_protocol.checkpoint import Checkpoint
 from swarm_protocol.errors import PeerBusy, RequestRejected
 from swarm_protocol.span import Span
 from swarm_server.blocks import load_blocks
-from swarm_server.engine import Crop, Engine, Session
+from swarm_server.engine import Engine
 from swarm_server.kv_cache import CacheBudget
 from swarm_server.kv_transfer import Stored
+from swarm_server.session_state import Crop, Session
 from tests.unit.test_engine import Generation, advance
 from tests.zoo import save_checkpoint
 

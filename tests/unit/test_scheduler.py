@@ -12,8 +12,8 @@ import torch
 
 from swarm_protocol.block_input import BlockInput
 from swarm_protocol.errors import PeerBusy, RequestRejected
-from swarm_server.engine import Step
 from swarm_server.scheduler import Scheduler
+from swarm_server.session_state import Step
 from tests.unit.support import PATIENCE_S, run, until
 
 TRAINING = 3  # passes that may wait

@@ -10,8 +10,9 @@ import grpc
 import pytest
 import torch
 
+from swarm_client.hops import Answer, HopSession, Inbox, Trouble
 from swarm_client.routing import Hop
-from swarm_client.transport import Answer, HopSession, Inbox, Trouble, WireTensor
+from swarm_client.wire_tensor import WireTensor
 from swarm_protocol.errors import BadReply, PeerBusy, PeerError, PeerUnavailable, RequestRejected
 from swarm_protocol.pb import swarm_pb2 as pb
 from swarm_protocol.span import Span

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from swarm_protocol.block_input import BlockInput
-from swarm_server.engine import Step
 from swarm_server.scheduler import MAX_ROWS, Kind, Work, WorkQueue
+from swarm_server.session_state import Step
 
 
 def work(kind: Kind = Kind.DECODE, num_tokens: int = 1, rows: int = 1) -> Work:

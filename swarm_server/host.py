@@ -1,0 +1,102 @@
+"""All sessions of one server, by the keys under which peers find them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from dataclasses import dataclass
+
+from swarm_protocol.errors import PeerBusy, PeerMoved, RequestRejected, SessionLost
+from swarm_protocol.pb import swarm_pb2 as pb
+from swarm_server.engine import Engine
+from swarm_server.kv_cache import CacheBudget
+from swarm_server.push import Neighbours
+from swarm_server.scheduler import Scheduler
+from swarm_server.sessions import HostedSession, Reply
+from swarm_server.validation import Rules
+
+MIN_KEY_BYTES = 16
+
+
+@dataclass
+class Host:
+    """What all sessions of one server share."""
+
+    engine: Engine
+    scheduler: Scheduler
+    budget: CacheBudget
+    rules: Rules
+    neighbours: Neighbours
+    max_sessions: int
+
+    def __post_init__(self) -> None:
+        self._sessions: dict[bytes, HostedSession] = {}
+        self._closed = asyncio.Event()  # some session, since somebody looked
+        self.leaving = False
+
+    def open(self, request: pb.Open, client: str, reply: Reply) -> HostedSession:
+        """A session, which must be closed.
+
+        Raises:
+            PeerMoved, RequestRejected: see ``Rules``; PeerMoved also if the server is about to leave.
+            PeerBusy: there is no room.
+        """
+        self.require_staying()
+        blocks = self.rules.blocks(request.contract)
+        batch_size = self.rules.batch_size(request.batch_size)
+        self.rules.length(request.reserve_tokens)
+        if len(request.session_key) < MIN_KEY_BYTES:
+            raise RequestRejected(f"the session key has {len(request.session_key)} bytes: expected {MIN_KEY_BYTES}")
+        if request.session_key in self._sessions:
+            raise RequestRejected("a session with this key is open already")
+        if len(self._sessions) >= self.max_sessions:
+            raise PeerBusy(f"the server has {self.max_sessions} sessions already")
+        keeps_outputs = request.HasField("next")
+        layout = self.engine.layout_of(blocks, keeps_outputs)
+        lease = self.budget.lease(client, batch_size * layout.size_bytes(request.reserve_tokens))
+        session = self.engine.open(
+            blocks,
+            batch_size,
+            lease,
+            reserved=request.reserve_tokens,
+            keeps_outputs=keeps_outputs,
+            records_past=request.records_past,
+        )
+        hosted = HostedSession(self, request, session, reply)
+        self._sessions[request.session_key] = hosted
+        return hosted
+
+    def require_staying(self) -> None:
+        """Raises PeerMoved if the server is about to leave."""
+        if self.leaving:
+            raise PeerMoved("the server is leaving the swarm")
+
+    def find(self, session_key: bytes) -> HostedSession:
+        """Raises SessionLost if there is none."""
+        try:
+            return self._sessions[session_key]
+        except KeyError:
+            raise SessionLost("this server does not know the session") from None
+
+    async def forget(self, hosted: HostedSession) -> None:
+        del self._sessions[hosted.key]
+        self._closed.set()
+        try:
+            await self.scheduler.call(lambda: self.engine.close(hosted.session))
+        except PeerBusy:  # the server ends
+            hosted.session.lease.close()
+
+    async def leave(self, timeout_s: float) -> None:
+        """Takes no new sessions and asks those there are to move; returns when all have, or after ``timeout_s``."""
+        self.leaving = True
+        await asyncio.gather(*(hosted.ask_to_move() for hosted in self._sessions.values()))
+        clock = asyncio.get_running_loop().time
+        deadline = clock() + timeout_s
+        while self._sessions and (left_s := deadline - clock()) > 0:
+            self._closed.clear()
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(self._closed.wait(), left_s)
+
+    @property
+    def num_sessions(self) -> int:
+        return len(self._sessions)
