@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from swarm_protocol.errors import NoRoute
 from swarm_protocol.records import ServerRecord, ServerState, SwarmView, missing_spans
 from swarm_protocol.span import Span
@@ -36,29 +38,39 @@ def fastest_chain(
     """The hops that carry one token through ``blocks`` soonest.
 
     The cost of a hop is its round trip, its queue delay, the computing time of its blocks, and a penalty if its KV
-    cache has no room for ``need_tokens``. ``view`` holds usable servers only (see ``usable``).
+    cache has no room for ``need_tokens``. ``view`` holds usable servers only (see ``usable``). Dynamic programming from
+    the last block to the first, over servers times blocks.
 
     Raises:
         NoRoute: naming the blocks that no server holds.
     """
     rtts_s = rtts_s or {}
-    best: dict[int, tuple[float, Chain]] = {blocks.end: (0.0, ())}  # from this block to the end
-    for start in reversed(range(blocks.start, blocks.end)):
-        candidates = []
-        for server in view.servers:
-            if start not in server.span:
-                continue
-            per_hop, per_block = _costs(server, rtts_s.get(server.peer_id, ASSUMED_RTT_S), need_tokens)
-            for end in range(start + 1, min(server.span.end, blocks.end) + 1):
-                if end in best:
-                    cost, rest = best[end]
-                    candidates.append((cost + per_hop + (end - start) * per_block, server, end, rest))
-        if candidates:
-            cost, server, end, rest = min(candidates, key=lambda candidate: (candidate[0], candidate[1].peer_id))
-            best[start] = (cost, (Hop(server, Span(start, end)), *rest))
-    if blocks.start not in best:
-        raise no_route(view, blocks)
-    return best[blocks.start][1]
+    servers = sorted(view.servers, key=lambda server: server.peer_id)
+    costs = [_costs(server, rtts_s.get(server.peer_id, ASSUMED_RTT_S), need_tokens) for server in servers]
+    per_hop, per_block = np.array(costs).reshape(-1, 2).T
+    starts = np.array([server.span.start for server in servers])
+    ends = np.array([server.span.end for server in servers])
+    best = 0.0  # seconds from the block after the one at hand to the end
+    through = np.full(len(servers), np.inf)  # the same if that block is computed by this server, its visit not counted
+    first: dict[int, int] = {}  # the server to take at a block
+    stays: dict[int, np.ndarray] = {}  # which servers had better go on with the block after
+    for block in reversed(range(blocks.start, blocks.end)):
+        stays[block] = through <= best
+        holds = (starts <= block) & (block < ends)
+        through = np.where(holds, per_block + np.minimum(through, best), np.inf)
+        total = through + per_hop
+        if not np.isfinite(total).any():
+            raise no_route(view, blocks)
+        first[block] = int(total.argmin())
+        best = total[first[block]]
+    chain, block = [], blocks.start
+    while block < blocks.end:
+        start, number = block, first[block]
+        while stays[block][number] and block + 1 < blocks.end:
+            block += 1
+        block += 1
+        chain.append(Hop(servers[number], Span(start, block)))
+    return tuple(chain)
 
 
 def best_replica(
