@@ -26,6 +26,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--model", default=DEFAULT_MODEL, metavar="NAME_OR_PATH", help="hub name or directory")
     add("--revision", help="branch, tag or commit of a hub model")
     add("--blocks", metavar="START:END", help="blocks to host; without it the server chooses")
+    add("--num-blocks", type=int, metavar="N", help="how many blocks to host, where the swarm needs them most")
+    add("--memory", metavar="SIZE", help="for blocks, keys and values, such as 4GiB; decides how many blocks")
     add("--quant", default="int8", help="int8, nf4, none, or bnb-int8 (slow on CPU, for comparison)")
     add("--dtype", default="auto", help="of computation: auto, float32, bfloat16 or float16")
     add("--device", default="auto", help="auto, cpu, cuda, cuda:1, …")
@@ -62,6 +64,8 @@ def read_config(args: argparse.Namespace):
     except ValueError:
         raise ValueError(f"throughput {args.throughput!r} is not understood: expected auto or a number") from None
     return ServerConfig(
+        num_blocks=args.num_blocks,
+        memory_bytes=None if args.memory is None else parse_size(args.memory),
         cache_bytes=None if args.cache_memory is None else parse_size(args.cache_memory),
         prefix_cache=not args.no_prefix_cache,
         chunk_tokens=args.chunk_tokens,

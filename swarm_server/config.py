@@ -22,6 +22,8 @@ class ServerConfig:
     model: str = DEFAULT_MODEL  # hub name or path
     model_revision: str | None = None  # of a hub model
     blocks: Span | None = None  # None: the server chooses
+    num_blocks: int | None = None  # how many it chooses; None: from memory
+    memory_bytes: int | None = None  # of blocks, keys and values; None: from free memory
     quant: str = "int8"
     dtype: str = "auto"  # of computation; auto: float32 on CPU, bfloat16 on CUDA
     device: str = "auto"  # auto: CUDA if there is any
@@ -50,10 +52,13 @@ class ServerConfig:
         for name, port in (("port", self.port), ("dht_port", self.dht_port)):
             if not 0 <= port < 65536:
                 raise ValueError(f"{name} {port} is no port: expected 0 to 65535")
-        for name in ("cache_tokens", "cache_bytes", "chunk_tokens", "max_sessions"):
+        for name in ("num_blocks", "memory_bytes", "cache_tokens", "cache_bytes", "chunk_tokens", "max_sessions"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name} is {value}: expected at least 1")
+        given = [name for name in ("blocks", "num_blocks", "memory_bytes") if getattr(self, name) is not None]
+        if len(given) > 1:
+            raise ValueError(f"{given[0]} and {given[1]} are both given: expected one of them")
         if not 0 <= self.drain_timeout_s < inf:
             raise ValueError(f"drain_timeout_s is {self.drain_timeout_s}: expected a number of seconds")
         if self.cache_tokens is not None and self.cache_bytes is not None:

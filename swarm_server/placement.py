@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from swarm_protocol.records import SwarmView
+from swarm_protocol.records import ServerState, SwarmView
 from swarm_protocol.span import Span
 
 
@@ -10,10 +10,13 @@ def choose_span(view: SwarmView, num_blocks: int, num_hosted: int) -> Span:
     """The window of ``num_hosted`` blocks where the swarm is weakest.
 
     A window's weakness is the sorted list of its blocks' throughputs (tokens/s summed over the servers that hold
-    them); the lexicographically lowest wins, the earliest of equals. Servers still joining count as well.
+    them); the lexicographically lowest wins, the earliest of equals. Servers still joining count as well, those that
+    leave do not.
     """
     throughputs = [0.0] * num_blocks
     for server in view.servers:
+        if server.state is ServerState.DRAINING:
+            continue
         for block in range(server.span.start, min(server.span.end, num_blocks)):
             throughputs[block] += max(server.tokens_per_s, 1e-6)
     num_hosted = min(num_hosted, num_blocks)

@@ -47,6 +47,7 @@ from swarm_server.validation import Rules
 
 _logger = logging.getLogger(__name__)
 CHUNK_TOKENS_CPU, CHUNK_TOKENS_CUDA = 64, 512
+_BLOCKS_OF_FREE, _BLOCKS_OF_GIVEN = 0.6, 0.8  # of memory; what is left is for keys and values
 _SHARE_CORES_S = 5.0
 _GRACE_S = 2.0  # for streams that are open when the server stops
 
@@ -108,7 +109,7 @@ class Server:
             prefix_cache = PrefixCache() if config.prefix_cache else None
             engine = await asyncio.to_thread(Engine, stack, prefix_cache=prefix_cache)
             throughput = config.throughput or await asyncio.to_thread(decode_tokens_per_s, engine, span)
-            budget = _cache_budget(config, engine)
+            budget = _cache_budget(config, engine, hosted_bytes_per_block(checkpoint, config.quant) * len(span))
             if prefix_cache is not None:
                 budget.reclaim = prefix_cache.reclaim
             scheduler = Scheduler(engine, config.queue_size, engine.mixes_rows)
@@ -176,9 +177,18 @@ class Server:
     async def _choose_span(self, checkpoint: Checkpoint, num_blocks: int, device: torch.device) -> Span:
         view = await self._dht.view(checkpoint.name)
         block_bytes = hosted_bytes_per_block(checkpoint, self._config.quant)
-        affordable = int(available_bytes(device) * 0.6 // block_bytes)
+        config = self._config
+        if config.num_blocks is not None:
+            if config.num_blocks > num_blocks:
+                raise ValueError(f"{config.num_blocks} blocks are more than the model's {num_blocks}")
+            return choose_span(view, num_blocks, config.num_blocks)
+        share = _BLOCKS_OF_FREE if config.memory_bytes is None else _BLOCKS_OF_GIVEN
+        affordable = int((config.memory_bytes or available_bytes(device)) * share // block_bytes)
         if affordable < 1:
-            raise ValueError(f"not enough free memory for one block ({block_bytes >> 20} MiB)")
+            given = "free memory" if config.memory_bytes is None else f"memory in {config.memory_bytes >> 20} MiB"
+            raise ValueError(
+                f"not enough {given} for one block, which takes {block_bytes / 2**20:.1f} MiB beside keys and values"
+            )
         return choose_span(view, num_blocks, affordable)
 
     def _current_record(self) -> ServerRecord:
@@ -281,11 +291,16 @@ async def _share_cores(cores: CoreShare, scheduler: Scheduler) -> None:
         await asyncio.sleep(_SHARE_CORES_S)
 
 
-def _cache_budget(config: ServerConfig, engine: Engine) -> CacheBudget:
+def _cache_budget(config: ServerConfig, engine: Engine, hosted_bytes: int) -> CacheBudget:
     token_bytes = engine.layout.token_bytes
     if config.cache_tokens is not None:
         return CacheBudget(config.cache_tokens * token_bytes, token_bytes)
-    size_bytes = config.cache_bytes or default_cache_bytes(token_bytes, available_bytes(engine.device))
+    if config.cache_bytes is not None:
+        size_bytes = config.cache_bytes
+    elif config.memory_bytes is not None:
+        size_bytes = config.memory_bytes - hosted_bytes
+    else:
+        size_bytes = default_cache_bytes(token_bytes, available_bytes(engine.device))
     if size_bytes < token_bytes:
         raise ValueError(f"cache memory of {size_bytes} bytes has no room for one token, which takes {token_bytes}")
     return CacheBudget(size_bytes, token_bytes)

@@ -51,6 +51,11 @@ def test_a_server_that_is_still_loading_counts() -> None:
     assert choose_span(SwarmView((joining,)), 8, 4) == Span(4, 8)
 
 
+def test_a_server_that_leaves_does_not_count() -> None:
+    leaving = server_record("a", "0:4", state=ServerState.DRAINING)
+    assert choose_span(SwarmView((leaving, server_record("b", "4:8"))), 8, 4) == Span(0, 4)
+
+
 def test_servers_that_join_one_after_the_other_cover_the_model() -> None:
     servers: list = []
     for _ in range(4):

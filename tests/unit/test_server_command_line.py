@@ -33,6 +33,33 @@ def test_every_flag_reaches_the_config() -> None:
     )  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    ("argv", "expected"),
+    [
+        (["--num-blocks", "8"], ServerConfig(num_blocks=8)),
+        (["--memory", "4GiB"], ServerConfig(memory_bytes=4 << 30)),
+        (["--drain-timeout", "2.5"], ServerConfig(drain_timeout_s=2.5)),
+    ],
+)
+def test_how_many_blocks_and_how_long_to_leave(argv: list[str], expected: ServerConfig) -> None:
+    assert config(*argv) == expected
+
+
+@pytest.mark.parametrize(
+    ("argv", "sentence"),
+    [
+        (["--blocks", "0:2", "--num-blocks", "2"], "blocks and num_blocks are both given: expected one of them"),
+        (["--num-blocks", "2", "--memory", "1GiB"], "num_blocks and memory_bytes are both given"),
+        (["--num-blocks", "0"], "num_blocks is 0: expected at least 1"),
+        (["--memory", "much"], "size 'much' is not understood"),
+        (["--drain-timeout", "-1"], "drain_timeout_s is -1.0: expected a number of seconds"),
+    ],
+)
+def test_how_many_blocks_is_said_once(argv: list[str], sentence: str) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        config(*argv)
+
+
 def test_room_for_keys_and_values_may_be_given_as_memory() -> None:
     assert config("--cache-memory", "1.5GiB") == ServerConfig(cache_bytes=3 << 29)
 

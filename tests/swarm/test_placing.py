@@ -1,0 +1,52 @@
+"""Servers that are told how much to host find out what."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from swarm_protocol.checkpoint import Checkpoint
+from swarm_protocol.span import Span
+from swarm_server.memory import hosted_bytes_per_block
+from tests.swarm.harness import InProcessServers
+from tests.zoo import BLOCKS, save_checkpoint
+
+ANYWHERE = "0:1"  # overridden
+
+
+@pytest.fixture
+def servers(tmp_path) -> Iterator[InProcessServers]:
+    directory = tmp_path / "llama"
+    save_checkpoint("llama", directory)
+    with InProcessServers(directory) as servers:
+        yield servers
+
+
+def test_servers_of_so_many_blocks_cover_the_model(servers):
+    for _ in range(BLOCKS // 2):
+        servers.start(ANYWHERE, blocks=None, num_blocks=2)
+    spans = sorted(record.span for record in servers.records())
+    assert spans == [Span(start, start + 2) for start in range(0, BLOCKS, 2)]
+
+
+def test_memory_decides_how_many_blocks_and_how_much_room(servers):
+    block_bytes = hosted_bytes_per_block(Checkpoint.open(servers.model), "none")
+    memory_bytes = 4 * block_bytes
+    servers.start(ANYWHERE, blocks=None, memory_bytes=memory_bytes, cache_tokens=None)
+    (record,) = servers.describe()
+    assert len(record.span) == 3  # a fifth is for keys and values
+    token_bytes = 3 * 256 + 256  # of three blocks, and the output
+    assert record.cache_tokens_left == (memory_bytes - 3 * block_bytes) // token_bytes
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"num_blocks": BLOCKS + 1}, f"{BLOCKS + 1} blocks are more than the model's {BLOCKS}"),
+        ({"memory_bytes": 1000}, r"not enough memory in 0 MiB for one block, which takes \d\.\d MiB"),
+    ],
+)
+def test_what_cannot_be_is_said(servers, options, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        servers.start(ANYWHERE, blocks=None, **options)
