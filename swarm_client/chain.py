@@ -223,6 +223,9 @@ class Chain:
             step = call.step(event.step)
             if step is not None and step.number not in call.outputs:
                 call.outputs[step.number] = self._decoded(event, step, call)
+                for hop in self.hops:
+                    if hop.refused == step.number:
+                        hop.refused = None
                 self._repairs.answered()
 
     def _handle_trouble(self, event: Trouble, index: int, call: Call) -> None:
@@ -239,6 +242,9 @@ class Chain:
             raise HopsFailed({hop: error})
         if index == 0:
             raise error
+        if hop.refused is not None and event.step > hop.refused:
+            return  # in the wake of the one that is refused already
+        hop.refused = event.step
         # The input came from the server before: that one is not right, or else this one.
         call.num_refusals += 1
         if call.num_refusals > _MAX_REFUSALS:

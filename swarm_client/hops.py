@@ -16,6 +16,7 @@ from swarm_client.wire_tensor import WireTensor
 from swarm_protocol.codec import Assembler
 from swarm_protocol.errors import BadReply, PeerUnavailable, RequestRejected, SwarmError, from_status
 from swarm_protocol.pb import swarm_pb2 as pb
+from swarm_protocol.records import ServerRecord
 from swarm_protocol.span import Span
 
 if TYPE_CHECKING:
@@ -67,6 +68,7 @@ class HopSession:
         changed_number: the rows came with the changes of steps up to this number in them.
         history: steps by which the server learns what came before it, by number.
         seen_number: how far the server was when it was last asked.
+        refused: a step that the server has not taken because of the one before.
         next_number: which hop the outputs go to; None: to the client.
         route: how often that was to change; ``held``: the server does nothing until it changes again.
     """
@@ -87,6 +89,7 @@ class HopSession:
         self.changed_number = request.changed_number if request else 0
         self.history: dict[int, Any] = {}
         self.seen_number = 0
+        self.refused: int | None = None
         self.next_number: int | None = None
         self.route = 0
         self.leaving = False
@@ -187,13 +190,7 @@ class HopSession:
 
     def as_next(self) -> pb.NextHop:
         """How other servers reach this session."""
-        server = self.hop.server
-        return pb.NextHop(
-            peer_id=server.peer_id,
-            addresses=server.addresses,
-            tls_fingerprint=server.tls_fingerprint,
-            session_key=self.session_key,
-        )
+        return next_hop(self.hop.server, self.session_key)
 
     async def _say_goodbye(self) -> None:
         async with self._writing:
@@ -285,3 +282,13 @@ class HopSession:
     def _out_of_turn(self) -> BadReply:
         server = self.hop.server
         return BadReply(f"server {server.short_id} answered out of turn", server.peer_id, self.hop.span)
+
+
+def next_hop(server: ServerRecord, session_key: bytes) -> pb.NextHop:
+    """How another server reaches a session on this one."""
+    return pb.NextHop(
+        peer_id=server.peer_id,
+        addresses=server.addresses,
+        tls_fingerprint=server.tls_fingerprint,
+        session_key=session_key,
+    )

@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from itertools import count
 
-from swarm_client.hops import HopSession, Inbox
+from swarm_client.hops import HopSession, Inbox, next_hop
 from swarm_client.routing import Hop
 from swarm_client.swarm import Swarm
 from swarm_protocol.pb import swarm_pb2 as pb
@@ -62,12 +62,12 @@ class Opener:
         need_tokens = opening.batch_size * opening.reserve_tokens
         chain = await self._swarm.chain(span, need_tokens, avoid=avoid, timeout_s=timeout_s, like=like, on_wait=on_wait)
         keys = [secrets.token_bytes(16) for _ in chain]
-        nexts = [_next_hop(hop.server, key) for hop, key in zip(chain[1:], keys[1:], strict=True)]
+        nexts = [next_hop(hop.server, key) for hop, key in zip(chain[1:], keys[1:], strict=True)]
         nexts.append(None if after is None else after.as_next())
         jobs = []
-        for hop, key, next_hop in zip(chain, keys, nexts, strict=True):
+        for hop, key, onward in zip(chain, keys, nexts, strict=True):
             is_last = hop is chain[-1]
-            jobs.append(asyncio.ensure_future(self._open(hop, key, next_hop, opening, opening.sent_number * is_last)))
+            jobs.append(asyncio.ensure_future(self._open(hop, key, onward, opening, opening.sent_number * is_last)))
         try:
             results = await asyncio.gather(*jobs, return_exceptions=True)
         except asyncio.CancelledError:  # interrupted
@@ -87,13 +87,13 @@ class Opener:
         self, of: HopSession, opening: Opening, after: HopSession | None, server: ServerRecord
     ) -> HopSession:
         """A session on ``server`` like that of ``of``, with nothing in it yet."""
-        next_hop = None if after is None else after.as_next()
-        hop = await self._open(Hop(server, of.span), secrets.token_bytes(16), next_hop, opening, 0)
+        onward = None if after is None else after.as_next()
+        hop = await self._open(Hop(server, of.span), secrets.token_bytes(16), onward, opening, 0)
         hop.next_number = None if after is None else after.number
         return hop
 
     async def _open(
-        self, hop: Hop, key: bytes, next_hop: pb.NextHop | None, opening: Opening, sent_number: int
+        self, hop: Hop, key: bytes, onward: pb.NextHop | None, opening: Opening, sent_number: int
     ) -> HopSession:
         number = next(self._numbers)
         request = pb.Open(
@@ -101,7 +101,7 @@ class Opener:
             batch_size=opening.batch_size,
             reserve_tokens=opening.reserve_tokens,
             codec=CODECS[self._swarm.config.compression],
-            next=next_hop,
+            next=onward,
             sent_number=sent_number,
             changed_number=opening.changed_number,
             records_past=opening.records_past,
@@ -119,12 +119,3 @@ def abandon(hops) -> None:
 async def close(hops) -> None:
     """Ends sessions politely, all at once."""
     await asyncio.gather(*(hop.close() for hop in hops), return_exceptions=True)
-
-
-def _next_hop(server: ServerRecord, key: bytes) -> pb.NextHop:
-    return pb.NextHop(
-        peer_id=server.peer_id,
-        addresses=server.addresses,
-        tls_fingerprint=server.tls_fingerprint,
-        session_key=key,
-    )

@@ -14,9 +14,9 @@ PACKAGES = {  # what each may import of the others
     "swarm_client": {"swarm_protocol"},
     "swarm_server": {"swarm_protocol"},
 }
-POLICIES = ["swarm_client/routing.py", "swarm_server/placement.py"]
+POLICIES = ["swarm_client/recovery.py", "swarm_client/routing.py", "swarm_server/placement.py"]
 POLICY_IMPORTS = {
-    *("__future__", "collections", "dataclasses", "enum", "functools", "heapq", "itertools", "math", "typing"),
+    *("__future__", "collections", "dataclasses", "enum", "functools", "heapq", "itertools", "math", "numpy", "typing"),
     *(f"swarm_protocol.{module}" for module in ("errors", "records", "span", "wire")),
 }
 
