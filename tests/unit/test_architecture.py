@@ -100,7 +100,7 @@ def test_right_arrows_are_not() -> None:
         assert wrong_arrows(f"{package}/a.py", source) == []
 
 
-@pytest.mark.parametrize("name", ["torch", "asyncio", "time", "socket", "grpc", "random", "os", "numpy"])
+@pytest.mark.parametrize("name", ["torch", "asyncio", "time", "socket", "grpc", "random", "os"])
 def test_a_policy_with_effects_is_named(name: str) -> None:
     assert impurities("swarm_client/routing.py", f"import {name}") != []
     assert impurities("swarm_client/routing.py", f"def f():\n    from {name} import x") != []
