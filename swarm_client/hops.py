@@ -66,7 +66,7 @@ class HopSession:
         number: tells the hops of a session apart.
         session_key: by which other servers and calls find the session.
         changed_number: the rows came with the changes of steps up to this number in them.
-        history: steps by which the server learns what came before it, by number.
+        told: steps by which the server learns what came before it, by number.
         seen_number: how far the server was when it was last asked.
         refused: a step that the server has not taken because of the one before.
         next_number: which hop the outputs go to; None: to the client.
@@ -87,7 +87,7 @@ class HopSession:
         self.max_step_tokens = 0
         self.session_key = request.session_key if request else b""
         self.changed_number = request.changed_number if request else 0
-        self.history: dict[int, Any] = {}
+        self.told: dict[int, Any] = {}
         self.seen_number = 0
         self.refused: int | None = None
         self.next_number: int | None = None

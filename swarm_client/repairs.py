@@ -13,7 +13,7 @@ from swarm_client.copies import Copies
 from swarm_client.events import Recovery, Reporter, Waiting
 from swarm_client.hops import HopSession
 from swarm_client.journal import Journal
-from swarm_client.opening import Opener, Opening, abandon, close
+from swarm_client.opening import Opener, Opening, abandon
 from swarm_client.recovery import Replay, Standing, gaps, plan_catching_up, plan_replay
 from swarm_client.stall import Repair, Stall
 from swarm_client.steps import Step, chunk_size, split
@@ -81,8 +81,9 @@ class Repairs:
         )
         self._chain.hops = hops
         self._chain.cut(call)
-        history = self._tell(rows, (0, call.start), hops)
-        self._chain.post([*history, *call.steps])
+        steps = [*self._history(rows, (0, call.start), hops), *call.steps]
+        _remember(hops, steps)
+        self._chain.post(steps)
         if self._stall is not None:
             replacements = tuple(hop.hop.server.peer_id for hop in hops)
             reason = self._stall.tried[0] if self._stall.tried else "the session's servers were let go"
@@ -137,17 +138,14 @@ class Repairs:
                 self._note(error)
                 self._check_time(span)
 
-    def _tell(self, rows: Journal, history: tuple[int, int], hops: list[HopSession], number: int = 1) -> list[Step]:
+    def _history(self, rows: Journal, history: tuple[int, int], hops: list[HopSession], number: int = 1) -> list[Step]:
         """The steps, numbered from ``number``, by which hops learn these positions."""
         start, end = history
         if end <= start:
             return []
         limits = [hop.max_step_tokens for hop in hops]
         size = chunk_size(end - start, rows.batch_size, limits)
-        steps = split(rows.read(start, end), start=start, number=number, size=size, codec=self._chain.codec)
-        for hop in hops:
-            hop.history = {step.number: step for step in steps}
-        return steps
+        return split(rows.read(start, end), start=start, number=number, size=size, codec=self._chain.codec)
 
     # ------------------------------------------------------------ hops that fail
 
@@ -159,7 +157,7 @@ class Repairs:
         while True:
             try:
                 self._check_time(next(iter(failed)).span)
-                standings = await self._ask(failed)
+                standings = await self._ask(failed, call)
                 for gap in gaps([hop in failed for hop in self._chain.hops]):
                     await self._close_gap(gap, standings, failed, call)
                 self._chain.got_on()
@@ -168,8 +166,9 @@ class Repairs:
                 self._blame(failure.errors)
                 failed = {hop: error for hop, error in failed.items() if hop in self._chain.hops} | dict(failure.errors)
 
-    async def _ask(self, failed: dict[HopSession, SwarmError]) -> dict[HopSession, Standing]:
-        """Where the others stand; those that do not answer, or do not know enough, are added to the failed.
+    async def _ask(self, failed: dict[HopSession, SwarmError], call: Call) -> dict[HopSession, Standing]:
+        """Where the others stand; those that do not answer, or do not know all from before the call, are added to the
+        failed.
 
         Hops before a failed one get no further until they are rerouted.
         """
@@ -184,7 +183,7 @@ class Repairs:
                     errors[hop] = result
                 elif isinstance(result, BaseException):
                     raise result
-                elif result.number >= max(hop.history, default=0):
+                elif result.number >= max((number for number in hop.told if number < call.first_number), default=0):
                     standings[hop] = self._chain.standing(hop, result)
                 else:
                     server = hop.hop.server
@@ -218,7 +217,11 @@ class Repairs:
                 sent_number=replay.sent_number,
                 changed_number=replay.changed_number,
             )
-        await self._connect(call, replay, rows, number, before, new)
+        try:
+            await self._connect(call, replay, rows, number, before, new)
+        except BaseException:  # an interruption among them: nobody else knows of the new hops yet
+            abandon(new)
+            raise
         abandon(replaced)
         self._chain.hops[gap.start : gap.stop] = new
         self._copies.drop(replaced)
@@ -240,9 +243,9 @@ class Repairs:
         resend = [call.step(step.number) for step in replay.resend]
         limit = min(hop.max_step_tokens for hop in new)
         if any(step.num_positions > limit and step.end - step.start > 1 for step in resend):
-            await close(new)
             raise StartOver
-        steps = [*self._tell(rows, replay.history, new, number), *resend]
+        steps = [*self._history(rows, replay.history, new, number), *resend]
+        _remember(new, steps)
         if before is None:
             for step in steps:
                 new[0].post(step.message, step.parts)
@@ -250,7 +253,6 @@ class Repairs:
         try:
             await before.reroute(new[0], [step.without_data() for step in steps])
         except SwarmError as error:
-            await close(new)
             raise HopsFailed({before: error}) from None
 
     async def _take_copy(
@@ -273,9 +275,12 @@ class Repairs:
                 if copy.next_number != (None if after is None else after.number):
                     await copy.reroute(after, [])
                 return [copy], replay
+            copy.abandon()
         except SwarmError:
-            pass
-        copy.abandon()
+            copy.abandon()
+        except BaseException:
+            copy.abandon()
+            raise
         return None
 
     # ------------------------------------------------------------ time
@@ -309,3 +314,10 @@ class Repairs:
         if not self._stall.waits:
             self._stall.waits = True
             self._reporter.report(Waiting(reason, timeout_s))
+
+
+def _remember(hops: list[HopSession], steps: list[Step]) -> None:
+    """What new hops are told: servers that cannot reach one another let the client pass it on, maybe much later."""
+    told = {step.number: Step(step.without_data(), ()) for step in steps}
+    for hop in hops:
+        hop.told = told

@@ -93,10 +93,14 @@ class Scenario:
         inputs = BlockInput(torch.tensor(new)[..., None], None, positions)
         wanted = chance.choice([1, count])
         while True:
+            step = asyncio.ensure_future(session.step_on_loop(inputs, wanted))
+            if chance.random() < 0.1:  # the user presses Ctrl-C
+                await asyncio.wait([step], timeout=0.3 * chance.random())
+                step.cancel()
             try:
-                output = await session.step_on_loop(inputs, wanted)
+                output = await step
                 break
-            except (NoRoute, PeerBusy, RecoveryFailed):
+            except (NoRoute, PeerBusy, RecoveryFailed, asyncio.CancelledError):
                 assert session.length == start
                 await asyncio.sleep(1.0)
         self.rows = [[*row, *added] for row, added in zip(self.rows, new, strict=True)]
