@@ -240,10 +240,10 @@ class Repairs:
         self, call: Call, replay: Replay, rows: Journal, number: int, before: HopSession | None, new: list[HopSession]
     ) -> None:
         """Lets the hop before the new ones, or the client, tell them what they must know."""
-        resend = [call.step(step.number) for step in replay.resend]
         limit = min(hop.max_step_tokens for hop in new)
-        if any(step.num_positions > limit and step.end - step.start > 1 for step in resend):
+        if any(step.num_positions > limit and step.end - step.start > 1 for step in call.steps):
             raise StartOver
+        resend = [call.step(step.number) for step in replay.resend]
         steps = [*self._history(rows, replay.history, new, number), *resend]
         _remember(new, steps)
         if before is None:
