@@ -200,12 +200,12 @@ class Repairs:
         before = self._chain.hops[gap.start - 1] if gap.start else None
         after = self._chain.hops[gap.stop] if gap.stop < len(self._chain.hops) else None
         known_before = None if before is None else standings[before]
-        caught_up = await self._take_copy(replaced, known_before, before, after, call)
+        known_after = None if after is None else standings[after]
+        caught_up = await self._take_copy(replaced, known_before, after, known_after, call)
         if caught_up is not None:
             new, replay = caught_up
             rows, number = call.before, call.first_number - 1
         else:
-            known_after = None if after is None else standings[after]
             replay = plan_replay(call.taken, call.start, known_before, known_after, call.answered)
             rows, number = call.after if replay.after_changes else call.before, 1
             new = await self._opened(
@@ -259,8 +259,8 @@ class Repairs:
         self,
         replaced: list[HopSession],
         known_before: Standing | None,
-        before: HopSession | None,
         after: HopSession | None,
+        known_after: Standing | None,
         call: Call,
     ) -> tuple[list[HopSession], Replay] | None:
         """The copy that stands by for the failed hop, if it is of use, and what it must still be told."""
@@ -271,9 +271,13 @@ class Repairs:
             known = self._chain.standing(copy, await copy.progress(timeout_s=PROBE_TIMEOUT_S))
             replay = plan_catching_up(known, call.taken, call.start, self._chain.past, known_before)
             start, end = (0, 0) if replay is None else replay.history
-            if replay is not None and (end - start) * call.before.batch_size <= max(1, copy.max_step_tokens):
-                if copy.next_number != (None if after is None else after.number):
-                    await copy.reroute(after, [])
+            fits = (end - start) * call.before.batch_size <= max(1, copy.max_step_tokens)
+            # Steps whose outputs the copy has, and the failed hop did not get through with.
+            received = call.answered if known_after is None else known_after.number
+            lost = [step for step in call.steps if received < step.number <= known.number]
+            if replay is not None and fits and not (after is None and lost):
+                if after is not None and (lost or copy.next_number != after.number):
+                    await copy.reroute(after, [step.without_data() for step in lost])
                 return [copy], replay
             copy.abandon()
         except SwarmError:
