@@ -20,13 +20,13 @@ from typing import Any
 
 import numpy
 import torch
+from local_servers import LocalServer, local_servers
 from make_model import SHAPES
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
 from transformers.utils import logging
 
 from swarm_client import DistributedModel
-from swarm_client.local_servers import LocalServer, local_servers
 
 QUANT_NAMES = {"none": "fp32", "int8": "int8"}
 _TIMES_AND_ADDRESSES = r"^\d\d:\d\d:\d\d | at 0x[0-9a-f]+"

@@ -25,12 +25,12 @@ from pathlib import Path
 import torch
 from common import QUANT_NAMES, fleet, load_local, write_json
 from load_clients import MAX_PROMPT, Request, Sessions, VanishingClients, random_rows, wait_until
+from local_servers import LocalServer
 from make_model import DEFAULT_OUTPUT, SHAPES, make_model
 from transformers import PreTrainedModel
 
 from swarm_client import background
 from swarm_client.config import ClientConfig
-from swarm_client.local_servers import LocalServer
 from swarm_client.status import read_status
 from swarm_protocol.identity import pinned_channel
 from swarm_protocol.pb import swarm_pb2 as pb

@@ -12,12 +12,13 @@ from swarm_client.call import Call
 from swarm_client.copies import Copies
 from swarm_client.events import Reporter
 from swarm_client.hops import Answer, HopSession, Inbox, Leaving, Trouble
-from swarm_client.opening import CODECS, Opener, close
-from swarm_client.recovery import Standing, Taken
+from swarm_client.opening import Opener, close
+from swarm_client.recovery import Taken
 from swarm_client.repairs import HopsFailed, Repairs, StartOver
 from swarm_client.steps import Step, chunk_size, split
 from swarm_client.swarm import Swarm, closed_error
 from swarm_client.transport import PROBE_AFTER_S, PROBE_TIMEOUT_S
+from swarm_client.wire_tensor import CODECS
 from swarm_protocol.errors import (
     AccessDenied,
     BadReply,
@@ -123,9 +124,6 @@ class Chain:
         """Positions per row to ask servers for, if there are ``num_tokens`` already."""
         reserve_tokens = max(self._reserve_tokens, num_tokens)
         return reserve_tokens if self._max_positions is None else min(reserve_tokens, self._max_positions)
-
-    def standing(self, hop: HopSession, progress: pb.SessionProgress) -> Standing:
-        return Standing(progress.number, progress.length, hop.changed_number)
 
     async def _run(self, call: Call) -> None:
         if self.hops:

@@ -53,8 +53,8 @@ class Copies:
                 self._tasks[hop.number] = task
                 task.add_done_callback(lambda _task, number=hop.number: self._tasks.pop(number, None))
 
-    def hop_leaves(self, _number: int) -> None:
-        """Called when a server has said that it wants to leave."""
+    def hop_leaves(self) -> None:
+        """Called when the server of some hop has said that it wants to leave."""
         self.arrange()
         self._switching = asyncio.ensure_future(self._switch_soon())
 

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from swarm_protocol.records import short_id
 from swarm_protocol.span import Span
 
 _logger = logging.getLogger(__name__)
@@ -49,7 +50,7 @@ class Move:
 
     def __str__(self) -> str:
         return (
-            f"server {_short(self.server)} leaves; blocks {self.span} move to {_short(self.replacement)}; "
+            f"server {short_id(self.server)} leaves; blocks {self.span} move to {short_id(self.replacement)}; "
             f"copied {self.copied_tokens} tokens in {self.seconds:.2g} s"
         )
 
@@ -86,6 +87,7 @@ class SessionStats:
     """Counters of one session.
 
     Attributes:
+        steps, tokens: calls of ``step``, and the positions they added, over all rows.
         recoveries: how often blocks moved because a server failed; ``standbys_used`` of them to a copy that stood by.
         replayed_tokens: positions that were computed again, of every row.
         stall_s: seconds for which generation stood still.
@@ -132,8 +134,4 @@ class Reporter:
 
 
 def _names(peer_ids: tuple[str, ...]) -> str:
-    return ", ".join(map(_short, peer_ids))
-
-
-def _short(peer_id: str) -> str:
-    return "…" + peer_id[-6:]
+    return ", ".join(map(short_id, peer_ids))

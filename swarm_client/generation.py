@@ -93,9 +93,8 @@ def stream_text(
         raise ValueError("the prompt is empty: expected some text to continue")
     if options.seed is not None:
         torch.manual_seed(options.seed)
-    streamer = (
-        _TimedStreamer(tokenizer, on_token) if options.num_beams == 1 else None
-    )  # beams are known at the end only
+    beams = options.num_beams > 1  # known at the end only
+    streamer = None if beams else _TimedStreamer(tokenizer, on_token)
     if streamer is not None:
         print(prompt, end="", flush=True)
     try:

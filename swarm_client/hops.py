@@ -6,12 +6,13 @@ import asyncio
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import grpc
 
 from swarm_client.grpc_errors import no_answer, translated
 from swarm_client.routing import Hop
+from swarm_client.steps import Step
 from swarm_client.wire_tensor import WireTensor
 from swarm_protocol.codec import Assembler
 from swarm_protocol.errors import BadReply, PeerUnavailable, RequestRejected, SwarmError, from_status
@@ -56,7 +57,7 @@ class Leaving:
 class Inbox(asyncio.Queue["Answer | Trouble | Leaving"]):
     """What the hops of a session have to say. ``on_leaving`` hears at once of servers that want to leave."""
 
-    on_leaving: Callable[[int], None] | None = None
+    on_leaving: Callable[[], None] | None = None
 
 
 class HopSession:
@@ -79,15 +80,15 @@ class HopSession:
         hop: Hop,
         call: grpc.aio.StreamStreamCall,
         inbox: Inbox,
-        request: pb.Open | None = None,
-        server: Server | None = None,
+        request: pb.Open,
+        server: Server,
     ) -> None:
         self.number = number
         self.hop = hop
         self.max_step_tokens = 0
-        self.session_key = request.session_key if request else b""
-        self.changed_number = request.changed_number if request else 0
-        self.told: dict[int, Any] = {}
+        self.session_key = request.session_key
+        self.changed_number = request.changed_number
+        self.told: dict[int, Step] = {}
         self.seen_number = 0
         self.refused: int | None = None
         self.next_number: int | None = None
@@ -185,7 +186,7 @@ class HopSession:
 
     async def copy(self, to: HopSession, timeout_s: float) -> None:
         """Another session gets all keys and values, and those of every later step."""
-        request = pb.CopyRequest(session_key=self.session_key, to=to.as_next(), follow=True)
+        request = pb.CopyRequest(session_key=self.session_key, to=to.as_next())
         await self._server.copy(request, self.span, timeout_s)
 
     def as_next(self) -> pb.NextHop:
@@ -217,7 +218,7 @@ class HopSession:
                     if isinstance(event, Leaving):
                         self.leaving = True
                         if self._inbox.on_leaving is not None:
-                            self._inbox.on_leaving(self.number)
+                            self._inbox.on_leaving()
                     self._inbox.put_nowait(event)
         except SwarmError as error:
             self._lost(error)

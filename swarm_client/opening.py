@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from itertools import count
 
 from swarm_client.hops import HopSession, Inbox, next_hop
 from swarm_client.routing import Hop
 from swarm_client.swarm import Swarm
+from swarm_client.wire_tensor import CODECS
 from swarm_protocol.pb import swarm_pb2 as pb
 from swarm_protocol.records import ServerRecord
 from swarm_protocol.span import Span
-
-CODECS = {"none": pb.RAW, "int8": pb.INT8_BLOCKS}
 
 
 @dataclass(frozen=True)
@@ -77,7 +76,7 @@ class Opener:
         errors = [result for result in results if isinstance(result, BaseException)]
         hops = [result for result in results if isinstance(result, HopSession)]
         if errors:
-            await asyncio.gather(*(hop.close() for hop in hops))
+            await close(hops)
             raise errors[0]
         for hop, to in zip(hops, [*hops[1:], after], strict=True):
             hop.next_number = None if to is None else to.number
@@ -110,12 +109,12 @@ class Opener:
         return await server.open(number, hop.span, request, self._inbox)
 
 
-def abandon(hops) -> None:
+def abandon(hops: Iterable[HopSession]) -> None:
     """Ends streams to servers that are gone."""
     for hop in hops:
         hop.abandon()
 
 
-async def close(hops) -> None:
+async def close(hops: Iterable[HopSession]) -> None:
     """Ends sessions politely, all at once."""
     await asyncio.gather(*(hop.close() for hop in hops), return_exceptions=True)

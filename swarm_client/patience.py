@@ -5,9 +5,12 @@ from __future__ import annotations
 from swarm_client.background import now_s
 from swarm_client.events import Reporter, Retry, Waiting
 from swarm_client.routing import Chain
+from swarm_client.stall import Stall
 from swarm_client.swarm import Swarm
-from swarm_protocol.errors import NoRoute, PeerError, RecoveryFailed
+from swarm_protocol.errors import NoRoute, PeerError
 from swarm_protocol.span import Span
+
+_COMPUTED = "computed by any server"
 
 
 class Patience:
@@ -16,8 +19,7 @@ class Patience:
     def __init__(self, swarm: Swarm) -> None:
         self._swarm = swarm
         self._reporter = Reporter(swarm.config.on_event)
-        self._deadline_s: float | None = None
-        self._tried: list[str] = []
+        self._stall: Stall | None = None
 
     async def chain(self, span: Span) -> Chain:
         """The fastest chain at present; waits for missing blocks.
@@ -25,38 +27,28 @@ class Patience:
         Raises:
             NoRoute: there is none, though no server has failed. RecoveryFailed: there is none any more.
         """
-        if self._deadline_s is None:
+        stall = self._stall
+        if stall is None:
             return await self._swarm.chain(span)
-        left_s = max(0.0, self._deadline_s - now_s())
         try:
             return await self._swarm.chain(
-                span, timeout_s=left_s, on_wait=lambda *why: self._reporter.report(Waiting(*why))
+                span, timeout_s=stall.time_left_s, on_wait=lambda *why: self._reporter.report(Waiting(*why))
             )
         except NoRoute as error:
-            self._tried.append(str(error))
-            raise self._over("", span) from None
+            stall.tried.append(str(error))
+            raise stall.error(span, _COMPUTED) from None
 
     def failed(self, error: PeerError) -> None:
         """Raises RecoveryFailed if it is enough."""
         self._swarm.failed(error)
-        self._tried.append(str(error))
-        if self._deadline_s is None:
-            self._deadline_s = now_s() + self._swarm.config.recovery_timeout_s
-        if now_s() >= self._deadline_s:
-            raise self._over(error.peer_id, error.span) from None
+        if self._stall is None:
+            timeout_s = self._swarm.config.recovery_timeout_s
+            self._stall = Stall(now_s(), now_s() + timeout_s, timeout_s, error.peer_id)
+        self._stall.tried.append(str(error))
+        if not self._stall.time_left_s:
+            raise self._stall.error(error.span, _COMPUTED) from None
         self._reporter.report(Retry(error.span, error.peer_id, str(error)))
 
     def renew(self) -> None:
         """Something has worked."""
-        self._deadline_s = None
-        self._tried.clear()
-
-    def _over(self, peer_id: str, span: Span | None) -> RecoveryFailed:
-        tried = tuple(dict.fromkeys(self._tried))
-        return RecoveryFailed(
-            f"blocks {span} could not be computed by any server within {self._swarm.config.recovery_timeout_s:g} s: "
-            f"{'; '.join(tried)}",
-            peer_id,
-            span,
-            tried,
-        )
+        self._stall = None

@@ -12,12 +12,11 @@ from torch import nn
 
 from swarm_client import background
 from swarm_client.events import OnEvent
-from swarm_client.opening import CODECS
 from swarm_client.patience import Patience
 from swarm_client.routing import Hop
 from swarm_client.session import RemoteSession, check_length
 from swarm_client.swarm import Swarm
-from swarm_client.wire_tensor import Context, WireTensor
+from swarm_client.wire_tensor import CODECS, Context, WireTensor
 from swarm_protocol.block_input import BlockInput
 from swarm_protocol.codec import split_rows, torch_dtype
 from swarm_protocol.errors import BadReply, PeerError

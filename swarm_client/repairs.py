@@ -20,6 +20,7 @@ from swarm_client.steps import Step, chunk_size, split
 from swarm_client.swarm import Swarm
 from swarm_client.transport import PROBE_TIMEOUT_S
 from swarm_protocol.errors import NoRoute, PeerBusy, PeerError, SessionLost, SwarmError
+from swarm_protocol.pb import swarm_pb2 as pb
 from swarm_protocol.span import Span
 
 if TYPE_CHECKING:
@@ -184,7 +185,7 @@ class Repairs:
                 elif isinstance(result, BaseException):
                     raise result
                 elif result.number >= max((number for number in hop.told if number < call.first_number), default=0):
-                    standings[hop] = self._chain.standing(hop, result)
+                    standings[hop] = _standing(hop, result)
                 else:
                     server = hop.hop.server
                     errors[hop] = SessionLost(f"server {server.short_id} was not ready yet", server.peer_id, hop.span)
@@ -267,25 +268,29 @@ class Repairs:
         copy = self._copies.take(replaced[0]) if len(replaced) == 1 else None
         if copy is None:
             return None
+        replay = None
         try:
-            known = self._chain.standing(copy, await copy.progress(timeout_s=PROBE_TIMEOUT_S))
-            replay = plan_catching_up(known, call.taken, call.start, self._chain.past, known_before)
-            start, end = (0, 0) if replay is None else replay.history
-            fits = (end - start) * call.before.batch_size <= max(1, copy.max_step_tokens)
+            known = _standing(copy, await copy.progress(timeout_s=PROBE_TIMEOUT_S))
             # Steps whose outputs the copy has, and the failed hop did not get through with.
             received = call.answered if known_after is None else known_after.number
             lost = [step for step in call.steps if received < step.number <= known.number]
-            if replay is not None and fits and not (after is None and lost):
+            planned = plan_catching_up(known, call.taken, call.start, self._chain.past, known_before)
+            if planned is not None and self._can_tell(copy, planned, call) and not (after is None and lost):
                 if after is not None and (lost or copy.next_number != after.number):
                     await copy.reroute(after, [step.without_data() for step in lost])
-                return [copy], replay
-            copy.abandon()
+                replay = planned
         except SwarmError:
-            copy.abandon()
-        except BaseException:
-            copy.abandon()
-            raise
-        return None
+            pass  # it is gone as well
+        finally:
+            if replay is None:
+                copy.abandon()
+        return None if replay is None else ([copy], replay)
+
+    @staticmethod
+    def _can_tell(copy: HopSession, replay: Replay, call: Call) -> bool:
+        """Whether the history fits into the one step whose number is free for it."""
+        start, end = replay.history
+        return (end - start) * call.before.batch_size <= max(1, copy.max_step_tokens)
 
     # ------------------------------------------------------------ time
 
@@ -325,3 +330,7 @@ def _remember(hops: list[HopSession], steps: list[Step]) -> None:
     told = {step.number: Step(step.without_data(), ()) for step in steps}
     for hop in hops:
         hop.told = told
+
+
+def _standing(hop: HopSession, progress: pb.SessionProgress) -> Standing:
+    return Standing(progress.number, progress.length, hop.changed_number)

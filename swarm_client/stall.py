@@ -1,4 +1,4 @@
-"""A generation stands still because a server failed: what was tried, and how long it may last."""
+"""Work stands still because a server failed: what was tried, and how long it may last."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from swarm_client.background import now_s
 from swarm_protocol.errors import PeerBusy, RecoveryFailed
 from swarm_protocol.span import Span
+
+_NOTHING_LOST = ". Nothing is lost: the session goes on from where it stood when it is used again"
 
 
 @dataclass
@@ -48,13 +50,11 @@ class Stall:
 
     def check_time(self, span: Span) -> None:
         """Raises RecoveryFailed if it has lasted too long."""
-        if self.time_left_s:
-            return
+        if not self.time_left_s:
+            raise self.error(span, "moved to other servers", _NOTHING_LOST)
+
+    def error(self, span: Span | None, what: str, advice: str = "") -> RecoveryFailed:
+        """That blocks could not be ``what``, and what was tried."""
         tried = tuple(dict.fromkeys(self.tried))
-        raise RecoveryFailed(
-            f"blocks {span} could not be moved to other servers within {self.timeout_s:g} s: {'; '.join(tried)}. "
-            "Nothing is lost: the session goes on from where it stood when it is used again",
-            self.peer_id,
-            span,
-            tried,
-        )
+        message = f"blocks {span} could not be {what} within {self.timeout_s:g} s: {'; '.join(tried)}{advice}"
+        return RecoveryFailed(message, self.peer_id, span, tried)

@@ -8,6 +8,7 @@ from typing import Any
 
 import grpc
 
+from swarm_client.background import now_s
 from swarm_client.grpc_errors import translated
 from swarm_client.hops import OPEN_TIMEOUT_S, HopSession, Inbox
 from swarm_client.routing import Hop
@@ -59,9 +60,9 @@ class Server:
     async def ping(self) -> float:
         """Round-trip time in seconds."""
         async with translated(self.record):
-            start = asyncio.get_running_loop().time()
+            start_s = now_s()
             await self._stub.Describe(pb.DescribeRequest(), timeout=CONNECT_TIMEOUT_S)
-            return asyncio.get_running_loop().time() - start
+            return now_s() - start_s
 
     async def open(self, number: int, span: Span, request: pb.Open, inbox: Inbox) -> HopSession:
         """Opens hop ``number`` of a session; its answers go to ``inbox``. Raises PeerBusy if there is no room."""

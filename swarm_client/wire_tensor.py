@@ -12,6 +12,8 @@ from swarm_protocol.codec import Assembler, encode, encode_mask
 from swarm_protocol.errors import BadReply, RequestRejected
 from swarm_protocol.pb import swarm_pb2 as pb
 
+CODECS = {"none": pb.RAW, "int8": pb.INT8_BLOCKS}  # by the names of ``ClientConfig.compression``
+
 
 @dataclass(frozen=True)
 class WireTensor:

@@ -86,10 +86,10 @@ class BadReply(PeerError):
 
 
 class RecoveryFailed(PeerError):
-    """Blocks of a session could not be moved to other servers in time.
+    """Other servers could not take the place of those that failed in time.
 
-    Nothing is lost: the session stands where it stood before the call that raised this, and goes on from there when it
-    is used again. ``tried`` says what was tried, one sentence each.
+    A session stands where it stood before the call that raised this, and goes on from there when it is used again.
+    ``tried`` says what was tried, one sentence each.
     """
 
     def __init__(self, message: str, peer_id: str = "", span: Span | None = None, tried: tuple[str, ...] = ()) -> None:

@@ -49,8 +49,7 @@ class ServerRecord:
 
     @property
     def short_id(self) -> str:
-        """The end of the peer id: enough to tell servers apart in a log line."""
-        return "…" + self.peer_id[-6:]
+        return short_id(self.peer_id)
 
     def to_proto(self) -> pb.ServerRecord:
         return pb.ServerRecord(
@@ -109,6 +108,11 @@ class ServerRecord:
             return cls.from_proto(pb.ServerRecord.FromString(data))
         except DecodeError as error:
             raise ValueError(f"no server record: {error}") from None
+
+
+def short_id(peer_id: str) -> str:
+    """The end of the peer id: enough to tell servers apart in a log line."""
+    return "…" + peer_id[-6:]
 
 
 @dataclass(frozen=True)

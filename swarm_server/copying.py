@@ -26,9 +26,9 @@ _MAX_BYTES = 256 * MIB  # of steps on their way: the other server is too slow to
 class Copier:
     """Sends what a session has stored, then what each further step adds, as steps that need no computing."""
 
-    def __init__(self, hosted: HostedSession, pusher: Pusher) -> None:
+    def __init__(self, hosted: HostedSession, to: pb.NextHop) -> None:
         self._hosted = hosted
-        self._pusher = pusher
+        self._pusher = Pusher(hosted.host.neighbours, to, self._lost)
         self._queue: asyncio.Queue[tuple[pb.Step, Parts]] = asyncio.Queue()
         self._queued_bytes = 0
         self._sent = asyncio.Condition()
@@ -94,6 +94,12 @@ class Copier:
         if self._queued_bytes > _MAX_BYTES:
             _logger.info("a session is not copied any more: the other server is too slow")
             await self.close()
+
+    async def _lost(self, _step: pb.Step, _parts: Parts) -> None:
+        """The other server is gone: nothing more need be read for it."""
+        self._closed = True
+        async with self._sent:
+            self._sent.notify_all()
 
     async def _send_all(self) -> None:
         while True:

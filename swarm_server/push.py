@@ -12,6 +12,7 @@ from swarm_protocol.errors import BadReply, PeerUnavailable
 from swarm_protocol.identity import pinned_channel
 from swarm_protocol.pb import swarm_pb2 as pb
 from swarm_protocol.pb.swarm_pb2_grpc import BlocksStub
+from swarm_protocol.records import short_id
 from swarm_protocol.wire import CLIENT_OPTIONS
 
 _logger = logging.getLogger(__name__)
@@ -136,7 +137,7 @@ class Pusher:
 
     def _lost(self, error: Exception) -> None:
         self._broken = True
-        _logger.info("outputs for server …%s go through the client: %s", self._hop.peer_id[-6:], error)
+        _logger.info("steps cannot be pushed to server %s: %s", short_id(self._hop.peer_id), error)
 
     async def _read(self) -> None:
         try:
@@ -145,7 +146,7 @@ class Pusher:
                     self._untaken.pop(reply.number, None)
                     self._taken.notify_all()
         except grpc.RpcError as error:
-            _logger.info("the stream to server …%s broke: %s", self._hop.peer_id[-6:], error.details())
+            _logger.info("the stream to server %s broke: %s", short_id(self._hop.peer_id), error.details())
         except asyncio.CancelledError:
             if not self.retired:
                 raise

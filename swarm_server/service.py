@@ -99,7 +99,7 @@ class BlocksService(BlocksServicer):
 
     async def Copy(self, request: pb.CopyRequest, context: grpc.aio.ServicerContext) -> pb.SessionProgress:
         async with _errors_as_status(context):
-            return await self._host.find(request.session_key).copy(request.to, request.follow)
+            return await self._host.find(request.session_key).copy(request.to)
 
     async def _serve(self, hosted: HostedSession, requests: AsyncIterator[pb.SessionRequest]) -> None:
         """Until the client closes the session, its stream ends, or nothing has come for too long."""

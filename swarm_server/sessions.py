@@ -236,27 +236,17 @@ class HostedSession:
         if not pusher.retired:
             self._routed.set()
 
-    async def copy(self, to: pb.NextHop, follow: bool) -> pb.SessionProgress:
-        """Copies everything to another session; returns once that has it. ``follow``: and every step from now on.
+    async def copy(self, to: pb.NextHop) -> pb.SessionProgress:
+        """Copies everything to another session, and every step from now on; returns once that has caught up.
 
         Raises:
             PeerUnavailable: the other server cannot be reached.
         """
         if self._copier is not None:
             await self._copier.close()
-        self._copier = copier = Copier(self, Pusher(self.host.neighbours, to, _ignore))
-        try:
-            await copier.copy_all(self._turn)
-        finally:
-            if not follow:
-                await copier.close()
-                if self._copier is copier:
-                    self._copier = None
+        self._copier = Copier(self, to)
+        await self._copier.copy_all(self._turn)
         return self._progress
-
-
-async def _ignore(_step: pb.Step, _parts: list[bytes]) -> None:
-    """A copy that cannot be sent is of no use to the client."""
 
 
 class StepReader:

@@ -283,14 +283,12 @@ class RerouteRequest(_message.Message):
     def __init__(self, session_key: _Optional[bytes] = ..., next: _Optional[_Union[NextHop, _Mapping]] = ..., resend: _Optional[_Iterable[_Union[Step, _Mapping]]] = ..., route: _Optional[int] = ...) -> None: ...
 
 class CopyRequest(_message.Message):
-    __slots__ = ("session_key", "to", "follow")
+    __slots__ = ("session_key", "to")
     SESSION_KEY_FIELD_NUMBER: _ClassVar[int]
     TO_FIELD_NUMBER: _ClassVar[int]
-    FOLLOW_FIELD_NUMBER: _ClassVar[int]
     session_key: bytes
     to: NextHop
-    follow: bool
-    def __init__(self, session_key: _Optional[bytes] = ..., to: _Optional[_Union[NextHop, _Mapping]] = ..., follow: bool = ...) -> None: ...
+    def __init__(self, session_key: _Optional[bytes] = ..., to: _Optional[_Union[NextHop, _Mapping]] = ...) -> None: ...
 
 class ForwardRequest(_message.Message):
     __slots__ = ("forward", "more")

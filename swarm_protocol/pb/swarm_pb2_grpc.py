@@ -108,7 +108,7 @@ class BlocksServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Copy(self, request, context):
-        """Copies a session to one over the same blocks on another server; ends when that has all of it.
+        """Copies a session to one over the same blocks on another server, and every later step; answers when that has caught up.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

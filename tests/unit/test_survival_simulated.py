@@ -6,6 +6,7 @@ import asyncio
 import random
 import re
 from collections.abc import Callable, Coroutine
+from functools import partial
 from typing import Any
 
 import pytest
@@ -309,6 +310,30 @@ def test_a_copy_stands_by():
         assert session.stats.replayed_tokens == 0
 
     quiet(story)
+
+
+def test_nothing_more_is_read_for_a_copy_that_is_gone():
+    async def story(swarm: Quiet) -> None:
+        session = await swarm.started(standby=True)
+        await swarm.extend(session, [1.0, 2.0])
+        await asyncio.sleep(1.0)
+        reads: list[str] = []
+        for name in swarm.hops(session):
+            engine = swarm.net.servers[name].engine
+            engine.stored = partial(counted, reads, name, engine.stored)
+            swarm.net.kill(name[0] + "2" if len(name) == 1 else name[0])
+        for _ in range(3):
+            await swarm.extend(session, [3.0])
+            await asyncio.sleep(1.0)
+        assert len(reads) <= len(swarm.hops(session))  # the step that finds out
+        assert session.stats.recoveries == 0
+
+    quiet(story)
+
+
+def counted(reads: list[str], name: str, stored: Callable, *arguments: Any) -> Any:
+    reads.append(name)
+    return stored(*arguments)
 
 
 def test_a_server_that_leaves_hands_over_what_it_has():

@@ -74,7 +74,7 @@ def events(*replies: pb.SessionReply, code: grpc.StatusCode = grpc.StatusCode.OK
 
 
 def hop_session(call: FakeCall, inbox: Inbox | None = None) -> HopSession:
-    return HopSession(NUMBER, Hop(server_record("peer"), Span(0, 4)), call, inbox)
+    return HopSession(NUMBER, Hop(server_record("peer"), Span(0, 4)), call, inbox, pb.Open(), None)
 
 
 def output(tensor: torch.Tensor | None, number: int = 3, **fields: object) -> list[pb.SessionReply]:

@@ -1,4 +1,4 @@
-"""Server processes on this machine, for the demo and the benchmarks."""
+"""Server processes on this machine, started as a user starts them: the time and memory they take is what he sees."""
 
 from __future__ import annotations
 
