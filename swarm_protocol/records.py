@@ -46,6 +46,10 @@ class ServerRecord:
     wire_version: int = WIRE_VERSION
     software_version: str = ""
     max_request_bytes: int = MAX_TENSOR_BYTES
+    forward_tokens_per_s: float = 0.0
+    network_tokens_per_s: float = 0.0
+    pinned: bool = False
+    next_span: Span | None = None
 
     @property
     def short_id(self) -> str:
@@ -71,13 +75,21 @@ class ServerRecord:
             wire_version=self.wire_version,
             software_version=self.software_version,
             max_request_bytes=self.max_request_bytes,
+            forward_tokens_per_s=self.forward_tokens_per_s,
+            network_tokens_per_s=self.network_tokens_per_s,
+            pinned=self.pinned,
+            next_blocks=None if self.next_span is None else pb.Span(start=self.next_span.start, end=self.next_span.end),
         )
 
     @classmethod
     def from_proto(cls, message: pb.ServerRecord) -> ServerRecord:
         """Raises ValueError if a field is out of range (records come from strangers)."""
         span = Span(message.blocks.start, message.blocks.end).within(message.num_blocks)
-        for number in (message.tokens_per_s, message.queue_delay_s, *message.next_hop_rtts_s.values()):
+        next_span = None
+        if message.HasField("next_blocks"):
+            next_span = Span(message.next_blocks.start, message.next_blocks.end).within(message.num_blocks)
+        speeds = message.tokens_per_s, message.forward_tokens_per_s, message.network_tokens_per_s
+        for number in (*speeds, message.queue_delay_s, *message.next_hop_rtts_s.values()):
             if not 0 <= number < inf:
                 raise ValueError(f"a measurement is {number}: expected a finite number of at least 0")
         return cls(
@@ -99,6 +111,10 @@ class ServerRecord:
             wire_version=message.wire_version,
             software_version=message.software_version,
             max_request_bytes=message.max_request_bytes,
+            forward_tokens_per_s=message.forward_tokens_per_s,
+            network_tokens_per_s=message.network_tokens_per_s,
+            pinned=message.pinned,
+            next_span=next_span,
         )
 
     @classmethod

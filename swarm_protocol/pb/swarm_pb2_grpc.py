@@ -74,6 +74,11 @@ class BlocksStub(object):
                 request_serializer=swarm__protocol_dot_pb_dot_swarm__pb2.DescribeRequest.SerializeToString,
                 response_deserializer=swarm__protocol_dot_pb_dot_swarm__pb2.ServerRecord.FromString,
                 _registered_method=True)
+        self.Echo = channel.unary_unary(
+                '/swarm.v1.Blocks/Echo',
+                request_serializer=swarm__protocol_dot_pb_dot_swarm__pb2.EchoRequest.SerializeToString,
+                response_deserializer=swarm__protocol_dot_pb_dot_swarm__pb2.EchoReply.FromString,
+                _registered_method=True)
 
 
 class BlocksServicer(object):
@@ -135,6 +140,13 @@ class BlocksServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Echo(self, request, context):
+        """Bytes there and back, to measure the network with.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_BlocksServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -177,6 +189,11 @@ def add_BlocksServicer_to_server(servicer, server):
                     servicer.Describe,
                     request_deserializer=swarm__protocol_dot_pb_dot_swarm__pb2.DescribeRequest.FromString,
                     response_serializer=swarm__protocol_dot_pb_dot_swarm__pb2.ServerRecord.SerializeToString,
+            ),
+            'Echo': grpc.unary_unary_rpc_method_handler(
+                    servicer.Echo,
+                    request_deserializer=swarm__protocol_dot_pb_dot_swarm__pb2.EchoRequest.FromString,
+                    response_serializer=swarm__protocol_dot_pb_dot_swarm__pb2.EchoReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -395,6 +412,33 @@ class Blocks(object):
             '/swarm.v1.Blocks/Describe',
             swarm__protocol_dot_pb_dot_swarm__pb2.DescribeRequest.SerializeToString,
             swarm__protocol_dot_pb_dot_swarm__pb2.ServerRecord.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Echo(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/swarm.v1.Blocks/Echo',
+            swarm__protocol_dot_pb_dot_swarm__pb2.EchoRequest.SerializeToString,
+            swarm__protocol_dot_pb_dot_swarm__pb2.EchoReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -14,10 +14,17 @@ PACKAGES = {  # what each may import of the others
     "swarm_client": {"swarm_protocol"},
     "swarm_server": {"swarm_protocol"},
 }
-POLICIES = ["swarm_client/recovery.py", "swarm_client/routing.py", "swarm_server/placement.py"]
+POLICIES = [
+    "swarm_client/recovery.py",
+    "swarm_client/routing.py",
+    "swarm_server/capacity.py",
+    "swarm_server/placement.py",
+]
 POLICY_IMPORTS = {
-    *("__future__", "collections", "dataclasses", "enum", "functools", "heapq", "itertools", "math", "numpy", "typing"),
+    *("__future__", "collections", "dataclasses", "enum", "functools", "heapq", "itertools", "math", "numpy"),
+    *("statistics", "typing"),
     *(f"swarm_protocol.{module}" for module in ("errors", "records", "span", "wire")),
+    *(path.removesuffix(".py").replace("/", ".") for path in POLICIES),
 }
 
 
