@@ -5,7 +5,7 @@ so that its time goes to whichever of its blocks are short of others. Given the 
 servers to blocks; because spans are intervals, its minimum cut (Ford and Fulkerson, "Maximal flow through a network",
 1956) has a closed form:
 
-    throughput = min over unions V of intervals, V not all blocks, of  (speed of all - speed of those inside V) / (B - |V|)
+    throughput = min over unions V of intervals, but not all blocks:  (speed of all - speed inside V) / (B - |V|)
 
 where a server is inside V if its whole span is, and speeds are in blocks x tokens per second. What is outside V at the
 minimum is the bottleneck.
@@ -167,8 +167,8 @@ def _is_counted(server: ServerRecord) -> bool:
 def _throughputs(inside: np.ndarray, speed: float) -> tuple[np.ndarray, np.ndarray]:
     """For each layout the throughput, and which blocks are its bottleneck: the widest, if there are several.
 
-    inside: [layouts, start, end], see ``Layout._inside``; speed: of all servers together. The minimum of a ratio is found
-    by Dinkelbach's method ("On Nonlinear Fractional Programming", 1967), the best V for a ratio by dynamic programming.
+    inside: [layouts, start, end], see ``Layout._inside``; speed: of all servers together. The minimum of a ratio is
+    found by Dinkelbach's method ("On Nonlinear Fractional Programming", 1967), the best V for a ratio by dynamic programming.
     """
     num_layouts, size, _ = inside.shape
     throughputs = np.full(num_layouts, speed / (size - 1))
@@ -191,7 +191,7 @@ def _throughputs(inside: np.ndarray, speed: float) -> tuple[np.ndarray, np.ndarr
 
 
 def _best_intervals(inside: np.ndarray, prices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The V for which (speed inside V - price x blocks of V) is greatest: the speed inside it, and what is outside V."""
+    """The V for which (speed inside - price x blocks) is greatest: the speed inside it, and which blocks are outside."""
     num_layouts, size, _ = inside.shape
     rows, ends = np.arange(num_layouts), np.arange(size)
     best = np.zeros((num_layouts, size))
