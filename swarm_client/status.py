@@ -43,7 +43,7 @@ async def read_status(config: ClientConfig, model: str | None = None) -> list[Mo
         models = await dht.models()
         if model is not None:
             models = {model: models.get(model, 0)}
-        found = [ModelStatus(name, num_blocks, await dht.view(name)) for name, num_blocks in models.items()]
+        found = [ModelStatus(name, num_blocks, await dht.view(name, num_blocks)) for name, num_blocks in models.items()]
     finally:
         await dht.shutdown()
     return [status for status in found if status.view.servers]

@@ -113,7 +113,7 @@ class Swarm:
             if self._dht is None:
                 raise closed_error()
             try:
-                view = await asyncio.wait_for(self._dht.view(self.model), _VIEW_TIMEOUT_S)
+                view = await asyncio.wait_for(self._dht.view(self.model, self.num_blocks), _VIEW_TIMEOUT_S)
             except (asyncio.TimeoutError, OSError) as error:
                 _logger.info("the DHT cannot be read: %r", error)
                 return

@@ -132,7 +132,7 @@ class Dht:
         )
         return bool(stored)
 
-    async def view(self, model: str) -> SwarmView:
+    async def view(self, model: str, num_blocks: int) -> SwarmView:
         """All servers of a model, withdrawn ones left out. One DHT read, whatever their number."""
         entry = await self._node.get(servers_key(self._swarm, model), latest=True)
         if entry is None or not isinstance(entry.value, dict):

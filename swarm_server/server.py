@@ -175,7 +175,7 @@ class Server:
                 cleanup.callback(notes.remove, identity.peer_id)
 
     async def _choose_span(self, checkpoint: Checkpoint, num_blocks: int, device: torch.device) -> Span:
-        view = await self._dht.view(checkpoint.name)
+        view = await self._dht.view(checkpoint.name, num_blocks)
         block_bytes = hosted_bytes_per_block(checkpoint, self._config.quant)
         config = self._config
         if config.num_blocks is not None:

@@ -13,7 +13,9 @@ import torch
 from transformers.generation.streamers import BaseStreamer
 
 from swarm_client import background
+from swarm_protocol.checkpoint import Checkpoint
 from swarm_protocol.dht import Dht
+from swarm_protocol.families import describe
 from swarm_protocol.identity import Identity
 from swarm_protocol.notes import Notes
 from swarm_protocol.records import ServerRecord
@@ -34,6 +36,7 @@ class InProcessServers:
 
     def __init__(self, model: Path, cache_tokens: int = 2048) -> None:
         self.model = model
+        self._num_blocks = describe(Checkpoint.open(model).config).num_blocks
         self.cache_tokens = cache_tokens
         self.swarm = f"test-{os.getpid()}-{next(_numbers)}"
         self._running: dict[Server, concurrent.futures.Future] = {}
@@ -73,7 +76,7 @@ class InProcessServers:
         """What the DHT says about the servers, first blocks first."""
         if self._dht is None:
             self._dht = background.run(Dht.join(self.swarm, self.initial_peers, Identity.generate()))
-        return list(background.run(self._dht.view(self.model.name)).servers)
+        return list(background.run(self._dht.view(self.model.name, self._num_blocks)).servers)
 
     def describe(self) -> list[ServerRecord]:
         """The records of the servers in this process as they are now, asked of the servers themselves."""

@@ -63,7 +63,8 @@ class Observer:
         self._dht = background.run(Dht.join(swarm, [peer], Identity.generate()))
 
     def records(self) -> list[ServerRecord]:
-        return list(background.run(self._dht.view("llama")).servers)
+        num_blocks = background.run(self._dht.models())["llama"]
+        return list(background.run(self._dht.view("llama", num_blocks)).servers)
 
     def peers(self) -> list[str]:
         return [record.peer_id for record in self.records()]

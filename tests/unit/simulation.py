@@ -286,7 +286,7 @@ class Net:
         sender = self.servers.get(one)
         return server.alive and (sender is None or sender.alive) and frozenset((one, server.name)) not in self.walls
 
-    async def view(self, _model: str) -> SwarmView:
+    async def view(self, _model: str, *_options: object) -> SwarmView:
         """As the DHT gives it: late, those that are dead still there."""
         await asyncio.sleep(self.chance.uniform(0, 0.05))
         return SwarmView.of(server.record() for server in self.servers.values())

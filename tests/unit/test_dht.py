@@ -106,7 +106,7 @@ class TestRecords:
         async def views() -> list:
             assert await nodes.founder.publish(first)
             assert await nodes.member.publish(second)
-            return [await node.view(model) for node in (nodes.founder, nodes.member, nodes.client)]
+            return [await node.view(model, 8) for node in (nodes.founder, nodes.member, nodes.client)]
 
         assert [view.servers for view in run(views())] == [(first, second)] * 3
 
@@ -115,7 +115,7 @@ class TestRecords:
             for speed, lifetime_s in ((1.0, 100), (2.0, 50), (3.0, 50)):
                 record = server_record(nodes.member.peer_id, model=model, tokens_per_s=speed)
                 await nodes.member.publish(record, lifetime_s)
-                view = await nodes.client.view(model)
+                view = await nodes.client.view(model, 8)
                 assert [server.tokens_per_s for server in view.servers] == [speed]
 
         run(replace())
@@ -125,11 +125,11 @@ class TestRecords:
 
         async def withdraw() -> None:
             await nodes.member.publish(record)
-            assert (await nodes.client.view(model)).servers == (record,)
+            assert (await nodes.client.view(model, 8)).servers == (record,)
             await nodes.member.publish(dataclasses.replace(record, state=ServerState.OFFLINE))
-            assert (await nodes.client.view(model)).servers == ()
+            assert (await nodes.client.view(model, 8)).servers == ()
             await nodes.member.publish(record)  # and may come back
-            assert (await nodes.client.view(model)).servers == (record,)
+            assert (await nodes.client.view(model, 8)).servers == (record,)
 
         run(withdraw())
 
@@ -140,11 +140,11 @@ class TestRecords:
             await nodes.founder.publish(lasting)
             await node.publish(fleeting, lifetime_s=1.5)
             await node.publish(fleeting, lifetime_s=1.5)
-            assert len((await nodes.client.view(model)).servers) == 2
+            assert len((await nodes.client.view(model, 8)).servers) == 2
             await node.shutdown()
 
             async def expired() -> bool:
-                return (await nodes.client.view(model)).servers == (lasting,)
+                return (await nodes.client.view(model, 8)).servers == (lasting,)
 
             await until(expired)
 
@@ -153,9 +153,9 @@ class TestRecords:
     def test_models_and_swarms_are_apart(self, run: Run, nodes: Nodes, model: str) -> None:
         async def look() -> None:
             await nodes.member.publish(server_record(nodes.member.peer_id, model=model))
-            assert (await nodes.client.view(model + "-other")).servers == ()
+            assert (await nodes.client.view(model + "-other", 8)).servers == ()
             elsewhere = await Dht.join("another swarm", nodes.peers, Identity.generate())
-            assert (await elsewhere.view(model)).servers == ()
+            assert (await elsewhere.view(model, 8)).servers == ()
             assert await elsewhere.models() == {}
             await elsewhere.shutdown()
 
@@ -187,10 +187,10 @@ class TestStrangers:
             async with stranger(nodes, signs) as node:
                 await attack(node, dataclasses.replace(victim, addresses=("192.0.2.1:1",)))
                 for reader in (nodes.founder, nodes.member, nodes.client):
-                    assert (await reader.view(model)).servers == (victim,)
+                    assert (await reader.view(model, 8)).servers == (victim,)
             late = server_record(nodes.member.peer_id, "4:8", model=model)
             await nodes.member.publish(late)
-            assert (await nodes.client.view(model)).servers == (victim, late)
+            assert (await nodes.client.view(model, 8)).servers == (victim, late)
 
         run(check())
 
