@@ -14,6 +14,8 @@ MIB = 1 << 20
 PART_BYTES = 1 * MIB  # larger tensors travel in parts of this size
 MAX_TENSOR_BYTES = 256 * MIB  # of one tensor, encoded; clients split larger batches
 
+MAX_ECHO_BYTES = 1 * MIB
+
 _KEEPALIVE = [
     # Silence is failure too: without ping_timeout a stopped process is noticed after 65 s, with it after about 5 s.
     ("grpc.keepalive_time_ms", 10_000),

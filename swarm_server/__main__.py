@@ -25,7 +25,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add = parser.add_argument
     add("--model", default=DEFAULT_MODEL, metavar="NAME_OR_PATH", help="hub name or directory")
     add("--revision", help="branch, tag or commit of a hub model")
-    add("--blocks", metavar="START:END", help="blocks to host; without it the server chooses")
+    add("--blocks", metavar="START:END", help="blocks to host for good; without it the server chooses")
+    add("--initial-blocks", metavar="START:END", help="blocks to host at first; it moves if others need it more")
     add("--num-blocks", type=int, metavar="N", help="how many blocks to host, where the swarm needs them most")
     add("--memory", metavar="SIZE", help="for blocks, keys and values, such as 4GiB; decides how many blocks")
     add("--quant", default="int8", help="int8, nf4, none, or bnb-int8 (slow on CPU, for comparison)")
@@ -50,6 +51,13 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         metavar="SECONDS",
         help="for generations to end or move when the server is told to leave; told twice, it leaves at once",
     )
+    add(
+        "--balance-margin",
+        type=float,
+        default=0.03,
+        metavar="SHARE",
+        help="move to other blocks only if the swarm can then carry so much more, 0.03 being 3 %%",
+    )
     add("--throughput", default="auto", metavar="auto|N", help="tokens/s to announce; auto measures")
     add("--log-level", default="info", choices=("debug", "info", "warning", "error"))
     return parser.parse_args(argv)
@@ -73,6 +81,7 @@ def read_config(args: argparse.Namespace):
         model=args.model,
         model_revision=args.revision,
         blocks=None if args.blocks is None else Span.parse(args.blocks),
+        initial_blocks=None if args.initial_blocks is None else Span.parse(args.initial_blocks),
         quant=args.quant,
         dtype=args.dtype,
         device=args.device,
@@ -86,6 +95,7 @@ def read_config(args: argparse.Namespace):
         cache_tokens=args.cache_tokens,
         throughput=throughput,
         drain_timeout_s=args.drain_timeout,
+        balance_margin=args.balance_margin,
     )
 
 

@@ -168,7 +168,8 @@ def _throughputs(inside: np.ndarray, speed: float) -> tuple[np.ndarray, np.ndarr
     """For each layout the throughput, and which blocks are its bottleneck: the widest, if there are several.
 
     inside: [layouts, start, end], see ``Layout._inside``; speed: of all servers together. The minimum of a ratio is
-    found by Dinkelbach's method ("On Nonlinear Fractional Programming", 1967), the best V for a ratio by dynamic programming.
+    found by Dinkelbach's method ("On Nonlinear Fractional Programming", 1967), the best V for a ratio by dynamic
+    programming.
     """
     num_layouts, size, _ = inside.shape
     throughputs = np.full(num_layouts, speed / (size - 1))
@@ -191,7 +192,7 @@ def _throughputs(inside: np.ndarray, speed: float) -> tuple[np.ndarray, np.ndarr
 
 
 def _best_intervals(inside: np.ndarray, prices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The V for which (speed inside - price x blocks) is greatest: the speed inside it, and which blocks are outside."""
+    """The V for which (speed inside - price x blocks) is greatest: the speed inside it, and the blocks outside."""
     num_layouts, size, _ = inside.shape
     rows, ends = np.arange(num_layouts), np.arange(size)
     best = np.zeros((num_layouts, size))

@@ -10,6 +10,7 @@ from pathlib import Path
 from swarm_protocol.default_model import DEFAULT_MODEL
 from swarm_protocol.notes import DEFAULT_SWARM
 from swarm_protocol.span import Span
+from swarm_server.placement import MARGIN
 from swarm_server.quantization import METHODS
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -21,7 +22,8 @@ class ServerConfig:
 
     model: str = DEFAULT_MODEL  # hub name or path
     model_revision: str | None = None  # of a hub model
-    blocks: Span | None = None  # None: the server chooses
+    blocks: Span | None = None  # pinned; None: the server chooses, and moves where it is needed
+    initial_blocks: Span | None = None  # chosen for it at first
     num_blocks: int | None = None  # how many it chooses; None: from memory
     memory_bytes: int | None = None  # of blocks, keys and values; None: from free memory
     quant: str = "int8"
@@ -42,7 +44,8 @@ class ServerConfig:
     throughput: float | None = None  # tokens per second to announce; None: measured
     queue_size: int = 64  # training passes waiting for the compute thread; more are refused
     session_idle_timeout_s: float = 600.0
-    drain_timeout_s: float = 30.0  # for generations to end or move when the server leaves
+    drain_timeout_s: float = 30.0  # for generations to end or move when the server leaves, also for other blocks
+    balance_margin: float = MARGIN  # what the swarm must gain, relative, for servers to move
 
     def __post_init__(self) -> None:
         if self.quant not in METHODS:
@@ -56,11 +59,17 @@ class ServerConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name} is {value}: expected at least 1")
-        given = [name for name in ("blocks", "num_blocks", "memory_bytes") if getattr(self, name) is not None]
+        given = [
+            name
+            for name in ("blocks", "initial_blocks", "num_blocks", "memory_bytes")
+            if getattr(self, name) is not None
+        ]
         if len(given) > 1:
             raise ValueError(f"{given[0]} and {given[1]} are both given: expected one of them")
         if not 0 <= self.drain_timeout_s < inf:
             raise ValueError(f"drain_timeout_s is {self.drain_timeout_s}: expected a number of seconds")
+        if not 0 < self.balance_margin < inf:
+            raise ValueError(f"balance_margin is {self.balance_margin}: expected a number above 0, such as {MARGIN}")
         if self.cache_tokens is not None and self.cache_bytes is not None:
             raise ValueError("cache_tokens and cache_bytes are both given: expected one of them")
         if self.throughput is not None and not 0 < self.throughput < inf:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import torch
 
@@ -22,6 +24,12 @@ from swarm_server.rows_cache import BlockRuns, RowsCache, attention_in_place, re
 from swarm_server.session_state import Change, Session, State, Step, changed, cropped, forgotten
 
 _SAME = 5e-3  # relative; rounding in int8 and bfloat16 amplifies differences of 1e-7, mistakes are of order 1
+
+
+class BatchMeter(Protocol):
+    """Is told of every batch how many blocks, rows and new tokens it had, and how long it took."""
+
+    def add(self, num_blocks: int, num_rows: int, num_tokens: int, seconds: float) -> None: ...
 
 
 @dataclass
@@ -46,6 +54,7 @@ class Engine:
         self._stack = stack
         self.layout = StackLayout.probe(stack)
         self.prefix_cache = prefix_cache
+        self.meter: BatchMeter | None = None
         self._in_place = False
         self._in_place = self._can_attend_in_place()
 
@@ -110,6 +119,7 @@ class Engine:
         """
         results: list[torch.Tensor | Exception | None] = [None] * len(batch)
         prepared: dict[int, _Prepared] = {}
+        start_s = time.perf_counter()
         with torch.inference_mode():
             try:
                 for number, (session, step) in enumerate(batch):
@@ -125,7 +135,15 @@ class Engine:
                 raise
             for number, work in prepared.items():
                 results[number] = self._commit(work, next(outputs) if work.growth else None)
+        self._tell_meter(prepared.values(), time.perf_counter() - start_s)
         return results
+
+    def _tell_meter(self, batch: Collection[_Prepared], seconds: float) -> None:
+        computed = [work for work in batch if work.growth]
+        if self.meter is not None and computed:
+            num_tokens = computed[0].step.inputs.hidden.shape[1] - computed[0].num_matched
+            num_blocks = max(len(work.session.blocks) for work in computed)
+            self.meter.add(num_blocks, sum(work.num_rows for work in computed), num_tokens, seconds)
 
     def _prepare(self, session: Session, step: Step) -> _Prepared:
         _require_finite(step.inputs.hidden, "hidden states")

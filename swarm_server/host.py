@@ -16,6 +16,7 @@ from swarm_server.sessions import HostedSession, Reply
 from swarm_server.validation import Rules
 
 MIN_KEY_BYTES = 16
+_END_TIMEOUT_S = 5.0  # for sessions that are told to end
 
 
 @dataclass
@@ -33,6 +34,7 @@ class Host:
         self._sessions: dict[bytes, HostedSession] = {}
         self._closed = asyncio.Event()  # some session, since somebody looked
         self.leaving = False
+        self.ended = asyncio.Event()
 
     def open(self, request: pb.Open, client: str, reply: Reply) -> HostedSession:
         """A session, which must be closed.
@@ -90,6 +92,15 @@ class Host:
         """Takes no new sessions and asks those there are to move; returns when all have, or after ``timeout_s``."""
         self.leaving = True
         await asyncio.gather(*(hosted.ask_to_move() for hosted in self._sessions.values()))
+        await self._wait_until_empty(timeout_s)
+
+    async def close(self) -> None:
+        """Ends all sessions; their clients must find others."""
+        self.leaving = True
+        self.ended.set()
+        await self._wait_until_empty(_END_TIMEOUT_S)
+
+    async def _wait_until_empty(self, timeout_s: float) -> None:
         clock = asyncio.get_running_loop().time
         deadline = clock() + timeout_s
         while self._sessions and (left_s := deadline - clock()) > 0:

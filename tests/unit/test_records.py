@@ -38,6 +38,10 @@ records = st.builds(
     wire_version=st.integers(0, 2**32 - 1),
     software_version=texts,
     max_request_bytes=st.integers(0, 2**32 - 1),
+    forward_tokens_per_s=float32,
+    network_tokens_per_s=float32,
+    pinned=st.booleans(),
+    next_span=st.none() | spans.map(lambda ends: Span(*ends)),
 )
 
 
@@ -49,7 +53,8 @@ def test_round_trip(record: ServerRecord) -> None:
 def test_every_field_of_the_contract_is_written() -> None:
     record = server_record(
         revision="r", quant="int8", cache_tokens_left=1, queue_delay_s=0.5, tls_fingerprint=b"f", adapters=("a",),
-        next_hop_rtts_s={"other": 0.25}, software_version="1",
+        next_hop_rtts_s={"other": 0.25}, software_version="1", forward_tokens_per_s=2.0, network_tokens_per_s=3.0,
+        pinned=True, next_span=Span(1, 2),
     )  # fmt: skip
     written = {field.name for field, _ in record.to_proto().ListFields()}
     assert written == {field.name for field in pb.ServerRecord.DESCRIPTOR.fields}
@@ -81,6 +86,9 @@ def malformed(**fields: object) -> bytes:
         (malformed(tokens_per_s=math.nan), "measurement"),
         (malformed(tokens_per_s=math.inf), "measurement"),
         (malformed(tokens_per_s=-1.0), "measurement"),
+        (malformed(forward_tokens_per_s=math.nan), "measurement"),
+        (malformed(network_tokens_per_s=-1.0), "measurement"),
+        (malformed(next_blocks=pb.Span(start=4, end=9)), "outside the model, which has 8 blocks"),
         (malformed(queue_delay_s=math.nan), "measurement"),
         (malformed(queue_delay_s=-60.0), "measurement"),
         (malformed(next_hop_rtts_s={"other": -0.5}), "measurement"),
