@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import logging
 import re
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any
 
+from swarm_protocol import shards
 from swarm_protocol.errors import NoSwarm
 from swarm_protocol.hivemind_parts import (
     P2P,
+    DHTLocalStorage,
     DHTNode,
     DHTProtocol,
     DHTRecord,
+    DictionaryDHTValue,
     MSGPackSerializer,
     Multiaddr,
     P2PDaemonError,
@@ -21,11 +27,22 @@ from swarm_protocol.hivemind_parts import (
     get_dht_time,
 )
 from swarm_protocol.identity import Identity, peer_id_of
-from swarm_protocol.records import LIFETIME_S, ServerRecord, ServerState, SwarmView, models_key, servers_key
+from swarm_protocol.records import (
+    LIFETIME_S,
+    ROOT_SHARD,
+    ServerRecord,
+    ServerState,
+    SwarmView,
+    models_key,
+    servers_key,
+)
+from swarm_protocol.span import Span
 
 JOIN_TIMEOUT_S = 9.0  # an initial peer that does not answer is reported within 10 s
 _CONNECT_TIMEOUT_S = 3.0
 _DAEMON_TIMEOUT_S = 20.0  # on a machine that has much else to do
+_PARALLEL_READS = 8  # of shards: all that is on its way at once must arrive within hivemind's 3 s for a reply
+_MAX_RECORD_BYTES = 8192  # signed; a usual one has 1 KB
 # The whole subkey, which leaves no room for a second owner: hivemind asks for the signature of the first it finds.
 _SUBKEY = re.compile(r"([1-9A-HJ-NP-Za-km-z]+)\[owner:(ssh-rsa [A-Za-z0-9+/]+=*)\]")
 _logger = logging.getLogger(__name__)
@@ -37,13 +54,28 @@ logging.getLogger("hivemind").setLevel(logging.CRITICAL)
 class Dht:
     """A DHT node inside this process; its libp2p daemon leaves with the process."""
 
-    def __init__(self, p2p: P2P, node: DHTNode, swarm: str, identity: Identity) -> None:
+    def __init__(
+        self,
+        p2p: P2P,
+        node: DHTNode,
+        swarm: str,
+        identity: Identity,
+        capacity: int = shards.CAPACITY,
+        climb_every: int = shards.CLIMB_EVERY,
+    ) -> None:
+        node.protocol.storage.__class__ = _Storage  # not a new one: joining, the node may have been given records
+        node.protocol.storage.capacity = capacity
         self._p2p = p2p
         self._node = node
         self._swarm = swarm
         self._identity = identity
         self._subkey = f"{identity.peer_id}[owner:{identity.private_key.get_public_key().to_bytes().decode()}]"
+        self._capacity = capacity
+        self._climb_every = climb_every
         self._expiration = 0.0
+        self._places: dict[str, _Place] = {}  # by model
+        self._publishing = asyncio.Lock()
+        self._reading = asyncio.Semaphore(_PARALLEL_READS)
 
     @classmethod
     async def join(
@@ -55,11 +87,15 @@ class Dht:
         host: str | None = None,
         port: int = 0,
         announce_host: str | None = None,
+        capacity: int = shards.CAPACITY,
+        climb_every: int = shards.CLIMB_EVERY,
     ) -> Dht:
         """Joins through ``initial_peers``, or starts a new DHT if there are none.
 
         A node that listens (``host`` is given) stores records for others; without ``host`` it only asks.
         ``announce_host`` is the address others should use, with ``port``, which must then not be 0.
+        ``capacity`` is how many servers may stand under one key, for all nodes of the DHT the same; a server looks for
+        room nearer to the root once in ``climb_every`` publications.
 
         Raises:
             NoSwarm: no initial peer answered (after at most 10 s).
@@ -98,6 +134,8 @@ class Dht:
                     client_mode=host is None,
                     record_validator=_Validator(identity.private_key),
                     cache_refresh_before_expiry=0,
+                    cache_nearest=0,  # else a reader sends all it has read to one more node,
+                    cache_on_store=False,  # and a server that has read a key reads it again whenever it stores
                 ),
                 JOIN_TIMEOUT_S - _CONNECT_TIMEOUT_S,
             )
@@ -107,7 +145,7 @@ class Dht:
         except BaseException:
             await p2p.shutdown()
             raise
-        return cls(p2p, node, swarm, identity)
+        return cls(p2p, node, swarm, identity, capacity, climb_every)
 
     @property
     def peer_id(self) -> str:
@@ -120,26 +158,41 @@ class Dht:
     async def publish(self, record: ServerRecord, lifetime_s: float = LIFETIME_S) -> bool:
         """Stores the record, signed with the node's identity; returns whether some node took it."""
         assert record.peer_id == self.peer_id
-        self._expiration = max(get_dht_time() + lifetime_s, self._expiration + 0.001)  # a later expiration replaces
-        stored, _ = await asyncio.gather(
-            self._node.store(
-                servers_key(self._swarm, record.model),
-                record.to_proto().SerializeToString(),
-                self._expiration,
-                subkey=self._subkey,
-            ),
-            self._node.store(models_key(self._swarm), record.num_blocks, self._expiration, subkey=record.model),
-        )
-        return bool(stored)
+        async with self._publishing:
+            place = self._places.setdefault(record.model, _Place())
+            withdrawn = dataclasses.replace(
+                record, state=ServerState.OFFLINE, expires_at=self._next_expiration(lifetime_s)
+            )
+            record = dataclasses.replace(record, expires_at=self._next_expiration(lifetime_s))
+            if record.state is ServerState.OFFLINE:
+                storing = self._overwrite(place, list(place.standing), record)
+            else:
+                storing = self._settle(place, record, withdrawn)
+            stored, _ = await asyncio.gather(
+                storing,
+                self._node.store(models_key(self._swarm), record.num_blocks, record.expires_at, subkey=record.model),
+            )
+        return stored
 
-    async def view(self, model: str, num_blocks: int) -> SwarmView:
-        """All servers of a model, withdrawn ones left out. One DHT read, whatever their number."""
-        entry = await self._node.get(servers_key(self._swarm, model), latest=True)
-        if entry is None or not isinstance(entry.value, dict):
-            return SwarmView()
-        records = [_checked(subkey, item.value) for subkey, item in entry.value.items()]
+    async def view(self, model: str, num_blocks: int, part: Span | None = None) -> SwarmView:
+        """The servers of a model, or those that hold some block of ``part``; withdrawn ones are left out.
+
+        One DHT read while they are few, else one after the other for every level of the tree of shards.
+        """
+        latest: dict[str, ServerRecord] = {}
+        level: Sequence[str] = (ROOT_SHARD,)
+        while level:
+            found = await asyncio.gather(*(self._read_servers(model, shard) for shard in level))
+            for record in (record for records, _ in found for record in records):
+                if latest.setdefault(record.peer_id, record).expires_at < record.expires_at:
+                    latest[record.peer_id] = record
+            split = (shard for shard, (_, is_split) in zip(level, found, strict=True) if is_split)
+            level = [child for shard in split for child in shards.children(shard, num_blocks, part)]
         return SwarmView.of(
-            record for record in records if record is not None and record.state is not ServerState.OFFLINE
+            record
+            for record in latest.values()
+            if record.state is not ServerState.OFFLINE
+            and (part is None or (record.span.start < part.end and part.start < record.span.end))
         )
 
     async def models(self) -> dict[str, int]:
@@ -155,10 +208,90 @@ class Dht:
         return dict(sorted(models.items()))
 
     async def shutdown(self) -> None:
-        if self._node.cache_refresh_task is not None:
-            self._node.cache_refresh_task.cancel()  # hivemind forgets it
         await self._node.shutdown()
         await self._p2p.shutdown()
+
+    async def _settle(self, place: _Place, record: ServerRecord, withdrawn: ServerRecord) -> bool:
+        """Stores the record in the first shard of its path that has room, ``withdrawn`` where it had other blocks."""
+        path = shards.path(record.peer_id, record.span, record.num_blocks)
+        if path != place.path:
+            place.path, place.depth = path, 0
+        climbs = place.publications % self._climb_every == 0
+        place.publications += 1
+        for depth in range(0 if climbs else place.depth, len(path)):
+            stored = await self._store(place, path[depth], record)
+            if stored:
+                break
+            if depth >= place.depth:  # not known to be full: nobody may be sent where readers do not look
+                items = await self._read(record.model, path[depth])
+                stored = self._subkey in items and items[self._subkey].expiration_time == record.expires_at
+                if stored or not shards.is_split(len(items), self._capacity):
+                    break
+        place.depth = depth
+        now = get_dht_time()
+        place.standing = {shard: old for shard, old in place.standing.items() if old.expires_at > now}
+        left = [shard for shard, old in place.standing.items() if old.span != record.span]
+        await self._overwrite(place, left, withdrawn)
+        return stored
+
+    async def _overwrite(self, place: _Place, left: Sequence[str], withdrawn: ServerRecord) -> bool:
+        return any(await asyncio.gather(*(self._store(place, shard, withdrawn) for shard in left)))
+
+    async def _store(self, place: _Place, shard: str, record: ServerRecord) -> bool:
+        place.standing[shard] = record  # even if it is refused: the nodes that store the key need not agree
+        return await self._node.store(
+            servers_key(self._swarm, record.model, shard),
+            record.to_proto().SerializeToString(),
+            record.expires_at,
+            subkey=self._subkey,
+        )
+
+    def _next_expiration(self, lifetime_s: float) -> float:
+        """Later than all before: a later expiration replaces an earlier one."""
+        self._expiration = max(get_dht_time() + lifetime_s, self._expiration + 0.001)
+        return self._expiration
+
+    async def _read(self, model: str, shard: str) -> dict[Any, Any]:
+        """All that stands in a shard, by subkey, with its expiration."""
+        async with self._reading:
+            entry = await self._node.get(servers_key(self._swarm, model, shard), latest=True)
+        return entry.value if entry is not None and isinstance(entry.value, dict) else {}
+
+    async def _read_servers(self, model: str, shard: str) -> tuple[list[ServerRecord], bool]:
+        """The valid records in a shard, and whether there may be more below it."""
+        items = await self._read(model, shard)
+        records = [_checked(subkey, item.value, item.expiration_time) for subkey, item in items.items()]
+        return [record for record in records if record is not None], shards.is_split(len(items), self._capacity)
+
+
+@dataclass
+class _Place:
+    """Where a server's record stands in the tree of shards."""
+
+    path: tuple[str, ...] = ()
+    depth: int = 0
+    publications: int = 0
+    standing: dict[str, ServerRecord] = field(default_factory=dict)  # by shard: what readers may find until it expires
+
+
+class _Storage(DHTLocalStorage):
+    """What this node stores for others: no more under one key than fits in a message.
+
+    Above 4 MiB hivemind fails silently: to those who ask, the node seems dead.
+    """
+
+    capacity: int
+
+    def store_subkey(self, key: Any, subkey: object, value: bytes, expiration_time: float) -> bool:
+        """Returns False if there is no room; a record that stands there can always be replaced."""
+        if len(value) > _MAX_RECORD_BYTES:
+            return False
+        known = self.get(key)
+        if known is not None and isinstance(known.value, DictionaryDHTValue) and subkey not in known.value:
+            now = get_dht_time()
+            if not shards.has_room([item.expiration_time - now for _, item in known.value.items()], self.capacity):
+                return False
+        return super().store_subkey(key, subkey, value, expiration_time)
 
 
 def multiaddr(host: str, port: int) -> str:
@@ -183,7 +316,7 @@ class _Validator(RSASignatureValidator):
         return True
 
 
-def _checked(subkey: object, value: object) -> ServerRecord | None:
+def _checked(subkey: object, value: object, expires_at: float) -> ServerRecord | None:
     """The record, if it is well formed and its owner is the peer it speaks of (the DHT has checked the signature)."""
     try:
         owner = _SUBKEY.fullmatch(subkey)
@@ -193,7 +326,7 @@ def _checked(subkey: object, value: object) -> ServerRecord | None:
     except (ValueError, TypeError) as error:
         _logger.debug("ignored a record under %s: %s", subkey, error)
         return None
-    return record
+    return dataclasses.replace(record, expires_at=expires_at)
 
 
 async def _require_answer(initial_peers: Sequence[str]) -> None:

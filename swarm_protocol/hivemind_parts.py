@@ -14,9 +14,11 @@ from typing import Any
 
 __all__ = [
     "P2P",
+    "DHTLocalStorage",
     "DHTNode",
     "DHTProtocol",
     "DHTRecord",
+    "DictionaryDHTValue",
     "MSGPackSerializer",
     "Multiaddr",
     "P2PDaemonError",
@@ -54,6 +56,7 @@ _enter("hivemind")
 from hivemind.dht.crypto import RSASignatureValidator
 from hivemind.dht.node import DHTNode
 from hivemind.dht.protocol import DHTProtocol
+from hivemind.dht.storage import DHTLocalStorage, DictionaryDHTValue
 from hivemind.dht.validation import DHTRecord
 from hivemind.p2p import P2P
 from hivemind.p2p.p2p_daemon_bindings.control import P2PDaemonError

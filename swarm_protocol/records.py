@@ -15,6 +15,7 @@ from swarm_protocol.wire import MAX_TENSOR_BYTES, WIRE_VERSION
 
 REFRESH_S = 20.0  # nodes that store a record may die with it
 LIFETIME_S = 120.0
+ROOT_SHARD = "all"  # where readers begin; swarm_protocol/shards.py has the others
 
 
 class ServerState(IntEnum):
@@ -50,6 +51,7 @@ class ServerRecord:
     network_tokens_per_s: float = 0.0
     pinned: bool = False
     next_span: Span | None = None
+    expires_at: float = field(default=inf, compare=False)  # DHT time (Unix, in seconds); known from the DHT, not sent
 
     @property
     def short_id(self) -> str:
@@ -167,9 +169,9 @@ def missing_spans(replicas: list[int]) -> tuple[Span, ...]:
     return tuple(spans)
 
 
-def servers_key(swarm: str, model: str) -> str:
-    """DHT key whose subkeys are the servers of one model."""
-    return f"swarm.v1/{swarm}/servers/{model}"
+def servers_key(swarm: str, model: str, shard: str = ROOT_SHARD) -> str:
+    """DHT key whose subkeys are servers of one model."""
+    return f"swarm.v1/{swarm}/servers/{shard}/{model}"
 
 
 def models_key(swarm: str) -> str:
