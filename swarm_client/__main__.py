@@ -54,6 +54,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         metavar="SECONDS",
         help="for others to take the place of servers that fail",
     )
+    _add_choice_of_servers(generate)
     generate.add_argument("--standby", action="store_true", help="keep copies of keys and values on other servers")
 
     status = commands.add_parser(
@@ -69,6 +70,12 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     demo.add_argument("--max-new-tokens", type=int, default=64, metavar="N")
     demo.add_argument("--log-level", default="warning", choices=("debug", "info", "warning", "error"))
     return parser.parse_args(argv)
+
+
+def _add_choice_of_servers(command: argparse.ArgumentParser) -> None:
+    add = command.add_argument
+    add("--allow", nargs="+", default=[], metavar="PEER", help="use these servers only; the end of a peer id will do")
+    add("--block", nargs="+", default=[], metavar="PEER", help="do not use these servers")
 
 
 def run_generate(args: argparse.Namespace) -> None:
@@ -94,6 +101,8 @@ def run_generate(args: argparse.Namespace) -> None:
         recovery_timeout_s=args.recovery_timeout,
         standby=args.standby,
         head_quant=args.head_quant,
+        allowed_servers=args.allow,
+        blocked_servers=args.block,
     )
     with model:
         tokenizer = load_tokenizer(args.model, args.revision)

@@ -22,10 +22,22 @@ class ClientConfig:
     compression: str = "none"  # of hidden states that leave the client: none or int8
     head_quant: str = "none"  # of the head that makes logits: none or int8
     view_max_age_s: float = 10.0
+    allowed_servers: tuple[str, ...] = ()  # peer ids or their ends; none: all that are not blocked
+    blocked_servers: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if isinstance(self.initial_peers, str):
             raise ValueError("initial_peers is a string: expected a list of multiaddrs")
+        for name in ("allowed_servers", "blocked_servers"):
+            peer_ids = getattr(self, name)
+            if isinstance(peer_ids, str):
+                raise ValueError(f"{name} is a string: expected a list of peer ids")
+            cleaned = tuple(peer_id.lstrip("…") for peer_id in peer_ids)
+            if not all(map(str.isalnum, cleaned)):
+                raise ValueError(
+                    f"{name} are {list(peer_ids)}: expected peer ids, or their ends as `status` shows them"
+                )
+            object.__setattr__(self, name, cleaned)
         for name in ("compression", "head_quant"):
             if getattr(self, name) not in ("none", "int8"):
                 raise ValueError(f"{name} {getattr(self, name)!r} is unknown: expected none or int8")

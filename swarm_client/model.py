@@ -6,7 +6,7 @@ import copy
 import functools
 import inspect
 import logging
-from collections.abc import AsyncIterable, Iterable
+from collections.abc import AsyncIterable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -74,6 +74,8 @@ class _Distributed:
         on_event: OnEvent | None = None,
         compression: str = ClientConfig.compression,
         head_quant: str = ClientConfig.head_quant,
+        allowed_servers: Sequence[str] = (),
+        blocked_servers: Sequence[str] = (),
         **config_overrides: Any,
     ) -> PreTrainedModel:
         """Loads embeddings, norms and head; the blocks are computed by the swarm.
@@ -95,6 +97,8 @@ class _Distributed:
             compression: of hidden states on their way to the servers: "none" or "int8".
             head_quant: of the head that turns hidden states into logits: "none", or "int8" (on the CPU), which is
                 faster and smaller, and frozen. A classifier's head stays as it is.
+            allowed_servers, blocked_servers: peer ids, or their ends as ``status`` shows them. If any are allowed, no
+                others are used.
             config_overrides: fields of the model's config, such as ``num_labels=3``.
 
         Returns:
@@ -115,6 +119,8 @@ class _Distributed:
             on_event=on_event,
             compression=compression,
             head_quant=head_quant,
+            allowed_servers=allowed_servers if isinstance(allowed_servers, str) else tuple(allowed_servers),
+            blocked_servers=blocked_servers if isinstance(blocked_servers, str) else tuple(blocked_servers),
         )
         device = torch.device(device)
         check_head_quant(head_quant, device)

@@ -29,10 +29,13 @@ class Patience:
         """
         stall = self._stall
         if stall is None:
-            return await self._swarm.chain(span)
+            return await self._swarm.chain(span, pushes=False)
         try:
             return await self._swarm.chain(
-                span, timeout_s=stall.time_left_s, on_wait=lambda *why: self._reporter.report(Waiting(*why))
+                span,
+                timeout_s=stall.time_left_s,
+                on_wait=lambda *why: self._reporter.report(Waiting(*why)),
+                pushes=False,
             )
         except NoRoute as error:
             stall.tried.append(str(error))

@@ -5,21 +5,16 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 import torch
 from torch import nn
 
 from swarm_client import background
 from swarm_client.events import OnEvent
-from swarm_client.patience import Patience
-from swarm_client.routing import Hop
+from swarm_client.passes import backward, forward
 from swarm_client.session import RemoteSession, check_length
 from swarm_client.swarm import Swarm
-from swarm_client.wire_tensor import CODECS, Context, WireTensor
 from swarm_protocol.block_input import BlockInput
-from swarm_protocol.codec import split_rows, torch_dtype
-from swarm_protocol.errors import BadReply, PeerError
 from swarm_protocol.span import Span
 
 
@@ -92,134 +87,17 @@ class _RemoteForward(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden, attention_mask, position_ids, blocks: RemoteSpan):
         need_grad = ctx.needs_input_grad[0]
-        pieces, visited = background.run(_forward(blocks, hidden, attention_mask, position_ids, need_grad))
+        inputs = BlockInput(hidden, attention_mask, position_ids)
+        pieces, visited = background.run(forward(blocks.swarm, blocks.span, inputs, need_grad))
         ctx.blocks, ctx.visited = blocks, visited
         ctx.attention_mask, ctx.position_ids = attention_mask, position_ids
         return torch.cat(pieces).to(hidden.device)
 
     @staticmethod
     def backward(ctx, grad):
-        pieces = background.run(_backward(ctx.blocks, ctx.visited, grad, ctx.attention_mask, ctx.position_ids))
+        outputs = BlockInput(grad, ctx.attention_mask, ctx.position_ids)
+        pieces = background.run(backward(ctx.blocks.swarm, ctx.visited, outputs))
         return torch.cat(pieces).to(grad.device), None, None, None
-
-
-@dataclass(frozen=True)
-class _Visited:
-    """Blocks that some rows went through, and the hidden states that entered them."""
-
-    span: Span
-    hidden: WireTensor
-
-
-async def _forward(
-    blocks: RemoteSpan,
-    hidden: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    position_ids: torch.Tensor | None,
-    need_grad: bool,
-) -> tuple[list[torch.Tensor], list[list[_Visited]]]:
-    outputs, visited = [], []
-    for rows in _row_pieces(hidden, attention_mask, position_ids):
-        wire = WireTensor.of(rows.hidden, CODECS[blocks.swarm.config.compression])
-        output, path = await _forward_rows(blocks.swarm, blocks.span, wire, Context.of(rows))
-        outputs.append(output.decode(rows.hidden.shape, rows.hidden.dtype))
-        visited.append(path if need_grad else [])
-    return outputs, visited
-
-
-async def _forward_rows(
-    swarm: Swarm, span: Span, hidden: WireTensor, context: Context
-) -> tuple[WireTensor, list[_Visited]]:
-    """Goes on from where it is with another chain when a server fails."""
-    path: list[_Visited] = []
-    position, patience = span.start, Patience(swarm)
-    while position < span.end:
-        chain = await patience.chain(Span(position, span.end))
-        try:
-            for hop in chain:
-                output = await _visit(swarm, hop, hidden, context)
-                path.append(_Visited(hop.span, hidden))
-                hidden, position = output, hop.span.end
-                patience.renew()
-        except PeerError as error:
-            patience.failed(error)
-    return hidden, path
-
-
-async def _visit(
-    swarm: Swarm, hop: Hop, hidden: WireTensor, context: Context, grad: WireTensor | None = None
-) -> WireTensor:
-    """The hop's outputs, or the gradient of its inputs given that of its outputs; raises BadReply if they are wrong."""
-    server = await swarm.server(hop.server)
-    if grad is None:
-        result = await server.forward(hop.span, hidden, context)
-    else:
-        result = await server.backward(hop.span, hidden, grad, context)
-    try:
-        result.decode(hidden.header.shape, torch_dtype(result.header.dtype))
-    except BadReply as error:  # said by this server: the next one would be blamed
-        raise BadReply(str(error), hop.server.peer_id, hop.span) from None
-    return result
-
-
-async def _backward(
-    blocks: RemoteSpan,
-    visited: list[list[_Visited]],
-    grad: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    position_ids: torch.Tensor | None,
-) -> list[torch.Tensor]:
-    grads, first_row = [], 0
-    for path in visited:
-        num_rows = path[0].hidden.header.shape[0]
-        rows = _rows(slice(first_row, first_row + num_rows), grad, attention_mask, position_ids)
-        context, wire = Context.of(rows), WireTensor.of(rows.hidden)
-        for part in reversed(path):
-            wire = await _backward_rows(blocks.swarm, part, wire, context)
-        grads.append(wire.decode(rows.hidden.shape, rows.hidden.dtype))
-        first_row += num_rows
-    return grads
-
-
-async def _backward_rows(swarm: Swarm, part: _Visited, grad: WireTensor, context: Context) -> WireTensor:
-    """Through the blocks of ``part``, on any servers that hold them."""
-    patience = Patience(swarm)
-    while True:
-        chain = await patience.chain(part.span)
-        try:
-            inputs = [part.hidden]  # of each hop
-            for hop in chain[:-1]:
-                inputs.append(await _visit(swarm, hop, inputs[-1], context))
-                patience.renew()
-            result = grad
-            for hop, hidden in zip(reversed(chain), reversed(inputs), strict=True):
-                result = await _visit(swarm, hop, hidden, context, result)
-                patience.renew()
-            return result
-        except PeerError as error:
-            patience.failed(error)
-
-
-def _row_pieces(
-    hidden: torch.Tensor, attention_mask: torch.Tensor | None, position_ids: torch.Tensor | None
-) -> list[BlockInput]:
-    """The batch in pieces that fit into one request."""
-    pieces, first_row = [], 0
-    for piece in split_rows(hidden):
-        rows = slice(first_row, first_row + len(piece))
-        pieces.append(_rows(rows, hidden, attention_mask, position_ids))
-        first_row += len(piece)
-    return pieces
-
-
-def _rows(
-    rows: slice, hidden: torch.Tensor, attention_mask: torch.Tensor | None, position_ids: torch.Tensor | None
-) -> BlockInput:
-    return BlockInput(
-        hidden[rows],
-        None if attention_mask is None else attention_mask[rows],
-        position_ids if position_ids is None or len(position_ids) == 1 else position_ids[rows],
-    )
 
 
 class RemoteBlocks(nn.Module):

@@ -1,9 +1,11 @@
-"""Which servers compute which blocks. Pure: a function of what the swarm looks like."""
+"""Which servers compute which blocks. Pure: functions of what the swarm looks like."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from math import inf
 
 import numpy as np
 
@@ -12,9 +14,9 @@ from swarm_protocol.records import ServerRecord, ServerState, SwarmView, missing
 from swarm_protocol.span import Span
 from swarm_protocol.wire import WIRE_VERSION
 
-ASSUMED_RTT_S = 0.005  # of a server never spoken to
 ASSUMED_TOKENS_PER_S = 1.0  # of a server that announced none
 NO_ROOM_S = 30.0  # cost of a server whose KV cache looks too full
+KEEP_MARGIN = 0.15  # relative: so much faster another chain must be to be taken instead of the last one
 
 
 @dataclass(frozen=True)
@@ -28,71 +30,211 @@ class Hop:
 Chain = tuple[Hop, ...]
 
 
-def fastest_chain(
-    view: SwarmView,
-    blocks: Span,
-    *,
-    rtts_s: Mapping[str, float] | None = None,
-    need_tokens: int = 0,
-) -> Chain:
-    """The hops that carry one token through ``blocks`` soonest.
+@dataclass(frozen=True)
+class Costs:
+    """What a client knows of the time that things take, in seconds.
 
-    The cost of a hop is its round trip, its queue delay, the computing time of its blocks, and a penalty if its KV
-    cache has no room for ``need_tokens``. ``view`` holds usable servers only (see ``usable``). Dynamic programming from
-    the last block to the first, over servers times blocks.
+    Attributes:
+        rtts_s: the client's round trips to servers, by peer id.
+        unknown_rtt_s: of servers that are not among them.
+        need_tokens: room for keys and values that a server should have.
+        pushes: servers send hidden states straight to one another; otherwise the client is between any two.
+        num_tokens: positions that pass at a time: one in decoding.
+        busy_s: how long servers are busy with what was given to them, beside what they announce, by peer id.
+    """
+
+    rtts_s: Mapping[str, float]
+    unknown_rtt_s: float = 0.0
+    need_tokens: int = 0
+    pushes: bool = True
+    num_tokens: int = 1
+    busy_s: Mapping[str, float] | None = None
+
+    def rtt_s(self, server: ServerRecord) -> float:
+        return self.rtts_s.get(server.peer_id, self.unknown_rtt_s)
+
+    def visit_s(self, server: ServerRecord) -> float:
+        """What one visit takes before anything is computed: the queue, and a penalty if there is no room."""
+        queue_s = server.queue_delay_s + (self.busy_s or {}).get(server.peer_id, 0.0)
+        return queue_s + (NO_ROOM_S if server.cache_tokens_left < self.need_tokens else 0.0)
+
+    def block_s(self, server: ServerRecord) -> float:
+        """What computing one block takes."""
+        tokens_per_s = server.tokens_per_s
+        if self.num_tokens > 1:
+            tokens_per_s = server.forward_tokens_per_s or tokens_per_s
+        return self.num_tokens / (tokens_per_s or ASSUMED_TOKENS_PER_S) / len(server.span)
+
+    def between_s(self, server: ServerRecord, onward: ServerRecord) -> float:
+        """One way from server to server: half of what they measured, but never more than by way of the client."""
+        by_client_s = (self.rtt_s(server) + self.rtt_s(onward)) / 2
+        if not self.pushes:
+            return by_client_s
+        measured = server.next_hop_rtts_s.get(onward.peer_id), onward.next_hop_rtts_s.get(server.peer_id)
+        return min([by_client_s, *(rtt_s / 2 for rtt_s in measured if rtt_s is not None)])
+
+
+def fastest_chain(view: SwarmView, blocks: Span, costs: Costs, keep: Chain = ()) -> Chain:
+    """The hops that carry ``costs.num_tokens`` positions through ``blocks`` soonest.
+
+    ``keep`` is taken instead if it still exists and is hardly slower. ``view`` holds usable servers only.
 
     Raises:
         NoRoute: naming the blocks that no server holds.
     """
-    rtts_s = rtts_s or {}
+    best = _fastest(view, blocks, costs)
+    kept = _as_in(view, keep)
+    if kept and _is_over(kept, blocks) and seconds(kept, costs) <= seconds(best, costs) * (1 + KEEP_MARGIN):
+        return kept
+    return best
+
+
+def seconds(chain: Chain, costs: Costs) -> float:
+    """How long the chain takes: from the client to the first server, on from server to server, and back."""
+    total = (costs.rtt_s(chain[0].server) + costs.rtt_s(chain[-1].server)) / 2
+    for hop in chain:
+        total += costs.visit_s(hop.server) + len(hop.span) * costs.block_s(hop.server)
+    return total + sum(costs.between_s(hop.server, onward.server) for hop, onward in pairwise(chain))
+
+
+def spread(view: SwarmView, blocks: Span, sizes: Sequence[int], costs: Costs) -> list[Chain]:
+    """A chain for each of several micro-batches, so that all are through soon: fast servers get more of them.
+
+    Each takes the chain in which it is through first, if all before it wait where they were sent. For equal spans this
+    is the expected-runtime round robin of SWARM (Ryabinin et al., "SWARM Parallelism", 2023, section 3.2).
+
+    Args:
+        sizes: positions (rows x tokens) of each micro-batch.
+
+    Raises:
+        NoRoute: naming the blocks that no server holds.
+    """
+    busy_s = dict(costs.busy_s or {})
+    chains = []
+    for num_tokens in sizes:
+        now = replace(costs, num_tokens=num_tokens, busy_s=busy_s)
+        chain = _fastest(view, blocks, now)
+        for hop in chain:
+            work_s = len(hop.span) * now.block_s(hop.server)
+            busy_s[hop.server.peer_id] = busy_s.get(hop.server.peer_id, 0.0) + work_s
+        chains.append(chain)
+    return chains
+
+
+def _fastest(view: SwarmView, blocks: Span, costs: Costs) -> Chain:
+    """Dynamic programming from the last block to the first, over servers times blocks."""
     servers = sorted(view.servers, key=lambda server: server.peer_id)
-    costs = [_costs(server, rtts_s.get(server.peer_id, ASSUMED_RTT_S), need_tokens) for server in servers]
-    per_hop, per_block = np.array(costs).reshape(-1, 2).T
-    starts = np.array([server.span.start for server in servers])
-    ends = np.array([server.span.end for server in servers])
-    best = 0.0  # seconds from the block after the one at hand to the end
-    through = np.full(len(servers), np.inf)  # the same if that block is computed by this server, its visit not counted
-    first: dict[int, int] = {}  # the server to take at a block
-    stays: dict[int, np.ndarray] = {}  # which servers had better go on with the block after
+    starts = np.array([server.span.start for server in servers], int)
+    ends = np.array([server.span.end for server in servers], int)
+    half_rtt = np.array([costs.rtt_s(server) for server in servers]) / 2
+    visit = np.array([costs.visit_s(server) for server in servers], float)
+    per_block = np.array([costs.block_s(server) for server in servers], float)
+    links = _links(servers, costs)
+    through = half_rtt  # from here to the end if this server has computed the block before
+    onward: dict[int, np.ndarray] = {}  # who computes a block, by who has computed the one before
+    stay = np.arange(len(servers))
     for block in reversed(range(blocks.start, blocks.end)):
-        stays[block] = through <= best
         holds = (starts <= block) & (block < ends)
-        through = np.where(holds, per_block + np.minimum(through, best), np.inf)
-        total = through + per_hop
-        if not np.isfinite(total).any():
+        if not holds.any():
             raise no_route(view, blocks)
-        first[block] = int(total.argmin())
-        best = total[first[block]]
-    chain, block = [], blocks.start
-    while block < blocks.end:
-        start, number = block, first[block]
-        while stays[block][number] and block + 1 < blocks.end:
-            block += 1
-        block += 1
-        chain.append(Hop(servers[number], Span(start, block)))
-    return tuple(chain)
+        computed = np.where(holds, per_block + through, inf)  # this block on, its server's visit not counted
+        entered = computed + visit
+        best = int((entered + half_rtt).argmin())
+        leaving = entered[best] + half_rtt[best] + half_rtt  # by way of the client, or as far as that
+        to = np.full(len(servers), best)
+        onto = np.flatnonzero(holds[links.to])
+        linked = links.half_rtt[onto] + entered[links.to[onto]]
+        for_last = np.argsort(-linked, kind="stable")  # of several links from one server, the best is written last
+        since = links.since[onto][for_last]
+        shorter = linked[for_last] < leaving[since]
+        leaving[since[shorter]] = linked[for_last][shorter]
+        to[since[shorter]] = links.to[onto][for_last][shorter]
+        onward[block] = np.where(computed <= leaving, stay, to)
+        through = np.minimum(computed, leaving)
+        first = best
+    return _as_chain(servers, blocks, first, onward)
 
 
-def best_replica(
-    view: SwarmView, span: Span, *, rtts_s: Mapping[str, float] | None = None, need_tokens: int = 0
-) -> ServerRecord | None:
+@dataclass(frozen=True)
+class _Links:
+    """Pairs of servers whose one-way time is known and shorter than by way of the client."""
+
+    since: np.ndarray
+    to: np.ndarray
+    half_rtt: np.ndarray
+
+
+def _links(servers: Sequence[ServerRecord], costs: Costs) -> _Links:
+    numbers = {server.peer_id: number for number, server in enumerate(servers)}
+    since, to, half_rtts = [], [], []
+    for number, server in enumerate(servers if costs.pushes else ()):
+        for peer_id, rtt_s in server.next_hop_rtts_s.items():
+            other = numbers.get(peer_id)
+            if other is not None:
+                since += [number, other]
+                to += [other, number]
+                half_rtts += [rtt_s / 2] * 2
+    return _Links(np.array(since, int), np.array(to, int), np.array(half_rtts, float))
+
+
+def _as_chain(servers: Sequence[ServerRecord], blocks: Span, first: int, onward: Mapping[int, np.ndarray]) -> Chain:
+    chain, number, start = [], first, blocks.start
+    for block in range(blocks.start + 1, blocks.end):
+        following = int(onward[block][number])
+        if following != number:
+            chain.append(Hop(servers[number], Span(start, block)))
+            number, start = following, block
+    return (*chain, Hop(servers[number], Span(start, blocks.end)))
+
+
+def _as_in(view: SwarmView, chain: Chain) -> Chain:
+    """The same chain of the servers as they are now; empty if one is gone or holds other blocks."""
+    servers = {server.peer_id: server for server in view.servers}
+    found = [(servers.get(hop.server.peer_id), hop.span) for hop in chain]
+    if any(server is None or not server.span.covers(span) for server, span in found):
+        return ()
+    return tuple(Hop(server, span) for server, span in found)
+
+
+def _is_over(chain: Chain, blocks: Span) -> bool:
+    return (chain[0].span.start, chain[-1].span.end) == (blocks.start, blocks.end)
+
+
+def best_replica(view: SwarmView, span: Span, costs: Costs) -> ServerRecord | None:
     """The server that carries one token through the whole of ``span`` soonest; None if no server holds all of it."""
-    rtts_s = rtts_s or {}
+    replicas = [server for server in view.servers if server.span.covers(span)]
+    return min(replicas, key=lambda server: (seconds((Hop(server, span),), costs), server.peer_id), default=None)
 
-    def cost(server: ServerRecord) -> tuple[float, str]:
-        per_hop, per_block = _costs(server, rtts_s.get(server.peer_id, ASSUMED_RTT_S), need_tokens)
-        return per_hop + len(span) * per_block, server.peer_id
 
-    return min((server for server in view.servers if server.span.covers(span)), key=cost, default=None)
+@dataclass(frozen=True)
+class Wanted:
+    """Which servers a client uses.
+
+    Attributes:
+        allowed, blocked: peer ids or their ends; if any are allowed, nobody else is.
+    """
+
+    revision: str
+    num_blocks: int
+    allowed: tuple[str, ...] = ()
+    blocked: tuple[str, ...] = ()
+
+    def admits(self, peer_id: str) -> bool:
+        return not peer_id.endswith(self.blocked or "\0") and (not self.allowed or peer_id.endswith(self.allowed))
 
 
 def usable(
-    view: SwarmView, revision: str, num_blocks: int, banned: Collection[str] = ()
+    view: SwarmView, wanted: Wanted, banned: Mapping[str, str] | None = None, time_s: float = 0.0
 ) -> tuple[SwarmView, Sequence[str]]:
-    """The servers a client can use, and for each kind of server left out a phrase that says how many and why."""
+    """The servers a client can use, and for each kind of server left out a phrase that says how many and why.
+
+    Args:
+        banned: servers that failed, by peer id, and the end of a phrase that says how.
+        time_s: the time by which records expire.
+    """
     kept, reasons = [], {}
     for server in view.servers:
-        reason = _unusable(server, revision, num_blocks, banned)
+        reason = _unusable(server, wanted, banned or {}, time_s)
         if reason is None:
             kept.append(server)
         else:
@@ -110,21 +252,15 @@ def no_route(view: SwarmView, blocks: Span, left_out: Sequence[str] = ()) -> NoR
     return NoRoute(f"no server holds blocks {names}{notes}", missing)
 
 
-def _unusable(server: ServerRecord, revision: str, num_blocks: int, banned: Collection[str]) -> str | None:
+def _unusable(server: ServerRecord, wanted: Wanted, banned: Mapping[str, str], time_s: float) -> str | None:
     if server.wire_version != WIRE_VERSION:
         return f"of wire version {server.wire_version} where this client speaks {WIRE_VERSION}"
-    if server.revision != revision or server.num_blocks != num_blocks:
-        return f"with model revision {server.revision} where this client has {revision}"
+    if server.revision != wanted.revision or server.num_blocks != wanted.num_blocks:
+        return f"with model revision {server.revision} where this client has {wanted.revision}"
     if server.state is not ServerState.ONLINE:
         return f"still {server.state.name.lower()}"
-    if server.peer_id in banned:
-        return "that failed a moment ago"
-    return None
-
-
-def _costs(server: ServerRecord, rtt_s: float, need_tokens: int) -> tuple[float, float]:
-    """Seconds per visit, and per block computed."""
-    per_hop = rtt_s + server.queue_delay_s
-    if server.cache_tokens_left < need_tokens:
-        per_hop += NO_ROOM_S
-    return per_hop, 1 / (server.tokens_per_s or ASSUMED_TOKENS_PER_S) / len(server.span)
+    if server.expires_at < time_s:
+        return "not heard of lately"
+    if not wanted.admits(server.peer_id):
+        return "that this client is told not to use"
+    return banned.get(server.peer_id)

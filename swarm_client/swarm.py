@@ -3,27 +3,29 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
+import time
 import weakref
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Sequence
-from dataclasses import dataclass
 
 from swarm_client.background import now_s
 from swarm_client.config import ClientConfig
-from swarm_client.routing import Chain, best_replica, fastest_chain, no_route, usable
+from swarm_client.contacts import FAILED, SILENT, Bans, RoundTrips
+from swarm_client.routing import Chain, Costs, Wanted, best_replica, fastest_chain, no_route, spread, usable
 from swarm_client.transport import Server
 from swarm_protocol.dht import Dht
-from swarm_protocol.errors import NoRoute, NoSwarm, PeerError
+from swarm_protocol.errors import NoRoute, NoSwarm, PeerError, PeerUnavailable
 from swarm_protocol.identity import Identity
 from swarm_protocol.notes import Notes
 from swarm_protocol.records import LIFETIME_S, ServerRecord, SwarmView
 from swarm_protocol.span import Span
 
 Connect = Callable[[ServerRecord, float], Awaitable[Server]]
+Choose = Callable[[SwarmView, bool], list[Chain]]  # among usable servers; True: those never spoken to may be near
 _logger = logging.getLogger(__name__)
 _POLL_S = 0.5  # while blocks are missing
-_BAN_S, _MAX_BAN_S = 5.0, 60.0
-_JUST_NOW_S = 1.0  # so long a server that failed is left alone even if there is no other
+_MAX_MEASURING = 5  # rounds of measuring round trips before a chain is taken as it is
 _VIEW_TIMEOUT_S = 10.0
 
 
@@ -67,16 +69,18 @@ class Swarm:
         self.model = model
         self.revision = revision
         self.num_blocks = num_blocks
+        self.wanted = Wanted(revision, num_blocks, config.allowed_servers, config.blocked_servers)
         self._connect = connect
         self._dht = dht
         self._view = SwarmView()
         self._view_time = float("-inf")
-        self._servers: dict[str, Server] = {}
-        self._rtts_s: dict[str, float] = {}
-        self._bans: dict[str, _Ban] = {}
         self._filled_time = float("-inf")  # when the view was last read and not empty
-        self._connecting: dict[str, asyncio.Lock] = {}
         self._reading = asyncio.Lock()
+        self._servers: dict[str, Server] = {}
+        self._connecting: dict[str, asyncio.Lock] = {}
+        self._rtts = RoundTrips(self._ping)
+        self._bans = Bans()
+        self._last_chains: dict[Span, Chain] = {}
         self._tasks: set[asyncio.Task] = set()
         self.sessions: weakref.WeakSet = weakref.WeakSet()
 
@@ -128,6 +132,8 @@ class Swarm:
             await asyncio.sleep(self.config.view_max_age_s)
             if self.sessions and now_s() - self._view_time >= self.config.view_max_age_s:
                 await self._read_view()
+                servers, _ = self._usable(self._banned())
+                await self._rtts.measure([], servers.servers)
 
     async def chain(
         self,
@@ -138,6 +144,7 @@ class Swarm:
         timeout_s: float | None = None,
         like: ServerRecord | None = None,
         on_wait: Callable[[str, float], None] | None = None,
+        pushes: bool = True,
     ) -> Chain:
         """The fastest chain over ``blocks`` without the servers to ``avoid``; waits for missing blocks.
 
@@ -146,18 +153,53 @@ class Swarm:
             like: servers that compute as this one does are preferred. A chain is wanted at once then: what is known of
                 the swarm is good enough as long as it leads somewhere.
             on_wait: told why there is no chain, and for how many seconds there may be none.
+            pushes: whether servers will send hidden states straight to one another.
 
         Raises:
             NoRoute: some block is still not served after that time, or only by servers to avoid; the message names it.
         """
+
+        keep = self._last_chains.get(blocks, ()) if like is None and need_tokens else ()
+
+        def choose(servers: SwarmView, hopeful: bool) -> list[Chain]:
+            costs = Costs(self._rtts.known, self._rtts.guess_s(hopeful), need_tokens, pushes)
+            return [fastest_chain(servers, blocks, costs, keep)]
+
+        (chain,) = await self._when_there_is(choose, blocks, avoid, timeout_s, like, on_wait)
+        if like is None:
+            self._last_chains[blocks] = chain
+        return chain
+
+    async def chains(self, blocks: Span, sizes: Sequence[int]) -> list[Chain]:
+        """One chain for each of several micro-batches of so many positions, see ``spread``; waits for missing blocks.
+
+        Raises:
+            NoRoute: some block is still not served after ``wait_timeout_s``.
+        """
+
+        def choose(servers: SwarmView, hopeful: bool) -> list[Chain]:
+            return spread(servers, blocks, sizes, Costs(self._rtts.known, self._rtts.guess_s(hopeful), pushes=False))
+
+        return await self._when_there_is(choose, blocks)
+
+    async def _when_there_is(
+        self,
+        choose: Choose,
+        blocks: Span,
+        avoid: Collection[str] = (),
+        timeout_s: float | None = None,
+        like: ServerRecord | None = None,
+        on_wait: Callable[[str, float], None] | None = None,
+    ) -> list[Chain]:
+        """What a policy chooses among the servers there are, once they hold all blocks."""
         timeout_s = self.config.wait_timeout_s if timeout_s is None else timeout_s
         deadline = now_s() + timeout_s
         max_age_s = self.config.view_max_age_s if like is None else float("inf")
         waits = False
         while True:
-            view = await self.view(max_age_s)
+            await self.view(max_age_s)
             try:
-                return self._choose(view, blocks, need_tokens, avoid, like)
+                return await self._choose(choose, blocks, avoid, like)
             except NoRoute as failure:
                 error = failure
             if max_age_s == float("inf"):
@@ -172,26 +214,44 @@ class Swarm:
                 (on_wait or _say_that_it_waits)(str(error), deadline - now_s())
             await asyncio.sleep(_POLL_S)
 
-    def _choose(
-        self, view: SwarmView, blocks: Span, need_tokens: int, avoid: Collection[str], like: ServerRecord | None
-    ) -> Chain:
-        """Servers that failed lately are taken only if there is no other way."""
+    async def _choose(
+        self,
+        choose: Choose,
+        blocks: Span,
+        avoid: Collection[str],
+        like: ServerRecord | None,
+    ) -> list[Chain]:
+        """Servers that failed lately are taken only if there is no other way.
+
+        Those never spoken to are taken for near at first, and if they are chosen, they are measured; those that do not
+        answer soon are passed over. When a chain is wanted at once, unknown servers are taken for far instead.
+        """
         error: NoRoute | None = None
-        for banned in (self._banned(), self._banned(just_now=True)):
-            servers, left_out = usable(view, self.revision, self.num_blocks, {*banned, *avoid})
-            kinds = [servers] if like is None else [_alike(servers, like), servers]
-            for kind in kinds:
+        for just_now in (False, True):
+            silent: set[str] = set()
+            for hopeful in [True] * _MAX_MEASURING + [False]:
+                servers, left_out = self._usable(self._banned(just_now) | dict.fromkeys([*avoid, *silent], SILENT))
                 try:
-                    return fastest_chain(kind, blocks, rtts_s=self._rtts_s, need_tokens=need_tokens)
+                    chains = _choose_kind(choose, servers, like, hopeful and like is None)
                 except NoRoute:
-                    pass
-            error = error or no_route(servers, blocks, left_out)
+                    error = error or no_route(servers, blocks, left_out)
+                    if not silent:
+                        break
+                    silent.clear()
+                    continue
+                known = self._rtts.known
+                unknown = [hop.server for chain in chains for hop in chain if hop.server.peer_id not in known]
+                if not unknown or not hopeful or like is not None:
+                    return chains
+                silent |= await self._rtts.measure(unknown, servers.servers)
         raise error
 
     def replica(self, span: Span, need_tokens: int, avoid: Collection[str], like: ServerRecord) -> ServerRecord | None:
         """One other server that could hold a copy of a session over ``span``, as far as is known."""
-        servers, _ = usable(self._view, self.revision, self.num_blocks, {*self._banned(), *avoid})
-        return best_replica(_alike(servers, like), span, rtts_s=self._rtts_s, need_tokens=need_tokens)
+        servers, _ = self._usable(self._banned() | dict.fromkeys(avoid, FAILED))
+        return best_replica(
+            _alike(servers, like), span, Costs(self._rtts.known, self._rtts.guess_s(False), need_tokens)
+        )
 
     async def server(self, record: ServerRecord) -> Server:
         """An open connection; raises PeerUnavailable or BadReply if there cannot be one."""
@@ -204,30 +264,42 @@ class Swarm:
             if known is not None:
                 await known.close()
             self._servers[record.peer_id] = server
-        self._rtts_s[record.peer_id] = await server.ping()
-        return server
+            return server
+
+    async def _ping(self, record: ServerRecord) -> float | None:
+        """The round trip; None if the server does not answer, which leaves it out like any other failure."""
+        try:
+            return await (await self.server(record)).ping()
+        except PeerError as error:
+            _logger.info("%s", error)
+            self._leave_out(error)
+            return None
 
     def failed(self, error: PeerError) -> None:
         """Leaves the server out for a while, longer each time, and reads the DHT anew."""
         if error.peer_id:
-            now = now_s()
-            last = self._bans.get(error.peer_id)
-            duration_s = _BAN_S if last is None else min(2 * last.duration_s, _MAX_BAN_S)
-            self._bans[error.peer_id] = _Ban(now, duration_s)
-            self._servers.pop(error.peer_id, None)  # not closed: other sessions may still go through it
+            self._leave_out(error)
         self._view_time = float("-inf")
         if self._dht is not None and not self._reading.locked():
             self._soon(self._read_view())
 
+    def _leave_out(self, error: PeerError) -> None:
+        expires_at = None
+        if isinstance(error, PeerUnavailable):
+            expires_at = max((s.expires_at for s in self._view.servers if s.peer_id == error.peer_id), default=None)
+        self._bans.add(error.peer_id, now_s(), expires_at)
+        self._rtts.forget(error.peer_id)
+        self._servers.pop(error.peer_id, None)  # not closed: other sessions may still go through it
+
     def served(self, peer_id: str) -> None:
         """The server works: what it did before is forgiven."""
-        self._bans.pop(peer_id, None)
+        self._bans.forgive(peer_id)
 
-    def _banned(self, just_now: bool = False) -> set[str]:
-        now = now_s()
-        return {
-            peer for peer, ban in self._bans.items() if ban.since + (_JUST_NOW_S if just_now else ban.duration_s) > now
-        }
+    def _usable(self, banned: dict[str, str]) -> tuple[SwarmView, Sequence[str]]:
+        return usable(self._view, self.wanted, banned, time.time())
+
+    def _banned(self, just_now: bool = False) -> dict[str, str]:
+        return self._bans.now(now_s(), self._view.servers, just_now)
 
     def _soon(self, coroutine: Coroutine) -> None:
         task = asyncio.ensure_future(coroutine)
@@ -236,10 +308,11 @@ class Swarm:
         task.add_done_callback(lambda done: done.cancelled() or done.exception())
 
 
-@dataclass(frozen=True)
-class _Ban:
-    since: float
-    duration_s: float
+def _choose_kind(choose: Choose, servers: SwarmView, like: ServerRecord | None, hopeful: bool) -> list[Chain]:
+    if like is not None:
+        with contextlib.suppress(NoRoute):
+            return choose(_alike(servers, like), hopeful)
+    return choose(servers, hopeful)
 
 
 def _alike(view: SwarmView, like: ServerRecord) -> SwarmView:

@@ -25,6 +25,7 @@ from swarm_protocol.wire import CLIENT_OPTIONS, WIRE_VERSION
 CONNECT_TIMEOUT_S = 4.0
 PROBE_AFTER_S = 1.0  # without an answer, a server is asked whether it is still there
 PROBE_TIMEOUT_S = 3.0
+_PINGS = 3
 
 
 class Server:
@@ -58,11 +59,14 @@ class Server:
         await self._channel.close()
 
     async def ping(self) -> float:
-        """Round-trip time in seconds."""
+        """Round-trip time in seconds: the shortest of a few, since the first ones also connect."""
+        rtts_s = []
         async with translated(self.record):
-            start_s = now_s()
-            await self._stub.Describe(pb.DescribeRequest(), timeout=CONNECT_TIMEOUT_S)
-            return now_s() - start_s
+            for _ in range(_PINGS):
+                start_s = now_s()
+                await self._stub.Echo(pb.EchoRequest(), timeout=CONNECT_TIMEOUT_S)
+                rtts_s.append(now_s() - start_s)
+        return min(rtts_s)
 
     async def open(self, number: int, span: Span, request: pb.Open, inbox: Inbox) -> HopSession:
         """Opens hop ``number`` of a session; its answers go to ``inbox``. Raises PeerBusy if there is no room."""
