@@ -1,0 +1,112 @@
+"""Thousands of servers, as far as the DHT can tell: each with a key, a peer id and a signed record of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import itertools
+import re
+from collections import Counter
+from collections.abc import Iterator, Sequence
+
+from cryptography.hazmat.primitives.asymmetric import rsa
+
+from swarm_protocol.dht import Dht, _Place, _Validator
+from swarm_protocol.hivemind_parts import DHTRecord, RSAPrivateKey
+from swarm_protocol.identity import Identity, peer_id_of
+from swarm_protocol.records import ServerRecord
+from swarm_protocol.shards import path
+from swarm_protocol.span import Span
+
+
+class Crowd:
+    """Servers that share the DHT node of one of them, for lack of 10 000 machines; it signs for each with its own key.
+
+    Keys have 1024 bits instead of 2048, and any two of a few primes make one: real ones would take a tenth of a second
+    each. Records are as long as if they had 2048.
+    """
+
+    def __init__(self, host: Dht, count: int, **options: int) -> None:
+        self.identities = list(itertools.islice(_identities(count), count))
+        self._host, self._options = host, options
+        host._node.protocol.record_validator = _Notary(self.identities)
+        self.members = [self._member(identity) for identity in self.identities]
+
+    def _member(self, identity: Identity) -> Dht:
+        return Dht(self._host._p2p, self._host._node, self._host._swarm, identity, **self._options)
+
+    async def publish(self, records: Sequence[ServerRecord], at_once: int = 1000) -> None:
+        """The records last until the test is over: publishing takes longer in one process than in thousands."""
+        for start in range(0, len(records), at_once):
+            some = zip(self.members[start : start + at_once], records[start : start + at_once], strict=True)
+            assert all(await asyncio.gather(*(member.publish(record, 3600) for member, record in some)))
+
+    def settle(self, records: Sequence[ServerRecord]) -> None:
+        """Each knows its place, as if it had joined long ago, so that it need not look for one."""
+        sizes: Counter[str] = Counter()
+        for member, record in zip(self.members, records, strict=True):
+            route = path(record.peer_id, record.span, record.num_blocks)
+            depth = next(depth for depth, shard in enumerate(route) if sizes[shard] < member._capacity)
+            sizes[route[depth]] += 1
+            member._places[record.model] = _Place(route, depth, publications=1)
+
+    def records(self, model: str, num_blocks: int, spans: Sequence[Span]) -> list[ServerRecord]:
+        """A record for each; spans are dealt in turn."""
+        ids = [identity.peer_id for identity in self.identities]
+        others = [(ids * 2)[index + 1 : index + 9] for index in range(len(ids))]
+        return [
+            _realistic(ServerRecord(peer_id, ("192.168.100.100:40000",), model, "9" * 40, num_blocks, span), near)
+            for peer_id, span, near in zip(ids, itertools.cycle(spans), others, strict=False)
+        ]
+
+
+def _realistic(record: ServerRecord, neighbours: list[str]) -> ServerRecord:
+    return dataclasses.replace(
+        record,
+        quant="int8",
+        dtype="bfloat16",
+        tokens_per_s=12.5,
+        cache_tokens_left=100_000,
+        queue_delay_s=0.125,
+        tls_fingerprint=b"f" * 32,
+        next_hop_rtts_s=dict.fromkeys(neighbours, 0.0625),
+        software_version="0.1.0",
+        adapters=("x" * 340,),  # the difference of a 2048-bit key and its signature
+    )
+
+
+class _Notary(_Validator):
+    def __init__(self, identities: Sequence[Identity]) -> None:
+        super().__init__(identities[0].private_key)
+        self._signers = {}
+        for identity in identities:
+            signer = _Validator(identity.private_key)
+            self._signers[signer.local_public_key] = signer
+
+    def sign_value(self, record: DHTRecord) -> bytes:
+        owner = re.search(rb"\[owner:.+?\]", record.subkey)
+        return self._signers[owner[0]].sign_value(record) if owner else record.value
+
+
+def _identities(count: int) -> Iterator[Identity]:
+    num_primes = next(number for number in itertools.count(2) if number * (number - 1) // 2 >= count)
+    primes = []
+    while len(primes) < num_primes:
+        numbers = rsa.generate_private_key(public_exponent=65537, key_size=1024).private_numbers()
+        primes += [numbers.p, numbers.q]
+    for p, q in itertools.combinations(primes[:num_primes], 2):
+        private = pow(65537, -1, (p - 1) * (q - 1))
+        key = rsa.RSAPrivateNumbers(
+            *(p, q, private, private % (p - 1), private % (q - 1), rsa.rsa_crt_iqmp(p, q)),
+            rsa.RSAPublicNumbers(65537, p * q),
+        ).private_key(unsafe_skip_rsa_key_validation=True)
+        yield _Key(key)
+
+
+class _Key(Identity):
+    """Without the checks of a key file."""
+
+    def __init__(self, key: rsa.RSAPrivateKey) -> None:
+        self.private_key = RSAPrivateKey.__new__(RSAPrivateKey)
+        self.private_key._private_key = key
+        self.peer_id = peer_id_of(self.private_key.get_public_key().to_bytes())
