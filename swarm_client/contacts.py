@@ -47,6 +47,11 @@ class RoundTrips:
             await asyncio.wait(tasks, timeout=_ENOUGH_S)
         return {server.peer_id for server in first if server.peer_id not in self._rtts_s}
 
+    async def measure_again(self, server: ServerRecord) -> float | None:
+        """The average with one more round trip; None if there was no answer."""
+        await asyncio.wait([self._ask(server)])
+        return self._rtts_s.get(server.peer_id)
+
     def forget(self, peer_id: str) -> None:
         self._rtts_s.pop(peer_id, None)
 

@@ -266,6 +266,22 @@ class Swarm:
             self._servers[record.peer_id] = server
             return server
 
+    async def ask(self, record: ServerRecord) -> ServerRecord | None:
+        """What the server says of itself now, its round trip measured again; None, and left out, if it is silent."""
+        if await self._rtts.measure_again(record) is None:
+            return None
+        try:
+            answer = await (await self.server(record)).describe()
+        except PeerError as error:
+            self._leave_out(error)
+            return None
+        self.served(record.peer_id)
+        return answer
+
+    def costs(self, need_tokens: int = 0) -> Costs:
+        """What is known at present of the time that things take; unknown servers are taken for far."""
+        return Costs(self._rtts.known, self._rtts.guess_s(False), need_tokens)
+
     async def _ping(self, record: ServerRecord) -> float | None:
         """The round trip; None if the server does not answer, which leaves it out like any other failure."""
         try:

@@ -68,6 +68,20 @@ class Server:
                 rtts_s.append(now_s() - start_s)
         return min(rtts_s)
 
+    async def describe(self) -> ServerRecord:
+        """What the server says of itself now; raises BadReply if it is no record of this server."""
+        async with translated(self.record):
+            answer = await self._stub.Describe(pb.DescribeRequest(), timeout=PROBE_TIMEOUT_S)
+        try:
+            record = ServerRecord.from_proto(answer)
+            if record.peer_id != self.record.peer_id:
+                raise ValueError(f"it says that it is {record.short_id}")
+        except ValueError as error:
+            raise BadReply(
+                f"server {self.record.short_id} described itself wrongly: {error}", self.record.peer_id
+            ) from None
+        return record
+
     async def open(self, number: int, span: Span, request: pb.Open, inbox: Inbox) -> HopSession:
         """Opens hop ``number`` of a session; its answers go to ``inbox``. Raises PeerBusy if there is no room."""
         request.contract.CopyFrom(self._contract(span))
