@@ -21,6 +21,8 @@ _TIMEOUT_S = 3.0
 _ECHO_BYTES = 256 * 1024
 _MAX_ECHOES = 2  # servers that are asked for them
 _ECHO_EVERY = 10  # rounds
+_FEW_REPLICAS = 2  # so few servers of a block are not taken on trust
+_MAX_VERIFIED = 32  # servers at a time
 
 
 class Neighbourhood:
@@ -53,6 +55,24 @@ class Neighbourhood:
             near = [server for _, server in answered] or self._chance.sample(others, min(len(others), _MAX_ECHOES))
             await self._measure_bytes(near[:_MAX_ECHOES])
         self._num_rounds += 1
+
+    async def living(self, view: SwarmView, own: ServerRecord | None = None) -> SwarmView:
+        """The view without servers that do not answer; only those are asked without whom blocks may be missing.
+
+        The records of servers that died stand for a while.
+        """
+        replicas = view.replicas(max((server.num_blocks for server in view.servers), default=0))
+        asked = [
+            server
+            for server in view.servers
+            if server.state is ServerState.ONLINE
+            and (own is None or server.peer_id != own.peer_id)
+            and min(replicas[server.span.start : server.span.end]) <= _FEW_REPLICAS
+        ]
+        asked = self._chance.sample(asked, min(len(asked), _MAX_VERIFIED))
+        answers = await asyncio.gather(*map(self._rtt_s, asked))
+        silent = {server.peer_id for server, rtt_s in zip(asked, answers, strict=True) if rtt_s is None}
+        return SwarmView(tuple(server for server in view.servers if server.peer_id not in silent))
 
     async def _rtt_s(self, server: ServerRecord) -> float | None:
         """None if it does not answer."""

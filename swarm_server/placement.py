@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import combinations
+from typing import TypeVar
 
 import numpy as np
 
@@ -14,6 +16,7 @@ from swarm_protocol.records import ServerState, SwarmView
 from swarm_protocol.span import Span
 from swarm_server.capacity import EQUAL, Balance, Change, Layout
 
+T = TypeVar("T")
 MARGIN = 0.03  # what the swarm must gain, relative
 CHECK_S = (10.0, 30.0)  # a server asks itself so often whether it should move, at random intervals between the two
 CONFIRM_S = 2.0  # after saying that it will leave, a server looks whether others want to leave the same blocks
@@ -21,6 +24,7 @@ _MAX_MOVES = 2048  # of one plan; what is left to do then is planned later
 _MAX_CANDIDATES = 512  # moves that are compared with one another
 _WINDOWS_EACH = 4  # of one server, where not all can be tried
 _MAX_TOGETHER = 256  # moves taken without comparing anew
+_MAX_PAIRS = 2048
 
 
 @dataclass(frozen=True)
@@ -88,14 +92,11 @@ def plan_moves(view: SwarmView, num_blocks: int, margin: float = MARGIN) -> tupl
 
 
 def own_move(view: SwarmView, peer_id: str, num_blocks: int, margin: float = MARGIN) -> Span | None:
-    """Where the server is to go now: where the plan sends it, unless others must move first."""
-    destinations = [move.to for move in plan_moves(view, num_blocks, margin) if move.peer_id == peer_id]
-    if not destinations or not may_leave(view, peer_id, num_blocks):
+    """Where the server is to go now: where the plan sends it, unless others must come to its blocks first."""
+    if not may_leave(view, peer_id, num_blocks):
         return None
-    layout = Layout.of(view, num_blocks)
-    index = layout.peer_ids.index(peer_id)
-    alone = layout.moved([(index, destinations[-1])]).balance()
-    return destinations[-1] if alone.tokens_per_s >= layout.balance().tokens_per_s * (1 - EQUAL) else None
+    destinations = [move.to for move in plan_moves(view, num_blocks, margin) if move.peer_id == peer_id]
+    return destinations[-1] if destinations else None
 
 
 def may_leave(view: SwarmView, peer_id: str, num_blocks: int) -> bool:
@@ -121,7 +122,10 @@ _Steps = list[tuple[int, Span]]  # of servers by their index in the layout
 
 
 def _helpful_moves(layout: Layout, now: Balance) -> tuple[_Steps, Layout, Balance] | None:
-    """The move that helps most; in a large swarm as many of the best, of different servers, as help together."""
+    """The move that helps most; in a large swarm as many of the best, of different servers, as help together.
+
+    In a small one two moves that help only together, if no single one does.
+    """
     candidates = _candidates(layout, now.bottleneck)
     if not candidates:
         return None
@@ -135,7 +139,19 @@ def _helpful_moves(layout: Layout, now: Balance) -> tuple[_Steps, Layout, Balanc
         if not balance.is_better_than(found[2] if found else now):
             break
         found = steps[:size], after, balance
-    return found
+    return found or _helpful_pair(layout, now, candidates)
+
+
+def _helpful_pair(layout: Layout, now: Balance, candidates: _Steps) -> tuple[_Steps, Layout, Balance] | None:
+    pairs = [pair for pair in combinations(candidates, 2) if pair[0][0] != pair[1][0]] if len(candidates) < 300 else []
+    if not pairs:
+        return None
+    pairs = _spread(pairs, _MAX_PAIRS)
+    results = layout.balances_with([[_change(layout, *step) for step in pair] for pair in pairs])
+    steps = list(pairs[_best(*results)[0]])
+    after = layout.moved(steps)
+    balance = after.balance()
+    return (steps, after, balance) if balance.is_better_than(now) else None
 
 
 def _num_together(layout: Layout) -> int:
@@ -202,7 +218,7 @@ def _best(throughputs: np.ndarray, bottlenecks: np.ndarray) -> list[int]:
     return np.flatnonzero(highest & (sizes == sizes[highest].min())).tolist()
 
 
-def _spread(items: Sequence[int], count: int) -> list[int]:
+def _spread(items: Sequence[T], count: int) -> list[T]:
     """At most so many: the first, the last, and evenly between."""
     if len(items) <= count:
         return list(items)

@@ -174,10 +174,11 @@ class Server:
         return min(affordable, num_blocks)
 
     async def _view(self) -> SwarmView:
-        """The servers of the model's revision that is served here."""
+        """The servers of the model's revision that is served here, without dead ones on which blocks depend."""
         view = await self._dht.view(self._checkpoint.name, self._checkpoint.family.num_blocks)
         revision = self._checkpoint.revision
-        return SwarmView(tuple(server for server in view.servers if server.revision == revision))
+        same = SwarmView(tuple(server for server in view.servers if server.revision == revision))
+        return await self._neighbourhood.living(same, self._record)
 
     async def _choose_span(self, num_hosted: int, *, settling: bool = False) -> Span:
         view = await self._view()
@@ -234,7 +235,8 @@ class Server:
     async def _go_where_needed(self) -> None:
         num_blocks = self._checkpoint.family.num_blocks
         if not self._record.pinned and len(self._record.span) < num_blocks:
-            to = own_move(await self._view(), self._record.peer_id, num_blocks, self._config.balance_margin)
+            view, peer_id = await self._view(), self._record.peer_id
+            to = await asyncio.to_thread(own_move, view, peer_id, num_blocks, self._config.balance_margin)
             if to is not None:
                 await self._move(to)
 
