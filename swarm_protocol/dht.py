@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import hashlib
 import logging
 import re
 from collections.abc import Sequence
@@ -23,6 +24,7 @@ from swarm_protocol.hivemind_parts import (
     MSGPackSerializer,
     Multiaddr,
     P2PDaemonError,
+    RSAPrivateKey,
     RSASignatureValidator,
     get_dht_time,
 )
@@ -42,6 +44,7 @@ JOIN_TIMEOUT_S = 9.0  # an initial peer that does not answer is reported within 
 _CONNECT_TIMEOUT_S = 3.0
 _DAEMON_TIMEOUT_S = 20.0  # on a machine that has much else to do
 _PARALLEL_READS = 8  # of shards: all that is on its way at once must arrive within hivemind's 3 s for a reply
+_MAX_KNOWN = 100_000  # digests of records, 10 MB
 _MAX_RECORD_BYTES = 8192  # signed; a usual one has 1 KB
 # The whole subkey, which leaves no room for a second owner: hivemind asks for the signature of the first it finds.
 _SUBKEY = re.compile(r"([1-9A-HJ-NP-Za-km-z]+)\[owner:(ssh-rsa [A-Za-z0-9+/]+=*)\]")
@@ -304,15 +307,27 @@ def multiaddr(host: str, port: int) -> str:
 class _Validator(RSASignatureValidator):
     """Refuses records that their owner has not signed, and those that would spoil a key for all its readers."""
 
+    def __init__(self, private_key: RSAPrivateKey) -> None:
+        super().__init__(private_key)
+        self._known: set[bytes] = (
+            set()
+        )  # digests of valid records: every one comes from five nodes, and again next time
+
     def validate(self, record: DHTRecord) -> bool:
         if record.subkey == DHTProtocol.IS_REGULAR_VALUE:
             return False  # it would replace everybody's
         try:
+            digest = hashlib.sha256(self._serialize_record(record)).digest()
+            if digest in self._known:
+                return True
             if not super().validate(record):
                 return False
             MSGPackSerializer.loads(self.strip_value(record))  # what cannot be unpacked makes hivemind's search hang
         except Exception:  # whatever a stranger's bytes provoke
             return False
+        if len(self._known) >= _MAX_KNOWN:
+            self._known.clear()
+        self._known.add(digest)
         return True
 
 

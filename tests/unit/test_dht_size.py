@@ -203,6 +203,20 @@ class TestTree:
 
         run(refuse())
 
+    def test_a_server_refused_without_reason_does_not_go_where_nobody_looks(self, run: Run, swarm: Swarm) -> None:
+        async def refuse() -> None:
+            await swarm.publish(2, WHOLE)
+            crowd = Crowd(swarm.stores[0], 1)
+            (late,), (record,) = crowd.members, crowd.records(swarm.model, NUM_BLOCKS, WHOLE)
+            swarm.make_room(0, 0)
+            assert not await late.publish(record)
+            assert await swarm.servers() == swarm.all
+            swarm.make_room(CAPACITY, CAPACITY)
+            assert await late.publish(record)
+            assert record in await swarm.servers() and await swarm.stands(late, "all") is ServerState.ONLINE
+
+        run(refuse())
+
     def test_a_record_too_long_for_a_shard_is_refused_and_spoils_nothing(self, run: Run, swarm: Swarm) -> None:
         async def refuse() -> None:
             await swarm.publish(2, WHOLE)
