@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import hashlib
 import logging
 import re
 from collections.abc import Sequence
@@ -16,16 +15,9 @@ from swarm_protocol import shards
 from swarm_protocol.errors import NoSwarm
 from swarm_protocol.hivemind_parts import (
     P2P,
-    DHTLocalStorage,
     DHTNode,
-    DHTProtocol,
-    DHTRecord,
-    DictionaryDHTValue,
-    MSGPackSerializer,
     Multiaddr,
     P2PDaemonError,
-    RSAPrivateKey,
-    RSASignatureValidator,
     get_dht_time,
 )
 from swarm_protocol.identity import Identity, peer_id_of
@@ -39,13 +31,12 @@ from swarm_protocol.records import (
     servers_key,
 )
 from swarm_protocol.span import Span
+from swarm_protocol.stored_records import BoundedStorage, Validator
 
 JOIN_TIMEOUT_S = 9.0  # an initial peer that does not answer is reported within 10 s
 _CONNECT_TIMEOUT_S = 3.0
 _DAEMON_TIMEOUT_S = 20.0  # on a machine that has much else to do
 _PARALLEL_READS = 8  # of shards: all that is on its way at once must arrive within hivemind's 3 s for a reply
-_MAX_KNOWN = 100_000  # digests of records, 10 MB
-_MAX_RECORD_BYTES = 8192  # signed; a usual one has 1 KB
 # The whole subkey, which leaves no room for a second owner: hivemind asks for the signature of the first it finds.
 _SUBKEY = re.compile(r"([1-9A-HJ-NP-Za-km-z]+)\[owner:(ssh-rsa [A-Za-z0-9+/]+=*)\]")
 _logger = logging.getLogger(__name__)
@@ -66,7 +57,7 @@ class Dht:
         capacity: int = shards.CAPACITY,
         climb_every: int = shards.CLIMB_EVERY,
     ) -> None:
-        node.protocol.storage.__class__ = _Storage  # not a new one: joining, the node may have been given records
+        node.protocol.storage.__class__ = BoundedStorage  # not a new one: joining, the node may have been given records
         node.protocol.storage.capacity = capacity
         self._p2p = p2p
         self._node = node
@@ -135,7 +126,7 @@ class Dht:
                     p2p=p2p,
                     initial_peers=list(initial_peers),
                     client_mode=host is None,
-                    record_validator=_Validator(identity.private_key),
+                    record_validator=Validator(identity.private_key),
                     cache_refresh_before_expiry=0,
                     cache_nearest=0,  # else a reader sends all it has read to one more node,
                     cache_on_store=False,  # and a server that has read a key reads it again whenever it stores
@@ -277,58 +268,11 @@ class _Place:
     standing: dict[str, ServerRecord] = field(default_factory=dict)  # by shard: what readers may find until it expires
 
 
-class _Storage(DHTLocalStorage):
-    """What this node stores for others: no more under one key than fits in a message.
-
-    Above 4 MiB hivemind fails silently: to those who ask, the node seems dead.
-    """
-
-    capacity: int
-
-    def store_subkey(self, key: Any, subkey: object, value: bytes, expiration_time: float) -> bool:
-        """Returns False if there is no room; a record that stands there can always be replaced."""
-        if len(value) > _MAX_RECORD_BYTES:
-            return False
-        known = self.get(key)
-        if known is not None and isinstance(known.value, DictionaryDHTValue) and subkey not in known.value:
-            now = get_dht_time()
-            if not shards.has_room([item.expiration_time - now for _, item in known.value.items()], self.capacity):
-                return False
-        return super().store_subkey(key, subkey, value, expiration_time)
-
-
 def multiaddr(host: str, port: int) -> str:
     """The TCP multiaddr of a host name or IP address."""
     if re.fullmatch(r"[\d.]+", host):
         return f"/ip4/{host}/tcp/{port}"
     return f"/ip6/{host.strip('[]')}/tcp/{port}" if ":" in host else f"/dns4/{host}/tcp/{port}"
-
-
-class _Validator(RSASignatureValidator):
-    """Refuses records that their owner has not signed, and those that would spoil a key for all its readers."""
-
-    def __init__(self, private_key: RSAPrivateKey) -> None:
-        super().__init__(private_key)
-        self._known: set[bytes] = (
-            set()
-        )  # digests of valid records: every one comes from five nodes, and again next time
-
-    def validate(self, record: DHTRecord) -> bool:
-        if record.subkey == DHTProtocol.IS_REGULAR_VALUE:
-            return False  # it would replace everybody's
-        try:
-            digest = hashlib.sha256(self._serialize_record(record)).digest()
-            if digest in self._known:
-                return True
-            if not super().validate(record):
-                return False
-            MSGPackSerializer.loads(self.strip_value(record))  # what cannot be unpacked makes hivemind's search hang
-        except Exception:  # whatever a stranger's bytes provoke
-            return False
-        if len(self._known) >= _MAX_KNOWN:
-            self._known.clear()
-        self._known.add(digest)
-        return True
 
 
 def _checked(subkey: object, value: object, expires_at: float) -> ServerRecord | None:

@@ -11,12 +11,13 @@ from collections.abc import Iterator, Sequence
 
 from cryptography.hazmat.primitives.asymmetric import rsa
 
-from swarm_protocol.dht import Dht, _Place, _Validator
+from swarm_protocol.dht import Dht, _Place
 from swarm_protocol.hivemind_parts import DHTRecord, RSAPrivateKey
 from swarm_protocol.identity import Identity, peer_id_of
 from swarm_protocol.records import ServerRecord
 from swarm_protocol.shards import path
 from swarm_protocol.span import Span
+from swarm_protocol.stored_records import Validator
 
 
 class Crowd:
@@ -75,12 +76,12 @@ def _realistic(record: ServerRecord, neighbours: list[str]) -> ServerRecord:
     )
 
 
-class _Notary(_Validator):
+class _Notary(Validator):
     def __init__(self, identities: Sequence[Identity]) -> None:
         super().__init__(identities[0].private_key)
         self._signers = {}
         for identity in identities:
-            signer = _Validator(identity.private_key)
+            signer = Validator(identity.private_key)
             self._signers[signer.local_public_key] = signer
 
     def sign_value(self, record: DHTRecord) -> bytes:
