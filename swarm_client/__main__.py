@@ -62,7 +62,14 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     )
     status.set_defaults(run=run_status)
     status.add_argument("--model", metavar="NAME", help="this model only")
-    status.add_argument("--json", action="store_true", help="print JSON")
+    status.add_argument("--json", action="store_true", help="print JSON; with --watch, a line of it each time")
+    status.add_argument(
+        "--watch",
+        nargs="?",
+        const="2",
+        metavar="SECONDS",
+        help="show it live, drawn anew after so many seconds (2 if not given), until Ctrl-C",
+    )
 
     demo = commands.add_parser("demo", formatter_class=formatter, help="servers write text together; one is killed")
     demo.set_defaults(run=run_demo)
@@ -114,13 +121,17 @@ def run_status(args: argparse.Namespace) -> None:
 
     from swarm_client import background
     from swarm_client.status import as_json, read_status, show
+    from swarm_client.watch import parse_interval, watch
 
     config = ClientConfig(initial_peers=tuple(args.initial_peers), swarm=checked_name(args.swarm))
-    models = background.run(read_status(config, args.model))
+    if args.watch is not None:
+        watch(config, args.model, parse_interval(args.watch), json_lines=args.json)
+        return
+    sight = background.run(read_status(config, args.model))
     if args.json:
-        print(json.dumps(as_json(args.swarm, models), indent=2))
+        print(json.dumps(as_json(args.swarm, sight), indent=2))
     else:
-        show(Console(), args.swarm, models)
+        show(Console(), args.swarm, sight)
 
 
 def run_demo(args: argparse.Namespace) -> None:

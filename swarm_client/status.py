@@ -1,140 +1,126 @@
-"""Shows a swarm: its servers, their blocks, and the blocks that nobody serves."""
+"""Shows a swarm: its servers, their blocks, the chain a client would take, and the blocks that nobody serves."""
 
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
+from collections.abc import Sequence
+from math import isfinite
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
+from rich.console import Console, RenderableType
 from rich.text import Text
 
 from swarm_client.config import ClientConfig
-from swarm_client.swarm import join_as_client
+from swarm_client.observed import ModelStatus, ServerStatus
+from swarm_client.observer import Observer, Sight
+from swarm_client.status_map import ON_CHAIN, ON_CHAIN_STYLE, blocks_table
 from swarm_protocol.default_model import DEFAULT_MODEL
 from swarm_protocol.notes import DEFAULT_SWARM
-from swarm_protocol.records import ServerRecord, ServerState, SwarmView, missing_spans
-
-_MAX_MAP_WIDTH = 80  # characters; blocks of a longer model share them
-_OTHER_COLUMNS_WIDTH = 58
-_ADDRESS_WIDTH = 24
-_STATE_STYLES = {ServerState.ONLINE: "green", ServerState.JOINING: "yellow", ServerState.DRAINING: "yellow"}
 
 
-@dataclass(frozen=True)
-class ModelStatus:
-    """One model of a swarm."""
-
-    model: str
-    num_blocks: int
-    view: SwarmView
-
-    @property
-    def replicas(self) -> list[int]:
-        """For every block, how many online servers hold it."""
-        return self.view.replicas(self.num_blocks)
-
-
-async def read_status(config: ClientConfig, model: str | None = None) -> list[ModelStatus]:
-    """All models of a swarm that have servers, or the one asked for; raises NoSwarm if nobody answers."""
-    dht = await join_as_client(config)
+async def read_status(config: ClientConfig, model: str | None = None) -> Sight:
+    """All models of a swarm that have servers, or the one asked for; raises NoSwarm if there is nobody to ask."""
+    observer = Observer(config, model)
     try:
-        models = await dht.models()
-        if model is not None:
-            models = {model: models.get(model, 0)}
-        found = [ModelStatus(name, num_blocks, await dht.view(name, num_blocks)) for name, num_blocks in models.items()]
+        return await observer.look()
     finally:
-        await dht.shutdown()
-    return [status for status in found if status.view.servers]
+        await observer.close()
 
 
-def as_json(swarm: str, models: list[ModelStatus]) -> dict[str, Any]:
+def show(console: Console, swarm: str, sight: Sight, height: int | None = None) -> None:
+    """Prints a map of blocks × servers for each model; lines to copy are not broken."""
+    for part in picture(swarm, sight, console.width, height):
+        console.print(part, soft_wrap=isinstance(part, Text))
+
+
+def picture(swarm: str, sight: Sight, width: int, height: int | None = None) -> list[RenderableType]:
+    """Tables that are ``width`` wide at most, and text; with ``height``, as many servers as there are lines for."""
+    notes = []
+    if not sight.models:
+        notes.append(Text(f"swarm {swarm} has no servers"))
+    if sight.stale_s is not None:
+        ago = f"{sight.stale_s:.0f} s ago"
+        notes.append(Text(f"the DHT cannot be read at present; who is there was read {ago}", "bold red"))
+    titles = [_title(swarm, status) for status in sight.models]
+    remarks = [_remark(swarm, status) for status in sight.models]
+    rows = [len(status.servers) for status in sight.models]
+    if height is not None:
+        tables = 2 * len(rows)  # lines of rulers and replicas
+        rows = _shares(rows, height - tables - _num_lines([*titles, *remarks, *notes], width))
+    parts: list[RenderableType] = []
+    for status, title, remark, count in zip(sight.models, titles, remarks, rows, strict=True):
+        parts += [title, blocks_table(status, count, width)]
+        if count < len(status.servers):
+            parts.append(Text(f"… and {len(status.servers) - count} more", "dim"))
+        parts.append(remark)
+    return [*parts, *notes]
+
+
+def _num_lines(texts: Sequence[Text], width: int) -> int:
+    return sum(-(-text.cell_len // width) for text in texts)
+
+
+def _shares(wanted: Sequence[int], lines: int) -> list[int]:
+    """How many servers of each model there are lines for, beside a line for those with more."""
+    shares = list(wanted)
+    for done, model in enumerate(sorted(range(len(wanted)), key=wanted.__getitem__)):
+        fair = max(2, lines // (len(wanted) - done))
+        if wanted[model] > fair:
+            shares[model] = fair - 1
+        lines -= min(wanted[model], fair)
+    return shares
+
+
+def _title(swarm: str, status: ModelStatus) -> Text:
+    count, silent = len(status.servers), sum(not server.answers for server in status.servers)
+    size = f" · {status.num_blocks} blocks · {count} {'server' if count == 1 else 'servers'}"
+    title = Text.assemble("swarm ", (swarm, "bold"), " · model ", (status.model, "bold"), size)
+    return title.append(f", {silent} not answering", "red") if silent else title
+
+
+def _remark(swarm: str, status: ModelStatus) -> Text:
+    """The chain, or why there is none and what to do."""
+    if status.missing:
+        spans = ", ".join(map(str, status.missing))
+        model = "" if status.model == DEFAULT_MODEL else f" --model {status.model}"
+        name = "" if swarm == DEFAULT_SWARM else f" --swarm {swarm}"
+        command = f"; to help: python -m swarm_server{model}{name}"
+        return Text.assemble((f"no server holds blocks {spans}", "bold red"), command)
+    if not status.chain:
+        return Text(f"this client has no chain: {status.no_chain or 'it is looking for one'}", "bold red")
+    hops = " → ".join(f"{hop.server.short_id} {hop.span}" for hop in status.chain)
+    line = f" this client's chain: {hops}, about {status.tokens_per_s:.1f} tokens/s"
+    return Text.assemble((ON_CHAIN, ON_CHAIN_STYLE), line)
+
+
+def as_json(swarm: str, sight: Sight) -> dict[str, Any]:
     """The same for programs."""
+    return {"swarm": swarm, "stale_s": sight.stale_s, "models": [_model_json(status) for status in sight.models]}
+
+
+def _model_json(status: ModelStatus) -> dict[str, Any]:
+    chain = [{"peer_id": hop.server.peer_id, "blocks": str(hop.span)} for hop in status.chain]
     return {
-        "swarm": swarm,
-        "models": [
-            {
-                "model": status.model,
-                "num_blocks": status.num_blocks,
-                "replicas": status.replicas,
-                "missing": [str(span) for span in missing_spans(status.replicas)],
-                "servers": [_server_json(server) for server in status.view.servers],
-            }
-            for status in models
-        ],
+        "model": status.model,
+        "revision": status.revision,
+        "num_blocks": status.num_blocks,
+        "replicas": status.replicas,
+        "missing": [str(span) for span in status.missing],
+        "chain": chain or None,
+        "tokens_per_s_estimate": status.tokens_per_s if chain else None,
+        "servers": [_server_json(server) for server in status.servers],
     }
 
 
-def show(console: Console, swarm: str, models: list[ModelStatus]) -> None:
-    """Prints a map of blocks × servers for each model."""
-    if not models:
-        console.print(f"swarm {swarm} has no servers")
-    for status in models:
-        _show_model(console, swarm, status)
-
-
-def _show_model(console: Console, swarm: str, status: ModelStatus) -> None:
-    console.print(f"swarm [bold]{swarm}[/] · model [bold]{status.model}[/] · {status.num_blocks} blocks")
-    columns = min(status.num_blocks, _MAX_MAP_WIDTH, max(10, console.width - _OTHER_COLUMNS_WIDTH))
-    with_address = console.width >= _OTHER_COLUMNS_WIDTH + columns + _ADDRESS_WIDTH
-    ruler = "0" + str(status.num_blocks).rjust(columns - 1)
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for heading in ("server", "blocks", ruler, "state"):
-        table.add_column(heading, no_wrap=True)
-    for heading in ("tokens/s", "KV room"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    table.add_column("quant", no_wrap=True)
-    if with_address:
-        table.add_column("address", no_wrap=True)
-    for server in status.view.servers:
-        style = _STATE_STYLES.get(server.state, "")
-        address = server.addresses[0] if server.addresses else "–"
-        table.add_row(
-            server.short_id,
-            str(server.span),
-            Text(_bar(server, status.num_blocks, columns), style=style),
-            Text(server.state.name.lower(), style=style),
-            f"{server.tokens_per_s:.0f}" if server.tokens_per_s else "–",
-            f"{server.cache_tokens_left}",
-            server.quant,
-            *([address] if with_address else []),
-        )
-    table.add_row("replicas", "", _replica_bar(status.replicas, columns))
-    console.print(table)
-    missing = missing_spans(status.replicas)
-    if missing:
-        spans = ", ".join(str(span) for span in missing)
-        model = "" if status.model == DEFAULT_MODEL else f" --model {status.model}"
-        name = "" if swarm == DEFAULT_SWARM else f" --swarm {swarm}"
-        console.print(
-            f"[bold red]no server holds blocks {spans}[/]; to help: python -m swarm_server{model}{name}", soft_wrap=True
-        )
-
-
-def _blocks_of_column(column: int, columns: int, num_blocks: int) -> range:
-    return range(column * num_blocks // columns, (column + 1) * num_blocks // columns)
-
-
-def _bar(server: ServerRecord, num_blocks: int, columns: int) -> str:
-    return "".join(
-        "█" if any(block in server.span for block in _blocks_of_column(column, columns, num_blocks)) else "·"
-        for column in range(columns)
-    )
-
-
-def _replica_bar(replicas: list[int], columns: int) -> Text:
-    bar = Text()
-    for column in range(columns):
-        fewest = min(replicas[block] for block in _blocks_of_column(column, columns, len(replicas)))
-        bar.append(str(min(fewest, 9)) if fewest else "✗", style="" if fewest else "bold red")
-    return bar
-
-
-def _server_json(server: ServerRecord) -> dict[str, Any]:
-    fields = dataclasses.asdict(server)
-    fields["blocks"] = str(server.span)
-    fields["state"] = server.state.name.lower()
-    fields["tls_fingerprint"] = server.tls_fingerprint.hex()
+def _server_json(server: ServerStatus) -> dict[str, Any]:
+    record = server.record
+    fields = dataclasses.asdict(record)
+    fields["blocks"] = str(record.span)
+    fields["state"] = record.state.name.lower()
+    fields["tls_fingerprint"] = record.tls_fingerprint.hex()
+    fields["next_span"] = None if record.next_span is None else str(record.next_span)
+    fields["expires_at"] = record.expires_at if isfinite(record.expires_at) else None
+    fields["rtt_s"] = server.rtt_s
+    fields["answers"] = server.answers
     del fields["span"]
     return fields
