@@ -13,6 +13,7 @@ from swarm_protocol.records import ServerRecord
 
 _AT_ONCE = 16  # servers that are asked together
 _ENOUGH_S = 1.0  # that a round of questions may take; who answers later is known later
+_FAR_S = 10.0
 _WEIGHT = 0.3  # of one round trip in the average
 _BAN_S, _MAX_BAN_S = 5.0, 60.0
 FAILED, SILENT = "that failed a moment ago", "that did not answer"
@@ -34,8 +35,8 @@ class RoundTrips:
         return MappingProxyType(self._rtts_s)
 
     def guess_s(self, hopeful: bool) -> float:
-        """What to take an unknown one for: the nearest there could be, or the farthest there is."""
-        return 0.0 if hopeful else max(self._rtts_s.values(), default=0.0)
+        """What to take an unknown one for: the nearest there could be, or so far that others are taken first."""
+        return 0.0 if hopeful else _FAR_S
 
     async def measure(self, first: Sequence[ServerRecord], others: Sequence[ServerRecord]) -> set[str]:
         """Asks the first and some of the others, if they are not known; returns which of the first are silent."""

@@ -10,6 +10,7 @@ import random
 from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack, ExitStack
 from importlib import metadata
+from math import inf
 
 import torch
 
@@ -35,6 +36,7 @@ from swarm_server.service import BlocksService
 
 _logger = logging.getLogger(__name__)
 _BLOCKS_OF_FREE, _BLOCKS_OF_GIVEN = 0.6, 0.8  # of memory; what is left is for keys and values
+_URGENT_S = 5.0  # for sessions to end or move when blocks are missing elsewhere
 _GRACE_S = 2.0  # for streams that are open when the server stops
 _SETTLE_S = 0.3  # servers that join together have read each other's choices after so long
 _MAX_SETTLING = 10  # times that a choice is looked at again
@@ -246,12 +248,14 @@ class Server:
         self._record = dataclasses.replace(self._record, state=ServerState.DRAINING, next_span=to)
         await self._publish()
         await asyncio.sleep(CONFIRM_S)
-        if not may_leave(await self._view(), peer_id, self._checkpoint.family.num_blocks):
+        view, num_blocks = await self._view(), self._checkpoint.family.num_blocks
+        if not may_leave(view, peer_id, num_blocks):
             self._record = dataclasses.replace(self._record, state=ServerState.ONLINE, next_span=None)
             await self._publish()
             return
         _logger.info("moving from blocks %s to %s, where the swarm needs it more", old, to)
-        await self._hosting.host.leave(self._config.drain_timeout_s)
+        is_urgent = not all(view.replicas(num_blocks))  # then few sessions can go on anyhow
+        await self._hosting.host.leave(min(self._config.drain_timeout_s, _URGENT_S if is_urgent else inf))
         await self._close_hosting()
         self._record = dataclasses.replace(self._record, state=ServerState.JOINING, span=to, next_span=None)
         await self._publish()

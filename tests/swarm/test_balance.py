@@ -1,0 +1,194 @@
+"""Real servers: traffic takes the fastest chain, gaps close by themselves, and then there is rest."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from itertools import count
+
+import pytest
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from swarm_client import background
+from swarm_client.nursery import Nursery, NurseryServer
+from swarm_protocol.records import SwarmView
+from swarm_protocol.span import Span
+from swarm_server.placement import plan_moves
+from tests.swarm.delay import DelayedPort
+from tests.swarm.pair import NEW_TOKENS, ends_only_at_its_length, random_ids
+from tests.swarm.survival import ROOM, Client, Moments
+from tests.swarm.waiting import wait_for
+from tests.zoo import BLOCKS, save_checkpoint
+
+PROMPT = random_ids(1, 20, seed=40)
+QUIET_S = 60.0
+LEFT, RIGHT = "0:3", "3:6"
+_numbers = count()
+
+
+class Volunteers:
+    """Servers of one swarm with the speeds they are told to announce.
+
+    Attributes:
+        whole: the model in this process.
+    """
+
+    def __init__(self, nursery: Nursery, model, whole: PreTrainedModel) -> None:
+        self.model, self.whole = model, whole
+        self.swarm = f"balance-{os.getpid()}-{next(_numbers)}"
+        self._nursery = nursery
+        self.servers: list[NurseryServer] = []
+
+    def start(self, throughput: float, *options: str) -> NurseryServer:
+        """Returns when it is ready."""
+        known = ["--model", str(self.model), "--swarm", self.swarm, "--quant", "none", "--cache-tokens", str(ROOM)]
+        server = self._nursery.start(*known, "--throughput", str(throughput), *options)
+        self.servers.append(server)
+        self._nursery.wait_ready([server])
+        return server
+
+    @property
+    def running(self) -> list[NurseryServer]:
+        return [server for server in self.servers if server.alive]
+
+    @property
+    def num_moves(self) -> int:
+        return sum(server.stderr.read_text().count("moving from blocks") for server in self.servers)
+
+    def close(self) -> None:
+        for server in self.running:
+            server.kill()
+            assert server.wait_gone()
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("balance") / "llama"
+    save_checkpoint("llama", directory)
+    return directory, ends_only_at_its_length(AutoModelForCausalLM.from_pretrained(directory, dtype="float32"))
+
+
+@pytest.fixture
+def volunteers(nursery, checkpoint) -> Iterator[Volunteers]:
+    volunteers = Volunteers(nursery, *checkpoint)
+    yield volunteers
+    volunteers.close()
+
+
+@pytest.fixture
+def connect(volunteers) -> Iterator[Callable[..., Client]]:
+    clients: list[Client] = []
+
+    def connect(**options) -> Client:
+        clients.append(Client(volunteers, **options))
+        return clients[-1]
+
+    yield connect
+    for client in clients:
+        client.close()
+
+
+def view(client: Client) -> SwarmView:
+    return background.run(client.model.blocks.swarm.view(0))
+
+
+def peers(client: Client) -> list[str]:
+    """The servers of the session that is open."""
+    return [hop.hop.server.peer_id for hop in client.chain.hops]
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def test_traffic_takes_the_fast_chain_and_then_the_next_best(volunteers, connect, moments):
+    """Near and fast servers for both halves, a slow one, one far away, and one that is neither."""
+    fast, left = volunteers.start(400, "--blocks", RIGHT), volunteers.start(400, "--blocks", LEFT)
+    second, _slow = volunteers.start(100, "--blocks", RIGHT), volunteers.start(2, "--blocks", LEFT)
+    port = free_port()
+    with DelayedPort(port, delay_s=0.2) as far_away:
+        announced = ["--port", str(port), "--announce-address", f"127.0.0.1:{far_away.port}"]
+        far = volunteers.start(1000, "--blocks", RIGHT, *announced)
+        client, seen = connect(), []
+        moments.before_step(3, lambda: seen.append(peers(client)))
+        moments.before_step(5, fast.kill)
+        moments.before_step(8, lambda: seen.append(peers(client)))
+        moments.before_step(9, second.kill)
+        moments.before_step(12, lambda: seen.append(peers(client)))
+        client.generate(PROMPT)
+        assert seen == [[left.peer_id, server.peer_id] for server in (fast, second, far)]
+        # Who comes later hears no more of the dead, though their records are still there.
+        newcomer = connect_to_the_living(connect, volunteers)
+        moments.before_step(NEW_TOKENS + 3, lambda: seen.append(peers(newcomer)))
+        newcomer.generate(PROMPT)
+        assert newcomer.events == [] and seen[-1] == [left.peer_id, far.peer_id]
+
+
+def connect_to_the_living(connect: Callable[..., Client], volunteers: Volunteers) -> Client:
+    peers = [server.ready["peer"] for server in volunteers.running]
+    return connect(initial_peers=peers)
+
+
+def test_a_gap_closes_and_a_quiet_swarm_rests(volunteers, connect, moments: Moments):
+    """The two servers of the right half die in mid-sentence; others come over from the left, and stay there."""
+    for throughput, blocks in ((100, LEFT), (50, LEFT), (2, LEFT), (100, RIGHT), (50, RIGHT)):
+        volunteers.start(throughput, "--initial-blocks", blocks)
+    client = connect(recovery_timeout_s=120)
+    rest(volunteers, client)
+    assert volunteers.num_moves == 0
+
+    def kill() -> None:
+        for server in volunteers.servers[3:]:
+            server.kill()
+
+    moments.before_step(6, kill)
+    client.generate(PROMPT)
+    assert client.waits and client.moved_blocks in ([RIGHT], ["0:6"])  # the one that moves may have held the session
+    assert volunteers.num_moves >= 1
+    wait_for(lambda: not plan_moves(living(volunteers, client), BLOCKS), "no server is to move any more")
+    wait_for(lambda: len(living(volunteers, client).online()) == len(volunteers.running), "all are there")
+    num_moves = volunteers.num_moves
+    rest(volunteers, client)
+    assert volunteers.num_moves == num_moves
+
+
+def rest(volunteers: Volunteers, client: Client) -> None:
+    """Sixty seconds, in which every server asks itself twice or more whether it should move."""
+    end = time.monotonic() + QUIET_S
+    spans = {server.peer_id: server.span for server in living(volunteers, client).servers}
+    while time.monotonic() < end:
+        time.sleep(1)
+        assert {server.peer_id: server.span for server in living(volunteers, client).servers} == spans
+
+
+def living(volunteers: Volunteers, client: Client) -> SwarmView:
+    """Without the records of the dead."""
+    peer_ids = {server.peer_id for server in volunteers.running}
+    return SwarmView(tuple(server for server in view(client).servers if server.peer_id in peer_ids))
+
+
+def test_a_session_goes_on_when_its_server_moves(volunteers, connect, moments):
+    """Two servers hold the left half, one the right one: of the two, one is to move, and hands its session over."""
+    first, second = volunteers.start(100, "--initial-blocks", LEFT), volunteers.start(100, "--initial-blocks", LEFT)
+    volunteers.start(100, "--blocks", RIGHT)
+    scout = connect()
+    (move,) = plan_moves(view(scout), BLOCKS)
+    stays = first if move.peer_id == second.peer_id else second
+    client = connect(blocked_servers=[stays.peer_id])
+
+    def allow_all() -> None:
+        swarm = client.model.blocks.swarm
+        swarm.wanted = replace(swarm.wanted, blocked=())
+
+    moments.before_step(3, allow_all)
+    moments.before_step(4, lambda: wait_for(lambda: client.moves, "the session has moved"))
+    client.generate(PROMPT)
+    assert client.recoveries == []
+    (moved,) = client.moves
+    assert (moved.span, moved.copied_tokens >= PROMPT.shape[1]) == (Span.parse(LEFT), True)
+    wait_for(lambda: str(move.to) in {str(server.span) for server in view(client).servers}, "the server is there")
