@@ -73,6 +73,7 @@ class Swarm:
         self._connect = connect
         self._dht = dht
         self._view = SwarmView()
+        self._part: Span | None = None  # of the model, that the view is of; None: all of it
         self._view_time = float("-inf")
         self._filled_time = float("-inf")  # when the view was last read and not empty
         self._reading = asyncio.Lock()
@@ -93,6 +94,7 @@ class Swarm:
     async def close(self) -> None:
         for task in self._tasks:
             task.cancel()
+        self._rtts.close()
         for server in self._servers.values():
             await server.close()
         self._servers.clear()
@@ -117,7 +119,7 @@ class Swarm:
             if self._dht is None:
                 raise closed_error()
             try:
-                view = await asyncio.wait_for(self._dht.view(self.model, self.num_blocks), _VIEW_TIMEOUT_S)
+                view = await asyncio.wait_for(self._dht.view(self.model, self.num_blocks, self._part), _VIEW_TIMEOUT_S)
             except (asyncio.TimeoutError, OSError) as error:
                 _logger.info("the DHT cannot be read: %r", error)
                 return
@@ -125,6 +127,13 @@ class Swarm:
                 self._view = view
                 self._filled_time = now_s()
             self._view_time = now_s()
+
+    def _look_at(self, blocks: Span) -> None:
+        """Of a model with many servers only those are read that matter here."""
+        part = self._part or blocks
+        part = Span(min(part.start, blocks.start), max(part.end, blocks.end))
+        if part != self._part:
+            self._part, self._view_time = part, float("-inf")
 
     async def _keep_fresh(self) -> None:
         """While there are sessions, so that a replacement is known when one of their servers fails."""
@@ -196,6 +205,7 @@ class Swarm:
         deadline = now_s() + timeout_s
         max_age_s = self.config.view_max_age_s if like is None else float("inf")
         waits = False
+        self._look_at(blocks)
         while True:
             await self.view(max_age_s)
             try:

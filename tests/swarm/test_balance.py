@@ -139,8 +139,6 @@ def test_a_gap_closes_and_a_quiet_swarm_rests(volunteers, connect, moments: Mome
     for throughput, blocks in ((100, LEFT), (50, LEFT), (2, LEFT), (100, RIGHT), (50, RIGHT)):
         volunteers.start(throughput, "--initial-blocks", blocks)
     client = connect(recovery_timeout_s=120)
-    rest(volunteers, client)
-    assert volunteers.num_moves == 0
 
     def kill() -> None:
         for server in volunteers.servers[3:]:
