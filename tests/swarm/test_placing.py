@@ -50,3 +50,18 @@ def test_memory_decides_how_many_blocks_and_how_much_room(servers):
 def test_what_cannot_be_is_said(servers, options, sentence):
     with pytest.raises(ValueError, match=sentence):
         servers.start(ANYWHERE, blocks=None, **options)
+
+
+def test_servers_that_start_at_once_cover_the_model(servers):
+    servers.start("0:2", "2:4")  # so that those below have somebody to agree with
+    servers.start(*[ANYWHERE] * 2, blocks=None, num_blocks=2)
+    spans = [record.span for record in servers.records()]
+    assert spans.count(Span(4, 6)) == 1  # which is best for both
+
+
+def test_blocks_can_be_given_for_the_beginning(servers):
+    servers.start(ANYWHERE, blocks=None, initial_blocks=Span(1, 3))
+    servers.start("3:6")
+    first, second = servers.records()
+    assert (first.span, first.pinned) == (Span(1, 3), False)
+    assert (second.span, second.pinned) == (Span(3, 6), True)

@@ -39,6 +39,8 @@ def test_every_flag_reaches_the_config() -> None:
         (["--num-blocks", "8"], ServerConfig(num_blocks=8)),
         (["--memory", "4GiB"], ServerConfig(memory_bytes=4 << 30)),
         (["--drain-timeout", "2.5"], ServerConfig(drain_timeout_s=2.5)),
+        (["--initial-blocks", "3:5"], ServerConfig(initial_blocks=Span(3, 5))),
+        (["--balance-margin", "0.2"], ServerConfig(balance_margin=0.2)),
     ],
 )
 def test_how_many_blocks_and_how_long_to_leave(argv: list[str], expected: ServerConfig) -> None:
@@ -53,6 +55,10 @@ def test_how_many_blocks_and_how_long_to_leave(argv: list[str], expected: Server
         (["--num-blocks", "0"], "num_blocks is 0: expected at least 1"),
         (["--memory", "much"], "size 'much' is not understood"),
         (["--drain-timeout", "-1"], "drain_timeout_s is -1.0: expected a number of seconds"),
+        (["--balance-margin", "0"], "balance_margin is 0.0: expected a number above 0, such as 0.03"),
+        (["--balance-margin", "nan"], "balance_margin is nan: expected a number above 0"),
+        (["--initial-blocks", "3"], "blocks '3' are no range of blocks"),
+        (["--initial-blocks", "3:5", "--blocks", "3:5"], "blocks and initial_blocks are both given"),
     ],
 )
 def test_how_many_blocks_is_said_once(argv: list[str], sentence: str) -> None:

@@ -1,0 +1,117 @@
+"""Servers measure the way to those that may come next, and notice the dead on whom blocks depend."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+
+from swarm_client import background
+from swarm_protocol.records import ServerRecord, ServerState, SwarmView
+from swarm_protocol.span import Span
+from swarm_server.neighbourhood import MAX_ANNOUNCED, Neighbourhood, may_follow
+from swarm_server.push import Neighbours
+from tests.swarm.delay import DelayedPort
+from tests.swarm.harness import InProcessServers
+from tests.swarm.waiting import wait_for
+from tests.unit.support import server_record
+from tests.zoo import save_checkpoint
+
+
+@pytest.fixture(scope="module")
+def servers(tmp_path_factory) -> Iterator[InProcessServers]:
+    directory = tmp_path_factory.mktemp("llama")
+    save_checkpoint("llama", directory)
+    with InProcessServers(directory) as servers:
+        servers.start("0:3", "3:6")
+        yield servers
+
+
+@pytest.fixture
+def records(servers) -> tuple[ServerRecord, ServerRecord]:
+    left, right = servers.records()
+    return left, right
+
+
+@pytest.fixture
+def neighbourhood() -> Iterator[Neighbourhood]:
+    neighbours = Neighbours()
+    yield Neighbourhood(neighbours)
+    background.run(neighbours.close())
+
+
+def dead(record: ServerRecord, name: str) -> ServerRecord:
+    return replace(record, peer_id=name, addresses=("127.0.0.1:9",))
+
+
+def test_the_way_to_the_next_hop_is_measured(records, neighbourhood) -> None:
+    left, right = records
+    background.run(neighbourhood.measure(SwarmView((left, right, dead(right, "dead"))), left))
+    assert set(neighbourhood.rtts_s) == {right.peer_id}
+    assert 0 < neighbourhood.rtts_s[right.peer_id] < 3
+    assert neighbourhood.bytes_per_s > 1e5
+
+
+def test_the_last_server_still_measures_how_many_bytes_pass(records, neighbourhood) -> None:
+    left, right = records
+    background.run(neighbourhood.measure(SwarmView((left, right)), right))
+    assert neighbourhood.rtts_s == {} and neighbourhood.bytes_per_s > 1e5
+
+
+def test_alone_there_is_nothing_to_measure(records, neighbourhood) -> None:
+    left, _right = records
+    background.run(neighbourhood.measure(SwarmView((left,)), left))
+    assert neighbourhood.rtts_s == {} and neighbourhood.bytes_per_s == 0
+
+
+def test_the_nearest_are_announced(records, neighbourhood) -> None:
+    """The same server under many names, one of them far away."""
+    left, right = records
+    port = int(right.addresses[0].rpartition(":")[2])
+    with DelayedPort(port, delay_s=0.1) as far:
+        names = [replace(right, peer_id=f"copy{number}") for number in range(MAX_ANNOUNCED)]
+        distant = replace(right, peer_id="distant", addresses=(f"127.0.0.1:{far.port}",))
+        for _ in range(3):
+            background.run(neighbourhood.measure(SwarmView((left, distant, *names)), left))
+    assert set(neighbourhood.rtts_s) == {record.peer_id for record in names}
+
+
+def test_servers_announce_what_they_measured(servers, records) -> None:
+    _left, right = records
+
+    def measured() -> bool:
+        first, second = sorted(servers.describe(), key=lambda record: record.span)
+        return first.next_hop_rtts_s.get(right.peer_id, 0) > 0 and not second.next_hop_rtts_s
+
+    wait_for(measured, "the first server has measured the way to the second")
+
+
+@pytest.mark.parametrize(
+    ("own", "other", "expected"),
+    [
+        ("0:3", "3:6", True),
+        ("0:3", "2:6", True),
+        ("0:3", "4:6", False),  # a block is between
+        ("0:3", "0:3", False),
+        ("3:6", "0:3", False),
+        ("0:3", "0:6", True),
+    ],
+)
+def test_who_may_come_next(own: str, other: str, expected: bool) -> None:
+    assert may_follow(server_record("own", own), server_record("other", other)) is expected
+
+
+def test_the_dead_are_noticed_where_it_matters(records, neighbourhood) -> None:
+    """A block with many servers can do without one."""
+    left, right = records
+    many = [replace(left, peer_id=f"copy{number}") for number in range(3)]
+    view = SwarmView((*many, dead(left, "dead left"), right, dead(right, "dead right")))
+    living = background.run(neighbourhood.living(view, right))
+    assert [record.peer_id for record in living.servers] == [*(r.peer_id for r in many), "dead left", right.peer_id]
+
+
+def test_those_that_do_not_serve_yet_are_not_asked(records, neighbourhood) -> None:
+    left, _right = records
+    joining = replace(dead(left, "joining"), state=ServerState.JOINING, span=Span(3, 6))
+    assert background.run(neighbourhood.living(SwarmView((left, joining)))).servers == (left, joining)
