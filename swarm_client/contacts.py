@@ -56,6 +56,11 @@ class RoundTrips:
     def forget(self, peer_id: str) -> None:
         self._rtts_s.pop(peer_id, None)
 
+    def close(self) -> None:
+        """Nobody waits any longer."""
+        for task in list(self._asking.values()):
+            task.cancel()
+
     def _ask(self, server: ServerRecord) -> asyncio.Task:
         if server.peer_id not in self._asking:
             task = self._asking[server.peer_id] = asyncio.ensure_future(self._answer(server))

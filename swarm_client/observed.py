@@ -209,7 +209,7 @@ class _Seen:
     def __init__(self) -> None:
         self.now = SwarmView()
 
-    async def view(self, _model: str, _num_blocks: int) -> SwarmView:
+    async def view(self, *_which: object) -> SwarmView:
         return self.now
 
     async def shutdown(self) -> None:

@@ -104,7 +104,7 @@ def _load(server: ServerStatus) -> str:
 def _rtt(server: ServerStatus) -> str:
     if server.rtt_s is None:
         return _UNKNOWN
-    return f"{server.rtt_s * 1e3:.{1 if server.rtt_s < 0.01 else 0}f} ms"
+    return f"{server.rtt_s * 1e3:.0f} ms" if server.rtt_s >= 1e-3 else "<1 ms"  # as precise as the loop's clock
 
 
 def _blocks_of_column(column: int, columns: int, num_blocks: int) -> range:

@@ -73,7 +73,7 @@ def whole() -> ModelStatus:
 def test_map_shows_who_holds_what_and_what_is_missing(gap):
     lines = shown(gap, width=140)
     assert lines[0] == "swarm home · model some-model · 20 blocks · 3 servers"
-    first, numbers = line_of(lines, "…aaaaaa").split(), ["7", "12", "ms", "2048", "4.2", "ms"]
+    first, numbers = line_of(lines, "…aaaaaa").split(), ["7", "12", "ms", "2048", "4", "ms"]
     assert first == ["…aaaaaa", "0:8", "▒" * 8 + "·" * 12, "online", *numbers, "none", "aaaaaa:1"]
     assert line_of(lines, "…cccccc").split()[2:4] == ["·" * 12 + "▒" * 8, "joining"]
     assert line_of(lines, "replicas").split()[1] == "1111" + "2222" + "1111" + "✗" * 8  # who joins does not serve yet
@@ -129,6 +129,7 @@ def test_a_client_without_a_chain_says_why(whole):
 
 def test_unknown_round_trips():
     assert line_of(shown(model(server("aaaaaa", "0:20", rtt_s=None)), 80), "…aaaaaa").split()[-1] == "–"
+    assert "  <1 ms" in line_of(shown(model(server("aaaaaa", "0:20", rtt_s=0.0)), 80), "…aaaaaa")
     assert "  120 ms" in line_of(shown(model(server("aaaaaa", "0:20", rtt_s=0.12)), 80), "…aaaaaa")
 
 

@@ -1,0 +1,201 @@
+"""`status` and `status --watch` of real servers that join and are killed."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from swarm_client import background
+from swarm_client.config import ClientConfig
+from swarm_client.nursery import Nursery, NurseryServer
+from swarm_client.observed import ModelStatus
+from swarm_client.status import read_status
+from tests.swarm.processes import run_commands
+from tests.swarm.waiting import DEADLINE_S, wait_for
+
+_numbers = itertools.count()
+_HOME = "\x1b[H"  # a picture begins
+_LEAVE = "\x1b[?1049l"  # what the terminal showed before is back
+_FOOTER = "Ctrl-C ends it"
+_IN_TERMINAL = "import os, pty, sys; sys.exit(os.waitstatus_to_exitcode(pty.spawn(sys.argv[1:])))"
+
+
+class Servers:
+    """A swarm of processes that can be killed."""
+
+    def __init__(self, nursery: Nursery) -> None:
+        self.swarm = f"status-{os.getpid()}-{next(_numbers)}"
+        self._nursery = nursery
+        self.running: list[NurseryServer] = []
+
+    def start(self, *spans: str) -> None:
+        servers = [self._nursery.start("--blocks", blocks, "--swarm", self.swarm) for blocks in spans]
+        self.running += servers
+        self._nursery.wait_ready(servers)
+
+    def kill(self, peer_id: str) -> None:
+        (server,) = [server for server in self.running if server.peer_id == peer_id]
+        server.kill()
+        assert server.wait_gone()
+
+    def status(self) -> ModelStatus:
+        """What one look shows."""
+        (model,) = background.run(read_status(ClientConfig(swarm=self.swarm))).models
+        return model
+
+
+@pytest.fixture
+def servers(nursery) -> Iterator[Servers]:
+    servers = Servers(nursery)
+    yield servers
+    for server in servers.running:
+        server.kill()
+
+
+class Watching:
+    """``python -m swarm_client status --watch`` under way, in a terminal or in a pipe."""
+
+    def __init__(self, servers: Servers, *options: str, terminal: bool = False) -> None:
+        command = [sys.executable, "-m", "swarm_client", "status", "--swarm", servers.swarm, "--watch", "0.5", *options]
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", _IN_TERMINAL, *command] if terminal else command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env={**os.environ, "TERM": "xterm-256color", "COLUMNS": "100", "LINES": "30"},
+        )
+        self._data = b""
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    @property
+    def output(self) -> str:
+        return self._data.decode(errors="ignore")
+
+    def wait_for(self, what: str, condition: Callable[[str], object]) -> str:
+        """What the terminal shows once the condition holds for it."""
+
+        def shown() -> str | None:
+            assert self.process.poll() is None, (self.output, self.process.stderr.read())
+            whole = [frame for frame in self.output.split(_HOME) if _FOOTER in frame]
+            return plain(whole[-1]) if whole and condition(plain(whole[-1])) else None
+
+        return wait_for(shown, what)
+
+    def ended(self) -> tuple[int, str]:
+        """The exit code and what stderr says."""
+        code = self.process.wait(DEADLINE_S)
+        self._reader.join()
+        return code, self.process.stderr.read().decode()
+
+    def _read(self) -> None:
+        while data := os.read(self.process.stdout.fileno(), 65536):
+            self._data += data
+
+
+@pytest.fixture
+def watch(servers) -> Iterator[Callable[..., Watching]]:
+    started: list[Watching] = []
+
+    def start(*options: str, terminal: bool = False) -> Watching:
+        started.append(Watching(servers, *options, terminal=terminal))
+        return started[-1]
+
+    yield start
+    for watching in started:
+        watching.process.kill()
+        watching.process.wait()
+        for pipe in (watching.process.stdin, watching.process.stdout, watching.process.stderr):
+            pipe.close()
+
+
+def plain(text: str) -> str:
+    return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", text)
+
+
+def rows(picture: str) -> list[str]:
+    return [line for line in picture.splitlines() if line.startswith("…") and "…" not in line[1:]]
+
+
+def chain(status: ModelStatus) -> dict[str, str]:
+    return {str(hop.span): hop.server.peer_id for hop in status.chain}
+
+
+def test_a_server_that_was_killed_does_not_answer_and_the_chain_avoids_it(servers):
+    servers.start("0:10", "10:20", "10:20")
+    before = servers.status()
+    assert before.replicas == [1] * 10 + [2] * 10
+    assert all(server.answers and server.rtt_s is not None for server in before.servers)
+    assert before.tokens_per_s > 0
+    victim = chain(before)["10:20"]
+    servers.kill(victim)
+    after = servers.status()
+    assert [server.record.peer_id for server in after.servers if not server.answers] == [victim]
+    assert after.replicas == [1] * 20
+    assert chain(after)["10:20"] not in (victim, None)
+    servers.kill(chain(after)["10:20"])
+    last = servers.status()
+    assert [str(span) for span in last.missing] == ["10:20"] and last.chain == ()
+
+
+def test_watching_in_a_terminal_shows_who_joins_and_who_dies_until_ctrl_c(servers, watch):
+    servers.start("0:10")
+    watching = watch(terminal=True)
+    first = watching.wait_for("one server is shown", lambda picture: len(rows(picture)) == 1)
+    assert "no server holds blocks 10:20; to help: python -m swarm_server" in first
+    servers.start("10:20")
+    watching.wait_for("the chain goes through the new server", lambda picture: picture.count("0 → …") == 1)
+    servers.kill(servers.running[1].peer_id)
+    watching.wait_for("it does not answer", lambda picture: "not answering" in "".join(rows(picture)))
+    watching.process.stdin.write(b"\x03")
+    watching.process.stdin.flush()
+    code, errors = watching.ended()
+    assert (code, errors) == (0, "")
+    left = plain(watching.output.rpartition(_LEAVE)[2])  # on the screen
+    assert len(rows(left)) == 2 and "no server holds blocks 10:20" in left and _FOOTER not in left
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_watching_in_a_pipe_prints_one_picture_after_the_other(servers, watch, number):
+    servers.start("0:20")
+    watching = watch()
+    wait_for(lambda: watching.output.count("this client's chain: ") >= 2, "two pictures were printed")
+    watching.process.send_signal(number)
+    code, errors = watching.ended()
+    assert (code, errors) == (0 if number is signal.SIGINT else 128 + signal.SIGTERM, "")
+    assert "\x1b" not in watching.output
+
+
+def test_watching_as_json_prints_lines(servers, watch):
+    servers.start("0:20")
+    watching = watch("--json")
+    wait_for(lambda: watching.output.count("\n") >= 2, "two lines were printed")
+    watching.process.send_signal(signal.SIGINT)
+    assert watching.ended() == (0, "")
+    for line in watching.output.splitlines():
+        (model,) = json.loads(line)["models"]
+        assert model["servers"][0]["answers"] and model["servers"][0]["rtt_s"] >= 0
+        assert model["chain"] == [{"peer_id": servers.running[0].peer_id, "blocks": "0:20"}]
+
+
+def test_mistakes_get_one_sentence(servers, cache_home):
+    servers.start("0:20")
+    mistakes = {
+        "--watch 0": r"--watch is '0': expected a number of seconds from 0\.5 to 3600",
+        "--watch abc": r"--watch is 'abc': expected a number of seconds",
+        "--watch --swarm nobody": "no swarm named 'nobody' runs on this machine",
+        f"--model nope --swarm {servers.swarm}": "hosts model 'nope'; its models: tiny-python-docs",
+        f"--watch --model nope --swarm {servers.swarm}": "hosts model 'nope'; its models: tiny-python-docs",
+    }
+    outcomes = run_commands("swarm_client", [["status", *options.split()] for options in mistakes], cache_home)
+    for outcome, sentence in zip(outcomes, mistakes.values(), strict=True):
+        outcome.assert_one_sentence(sentence)
