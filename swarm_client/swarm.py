@@ -168,14 +168,15 @@ class Swarm:
             NoRoute: some block is still not served after that time, or only by servers to avoid; the message names it.
         """
 
-        keep = self._last_chains.get(blocks, ()) if like is None and need_tokens else ()
+        is_session = like is None and need_tokens > 0
+        keep = self._last_chains.get(blocks, ()) if is_session else ()
 
         def choose(servers: SwarmView, hopeful: bool) -> list[Chain]:
             costs = Costs(self._rtts.known, self._rtts.guess_s(hopeful), need_tokens, pushes)
             return [fastest_chain(servers, blocks, costs, keep)]
 
         (chain,) = await self._when_there_is(choose, blocks, avoid, timeout_s, like, on_wait)
-        if like is None:
+        if is_session:
             self._last_chains[blocks] = chain
         return chain
 
@@ -240,7 +241,8 @@ class Swarm:
         for just_now in (False, True):
             silent: set[str] = set()
             for hopeful in [True] * _MAX_MEASURING + [False]:
-                servers, left_out = self._usable(self._banned(just_now) | dict.fromkeys([*avoid, *silent], SILENT))
+                left = self._banned(just_now) | dict.fromkeys(avoid, FAILED) | dict.fromkeys(silent, SILENT)
+                servers, left_out = self._usable(left)
                 try:
                     chains = _choose_kind(choose, servers, like, hopeful and like is None)
                 except NoRoute:

@@ -23,6 +23,7 @@ from swarm_protocol.notes import DEFAULT_SWARM, Notes
 from swarm_protocol.pb.swarm_pb2_grpc import add_BlocksServicer_to_server
 from swarm_protocol.records import REFRESH_S, ServerRecord, ServerState, SwarmView
 from swarm_protocol.span import Span
+from swarm_protocol.wire import WIRE_VERSION
 from swarm_server.addresses import announced, bind, free_port, ip_address, split_address
 from swarm_server.blocks import BlockStack
 from swarm_server.config import ServerConfig
@@ -178,8 +179,8 @@ class Server:
     async def _view(self) -> SwarmView:
         """The servers of the model's revision that is served here, without dead ones on which blocks depend."""
         view = await self._dht.view(self._checkpoint.name, self._checkpoint.family.num_blocks)
-        revision = self._checkpoint.revision
-        same = SwarmView(tuple(server for server in view.servers if server.revision == revision))
+        kind = self._checkpoint.revision, WIRE_VERSION
+        same = SwarmView(tuple(server for server in view.servers if (server.revision, server.wire_version) == kind))
         return await self._neighbourhood.living(same, self._record)
 
     async def _choose_span(self, num_hosted: int, *, settling: bool = False) -> Span:
