@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from dataclasses import dataclass
 from functools import cache
 from heapq import heappop, heappush
 
@@ -96,24 +97,39 @@ def best_assignment(there: Layout, time_limit_s: float) -> tuple[float, float]:
     return float(found * bound), float(min(1.0, -result.mip_dual_bound) * bound)
 
 
-def routed(view: SwarmView, num_blocks: int, batches_each: int = 50, num_tokens: int = 64) -> float:
-    """Tokens per second of micro-batches that all start at once, on the chains that ``spread`` gives them.
+@dataclass(frozen=True)
+class Routed:
+    """Tokens per second of micro-batches on real routes.
 
-    A server computes them as they arrive; the network takes no time. Filling and emptying the chains counts, with
-    ``batches_each`` micro-batches for each replica of the model.
+    Attributes:
+        stream: while they keep coming: the server with most work sets the pace.
+        alone: of a fixed number that all start at once, until the last is through: filling and emptying chains counts.
+    """
+
+    stream: float
+    alone: float
+
+
+def routed(view: SwarmView, num_blocks: int, batches_each: int = 50, num_tokens: int = 64) -> Routed:
+    """On the chains that ``spread`` gives ``batches_each`` micro-batches for each replica of the model.
+
+    Servers compute them in the order in which they arrive; the network takes no time.
     """
     replicas = sum(len(server.span) for server in view.servers) / num_blocks
     sizes = [num_tokens] * round(batches_each * max(1.0, replicas))
     chains = spread(view, Span(0, num_blocks), sizes, Costs({}))
     free_at: dict[str, float] = defaultdict(float)
+    busy_s: dict[str, float] = defaultdict(float)
     arrivals = [(0.0, number, 0) for number in range(len(chains))]  # when, which micro-batch, at which of its hops
     last = 0.0
     while arrivals:
         time, number, index = heappop(arrivals)
         server, span = chains[number][index].server, chains[number][index].span
         work_s = num_tokens * len(span) / (server.forward_tokens_per_s * len(server.span))
-        free_at[server.peer_id] = last_out = max(time, free_at[server.peer_id]) + work_s
-        last = max(last, last_out)
+        busy_s[server.peer_id] += work_s
+        free_at[server.peer_id] = out = max(time, free_at[server.peer_id]) + work_s
+        last = max(last, out)
         if index + 1 < len(chains[number]):
-            heappush(arrivals, (last_out, number, index + 1))
-    return num_tokens * len(chains) / last
+            heappush(arrivals, (out, number, index + 1))
+    num_all = num_tokens * len(chains)
+    return Routed(num_all / max(busy_s.values()), num_all / last)

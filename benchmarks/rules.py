@@ -149,9 +149,9 @@ def shared_plans() -> Iterator[None]:
 def _remember_last(plan: Callable[..., Any]) -> Callable[..., Any]:
     last: dict[str, Any] = {}
 
-    def planned(view: SwarmView, num_blocks: int, margin: float) -> Any:
+    def planned(view: SwarmView, *arguments: Any) -> Any:
         if last.get("view") is not view:
-            last.update(view=view, moves=plan(view, num_blocks, margin))
+            last.update(view=view, moves=plan(view, *arguments))
         return last["moves"]
 
     return planned
