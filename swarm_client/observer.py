@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from math import inf
 
@@ -15,12 +16,13 @@ from swarm_client.transport import Server
 from swarm_protocol.dht import Dht
 from swarm_protocol.errors import NoSwarm
 
+Join = Callable[[ClientConfig], Awaitable[Dht]]
 _logger = logging.getLogger(__name__)
 _SOME = 32  # servers of each model that are asked in a round
 _EVERYBODY_S = 6.0  # that asking everybody may take
 _READ_S = 10.0  # that reading the DHT may take
 _LATE_S = 5.0  # after so long it is said that the DHT cannot be read
-_REJOIN_S = 5.0  # between two attempts to find another way into the swarm
+_REJOIN_S = 10.0  # between two attempts to find another way into the swarm
 
 
 @dataclass(frozen=True)
@@ -44,13 +46,14 @@ class Observer:
         config: ClientConfig,
         model: str | None = None,
         *,
-        dht: Dht | None = None,
+        join: Join = join_as_client,
         connect: Connect = Server.connect,
     ) -> None:
-        """``dht`` and ``connect`` stand for the network."""
+        """``join`` and ``connect`` stand for the network."""
         self._config = config
         self._model = model
-        self._dht = dht
+        self._dht: Dht | None = None
+        self._join = join
         self._connect = connect
         self._models: dict[str, ObservedModel] = {}
         self._reading: asyncio.Task | None = None
@@ -67,7 +70,7 @@ class Observer:
             NoSwarm: nobody answers, or nobody hosts the model.
         """
         if self._dht is None:
-            self._dht, self._joined_s = await join_as_client(self._config), now_s()
+            self._dht, self._joined_s = await self._join(self._config), now_s()
         await self._read()
         if self._model is not None and not self._sight().models:
             hosted = ", ".join(await self._dht.models())
@@ -117,7 +120,7 @@ class Observer:
             self._readable = False
         if self._readable:
             self._read_s = now_s()
-        else:
+        if not self._readable or self._all_silent():
             await self._join_again()
         self._began_s = inf
 
@@ -136,13 +139,18 @@ class Observer:
             self._models[name].see(view)
         return True
 
+    def _all_silent(self) -> bool:
+        """What can be read may then be no more than what this node was told before."""
+        servers = [server for model in self._models.values() for server in model.status().servers]
+        return bool(servers) and not any(server.answers for server in servers)
+
     async def _join_again(self) -> None:
         """The servers through which this client was connected may all be gone, and others may have come."""
         if now_s() - self._joined_s < _REJOIN_S:
             return
         self._joined_s = now_s()
         try:
-            dht = await join_as_client(self._config)
+            dht = await self._join(self._config)
         except NoSwarm as error:
             _logger.info("%s", error)
             return

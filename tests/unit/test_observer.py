@@ -86,9 +86,21 @@ def run(coroutine: Coroutine[Any, Any, None]) -> None:
         loop.close()
 
 
-def observer(net: Net, model: str | None = None) -> Observer:
-    config = ClientConfig(swarm="a-swarm-that-nobody-has-started")
-    return Observer(config, model, dht=net, connect=net.connect)
+def observer(net: Net, model: str | None = None, *others: Net) -> Observer:
+    """``others``: whom it finds when it joins again."""
+    nets = iter([net, *others])
+
+    async def join(_config: ClientConfig) -> Net:
+        found = next(nets, None)
+        if found is None:
+            raise NoSwarm("nobody answers")
+        return found
+
+    async def connect(record: ServerRecord, step_timeout_s: float) -> FakeServer:
+        owner = next(net for net in (net, *others) if record.peer_id in net.records)
+        return await owner.connect(record, step_timeout_s)
+
+    return Observer(ClientConfig(), model, join=join, connect=connect)
 
 
 def only(sight: Sight) -> ModelStatus:
@@ -164,7 +176,7 @@ def test_load_and_room_are_those_of_now():
         assert find(sight, "a").record.queue_delay_s == 0.5
         net.records["a"] = dataclasses.replace(net.records["a"], cache_tokens_left=20, expires_at=FOREVER)  # newer
         net.delays_s["a"] = FOREVER
-        await until(watcher, lambda sight: find(sight, "a").record.cache_tokens_left == 20)
+        await until(watcher, lambda sight: find(sight, "a").answers and find(sight, "a").record.cache_tokens_left == 20)
 
     run(test())
 
@@ -228,6 +240,18 @@ def test_a_dht_that_cannot_be_read_leaves_the_last_picture():
         await until(watcher, lambda sight: not any(server.answers for server in only(sight).servers))
         net.records = net.alive = records
         await until(watcher, lambda sight: sight.stale_s is None and chain(sight))
+
+    run(test())
+
+
+def test_others_are_found_when_all_are_gone():
+    async def test() -> None:
+        net, later = Net(*TWO_WAYS), Net(server_record("z", "0:8"))
+        watcher = observer(net, None, later)
+        await watcher.look()
+        net.alive.clear()  # but the DHT's node remembers them
+        await until(watcher, lambda sight: chain(sight) == ["z 0:8"])
+        assert [server.record.peer_id for server in only(await watcher.look_again(2.0)).servers] == ["z"]
 
     run(test())
 
