@@ -21,6 +21,7 @@ _TIMEOUT_S = 3.0
 _ECHO_BYTES = 256 * 1024
 _MAX_ECHOES = 2  # servers that are asked for them
 _ECHO_EVERY = 10  # rounds
+_WORTH_TELLING = 0.25  # relative: what changes less is noise, which must not make servers move
 _FEW_REPLICAS = 2  # so few servers of a block are not taken on trust
 _MAX_VERIFIED = 32  # servers at a time
 
@@ -86,7 +87,8 @@ class Neighbourhood:
             back_s = await self._timed(server, pb.EchoRequest(reply_bytes=_ECHO_BYTES))
             if rtt_s is not None and there_s is not None and back_s is not None:
                 best = max(best, _ECHO_BYTES / max(1e-5, max(there_s, back_s) - rtt_s))
-        self.bytes_per_s = best or self.bytes_per_s
+        if best and abs(best - self.bytes_per_s) > _WORTH_TELLING * self.bytes_per_s:
+            self.bytes_per_s = best
 
     async def _timed(self, server: ServerRecord, request: pb.EchoRequest) -> float | None:
         hop = pb.NextHop(peer_id=server.peer_id, addresses=server.addresses, tls_fingerprint=server.tls_fingerprint)

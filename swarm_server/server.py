@@ -8,7 +8,7 @@ import ipaddress
 import logging
 import random
 from collections.abc import Awaitable, Callable
-from contextlib import AsyncExitStack, ExitStack
+from contextlib import AsyncExitStack
 from importlib import metadata
 from math import inf
 
@@ -17,18 +17,19 @@ import torch
 from swarm_protocol.checkpoint import Checkpoint
 from swarm_protocol.default_model import locate
 from swarm_protocol.dht import Dht
-from swarm_protocol.errors import NoSwarm, SwarmError
-from swarm_protocol.identity import Certificate, Identity
-from swarm_protocol.notes import DEFAULT_SWARM, Notes
+from swarm_protocol.errors import SwarmError
+from swarm_protocol.identity import Certificate
+from swarm_protocol.notes import DEFAULT_SWARM
 from swarm_protocol.pb.swarm_pb2_grpc import add_BlocksServicer_to_server
 from swarm_protocol.records import REFRESH_S, ServerRecord, ServerState, SwarmView
 from swarm_protocol.span import Span
 from swarm_protocol.wire import WIRE_VERSION
-from swarm_server.addresses import announced, bind, free_port, ip_address, split_address
+from swarm_server.addresses import announced, bind, ip_address
 from swarm_server.blocks import BlockStack
 from swarm_server.config import ServerConfig
 from swarm_server.cores import CoreShare
 from swarm_server.hosting import Hoster, Hosting
+from swarm_server.joining import join
 from swarm_server.memory import available_bytes, hosted_bytes_per_block
 from swarm_server.neighbourhood import Neighbourhood
 from swarm_server.placement import CHECK_S, CONFIRM_S, choose_span, may_leave, others_first, own_move
@@ -90,7 +91,7 @@ class Server:
                 loading = self._hoster.start_loading(fixed)
                 cleanup.callback(loading.cancel)
             cleanup.push_async_callback(self._neighbours.close)
-            await self._join(cleanup)
+            self._dht = await join(config, cleanup)
             num_hosted = len(fixed) if fixed is not None else self._num_hosted(device)
             self._record = ServerRecord(
                 peer_id=self._dht.peer_id,
@@ -123,39 +124,6 @@ class Server:
             await self._announce_ready()
             await self._serve()
             await self._drain()
-
-    async def _join(self, cleanup: AsyncExitStack) -> None:
-        config = self._config
-        identity = Identity.load_or_create(config.identity) if config.identity else Identity.generate()
-        notes = Notes(config.swarm)
-        announce_host = config.announce_address and split_address(config.announce_address, 0)[0]
-        dht_port = config.dht_port or (free_port(config.host) if announce_host else 0)
-
-        async def join(initial_peers: list[str]) -> Dht:
-            return await Dht.join(
-                config.swarm,
-                initial_peers,
-                identity,
-                host=config.host,
-                port=dht_port,
-                announce_host=announce_host,
-            )
-
-        with ExitStack() as held:
-            # Another server may hold it for seconds: signals must be heard meanwhile.
-            await asyncio.to_thread(held.enter_context, notes.locked())
-            noted = notes.read()
-            if config.initial_peers:
-                self._dht = await join(list(config.initial_peers))
-            else:
-                self._dht = await join_noted(noted, notes, join)
-            cleanup.push_async_callback(self._dht.shutdown)
-            if noted and config.initial_peers:
-                # Noting this one too would merge two swarms that only share a name.
-                _logger.info("another swarm named %s runs here; use --swarm to keep them apart", config.swarm)
-            else:
-                notes.write(identity.peer_id, (await self._dht.addresses())[0])
-                cleanup.callback(notes.remove, identity.peer_id)
 
     # ------------------------------------------------------------ which blocks
 
@@ -356,18 +324,6 @@ async def _repeat(action: Callable[[], Awaitable[None]], pause_s: tuple[float, f
             await action()
         except Exception:
             _logger.exception("a server's routine failed; it is tried again")
-
-
-async def join_noted(noted: list[str], notes: Notes, join: Callable) -> Dht:
-    """Joins through a noted server of this machine, forgetting notes that lead nowhere; founds the swarm otherwise."""
-    while noted:
-        try:
-            return await join(noted)
-        except NoSwarm:
-            for address in noted:
-                notes.discard(address)
-            noted = []
-    return await join([])
 
 
 def _device_and_dtype(config: ServerConfig) -> tuple[torch.device, torch.dtype]:
