@@ -13,7 +13,7 @@ from rich.text import Text
 from swarm_client.config import ClientConfig
 from swarm_client.observed import ModelStatus, ServerStatus
 from swarm_client.observer import Observer, Sight
-from swarm_client.status_map import ON_CHAIN, ON_CHAIN_STYLE, blocks_table
+from swarm_client.status_map import ON_CHAIN, ON_CHAIN_STYLE, blocks_table, printable
 from swarm_protocol.default_model import DEFAULT_MODEL
 from swarm_protocol.notes import DEFAULT_SWARM
 
@@ -74,7 +74,7 @@ def _shares(wanted: Sequence[int], lines: int) -> list[int]:
 def _title(swarm: str, status: ModelStatus) -> Text:
     count, silent = len(status.servers), sum(not server.answers for server in status.servers)
     size = f" · {status.num_blocks} blocks · {count} {'server' if count == 1 else 'servers'}"
-    title = Text.assemble("swarm ", (swarm, "bold"), " · model ", (status.model, "bold"), size)
+    title = Text.assemble("swarm ", (swarm, "bold"), " · model ", (printable(status.model), "bold"), size)
     return title.append(f", {silent} not answering", "red") if silent else title
 
 
@@ -82,7 +82,7 @@ def _remark(swarm: str, status: ModelStatus) -> Text:
     """The chain, or why there is none and what to do."""
     if status.missing:
         spans = ", ".join(map(str, status.missing))
-        model = "" if status.model == DEFAULT_MODEL else f" --model {status.model}"
+        model = "" if status.model == DEFAULT_MODEL else f" --model {printable(status.model)}"
         name = "" if swarm == DEFAULT_SWARM else f" --swarm {swarm}"
         command = f"; to help: python -m swarm_server{model}{name}"
         return Text.assemble((f"no server holds blocks {spans}", "bold red"), command)

@@ -46,6 +46,11 @@ def blocks_table(status: ModelStatus, rows: int, width: int) -> Table:
     return table
 
 
+def printable(text: str) -> str:
+    """What strangers say, without what would steer the terminal."""
+    return "".join(character if character.isprintable() else "?" for character in text)
+
+
 @dataclass(frozen=True)
 class _Column:
     """``rank``: those of the highest leave first when the terminal is narrow; 0: never."""
@@ -71,8 +76,8 @@ def _fitting(status: ModelStatus, servers: Sequence[ServerStatus], width: int) -
         _Column("load", [_load(server) for server in servers], 2, True),
         _Column("KV room", [str(s.record.cache_tokens_left) if s.answers else _UNKNOWN for s in servers], 3, True),
         _Column("RTT", [_rtt(server) for server in servers], 1, True),
-        _Column("quant", [record.quant for record in records], 5),
-        _Column("address", [record.addresses[0] if record.addresses else _UNKNOWN for record in records], 6),
+        _Column("quant", [printable(record.quant) for record in records], 5),
+        _Column("address", [printable(r.addresses[0]) if r.addresses else _UNKNOWN for r in records], 6),
     ]
     left = width
     for column in sorted(columns, key=lambda column: column.rank):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 import os
@@ -19,6 +20,9 @@ from swarm_client.config import ClientConfig
 from swarm_client.nursery import Nursery, NurseryServer
 from swarm_client.observed import ModelStatus
 from swarm_client.status import read_status
+from swarm_client.transport import Server
+from swarm_protocol.errors import BadReply
+from swarm_protocol.records import ServerRecord
 from tests.swarm.processes import run_commands
 from tests.swarm.waiting import DEADLINE_S, wait_for
 
@@ -145,6 +149,23 @@ def test_a_server_that_was_killed_does_not_answer_and_the_chain_avoids_it(server
     servers.kill(chain(after)["10:20"])
     last = servers.status()
     assert [str(span) for span in last.missing] == ["10:20"] and last.chain == ()
+
+
+def test_a_server_describes_itself_and_nobody_else(servers):
+    async def described(record: ServerRecord) -> ServerRecord:
+        server = await Server.connect(record, DEADLINE_S)
+        try:
+            return await server.describe()
+        finally:
+            await server.close()
+
+    servers.start("0:20")
+    (record,) = (server.record for server in servers.status().servers)
+    assert background.run(described(record)).addresses == record.addresses
+    with pytest.raises(
+        BadReply, match=f"server …nobody described itself wrongly: it says that it is {record.short_id}"
+    ):
+        background.run(described(dataclasses.replace(record, peer_id="nobody")))
 
 
 def test_watching_in_a_terminal_shows_who_joins_and_who_dies_until_ctrl_c(servers, watch):

@@ -25,9 +25,8 @@ def server(
     name: str, blocks: str, rtt_s: float | None = 0.0042, answers: bool = True, **fields: object
 ) -> ServerStatus:
     known = {"num_blocks": 20, "tokens_per_s": 7, "queue_delay_s": 0.012, "cache_tokens_left": 2048}
-    record = ServerRecord(
-        f"peer-{name}", (f"{name}:1",), "some-model", "r1", span=Span.parse(blocks), **(known | fields)
-    )
+    known |= {"addresses": (f"{name}:1",), "span": Span.parse(blocks)}
+    record = ServerRecord(peer_id=f"peer-{name}", model="some-model", revision="r1", **(known | fields))
     return ServerStatus(record, rtt_s if answers else None, answers)
 
 
@@ -158,6 +157,12 @@ def test_blocks_of_deep_models_share_columns(width):
     bar = line_of(lines, "replicas").split()[1]
     assert 16 <= len(bar) <= 80 and bar == "1" * (len(bar) - 1) + "✗"
     assert all(len(line) <= width for line in lines[:-1])
+
+
+def test_strangers_do_not_steer_the_terminal():
+    evil = model(server("aaaaaa", "0:10", quant="\x1b[2J", addresses=("\r\x07",)))
+    lines = shown(dataclasses.replace(evil, model="\x1b]0;title\x07"), width=140)
+    assert not set("\x1b\x07\r") & set("".join(lines)) and "?[2J" in line_of(lines, "…aaaaaa")
 
 
 def crowd(count: int, name: str = "x") -> ModelStatus:
