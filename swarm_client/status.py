@@ -87,7 +87,7 @@ def _remark(swarm: str, status: ModelStatus) -> Text:
         command = f"; to help: python -m swarm_server{model}{name}"
         return Text.assemble((f"no server holds blocks {spans}", "bold red"), command)
     if not status.chain:
-        return Text(f"this client has no chain: {status.no_chain or 'it is looking for one'}", "bold red")
+        return Text(f"this client has no chain: {printable(status.no_chain) or 'it is looking for one'}", "bold red")
     hops = " → ".join(f"{hop.server.short_id} {hop.span}" for hop in status.chain)
     line = f" this client's chain: {hops}, about {status.tokens_per_s:.1f} tokens/s"
     return Text.assemble((ON_CHAIN, ON_CHAIN_STYLE), line)
