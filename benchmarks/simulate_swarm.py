@@ -46,7 +46,7 @@ SCENARIOS = {
     1000: replace(_FLEETS, num_servers=1000, hours=2),
     10_000: replace(_FLEETS, num_servers=10_000, hours=0.5, burst_every_h=0.15, back_after_s=(300, 1200), rest_s=900),
 }
-QUICK = {10: 6.0, 100: 0.5}  # hours
+QUICK = {10: 3.0, 100: 0.2}  # hours
 EXACT_UP_TO = (
     10  # servers: the optimum is searched for, and under Petals' rule each imagines all others' moves by itself
 )
@@ -217,7 +217,7 @@ def main() -> None:
         if hours := args.hours or (QUICK[size] if args.quick else None):
             scenario = replace(scenario, hours=hours)
         start = time.perf_counter()
-        diaries, checks = simulate(scenario, args.seed, num_checks=6 if args.quick else 24)
+        diaries, checks = simulate(scenario, args.seed, num_checks=2 if args.quick else 24)
         print_results(console, scenario, diaries, checks, time.perf_counter() - start)
         results[size], written[str(size)] = diaries, as_json(scenario, diaries, checks)
     if args.plot:

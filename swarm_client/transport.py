@@ -8,7 +8,7 @@ from typing import Any
 
 import grpc
 
-from swarm_client.background import now_s
+from swarm_client.background import exact_s
 from swarm_client.grpc_errors import translated
 from swarm_client.hops import OPEN_TIMEOUT_S, HopSession, Inbox
 from swarm_client.routing import Hop
@@ -63,9 +63,9 @@ class Server:
         rtts_s = []
         async with translated(self.record):
             for _ in range(_PINGS):
-                start_s = now_s()
+                start_s = exact_s()
                 await self._stub.Echo(pb.EchoRequest(), timeout=CONNECT_TIMEOUT_S)
-                rtts_s.append(now_s() - start_s)
+                rtts_s.append(exact_s() - start_s)
         return min(rtts_s)
 
     async def describe(self) -> ServerRecord:
