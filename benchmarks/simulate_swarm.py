@@ -44,12 +44,11 @@ SCENARIOS = {
     10: Scenario(10, 32, 5, 10, hours=24, lifetime_h=6, zones=2, burst_every_h=1.5, back_after_s=(600, 2400)),
     100: _FLEETS,
     1000: replace(_FLEETS, num_servers=1000, hours=2),
-    10_000: replace(_FLEETS, num_servers=10_000, hours=0.5, burst_every_h=0.15, back_after_s=(300, 1200), rest_s=900),
+    10_000: replace(_FLEETS, num_servers=10_000, hours=0.2, burst_every_h=0.1, back_after_s=(300, 600), rest_s=900),
 }
 QUICK = {10: 3.0, 100: 0.2}  # hours
-EXACT_UP_TO = (
-    10  # servers: the optimum is searched for, and under Petals' rule each imagines all others' moves by itself
-)
+# Servers: up to there the optimum is searched for, and under Petals' rule each imagines others' moves by itself.
+EXACT_UP_TO = 10
 OPTIMUM_TARGET, NO_REBALANCING, HEAL_TARGET_S = 0.97, 0.85, 60.0
 
 

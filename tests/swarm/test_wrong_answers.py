@@ -31,7 +31,8 @@ def events(pair) -> Iterator[list]:
     config = pair.remote.blocks.swarm.config
     object.__setattr__(config, "on_event", events.append)
     yield events
-    pair.remote.blocks.swarm._bans.clear()
+    for record in pair.servers.records():
+        pair.remote.blocks.swarm.served(record.peer_id)
     pair.servers.wait_until_all_room_is_free()
 
 
