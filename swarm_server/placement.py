@@ -93,27 +93,39 @@ def plan_moves(view: SwarmView, num_blocks: int, margin: float = MARGIN) -> tupl
 
 def own_move(view: SwarmView, peer_id: str, num_blocks: int, margin: float = MARGIN) -> Span | None:
     """Where the server is to go now: where the plan sends it, unless others must come to its blocks first."""
-    if not may_leave(view, peer_id, num_blocks):
-        return None
-    destinations = [move.to for move in plan_moves(view, num_blocks, margin) if move.peer_id == peer_id]
-    return destinations[-1] if destinations else None
+    moves = plan_moves(view, num_blocks, margin)
+    destinations = [move.to for move in moves if move.peer_id == peer_id]
+    if destinations and (_others_hold_all(view, peer_id, num_blocks) or _closes_gaps(view, moves, num_blocks)):
+        return destinations[-1]
+    return None
 
 
-def may_leave(view: SwarmView, peer_id: str, num_blocks: int) -> bool:
-    """Whether others hold all that the server holds, and go on to do so.
+def may_leave(view: SwarmView, peer_id: str, num_blocks: int, margin: float = MARGIN) -> bool:
+    """Whether a server that has said where it will go may leave its blocks: it must not open a gap.
 
-    Of servers that want to leave the same blocks for others, the one with the lowest peer id goes first.
+    Others must hold all it has, and not be about to leave as well: of two that want to leave the same blocks, neither
+    goes, and they try again at other times. While blocks are missing anyhow, nothing passes through the swarm; then it
+    may also go if that is a step to a swarm without gaps.
     """
-    num_staying = [0] * num_blocks
-    left: Sequence[int] = ()
-    for server in view.servers:
-        waits = server.state is ServerState.DRAINING and server.next_span is not None and server.peer_id > peer_id
-        if server.peer_id == peer_id:
-            left = server.span
-        elif server.state is ServerState.ONLINE or waits:
-            for block in server.span:
-                num_staying[block] += 1
-    return all(num_staying[block] for block in left)
+    return _others_hold_all(view, peer_id, num_blocks) or _closes_gaps(
+        view, plan_moves(view, num_blocks, margin), num_blocks
+    )
+
+
+def _others_hold_all(view: SwarmView, peer_id: str, num_blocks: int) -> bool:
+    held = SwarmView(tuple(server for server in view.servers if server.peer_id != peer_id)).replicas(num_blocks)
+    spans = [server.span for server in view.servers if server.peer_id == peer_id]
+    return all(held[block] for span in spans for block in span)
+
+
+def _closes_gaps(view: SwarmView, moves: Sequence[Move], num_blocks: int) -> bool:
+    """Whether blocks are missing now, and none will be after these moves and those that are under way."""
+    present = [server for server in view.servers if server.state is not ServerState.JOINING]
+    if all(any(block in server.span for server in present) for block in range(num_blocks)):
+        return False
+    layout = Layout.of(view, num_blocks)
+    indices = {peer_id: index for index, peer_id in enumerate(layout.peer_ids)}
+    return not layout.moved((indices[move.peer_id], move.to) for move in moves).balance().num_missing
 
 
 # ---------------------------------------------------------------- planning

@@ -218,7 +218,7 @@ class Server:
         await self._publish()
         await asyncio.sleep(CONFIRM_S)
         view, num_blocks = await self._view(), self._checkpoint.family.num_blocks
-        if not may_leave(view, peer_id, num_blocks):
+        if not await asyncio.to_thread(may_leave, view, peer_id, num_blocks, self._config.balance_margin):
             self._record = dataclasses.replace(self._record, state=ServerState.ONLINE, next_span=None)
             await self._publish()
             return

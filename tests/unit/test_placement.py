@@ -198,25 +198,49 @@ def test_everybody_finds_the_same_plan_and_only_some_are_in_it() -> None:
 
 
 def test_nobody_leaves_blocks_that_others_must_come_to_first() -> None:
-    """The plan moves both, but the only one at its blocks waits for the other."""
-    servers = [server_record("a", "0:4", tokens_per_s=10.0), server_record("b", "2:6", tokens_per_s=10.0)]
-    view = SwarmView(tuple(servers))
-    destinations = {name: own_move(view, name, NUM_BLOCKS) for name in "ab"}
-    assert destinations["a"] is None  # only it has 0:2
-    assert destinations["b"] is None  # only it has 4:6
+    """By the plan two exchange their places, but each is the only one at its blocks."""
+    view = swarm(("0:2", 1), ("0:4", 1), ("4:8", 1), ("4:6", 100), ("6:8", 100), ("2:4", 0.1))
+    for server in view.servers:
+        to = own_move(view, server.peer_id, NUM_BLOCKS)
+        others = SwarmView(tuple(other for other in view.servers if other is not server))
+        assert to is None or all(others.replicas(NUM_BLOCKS)[block] for block in server.span)
+
+
+def test_where_nothing_passes_anyhow_all_may_move_to_close_the_gap() -> None:
+    """Each is the only one at its blocks, and both must move."""
+    view = swarm(("1:4", 10), ("3:6", 10), ("5:7", 10))
+    assert not all(view.replicas(NUM_BLOCKS))
+    moves = plan_moves(view, NUM_BLOCKS)
+    assert all(applied(view, moves).replicas(NUM_BLOCKS))
+    assert {own_move(view, move.peer_id, NUM_BLOCKS) for move in moves} == {move.to for move in moves}
+    on_their_way = {move.peer_id: move.to for move in moves}
+    leaving = SwarmView(
+        tuple(
+            replace(server, state=ServerState.DRAINING, next_span=on_their_way[server.peer_id])
+            if server.peer_id in on_their_way
+            else server
+            for server in view.servers
+        )
+    )
+    assert all(may_leave(leaving, peer_id, NUM_BLOCKS) for peer_id in on_their_way)
+
+
+def test_a_gap_that_cannot_be_closed_is_no_reason_to_open_others() -> None:
+    view = swarm(("0:2", 10), ("2:4", 10))
+    assert [own_move(view, server.peer_id, NUM_BLOCKS) for server in view.servers] == [None, None]
 
 
 @pytest.mark.parametrize(
     ("others", "expected"),
     [
         ([server_record("z", "0:8")], True),
-        ([server_record("z", "0:2"), server_record("y", "2:4")], True),
-        ([server_record("z", "0:3")], False),
-        ([], False),
-        ([server_record("z", "0:8", state=ServerState.JOINING)], False),
+        ([server_record("z", "0:2"), server_record("y", "2:8")], True),
+        ([server_record("z", "0:3"), server_record("y", "4:8")], False),
+        ([server_record("y", "4:8")], False),
+        ([server_record("z", "0:8", state=ServerState.JOINING), server_record("y", "4:8")], False),
         ([server_record("z", "0:8", state=ServerState.DRAINING)], False),
-        # Both want to leave: the first by peer id may, the other then not.
-        ([server_record("z", "0:8", state=ServerState.DRAINING, next_span=Span(4, 8))], True),
+        # Both want to leave, and neither knows whether the other has left already.
+        ([server_record("z", "0:8", state=ServerState.DRAINING, next_span=Span(4, 8))], False),
         ([server_record("a", "0:8", state=ServerState.DRAINING, next_span=Span(4, 8))], False),
     ],
 )
