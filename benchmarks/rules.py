@@ -63,7 +63,6 @@ class Swarm(NoRebalancing):
         if target is None:
             self.serve(server)
             return
-        swarm.set_state(server, ServerState.DRAINING, moves=True)
         swarm.publish(server, target)
         swarm.later(server, CONFIRM_S, lambda: self._leave_or_stay(server, target))
 
@@ -71,9 +70,10 @@ class Swarm(NoRebalancing):
         swarm = self.swarm
         if may_leave(swarm.view(), server.peer_id, swarm.num_blocks):
             swarm.count_move()
+            swarm.set_state(server, ServerState.DRAINING, moves=True)
+            swarm.publish(server, target)
             swarm.later(server, swarm.chance.uniform(*DRAIN_S), lambda: swarm.load(server, target))
         else:
-            swarm.set_state(server, ServerState.ONLINE)
             swarm.publish(server)
             self.serve(server)
 

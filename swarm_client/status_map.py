@@ -97,7 +97,7 @@ def _state(status: ModelStatus, server: ServerStatus) -> str:
         return f"wire version {record.wire_version}"
     if status.revision not in ("", record.revision):
         return "other revision"
-    if record.state is ServerState.DRAINING and record.next_span is not None:
+    if record.next_span is not None:
         return f"moving to {record.next_span}"
     return record.state.name.lower()
 

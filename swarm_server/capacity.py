@@ -85,7 +85,7 @@ class Layout:
             np.array([min(span.start, num_blocks - 1) for span in spans], int),
             np.array([min(span.end, num_blocks) for span in spans], int),
             np.array([speed_of(server) or usual for server in servers], float),
-            np.array([server.state is ServerState.ONLINE and not server.pinned for server in servers], bool),
+            np.array([_is_movable(server) for server in servers], bool),
         )
 
     @property
@@ -158,6 +158,10 @@ def speed_of(server: ServerRecord) -> float:
     if server.network_tokens_per_s:
         tokens_per_s = min(tokens_per_s, server.network_tokens_per_s)
     return tokens_per_s * len(server.span)
+
+
+def _is_movable(server: ServerRecord) -> bool:
+    return server.state is ServerState.ONLINE and not server.pinned and server.next_span is None
 
 
 def _is_counted(server: ServerRecord) -> bool:

@@ -18,7 +18,7 @@ from swarm_server.capacity import EQUAL, Balance, Change, Layout
 
 T = TypeVar("T")
 MARGIN = 0.03  # what the swarm must gain, relative
-CHECK_S = (10.0, 30.0)  # a server asks itself so often whether it should move, at random intervals between the two
+CHECK_S = (8.0, 20.0)  # a server asks itself so often whether it should move, at random intervals between the two
 CONFIRM_S = 2.0  # after saying that it will leave, a server looks whether others want to leave the same blocks
 _MAX_MOVES = 2048  # of one plan; what is left to do then is planned later
 _MAX_CANDIDATES = 512  # moves that are compared with one another
@@ -74,7 +74,7 @@ def plan_moves(view: SwarmView, num_blocks: int, margin: float = MARGIN) -> tupl
 
     Everybody finds the same moves in the same view: those which help most, again and again, until none helps. Moves at
     the end that bring less than ``margin`` are left out, so that a swarm comes to rest. Servers that are pinned, or not
-    ONLINE, stay.
+    ONLINE, or on their way, stay.
     """
     layout = Layout.of(view, num_blocks)
     moves: list[Move] = []
@@ -103,8 +103,8 @@ def own_move(view: SwarmView, peer_id: str, num_blocks: int, margin: float = MAR
 def may_leave(view: SwarmView, peer_id: str, num_blocks: int, margin: float = MARGIN) -> bool:
     """Whether a server that has said where it will go may leave its blocks: it must not open a gap.
 
-    Others must hold all it has, and not be about to leave as well: of two that want to leave the same blocks, neither
-    goes, and they try again at other times. While blocks are missing anyhow, nothing passes through the swarm; then it
+    Others must hold all it has, and not have said that they will leave as well: of two that want to leave the same
+    blocks, neither goes, and they try again at other times. While blocks are missing anyhow, nothing passes through the swarm; then it
     may also go if that is a step to a swarm without gaps.
     """
     return _others_hold_all(view, peer_id, num_blocks) or _closes_gaps(
@@ -113,7 +113,8 @@ def may_leave(view: SwarmView, peer_id: str, num_blocks: int, margin: float = MA
 
 
 def _others_hold_all(view: SwarmView, peer_id: str, num_blocks: int) -> bool:
-    held = SwarmView(tuple(server for server in view.servers if server.peer_id != peer_id)).replicas(num_blocks)
+    others = [server for server in view.servers if server.peer_id != peer_id and server.next_span is None]
+    held = SwarmView(tuple(others)).replicas(num_blocks)
     spans = [server.span for server in view.servers if server.peer_id == peer_id]
     return all(held[block] for span in spans for block in span)
 

@@ -214,14 +214,16 @@ class Server:
     async def _move(self, to: Span) -> None:
         """Says so first: others may want to leave the same blocks."""
         old, peer_id = self._record.span, self._record.peer_id
-        self._record = dataclasses.replace(self._record, state=ServerState.DRAINING, next_span=to)
+        self._record = dataclasses.replace(self._record, next_span=to)
         await self._publish()
         await asyncio.sleep(CONFIRM_S)
         view, num_blocks = await self._view(), self._checkpoint.family.num_blocks
         if not await asyncio.to_thread(may_leave, view, peer_id, num_blocks, self._config.balance_margin):
-            self._record = dataclasses.replace(self._record, state=ServerState.ONLINE, next_span=None)
+            self._record = dataclasses.replace(self._record, next_span=None)
             await self._publish()
             return
+        self._record = dataclasses.replace(self._record, state=ServerState.DRAINING)
+        await self._publish()
         _logger.info("moving from blocks %s to %s, where the swarm needs it more", old, to)
         is_urgent = not all(view.replicas(num_blocks))  # then few sessions can go on anyhow
         await self._hosting.host.leave(min(self._config.drain_timeout_s, _URGENT_S if is_urgent else inf))
