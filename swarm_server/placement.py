@@ -104,8 +104,8 @@ def may_leave(view: SwarmView, peer_id: str, num_blocks: int, margin: float = MA
     """Whether a server that has said where it will go may leave its blocks: it must not open a gap.
 
     Others must hold all it has, and not have said that they will leave as well: of two that want to leave the same
-    blocks, neither goes, and they try again at other times. While blocks are missing anyhow, nothing passes through the swarm; then it
-    may also go if that is a step to a swarm without gaps.
+    blocks, neither goes, and they try again at other times. While blocks are missing anyhow, nothing passes through the
+    swarm; then it may also go if that is a step to a swarm without gaps.
     """
     return _others_hold_all(view, peer_id, num_blocks) or _closes_gaps(
         view, plan_moves(view, num_blocks, margin), num_blocks
