@@ -14,7 +14,7 @@ from virtual_swarm import DRAIN_S, Rule, Server, VirtualSwarm
 from swarm_protocol.records import ServerState, SwarmView
 from swarm_protocol.span import Span
 from swarm_server import placement
-from swarm_server.placement import CHECK_S, CONFIRM_S, choose_span, may_leave, others_first, own_move
+from swarm_server.placement import CHECK_S, CONFIRM_S, URGENT_DRAIN_S, choose_span, may_leave, others_first, own_move
 
 
 class NoRebalancing(Rule):
@@ -67,12 +67,13 @@ class Swarm(NoRebalancing):
         swarm.later(server, CONFIRM_S, lambda: self._leave_or_stay(server, target))
 
     def _leave_or_stay(self, server: Server, target: Span) -> None:
-        swarm = self.swarm
-        if may_leave(swarm.view(), server.peer_id, swarm.num_blocks):
+        swarm, view = self.swarm, self.swarm.view()
+        if may_leave(view, server.peer_id, swarm.num_blocks):
             swarm.count_move()
             swarm.set_state(server, ServerState.DRAINING, moves=True)
             swarm.publish(server, target)
-            swarm.later(server, swarm.chance.uniform(*DRAIN_S), lambda: swarm.load(server, target))
+            limit_s = DRAIN_S[1] if all(view.replicas(swarm.num_blocks)) else URGENT_DRAIN_S
+            swarm.later(server, min(swarm.chance.uniform(*DRAIN_S), limit_s), lambda: swarm.load(server, target))
         else:
             swarm.publish(server)
             self.serve(server)

@@ -20,6 +20,7 @@ T = TypeVar("T")
 MARGIN = 0.03  # what the swarm must gain, relative
 CHECK_S = (8.0, 20.0)  # a server asks itself so often whether it should move, at random intervals between the two
 CONFIRM_S = 2.0  # after saying that it will leave, a server looks whether others want to leave the same blocks
+URGENT_DRAIN_S = 5.0  # for sessions to end or move when blocks are missing elsewhere: few can go on anyhow
 _MAX_MOVES = 2048  # of one plan; what is left to do then is planned later
 _MAX_CANDIDATES = 512  # moves that are compared with one another
 _WINDOWS_EACH = 4  # of one server, where not all can be tried

@@ -32,13 +32,20 @@ from swarm_server.hosting import Hoster, Hosting
 from swarm_server.joining import join
 from swarm_server.memory import available_bytes, hosted_bytes_per_block
 from swarm_server.neighbourhood import Neighbourhood
-from swarm_server.placement import CHECK_S, CONFIRM_S, choose_span, may_leave, others_first, own_move
+from swarm_server.placement import (
+    CHECK_S,
+    CONFIRM_S,
+    URGENT_DRAIN_S,
+    choose_span,
+    may_leave,
+    others_first,
+    own_move,
+)
 from swarm_server.push import Neighbours
 from swarm_server.service import BlocksService
 
 _logger = logging.getLogger(__name__)
 _BLOCKS_OF_FREE, _BLOCKS_OF_GIVEN = 0.6, 0.8  # of memory; what is left is for keys and values
-_URGENT_S = 5.0  # for sessions to end or move when blocks are missing elsewhere
 _GRACE_S = 2.0  # for streams that are open when the server stops
 _SETTLE_S = 0.3  # servers that join together have read each other's choices after so long
 _MAX_SETTLING = 10  # times that a choice is looked at again
@@ -225,8 +232,8 @@ class Server:
         self._record = dataclasses.replace(self._record, state=ServerState.DRAINING)
         await self._publish()
         _logger.info("moving from blocks %s to %s, where the swarm needs it more", old, to)
-        is_urgent = not all(view.replicas(num_blocks))  # then few sessions can go on anyhow
-        await self._hosting.host.leave(min(self._config.drain_timeout_s, _URGENT_S if is_urgent else inf))
+        limit_s = inf if all(view.replicas(num_blocks)) else URGENT_DRAIN_S
+        await self._hosting.host.leave(min(self._config.drain_timeout_s, limit_s))
         await self._close_hosting()
         self._record = dataclasses.replace(self._record, state=ServerState.JOINING, span=to, next_span=None)
         await self._publish()
