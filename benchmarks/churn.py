@@ -26,7 +26,7 @@ class Scenario:
         swing: how far the number of volunteers goes up and down, relative, once in ``hours``: a day in short.
         preemptible: the part of the servers that are in fleets.
         zones: each has one fleet, and its fleet hosts one stretch of the model at first (``--initial-blocks``).
-        burst_every_h: mean time between preemptions; each hits one zone.
+        burst_every_h: mean time between preemptions, from half to one and a half of it; each hits one zone.
         burst_size: which part of the zone's servers vanishes within ``BURST_S``; lowest and highest.
         back_after_s: a new server takes the place of one that was preempted after this time; lowest and highest.
     """
@@ -128,7 +128,7 @@ def _volunteers(scenario: Scenario, chance: random.Random, num_usual: int) -> It
 def _bursts(scenario: Scenario, chance: random.Random) -> Iterator[tuple[float, int, float]]:
     """(when, in which zone, which part of its servers)."""
     time = 0.0
-    while (time := time + chance.expovariate(1 / (scenario.burst_every_h * HOUR_S))) < scenario.churn_s - BURST_S:
+    while (time := time + chance.uniform(0.5, 1.5) * scenario.burst_every_h * HOUR_S) < scenario.churn_s - BURST_S:
         yield time, chance.randrange(scenario.zones), chance.uniform(*scenario.burst_size)
 
 

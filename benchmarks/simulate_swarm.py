@@ -38,12 +38,12 @@ from virtual_swarm import Rule, VirtualSwarm
 
 from swarm_server.capacity import Layout
 
-_FLEETS = Scenario(100, 80, 2, 6, hours=6, lifetime_h=2, preemptible=0.8, burst_every_h=0.5, back_after_s=(1200, 3600))
+_FLEETS = Scenario(100, 80, 2, 6, hours=4, lifetime_h=2, preemptible=0.8, burst_every_h=0.5, back_after_s=(1200, 3600))
 _LARGE = 1000  # from here on, views are shared for longer
 SCENARIOS = {
     10: Scenario(10, 32, 5, 10, hours=24, lifetime_h=6, zones=2, burst_every_h=1.5, back_after_s=(600, 2400)),
     100: _FLEETS,
-    1000: replace(_FLEETS, num_servers=1000, hours=2),
+    1000: replace(_FLEETS, num_servers=1000, hours=1, burst_every_h=0.25),
     10_000: replace(_FLEETS, num_servers=10_000, hours=0.2, burst_every_h=0.1, back_after_s=(300, 600), rest_s=900),
 }
 QUICK = {10: 3.0, 100: 0.2}  # hours
@@ -142,6 +142,7 @@ def print_results(
         *([f"no rebalancing should give at most {NO_REBALANCING:.0%}"] if without.of_optimum > NO_REBALANCING else []),
         *(["throughput"] if ours.of_optimum < OPTIMUM_TARGET else []),
         *(["healing"] if max(ours.heal_s(), default=0.0) > HEAL_TARGET_S else []),
+        *(["a move opened a gap"] if any(gap.by_move for gap in ours.gaps) else []),
         *(["rest"] if ours.moves_at_rest else []),
     ]
     console.print(f"missed: {', '.join(missed)}" if missed else "all targets reached")
