@@ -6,6 +6,7 @@ import asyncio
 import random
 import time
 from collections.abc import Iterable
+from math import inf
 
 import grpc
 
@@ -22,7 +23,7 @@ _ECHO_BYTES = 256 * 1024
 _MAX_ECHOES = 2  # servers that are asked for them
 _ECHO_EVERY = 10  # rounds
 _WORTH_TELLING = 0.25  # relative: what changes less is noise, which must not make servers move
-_FEW_REPLICAS = 2  # so few servers of a block are not taken on trust
+_FEW_REPLICAS = 2  # so few servers of a block are asked before others
 _MAX_VERIFIED = 32  # servers at a time
 
 
@@ -38,6 +39,7 @@ class Neighbourhood:
         self._neighbours = neighbours
         self._chance = random.Random()
         self._num_rounds = 0
+        self._silent: dict[str, float] = {}  # when the record expires of those who did not answer, by peer id
         self.rtts_s: dict[str, float] = {}
         self.bytes_per_s = 0.0
 
@@ -58,22 +60,32 @@ class Neighbourhood:
         self._num_rounds += 1
 
     async def living(self, view: SwarmView, own: ServerRecord | None = None) -> SwarmView:
-        """The view without servers that do not answer; only those are asked without whom blocks may be missing.
+        """The view without servers that do not answer: records of the dead stand for a while.
 
-        The records of servers that died stand for a while.
+        In a large swarm only some are asked, first those without whom blocks may be missing. Who did not answer is left
+        out until it has published another record.
         """
         replicas = view.replicas(max((server.num_blocks for server in view.servers), default=0))
-        asked = [
+
+        def is_critical(server: ServerRecord) -> bool:
+            return min(replicas[server.span.start : server.span.end]) <= _FEW_REPLICAS
+
+        present = [server for server in view.servers if server.expires_at > self._silent.get(server.peer_id, -inf)]
+        others = [
             server
-            for server in view.servers
-            if server.state is ServerState.ONLINE
-            and (own is None or server.peer_id != own.peer_id)
-            and min(replicas[server.span.start : server.span.end]) <= _FEW_REPLICAS
+            for server in present
+            if server.state is ServerState.ONLINE and (own is None or server.peer_id != own.peer_id)
         ]
-        asked = self._chance.sample(asked, min(len(asked), _MAX_VERIFIED))
+        self._chance.shuffle(others)
+        asked = sorted(others, key=is_critical, reverse=True)[:_MAX_VERIFIED]
         answers = await asyncio.gather(*map(self._rtt_s, asked))
-        silent = {server.peer_id for server, rtt_s in zip(asked, answers, strict=True) if rtt_s is None}
-        return SwarmView(tuple(server for server in view.servers if server.peer_id not in silent))
+        silent = {server.peer_id: server for server, rtt_s in zip(asked, answers, strict=True) if rtt_s is None}
+        self._silent = {
+            server.peer_id: server.expires_at
+            for server in view.servers
+            if server.peer_id in silent or server.expires_at <= self._silent.get(server.peer_id, -inf)
+        }
+        return SwarmView(tuple(server for server in present if server.peer_id not in silent))
 
     async def _rtt_s(self, server: ServerRecord) -> float | None:
         """None if it does not answer."""

@@ -102,13 +102,29 @@ def test_who_may_come_next(own: str, other: str, expected: bool) -> None:
     assert may_follow(server_record("own", own), server_record("other", other)) is expected
 
 
-def test_the_dead_are_noticed_where_it_matters(records, neighbourhood) -> None:
-    """A block with many servers can do without one."""
+def peer_ids(view: SwarmView) -> set[str]:
+    return {record.peer_id for record in view.servers}
+
+
+def test_the_dead_are_noticed_until_they_are_heard_of(records, neighbourhood) -> None:
     left, right = records
-    many = [replace(left, peer_id=f"copy{number}") for number in range(3)]
-    view = SwarmView((*many, dead(left, "dead left"), right, dead(right, "dead right")))
-    living = background.run(neighbourhood.living(view, right))
-    assert [record.peer_id for record in living.servers] == [*(r.peer_id for r in many), "dead left", right.peer_id]
+    ghost = replace(dead(left, "ghost"), expires_at=1000.0)
+    view = SwarmView((left, right, ghost))
+    assert peer_ids(background.run(neighbourhood.living(view, right))) == {left.peer_id, right.peer_id}
+    # It answers now, but the record is the old one; then it publishes another.
+    back = replace(left, peer_id="ghost", expires_at=1000.0)
+    view = SwarmView((left, right, back))
+    assert peer_ids(background.run(neighbourhood.living(view, right))) == {left.peer_id, right.peer_id}
+    view = SwarmView((left, right, replace(back, expires_at=1020.0)))
+    assert "ghost" in peer_ids(background.run(neighbourhood.living(view, right)))
+
+
+def test_of_many_those_are_asked_first_without_whom_blocks_may_be_missing(records, neighbourhood) -> None:
+    left, right = records
+    crowd = [dead(left, f"dead{number}") for number in range(100)]
+    living = background.run(neighbourhood.living(SwarmView((*crowd, dead(right, "dead right"), right)), right))
+    assert "dead right" not in peer_ids(living)
+    assert 60 < len(living.servers) < 80  # some of the crowd have been found out
 
 
 def test_those_that_do_not_serve_yet_are_not_asked(records, neighbourhood) -> None:
