@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from math import isfinite
 
 import torch
+from google.protobuf.message import DecodeError
 
 from swarm_protocol.codec import Assembler, encode
 from swarm_protocol.errors import RequestRejected
@@ -15,6 +17,7 @@ from swarm_protocol.span import Span
 
 MIN_SALT_BYTES = 16
 MAX_ADAPTER_BYTES = 256 << 20  # of one adapter over one span, serialised
+MAX_PARTS = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -64,6 +67,14 @@ class Adapter:
             prompts=tuple(part for part in self.prompts if part.block in span),
         )
 
+    def mapped(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Adapter:
+        """The same with other tensors."""
+        return replace(
+            self,
+            low_rank=tuple(replace(part, a=change(part.a), b=change(part.b)) for part in self.low_rank),
+            prompts=tuple(replace(prompt, values=change(prompt.values)) for prompt in self.prompts),
+        )
+
     @property
     def is_empty(self) -> bool:
         return not self.low_rank and not self.prompts
@@ -95,29 +106,68 @@ class Adapter:
         return data, adapter_key(data)
 
     @classmethod
-    def parse(cls, data: bytes) -> Adapter:
-        """Raises RequestRejected if it is no adapter: shapes that do not fit one another, numbers out of range."""
+    def parse(cls, data: bytes | bytearray) -> Adapter:
+        """Raises RequestRejected if it is no adapter: shapes that do not fit one another, numbers out of range.
+
+        Part by part: a message of very many tiny parts would take a hundred times its size, parsed as a whole.
+        """
+        salt, low_rank, prompts = b"", [], []
         try:
-            message = pb.Adapter.FromString(data)
-        except Exception:  # DecodeError, and whatever else a stranger's bytes provoke
+            for number, value in _fields(memoryview(data)):
+                if number == pb.Adapter.SALT_FIELD_NUMBER:
+                    salt = bytes(value)
+                elif number == pb.Adapter.LOW_RANK_FIELD_NUMBER:
+                    low_rank.append(_low_rank(pb.LowRank.FromString(value)))
+                elif number == pb.Adapter.PROMPTS_FIELD_NUMBER:
+                    prompt = pb.Prompt.FromString(value)
+                    prompts.append(Prompt(prompt.block, _decoded(prompt.values, 2)))
+                if len(low_rank) + len(prompts) > MAX_PARTS:
+                    raise RequestRejected(f"the adapter has more than {MAX_PARTS} parts")
+        except (DecodeError, IndexError, UnicodeDecodeError):
             raise RequestRejected("the adapter cannot be read") from None
-        if len(message.salt) < MIN_SALT_BYTES:
-            raise RequestRejected(f"the adapter's salt has {len(message.salt)} bytes: expected {MIN_SALT_BYTES}")
-        low_rank = []
-        for part in message.low_rank:
-            a, b = _decoded(part.a, 2), _decoded(part.b, 2)
-            if a.shape[0] != b.shape[1]:
-                raise RequestRejected(
-                    f"low-rank matrices have shapes {list(a.shape)} and {list(b.shape)}: no rank fits"
-                )
-            if not isfinite(part.scaling) or not 0 <= part.dropout < 1:
-                raise RequestRejected(f"scaling {part.scaling} or dropout {part.dropout} is out of range")
-            low_rank.append(LowRank(part.block, part.module, part.scaling, a, b, part.dropout))
-        prompts = tuple(Prompt(prompt.block, _decoded(prompt.values, 2)) for prompt in message.prompts)
-        return cls(message.salt, tuple(low_rank), prompts)
+        if len(salt) < MIN_SALT_BYTES:
+            raise RequestRejected(f"the adapter's salt has {len(salt)} bytes: expected {MIN_SALT_BYTES}")
+        return cls(salt, tuple(low_rank), tuple(prompts))
 
 
-def adapter_key(data: bytes) -> bytes:
+def _fields(data: memoryview) -> Iterator[tuple[int, memoryview]]:
+    """Number and content of each field of a message that has only fields with a length.
+
+    https://protobuf.dev/programming-guides/encoding/; raises IndexError at the end of what is cut off.
+    """
+    position = 0
+    while position < len(data):
+        tag, position = _varint(data, position)
+        size, position = _varint(data, position)
+        if tag & 7 != 2 or size > len(data) - position:
+            raise IndexError
+        yield tag >> 3, data[position : position + size]
+        position += size
+
+
+def _varint(data: memoryview, position: int) -> tuple[int, int]:
+    """The number that begins there, and where it ends."""
+    value = shift = 0
+    while shift < 64:
+        byte = data[position]
+        position += 1
+        value |= (byte & 127) << shift
+        if byte < 128:
+            return value, position
+        shift += 7
+    raise IndexError
+
+
+def _low_rank(message: pb.LowRank) -> LowRank:
+    a, b = _decoded(message.a, 2), _decoded(message.b, 2)
+    if a.shape[0] != b.shape[1]:
+        raise RequestRejected(f"low-rank matrices have shapes {list(a.shape)} and {list(b.shape)}: no rank fits")
+    if not isfinite(message.scaling) or not 0 <= message.dropout < 1:
+        raise RequestRejected(f"scaling {message.scaling} or dropout {message.dropout} is out of range")
+    return LowRank(message.block, message.module, message.scaling, a, b, message.dropout)
+
+
+def adapter_key(data: bytes | bytearray) -> bytes:
     """The key of a serialised adapter."""
     return hashlib.sha256(data).digest()
 

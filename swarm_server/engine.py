@@ -10,18 +10,22 @@ from typing import Protocol
 
 import torch
 
+from swarm_protocol.adapters import Adapter
 from swarm_protocol.block_input import BlockInput
 from swarm_protocol.errors import PeerBusy, RequestRejected
 from swarm_protocol.span import Span
 from swarm_protocol.wire import PAGE_TOKENS
 from swarm_server.blocks import BlockStack
+from swarm_server.dropout import Dropout
 from swarm_server.kv_cache import CacheBudget, Lease
 from swarm_server.kv_layout import StackLayout
 from swarm_server.kv_rows import Growth, Layout, Parts, Row, Run, grow, runs
 from swarm_server.kv_transfer import Stored, pack, read, unpack
+from swarm_server.lora import Patches, PlacedAdapter, Share, shares_of
 from swarm_server.prefix_cache import ContentHash, PrefixCache, token_content
 from swarm_server.rows_cache import BlockRuns, RowsCache, attention_in_place, replaceable
 from swarm_server.session_state import Change, Session, State, Step, changed, cropped, forgotten
+from swarm_server.targets import require_fit
 
 _SAME = 5e-3  # relative; rounding in int8 and bfloat16 amplifies differences of 1e-7, mistakes are of order 1
 
@@ -55,6 +59,7 @@ class Engine:
         self.layout = StackLayout.probe(stack)
         self.prefix_cache = prefix_cache
         self.meter: BatchMeter | None = None
+        self._patches = Patches(stack)
         self._in_place = False
         self._in_place = self._can_attend_in_place()
 
@@ -70,6 +75,15 @@ class Engine:
     def mixes_rows(self) -> bool:
         """Whether sessions of different lengths may share a batch, and a prompt may come in chunks."""
         return self._stack.row_independent
+
+    def place(self, key: bytes, adapter: Adapter) -> PlacedAdapter:
+        """An adapter ready for use; from any thread.
+
+        Raises:
+            RequestRejected: it does not fit the blocks.
+        """
+        require_fit(adapter, self._stack.span, self.hidden_size, self._stack.original)
+        return PlacedAdapter.of(key, adapter.mapped(lambda tensor: tensor.to(self._stack.device)))
 
     # ------------------------------------------------------------ sessions
 
@@ -87,6 +101,7 @@ class Engine:
         keeps_outputs: bool = False,
         records_past: bool = False,
         shares: bool = True,
+        adapter: PlacedAdapter | None = None,
     ) -> Session:
         """A session without positions.
 
@@ -99,9 +114,9 @@ class Engine:
         layout = self.layout_of(blocks, keeps_outputs)
         state = State((Row.empty(layout),) * batch_size, settled=0 if records_past else None)
         if shares and self.prefix_cache is not None:
-            seed = ContentHash(f"{blocks} {keeps_outputs} ".encode())
+            seed = ContentHash(f"{blocks} {keeps_outputs} ".encode() + (b"" if adapter is None else adapter.key))
             state = replace(state, hashes=(seed,) * batch_size, digests=((),) * batch_size)
-        return Session(blocks, layout, lease, reserved, state)
+        return Session(blocks, layout, lease, reserved, state, adapter)
 
     def close(self, session: Session) -> None:
         """Gives back the session's room; what the prefix cache keeps shrinks to what is filled."""
@@ -284,6 +299,7 @@ class Engine:
         bounds = sorted({bound for work in batch for bound in (work.session.blocks.start, work.session.blocks.end)})
         for part in map(Span, bounds, bounds[1:]):
             members = [i for i, work in enumerate(batch) if work.session.blocks.covers(part)]
+            members.sort(key=lambda i: _adapter_key(batch[i]))  # those with the same adapter are computed as one
             if members:
                 outputs = self._run_part(part, [batch[i] for i in members], [hidden[i] for i in members])
                 for i, output in zip(members, outputs, strict=True):
@@ -297,7 +313,11 @@ class Engine:
         cache = RowsCache(_block_runs(blocks, batch), length, num_new, self._in_place)
         mask, positions = _batch_inputs(batch, length, num_new)
         view, device = self._stack.view(blocks), self._stack.device
-        with attention_in_place(cache, view.configs) if self._in_place else nullcontext():
+        shares = shares_of(
+            [(work.session.adapter, work.num_rows, work.step.start + work.num_matched) for work in batch]
+        )
+        in_place = attention_in_place(cache, view.configs) if self._in_place else nullcontext()
+        with in_place, self._patches.applied(shares, sum(work.num_rows for work in batch), num_new):
             output = view(
                 hidden[0] if len(hidden) == 1 else torch.cat(hidden),
                 None if mask is None else mask.to(device),
@@ -333,30 +353,59 @@ class Engine:
 
     # ------------------------------------------------------------ without a session
 
-    def forward(self, blocks: Span, inputs: BlockInput) -> torch.Tensor:
+    def forward(
+        self, blocks: Span, inputs: BlockInput, adapter: PlacedAdapter | None = None, dropout: Dropout | None = None
+    ) -> torch.Tensor:
         """Hidden states after ``blocks``, [batch, tokens, hidden_size]; nothing is kept."""
         _require_finite(inputs.hidden, "hidden states")
         with torch.inference_mode():
-            return self._run_plain(blocks, inputs)
+            return self._run_plain(blocks, inputs, adapter, dropout)
 
-    def backward(self, blocks: Span, inputs: BlockInput, grad: torch.Tensor) -> torch.Tensor:
-        """Gradient with respect to ``inputs.hidden``, given that of the output; recomputes the forward."""
+    def backward(
+        self,
+        blocks: Span,
+        inputs: BlockInput,
+        grad: torch.Tensor,
+        adapter: PlacedAdapter | None = None,
+        dropout: Dropout | None = None,
+        *,
+        trains_adapter: bool = False,
+    ) -> tuple[torch.Tensor, ...]:
+        """Gradient with respect to ``inputs.hidden``, given that of the output; recomputes the forward.
+
+        ``trains_adapter``: after it, those of the adapter's tensors over ``blocks``, in the order of
+        ``Adapter.tensors``, on the CPU in fp32; zeros for those that had no influence.
+        """
         _require_finite(inputs.hidden, "hidden states")
         _require_finite(grad, "gradients")
-        hidden = inputs.hidden.requires_grad_(True)
+        hidden, tensors = inputs.hidden.requires_grad_(True), ()
+        if adapter is not None and trains_adapter:
+            adapter = adapter.trainable(blocks)
+            tensors = adapter.adapter.tensors
         with torch.enable_grad():
-            output = self._run_plain(blocks, inputs)
-            (result,) = torch.autograd.grad(output, hidden, grad.to(output.dtype))
-        return result
+            output = self._run_plain(blocks, inputs, adapter, dropout)
+            leaves = (hidden, *tensors)
+            grads = torch.autograd.grad(
+                output, leaves, grad.to(output.dtype), allow_unused=True, materialize_grads=True
+            )
+        return (grads[0], *(tensor_grad.to("cpu", torch.float32) for tensor_grad in grads[1:]))
 
-    def _run_plain(self, blocks: Span, inputs: BlockInput) -> torch.Tensor:
-        device = self._stack.device
-        output = self._stack.view(blocks)(
-            inputs.hidden.to(device, self._stack.dtype),
-            None if inputs.attention_mask is None else inputs.attention_mask.to(device),
-            None if inputs.position_ids is None else inputs.position_ids.to(device),
-        )
+    def _run_plain(
+        self, blocks: Span, inputs: BlockInput, adapter: PlacedAdapter | None, dropout: Dropout | None
+    ) -> torch.Tensor:
+        device, (num_rows, num_tokens, _) = self._stack.device, inputs.hidden.shape
+        shares = [] if adapter is None else [Share(slice(0, num_rows), adapter, dropout=dropout)]
+        with self._patches.applied(shares, num_rows, num_tokens):
+            output = self._stack.view(blocks)(
+                inputs.hidden.to(device, self._stack.dtype),
+                None if inputs.attention_mask is None else inputs.attention_mask.to(device),
+                None if inputs.position_ids is None else inputs.position_ids.to(device),
+            )
         return output.to("cpu", inputs.hidden.dtype)
+
+
+def _adapter_key(work: _Prepared) -> bytes:
+    return b"" if work.session.adapter is None else work.session.adapter.key
 
 
 def _hiding(mask: torch.Tensor | None) -> torch.Tensor | None:
