@@ -14,7 +14,6 @@ from swarm_protocol.pb import swarm_pb2 as pb
 from swarm_server.lora import PlacedAdapter
 
 UNUSED_S = 120.0  # after which an adapter that nobody uses is dropped
-DEFAULT_BYTES = 256 << 20
 
 
 @dataclass(eq=False)
@@ -31,10 +30,16 @@ class AdapterStore:
     Those that nobody uses make room for others, least recently used first, and are dropped after ``UNUSED_S``.
     """
 
-    def __init__(self, capacity_bytes: int = DEFAULT_BYTES, named: Mapping[str, PlacedAdapter] | None = None) -> None:
+    def __init__(
+        self,
+        capacity_bytes: int = MAX_ADAPTER_BYTES,
+        named: Mapping[str, PlacedAdapter] | None = None,
+        unused_s: float = UNUSED_S,
+    ) -> None:
         """``named`` does not count against the budget, and stays."""
         self.capacity_bytes = capacity_bytes
         self._named = dict(named or {})
+        self._unused_s = unused_s
         self._entries: OrderedDict[bytes, _Entry] = OrderedDict()
         self._used_bytes = 0  # by entries, and by what is arriving
 
@@ -116,7 +121,7 @@ class AdapterStore:
             entry.dropping.cancel()
             entry.dropping = None
         if not entry.num_users:
-            entry.dropping = asyncio.get_running_loop().call_later(UNUSED_S, self._drop, key)
+            entry.dropping = asyncio.get_running_loop().call_later(self._unused_s, self._drop, key)
 
     def _drop(self, key: bytes) -> None:
         entry = self._entries.pop(key)
