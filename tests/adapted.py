@@ -38,6 +38,12 @@ class LocalModel:
                     nn.init.normal_(parameter, std=0.2)
         return cls(peft, Checkpoint.open(directory).family)
 
+    @classmethod
+    def saved(cls, directory: Path, adapter: Path) -> LocalModel:
+        """With an adapter that PEFT has saved."""
+        model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+        return cls(PeftModel.from_pretrained(model, adapter), Checkpoint.open(directory).family)
+
     @property
     def blocks(self) -> nn.ModuleList:
         base = self.peft.base_model.model.base_model
