@@ -28,8 +28,8 @@ class LocalModel:
     family: Family
 
     @classmethod
-    def load(cls, directory: Path, *, seed: int = 0, **config: Any) -> LocalModel:
-        model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    def load(cls, directory: Path, *, seed: int = 0, dtype: torch.dtype = torch.float32, **config: Any) -> LocalModel:
+        model = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype)
         with torch.random.fork_rng(devices=()):
             torch.manual_seed(seed)
             peft = get_peft_model(model, LoraConfig(**config)).eval()

@@ -135,6 +135,8 @@ def test_dropout_is_the_same_in_every_pass(target):
     assert torch.equal(outputs[1], outputs[2])
     assert_close(outputs[0], target.local.run(HOSTED, hidden))
     assert not torch.allclose(outputs[0], outputs[1]) and not torch.allclose(outputs[1], outputs[3])
+    alike = target.output(hidden[:1].expand(5, -1, -1), name, dropout_seed=3)  # in pieces of two rows
+    assert len({tuple(row) for row in alike[:, 0].tolist()}) == 5
     whole = target.gradients(hidden, grad, name, dropout_seed=3)
     assert all(map(torch.equal, whole, target.gradients(hidden, grad, name, dropout_seed=3)))
     # The output is linear in each b: its gradient foretells exactly what a change of b changes.

@@ -125,6 +125,19 @@ def test_over_int8_blocks_they_are_exact(family, tmp_path):
         assert (actual - expected).norm() <= 1e-4 * expected.norm()  # rounding of activations amplifies differences
 
 
+def test_in_bfloat16_they_are_computed_in_float32_as_peft_does(directory):
+    local = LocalModel.load(directory, dtype=torch.bfloat16, r=4, target_modules=["q_proj", "v_proj"])
+    engine = Engine(load_blocks(Checkpoint.open(directory), HOSTED, dtype=torch.bfloat16))
+    hidden, upstream = random(2, 5, HIDDEN), random(2, 5, HIDDEN, seed=1)
+    placed = engine.place(b"key", local.adapter(HOSTED))
+    grads = engine.backward(HOSTED, BlockInput(hidden), upstream, placed, trains_adapter=True)
+    expected = local.gradients(HOSTED, hidden.bfloat16(), upstream.bfloat16())
+    assert (engine.forward(HOSTED, BlockInput(hidden), placed) - local.run(HOSTED, hidden.bfloat16())).norm() < 1e-9
+    for one, other in zip(grads, expected, strict=True):
+        assert one.dtype == torch.float32
+        assert (one - other).norm() <= 1e-2 * other.norm()
+
+
 # ------------------------------------------------------------ prompts
 
 
@@ -254,9 +267,9 @@ def test_sessions_share_beginnings_only_with_the_same_adapter(engine, local):
         return sum(tokens)
 
     whole = hidden.shape[1]
-    adapters = [None, *(engine.place(adapter.serialize()[1], adapter) for adapter in (one, other))]
-    assert [computed(adapter) for adapter in adapters] == [whole] * 3
-    assert [computed(adapter) for adapter in adapters] == [1] * 3
+    adapters = [None, *(engine.place(adapter.serialize()[1], adapter) for adapter in (one, other, prompts(whole + 3)))]
+    assert [computed(adapter) for adapter in adapters] == [whole] * 4
+    assert [computed(adapter) for adapter in adapters] == [1] * 4
 
 
 # ------------------------------------------------------------ dropout
