@@ -127,7 +127,9 @@ class LoraMixin:
 
         config = PeftConfig.from_pretrained(str(peft_model_id), **hub_options)
         tensors = load_peft_weights(str(peft_model_id), device="cpu", **hub_options)
-        config.inference_mode = not (trainable or is_trainable)
+        tensors = {name.removeprefix("base_model.model."): tensor for name, tensor in tensors.items()}
+        trainable = trainable or is_trainable
+        config.inference_mode = not trainable
         adapter_name = adapter_name or "default"
         with torch.random.fork_rng(devices=()):  # of what is overwritten
             self.add_adapter(config, adapter_name)
@@ -217,11 +219,17 @@ def _rehearse(
     model = _on_meta(stock_class, config)
     adapter_config = copy.deepcopy(adapter_config)
     inject_adapter_in_model(adapter_config, model, low_cpu_mem_usage=True)
-    require_supported(adapter_config)  # PEFT has its own ideas about fused experts
+    if adapter_config.target_parameters:  # which PEFT makes of targets among fused experts
+        raise ValueError(
+            f"target_modules reaches experts ({', '.join(sorted(adapter_config.target_parameters))}): "
+            "name linear layers outside them"
+        )
     base = next(module for module in model.modules() if isinstance(module, family.base_class))
     blocks = getattr(family.owner_of(base), family.blocks)
     found = [(name, module) for name, module in blocks.named_modules() if isinstance(module, BaseTunerLayer)]
     for name, module in found:
+        if "experts" in name.split("."):
+            raise ValueError(f"target_modules reaches experts ({name}): name linear layers outside them")
         if not _is_lora(module):
             raise ValueError(
                 f"target_modules names {name!r} of the blocks, a {type(module.get_base_layer()).__name__}: "
