@@ -99,11 +99,12 @@ class LoraMixin:
         remote = self._remote_blocks[0]
         if remote.adapter_name:
             raise ValueError(f"the model uses adapter {remote.adapter_name!r} of the servers: it cannot have another")
-        _rehearse(type(self).stock_class, self._family, self.config, adapter_config)
-        if self._skeleton is None:
-            self._skeleton = remote.skeleton = Skeleton(self._family, self.config)
-        with self._with_skeleton():
-            super().add_adapter(adapter_config, adapter_name)
+        with stock_loader():  # while another thread loads a model, nothing gets initial values
+            _rehearse(type(self).stock_class, self._family, self.config, adapter_config)
+            if self._skeleton is None:
+                self._skeleton = remote.skeleton = Skeleton(self._family, self.config)
+            with self._with_skeleton():
+                super().add_adapter(adapter_config, adapter_name)
 
     def load_adapter(
         self,
@@ -145,6 +146,8 @@ class LoraMixin:
                 raise ValueError(
                     f"the adapter in {peft_model_id} does not fit its config or this model: {reason}"
                 ) from None
+            if not trainable:
+                self.requires_grad_(False)
 
     def set_adapter(self, adapter_name: list[str] | str) -> None:
         """The adapter used from now on; one at a time."""
@@ -218,7 +221,8 @@ def _rehearse(
 
     model = _on_meta(stock_class, config)
     adapter_config = copy.deepcopy(adapter_config)
-    inject_adapter_in_model(adapter_config, model, low_cpu_mem_usage=True)
+    with torch.random.fork_rng(devices=()):
+        inject_adapter_in_model(adapter_config, model, low_cpu_mem_usage=True)
     if adapter_config.target_parameters:  # which PEFT makes of targets among fused experts
         raise ValueError(
             f"target_modules reaches experts ({', '.join(sorted(adapter_config.target_parameters))}): "
@@ -243,7 +247,7 @@ def _rehearse(
 def _on_meta(model_class: type[PreTrainedModel], config: PreTrainedConfig) -> PreTrainedModel:
     config = copy.deepcopy(config)
     config._attn_implementation_internal = "eager"
-    with stock_loader(), weight_init.no_init_weights(), torch.device("meta"):
+    with weight_init.no_init_weights(), torch.device("meta"):
         return model_class(config)
 
 
