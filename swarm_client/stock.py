@@ -172,8 +172,8 @@ def _context_hook(owner: nn.Module, blocks: RemoteBlocks, embedding: str):
     def hook(_module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
         given = {**dict(zip(names, args, strict=False)), **kwargs}
         cache = given.get("past_key_values")
-        drops = blocks.remote.added.drops  # which sessions do not
-        if cache is None and given.get("use_cache") is not False and not torch.is_grad_enabled() and not drops:
+        may_cache = cache is None and given.get("use_cache") is not False and not torch.is_grad_enabled()
+        if may_cache and not blocks.remote.added.drops:  # sessions drop nothing
             cache = RemoteCache(blocks.remote, num_virtual=blocks.num_virtual)
         session = None if cache is None else session_of(cache, blocks.remote, blocks.num_virtual)
         past = 0 if session is None else session.length
