@@ -1,4 +1,4 @@
-"""Command line of the client: ``python -m swarm_client generate "Return a list of"``, ``status``, ``demo``."""
+"""Command line of the client: ``python -m swarm_client generate "Return a list of"``, ``finetune``, ``status``, …"""
 
 from __future__ import annotations
 
@@ -6,9 +6,12 @@ import argparse
 import json
 import logging
 import os
+import shlex
 import sys
+from pathlib import Path
 
 from swarm_client.config import ClientConfig
+from swarm_client.finetune_settings import add_flags, from_flags
 from swarm_protocol.default_model import DEFAULT_MODEL
 from swarm_protocol.errors import SwarmError
 from swarm_protocol.notes import DEFAULT_SWARM, checked_name
@@ -55,7 +58,21 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         help="for others to take the place of servers that fail",
     )
     _add_choice_of_servers(generate)
+    generate.add_argument(
+        "--adapter", metavar="DIR|NAME", help="trained by finetune or PEFT; or the name of one that servers have"
+    )
     generate.add_argument("--standby", action="store_true", help="keep copies of keys and values on other servers")
+
+    finetune = commands.add_parser(
+        "finetune",
+        parents=[common],
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        help="train an adapter or prompts on a file of text",
+        epilog='A line of .jsonl is {"text": "…"}, or {"prompt": "…", "completion": "…"}, of which the completion is '
+        "learned.",
+    )
+    finetune.set_defaults(run=run_finetune)
+    add_flags(finetune)
 
     status = commands.add_parser(
         "status", parents=[common], formatter_class=formatter, help="show the swarm's servers and blocks"
@@ -88,6 +105,7 @@ def _add_choice_of_servers(command: argparse.ArgumentParser) -> None:
 def run_generate(args: argparse.Namespace) -> None:
     from swarm_client.generation import TextOptions, load_tokenizer, stream_text
     from swarm_client.model import DistributedModel
+    from swarm_client.trained import add_trained
 
     options = TextOptions(
         max_new_tokens=args.max_new_tokens,
@@ -99,6 +117,9 @@ def run_generate(args: argparse.Namespace) -> None:
     )
     if not args.prompt:
         raise ValueError("the prompt is empty: expected some text to continue")
+    trained_here = args.adapter is not None and Path(args.adapter).is_dir()
+    if args.adapter and "/" in args.adapter and not trained_here:
+        raise ValueError(f"--adapter {args.adapter} is no directory: expected that of a trained adapter")
     model = DistributedModel.from_pretrained(
         args.model,
         initial_peers=args.initial_peers,
@@ -110,10 +131,21 @@ def run_generate(args: argparse.Namespace) -> None:
         head_quant=args.head_quant,
         allowed_servers=args.allow,
         blocked_servers=args.block,
+        adapter="" if trained_here else args.adapter or "",
     )
     with model:
+        if trained_here:
+            add_trained(model, args.adapter)
         tokenizer = load_tokenizer(args.model, args.revision)
         stream_text(model, tokenizer, args.prompt, options)
+
+
+def run_finetune(args: argparse.Namespace) -> None:
+    from swarm_client.finetune import run_finetune
+
+    command = shlex.join(["python", "-m", "swarm_client", *sys.argv[1:]])
+    if not run_finetune(from_flags(args), command):
+        sys.exit(130)
 
 
 def run_status(args: argparse.Namespace) -> None:
@@ -145,7 +177,7 @@ def main() -> None:
     logging.basicConfig(stream=sys.stderr, level=args.log_level.upper(), format="%(message)s")
     # Other people's libraries speak up only if something is wrong.
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    for name in ("httpx", "huggingface_hub", "asyncio", "grpc"):
+    for name in ("httpx", "huggingface_hub", "asyncio", "grpc", "bitsandbytes"):
         logging.getLogger(name).setLevel(logging.ERROR)
     try:
         args.run(args)

@@ -13,15 +13,19 @@ from swarm_protocol.errors import RequestRejected
 
 
 class RemoteLayer(CacheLayerMixin):
-    """A cache layer without keys and values: it forwards what is done to a cache to the servers that hold them."""
+    """A cache layer without keys and values: it forwards what is done to a cache to the servers that hold them.
+
+    Of the session's positions the first ``num_virtual`` are a prompt's, of which nobody else knows.
+    """
 
     is_sliding = False
     is_croppable = True
     supports_early_init = False
 
-    def __init__(self, session: RemoteSession) -> None:
+    def __init__(self, session: RemoteSession, num_virtual: int = 0) -> None:
         super().__init__()
         self.session = session
+        self._num_virtual = num_virtual
         self.is_initialized = True
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
@@ -31,10 +35,10 @@ class RemoteLayer(CacheLayerMixin):
         raise RuntimeError("keys and values of remote blocks are on the servers")
 
     def get_seq_length(self) -> int:
-        return self.session.length
+        return max(0, self.session.length - self._num_virtual)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self.session.length + query_length, 0
+        return self.get_seq_length() + query_length, 0
 
     def get_max_length(self) -> int:
         return -1
@@ -70,16 +74,16 @@ class RemoteLayer(CacheLayerMixin):
 class RemoteCache(Cache):
     """``past_key_values`` of a distributed model."""
 
-    def __init__(self, remote: RemoteSpan, reserve_tokens: int = 0, **options: Any) -> None:
-        """The arguments are those of ``RemoteSpan.open_session``."""
-        super().__init__(layers=[RemoteLayer(remote.open_session(reserve_tokens, **options))])
+    def __init__(self, remote: RemoteSpan, reserve_tokens: int = 0, *, num_virtual: int = 0, **options: Any) -> None:
+        """The other arguments are those of ``RemoteSpan.open_session``."""
+        super().__init__(layers=[RemoteLayer(remote.open_session(reserve_tokens, **options), num_virtual)])
 
     @property
     def session(self) -> RemoteSession:
         return self.layers[0].session
 
 
-def session_of(cache: Cache, remote: RemoteSpan) -> RemoteSession:
+def session_of(cache: Cache, remote: RemoteSpan, num_virtual: int = 0) -> RemoteSession:
     """The session a cache stands for. An empty ``DynamicCache``, as chat code makes it, becomes a remote one.
 
     Raises:
@@ -96,5 +100,5 @@ def session_of(cache: Cache, remote: RemoteSpan) -> RemoteSession:
             "expected an empty DynamicCache, or one that this distributed model has filled"
         )
     cache.layer_class_to_replicate = None
-    cache.layers = [RemoteLayer(remote.open_session())]
+    cache.layers = [RemoteLayer(remote.open_session(), num_virtual)]
     return cache.layers[0].session

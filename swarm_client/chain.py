@@ -7,6 +7,7 @@ from collections import deque
 
 import torch
 
+from swarm_client.adapters import Snapshot
 from swarm_client.background import now_s
 from swarm_client.call import Call
 from swarm_client.copies import Copies
@@ -61,7 +62,7 @@ class Chain:
         self._max_positions = max_positions
         self._reserve_tokens = reserve_tokens
         self._inbox = Inbox()
-        opener = Opener(swarm, self._inbox)
+        self._opener = opener = Opener(swarm, self._inbox)
         self._copies = Copies(self, swarm, opener, standby, reporter)
         self._inbox.on_leaving = self._copies.hop_leaves
         self._repairs = Repairs(self, swarm, blocks, opener, self._copies, reporter)
@@ -71,6 +72,15 @@ class Chain:
         self.progress_s = 0.0
         self.busy = asyncio.Lock()
         swarm.sessions.add(self)
+
+    @property
+    def adapter(self) -> Snapshot:
+        """What is added to the blocks, from when the next hops are opened."""
+        return self._opener.adapter
+
+    @adapter.setter
+    def adapter(self, adapter: Snapshot) -> None:
+        self._opener.adapter = adapter
 
     # ------------------------------------------------------------ one call
 

@@ -24,6 +24,7 @@ class ClientConfig:
     view_max_age_s: float = 10.0
     allowed_servers: tuple[str, ...] = ()  # peer ids or their ends; none: all that are not blocked
     blocked_servers: tuple[str, ...] = ()
+    adapter: str = ""  # that servers have loaded at their start; empty: none
 
     def __post_init__(self) -> None:
         if isinstance(self.initial_peers, str):

@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from itertools import count
 
+from swarm_client.adapters import NOTHING
 from swarm_client.hops import HopSession, Inbox, next_hop
 from swarm_client.routing import Hop
 from swarm_client.swarm import Swarm
@@ -34,11 +35,12 @@ class Opening:
 
 
 class Opener:
-    """Opens hops whose answers all go to one inbox."""
+    """Opens hops whose answers all go to one inbox; ``adapter`` is added to their blocks."""
 
     def __init__(self, swarm: Swarm, inbox: Inbox) -> None:
         self._swarm = swarm
         self._inbox = inbox
+        self.adapter = NOTHING
         self._numbers = count()
 
     async def open_span(
@@ -106,7 +108,7 @@ class Opener:
             records_past=opening.records_past,
         )
         server = await self._swarm.server(hop.server)
-        return await server.open(number, hop.span, request, self._inbox)
+        return await server.open(number, hop.span, request, self._inbox, self.adapter.part(hop.span))
 
 
 def abandon(hops: Iterable[HopSession]) -> None:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import math
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
 import torch
 
+from swarm_client.adapters import NOTHING, Snapshot
 from swarm_client.patience import Patience
 from swarm_client.routing import Chain, Hop
 from swarm_client.swarm import Swarm
@@ -33,12 +36,28 @@ class Visited:
     hidden: WireTensor
 
 
+@dataclass(frozen=True)
+class Way:
+    """How one micro-batch went through the blocks, and what accompanied it."""
+
+    context: Context
+    path: list[Visited]
+
+    @property
+    def num_rows(self) -> int:
+        return self.path[0].hidden.header.shape[0]
+
+
 async def forward(
-    swarm: Swarm, span: Span, inputs: BlockInput, need_grad: bool
-) -> tuple[list[torch.Tensor], list[list[Visited]]]:
-    """The outputs of micro-batches, and the way of each for ``backward``.
+    swarm: Swarm, span: Span, inputs: BlockInput, need_grad: bool, adapter: Snapshot = NOTHING, dropout_seed: int = 0
+) -> tuple[list[torch.Tensor], list[Way]]:
+    """The outputs of micro-batches, and the way of each for ``backward`` if ``need_grad``.
 
     Several are under way at once, through as many chains as get all of them done soonest.
+
+    Args:
+        adapter: is added to the blocks.
+        dropout_seed: from which the seeds of micro-batches are derived; 0: nothing is dropped.
 
     Raises:
         NoRoute: nobody holds some block. RequestRejected: the servers refuse the input.
@@ -47,13 +66,15 @@ async def forward(
     batches = _micro_batches(inputs)
     chains = await swarm.chains(span, [rows.hidden.shape[0] * rows.hidden.shape[1] for rows in batches])
 
-    async def one(rows: BlockInput, chain: Chain) -> tuple[torch.Tensor, list[Visited]]:
+    async def one(number: int, rows: BlockInput, chain: Chain) -> tuple[torch.Tensor, Way | None]:
         wire = WireTensor.of(rows.hidden, CODECS[swarm.config.compression])
-        output, path = await _forward_rows(swarm, span, wire, Context.of(rows), chain)
-        return output.decode(rows.hidden.shape, rows.hidden.dtype), path if need_grad else []
+        context = Context.of(rows, adapter, _seed(dropout_seed, number))
+        output, path = await _forward_rows(swarm, span, wire, context, chain)
+        return output.decode(rows.hidden.shape, rows.hidden.dtype), Way(context, path) if need_grad else None
 
-    results = await _together([partial(one, *job) for job in zip(batches, chains, strict=True)])
-    return [output for output, _ in results], [path for _, path in results]
+    jobs = enumerate(zip(batches, chains, strict=True))
+    results = await _together([partial(one, number, *job) for number, job in jobs])
+    return [output for output, _ in results], [way for _, way in results if way is not None]
 
 
 async def _forward_rows(
@@ -65,7 +86,7 @@ async def _forward_rows(
     while True:
         try:
             for hop in chain:
-                output = await _visit(swarm, hop, hidden, context)
+                output = await _forward_hop(swarm, hop, hidden, context)
                 path.append(Visited(hop, hidden))
                 hidden, position = output, hop.span.end
                 patience.renew()
@@ -75,60 +96,96 @@ async def _forward_rows(
         chain = await patience.chain(Span(position, span.end))
 
 
-async def _visit(
-    swarm: Swarm, hop: Hop, hidden: WireTensor, context: Context, grad: WireTensor | None = None
-) -> WireTensor:
-    """The hop's outputs, or the gradient of its inputs given that of its outputs; raises BadReply if they are wrong."""
+async def _forward_hop(swarm: Swarm, hop: Hop, hidden: WireTensor, context: Context) -> WireTensor:
+    """The hop's outputs; raises BadReply if they are wrong."""
     server = await swarm.server(hop.server)
-    if grad is None:
-        result = await server.forward(hop.span, hidden, context)
-    else:
-        result = await server.backward(hop.span, hidden, grad, context)
+    output = await server.forward(hop.span, hidden, context)
+    with _blamed_on(hop):
+        output.decode(hidden.header.shape, torch_dtype(output.header.dtype))
+    return output
+
+
+async def _backward_hop(
+    swarm: Swarm, hop: Hop, hidden: WireTensor, grad: WireTensor, context: Context
+) -> tuple[WireTensor, list[torch.Tensor]]:
+    """Gradients of the hop's inputs and of the adapter in it, given that of its outputs; raises BadReply."""
+    server = await swarm.server(hop.server)
+    input_grad, grads = await server.backward(hop.span, hidden, grad, context)
+    with _blamed_on(hop):
+        input_grad.decode(hidden.header.shape, torch_dtype(input_grad.header.dtype))
+        return input_grad, [grad.decode(grad.header.shape, torch.float32) for grad in grads]
+
+
+@contextmanager
+def _blamed_on(hop: Hop) -> Iterator[None]:
+    """A wrong answer was said by this server: otherwise the next one would be blamed."""
     try:
-        result.decode(hidden.header.shape, torch_dtype(result.header.dtype))
-    except BadReply as error:  # said by this server: the next one would be blamed
+        yield
+    except BadReply as error:
         raise BadReply(str(error), hop.server.peer_id, hop.span) from None
-    return result
 
 
-async def backward(swarm: Swarm, visited: list[list[Visited]], outputs: BlockInput) -> list[torch.Tensor]:
-    """Gradients of the inputs of micro-batches. ``outputs``: gradients of their outputs, with their mask and positions.
+async def backward(
+    swarm: Swarm, span: Span, ways: list[Way], grad: torch.Tensor, adapter: Snapshot = NOTHING, need_input: bool = True
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Gradients of the inputs of micro-batches, and of the adapter's tensors over ``span``, given that of the outputs.
+
+    ``need_input``: without, the pass back ends where the adapter begins, and there are none of the inputs.
 
     Raises:
         As ``forward``.
     """
+    sums = adapter.sums(span)
+    first_block = span.start if need_input else adapter.begins(span)
 
-    async def one(rows: BlockInput, path: list[Visited]) -> torch.Tensor:
-        context, wire = Context.of(rows), WireTensor.of(rows.hidden)
-        for part in reversed(path):
-            wire = await _backward_rows(swarm, part, wire, context)
-        return wire.decode(rows.hidden.shape, rows.hidden.dtype)
+    async def one(way: Way, rows: torch.Tensor) -> tuple[torch.Tensor, list[tuple[Span, list[torch.Tensor]]]]:
+        wire, found = WireTensor.of(rows), []
+        for part in reversed(way.path):
+            if part.hop.span.end <= first_block:
+                break
+            wire, of_adapter = await _backward_rows(swarm, part, wire, way.context)
+            found += of_adapter
+        return wire.decode(rows.shape, rows.dtype), found
 
-    jobs, first_row = [], 0
-    for path in visited:
-        num_rows = path[0].hidden.header.shape[0]
-        jobs.append(partial(one, _rows(outputs, slice(first_row, first_row + num_rows)), path))
-        first_row += num_rows
-    return await _together(jobs)
+    pieces = grad.split([way.num_rows for way in ways])
+    results = await _together([partial(one, *job) for job in zip(ways, pieces, strict=True)])
+    for _, found in results:  # in the order of rows, whichever came first: sums are the same every time
+        for part, grads in found:
+            sums.add(part, grads)
+    return [input_grad for input_grad, _ in results] if need_input else [], sums.tensors
 
 
-async def _backward_rows(swarm: Swarm, part: Visited, grad: WireTensor, context: Context) -> WireTensor:
-    """Through the blocks of ``part``: on the same server, or on any others that hold them."""
+async def _backward_rows(
+    swarm: Swarm, part: Visited, grad: WireTensor, context: Context
+) -> tuple[WireTensor, list[tuple[Span, list[torch.Tensor]]]]:
+    """Through the blocks of ``part``: on the same server, or on any others that hold them.
+
+    Returns the gradient of the inputs, and for each server those of the adapter's tensors in its blocks.
+    """
     patience, chain = Patience(swarm), (part.hop,)
     while True:
         try:
             inputs = [part.hidden]  # of each hop
             for hop in chain[:-1]:
-                inputs.append(await _visit(swarm, hop, inputs[-1], context))
+                inputs.append(await _forward_hop(swarm, hop, inputs[-1], context))
                 patience.renew()
-            result = grad
+            result, found = grad, []
             for hop, hidden in zip(reversed(chain), reversed(inputs), strict=True):
-                result = await _visit(swarm, hop, hidden, context, result)
+                result, grads = await _backward_hop(swarm, hop, hidden, result, context)
+                found.append((hop.span, grads))
                 patience.renew()
-            return result
+            return result, found
         except PeerError as error:
             patience.failed(error)
         chain = await patience.chain(part.hop.span)
+
+
+def _seed(dropout_seed: int, number: int) -> int:
+    """Of one micro-batch: rows of different ones must not drop the same elements."""
+    if not dropout_seed:
+        return 0
+    digest = hashlib.sha256(f"{dropout_seed} {number}".encode()).digest()
+    return int.from_bytes(digest[:8], "little") or 1
 
 
 def _micro_batches(inputs: BlockInput) -> list[BlockInput]:

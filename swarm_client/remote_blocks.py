@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import secrets
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import nn
 
 from swarm_client import background
+from swarm_client.adapters import Added
 from swarm_client.events import OnEvent
+from swarm_client.lora import Skeleton
 from swarm_client.passes import backward, forward
+from swarm_client.prompts import Prompts
 from swarm_client.session import RemoteSession, check_length
 from swarm_client.swarm import Swarm
+from swarm_protocol.adapters import Adapter
 from swarm_protocol.block_input import BlockInput
 from swarm_protocol.span import Span
 
@@ -24,10 +30,12 @@ class RemoteSpan:
     ``span(hidden)`` runs them; ``span[a:b]`` is a part of them, counted from the model's first block.
     """
 
-    def __init__(self, swarm: Swarm, span: Span, max_positions: int | None) -> None:
+    def __init__(self, swarm: Swarm, span: Span, max_positions: int | None, added: Callable[[], Added] = Added) -> None:
+        """``added`` says what the client adds to the model's blocks at present."""
         self.swarm = swarm
         self.span = span
         self.max_positions = max_positions
+        self._added = added
 
     def __len__(self) -> int:
         return len(self.span)
@@ -41,7 +49,12 @@ class RemoteSpan:
         span = Span(start, end)
         if not self.span.covers(span):
             raise ValueError(f"blocks {span} are outside {self.span}")
-        return RemoteSpan(self.swarm, span, self.max_positions)
+        return RemoteSpan(self.swarm, span, self.max_positions, self._added)
+
+    @property
+    def added(self) -> Added:
+        """What the client adds to these blocks at present."""
+        return self._added().over(self.span)
 
     def __call__(
         self,
@@ -49,7 +62,9 @@ class RemoteSpan:
         attention_mask: torch.Tensor | None = None,
         position_ids: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Hidden states after the last block of the span, without a cache; gradients flow to ``hidden``.
+        """Hidden states after the last block of the span, without a cache.
+
+        Gradients flow to ``hidden``, and to the adapter and prompts that the client adds to these blocks.
 
         Args:
             hidden: [batch, tokens, hidden_size], the input of the first block of the span.
@@ -62,7 +77,10 @@ class RemoteSpan:
         check_length(hidden.shape[1], self.max_positions)
         if position_ids is None:
             position_ids = torch.arange(hidden.shape[1], device=hidden.device)[None]
-        return _RemoteForward.apply(hidden, attention_mask, position_ids, self)
+        added = self.added
+        tensors = added.adapter.tensors
+        need_grad = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (hidden, *tensors))
+        return _RemoteForward.apply(hidden, attention_mask, position_ids, self, added, need_grad, *tensors)
 
     def open_session(
         self, reserve_tokens: int = 0, *, standby: bool | None = None, on_event: OnEvent | None = None
@@ -74,7 +92,13 @@ class RemoteSpan:
             standby, on_event: see ``DistributedModel.from_pretrained``, which gives the defaults.
         """
         return RemoteSession(
-            self.swarm, self.span, self.max_positions, reserve_tokens, standby=standby, on_event=on_event
+            self.swarm,
+            self.span,
+            self.max_positions,
+            reserve_tokens,
+            standby=standby,
+            on_event=on_event,
+            adapter=lambda: self.added.snapshot(),
         )
 
     def __repr__(self) -> str:
@@ -82,22 +106,28 @@ class RemoteSpan:
 
 
 class _RemoteForward(torch.autograd.Function):
-    """Frozen remote blocks: the backward pass sends the inputs again, and the servers recompute."""
+    """Frozen remote blocks: the backward pass sends the inputs again, and the servers recompute.
+
+    The tensors of an adapter are inputs too, so that their gradients arrive where autograd wants them.
+    """
 
     @staticmethod
-    def forward(ctx, hidden, attention_mask, position_ids, blocks: RemoteSpan):
-        need_grad = ctx.needs_input_grad[0]
+    def forward(ctx, hidden, attention_mask, position_ids, blocks: RemoteSpan, added: Added, need_grad: bool, *tensors):
         inputs = BlockInput(hidden, attention_mask, position_ids)
-        pieces, visited = background.run(forward(blocks.swarm, blocks.span, inputs, need_grad))
-        ctx.blocks, ctx.visited = blocks, visited
-        ctx.attention_mask, ctx.position_ids = attention_mask, position_ids
+        adapter = added.snapshot()
+        seed = int(torch.randint(1, 2**63 - 1, ())) if added.drops else 0
+        pieces, ways = background.run(forward(blocks.swarm, blocks.span, inputs, need_grad, adapter, seed))
+        ctx.blocks, ctx.adapter, ctx.ways = blocks, adapter, ways
+        ctx.likes = [(tensor.device, tensor.dtype) for tensor in tensors]
         return torch.cat(pieces).to(hidden.device)
 
     @staticmethod
     def backward(ctx, grad):
-        outputs = BlockInput(grad, ctx.attention_mask, ctx.position_ids)
-        pieces = background.run(backward(ctx.blocks.swarm, ctx.visited, outputs))
-        return torch.cat(pieces).to(grad.device), None, None, None
+        need_input, blocks = ctx.needs_input_grad[0], ctx.blocks
+        work = backward(blocks.swarm, blocks.span, ctx.ways, grad, ctx.adapter, need_input)
+        pieces, of_adapter = background.run(work)
+        input_grad = torch.cat(pieces).to(grad.device) if need_input else None
+        return input_grad, *(None,) * 5, *(sum_.to(*like) for sum_, like in zip(of_adapter, ctx.likes, strict=True))
 
 
 class RemoteBlocks(nn.Module):
@@ -105,6 +135,11 @@ class RemoteBlocks(nn.Module):
 
     The model's own code calls it like one block, with keyword arguments that differ between families; what matters
     (mask, positions, cache) is set by ``context`` before, per thread.
+
+    Attributes:
+        lora, prompts: parameters of what the client adds to the blocks; None if there are none.
+        skeleton: knows what those of ``lora`` are for.
+        adapter_name: of what servers add themselves.
     """
 
     def __init__(self, returns_tuple: bool) -> None:
@@ -112,6 +147,22 @@ class RemoteBlocks(nn.Module):
         self._returns_tuple = returns_tuple
         self._remote: list[RemoteSpan] = []  # in a list: not part of the module
         self._context = threading.local()
+        self._salt = secrets.token_bytes(32)
+        self.lora: nn.Module | None = None
+        self.prompts: Prompts | None = None
+        self.skeleton: Skeleton | None = None
+        self.adapter_name = ""
+
+    def added(self) -> Added:
+        """What is added to the blocks at present."""
+        low_rank = () if self.skeleton is None else tuple(self.skeleton.low_rank())
+        prompts = () if self.prompts is None else tuple(self.prompts.of_blocks())
+        return Added(Adapter(self._salt, low_rank, prompts), self.adapter_name, self.training)
+
+    @property
+    def num_virtual(self) -> int:
+        """Positions before those of every row that the model's users see."""
+        return 0 if self.prompts is None else self.prompts.num_tokens
 
     def connect(self, remote: RemoteSpan) -> None:
         self._remote[:] = [remote]
@@ -123,6 +174,11 @@ class RemoteBlocks(nn.Module):
     def set_context(self, attention_mask, position_ids, session: RemoteSession | None) -> None:
         """What the next ``forward`` in this thread needs to know."""
         self._context.value = attention_mask, position_ids, session
+        self._context.has_virtual = self.prompts is not None and (session is None or not session.length)
+
+    def without_virtual(self, output: Any) -> Any:
+        """Output of the owner's forward for the tokens that it was called with."""
+        return self.prompts.without(output) if getattr(self._context, "has_virtual", False) else output
 
     @contextmanager
     def only_last(self, num_wanted: int | None) -> Iterator[None]:

@@ -228,12 +228,14 @@ class Wanted:
 
     Attributes:
         allowed, blocked: peer ids or their ends; if any are allowed, nobody else is.
+        adapter: that a server must have loaded at its start; empty: any server will do.
     """
 
     revision: str
     num_blocks: int
     allowed: tuple[str, ...] = ()
     blocked: tuple[str, ...] = ()
+    adapter: str = ""
 
     def admits(self, peer_id: str) -> bool:
         return not peer_id.endswith(self.blocked or "\0") and (not self.allowed or peer_id.endswith(self.allowed))
@@ -279,4 +281,6 @@ def _unusable(server: ServerRecord, wanted: Wanted, banned: Mapping[str, str], t
         return "not heard of lately"
     if not wanted.admits(server.peer_id):
         return "that this client is told not to use"
+    if wanted.adapter and wanted.adapter not in server.adapters:
+        return f"without adapter {wanted.adapter}"
     return banned.get(server.peer_id)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import threading
 import weakref
+from collections.abc import Callable
 
 import torch
 
 from swarm_client import background
+from swarm_client.adapters import Snapshot
 from swarm_client.call import Call
 from swarm_client.chain import Chain
 from swarm_client.events import OnEvent, Reporter, SessionStats
@@ -43,9 +45,12 @@ class RemoteSession:
         *,
         standby: bool | None = None,
         on_event: OnEvent | None = None,
+        adapter: Callable[[], Snapshot] = Snapshot,
     ) -> None:
+        """``adapter`` is asked once, when the session begins, what is added to the blocks."""
         self._swarm = swarm
         self._max_positions = max_positions
+        self._adapter = adapter
         self._reporter = Reporter(on_event or swarm.config.on_event)
         stand_by = swarm.config.standby if standby is None else standby
         self._chain = Chain(swarm, blocks, max_positions, reserve_tokens, stand_by, self._reporter)
@@ -90,6 +95,8 @@ class RemoteSession:
         total = self.length + num_tokens
         check_length(total, self._max_positions)
         num_wanted = num_tokens if num_wanted is None else min(num_wanted, num_tokens)
+        if self._journal is None and not self._chain.hops:
+            self._chain.adapter = self._adapter()
         before = self._journal or Journal.empty(batch_size)
         rows = _changed(before, self._changes)
         if rows.batch_size != batch_size:

@@ -69,7 +69,7 @@ class Swarm:
         self.model = model
         self.revision = revision
         self.num_blocks = num_blocks
-        self.wanted = Wanted(revision, num_blocks, config.allowed_servers, config.blocked_servers)
+        self.wanted = Wanted(revision, num_blocks, config.allowed_servers, config.blocked_servers, config.adapter)
         self._connect = connect
         self._dht = dht
         self._view = SwarmView()

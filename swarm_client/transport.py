@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
-from typing import Any
+from collections.abc import AsyncIterator, Coroutine, Sequence
+from typing import Any, TypeVar
 
 import grpc
+import torch
 
+from swarm_client.adapters import Gifts, Part
 from swarm_client.background import exact_s
 from swarm_client.grpc_errors import translated
 from swarm_client.hops import OPEN_TIMEOUT_S, HopSession, Inbox
 from swarm_client.routing import Hop
 from swarm_client.wire_tensor import Context, WireTensor
+from swarm_protocol.adapters import adapter_key
 from swarm_protocol.codec import Assembler
 from swarm_protocol.errors import BadReply, PeerUnavailable, RequestRejected
 from swarm_protocol.identity import pinned_channel
@@ -20,8 +23,9 @@ from swarm_protocol.pb import swarm_pb2 as pb
 from swarm_protocol.pb.swarm_pb2_grpc import BlocksStub
 from swarm_protocol.records import ServerRecord
 from swarm_protocol.span import Span
-from swarm_protocol.wire import CLIENT_OPTIONS, WIRE_VERSION
+from swarm_protocol.wire import CLIENT_OPTIONS, PART_BYTES, WIRE_VERSION
 
+T = TypeVar("T")
 CONNECT_TIMEOUT_S = 4.0
 PROBE_AFTER_S = 1.0  # without an answer, a server is asked whether it is still there
 PROBE_TIMEOUT_S = 3.0
@@ -36,6 +40,7 @@ class Server:
         self._channel = channel
         self._stub = BlocksStub(channel)
         self._step_timeout_s = step_timeout_s
+        self._gifts = Gifts(self._put_adapter)
 
     @classmethod
     async def connect(cls, record: ServerRecord, step_timeout_s: float) -> Server:
@@ -82,12 +87,20 @@ class Server:
             ) from None
         return record
 
-    async def open(self, number: int, span: Span, request: pb.Open, inbox: Inbox) -> HopSession:
+    async def open(
+        self, number: int, span: Span, request: pb.Open, inbox: Inbox, adapter: Part | None = None
+    ) -> HopSession:
         """Opens hop ``number`` of a session; its answers go to ``inbox``. Raises PeerBusy if there is no room."""
         request.contract.CopyFrom(self._contract(span))
-        hop = HopSession(number, Hop(self.record, span), self._stub.Session(), inbox, request, self)
-        await hop.open(request, OPEN_TIMEOUT_S)
-        return hop
+
+        async def opened(name: pb.AdapterName | None) -> HopSession:
+            if name is not None:
+                request.adapter.CopyFrom(name)
+            hop = HopSession(number, Hop(self.record, span), self._stub.Session(), inbox, request, self)
+            await hop.open(request, OPEN_TIMEOUT_S)
+            return hop
+
+        return await self._gifts.use(adapter, span, opened)
 
     async def progress(self, request: pb.ProgressRequest, span: Span, timeout_s: float) -> pb.SessionProgress:
         """How far one of the server's sessions is; raises SessionLost if the server does not know it."""
@@ -104,13 +117,25 @@ class Server:
 
     async def forward(self, span: Span, hidden: WireTensor, context: Context) -> WireTensor:
         """Raises PeerUnavailable when the server stops answering, however long the pass takes."""
-        return await self._watched(self._forward(span, hidden, context), span)
 
-    async def backward(self, span: Span, hidden: WireTensor, grad: WireTensor, context: Context) -> WireTensor:
-        """Like ``forward``."""
-        return await self._watched(self._backward(span, hidden, grad, context), span)
+        async def work(name: pb.AdapterName | None) -> WireTensor:
+            return await self._watched(self._forward(span, hidden, context, name), span)
 
-    async def _watched(self, work: Coroutine[Any, Any, WireTensor], span: Span) -> WireTensor:
+        return await self._gifts.use(context.adapter.part(span), span, work)
+
+    async def backward(
+        self, span: Span, hidden: WireTensor, grad: WireTensor, context: Context
+    ) -> tuple[WireTensor, list[WireTensor]]:
+        """Gradients of ``hidden`` and of the adapter's tensors in these blocks; otherwise like ``forward``."""
+        part = context.adapter.part(span)
+        shapes = () if part is None else part.shapes
+
+        async def work(name: pb.AdapterName | None) -> tuple[WireTensor, list[WireTensor]]:
+            return await self._watched(self._backward(span, hidden, grad, context, name, shapes), span)
+
+        return await self._gifts.use(part, span, work)
+
+    async def _watched(self, work: Coroutine[Any, Any, T], span: Span) -> T:
         """Asks the server whether it is there while it works."""
         task = asyncio.ensure_future(work)
         try:
@@ -121,33 +146,63 @@ class Server:
         finally:
             task.cancel()
 
-    async def _forward(self, span: Span, hidden: WireTensor, context: Context) -> WireTensor:
+    async def _put_adapter(self, data: bytes, span: Span) -> None:
+        await self._watched(self._put(data, span), span)
+
+    async def _put(self, data: bytes, span: Span) -> None:
+        call = self._stub.PutAdapter(timeout=self._step_timeout_s)
+        async with translated(self.record, span, call):
+            for start in range(0, len(data), PART_BYTES):
+                await call.write(pb.PutAdapterRequest(part=data[start : start + PART_BYTES]))
+            await call.done_writing()
+            reply = await call
+        if reply.key != adapter_key(data):
+            raise BadReply(f"server {self.record.short_id} understood another adapter", self.record.peer_id, span)
+
+    async def _forward(
+        self, span: Span, hidden: WireTensor, context: Context, adapter: pb.AdapterName | None
+    ) -> WireTensor:
         call = self._stub.Forward(timeout=self._step_timeout_s)
         async with translated(self.record, span, call):
-            await call.write(pb.ForwardRequest(forward=self._forward_message(span, hidden, context)))
+            await call.write(pb.ForwardRequest(forward=self._forward_message(span, hidden, context, adapter)))
             for part in hidden.parts:
                 await call.write(pb.ForwardRequest(more=part))
             await call.done_writing()
-            return await _read_tensor(call, hidden, self.record, span)
+            (output,) = await _read_tensors(call, [hidden.header], self.record, span)
+        return output
 
-    async def _backward(self, span: Span, hidden: WireTensor, grad: WireTensor, context: Context) -> WireTensor:
+    async def _backward(
+        self,
+        span: Span,
+        hidden: WireTensor,
+        grad: WireTensor,
+        context: Context,
+        adapter: pb.AdapterName | None,
+        shapes: Sequence[torch.Size],
+    ) -> tuple[WireTensor, list[WireTensor]]:
+        expected = [hidden.header, *(pb.Tensor(dtype=pb.FLOAT32, shape=shape) for shape in shapes)]
         call = self._stub.Backward(timeout=self._step_timeout_s)
         async with translated(self.record, span, call):
-            await call.write(pb.BackwardRequest(forward=self._forward_message(span, hidden, context)))
+            await call.write(pb.BackwardRequest(forward=self._forward_message(span, hidden, context, adapter)))
             for part in hidden.parts:
                 await call.write(pb.BackwardRequest(more=part))
             await call.write(pb.BackwardRequest(grad=grad.header))
             for part in grad.parts:
                 await call.write(pb.BackwardRequest(more=part))
             await call.done_writing()
-            return await _read_tensor(call, hidden, self.record, span)
+            input_grad, *grads = await _read_tensors(call, expected, self.record, span)
+        return input_grad, grads
 
-    def _forward_message(self, span: Span, hidden: WireTensor, context: Context) -> pb.Forward:
+    def _forward_message(
+        self, span: Span, hidden: WireTensor, context: Context, adapter: pb.AdapterName | None
+    ) -> pb.Forward:
         return pb.Forward(
             contract=self._contract(span),
             hidden=hidden.header,
             attention_mask=context.attention_mask,
             position_ids=context.position_ids,
+            adapter=adapter,
+            dropout_seed=context.dropout_seed,
         )
 
     def _contract(self, span: Span) -> pb.Contract:
@@ -159,26 +214,40 @@ class Server:
         )
 
 
-async def _read_tensor(
-    call: grpc.aio.StreamStreamCall, sent: WireTensor, server: ServerRecord, span: Span
-) -> WireTensor:
-    header, parts, received = None, [], 0
-    async for reply in call:
-        if header is None:
-            if reply.WhichOneof("kind") != "output":
-                break
-            header = reply.output
-            _require_like(sent.header, header, server, span)
-            received = len(header.data)
-            continue
-        parts.append(reply.more)
-        received += len(reply.more)
-        if received > header.size_bytes:
-            break
-    if header is None or received != header.size_bytes:
+async def _read_tensors(
+    call: grpc.aio.StreamStreamCall, expected: Sequence[pb.Tensor], server: ServerRecord, span: Span
+) -> list[WireTensor]:
+    """The tensors of an answer, which must have these shapes and dtypes; raises BadReply."""
+    replies, tensors = aiter(call), []
+    for like in expected:
+        tensor = await _read_tensor(replies, like, server, span)
+        if tensor is None:
+            call.cancel()
+            raise BadReply(f"server {server.short_id} sent a broken answer", server.peer_id, span)
+        tensors.append(tensor)
+    async for _ in replies:
         call.cancel()
         raise BadReply(f"server {server.short_id} sent a broken answer", server.peer_id, span)
-    return WireTensor(header, tuple(parts))
+    return tensors
+
+
+async def _read_tensor(
+    replies: AsyncIterator[pb.TensorReply], like: pb.Tensor, server: ServerRecord, span: Span
+) -> WireTensor | None:
+    """None if the answer has no whole tensor."""
+    reply = await anext(replies, None)
+    if reply is None or reply.WhichOneof("kind") != "output":
+        return None
+    header, parts = reply.output, []
+    _require_like(like, header, server, span)
+    missing = header.size_bytes - len(header.data)
+    while missing > 0:
+        reply = await anext(replies, None)
+        if reply is None or reply.WhichOneof("kind") != "more" or not reply.more:
+            return None
+        parts.append(reply.more)
+        missing -= len(reply.more)
+    return WireTensor(header, tuple(parts)) if missing == 0 else None
 
 
 def _require_like(sent: pb.Tensor, received: pb.Tensor, server: ServerRecord, span: Span) -> None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from swarm_client.adapters import NOTHING, Snapshot
 from swarm_protocol.block_input import BlockInput
 from swarm_protocol.codec import Assembler, encode, encode_mask
 from swarm_protocol.errors import BadReply, RequestRejected
@@ -47,12 +48,17 @@ class WireTensor:
 
 @dataclass(frozen=True)
 class Context:
-    """What accompanies hidden states unchanged through all hops, in wire form."""
+    """What accompanies hidden states unchanged through all hops, in wire form.
+
+    ``adapter`` is added to the blocks; ``dropout_seed`` says which elements are dropped there, 0: none.
+    """
 
     attention_mask: pb.AttentionMask | None
     position_ids: pb.Tensor | None
+    adapter: Snapshot = NOTHING
+    dropout_seed: int = 0
 
     @classmethod
-    def of(cls, inputs: BlockInput) -> Context:
+    def of(cls, inputs: BlockInput, adapter: Snapshot = NOTHING, dropout_seed: int = 0) -> Context:
         positions = None if inputs.position_ids is None else encode(inputs.position_ids.to(torch.int64))[0]
-        return cls(encode_mask(inputs.attention_mask), positions)
+        return cls(encode_mask(inputs.attention_mask), positions, adapter, dropout_seed)

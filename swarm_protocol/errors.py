@@ -81,6 +81,12 @@ class SessionLost(PeerError):
     status = grpc.StatusCode.NOT_FOUND
 
 
+class AdapterMissing(PeerError):
+    """The server does not have the adapter (any more): it must be given it again."""
+
+    status = grpc.StatusCode.ABORTED
+
+
 class BadReply(PeerError):
     """The server's answer has the wrong shape or dtype, or is not finite."""
 
@@ -104,6 +110,7 @@ _BY_STATUS = {
     grpc.StatusCode.RESOURCE_EXHAUSTED: PeerBusy,
     grpc.StatusCode.FAILED_PRECONDITION: PeerMoved,
     grpc.StatusCode.NOT_FOUND: SessionLost,
+    grpc.StatusCode.ABORTED: AdapterMissing,
     grpc.StatusCode.INVALID_ARGUMENT: RequestRejected,
     grpc.StatusCode.UNIMPLEMENTED: RequestRejected,
     grpc.StatusCode.UNAUTHENTICATED: AccessDenied,

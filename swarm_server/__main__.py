@@ -42,6 +42,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--cache-tokens", type=int, metavar="N", help="KV-cache room over all sessions; default from free memory")
     add("--cache-memory", metavar="SIZE", help="the same as memory, such as 2GiB or 500MB")
     add("--no-prefix-cache", action="store_true", help="do not share the computation of equal beginnings of prompts")
+    add("--adapters", type=Path, nargs="+", default=[], metavar="PATH", help="LoRA adapters of PEFT's format to offer")
+    add("--adapter-memory", default="256MiB", metavar="SIZE", help="for adapters that clients send")
     add("--chunk-tokens", type=int, metavar="N", help="positions of a prompt computed at a time; default by device")
     add("--max-sessions", type=int, default=512, metavar="N", help="generations at a time")
     add(
@@ -76,6 +78,8 @@ def read_config(args: argparse.Namespace):
         memory_bytes=None if args.memory is None else parse_size(args.memory),
         cache_bytes=None if args.cache_memory is None else parse_size(args.cache_memory),
         prefix_cache=not args.no_prefix_cache,
+        adapters=tuple(args.adapters),
+        adapter_bytes=parse_size(args.adapter_memory),
         chunk_tokens=args.chunk_tokens,
         max_sessions=args.max_sessions,
         model=args.model,

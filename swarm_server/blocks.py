@@ -81,6 +81,10 @@ class BlockStack:
             raise ValueError(f"blocks {span} are not all among the hosted blocks {self.span}")
         return self._hosted.stack(span)
 
+    def original(self, index: int) -> nn.Module:
+        """The block from which those of all views are made: hooks on it, or on modules in it, work in all of them."""
+        return self._hosted.originals[index]
+
     def new_cache(self) -> DynamicCache:
         """An empty cache for a session over these blocks; sliding and chunked blocks keep only their window."""
         return DynamicCache(config=self.config)
@@ -157,7 +161,7 @@ def _rebase(module: nn.Module, first: int) -> nn.Module:
 
 
 def _twin(module: nn.Module) -> nn.Module:
-    """Another module object with the same parameters, buffers and children."""
+    """Another module object with the same parameters, buffers and children; hooks of either are hooks of both."""
     twin = copy.copy(module)
     twin._modules = dict(module._modules)
     return twin

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from math import inf
 from pathlib import Path
 
+from swarm_protocol.adapters import MAX_ADAPTER_BYTES
 from swarm_protocol.default_model import DEFAULT_MODEL
 from swarm_protocol.notes import DEFAULT_SWARM
 from swarm_protocol.span import Span
@@ -39,6 +40,8 @@ class ServerConfig:
     cache_tokens: int | None = None  # over all sessions; None: cache_bytes
     cache_bytes: int | None = None  # keys and values of all sessions; None: from free memory
     prefix_cache: bool = True  # sessions that start with the same content compute it once
+    adapters: tuple[Path, ...] = ()  # directories in PEFT's format, loaded at the start, called like the directories
+    adapter_bytes: int = MAX_ADAPTER_BYTES  # of all adapters that clients send
     chunk_tokens: int | None = None  # of a prompt, computed between two decoding steps; None: by device
     max_sessions: int = 512
     throughput: float | None = None  # tokens per second to announce; None: measured
@@ -55,7 +58,15 @@ class ServerConfig:
         for name, port in (("port", self.port), ("dht_port", self.dht_port)):
             if not 0 <= port < 65536:
                 raise ValueError(f"{name} {port} is no port: expected 0 to 65535")
-        for name in ("num_blocks", "memory_bytes", "cache_tokens", "cache_bytes", "chunk_tokens", "max_sessions"):
+        for name in (
+            "num_blocks",
+            "memory_bytes",
+            "cache_tokens",
+            "cache_bytes",
+            "adapter_bytes",
+            "chunk_tokens",
+            "max_sessions",
+        ):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name} is {value}: expected at least 1")
@@ -70,6 +81,9 @@ class ServerConfig:
             raise ValueError(f"drain_timeout_s is {self.drain_timeout_s}: expected a number of seconds")
         if not 0 < self.balance_margin < inf:
             raise ValueError(f"balance_margin is {self.balance_margin}: expected a number above 0, such as {MARGIN}")
+        names = [path.resolve().name for path in self.adapters]
+        if len(set(names)) < len(names) or not all(name and name.isprintable() for name in names):
+            raise ValueError(f"adapters are called like their directories: {names} are no distinct, printable names")
         if self.cache_tokens is not None and self.cache_bytes is not None:
             raise ValueError("cache_tokens and cache_bytes are both given: expected one of them")
         if self.throughput is not None and not 0 < self.throughput < inf:

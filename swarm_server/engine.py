@@ -5,23 +5,28 @@ from __future__ import annotations
 import time
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Protocol
 
 import torch
 
+from swarm_protocol.adapters import Adapter
 from swarm_protocol.block_input import BlockInput
 from swarm_protocol.errors import PeerBusy, RequestRejected
 from swarm_protocol.span import Span
 from swarm_protocol.wire import PAGE_TOKENS
+from swarm_server.batch import Prepared, adapter_order, batch_inputs, block_runs, positions_and_mask
 from swarm_server.blocks import BlockStack
+from swarm_server.dropout import Dropout
 from swarm_server.kv_cache import CacheBudget, Lease
 from swarm_server.kv_layout import StackLayout
-from swarm_server.kv_rows import Growth, Layout, Parts, Row, Run, grow, runs
+from swarm_server.kv_rows import Layout, Parts, Row, grow, runs
 from swarm_server.kv_transfer import Stored, pack, read, unpack
+from swarm_server.lora import Patches, PlacedAdapter, Share, shares_of
 from swarm_server.prefix_cache import ContentHash, PrefixCache, token_content
-from swarm_server.rows_cache import BlockRuns, RowsCache, attention_in_place, replaceable
+from swarm_server.rows_cache import RowsCache, attention_in_place, replaceable
 from swarm_server.session_state import Change, Session, State, Step, changed, cropped, forgotten
+from swarm_server.targets import require_fit
 
 _SAME = 5e-3  # relative; rounding in int8 and bfloat16 amplifies differences of 1e-7, mistakes are of order 1
 
@@ -32,21 +37,6 @@ class BatchMeter(Protocol):
     def add(self, num_blocks: int, num_rows: int, num_tokens: int, seconds: float) -> None: ...
 
 
-@dataclass
-class _Prepared:
-    """A step with room for its new positions. Nothing of the session has changed yet."""
-
-    session: Session
-    step: Step
-    state: State  # the session's, once the step is computed
-    num_matched: int  # leading positions whose keys and values are there already
-    growth: Growth | None  # None: all are there
-
-    @property
-    def num_rows(self) -> int:
-        return len(self.state.rows)
-
-
 class Engine:
     """Runs on the compute thread only. Hidden states come and go on the CPU, in the dtype they came in."""
 
@@ -55,6 +45,7 @@ class Engine:
         self.layout = StackLayout.probe(stack)
         self.prefix_cache = prefix_cache
         self.meter: BatchMeter | None = None
+        self._patches = Patches(stack)
         self._in_place = False
         self._in_place = self._can_attend_in_place()
 
@@ -70,6 +61,15 @@ class Engine:
     def mixes_rows(self) -> bool:
         """Whether sessions of different lengths may share a batch, and a prompt may come in chunks."""
         return self._stack.row_independent
+
+    def place(self, key: bytes, adapter: Adapter) -> PlacedAdapter:
+        """An adapter ready for use; from any thread.
+
+        Raises:
+            RequestRejected: it does not fit the blocks.
+        """
+        require_fit(adapter, self._stack.span, self.hidden_size, self._stack.original)
+        return PlacedAdapter.of(key, adapter.mapped(lambda tensor: tensor.to(self._stack.device)))
 
     # ------------------------------------------------------------ sessions
 
@@ -87,6 +87,7 @@ class Engine:
         keeps_outputs: bool = False,
         records_past: bool = False,
         shares: bool = True,
+        adapter: PlacedAdapter | None = None,
     ) -> Session:
         """A session without positions.
 
@@ -99,9 +100,9 @@ class Engine:
         layout = self.layout_of(blocks, keeps_outputs)
         state = State((Row.empty(layout),) * batch_size, settled=0 if records_past else None)
         if shares and self.prefix_cache is not None:
-            seed = ContentHash(f"{blocks} {keeps_outputs} ".encode())
+            seed = ContentHash(f"{blocks} {keeps_outputs} ".encode() + (b"" if adapter is None else adapter.key))
             state = replace(state, hashes=(seed,) * batch_size, digests=((),) * batch_size)
-        return Session(blocks, layout, lease, reserved, state)
+        return Session(blocks, layout, lease, reserved, state, adapter)
 
     def close(self, session: Session) -> None:
         """Gives back the session's room; what the prefix cache keeps shrinks to what is filled."""
@@ -118,7 +119,7 @@ class Engine:
         refused it: RequestRejected or PeerBusy. A session whose step failed is as it was before.
         """
         results: list[torch.Tensor | Exception | None] = [None] * len(batch)
-        prepared: dict[int, _Prepared] = {}
+        prepared: dict[int, Prepared] = {}
         start_s = time.perf_counter()
         with torch.inference_mode():
             try:
@@ -138,14 +139,14 @@ class Engine:
         self._tell_meter(prepared.values(), time.perf_counter() - start_s)
         return results
 
-    def _tell_meter(self, batch: Collection[_Prepared], seconds: float) -> None:
+    def _tell_meter(self, batch: Collection[Prepared], seconds: float) -> None:
         computed = [work for work in batch if work.growth]
         if self.meter is not None and computed:
             num_tokens = computed[0].step.inputs.hidden.shape[1] - computed[0].num_matched
             num_blocks = max(len(work.session.blocks) for work in computed)
             self.meter.add(num_blocks, sum(work.num_rows for work in computed), num_tokens, seconds)
 
-    def _prepare(self, session: Session, step: Step) -> _Prepared:
+    def _prepare(self, session: Session, step: Step) -> Prepared:
         _require_finite(step.inputs.hidden, "hidden states")
         state = session.state
         if not state.rows:
@@ -173,7 +174,7 @@ class Engine:
                 settled=state.settled,
             )
             state = replace(state, rows=growth.rows)
-        return _Prepared(session, step, state, num_matched, growth)
+        return Prepared(session, step, state, num_matched, growth)
 
     def _match(self, state: State, step: Step, keeps_outputs: bool) -> tuple[State, list[list[tuple[Parts, ...]]]]:
         """Adds the step to the content hashes; returns, page by page, where each row's content is found."""
@@ -183,7 +184,7 @@ class Engine:
         if not _same_mask(state.mask, _hiding(None if mask is None else mask[:, : step.start])):
             return forgotten(state), []  # what came before looks different now: another content
         num_tokens = step.inputs.hidden.shape[1]
-        content = token_content(step.inputs.hidden, *_positions_and_mask(step))
+        content = token_content(step.inputs.hidden, *positions_and_mask(step))
         added = [row_hash.added(row) for row_hash, row in zip(state.hashes, content, strict=True)]
         num_pages = num_tokens // PAGE_TOKENS
         if not keeps_outputs:  # then the outputs that are wanted must be computed
@@ -202,7 +203,7 @@ class Engine:
         )
         return state, [[row[page] for row in found] for page in range(num_found)]
 
-    def _commit(self, work: _Prepared, output: torch.Tensor | None) -> torch.Tensor:
+    def _commit(self, work: Prepared, output: torch.Tensor | None) -> torch.Tensor:
         session, step = work.session, work.step
         num_tokens = step.inputs.hidden.shape[1]
         session.state = work.state
@@ -277,27 +278,32 @@ class Engine:
 
     # ------------------------------------------------------------ one batch
 
-    def _compute(self, batch: list[_Prepared]) -> Iterator[torch.Tensor]:
+    def _compute(self, batch: list[Prepared]) -> Iterator[torch.Tensor]:
         """The output of each, on the device."""
         device, dtype = self._stack.device, self._stack.dtype
         hidden = [work.step.inputs.hidden[:, work.num_matched :].to(device, dtype) for work in batch]
         bounds = sorted({bound for work in batch for bound in (work.session.blocks.start, work.session.blocks.end)})
         for part in map(Span, bounds, bounds[1:]):
             members = [i for i, work in enumerate(batch) if work.session.blocks.covers(part)]
+            members.sort(key=lambda i: adapter_order(batch[i]))  # those with the same adapter are computed as one
             if members:
                 outputs = self._run_part(part, [batch[i] for i in members], [hidden[i] for i in members])
                 for i, output in zip(members, outputs, strict=True):
                     hidden[i] = output
         return iter(hidden)
 
-    def _run_part(self, blocks: Span, batch: list[_Prepared], hidden: list[torch.Tensor]) -> list[torch.Tensor]:
+    def _run_part(self, blocks: Span, batch: list[Prepared], hidden: list[torch.Tensor]) -> list[torch.Tensor]:
         """Blocks that all sessions of the batch go through."""
         num_new = hidden[0].shape[1]
         length = max(work.state.length for work in batch)
-        cache = RowsCache(_block_runs(blocks, batch), length, num_new, self._in_place)
-        mask, positions = _batch_inputs(batch, length, num_new)
+        cache = RowsCache(block_runs(blocks, batch), length, num_new, self._in_place)
+        mask, positions = batch_inputs(batch, length, num_new)
         view, device = self._stack.view(blocks), self._stack.device
-        with attention_in_place(cache, view.configs) if self._in_place else nullcontext():
+        shares = shares_of(
+            [(work.session.adapter, work.num_rows, work.step.start + work.num_matched) for work in batch]
+        )
+        in_place = attention_in_place(cache, view.configs) if self._in_place else nullcontext()
+        with in_place, self._patches.applied(shares, sum(work.num_rows for work in batch), num_new):
             output = view(
                 hidden[0] if len(hidden) == 1 else torch.cat(hidden),
                 None if mask is None else mask.to(device),
@@ -333,29 +339,54 @@ class Engine:
 
     # ------------------------------------------------------------ without a session
 
-    def forward(self, blocks: Span, inputs: BlockInput) -> torch.Tensor:
+    def forward(
+        self, blocks: Span, inputs: BlockInput, adapter: PlacedAdapter | None = None, dropout: Dropout | None = None
+    ) -> torch.Tensor:
         """Hidden states after ``blocks``, [batch, tokens, hidden_size]; nothing is kept."""
         _require_finite(inputs.hidden, "hidden states")
         with torch.inference_mode():
-            return self._run_plain(blocks, inputs)
+            return self._run_plain(blocks, inputs, adapter, dropout)
 
-    def backward(self, blocks: Span, inputs: BlockInput, grad: torch.Tensor) -> torch.Tensor:
-        """Gradient with respect to ``inputs.hidden``, given that of the output; recomputes the forward."""
+    def backward(
+        self,
+        blocks: Span,
+        inputs: BlockInput,
+        grad: torch.Tensor,
+        adapter: PlacedAdapter | None = None,
+        dropout: Dropout | None = None,
+        *,
+        trains_adapter: bool = False,
+    ) -> tuple[torch.Tensor, ...]:
+        """Gradient with respect to ``inputs.hidden``, given that of the output; recomputes the forward.
+
+        ``trains_adapter``: after it, those of the adapter's tensors over ``blocks``, in the order of
+        ``Adapter.tensors``, on the CPU in fp32; zeros for those that had no influence.
+        """
         _require_finite(inputs.hidden, "hidden states")
         _require_finite(grad, "gradients")
-        hidden = inputs.hidden.requires_grad_(True)
+        hidden, tensors = inputs.hidden.requires_grad_(True), ()
+        if adapter is not None and trains_adapter:
+            adapter = adapter.trainable(blocks)
+            tensors = adapter.adapter.tensors
         with torch.enable_grad():
-            output = self._run_plain(blocks, inputs)
-            (result,) = torch.autograd.grad(output, hidden, grad.to(output.dtype))
-        return result
+            output = self._run_plain(blocks, inputs, adapter, dropout)
+            leaves = (hidden, *tensors)
+            grads = torch.autograd.grad(
+                output, leaves, grad.to(output.dtype), allow_unused=True, materialize_grads=True
+            )
+        return (grads[0], *(tensor_grad.to("cpu", torch.float32) for tensor_grad in grads[1:]))
 
-    def _run_plain(self, blocks: Span, inputs: BlockInput) -> torch.Tensor:
-        device = self._stack.device
-        output = self._stack.view(blocks)(
-            inputs.hidden.to(device, self._stack.dtype),
-            None if inputs.attention_mask is None else inputs.attention_mask.to(device),
-            None if inputs.position_ids is None else inputs.position_ids.to(device),
-        )
+    def _run_plain(
+        self, blocks: Span, inputs: BlockInput, adapter: PlacedAdapter | None, dropout: Dropout | None
+    ) -> torch.Tensor:
+        device, (num_rows, num_tokens, _) = self._stack.device, inputs.hidden.shape
+        shares = [] if adapter is None else [Share(slice(0, num_rows), adapter, dropout=dropout)]
+        with self._patches.applied(shares, num_rows, num_tokens):
+            output = self._stack.view(blocks)(
+                inputs.hidden.to(device, self._stack.dtype),
+                None if inputs.attention_mask is None else inputs.attention_mask.to(device),
+                None if inputs.position_ids is None else inputs.position_ids.to(device),
+            )
         return output.to("cpu", inputs.hidden.dtype)
 
 
@@ -366,50 +397,6 @@ def _hiding(mask: torch.Tensor | None) -> torch.Tensor | None:
 
 def _same_mask(mask: torch.Tensor | None, other: torch.Tensor | None) -> bool:
     return mask is other or (mask is not None and other is not None and torch.equal(mask, other))
-
-
-def _positions_and_mask(step: Step) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of the new positions, both [batch, tokens]."""
-    batch_size, num_tokens, _ = step.inputs.hidden.shape
-    positions, mask = step.inputs.position_ids, step.inputs.attention_mask
-    if positions is None:
-        positions = torch.arange(step.start, step.start + num_tokens)[None]
-    mask = torch.ones(1, num_tokens, dtype=torch.long) if mask is None else mask[:, -num_tokens:]
-    return positions.expand(batch_size, -1), mask.expand(batch_size, -1)
-
-
-def _batch_inputs(batch: list[_Prepared], length: int, num_new: int) -> tuple[torch.Tensor | None, torch.Tensor]:
-    """Mask [rows, length] of rows that end together, None if all is attended to, and positions [rows, num_new]."""
-    positions = torch.cat([_positions_and_mask(work.step)[0][:, -num_new:] for work in batch])
-    masks = [work.step.inputs.attention_mask for work in batch]
-    if all(mask is None or bool(mask.all()) for mask in masks) and all(work.state.length == length for work in batch):
-        return None, positions
-    result = torch.zeros(len(positions), length, dtype=torch.long)
-    first = 0
-    for work, mask in zip(batch, masks, strict=True):
-        result[first : first + work.num_rows, length - work.state.length :] = 1 if mask is None else mask
-        first += work.num_rows
-    return result, positions
-
-
-def _block_runs(blocks: Span, batch: list[_Prepared]) -> list[BlockRuns]:
-    """Where each block of ``blocks`` finds the keys and values of all rows."""
-    by_group: list[list[list[Run]]] = []  # of each session, for each group
-    first = 0
-    for work in batch:
-        groups = range(len(work.session.layout.groups))
-        by_group.append([runs(work.state.rows, group, first) for group in groups])
-        first += work.num_rows
-    joined: dict[tuple[int, ...], tuple[Run, ...]] = {}  # one object for all blocks that have the same runs
-    result = []
-    for block in blocks:
-        places = [work.session.layout.blocks[block - work.session.blocks.start] for work in batch]
-        key = tuple(place.group for place in places)
-        if key not in joined:
-            joined[key] = tuple(run for groups, group in zip(by_group, key, strict=True) for run in groups[group])
-        channels = [place for groups, place in zip(by_group, places, strict=True) for _ in groups[place.group]]
-        result.append(BlockRuns(joined[key], tuple(p.keys for p in channels), tuple(p.values for p in channels)))
-    return result
 
 
 def _require_finite(tensor: torch.Tensor, what: str) -> None:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from dataclasses import dataclass
+from contextlib import ExitStack
+from dataclasses import dataclass, field
 
 from swarm_protocol.errors import PeerBusy, PeerMoved, RequestRejected, SessionLost
 from swarm_protocol.pb import swarm_pb2 as pb
+from swarm_server.adapters import AdapterStore
 from swarm_server.engine import Engine
 from swarm_server.kv_cache import CacheBudget
 from swarm_server.push import Neighbours
@@ -29,8 +31,11 @@ class Host:
     rules: Rules
     neighbours: Neighbours
     max_sessions: int
+    adapters: AdapterStore = field(default_factory=AdapterStore)
 
     def __post_init__(self) -> None:
+        self.placing = asyncio.Lock()
+        self._uses: dict[bytes, ExitStack] = {}  # of adapters, by session
         self._sessions: dict[bytes, HostedSession] = {}
         self._closed = asyncio.Event()  # some session, since somebody looked
         self.leaving = False
@@ -42,6 +47,7 @@ class Host:
         Raises:
             PeerMoved, RequestRejected: see ``Rules``; PeerMoved also if the server is about to leave.
             PeerBusy: there is no room.
+            AdapterMissing: it needs an adapter that is not here.
         """
         self.require_staying()
         blocks = self.rules.blocks(request.contract)
@@ -55,17 +61,21 @@ class Host:
             raise PeerBusy(f"the server has {self.max_sessions} sessions already")
         keeps_outputs = request.HasField("next")
         layout = self.engine.layout_of(blocks, keeps_outputs)
-        lease = self.budget.lease(client, batch_size * layout.size_bytes(request.reserve_tokens))
-        session = self.engine.open(
-            blocks,
-            batch_size,
-            lease,
-            reserved=request.reserve_tokens,
-            keeps_outputs=keeps_outputs,
-            records_past=request.records_past,
-        )
-        hosted = HostedSession(self, request, session, reply)
-        self._sessions[request.session_key] = hosted
+        with ExitStack() as uses:
+            adapter = uses.enter_context(self.adapters.using(request.adapter)) if request.HasField("adapter") else None
+            lease = self.budget.lease(client, batch_size * layout.size_bytes(request.reserve_tokens))
+            session = self.engine.open(
+                blocks,
+                batch_size,
+                lease,
+                reserved=request.reserve_tokens,
+                keeps_outputs=keeps_outputs,
+                records_past=request.records_past,
+                adapter=adapter,
+            )
+            hosted = HostedSession(self, request, session, reply)
+            self._sessions[request.session_key] = hosted
+            self._uses[request.session_key] = uses.pop_all()
         return hosted
 
     def require_staying(self) -> None:
@@ -82,11 +92,14 @@ class Host:
 
     async def forget(self, hosted: HostedSession) -> None:
         del self._sessions[hosted.key]
+        uses = self._uses.pop(hosted.key)
         self._closed.set()
         try:
             await self.scheduler.call(lambda: self.engine.close(hosted.session))
         except PeerBusy:  # the server ends
             hosted.session.lease.close()
+        finally:
+            uses.close()
 
     async def leave(self, timeout_s: float) -> None:
         """Takes no new sessions and asks those there are to move; returns when all have, or after ``timeout_s``."""
@@ -99,6 +112,7 @@ class Host:
         self.leaving = True
         self.ended.set()
         await self._wait_until_empty(_END_TIMEOUT_S)
+        self.adapters.close()
 
     async def _wait_until_empty(self, timeout_s: float) -> None:
         clock = asyncio.get_running_loop().time

@@ -14,6 +14,7 @@ from tqdm import tqdm
 from swarm_protocol.checkpoint import Checkpoint
 from swarm_protocol.positions import max_positions
 from swarm_protocol.span import Span
+from swarm_server.adapters import AdapterStore
 from swarm_server.blocks import BlockStack, load_blocks
 from swarm_server.config import ServerConfig
 from swarm_server.cores import CoreShare
@@ -22,6 +23,7 @@ from swarm_server.host import Host
 from swarm_server.kv_cache import CacheBudget, default_cache_bytes
 from swarm_server.memory import available_bytes, hosted_bytes_per_block
 from swarm_server.prefix_cache import PrefixCache
+from swarm_server.preloaded import load_adapters
 from swarm_server.push import Neighbours
 from swarm_server.quantization import Report, quantize_
 from swarm_server.scheduler import Scheduler
@@ -111,7 +113,9 @@ class Hoster:
             max_positions(self._checkpoint.config),
             max_step_tokens=self._max_step_tokens(engine),
         )
-        host = Host(engine, scheduler, budget, rules, neighbours, config.max_sessions)
+        named = await asyncio.to_thread(load_adapters, config.adapters, self._checkpoint.family, engine, span)
+        adapters = AdapterStore(config.adapter_bytes, named)
+        host = Host(engine, scheduler, budget, rules, neighbours, config.max_sessions, adapters)
         return Hosting(span, host, meter, self._cores)
 
     def _load(self, span: Span) -> BlockStack:

@@ -41,6 +41,7 @@ from swarm_server.placement import (
     others_first,
     own_move,
 )
+from swarm_server.preloaded import adapter_names, check_adapters
 from swarm_server.push import Neighbours
 from swarm_server.service import BlocksService
 
@@ -82,6 +83,7 @@ class Server:
         config = self._config
         checkpoint = await asyncio.to_thread(Checkpoint.open, locate(config.model), config.model_revision)
         self._checkpoint, num_blocks = checkpoint, checkpoint.family.num_blocks
+        await asyncio.to_thread(check_adapters, config.adapters, checkpoint.family, checkpoint.config)
         fixed = config.blocks or config.initial_blocks
         if fixed is not None:
             fixed.within(num_blocks)
@@ -113,6 +115,7 @@ class Server:
                 tls_fingerprint=certificate.fingerprint,
                 software_version=metadata.version("swarm-lm"),
                 pinned=config.blocks is not None,
+                adapters=adapter_names(config.adapters),
             )
             self._tell_speeds()
             cleanup.push_async_callback(self._withdraw)

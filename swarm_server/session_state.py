@@ -11,6 +11,7 @@ from swarm_protocol.errors import RequestRejected
 from swarm_protocol.span import Span
 from swarm_server.kv_cache import Lease
 from swarm_server.kv_rows import Layout, Row
+from swarm_server.lora import PlacedAdapter
 from swarm_server.prefix_cache import ContentHash
 
 
@@ -79,13 +80,19 @@ class State:
 
 @dataclass
 class Session:
-    """One generation on this server. ``reserved``: positions per row that were promised to it."""
+    """One generation on this server.
+
+    Attributes:
+        reserved: positions per row that were promised to it.
+        adapter: of all its rows.
+    """
 
     blocks: Span
     layout: Layout
     lease: Lease = field(repr=False)
     reserved: int
     state: State = field(repr=False)
+    adapter: PlacedAdapter | None = field(default=None, repr=False)
 
     @property
     def batch_size(self) -> int:

@@ -95,7 +95,7 @@ class SessionRequest(_message.Message):
     def __init__(self, open: _Optional[_Union[Open, _Mapping]] = ..., step: _Optional[_Union[Step, _Mapping]] = ..., more: _Optional[bytes] = ..., close: _Optional[_Union[Close, _Mapping]] = ...) -> None: ...
 
 class Open(_message.Message):
-    __slots__ = ("contract", "session_key", "batch_size", "reserve_tokens", "next", "codec", "sent_number", "changed_number", "records_past")
+    __slots__ = ("contract", "session_key", "batch_size", "reserve_tokens", "next", "codec", "sent_number", "changed_number", "records_past", "adapter")
     CONTRACT_FIELD_NUMBER: _ClassVar[int]
     SESSION_KEY_FIELD_NUMBER: _ClassVar[int]
     BATCH_SIZE_FIELD_NUMBER: _ClassVar[int]
@@ -105,6 +105,7 @@ class Open(_message.Message):
     SENT_NUMBER_FIELD_NUMBER: _ClassVar[int]
     CHANGED_NUMBER_FIELD_NUMBER: _ClassVar[int]
     RECORDS_PAST_FIELD_NUMBER: _ClassVar[int]
+    ADAPTER_FIELD_NUMBER: _ClassVar[int]
     contract: Contract
     session_key: bytes
     batch_size: int
@@ -114,7 +115,8 @@ class Open(_message.Message):
     sent_number: int
     changed_number: int
     records_past: bool
-    def __init__(self, contract: _Optional[_Union[Contract, _Mapping]] = ..., session_key: _Optional[bytes] = ..., batch_size: _Optional[int] = ..., reserve_tokens: _Optional[int] = ..., next: _Optional[_Union[NextHop, _Mapping]] = ..., codec: _Optional[_Union[Codec, str]] = ..., sent_number: _Optional[int] = ..., changed_number: _Optional[int] = ..., records_past: bool = ...) -> None: ...
+    adapter: AdapterName
+    def __init__(self, contract: _Optional[_Union[Contract, _Mapping]] = ..., session_key: _Optional[bytes] = ..., batch_size: _Optional[int] = ..., reserve_tokens: _Optional[int] = ..., next: _Optional[_Union[NextHop, _Mapping]] = ..., codec: _Optional[_Union[Codec, str]] = ..., sent_number: _Optional[int] = ..., changed_number: _Optional[int] = ..., records_past: bool = ..., adapter: _Optional[_Union[AdapterName, _Mapping]] = ...) -> None: ...
 
 class NextHop(_message.Message):
     __slots__ = ("peer_id", "addresses", "tls_fingerprint", "session_key")
@@ -290,6 +292,60 @@ class CopyRequest(_message.Message):
     to: NextHop
     def __init__(self, session_key: _Optional[bytes] = ..., to: _Optional[_Union[NextHop, _Mapping]] = ...) -> None: ...
 
+class Adapter(_message.Message):
+    __slots__ = ("salt", "low_rank", "prompts")
+    SALT_FIELD_NUMBER: _ClassVar[int]
+    LOW_RANK_FIELD_NUMBER: _ClassVar[int]
+    PROMPTS_FIELD_NUMBER: _ClassVar[int]
+    salt: bytes
+    low_rank: _containers.RepeatedCompositeFieldContainer[LowRank]
+    prompts: _containers.RepeatedCompositeFieldContainer[Prompt]
+    def __init__(self, salt: _Optional[bytes] = ..., low_rank: _Optional[_Iterable[_Union[LowRank, _Mapping]]] = ..., prompts: _Optional[_Iterable[_Union[Prompt, _Mapping]]] = ...) -> None: ...
+
+class LowRank(_message.Message):
+    __slots__ = ("block", "module", "scaling", "dropout", "a", "b")
+    BLOCK_FIELD_NUMBER: _ClassVar[int]
+    MODULE_FIELD_NUMBER: _ClassVar[int]
+    SCALING_FIELD_NUMBER: _ClassVar[int]
+    DROPOUT_FIELD_NUMBER: _ClassVar[int]
+    A_FIELD_NUMBER: _ClassVar[int]
+    B_FIELD_NUMBER: _ClassVar[int]
+    block: int
+    module: str
+    scaling: float
+    dropout: float
+    a: Tensor
+    b: Tensor
+    def __init__(self, block: _Optional[int] = ..., module: _Optional[str] = ..., scaling: _Optional[float] = ..., dropout: _Optional[float] = ..., a: _Optional[_Union[Tensor, _Mapping]] = ..., b: _Optional[_Union[Tensor, _Mapping]] = ...) -> None: ...
+
+class Prompt(_message.Message):
+    __slots__ = ("block", "values")
+    BLOCK_FIELD_NUMBER: _ClassVar[int]
+    VALUES_FIELD_NUMBER: _ClassVar[int]
+    block: int
+    values: Tensor
+    def __init__(self, block: _Optional[int] = ..., values: _Optional[_Union[Tensor, _Mapping]] = ...) -> None: ...
+
+class PutAdapterRequest(_message.Message):
+    __slots__ = ("part",)
+    PART_FIELD_NUMBER: _ClassVar[int]
+    part: bytes
+    def __init__(self, part: _Optional[bytes] = ...) -> None: ...
+
+class PutAdapterReply(_message.Message):
+    __slots__ = ("key",)
+    KEY_FIELD_NUMBER: _ClassVar[int]
+    key: bytes
+    def __init__(self, key: _Optional[bytes] = ...) -> None: ...
+
+class AdapterName(_message.Message):
+    __slots__ = ("key", "name")
+    KEY_FIELD_NUMBER: _ClassVar[int]
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    key: bytes
+    name: str
+    def __init__(self, key: _Optional[bytes] = ..., name: _Optional[str] = ...) -> None: ...
+
 class ForwardRequest(_message.Message):
     __slots__ = ("forward", "more")
     FORWARD_FIELD_NUMBER: _ClassVar[int]
@@ -299,16 +355,20 @@ class ForwardRequest(_message.Message):
     def __init__(self, forward: _Optional[_Union[Forward, _Mapping]] = ..., more: _Optional[bytes] = ...) -> None: ...
 
 class Forward(_message.Message):
-    __slots__ = ("contract", "hidden", "attention_mask", "position_ids")
+    __slots__ = ("contract", "hidden", "attention_mask", "position_ids", "adapter", "dropout_seed")
     CONTRACT_FIELD_NUMBER: _ClassVar[int]
     HIDDEN_FIELD_NUMBER: _ClassVar[int]
     ATTENTION_MASK_FIELD_NUMBER: _ClassVar[int]
     POSITION_IDS_FIELD_NUMBER: _ClassVar[int]
+    ADAPTER_FIELD_NUMBER: _ClassVar[int]
+    DROPOUT_SEED_FIELD_NUMBER: _ClassVar[int]
     contract: Contract
     hidden: Tensor
     attention_mask: AttentionMask
     position_ids: Tensor
-    def __init__(self, contract: _Optional[_Union[Contract, _Mapping]] = ..., hidden: _Optional[_Union[Tensor, _Mapping]] = ..., attention_mask: _Optional[_Union[AttentionMask, _Mapping]] = ..., position_ids: _Optional[_Union[Tensor, _Mapping]] = ...) -> None: ...
+    adapter: AdapterName
+    dropout_seed: int
+    def __init__(self, contract: _Optional[_Union[Contract, _Mapping]] = ..., hidden: _Optional[_Union[Tensor, _Mapping]] = ..., attention_mask: _Optional[_Union[AttentionMask, _Mapping]] = ..., position_ids: _Optional[_Union[Tensor, _Mapping]] = ..., adapter: _Optional[_Union[AdapterName, _Mapping]] = ..., dropout_seed: _Optional[int] = ...) -> None: ...
 
 class BackwardRequest(_message.Message):
     __slots__ = ("forward", "grad", "more")

@@ -59,6 +59,11 @@ class BlocksStub(object):
                 request_serializer=swarm__protocol_dot_pb_dot_swarm__pb2.CopyRequest.SerializeToString,
                 response_deserializer=swarm__protocol_dot_pb_dot_swarm__pb2.SessionProgress.FromString,
                 _registered_method=True)
+        self.PutAdapter = channel.stream_unary(
+                '/swarm.v1.Blocks/PutAdapter',
+                request_serializer=swarm__protocol_dot_pb_dot_swarm__pb2.PutAdapterRequest.SerializeToString,
+                response_deserializer=swarm__protocol_dot_pb_dot_swarm__pb2.PutAdapterReply.FromString,
+                _registered_method=True)
         self.Forward = channel.stream_stream(
                 '/swarm.v1.Blocks/Forward',
                 request_serializer=swarm__protocol_dot_pb_dot_swarm__pb2.ForwardRequest.SerializeToString,
@@ -119,6 +124,13 @@ class BlocksServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def PutAdapter(self, request_iterator, context):
+        """Gives the server an adapter, to be named in later requests. The server may forget it; see Adapter.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Forward(self, request_iterator, context):
         """Hidden states through a span, without a cache.
         """
@@ -127,7 +139,7 @@ class BlocksServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Backward(self, request_iterator, context):
-        """Gradient of the span's input given the gradient of its output; recomputes the forward.
+        """Gradients of the span's input, and of its adapter, given the gradient of its output; recomputes the forward.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -174,6 +186,11 @@ def add_BlocksServicer_to_server(servicer, server):
                     servicer.Copy,
                     request_deserializer=swarm__protocol_dot_pb_dot_swarm__pb2.CopyRequest.FromString,
                     response_serializer=swarm__protocol_dot_pb_dot_swarm__pb2.SessionProgress.SerializeToString,
+            ),
+            'PutAdapter': grpc.stream_unary_rpc_method_handler(
+                    servicer.PutAdapter,
+                    request_deserializer=swarm__protocol_dot_pb_dot_swarm__pb2.PutAdapterRequest.FromString,
+                    response_serializer=swarm__protocol_dot_pb_dot_swarm__pb2.PutAdapterReply.SerializeToString,
             ),
             'Forward': grpc.stream_stream_rpc_method_handler(
                     servicer.Forward,
@@ -331,6 +348,33 @@ class Blocks(object):
             '/swarm.v1.Blocks/Copy',
             swarm__protocol_dot_pb_dot_swarm__pb2.CopyRequest.SerializeToString,
             swarm__protocol_dot_pb_dot_swarm__pb2.SessionProgress.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def PutAdapter(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_unary(
+            request_iterator,
+            target,
+            '/swarm.v1.Blocks/PutAdapter',
+            swarm__protocol_dot_pb_dot_swarm__pb2.PutAdapterRequest.SerializeToString,
+            swarm__protocol_dot_pb_dot_swarm__pb2.PutAdapterReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -36,6 +36,10 @@ class RawClient:
     def backward(self, *requests: pb.BackwardRequest) -> Answer:
         return background.run(_talk(self._stub.Backward, requests))
 
+    def put_adapter(self, *requests: pb.PutAdapterRequest) -> Answer:
+        """Sends all requests, then ends the stream."""
+        return background.run(_put(self._stub.PutAdapter, requests))
+
     def session(self, *requests: pb.SessionRequest) -> Answer:
         """Sends all requests, then reads until the server ends the stream."""
         return background.run(_talk(self._stub.Session, requests))
@@ -136,6 +140,15 @@ async def _talk(method: Callable, requests: tuple) -> Answer:
     except (grpc.RpcError, asyncio.InvalidStateError):
         await asyncio.wait([reading])
         reading.exception()
+    return Answer(replies, await call.code(), await call.details())
+
+
+async def _put(method: Callable, requests: tuple) -> Answer:
+    call = method(iter(requests), timeout=DEADLINE_S)
+    try:
+        replies = [await call]
+    except grpc.RpcError:
+        replies = []
     return Answer(replies, await call.code(), await call.details())
 
 

@@ -329,6 +329,9 @@ class Channel:
 
         return call
 
+    def stream_unary(self, _path: str, **_options: Any) -> None:
+        """Toy blocks take no adapters."""
+
     async def close(self) -> None:
         pass
 

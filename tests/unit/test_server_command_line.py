@@ -41,9 +41,11 @@ def test_every_flag_reaches_the_config() -> None:
         (["--drain-timeout", "2.5"], ServerConfig(drain_timeout_s=2.5)),
         (["--initial-blocks", "3:5"], ServerConfig(initial_blocks=Span(3, 5))),
         (["--balance-margin", "0.2"], ServerConfig(balance_margin=0.2)),
+        (["--adapters", "a/poet", "b/cook/"], ServerConfig(adapters=(Path("a/poet"), Path("b/cook")))),
+        (["--adapter-memory", "1GiB"], ServerConfig(adapter_bytes=1 << 30)),
     ],
 )
-def test_how_many_blocks_and_how_long_to_leave(argv: list[str], expected: ServerConfig) -> None:
+def test_other_flags(argv: list[str], expected: ServerConfig) -> None:
     assert config(*argv) == expected
 
 
@@ -56,6 +58,9 @@ def test_how_many_blocks_and_how_long_to_leave(argv: list[str], expected: Server
         (["--memory", "much"], "size 'much' is not understood"),
         (["--drain-timeout", "-1"], "drain_timeout_s is -1.0: expected a number of seconds"),
         (["--balance-margin", "0"], "balance_margin is 0.0: expected a number above 0, such as 0.03"),
+        (["--adapters", "a/poet", "b/poet"], r"adapters are called like their directories: \['poet', 'poet'\] are no"),
+        (["--adapters", "/"], "are no distinct, printable names"),
+        (["--adapter-memory", "0"], "adapter_bytes is 0: expected at least 1"),
         (["--balance-margin", "nan"], "balance_margin is nan: expected a number above 0"),
         (["--initial-blocks", "3"], "blocks '3' are no range of blocks"),
         (["--initial-blocks", "3:5", "--blocks", "3:5"], "blocks and initial_blocks are both given"),

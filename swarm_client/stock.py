@@ -1,0 +1,186 @@
+"""Stock model classes with remote blocks in the place of their own."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import AsyncIterable, Iterable
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from swarm_client import background
+from swarm_client.cache import RemoteCache, session_of
+from swarm_client.head import float_head
+from swarm_client.lora import LoraMixin
+from swarm_client.prompts import PromptsMixin
+from swarm_client.remote_blocks import RemoteBlocks, RemoteSpan
+from swarm_client.swarm import Swarm
+from swarm_protocol.errors import RequestRejected
+from swarm_protocol.families import Family
+
+ATTENTION = "swarm_remote"
+
+
+def _tiny_mask(*_args: Any, batch_size: int = 1, device: Any = None, **_kwargs: Any) -> torch.Tensor:
+    """Blocks build their own masks where they run; the client's is never looked at."""
+    return torch.ones(batch_size, 1, 1, 1, dtype=torch.bool, device=device)
+
+
+def _no_attention(*_args: Any, **_kwargs: Any) -> None:
+    raise RuntimeError("attention of remote blocks is computed on the servers")
+
+
+ALL_MASK_ATTENTION_FUNCTIONS.register(ATTENTION, _tiny_mask)
+ALL_ATTENTION_FUNCTIONS.register(ATTENTION, _no_attention)
+
+
+class RemoteModelMixin(PromptsMixin, LoraMixin):
+    """What a distributed model has besides the stock class."""
+
+    stock_class: type[PreTrainedModel]
+    _family: Family
+    _remote_blocks: list[RemoteBlocks]  # in a list: it is registered where the blocks were
+    _owners: list[nn.Module]  # the module inside the model that has them
+
+    def connect(self, swarm: Swarm, max_positions: int | None) -> None:
+        """Gives the model its remote blocks."""
+        remote = self._remote_blocks[0]
+        remote.adapter_name = swarm.config.adapter
+        remote.connect(RemoteSpan(swarm, self._family.all_blocks, max_positions, remote.added))
+
+    @property
+    def blocks(self) -> RemoteSpan:
+        """The remote blocks: ``model.blocks[6:10](hidden)``."""
+        return self._remote_blocks[0].remote
+
+    def new_cache(self, reserve_tokens: int = 0, **options: Any) -> RemoteCache:
+        """An empty cache to pass as ``past_key_values``; its ``session`` has ``stats`` and can be resumed.
+
+        The arguments are those of ``RemoteSpan.open_session``: ``standby`` and ``on_event`` among them.
+        """
+        num_virtual = self._remote_blocks[0].num_virtual
+        return RemoteCache(self.blocks, reserve_tokens, num_virtual=num_virtual, **options)
+
+    def close(self) -> None:
+        """Leaves the swarm; the model cannot compute afterwards."""
+        background.run(self.blocks.swarm.close())
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_exception: object) -> None:
+        self.close()
+
+    def generate(self, *args: Any, streamer: Any = None, **kwargs: Any) -> Any:
+        """The stock ``generate``; if it fails, whoever iterates over the streamer in another thread is let go."""
+        try:
+            return super().generate(*args, streamer=streamer, **kwargs)
+        except BaseException:
+            if isinstance(streamer, Iterable | AsyncIterable):
+                streamer.end()
+            raise
+
+    # The stock methods, to which a head in int8 shows itself as the float head it replaced.
+
+    def tie_weights(self, *args: Any, **kwargs: Any) -> None:
+        with float_head(self):
+            super().tie_weights(*args, **kwargs)
+
+    def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> nn.Embedding:
+        with float_head(self):
+            return super().resize_token_embeddings(*args, **kwargs)
+
+    def save_pretrained(self, *args: Any, **kwargs: Any) -> Any:
+        with float_head(self):
+            return super().save_pretrained(*args, **kwargs)
+
+    def _prepare_cache_for_generation(
+        self, generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
+    ):
+        """Called by ``generate``: gives it a remote cache where it would make a local one."""
+        limit, num_virtual = self.blocks.max_positions, self._remote_blocks[0].num_virtual
+        if limit is not None and max_cache_length + num_virtual > limit:
+            raise RequestRejected(
+                f"prompt and new tokens need {max_cache_length + num_virtual} positions, but the model has {limit}: "
+                "shorten the prompt or ask for fewer new tokens"
+            )
+        fresh = model_kwargs.get("past_key_values") is None and generation_config.use_cache is not False
+        if fresh:
+            model_kwargs["past_key_values"] = self.new_cache(max_cache_length + num_virtual)
+        super()._prepare_cache_for_generation(
+            generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
+        )
+        if fresh:
+            model_kwargs["past_key_values"]._is_user_defined = False
+
+
+def client_class(stock_class: type[PreTrainedModel], family: Family) -> type[PreTrainedModel]:
+    """The stock class with remote blocks in the place of its own."""
+
+    class Client(RemoteModelMixin, stock_class):
+        _family = family
+
+        def __init__(self, config: PreTrainedConfig, *args: Any, **kwargs: Any) -> None:
+            super().__init__(config, *args, **kwargs)
+            base = next(module for module in self.modules() if isinstance(module, family.base_class))
+            owner = family.owner_of(base)
+            block_class = type(getattr(owner, family.blocks)[0])
+            blocks = _as_block(block_class)(family.returns_tuple)
+            setattr(owner, family.blocks, nn.ModuleList([blocks]))
+            self._remote_blocks, self._owners = [blocks], [owner]
+            owner.register_forward_pre_hook(_context_hook(owner, blocks, family.embedding), with_kwargs=True)
+            owner.register_forward_hook(lambda _owner, _inputs, output: blocks.without_virtual(output))
+
+        @functools.wraps(stock_class.forward)  # transformers looks at its signature
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            with self._remote_blocks[0].only_last(_num_wanted(self.config, kwargs)):
+                return super().forward(*args, **kwargs)
+
+    # Both names: transformers skips its weight conversions for classes that look like a user's own.
+    Client.__name__, Client.__qualname__ = stock_class.__name__, stock_class.__qualname__
+    Client.__module__ = stock_class.__module__
+    Client.stock_class = stock_class
+    return Client
+
+
+def _num_wanted(config: PreTrainedConfig, arguments: dict[str, Any]) -> int | None:
+    """How many of the last hidden states a forward with these arguments uses; None: all."""
+    num_kept = arguments.get("logits_to_keep")
+    returns_hidden = arguments.get("output_hidden_states")
+    if returns_hidden or (returns_hidden is None and config.output_hidden_states):
+        return None
+    return num_kept if isinstance(num_kept, int) and num_kept > 0 else None
+
+
+def _as_block(block_class: type[nn.Module]) -> type[RemoteBlocks]:
+    """RemoteBlocks that also is a ``block_class``: transformers records hidden states of modules by their class."""
+    return type("RemoteBlocks", (RemoteBlocks, block_class), {})
+
+
+def _context_hook(owner: nn.Module, blocks: RemoteBlocks, embedding: str):
+    """Tells the remote blocks mask, positions and cache of each forward of their owner; puts prompts before its input.
+
+    They are caught at the owner because what it hands to a block differs between families.
+    """
+    names = list(inspect.signature(owner.forward).parameters)
+
+    def hook(_module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+        given = {**dict(zip(names, args, strict=False)), **kwargs}
+        cache = given.get("past_key_values")
+        may_cache = cache is None and given.get("use_cache") is not False and not torch.is_grad_enabled()
+        if may_cache and not blocks.remote.added.drops:  # sessions drop nothing
+            cache = RemoteCache(blocks.remote, num_virtual=blocks.num_virtual)
+        session = None if cache is None else session_of(cache, blocks.remote, blocks.num_virtual)
+        past = 0 if session is None else session.length
+        if blocks.prompts is not None:
+            positions = {"position_ids": given.get("position_ids")} if "position_ids" in names else {}
+            given = blocks.prompts.before(given | positions, getattr(owner, embedding), past)
+        blocks.set_context(given.get("attention_mask"), given.get("position_ids"), session)
+        return (), {**given, "past_key_values": cache, "use_cache": cache is not None}
+
+    return hook

@@ -1,0 +1,89 @@
+"""Hugging Face's Trainer for what a client trains, and what it says and does between steps."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from types import FrameType
+from typing import Any
+
+from tqdm import tqdm
+from transformers import ProgressCallback, Trainer, TrainerCallback, TrainerControl, TrainerState
+
+from swarm_client.trained import restore_trained
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+class AdapterTrainer(Trainer):
+    """Saves and loads the adapter or the prompts alone; the rest of the model never changes."""
+
+    def compute_loss(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        return super().compute_loss(model, {**inputs, "use_cache": False}, *args, **kwargs)
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        self.model.save_pretrained(output_dir or self.args.output_dir)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        restore_trained(self.model, resume_from_checkpoint)
+
+    def _load_best_model(self) -> None:
+        restore_trained(self.model, self.state.best_model_checkpoint)
+
+
+class Lines(TrainerCallback):
+    """A line for each loss, above the progress bar if there is one."""
+
+    def on_log(self, _args: Any, state: TrainerState, _control: Any, logs: dict[str, Any], **_others: Any) -> None:
+        if "eval_loss" in logs:
+            tqdm.write(f"step {state.global_step}/{state.max_steps}: validation loss {logs['eval_loss']:.3f}")
+        elif "loss" in logs:
+            tqdm.write(f"step {state.global_step}/{state.max_steps}: loss {logs['loss']:.3f}")
+        sys.stdout.flush()
+
+
+class Bar(ProgressCallback):
+    """The stock progress bar without its lines."""
+
+    def on_log(self, *_args: Any, **_others: Any) -> None:
+        pass
+
+
+class LastStep(TrainerCallback):
+    """The last step is validated, whatever its number."""
+
+    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **_others: Any) -> None:
+        if state.global_step >= state.max_steps and args.eval_strategy != "no":
+            control.should_evaluate = True
+
+
+class Interrupt(TrainerCallback):
+    """Inside it, a first Ctrl-C or SIGTERM ends the run with a checkpoint after the step at hand; a second, at once.
+
+    Attributes:
+        asked: the run was told to end.
+    """
+
+    def __init__(self) -> None:
+        self.asked = False
+        self._before: dict[signal.Signals, Any] = {}
+
+    def __enter__(self) -> Interrupt:
+        self._before = {number: signal.signal(number, self._ask) for number in _SIGNALS}
+        return self
+
+    def __exit__(self, *_exception: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _ask(self, _number: int, _frame: FrameType | None) -> None:
+        if self.asked:
+            raise KeyboardInterrupt
+        self.asked = True
+        print("\nending after this step, with a checkpoint; once more to end now", file=sys.stderr, flush=True)
+
+    def on_step_end(self, _args: Any, _state: Any, control: TrainerControl, **_others: Any) -> None:
+        if self.asked:
+            control.should_save = control.should_training_stop = True
+
+    on_evaluate = on_step_end

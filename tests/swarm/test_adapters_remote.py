@@ -1,0 +1,244 @@
+"""Adapters over the wire: put, named, computed with, their gradients sent back, refused, forgotten."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import grpc
+import pytest
+import torch
+
+from swarm_protocol.adapters import Adapter, LowRank, Prompt
+from swarm_protocol.codec import Assembler, decode
+from swarm_protocol.pb import swarm_pb2 as pb
+from swarm_protocol.records import ServerRecord
+from swarm_protocol.span import Span
+from swarm_protocol.wire import PART_BYTES, WIRE_VERSION
+from tests.adapted import LocalModel
+from tests.swarm.harness import InProcessServers
+from tests.swarm.raw_client import Answer, RawClient
+from tests.swarm.target import CLOSE, FULL, INVALID, assert_close, assert_one_sentence, wire
+from tests.swarm.waiting import wait_for
+from tests.zoo import HIDDEN, save_checkpoint
+
+HOSTED = Span(1, 5)
+BUDGET = 200_000  # bytes of adapters
+MISSING = grpc.StatusCode.ABORTED
+OK = grpc.StatusCode.OK
+
+
+@dataclass
+class Target:
+    """A server, and the local model with an adapter of PEFT's, which the server has loaded too, as ``poet``."""
+
+    client: RawClient
+    local: LocalModel
+
+    def forward(self, hidden: torch.Tensor, adapter: pb.AdapterName | None = None, **fields) -> pb.Forward:
+        return pb.Forward(contract=self.contract(), hidden=wire(hidden), adapter=adapter, **fields)
+
+    def contract(self) -> pb.Contract:
+        record: ServerRecord = self.client.record
+        blocks = pb.Span(start=HOSTED.start, end=HOSTED.end)
+        return pb.Contract(wire_version=WIRE_VERSION, model=record.model, revision=record.revision, blocks=blocks)
+
+    def adapter(self) -> Adapter:
+        """Another one of each client: nobody else knows its salt."""
+        return self.local.adapter(HOSTED, salt=secrets.token_bytes(16))
+
+    def put(self, adapter: Adapter, part_bytes: int = PART_BYTES) -> pb.AdapterName:
+        data, key = adapter.serialize()
+        answer = self.client.put_adapter(*parts(data, part_bytes))
+        assert (answer.status, [reply.key for reply in answer.replies]) == (OK, [key]), answer
+        return pb.AdapterName(key=key)
+
+    def output(self, hidden: torch.Tensor, adapter: pb.AdapterName | None = None, **fields) -> torch.Tensor:
+        answer = self.client.forward(pb.ForwardRequest(forward=self.forward(hidden, adapter, **fields)))
+        assert answer.status is OK, answer
+        (output,) = tensors(answer)
+        return output
+
+    def gradients(
+        self, hidden: torch.Tensor, grad: torch.Tensor, adapter: pb.AdapterName | None = None, **fields
+    ) -> list[torch.Tensor]:
+        answer = self.client.backward(
+            pb.BackwardRequest(forward=self.forward(hidden, adapter, **fields)), pb.BackwardRequest(grad=wire(grad))
+        )
+        assert answer.status is OK, answer
+        return tensors(answer)
+
+
+def parts(data: bytes, part_bytes: int = PART_BYTES) -> list[pb.PutAdapterRequest]:
+    return [pb.PutAdapterRequest(part=data[i : i + part_bytes]) for i in range(0, len(data), part_bytes)]
+
+
+def tensors(answer: Answer) -> list[torch.Tensor]:
+    """Each begins with an ``output``, and has further parts."""
+    arriving: list[Assembler] = []
+    for reply in answer.replies:
+        if reply.WhichOneof("kind") == "output":
+            assert not arriving or arriving[-1].complete
+            arriving.append(Assembler(reply.output))
+        else:
+            arriving[-1].add(reply.more)
+    return [assembler.tensor() for assembler in arriving]
+
+
+def random(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.fixture(scope="module")
+def local(tmp_path_factory) -> LocalModel:
+    directory = tmp_path_factory.mktemp("adapted")
+    save_checkpoint("llama", directory / "model")
+    model = LocalModel.load(directory / "model", r=4, lora_alpha=6, target_modules=["q_proj", "down_proj"])
+    model.peft.save_pretrained(directory / "poet")
+    return model
+
+
+@pytest.fixture(scope="module")
+def directory(local, tmp_path_factory) -> Path:
+    return next(path for path in tmp_path_factory.getbasetemp().glob("adapted*") if (path / "poet").exists())
+
+
+@pytest.fixture(scope="module")
+def target(local, directory) -> Iterator[Target]:
+    options = dict(adapters=(directory / "poet",), adapter_bytes=BUDGET, chunk_tokens=16)
+    with InProcessServers(directory / "model") as servers:
+        servers.start(str(HOSTED), **options)
+        (record,) = servers.records()
+        with RawClient(record) as client:
+            yield Target(client, local)
+
+
+def test_training_is_that_of_peft(target):
+    name = target.put(target.adapter(), part_bytes=1000)
+    hidden, grad = random(5, 6, HIDDEN), random(5, 6, HIDDEN, seed=1)  # in pieces of two rows
+    assert_close(target.output(hidden, name), target.local.run(HOSTED, hidden))
+    expected = target.local.gradients(HOSTED, hidden, grad)
+    actual = target.gradients(hidden, grad, name)
+    assert len(actual) == len(expected) == 1 + 2 * 2 * len(HOSTED)
+    for one, other in zip(actual, expected, strict=True):
+        assert_close(one, other)
+    assert (target.output(hidden) - target.output(hidden, name)).abs().max() > 1
+
+
+def test_dropout_is_the_same_in_every_pass(target):
+    adapter = target.local.adapter(HOSTED, salt=secrets.token_bytes(16), dropout=0.5)
+    name = target.put(adapter)
+    hidden, grad = random(5, 6, HIDDEN), random(5, 6, HIDDEN, seed=1)
+    outputs = [target.output(hidden, name, dropout_seed=seed) for seed in (0, 3, 3, 2**64 - 1)]
+    assert torch.equal(outputs[1], outputs[2])
+    assert_close(outputs[0], target.local.run(HOSTED, hidden))
+    assert not torch.allclose(outputs[0], outputs[1]) and not torch.allclose(outputs[1], outputs[3])
+    alike = target.output(hidden[:1].expand(5, -1, -1), name, dropout_seed=3)  # in pieces of two rows
+    assert len({tuple(row) for row in alike[:, 0].tolist()}) == 5
+    whole = target.gradients(hidden, grad, name, dropout_seed=3)
+    assert all(map(torch.equal, whole, target.gradients(hidden, grad, name, dropout_seed=3)))
+    # The output is linear in each b: its gradient foretells exactly what a change of b changes.
+    change = [random(*part.b.shape, seed=2) for part in adapter.low_rank[-1:]]
+    last = adapter.low_rank[-1]
+    moved = LowRank(last.block, last.module, last.scaling, last.a, last.b + change[0], last.dropout)
+    moved_name = target.put(Adapter(adapter.salt, (*adapter.low_rank[:-1], moved)))
+    difference = target.output(hidden, moved_name, dropout_seed=3) - outputs[1]
+    assert last.module == "mlp.down_proj"
+    assert abs((difference * grad).sum() / (whole[-1] * change[0]).sum() - 1) < 1e-3
+
+
+def test_a_name_of_the_server_s_own(target):
+    record = target.client.describe()
+    assert record.adapters == ("poet",)
+    name, hidden, grad = pb.AdapterName(name="poet"), random(2, 6, HIDDEN), random(2, 6, HIDDEN, seed=1)
+    assert_close(target.output(hidden, name), target.local.run(HOSTED, hidden))
+    (actual,) = target.gradients(hidden, grad, name)
+    assert_close(actual, target.local.gradients(HOSTED, hidden, grad)[0])
+
+
+def test_sessions(target):
+    adapter = target.adapter()
+    prompted = Adapter(adapter.salt, adapter.low_rank[:2], (Prompt(2, random(4, HIDDEN, seed=3)),))
+    hidden = random(1, 6, HIDDEN)
+    steps = [
+        pb.SessionRequest(step=pb.Step(number=1, start_position=0, hidden=wire(hidden[:, :3]))),
+        pb.SessionRequest(step=pb.Step(number=2, start_position=3, hidden=wire(hidden[:, 3:]))),
+    ]
+    for name in (None, target.put(adapter), pb.AdapterName(name="poet"), target.put(prompted)):
+        key = secrets.token_bytes(16)
+        opening = pb.Open(contract=target.contract(), session_key=key, batch_size=1, adapter=name)
+        answer = target.client.session(pb.SessionRequest(open=opening), *steps, CLOSE)
+        assert answer.status is OK, answer
+        outputs = [decode(reply.output.hidden) for reply in answer.replies[1:]]
+        assert_close(torch.cat(outputs, 1), target.output(hidden, name))
+
+
+def big() -> Adapter:
+    """Takes more than half of the budget."""
+    return Adapter(
+        secrets.token_bytes(16), (LowRank(2, "self_attn.q_proj", 1.0, torch.zeros(220, 64), torch.zeros(64, 220)),)
+    )
+
+
+def test_a_session_keeps_its_adapter(target):
+    name = target.put(big())
+    opening = pb.Open(contract=target.contract(), session_key=secrets.token_bytes(16), batch_size=1, adapter=name)
+    with target.client.open_session(pb.SessionRequest(open=opening)):
+        answer = target.client.put_adapter(*parts(big().serialize()[0]))
+        assert (answer.replies, answer.status) == ([], FULL)
+        assert_one_sentence(answer.details, f"no room for .* of {BUDGET} bytes are in use")
+        target.output(random(1, 3, HIDDEN), name)
+    other = big()
+    wait_for(lambda: target.client.put_adapter(*parts(other.serialize()[0])).status is OK, "the session is closed")
+    target.output(random(1, 3, HIDDEN), pb.AdapterName(key=other.serialize()[1]))
+    answer = target.client.forward(pb.ForwardRequest(forward=target.forward(random(1, 3, HIDDEN), name)))
+    assert (answer.replies, answer.status) == ([], MISSING)
+
+
+UNKNOWN = {
+    "key": (pb.AdapterName(key=bytes(32)), MISSING, "does not have the adapter"),
+    "name": (pb.AdapterName(name="cook"), INVALID, "has loaded no adapter 'cook': expected one of its own, poet"),
+    "long name": (pb.AdapterName(name="c" * 10_000), INVALID, "has loaded no adapter 'ccc"),
+    "neither": (pb.AdapterName(), INVALID, "neither key nor name"),
+}
+
+
+@pytest.mark.parametrize("kind", UNKNOWN)
+def test_unknown_adapters(target, kind):
+    name, status, sentence = UNKNOWN[kind]
+    hidden = random(1, 3, HIDDEN)
+    opening = pb.Open(contract=target.contract(), session_key=secrets.token_bytes(16), batch_size=1, adapter=name)
+    for answer in (
+        target.client.forward(pb.ForwardRequest(forward=target.forward(hidden, name))),
+        target.client.backward(pb.BackwardRequest(forward=target.forward(hidden, name))),
+        target.client.session(pb.SessionRequest(open=opening)),
+    ):
+        assert (answer.replies, answer.status) == ([], status)
+        assert_one_sentence(answer.details, sentence)
+
+
+def test_streams_that_are_refused(target):
+    data = target.adapter().serialize()[0]
+    low_rank = LowRank(2, "self_attn.q_proj", 1.0, torch.zeros(2, 64), torch.zeros(64, 2))
+    for requests, sentence in (
+        ([], "salt has 0 bytes"),
+        ([pb.PutAdapterRequest()], "salt has 0 bytes"),
+        ([*parts(data)[:-1], pb.PutAdapterRequest(part=data[:-1])], "cannot be read"),
+        (parts(data + b"1"), "cannot be read"),
+        (parts(bytes(BUDGET + 1)), f"larger than {BUDGET} bytes"),
+        (parts(Adapter(bytes(16), (low_rank, low_rank)).serialize()[0]), "has low-rank matrices twice"),
+        (parts(target.local.adapter(Span(0, 3)).serialize()[0]), "is for block 0, but this server holds blocks 1:5"),
+        (parts(Adapter(bytes(3), (low_rank,)).serialize()[0]), "salt has 3 bytes"),
+    ):
+        answer = target.client.put_adapter(*requests)
+        assert (answer.replies, answer.status) == ([], INVALID), answer
+        assert_one_sentence(answer.details, sentence)
+    target.put(target.adapter())
+
+
+def test_a_server_does_not_start_with_what_does_not_fit(local, directory, tmp_path):
+    (tmp_path / "adapter_config.json").write_text('{"peft_type": "IA3"}')
+    with InProcessServers(directory / "model") as servers, pytest.raises(ValueError, match="expected LORA"):
+        servers.start("0:6", adapters=(tmp_path,))

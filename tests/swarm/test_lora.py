@@ -1,0 +1,494 @@
+"""LoRA in remote blocks trains, saves, loads and generates as plain PEFT does on the whole model."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Iterator
+
+import peft
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+
+from swarm_client import DistributedModelForSequenceClassification, NoRoute
+from tests.swarm.harness import InProcessServers
+from tests.swarm.pair import connected, random_ids
+from tests.swarm.tuning import assert_close, lora, loss_of, padded_batch, trained, tuned, whole_model
+from tests.zoo import save_checkpoint
+
+SPANS = ("0:2", "2:6")
+BATCH = padded_batch()
+FAMILIES = {
+    "llama": ("q_proj", "v_proj"),
+    "gpt2": ("c_attn", "c_proj"),
+    "falcon-7b": ("query_key_value", "dense"),
+    "mixtral": ("q_proj", "o_proj"),
+    "opt-projected": ("v_proj", "fc1"),
+    "gpt_oss": r".*\.(q_proj|o_proj)",
+    "qwen3": "all-linear",
+}
+
+
+def served(name: str, directory) -> InProcessServers:
+    save_checkpoint(name, directory)
+    servers = InProcessServers(directory)
+    servers.start(*SPANS)
+    return servers
+
+
+@pytest.fixture(scope="module")
+def servers(tmp_path_factory) -> Iterator[InProcessServers]:
+    with served("llama", tmp_path_factory.mktemp("llama")) as servers:
+        yield servers
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def family(request, tmp_path_factory) -> Iterator[tuple[InProcessServers, LoraConfig]]:
+    with served(request.param, tmp_path_factory.mktemp(request.param)) as servers:
+        yield servers, lora(FAMILIES[request.param])
+
+
+# ------------------------------------------------------------ training
+
+
+def test_gradients_and_steps(family):
+    with tuned(*family) as pair:
+        pair.train(1, loss_of(**BATCH))
+        for model in pair.models:
+            model.zero_grad()
+            loss_of(**BATCH)(model).backward()
+        for local, remote in zip(*pair.parameters, strict=True):
+            assert local.grad.abs().max() > 0
+            assert_close(remote.grad, local.grad)
+        pair.train(3, loss_of(**BATCH))
+        pair.assert_same_weights()
+        pair.assert_same_logits(input_ids=BATCH["input_ids"], attention_mask=BATCH["attention_mask"])
+
+
+def test_gradients_of_inputs(servers):
+    with tuned(servers, lora()) as pair:
+        pair.train(1, loss_of(**BATCH))
+        grads = []
+        for model in pair.models:
+            embeddings = model.get_input_embeddings()(BATCH["input_ids"]).detach().requires_grad_(True)
+            model(inputs_embeds=embeddings, attention_mask=BATCH["attention_mask"]).logits.square().mean().backward()
+            grads.append(embeddings.grad)
+        assert_close(grads[1], grads[0])
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"use_rslora": True},
+        {"alpha_pattern": {"v_proj": 3}, "rank_pattern": {r"layers\.1\.self_attn\.q_proj": 2}},
+        {"target_modules": r".*layers\.[35]\.mlp\.(up|down)_proj"},
+        {"layers_to_transform": [4]},
+        {"init_lora_weights": "gaussian"},
+        {"init_lora_weights": "orthogonal"},
+        {"exclude_modules": r".*layers\.0\..*"},
+    ],
+    ids=lambda options: next(iter(options)),
+)
+def test_options_of_peft(servers, options):
+    with tuned(servers, lora(**{"targets": options.pop("target_modules", ("q_proj", "v_proj")), **options})) as pair:
+        pair.train(3, loss_of(**BATCH))
+        pair.assert_same_weights()
+        pair.assert_same_logits(input_ids=BATCH["input_ids"])
+
+
+def test_gradient_accumulation(servers):
+    batches = [padded_batch(seed=seed) for seed in (1, 2, 3)]
+    with tuned(servers, lora()) as pair:
+        pair.train(3, lambda model: sum(model(**batch).loss for batch in batches))
+        pair.assert_same_weights()
+
+
+def test_many_micro_batches(servers):
+    batch = padded_batch(rows=12, tokens=40)
+    with tuned(servers, lora()) as pair:
+        pair.train(2, loss_of(**batch))
+        pair.assert_same_weights()
+
+
+def test_bfloat16_autocast(servers):
+    """What the client computes is rounded, its head above all; servers compute as they do."""
+    with tuned(servers, lora()) as pair:
+        pair.train(1, loss_of(**BATCH))
+        for model, enabled in zip(pair.models, (False, True), strict=True):
+            model.zero_grad()
+            with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+                loss = model(**BATCH).loss
+            loss.backward()
+        for local, remote in zip(*pair.parameters, strict=True):
+            assert remote.grad.dtype == torch.float32
+            assert not torch.equal(remote.grad, local.grad)
+            assert_close(remote.grad, local.grad, relative=0.05)
+
+
+def test_only_the_adapter_is_trained(servers):
+    with connected(servers) as remote:
+        remote.add_adapter(lora())
+        names = [name for name, parameter in remote.named_parameters() if parameter.requires_grad]
+        assert len(names) == 24 and all(".lora_" in name for name in names)
+        assert all(parameter.device.type != "meta" for parameter in remote.parameters())
+
+
+def test_blocks_by_hand(servers):
+    with tuned(servers, lora()) as pair:
+        pair.train(2, loss_of(**BATCH))
+        ids = BATCH["input_ids"][1:]
+        layers = pair.local.base_model.model.model
+        between = torch.nn.Linear(64, 64)
+        results = []
+        for remote in (False, True):
+            hidden = layers.embed_tokens(ids)
+            positions = torch.arange(ids.shape[1])[None]
+            rotary = layers.rotary_emb(hidden, positions)
+            mask = torch.ones(ids.shape[1], ids.shape[1], dtype=torch.bool).tril()[None, None]
+
+            def whole(hidden, span, rotary=rotary, mask=mask):
+                for layer in layers.layers[span]:
+                    hidden = layer(hidden, attention_mask=mask, position_embeddings=rotary)
+                return hidden
+
+            for module in (*pair.models, between):
+                module.zero_grad()
+            blocks = pair.remote.blocks
+            hidden = blocks[0:3](hidden) if remote else whole(hidden, slice(0, 3))
+            hidden = hidden + between(hidden)
+            hidden = blocks[3:6](hidden) if remote else whole(hidden, slice(3, 6))
+            hidden.square().mean().backward()
+            model = pair.models[remote]
+            results.append([hidden.detach(), between.weight.grad, *(parameter.grad for parameter in trained(model))])
+        for local, remote in zip(*results, strict=True):
+            assert_close(remote, local)
+
+
+def test_quantised_blocks(tmp_path):
+    """Gradients are those of the whole model but for what rounding its weights to int8 changes."""
+    save_checkpoint("llama", tmp_path / "llama")
+    with InProcessServers(tmp_path / "llama") as servers:
+        servers.start(*SPANS, quant="int8")
+        with tuned(servers, lora()) as pair:
+            for model in pair.models:
+                torch.manual_seed(1)
+                for parameter in trained(model):
+                    torch.nn.init.normal_(parameter, std=0.05)
+                loss_of(**BATCH)(model).backward()
+            for local, remote in zip(*pair.parameters, strict=True):
+                cosine = torch.cosine_similarity(remote.grad.flatten(), local.grad.flatten(), dim=0)
+                assert cosine > 0.98 and not torch.equal(remote.grad, local.grad)
+
+
+# ------------------------------------------------------------ dropout
+
+
+def test_dropout_is_for_training_only(servers):
+    with tuned(servers, lora(lora_dropout=0.5)) as pair:
+        for parameter in pair.parameters[1]:
+            torch.nn.init.normal_(parameter, std=0.1)
+        remote, ids = pair.remote, BATCH["input_ids"]
+        remote.train()
+        assert not torch.equal(remote(ids).logits, remote(ids).logits)
+        with torch.no_grad():
+            assert not torch.equal(remote(ids).logits, remote(ids).logits)
+        torch.manual_seed(1)
+        first = remote(ids).logits
+        torch.manual_seed(1)
+        assert torch.equal(remote(ids).logits, first)
+        remote.eval()
+        assert torch.equal(remote(ids).logits, remote(ids).logits)
+
+
+def test_dropout_of_backward_is_that_of_forward(servers):
+    """The loss is linear in B at its zeros: its gradient times a small step is what the loss changes by."""
+    with tuned(servers, lora(lora_dropout=0.5)) as pair:
+        remote = pair.remote.train()
+
+        def loss() -> torch.Tensor:
+            torch.manual_seed(7)
+            return remote(**BATCH).loss
+
+        loss().backward()
+        step = 1e-3
+        parameters = trained(remote)
+        squares = sum(parameter.grad.square().sum() for parameter in parameters)
+        with torch.no_grad():
+            lengths = []
+            for sign in (1, -2):
+                for parameter in parameters:
+                    parameter += sign * step * parameter.grad
+                lengths.append(loss())
+        assert abs((lengths[0] - lengths[1]) / (2 * step) / squares - 1) < 0.02
+
+
+def test_equal_rows_of_different_micro_batches_drop_different_elements(servers):
+    with connected(servers) as remote:
+        remote.add_adapter(lora(lora_dropout=0.5, init_lora_weights="orthogonal"))
+        ids = random_ids(1, 64, seed=1).expand(4, -1)
+        rows = remote.train()(ids).logits
+        assert not any(torch.equal(rows[i], rows[j]) for i in range(4) for j in range(i))
+
+
+# ------------------------------------------------------------ files
+
+
+def test_saved_here_loads_in_peft(family, tmp_path):
+    servers, _ = family
+    with tuned(*family) as pair:
+        pair.train(2, loss_of(**BATCH))
+        pair.remote.save_pretrained(tmp_path)
+        assert json.loads((tmp_path / "adapter_config.json").read_text())["base_model_name_or_path"] == str(
+            servers.model
+        )
+        base = AutoModelForCausalLM.from_pretrained(servers.model, dtype=torch.float32)
+        again = PeftModel.from_pretrained(base, tmp_path)
+        ids = BATCH["input_ids"]
+        with torch.no_grad():
+            assert_close(pair.remote.eval()(ids).logits, again(ids).logits)
+
+
+def test_saved_by_peft_loads_here_and_trains_on(family, tmp_path):
+    servers, _ = family
+    with tuned(*family) as pair:
+        pair.train(2, loss_of(**BATCH))
+        pair.local.save_pretrained(tmp_path)
+        with connected(servers) as remote:
+            remote.load_adapter(tmp_path)
+            assert trained(remote) == []
+            ids = BATCH["input_ids"]
+            with torch.no_grad():
+                assert_close(remote(ids).logits, pair.local.eval()(ids).logits)
+        with connected(servers) as remote:
+            remote.load_adapter(tmp_path, trainable=True)
+            on = type(pair)(pair.local, remote)
+            on.train(2, loss_of(**BATCH))
+            on.assert_same_weights()
+
+
+def test_several_adapters_by_name(servers, tmp_path):
+    ids = BATCH["input_ids"]
+    with tuned(servers, lora()) as pair:
+        remote = pair.remote
+        pair.train(1, loss_of(**BATCH))
+        with torch.no_grad():
+            plain, first = whole_model(servers.model)(ids).logits, remote(ids).logits
+            remote.add_adapter(lora(["o_proj"], init_lora_weights="orthogonal"), "other")
+            assert remote.active_adapters() == ["other"]
+            second = remote(ids).logits
+            remote.disable_adapters()
+            assert torch.equal(remote(ids).logits, plain)
+            remote.enable_adapters()
+            remote.set_adapter("default")
+            assert torch.equal(remote(ids).logits, first) and not torch.equal(first, second)
+            remote.delete_adapter("other")
+            remote.delete_adapter("default")
+            assert torch.equal(remote(ids).logits, plain)
+        remote.add_adapter(lora())
+
+
+def test_files_that_do_not_fit_are_refused(servers, tmp_path):
+    with tuned(servers, lora()) as pair:
+        pair.remote.save_pretrained(tmp_path)
+        config = json.loads((tmp_path / "adapter_config.json").read_text())
+        (tmp_path / "adapter_config.json").write_text(json.dumps(config | {"target_modules": ["q_proj"]}))
+        with connected(servers) as remote:
+            with pytest.raises(ValueError, match=r"does not fit its config or this model: tensor .*v_proj"):
+                remote.load_adapter(tmp_path)
+            with pytest.raises(ValueError, match="No adapter loaded"):
+                remote.active_adapters()
+
+
+# ------------------------------------------------------------ generation
+
+
+@pytest.mark.parametrize("options", [{}, {"num_beams": 3}], ids=["greedy", "beams"])
+def test_tokens(servers, options):
+    ids, mask = BATCH["input_ids"], BATCH["attention_mask"]
+    with tuned(servers, lora()) as pair:
+        pair.train(3, loss_of(**BATCH))
+        known = {"attention_mask": mask, "max_new_tokens": 10, "do_sample": False, **options}
+        local, remote = (model.eval().generate(input_ids=ids, **known) for model in pair.models)
+        assert torch.equal(remote, local)
+        plain = whole_model(servers.model).generate(ids, **known)
+        assert not torch.equal(remote, plain)
+
+
+def test_two_clients_with_different_adapters_at_once(servers):
+    ids = random_ids(1, 9, seed=3)
+    with (
+        tuned(servers, lora()) as one,
+        tuned(servers, lora(["o_proj", "down_proj"])) as two,
+        connected(servers) as bare,
+    ):
+        for seed, pair in enumerate((one, two)):
+            pair.train(2 + seed, loss_of(**padded_batch(seed=seed)))
+        remotes, locals_ = [one.remote, two.remote, bare], [one.local, two.local, whole_model(servers.model)]
+        caches = [model.eval().new_cache() for model in remotes]
+        tokens = [ids] * 3
+        for _ in range(8):
+            for number, (model, cache) in enumerate(zip(remotes, caches, strict=True)):
+                with torch.no_grad():
+                    new = tokens[number] if not cache.get_seq_length() else tokens[number][:, -1:]
+                    logits = model(new, past_key_values=cache).logits
+                tokens[number] = torch.cat([tokens[number], logits[:, -1:].argmax(-1)], 1)
+        for model, found in zip(locals_, tokens, strict=True):
+            assert torch.equal(found, model.eval().generate(input_ids=ids, max_new_tokens=8, do_sample=False))
+
+
+def test_a_session_keeps_the_adapter_it_began_with(servers):
+    ids = random_ids(1, 12, seed=4)
+    with tuned(servers, lora()) as pair:
+        pair.train(1, loss_of(**BATCH))
+        remote = pair.remote.eval()
+        with torch.no_grad():
+            before = remote(ids, use_cache=False).logits
+            cache = remote.new_cache()
+            first = remote(ids[:, :5], past_key_values=cache).logits
+        pair.train(1, loss_of(**BATCH))
+        remote.eval()
+        with torch.no_grad():
+            second = remote(ids[:, 5:], past_key_values=cache).logits
+            assert_close(torch.cat([first, second], 1), before)
+            after = remote(ids).logits
+            assert not torch.equal(after, before)
+            assert_close(after, pair.local.eval()(ids).logits)
+
+
+# ------------------------------------------------------------ adapters of the servers
+
+
+def test_an_adapter_of_the_servers(servers, tmp_path):
+    ids = BATCH["input_ids"]
+    with tuned(servers, lora()) as pair:
+        pair.train(2, loss_of(**BATCH))
+        pair.local.save_pretrained(tmp_path / "polite")
+        with torch.no_grad():
+            expected = pair.local.eval()(ids).logits
+    with InProcessServers(servers.model) as others:
+        others.start(*SPANS)
+        with (
+            connected(others, adapter="polite", wait_timeout_s=0) as remote,
+            pytest.raises(NoRoute, match="2 servers without adapter polite"),
+        ):
+            remote(ids)
+        for span in SPANS:
+            others.start(span, adapters=(tmp_path / "polite",))
+        with connected(others, adapter="polite") as remote, torch.no_grad():
+            assert_close(remote(ids).logits, expected)
+            assert_close(remote(ids, use_cache=False).logits, expected)
+            with pytest.raises(ValueError, match="uses adapter 'polite' of the servers"):
+                remote.add_adapter(lora())
+        with connected(others) as remote, torch.no_grad():
+            assert torch.equal(remote(ids).logits, whole_model(servers.model)(ids).logits)
+
+
+# ------------------------------------------------------------ what is refused
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (lora(use_dora=True), "use_dora is not possible in remote blocks"),
+        (lora(init_lora_weights="pissa"), "init_lora_weights='pissa' needs the weights"),
+        (lora(init_lora_weights="olora"), "init_lora_weights='olora' needs the weights"),
+        (lora(bias="all"), "bias='all' would train weights of the servers"),
+        (lora(lora_bias=True), "lora_bias is not possible"),
+        (lora(target_parameters=["self_attn.q_proj.weight"]), "target_parameters is not possible"),
+        (lora(modules_to_save=["mlp"]), "modules_to_save names '0.mlp', whose weights are on servers"),
+        (lora(["input_layernorm"]), "not supported"),
+        (lora(["nowhere"]), "nowhere"),
+        (
+            peft.IA3Config(target_modules=["k_proj"], feedforward_modules=[]),
+            "IA3Config: remote blocks take a peft.LoraConfig",
+        ),
+    ],
+    ids=lambda value: value[:12].split(" ")[0] if isinstance(value, str) else "",
+)
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_refused_options(servers, config, message):
+    with connected(servers) as remote:
+        before = {name: parameter.requires_grad for name, parameter in remote.named_parameters()}
+        with pytest.raises(ValueError, match=message):
+            remote.add_adapter(config)
+        assert before == {name: parameter.requires_grad for name, parameter in remote.named_parameters()}
+        remote.add_adapter(lora())
+
+
+def test_experts_are_refused(tmp_path):
+    with served("mixtral", tmp_path / "mixtral") as servers, connected(servers) as remote:
+        for targets in (["q_proj", "w2"], "all-linear"):
+            with pytest.raises(ValueError, match="target_modules reaches experts"):
+                remote.add_adapter(lora(targets))
+
+
+# ------------------------------------------------------------ beside the blocks
+
+
+def test_targets_outside_blocks(servers):
+    with tuned(servers, lora(["q_proj", "lm_head"])) as pair:
+        pair.train(3, loss_of(**BATCH))
+        pair.assert_same_logits(input_ids=BATCH["input_ids"])
+
+
+def test_a_classifier_keeps_its_head(tmp_path):
+    directory = tmp_path / "llama"
+    save_checkpoint("llama", directory, task="sequence-classification", num_labels=3)
+    from transformers import AutoModelForSequenceClassification
+
+    config = lora(task_type="SEQ_CLS", modules_to_save=["score"])
+    batch = {"input_ids": random_ids(4, 9, seed=5), "labels": torch.tensor([0, 1, 2, 1])}
+    with InProcessServers(directory) as servers:
+        servers.start(*SPANS)
+        with DistributedModelForSequenceClassification.from_pretrained(
+            str(directory), initial_peers=servers.initial_peers, swarm=servers.swarm
+        ) as remote:
+            whole = AutoModelForSequenceClassification.from_pretrained(directory, dtype=torch.float32)
+            torch.manual_seed(0)
+            local = get_peft_model(whole, copy.deepcopy(config))
+            torch.manual_seed(0)
+            remote.add_adapter(config)
+            for model in (local, remote):
+                optimizer = torch.optim.SGD(trained(model), lr=0.1)
+                for _ in range(3):
+                    optimizer.zero_grad()
+                    model.train()(**batch).loss.backward()
+                    optimizer.step()
+            with torch.no_grad():
+                logits = remote.eval()(**batch).logits
+                assert_close(logits, local.eval()(**batch).logits)
+            remote.save_pretrained(tmp_path / "saved")
+            base = AutoModelForSequenceClassification.from_pretrained(directory, dtype=torch.float32)
+            with torch.no_grad():
+                assert_close(PeftModel.from_pretrained(base, tmp_path / "saved")(**batch).logits, logits)
+                remote.delete_adapter("default")
+                remote.load_adapter(tmp_path / "saved")
+                assert_close(remote.eval()(**batch).logits, logits)
+
+
+def test_trainer(servers, tmp_path):
+    data = [{"input_ids": row, "labels": row} for row in random_ids(8, 10, seed=6)]
+    arguments = {
+        "max_steps": 2,
+        "per_device_train_batch_size": 2,
+        "report_to": [],
+        "use_cpu": True,
+        "seed": 3,
+        "optim": "sgd",
+    }
+    results = []
+    with tuned(servers, lora()) as pair:
+        for name, model in zip(("local", "remote"), pair.models, strict=True):
+            options = TrainingArguments(
+                str(tmp_path / name), gradient_accumulation_steps=2, disable_tqdm=True, **arguments
+            )
+            trainer = Trainer(model, options, train_dataset=data)
+            trainer.train()
+            trainer.save_model(tmp_path / name / "end")
+            results.append(PeftModel.from_pretrained(whole_model(servers.model), tmp_path / name / "end"))
+        pair.assert_same_weights()
+    ids = BATCH["input_ids"]
+    with torch.no_grad():
+        assert_close(results[1](ids).logits, results[0](ids).logits)

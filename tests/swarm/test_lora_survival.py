@@ -1,0 +1,116 @@
+"""Servers die while a client trains an adapter or generates with one: gradients and tokens stay the same."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from peft import get_peft_model
+
+from swarm_client.transport import Server
+from tests.swarm.pair import random_ids
+from tests.swarm.survival import SPANS, Client, Fleet, Moments, each_hop
+from tests.swarm.tuning import SEED, assert_close, lora, loss_of, padded_batch, trained, whole_model
+from tests.swarm.waiting import wait_for
+
+BATCH = padded_batch()
+IDS = random_ids(1, 10, seed=31)
+
+
+@pytest.fixture
+def adapted(fleet: Fleet, client: Client):
+    """The whole model and the distributed one, with one adapter that does something."""
+    local = get_peft_model(whole_model(fleet.model), lora()).eval()
+    client.model.add_adapter(lora())
+    for model in (local, client.model):
+        torch.manual_seed(SEED)
+        for parameter in trained(model):
+            torch.nn.init.normal_(parameter, std=0.3)
+    return local, client.model
+
+
+@pytest.fixture
+def assert_same_gradients(adapted) -> Callable[..., None]:
+    def check(between: Callable[[], object] = lambda: None) -> None:
+        for model, action in zip(adapted, (lambda: None, between), strict=True):
+            model.zero_grad()
+            loss = loss_of(**BATCH)(model)
+            action()
+            loss.backward()
+        for local, remote in zip(*map(trained, adapted), strict=True):
+            assert local.grad.abs().max() > 0
+            assert_close(remote.grad, local.grad)
+
+    return check
+
+
+def used(fleet: Fleet, hop: int):
+    return fleet.replicas(SPANS[hop])[0]
+
+
+@each_hop(0, 1)
+def test_killed_between_forward_and_backward(fleet, assert_same_gradients, hop):
+    assert_same_gradients(between=lambda: used(fleet, hop).kill())
+
+
+@pytest.mark.parametrize("name", ["forward", "backward"])
+def test_killed_in_the_middle(fleet, assert_same_gradients, moments: Moments, name):
+    victim = used(fleet, 1)
+    moments.after_hop(name, 1, victim.kill)
+    assert_same_gradients()
+    assert not victim.alive
+
+
+def test_dropout_is_the_same_after_a_failure(fleet, client):
+    client.model.add_adapter(lora(lora_dropout=0.5, init_lora_weights="orthogonal"))
+    model, grads = client.model.train(), []
+    for action in (lambda: None, lambda: used(fleet, 1).kill()):
+        model.zero_grad()
+        torch.manual_seed(1)
+        loss = loss_of(**BATCH)(model)
+        action()
+        loss.backward()
+        grads.append([parameter.grad.clone() for parameter in trained(model)])
+    for first, second in zip(*grads, strict=True):
+        assert first.abs().max() > 0
+        assert_close(second, first)
+
+
+@each_hop(0, 2)
+def test_killed_in_generation(fleet, client, adapted, moments: Moments, hop):
+    local, remote = adapted
+    known = {"attention_mask": torch.ones_like(IDS), "max_new_tokens": 12, "do_sample": False}
+    expected = local.generate(input_ids=IDS, **known)
+    moments.after_answer(4, lambda: client.kill(hop))
+    assert torch.equal(remote.generate(IDS, **known), expected)
+    assert client.moved_blocks == [SPANS[hop]]
+    assert not torch.equal(expected, fleet.whole.generate(IDS, **known))
+
+
+def test_copies_that_stand_by_have_the_adapter(fleet, client, adapted):
+    local, remote = adapted
+    known = {"attention_mask": torch.ones_like(IDS), "max_new_tokens": 12, "do_sample": False}
+    expected = local.generate(input_ids=IDS, **known)
+    cache = remote.new_cache(standby=True)
+    first = remote.generate(IDS, past_key_values=cache, **{**known, "max_new_tokens": 5})
+    wait_for(lambda: client.chain._copies.num_ready == 3, "every hop has a copy")
+    client.kill(1)
+    known = {**known, "attention_mask": torch.ones_like(first), "max_new_tokens": 7}
+    assert torch.equal(remote.generate(first, past_key_values=cache, **known), expected)
+    assert [recovery.from_copy for recovery in client.recoveries] == [True]
+
+
+def test_a_server_that_forgets_is_given_the_adapter_again(adapted, assert_same_gradients, monkeypatch):
+    """Between any two requests."""
+    put, gifts = Server._put_adapter, []
+
+    async def putting(server: Server, data: bytes, span) -> None:
+        gifts.append(span)
+        if len(gifts) % 2:  # only said to be there
+            return
+        await put(server, data, span)
+
+    monkeypatch.setattr(Server, "_put_adapter", putting)
+    assert_same_gradients()
+    assert len(gifts) == 2 * len(SPANS)
