@@ -1,0 +1,51 @@
+"""What the examples share: flags that name a swarm, and two servers on this machine if none is named."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils.logging import disable_progress_bar
+
+from swarm_client import DistributedModel
+from swarm_client.generation import load_tokenizer
+from swarm_client.nursery import Nursery
+from swarm_protocol.default_model import DEFAULT_MODEL
+
+logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # PEFT imports it
+disable_progress_bar()
+
+
+def flags(description: str) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--swarm", metavar="NAME", help="a swarm that serves the shipped model")
+    parser.add_argument("--initial-peers", nargs="+", default=[], metavar="MULTIADDR", help="its members")
+    return parser
+
+
+@contextmanager
+def connected(args: argparse.Namespace) -> Iterator[tuple[PreTrainedModel, PreTrainedTokenizerBase]]:
+    """The shipped model and its tokenizer; the blocks are on servers."""
+    torch.manual_seed(0)
+    swarm = args.swarm or (None if args.initial_peers else f"example-{os.getpid()}")
+    with (
+        _servers(swarm, start=not (args.swarm or args.initial_peers)),
+        DistributedModel.from_pretrained(DEFAULT_MODEL, args.initial_peers, swarm) as model,
+    ):
+        yield model, load_tokenizer(DEFAULT_MODEL)
+
+
+@contextmanager
+def _servers(swarm: str | None, start: bool) -> Iterator[None]:
+    if not start:
+        yield
+        return
+    print("Starting two servers, for blocks 0:10 and 10:20 …", flush=True)
+    with Nursery() as nursery:
+        nursery.wait_ready([nursery.start("--blocks", blocks, "--swarm", swarm) for blocks in ("0:10", "10:20")])
+        yield
