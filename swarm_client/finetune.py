@@ -59,9 +59,9 @@ def run_finetune(settings: FinetuneSettings, command: str) -> bool:
         return _train(settings, command, model, tokenizer, training, validation, checkpoint)
 
 
-def require_extras() -> None:
+def require_extras(names: tuple[str, ...] = EXTRAS) -> None:
     """Raises ValueError if a package that only fine-tuning needs is missing."""
-    missing = [name for name in EXTRAS if importlib.util.find_spec(name) is None]
+    missing = [name for name in names if importlib.util.find_spec(name) is None]
     if missing:
         raise ValueError(f"finetune needs {', '.join(missing)}: pip install {' '.join(missing)}")
 

@@ -112,8 +112,8 @@ class FinetuneSettings:
     def require_same(self, earlier: str) -> None:
         """Raises ValueError if a run with these settings, as JSON, cannot be resumed with ours."""
         theirs, ours = json.loads(earlier), json.loads(self.as_json())
-        for name in ours.keys() - _MAY_CHANGE:
-            if theirs.get(name) != ours[name]:
+        for name in ours:
+            if name not in _MAY_CHANGE and theirs.get(name) != ours[name]:
                 flag = name.replace("_", "-")
                 raise ValueError(
                     f"the run in {self.output} has --{flag} {theirs.get(name)}, not {ours[name]}: resume it with that"

@@ -53,7 +53,8 @@ class Tokenizing:
         completion = self.tokenizer(text.completion, add_special_tokens=False).input_ids + end
         completion = completion[: self.sequence_length - 1]
         prompt = prompt[max(0, len(prompt) + len(completion) - self.sequence_length) :]
-        yield {"input_ids": prompt + completion, "labels": [IGNORED] * len(prompt) + completion}
+        if len(prompt) + len(completion) > 1:
+            yield {"input_ids": prompt + completion, "labels": [IGNORED] * len(prompt) + completion}
 
 
 @dataclass(frozen=True)

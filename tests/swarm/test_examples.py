@@ -1,0 +1,68 @@
+"""The examples run as their docstrings say, and show what they promise."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+def run(name: str, *arguments: str, cache: Path, stdin: str = "") -> str:
+    """What the example prints."""
+    result = subprocess.run(
+        [sys.executable, str(ROOT / "examples" / name), *arguments],
+        input=stdin,
+        capture_output=True,
+        text=True,
+        timeout=280,
+        env={**os.environ, "XDG_CACHE_HOME": str(cache), "PYTHONPATH": str(ROOT)},
+    )
+    assert result.returncode == 0, result.stderr
+    assert "Traceback" not in result.stderr
+    return result.stdout
+
+
+def test_lora_teaches_a_habit(tmp_path):
+    printed = run("finetune_lora.py", cache=tmp_path)
+    found = re.search(r"begins (\d) of 6 descriptions before, (\d) of 6 after", printed)
+    assert found[1] == "0" and int(found[2]) >= 5
+
+
+@pytest.mark.slow
+def test_prompts_teach_a_habit(tmp_path):
+    printed = run("finetune_prompts.py", "--output", str(tmp_path / "prompts"), cache=tmp_path)
+    found = re.search(r"begins (\d) of 6 descriptions before, (\d) of 6 after", printed)
+    assert found[1] == "0" and int(found[2]) >= 5
+    assert (tmp_path / "prompts" / "prompts.safetensors").exists()
+
+
+@pytest.mark.slow
+def test_classifier_learns(tmp_path):
+    found = re.search(r"Right on held-out snippets: (\d+)% before, (\d+)% after", run("classifier.py", cache=tmp_path))
+    assert int(found[1]) < 75 and int(found[2]) >= 90
+
+
+@pytest.mark.slow
+def test_hidden_states_forgive_typos(tmp_path):
+    found = re.search(r"(\d+) found their original before, (\d+) after", run("hidden_states.py", cache=tmp_path))
+    assert int(found[2]) >= 2 * int(found[1])
+
+
+@pytest.mark.slow
+def test_generate(tmp_path):
+    printed = run("generate.py", "Return a list of", cache=tmp_path)
+    assert printed.count("Return a list of") == 5
+
+
+@pytest.mark.slow
+def test_chat_computes_every_token_once(tmp_path):
+    printed = run("chat.py", cache=tmp_path, stdin="What is a list?\nAnd a tuple?\n")
+    counts = re.findall(r"has (\d+) tokens; (\d+) were computed", printed)
+    assert len(counts) == 2
+    assert all(int(length) - 1 == int(computed) for length, computed in counts)

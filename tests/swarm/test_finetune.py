@@ -1,0 +1,206 @@
+"""``python -m swarm_client finetune`` as a user runs it, on a tiny model."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from peft import PeftModel
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from swarm_client.generation import load_tokenizer
+from swarm_protocol.default_model import DEFAULT_MODEL, locate
+from tests.swarm.harness import InProcessServers
+from tests.swarm.processes import Outcome, run_commands
+from tests.zoo import save_checkpoint
+
+TEXTS = [
+    f"Return the {thing} of the {place}." for thing in ("name", "size", "list") for place in ("file", "line", "end")
+]
+LORA = ["--max-steps", "12", "--learning-rate", "0.01", "--lora-dropout", "0.1", "--target-modules", "q_proj", "v_proj"]
+RUNS = {
+    "lora": [*LORA, "--gradient-accumulation", "2", "--save-every", "5", "--eval-every", "4"],
+    "prompt": ["--method", "prompt", "--num-prompt-tokens", "4", "--epochs", "6", "--learning-rate", "0.1"],
+    "deep-prompt": [
+        *("--method", "deep-prompt", "--max-steps", "30", "--learning-rate", "0.3", "--optimizer", "adamw-8bit"),
+        *("--schedule", "constant", "--num-prompt-tokens", "4", "--early-stopping", "1", "--eval-every", "3"),
+    ],
+}
+
+
+@pytest.fixture(scope="module")
+def servers(tmp_path_factory) -> Iterator[InProcessServers]:
+    directory = tmp_path_factory.mktemp("llama")
+    save_checkpoint("llama", directory, vocab_size=4096)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(Path(locate(DEFAULT_MODEL)) / name, directory)
+    with InProcessServers(directory) as servers:
+        servers.start("0:2", "2:6")
+        yield servers
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory) -> Path:
+    """A directory with data: ``good.jsonl`` and ``broken.jsonl``."""
+    place = tmp_path_factory.mktemp("finetune")
+    lines = [json.dumps({"text": text}) for text in TEXTS * 3]
+    (place / "good.jsonl").write_text("\n".join(lines))
+    (place / "broken.jsonl").write_text("\n".join([*lines[:4], lines[4][:-2]]))
+    return place
+
+
+def command(servers: InProcessServers, place: Path, name: str, *more: str) -> list[str]:
+    where = ["--model", str(servers.model), "--swarm", servers.swarm]
+    data = ["--data", str(place / "good.jsonl"), "--validation-share", "0.2", "--batch-size", "3"]
+    return ["finetune", *where, *data, "--output", str(place / name), *more]
+
+
+@pytest.fixture(scope="module")
+def outcomes(servers, place, cache_home) -> dict[str, Outcome]:
+    commands = [command(servers, place, name, *options) for name, options in RUNS.items()]
+    return dict(zip(RUNS, run_commands("swarm_client", commands, cache_home), strict=True))
+
+
+def history(directory: Path, key: str) -> list[tuple[int, float]]:
+    entries = json.loads((directory / "trainer_state.json").read_text())["log_history"]
+    return [(entry["step"], entry[key]) for entry in entries if key in entry]
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_a_run_lowers_the_loss_and_says_how_to_use_what_it_wrote(outcomes, place, name):
+    outcome, directory = outcomes[name], place / name
+    assert outcome.code == 0, outcome.stderr
+    assert outcome.stderr == "" and outcome.left_behind == []
+    losses = history(directory, "eval_loss")
+    assert losses[0][0] == 0 and min(losses[1:], key=lambda pair: pair[1])[1] < losses[0][1] - 0.1
+    assert "step 0/" in outcome.stdout and f"adapter: {directory}" in outcome.stdout
+    assert f"--adapter {directory}" in outcome.stdout
+    assert (directory / "loss.png").read_bytes().startswith(b"\x89PNG")
+    assert not (directory / "tokens").exists()
+
+
+def test_only_the_adapter_is_saved_and_plain_peft_loads_it(outcomes, servers, place):
+    directory = place / "lora"
+    for saved in (directory, *directory.glob("checkpoint-*")):
+        assert {path.name for path in saved.glob("*.safetensors")} == {"adapter_model.safetensors"}
+        assert len(load_file(saved / "adapter_model.safetensors")) == 24
+    assert sorted(path.name for path in directory.glob("checkpoint-*")) == ["checkpoint-10", "checkpoint-12"]
+    assert [step for step, _ in history(directory, "eval_loss")] == [0, 4, 8, 12]
+    model = AutoModelForCausalLM.from_pretrained(servers.model, dtype=torch.float32)
+    ids = load_tokenizer(servers.model)(TEXTS[0], return_tensors="pt").input_ids
+    with torch.no_grad():
+        before = model(ids, labels=ids).loss
+        after = PeftModel.from_pretrained(model, directory)(ids, labels=ids).loss
+    assert after < before - 0.1
+
+
+def test_early_stopping_keeps_the_best(outcomes, place):
+    directory = place / "deep-prompt"
+    losses = history(directory, "eval_loss")
+    best = min(losses, key=lambda pair: pair[1])[0]
+    if losses[-1][0] < 30:
+        assert losses[-1][0] == best + 3
+    kept = load_file(directory / "prompts.safetensors")
+    saved = load_file(directory / f"checkpoint-{best}" / "prompts.safetensors")
+    assert kept["deep"].shape == (6, 4, 64)
+    assert all(torch.equal(kept[name], saved[name]) for name in kept)
+
+
+@pytest.fixture(scope="module")
+def generated(outcomes, servers, place, cache_home) -> dict[str, str]:
+    where = ["--model", str(servers.model), "--swarm", servers.swarm, "--max-new-tokens", "8", "--temperature", "0"]
+    adapters = {"": [], **{name: ["--adapter", str(place / name)] for name in RUNS}}
+    commands = [["generate", "Return", *where, *options] for options in adapters.values()]
+    found = run_commands("swarm_client", commands, cache_home)
+    assert all(outcome.code == 0 for outcome in found), found
+    return {name: outcome.stdout for name, outcome in zip(adapters, found, strict=True)}
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_generate_with_what_was_trained(generated, name):
+    assert generated[name].startswith("Return")
+    assert generated[name] != generated[""]
+
+
+def interrupted(arguments: list[str], cache: Path) -> subprocess.CompletedProcess:
+    """Runs the command and presses Ctrl-C when it begins to train."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "swarm_client", *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "XDG_CACHE_HOME": str(cache), "OMP_NUM_THREADS": "1"},
+        start_new_session=True,
+    )
+    begun = [process.stdout.readline() for _ in range(2)]
+    os.killpg(process.pid, signal.SIGINT)
+    stdout, stderr = process.communicate(timeout=60)
+    return subprocess.CompletedProcess(arguments, process.returncode, "".join(begun) + stdout, stderr)
+
+
+def test_ctrl_c_saves_and_the_resumed_run_ends_as_if_nothing_had_happened(outcomes, servers, place, cache_home):
+    arguments = command(servers, place, "interrupted", *RUNS["lora"])
+    stopped = interrupted(arguments, cache_home)
+    assert stopped.returncode == 130, stopped
+    assert "Traceback" not in stopped.stderr
+    assert "which is saved; go on with" in stopped.stdout and "--resume" in stopped.stdout
+    (checkpoint,) = (place / "interrupted").glob("checkpoint-*")
+    assert int(checkpoint.name.removeprefix("checkpoint-")) < 12
+    (resumed,) = run_commands("swarm_client", [[*arguments, "--resume"]], cache_home)
+    assert resumed.code == 0, resumed.stderr
+    assert f"going on from {checkpoint}" in resumed.stdout
+    expected, found = (load_file(place / name / "adapter_model.safetensors") for name in ("lora", "interrupted"))
+    assert all(torch.allclose(found[name], tensor, atol=1e-6) for name, tensor in expected.items())
+    for key in ("loss", "eval_loss"):
+        whole, parts = (dict(history(place / name, key)) for name in ("lora", "interrupted"))
+        assert parts == pytest.approx(whole, rel=1e-4)
+
+
+MISTAKES = {
+    "no-data": (["--data", "/nowhere/data.txt"], "/nowhere/data.txt does not exist"),
+    "broken-line": (["--data", "broken.jsonl"], r"line 5 of .*broken\.jsonl is not JSON"),
+    "method": (["--method", "qlora"], "method 'qlora' is unknown: expected one of lora, prompt, deep-prompt"),
+    "another-run": (["--output", "lora"], "has a run already: go on with it by --resume, or choose another --output"),
+    "no-run": (["--resume"], "has no run to resume: leave --resume out to begin one"),
+    "other-settings": (["--output", "lora", "--resume", *LORA, "--rank", "4"], "has --"),
+    "targets": (["--target-modules", "no_proj"], "no_proj"),
+    "length": (["--sequence-length", "999"], "the model has 256 positions: choose a shorter --sequence-length"),
+    "prompts": (["--method", "prompt", "--num-prompt-tokens", "300"], "has 256 positions, 300 of them for the prompt"),
+    "swarm": (["--swarm", "a-swarm-of-nobody"], "no swarm named 'a-swarm-of-nobody'"),
+}
+
+
+@pytest.fixture(scope="module")
+def refusals(outcomes, servers, place, cache_home) -> dict[str, Outcome]:
+    def absolute(argument: str) -> str:
+        return str(place / argument) if argument in ("broken.jsonl", "lora") else argument
+
+    commands = [
+        command(servers, place, f"mistake-{name}", *map(absolute, options)) for name, (options, _) in MISTAKES.items()
+    ]
+    return dict(zip(MISTAKES, run_commands("swarm_client", commands, cache_home), strict=True))
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_mistakes_get_one_sentence(refusals, name):
+    refusals[name].assert_one_sentence(MISTAKES[name][1])
+
+
+def test_generate_without_such_an_adapter(servers, tmp_path, cache_home):
+    where = ["--model", str(servers.model), "--swarm", servers.swarm]
+    outcomes = run_commands(
+        "swarm_client",
+        [["generate", "x", *where, "--adapter", path] for path in (str(tmp_path), "/nowhere/adapter")],
+        cache_home,
+    )
+    outcomes[0].assert_one_sentence("has neither adapter_config.json nor prompts.safetensors")
+    outcomes[1].assert_one_sentence("/nowhere/adapter is no directory")
