@@ -16,6 +16,9 @@ from swarm_protocol.notes import DEFAULT_SWARM, checked_name
 from swarm_protocol.span import Span
 
 
+_LEAVE_S = 20.0  # for all that must be done after draining
+
+
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m swarm_server",
@@ -116,6 +119,8 @@ async def serve(args: argparse.Namespace) -> None:
         if signals > 1:
             os._exit(130)
         server.stop()
+        # Whatever hangs: a server that was told to leave is gone in the end.
+        asyncio.get_running_loop().call_later(args.drain_timeout + _LEAVE_S, os._exit, 1)
         if not server.ready:
             running.cancel()
 
