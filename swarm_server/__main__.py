@@ -15,7 +15,6 @@ from swarm_protocol.errors import SwarmError
 from swarm_protocol.notes import DEFAULT_SWARM, checked_name
 from swarm_protocol.span import Span
 
-
 _LEAVE_S = 20.0  # for all that must be done after draining
 
 
