@@ -223,7 +223,9 @@ def _train(
     history = trainer.state.log_history
     draw_loss_curve(history, settings.output / CURVE)
     if interrupt.asked:
-        print(f"stopped after step {trainer.state.global_step}, which is saved; go on with\n  {go_on}")
+        step = trainer.state.global_step
+        where = f"after step {step}, which is saved; go on" if step else "before the first step; begin again"
+        print(f"stopped {where} with\n  {go_on if step else command}")
         return False
     trainer.save_model()
     trainer.save_state()

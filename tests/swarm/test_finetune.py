@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -132,7 +133,7 @@ def test_generate_with_what_was_trained(generated, name):
 
 
 def interrupted(arguments: list[str], cache: Path) -> subprocess.CompletedProcess:
-    """Runs the command and presses Ctrl-C when it begins to train."""
+    """Runs the command and presses Ctrl-C when some steps are done."""
     process = subprocess.Popen(
         [sys.executable, "-m", "swarm_client", *arguments],
         stdout=subprocess.PIPE,
@@ -141,7 +142,9 @@ def interrupted(arguments: list[str], cache: Path) -> subprocess.CompletedProces
         env={**os.environ, "XDG_CACHE_HOME": str(cache), "OMP_NUM_THREADS": "1"},
         start_new_session=True,
     )
-    begun = [process.stdout.readline() for _ in range(2)]
+    begun: list[str] = []
+    while not begun or (begun[-1] and not re.match(r"step [1-9]", begun[-1])):
+        begun.append(process.stdout.readline())
     os.killpg(process.pid, signal.SIGINT)
     stdout, stderr = process.communicate(timeout=60)
     return subprocess.CompletedProcess(arguments, process.returncode, "".join(begun) + stdout, stderr)
