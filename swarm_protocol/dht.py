@@ -7,7 +7,7 @@ import dataclasses
 import logging
 import re
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -35,6 +35,8 @@ from swarm_protocol.stored_records import BoundedStorage, Validator
 
 JOIN_TIMEOUT_S = 9.0  # an initial peer that does not answer is reported within 10 s
 _CONNECT_TIMEOUT_S = 3.0
+_PUBLISH_TIMEOUT_S = 10.0
+_SHUTDOWN_TIMEOUT_S = 5.0
 _DAEMON_TIMEOUT_S = 20.0  # on a machine that has much else to do
 _PARALLEL_READS = 8  # of shards: all that is on its way at once must arrive within hivemind's 3 s for a reply
 # The whole subkey, which leaves no room for a second owner: hivemind asks for the signature of the first it finds.
@@ -152,6 +154,12 @@ class Dht:
     async def publish(self, record: ServerRecord, lifetime_s: float = LIFETIME_S) -> bool:
         """Stores the record, signed with the node's identity; returns whether some node took it."""
         assert record.peer_id == self.peer_id
+        try:
+            return await asyncio.wait_for(self._publish(record, lifetime_s), _PUBLISH_TIMEOUT_S)
+        except asyncio.TimeoutError:  # hivemind waits for ever for a daemon that is gone
+            return False
+
+    async def _publish(self, record: ServerRecord, lifetime_s: float) -> bool:
         async with self._publishing:
             place = self._places.setdefault(record.model, _Place())
             withdrawn = dataclasses.replace(
@@ -202,8 +210,9 @@ class Dht:
         return dict(sorted(models.items()))
 
     async def shutdown(self) -> None:
-        await self._node.shutdown()
-        await self._p2p.shutdown()
+        for part in (self._node, self._p2p):
+            with suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(part.shutdown(), _SHUTDOWN_TIMEOUT_S)
 
     async def _settle(self, place: _Place, record: ServerRecord, withdrawn: ServerRecord) -> bool:
         """Stores the record in the first shard of its path that has room, ``withdrawn`` where it had other blocks."""

@@ -48,7 +48,6 @@ from swarm_server.service import BlocksService
 _logger = logging.getLogger(__name__)
 _BLOCKS_OF_FREE, _BLOCKS_OF_GIVEN = 0.6, 0.8  # of memory; what is left is for keys and values
 _GRACE_S = 2.0  # for streams that are open when the server stops
-_WITHDRAW_S = 5.0
 _SETTLE_S = 0.3  # servers that join together have read each other's choices after so long
 _MAX_SETTLING = 10  # times that a choice is looked at again
 _NEIGHBOURS_S = (10.0, 40.0)  # between two rounds of measuring the network
@@ -302,9 +301,7 @@ class Server:
 
     async def _withdraw(self) -> None:
         self._record = dataclasses.replace(self._record, state=ServerState.OFFLINE)
-        try:
-            await asyncio.wait_for(self._publish(), _WITHDRAW_S)
-        except asyncio.TimeoutError:  # those who store it may be leaving as well
+        if not await self._dht.publish(self._current_record()):
             _logger.info("the record could not be withdrawn; it expires by itself")
 
     async def _announce_ready(self) -> None:
