@@ -167,7 +167,6 @@ class Swarm:
         Raises:
             NoRoute: some block is still not served after that time, or only by servers to avoid; the message names it.
         """
-
         is_session = like is None and need_tokens > 0
         keep = self._last_chains.get(blocks, ()) if is_session else ()
 
@@ -261,9 +260,7 @@ class Swarm:
     def replica(self, span: Span, need_tokens: int, avoid: Collection[str], like: ServerRecord) -> ServerRecord | None:
         """One other server that could hold a copy of a session over ``span``, as far as is known."""
         servers, _ = self._usable(self._banned() | dict.fromkeys(avoid, FAILED))
-        return best_replica(
-            _alike(servers, like), span, Costs(self._rtts.known, self._rtts.guess_s(False), need_tokens)
-        )
+        return best_replica(_alike(servers, like), span, self.costs(need_tokens))
 
     async def server(self, record: ServerRecord) -> Server:
         """An open connection; raises PeerUnavailable or BadReply if there cannot be one."""

@@ -155,7 +155,7 @@ class Server:
         return min(affordable, num_blocks)
 
     async def _view(self) -> SwarmView:
-        """The servers of the model's revision that is served here, without dead ones on which blocks depend."""
+        """The servers of the model's revision that is served here, without those that are known to be dead."""
         view = await self._dht.view(self._checkpoint.name, self._checkpoint.family.num_blocks)
         kind = self._checkpoint.revision, WIRE_VERSION
         same = SwarmView(tuple(server for server in view.servers if (server.revision, server.wire_version) == kind))
