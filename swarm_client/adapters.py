@@ -11,7 +11,7 @@ from typing import TypeVar
 import torch
 
 from swarm_protocol.adapters import Adapter
-from swarm_protocol.errors import AdapterMissing
+from swarm_protocol.errors import Forgotten
 from swarm_protocol.pb import swarm_pb2 as pb
 from swarm_protocol.span import Span
 
@@ -123,7 +123,7 @@ class Gifts:
         """Makes a request that names the part, which the server is given before, and again if it has forgotten it.
 
         Raises:
-            AdapterMissing: it forgets it every time, or never had one of this name; and what ``request`` raises.
+            Forgotten: it forgets it every time, or never had one of this name; and what ``request`` raises.
         """
         if part is None or part.data is None:
             return await request(None if part is None else part.name)
@@ -136,7 +136,7 @@ class Gifts:
                         self._given.popitem(last=False)
             try:
                 return await request(part.name)
-            except AdapterMissing:
+            except Forgotten:
                 self._given.pop(part.name.key, None)
                 if attempt == _MAX_GIFTS - 1:
                     raise

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import math
+import secrets
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -26,14 +27,21 @@ from swarm_protocol.span import Span
 T = TypeVar("T")
 _MICRO_BATCH_TOKENS = 64  # at least, unless there are not so many
 _MAX_MICRO_BATCHES = 16  # under way at a time
+_KEY_BYTES = 16
 
 
 @dataclass(frozen=True)
 class Visited:
-    """A server that some rows went to, and the hidden states that they entered its blocks with."""
+    """A server that some rows went to.
+
+    Attributes:
+        hidden: with which they entered its blocks.
+        kept_key: under which it keeps what the backward pass needs; empty if it does not.
+    """
 
     hop: Hop
     hidden: WireTensor
+    kept_key: bytes = b""
 
 
 @dataclass(frozen=True)
@@ -49,15 +57,21 @@ class Way:
 
 
 async def forward(
-    swarm: Swarm, span: Span, inputs: BlockInput, need_grad: bool, adapter: Snapshot = NOTHING, dropout_seed: int = 0
+    swarm: Swarm,
+    span: Span,
+    inputs: BlockInput,
+    adapter: Snapshot = NOTHING,
+    dropout_seed: int = 0,
+    first_grad: int | None = None,
 ) -> tuple[list[torch.Tensor], list[Way]]:
-    """The outputs of micro-batches, and the way of each for ``backward`` if ``need_grad``.
+    """The outputs of micro-batches, and the way of each for ``backward``.
 
     Several are under way at once, through as many chains as get all of them done soonest.
 
     Args:
         adapter: is added to the blocks.
         dropout_seed: from which the seeds of micro-batches are derived; 0: nothing is dropped.
+        first_grad: the block where the backward pass will end; None: there will be none, so no ways are returned.
 
     Raises:
         NoRoute: nobody holds some block. RequestRejected: the servers refuse the input.
@@ -65,29 +79,34 @@ async def forward(
     """
     batches = _micro_batches(inputs)
     chains = await swarm.chains(span, [rows.hidden.shape[0] * rows.hidden.shape[1] for rows in batches])
+    ends_at = span.end if first_grad is None else first_grad
 
-    async def one(number: int, rows: BlockInput, chain: Chain) -> tuple[torch.Tensor, Way | None]:
+    async def one(number: int, rows: BlockInput, chain: Chain) -> tuple[torch.Tensor, Way]:
         wire = WireTensor.of(rows.hidden, CODECS[swarm.config.compression])
         context = Context.of(rows, adapter, _seed(dropout_seed, number))
-        output, path = await _forward_rows(swarm, span, wire, context, chain)
-        return output.decode(rows.hidden.shape, rows.hidden.dtype), Way(context, path) if need_grad else None
+        output, path = await _forward_rows(swarm, span, wire, context, chain, ends_at)
+        return output.decode(rows.hidden.shape, rows.hidden.dtype), Way(context, path)
 
     jobs = enumerate(zip(batches, chains, strict=True))
     results = await _together([partial(one, number, *job) for number, job in jobs])
-    return [output for output, _ in results], [way for _, way in results if way is not None]
+    return [output for output, _ in results], [] if first_grad is None else [way for _, way in results]
 
 
 async def _forward_rows(
-    swarm: Swarm, span: Span, hidden: WireTensor, context: Context, chain: Chain
+    swarm: Swarm, span: Span, hidden: WireTensor, context: Context, chain: Chain, first_grad: int
 ) -> tuple[WireTensor, list[Visited]]:
-    """Goes on from where it is with another chain when a server fails."""
+    """Goes on from where it is with another chain when a server fails.
+
+    Servers with blocks from ``first_grad`` on are asked to keep what the backward pass needs.
+    """
     path: list[Visited] = []
     position, patience = span.start, Patience(swarm)
     while True:
         try:
             for hop in chain:
-                output = await _forward_hop(swarm, hop, hidden, context)
-                path.append(Visited(hop, hidden))
+                key = secrets.token_bytes(_KEY_BYTES) if hop.span.end > first_grad else b""
+                output, kept = await _forward_hop(swarm, hop, hidden, context, key)
+                path.append(Visited(hop, hidden, key if kept else b""))
                 hidden, position = output, hop.span.end
                 patience.renew()
             return hidden, path
@@ -96,21 +115,24 @@ async def _forward_rows(
         chain = await patience.chain(Span(position, span.end))
 
 
-async def _forward_hop(swarm: Swarm, hop: Hop, hidden: WireTensor, context: Context) -> WireTensor:
-    """The hop's outputs; raises BadReply if they are wrong."""
+async def _forward_hop(
+    swarm: Swarm, hop: Hop, hidden: WireTensor, context: Context, keep_key: bytes = b""
+) -> tuple[WireTensor, bool]:
+    """The hop's outputs, and whether it keeps what it needs to go back; raises BadReply if they are wrong."""
     server = await swarm.server(hop.server)
-    output = await server.forward(hop.span, hidden, context)
+    output, kept = await server.forward(hop.span, hidden, context, keep_key)
     with _blamed_on(hop):
         output.decode(hidden.header.shape, torch_dtype(output.header.dtype))
-    return output
+    return output, kept
 
 
 async def _backward_hop(
-    swarm: Swarm, hop: Hop, hidden: WireTensor, grad: WireTensor, context: Context
+    swarm: Swarm, part: Visited, grad: WireTensor, context: Context
 ) -> tuple[WireTensor, list[torch.Tensor]]:
     """Gradients of the hop's inputs and of the adapter in it, given that of its outputs; raises BadReply."""
+    hop, hidden = part.hop, part.hidden
     server = await swarm.server(hop.server)
-    input_grad, grads = await server.backward(hop.span, hidden, grad, context)
+    input_grad, grads = await server.backward(hop.span, hidden, grad, context, part.kept_key)
     with _blamed_on(hop):
         input_grad.decode(hidden.header.shape, torch_dtype(input_grad.header.dtype))
         return input_grad, [grad.decode(grad.header.shape, torch.float32) for grad in grads]
@@ -162,17 +184,22 @@ async def _backward_rows(
 
     Returns the gradient of the inputs, and for each server those of the adapter's tensors in its blocks.
     """
-    patience, chain = Patience(swarm), (part.hop,)
+    patience, chain = Patience(swarm), None  # another one, where the first server failed
     while True:
         try:
-            inputs = [part.hidden]  # of each hop
-            for hop in chain[:-1]:
-                inputs.append(await _forward_hop(swarm, hop, inputs[-1], context))
-                patience.renew()
+            if chain is None:
+                parts = [part]
+            else:
+                parts = [Visited(chain[0], part.hidden)]
+                for hop in chain[1:]:
+                    last = parts[-1]
+                    output, _ = await _forward_hop(swarm, last.hop, last.hidden, context)
+                    parts.append(Visited(hop, output))
+                    patience.renew()
             result, found = grad, []
-            for hop, hidden in zip(reversed(chain), reversed(inputs), strict=True):
-                result, grads = await _backward_hop(swarm, hop, hidden, result, context)
-                found.append((hop.span, grads))
+            for visited in reversed(parts):
+                result, grads = await _backward_hop(swarm, visited, result, context)
+                found.append((visited.hop.span, grads))
                 patience.renew()
             return result, found
         except PeerError as error:

@@ -116,7 +116,10 @@ class _RemoteForward(torch.autograd.Function):
         inputs = BlockInput(hidden, attention_mask, position_ids)
         adapter = added.snapshot()
         seed = int(torch.randint(1, 2**63 - 1, ())) if added.drops else 0
-        pieces, ways = background.run(forward(blocks.swarm, blocks.span, inputs, need_grad, adapter, seed))
+        span, first_grad = blocks.span, None
+        if need_grad:
+            first_grad = span.start if ctx.needs_input_grad[0] else adapter.begins(span)
+        pieces, ways = background.run(forward(blocks.swarm, span, inputs, adapter, seed, first_grad))
         ctx.blocks, ctx.adapter, ctx.ways = blocks, adapter, ways
         ctx.likes = [(tensor.device, tensor.dtype) for tensor in tensors]
         return torch.cat(pieces).to(hidden.device)

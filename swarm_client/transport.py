@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator, Coroutine, Sequence
 from typing import Any, TypeVar
 
 import grpc
-import torch
 
 from swarm_client.adapters import Gifts, Part
 from swarm_client.background import exact_s
@@ -17,7 +17,7 @@ from swarm_client.routing import Hop
 from swarm_client.wire_tensor import Context, WireTensor
 from swarm_protocol.adapters import adapter_key
 from swarm_protocol.codec import Assembler
-from swarm_protocol.errors import BadReply, PeerUnavailable, RequestRejected
+from swarm_protocol.errors import BadReply, Forgotten, PeerUnavailable, RequestRejected
 from swarm_protocol.identity import pinned_channel
 from swarm_protocol.pb import swarm_pb2 as pb
 from swarm_protocol.pb.swarm_pb2_grpc import BlocksStub
@@ -115,25 +115,43 @@ class Server:
         async with translated(self.record, span):
             return await self._stub.Copy(request, timeout=timeout_s)
 
-    async def forward(self, span: Span, hidden: WireTensor, context: Context) -> WireTensor:
-        """Raises PeerUnavailable when the server stops answering, however long the pass takes."""
+    async def forward(
+        self, span: Span, hidden: WireTensor, context: Context, keep_key: bytes = b""
+    ) -> tuple[WireTensor, bool]:
+        """The output, and whether the server keeps under ``keep_key`` what ``backward`` needs, for a while.
 
-        async def work(name: pb.AdapterName | None) -> WireTensor:
-            return await self._watched(self._forward(span, hidden, context, name), span)
+        Raises PeerUnavailable when the server stops answering, however long the pass takes.
+        """
+
+        async def work(name: pb.AdapterName | None) -> tuple[WireTensor, bool]:
+            return await self._watched(self._forward(span, hidden, context, name, keep_key), span)
 
         return await self._gifts.use(context.adapter.part(span), span, work)
 
     async def backward(
-        self, span: Span, hidden: WireTensor, grad: WireTensor, context: Context
+        self, span: Span, hidden: WireTensor, grad: WireTensor, context: Context, kept_key: bytes = b""
     ) -> tuple[WireTensor, list[WireTensor]]:
-        """Gradients of ``hidden`` and of the adapter's tensors in these blocks; otherwise like ``forward``."""
+        """Gradients of ``hidden`` and of the adapter's tensors in these blocks; otherwise like ``forward``.
+
+        ``kept_key``: of the forward pass, if the server has kept it; the inputs are sent only if it has not.
+        """
         part = context.adapter.part(span)
         shapes = () if part is None else part.shapes
+        expected = [hidden.header, *(pb.Tensor(dtype=pb.FLOAT32, shape=shape) for shape in shapes)]
 
-        async def work(name: pb.AdapterName | None) -> tuple[WireTensor, list[WireTensor]]:
-            return await self._watched(self._backward(span, hidden, grad, context, name, shapes), span)
+        async def work(*messages: pb.BackwardRequest) -> tuple[WireTensor, list[WireTensor]]:
+            return await self._watched(self._backward(span, messages, grad, expected), span)
 
-        return await self._gifts.use(part, span, work)
+        async def whole(name: pb.AdapterName | None) -> tuple[WireTensor, list[WireTensor]]:
+            forward = self._forward_message(span, hidden, context, name)
+            return await work(
+                pb.BackwardRequest(forward=forward), *(pb.BackwardRequest(more=part) for part in hidden.parts)
+            )
+
+        if kept_key:
+            with contextlib.suppress(Forgotten):
+                return await work(pb.BackwardRequest(kept=pb.KeptForward(contract=self._contract(span), key=kept_key)))
+        return await self._gifts.use(part, span, whole)
 
     async def _watched(self, work: Coroutine[Any, Any, T], span: Span) -> T:
         """Asks the server whether it is there while it works."""
@@ -160,37 +178,31 @@ class Server:
             raise BadReply(f"server {self.record.short_id} understood another adapter", self.record.peer_id, span)
 
     async def _forward(
-        self, span: Span, hidden: WireTensor, context: Context, adapter: pb.AdapterName | None
-    ) -> WireTensor:
+        self, span: Span, hidden: WireTensor, context: Context, adapter: pb.AdapterName | None, keep_key: bytes
+    ) -> tuple[WireTensor, bool]:
+        message = self._forward_message(span, hidden, context, adapter)
+        message.keep_key = keep_key
         call = self._stub.Forward(timeout=self._step_timeout_s)
         async with translated(self.record, span, call):
-            await call.write(pb.ForwardRequest(forward=self._forward_message(span, hidden, context, adapter)))
+            await call.write(pb.ForwardRequest(forward=message))
             for part in hidden.parts:
                 await call.write(pb.ForwardRequest(more=part))
             await call.done_writing()
-            (output,) = await _read_tensors(call, [hidden.header], self.record, span)
-        return output
+            (output,), kept = await _read_tensors(call, [hidden.header], self.record, span)
+        return output, kept
 
     async def _backward(
-        self,
-        span: Span,
-        hidden: WireTensor,
-        grad: WireTensor,
-        context: Context,
-        adapter: pb.AdapterName | None,
-        shapes: Sequence[torch.Size],
+        self, span: Span, messages: Sequence[pb.BackwardRequest], grad: WireTensor, expected: Sequence[pb.Tensor]
     ) -> tuple[WireTensor, list[WireTensor]]:
-        expected = [hidden.header, *(pb.Tensor(dtype=pb.FLOAT32, shape=shape) for shape in shapes)]
         call = self._stub.Backward(timeout=self._step_timeout_s)
         async with translated(self.record, span, call):
-            await call.write(pb.BackwardRequest(forward=self._forward_message(span, hidden, context, adapter)))
-            for part in hidden.parts:
-                await call.write(pb.BackwardRequest(more=part))
+            for message in messages:
+                await call.write(message)
             await call.write(pb.BackwardRequest(grad=grad.header))
             for part in grad.parts:
                 await call.write(pb.BackwardRequest(more=part))
             await call.done_writing()
-            input_grad, *grads = await _read_tensors(call, expected, self.record, span)
+            (input_grad, *grads), _ = await _read_tensors(call, expected, self.record, span)
         return input_grad, grads
 
     def _forward_message(
@@ -216,38 +228,42 @@ class Server:
 
 async def _read_tensors(
     call: grpc.aio.StreamStreamCall, expected: Sequence[pb.Tensor], server: ServerRecord, span: Span
-) -> list[WireTensor]:
-    """The tensors of an answer, which must have these shapes and dtypes; raises BadReply."""
-    replies, tensors = aiter(call), []
+) -> tuple[list[WireTensor], bool]:
+    """The tensors of an answer, which must have these shapes and dtypes, and whether the pass is kept.
+
+    Raises BadReply.
+    """
+    replies, tensors, kept = aiter(call), [], False
     for like in expected:
-        tensor = await _read_tensor(replies, like, server, span)
+        tensor, is_kept = await _read_tensor(replies, like, server, span)
         if tensor is None:
             call.cancel()
             raise BadReply(f"server {server.short_id} sent a broken answer", server.peer_id, span)
         tensors.append(tensor)
+        kept |= is_kept
     async for _ in replies:
         call.cancel()
         raise BadReply(f"server {server.short_id} sent a broken answer", server.peer_id, span)
-    return tensors
+    return tensors, kept
 
 
 async def _read_tensor(
     replies: AsyncIterator[pb.TensorReply], like: pb.Tensor, server: ServerRecord, span: Span
-) -> WireTensor | None:
-    """None if the answer has no whole tensor."""
+) -> tuple[WireTensor | None, bool]:
+    """None if the answer has no whole tensor; and whether the server says that it keeps the pass."""
     reply = await anext(replies, None)
     if reply is None or reply.WhichOneof("kind") != "output":
-        return None
-    header, parts = reply.output, []
+        return None, False
+    header, kept, parts = reply.output, reply.kept, []
     _require_like(like, header, server, span)
     missing = header.size_bytes - len(header.data)
     while missing > 0:
         reply = await anext(replies, None)
         if reply is None or reply.WhichOneof("kind") != "more" or not reply.more:
-            return None
+            return None, False
         parts.append(reply.more)
         missing -= len(reply.more)
-    return WireTensor(header, tuple(parts)) if missing == 0 else None
+    return WireTensor(header, tuple(parts)) if missing == 0 else None, kept
 
 
 def _require_like(sent: pb.Tensor, received: pb.Tensor, server: ServerRecord, span: Span) -> None:

@@ -81,8 +81,8 @@ class SessionLost(PeerError):
     status = grpc.StatusCode.NOT_FOUND
 
 
-class AdapterMissing(PeerError):
-    """The server does not have the adapter (any more): it must be given it again."""
+class Forgotten(PeerError):
+    """The server does not have (any more) what the request names, an adapter or a pass: it must be given it again."""
 
     status = grpc.StatusCode.ABORTED
 
@@ -110,7 +110,7 @@ _BY_STATUS = {
     grpc.StatusCode.RESOURCE_EXHAUSTED: PeerBusy,
     grpc.StatusCode.FAILED_PRECONDITION: PeerMoved,
     grpc.StatusCode.NOT_FOUND: SessionLost,
-    grpc.StatusCode.ABORTED: AdapterMissing,
+    grpc.StatusCode.ABORTED: Forgotten,
     grpc.StatusCode.INVALID_ARGUMENT: RequestRejected,
     grpc.StatusCode.UNIMPLEMENTED: RequestRejected,
     grpc.StatusCode.UNAUTHENTICATED: AccessDenied,

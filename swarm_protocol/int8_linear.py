@@ -43,6 +43,7 @@ class Int8Weight(ABC):
 
     shape: torch.Size
     size_bytes: int
+    transpose_bytes = 0  # that ``keep_transpose`` takes; 0: gradients are fast without
 
     @classmethod
     @abstractmethod
@@ -56,6 +57,9 @@ class Int8Weight(ABC):
     @abstractmethod
     def matmul(self, x: torch.Tensor) -> torch.Tensor:
         """x: [rows, in] fp32 -> x @ weight.T: [rows, out] fp32. A non-finite row spoils no other row."""
+
+    def keep_transpose(self, wanted: bool) -> None:  # noqa: B027
+        """Whether ``matmul_grad`` keeps a copy of the weight, to be faster from the second time on. From any thread."""
 
     @abstractmethod
     def tiles(self) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor]]:
@@ -104,6 +108,9 @@ class FbgemmWeight(Int8Weight):
 
     def __init__(self, q: torch.Tensor, scale: torch.Tensor) -> None:
         self.shape = q.shape
+        self._scale = scale
+        self._keeps_transpose = False
+        self._transpose: FbgemmWeight | None = None  # without the scales
         zero_points = torch.zeros(len(q), dtype=torch.long)
         engine = torch.backends.quantized.engine
         torch.backends.quantized.engine = "fbgemm"
@@ -117,9 +124,16 @@ class FbgemmWeight(Int8Weight):
 
     @property
     def size_bytes(self) -> int:
-        """Packed weight, padded; per channel an fp32 scale, an int32 zero point and an int32 sum."""
+        """Packed weight, padded; per channel two fp32 scales, an int32 zero point and an int32 sum."""
+        return self._packed_bytes(*self.shape)
+
+    @property
+    def transpose_bytes(self) -> int:
         channels, width = self.shape
-        return channels * (-(-width // self.BLOCK) * self.BLOCK + 12)
+        return self._packed_bytes(width, channels)
+
+    def _packed_bytes(self, channels: int, width: int) -> int:
+        return channels * (-(-width // self.BLOCK) * self.BLOCK + 16)
 
     def matmul(self, x: torch.Tensor) -> torch.Tensor:
         if len(x) > TILE:
@@ -137,12 +151,30 @@ class FbgemmWeight(Int8Weight):
         # 128 * hi is exact, so it does not matter whether this is fused, which varies with the position in the batch
         return torch.add(product[1], product[0], alpha=self.BASE).mul_(unit)
 
+    def matmul_grad(self, grad: torch.Tensor) -> torch.Tensor:
+        """A transpose makes it a product like the other; without, unpacking the weight takes the most time."""
+        if not self._keeps_transpose:
+            return super().matmul_grad(grad)
+        transpose = self._transpose
+        if transpose is None:
+            q = torch.empty(self.shape[::-1], dtype=torch.int8)
+            for channels, tile, _ in self.tiles():
+                q[:, channels] = tile.T
+            transpose = FbgemmWeight(q, torch.ones(len(q), dtype=torch.float32))
+            if self._keeps_transpose:
+                self._transpose = transpose
+        return transpose.matmul(grad * self._scale)
+
+    def keep_transpose(self, wanted: bool) -> None:
+        self._keeps_transpose = wanted
+        if not wanted:
+            self._transpose = None
+
     def tiles(self) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor]]:
         quantized, _ = torch.ops.quantized.linear_unpack(self._packed)  # one int8 copy, freed with the iterator
-        scale = quantized.q_per_channel_scales().float()
-        for start in range(0, len(scale), TILE):
+        for start in range(0, len(self._scale), TILE):
             channels = slice(start, start + TILE)
-            yield channels, quantized[channels].int_repr(), scale[channels]
+            yield channels, quantized[channels].int_repr(), self._scale[channels]
 
 
 class PlainWeight(Int8Weight):

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from swarm_protocol.adapters import MAX_ADAPTER_BYTES
-from swarm_protocol.errors import AdapterMissing, PeerBusy, RequestRejected
+from swarm_protocol.errors import Forgotten, PeerBusy, RequestRejected
 from swarm_protocol.pb import swarm_pb2 as pb
 from swarm_server.lora import PlacedAdapter
 
@@ -82,7 +82,7 @@ class AdapterStore:
         """The adapter, which is kept meanwhile.
 
         Raises:
-            AdapterMissing: nobody has put an adapter with this key, or it was dropped.
+            Forgotten: nobody has put an adapter with this key, or it was dropped.
             RequestRejected: the server has loaded none of this name.
         """
         if name.WhichOneof("kind") == "name":
@@ -91,7 +91,7 @@ class AdapterStore:
         if name.WhichOneof("kind") != "key":
             raise RequestRejected("the adapter has neither key nor name")
         if name.key not in self._entries:
-            raise AdapterMissing("this server does not have the adapter (any more)")
+            raise Forgotten("this server does not have the adapter (any more)")
         entry = self._entries[name.key]
         entry.num_users += 1
         self._touch(name.key)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -84,6 +84,17 @@ class BlockStack:
     def original(self, index: int) -> nn.Module:
         """The block from which those of all views are made: hooks on it, or on modules in it, work in all of them."""
         return self._hosted.originals[index]
+
+    def modules(self) -> Iterator[nn.Module]:
+        """All modules in the blocks."""
+        for index in self.span:
+            yield from self.original(index).modules()
+
+    def weight_addresses(self) -> set[int]:
+        """Of the memory that parameters and buffers are in, also those that all blocks share."""
+        modules = (*self.modules(), *self._hosted.shell.modules())
+        tensors = (tensor for module in modules for tensor in (*module._parameters.values(), *module._buffers.values()))
+        return {tensor.untyped_storage().data_ptr() for tensor in tensors if tensor is not None}
 
     def new_cache(self) -> DynamicCache:
         """An empty cache for a session over these blocks; sliding and chunked blocks keep only their window."""

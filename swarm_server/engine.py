@@ -13,6 +13,7 @@ import torch
 from swarm_protocol.adapters import Adapter
 from swarm_protocol.block_input import BlockInput
 from swarm_protocol.errors import PeerBusy, RequestRejected
+from swarm_protocol.int8_linear import Int8Linear, Int8Weight
 from swarm_protocol.span import Span
 from swarm_protocol.wire import PAGE_TOKENS
 from swarm_server.batch import Prepared, adapter_order, batch_inputs, block_runs, positions_and_mask
@@ -24,6 +25,7 @@ from swarm_server.kv_rows import Layout, Parts, Row, grow, runs
 from swarm_server.kv_transfer import Stored, pack, read, unpack
 from swarm_server.lora import Patches, PlacedAdapter, Share, shares_of
 from swarm_server.prefix_cache import ContentHash, PrefixCache, token_content
+from swarm_server.recording import ActivationLimit, Recorded, require_finite
 from swarm_server.rows_cache import RowsCache, attention_in_place, replaceable
 from swarm_server.session_state import Change, Session, State, Step, changed, cropped, forgotten
 from swarm_server.targets import require_fit
@@ -46,6 +48,7 @@ class Engine:
         self.prefix_cache = prefix_cache
         self.meter: BatchMeter | None = None
         self._patches = Patches(stack)
+        self._weight_addresses = stack.weight_addresses()
         self._in_place = False
         self._in_place = self._can_attend_in_place()
 
@@ -56,6 +59,10 @@ class Engine:
     @property
     def hidden_size(self) -> int:
         return self._stack.hidden_size
+
+    @property
+    def int8_weights(self) -> list[Int8Weight]:
+        return [module.int8 for module in self._stack.modules() if isinstance(module, Int8Linear)]
 
     @property
     def mixes_rows(self) -> bool:
@@ -147,7 +154,7 @@ class Engine:
             self.meter.add(num_blocks, sum(work.num_rows for work in computed), num_tokens, seconds)
 
     def _prepare(self, session: Session, step: Step) -> Prepared:
-        _require_finite(step.inputs.hidden, "hidden states")
+        require_finite(step.inputs.hidden, "hidden states")
         state = session.state
         if not state.rows:
             raise RequestRejected("the session is closed")
@@ -343,9 +350,39 @@ class Engine:
         self, blocks: Span, inputs: BlockInput, adapter: PlacedAdapter | None = None, dropout: Dropout | None = None
     ) -> torch.Tensor:
         """Hidden states after ``blocks``, [batch, tokens, hidden_size]; nothing is kept."""
-        _require_finite(inputs.hidden, "hidden states")
+        require_finite(inputs.hidden, "hidden states")
         with torch.inference_mode():
             return self._run_plain(blocks, inputs, adapter, dropout)
+
+    def record(
+        self,
+        blocks: Span,
+        inputs: BlockInput,
+        adapter: PlacedAdapter | None = None,
+        dropout: Dropout | None = None,
+        *,
+        trains_adapter: bool = False,
+        max_bytes: int | None = None,
+    ) -> tuple[torch.Tensor, Recorded | None]:
+        """``forward``, and what goes back through it to ``inputs.hidden``.
+
+        Args:
+            trains_adapter: and to the adapter's tensors over ``blocks``, in the order of ``Adapter.tensors``.
+            max_bytes: of activations; None for the second result if there would be more.
+        """
+        require_finite(inputs.hidden, "hidden states")
+        hidden, tensors = inputs.hidden.requires_grad_(True), ()
+        if adapter is not None and trains_adapter:
+            adapter = adapter.trainable(blocks)
+            tensors = adapter.adapter.tensors
+        limit = ActivationLimit(max_bytes, self._weight_addresses) if max_bytes is not None else nullcontext()
+        with torch.enable_grad(), limit:
+            output = self._run_plain(blocks, inputs, adapter, dropout)
+        if max_bytes is None:
+            return output.detach(), Recorded(output, (hidden, *tensors))
+        size_bytes = limit.size_bytes + output.nbytes
+        fits = not limit.exceeded and size_bytes <= max_bytes
+        return output.detach(), Recorded(output, (hidden, *tensors), size_bytes) if fits else None
 
     def backward(
         self,
@@ -357,24 +394,10 @@ class Engine:
         *,
         trains_adapter: bool = False,
     ) -> tuple[torch.Tensor, ...]:
-        """Gradient with respect to ``inputs.hidden``, given that of the output; recomputes the forward.
-
-        ``trains_adapter``: after it, those of the adapter's tensors over ``blocks``, in the order of
-        ``Adapter.tensors``, on the CPU in fp32; zeros for those that had no influence.
-        """
-        _require_finite(inputs.hidden, "hidden states")
-        _require_finite(grad, "gradients")
-        hidden, tensors = inputs.hidden.requires_grad_(True), ()
-        if adapter is not None and trains_adapter:
-            adapter = adapter.trainable(blocks)
-            tensors = adapter.adapter.tensors
-        with torch.enable_grad():
-            output = self._run_plain(blocks, inputs, adapter, dropout)
-            leaves = (hidden, *tensors)
-            grads = torch.autograd.grad(
-                output, leaves, grad.to(output.dtype), allow_unused=True, materialize_grads=True
-            )
-        return (grads[0], *(tensor_grad.to("cpu", torch.float32) for tensor_grad in grads[1:]))
+        """Gradients of ``inputs.hidden``, and of the adapter's tensors as in ``record``; recomputes the forward."""
+        require_finite(grad, "gradients")
+        _, recorded = self.record(blocks, inputs, adapter, dropout, trains_adapter=trains_adapter)
+        return recorded.backward(grad)
 
     def _run_plain(
         self, blocks: Span, inputs: BlockInput, adapter: PlacedAdapter | None, dropout: Dropout | None
@@ -397,8 +420,3 @@ def _hiding(mask: torch.Tensor | None) -> torch.Tensor | None:
 
 def _same_mask(mask: torch.Tensor | None, other: torch.Tensor | None) -> bool:
     return mask is other or (mask is not None and other is not None and torch.equal(mask, other))
-
-
-def _require_finite(tensor: torch.Tensor, what: str) -> None:
-    if not bool(torch.isfinite(tensor).all()):
-        raise RequestRejected(f"the {what} sent are not finite (they contain NaN or infinity)")

@@ -15,6 +15,7 @@ from swarm_server.kv_cache import CacheBudget
 from swarm_server.push import Neighbours
 from swarm_server.scheduler import Scheduler
 from swarm_server.sessions import HostedSession, Reply
+from swarm_server.training_memory import TrainingMemory
 from swarm_server.validation import Rules
 
 MIN_KEY_BYTES = 16
@@ -33,7 +34,10 @@ class Host:
     max_sessions: int
     adapters: AdapterStore = field(default_factory=AdapterStore)
 
+    training: TrainingMemory | None = None  # None: one without weights to transpose
+
     def __post_init__(self) -> None:
+        self.training = self.training or TrainingMemory(self.budget)
         self.placing = asyncio.Lock()
         self._uses: dict[bytes, ExitStack] = {}  # of adapters, by session
         self._sessions: dict[bytes, HostedSession] = {}
@@ -47,7 +51,7 @@ class Host:
         Raises:
             PeerMoved, RequestRejected: see ``Rules``; PeerMoved also if the server is about to leave.
             PeerBusy: there is no room.
-            AdapterMissing: it needs an adapter that is not here.
+            Forgotten: it needs an adapter that is not here.
         """
         self.require_staying()
         blocks = self.rules.blocks(request.contract)
@@ -113,6 +117,7 @@ class Host:
         self.ended.set()
         await self._wait_until_empty(_END_TIMEOUT_S)
         self.adapters.close()
+        self.training.close()
 
     async def _wait_until_empty(self, timeout_s: float) -> None:
         clock = asyncio.get_running_loop().time

@@ -28,6 +28,7 @@ from swarm_server.push import Neighbours
 from swarm_server.quantization import Report, quantize_
 from swarm_server.scheduler import Scheduler
 from swarm_server.throughput import Meter, SpeedNotes, Speeds, hardware_name, measure
+from swarm_server.training_memory import TrainingMemory
 from swarm_server.validation import Rules
 
 _logger = logging.getLogger(__name__)
@@ -100,8 +101,6 @@ class Hoster:
             speeds = await asyncio.to_thread(measure, engine, span)
             self._notes.write(speeds.per_block(len(span)))
         budget = self._cache_budget(engine, len(span))
-        if prefix_cache is not None:
-            budget.reclaim = prefix_cache.reclaim
         meter = Meter(speeds, len(span), None if config.throughput else self._notes.write)
         engine.meter = meter
         scheduler = Scheduler(engine, config.queue_size, engine.mixes_rows)
@@ -115,7 +114,10 @@ class Hoster:
         )
         named = await asyncio.to_thread(load_adapters, config.adapters, self._checkpoint.family, engine, span)
         adapters = AdapterStore(config.adapter_bytes, named)
-        host = Host(engine, scheduler, budget, rules, neighbours, config.max_sessions, adapters)
+        training = TrainingMemory(budget, engine.int8_weights)
+        kept = [training] if prefix_cache is None else [prefix_cache, training]
+        budget.reclaim = lambda: any(memory.reclaim() for memory in kept)
+        host = Host(engine, scheduler, budget, rules, neighbours, config.max_sessions, adapters, training)
         return Hosting(span, host, meter, self._cores)
 
     def _load(self, span: Span) -> BlockStack:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -19,7 +20,7 @@ from swarm_protocol.span import Span
 from swarm_server.adapters import Arriving
 from swarm_server.dropout import Dropout
 from swarm_server.engine import Engine
-from swarm_server.host import Host
+from swarm_server.host import MIN_KEY_BYTES, Host
 from swarm_server.incoming import Incoming
 from swarm_server.lora import PlacedAdapter
 from swarm_server.validation import Rules
@@ -31,6 +32,7 @@ class _Pass:
 
     Attributes:
         trains_adapter: gradients of the adapter are wanted, not only through it.
+        keep_key: under which the backward will name this forward; empty: nobody asks for it.
     """
 
     blocks: Span
@@ -38,43 +40,68 @@ class _Pass:
     adapter: PlacedAdapter | None
     dropout: Dropout | None
     trains_adapter: bool
+    keep_key: bytes
 
 
 async def forward(host: Host, incoming: Incoming) -> list[pb.TensorReply]:
     with ExitStack() as uses:
-        asked = await _read(host, incoming, uses)
-        outputs = []
-        for _, inputs, dropout in _few_rows(host.rules, asked):
-            compute = partial(host.engine.forward, asked.blocks, inputs, asked.adapter, dropout)
-            outputs.append(await host.scheduler.train(compute))
-        return _in_parts(torch.cat(outputs))
+        asked = await _read(host, incoming, uses, await incoming.next())
+        outputs, kept = [], [] if asked.keep_key else None
+        for inputs, dropout in _few_rows(host.rules, asked):
+            arguments = asked.blocks, inputs, asked.adapter, dropout
+            max_bytes = 0 if kept is None else host.training.bytes_left - sum(piece.size_bytes for piece in kept)
+            if max_bytes > 0:
+                record = partial(
+                    host.engine.record, *arguments, trains_adapter=asked.trains_adapter, max_bytes=max_bytes
+                )
+                output, piece = await host.scheduler.train(record)
+                kept = None if piece is None else [*kept, piece]
+            else:
+                output, kept = await host.scheduler.train(partial(host.engine.forward, *arguments)), None
+            outputs.append(output)
+        first, *more = _in_parts(torch.cat(outputs))
+        first.kept = kept is not None and host.training.keep(asked.keep_key, kept)
+        return [first, *more]
 
 
 async def backward(host: Host, incoming: Incoming) -> list[pb.TensorReply]:
+    host.training.transpose()
     with ExitStack() as uses:
-        asked = await _read(host, incoming, uses)
-        message = await incoming.first("grad")
-        if tuple(message.grad.shape) != tuple(asked.inputs.hidden.shape):
-            raise RequestRejected(
-                f"gradient has shape {list(message.grad.shape)}: expected that of the hidden states, "
-                f"{list(asked.inputs.hidden.shape)}"
-            )
-        grad = await incoming.collect(host.rules.hidden(message.grad))
+        message = await incoming.next()
+        if message is not None and message.WhichOneof("kind") == "kept":
+            host.rules.blocks(message.kept.contract)
+            kept = host.training.take(message.kept.key)
+            shape, pieces = kept.shape, [piece.backward for piece in kept.pieces]
+            num_rows = [len(piece.output) for piece in kept.pieces]
+        else:
+            asked = await _read(host, incoming, uses, message)
+            few = list(_few_rows(host.rules, asked))
+            shape, pieces = asked.inputs.hidden.shape, [_backward(host.engine, asked, *piece) for piece in few]
+            num_rows = [len(inputs.hidden) for inputs, _ in few]
+        grads = (await _read_grad(host.rules, incoming, shape)).split(num_rows)
         hidden_grads, sums = [], []
-        for rows, inputs, dropout in _few_rows(host.rules, asked):
-            compute = partial(
-                host.engine.backward,
-                asked.blocks,
-                inputs,
-                grad[rows],
-                asked.adapter,
-                dropout,
-                trains_adapter=asked.trains_adapter,
-            )
-            hidden_grad, *grads = await host.scheduler.train(compute)
+        for compute, grad in zip(pieces, grads, strict=True):
+            hidden_grad, *of_adapter = await host.scheduler.train(partial(compute, grad))
             hidden_grads.append(hidden_grad)
-            sums = [total + grad for total, grad in zip(sums, grads, strict=True)] if sums else grads
+            sums = [total + more for total, more in zip(sums, of_adapter, strict=True)] if sums else of_adapter
         return [reply for tensor in (torch.cat(hidden_grads), *sums) for reply in _in_parts(tensor)]
+
+
+def _backward(
+    engine: Engine, asked: _Pass, inputs: BlockInput, dropout: Dropout | None
+) -> Callable[[torch.Tensor], tuple[torch.Tensor, ...]]:
+    return lambda grad: engine.backward(
+        asked.blocks, inputs, grad, asked.adapter, dropout, trains_adapter=asked.trains_adapter
+    )
+
+
+async def _read_grad(rules: Rules, incoming: Incoming, shape: Sequence[int]) -> torch.Tensor:
+    message = await incoming.first("grad")
+    if tuple(message.grad.shape) != tuple(shape):
+        raise RequestRejected(
+            f"gradient has shape {list(message.grad.shape)}: expected that of the hidden states, {list(shape)}"
+        )
+    return await incoming.collect(rules.hidden(message.grad))
 
 
 async def put_adapter(host: Host, incoming: Incoming) -> bytes:
@@ -92,19 +119,27 @@ def _place(engine: Engine, data: bytearray) -> PlacedAdapter:
     return engine.place(adapter_key(data), Adapter.parse(data))
 
 
-async def _read(host: Host, incoming: Incoming, uses: ExitStack) -> _Pass:
+async def _read(host: Host, incoming: Incoming, uses: ExitStack, first: Any) -> _Pass:
+    """``first``: the request's first message, None if there was none."""
     rules = host.rules
-    message = (await incoming.first("forward")).forward
+    if first is None or first.WhichOneof("kind") != "forward":
+        raise RequestRejected("expected a message of kind 'forward'")
+    message = first.forward
+    if message.keep_key and len(message.keep_key) < MIN_KEY_BYTES:
+        raise RequestRejected(
+            f"the key to keep the pass under has {len(message.keep_key)} bytes: expected {MIN_KEY_BYTES}"
+        )
     blocks = rules.blocks(message.contract)
     arriving = rules.hidden(message.hidden)
     rules.length(arriving.shape[1])
     adapter = uses.enter_context(host.adapters.using(message.adapter)) if message.HasField("adapter") else None
     inputs = _block_input(rules, message, await incoming.collect(arriving))
     dropout = Dropout(message.dropout_seed) if message.dropout_seed else None
-    return _Pass(blocks, inputs, adapter, dropout, message.adapter.WhichOneof("kind") == "key")
+    trains_adapter = message.adapter.WhichOneof("kind") == "key"
+    return _Pass(blocks, inputs, adapter, dropout, trains_adapter, message.keep_key)
 
 
-def _few_rows(rules: Rules, asked: _Pass) -> Iterator[tuple[slice, BlockInput, Dropout | None]]:
+def _few_rows(rules: Rules, asked: _Pass) -> Iterator[tuple[BlockInput, Dropout | None]]:
     """The batch in pieces that hold up decoding no longer than a chunk of a prompt."""
     inputs = asked.inputs
     batch_size, num_tokens, _ = inputs.hidden.shape
@@ -117,7 +152,7 @@ def _few_rows(rules: Rules, asked: _Pass) -> Iterator[tuple[slice, BlockInput, D
             None if mask is None else mask[rows],
             positions if positions is None or len(positions) == 1 else positions[rows],
         )
-        yield rows, piece, None if asked.dropout is None else replace(asked.dropout, first_row=start)
+        yield piece, None if asked.dropout is None else replace(asked.dropout, first_row=start)
 
 
 def _block_input(rules: Rules, message: pb.Forward, hidden: torch.Tensor) -> BlockInput:

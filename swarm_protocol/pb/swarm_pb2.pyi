@@ -355,38 +355,52 @@ class ForwardRequest(_message.Message):
     def __init__(self, forward: _Optional[_Union[Forward, _Mapping]] = ..., more: _Optional[bytes] = ...) -> None: ...
 
 class Forward(_message.Message):
-    __slots__ = ("contract", "hidden", "attention_mask", "position_ids", "adapter", "dropout_seed")
+    __slots__ = ("contract", "hidden", "attention_mask", "position_ids", "adapter", "dropout_seed", "keep_key")
     CONTRACT_FIELD_NUMBER: _ClassVar[int]
     HIDDEN_FIELD_NUMBER: _ClassVar[int]
     ATTENTION_MASK_FIELD_NUMBER: _ClassVar[int]
     POSITION_IDS_FIELD_NUMBER: _ClassVar[int]
     ADAPTER_FIELD_NUMBER: _ClassVar[int]
     DROPOUT_SEED_FIELD_NUMBER: _ClassVar[int]
+    KEEP_KEY_FIELD_NUMBER: _ClassVar[int]
     contract: Contract
     hidden: Tensor
     attention_mask: AttentionMask
     position_ids: Tensor
     adapter: AdapterName
     dropout_seed: int
-    def __init__(self, contract: _Optional[_Union[Contract, _Mapping]] = ..., hidden: _Optional[_Union[Tensor, _Mapping]] = ..., attention_mask: _Optional[_Union[AttentionMask, _Mapping]] = ..., position_ids: _Optional[_Union[Tensor, _Mapping]] = ..., adapter: _Optional[_Union[AdapterName, _Mapping]] = ..., dropout_seed: _Optional[int] = ...) -> None: ...
+    keep_key: bytes
+    def __init__(self, contract: _Optional[_Union[Contract, _Mapping]] = ..., hidden: _Optional[_Union[Tensor, _Mapping]] = ..., attention_mask: _Optional[_Union[AttentionMask, _Mapping]] = ..., position_ids: _Optional[_Union[Tensor, _Mapping]] = ..., adapter: _Optional[_Union[AdapterName, _Mapping]] = ..., dropout_seed: _Optional[int] = ..., keep_key: _Optional[bytes] = ...) -> None: ...
+
+class KeptForward(_message.Message):
+    __slots__ = ("contract", "key")
+    CONTRACT_FIELD_NUMBER: _ClassVar[int]
+    KEY_FIELD_NUMBER: _ClassVar[int]
+    contract: Contract
+    key: bytes
+    def __init__(self, contract: _Optional[_Union[Contract, _Mapping]] = ..., key: _Optional[bytes] = ...) -> None: ...
 
 class BackwardRequest(_message.Message):
-    __slots__ = ("forward", "grad", "more")
+    __slots__ = ("forward", "grad", "more", "kept")
     FORWARD_FIELD_NUMBER: _ClassVar[int]
     GRAD_FIELD_NUMBER: _ClassVar[int]
     MORE_FIELD_NUMBER: _ClassVar[int]
+    KEPT_FIELD_NUMBER: _ClassVar[int]
     forward: Forward
     grad: Tensor
     more: bytes
-    def __init__(self, forward: _Optional[_Union[Forward, _Mapping]] = ..., grad: _Optional[_Union[Tensor, _Mapping]] = ..., more: _Optional[bytes] = ...) -> None: ...
+    kept: KeptForward
+    def __init__(self, forward: _Optional[_Union[Forward, _Mapping]] = ..., grad: _Optional[_Union[Tensor, _Mapping]] = ..., more: _Optional[bytes] = ..., kept: _Optional[_Union[KeptForward, _Mapping]] = ...) -> None: ...
 
 class TensorReply(_message.Message):
-    __slots__ = ("output", "more")
+    __slots__ = ("output", "more", "kept")
     OUTPUT_FIELD_NUMBER: _ClassVar[int]
     MORE_FIELD_NUMBER: _ClassVar[int]
+    KEPT_FIELD_NUMBER: _ClassVar[int]
     output: Tensor
     more: bytes
-    def __init__(self, output: _Optional[_Union[Tensor, _Mapping]] = ..., more: _Optional[bytes] = ...) -> None: ...
+    kept: bool
+    def __init__(self, output: _Optional[_Union[Tensor, _Mapping]] = ..., more: _Optional[bytes] = ..., kept: bool = ...) -> None: ...
 
 class DescribeRequest(_message.Message):
     __slots__ = ()

@@ -139,7 +139,8 @@ class BlocksServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Backward(self, request_iterator, context):
-        """Gradients of the span's input, and of its adapter, given the gradient of its output; recomputes the forward.
+        """Gradients of the span's input, and of its adapter, given the gradient of its output; recomputes the forward unless
+        the server has kept it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

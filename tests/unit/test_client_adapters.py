@@ -10,7 +10,7 @@ import torch
 from swarm_client.adapters import NOTHING, Added, Gifts, Part, Snapshot
 from swarm_client.routing import Wanted, usable
 from swarm_protocol.adapters import Adapter, LowRank, Prompt, adapter_key
-from swarm_protocol.errors import AdapterMissing
+from swarm_protocol.errors import Forgotten
 from swarm_protocol.pb import swarm_pb2 as pb
 from swarm_protocol.records import SwarmView
 from swarm_protocol.span import Span
@@ -96,7 +96,7 @@ class Forgetful:
             self.times -= 1
             self.has.clear()
         if name is not None and name.key not in self.has:
-            raise AdapterMissing("gone", "peer")
+            raise Forgotten("gone", "peer")
         return "done"
 
 
@@ -119,7 +119,7 @@ def test_a_server_that_forgets_is_given_it_again(times):
 
 def test_a_server_that_forgets_everything_is_given_up():
     server = Forgetful(1000)
-    with pytest.raises(AdapterMissing):
+    with pytest.raises(Forgotten):
         run(Gifts(server.put).use(gift(), Span(0, 1), server.request))
     assert 2 <= len(server.puts) <= 5
 

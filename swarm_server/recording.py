@@ -1,0 +1,85 @@
+"""Forward passes with what their backward passes need."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+
+from swarm_protocol.errors import RequestRejected
+
+
+@dataclass(frozen=True, eq=False)
+class Recorded:
+    """A forward pass that can be gone back through once.
+
+    Attributes:
+        output: on the CPU.
+        inputs: the hidden states, then the adapter's tensors that gradients are wanted of.
+        size_bytes: of activations, if they were counted.
+    """
+
+    output: torch.Tensor
+    inputs: tuple[torch.Tensor, ...]
+    size_bytes: int = 0
+
+    def backward(self, grad: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Gradients of ``inputs`` given that of the output; those of the adapter on the CPU in fp32.
+
+        Zeros for inputs without influence. On the compute thread only.
+
+        Raises:
+            RequestRejected: the gradient is not finite.
+        """
+        require_finite(grad, "gradients")
+        hidden_grad, *grads = torch.autograd.grad(
+            self.output, self.inputs, grad.to(self.output.dtype), allow_unused=True, materialize_grads=True
+        )
+        return (hidden_grad, *(tensor_grad.to("cpu", torch.float32) for tensor_grad in grads))
+
+
+class ActivationLimit:
+    """Counts the memory of tensors that autograd saves meanwhile, and lets none be saved above a limit.
+
+    Attributes:
+        size_bytes: so far.
+        exceeded: what was saved is useless: some of it is missing.
+    """
+
+    def __init__(self, max_bytes: int, weights: Collection[int]) -> None:
+        """``weights``: addresses of memory that is there anyway."""
+        self._max_bytes = max_bytes
+        self._seen = set(weights)
+        self._hooks = saved_tensors_hooks(self._pack, _unpack)
+        self.size_bytes = 0
+        self.exceeded = False
+
+    def __enter__(self) -> ActivationLimit:
+        self._hooks.__enter__()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._hooks.__exit__(*exception)
+
+    def _pack(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in self._seen and not self.exceeded:
+            self._seen.add(storage.data_ptr())
+            self.size_bytes += storage.nbytes()
+            self.exceeded = self.size_bytes > self._max_bytes
+        # An output that was returned as it is would hold on to the graph that holds on to it.
+        return None if self.exceeded else tensor.detach()
+
+
+def _unpack(packed: torch.Tensor | None) -> torch.Tensor:
+    if packed is None:
+        raise RuntimeError("the pass was not kept: it has more activations than there was room for")
+    return packed
+
+
+def require_finite(tensor: torch.Tensor, what: str) -> None:
+    """Raises RequestRejected if the tensor is not finite; ``what``: its name in the plural."""
+    if not bool(torch.isfinite(tensor).all()):
+        raise RequestRejected(f"the {what} sent are not finite (they contain NaN or infinity)")
