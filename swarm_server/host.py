@@ -37,7 +37,8 @@ class Host:
     training: TrainingMemory | None = None  # None: one without weights to transpose
 
     def __post_init__(self) -> None:
-        self.training = self.training or TrainingMemory(self.budget)
+        if self.training is None:
+            self.training = TrainingMemory(self.budget)
         self.placing = asyncio.Lock()
         self._uses: dict[bytes, ExitStack] = {}  # of adapters, by session
         self._sessions: dict[bytes, HostedSession] = {}

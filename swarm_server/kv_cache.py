@@ -52,6 +52,16 @@ class CacheBudget:
         lease.promise(promised_bytes)
         return lease
 
+    def keep(self, size_bytes: int, owner: object) -> None:
+        """Counts memory that ``owner`` holds for as long as it lives, and that ``reclaim`` gives up when it is needed.
+
+        Raises:
+            PeerBusy: there is no room, after what was kept before is given up.
+        """
+        with self._lock:
+            self._make_room("", lambda: size_bytes, self._promised + size_bytes)
+            self._kept.take(size_bytes, owner)
+
     def _settle(self) -> None:
         """Takes memory off that has died since. Under the lock."""
         while self._released:

@@ -187,11 +187,14 @@ class Scheduler:
             with self._changed:
                 self._queue.discard(work)
             raise
+        finally:
+            del work  # an error's traceback would hold on to it, and it to the error, and both to memory
 
     def _main(self) -> None:
         while batch := self._next_batch():
             for work, result in zip(batch, self._run(batch), strict=True):
                 work.done.get_loop().call_soon_threadsafe(_resolve, work.done, result)
+            del batch, work, result  # their memory is not needed until there is more to do
 
     def _next_batch(self) -> list[Work]:
         with self._changed:

@@ -28,11 +28,13 @@ async def _errors_as_status(context: grpc.aio.ServicerContext) -> AsyncIterator[
     try:
         yield
     except _REFUSALS as error:
+        error.with_traceback(None)  # gRPC keeps the error for a while, and its frames would keep the request's memory
         await context.abort(error.status, str(error))
     except grpc.aio.BaseError as error:
         _logger.debug("a client went away: %s", error)
-    except Exception:
+    except Exception as error:
         _logger.exception("a request failed")
+        error.with_traceback(None)
         await context.abort(grpc.StatusCode.INTERNAL, "the server failed while it computed; its log says why")
 
 

@@ -16,7 +16,6 @@ KEPT_S = 60.0  # after which a forward pass without a backward is dropped
 UNUSED_S = 600.0  # after which weights for backward passes are dropped, if there is none
 _SHARE = 0.5  # of the cache's room that training may get
 _TRANSPOSED_SHARE = 0.75  # of that
-_CLIENT = "training"  # as whom it leases room, among the clients
 
 
 @dataclass(eq=False)
@@ -138,12 +137,12 @@ class TrainingMemory:
         return _Transposed(weights, size_bytes)
 
     def _take(self, owner: KeptPass | _Transposed) -> bool:
-        """Leases room for as long as ``owner`` lives; whether there is so much."""
+        """Takes room for as long as ``owner`` lives; whether there is so much."""
         if owner.size_bytes > self.bytes_left:
             return False
         self._taking = True
         try:
-            self._budget.lease(_CLIENT).take(owner.size_bytes, owner)
+            self._budget.keep(owner.size_bytes, owner)
         except PeerBusy:
             return False
         finally:

@@ -1,6 +1,7 @@
 """Settings every test runs under: no hub, no chatter, one thread."""
 
 import os
+import signal
 
 os.environ["OMP_NUM_THREADS"] = "1"  # servers inside the process obey it too
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -15,3 +16,5 @@ import swarm_protocol  # noqa: F401  (sets grpc up before anything imports it)
 
 torch.set_num_threads(1)
 logging.disable_progress_bar()
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in the background of a shell: processes would inherit that
+    signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -4,115 +4,30 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Iterator
-from dataclasses import dataclass
-from pathlib import Path
 
 import grpc
 import pytest
 import torch
 
 from swarm_protocol.adapters import Adapter, LowRank, Prompt
-from swarm_protocol.codec import Assembler, decode
+from swarm_protocol.codec import decode
 from swarm_protocol.pb import swarm_pb2 as pb
-from swarm_protocol.records import ServerRecord
 from swarm_protocol.span import Span
-from swarm_protocol.wire import PART_BYTES, WIRE_VERSION
-from tests.adapted import LocalModel
+from tests.swarm.adapter_target import HOSTED, OK, Target, adapter_target, parts, random
 from tests.swarm.harness import InProcessServers
-from tests.swarm.raw_client import Answer, RawClient
 from tests.swarm.target import CLOSE, FULL, INVALID, assert_close, assert_one_sentence, wire
 from tests.swarm.waiting import wait_for
 from tests.zoo import HIDDEN, save_checkpoint
 
-HOSTED = Span(1, 5)
 BUDGET = 200_000  # bytes of adapters
 MISSING = grpc.StatusCode.ABORTED
-OK = grpc.StatusCode.OK
-
-
-@dataclass
-class Target:
-    """A server, and the local model with an adapter of PEFT's, which the server has loaded too, as ``poet``."""
-
-    client: RawClient
-    local: LocalModel
-
-    def forward(self, hidden: torch.Tensor, adapter: pb.AdapterName | None = None, **fields) -> pb.Forward:
-        return pb.Forward(contract=self.contract(), hidden=wire(hidden), adapter=adapter, **fields)
-
-    def contract(self) -> pb.Contract:
-        record: ServerRecord = self.client.record
-        blocks = pb.Span(start=HOSTED.start, end=HOSTED.end)
-        return pb.Contract(wire_version=WIRE_VERSION, model=record.model, revision=record.revision, blocks=blocks)
-
-    def adapter(self) -> Adapter:
-        """Another one of each client: nobody else knows its salt."""
-        return self.local.adapter(HOSTED, salt=secrets.token_bytes(16))
-
-    def put(self, adapter: Adapter, part_bytes: int = PART_BYTES) -> pb.AdapterName:
-        data, key = adapter.serialize()
-        answer = self.client.put_adapter(*parts(data, part_bytes))
-        assert (answer.status, [reply.key for reply in answer.replies]) == (OK, [key]), answer
-        return pb.AdapterName(key=key)
-
-    def output(self, hidden: torch.Tensor, adapter: pb.AdapterName | None = None, **fields) -> torch.Tensor:
-        answer = self.client.forward(pb.ForwardRequest(forward=self.forward(hidden, adapter, **fields)))
-        assert answer.status is OK, answer
-        (output,) = tensors(answer)
-        return output
-
-    def gradients(
-        self, hidden: torch.Tensor, grad: torch.Tensor, adapter: pb.AdapterName | None = None, **fields
-    ) -> list[torch.Tensor]:
-        answer = self.client.backward(
-            pb.BackwardRequest(forward=self.forward(hidden, adapter, **fields)), pb.BackwardRequest(grad=wire(grad))
-        )
-        assert answer.status is OK, answer
-        return tensors(answer)
-
-
-def parts(data: bytes, part_bytes: int = PART_BYTES) -> list[pb.PutAdapterRequest]:
-    return [pb.PutAdapterRequest(part=data[i : i + part_bytes]) for i in range(0, len(data), part_bytes)]
-
-
-def tensors(answer: Answer) -> list[torch.Tensor]:
-    """Each begins with an ``output``, and has further parts."""
-    arriving: list[Assembler] = []
-    for reply in answer.replies:
-        if reply.WhichOneof("kind") == "output":
-            assert not arriving or arriving[-1].complete
-            arriving.append(Assembler(reply.output))
-        else:
-            arriving[-1].add(reply.more)
-    return [assembler.tensor() for assembler in arriving]
-
-
-def random(*shape: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
 @pytest.fixture(scope="module")
-def local(tmp_path_factory) -> LocalModel:
+def target(tmp_path_factory) -> Iterator[Target]:
     directory = tmp_path_factory.mktemp("adapted")
-    save_checkpoint("llama", directory / "model")
-    model = LocalModel.load(directory / "model", r=4, lora_alpha=6, target_modules=["q_proj", "down_proj"])
-    model.peft.save_pretrained(directory / "poet")
-    return model
-
-
-@pytest.fixture(scope="module")
-def directory(local, tmp_path_factory) -> Path:
-    return next(path for path in tmp_path_factory.getbasetemp().glob("adapted*") if (path / "poet").exists())
-
-
-@pytest.fixture(scope="module")
-def target(local, directory) -> Iterator[Target]:
-    options = dict(adapters=(directory / "poet",), adapter_bytes=BUDGET, chunk_tokens=16)
-    with InProcessServers(directory / "model") as servers:
-        servers.start(str(HOSTED), **options)
-        (record,) = servers.records()
-        with RawClient(record) as client:
-            yield Target(client, local)
+    with adapter_target(directory, adapters=(directory / "poet",), adapter_bytes=BUDGET, chunk_tokens=16) as target:
+        yield target
 
 
 def test_training_is_that_of_peft(target):
@@ -238,7 +153,8 @@ def test_streams_that_are_refused(target):
     target.put(target.adapter())
 
 
-def test_a_server_does_not_start_with_what_does_not_fit(local, directory, tmp_path):
+def test_a_server_does_not_start_with_what_does_not_fit(tmp_path):
+    save_checkpoint("llama", tmp_path / "model")
     (tmp_path / "adapter_config.json").write_text('{"peft_type": "IA3"}')
-    with InProcessServers(directory / "model") as servers, pytest.raises(ValueError, match="expected LORA"):
+    with InProcessServers(tmp_path / "model") as servers, pytest.raises(ValueError, match="expected LORA"):
         servers.start("0:6", adapters=(tmp_path,))

@@ -1,0 +1,203 @@
+"""Forward passes that servers keep for their backward: the same gradients, once, and only as long as there is room."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterator
+
+import grpc
+import pytest
+import torch
+
+from swarm_protocol.pb import swarm_pb2 as pb
+from swarm_server.training_memory import TrainingMemory
+from tests.swarm.adapter_target import HOSTED, Target, adapter_target, random, tensors
+from tests.swarm.pair import Pair, random_ids, started
+from tests.swarm.target import INVALID, MOVED, assert_one_sentence, wire
+from tests.swarm.tuning import assert_close, lora, trained
+from tests.zoo import HIDDEN, POSITIONS
+
+FORGOTTEN = grpc.StatusCode.ABORTED
+HIDDEN_STATES, GRAD = random(5, 6, HIDDEN), random(5, 6, HIDDEN, seed=1)
+
+
+def new_key() -> bytes:
+    return secrets.token_bytes(16)
+
+
+# ------------------------------------------------------------ over the wire
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory) -> Iterator[Target]:
+    with adapter_target(tmp_path_factory.mktemp("kept"), chunk_tokens=16) as target:  # in pieces of two rows
+        yield target
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+def test_gradients_are_those_of_a_pass_that_is_recomputed(target, dropout):
+    adapter = target.local.adapter(HOSTED, salt=new_key(), dropout=dropout)
+    name, key, seed = target.put(adapter), new_key(), 3
+    output, kept = target.kept_output(key, HIDDEN_STATES, name, dropout_seed=seed)
+    assert kept
+    assert_close(output, target.output(HIDDEN_STATES, name, dropout_seed=seed))
+    found = tensors(target.go_back(key, GRAD))
+    expected = target.gradients(HIDDEN_STATES, GRAD, name, dropout_seed=seed)
+    assert len(found) == 1 + 2 * 2 * len(HOSTED) and all(map(torch.equal, found, expected))
+    again = target.go_back(key, GRAD)
+    assert (again.replies, again.status) == ([], FORGOTTEN)
+    assert_one_sentence(again.details, "does not have the pass")
+
+
+def test_without_an_adapter(target):
+    key = new_key()
+    assert target.kept_output(key, HIDDEN_STATES)[1]
+    (found,) = tensors(target.go_back(key, GRAD))
+    assert torch.equal(found, target.gradients(HIDDEN_STATES, GRAD)[0])
+
+
+def test_only_who_knows_the_key_goes_back(target):
+    key = new_key()
+    target.kept_output(key, HIDDEN_STATES)
+    assert target.go_back(new_key(), GRAD).status is FORGOTTEN
+    assert target.go_back(b"", GRAD).status is FORGOTTEN
+    contract = target.contract()
+    contract.revision = "another"
+    other = pb.BackwardRequest(kept=pb.KeptForward(contract=contract, key=key))
+    assert target.client.backward(other, pb.BackwardRequest(grad=wire(GRAD))).status is MOVED
+    assert target.go_back(key, GRAD).status is grpc.StatusCode.OK
+
+
+def test_a_short_key_is_refused(target):
+    answer = target.client.forward(pb.ForwardRequest(forward=target.forward(HIDDEN_STATES, keep_key=b"short")))
+    assert (answer.replies, answer.status) == ([], INVALID)
+    assert_one_sentence(answer.details, "has 5 bytes: expected 16")
+
+
+@pytest.mark.parametrize(
+    ("grad", "sentence"),
+    [(GRAD[:, :5], r"shape \[5, 5, 64\]: expected .* \[5, 6, 64\]"), (GRAD / 0, "gradients sent are not finite")],
+    ids=["shape", "infinite"],
+)
+def test_a_bad_gradient_is_refused(target, grad, sentence):
+    key = new_key()
+    target.kept_output(key, HIDDEN_STATES)
+    answer = target.go_back(key, grad)
+    assert (answer.replies, answer.status) == ([], INVALID)
+    assert_one_sentence(answer.details, sentence)
+    assert target.gradients(HIDDEN_STATES, GRAD)  # the server goes on
+
+
+def test_what_is_kept_counts_as_free_and_makes_room_for_sessions(target):
+    key, room = new_key(), target.client.describe().cache_tokens_left
+    assert target.kept_output(key, HIDDEN_STATES)[1]
+    assert target.client.describe().cache_tokens_left == room
+    everything = {"batch_size": room * 5 // 4 // POSITIONS, "reserve_tokens": POSITIONS}  # outputs are not kept
+    opening = pb.Open(contract=target.contract(), session_key=new_key(), **everything)
+    with target.client.open_session(pb.SessionRequest(open=opening)):
+        assert target.go_back(key, GRAD).status is FORGOTTEN
+        output, kept = target.kept_output(new_key(), HIDDEN_STATES)
+        assert not kept
+        assert_close(output, target.output(HIDDEN_STATES))
+
+
+# ------------------------------------------------------------ a client's
+
+
+class Spy:
+    """Counts the passes that servers keep and take, in the order of blocks' ends."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.kept: list[bytes] = []
+        self.taken: list[bytes] = []
+        self.memories: set[TrainingMemory] = set()
+        keep, take = TrainingMemory.keep, TrainingMemory.take
+
+        def spied_keep(memory: TrainingMemory, key: bytes, *arguments) -> bool:
+            self.memories.add(memory)
+            self.kept.append(key)
+            return keep(memory, key, *arguments)
+
+        def spied_take(memory: TrainingMemory, key: bytes):
+            result = take(memory, key)
+            self.taken.append(key)
+            return result
+
+        monkeypatch.setattr(TrainingMemory, "keep", spied_keep)
+        monkeypatch.setattr(TrainingMemory, "take", spied_take)
+
+    def forget(self) -> None:
+        for memory in self.memories:
+            while memory.reclaim():
+                pass
+
+
+@pytest.fixture
+def spy(monkeypatch) -> Spy:
+    return Spy(monkeypatch)
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory) -> Iterator[Pair]:
+    with started(tmp_path_factory.mktemp("pair"), "0:2", "2:6") as pair:
+        yield pair
+
+
+IDS = random_ids(3, 12, seed=0)
+
+
+def embedded(model) -> torch.Tensor:
+    return model.get_input_embeddings()(IDS).detach().requires_grad_(True)
+
+
+def expected_gradient(pair: Pair) -> torch.Tensor:
+    inputs = embedded(pair.whole)
+    pair.whole(inputs_embeds=inputs).logits.square().mean().backward()
+    return inputs.grad
+
+
+def test_every_server_on_the_way_keeps_its_part(pair, spy):
+    inputs = embedded(pair.remote)
+    pair.remote(inputs_embeds=inputs).logits.square().mean().backward()
+    assert_close(inputs.grad, expected_gradient(pair))
+    assert len(spy.kept) == 2 and spy.taken == spy.kept[::-1]
+
+
+def test_going_back_twice(pair, spy):
+    inputs = embedded(pair.remote)
+    loss = pair.remote(inputs_embeds=inputs).logits.square().mean()
+    loss.backward(retain_graph=True)
+    loss.backward()
+    assert_close(inputs.grad, 2 * expected_gradient(pair))
+    assert len(spy.taken) == 2  # the second time they compute it again
+
+
+def test_what_servers_forget_they_compute_again(pair, spy):
+    inputs = embedded(pair.remote)
+    loss = pair.remote(inputs_embeds=inputs).logits.square().mean()
+    spy.forget()
+    loss.backward()
+    assert_close(inputs.grad, expected_gradient(pair))
+    assert len(spy.kept) == 2 and not spy.taken
+
+
+def test_nothing_is_kept_without_gradients(pair, spy):
+    with torch.no_grad():
+        pair.remote(input_ids=IDS)
+    pair.remote.model.embed_tokens.requires_grad_(False)
+    try:
+        pair.remote(input_ids=IDS)
+    finally:
+        pair.remote.model.embed_tokens.requires_grad_(True)
+    assert not spy.kept
+
+
+def test_nothing_is_kept_where_the_pass_back_does_not_come(pair, spy):
+    pair.remote.add_adapter(lora(r".*layers\.[35]\.self_attn\.q_proj"))
+    try:
+        for _ in range(2):  # B begins with zeros: the first step gives A no gradient
+            pair.remote(input_ids=IDS).logits.square().mean().backward()
+        assert all(parameter.grad is not None for parameter in trained(pair.remote.model.layers))
+        assert len(spy.kept) == 2 and spy.taken == spy.kept  # the server of blocks 2:6, twice
+    finally:
+        pair.remote.delete_adapter("default")
