@@ -157,9 +157,7 @@ class FbgemmWeight(Int8Weight):
             return super().matmul_grad(grad)
         transpose = self._transpose
         if transpose is None:
-            q = torch.empty(self.shape[::-1], dtype=torch.int8)
-            for channels, tile, _ in self.tiles():
-                q[:, channels] = tile.T
+            q = self._unpack().int_repr().T.contiguous()
             transpose = FbgemmWeight(q, torch.ones(len(q), dtype=torch.float32))
             if self._keeps_transpose:
                 self._transpose = transpose
@@ -171,10 +169,14 @@ class FbgemmWeight(Int8Weight):
             self._transpose = None
 
     def tiles(self) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor]]:
-        quantized, _ = torch.ops.quantized.linear_unpack(self._packed)  # one int8 copy, freed with the iterator
+        quantized = self._unpack()  # one int8 copy, freed with the iterator
         for start in range(0, len(self._scale), TILE):
             channels = slice(start, start + TILE)
             yield channels, quantized[channels].int_repr(), self._scale[channels]
+
+    def _unpack(self) -> torch.Tensor:
+        """Quantised tensor [out, in]."""
+        return torch.ops.quantized.linear_unpack(self._packed)[0]
 
 
 class PlainWeight(Int8Weight):

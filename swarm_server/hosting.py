@@ -18,6 +18,7 @@ from swarm_server.adapters import AdapterStore
 from swarm_server.blocks import BlockStack, load_blocks
 from swarm_server.config import ServerConfig
 from swarm_server.cores import CoreShare
+from swarm_server.dense_linear import use_onednn_
 from swarm_server.engine import Engine
 from swarm_server.host import Host
 from swarm_server.kv_cache import CacheBudget, default_cache_bytes
@@ -128,6 +129,8 @@ class Hoster:
             def quantize(block: torch.nn.Module, _index: int) -> None:
                 nonlocal report
                 report += quantize_(block, self._config.quant, self._device, self._dtype)
+                if self._device.type == "cpu":
+                    use_onednn_(block)
 
             stack = load_blocks(
                 self._checkpoint,

@@ -1,0 +1,61 @@
+"""Unquantised linear layers on CPU, multiplied by oneDNN.
+
+PyTorch multiplies fp32 matrices with MKL, which takes up to half as long again for few rows, the more so on processors
+that are not Intel's. Weights stay as they are.
+"""
+
+from __future__ import annotations
+
+import functools
+from functools import partial
+
+import torch
+from torch import nn
+from torch.autograd.function import once_differentiable
+from torch.nn import functional
+
+KINDS = ("Linear", "FalconLinear")  # classes that multiply with their weight, [out, in], and add their bias
+
+
+def use_onednn_(block: nn.Module) -> None:
+    """Has the block's frozen fp32 layers on CPU multiply with oneDNN, where this torch can do so."""
+    if not is_available():
+        return
+    for module in block.modules():
+        if type(module).__name__ in KINDS and module.weight.dtype == torch.float32:
+            module.forward = partial(_forward, module)
+
+
+@functools.cache
+def is_available() -> bool:
+    try:
+        found = _multiply(torch.eye(2), torch.tensor([[1.0, 2.0], [3.0, 4.0]]), torch.ones(2))
+    except (AttributeError, NotImplementedError, RuntimeError):  # an operator for the compiler: it may change or go
+        return False
+    return torch.equal(found, torch.tensor([[2.0, 4.0], [3.0, 5.0]]))
+
+
+def _forward(linear: nn.Linear, x: torch.Tensor) -> torch.Tensor:
+    if x.dtype != torch.float32 or x.device.type != "cpu" or linear.weight.requires_grad:
+        return functional.linear(x, linear.weight, linear.bias)
+    rows = x.reshape(-1, linear.in_features)  # what comes out is no view: models change it in place
+    return _Linear.apply(rows, linear.weight, linear.bias).view(*x.shape[:-1], linear.out_features)
+
+
+def _multiply(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """x @ weight.T + bias. x: [rows, in], weight: [out, in] of any strides, bias: [out]."""
+    return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+
+
+class _Linear(torch.autograd.Function):
+    """Differentiable in x alone."""
+
+    @staticmethod
+    def forward(ctx, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        ctx.weight = weight
+        return _multiply(x, weight, bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return _multiply(grad, ctx.weight.T), None, None
