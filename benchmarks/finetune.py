@@ -3,7 +3,11 @@
     python benchmarks/finetune.py [--model bench-models/bench-1b] [--rounds 3] [--only fp32|int8] [--json FILE]
 
 Two servers hold half of the blocks each, one core each; the local model computes in fp32 with one thread. A step is the
-forward and backward pass of 4 rows of 64 tokens; nothing is updated. Rounds are taken in turns (A B A B).
+forward and backward pass of 4 rows of 64 tokens; nothing is updated. Rounds are taken in turns (A B A B). The client
+computes the head with two threads, while the servers wait for it.
+
+Other servers have no room to keep anything between forward and backward, so they compute the forward twice. A second
+table says what the passes of one block cost.
 """
 
 from __future__ import annotations
@@ -15,22 +19,31 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import peft
 import torch
-from common import QUANT_NAMES, fleet, load_local, median_ratio, take_turns, write_json
+from common import QUANT_NAMES, Fleet, fleet, load_local, median_ratio, take_turns, write_json
 from rich.console import Console
 from rich.table import Table
 from torch import nn
 from transformers import PreTrainedModel
 
 from swarm_client import DistributedModel
+from swarm_protocol.block_input import BlockInput
+from swarm_protocol.checkpoint import Checkpoint
+from swarm_protocol.span import Span
+from swarm_server.blocks import load_blocks
+from swarm_server.dense_linear import use_onednn_
+from swarm_server.engine import Engine
+from swarm_server.quantization import quantize_
 
 ROWS, TOKENS, NUM_PROMPT_TOKENS = 4, 64, 8
 TARGET, ADAPTER_TARGET = 1.6, 0.9  # of the local model's speed; of the frozen pass's
+NO_ROOM = ("--cache-tokens", "1")  # nor for keys and values, which training does not need
+PASS_BLOCKS = 4
 LORA = {"r": 8, "target_modules": ["q_proj", "v_proj"]}
 _MEMORY = """
 import sys, torch
@@ -117,42 +130,123 @@ def loopback_bytes() -> int:
     return next(int(line.split(":")[1].split()[0]) for line in lines if line.strip().startswith("lo:"))
 
 
-def measure(path: Path, quant: str, rounds: int, local: dict[str, nn.Module]) -> Iterator[Row]:
-    with fleet(path, 2, quant) as servers, servers.client() as frozen, servers.client() as lora:
+@contextmanager
+def remote_models(path: Path, quant: str, *arguments: str) -> Iterator[tuple[Fleet, dict[str, nn.Module]]]:
+    """By what is trained, over servers of their own; warm."""
+    options = {"tuning_mode": "deep_prompt", "num_prompt_tokens": NUM_PROMPT_TOKENS}
+    with ExitStack() as cleanup:
+        servers = cleanup.enter_context(fleet(path, 2, quant, *arguments))
+        frozen, lora = (cleanup.enter_context(servers.client()) for _ in range(2))
+        prompts = DistributedModel.from_pretrained(str(path), swarm=servers.swarm, **options)
+        cleanup.enter_context(prompts)
+        frozen.requires_grad_(False)
         lora.add_adapter(peft.LoraConfig(**LORA))
-        options = {"tuning_mode": "deep_prompt", "num_prompt_tokens": NUM_PROMPT_TOKENS}
-        with DistributedModel.from_pretrained(str(path), swarm=servers.swarm, **options) as prompts:
-            remote: dict[str, nn.Module] = {"frozen": frozen, "LoRA": lora, "deep prompts": prompts}
-            contestants: dict[str, Callable[[], float]] = {}
-            for name, model in remote.items():
-                step(model)  # warm-up
-                contestants[f"local {name}"] = lambda name=name: step(local[name])
-                contestants[f"remote {name}"] = lambda model=model: step(model)
-            contestants["remote forward"] = lambda: step(frozen, backward=False)
-            measured = take_turns(rounds, contestants)
-            traffic = {}
-            for name, model in remote.items():
-                before = loopback_bytes()
-                step(model)
-                traffic[name] = (loopback_bytes() - before) / ROWS / TOKENS
-        kind = QUANT_NAMES[quant]
-        for name in remote:
-            values, beside = measured[f"remote {name}"], measured[f"local {name}"]
-            yield Row(f"local fp32, {name}", statistics.median(beside))
-            ratio = median_ratio(values, beside)
-            yield Row(f"swarm {kind}, {name}", statistics.median(values), ratio, TARGET, traffic[name])
-        for name in ("LoRA", "deep prompts"):
-            ratio = median_ratio(measured[f"remote {name}"], measured["remote frozen"])
-            yield Row(
-                f"swarm {kind}, {name}, beside frozen",
-                statistics.median(measured[f"remote {name}"]),
-                ratio,
-                ADAPTER_TARGET,
-            )
-        yield Row(f"swarm {kind}, forward alone", statistics.median(measured["remote forward"]))
-        print(
-            f"{kind}: client's peak memory {client_memory_mb(path, servers.swarm):.0f} MB, one frozen step", flush=True
-        )
+        models = {"frozen": frozen, "LoRA": lora, "deep prompts": prompts}
+        for model in models.values():
+            step(model)
+        yield servers, models
+
+
+def measure(path: Path, quant: str, rounds: int, local: dict[str, nn.Module]) -> Iterator[Row]:
+    kind = QUANT_NAMES[quant]
+    with remote_models(path, quant) as (servers, remote), remote_models(path, quant, *NO_ROOM) as (_, forgetful):
+        contestants: dict[str, Callable[[], float]] = {}
+        for name, model in remote.items():
+            contestants[f"local {name}"] = lambda name=name: with_threads(1, lambda: step(local[name]))
+            contestants[f"remote {name}"] = lambda model=model: with_threads(2, lambda: step(model))
+        contestants["forgetful"] = lambda: with_threads(2, lambda: step(forgetful["LoRA"]))
+        contestants["forward"] = lambda: with_threads(2, lambda: step(remote["frozen"], backward=False))
+        measured = take_turns(rounds, contestants)
+        traffic = {}
+        for name, model in (*remote.items(), ("forgetful", forgetful["LoRA"])):
+            before = loopback_bytes()
+            step(model)
+            traffic[name] = (loopback_bytes() - before) / ROWS / TOKENS
+        memory_mb = client_memory_mb(path, servers.swarm)
+    for name in remote:
+        values, beside = measured[f"remote {name}"], measured[f"local {name}"]
+        yield Row(f"local fp32, {name}", statistics.median(beside))
+        ratio = median_ratio(values, beside)
+        yield Row(f"swarm {kind}, {name}", statistics.median(values), ratio, TARGET, traffic[name])
+    lora = measured["remote LoRA"]
+    ratio = median_ratio(measured["forgetful"], lora)
+    yield Row(
+        f"swarm {kind}, LoRA, nothing kept, beside kept",
+        statistics.median(measured["forgetful"]),
+        ratio,
+        bytes_per_token=traffic["forgetful"],
+    )
+    for name in ("LoRA", "deep prompts"):
+        values = measured[f"remote {name}"]
+        ratio = median_ratio(values, measured["remote frozen"])
+        yield Row(f"swarm {kind}, {name}, beside frozen", statistics.median(values), ratio, ADAPTER_TARGET)
+    yield Row(f"swarm {kind}, forward alone", statistics.median(measured["forward"]))
+    print(f"{kind}: client's peak memory {memory_mb:.0f} MB, one frozen step", flush=True)
+
+
+def with_threads(number: int, measure: Callable[[], float]) -> float:
+    torch.set_num_threads(number)
+    try:
+        return measure()
+    finally:
+        torch.set_num_threads(1)
+
+
+# ------------------------------------------------------------ passes
+
+
+@dataclass(frozen=True)
+class PassCost:
+    """Milliseconds per block for one row of TOKENS tokens, one thread."""
+
+    what: str
+    forward: float
+    recorded: float  # forward that keeps its activations
+    back: float  # through what was kept
+    recomputed: float  # backward that computes the forward again
+    kept_mb: float  # activations per block
+
+
+def pass_costs(path: Path, quant: str) -> Iterator[PassCost]:
+    """Of an engine in this process, with and without transposed weights where there are any."""
+    span = Span(0, PASS_BLOCKS)
+
+    def prepare(block: nn.Module, _index: int) -> None:
+        quantize_(block, quant, torch.device("cpu"), torch.float32)
+        use_onednn_(block)
+
+    engine = Engine(load_blocks(Checkpoint.open(path), span, transform=prepare))
+    hidden, grad = torch.randn(2, 1, TOKENS, engine.hidden_size)
+    kept_mb = 0.0
+
+    def inputs() -> BlockInput:
+        return BlockInput(hidden.clone())
+
+    def back() -> float:
+        nonlocal kept_mb
+        _, recorded = engine.record(span, inputs(), max_bytes=1 << 40)
+        kept_mb = recorded.size_bytes / 1e6
+        return milliseconds(lambda: recorded.backward(grad))
+
+    for transposed in (False, True) if engine.int8_weights else (False,):
+        for weight in engine.int8_weights:
+            weight.keep_transpose(transposed)
+        engine.backward(span, inputs(), grad)
+        contestants = {
+            "forward": lambda: milliseconds(lambda: engine.forward(span, inputs())),
+            "recorded": lambda: milliseconds(lambda: engine.record(span, inputs(), max_bytes=1 << 40)),
+            "back": back,
+            "recomputed": lambda: milliseconds(lambda: engine.backward(span, inputs(), grad)),
+        }
+        costs = {name: statistics.median(times) / len(span) for name, times in take_turns(5, contestants).items()}
+        what = QUANT_NAMES[quant] + (", transposed weights" if transposed else "")
+        yield PassCost(what, **costs, kept_mb=kept_mb / len(span))
+
+
+def milliseconds(call: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    call()
+    return (time.perf_counter() - start) * 1e3
 
 
 def client_memory_mb(path: Path, swarm: str) -> float:
@@ -171,10 +265,12 @@ def main() -> None:
     if not args.model.is_dir():
         parser.error(f"{args.model} is no directory: make it with `python benchmarks/make_model.py {args.model.name}`")
     rows: list[Row] = []
+    costs: list[PassCost] = []
     with local_models(args.model) as local:
         for quant, kind in QUANT_NAMES.items():
             if args.only in (None, kind):
                 rows += measure(args.model, quant, args.rounds, local)
+                costs += pass_costs(args.model, quant)
                 gc.collect()
     table = Table("", "tokens/s", "ratio", "target", "bytes per token", title=f"{ROWS} x {TOKENS} tokens", box=None)
     for row in rows:
@@ -182,9 +278,15 @@ def main() -> None:
         target = "" if row.target is None else f"≥ {row.target:g}"
         traffic = "" if row.bytes_per_token is None else f"{row.bytes_per_token:,.0f}"
         table.add_row(row.what, f"{row.tokens_per_s:.1f}", ratio, target, traffic)
-    Console(highlight=False).print(table)
+    passes = Table(
+        "", "forward", "keeping", "back", "backward", "MB kept", title=f"ms per block, 1 x {TOKENS} tokens", box=None
+    )
+    for cost in costs:
+        times = (cost.forward, cost.recorded, cost.back, cost.recomputed, cost.kept_mb)
+        passes.add_row(cost.what, *(f"{value:.1f}" for value in times))
+    Console(highlight=False).print(table, "", passes)
     if args.json:
-        write_json(args.json, vars(args), rows=[asdict(row) for row in rows])
+        write_json(args.json, vars(args), rows=[asdict(row) for row in rows], passes=[asdict(cost) for cost in costs])
 
 
 if __name__ == "__main__":

@@ -37,10 +37,15 @@ def run_finetune(settings: FinetuneSettings, command: str) -> bool:
     from transformers.trainer_utils import get_last_checkpoint
 
     from swarm_client.generation import load_tokenizer
-    from swarm_client.training_data import check_file
+    from swarm_client.training_data import check_file, file_digest
 
-    for path in filter(None, (settings.data, settings.validation)):
-        check_file(path)
+    digests = {}
+    for name, path in (("data", settings.data), ("validation", settings.validation)):
+        if path is not None:
+            check_file(path)
+            digests[name] = file_digest(path)
+    if settings.resume:
+        settings.require_same_data((settings.output / RUN).read_text(), digests)
     tokenizer = load_tokenizer(settings.model, settings.revision)
     training, validation = load_data(settings, tokenizer)
     with connect(settings) as model:
@@ -52,7 +57,7 @@ def run_finetune(settings: FinetuneSettings, command: str) -> bool:
             f"{num_trained:,} parameters",
             flush=True,
         )
-        (settings.output / RUN).write_text(settings.as_json())
+        (settings.output / RUN).write_text(settings.as_json(digests))
         checkpoint = get_last_checkpoint(str(settings.output)) if settings.resume else None
         if settings.resume:
             print(f"going on from {checkpoint or 'the beginning: there is no checkpoint yet'}", flush=True)
@@ -125,6 +130,7 @@ def connect(settings: FinetuneSettings) -> PreTrainedModel:
         swarm=checked_name(settings.swarm),
         revision=settings.revision,
         wait_timeout_s=settings.wait,
+        recovery_timeout_s=settings.recovery_timeout,
     )
 
 
@@ -147,7 +153,7 @@ def add_parameters(model: PreTrainedModel, settings: FinetuneSettings) -> None:
     model.add_adapter(config)
 
 
-def training_arguments(settings: FinetuneSettings, validates: bool) -> TrainingArguments:
+def training_arguments(settings: FinetuneSettings, validates: bool, begins: bool) -> TrainingArguments:
     from transformers import TrainingArguments
 
     scheduler = "constant_with_warmup" if settings.schedule == "constant" else settings.schedule
@@ -167,7 +173,7 @@ def training_arguments(settings: FinetuneSettings, validates: bool) -> TrainingA
         data_seed=settings.seed,
         eval_strategy="steps" if validates else "no",
         eval_steps=settings.eval_interval,
-        eval_on_start=validates and not settings.resume,
+        eval_on_start=validates and begins,
         save_steps=settings.save_interval,
         save_total_limit=2,
         load_best_model_at_end=settings.early_stopping is not None,
@@ -195,18 +201,18 @@ def _train(
 
     from swarm_client.loss_curve import draw_loss_curve
     from swarm_client.trained import how_to_use
-    from swarm_client.trainer import AdapterTrainer, Bar, Interrupt, LastStep, Lines
+    from swarm_client.trainer import AdapterTrainer, Bar, Interrupt, LastStep, Lines, RandomState
     from swarm_client.training_data import Padding
     from swarm_protocol.errors import SwarmError
 
     disable_progress_bar()  # of writing checkpoints
-    interrupt = Interrupt()
-    callbacks: list[Any] = [interrupt, Lines(), LastStep(), *([Bar()] if sys.stderr.isatty() else [])]
+    interrupt, after_step = Interrupt(), RandomState()
+    callbacks: list[Any] = [interrupt, after_step, Lines(), LastStep(), *([Bar()] if sys.stderr.isatty() else [])]
     if settings.early_stopping:
         callbacks.append(EarlyStoppingCallback(settings.early_stopping))
     trainer = AdapterTrainer(
         model,
-        training_arguments(settings, validation is not None),
+        training_arguments(settings, validation is not None, begins=checkpoint is None),
         data_collator=Padding(tokenizer),
         train_dataset=training,
         eval_dataset=validation,
@@ -217,15 +223,20 @@ def _train(
     try:
         with interrupt:
             trainer.train(resume_from_checkpoint=checkpoint)
-    except (SwarmError, KeyboardInterrupt):
-        print(f"step {trainer.state.global_step} was the last; go on with\n  {go_on}", file=sys.stderr)
+    except SwarmError:
+        saved = trainer.save_last_step(after_step)
+        where = f"step {trainer.state.global_step} was the last, and is saved" if saved else "no step was made"
+        print(f"{where}; go on with\n  {go_on}", file=sys.stderr)
+        raise
+    except KeyboardInterrupt:
+        print(f"ended in mid-step; go on from the last checkpoint with\n  {go_on}", file=sys.stderr)
         raise
     history = trainer.state.log_history
     draw_loss_curve(history, settings.output / CURVE)
     if interrupt.asked:
         step = trainer.state.global_step
-        where = f"after step {step}, which is saved; go on" if step else "before the first step; begin again"
-        print(f"stopped {where} with\n  {go_on if step else command}")
+        where = f"after step {step}, which is saved" if step else "before the first step"
+        print(f"stopped {where}; go on with\n  {go_on}")
         return False
     trainer.save_model()
     trainer.save_state()

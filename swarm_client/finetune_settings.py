@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
+from operator import attrgetter
 from pathlib import Path
 
 from swarm_client.config import ClientConfig
@@ -16,7 +18,7 @@ SCHEDULES = ("linear", "cosine", "constant")
 OPTIMIZERS = ("adamw", "adamw-8bit")
 _MAY_CHANGE = {  # when a run is resumed
     *("data", "output", "validation", "resume", "initial_peers", "swarm", "wait", "epochs", "max_steps"),
-    *("save_every", "eval_every"),
+    *("recovery_timeout", "save_every", "eval_every"),
 }
 
 
@@ -41,6 +43,7 @@ class FinetuneSettings:
     initial_peers: tuple[str, ...] = ()
     swarm: str = DEFAULT_SWARM
     wait: float = ClientConfig.wait_timeout_s
+    recovery_timeout: float = ClientConfig.recovery_timeout_s
     rank: int = 8
     alpha: float = 16
     target_modules: tuple[str, ...] = ()
@@ -105,18 +108,29 @@ class FinetuneSettings:
         """Prompts are few numbers, far from where they are needed."""
         return self.learning_rate or (2e-4 if self.method == "lora" else 1e-2)
 
-    def as_json(self) -> str:
+    def as_json(self, digests: Mapping[str, str] | None = None) -> str:
+        """``digests``: of the files, by the names of their settings."""
         values = {name: str(value) if isinstance(value, Path) else value for name, value in asdict(self).items()}
-        return json.dumps(values, indent=2)
+        return json.dumps({**values, "digests": dict(digests or {})}, indent=2)
 
     def require_same(self, earlier: str) -> None:
         """Raises ValueError if a run with these settings, as JSON, cannot be resumed with ours."""
         theirs, ours = json.loads(earlier), json.loads(self.as_json())
-        for name in ours:
+        for name in map(attrgetter("name"), fields(self)):
             if name not in _MAY_CHANGE and theirs.get(name) != ours[name]:
                 flag = name.replace("_", "-")
                 raise ValueError(
                     f"the run in {self.output} has --{flag} {theirs.get(name)}, not {ours[name]}: resume it with that"
+                )
+
+    def require_same_data(self, earlier: str, digests: Mapping[str, str]) -> None:
+        """Raises ValueError if the files are not those of a run with these settings, as JSON, wherever they are now."""
+        theirs = json.loads(earlier).get("digests", {})
+        for name in ("data", "validation"):
+            if theirs.get(name) != digests.get(name):
+                raise ValueError(
+                    f"--{name} is not what the run in {self.output} has begun with: "
+                    "resume it with the same content, or begin another in another --output"
                 )
 
 
@@ -129,6 +143,13 @@ def add_flags(command: argparse.ArgumentParser) -> None:
     add("--model", default=default.model, metavar="NAME_OR_PATH", help="hub name or directory")
     add("--revision", help="branch, tag or commit of a hub model")
     add("--wait", type=float, default=default.wait, metavar="SECONDS", help="for blocks nobody serves")
+    add(
+        "--recovery-timeout",
+        type=float,
+        default=default.recovery_timeout,
+        metavar="SECONDS",
+        help="for others to take the place of servers that fail",
+    )
 
     add("--rank", type=int, default=default.rank, metavar="R", help="of LoRA's matrices")
     add("--alpha", type=float, default=default.alpha, metavar="A", help="LoRA adds its product times A / R")

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import random
 import signal
 import sys
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import numpy as np
+import torch
 from tqdm import tqdm
 from transformers import ProgressCallback, Trainer, TrainerCallback, TrainerControl, TrainerState
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from swarm_client.trained import restore_trained
 
@@ -29,6 +34,19 @@ class AdapterTrainer(Trainer):
 
     def _load_best_model(self) -> None:
         restore_trained(self.model, self.state.best_model_checkpoint)
+
+    def save_last_step(self, after_step: RandomState) -> bool:
+        """After a failure in mid-step: makes a checkpoint of the last whole one, unless there is one.
+
+        Returns whether there is one now; False before the first step.
+        """
+        step = self.state.global_step
+        if not step:
+            return False
+        if not (Path(self.args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{step}").exists():
+            after_step.restore()
+            self._save_checkpoint(self.model, trial=None)
+        return True
 
 
 class Lines(TrainerCallback):
@@ -55,6 +73,25 @@ class LastStep(TrainerCallback):
     def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **_others: Any) -> None:
         if state.global_step >= state.max_steps and args.eval_strategy != "no":
             control.should_evaluate = True
+
+
+class RandomState(TrainerCallback):
+    """Remembers how random numbers go on after each step, so that it can be repeated."""
+
+    def __init__(self) -> None:
+        self._remember()
+
+    def _remember(self) -> None:
+        self._states = random.getstate(), np.random.get_state(), torch.get_rng_state()
+
+    def on_step_end(self, *_args: Any, **_others: Any) -> None:
+        self._remember()
+
+    def restore(self) -> None:
+        python, numpy, torch_state = self._states
+        random.setstate(python)
+        np.random.set_state(numpy)
+        torch.set_rng_state(torch_state)
 
 
 class Interrupt(TrainerCallback):

@@ -85,6 +85,15 @@ def check_file(path: Path) -> None:
         raise ValueError(f"{path} is empty: expected lines of text, or of JSON")
 
 
+def file_digest(path: Path) -> str:
+    """SHA-256 of the file's content, in hexadecimal."""
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while chunk := file.read(1 << 20):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
 def read_texts(path: Path) -> Iterator[Text]:
     """The file's lines that are not blank, one at a time.
 

@@ -52,15 +52,15 @@ class CacheBudget:
         lease.promise(promised_bytes)
         return lease
 
-    def keep(self, size_bytes: int, owner: object) -> None:
-        """Counts memory that ``owner`` holds for as long as it lives, and that ``reclaim`` gives up when it is needed.
+    def keep(self, size_bytes: int, owner: object) -> Charge:
+        """Counts memory that ``owner`` holds while it lives, and that ``reclaim`` gives up when it is needed.
 
         Raises:
             PeerBusy: there is no room, after what was kept before is given up.
         """
         with self._lock:
             self._make_room("", lambda: size_bytes, self._promised + size_bytes)
-            self._kept.take(size_bytes, owner)
+            return self._kept.take(size_bytes, owner)
 
     def _settle(self) -> None:
         """Takes memory off that has died since. Under the lock."""
@@ -178,7 +178,7 @@ class Charge:
         self.size_bytes = size_bytes
 
     def release(self) -> None:
-        """Takes no lock: garbage collection may call it at any time, in a thread that holds another."""
+        """Once is as good as twice. Takes no lock: garbage collection may call it in a thread that holds another."""
         self.lease._budget._released.append(self)
 
     def shrink(self, size_bytes: int) -> None:

@@ -70,9 +70,8 @@ async def backward(host: Host, incoming: Incoming) -> list[pb.TensorReply]:
         message = await incoming.next()
         if message is not None and message.WhichOneof("kind") == "kept":
             host.rules.blocks(message.kept.contract)
-            kept = host.training.take(message.kept.key)
-            shape, pieces = kept.shape, [piece.backward for piece in kept.pieces]
-            num_rows = [len(piece.output) for piece in kept.pieces]
+            kept = uses.enter_context(host.training.taken(message.kept.key))
+            shape, num_rows, pieces = kept.shape, kept.num_rows, [piece.backward for piece in kept.pieces]
         else:
             asked = await _read(host, incoming, uses, message)
             few = list(_few_rows(host.rules, asked))

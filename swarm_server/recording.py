@@ -11,7 +11,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from swarm_protocol.errors import RequestRejected
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Recorded:
     """A forward pass that can be gone back through once.
 
@@ -21,9 +21,13 @@ class Recorded:
         size_bytes: of activations, if they were counted.
     """
 
-    output: torch.Tensor
+    output: torch.Tensor | None
     inputs: tuple[torch.Tensor, ...]
     size_bytes: int = 0
+
+    def free(self) -> None:
+        """Lets go of all tensors, whoever may still hold this object, such as the frames of an error."""
+        self.output, self.inputs = None, ()
 
     def backward(self, grad: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Gradients of ``inputs`` given that of the output; those of the adapter on the CPU in fp32.

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from swarm_protocol.errors import Forgotten, PeerBusy
 from swarm_protocol.int8_linear import Int8Weight
-from swarm_server.kv_cache import CacheBudget
+from swarm_server.kv_cache import CacheBudget, Charge
 from swarm_server.recording import Recorded
 
 KEPT_S = 60.0  # after which a forward pass without a backward is dropped
@@ -23,6 +24,7 @@ class KeptPass:
     """One request's forward, in pieces of its rows."""
 
     pieces: Sequence[Recorded]
+    charge: Charge | None = None
     dropping: asyncio.TimerHandle | None = None
 
     @property
@@ -32,7 +34,17 @@ class KeptPass:
     @property
     def shape(self) -> tuple[int, ...]:
         """Of the hidden states, [batch, tokens, hidden_size]."""
-        return sum(len(piece.output) for piece in self.pieces), *self.pieces[0].output.shape[1:]
+        return sum(self.num_rows), *self.pieces[0].output.shape[1:]
+
+    @property
+    def num_rows(self) -> list[int]:
+        """Of each piece."""
+        return [len(piece.output) for piece in self.pieces]
+
+    def free(self) -> None:
+        self.charge.release()
+        for piece in self.pieces:
+            piece.free()
 
 
 @dataclass(eq=False)
@@ -78,15 +90,17 @@ class TrainingMemory:
     def keep(self, key: bytes, pieces: Sequence[Recorded]) -> bool:
         """Keeps a pass; whether there was room for it."""
         kept = KeptPass(pieces)
-        if not self._take(kept):
+        kept.charge = self._take(kept)
+        if kept.charge is None:
             return False
         self._drop(key)
         kept.dropping = asyncio.get_running_loop().call_later(self._kept_s, self._drop, key)
         self._passes[key] = kept
         return True
 
-    def take(self, key: bytes) -> KeptPass:
-        """A pass, which is not kept any more.
+    @contextmanager
+    def taken(self, key: bytes) -> Iterator[KeptPass]:
+        """A pass, which is freed afterwards.
 
         Raises:
             Forgotten: there is none under this key.
@@ -95,13 +109,16 @@ class TrainingMemory:
         if kept is None:
             raise Forgotten("this server does not have the pass (any more)")
         kept.dropping.cancel()
-        return kept
+        try:
+            yield kept
+        finally:
+            kept.free()
 
     def transpose(self) -> None:
         """Before a backward pass: weights are transposed in it, as far as there is room for them."""
         if self._transposed is None:
             transposed = self._fitting()
-            if not transposed.weights or not self._take(transposed):
+            if not transposed.weights or self._take(transposed) is None:
                 return
             self._transposed = transposed
             for weight in transposed.weights:
@@ -115,9 +132,10 @@ class TrainingMemory:
         if self._taking:
             return False
         try:
-            self._passes.popitem(last=False)
+            _, kept = self._passes.popitem(last=False)
         except KeyError:
             return self._drop_transposed()
+        kept.free()
         return True
 
     def close(self) -> None:
@@ -136,23 +154,23 @@ class TrainingMemory:
                 size_bytes += weight.transpose_bytes
         return _Transposed(weights, size_bytes)
 
-    def _take(self, owner: KeptPass | _Transposed) -> bool:
-        """Takes room for as long as ``owner`` lives; whether there is so much."""
+    def _take(self, owner: KeptPass | _Transposed) -> Charge | None:
+        """Takes room for as long as ``owner`` lives; None if there is not so much."""
         if owner.size_bytes > self.bytes_left:
-            return False
+            return None
         self._taking = True
         try:
-            self._budget.keep(owner.size_bytes, owner)
+            return self._budget.keep(owner.size_bytes, owner)
         except PeerBusy:
-            return False
+            return None
         finally:
             self._taking = False
-        return True
 
     def _drop(self, key: bytes) -> None:
         kept = self._passes.pop(key, None)
         if kept is not None:
             kept.dropping.cancel()
+            kept.free()
 
     def _drop_transposed(self) -> bool:
         """Whether there was anything to drop."""

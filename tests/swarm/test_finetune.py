@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -132,8 +133,21 @@ def test_generate_with_what_was_trained(generated, name):
     assert generated[name] != generated[""]
 
 
-def interrupted(arguments: list[str], cache: Path) -> subprocess.CompletedProcess:
-    """Runs the command and presses Ctrl-C when some steps are done."""
+def test_generate_with_what_servers_have_loaded(generated, servers, place, cache_home):
+    with InProcessServers(servers.model) as adapted:
+        adapted.start("0:3", "3:6", adapters=(place / "lora",))
+        where = ["--model", str(servers.model), "--swarm", adapted.swarm]
+        options = ["--max-new-tokens", "8", "--temperature", "0", "--wait", "0"]
+        commands = [["generate", "Return", *where, *options, "--adapter", name] for name in ("lora", "cook")]
+        found, unknown = run_commands("swarm_client", commands, cache_home)
+    assert (found.code, found.stdout) == (0, generated["lora"])
+    assert unknown.code == 1
+    assert "error: no server holds blocks 0:6 (left out: 2 servers without adapter cook)" in unknown.stderr
+
+
+@contextmanager
+def begun(arguments: list[str], cache: Path) -> Iterator[subprocess.Popen]:
+    """Runs the command until some steps are done."""
     process = subprocess.Popen(
         [sys.executable, "-m", "swarm_client", *arguments],
         stdout=subprocess.PIPE,
@@ -142,30 +156,55 @@ def interrupted(arguments: list[str], cache: Path) -> subprocess.CompletedProces
         env={**os.environ, "XDG_CACHE_HOME": str(cache), "OMP_NUM_THREADS": "1"},
         start_new_session=True,
     )
-    begun: list[str] = []
-    while not begun or (begun[-1] and not re.match(r"step [1-9]", begun[-1])):
-        begun.append(process.stdout.readline())
-    os.killpg(process.pid, signal.SIGINT)
-    stdout, stderr = process.communicate(timeout=60)
-    return subprocess.CompletedProcess(arguments, process.returncode, "".join(begun) + stdout, stderr)
+    try:
+        line = "not empty"
+        while line and not re.match(r"step [1-9]", line):
+            line = process.stdout.readline()
+        yield process
+    finally:
+        process.kill()
+
+
+def assert_as_if_nothing_had_happened(directory: Path, expected: Path) -> None:
+    found, uninterrupted = (load_file(path / "adapter_model.safetensors") for path in (directory, expected))
+    assert all(torch.allclose(found[name], tensor, atol=1e-6) for name, tensor in uninterrupted.items())
+    for key in ("loss", "eval_loss"):
+        assert dict(history(directory, key)) == pytest.approx(dict(history(expected, key)), rel=1e-4)
 
 
 def test_ctrl_c_saves_and_the_resumed_run_ends_as_if_nothing_had_happened(outcomes, servers, place, cache_home):
     arguments = command(servers, place, "interrupted", *RUNS["lora"])
-    stopped = interrupted(arguments, cache_home)
-    assert stopped.returncode == 130, stopped
-    assert "Traceback" not in stopped.stderr
-    assert "which is saved; go on with" in stopped.stdout and "--resume" in stopped.stdout
+    with begun(arguments, cache_home) as process:
+        os.killpg(process.pid, signal.SIGINT)
+        stdout, stderr = process.communicate(timeout=60)
+    assert process.returncode == 130, stderr
+    assert "Traceback" not in stderr
+    assert "which is saved; go on with" in stdout and "--resume" in stdout
     (checkpoint,) = (place / "interrupted").glob("checkpoint-*")
     assert int(checkpoint.name.removeprefix("checkpoint-")) < 12
     (resumed,) = run_commands("swarm_client", [[*arguments, "--resume"]], cache_home)
     assert resumed.code == 0, resumed.stderr
     assert f"going on from {checkpoint}" in resumed.stdout
-    expected, found = (load_file(place / name / "adapter_model.safetensors") for name in ("lora", "interrupted"))
-    assert all(torch.allclose(found[name], tensor, atol=1e-6) for name, tensor in expected.items())
-    for key in ("loss", "eval_loss"):
-        whole, parts = (dict(history(place / name, key)) for name in ("lora", "interrupted"))
-        assert parts == pytest.approx(whole, rel=1e-4)
+    assert_as_if_nothing_had_happened(place / "interrupted", place / "lora")
+
+
+def test_when_all_servers_go_the_last_step_is_saved_and_the_run_goes_on_with_others(
+    outcomes, servers, place, cache_home
+):
+    with InProcessServers(servers.model) as leaving:
+        running = leaving.start("0:6")
+        arguments = command(leaving, place, "left-alone", *RUNS["lora"], "--recovery-timeout", "1", "--wait", "1")
+        with begun(arguments, cache_home) as process:
+            leaving.stop(*running)
+            stdout, stderr = process.communicate(timeout=60)
+    assert process.returncode == 1, stdout
+    assert "Traceback" not in stderr and "error: " in stderr.splitlines()[-1]
+    step = int(re.search(r"step (\d+) was the last, and is saved; go on with", stderr)[1])
+    assert 0 < step < 12 and (place / "left-alone" / f"checkpoint-{step}").is_dir()
+    others = command(servers, place, "left-alone", *RUNS["lora"], "--resume")
+    (resumed,) = run_commands("swarm_client", [others], cache_home)
+    assert resumed.code == 0, resumed.stderr
+    assert_as_if_nothing_had_happened(place / "left-alone", place / "lora")
 
 
 MISTAKES = {
@@ -175,6 +214,11 @@ MISTAKES = {
     "another-run": (["--output", "lora"], "has a run already: go on with it by --resume, or choose another --output"),
     "no-run": (["--resume"], "has no run to resume: leave --resume out to begin one"),
     "other-settings": (["--output", "lora", "--resume", *LORA, "--rank", "4"], "has --"),
+    "other-data": (
+        ["--output", "lora", "--resume", *RUNS["lora"], "--data", "broken.jsonl"],
+        r"--data is not what the run in .*lora has begun with",
+    ),
+    "recovery": (["--recovery-timeout", "-1"], "recovery_timeout_s is -1.0: expected a number of seconds"),
     "targets": (["--target-modules", "no_proj"], "no_proj"),
     "length": (["--sequence-length", "999"], "the model has 256 positions: choose a shorter --sequence-length"),
     "prompts": (["--method", "prompt", "--num-prompt-tokens", "300"], "has 256 positions, 300 of them for the prompt"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Iterator
+from contextlib import contextmanager
 
 import grpc
 import pytest
@@ -111,20 +112,21 @@ class Spy:
         self.kept: list[bytes] = []
         self.taken: list[bytes] = []
         self.memories: set[TrainingMemory] = set()
-        keep, take = TrainingMemory.keep, TrainingMemory.take
+        keep, taken = TrainingMemory.keep, TrainingMemory.taken
 
         def spied_keep(memory: TrainingMemory, key: bytes, *arguments) -> bool:
             self.memories.add(memory)
             self.kept.append(key)
             return keep(memory, key, *arguments)
 
-        def spied_take(memory: TrainingMemory, key: bytes):
-            result = take(memory, key)
-            self.taken.append(key)
-            return result
+        @contextmanager
+        def spied_taken(memory: TrainingMemory, key: bytes):
+            with taken(memory, key) as kept:
+                self.taken.append(key)
+                yield kept
 
         monkeypatch.setattr(TrainingMemory, "keep", spied_keep)
-        monkeypatch.setattr(TrainingMemory, "take", spied_take)
+        monkeypatch.setattr(TrainingMemory, "taken", spied_taken)
 
     def forget(self) -> None:
         for memory in self.memories:

@@ -48,6 +48,17 @@ def test_a_run_is_resumed_with_the_same_settings_but_may_be_longer():
         replace(SETTINGS, learning_rate=0.1).require_same(earlier)
 
 
+def test_a_run_is_resumed_with_the_same_data_wherever_it_is():
+    earlier = SETTINGS.as_json({"data": "1234"})
+    moved = replace(SETTINGS, data=Path("elsewhere.txt"), resume=True)
+    moved.require_same(earlier)
+    moved.require_same_data(earlier, {"data": "1234"})
+    with pytest.raises(ValueError, match="--data is not what the run in output has begun with"):
+        moved.require_same_data(earlier, {"data": "5678"})
+    with pytest.raises(ValueError, match="--validation is not what"):
+        moved.require_same_data(earlier, {"data": "1234", "validation": "5678"})
+
+
 def test_directories(tmp_path):
     new = replace(SETTINGS, output=tmp_path / "a" / "new")
     check_output(new)

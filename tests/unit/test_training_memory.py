@@ -74,10 +74,13 @@ def test_a_pass_is_kept_once():
         server = Server()
         assert server.memory.keep(KEYS[0], [recorded(200), recorded(50)])
         assert (server.room, server.memory.bytes_left, server.budget.tokens_left) == (750, 250, 1000)
-        assert server.memory.take(KEYS[0]).size_bytes == 250
+        with server.memory.taken(KEYS[0]) as kept:
+            assert (kept.size_bytes, kept.shape, kept.num_rows, server.room) == (250, (2, 1, 1), [1, 1], 750)
+            pieces = kept.pieces
         assert (server.room, server.memory.bytes_left, len(server.memory)) == (1000, 500, 0)
-        with pytest.raises(Forgotten):
-            server.memory.take(KEYS[0])
+        assert [piece.output for piece in pieces] == [None, None]  # whoever still holds the pass
+        with pytest.raises(Forgotten), server.memory.taken(KEYS[0]):
+            pass
 
     run(scenario())
 
@@ -89,7 +92,8 @@ def test_the_share_of_training_is_bounded():
         assert not server.memory.keep(KEYS[1], [recorded(201)])
         assert server.memory.keep(KEYS[2], [recorded(200)])
         assert (server.room, len(server.memory)) == (500, 2)
-        server.memory.take(KEYS[0])  # what was there first is still there
+        with server.memory.taken(KEYS[0]):  # what was there first is still there
+            pass
 
     run(scenario())
 
@@ -102,7 +106,8 @@ def test_sessions_get_the_room_when_they_need_it():
             assert server.memory.keep(key, [recorded(100)])
         lease = server.budget.lease("somebody", 750)
         assert len(server.memory) == 1 and server.kept == [True]  # the oldest went
-        server.memory.take(KEYS[2])
+        with server.memory.taken(KEYS[2]):
+            pass
         lease.promise(1000)
         assert server.kept == [False] and server.room == 0
         with pytest.raises(PeerBusy):
