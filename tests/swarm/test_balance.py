@@ -22,7 +22,6 @@ from tests.swarm.waiting import wait_for
 from tests.zoo import BLOCKS, save_checkpoint
 
 PROMPT = random_ids(1, 20, seed=40)
-QUIET_S = 60.0
 LEFT, RIGHT = "0:3", "3:6"
 _numbers = count()
 
@@ -132,7 +131,8 @@ def connect_to_the_living(connect: Callable[..., Client], volunteers: Volunteers
     return connect(initial_peers=peers)
 
 
-def test_a_gap_closes_and_a_quiet_swarm_rests(volunteers, connect, moments: Moments):
+@pytest.mark.parametrize("quiet_s", [25, pytest.param(60, marks=pytest.mark.slow)])
+def test_a_gap_closes_and_a_quiet_swarm_rests(volunteers, connect, moments: Moments, quiet_s):
     """The two servers of the right half die in mid-sentence; others come over from the left, and stay there."""
     for throughput, blocks in ((100, LEFT), (50, LEFT), (2, LEFT), (100, RIGHT), (50, RIGHT)):
         volunteers.start(throughput, "--initial-blocks", blocks)
@@ -148,7 +148,7 @@ def test_a_gap_closes_and_a_quiet_swarm_rests(volunteers, connect, moments: Mome
     assert volunteers.num_moves >= 1
     wait_for(lambda: is_settled(living(volunteers, client), len(volunteers.running)), "nobody wants to move any more")
     num_moves = volunteers.num_moves
-    rest(volunteers, client)
+    rest(volunteers, client, quiet_s)
     assert volunteers.num_moves == num_moves
 
 
@@ -157,9 +157,9 @@ def is_settled(view: SwarmView, num_servers: int) -> bool:
     return len(online) == num_servers and not plan_moves(view, BLOCKS)
 
 
-def rest(volunteers: Volunteers, client: Client) -> None:
-    """Sixty seconds, in which every server asks itself twice or more whether it should move."""
-    end = time.monotonic() + QUIET_S
+def rest(volunteers: Volunteers, client: Client, quiet_s: float) -> None:
+    """A while in which every server asks itself whether it should move; twice or more in sixty seconds."""
+    end = time.monotonic() + quiet_s
     spans = {server.peer_id: server.span for server in living(volunteers, client).servers}
     while time.monotonic() < end:
         time.sleep(1)
