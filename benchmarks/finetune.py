@@ -7,7 +7,7 @@ forward and backward pass of 4 rows of 64 tokens; nothing is updated. Rounds are
 computes the head with two threads, while the servers wait for it.
 
 Other servers have no room to keep anything between forward and backward, so they compute the forward twice. A second
-table says what the passes of one block cost.
+table says what the passes of one block cost. Beside frozen blocks, the positions of virtual tokens count too.
 """
 
 from __future__ import annotations
@@ -176,8 +176,8 @@ def measure(path: Path, quant: str, rounds: int, local: dict[str, nn.Module]) ->
         ratio,
         bytes_per_token=traffic["forgetful"],
     )
-    for name in ("LoRA", "deep prompts"):
-        values = measured[f"remote {name}"]
+    for name, positions in (("LoRA", TOKENS), ("deep prompts", TOKENS + NUM_PROMPT_TOKENS)):
+        values = [value * positions / TOKENS for value in measured[f"remote {name}"]]
         ratio = median_ratio(values, measured["remote frozen"])
         yield Row(f"swarm {kind}, {name}, beside frozen", statistics.median(values), ratio, ADAPTER_TARGET)
     yield Row(f"swarm {kind}, forward alone", statistics.median(measured["forward"]))
