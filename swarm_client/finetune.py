@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 from swarm_client.finetune_settings import FinetuneSettings
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from datasets import Dataset
     from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainingArguments
 
@@ -34,9 +36,9 @@ def run_finetune(settings: FinetuneSettings, command: str) -> bool:
     require_extras()
     check_output(settings)
     from transformers import set_seed
-    from transformers.trainer_utils import get_last_checkpoint
 
     from swarm_client.generation import load_tokenizer
+    from swarm_client.trainer import last_checkpoint
     from swarm_client.training_data import check_file, file_digest
 
     digests = {}
@@ -58,7 +60,7 @@ def run_finetune(settings: FinetuneSettings, command: str) -> bool:
             flush=True,
         )
         (settings.output / RUN).write_text(settings.as_json(digests))
-        checkpoint = get_last_checkpoint(str(settings.output)) if settings.resume else None
+        checkpoint, _ = last_checkpoint(settings.output) if settings.resume else (None, 0)
         if settings.resume:
             print(f"going on from {checkpoint or 'the beginning: there is no checkpoint yet'}", flush=True)
         return _train(settings, command, model, tokenizer, training, validation, checkpoint)
@@ -153,7 +155,7 @@ def add_parameters(model: PreTrainedModel, settings: FinetuneSettings) -> None:
     model.add_adapter(config)
 
 
-def training_arguments(settings: FinetuneSettings, validates: bool, begins: bool) -> TrainingArguments:
+def training_arguments(settings: FinetuneSettings, validates: bool, validates_first: bool) -> TrainingArguments:
     from transformers import TrainingArguments
 
     scheduler = "constant_with_warmup" if settings.schedule == "constant" else settings.schedule
@@ -173,7 +175,7 @@ def training_arguments(settings: FinetuneSettings, validates: bool, begins: bool
         data_seed=settings.seed,
         eval_strategy="steps" if validates else "no",
         eval_steps=settings.eval_interval,
-        eval_on_start=validates and begins,
+        eval_on_start=validates and validates_first,
         save_steps=settings.save_interval,
         save_total_limit=2,
         load_best_model_at_end=settings.early_stopping is not None,
@@ -194,14 +196,14 @@ def _train(
     tokenizer: PreTrainedTokenizerBase,
     training: Dataset,
     validation: Dataset | None,
-    checkpoint: str | None,
+    checkpoint: Path | None,
 ) -> bool:
     from transformers import EarlyStoppingCallback, PrinterCallback
     from transformers.utils.logging import disable_progress_bar
 
     from swarm_client.loss_curve import draw_loss_curve
     from swarm_client.trained import how_to_use
-    from swarm_client.trainer import AdapterTrainer, Bar, Interrupt, LastStep, Lines, RandomState
+    from swarm_client.trainer import AdapterTrainer, Bar, Interrupt, LastStep, Lines, RandomState, misses_evaluation
     from swarm_client.training_data import Padding
     from swarm_protocol.errors import SwarmError
 
@@ -210,9 +212,10 @@ def _train(
     callbacks: list[Any] = [interrupt, after_step, Lines(), LastStep(), *([Bar()] if sys.stderr.isatty() else [])]
     if settings.early_stopping:
         callbacks.append(EarlyStoppingCallback(settings.early_stopping))
+    validates_first = checkpoint is None or (validation is not None and misses_evaluation(checkpoint))
     trainer = AdapterTrainer(
         model,
-        training_arguments(settings, validation is not None, begins=checkpoint is None),
+        training_arguments(settings, validation is not None, validates_first),
         data_collator=Padding(tokenizer),
         train_dataset=training,
         eval_dataset=validation,
@@ -222,14 +225,15 @@ def _train(
     go_on = command if settings.resume else f"{command} --resume"
     try:
         with interrupt:
-            trainer.train(resume_from_checkpoint=checkpoint)
-    except SwarmError:
-        saved = trainer.save_last_step(after_step)
-        where = f"step {trainer.state.global_step} was the last, and is saved" if saved else "no step was made"
-        print(f"{where}; go on with\n  {go_on}", file=sys.stderr)
-        raise
+            try:
+                trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
+            except SwarmError:
+                saved = trainer.save_last_step(after_step)
+                where = f"step {trainer.state.global_step} was the last, and is saved" if saved else "no step was made"
+                print(f"{where}; go on with\n  {go_on}", file=sys.stderr)
+                raise
     except KeyboardInterrupt:
-        print(f"ended in mid-step; go on from the last checkpoint with\n  {go_on}", file=sys.stderr)
+        print(f"ended in mid-step; go on from the last checkpoint, if there is one, with\n  {go_on}", file=sys.stderr)
         raise
     history = trainer.state.log_history
     draw_loss_curve(history, settings.output / CURVE)

@@ -190,7 +190,8 @@ async def _backward_rows(
             if chain is None:
                 parts = [part]
             else:
-                parts = [Visited(chain[0], part.hidden)]
+                again = len(chain) == 1 and chain[0].server.peer_id == part.hop.server.peer_id  # it was busy, say
+                parts = [Visited(chain[0], part.hidden, part.kept_key if again else b"")]
                 for hop in chain[1:]:
                     last = parts[-1]
                     output, _ = await _forward_hop(swarm, last.hop, last.hidden, context)

@@ -106,7 +106,7 @@ class RemoteSpan:
 
 
 class _RemoteForward(torch.autograd.Function):
-    """Frozen remote blocks: the backward pass sends the inputs again, and the servers recompute.
+    """Frozen remote blocks: the backward pass sends the inputs again where servers have not kept what they need.
 
     The tensors of an adapter are inputs too, so that their gradients arrive where autograd wants them.
     """

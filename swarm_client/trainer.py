@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from tqdm import tqdm
 from transformers import ProgressCallback, Trainer, TrainerCallback, TrainerControl, TrainerState
+from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from swarm_client.trained import restore_trained
@@ -22,6 +23,8 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 class AdapterTrainer(Trainer):
     """Saves and loads the adapter or the prompts alone; the rest of the model never changes."""
+
+    _is_evaluating = False
 
     def compute_loss(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         return super().compute_loss(model, {**inputs, "use_cache": False}, *args, **kwargs)
@@ -43,10 +46,34 @@ class AdapterTrainer(Trainer):
         step = self.state.global_step
         if not step:
             return False
-        if not (Path(self.args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{step}").exists():
-            after_step.restore()
+        if last_checkpoint(Path(self.args.output_dir))[1] < step:
+            if not self._is_evaluating:
+                after_step.restore()
             self._save_checkpoint(self.model, trial=None)
         return True
+
+    def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
+        self._is_evaluating = True
+        metrics = super().evaluate(*args, **kwargs)
+        self._is_evaluating = False
+        return metrics
+
+
+def last_checkpoint(output: Path) -> tuple[Path | None, int]:
+    """The newest that is complete, and its step; None and 0 if there is none."""
+    steps = {
+        int(path.parent.name.removeprefix(f"{PREFIX_CHECKPOINT_DIR}-")): path.parent
+        for path in output.glob(f"{PREFIX_CHECKPOINT_DIR}-*/{TRAINER_STATE_NAME}")  # written last
+    }
+    step = max(steps, default=0)
+    return steps.get(step), step
+
+
+def misses_evaluation(checkpoint: Path) -> bool:
+    """Whether the run was to be validated when this was made, and failed before it was."""
+    state = TrainerState.load_from_json(str(checkpoint / TRAINER_STATE_NAME))
+    due = state.global_step % state.eval_steps == 0 or state.global_step >= state.max_steps
+    return due and not any(entry["step"] == state.global_step and "eval_loss" in entry for entry in state.log_history)
 
 
 class Lines(TrainerCallback):
@@ -86,6 +113,8 @@ class RandomState(TrainerCallback):
 
     def on_step_end(self, *_args: Any, **_others: Any) -> None:
         self._remember()
+
+    on_evaluate = on_step_end
 
     def restore(self) -> None:
         python, numpy, torch_state = self._states

@@ -139,18 +139,17 @@ class Server:
         shapes = () if part is None else part.shapes
         expected = [hidden.header, *(pb.Tensor(dtype=pb.FLOAT32, shape=shape) for shape in shapes)]
 
-        async def work(*messages: pb.BackwardRequest) -> tuple[WireTensor, list[WireTensor]]:
-            return await self._watched(self._backward(span, messages, grad, expected), span)
+        async def work(first: pb.BackwardRequest, parts: Sequence[bytes] = ()) -> tuple[WireTensor, list[WireTensor]]:
+            return await self._watched(self._backward(span, first, parts, grad, expected), span)
 
         async def whole(name: pb.AdapterName | None) -> tuple[WireTensor, list[WireTensor]]:
             forward = self._forward_message(span, hidden, context, name)
-            return await work(
-                pb.BackwardRequest(forward=forward), *(pb.BackwardRequest(more=part) for part in hidden.parts)
-            )
+            return await work(pb.BackwardRequest(forward=forward), hidden.parts)
 
         if kept_key:
+            kept = pb.KeptForward(contract=self._contract(span), key=kept_key)
             with contextlib.suppress(Forgotten):
-                return await work(pb.BackwardRequest(kept=pb.KeptForward(contract=self._contract(span), key=kept_key)))
+                return await work(pb.BackwardRequest(kept=kept))
         return await self._gifts.use(part, span, whole)
 
     async def _watched(self, work: Coroutine[Any, Any, T], span: Span) -> T:
@@ -192,12 +191,19 @@ class Server:
         return output, kept
 
     async def _backward(
-        self, span: Span, messages: Sequence[pb.BackwardRequest], grad: WireTensor, expected: Sequence[pb.Tensor]
+        self,
+        span: Span,
+        first: pb.BackwardRequest,
+        parts: Sequence[bytes],
+        grad: WireTensor,
+        expected: Sequence[pb.Tensor],
     ) -> tuple[WireTensor, list[WireTensor]]:
+        """``parts``: of the hidden states that ``first`` begins."""
         call = self._stub.Backward(timeout=self._step_timeout_s)
         async with translated(self.record, span, call):
-            for message in messages:
-                await call.write(message)
+            await call.write(first)
+            for part in parts:
+                await call.write(pb.BackwardRequest(more=part))
             await call.write(pb.BackwardRequest(grad=grad.header))
             for part in grad.parts:
                 await call.write(pb.BackwardRequest(more=part))

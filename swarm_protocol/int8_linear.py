@@ -159,8 +159,9 @@ class FbgemmWeight(Int8Weight):
         if transpose is None:
             q = self._unpack().int_repr().T.contiguous()
             transpose = FbgemmWeight(q, torch.ones(len(q), dtype=torch.float32))
-            if self._keeps_transpose:
-                self._transpose = transpose
+            self._transpose = transpose
+            if not self._keeps_transpose:  # any more
+                self._transpose = None
         return transpose.matmul(grad * self._scale)
 
     def keep_transpose(self, wanted: bool) -> None:

@@ -38,7 +38,7 @@ def is_available() -> bool:
 def _forward(linear: nn.Linear, x: torch.Tensor) -> torch.Tensor:
     if x.dtype != torch.float32 or x.device.type != "cpu" or linear.weight.requires_grad:
         return functional.linear(x, linear.weight, linear.bias)
-    rows = x.reshape(-1, linear.in_features)  # what comes out is no view: models change it in place
+    rows = x.reshape(-1, linear.in_features)  # with more dimensions the operator gives a view: none may be changed
     return _Linear.apply(rows, linear.weight, linear.bias).view(*x.shape[:-1], linear.out_features)
 
 

@@ -363,26 +363,32 @@ class Engine:
         *,
         trains_adapter: bool = False,
         max_bytes: int | None = None,
+        counted: set[int] | None = None,
     ) -> tuple[torch.Tensor, Recorded | None]:
         """``forward``, and what goes back through it to ``inputs.hidden``.
 
         Args:
             trains_adapter: and to the adapter's tensors over ``blocks``, in the order of ``Adapter.tensors``.
             max_bytes: of activations; None for the second result if there would be more.
+            counted: addresses of memory that counts already, such as that of earlier rows; grows.
         """
         require_finite(inputs.hidden, "hidden states")
-        hidden, tensors = inputs.hidden.requires_grad_(True), ()
+        hidden, tensors, permanent = inputs.hidden.requires_grad_(True), (), self._weight_addresses
         if adapter is not None and trains_adapter:
             adapter = adapter.trainable(blocks)
             tensors = adapter.adapter.tensors
-        limit = ActivationLimit(max_bytes, self._weight_addresses) if max_bytes is not None else nullcontext()
-        with torch.enable_grad(), limit:
+        elif adapter is not None:
+            permanent = permanent | {tensor.untyped_storage().data_ptr() for tensor in adapter.adapter.tensors}
+        limit = (
+            None if max_bytes is None else ActivationLimit(max_bytes, permanent, set() if counted is None else counted)
+        )
+        with torch.enable_grad(), limit or nullcontext():
             output = self._run_plain(blocks, inputs, adapter, dropout)
-        if max_bytes is None:
+        if limit is None:
             return output.detach(), Recorded(output, (hidden, *tensors))
-        size_bytes = limit.size_bytes + output.nbytes
-        fits = not limit.exceeded and size_bytes <= max_bytes
-        return output.detach(), Recorded(output, (hidden, *tensors), size_bytes) if fits else None
+        limit.count(output)
+        fits = not limit.exceeded
+        return output.detach(), Recorded(output, (hidden, *tensors), limit.size_bytes) if fits else None
 
     def backward(
         self,
@@ -395,7 +401,6 @@ class Engine:
         trains_adapter: bool = False,
     ) -> tuple[torch.Tensor, ...]:
         """Gradients of ``inputs.hidden``, and of the adapter's tensors as in ``record``; recomputes the forward."""
-        require_finite(grad, "gradients")
         _, recorded = self.record(blocks, inputs, adapter, dropout, trains_adapter=trains_adapter)
         return recorded.backward(grad)
 

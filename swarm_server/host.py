@@ -18,7 +18,7 @@ from swarm_server.sessions import HostedSession, Reply
 from swarm_server.training_memory import TrainingMemory
 from swarm_server.validation import Rules
 
-MIN_KEY_BYTES = 16
+MIN_KEY_BYTES, MAX_KEY_BYTES = 16, 64
 _END_TIMEOUT_S = 5.0  # for sessions that are told to end
 
 
@@ -32,13 +32,10 @@ class Host:
     rules: Rules
     neighbours: Neighbours
     max_sessions: int
+    training: TrainingMemory
     adapters: AdapterStore = field(default_factory=AdapterStore)
 
-    training: TrainingMemory | None = None  # None: one without weights to transpose
-
     def __post_init__(self) -> None:
-        if self.training is None:
-            self.training = TrainingMemory(self.budget)
         self.placing = asyncio.Lock()
         self._uses: dict[bytes, ExitStack] = {}  # of adapters, by session
         self._sessions: dict[bytes, HostedSession] = {}
@@ -58,8 +55,7 @@ class Host:
         blocks = self.rules.blocks(request.contract)
         batch_size = self.rules.batch_size(request.batch_size)
         self.rules.length(request.reserve_tokens)
-        if len(request.session_key) < MIN_KEY_BYTES:
-            raise RequestRejected(f"the session key has {len(request.session_key)} bytes: expected {MIN_KEY_BYTES}")
+        require_key(request.session_key, "the session key")
         if request.session_key in self._sessions:
             raise RequestRejected("a session with this key is open already")
         if len(self._sessions) >= self.max_sessions:
@@ -131,3 +127,9 @@ class Host:
     @property
     def num_sessions(self) -> int:
         return len(self._sessions)
+
+
+def require_key(key: bytes, what: str) -> None:
+    """Raises RequestRejected if a key of the client's choice is too short to be a secret, or too long to be kept."""
+    if not MIN_KEY_BYTES <= len(key) <= MAX_KEY_BYTES:
+        raise RequestRejected(f"{what} has {len(key)} bytes: expected {MIN_KEY_BYTES} to {MAX_KEY_BYTES}")

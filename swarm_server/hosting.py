@@ -115,10 +115,10 @@ class Hoster:
         )
         named = await asyncio.to_thread(load_adapters, config.adapters, self._checkpoint.family, engine, span)
         adapters = AdapterStore(config.adapter_bytes, named)
-        training = TrainingMemory(budget, engine.int8_weights)
-        kept = [training] if prefix_cache is None else [prefix_cache, training]
-        budget.reclaim = lambda: any(memory.reclaim() for memory in kept)
-        host = Host(engine, scheduler, budget, rules, neighbours, config.max_sessions, adapters, training)
+        evict = (lambda: False) if prefix_cache is None else prefix_cache.reclaim
+        training = TrainingMemory(budget, engine.int8_weights, evict)
+        budget.reclaim = lambda: training.reclaim() or evict()
+        host = Host(engine, scheduler, budget, rules, neighbours, config.max_sessions, training, adapters)
         return Hosting(span, host, meter, self._cores)
 
     def _load(self, span: Span) -> BlockStack:
@@ -126,7 +126,7 @@ class Hoster:
         report = Report(self._config.quant)
         with tqdm(total=len(span), desc="loading blocks", unit="block", file=sys.stderr, leave=False) as bar:
 
-            def quantize(block: torch.nn.Module, _index: int) -> None:
+            def prepare(block: torch.nn.Module, _index: int) -> None:
                 nonlocal report
                 report += quantize_(block, self._config.quant, self._device, self._dtype)
                 if self._device.type == "cpu":
@@ -137,7 +137,7 @@ class Hoster:
                 span,
                 dtype=self._dtype,
                 device=self._device,
-                transform=quantize,
+                transform=prepare,
                 progress=lambda _index: bar.update(),
             )
         _logger.info("blocks %s loaded; %s", span, report)

@@ -26,15 +26,18 @@ class Incoming:
         except asyncio.TimeoutError:
             raise SessionLost(f"the session was closed after {self._idle_timeout_s:g} s without a request") from None
 
-    async def first(self, kind: str) -> Any:
-        """The next message, which must be of this kind; raises RequestRejected if it is not."""
+    async def first(self, *kinds: str) -> Any:
+        """The next message, which must be of one of these kinds; raises RequestRejected if it is not."""
         message = await self.next()
-        if message is None or message.WhichOneof("kind") != kind:
-            raise RequestRejected(f"expected a message of kind {kind!r}")
+        if message is None or message.WhichOneof("kind") not in kinds:
+            raise RequestRejected(f"expected a message of kind {' or '.join(map(repr, kinds))}")
         return message
 
     async def collect(self, assembler: Assembler) -> torch.Tensor:
         """The tensor that begins in ``assembler``, with its further parts."""
         while not assembler.complete:
-            assembler.add((await self.first("more")).more)
+            part = (await self.first("more")).more
+            if not part:
+                raise RequestRejected("a part of a tensor is empty")
+            assembler.add(part)
         return assembler.tensor()

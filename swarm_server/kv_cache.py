@@ -20,6 +20,7 @@ class CacheBudget:
 
     Attributes:
         reclaim: gives up a little of the kept memory, the oldest; False if there is none.
+        lock: under which all this changes; held while ``reclaim`` is called.
     """
 
     def __init__(self, capacity_bytes: int, token_bytes: int) -> None:
@@ -30,16 +31,21 @@ class CacheBudget:
         self._promised = 0  # of that, what reclaiming cannot free
         self._by_client: dict[str, int] = {}
         self._released: deque[Charge] = deque()  # whose memory has died
-        self._lock = threading.RLock()
+        self.lock = threading.RLock()
         self._kept = Lease(self, "")
         self.reclaim: Callable[[], bool] = lambda: False
 
     @property
     def tokens_left(self) -> int:
         """Positions that a new session over all hosted blocks could still get."""
-        with self._lock:
+        return self.bytes_left // self._token_bytes
+
+    @property
+    def bytes_left(self) -> int:
+        """What sessions have not got, whether it is kept for reuse or not used at all."""
+        with self.lock:
             self._settle()
-        return max(0, self.capacity_bytes - self._charged + self._kept._counted) // self._token_bytes
+            return max(0, self.capacity_bytes - self._charged + self._kept._counted)
 
     @property
     def capacity_tokens(self) -> int:
@@ -52,14 +58,16 @@ class CacheBudget:
         lease.promise(promised_bytes)
         return lease
 
-    def keep(self, size_bytes: int, owner: object) -> Charge:
+    def keep(self, size_bytes: int, owner: object, evict: Callable[[], bool]) -> Charge:
         """Counts memory that ``owner`` holds while it lives, and that ``reclaim`` gives up when it is needed.
 
+        ``evict``: gives up a little to make room for it, like ``reclaim``.
+
         Raises:
-            PeerBusy: there is no room, after what was kept before is given up.
+            PeerBusy: there is no room even so.
         """
-        with self._lock:
-            self._make_room("", lambda: size_bytes, self._promised + size_bytes)
+        with self.lock:
+            self._make_room("", lambda: size_bytes, self._promised + size_bytes, evict)
             return self._kept.take(size_bytes, owner)
 
     def _settle(self) -> None:
@@ -77,8 +85,8 @@ class CacheBudget:
         else:
             self._by_client.pop(client, None)
 
-    def _make_room(self, client: str, needed: Callable[[], int], least: int) -> None:
-        """Until ``needed()`` more bytes fit; what is kept is given up if that can help.
+    def _make_room(self, client: str, needed: Callable[[], int], least: int, reclaim: Callable[[], bool]) -> None:
+        """Until ``needed()`` more bytes fit; what is kept is given up by ``reclaim`` if that can help.
 
         ``least``: what would be charged at least if everything that is kept were given up.
         """
@@ -88,7 +96,7 @@ class CacheBudget:
             limit = self._limit(amount, client)
             if amount <= 0 or self._charged + amount <= limit:
                 return
-            if least > self.capacity_bytes or not self.reclaim():
+            if least > self.capacity_bytes or not reclaim():
                 left = max(0, limit - self._charged + self._kept._counted) // self._token_bytes
                 whose = "" if limit == self.capacity_bytes else " for a client that has its share already"
                 raise PeerBusy(
@@ -116,7 +124,7 @@ class Lease:
     @property
     def charged(self) -> int:
         """Bytes that count against the budget."""
-        with self._budget._lock:
+        with self._budget.lock:
             self._budget._settle()
         return self._counted
 
@@ -130,7 +138,7 @@ class Lease:
 
     def take(self, size_bytes: int, owner: object) -> Charge:
         """Counts memory that ``owner`` holds for as long as it lives; raises PeerBusy if there is no room."""
-        with self._budget._lock:
+        with self._budget.lock:
             self._grow(0, size_bytes)
             charge = Charge(self, size_bytes)
             self._charges.add(charge)
@@ -139,7 +147,7 @@ class Lease:
 
     def close(self) -> None:
         """Gives the promise back. Memory that somebody else uses, or that is kept for reuse, stays charged."""
-        with self._budget._lock:
+        with self._budget.lock:
             self._budget._settle()
             kept = self._budget._kept
             for charge in list(self._charges):
@@ -153,7 +161,7 @@ class Lease:
 
     def _grow(self, promised: int, more: int) -> None:
         budget = self._budget
-        with budget._lock:
+        with budget.lock:
             budget._settle()
             if self._client:
                 # What is given up meanwhile may be this lease's own memory: look again each time.
@@ -161,6 +169,7 @@ class Lease:
                     self._client,
                     lambda: max(promised, self._promised, self._held + more) - self._counted,
                     budget._promised - self._promised + max(promised, self._promised, more),
+                    budget.reclaim,
                 )
             self._set(max(promised, self._promised), self._held + more)
 
@@ -183,7 +192,7 @@ class Charge:
 
     def shrink(self, size_bytes: int) -> None:
         """Counts less from now on."""
-        with self.lease._budget._lock:
+        with self.lease._budget.lock:
             self.lease._set(self.lease._promised, self.lease._held - self.size_bytes + size_bytes)
             self.size_bytes = size_bytes
 

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
 import torch
 
@@ -20,9 +19,10 @@ from swarm_protocol.span import Span
 from swarm_server.adapters import Arriving
 from swarm_server.dropout import Dropout
 from swarm_server.engine import Engine
-from swarm_server.host import MIN_KEY_BYTES, Host
+from swarm_server.host import Host, require_key
 from swarm_server.incoming import Incoming
 from swarm_server.lora import PlacedAdapter
+from swarm_server.training_memory import KeptPass
 from swarm_server.validation import Rules
 
 
@@ -45,62 +45,80 @@ class _Pass:
 
 async def forward(host: Host, incoming: Incoming) -> list[pb.TensorReply]:
     with ExitStack() as uses:
-        asked = await _read(host, incoming, uses, await incoming.next())
-        outputs, kept = [], [] if asked.keep_key else None
-        for inputs, dropout in _few_rows(host.rules, asked):
-            arguments = asked.blocks, inputs, asked.adapter, dropout
-            max_bytes = 0 if kept is None else host.training.bytes_left - sum(piece.size_bytes for piece in kept)
-            if max_bytes > 0:
-                record = partial(
-                    host.engine.record, *arguments, trains_adapter=asked.trains_adapter, max_bytes=max_bytes
-                )
-                output, piece = await host.scheduler.train(record)
-                kept = None if piece is None else [*kept, piece]
-            else:
-                output, kept = await host.scheduler.train(partial(host.engine.forward, *arguments)), None
-            outputs.append(output)
+        asked = await _read(host, (await incoming.first("forward")).forward, incoming, uses)
+        kept = uses.enter_context(host.training.keeping(asked.blocks)) if asked.keep_key else None
+        outputs = [
+            await host.scheduler.train(partial(_forward_rows, host, asked, inputs, dropout, kept))
+            for inputs, dropout in _few_rows(host.rules, asked)
+        ]
         first, *more = _in_parts(torch.cat(outputs))
         first.kept = kept is not None and host.training.keep(asked.keep_key, kept)
         return [first, *more]
 
 
+def _forward_rows(
+    host: Host, asked: _Pass, inputs: BlockInput, dropout: Dropout | None, kept: KeptPass | None
+) -> torch.Tensor:
+    """On the compute thread: some rows of the pass, which are added to ``kept`` if there is room."""
+    max_bytes = 0 if kept is None else host.training.room(kept)
+    if not max_bytes:
+        if kept is not None:
+            host.training.add(kept, None)
+        return host.engine.forward(asked.blocks, inputs, asked.adapter, dropout)
+    output, piece = host.engine.record(
+        asked.blocks,
+        inputs,
+        asked.adapter,
+        dropout,
+        trains_adapter=asked.trains_adapter,
+        max_bytes=max_bytes,
+        counted=kept.counted,
+    )
+    host.training.add(kept, piece)
+    return output
+
+
 async def backward(host: Host, incoming: Incoming) -> list[pb.TensorReply]:
-    host.training.transpose()
     with ExitStack() as uses:
-        message = await incoming.next()
-        if message is not None and message.WhichOneof("kind") == "kept":
-            host.rules.blocks(message.kept.contract)
-            kept = uses.enter_context(host.training.taken(message.kept.key))
-            shape, num_rows, pieces = kept.shape, kept.num_rows, [piece.backward for piece in kept.pieces]
+        message = await incoming.first("forward", "kept")
+        if message.WhichOneof("kind") == "kept":
+            kept = host.training.look(message.kept.key, host.rules.blocks(message.kept.contract))
+            shape, num_rows = kept.shape, kept.num_rows
+            take = uses.enter_context(host.training.taking(message.kept.key))
+            ways_back = [partial(_through_kept, take, number) for number in range(len(num_rows))]
         else:
-            asked = await _read(host, incoming, uses, message)
+            asked = await _read(host, message.forward, incoming, uses)
             few = list(_few_rows(host.rules, asked))
-            shape, pieces = asked.inputs.hidden.shape, [_backward(host.engine, asked, *piece) for piece in few]
-            num_rows = [len(inputs.hidden) for inputs, _ in few]
+            shape, num_rows = asked.inputs.hidden.shape, [len(inputs.hidden) for inputs, _ in few]
+            ways_back = [partial(_recomputing, host, asked, inputs, dropout) for inputs, dropout in few]
         grads = (await _read_grad(host.rules, incoming, shape)).split(num_rows)
+        host.training.transpose()
         hidden_grads, sums = [], []
-        for compute, grad in zip(pieces, grads, strict=True):
-            hidden_grad, *of_adapter = await host.scheduler.train(partial(compute, grad))
+        for go_back, grad in zip(ways_back, grads, strict=True):
+            hidden_grad, *of_adapter = await host.scheduler.train(partial(go_back, grad))
             hidden_grads.append(hidden_grad)
             sums = [total + more for total, more in zip(sums, of_adapter, strict=True)] if sums else of_adapter
         return [reply for tensor in (torch.cat(hidden_grads), *sums) for reply in _in_parts(tensor)]
 
 
-def _backward(
-    engine: Engine, asked: _Pass, inputs: BlockInput, dropout: Dropout | None
-) -> Callable[[torch.Tensor], tuple[torch.Tensor, ...]]:
-    return lambda grad: engine.backward(
-        asked.blocks, inputs, grad, asked.adapter, dropout, trains_adapter=asked.trains_adapter
-    )
+def _through_kept(take: Callable[[], KeptPass], number: int, grad: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """On the compute thread, like ``_recomputing``: gradients of some rows."""
+    return take().pieces[number].backward(grad)
+
+
+def _recomputing(
+    host: Host, asked: _Pass, inputs: BlockInput, dropout: Dropout | None, grad: torch.Tensor
+) -> tuple[torch.Tensor, ...]:
+    return host.engine.backward(asked.blocks, inputs, grad, asked.adapter, dropout, trains_adapter=asked.trains_adapter)
 
 
 async def _read_grad(rules: Rules, incoming: Incoming, shape: Sequence[int]) -> torch.Tensor:
-    message = await incoming.first("grad")
-    if tuple(message.grad.shape) != tuple(shape):
+    message = (await incoming.first("grad")).grad
+    if tuple(message.shape) != tuple(shape):
         raise RequestRejected(
-            f"gradient has shape {list(message.grad.shape)}: expected that of the hidden states, {list(shape)}"
+            f"gradient has shape {list(message.shape)}: expected that of the hidden states, {list(shape)}"
         )
-    return await incoming.collect(rules.hidden(message.grad))
+    return await incoming.collect(rules.hidden(message))
 
 
 async def put_adapter(host: Host, incoming: Incoming) -> bytes:
@@ -118,16 +136,10 @@ def _place(engine: Engine, data: bytearray) -> PlacedAdapter:
     return engine.place(adapter_key(data), Adapter.parse(data))
 
 
-async def _read(host: Host, incoming: Incoming, uses: ExitStack, first: Any) -> _Pass:
-    """``first``: the request's first message, None if there was none."""
+async def _read(host: Host, message: pb.Forward, incoming: Incoming, uses: ExitStack) -> _Pass:
     rules = host.rules
-    if first is None or first.WhichOneof("kind") != "forward":
-        raise RequestRejected("expected a message of kind 'forward'")
-    message = first.forward
-    if message.keep_key and len(message.keep_key) < MIN_KEY_BYTES:
-        raise RequestRejected(
-            f"the key to keep the pass under has {len(message.keep_key)} bytes: expected {MIN_KEY_BYTES}"
-        )
+    if message.keep_key:
+        require_key(message.keep_key, "the key to keep the pass under")
     blocks = rules.blocks(message.contract)
     arriving = rules.hidden(message.hidden)
     rules.length(arriving.shape[1])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Collection
 from dataclasses import dataclass
 
@@ -52,34 +53,55 @@ class ActivationLimit:
         exceeded: what was saved is useless: some of it is missing.
     """
 
-    def __init__(self, max_bytes: int, weights: Collection[int]) -> None:
-        """``weights``: addresses of memory that is there anyway."""
+    def __init__(self, max_bytes: int, permanent: Collection[int], counted: set[int]) -> None:
+        """
+        Args:
+            permanent: addresses of memory that is there anyway.
+            counted: of memory that is counted already; grows.
+        """
         self._max_bytes = max_bytes
-        self._seen = set(weights)
+        self._permanent = permanent
+        self._counted = counted
         self._hooks = saved_tensors_hooks(self._pack, _unpack)
         self.size_bytes = 0
         self.exceeded = False
 
     def __enter__(self) -> ActivationLimit:
         self._hooks.__enter__()
+        _active.limit = self
         return self
 
     def __exit__(self, *exception: object) -> None:
+        _active.limit = None
         self._hooks.__exit__(*exception)
 
-    def _pack(self, tensor: torch.Tensor) -> torch.Tensor | None:
+    def count(self, tensor: torch.Tensor) -> None:
         storage = tensor.untyped_storage()
-        if storage.data_ptr() not in self._seen and not self.exceeded:
-            self._seen.add(storage.data_ptr())
+        self.size_bytes += _NODE_BYTES
+        if storage.data_ptr() not in self._permanent and storage.data_ptr() not in self._counted:
+            self._counted.add(storage.data_ptr())
             self.size_bytes += storage.nbytes()
-            self.exceeded = self.size_bytes > self._max_bytes
+        self.exceeded |= self.size_bytes > self._max_bytes
+
+    def _pack(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        self.count(tensor)
         # An output that was returned as it is would hold on to the graph that holds on to it.
         return None if self.exceeded else tensor.detach()
 
 
+_active = threading.local()  # the limit that counts in this thread at present, or nothing
+_NODE_BYTES = 1024  # about what autograd takes to save a tensor, besides its memory
+
+
+def count_saved(tensor: torch.Tensor) -> None:
+    """For layers that keep a tensor for their backward where autograd does not see it."""
+    limit = getattr(_active, "limit", None)
+    if limit is not None:
+        limit.count(tensor)
+
+
 def _unpack(packed: torch.Tensor | None) -> torch.Tensor:
-    if packed is None:
-        raise RuntimeError("the pass was not kept: it has more activations than there was room for")
+    assert packed is not None, "the pass was not kept"
     return packed
 
 

@@ -3,33 +3,40 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from swarm_protocol.errors import Forgotten, PeerBusy
+from swarm_protocol.errors import Forgotten, PeerBusy, RequestRejected
 from swarm_protocol.int8_linear import Int8Weight
+from swarm_protocol.span import Span
 from swarm_server.kv_cache import CacheBudget, Charge
 from swarm_server.recording import Recorded
 
-KEPT_S = 60.0  # after which a forward pass without a backward is dropped
-UNUSED_S = 600.0  # after which weights for backward passes are dropped, if there is none
+KEPT_S = 120.0  # after which a forward pass without a backward is dropped
+UNUSED_S = 600.0  # after which transposed weights are dropped, if there is no backward pass
 _SHARE = 0.5  # of the cache's room that training may get
 _TRANSPOSED_SHARE = 0.75  # of that
 
 
 @dataclass(eq=False)
 class KeptPass:
-    """One request's forward, in pieces of its rows."""
+    """One request's forward through ``blocks``, in pieces of its rows.
 
-    pieces: Sequence[Recorded]
-    charge: Charge | None = None
-    dropping: asyncio.TimerHandle | None = None
+    Attributes:
+        counted: addresses of the memory that counts already.
+        refused: there was no room for a piece, so none is kept.
+        since_s: when it was complete.
+    """
 
-    @property
-    def size_bytes(self) -> int:
-        return sum(piece.size_bytes for piece in self.pieces)
+    blocks: Span
+    pieces: list[Recorded] = field(default_factory=list)
+    charges: list[Charge] = field(default_factory=list)
+    counted: set[int] = field(default_factory=set)
+    refused: bool = False
+    since_s: float = 0.0
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -41,142 +48,214 @@ class KeptPass:
         """Of each piece."""
         return [len(piece.output) for piece in self.pieces]
 
-    def free(self) -> None:
-        self.charge.release()
-        for piece in self.pieces:
-            piece.free()
-
 
 @dataclass(eq=False)
 class _Transposed:
-    weights: Sequence[Int8Weight]
-    size_bytes: int
+    weight: Int8Weight
+    charge: Charge | None = None
 
 
 class TrainingMemory:
     """Room that sessions leave in the KV cache, at most a part of it, and theirs again when they need it.
 
-    Used on one event loop; ``reclaim`` from any thread.
+    From any thread, but for what says that it wants the event loop.
     """
 
     def __init__(
         self,
         budget: CacheBudget,
         weights: Sequence[Int8Weight] = (),
+        evict: Callable[[], bool] = lambda: False,
         kept_s: float = KEPT_S,
         unused_s: float = UNUSED_S,
     ) -> None:
-        """``weights``: of the hosted blocks."""
+        """
+        Args:
+            weights: of the hosted blocks.
+            evict: gives up a little of what others keep in the cache; False if there is nothing.
+        """
         self._budget = budget
-        self._max_bytes = int(budget.capacity_bytes * _SHARE)
-        self._weights = weights
+        self._evict = evict
         self._kept_s = kept_s
         self._unused_s = unused_s
+        max_bytes = int(budget.capacity_bytes * _SHARE)
+        self._weights = _fitting(weights, max_bytes * _TRANSPOSED_SHARE)
+        self._max_bytes = max_bytes - sum(weight.transpose_bytes for weight in self._weights)  # of passes
+        self._used_bytes = 0  # by passes, also those that are not complete, or in use
         self._passes: OrderedDict[bytes, KeptPass] = OrderedDict()
-        self._transposed: _Transposed | None = None
+        self._transposed: list[_Transposed] = []  # of the first of the weights
+        self._sweeping: asyncio.TimerHandle | None = None
         self._resting: asyncio.TimerHandle | None = None  # until the transposed weights are dropped
-        self._taking = False
+        self._closed = False
 
     def __len__(self) -> int:
         return len(self._passes)
 
-    @property
-    def bytes_left(self) -> int:
-        """What one more pass may take, if sessions leave so much."""
-        transposed = self._transposed
-        used = sum(kept.size_bytes for kept in list(self._passes.values()))
-        return max(0, self._max_bytes - used - (0 if transposed is None else transposed.size_bytes))
-
-    def keep(self, key: bytes, pieces: Sequence[Recorded]) -> bool:
-        """Keeps a pass; whether there was room for it."""
-        kept = KeptPass(pieces)
-        kept.charge = self._take(kept)
-        if kept.charge is None:
-            return False
-        self._drop(key)
-        kept.dropping = asyncio.get_running_loop().call_later(self._kept_s, self._drop, key)
-        self._passes[key] = kept
-        return True
+    # ------------------------------------------------------------ passes
 
     @contextmanager
-    def taken(self, key: bytes) -> Iterator[KeptPass]:
-        """A pass, which is freed afterwards.
-
-        Raises:
-            Forgotten: there is none under this key.
-        """
-        kept = self._passes.pop(key, None)
-        if kept is None:
-            raise Forgotten("this server does not have the pass (any more)")
-        kept.dropping.cancel()
+    def keeping(self, blocks: Span) -> Iterator[KeptPass]:
+        """A pass to which pieces are added, and which is forgotten afterwards unless it was kept."""
+        kept = KeptPass(blocks)
         try:
             yield kept
         finally:
-            kept.free()
+            with self._budget.lock:
+                if kept not in self._passes.values():
+                    self._free(kept)
+
+    def room(self, kept: KeptPass) -> int:
+        """Bytes that its next piece may take."""
+        with self._budget.lock:
+            if kept.refused or self._closed:
+                return 0
+            return max(0, min(self._max_bytes, self._budget.bytes_left) - self._used_bytes)
+
+    def add(self, kept: KeptPass, piece: Recorded | None) -> None:
+        """One more piece, if there is room for it: None if there was too little to record it."""
+        with self._budget.lock:
+            if piece is None or piece.size_bytes > self.room(kept):
+                return self._refuse(kept)
+            try:
+                charge = self._budget.keep(piece.size_bytes, piece, self._evict)
+            except PeerBusy:
+                return self._refuse(kept)
+            self._used_bytes += piece.size_bytes
+            kept.pieces.append(piece)
+            kept.charges.append(charge)
+
+    def keep(self, key: bytes, kept: KeptPass) -> bool:
+        """Keeps a complete pass; False if it was refused. On the event loop."""
+        with self._budget.lock:
+            if kept.refused or self._closed:
+                return False
+            self._drop(key)
+            kept.since_s = time.monotonic()
+            self._passes[key] = kept
+            if self._sweeping is None:
+                self._sweeping = asyncio.get_running_loop().call_later(self._kept_s, self._sweep)
+            return True
+
+    def look(self, key: bytes, blocks: Span) -> KeptPass:
+        """A pass, which stays where it is.
+
+        Raises:
+            Forgotten: there is none under this key. RequestRejected: it went through other blocks.
+        """
+        kept = self._passes.get(key)
+        if kept is None:
+            raise Forgotten("this server does not have the pass (any more)")
+        if kept.blocks != blocks:
+            raise RequestRejected(f"the pass that was kept went through blocks {kept.blocks}, not {blocks}")
+        return kept
+
+    @contextmanager
+    def taking(self, key: bytes) -> Iterator[Callable[[], KeptPass]]:
+        """Gives a function that takes the pass, when its turn has come; it is freed afterwards.
+
+        The function raises Forgotten if it is gone by then.
+        """
+        taken: list[KeptPass] = []
+
+        def take() -> KeptPass:
+            with self._budget.lock:
+                if not taken:
+                    if key not in self._passes:
+                        raise Forgotten("this server does not have the pass (any more)")
+                    taken.append(self._passes.pop(key))
+            return taken[0]
+
+        try:
+            yield take
+        finally:
+            with self._budget.lock:
+                for kept in taken:
+                    self._free(kept)
+
+    def _refuse(self, kept: KeptPass) -> None:
+        kept.refused = True
+        self._free(kept)
+
+    def _drop(self, key: bytes) -> None:
+        if key in self._passes:
+            self._free(self._passes.pop(key))
+
+    def _free(self, kept: KeptPass) -> None:
+        """Lets go of its memory, whoever may still hold the pass. Under the lock."""
+        for charge, piece in zip(kept.charges, kept.pieces, strict=True):
+            charge.release()
+            piece.free()
+            self._used_bytes -= piece.size_bytes
+        kept.charges, kept.pieces = [], []
+
+    def _sweep(self) -> None:
+        self._sweeping = None
+        with self._budget.lock:
+            now_s = time.monotonic()
+            while self._passes:
+                key, kept = next(iter(self._passes.items()))
+                left_s = kept.since_s + self._kept_s - now_s
+                if left_s > 0:
+                    self._sweeping = asyncio.get_running_loop().call_later(left_s, self._sweep)
+                    return
+                self._drop(key)
+
+    # ------------------------------------------------------------ weights
 
     def transpose(self) -> None:
-        """Before a backward pass: weights are transposed in it, as far as there is room for them."""
-        if self._transposed is None:
-            transposed = self._fitting()
-            if not transposed.weights or self._take(transposed) is None:
+        """Before a backward pass: weights are transposed in it, as far as there is room for them. On the event loop."""
+        with self._budget.lock:
+            if self._closed:
                 return
-            self._transposed = transposed
-            for weight in transposed.weights:
+            for weight in self._weights[len(self._transposed) :]:
+                transposed = _Transposed(weight)
+                try:
+                    transposed.charge = self._budget.keep(weight.transpose_bytes, transposed, self._evict)
+                except PeerBusy:
+                    break
                 weight.keep_transpose(True)
+                self._transposed.append(transposed)
         if self._resting is not None:
             self._resting.cancel()
         self._resting = asyncio.get_running_loop().call_later(self._unused_s, self._drop_transposed)
 
-    def reclaim(self) -> bool:
-        """Gives up a little, the oldest; False if there is nothing, and for what training itself takes."""
-        if self._taking:
-            return False
-        try:
-            _, kept = self._passes.popitem(last=False)
-        except KeyError:
-            return self._drop_transposed()
-        kept.free()
-        return True
-
-    def close(self) -> None:
-        """Drops everything."""
-        for key in list(self._passes):
-            self._drop(key)
-        self._drop_transposed()
-        if self._resting is not None:
-            self._resting.cancel()
-
-    def _fitting(self) -> _Transposed:
-        weights, size_bytes, max_bytes = [], 0, min(self.bytes_left, self._max_bytes * _TRANSPOSED_SHARE)
-        for weight in self._weights:
-            if weight.transpose_bytes and size_bytes + weight.transpose_bytes <= max_bytes:
-                weights.append(weight)
-                size_bytes += weight.transpose_bytes
-        return _Transposed(weights, size_bytes)
-
-    def _take(self, owner: KeptPass | _Transposed) -> Charge | None:
-        """Takes room for as long as ``owner`` lives; None if there is not so much."""
-        if owner.size_bytes > self.bytes_left:
-            return None
-        self._taking = True
-        try:
-            return self._budget.keep(owner.size_bytes, owner)
-        except PeerBusy:
-            return None
-        finally:
-            self._taking = False
-
-    def _drop(self, key: bytes) -> None:
-        kept = self._passes.pop(key, None)
-        if kept is not None:
-            kept.dropping.cancel()
-            kept.free()
-
     def _drop_transposed(self) -> bool:
         """Whether there was anything to drop."""
-        transposed, self._transposed = self._transposed, None
-        if transposed is None:
-            return False
-        for weight in transposed.weights:
-            weight.keep_transpose(False)
-        return True
+        with self._budget.lock:
+            dropped, self._transposed = self._transposed, []
+            for transposed in dropped:
+                transposed.weight.keep_transpose(False)
+                transposed.charge.release()
+            return bool(dropped)
+
+    # ------------------------------------------------------------ room
+
+    def reclaim(self) -> bool:
+        """Gives up a little, the oldest first; False if there is nothing."""
+        with self._budget.lock:
+            if self._passes:
+                self._drop(next(iter(self._passes)))
+                return True
+            return self._drop_transposed()
+
+    def close(self) -> None:
+        """Drops everything, and keeps nothing any more. On the event loop."""
+        with self._budget.lock:
+            self._closed = True
+            for key in list(self._passes):
+                self._drop(key)
+            self._drop_transposed()
+            self._weights = []
+        for timer in (self._sweeping, self._resting):
+            if timer is not None:
+                timer.cancel()
+
+
+def _fitting(weights: Sequence[Int8Weight], max_bytes: float) -> list[Int8Weight]:
+    """As many as have room transposed."""
+    fitting, size_bytes = [], 0
+    for weight in weights:
+        if weight.transpose_bytes and size_bytes + weight.transpose_bytes <= max_bytes:
+            fitting.append(weight)
+            size_bytes += weight.transpose_bytes
+    return fitting

@@ -10,6 +10,8 @@ import logging
 
 import torch
 
+from swarm_server.recording import count_saved
+
 OUTLIER_THRESHOLD = 6.0  # LLM.int8(), https://arxiv.org/abs/2208.07339, section 3.2
 
 
@@ -30,6 +32,8 @@ def _linear_8bit() -> type[torch.nn.Module]:
         """Takes inputs of any leading shape; the original fails above three dimensions, which DeepSeek's have."""
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if x.requires_grad:
+                count_saved(x)  # as an attribute of the graph's node
             return super().forward(x.reshape(-1, self.in_features)).view(*x.shape[:-1], self.out_features)
 
     return Linear8bitRows

@@ -146,8 +146,8 @@ def test_generate_with_what_servers_have_loaded(generated, servers, place, cache
 
 
 @contextmanager
-def begun(arguments: list[str], cache: Path) -> Iterator[subprocess.Popen]:
-    """Runs the command until some steps are done."""
+def begun(arguments: list[str], cache: Path, line_begins: str = "step [1-9]") -> Iterator[subprocess.Popen]:
+    """Runs the command until it prints such a line."""
     process = subprocess.Popen(
         [sys.executable, "-m", "swarm_client", *arguments],
         stdout=subprocess.PIPE,
@@ -158,7 +158,7 @@ def begun(arguments: list[str], cache: Path) -> Iterator[subprocess.Popen]:
     )
     try:
         line = "not empty"
-        while line and not re.match(r"step [1-9]", line):
+        while line and not re.match(line_begins, line):
             line = process.stdout.readline()
         yield process
     finally:
@@ -188,23 +188,29 @@ def test_ctrl_c_saves_and_the_resumed_run_ends_as_if_nothing_had_happened(outcom
     assert_as_if_nothing_had_happened(place / "interrupted", place / "lora")
 
 
+@pytest.mark.parametrize(
+    "line_begins",
+    [pytest.param("step [1-9]", marks=pytest.mark.slow), "step 4/12: validation"],
+    ids=["step", "validation"],
+)
 def test_when_all_servers_go_the_last_step_is_saved_and_the_run_goes_on_with_others(
-    outcomes, servers, place, cache_home
+    outcomes, servers, place, cache_home, line_begins, request
 ):
+    name = request.node.callspec.id
     with InProcessServers(servers.model) as leaving:
         running = leaving.start("0:6")
-        arguments = command(leaving, place, "left-alone", *RUNS["lora"], "--recovery-timeout", "1", "--wait", "1")
-        with begun(arguments, cache_home) as process:
+        arguments = command(leaving, place, name, *RUNS["lora"], "--recovery-timeout", "1", "--wait", "1")
+        with begun(arguments, cache_home, line_begins) as process:
             leaving.stop(*running)
             stdout, stderr = process.communicate(timeout=60)
     assert process.returncode == 1, stdout
     assert "Traceback" not in stderr and "error: " in stderr.splitlines()[-1]
     step = int(re.search(r"step (\d+) was the last, and is saved; go on with", stderr)[1])
-    assert 0 < step < 12 and (place / "left-alone" / f"checkpoint-{step}").is_dir()
-    others = command(servers, place, "left-alone", *RUNS["lora"], "--resume")
+    assert 0 < step < 12 and (place / name / f"checkpoint-{step}").is_dir()
+    others = command(servers, place, name, *RUNS["lora"], "--resume")
     (resumed,) = run_commands("swarm_client", [others], cache_home)
     assert resumed.code == 0, resumed.stderr
-    assert_as_if_nothing_had_happened(place / "left-alone", place / "lora")
+    assert_as_if_nothing_had_happened(place / name, place / "lora")
 
 
 MISTAKES = {

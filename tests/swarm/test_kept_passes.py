@@ -69,10 +69,22 @@ def test_only_who_knows_the_key_goes_back(target):
     assert target.go_back(key, GRAD).status is grpc.StatusCode.OK
 
 
-def test_a_short_key_is_refused(target):
-    answer = target.client.forward(pb.ForwardRequest(forward=target.forward(HIDDEN_STATES, keep_key=b"short")))
+@pytest.mark.parametrize("length", [5, 65])
+def test_the_length_of_keys(target, length):
+    answer = target.client.forward(pb.ForwardRequest(forward=target.forward(HIDDEN_STATES, keep_key=bytes(length))))
     assert (answer.replies, answer.status) == ([], INVALID)
-    assert_one_sentence(answer.details, "has 5 bytes: expected 16")
+    assert_one_sentence(answer.details, f"has {length} bytes: expected 16 to 64")
+
+
+def test_of_other_blocks(target):
+    key = new_key()
+    target.kept_output(key, HIDDEN_STATES)
+    contract = target.contract()
+    contract.blocks.end -= 1
+    answer = target.client.backward(pb.BackwardRequest(kept=pb.KeptForward(contract=contract, key=key)))
+    assert (answer.replies, answer.status) == ([], INVALID)
+    assert_one_sentence(answer.details, "went through blocks 1:5, not 1:4")
+    assert target.go_back(key, GRAD).status is grpc.StatusCode.OK
 
 
 @pytest.mark.parametrize(
@@ -112,7 +124,7 @@ class Spy:
         self.kept: list[bytes] = []
         self.taken: list[bytes] = []
         self.memories: set[TrainingMemory] = set()
-        keep, taken = TrainingMemory.keep, TrainingMemory.taken
+        keep, taking = TrainingMemory.keep, TrainingMemory.taking
 
         def spied_keep(memory: TrainingMemory, key: bytes, *arguments) -> bool:
             self.memories.add(memory)
@@ -120,13 +132,12 @@ class Spy:
             return keep(memory, key, *arguments)
 
         @contextmanager
-        def spied_taken(memory: TrainingMemory, key: bytes):
-            with taken(memory, key) as kept:
-                self.taken.append(key)
-                yield kept
+        def spied_taking(memory: TrainingMemory, key: bytes):
+            with taking(memory, key) as take:
+                yield lambda: self.taken.append(key) or take()
 
         monkeypatch.setattr(TrainingMemory, "keep", spied_keep)
-        monkeypatch.setattr(TrainingMemory, "taken", spied_taken)
+        monkeypatch.setattr(TrainingMemory, "taking", spied_taking)
 
     def forget(self) -> None:
         for memory in self.memories:

@@ -27,6 +27,7 @@ from swarm_server.kv_transfer import Stored
 from swarm_server.push import Neighbours
 from swarm_server.service import BlocksService
 from swarm_server.session_state import Change, Crop, RecordPast, Reorder, Step
+from swarm_server.training_memory import TrainingMemory
 from swarm_server.validation import Rules
 
 MODEL, REVISION, NUM_BLOCKS = "toy", "0", 6
@@ -238,7 +239,8 @@ class ToyServer:
             return net.connect(name, address)
 
         scheduler = ToyScheduler(self.engine, net.chance)
-        self.host = Host(self.engine, scheduler, self.budget, rules, Neighbours(connect), 100)
+        training = TrainingMemory(self.budget)
+        self.host = Host(self.engine, scheduler, self.budget, rules, Neighbours(connect), 100, training)
         self.service = BlocksService(self.host, self.record().to_proto, 1e9)
 
     def record(self) -> ServerRecord:

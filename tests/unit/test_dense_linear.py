@@ -59,6 +59,17 @@ def test_products(shape, bias, products):
 
 
 @needs_onednn
+def test_gradients_of_a_sum():
+    """All of them are one number in memory."""
+    original = nn.Linear(64, 48).requires_grad_(False)
+    module = copy.deepcopy(original)
+    use_onednn_(module)
+    x = torch.randn(5, 64, requires_grad=True)
+    grads = [torch.autograd.grad(linear(x).sum(), x)[0] for linear in (module, original)]
+    assert_same(*grads)
+
+
+@needs_onednn
 @pytest.mark.parametrize("family", ["llama", "falcon-7b", "opt", "mixtral"])
 def test_blocks(family, tmp_path, products):
     save_checkpoint(family, tmp_path)

@@ -7,14 +7,16 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from swarm_protocol.errors import Forgotten, PeerBusy
+from swarm_protocol.errors import Forgotten, PeerBusy, RequestRejected
 from swarm_protocol.int8_linear import FbgemmWeight, Int8Weight, quantize_rows
-from swarm_server.kv_cache import CacheBudget
+from swarm_protocol.span import Span
+from swarm_server.kv_cache import CacheBudget, Charge
 from swarm_server.recording import Recorded
 from swarm_server.training_memory import TrainingMemory
 from tests.unit.support import run, until
 
 CAPACITY = 1000
+BLOCKS = Span(1, 4)
 KEYS = [bytes([number]) * 16 for number in range(6)]
 needs_fbgemm = pytest.mark.skipif(not FbgemmWeight.is_available(), reason="this torch has no fbgemm")
 
@@ -49,38 +51,76 @@ class Weight(Int8Weight):
 
 
 class Server:
-    """A cache of CAPACITY tokens of one byte each, of which training may have half."""
+    """A cache of CAPACITY bytes, of which training may have half."""
 
     def __init__(self, *transpose_bytes: int, **times: float) -> None:
         self.budget = CacheBudget(CAPACITY, 1)
         self.weights = [Weight(size) for size in transpose_bytes]
-        self.memory = TrainingMemory(self.budget, self.weights, **times)
-        self.budget.reclaim = self.memory.reclaim
+        self.prefixes: list[Charge] = []
+        self.memory = TrainingMemory(self.budget, self.weights, self.evict, **times)
+        self.budget.reclaim = lambda: self.memory.reclaim() or self.evict()
+
+    def evict(self) -> bool:
+        """Gives up what somebody else keeps."""
+        if self.prefixes:
+            self.prefixes.pop().release()
+            return True
+        return False
+
+    def keep_prefixes(self, number: int, size_bytes: int) -> None:
+        self.prefixes += [self.budget.keep(size_bytes, self, lambda: False) for _ in range(number)]
+
+    def keep(self, key: bytes, *sizes: int) -> bool:
+        """A pass in pieces of these sizes."""
+        with self.memory.keeping(BLOCKS) as kept:
+            for size in sizes:
+                self.memory.add(kept, recorded(size))
+            return self.memory.keep(key, kept)
+
+    def take(self, key: bytes) -> None:
+        with self.memory.taking(key) as take:
+            take()
 
     @property
     def room(self) -> int:
         """Bytes that are free without giving up anything."""
-        with self.budget._lock:
+        with self.budget.lock:
             self.budget._settle()
         return CAPACITY - self.budget._charged
 
     @property
-    def kept(self) -> list[bool]:
+    def transposed(self) -> list[bool]:
         return [weight.kept for weight in self.weights]
 
 
 def test_a_pass_is_kept_once():
     async def scenario() -> None:
         server = Server()
-        assert server.memory.keep(KEYS[0], [recorded(200), recorded(50)])
-        assert (server.room, server.memory.bytes_left, server.budget.tokens_left) == (750, 250, 1000)
-        with server.memory.taken(KEYS[0]) as kept:
-            assert (kept.size_bytes, kept.shape, kept.num_rows, server.room) == (250, (2, 1, 1), [1, 1], 750)
-            pieces = kept.pieces
-        assert (server.room, server.memory.bytes_left, len(server.memory)) == (1000, 500, 0)
-        assert [piece.output for piece in pieces] == [None, None]  # whoever still holds the pass
-        with pytest.raises(Forgotten), server.memory.taken(KEYS[0]):
-            pass
+        assert server.keep(KEYS[0], 200, 50)
+        assert (server.room, server.budget.tokens_left) == (750, 1000)
+        kept = server.memory.look(KEYS[0], BLOCKS)
+        assert (kept.shape, kept.num_rows) == ((2, 1, 1), [1, 1])
+        with server.memory.taking(KEYS[0]) as take:
+            assert len(server.memory) == 1 and server.room == 750  # its turn has not come
+            assert take() is take() is kept
+            assert len(server.memory) == 0 and server.room == 750  # in use
+            pieces = list(kept.pieces)
+        assert server.room == CAPACITY
+        assert [piece.output for piece in pieces] == [None, None]  # whoever still holds them
+        with pytest.raises(Forgotten):
+            server.memory.look(KEYS[0], BLOCKS)
+        with server.memory.taking(KEYS[0]) as take, pytest.raises(Forgotten):
+            take()
+
+    run(scenario())
+
+
+def test_a_pass_is_for_its_blocks():
+    async def scenario() -> None:
+        server = Server()
+        server.keep(KEYS[0], 10)
+        with pytest.raises(RequestRejected, match="went through blocks 1:4, not 1:3"):
+            server.memory.look(KEYS[0], Span(1, 3))
 
     run(scenario())
 
@@ -88,12 +128,32 @@ def test_a_pass_is_kept_once():
 def test_the_share_of_training_is_bounded():
     async def scenario() -> None:
         server = Server()
-        assert server.memory.keep(KEYS[0], [recorded(300)])
-        assert not server.memory.keep(KEYS[1], [recorded(201)])
-        assert server.memory.keep(KEYS[2], [recorded(200)])
+        assert server.keep(KEYS[0], 300)
+        assert not server.keep(KEYS[1], 150, 51)  # all or nothing
+        assert server.room == 700
+        assert server.keep(KEYS[2], 200)
         assert (server.room, len(server.memory)) == (500, 2)
-        with server.memory.taken(KEYS[0]):  # what was there first is still there
-            pass
+
+    run(scenario())
+
+
+def test_what_is_being_recorded_or_used_counts():
+    async def scenario() -> None:
+        server = Server()
+        with server.memory.keeping(BLOCKS) as kept:
+            assert server.memory.room(kept) == 500
+            server.memory.add(kept, recorded(300))
+            with server.memory.keeping(BLOCKS) as other:
+                assert server.memory.room(other) == 200
+                server.memory.add(other, None)  # it would have been more
+                assert server.memory.room(other) == 0 and not server.memory.keep(KEYS[1], other)
+            assert server.memory.keep(KEYS[0], kept)
+        with server.memory.taking(KEYS[0]) as take, server.memory.keeping(BLOCKS) as kept:
+            take()
+            assert server.memory.room(kept) == 200
+        with server.memory.keeping(BLOCKS) as kept:
+            server.memory.add(kept, recorded(300))  # and then the request fails
+        assert server.room == CAPACITY
 
     run(scenario())
 
@@ -102,41 +162,47 @@ def test_sessions_get_the_room_when_they_need_it():
     async def scenario() -> None:
         server = Server(100)
         server.memory.transpose()
+        server.keep_prefixes(1, 50)
         for key in KEYS[:3]:
-            assert server.memory.keep(key, [recorded(100)])
-        lease = server.budget.lease("somebody", 750)
-        assert len(server.memory) == 1 and server.kept == [True]  # the oldest went
-        with server.memory.taken(KEYS[2]):
-            pass
+            assert server.keep(key, 100)
+        lease = server.budget.lease("somebody", 650)
+        assert len(server.memory) == 2 and server.transposed == [True]  # the oldest went
+        lease.promise(950)
+        assert len(server.memory) == 0 and server.transposed == [False] and server.room == 0
         lease.promise(1000)
-        assert server.kept == [False] and server.room == 0
+        assert server.prefixes == []
         with pytest.raises(PeerBusy):
             server.budget.lease("another", 1)
 
     run(scenario())
 
 
-def test_training_takes_nothing_from_sessions_nor_from_itself():
+def test_training_takes_nothing_from_sessions_nor_from_itself_but_what_others_keep():
     async def scenario() -> None:
         server = Server(100)
         lease = server.budget.lease("somebody", 850)
-        assert server.memory.keep(KEYS[0], [recorded(100)])
-        assert not server.memory.keep(KEYS[1], [recorded(100)])
+        server.keep_prefixes(3, 50)
+        assert server.keep(KEYS[0], 90)
+        assert len(server.prefixes) == 1
+        assert not server.keep(KEYS[1], 100)
         server.memory.transpose()
-        assert server.kept == [False] and len(server.memory) == 1
+        assert server.transposed == [False] and len(server.memory) == 1
         lease.close()
         server.memory.transpose()
-        assert server.kept == [True]
+        assert server.transposed == [True]
 
     run(scenario())
 
 
 def test_a_pass_without_a_way_back_is_dropped():
     async def scenario() -> None:
-        server = Server(kept_s=0.01)
-        server.memory.keep(KEYS[0], [recorded(100)])
+        server = Server(kept_s=0.05)
+        server.keep(KEYS[0], 100)
+        server.keep(KEYS[1], 100)
         await until(lambda: not len(server.memory))
         assert server.room == CAPACITY
+        server.keep(KEYS[2], 100)
+        await until(lambda: not len(server.memory))
 
     run(scenario())
 
@@ -145,21 +211,35 @@ def test_transposed_weights_are_dropped_when_nobody_trains():
     async def scenario() -> None:
         server = Server(10, 20, unused_s=0.01)
         server.memory.transpose()
-        assert (server.kept, server.room) == ([True, True], 970)
-        await until(lambda: server.kept == [False, False])
+        assert (server.transposed, server.room) == ([True, True], 970)
+        await until(lambda: server.transposed == [False, False])
         assert server.room == CAPACITY
         server.memory.transpose()
-        assert server.kept == [True, True]
+        assert server.transposed == [True, True]
 
     run(scenario())
 
 
-def test_as_many_weights_are_transposed_as_leave_room_for_passes():
+def test_passes_leave_room_for_weights():
     async def scenario() -> None:
         server = Server(200, 200, 100, 0)
+        assert server.keep(KEYS[0], 200) and not server.keep(KEYS[1], 1)
         server.memory.transpose()
-        assert server.kept == [True, False, True, False]  # of the half, three quarters
-        assert server.memory.bytes_left == 200
+        assert server.transposed == [True, False, True, False]  # of the half, three quarters
+        assert server.room == 500
+
+    run(scenario())
+
+
+def test_more_weights_are_transposed_when_there_is_room():
+    async def scenario() -> None:
+        server = Server(100, 100)
+        lease = server.budget.lease("somebody", 850)
+        server.memory.transpose()
+        assert server.transposed == [True, False]
+        lease.close()
+        server.memory.transpose()
+        assert server.transposed == [True, True] and server.room == 800
 
     run(scenario())
 
@@ -168,9 +248,13 @@ def test_closed():
     async def scenario() -> None:
         server = Server(100)
         server.memory.transpose()
-        server.memory.keep(KEYS[0], [recorded(100)])
-        server.memory.close()
-        assert (server.kept, server.room, len(server.memory)) == ([False], CAPACITY, 0)
+        server.keep(KEYS[0], 100)
+        with server.memory.keeping(BLOCKS) as kept:
+            server.memory.add(kept, recorded(10))
+            server.memory.close()
+            assert not server.memory.keep(KEYS[1], kept)
+        server.memory.transpose()
+        assert (server.transposed, server.room, len(server.memory)) == ([False], CAPACITY, 0)
 
     run(scenario())
 
