@@ -38,7 +38,7 @@ class ServerConfig:
     swarm: str = DEFAULT_SWARM
     identity: Path | None = None  # None: a new one each start
     cache_tokens: int | None = None  # over all sessions; None: cache_bytes
-    cache_bytes: int | None = None  # keys and values of all sessions; None: from free memory
+    cache_bytes: int | None = None  # keys and values of all sessions, and what training keeps; None: from free memory
     prefix_cache: bool = True  # sessions that start with the same content compute it once
     adapters: tuple[Path, ...] = ()  # directories in PEFT's format, loaded at the start, called like the directories
     adapter_bytes: int = MAX_ADAPTER_BYTES  # of all adapters that clients send

@@ -19,6 +19,7 @@ KEPT_S = 120.0  # after which a forward pass without a backward is dropped
 UNUSED_S = 600.0  # after which transposed weights are dropped, if there is no backward pass
 _SHARE = 0.5  # of the cache's room that training may get
 _TRANSPOSED_SHARE = 0.75  # of that
+AT_ONCE_BYTES = 64 << 20  # of weights that one backward pass transposes: it holds up decoding for about a second more
 
 
 @dataclass(eq=False)
@@ -68,6 +69,7 @@ class TrainingMemory:
         evict: Callable[[], bool] = lambda: False,
         kept_s: float = KEPT_S,
         unused_s: float = UNUSED_S,
+        at_once_bytes: int = AT_ONCE_BYTES,
     ) -> None:
         """
         Args:
@@ -78,6 +80,7 @@ class TrainingMemory:
         self._evict = evict
         self._kept_s = kept_s
         self._unused_s = unused_s
+        self._at_once_bytes = at_once_bytes
         max_bytes = int(budget.capacity_bytes * _SHARE)
         self._weights = _fitting(weights, max_bytes * _TRANSPOSED_SHARE)
         self._max_bytes = max_bytes - sum(weight.transpose_bytes for weight in self._weights)  # of passes
@@ -203,10 +206,11 @@ class TrainingMemory:
     # ------------------------------------------------------------ weights
 
     def transpose(self) -> None:
-        """Before a backward pass: weights are transposed in it, as far as there is room for them. On the event loop."""
+        """Before a backward pass: has it transpose some more weights, if there is room for them. On the event loop."""
         with self._budget.lock:
             if self._closed:
                 return
+            size_bytes = 0
             for weight in self._weights[len(self._transposed) :]:
                 transposed = _Transposed(weight)
                 try:
@@ -215,6 +219,9 @@ class TrainingMemory:
                     break
                 weight.keep_transpose(True)
                 self._transposed.append(transposed)
+                size_bytes += weight.transpose_bytes
+                if size_bytes >= self._at_once_bytes:
+                    break
         if self._resting is not None:
             self._resting.cancel()
         self._resting = asyncio.get_running_loop().call_later(self._unused_s, self._drop_transposed)

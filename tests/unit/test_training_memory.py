@@ -53,11 +53,11 @@ class Weight(Int8Weight):
 class Server:
     """A cache of CAPACITY bytes, of which training may have half."""
 
-    def __init__(self, *transpose_bytes: int, **times: float) -> None:
+    def __init__(self, *transpose_bytes: int, **options: float) -> None:
         self.budget = CacheBudget(CAPACITY, 1)
         self.weights = [Weight(size) for size in transpose_bytes]
         self.prefixes: list[Charge] = []
-        self.memory = TrainingMemory(self.budget, self.weights, self.evict, **times)
+        self.memory = TrainingMemory(self.budget, self.weights, self.evict, **options)
         self.budget.reclaim = lambda: self.memory.reclaim() or self.evict()
 
     def evict(self) -> bool:
@@ -240,6 +240,18 @@ def test_more_weights_are_transposed_when_there_is_room():
         lease.close()
         server.memory.transpose()
         assert server.transposed == [True, True] and server.room == 800
+
+    run(scenario())
+
+
+def test_a_pass_transposes_some_weights_at_a_time():
+    async def scenario() -> None:
+        server = Server(10, 20, 30, 40, at_once_bytes=30)
+        found = []
+        for _ in range(4):
+            server.memory.transpose()
+            found.append(sum(server.transposed))
+        assert found == [2, 3, 4, 4]
 
     run(scenario())
 
