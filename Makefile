@@ -1,6 +1,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+IN_PARALLEL := --numprocesses 2 --dist loadfile
 export HF_HUB_OFFLINE ?= 1
 
 .PHONY: demo test test-all bench lint format proto clean
@@ -9,10 +10,10 @@ demo: $(VENV)/.installed
 	$(BIN)/python -m swarm_client demo
 
 test: $(VENV)/.installed lint
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest $(IN_PARALLEL)
 
 test-all: $(VENV)/.installed lint
-	$(BIN)/python -m pytest -m "not cuda or cuda"
+	$(BIN)/python -m pytest $(IN_PARALLEL) -m "not cuda or cuda"
 
 bench: $(VENV)/.installed
 	$(BIN)/python benchmarks/engine.py
