@@ -224,19 +224,19 @@ def pass_costs(path: Path, quant: str) -> Iterator[PassCost]:
 
     def back() -> float:
         nonlocal kept_mb
-        _, recorded = engine.record(span, inputs(), max_bytes=1 << 40)
+        _, recorded = engine.stateless.record(span, inputs(), max_bytes=1 << 40)
         kept_mb = recorded.size_bytes / 1e6
         return milliseconds(lambda: recorded.backward(grad))
 
     for transposed in (False, True) if engine.int8_weights else (False,):
         for weight in engine.int8_weights:
             weight.keep_transpose(transposed)
-        engine.backward(span, inputs(), grad)
+        engine.stateless.backward(span, inputs(), grad)
         contestants = {
-            "forward": lambda: milliseconds(lambda: engine.forward(span, inputs())),
-            "recorded": lambda: milliseconds(lambda: engine.record(span, inputs(), max_bytes=1 << 40)),
+            "forward": lambda: milliseconds(lambda: engine.stateless.forward(span, inputs())),
+            "recorded": lambda: milliseconds(lambda: engine.stateless.record(span, inputs(), max_bytes=1 << 40)),
             "back": back,
-            "recomputed": lambda: milliseconds(lambda: engine.backward(span, inputs(), grad)),
+            "recomputed": lambda: milliseconds(lambda: engine.stateless.backward(span, inputs(), grad)),
         }
         costs = {name: statistics.median(times) / len(span) for name, times in take_turns(5, contestants).items()}
         what = QUANT_NAMES[quant] + (", transposed weights" if transposed else "")

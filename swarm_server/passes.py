@@ -64,8 +64,8 @@ def _forward_rows(
     if not max_bytes:
         if kept is not None:
             host.training.add(kept, None)
-        return host.engine.forward(asked.blocks, inputs, asked.adapter, dropout)
-    output, piece = host.engine.record(
+        return host.engine.stateless.forward(asked.blocks, inputs, asked.adapter, dropout)
+    output, piece = host.engine.stateless.record(
         asked.blocks,
         inputs,
         asked.adapter,
@@ -109,7 +109,9 @@ def _through_kept(take: Callable[[], KeptPass], number: int, grad: torch.Tensor)
 def _recomputing(
     host: Host, asked: _Pass, inputs: BlockInput, dropout: Dropout | None, grad: torch.Tensor
 ) -> tuple[torch.Tensor, ...]:
-    return host.engine.backward(asked.blocks, inputs, grad, asked.adapter, dropout, trains_adapter=asked.trains_adapter)
+    return host.engine.stateless.backward(
+        asked.blocks, inputs, grad, asked.adapter, dropout, trains_adapter=asked.trains_adapter
+    )
 
 
 async def _read_grad(rules: Rules, incoming: Incoming, shape: Sequence[int]) -> torch.Tensor:

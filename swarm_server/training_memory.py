@@ -19,7 +19,7 @@ KEPT_S = 120.0  # after which a forward pass without a backward is dropped
 UNUSED_S = 600.0  # after which transposed weights are dropped, if there is no backward pass
 _SHARE = 0.5  # of the cache's room that training may get
 _TRANSPOSED_SHARE = 0.75  # of that
-AT_ONCE_BYTES = 64 << 20  # of weights that one backward pass transposes: it holds up decoding for about a second more
+AT_ONCE_BYTES = 64 << 20  # of weights that one backward pass transposes: meanwhile nobody decodes
 
 
 @dataclass(eq=False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
@@ -37,3 +38,10 @@ def server_record(peer_id: str = "peer", blocks: str = "0:4", **fields: Any) -> 
     """An online server of a model with 8 blocks."""
     known = dict(addresses=("127.0.0.1:1",), model="model", revision="revision", num_blocks=8, tokens_per_s=10.0)
     return ServerRecord(peer_id=peer_id, span=Span.parse(blocks), **(known | fields))
+
+
+def resident_bytes() -> int:
+    """What is in use: freed memory that the C library still keeps is given back first."""
+    ctypes.CDLL(None).malloc_trim(0)
+    with open("/proc/self/statm") as statm:
+        return int(statm.read().split()[1]) * 4096

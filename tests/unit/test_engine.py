@@ -77,7 +77,7 @@ class Generation:
     def expected(self) -> torch.Tensor:
         """Hidden states after the session's blocks at all positions, from one pass without any cache."""
         mask = self.mask[:, : self.hidden.shape[1]]
-        return self.engine.forward(
+        return self.engine.stateless.forward(
             self.session.blocks, BlockInput(self.hidden, None if bool(mask.all()) else mask, self.positions())
         )
 

@@ -66,20 +66,20 @@ def test_outputs_and_gradients_are_those_of_peft(family, tmp_path):
         mask[0, :3] = 0
         attended = mask.bool()
         expected = local.run(span, hidden, mask)
-        plain = engine.forward(span, BlockInput(hidden, mask))
-        output = engine.forward(span, BlockInput(hidden, mask), placed)
+        plain = engine.stateless.forward(span, BlockInput(hidden, mask))
+        output = engine.stateless.forward(span, BlockInput(hidden, mask), placed)
         assert_same(output[attended], expected[attended])
         assert (output - plain)[attended].abs().max() > 0.01 * expected.abs().max()
         upstream[~attended] = 0
-        grads = engine.backward(span, BlockInput(hidden, mask), upstream, placed, trains_adapter=True)
+        grads = engine.stateless.backward(span, BlockInput(hidden, mask), upstream, placed, trains_adapter=True)
         expected_grads = local.gradients(span, hidden, upstream, mask)
         assert len(grads) == len(expected_grads) == 1 + 2 * len(local.layers(span))
         for grad, expected_grad in zip(grads, expected_grads, strict=True):
             assert grad.dtype == torch.float32 and not grad.is_inference()
             assert_same(grad, expected_grad)
-        (alone,) = engine.backward(span, BlockInput(hidden, mask), upstream, placed)
+        (alone,) = engine.stateless.backward(span, BlockInput(hidden, mask), upstream, placed)
         assert torch.equal(alone, grads[0])
-        assert torch.equal(engine.forward(span, BlockInput(hidden, mask)), plain)
+        assert torch.equal(engine.stateless.forward(span, BlockInput(hidden, mask)), plain)
 
 
 @pytest.fixture(scope="module")
@@ -116,9 +116,9 @@ def test_over_int8_blocks_they_are_exact(family, tmp_path):
     engine = Engine(stack)
     hidden, upstream = random(2, 5, HIDDEN), random(2, 5, HIDDEN, seed=1)
     placed = engine.place(b"key", local.adapter(HOSTED))
-    grads = engine.backward(HOSTED, BlockInput(hidden), upstream, placed, trains_adapter=True)
+    grads = engine.stateless.backward(HOSTED, BlockInput(hidden), upstream, placed, trains_adapter=True)
     for actual, expected in zip(
-        (engine.forward(HOSTED, BlockInput(hidden), placed), *grads),
+        (engine.stateless.forward(HOSTED, BlockInput(hidden), placed), *grads),
         (local.run(HOSTED, hidden), *local.gradients(HOSTED, hidden, upstream)),
         strict=True,
     ):
@@ -130,9 +130,11 @@ def test_in_bfloat16_they_are_computed_in_float32_as_peft_does(directory):
     engine = Engine(load_blocks(Checkpoint.open(directory), HOSTED, dtype=torch.bfloat16))
     hidden, upstream = random(2, 5, HIDDEN), random(2, 5, HIDDEN, seed=1)
     placed = engine.place(b"key", local.adapter(HOSTED))
-    grads = engine.backward(HOSTED, BlockInput(hidden), upstream, placed, trains_adapter=True)
+    grads = engine.stateless.backward(HOSTED, BlockInput(hidden), upstream, placed, trains_adapter=True)
     expected = local.gradients(HOSTED, hidden.bfloat16(), upstream.bfloat16())
-    assert (engine.forward(HOSTED, BlockInput(hidden), placed) - local.run(HOSTED, hidden.bfloat16())).norm() < 1e-9
+    assert (
+        engine.stateless.forward(HOSTED, BlockInput(hidden), placed) - local.run(HOSTED, hidden.bfloat16())
+    ).norm() < 1e-9
     for one, other in zip(grads, expected, strict=True):
         assert one.dtype == torch.float32
         assert (one - other).norm() <= 1e-2 * other.norm()
@@ -164,9 +166,9 @@ def test_prompts_are_added_before_each_block(family, positions, tmp_path):
         expected = local.run(span, hidden + first)
     finally:
         hook.remove()
-    assert_same(engine.forward(span, BlockInput(hidden.detach()), placed), expected)
+    assert_same(engine.stateless.forward(span, BlockInput(hidden.detach()), placed), expected)
     expected_grads = torch.autograd.grad(expected, [hidden, *leaves.tensors], upstream)
-    grads = engine.backward(span, BlockInput(hidden.detach()), upstream, placed, trains_adapter=True)
+    grads = engine.stateless.backward(span, BlockInput(hidden.detach()), upstream, placed, trains_adapter=True)
     assert len(grads) == 3
     for grad, expected_grad in zip(grads, expected_grads, strict=True):
         assert_same(grad, expected_grad)
@@ -199,7 +201,7 @@ class Generation:
 
     def check(self) -> torch.Tensor:
         output = torch.cat(self.outputs, 1)
-        expected = self.engine.forward(self.blocks, BlockInput(torch.cat(self.inputs, 1)), self.adapter)
+        expected = self.engine.stateless.forward(self.blocks, BlockInput(torch.cat(self.inputs, 1)), self.adapter)
         assert_same(output, expected)
         return output
 
@@ -262,7 +264,7 @@ def test_sessions_share_beginnings_only_with_the_same_adapter(engine, local):
         engine.meter = type("Meter", (), {"add": lambda _self, _blocks, _rows, new, _s: tokens.append(new)})()
         session = engine.open(HOSTED, 1, budget.lease("client"), adapter=adapter)
         (output,) = engine.run([(session, Step(0, BlockInput(hidden), num_wanted=1))])
-        assert_same(output[:, -1], engine.forward(HOSTED, BlockInput(hidden), adapter)[:, -1])
+        assert_same(output[:, -1], engine.stateless.forward(HOSTED, BlockInput(hidden), adapter)[:, -1])
         engine.close(session)
         return sum(tokens)
 
@@ -287,22 +289,22 @@ def test_elements_are_dropped_alike_in_forward_and_backward(engine, local):
     finally:
         for _, _, layer in local.layers(HOSTED):
             layer.lora_dropout["default"] = torch.nn.Identity()
-    output = engine.forward(HOSTED, BlockInput(hidden), placed, dropout)
+    output = engine.stateless.forward(HOSTED, BlockInput(hidden), placed, dropout)
     assert_same(output, expected)
-    grads = engine.backward(HOSTED, BlockInput(hidden), upstream, placed, dropout, trains_adapter=True)
+    grads = engine.stateless.backward(HOSTED, BlockInput(hidden), upstream, placed, dropout, trains_adapter=True)
     for grad, expected_grad in zip(grads, expected_grads, strict=True):
         assert_same(grad, expected_grad)
-    assert torch.equal(engine.forward(HOSTED, BlockInput(hidden), placed, dropout), output)
-    assert not torch.allclose(engine.forward(HOSTED, BlockInput(hidden), placed, Dropout(8)), output)
-    assert_same(engine.forward(HOSTED, BlockInput(hidden), placed), local.run(HOSTED, hidden))
+    assert torch.equal(engine.stateless.forward(HOSTED, BlockInput(hidden), placed, dropout), output)
+    assert not torch.allclose(engine.stateless.forward(HOSTED, BlockInput(hidden), placed, Dropout(8)), output)
+    assert_same(engine.stateless.forward(HOSTED, BlockInput(hidden), placed), local.run(HOSTED, hidden))
 
 
 def test_gradients_of_pieces_add_up(engine, local):
     placed = engine.place(b"key", local.adapter(HOSTED, dropout=0.3))
     hidden, upstream = random(3, 5, HIDDEN), random(3, 5, HIDDEN, seed=1)
-    whole = engine.backward(HOSTED, BlockInput(hidden), upstream, placed, Dropout(7), trains_adapter=True)
+    whole = engine.stateless.backward(HOSTED, BlockInput(hidden), upstream, placed, Dropout(7), trains_adapter=True)
     pieces = [
-        engine.backward(
+        engine.stateless.backward(
             HOSTED, BlockInput(hidden[rows]), upstream[rows], placed, Dropout(7, rows.start), trains_adapter=True
         )
         for rows in (slice(0, 2), slice(2, 3))
@@ -327,15 +329,19 @@ class Masked(torch.nn.Module):
 def test_a_failed_pass_leaves_nothing_behind(engine, local):
     placed = engine.place(b"key", local.adapter(HOSTED))
     hidden = random(2, 5, HIDDEN)
-    plain = engine.forward(HOSTED, BlockInput(hidden))
+    plain = engine.stateless.forward(HOSTED, BlockInput(hidden))
     with pytest.raises(RuntimeError):
-        engine.forward(HOSTED, BlockInput(hidden[..., :-1]), placed)
-    assert torch.equal(engine.forward(HOSTED, BlockInput(hidden)), plain)
+        engine.stateless.forward(HOSTED, BlockInput(hidden[..., :-1]), placed)
+    assert torch.equal(engine.stateless.forward(HOSTED, BlockInput(hidden)), plain)
 
 
 def test_a_part_that_had_no_influence_gets_zeros(engine):
     """Nothing after the last block looks at the prompt's last position if there are fewer."""
     placed = engine.place(b"key", prompts(9, blocks=[2]))
-    grads = engine.backward(HOSTED, BlockInput(random(1, 4, HIDDEN)), random(1, 4, HIDDEN), placed, trains_adapter=True)
+    grads = engine.stateless.backward(
+        HOSTED, BlockInput(random(1, 4, HIDDEN)), random(1, 4, HIDDEN), placed, trains_adapter=True
+    )
     assert grads[1].shape == (9, HIDDEN) and bool(grads[1][:4].any(1).all()) and not grads[1][4:].any()
-    assert len(engine.backward(Span(0, 2), BlockInput(random(1, 4, HIDDEN)), random(1, 4, HIDDEN), placed)) == 1
+    assert (
+        len(engine.stateless.backward(Span(0, 2), BlockInput(random(1, 4, HIDDEN)), random(1, 4, HIDDEN), placed)) == 1
+    )

@@ -1,7 +1,6 @@
 """Quantised blocks against the float blocks they replace, for every family; int8 kernels against the formula."""
 
 import copy
-import ctypes
 import subprocess
 import sys
 import weakref
@@ -17,6 +16,7 @@ from transformers.pytorch_utils import Conv1D
 from swarm_protocol.int8_linear import FbgemmWeight, Int8Linear, PlainWeight
 from swarm_server.quantization import METHODS, Left, Report, quantize_
 from swarm_server.quantization.experts import QuantizedExperts
+from tests.unit.support import resident_bytes
 from tests.zoo import BLOCKS, SUPPORTED, VOCAB, make_config
 
 CPU = torch.device("cpu")
@@ -196,13 +196,6 @@ def test_backward_is_the_product_with_the_dequantised_weight(implementation, sha
     torch.testing.assert_close(x.grad, grad @ rounded(weight, 1), rtol=1e-4, atol=1e-4)
     assert error(x.grad, grad @ weight) < 0.01
     assert linear.bias.grad is None
-
-
-def resident_bytes() -> int:
-    """What is in use: freed memory that the C library still keeps is given back first."""
-    ctypes.CDLL(None).malloc_trim(0)
-    with open("/proc/self/statm") as statm:
-        return int(statm.read().split()[1]) * 4096
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")

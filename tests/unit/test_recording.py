@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import sys
 from pathlib import Path
 
@@ -18,6 +17,7 @@ from swarm_server.engine import Engine
 from swarm_server.lora import PlacedAdapter
 from swarm_server.quantization import quantize_
 from tests.adapted import SALT, LocalModel
+from tests.unit.support import resident_bytes
 from tests.zoo import BLOCKS, HIDDEN, save_checkpoint
 
 HOSTED = Span(0, BLOCKS)
@@ -43,13 +43,13 @@ def test_any_block_can_be_recorded(family, quant, tmp_path):
     engine = load(family, tmp_path, quant)
     hidden, grad, mask = random(3, 7, HIDDEN), random(3, 7, HIDDEN, seed=1), torch.ones(3, 7, dtype=torch.long)
     mask[0, :3] = 0
-    output, recorded = engine.record(HOSTED, BlockInput(hidden.clone(), mask), max_bytes=PLENTY)
+    output, recorded = engine.stateless.record(HOSTED, BlockInput(hidden.clone(), mask), max_bytes=PLENTY)
     assert not output.requires_grad
     attended = mask.bool()
-    expected = engine.forward(HOSTED, BlockInput(hidden, mask))[attended]
+    expected = engine.stateless.forward(HOSTED, BlockInput(hidden, mask))[attended]
     assert (output[attended] - expected).abs().max() <= 1e-5 * expected.abs().max()
     grad[~attended] = 0
-    assert torch.equal(recorded.backward(grad)[0], engine.backward(HOSTED, BlockInput(hidden, mask), grad)[0])
+    assert torch.equal(recorded.backward(grad)[0], engine.stateless.backward(HOSTED, BlockInput(hidden, mask), grad)[0])
 
 
 def adapted(directory: Path) -> tuple[Engine, PlacedAdapter]:
@@ -61,9 +61,13 @@ def adapted(directory: Path) -> tuple[Engine, PlacedAdapter]:
 def test_gradients_of_an_adapter(tmp_path):
     engine, adapter = adapted(tmp_path)
     hidden, grad, dropout = random(3, 7, HIDDEN), random(3, 7, HIDDEN, seed=1), Dropout(7)
-    expected = engine.backward(HOSTED, BlockInput(hidden.clone()), grad, adapter, dropout, trains_adapter=True)
-    _, recorded = engine.record(HOSTED, BlockInput(hidden), adapter, dropout, trains_adapter=True, max_bytes=PLENTY)
-    engine.forward(HOSTED, BlockInput(random(2, 5, HIDDEN)))  # without the adapter, meanwhile
+    expected = engine.stateless.backward(
+        HOSTED, BlockInput(hidden.clone()), grad, adapter, dropout, trains_adapter=True
+    )
+    _, recorded = engine.stateless.record(
+        HOSTED, BlockInput(hidden), adapter, dropout, trains_adapter=True, max_bytes=PLENTY
+    )
+    engine.stateless.forward(HOSTED, BlockInput(random(2, 5, HIDDEN)))  # without the adapter, meanwhile
     found = recorded.backward(grad)
     assert len(found) == 1 + 2 * 2 * BLOCKS and all(map(torch.equal, found, expected))
 
@@ -73,7 +77,9 @@ def test_no_more_is_kept_than_there_is_room_for(tmp_path):
     hidden = random(3, 7, HIDDEN)
 
     def record(max_bytes: int):
-        return engine.record(HOSTED, BlockInput(hidden.clone()), adapter, trains_adapter=True, max_bytes=max_bytes)
+        return engine.stateless.record(
+            HOSTED, BlockInput(hidden.clone()), adapter, trains_adapter=True, max_bytes=max_bytes
+        )
 
     output, recorded = record(PLENTY)
     assert record(recorded.size_bytes)[1].size_bytes == recorded.size_bytes
@@ -82,22 +88,15 @@ def test_no_more_is_kept_than_there_is_room_for(tmp_path):
         assert torch.equal(same, output) and nothing is None
 
 
-def resident_bytes() -> int:
-    """What is in use: freed memory that the C library still keeps is given back first."""
-    ctypes.CDLL(None).malloc_trim(0)
-    with open("/proc/self/statm") as statm:
-        return int(statm.read().split()[1]) * 4096
-
-
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.parametrize("quant", ["none", "int8"])
 def test_what_is_counted_is_what_memory_it_takes(quant, tmp_path):
     engine = load("llama", tmp_path, quant, intermediate_size=2048)
     hidden = random(8, 200, HIDDEN)
-    engine.record(HOSTED, BlockInput(hidden.clone()), max_bytes=PLENTY)
+    engine.stateless.record(HOSTED, BlockInput(hidden.clone()), max_bytes=PLENTY)
     before, passes = resident_bytes(), []
     for _ in range(4):
-        passes.append(engine.record(HOSTED, BlockInput(hidden.clone()), max_bytes=PLENTY)[1])
+        passes.append(engine.stateless.record(HOSTED, BlockInput(hidden.clone()), max_bytes=PLENTY)[1])
     counted = sum(recorded.size_bytes for recorded in passes)
     assert counted > 100e6
     assert abs(resident_bytes() - before - counted) < 0.1 * counted
