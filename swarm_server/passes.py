@@ -82,8 +82,8 @@ async def backward(host: Host, incoming: Incoming) -> list[pb.TensorReply]:
     with ExitStack() as uses:
         message = await incoming.first("forward", "kept")
         if message.WhichOneof("kind") == "kept":
-            kept = host.training.look(message.kept.key, host.rules.blocks(message.kept.contract))
-            shape, num_rows = kept.shape, kept.num_rows
+            sizes = host.training.look(message.kept.key, host.rules.blocks(message.kept.contract))
+            shape, num_rows = sizes.shape, sizes.num_rows
             take = uses.enter_context(host.training.taking(message.kept.key))
             ways_back = [partial(_through_kept, take, number) for number in range(len(num_rows))]
         else:

@@ -22,6 +22,19 @@ _TRANSPOSED_SHARE = 0.75  # of that
 AT_ONCE_BYTES = 64 << 20  # of weights that one backward pass transposes: meanwhile nobody decodes
 
 
+@dataclass(frozen=True)
+class KeptSizes:
+    """What is known of a kept pass, whatever becomes of it.
+
+    Attributes:
+        shape: of the hidden states, [batch, tokens, hidden_size].
+        num_rows: of each piece.
+    """
+
+    shape: tuple[int, ...]
+    num_rows: list[int]
+
+
 @dataclass(eq=False)
 class KeptPass:
     """One request's forward through ``blocks``, in pieces of its rows.
@@ -38,16 +51,6 @@ class KeptPass:
     counted: set[int] = field(default_factory=set)
     refused: bool = False
     since_s: float = 0.0
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Of the hidden states, [batch, tokens, hidden_size]."""
-        return sum(self.num_rows), *self.pieces[0].output.shape[1:]
-
-    @property
-    def num_rows(self) -> list[int]:
-        """Of each piece."""
-        return [len(piece.output) for piece in self.pieces]
 
 
 @dataclass(eq=False)
@@ -139,18 +142,20 @@ class TrainingMemory:
                 self._sweeping = asyncio.get_running_loop().call_later(self._kept_s, self._sweep)
             return True
 
-    def look(self, key: bytes, blocks: Span) -> KeptPass:
-        """A pass, which stays where it is.
+    def look(self, key: bytes, blocks: Span) -> KeptSizes:
+        """The sizes of a pass, which stays where it is, and may be gone at any time: compute threads reclaim room.
 
         Raises:
             Forgotten: there is none under this key. RequestRejected: it went through other blocks.
         """
-        kept = self._passes.get(key)
-        if kept is None:
-            raise Forgotten("this server does not have the pass (any more)")
-        if kept.blocks != blocks:
-            raise RequestRejected(f"the pass that was kept went through blocks {kept.blocks}, not {blocks}")
-        return kept
+        with self._budget.lock:
+            kept = self._passes.get(key)
+            if kept is None:
+                raise Forgotten("this server does not have the pass (any more)")
+            if kept.blocks != blocks:
+                raise RequestRejected(f"the pass that was kept went through blocks {kept.blocks}, not {blocks}")
+            num_rows = [len(piece.output) for piece in kept.pieces]
+            return KeptSizes((sum(num_rows), *kept.pieces[0].output.shape[1:]), num_rows)
 
     @contextmanager
     def taking(self, key: bytes) -> Iterator[Callable[[], KeptPass]]:

@@ -10,6 +10,7 @@ import grpc
 import pytest
 import torch
 
+from swarm_client.swarm import Swarm
 from swarm_protocol.pb import swarm_pb2 as pb
 from swarm_server.training_memory import TrainingMemory
 from tests.swarm.adapter_target import HOSTED, Target, adapter_target, random, tensors
@@ -192,6 +193,24 @@ def test_what_servers_forget_they_compute_again(pair, spy):
     loss.backward()
     assert_close(inputs.grad, expected_gradient(pair))
     assert len(spy.kept) == 2 and not spy.taken
+
+
+def test_a_pass_that_is_reclaimed_when_it_was_just_found_is_computed_again(pair, spy, monkeypatch):
+    """Room may be needed between the look at a pass and its use: no failure of the server, nor of the step."""
+    look, banned = TrainingMemory.look, []
+
+    def look_and_lose(memory: TrainingMemory, *which):
+        found = look(memory, *which)
+        while memory.reclaim():
+            pass
+        return found
+
+    monkeypatch.setattr(TrainingMemory, "look", look_and_lose)
+    monkeypatch.setattr(Swarm, "failed", lambda swarm, error: banned.append(error))
+    inputs = embedded(pair.remote)
+    pair.remote(inputs_embeds=inputs).logits.square().mean().backward()
+    assert_close(inputs.grad, expected_gradient(pair))
+    assert len(spy.kept) == 2 and not banned
 
 
 def test_nothing_is_kept_without_gradients(pair, spy):

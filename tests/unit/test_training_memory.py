@@ -98,11 +98,12 @@ def test_a_pass_is_kept_once():
         server = Server()
         assert server.keep(KEYS[0], 200, 50)
         assert (server.room, server.budget.tokens_left) == (750, 1000)
-        kept = server.memory.look(KEYS[0], BLOCKS)
-        assert (kept.shape, kept.num_rows) == ((2, 1, 1), [1, 1])
+        sizes = server.memory.look(KEYS[0], BLOCKS)
+        assert (sizes.shape, sizes.num_rows) == ((2, 1, 1), [1, 1])
         with server.memory.taking(KEYS[0]) as take:
             assert len(server.memory) == 1 and server.room == 750  # its turn has not come
-            assert take() is take() is kept
+            kept = take()
+            assert take() is kept
             assert len(server.memory) == 0 and server.room == 750  # in use
             pieces = list(kept.pieces)
         assert server.room == CAPACITY
