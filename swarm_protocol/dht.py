@@ -12,11 +12,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from swarm_protocol import shards
+from swarm_protocol.bootstrap import bootstrap
+from swarm_protocol.dht_addresses import CONNECT_TIMEOUT_S, multiaddr, require_answer, tcp_target
 from swarm_protocol.errors import NoSwarm
 from swarm_protocol.hivemind_parts import (
     P2P,
     DHTNode,
-    Multiaddr,
     P2PDaemonError,
     get_dht_time,
 )
@@ -34,7 +35,6 @@ from swarm_protocol.span import Span
 from swarm_protocol.stored_records import BoundedStorage, Validator
 
 JOIN_TIMEOUT_S = 9.0  # an initial peer that does not answer is reported within 10 s
-_CONNECT_TIMEOUT_S = 3.0
 _PUBLISH_TIMEOUT_S = 10.0
 _SHUTDOWN_TIMEOUT_S = 5.0
 _DAEMON_TIMEOUT_S = 20.0  # on a machine that has much else to do
@@ -98,7 +98,7 @@ class Dht:
             ValueError: an initial peer is no multiaddr with a peer id.
         """
         if initial_peers:
-            await _require_answer(initial_peers)
+            await require_answer(initial_peers)
         listening = (
             {"host_maddrs": [multiaddr(host, port)]}
             if host is not None
@@ -120,7 +120,7 @@ class Dht:
                 )
             except P2PDaemonError as error:
                 if initial_peers:
-                    raise NoSwarm(f"no initial peer answered: {_names(initial_peers)}") from None
+                    raise NoSwarm(f"no initial peer answered: {', '.join(initial_peers)}") from None
                 raise NoSwarm(f"the libp2p daemon did not start: {error}") from None
         try:
             node = await asyncio.wait_for(
@@ -133,11 +133,11 @@ class Dht:
                     cache_nearest=0,  # else a reader sends all it has read to one more node,
                     cache_on_store=False,  # and a server that has read a key reads it again whenever it stores
                 ),
-                JOIN_TIMEOUT_S - _CONNECT_TIMEOUT_S,
+                JOIN_TIMEOUT_S - CONNECT_TIMEOUT_S,
             )
         except (RuntimeError, asyncio.TimeoutError):
             await p2p.shutdown()
-            raise NoSwarm(f"no initial peer answered: {_names(initial_peers)}") from None
+            raise NoSwarm(f"no initial peer answered: {', '.join(initial_peers)}") from None
         except BaseException:
             await p2p.shutdown()
             raise
@@ -150,6 +150,25 @@ class Dht:
     async def addresses(self) -> list[str]:
         """Multiaddrs under which others can join through this node."""
         return [str(address) for address in await self._p2p.get_visible_maddrs(latest=True)]
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether this node knows no other that answers, as far as it has noticed."""
+        return not self._node.protocol.routing_table.uid_to_peer_id
+
+    async def connect_to(self, addresses: Sequence[str]) -> bool:
+        """Makes this node and those at the addresses known to one another; returns whether one of them answered.
+
+        Joins again what has fallen apart: a client and servers that came after all it knew were gone, or two halves of
+        one swarm, through any member of the other. Its own address among them does no harm. Takes 20 s
+        at most, usually much less.
+
+        Raises:
+            ValueError: an address is no multiaddr with a peer id.
+        """
+        for address in addresses:
+            tcp_target(address)
+        return await bootstrap(self._node, addresses)
 
     async def publish(self, record: ServerRecord, lifetime_s: float = LIFETIME_S) -> bool:
         """Stores the record, signed with the node's identity; returns whether some node took it."""
@@ -277,13 +296,6 @@ class _Place:
     standing: dict[str, ServerRecord] = field(default_factory=dict)  # by shard: what readers may find until it expires
 
 
-def multiaddr(host: str, port: int) -> str:
-    """The TCP multiaddr of a host name or IP address."""
-    if re.fullmatch(r"[\d.]+", host):
-        return f"/ip4/{host}/tcp/{port}"
-    return f"/ip6/{host.strip('[]')}/tcp/{port}" if ":" in host else f"/dns4/{host}/tcp/{port}"
-
-
 def _checked(subkey: object, value: object, expires_at: float) -> ServerRecord | None:
     """The record, if it is well formed and its owner is the peer it speaks of (the DHT has checked the signature)."""
     try:
@@ -295,39 +307,3 @@ def _checked(subkey: object, value: object, expires_at: float) -> ServerRecord |
         _logger.debug("ignored a record under %s: %s", subkey, error)
         return None
     return dataclasses.replace(record, expires_at=expires_at)
-
-
-async def _require_answer(initial_peers: Sequence[str]) -> None:
-    """Tries a plain TCP connection to every peer: a dead address is found at once, and said clearly."""
-    targets = [_tcp_target(peer) for peer in initial_peers]
-    attempts = [_connects(*target) for target in targets if target is not None]
-    if attempts and len(attempts) == len(targets) and not any(await asyncio.gather(*attempts)):
-        raise NoSwarm(f"no initial peer answered: {_names(initial_peers)}")
-
-
-def _tcp_target(peer: str) -> tuple[str, int] | None:
-    """Host and port of a TCP multiaddr; None for other transports, which only libp2p can try."""
-    try:
-        Multiaddr(peer)
-        if not re.search(r"/p2p/[^/]+$", peer):
-            raise ValueError("no peer id")
-    except ValueError:
-        raise ValueError(
-            f"initial peer {peer!r} is no multiaddr of a peer: expected /ip4/ADDRESS/tcp/PORT/p2p/PEER_ID, "
-            "as a server prints it after `peer=`"
-        ) from None
-    match = re.match(r"/(?:ip4|ip6|dns|dns4|dns6)/([^/]+)/tcp/(\d+)/p2p/[^/]+$", peer)
-    return (match[1], int(match[2])) if match else None
-
-
-async def _connects(host: str, port: int) -> bool:
-    try:
-        _, writer = await asyncio.wait_for(asyncio.open_connection(host, port), _CONNECT_TIMEOUT_S)
-    except (OSError, UnicodeError, asyncio.TimeoutError):  # UnicodeError: no possible host name
-        return False
-    writer.close()
-    return True
-
-
-def _names(initial_peers: Sequence[str]) -> str:
-    return ", ".join(initial_peers)

@@ -14,6 +14,7 @@ from typing import Any
 
 __all__ = [
     "P2P",
+    "ControlFailure",
     "DHTLocalStorage",
     "DHTNode",
     "DHTProtocol",
@@ -61,6 +62,7 @@ from hivemind.dht.validation import DHTRecord
 from hivemind.p2p import P2P
 from hivemind.p2p.p2p_daemon_bindings.control import P2PDaemonError
 from hivemind.p2p.p2p_daemon_bindings.datastructures import PeerID
+from hivemind.p2p.p2p_daemon_bindings.utils import ControlFailure
 from hivemind.proto import crypto_pb2
 from hivemind.utils.crypto import RSAPrivateKey, RSAPublicKey
 from hivemind.utils.multiaddr import Multiaddr

@@ -17,7 +17,8 @@ from hivemind.p2p import PeerID
 from hivemind.utils.serializer import MSGPackSerializer
 from hivemind.utils.timed_storage import get_dht_time
 
-from swarm_protocol.dht import Dht, multiaddr
+from swarm_protocol.dht import Dht
+from swarm_protocol.dht_addresses import multiaddr
 from swarm_protocol.errors import NoSwarm
 from swarm_protocol.identity import Identity
 from swarm_protocol.records import ServerRecord, ServerState, models_key, servers_key
