@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, StaticCache
 
 from swarm_client.remote_blocks import RemoteSpan
 from swarm_client.session import RemoteSession
@@ -72,7 +72,7 @@ class RemoteLayer(CacheLayerMixin):
 
 
 class RemoteCache(Cache):
-    """``past_key_values`` of a distributed model."""
+    """``past_key_values`` of a distributed model. ``copy.deepcopy`` forks the session: see ``RemoteSession.fork``."""
 
     def __init__(self, remote: RemoteSpan, reserve_tokens: int = 0, *, num_virtual: int = 0, **options: Any) -> None:
         """The other arguments are those of ``RemoteSpan.open_session``."""
@@ -84,7 +84,7 @@ class RemoteCache(Cache):
 
 
 def session_of(cache: Cache, remote: RemoteSpan, num_virtual: int = 0) -> RemoteSession:
-    """The session a cache stands for. An empty ``DynamicCache``, as chat code makes it, becomes a remote one.
+    """The session a cache stands for. An empty dynamic or static cache, as chat code makes it, becomes a remote one.
 
     Raises:
         RequestRejected: the cache holds keys and values of a local model, or belongs to another model.
@@ -94,10 +94,10 @@ def session_of(cache: Cache, remote: RemoteSpan, num_virtual: int = 0) -> Remote
         if not layers[0].session.runs_on(remote.swarm):
             raise RequestRejected("past_key_values belongs to another distributed model, or to one that was closed")
         return layers[0].session
-    if not isinstance(cache, DynamicCache) or cache.get_seq_length() > 0:
+    if not isinstance(cache, DynamicCache | StaticCache) or cache.get_seq_length() > 0:
         raise RequestRejected(
             f"past_key_values is a {type(cache).__name__} with keys and values on this machine: "
-            "expected an empty DynamicCache, or one that this distributed model has filled"
+            "expected an empty DynamicCache or StaticCache, or one that this distributed model has filled"
         )
     cache.layer_class_to_replicate = None
     cache.layers = [RemoteLayer(remote.open_session(), num_virtual)]

@@ -25,6 +25,12 @@ class _Pool:
         self._positions.append(positions.detach().cpu().clone())
         self.size += len(hidden)
 
+    def copy(self) -> _Pool:
+        """Another with the same entries, whose memory they share; each goes on by itself."""
+        other = _Pool()
+        other._hidden, other._positions, other.size = list(self._hidden), list(self._positions), self.size
+        return other
+
     @property
     def num_chunks(self) -> int:
         return len(self._hidden)
@@ -59,6 +65,10 @@ class Journal:
     @property
     def length(self) -> int:
         return self.entries.shape[1]
+
+    def copy(self) -> Journal:
+        """The same rows, in a pool of their own."""
+        return replace(self, pool=self.pool.copy())
 
     def cropped(self, length: int) -> Journal:
         """The first ``length`` positions."""

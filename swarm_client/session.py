@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -49,11 +50,14 @@ class RemoteSession:
     ) -> None:
         """``adapter`` is asked once, when the session begins, what is added to the blocks."""
         self._swarm = swarm
+        self._blocks = blocks
         self._max_positions = max_positions
+        self._reserve_tokens = reserve_tokens
+        self._standby = swarm.config.standby if standby is None else standby
+        self._on_event = on_event
         self._adapter = adapter
         self._reporter = Reporter(on_event or swarm.config.on_event)
-        stand_by = swarm.config.standby if standby is None else standby
-        self._chain = Chain(swarm, blocks, max_positions, reserve_tokens, stand_by, self._reporter)
+        self._chain = Chain(swarm, blocks, max_positions, reserve_tokens, self._standby, self._reporter)
         self._journal: Journal | None = None  # what the servers know
         self._changes: list[pb.Change] = []  # since then
         self._lock = threading.Lock()
@@ -74,6 +78,35 @@ class RemoteSession:
     def runs_on(self, swarm: Swarm) -> bool:
         """Whether the session belongs to this connection."""
         return self._swarm is swarm
+
+    def fork(self) -> RemoteSession:
+        """A session of its own that goes on from here, with the same adapter; this one is as it was.
+
+        Its servers are chosen at its first step, and told then what came before; those that have it in their prefix
+        cache compute nothing again.
+        """
+        with self._lock:
+            other = RemoteSession(
+                self._swarm,
+                self._blocks,
+                self._max_positions,
+                self._reserve_tokens,
+                standby=self._standby,
+                on_event=self._on_event,
+                adapter=self._adapter,
+            )
+            if self._journal is not None:
+                other._journal = self._journal.copy()
+                other._changes = list(self._changes)
+                other._chain.continues(self._chain)
+            other.length, other.batch_size = self.length, self.batch_size
+        return other
+
+    def __deepcopy__(self, _memo: dict[int, Any]) -> RemoteSession:
+        return self.fork()
+
+    def __reduce_ex__(self, _protocol: int) -> Any:
+        raise TypeError("keys and values on servers cannot be pickled: copy.deepcopy makes a session that goes on alike")
 
     def step(self, inputs: BlockInput, num_wanted: int | None = None) -> torch.Tensor:
         """Hidden states after the last block, of the last ``num_wanted`` new positions or of all.

@@ -76,14 +76,29 @@ class RemoteModelMixin(PromptsMixin, LoraMixin):
     def __exit__(self, *_exception: object) -> None:
         self.close()
 
+    def __reduce_ex__(self, _protocol: int) -> Any:
+        raise TypeError(
+            "a distributed model cannot be copied or pickled: from_pretrained connects another, and save_pretrained "
+            "saves what was trained"
+        )
+
     def generate(self, *args: Any, streamer: Any = None, **kwargs: Any) -> Any:
         """The stock ``generate``; if it fails, whoever iterates over the streamer in another thread is let go."""
+        if kwargs.get("cache_implementation") == "paged":
+            self.generate_batch()
         try:
             return super().generate(*args, streamer=streamer, **kwargs)
         except BaseException:
             if isinstance(streamer, Iterable | AsyncIterable):
                 streamer.end()
             raise
+
+    def generate_batch(self, *_args: Any, **_kwargs: Any) -> Any:
+        """Raises RequestRejected: continuous batching is what servers do, with the sessions of all clients."""
+        raise RequestRejected(
+            "generate_batch and cache_implementation='paged' keep keys and values on this machine, where there are no "
+            "blocks: call generate with a batch, or from several threads, whose generations servers compute together"
+        )
 
     # The stock methods, to which a head in int8 shows itself as the float head it replaced.
 
@@ -102,7 +117,10 @@ class RemoteModelMixin(PromptsMixin, LoraMixin):
     def _prepare_cache_for_generation(
         self, generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
     ):
-        """Called by ``generate``: gives it a remote cache where it would make a local one."""
+        """Called by ``generate``: gives it a remote cache where it would make a local one.
+
+        ``cache_implementation`` says where and in which shapes a local cache lies: the tokens are the same without.
+        """
         limit, num_virtual = self.blocks.max_positions, self._remote_blocks[0].num_virtual
         if limit is not None and max_cache_length + num_virtual > limit:
             raise RequestRejected(
@@ -111,12 +129,22 @@ class RemoteModelMixin(PromptsMixin, LoraMixin):
             )
         fresh = model_kwargs.get("past_key_values") is None and generation_config.use_cache is not False
         if fresh:
+            _require_exact(generation_config.cache_implementation)
+            generation_config.cache_implementation = None  # of this call's own copy
             model_kwargs["past_key_values"] = self.new_cache(max_cache_length + num_virtual)
         super()._prepare_cache_for_generation(
             generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
         )
         if fresh:
             model_kwargs["past_key_values"]._is_user_defined = False
+
+
+def _require_exact(cache_implementation: str | None) -> None:
+    if cache_implementation == "quantized":
+        raise RequestRejected(
+            "cache_implementation='quantized' rounds keys and values on this machine, but servers hold them, as they "
+            "are: leave it out"
+        )
 
 
 def client_class(stock_class: type[PreTrainedModel], family: Family) -> type[PreTrainedModel]:
