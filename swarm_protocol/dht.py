@@ -19,6 +19,7 @@ from swarm_protocol.hivemind_parts import (
     P2P,
     DHTNode,
     P2PDaemonError,
+    PeerID,
     get_dht_time,
 )
 from swarm_protocol.identity import Identity, peer_id_of
@@ -155,6 +156,10 @@ class Dht:
     def is_alone(self) -> bool:
         """Whether this node knows no other that answers, as far as it has noticed."""
         return not self._node.protocol.routing_table.uid_to_peer_id
+
+    def knows(self, peer_id: str) -> bool:
+        """Whether this node has a peer in its routing table, as one that answered last."""
+        return PeerID.from_base58(peer_id) in self._node.protocol.routing_table.peer_id_to_uid
 
     async def connect_to(self, addresses: Sequence[str]) -> bool:
         """Makes this node and those at the addresses known to one another; returns whether one of them answered.

@@ -1,18 +1,33 @@
-"""Notes in the user's cache directory, by which servers and clients of one machine find their swarm without flags."""
+"""Notes in the user's cache directory, by which servers and clients of one machine find their swarm without flags.
+
+The directory may be shared with containers and other machines, where a pid means nothing and a loopback address leads
+elsewhere. So a note says on which host its process runs and in which network its addresses hold, and its server renews
+it as long as it lives.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import fcntl
 import json
 import os
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import ExitStack, asynccontextmanager, suppress
+from dataclasses import dataclass
+from math import inf
 from pathlib import Path
+from typing import IO, Any
 
 import platformdirs
 
 DEFAULT_SWARM = "default"
+RENEW_S = 5.0
+FRESH_S = 60.0  # a server of another host that has not renewed its note for so long is hardly alive
+STALE_S = 600.0  # after which such a note is deleted; a server that wakes up writes it again
+_LOCK_POLL_S = 0.05
+_LOOPBACK = re.compile(r"/(?:ip4/127\.|ip6/::1/|dns[46]?/localhost/)")
 
 
 def checked_name(swarm: str) -> str:
@@ -25,57 +40,160 @@ def checked_name(swarm: str) -> str:
     return swarm
 
 
+@dataclass(frozen=True)
+class Note:
+    """A server that has noted itself.
+
+    Attributes:
+        addresses: multiaddrs that may lead to it from here; none if it listens on the loopback of another network only.
+        is_alive: its process lives, or has renewed the note a short time ago. Others may be dead.
+    """
+
+    peer_id: str
+    addresses: tuple[str, ...]
+    is_alive: bool
+
+
 class Notes:
-    """One file per running server of a named swarm. A note whose server is gone is deleted when it is noticed."""
+    """One file per running server of a named swarm.
+
+    A note is deleted by its server, or by others when its process is gone for certain, or when it is stale.
+    """
 
     def __init__(self, swarm: str = DEFAULT_SWARM, directory: Path | None = None) -> None:
         directory = directory or platformdirs.user_cache_path("swarm") / "swarms"
         self._directory = directory / checked_name(swarm)
 
-    @contextmanager
-    def locked(self) -> Iterator[None]:
-        """Held while a server decides whether to join or to start the swarm, so that two never both start it."""
-        self._directory.mkdir(parents=True, exist_ok=True)
-        with open(self._directory / "lock", "w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            yield
+    @asynccontextmanager
+    async def locked(self, timeout_s: float = inf) -> AsyncIterator[bool]:
+        """Held while a server decides whether to join or to start the swarm, so that two do not both start it.
+
+        False, and not held, after ``timeout_s`` (whoever holds it may be frozen), or if the directory cannot be used.
+        """
+        deadline = time.monotonic() + timeout_s
+        with ExitStack() as opened:
+            is_held = False
+            with suppress(OSError):
+                self._directory.mkdir(parents=True, exist_ok=True)
+                lock = opened.enter_context(open(self._directory / "lock", "w"))
+                while not (is_held := _try_lock(lock)) and time.monotonic() < deadline:
+                    await asyncio.sleep(_LOCK_POLL_S)
+            yield is_held
+
+    def servers(self) -> list[Note]:
+        """All that may be alive, those that are surely dead being forgotten."""
+        notes = []
+        for path in sorted(self._directory.glob("*.json")):
+            with suppress(OSError):  # it is gone at this moment, or not ours to read or to delete
+                note = _parse(path.stem, path.read_text(), time.time() - path.stat().st_mtime)
+                if note is None:
+                    path.unlink(missing_ok=True)
+                else:
+                    notes.append(note)
+        return notes
 
     def read(self) -> list[str]:
-        """Multiaddrs of servers whose process is alive, one per server."""
-        addresses = []
-        for path in sorted(self._directory.glob("*.json")):
-            try:
-                note = json.loads(path.read_text())
-                alive = _alive(int(note["pid"]))
-                address = str(note["address"])
-            except (OSError, ValueError, KeyError, TypeError, OverflowError):
-                alive, address = False, ""
-            if alive:
-                addresses.append(address)
-            else:
-                path.unlink(missing_ok=True)
-        return addresses
+        """Multiaddrs that may lead to a server from here, those of living servers first."""
+        notes = sorted(self.servers(), key=lambda note: not note.is_alive)
+        return [address for note in notes for address in note.addresses]
 
-    def write(self, peer_id: str, address: str) -> None:
+    def write(self, peer_id: str, addresses: Sequence[str]) -> None:
+        """Says that this process is a server of the swarm."""
         self._directory.mkdir(parents=True, exist_ok=True)
         path = self._directory / f"{peer_id}.json"
         partial = path.with_suffix(f".{os.getpid()}")
-        partial.write_text(json.dumps({"address": address, "pid": os.getpid()}))
+        pid = os.getpid()
+        note = {
+            "addresses": list(addresses),
+            "pid": pid,
+            "started": _start_ticks(pid),
+            "host": host_id(),
+            "network": network_id(),
+        }
+        partial.write_text(json.dumps(note))
         partial.rename(path)
+
+    def renew(self, peer_id: str, addresses: Sequence[str]) -> None:
+        """Says that the server still lives; its note may have been deleted while it was frozen."""
+        try:
+            os.utime(self._directory / f"{peer_id}.json")
+        except FileNotFoundError:
+            self.write(peer_id, addresses)
 
     def remove(self, peer_id: str) -> None:
         (self._directory / f"{peer_id}.json").unlink(missing_ok=True)
 
-    def discard(self, address: str) -> None:
-        """Deletes the note of a server that did not answer."""
-        self.remove(address.rpartition("/p2p/")[2])
+
+def is_loopback(address: str) -> bool:
+    """Whether only processes of one machine, or one network namespace of it, can use the multiaddr."""
+    return _LOOPBACK.match(address) is not None
 
 
-def _alive(pid: int) -> bool:
+def host_id() -> str:
+    """Where a pid names the same process: one boot of one kernel, and one pid namespace."""
+    return f"{_boot_id()}/{_namespace('pid')}"
+
+
+def network_id() -> str:
+    """Where a loopback address leads to the same process: one boot of one kernel, and one network namespace."""
+    return f"{_boot_id()}/{_namespace('net')}"
+
+
+def _parse(peer_id: str, text: str, age_s: float) -> Note | None:
+    """None if it is damaged, its process is gone, or it is stale."""
+    try:
+        note: dict[str, Any] = json.loads(text)
+        addresses = tuple(map(str, note["addresses"]))
+        is_here = str(note["host"]) == host_id()
+        is_alive = _is_alive(int(note["pid"]), note["started"]) if is_here else age_s < FRESH_S
+        is_near = str(note["network"]) == network_id()
+    except (ValueError, KeyError, TypeError, OverflowError):
+        return None
+    if not is_alive and (is_here or age_s > STALE_S):
+        return None
+    return Note(peer_id, tuple(address for address in addresses if is_near or not is_loopback(address)), is_alive)
+
+
+def _is_alive(pid: int, started: object) -> bool:
+    """Whether the process lives that had this pid and was started then; another may have got its number since."""
+    if pid < 1:  # not of one process
+        return False
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
         return False
     except PermissionError:
-        return True
+        pass
+    now_started = _start_ticks(pid)
+    return now_started is None or now_started == started
+
+
+def _start_ticks(pid: int) -> int | None:
+    """When the process was started, in clock ticks since boot; -1 if it has ended, None where that is not known."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return -1 if fields[0] in "ZX" else int(fields[19])  # proc(5): state is field 3, starttime field 22
+
+
+def _try_lock(lock: IO[str]) -> bool:
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
     return True
+
+
+def _boot_id() -> str:
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return os.uname().nodename
+
+
+def _namespace(kind: str) -> int:
+    try:
+        return os.stat(f"/proc/self/ns/{kind}").st_ino
+    except OSError:
+        return 0

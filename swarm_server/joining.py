@@ -1,23 +1,76 @@
-"""How a server finds its swarm: through the peers it is given, or through other servers of this machine."""
+"""How a server finds its swarm, through the peers it is given or other servers of this machine, and stays in one."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import random
 from collections.abc import Callable
-from contextlib import AsyncExitStack, ExitStack
+from contextlib import AsyncExitStack
 
 from swarm_protocol.dht import Dht
 from swarm_protocol.errors import NoSwarm
 from swarm_protocol.identity import Identity
-from swarm_protocol.notes import Notes
+from swarm_protocol.notes import Note, Notes, is_loopback
 from swarm_server.addresses import free_port, split_address
 from swarm_server.config import ServerConfig
 
+_LOCK_TIMEOUT_S = 90.0  # for servers that are joining, each for no longer than it waits for those who do not answer
+_MAX_MET = 3  # strangers at a time: in a large swarm a node does not know all others
 _logger = logging.getLogger(__name__)
 
 
-async def join(config: ServerConfig, cleanup: AsyncExitStack) -> Dht:
+class Membership:
+    """A server's place in its swarm: its DHT node, and the note by which others of this machine find it.
+
+    Two halves of one swarm come about when servers start while others are frozen, cut off or too busy to answer.
+    Whoever finds the way to the other half makes them one.
+    """
+
+    def __init__(self, config: ServerConfig, notes: Notes, dht: Dht, addresses: list[str]) -> None:
+        self.dht = dht
+        self._notes = notes
+        self._addresses = addresses
+        self._initial_peers = config.initial_peers
+        self._note_fails = False
+        self._keep_note(lambda: notes.write(dht.peer_id, addresses))
+
+    async def keep(self) -> bool:
+        """Renews the note, and joins again what has fallen apart; returns whether anybody was met.
+
+        Does little if all noted servers and initial peers are known.
+        """
+        self._keep_note(lambda: self._notes.renew(self.dht.peer_id, self._addresses))
+        strangers = [peer for peer in self._others() if not self.dht.knows(peer.rpartition("/p2p/")[2])]
+        return bool(strangers) and await self.dht.connect_to(random.sample(strangers, min(len(strangers), _MAX_MET)))
+
+    def leave(self) -> None:
+        self._keep_note(lambda: self._notes.remove(self.dht.peer_id))
+
+    def _others(self) -> list[str]:
+        """Addresses of initial peers, and of noted servers that are reached as this one is.
+
+        Servers for this machine alone would be of no use to those who join over the network, and stay apart from them.
+        """
+        noted = [
+            note.addresses[0] for note in self._notes.servers() if note.addresses and _is_local(note) == self._is_local
+        ]
+        return [address for address in (*self._initial_peers, *noted) if not address.endswith(f"/{self.dht.peer_id}")]
+
+    @property
+    def _is_local(self) -> bool:
+        return all(map(is_loopback, self._addresses))
+
+    def _keep_note(self, action: Callable[[], None]) -> None:
+        try:
+            action()
+        except OSError as error:
+            if not self._note_fails:
+                _logger.warning("others of this machine will not find this server by themselves: %s", error)
+            self._note_fails = True
+
+
+async def join(config: ServerConfig, cleanup: AsyncExitStack) -> Membership:
     """A DHT node that stores records for others, and that others of this machine find until ``cleanup``.
 
     Raises:
@@ -33,31 +86,27 @@ async def join(config: ServerConfig, cleanup: AsyncExitStack) -> Dht:
             config.swarm, initial_peers, identity, host=config.host, port=port, announce_host=announce_host
         )
 
-    with ExitStack() as held:
-        # Another server may hold it for seconds: signals must be heard meanwhile.
-        await asyncio.to_thread(held.enter_context, notes.locked())
-        noted = notes.read()
+    async with notes.locked(_LOCK_TIMEOUT_S):
         if config.initial_peers:
             dht = await join_through(list(config.initial_peers))
         else:
-            dht = await _join_noted(noted, notes, join_through)
+            dht = await _join_noted(config.swarm, notes, join_through)
         cleanup.push_async_callback(dht.shutdown)
-        if noted and config.initial_peers:
-            # Noting this one too would merge two swarms that only share a name.
-            _logger.info("another swarm named %s runs here; use --swarm to keep them apart", config.swarm)
-        else:
-            notes.write(identity.peer_id, (await dht.addresses())[0])
-            cleanup.callback(notes.remove, identity.peer_id)
-    return dht
+        membership = Membership(config, notes, dht, await dht.addresses())
+        cleanup.callback(membership.leave)
+    return membership
 
 
-async def _join_noted(noted: list[str], notes: Notes, join_through: Callable) -> Dht:
-    """Joins through a noted server of this machine, forgetting notes that lead nowhere; founds the swarm otherwise."""
-    while noted:
+async def _join_noted(swarm: str, notes: Notes, join_through: Callable) -> Dht:
+    """Joins through a server of this machine; founds the swarm if there is none, or none that answers."""
+    noted = notes.read()
+    if noted:
         try:
             return await join_through(noted)
         except NoSwarm:
-            for address in noted:
-                notes.discard(address)
-            noted = []
+            _logger.warning("no server of swarm %s answers; starting without them, to join them when they do", swarm)
     return await join_through([])
+
+
+def _is_local(note: Note) -> bool:
+    return all(map(is_loopback, note.addresses))

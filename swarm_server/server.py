@@ -19,7 +19,7 @@ from swarm_protocol.default_model import locate
 from swarm_protocol.dht import Dht
 from swarm_protocol.errors import SwarmError
 from swarm_protocol.identity import Certificate
-from swarm_protocol.notes import DEFAULT_SWARM
+from swarm_protocol.notes import DEFAULT_SWARM, RENEW_S
 from swarm_protocol.pb.swarm_pb2_grpc import add_BlocksServicer_to_server
 from swarm_protocol.records import REFRESH_S, ServerRecord, ServerState, SwarmView
 from swarm_protocol.span import Span
@@ -29,7 +29,7 @@ from swarm_server.blocks import BlockStack
 from swarm_server.config import ServerConfig
 from swarm_server.cores import CoreShare
 from swarm_server.hosting import Hoster, Hosting
-from swarm_server.joining import join
+from swarm_server.joining import Membership, join
 from swarm_server.memory import available_bytes, hosted_bytes_per_block
 from swarm_server.neighbourhood import Neighbourhood
 from swarm_server.placement import (
@@ -61,7 +61,7 @@ class Server:
         self._config = dataclasses.replace(config, host=ip_address(config.host))
         self._stop = asyncio.Event()
         self._record: ServerRecord | None = None
-        self._dht: Dht | None = None
+        self._membership: Membership | None = None
         self._checkpoint: Checkpoint | None = None
         self._hoster: Hoster | None = None
         self._hosting: Hosting | None = None  # None while blocks are loaded
@@ -100,7 +100,7 @@ class Server:
                 loading = self._hoster.start_loading(fixed)
                 cleanup.callback(loading.cancel)
             cleanup.push_async_callback(self._neighbours.close)
-            self._dht = await join(config, cleanup)
+            self._membership = await join(config, cleanup)
             num_hosted = len(fixed) if fixed is not None else self._num_hosted(device)
             self._record = ServerRecord(
                 peer_id=self._dht.peer_id,
@@ -120,6 +120,8 @@ class Server:
             self._tell_speeds()
             cleanup.push_async_callback(self._withdraw)
             await self._publish()
+            keeping = asyncio.ensure_future(_repeat(self._keep_membership, (RENEW_S, RENEW_S)))
+            cleanup.callback(keeping.cancel)
             if fixed is None:
                 await self._settle()
             self._service = BlocksService(
@@ -134,6 +136,10 @@ class Server:
             await self._announce_ready()
             await self._serve()
             await self._drain()
+
+    @property
+    def _dht(self) -> Dht:
+        return self._membership.dht
 
     # ------------------------------------------------------------ which blocks
 
@@ -298,6 +304,11 @@ class Server:
     async def _publish(self) -> None:
         if not await self._dht.publish(self._current_record()):
             _logger.warning("the swarm did not take this server's record; trying again in %g s", REFRESH_S)
+
+    async def _keep_membership(self) -> None:
+        """Those who are met are told at once, not only when the record is due to be published."""
+        if await self._membership.keep():
+            await self._publish()
 
     async def _withdraw(self) -> None:
         self._record = dataclasses.replace(self._record, state=ServerState.OFFLINE)

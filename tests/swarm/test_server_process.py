@@ -8,6 +8,7 @@ import os
 import re
 import socket
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from swarm_client import background
 from swarm_protocol.checkpoint import Checkpoint
 from swarm_protocol.dht import Dht
 from swarm_protocol.identity import Identity
+from swarm_protocol.notes import Notes
 from swarm_protocol.records import ServerRecord
 from tests.swarm.processes import ServerProcess, is_alive
 from tests.swarm.waiting import wait_for
@@ -90,8 +92,10 @@ def peer_id(server: ServerProcess) -> str:
     return server.ready["peer"].rpartition("/p2p/")[2]
 
 
-def note(server: ServerProcess) -> dict:
-    return {"address": server.ready["peer"], "pid": server.pid}
+def assert_noted(machine: Machine, swarm: str, *servers: ServerProcess) -> None:
+    """These servers and no others are."""
+    notes = {peer_id: (note["addresses"], note["pid"]) for peer_id, note in machine.notes(swarm).items()}
+    assert notes == {peer_id(server): ([server.ready["peer"]], server.pid) for server in servers}
 
 
 def test_servers_find_each_other_and_leave_without_trace(machine, observe):
@@ -104,8 +108,8 @@ def test_servers_find_each_other_and_leave_without_trace(machine, observe):
         assert READY_LINE.fullmatch(line)
 
     # They find each other through notes, and only within their swarm.
-    assert machine.notes("default") == {peer_id(server): note(server) for server in (first, second)}
-    assert machine.notes("mine") == {peer_id(third): note(third)}
+    assert_noted(machine, "default", first, second)
+    assert_noted(machine, "mine", third)
     default, mine = observe(first), observe(third, "mine")
     assert default.peers() == [peer_id(first), peer_id(second)]
     assert mine.peers() == [peer_id(third)]
@@ -128,7 +132,7 @@ def test_servers_find_each_other_and_leave_without_trace(machine, observe):
     assert len(second.children()) == len(third.children()) == 1
     assert second.terminate() == 0
     assert default.peers() == [peer_id(first)]
-    assert machine.notes("default") == {peer_id(first): note(first)}
+    assert_noted(machine, "default", first)
     assert first.interrupt() == 0
     assert machine.notes("default") == {}
     assert third.kill() != 0
@@ -136,18 +140,18 @@ def test_servers_find_each_other_and_leave_without_trace(machine, observe):
     assert all("Traceback" not in server.stderr for server in (first, second, third))
 
 
-def test_notes_that_lead_nowhere_are_replaced(machine, observe):
+def test_notes_that_lead_nowhere_do_no_harm(machine, observe):
     """One of a process that is gone, one of a process that lives but no longer serves, and one that is no note."""
-    closed_port, gone = unused_port(), Identity.generate().peer_id
-    directory = machine.directory("default")
-    directory.mkdir(parents=True)
-    for name, pid in ((Identity.generate().peer_id, os.getpid()), (gone, unused_pid())):
-        address = f"/ip4/127.0.0.1/tcp/{closed_port}/p2p/{name}"
-        (directory / f"{name}.json").write_text(json.dumps({"address": address, "pid": pid}))
-    (directory / "broken.json").write_text("{")
+    closed_port, mute, gone = unused_port(), Identity.generate().peer_id, Identity.generate().peer_id
+    notes = Notes("default", machine.directory("default").parent)
+    for name in (mute, gone):
+        notes.write(name, [f"/ip4/127.0.0.1/tcp/{closed_port}/p2p/{name}"])
+    path = machine.directory("default") / f"{gone}.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "pid": unused_pid()}))
+    path.with_name("broken.json").write_text("{")
     server = machine.start("--blocks", "0:6")
     server.wait_ready()
-    assert machine.notes("default") == {peer_id(server): note(server)}
+    assert set(machine.notes("default")) == {peer_id(server), mute}
     assert observe(server).peers() == [peer_id(server)]
 
 
@@ -158,15 +162,17 @@ def test_a_signal_is_heard_before_the_server_is_ready(machine):
     with open(directory / "lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         server = machine.start()
-        wait_for(lambda: waits_for_a_lock(server.pid), "the server waits for the lock")
+        wait_for(lambda: has_open(server.pid, directory / "lock"), "the server waits for the lock")
         assert server.terminate() == 0
     assert server.stdout == []
     assert "Traceback" not in server.stderr
     assert machine.notes("default") == {}
 
 
-def waits_for_a_lock(pid: int) -> bool:
-    return any("->" in line and str(pid) in line.split() for line in Path("/proc/locks").read_text().splitlines())
+def has_open(pid: int, path: Path) -> bool:
+    with suppress(FileNotFoundError):  # a file is closed at this moment
+        return any(os.path.samefile(file, path) for file in Path(f"/proc/{pid}/fd").iterdir() if file.exists())
+    return False
 
 
 def unused_port() -> int:
