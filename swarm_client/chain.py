@@ -42,7 +42,7 @@ class Chain:
     Attributes:
         records_past: sliding windows keep what later crops need.
         number: of the last step; ``past``: the steps before the call under way.
-        is_fork: it has had no servers yet, though its session has a past.
+        is_new: no server has been told yet what came before the next call.
         progress_s: when the call last got on.
         busy: held during a call.
     """
@@ -59,7 +59,7 @@ class Chain:
         self.hops: list[HopSession] = []
         self.records_past = False
         self.number = FIRST_STEP - 1
-        self.is_fork = False
+        self.is_new = False
         self._swarm = swarm
         self._max_positions = max_positions
         self._reserve_tokens = reserve_tokens
@@ -86,7 +86,7 @@ class Chain:
 
     def continues(self, other: Chain) -> None:
         """The session goes on from where that of ``other`` is."""
-        self.is_fork, self.records_past, self.adapter = True, other.records_past, other.adapter
+        self.is_new, self.records_past, self.adapter = True, other.records_past, other.adapter
 
     # ------------------------------------------------------------ one call
 

@@ -6,13 +6,14 @@ import secrets
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
 from swarm_client import background
-from swarm_client.adapters import Added
+from swarm_client.adapters import Added, Snapshot
 from swarm_client.events import OnEvent
 from swarm_client.lora import Skeleton
 from swarm_client.passes import backward, forward
@@ -21,6 +22,7 @@ from swarm_client.session import RemoteSession, check_length
 from swarm_client.swarm import Swarm
 from swarm_protocol.adapters import Adapter
 from swarm_protocol.block_input import BlockInput
+from swarm_protocol.errors import RequestRejected
 from swarm_protocol.span import Span
 
 
@@ -61,6 +63,8 @@ class RemoteSpan:
         hidden: torch.Tensor,
         attention_mask: torch.Tensor | None = None,
         position_ids: torch.Tensor | None = None,
+        *,
+        session: RemoteSession | None = None,
     ) -> torch.Tensor:
         """Hidden states after the last block of the span, without a cache.
 
@@ -70,6 +74,7 @@ class RemoteSpan:
             hidden: [batch, tokens, hidden_size], the input of the first block of the span.
             attention_mask: [batch, tokens], 0 for padding; None if there is none.
             position_ids: [batch or 1, tokens]; None for 0, 1, 2, …
+            session: goes on from these inputs afterwards, whatever it had before.
 
         Raises:
             NoRoute, PeerError, RequestRejected: see ``swarm_protocol.errors``.
@@ -78,9 +83,14 @@ class RemoteSpan:
         if position_ids is None:
             position_ids = torch.arange(hidden.shape[1], device=hidden.device)[None]
         added = self.added
-        tensors = added.adapter.tensors
-        need_grad = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (hidden, *tensors))
-        return _RemoteForward.apply(hidden, attention_mask, position_ids, self, added, need_grad, *tensors)
+        tensors, snapshot = added.adapter.tensors, added.snapshot()
+        need_grad = _need_grad(hidden, *tensors)
+        output = _RemoteForward.apply(
+            hidden, attention_mask, position_ids, self, added.drops, snapshot, need_grad, *tensors
+        )
+        if session is not None:
+            session.begin_with(BlockInput(hidden.detach(), attention_mask, position_ids), snapshot)
+        return output
 
     def open_session(
         self, reserve_tokens: int = 0, *, standby: bool | None = None, on_event: OnEvent | None = None
@@ -105,6 +115,25 @@ class RemoteSpan:
         return f"RemoteSpan(blocks {self.span} of {self.swarm.model})"
 
 
+def _need_grad(*tensors: torch.Tensor) -> bool:
+    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+
+
+class _FromCache(torch.autograd.Function):
+    """What came out of blocks that have keys and values from before: nothing leads back to those."""
+
+    @staticmethod
+    def forward(_ctx, compute: Callable[[], torch.Tensor], *_inputs: torch.Tensor) -> torch.Tensor:
+        return compute()
+
+    @staticmethod
+    def backward(_ctx, *_grads):
+        raise RequestRejected(
+            "gradients do not flow through a cache of remote blocks that was filled before: compute what is to be "
+            "trained in one pass, without past_key_values or with use_cache=False, and decode under torch.no_grad()"
+        )
+
+
 class _RemoteForward(torch.autograd.Function):
     """Frozen remote blocks: the backward pass sends the inputs again where servers have not kept what they need.
 
@@ -112,10 +141,19 @@ class _RemoteForward(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, hidden, attention_mask, position_ids, blocks: RemoteSpan, added: Added, need_grad: bool, *tensors):
+    def forward(
+        ctx,
+        hidden,
+        attention_mask,
+        position_ids,
+        blocks: RemoteSpan,
+        drops: bool,
+        adapter: Snapshot,
+        need_grad,
+        *tensors,
+    ):
         inputs = BlockInput(hidden, attention_mask, position_ids)
-        adapter = added.snapshot()
-        seed = int(torch.randint(1, 2**63 - 1, ())) if added.drops else 0
+        seed = int(torch.randint(1, 2**63 - 1, ())) if drops else 0
         span, first_grad = blocks.span, None
         if need_grad:
             first_grad = span.start if ctx.needs_input_grad[0] else adapter.begins(span)
@@ -130,7 +168,7 @@ class _RemoteForward(torch.autograd.Function):
         work = backward(blocks.swarm, blocks.span, ctx.ways, grad, ctx.adapter, need_input)
         pieces, of_adapter = background.run(work)
         input_grad = torch.cat(pieces).to(grad.device) if need_input else None
-        return input_grad, *(None,) * 5, *(sum_.to(*like) for sum_, like in zip(of_adapter, ctx.likes, strict=True))
+        return input_grad, *(None,) * 6, *(sum_.to(*like) for sum_, like in zip(of_adapter, ctx.likes, strict=True))
 
 
 class RemoteBlocks(nn.Module):
@@ -174,9 +212,12 @@ class RemoteBlocks(nn.Module):
     def remote(self) -> RemoteSpan:
         return self._remote[0]
 
-    def set_context(self, attention_mask, position_ids, session: RemoteSession | None) -> None:
-        """What the next ``forward`` in this thread needs to know."""
-        self._context.value = attention_mask, position_ids, session
+    def set_context(self, attention_mask, position_ids, session: RemoteSession | None, later: bool = False) -> None:
+        """What the next ``forward`` in this thread needs to know.
+
+        ``later``: servers are told of the session only when there is more for it.
+        """
+        self._context.value = attention_mask, position_ids, session, later
         self._context.has_virtual = self.prompts is not None and (session is None or not session.length)
 
     def without_virtual(self, output: Any) -> Any:
@@ -196,19 +237,26 @@ class RemoteBlocks(nn.Module):
         return getattr(self._context, "num_wanted", None)
 
     def forward(self, hidden: torch.Tensor, *_args, **_kwargs):
-        attention_mask, position_ids, session = self._context.value
+        attention_mask, position_ids, session, later = self._context.value
         del self._context.value  # a session kept here would keep its room on the servers
-        if session is None:
-            output = self.remote(hidden, attention_mask, position_ids)
+        if session is None or (not session.length and (later or self._need_grad(hidden))):
+            output = self.remote(hidden, attention_mask, position_ids, session=session)
         else:
-            if position_ids is None:
-                past, new = session.length, hidden.shape[1]
-                position_ids = torch.arange(past, past + new, device=hidden.device)[None]
-            inputs = BlockInput(hidden.detach(), attention_mask, position_ids)
-            wanted = session.step(inputs, self._num_wanted()).to(hidden.device)
-            if wanted.shape[1] == hidden.shape[1]:
-                output = wanted
-            else:  # nobody looks at the others
-                output = torch.zeros_like(hidden)
-                output[:, -wanted.shape[1] :] = wanted
+            output = self._step(session, hidden, attention_mask, position_ids)
         return (output,) if self._returns_tuple else output
+
+    def _need_grad(self, hidden: torch.Tensor) -> bool:
+        return _need_grad(hidden, *self.remote.added.adapter.tensors)
+
+    def _step(self, session: RemoteSession, hidden: torch.Tensor, attention_mask, position_ids) -> torch.Tensor:
+        if position_ids is None:
+            past, new = session.length, hidden.shape[1]
+            position_ids = torch.arange(past, past + new, device=hidden.device)[None]
+        inputs = BlockInput(hidden.detach(), attention_mask, position_ids)
+        compute = partial(session.step, inputs, self._num_wanted())
+        if self._need_grad(hidden):
+            wanted = _FromCache.apply(compute, hidden, *self.remote.added.adapter.tensors).to(hidden.device)
+        else:
+            wanted = compute().to(hidden.device)
+        missing = hidden.shape[1] - wanted.shape[1]  # nobody looks at these
+        return nn.functional.pad(wanted, (0, 0, missing, 0)) if missing else wanted

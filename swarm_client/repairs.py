@@ -73,14 +73,14 @@ class Repairs:
 
     async def open(self, call: Call) -> None:
         """Opens hops for all blocks, and tells them everything that came before the call."""
-        if call.before.length and not self._chain.is_fork:
+        if call.before.length and not self._chain.is_new:
             self._begin()
         call.before, call.changes = call.after.cropped(call.start), ()  # new hops are told the rows as they are now
         rows = call.after
         hops = await self._opened(
             self._blocks, rows.batch_size, rows.length, None, None, sent_number=self._chain.number
         )
-        self._chain.hops, self._chain.is_fork = hops, False
+        self._chain.hops, self._chain.is_new = hops, False
         self._chain.cut(call)
         steps = [*self._history(rows, (0, call.start), hops), *call.steps]
         _remember(hops, steps)

@@ -143,6 +143,16 @@ class RemoteSession:
         self.stats.tokens += batch_size * num_tokens
         return output
 
+    def begin_with(self, inputs: BlockInput, adapter: Snapshot) -> None:
+        """The session has these positions from now on and no others; servers learn of them with the next step.
+
+        ``adapter`` is what was added to the blocks when their outputs were computed.
+        """
+        self.reset()
+        self._chain.adapter, self._chain.is_new = adapter, True
+        batch_size, self.length, _ = inputs.hidden.shape
+        self._journal, self.batch_size = Journal.empty(batch_size).appended(inputs), batch_size
+
     def reorder(self, indices: torch.Tensor) -> None:
         """New row i is old row ``indices[i]``; the batch may grow or shrink."""
         indices = indices.tolist()
@@ -163,6 +173,7 @@ class RemoteSession:
     def reset(self) -> None:
         """Forgets everything; the session can be used again."""
         self.close()
+        self._chain.is_new = False
         self._journal = None
         self._changes.clear()
         self.length, self.batch_size = 0, None

@@ -199,16 +199,19 @@ def _context_hook(owner: nn.Module, blocks: RemoteBlocks, embedding: str):
 
     def hook(_module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
         given = {**dict(zip(names, args, strict=False)), **kwargs}
-        cache = given.get("past_key_values")
-        may_cache = cache is None and given.get("use_cache") is not False and not torch.is_grad_enabled()
-        if may_cache and not blocks.remote.added.drops:  # sessions drop nothing
+        cache, use_cache = given.get("past_key_values"), given.get("use_cache")
+        # A cache that nobody has asked for, in a pass that may be one of training, takes no room on servers yet.
+        later = cache is None and use_cache is None and (torch.is_grad_enabled() or blocks.remote.added.drops)
+        if use_cache is None:
+            use_cache = getattr(owner.config, "use_cache", False)
+        if cache is None and use_cache:
             cache = RemoteCache(blocks.remote, num_virtual=blocks.num_virtual)
         session = None if cache is None else session_of(cache, blocks.remote, blocks.num_virtual)
         past = 0 if session is None else session.length
         if blocks.prompts is not None:
             positions = {"position_ids": given.get("position_ids")} if "position_ids" in names else {}
             given = blocks.prompts.before(given | positions, getattr(owner, embedding), past)
-        blocks.set_context(given.get("attention_mask"), given.get("position_ids"), session)
-        return (), {**given, "past_key_values": cache, "use_cache": cache is not None}
+        blocks.set_context(given.get("attention_mask"), given.get("position_ids"), session, later)
+        return (), {**given, "past_key_values": cache, "use_cache": bool(use_cache)}
 
     return hook
