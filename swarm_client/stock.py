@@ -111,8 +111,23 @@ class RemoteModelMixin(PromptsMixin, LoraMixin):
             return super().resize_token_embeddings(*args, **kwargs)
 
     def save_pretrained(self, *args: Any, **kwargs: Any) -> Any:
+        """What was trained: the adapter, or the prompts.
+
+        Raises:
+            RequestRejected: there are none, and a checkpoint without blocks would load with random ones.
+        """
+        self._require_something_to_save()
         with float_head(self):
             return super().save_pretrained(*args, **kwargs)
+
+    def push_to_hub(self, *args: Any, **kwargs: Any) -> Any:
+        """As ``save_pretrained``."""
+        self._require_something_to_save()
+        return super().push_to_hub(*args, **kwargs)
+
+    def _require_something_to_save(self) -> None:
+        if self.prompts is None and not getattr(self, "_hf_peft_config_loaded", False):
+            _refuse_to_save()
 
     def _prepare_cache_for_generation(
         self, generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
@@ -147,6 +162,14 @@ def _require_exact(cache_implementation: str | None) -> None:
         )
 
 
+def _refuse_to_save(*_args: Any, **_kwargs: Any) -> None:
+    raise RequestRejected(
+        "this model's blocks are on servers: saved without them, it would load with random ones. save_pretrained "
+        "writes an adapter (model.add_adapter) or prompts (tuning_mode=...); what is here, such as a head that was "
+        "trained, is in model.state_dict()"
+    )
+
+
 def client_class(stock_class: type[PreTrainedModel], family: Family) -> type[PreTrainedModel]:
     """The stock class with remote blocks in the place of its own."""
 
@@ -160,6 +183,7 @@ def client_class(stock_class: type[PreTrainedModel], family: Family) -> type[Pre
             block_class = type(getattr(owner, family.blocks)[0])
             blocks = _as_block(block_class)(family.returns_tuple)
             setattr(owner, family.blocks, nn.ModuleList([blocks]))
+            base.save_pretrained = base.push_to_hub = _refuse_to_save
             self._remote_blocks, self._owners = [blocks], [owner]
             owner.register_forward_pre_hook(_context_hook(owner, blocks, family.embedding), with_kwargs=True)
             owner.register_forward_hook(lambda _owner, _inputs, output: blocks.without_virtual(output))
