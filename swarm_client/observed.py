@@ -206,6 +206,8 @@ class _Answer:
 class _Seen:
     """The DHT for a ``Swarm``: what was read last."""
 
+    is_alive, is_alone = True, False  # who reads the DHT sees to it
+
     def __init__(self) -> None:
         self.now = SwarmView()
 

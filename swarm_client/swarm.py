@@ -12,6 +12,7 @@ from collections.abc import Awaitable, Callable, Collection, Coroutine, Sequence
 from swarm_client.background import now_s
 from swarm_client.config import ClientConfig
 from swarm_client.contacts import FAILED, SILENT, Bans, RoundTrips
+from swarm_client.discovery import Discovery, Join
 from swarm_client.routing import Chain, Costs, Wanted, best_replica, fastest_chain, no_route, spread, usable
 from swarm_client.transport import Server
 from swarm_protocol.dht import Dht
@@ -26,7 +27,6 @@ Choose = Callable[[SwarmView, bool], list[Chain]]  # among usable servers; True:
 _logger = logging.getLogger(__name__)
 _POLL_S = 0.5  # while blocks are missing
 _MAX_MEASURING = 5  # rounds of measuring round trips before a chain is taken as it is
-_VIEW_TIMEOUT_S = 10.0
 
 
 async def join_as_client(config: ClientConfig) -> Dht:
@@ -62,16 +62,18 @@ class Swarm:
         num_blocks: int,
         *,
         dht: Dht | None = None,
+        join: Join = join_as_client,
         connect: Connect = Server.connect,
     ) -> None:
-        """``dht`` and ``connect`` stand for the network; without ``dht``, ``connect()`` joins the one of ``config``."""
+        """``dht``, ``join`` and ``connect`` stand for the network; without ``dht``, ``connect()`` joins."""
         self.config = config
         self.model = model
         self.revision = revision
         self.num_blocks = num_blocks
         self.wanted = Wanted(revision, num_blocks, config.allowed_servers, config.blocked_servers, config.adapter)
         self._connect = connect
-        self._dht = dht
+        self._discovery = Discovery(config, join, dht)
+        self.closed = dht is None
         self._view = SwarmView()
         self._part: Span | None = None  # of the model, that the view is of; None: all of it
         self._view_time = float("-inf")
@@ -87,8 +89,8 @@ class Swarm:
 
     async def connect(self) -> None:
         """Joins the DHT; raises NoSwarm if nobody answers."""
-        if self._dht is None:
-            self._dht = await join_as_client(self.config)
+        await self._discovery.join()
+        self.closed = False
         self._soon(self._keep_fresh())
 
     async def close(self) -> None:
@@ -98,17 +100,13 @@ class Swarm:
         for server in self._servers.values():
             await server.close()
         self._servers.clear()
-        if self._dht is not None:
-            await self._dht.shutdown()
-            self._dht = None
-
-    @property
-    def closed(self) -> bool:
-        return self._dht is None
+        if not self.closed:
+            self.closed = True
+            await self._discovery.close()
 
     async def view(self, max_age_s: float) -> SwarmView:
         """What the DHT says, at most ``max_age_s`` old; what it said last if it cannot be read."""
-        if self._dht is None:
+        if self.closed:
             raise closed_error()
         if now_s() - self._view_time > max_age_s:
             await self._read_view()
@@ -116,12 +114,10 @@ class Swarm:
 
     async def _read_view(self) -> None:
         async with self._reading:
-            if self._dht is None:
+            if self.closed:
                 raise closed_error()
-            try:
-                view = await asyncio.wait_for(self._dht.view(self.model, self.num_blocks, self._part), _VIEW_TIMEOUT_S)
-            except (asyncio.TimeoutError, OSError) as error:
-                _logger.info("the DHT cannot be read: %r", error)
+            view = await self._discovery.view(self.model, self.num_blocks, self._part)
+            if view is None:
                 return
             if view.servers or now_s() - self._filled_time > LIFETIME_S:
                 self._view = view
@@ -137,7 +133,7 @@ class Swarm:
 
     async def _keep_fresh(self) -> None:
         """While there are sessions, so that a replacement is known when one of their servers fails."""
-        while self._dht is not None:
+        while not self.closed:
             await asyncio.sleep(self.config.view_max_age_s)
             if self.sessions and now_s() - self._view_time >= self.config.view_max_age_s:
                 await self._read_view()
@@ -305,7 +301,7 @@ class Swarm:
         if error.peer_id:
             self._leave_out(error)
         self._view_time = float("-inf")
-        if self._dht is not None and not self._reading.locked():
+        if not self.closed and not self._reading.locked():
             self._soon(self._read_view())
 
     def _leave_out(self, error: PeerError) -> None:

@@ -153,6 +153,11 @@ class Dht:
         return [str(address) for address in await self._p2p.get_visible_maddrs(latest=True)]
 
     @property
+    def is_alive(self) -> bool:
+        """Whether the libp2p daemon runs, without which nobody is reached."""
+        return self._p2p._child.returncode is None
+
+    @property
     def is_alone(self) -> bool:
         """Whether this node knows no other that answers, as far as it has noticed."""
         return not self._node.protocol.routing_table.uid_to_peer_id

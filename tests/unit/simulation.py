@@ -288,6 +288,8 @@ class Net:
         sender = self.servers.get(one)
         return server.alive and (sender is None or sender.alive) and frozenset((one, server.name)) not in self.walls
 
+    is_alive, is_alone = True, False  # as a node of the DHT
+
     async def view(self, _model: str, *_options: object) -> SwarmView:
         """As the DHT gives it: late, those that are dead still there."""
         await asyncio.sleep(self.chance.uniform(0, 0.05))

@@ -49,6 +49,8 @@ class FakeNet:
     rtts_s: dict[str, float] = field(default_factory=dict)
     pinged: list[str] = field(default_factory=list)
     parts: list[Span | None] = field(default_factory=list)  # of the model that were read
+    is_alive: bool = True
+    is_alone: bool = False
 
     async def view(self, _model: str, _num_blocks: int, part: Span | None = None) -> SwarmView:
         self.parts.append(part)

@@ -1,0 +1,128 @@
+"""All servers are killed and others come: a client that was there before goes on, in whatever it was doing."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from swarm_client import DistributedModel
+from swarm_client.events import Waiting
+from swarm_client.nursery import Nursery, NurseryServer
+from swarm_server.addresses import free_port
+from tests.swarm.pair import ends_only_at_its_length, random_ids
+from tests.swarm.survival import Moments
+from tests.swarm.test_training_survival import loss_and_gradient
+from tests.swarm.waiting import wait_for
+from tests.zoo import save_checkpoint
+
+PROMPT = random_ids(1, 9, seed=40)
+SPANS = "0:3", "3:6"
+NEW_TOKENS = 12
+
+
+class Generations:
+    """Servers of one small model; ``replace`` kills them all and starts others.
+
+    Args:
+        first: options of the server that is started first.
+    """
+
+    def __init__(self, nursery: Nursery, model: Path, swarm: str, first: Sequence[str]) -> None:
+        self._nursery = nursery
+        self._options = ["--model", str(model), "--swarm", swarm, "--quant", "none", "--throughput", "75"]
+        self._first = first
+        self.servers: list[NurseryServer] = []
+
+    def start(self) -> None:
+        for blocks, options in zip(SPANS, (self._first, []), strict=True):
+            known = ["--blocks", blocks, "--cache-tokens", "512"]
+            self.servers.append(self._nursery.start(*self._options, *known, *options))
+        self.wait_ready()
+
+    def wait_ready(self) -> None:
+        wait_for(lambda: len(self.servers) == len(SPANS), "servers are started")
+        self._nursery.wait_ready(self.servers)
+
+    def kill(self) -> None:
+        for server in self.servers:
+            server.kill()
+        for server in self.servers:
+            assert server.wait_gone()
+        self.servers.clear()
+
+    def replace(self) -> None:
+        self.kill()
+        self.start()
+
+
+class Survivor:
+    """The client, and what it must compute."""
+
+    def __init__(self, model: Path, **options: Any) -> None:
+        self._listener: Callable[[], object] | None = None
+        whole = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+        self.whole = ends_only_at_its_length(whole)
+        remote = DistributedModel.from_pretrained(str(model), on_event=self._heard, **options)
+        self.remote = ends_only_at_its_length(remote)
+
+    def when_it_waits(self, action: Callable[[], object]) -> None:
+        self._listener = action
+
+    def assert_generates(self) -> None:
+        options = {"attention_mask": torch.ones_like(PROMPT), "max_new_tokens": NEW_TOKENS, "do_sample": False}
+        tokens = self.remote.generate(PROMPT, **options)
+        assert torch.equal(tokens, self.whole.generate(PROMPT, **options))
+
+    def assert_trains(self, between: Callable[[], object]) -> None:
+        loss, gradient = loss_and_gradient(self.remote, between)
+        expected_loss, expected_gradient = loss_and_gradient(self.whole)
+        assert torch.equal(loss, expected_loss) and torch.equal(gradient, expected_gradient)
+
+    def _heard(self, event: object) -> None:
+        if isinstance(event, Waiting) and self._listener is not None:
+            action, self._listener = self._listener, None
+            threading.Thread(target=action).start()  # this one belongs to the network
+
+
+@pytest.fixture(scope="module", params=["noted-on-this-machine", "bootstrap-node-at-its-old-address"])
+def met(request, nursery, tmp_path_factory) -> Iterator[tuple[Generations, Survivor]]:
+    """Servers and a client that has found them, through what is to lead it to others later."""
+    directory = tmp_path_factory.mktemp("rejoining")
+    model, swarm = directory / "llama", f"rejoining-{os.getpid()}-{directory.name}"
+    save_checkpoint("llama", model)
+    is_noted = request.param == "noted-on-this-machine"
+    first = [] if is_noted else ["--dht-port", str(free_port("127.0.0.1")), "--identity", str(directory / "identity")]
+    servers = Generations(nursery, model, swarm, first)
+    servers.start()
+    peers = {} if is_noted else {"initial_peers": [servers.servers[0].ready["peer"]]}
+    survivor = Survivor(model, **{"swarm": swarm, "recovery_timeout_s": 60.0, "wait_timeout_s": 60.0, **peers})
+    yield servers, survivor
+    survivor.remote.close()
+    servers.kill()
+
+
+def test_a_generation_goes_on(met, moments: Moments) -> None:
+    servers, survivor = met
+    moments.before_step(5, servers.kill)
+    survivor.when_it_waits(servers.start)
+    survivor.assert_generates()
+    servers.wait_ready()
+
+
+def test_the_next_generation_finds_those_who_came(met) -> None:
+    servers, survivor = met
+    servers.replace()
+    survivor.assert_generates()
+
+
+@pytest.mark.slow
+def test_training_goes_on(met) -> None:
+    servers, survivor = met
+    survivor.assert_trains(between=servers.replace)
