@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import QUANT_NAMES, write_json
+from common import QUANT_NAMES, json_row, write_json
 from fault_rates import measure_rates
 from faults import (
     NUM_SPANS,
@@ -287,6 +287,25 @@ SECTIONS: dict[str, Callable[[argparse.Namespace, Nursery], tuple[Any, Tally]]] 
     "rates": measure_rates,
     "leave": run_leave,
 }
+
+
+def json_rows(results: dict[str, Any], tally: Tally) -> list[dict[str, Any]]:
+    """What is judged: all generations, and how long they stood still."""
+    rows = [json_row("generations finished with the right tokens", tally.num_finished, tally.num_runs)]
+    for section, target_s in (("kills", 0.5), ("standby", 0.3)):
+        if some := results.get(section):
+            seconds = statistics.median(kill["stall_s" if section == "standby" else "beyond_s"] for kill in some)
+            rows.append(json_row(f"{section}: seconds of a stall, p50", seconds, target_s, at_most=True))
+    if hangs := results.get("hangs"):
+        noticed = [row["noticed_s"] for row in hangs if row.get("noticed_s") is not None]
+        if noticed:
+            rows.append(json_row("hangs: seconds until noticed, at most", max(noticed), 5.0, at_most=True))
+    if leaving := results.get("leave"):
+        replayed = sum(row["replayed_tokens"] for row in leaving)
+        rows.append(json_row("leave: tokens computed again", replayed, 0.0, at_most=True))
+    return rows
+
+
 QUICK = {"kills": 9, "standby_kills": 3, "hangs": 1, "leaves": 1, "tokens": 64, "rates": [0.0, 1e-2], "quant": ["int8"]}
 
 
@@ -323,7 +342,7 @@ def main() -> None:
             results[name], outcome = SECTIONS[name](args, nursery)
             tally += outcome
             if args.json:
-                write_json(args.json, vars(args), **results, tally=asdict(tally))
+                write_json(args.json, vars(args), rows=json_rows(results, tally), **results, tally=asdict(tally))
     console.print(f"\n[bold]in all[/]: {tally}")
     sys.exit(not tally.good)
 

@@ -186,6 +186,23 @@ def median_ratio(values: Sequence[float], beside: Sequence[float]) -> float:
     )
 
 
+def json_row(
+    name: str,
+    measured: float,
+    target: float | None = None,
+    *,
+    beside: float | None = None,
+    ratio: float | None = None,
+    at_most: bool = False,
+    **more: Any,
+) -> dict[str, Any]:
+    """One of the ``rows`` that every benchmark writes; the ratio is judged if there is one, else what was measured."""
+    value = measured if ratio is None else ratio
+    met = None if target is None else "yes" if (value <= target if at_most else value >= target) else "no"
+    row = {"name": name, "measured": measured, "beside": beside, "ratio": ratio, "target": target, "met": met}
+    return row | more
+
+
 def write_json(file: Path, settings: Mapping[str, Any], **results: Any) -> None:
     machine = {"machine": platform.machine(), "cores": os.cpu_count(), "torch": torch.__version__}
     given = {name: str(value) for name, value in settings.items()}

@@ -1,7 +1,7 @@
 """How fast the engine is: decoding, prefill, memory, start and hops, beside local Hugging Face in the same run.
 
     python benchmarks/engine.py                              # bench-1b, 2 servers on one core each
-    python benchmarks/engine.py --model bench-tiny           # the same in a minute, to see that it works
+    python benchmarks/engine.py --quick                      # bench-tiny in a minute or two, to see that it works
     python benchmarks/engine.py --only decode-8-int8 hop --json engine.json
 
 Contestants take turns (A B A B), because such machines are noisy: compare by the ratio, not across runs.
@@ -40,6 +40,7 @@ PROMPT, PREFILL = 16, 512  # tokens
 SHORT_CONTEXT, LONG_CONTEXT = 64, 1024
 PREFIX, QUESTION, ANSWER = 256, 32, 16
 CACHE_TOKENS = 16384  # of each server: the sessions with long contexts take a bit more than half
+QUICK = {"model": "bench-tiny", "rounds": 1, "new_tokens": 8}
 HOP_MODEL, HOP_CHAINS, HOP_TOKENS = "bench-tiny", (1, 2, 4), 64
 
 
@@ -275,8 +276,11 @@ def main() -> None:
     parser.add_argument("--servers", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--new-tokens", type=int, default=32)
+    parser.add_argument("--quick", action="store_true", help="bench-tiny, one round: shows that everything works")
     parser.add_argument("--json", type=Path, metavar="FILE")
     args = parser.parse_args()
+    if args.quick:
+        vars(args).update(QUICK)
     rows = []
     for row in run(args):
         rows.append(row)

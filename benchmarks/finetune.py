@@ -1,6 +1,7 @@
 """Training through servers beside local Hugging Face and PEFT: how fast a step is, and what it costs.
 
     python benchmarks/finetune.py [--model bench-models/bench-1b] [--rounds 3] [--only fp32|int8] [--json FILE]
+    python benchmarks/finetune.py --quick               # bench-tiny, one round, to see that it works
 
 Two servers hold half of the blocks each, one core each; the local model computes in fp32 with one thread. A step is the
 forward and backward pass of 4 rows of 64 tokens; nothing is updated. Rounds are taken in turns (A B A B). The client
@@ -25,7 +26,8 @@ from pathlib import Path
 
 import peft
 import torch
-from common import QUANT_NAMES, Fleet, fleet, load_local, median_ratio, take_turns, write_json
+from common import QUANT_NAMES, Fleet, fleet, json_row, load_local, median_ratio, take_turns, write_json
+from make_model import DEFAULT_OUTPUT, make_model
 from rich.console import Console
 from rich.table import Table
 from torch import nn
@@ -58,10 +60,11 @@ print([line.split()[1] for line in open("/proc/self/status") if line.startswith(
 
 @dataclass(frozen=True)
 class Row:
-    """One line of the table; ``ratio`` is to the local model with the same adapter, or to what the name says."""
+    """One line of the table; ``ratio`` is to ``beside``: local with the same adapter, or what the name says."""
 
     what: str
     tokens_per_s: float
+    beside: float | None = None
     ratio: float | None = None
     target: float | None = None
     bytes_per_token: float | None = None
@@ -167,19 +170,22 @@ def measure(path: Path, quant: str, rounds: int, local: dict[str, nn.Module]) ->
         values, beside = measured[f"remote {name}"], measured[f"local {name}"]
         yield Row(f"local fp32, {name}", statistics.median(beside))
         ratio = median_ratio(values, beside)
-        yield Row(f"swarm {kind}, {name}", statistics.median(values), ratio, TARGET, traffic[name])
+        yield Row(
+            f"swarm {kind}, {name}", statistics.median(values), statistics.median(beside), ratio, TARGET, traffic[name]
+        )
     lora = measured["remote LoRA"]
     ratio = median_ratio(measured["forgetful"], lora)
     yield Row(
         f"swarm {kind}, LoRA, nothing kept, beside kept",
         statistics.median(measured["forgetful"]),
+        statistics.median(lora),
         ratio,
         bytes_per_token=traffic["forgetful"],
     )
     for name, positions in (("LoRA", TOKENS), ("deep prompts", TOKENS + NUM_PROMPT_TOKENS)):
-        values = [value * positions / TOKENS for value in measured[f"remote {name}"]]
-        ratio = median_ratio(values, measured["remote frozen"])
-        yield Row(f"swarm {kind}, {name}, beside frozen", statistics.median(values), ratio, ADAPTER_TARGET)
+        values, beside = [value * positions / TOKENS for value in measured[f"remote {name}"]], measured["remote frozen"]
+        what, ratio = f"swarm {kind}, {name}, beside frozen", median_ratio(values, beside)
+        yield Row(what, statistics.median(values), statistics.median(beside), ratio, ADAPTER_TARGET)
     yield Row(f"swarm {kind}, forward alone", statistics.median(measured["forward"]))
     print(f"{kind}: client's peak memory {memory_mb:.0f} MB, one frozen step", flush=True)
 
@@ -258,10 +264,16 @@ def client_memory_mb(path: Path, swarm: str) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--model", type=Path, default=Path("bench-models/bench-1b"), metavar="DIR")
+    parser.add_argument(
+        "--models", type=Path, default=DEFAULT_OUTPUT, metavar="DIR", help="where --quick makes its model"
+    )
     parser.add_argument("--rounds", type=int, default=3, metavar="N")
     parser.add_argument("--only", choices=sorted(QUANT_NAMES.values()), help="one kind of servers")
+    parser.add_argument("--quick", action="store_true", help="bench-tiny, one round: shows that everything works")
     parser.add_argument("--json", type=Path, metavar="FILE")
     args = parser.parse_args()
+    if args.quick:
+        args.model, args.rounds = make_model("bench-tiny", args.models), 1
     if not args.model.is_dir():
         parser.error(f"{args.model} is no directory: make it with `python benchmarks/make_model.py {args.model.name}`")
     rows: list[Row] = []
@@ -286,7 +298,18 @@ def main() -> None:
         passes.add_row(cost.what, *(f"{value:.1f}" for value in times))
     Console(highlight=False).print(table, "", passes)
     if args.json:
-        write_json(args.json, vars(args), rows=[asdict(row) for row in rows], passes=[asdict(cost) for cost in costs])
+        written = [
+            json_row(
+                row.what,
+                row.tokens_per_s,
+                row.target,
+                beside=row.beside,
+                ratio=row.ratio,
+                bytes_per_token=row.bytes_per_token,
+            )
+            for row in rows
+        ]
+        write_json(args.json, vars(args), rows=written, passes=[asdict(cost) for cost in costs])
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Many clients at once for a while, some of which vanish or change their minds: does anybody else notice?
 
     python benchmarks/load.py                                   # bench-tiny, 64 sessions, two minutes
-    python benchmarks/load.py --sessions 16 --seconds 20 --warm-up 8
+    python benchmarks/load.py --quick                           # 16 sessions, 20 seconds
     python benchmarks/load.py --model bench-1b --quant int8 --json load.json
 
 Ends with exit code 1 if an honest session saw an error or got other tokens than it would have alone, if room for keys
@@ -19,11 +19,11 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from common import QUANT_NAMES, fleet, load_local, write_json
+from common import QUANT_NAMES, fleet, json_row, load_local, write_json
 from load_clients import MAX_PROMPT, Request, Sessions, VanishingClients, random_rows, wait_until
 from local_servers import LocalServer
 from make_model import DEFAULT_OUTPUT, SHAPES, make_model
@@ -47,6 +47,7 @@ MAX_GROWTH = 0.05
 NEAR_TIE = 1e-4  # logits, or a beam's log probability per token: rounding decides
 ROOM_TIMEOUT_S, STOP_TIMEOUT_S, FILL_TIMEOUT_S, ASK_TIMEOUT_S = 30.0, 120.0, 60.0, 10.0
 SHOWN = 5  # messages of many
+QUICK = {"sessions": 16, "seconds": 20.0, "warm_up": 8.0}
 
 
 @dataclass(frozen=True)
@@ -203,7 +204,7 @@ def run(args: argparse.Namespace) -> tuple[Outcome, MemoryWatch]:
     num_vanishing = max(1, args.sessions // (4 * THREADS_PER_VANISHING_CLIENT))
     options = ["--cache-tokens", str(room_tokens), *args.server_options.split()]
     with fleet(path, args.servers, args.quant, *options) as servers, servers.client() as model:
-        (status,) = background.run(read_status(ClientConfig(swarm=servers.swarm)))
+        (status,) = background.run(read_status(ClientConfig(swarm=servers.swarm))).models
         records = list(status.view.servers)
         room_before = free_room(records)
         vanishing = VanishingClients(str(path), servers.swarm, THREADS_PER_VANISHING_CLIENT)
@@ -241,8 +242,11 @@ def main() -> None:
     parser.add_argument("--check", type=int, default=60, help="sessions whose tokens are compared")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--server-options", default="", help="more of them for the servers, in one string")
+    parser.add_argument("--quick", action="store_true", help="16 sessions for 20 seconds")
     parser.add_argument("--json", type=Path, metavar="FILE")
     args = parser.parse_args()
+    if args.quick:
+        vars(args).update(QUICK)
     outcome, memory = run(args)
     facts = outcome.facts()
     for fact in facts:
@@ -252,8 +256,8 @@ def main() -> None:
         write_json(
             args.json,
             vars(args),
-            facts=[asdict(fact) for fact in facts],
-            tokens_per_s=outcome.tokens_per_s,
+            rows=[json_row(fact.what, float(fact.holds), 1.0, found=fact.found) for fact in facts]
+            + [json_row("tokens/s", outcome.tokens_per_s)],
             memory=memory.samples,
         )
     sys.exit(not all(fact.holds for fact in facts))

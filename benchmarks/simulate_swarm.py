@@ -28,7 +28,7 @@ from statistics import median
 from typing import Any
 
 from churn import Scenario, first_spans, lives
-from common import write_json
+from common import json_row, write_json
 from diary import Diary
 from optimum import exact_optimum, routed, throughput_by_linear_program
 from rich.console import Console
@@ -185,6 +185,29 @@ def plot(file: Path, results: dict[int, dict[str, Diary]], bin_s: float = 60.0) 
     figure.savefig(file, dpi=90)
 
 
+def json_rows(size: int, diaries: dict[str, Diary]) -> list[dict[str, Any]]:
+    """Throughput of each rule beside the optimum, and what else has a target."""
+    ours = diaries[Swarm.name]
+    shares = [
+        json_row(
+            f"{size} servers, {name}: share of the optimum",
+            diary.of_optimum,
+            OPTIMUM_TARGET if diary is ours else None,
+            beside=1.0,
+        )
+        for name, diary in diaries.items()
+    ]
+    bounds = {
+        "seconds until a gap is healed, at most": (max(ours.heal_s(), default=0.0), HEAL_TARGET_S),
+        "gaps opened by moves": (sum(gap.by_move for gap in ours.gaps), 0),
+        "moves at rest": (ours.moves_at_rest, 0),
+    }
+    return shares + [
+        json_row(f"{size} servers, {what}", float(value), float(target), at_most=True)
+        for what, (value, target) in bounds.items()
+    ]
+
+
 def as_json(scenario: Scenario, diaries: dict[str, Diary], checks: Checks) -> dict[str, Any]:
     series = {
         name: {
@@ -223,7 +246,8 @@ def main() -> None:
     if args.plot:
         plot(args.plot, results)
     if args.json:
-        write_json(args.json, vars(args), sizes=written)
+        rows = [row for size, diaries in results.items() for row in json_rows(size, diaries)]
+        write_json(args.json, vars(args), rows=rows, sizes=written)
 
 
 def parse() -> argparse.Namespace:

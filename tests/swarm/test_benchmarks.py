@@ -1,0 +1,72 @@
+"""Every benchmark once, small: it runs to its end, and writes the rows that it promises."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+COLUMNS = {"name", "measured", "beside", "ratio", "target", "met"}
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+
+
+def run_quick(script: str, directory: Path, *arguments: str) -> dict[str, Any]:
+    """What ``benchmarks/SCRIPT --quick`` writes, its rows by name."""
+    file = directory / "results.json"
+    command = [sys.executable, f"benchmarks/{script}", "--quick", *arguments, "--json", str(file)]
+    environment = {**os.environ, "XDG_CACHE_HOME": str(directory)}
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environment)
+    assert file.exists(), result.stdout + result.stderr
+    results = json.loads(file.read_text())
+    assert all(set(row) >= COLUMNS for row in results["rows"]), results["rows"]
+    rows = {row["name"]: row for row in results["rows"]}
+    assert len(rows) == len(results["rows"]) > 0
+    return results | {"rows": rows, "exit code": result.returncode, "output": result.stdout + result.stderr}
+
+
+def test_chaos_generations_survive_a_little_of_every_fault(tmp_path: Path) -> None:
+    results = run_quick("chaos.py", tmp_path)
+    assert results["exit code"] == 0, results["output"]
+    assert results["tally"]["num_tokens"] > 0
+    assert all(results[section] for section in ("kills", "standby", "hangs", "rates", "leave"))
+
+
+def test_load_nobody_notices_that_others_vanish_or_cancel(tmp_path: Path) -> None:
+    results = run_quick("load.py", tmp_path, "--models", str(tmp_path))
+    failed = {name: row["found"] for name, row in results["rows"].items() if row["met"] == "no"}
+    assert failed == {} and results["exit code"] == 0, results["output"]
+
+
+def test_engine_measures_every_row(tmp_path: Path) -> None:
+    results = run_quick("engine.py", tmp_path, "--models", str(tmp_path))
+    assert results["exit code"] == 0, results["output"]
+    names = {"decode-1-int8", "decode-16-int8", "context", "prefill-fp32", "memory", "start", "hop", "chat", "prefix"}
+    assert names <= results["rows"].keys()
+    assert all(row["measured"] > 0 for name, row in results["rows"].items() if name != "hop")
+
+
+def test_finetune_measures_every_kind_of_training(tmp_path: Path) -> None:
+    results = run_quick("finetune.py", tmp_path, "--models", str(tmp_path))
+    assert results["exit code"] == 0, results["output"]
+    kinds = {f"swarm {quant}, {name}" for quant in ("fp32", "int8") for name in ("frozen", "LoRA", "deep prompts")}
+    assert kinds <= results["rows"].keys()
+    assert all(row["measured"] > 0 for row in results["rows"].values())
+
+
+def test_routing_finds_the_best_chain(tmp_path: Path) -> None:
+    results = run_quick("routing.py", tmp_path)
+    assert results["exit code"] == 0, results["output"]
+    assert results["rows"]["slower than the best chain, at most"]["met"] == "yes"
+
+
+def test_simulate_swarm_simulates_every_rule(tmp_path: Path) -> None:
+    results = run_quick("simulate_swarm.py", tmp_path)
+    assert results["exit code"] == 0, results["output"]
+    assert results["rows"]["10 servers, gaps opened by moves"]["met"] == "yes"
