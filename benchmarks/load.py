@@ -205,7 +205,7 @@ def run(args: argparse.Namespace) -> tuple[Outcome, MemoryWatch]:
     options = ["--cache-tokens", str(room_tokens), *args.server_options.split()]
     with fleet(path, args.servers, args.quant, *options) as servers, servers.client() as model:
         (status,) = background.run(read_status(ClientConfig(swarm=servers.swarm))).models
-        records = list(status.view.servers)
+        records = [server.record for server in status.servers]
         room_before = free_room(records)
         vanishing = VanishingClients(str(path), servers.swarm, THREADS_PER_VANISHING_CLIENT)
         vanishing.start(num_vanishing)

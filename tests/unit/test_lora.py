@@ -28,6 +28,7 @@ from tests.adapted import SALT, LocalModel
 from tests.zoo import BLOCKS, HIDDEN, save_checkpoint
 
 TOLERANCE = 1e-5  # relative
+MIXTRAL_TOLERANCE = 3e-5  # of gradients: in fp32 peft's own are 1.1e-5 off what they are in fp64, ours 0.8e-5
 HOSTED = Span(0, BLOCKS)
 PLENTY = 1 << 30
 TARGETS = {  # attention's, and others'; in GPT-2 they are transposed, in Falcon q, k and v are one, some blocks flatten
@@ -46,9 +47,9 @@ TARGETS = {  # attention's, and others'; in GPT-2 they are transposed, in Falcon
 }
 
 
-def assert_same(actual: torch.Tensor, expected: torch.Tensor) -> None:
+def assert_same(actual: torch.Tensor, expected: torch.Tensor, tolerance: float = TOLERANCE) -> None:
     assert actual.shape == expected.shape
-    assert (actual - expected).abs().max() <= TOLERANCE * expected.abs().max()
+    assert (actual - expected).abs().max() <= tolerance * expected.abs().max()
 
 
 def random(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -76,7 +77,7 @@ def test_outputs_and_gradients_are_those_of_peft(family, tmp_path):
         assert len(grads) == len(expected_grads) == 1 + 2 * len(local.layers(span))
         for grad, expected_grad in zip(grads, expected_grads, strict=True):
             assert grad.dtype == torch.float32 and not grad.is_inference()
-            assert_same(grad, expected_grad)
+            assert_same(grad, expected_grad, MIXTRAL_TOLERANCE if family == "mixtral" else TOLERANCE)
         (alone,) = engine.stateless.backward(span, BlockInput(hidden, mask), upstream, placed)
         assert torch.equal(alone, grads[0])
         assert torch.equal(engine.stateless.forward(span, BlockInput(hidden, mask)), plain)
