@@ -54,6 +54,7 @@ class Discovery:
     async def close(self) -> None:
         self._closed = True
         if self._joining is not None:
+            self._joining.cancel()  # it may wait for long for servers that are frozen
             await asyncio.wait([self._joining])
         await self._dht.shutdown()
         await asyncio.gather(*self._closing)
@@ -72,7 +73,7 @@ class Discovery:
                 return False
             self._joining = asyncio.ensure_future(self._replace())
         await asyncio.wait([self._joining], timeout=_WAIT_S)
-        return self._joining.done() and self._joining.result()
+        return self._joining.done() and not self._joining.cancelled() and self._joining.result()
 
     async def _replace(self) -> bool:
         try:

@@ -35,16 +35,19 @@ async def join_as_client(config: ClientConfig) -> Dht:
     Raises:
         NoSwarm: no member of the swarm answers, or none is known.
     """
-    peers: Sequence[str] = config.initial_peers
+    if config.initial_peers:
+        return await Dht.join(config.swarm, config.initial_peers, Identity.generate())
+    notes = Notes(config.swarm)
+    servers = notes.servers()
+    peers = notes.read()
     if not peers:
-        notes = Notes(config.swarm)
-        peers = notes.read()
-        if not peers:
-            raise NoSwarm(
-                f"no swarm named {config.swarm!r} runs on this machine: start a server with `python -m swarm_server`, "
-                "or give initial peers"
-            )
-    return await Dht.join(config.swarm, peers, Identity.generate())
+        elsewhere = ", only in another container or on another machine, where it cannot be reached" if servers else ""
+        raise NoSwarm(
+            f"no swarm named {config.swarm!r} runs on this machine{elsewhere}: "
+            "start a server with `python -m swarm_server`, or give initial peers"
+        )
+    are_alive = any(note.is_alive for note in servers if note.addresses)
+    return await Dht.join(config.swarm, peers, Identity.generate(), are_alive=are_alive)
 
 
 def closed_error() -> NoSwarm:

@@ -1,33 +1,72 @@
-"""How a DHT node that runs already comes to know others: those it knew may be gone, or it may have been alone."""
+"""How a DHT node comes to know others: when it joins, or later, when those it knew are gone or it has been alone."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 from swarm_protocol.dht_addresses import connects, tcp_target
-from swarm_protocol.hivemind_parts import ControlFailure, DHTNode, Multiaddr, P2PDaemonError, PeerID
+from swarm_protocol.hivemind_parts import ControlFailure, DHTNode, Multiaddr, P2PDaemonError, PeerID, ValidationError
 
 _CONNECT_TIMEOUT_S = 3.0
 _BACKOFF_S = 6.0  # libp2p does not dial an address again for 5 s, or more, after it has failed
 _RETRY_S = 0.25
 _SEARCH_TIMEOUT_S = 3.0
+_LONG_PING_S = 8.0  # for a peer that has not answered within hivemind's 3 s
 
 
-async def bootstrap(node: DHTNode, addresses: Sequence[str]) -> bool:
+async def bootstrap(node: DHTNode, addresses: Sequence[str], *, joins: bool = False) -> bool:
     """Makes the node and those at the addresses known to one another; returns whether one of them answered.
 
-    Addresses are full multiaddrs, with peer ids.
+    Addresses are full multiaddrs, with peer ids. If the node ``joins``, the clocks are compared.
+
+    Raises:
+        ValidationError: the node joins, and its clock is another.
     """
-    answers = await asyncio.gather(*(_meets(node, address) for address in dict.fromkeys(addresses)))
+    answers = await asyncio.gather(*(_meets(node, address, joins) for address in dict.fromkeys(addresses)))
     if any(answers):  # as hivemind does when a node starts: who is near to it stores what is near to it
         with suppress(asyncio.TimeoutError):
             await asyncio.wait_for(node.find_nearest_nodes([node.node_id]), _SEARCH_TIMEOUT_S)
     return any(answers)
 
 
-async def _meets(node: DHTNode, address: str) -> bool:
+async def join_through(
+    node: DHTNode, addresses: Sequence[str], timeout_s: float, *, are_alive: bool, on_wait: Callable[[float], None]
+) -> bool:
+    """Has the node join the DHT of those at the addresses; returns whether one of them answered.
+
+    Peers that are there and do not answer, being frozen or busy, are asked again and again for ``timeout_s``: all if
+    they ``are_alive`` for all that is known, else those to whom libp2p has a connection. ``on_wait`` is told once, and
+    for how long it may take.
+
+    Raises:
+        ValidationError: the clock of this machine is not that of the swarm.
+    """
+    clock = asyncio.get_running_loop().time
+    deadline = clock() + timeout_s
+    usual_timeout_s = node.protocol.wait_timeout
+    try:
+        while not await bootstrap(node, addresses, joins=True):
+            left_s = deadline - clock()
+            if left_s < _RETRY_S or not (are_alive or await _is_connected(node, addresses)):
+                return False
+            if node.protocol.wait_timeout != _LONG_PING_S:
+                node.protocol.wait_timeout = _LONG_PING_S
+                on_wait(left_s)
+            await asyncio.sleep(_RETRY_S)
+    finally:
+        node.protocol.wait_timeout = usual_timeout_s
+    return True
+
+
+async def _is_connected(node: DHTNode, addresses: Sequence[str]) -> bool:
+    """Whether libp2p has a connection to one of them, whatever the process behind its daemon does."""
+    wanted = {address.rpartition("/p2p/")[2] for address in addresses}
+    return any(peer.peer_id.to_base58() in wanted for peer in await node.p2p.list_peers())
+
+
+async def _meets(node: DHTNode, address: str, joins: bool) -> bool:
     transport, _, name = address.rpartition("/p2p/")
     peer, target = PeerID.from_base58(name), tcp_target(address)
     # A plain connection first: one that fails makes libp2p wait, longer each time, before it dials again.
@@ -40,7 +79,12 @@ async def _meets(node: DHTNode, address: str) -> bool:
     except (ControlFailure, P2PDaemonError, OSError, asyncio.IncompleteReadError, asyncio.TimeoutError):
         return False
     node.blacklist.register_success(peer)  # it may be back after a silence
-    return await node.protocol.call_ping(peer) is not None
+    try:
+        return await node.protocol.call_ping(peer, validate=joins) is not None
+    except ValidationError as error:
+        if "local time" in str(error):
+            raise
+        return False  # it was too busy to ask back
 
 
 async def _connect(node: DHTNode, peer: PeerID, transport: Multiaddr) -> None:

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from swarm_protocol import shards
-from swarm_protocol.bootstrap import bootstrap
-from swarm_protocol.dht_addresses import CONNECT_TIMEOUT_S, multiaddr, require_answer, tcp_target
+from swarm_protocol.bootstrap import bootstrap, join_through
+from swarm_protocol.dht_addresses import multiaddr, require_answer, tcp_target
 from swarm_protocol.errors import NoSwarm
 from swarm_protocol.hivemind_parts import (
     P2P,
@@ -31,14 +31,16 @@ from swarm_protocol.records import (
     SwarmView,
     models_key,
     servers_key,
+    short_id,
 )
 from swarm_protocol.span import Span
 from swarm_protocol.stored_records import BoundedStorage, Validator
 
-JOIN_TIMEOUT_S = 9.0  # an initial peer that does not answer is reported within 10 s
+JOIN_TIMEOUT_S = 30.0  # for peers that are there, but frozen or too busy to answer
 _PUBLISH_TIMEOUT_S = 10.0
 _SHUTDOWN_TIMEOUT_S = 5.0
-_DAEMON_TIMEOUT_S = 20.0  # on a machine that has much else to do
+_DAEMON_TIMEOUT_S = 60.0  # on a machine that has much else to do
+_MAX_NAMED = 3  # servers in a message
 _PARALLEL_READS = 8  # of shards: all that is on its way at once must arrive within hivemind's 3 s for a reply
 # The whole subkey, which leaves no room for a second owner: hivemind asks for the signature of the first it finds.
 _SUBKEY = re.compile(r"([1-9A-HJ-NP-Za-km-z]+)\[owner:(ssh-rsa [A-Za-z0-9+/]+=*)\]")
@@ -86,16 +88,18 @@ class Dht:
         announce_host: str | None = None,
         capacity: int = shards.CAPACITY,
         climb_every: int = shards.CLIMB_EVERY,
+        are_alive: bool = False,
     ) -> Dht:
         """Joins through ``initial_peers``, or starts a new DHT if there are none.
 
         A node that listens (``host`` is given) stores records for others; without ``host`` it only asks.
         ``announce_host`` is the address others should use, with ``port``, which must then not be 0.
         ``capacity`` is how many servers may stand under one key, for all nodes of the DHT the same; a server looks for
-        room nearer to the root once in ``climb_every`` publications.
+        room nearer to the root once in ``climb_every`` publications. Initial peers that ``are_alive`` for all that is
+        known, or that libp2p has a connection to, are asked for ``JOIN_TIMEOUT_S`` if they do not answer.
 
         Raises:
-            NoSwarm: no initial peer answered (after at most 10 s).
+            NoSwarm: no initial peer answered; where nobody listens, within 4 s.
             ValueError: an initial peer is no multiaddr with a peer id.
         """
         if initial_peers:
@@ -110,7 +114,6 @@ class Dht:
         with ExitStack() as stack:
             try:
                 p2p = await P2P.create(
-                    initial_peers=list(initial_peers),
                     identity_path=stack.enter_context(identity.as_file()),
                     check_if_identity_free=False,  # starts another daemon to find out; our key files are locked
                     startup_timeout=_DAEMON_TIMEOUT_S,
@@ -120,25 +123,26 @@ class Dht:
                     **listening,
                 )
             except P2PDaemonError as error:
-                if initial_peers:
-                    raise NoSwarm(f"no initial peer answered: {', '.join(initial_peers)}") from None
                 raise NoSwarm(f"the libp2p daemon did not start: {error}") from None
+
+        def say_that_it_waits(timeout_s: float) -> None:
+            who = ", ".join(short_id(peer.rpartition("/p2p/")[2]) for peer in initial_peers[:_MAX_NAMED])
+            what = f"{who} of swarm {swarm} is there but does not answer; trying again for up to {timeout_s:.0f} s"
+            _logger.warning("server %s", what)
+
         try:
-            node = await asyncio.wait_for(
-                DHTNode.create(
-                    p2p=p2p,
-                    initial_peers=list(initial_peers),
-                    client_mode=host is None,
-                    record_validator=Validator(identity.private_key),
-                    cache_refresh_before_expiry=0,
-                    cache_nearest=0,  # else a reader sends all it has read to one more node,
-                    cache_on_store=False,  # and a server that has read a key reads it again whenever it stores
-                ),
-                JOIN_TIMEOUT_S - CONNECT_TIMEOUT_S,
+            node = await DHTNode.create(
+                p2p=p2p,
+                client_mode=host is None,
+                record_validator=Validator(identity.private_key),
+                cache_refresh_before_expiry=0,
+                cache_nearest=0,  # else a reader sends all it has read to one more node,
+                cache_on_store=False,  # and a server that has read a key reads it again whenever it stores
             )
-        except (RuntimeError, asyncio.TimeoutError):
-            await p2p.shutdown()
-            raise NoSwarm(f"no initial peer answered: {', '.join(initial_peers)}") from None
+            if initial_peers and not await join_through(
+                node, initial_peers, JOIN_TIMEOUT_S, are_alive=are_alive, on_wait=say_that_it_waits
+            ):
+                raise NoSwarm(f"no initial peer answered: {', '.join(initial_peers)}")
         except BaseException:
             await p2p.shutdown()
             raise

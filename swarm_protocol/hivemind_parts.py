@@ -27,6 +27,7 @@ __all__ = [
     "RSAPrivateKey",
     "RSAPublicKey",
     "RSASignatureValidator",
+    "ValidationError",
     "crypto_pb2",
     "get_dht_time",
 ]
@@ -56,7 +57,7 @@ _enter("hivemind")
 
 from hivemind.dht.crypto import RSASignatureValidator
 from hivemind.dht.node import DHTNode
-from hivemind.dht.protocol import DHTProtocol
+from hivemind.dht.protocol import DHTProtocol, ValidationError
 from hivemind.dht.storage import DHTLocalStorage, DictionaryDHTValue
 from hivemind.dht.validation import DHTRecord
 from hivemind.p2p import P2P

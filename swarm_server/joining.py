@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 
 from swarm_protocol.dht import Dht
@@ -81,30 +80,49 @@ async def join(config: ServerConfig, cleanup: AsyncExitStack) -> Membership:
     announce_host = config.announce_address and split_address(config.announce_address, 0)[0]
     port = config.dht_port or (free_port(config.host) if announce_host else 0)
 
-    async def join_through(initial_peers: list[str]) -> Dht:
+    async def join_through(initial_peers: Sequence[str], are_alive: bool = False) -> Dht:
         return await Dht.join(
-            config.swarm, initial_peers, identity, host=config.host, port=port, announce_host=announce_host
+            config.swarm,
+            initial_peers,
+            identity,
+            host=config.host,
+            port=port,
+            announce_host=announce_host,
+            are_alive=are_alive,
         )
 
     async with notes.locked(_LOCK_TIMEOUT_S):
         if config.initial_peers:
-            dht = await join_through(list(config.initial_peers))
+            dht = await join_through(config.initial_peers)
         else:
-            dht = await _join_noted(config.swarm, notes, join_through)
+            dht = await _join_noted(config, notes, join_through)
         cleanup.push_async_callback(dht.shutdown)
         membership = Membership(config, notes, dht, await dht.addresses())
         cleanup.callback(membership.leave)
     return membership
 
 
-async def _join_noted(swarm: str, notes: Notes, join_through: Callable) -> Dht:
-    """Joins through a server of this machine; founds the swarm if there is none, or none that answers."""
-    noted = notes.read()
-    if noted:
+async def _join_noted(config: ServerConfig, notes: Notes, join_through: Callable) -> Dht:
+    """Joins through a server of this machine; founds the swarm if there is none, or none that answers in time."""
+    noted = notes.servers()
+    reached = [note for note in noted if note.addresses]
+    if reached:
         try:
-            return await join_through(noted)
+            return await join_through(notes.read(), any(note.is_alive for note in reached))
         except NoSwarm:
-            _logger.warning("no server of swarm %s answers; starting without them, to join them when they do", swarm)
+            pass
+    if any(note.is_alive for note in reached):
+        _logger.warning(
+            "no server of swarm %s answers: starting without them, and joining them as soon as they do; "
+            "to start a swarm of its own, choose another name with --swarm",
+            config.swarm,
+        )
+    elif any(note.is_alive for note in noted):
+        _logger.warning(
+            "swarm %s has servers in another container or on another machine that cannot be reached from here: "
+            "starting without them; to be one swarm, start all with --host ADDRESS",
+            config.swarm,
+        )
     return await join_through([])
 
 

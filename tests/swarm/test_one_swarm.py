@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import signal
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -13,11 +12,16 @@ from swarm_client import background
 from swarm_protocol.dht import Dht
 from swarm_protocol.identity import Identity
 from swarm_protocol.notes import Notes
+from tests.swarm.network import ME, Network
 from tests.swarm.processes import ServerProcess
-from tests.swarm.waiting import wait_for
+from tests.swarm.waiting import DEADLINE_S, wait_for
 from tests.zoo import save_checkpoint
 
 NUM_BLOCKS = 6
+MANY = 20
+IS_SILENT = re.compile(
+    r"server …\w+(?:, …\w+)* of swarm default is there but does not answer; trying again for up to \d+ s"
+)
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +43,7 @@ def start(model, server_process) -> Iterator[Callable[..., ServerProcess]]:
 
     yield start
     for server in started:
-        os.kill(server.pid, signal.SIGCONT)  # not reaped yet: the pid is still its own
+        server.resume()
 
 
 def begin(start: Callable[..., ServerProcess], *caches: Path) -> list[ServerProcess]:
@@ -77,17 +81,51 @@ def assert_one_swarm(*servers: ServerProcess) -> None:
         wait_for(lambda server=server: seen_by_way_of(server) == everybody, "all are seen through each of them")
 
 
+def test_who_starts_while_the_others_are_frozen_waits_for_them_and_says_so(tmp_path, start):
+    server = start(tmp_path)
+    server.freeze()
+    newcomer = start(tmp_path, wait=False)
+    wait_for(lambda: IS_SILENT.search(newcomer.stderr), "the newcomer says what it waits for")
+    assert noted(tmp_path) == {peer_id(server)}
+    server.resume()
+    newcomer.wait_ready()
+    assert_one_swarm(server, newcomer)
+    assert noted(tmp_path) == {peer_id(server), peer_id(newcomer)}
+    assert len(IS_SILENT.findall(newcomer.stderr)) == 1
+    assert "starting without them" not in newcomer.stderr
+
+
+@pytest.mark.parametrize("is_whole", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_many_clients_that_come_while_the_servers_are_frozen_all_join(is_whole, tmp_path, start, caplog):
+    """Its libp2p daemon takes connections still; or all of it is frozen, as a container is, and notes say it lives."""
+    server = start(tmp_path)
+
+    async def join() -> None:
+        dht = await Dht.join("default", [server.ready["peer"]], Identity.generate(), are_alive=is_whole)
+        await dht.shutdown()
+
+    server.freeze(with_children=is_whole)
+    joining = [background.submit(join()) for _ in range(MANY)]
+    wait_for(lambda: len(IS_SILENT.findall(caplog.text)) == MANY, "all say that nobody answers")
+    assert not any(client.done() for client in joining)
+    server.resume()
+    for client in joining:
+        client.result(DEADLINE_S)
+
+
+@pytest.mark.slow
 def test_who_starts_while_the_others_are_frozen_joins_them_when_they_wake(tmp_path, start):
     """They stay frozen until the newcomer has given up waiting for them."""
     first, second = begin(start, tmp_path, tmp_path)
     for server in (first, second):
-        os.kill(server.pid, signal.SIGSTOP)
+        server.freeze()
     newcomer = start(tmp_path)
+    assert len(re.findall("starting without them, and joining them as soon as they do", newcomer.stderr)) == 1
     everybody = set(map(peer_id, (first, second, newcomer)))
     assert noted(tmp_path) == everybody
     assert seen_by_way_of(newcomer) == {peer_id(newcomer)}
     for server in (first, second):
-        os.kill(server.pid, signal.SIGCONT)
+        server.resume()
     assert_one_swarm(first, second, newcomer)
     assert noted(tmp_path) == everybody
 
@@ -101,3 +139,21 @@ def test_two_halves_that_learn_of_one_another_become_one(tmp_path, start):
     assert seen_by_way_of(first) == {peer_id(first), peer_id(second)}
     Notes("default", caches[0] / "swarm" / "swarms").write(peer_id(third), [third.ready["peer"]])
     assert_one_swarm(first, second, third)
+
+
+@pytest.mark.slow
+def test_a_container_that_shares_the_cache(tmp_path, start):
+    """In a network of its own: servers for themselves alone cannot meet, and leave each other's notes alone."""
+    with Network("container") as network:
+        here = start(tmp_path)
+        there = network.run("container", lambda: start(tmp_path))
+        assert "cannot be reached from here: starting without them" in there.stderr
+        assert noted(tmp_path) == {peer_id(here), peer_id(there)}
+        open_here = start(tmp_path, "--host", network.addresses[ME])
+        open_there = network.run("container", lambda: start(tmp_path, "--host", network.addresses["container"]))
+        everybody = set(map(peer_id, (here, there, open_here, open_there)))
+        assert noted(tmp_path) == everybody
+        wait_for(lambda: seen_by_way_of(open_here) == everybody, "the two that reach each other bring all together")
+        for server in (here, there, open_here, open_there):
+            server.terminate()
+        assert noted(tmp_path) == set()
