@@ -24,6 +24,7 @@ class Call:
         steps: the inputs, cut for the chain.
         outputs: by the step's number; None if none are wanted.
         num_refusals: steps that servers have refused because of the server before.
+        watched: the blocks whose outputs are wanted besides; ``block_outputs``: those, by block and the step's number.
     """
 
     inputs: BlockInput
@@ -34,6 +35,8 @@ class Call:
     steps: list[Step] = field(default_factory=list)
     outputs: dict[int, torch.Tensor | None] = field(default_factory=dict)
     num_refusals: int = 0
+    watched: range = range(0)
+    block_outputs: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)
 
     @property
     def start(self) -> int:
@@ -51,7 +54,12 @@ class Call:
 
     @property
     def complete(self) -> bool:
-        return bool(self.steps) and len(self.outputs) == len(self.steps)
+        num_steps = len(self.steps)
+        return (
+            num_steps > 0
+            and len(self.outputs) == num_steps
+            and len(self.block_outputs) == num_steps * len(self.watched)
+        )
 
     @property
     def taken(self) -> list[Taken]:
@@ -61,6 +69,14 @@ class Call:
     def step(self, number: int) -> Step | None:
         index = number - self.first_number
         return self.steps[index] if 0 <= index < len(self.steps) else None
+
+    def forget_outputs(self) -> None:
+        self.outputs.clear()
+        self.block_outputs.clear()
+
+    def output_of(self, block: int) -> torch.Tensor:
+        """[batch, new, hidden_size], once the call is complete."""
+        return torch.cat([self.block_outputs[block, step.number] for step in self.steps], 1)
 
     def output(self) -> torch.Tensor:
         """[batch, num_wanted, hidden_size], once the call is complete."""

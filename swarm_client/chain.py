@@ -12,7 +12,7 @@ from swarm_client.background import now_s
 from swarm_client.call import Call
 from swarm_client.copies import Copies
 from swarm_client.events import Reporter
-from swarm_client.hops import Answer, HopSession, Inbox, Leaving, Trouble
+from swarm_client.hops import Answer, BlockAnswer, Event, HopSession, Inbox, Trouble
 from swarm_client.opening import Opener, close
 from swarm_client.recovery import Taken
 from swarm_client.repairs import HopsFailed, Repairs, StartOver
@@ -159,7 +159,7 @@ class Chain:
                         await self._repairs.recover(call, failure.errors)
                 return
             except StartOver:
-                call.outputs.clear()
+                call.forget_outputs()
                 self.number = call.steps[-1].number
                 await self.forget()
 
@@ -174,6 +174,7 @@ class Chain:
             codec=self.codec,
             changes=call.changes,
             num_wanted=call.num_wanted,
+            every_block=bool(call.watched),
         )
 
     def post(self, steps: list[Step]) -> None:
@@ -188,7 +189,7 @@ class Chain:
 
     # ------------------------------------------------------------ what hops say
 
-    async def _next_event(self, call: Call) -> Answer | Trouble | Leaving:
+    async def _next_event(self, call: Call) -> Event:
         """Asks all hops whether they are there when nothing comes for a while."""
         while True:
             try:
@@ -223,13 +224,15 @@ class Chain:
                 return
             expected = result.number
 
-    def _handle(self, event: Answer | Trouble | Leaving, call: Call) -> None:
+    def _handle(self, event: Event, call: Call) -> None:
         """Raises HopsFailed if some hop must be replaced, or what the user must know."""
         index = next((i for i, hop in enumerate(self.hops) if hop.number == event.hop), None)
         if index is None:
             self._copies.handle(event)
         elif isinstance(event, Trouble):
             self._handle_trouble(event, index, call)
+        elif isinstance(event, BlockAnswer):
+            self._take_block_output(event, self.hops[index], call)
         elif isinstance(event, Answer) and event.relay:
             if index + 1 < len(self.hops) and event.route == self.hops[index].route:
                 self._relay(event, self.hops[index], self.hops[index + 1], call)
@@ -282,6 +285,20 @@ class Chain:
             raise HopsFailed({sender: error})
         onward = step.with_hidden(answer.hidden)
         to.post(onward.message, onward.parts)
+
+    def _take_block_output(self, answer: BlockAnswer, hop: HopSession, call: Call) -> None:
+        step = call.step(answer.step)
+        if step is None or answer.block not in call.watched:
+            return
+        server = hop.hop.server
+        try:
+            if answer.block not in hop.span:
+                raise BadReply(f"server {server.short_id} answered for block {answer.block}")
+            like = call.inputs.hidden
+            shape = like.shape[0], step.end - step.start, like.shape[2]
+            call.block_outputs[answer.block, step.number] = answer.hidden.decode(shape, like.dtype)
+        except BadReply as error:
+            raise HopsFailed({hop: BadReply(str(error), server.peer_id, hop.span)}) from None
 
     def _decoded(self, answer: Answer, step: Step, call: Call) -> torch.Tensor | None:
         if not step.message.outputs_wanted:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from swarm_client.background import now_s
 from swarm_client.events import Move, Reporter
-from swarm_client.hops import Answer, HopSession, Leaving, Trouble
+from swarm_client.hops import Event, HopSession
 from swarm_client.opening import Opener, Opening
 from swarm_client.swarm import Swarm
 from swarm_protocol.errors import PeerError, SwarmError
@@ -58,7 +58,7 @@ class Copies:
         self.arrange()
         self._switching = asyncio.ensure_future(self._switch_soon())
 
-    def handle(self, event: Answer | Trouble | Leaving) -> None:
+    def handle(self, event: Event) -> None:
         """Whatever a copy has to say, it is of no use any more."""
         for number, copy in list(self._copies.items()):
             if copy.number == event.hop:

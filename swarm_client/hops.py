@@ -39,6 +39,16 @@ class Answer:
 
 
 @dataclass(frozen=True)
+class BlockAnswer:
+    """What came out of one of a hop's blocks in a step."""
+
+    hop: int
+    step: int
+    block: int
+    hidden: WireTensor
+
+
+@dataclass(frozen=True)
 class Trouble:
     """A hop refused a step, or failed altogether."""
 
@@ -54,7 +64,10 @@ class Leaving:
     hop: int
 
 
-class Inbox(asyncio.Queue["Answer | Trouble | Leaving"]):
+Event = Answer | BlockAnswer | Trouble | Leaving
+
+
+class Inbox(asyncio.Queue[Event]):
     """What the hops of a session have to say. ``on_leaving`` hears at once of servers that want to leave."""
 
     on_leaving: Callable[[], None] | None = None
@@ -235,7 +248,7 @@ class HopSession:
         server = self.hop.server
         return PeerUnavailable(f"the stream to server {server.short_id} has ended", server.peer_id, self.span)
 
-    async def _read_event(self) -> Answer | Trouble | Leaving:
+    async def _read_event(self) -> Event:
         reply = await self._read()
         kind = reply.WhichOneof("kind")
         if kind == "leaving":
@@ -246,6 +259,9 @@ class HopSession:
             server = self.hop.server
             error = from_status(status, reply.failure.message, server.peer_id, self.hop.span)
             return Trouble(self.number, reply.failure.number, error)
+        if kind == "block_output":
+            answer = reply.block_output
+            return BlockAnswer(self.number, answer.number, answer.block, await self._read_tensor(answer.hidden))
         if kind != "output":
             raise self._out_of_turn()
         output = reply.output

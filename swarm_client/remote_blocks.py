@@ -6,7 +6,6 @@ import secrets
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch
@@ -16,6 +15,7 @@ from swarm_client import background
 from swarm_client.adapters import Added, Snapshot
 from swarm_client.events import OnEvent
 from swarm_client.lora import Skeleton
+from swarm_client.model_pass import ModelPass, needs_grad, starts_of
 from swarm_client.passes import backward, forward
 from swarm_client.prompts import Prompts
 from swarm_client.session import RemoteSession, check_length
@@ -64,7 +64,7 @@ class RemoteSpan:
         attention_mask: torch.Tensor | None = None,
         position_ids: torch.Tensor | None = None,
         *,
-        session: RemoteSession | None = None,
+        snapshot: Snapshot | None = None,
     ) -> torch.Tensor:
         """Hidden states after the last block of the span, without a cache.
 
@@ -74,7 +74,7 @@ class RemoteSpan:
             hidden: [batch, tokens, hidden_size], the input of the first block of the span.
             attention_mask: [batch, tokens], 0 for padding; None if there is none.
             position_ids: [batch or 1, tokens]; None for 0, 1, 2, …
-            session: goes on from these inputs afterwards, whatever it had before.
+            snapshot: what is added to the blocks; by default what is at present.
 
         Raises:
             NoRoute, PeerError, RequestRejected: see ``swarm_protocol.errors``.
@@ -83,14 +83,11 @@ class RemoteSpan:
         if position_ids is None:
             position_ids = torch.arange(hidden.shape[1], device=hidden.device)[None]
         added = self.added
-        tensors, snapshot = added.adapter.tensors, added.snapshot()
-        need_grad = _need_grad(hidden, *tensors)
-        output = _RemoteForward.apply(
+        tensors = added.adapter.tensors
+        snapshot, need_grad = snapshot or added.snapshot(), needs_grad(hidden, *tensors)
+        return _RemoteForward.apply(
             hidden, attention_mask, position_ids, self, added.drops, snapshot, need_grad, *tensors
         )
-        if session is not None:
-            session.begin_with(BlockInput(hidden.detach(), attention_mask, position_ids), snapshot)
-        return output
 
     def open_session(
         self, reserve_tokens: int = 0, *, standby: bool | None = None, on_event: OnEvent | None = None
@@ -113,25 +110,6 @@ class RemoteSpan:
 
     def __repr__(self) -> str:
         return f"RemoteSpan(blocks {self.span} of {self.swarm.model})"
-
-
-def _need_grad(*tensors: torch.Tensor) -> bool:
-    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
-
-
-class _FromCache(torch.autograd.Function):
-    """What came out of blocks that have keys and values from before: nothing leads back to those."""
-
-    @staticmethod
-    def forward(_ctx, compute: Callable[[], torch.Tensor], *_inputs: torch.Tensor) -> torch.Tensor:
-        return compute()
-
-    @staticmethod
-    def backward(_ctx, *_grads):
-        raise RequestRejected(
-            "gradients do not flow through a cache of remote blocks that was filled before: compute what is to be "
-            "trained in one pass, without past_key_values or with use_cache=False, and decode under torch.no_grad()"
-        )
 
 
 class _RemoteForward(torch.autograd.Function):
@@ -171,20 +149,47 @@ class _RemoteForward(torch.autograd.Function):
         return input_grad, *(None,) * 6, *(sum_.to(*like) for sum_, like in zip(of_adapter, ctx.likes, strict=True))
 
 
-class RemoteBlocks(nn.Module):
-    """Stands in a stock model where its list of blocks was.
+class BlockModule(nn.Module):
+    """Stands in a stock model where a block was: what hooks on it see and change is what they would of the block.
 
-    The model's own code calls it like one block, with keyword arguments that differ between families; what matters
-    (mask, positions, cache) is set by ``context`` before, per thread.
+    The model's own code calls it with keyword arguments that differ between families; what matters (mask, positions,
+    cache) is told to ``RemoteBlocks`` before.
+    """
+
+    # Servers decide what they keep for the backward pass.
+    gradient_checkpointing = property(lambda _self: False, lambda _self, _value: None)
+
+    def __init__(self, blocks: RemoteBlocks, index: int) -> None:
+        nn.Module.__init__(self)  # not super(): a family's block class may stand between
+        self._blocks, self.index = [blocks], index  # in a list: no part of the module
+
+    def forward(self, hidden: torch.Tensor, *_args, **_kwargs):
+        return self._blocks[0].through(self.index, hidden)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            index = self.__dict__.get("index")
+            raise AttributeError(
+                f"block {index} is computed on servers and has no {name!r} here: its hidden states can be had with "
+                f"output_hidden_states=True, by hooks on it as a whole, or from model.blocks[a:b](hidden)"
+            ) from None
+
+
+class RemoteBlocks(BlockModule):
+    """The module of the first block, which also knows what all of them need.
 
     Attributes:
         lora, prompts: parameters of what the client adds to the blocks; None if there are none.
         skeleton: knows what those of ``lora`` are for.
         adapter_name: of what servers add themselves.
+        modules_in_place: of all blocks.
     """
 
     def __init__(self, returns_tuple: bool) -> None:
-        nn.Module.__init__(self)  # not super(): a family's block class may stand between
+        BlockModule.__init__(self, self, 0)
+        self.modules_in_place: list[BlockModule] = [self]
         self._returns_tuple = returns_tuple
         self._remote: list[RemoteSpan] = []  # in a list: not part of the module
         self._context = threading.local()
@@ -212,17 +217,47 @@ class RemoteBlocks(nn.Module):
     def remote(self) -> RemoteSpan:
         return self._remote[0]
 
-    def set_context(self, attention_mask, position_ids, session: RemoteSession | None, later: bool = False) -> None:
-        """What the next ``forward`` in this thread needs to know.
+    def begin(
+        self,
+        attention_mask: torch.Tensor | None,
+        position_ids: torch.Tensor | None,
+        session: RemoteSession | None,
+        *,
+        later: bool = False,
+        every_block: bool = False,
+    ) -> None:
+        """What the forward that begins now in this thread needs to know.
 
-        ``later``: servers are told of the session only when there is more for it.
+        Args:
+            later: servers are told of the session only when there is more for it.
+            every_block: hidden states after every block are looked at.
         """
-        self._context.value = attention_mask, position_ids, session, later
+        modules = self.modules_in_place
+        starts = starts_of(modules, every_block)
+        num_wanted = getattr(self._context, "num_wanted", None) if len(starts) == 1 else None
+        starts = [block for block in starts if block < len(modules)]
         self._context.has_virtual = self.prompts is not None and (session is None or not session.length)
+        self._context.value = ModelPass(self.remote, attention_mask, position_ids, session, later, starts, num_wanted)
 
-    def without_virtual(self, output: Any) -> Any:
-        """Output of the owner's forward for the tokens that it was called with."""
-        return self.prompts.without(output) if getattr(self._context, "has_virtual", False) else output
+    def end(self, output: Any) -> Any:
+        """That forward's output for the tokens that it was called with; ``output``: None if it failed."""
+        ended, self._context.value = getattr(self._context, "value", None), None  # else it would keep a session
+        if output is None:
+            return None
+        if ended is not None:
+            ended.finish()
+        return self.prompts.without(output) if self._context.has_virtual else output
+
+    def through(self, block: int, hidden: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor]:
+        """What the module of this block returns."""
+        model_pass = getattr(self._context, "value", None)
+        if model_pass is None:
+            raise RequestRejected(
+                f"block {block} is computed on servers: call model.blocks[{block}:{block + 1}](hidden), not the module "
+                "that stands for it in the model"
+            )
+        output = model_pass.through(block, hidden)
+        return (output,) if self._returns_tuple else output
 
     @contextmanager
     def only_last(self, num_wanted: int | None) -> Iterator[None]:
@@ -232,31 +267,3 @@ class RemoteBlocks(nn.Module):
             yield
         finally:
             self._context.num_wanted = None
-
-    def _num_wanted(self) -> int | None:
-        return getattr(self._context, "num_wanted", None)
-
-    def forward(self, hidden: torch.Tensor, *_args, **_kwargs):
-        attention_mask, position_ids, session, later = self._context.value
-        del self._context.value  # a session kept here would keep its room on the servers
-        if session is None or (not session.length and (later or self._need_grad(hidden))):
-            output = self.remote(hidden, attention_mask, position_ids, session=session)
-        else:
-            output = self._step(session, hidden, attention_mask, position_ids)
-        return (output,) if self._returns_tuple else output
-
-    def _need_grad(self, hidden: torch.Tensor) -> bool:
-        return _need_grad(hidden, *self.remote.added.adapter.tensors)
-
-    def _step(self, session: RemoteSession, hidden: torch.Tensor, attention_mask, position_ids) -> torch.Tensor:
-        if position_ids is None:
-            past, new = session.length, hidden.shape[1]
-            position_ids = torch.arange(past, past + new, device=hidden.device)[None]
-        inputs = BlockInput(hidden.detach(), attention_mask, position_ids)
-        compute = partial(session.step, inputs, self._num_wanted())
-        if self._need_grad(hidden):
-            wanted = _FromCache.apply(compute, hidden, *self.remote.added.adapter.tensors).to(hidden.device)
-        else:
-            wanted = compute().to(hidden.device)
-        missing = hidden.shape[1] - wanted.shape[1]  # nobody looks at these
-        return nn.functional.pad(wanted, (0, 0, missing, 0)) if missing else wanted

@@ -38,7 +38,7 @@ class HopsFailed(Exception):
 
 
 class StartOver(Exception):
-    """The call must be cut into other steps."""
+    """All hops are to be replaced, and the call begins again."""
 
 
 class Repairs:
@@ -155,6 +155,10 @@ class Repairs:
         self._begin()
         self._blame(errors)
         failed = dict(errors)
+        if call.watched:  # what a failed hop has sent on it would not tell the client again
+            self._check_time(next(iter(failed)).span)
+            abandon(failed)
+            raise StartOver
         while True:
             try:
                 self._check_time(next(iter(failed)).span)

@@ -106,7 +106,9 @@ class RemoteSession:
         return self.fork()
 
     def __reduce_ex__(self, _protocol: int) -> Any:
-        raise TypeError("keys and values on servers cannot be pickled: copy.deepcopy makes a session that goes on alike")
+        raise TypeError(
+            "keys and values on servers cannot be pickled: copy.deepcopy makes a session that goes on alike"
+        )
 
     def step(self, inputs: BlockInput, num_wanted: int | None = None) -> torch.Tensor:
         """Hidden states after the last block, of the last ``num_wanted`` new positions or of all.
@@ -122,8 +124,21 @@ class RemoteSession:
         with self._lock:
             return background.run(self.step_on_loop(inputs, num_wanted))
 
+    def step_through(self, inputs: BlockInput) -> tuple[torch.Tensor, ...]:
+        """``step`` that returns the hidden states after every block, each [batch, new, hidden_size].
+
+        If a server fails meanwhile, the session begins again on other servers: recovery takes longer than in ``step``.
+        """
+        blocks = self._blocks
+        with self._lock:
+            call = background.run(self._advance(inputs, None, range(blocks.start, blocks.end - 1)))
+        return (*(call.output_of(block) for block in call.watched), call.output())
+
     async def step_on_loop(self, inputs: BlockInput, num_wanted: int | None = None) -> torch.Tensor:
         """``step`` for code that runs on the background loop; one at a time."""
+        return (await self._advance(inputs, num_wanted)).output()
+
+    async def _advance(self, inputs: BlockInput, num_wanted: int | None, watched: range = range(0)) -> Call:
         batch_size, num_tokens, _ = inputs.hidden.shape
         total = self.length + num_tokens
         check_length(total, self._max_positions)
@@ -134,14 +149,14 @@ class RemoteSession:
         rows = _changed(before, self._changes)
         if rows.batch_size != batch_size:
             raise RequestRejected(f"hidden states of {batch_size} rows came for a session of {rows.batch_size} rows")
-        call = Call(inputs, num_wanted, before, rows.appended(inputs), tuple(self._changes))
-        output = await self._chain.step(call)
+        call = Call(inputs, num_wanted, before, rows.appended(inputs), tuple(self._changes), watched=watched)
+        await self._chain.step(call)
         self._journal = call.after
         self._changes.clear()
         self.length, self.batch_size = total, batch_size
         self.stats.steps += 1
         self.stats.tokens += batch_size * num_tokens
-        return output
+        return call
 
     def begin_with(self, inputs: BlockInput, adapter: Snapshot) -> None:
         """The session has these positions from now on and no others; servers learn of them with the next step.

@@ -73,10 +73,12 @@ def split(
     codec: int,
     changes: Sequence[pb.Change] = (),
     num_wanted: int = 0,
+    every_block: bool = False,
 ) -> list[Step]:
     """Steps of ``size`` positions for inputs that begin at position ``start``, numbered from ``number``.
 
-    ``changes`` go with the first step. Of the outputs, the last ``num_wanted`` will be used.
+    ``changes`` go with the first step. Of the outputs, the last ``num_wanted`` will be used; ``every_block``: of those
+    of every block all.
     """
     num_tokens = inputs.hidden.shape[1]
     steps = []
@@ -99,6 +101,7 @@ def split(
             attention_mask=context.attention_mask,
             position_ids=context.position_ids,
             outputs_wanted=max(0, last - max(first, num_tokens - num_wanted)),
+            every_block=every_block,
         )
         steps.append(Step(message, hidden.parts))
     return steps

@@ -17,8 +17,9 @@ from swarm_client import background
 from swarm_client.cache import RemoteCache, session_of
 from swarm_client.head import float_head
 from swarm_client.lora import LoraMixin
+from swarm_client.model_pass import has_hooks
 from swarm_client.prompts import PromptsMixin
-from swarm_client.remote_blocks import RemoteBlocks, RemoteSpan
+from swarm_client.remote_blocks import BlockModule, RemoteBlocks, RemoteSpan
 from swarm_client.swarm import Swarm
 from swarm_protocol.errors import RequestRejected
 from swarm_protocol.families import Family
@@ -181,16 +182,21 @@ def client_class(stock_class: type[PreTrainedModel], family: Family) -> type[Pre
             base = next(module for module in self.modules() if isinstance(module, family.base_class))
             owner = family.owner_of(base)
             block_class = type(getattr(owner, family.blocks)[0])
-            blocks = _as_block(block_class)(family.returns_tuple)
-            setattr(owner, family.blocks, nn.ModuleList([blocks]))
+            blocks = _as(block_class, RemoteBlocks)(family.returns_tuple)
+            others = _as(block_class, BlockModule)
+            blocks.modules_in_place += [others(blocks, index) for index in range(1, family.num_blocks)]
+            setattr(owner, family.blocks, nn.ModuleList(blocks.modules_in_place))
             base.save_pretrained = base.push_to_hub = _refuse_to_save
             self._remote_blocks, self._owners = [blocks], [owner]
             owner.register_forward_pre_hook(_context_hook(owner, blocks, family.embedding), with_kwargs=True)
-            owner.register_forward_hook(lambda _owner, _inputs, output: blocks.without_virtual(output))
+            owner.register_forward_hook(lambda _owner, _inputs, output: blocks.end(output), always_call=True)
 
         @functools.wraps(stock_class.forward)  # transformers looks at its signature
         def forward(self, *args: Any, **kwargs: Any) -> Any:
-            with self._remote_blocks[0].only_last(_num_wanted(self.config, kwargs)):
+            owner = self._owners[0]
+            is_watched = any(map(has_hooks, (self.base_model, owner, *owner.children())))
+            num_wanted = None if is_watched else _num_wanted(self.config, kwargs)
+            with self._remote_blocks[0].only_last(num_wanted):
                 return super().forward(*args, **kwargs)
 
     # Both names: transformers skips its weight conversions for classes that look like a user's own.
@@ -203,15 +209,19 @@ def client_class(stock_class: type[PreTrainedModel], family: Family) -> type[Pre
 def _num_wanted(config: PreTrainedConfig, arguments: dict[str, Any]) -> int | None:
     """How many of the last hidden states a forward with these arguments uses; None: all."""
     num_kept = arguments.get("logits_to_keep")
-    returns_hidden = arguments.get("output_hidden_states")
-    if returns_hidden or (returns_hidden is None and config.output_hidden_states):
+    if _wants("output_hidden_states", arguments, config):
         return None
     return num_kept if isinstance(num_kept, int) and num_kept > 0 else None
 
 
-def _as_block(block_class: type[nn.Module]) -> type[RemoteBlocks]:
-    """RemoteBlocks that also is a ``block_class``: transformers records hidden states of modules by their class."""
-    return type("RemoteBlocks", (RemoteBlocks, block_class), {})
+def _as(block_class: type[nn.Module], module_class: type[BlockModule]) -> type[BlockModule]:
+    """A subclass that also is a ``block_class``: transformers records hidden states of modules by their class."""
+    return type(module_class.__name__, (module_class, block_class), {})
+
+
+def _wants(what: str, given: dict[str, Any], config: PreTrainedConfig) -> bool:
+    wanted = given.get(what)
+    return bool(getattr(config, what, False) if wanted is None else wanted)
 
 
 def _context_hook(owner: nn.Module, blocks: RemoteBlocks, embedding: str):
@@ -223,6 +233,11 @@ def _context_hook(owner: nn.Module, blocks: RemoteBlocks, embedding: str):
 
     def hook(_module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
         given = {**dict(zip(names, args, strict=False)), **kwargs}
+        if _wants("output_attentions", given, owner.config):
+            raise RequestRejected(
+                "output_attentions=True asks for attention weights, which stay on the servers: leave it out (hidden "
+                "states can be had, with output_hidden_states=True)"
+            )
         cache, use_cache = given.get("past_key_values"), given.get("use_cache")
         # A cache that nobody has asked for, in a pass that may be one of training, takes no room on servers yet.
         later = cache is None and use_cache is None and (torch.is_grad_enabled() or blocks.remote.added.drops)
@@ -235,7 +250,13 @@ def _context_hook(owner: nn.Module, blocks: RemoteBlocks, embedding: str):
         if blocks.prompts is not None:
             positions = {"position_ids": given.get("position_ids")} if "position_ids" in names else {}
             given = blocks.prompts.before(given | positions, getattr(owner, embedding), past)
-        blocks.set_context(given.get("attention_mask"), given.get("position_ids"), session, later)
+        # Blocks that training skips at random are those for which the stock code does not call the module.
+        every_block = _wants("output_hidden_states", given, owner.config) or (
+            owner.training and bool(getattr(owner, "layerdrop", 0))
+        )
+        blocks.begin(
+            given.get("attention_mask"), given.get("position_ids"), session, later=later, every_block=every_block
+        )
         return (), {**given, "past_key_values": cache, "use_cache": bool(use_cache)}
 
     return hook

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 
 import torch
 
@@ -21,10 +22,17 @@ class Prepared:
     state: State  # the session's, once the step is computed
     num_matched: int  # leading positions whose keys and values are there already
     growth: Growth | None  # None: all are there
+    block_outputs: list[torch.Tensor] = field(default_factory=list)  # so far, if the step wants them
 
     @property
     def num_rows(self) -> int:
         return len(self.state.rows)
+
+    @property
+    def bounds(self) -> Iterable[int]:
+        """Before and after which blocks hidden states are looked at."""
+        blocks = self.session.blocks
+        return range(blocks.start, blocks.end + 1) if self.step.every_block else (blocks.start, blocks.end)
 
 
 def positions_and_mask(step: Step) -> tuple[torch.Tensor, torch.Tensor]:

@@ -126,8 +126,9 @@ class Engine:
     def run(self, batch: Sequence[tuple[Session, Step]]) -> list[torch.Tensor | Exception]:
         """One step of each session, in one batch if there are several; all must have equally many new positions.
 
-        Returns for each the hidden states after its last block, [batch, tokens, hidden_size], or the error that
-        refused it: RequestRejected or PeerBusy. A session whose step failed is as it was before.
+        Returns for each the hidden states after its last block, [batch, tokens, hidden_size], or after every block,
+        [blocks, batch, tokens, hidden_size], if the step wants them; or the error that refused it: RequestRejected or
+        PeerBusy. A session whose step failed is as it was before.
         """
         results: list[torch.Tensor | Exception | None] = [None] * len(batch)
         prepared: dict[int, Prepared] = {}
@@ -198,7 +199,9 @@ class Engine:
         content = token_content(step.inputs.hidden, *positions_and_mask(step))
         added = [row_hash.added(row) for row_hash, row in zip(state.hashes, content, strict=True)]
         num_pages = num_tokens // PAGE_TOKENS
-        if not keeps_outputs:  # then the outputs that are wanted must be computed
+        if step.every_block:
+            num_pages = 0
+        elif not keeps_outputs:  # then the outputs that are wanted must be computed
             num_wanted = num_tokens if step.num_wanted is None else step.num_wanted
             num_pages = max(0, num_tokens - num_wanted) // PAGE_TOKENS
         num_found = 0
@@ -228,6 +231,8 @@ class Engine:
             output = skipped if output is None else torch.cat([skipped.to(output), output], 1)
         if work.state.hashes is not None:
             self._add_pages(work.state, step.start // PAGE_TOKENS)
+        if step.every_block:
+            output = torch.stack(work.block_outputs)
         return output.to("cpu", step.inputs.hidden.dtype)
 
     def _add_pages(self, state: State, first_page: int) -> None:
@@ -293,7 +298,7 @@ class Engine:
         """The output of each, on the device."""
         device, dtype = self._stack.device, self._stack.dtype
         hidden = [work.step.inputs.hidden[:, work.num_matched :].to(device, dtype) for work in batch]
-        bounds = sorted({bound for work in batch for bound in (work.session.blocks.start, work.session.blocks.end)})
+        bounds = sorted({bound for work in batch for bound in work.bounds})
         for part in map(Span, bounds, bounds[1:]):
             members = [i for i, work in enumerate(batch) if work.session.blocks.covers(part)]
             members.sort(key=lambda i: adapter_order(batch[i]))  # those with the same adapter are computed as one
@@ -301,6 +306,8 @@ class Engine:
                 outputs = self._run_part(part, [batch[i] for i in members], [hidden[i] for i in members])
                 for i, output in zip(members, outputs, strict=True):
                     hidden[i] = output
+                    if batch[i].step.every_block:
+                        batch[i].block_outputs.append(output)
         return iter(hidden)
 
     def _run_part(self, blocks: Span, batch: list[Prepared], hidden: list[torch.Tensor]) -> list[torch.Tensor]:

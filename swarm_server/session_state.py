@@ -46,12 +46,14 @@ class Step:
         inputs: hidden states and what attention needs to know, for the new positions.
         changes: what happens to the session before.
         num_wanted: how many of the last outputs will be used; None: all.
+        every_block: the outputs of every block are wanted, not only of the last.
     """
 
     start: int
     inputs: BlockInput
     changes: tuple[Change, ...] = ()
     num_wanted: int | None = None
+    every_block: bool = False
 
 
 @dataclass(frozen=True)

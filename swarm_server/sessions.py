@@ -96,8 +96,12 @@ class HostedSession:
             finally:
                 self._last_time = time.monotonic()
             await self._routed.wait()
+            if output is not None and request.every_block:
+                block_outputs, output = output, output[-1]
             if output is not None and request.number > self._sent_number and not self._closed:
                 await self._send(request, output)
+            if output is not None and request.every_block:
+                await self._send_block_outputs(request.number, block_outputs)
             if self._copier is not None:
                 await self._copier.follow(request)
             return True
@@ -146,7 +150,8 @@ class HostedSession:
         if num_wanted > num_tokens:
             raise RequestRejected(f"{num_wanted} outputs are wanted of a step of {num_tokens} positions")
         self._require_room(request.start_position + num_tokens, batch_size)
-        return Step(request.start_position, BlockInput(hidden, mask, positions), changes, num_wanted)
+        inputs = BlockInput(hidden, mask, positions)
+        return Step(request.start_position, inputs, changes, num_wanted, request.every_block)
 
     def _require_room(self, num_positions: int, batch_size: int) -> None:
         if num_positions > self.session.reserved:
@@ -181,6 +186,15 @@ class HostedSession:
             return
         header, parts = encode(output[:, -num_wanted:], self._codec)
         await self._reply_output(pb.Output(number=request.number, hidden=header), parts)
+
+    async def _send_block_outputs(self, number: int, outputs: torch.Tensor) -> None:
+        """To the client; outputs: [blocks, batch, tokens, hidden_size]."""
+        if self._pusher is None:
+            outputs = outputs[:-1]
+        for block, output in enumerate(outputs, self.session.blocks.start):
+            header, parts = encode(output, self._codec)
+            message = pb.SessionReply(block_output=pb.BlockOutput(number=number, block=block, hidden=header))
+            await self._reply([message, *(pb.SessionReply(more=part) for part in parts)])
 
     async def _relay(self, route: int, step: pb.Step, parts: list[bytes]) -> None:
         output = pb.Output(number=step.number, hidden=step.hidden, relay=True, route=route)
@@ -320,4 +334,5 @@ def _with_hidden(step: pb.Step, hidden: pb.Tensor) -> pb.Step:
         attention_mask=step.attention_mask if step.HasField("attention_mask") else None,
         position_ids=step.position_ids if step.HasField("position_ids") else None,
         outputs_wanted=step.outputs_wanted if step.HasField("outputs_wanted") else None,
+        every_block=step.every_block,
     )

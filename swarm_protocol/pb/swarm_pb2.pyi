@@ -131,7 +131,7 @@ class NextHop(_message.Message):
     def __init__(self, peer_id: _Optional[str] = ..., addresses: _Optional[_Iterable[str]] = ..., tls_fingerprint: _Optional[bytes] = ..., session_key: _Optional[bytes] = ...) -> None: ...
 
 class Step(_message.Message):
-    __slots__ = ("number", "changes", "start_position", "hidden", "attention_mask", "position_ids", "outputs_wanted", "stored")
+    __slots__ = ("number", "changes", "start_position", "hidden", "attention_mask", "position_ids", "outputs_wanted", "stored", "every_block")
     NUMBER_FIELD_NUMBER: _ClassVar[int]
     CHANGES_FIELD_NUMBER: _ClassVar[int]
     START_POSITION_FIELD_NUMBER: _ClassVar[int]
@@ -140,6 +140,7 @@ class Step(_message.Message):
     POSITION_IDS_FIELD_NUMBER: _ClassVar[int]
     OUTPUTS_WANTED_FIELD_NUMBER: _ClassVar[int]
     STORED_FIELD_NUMBER: _ClassVar[int]
+    EVERY_BLOCK_FIELD_NUMBER: _ClassVar[int]
     number: int
     changes: _containers.RepeatedCompositeFieldContainer[Change]
     start_position: int
@@ -148,7 +149,8 @@ class Step(_message.Message):
     position_ids: Tensor
     outputs_wanted: int
     stored: Stored
-    def __init__(self, number: _Optional[int] = ..., changes: _Optional[_Iterable[_Union[Change, _Mapping]]] = ..., start_position: _Optional[int] = ..., hidden: _Optional[_Union[Tensor, _Mapping]] = ..., attention_mask: _Optional[_Union[AttentionMask, _Mapping]] = ..., position_ids: _Optional[_Union[Tensor, _Mapping]] = ..., outputs_wanted: _Optional[int] = ..., stored: _Optional[_Union[Stored, _Mapping]] = ...) -> None: ...
+    every_block: bool
+    def __init__(self, number: _Optional[int] = ..., changes: _Optional[_Iterable[_Union[Change, _Mapping]]] = ..., start_position: _Optional[int] = ..., hidden: _Optional[_Union[Tensor, _Mapping]] = ..., attention_mask: _Optional[_Union[AttentionMask, _Mapping]] = ..., position_ids: _Optional[_Union[Tensor, _Mapping]] = ..., outputs_wanted: _Optional[int] = ..., stored: _Optional[_Union[Stored, _Mapping]] = ..., every_block: bool = ...) -> None: ...
 
 class Stored(_message.Message):
     __slots__ = ("num_tokens", "num_kept", "data")
@@ -191,18 +193,20 @@ class Close(_message.Message):
     def __init__(self) -> None: ...
 
 class SessionReply(_message.Message):
-    __slots__ = ("opened", "output", "more", "failure", "leaving")
+    __slots__ = ("opened", "output", "more", "failure", "leaving", "block_output")
     OPENED_FIELD_NUMBER: _ClassVar[int]
     OUTPUT_FIELD_NUMBER: _ClassVar[int]
     MORE_FIELD_NUMBER: _ClassVar[int]
     FAILURE_FIELD_NUMBER: _ClassVar[int]
     LEAVING_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_OUTPUT_FIELD_NUMBER: _ClassVar[int]
     opened: Opened
     output: Output
     more: bytes
     failure: Failure
     leaving: Leaving
-    def __init__(self, opened: _Optional[_Union[Opened, _Mapping]] = ..., output: _Optional[_Union[Output, _Mapping]] = ..., more: _Optional[bytes] = ..., failure: _Optional[_Union[Failure, _Mapping]] = ..., leaving: _Optional[_Union[Leaving, _Mapping]] = ...) -> None: ...
+    block_output: BlockOutput
+    def __init__(self, opened: _Optional[_Union[Opened, _Mapping]] = ..., output: _Optional[_Union[Output, _Mapping]] = ..., more: _Optional[bytes] = ..., failure: _Optional[_Union[Failure, _Mapping]] = ..., leaving: _Optional[_Union[Leaving, _Mapping]] = ..., block_output: _Optional[_Union[BlockOutput, _Mapping]] = ...) -> None: ...
 
 class Opened(_message.Message):
     __slots__ = ("tokens_left", "max_step_tokens")
@@ -223,6 +227,16 @@ class Output(_message.Message):
     relay: bool
     route: int
     def __init__(self, number: _Optional[int] = ..., hidden: _Optional[_Union[Tensor, _Mapping]] = ..., relay: bool = ..., route: _Optional[int] = ...) -> None: ...
+
+class BlockOutput(_message.Message):
+    __slots__ = ("number", "block", "hidden")
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_FIELD_NUMBER: _ClassVar[int]
+    HIDDEN_FIELD_NUMBER: _ClassVar[int]
+    number: int
+    block: int
+    hidden: Tensor
+    def __init__(self, number: _Optional[int] = ..., block: _Optional[int] = ..., hidden: _Optional[_Union[Tensor, _Mapping]] = ...) -> None: ...
 
 class Leaving(_message.Message):
     __slots__ = ()

@@ -231,11 +231,14 @@ class Moments:
         self._actions: dict[tuple[str, int], Action] = {}
         self._counts: Counter[str] = Counter()
         self._under_way: list[asyncio.Task] = []
-        step, send, read_event = RemoteSession.step, HopSession.send, HopSession._read_event
+        send, read_event = HopSession.send, HopSession._read_event
 
-        def stepping(session: RemoteSession, *args) -> torch.Tensor:
-            self._reach("step")
-            return step(session, *args)
+        def stepping(step: Callable) -> Callable:
+            def stepped(session: RemoteSession, *args) -> Any:
+                self._reach("step")
+                return step(session, *args)
+
+            return stepped
 
         async def sending(hop: HopSession, message: pb.Step, parts) -> None:
             await send(hop, message, parts)
@@ -249,7 +252,8 @@ class Moments:
 
         for name in ("forward", "backward"):
             patch.setattr(Server, name, self._watched(name, getattr(Server, name)))
-        patch.setattr(RemoteSession, "step", stepping)
+        for name in ("step", "step_through"):
+            patch.setattr(RemoteSession, name, stepping(getattr(RemoteSession, name)))
         patch.setattr(HopSession, "send", sending)
         patch.setattr(HopSession, "_read_event", reading)
 

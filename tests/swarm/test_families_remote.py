@@ -77,6 +77,18 @@ def test_logits(pair, padded, use_cache):
     assert_close(remote, whole)
 
 
+@pytest.mark.parametrize("use_cache", [True, False], ids=["with-cache", "without-cache"])
+def test_hidden_states_after_every_block(pair, padded, use_cache):
+    ids, mask = padded
+    with torch.no_grad():
+        whole, remote = (
+            model(ids, attention_mask=mask, use_cache=use_cache, output_hidden_states=True).hidden_states
+            for model in (pair.whole, pair.remote)
+        )
+    for found, expected in zip(remote, whole, strict=True):
+        assert_close(found[mask.bool()], expected[mask.bool()])
+
+
 def test_greedy_search_of_a_left_padded_batch(pair, padded):
     pair.assert_same_tokens(*padded)
 

@@ -10,11 +10,14 @@ import torch
 from transformers import DynamicCache
 
 from swarm_client import RecoveryFailed, chain
+from swarm_client.call import Call
+from swarm_client.chain import Chain
 from swarm_client.events import Waiting
-from swarm_client.hops import HopSession
+from swarm_client.hops import BlockAnswer, HopSession
 from swarm_protocol.span import Span
 from tests.swarm.pair import NEW_TOKENS, random_ids
 from tests.swarm.survival import SLOW, SPANS, each_hop
+from tests.swarm.tuning import assert_close
 from tests.zoo import PAD
 
 PROMPT = random_ids(1, 8, seed=0)
@@ -77,6 +80,40 @@ def test_hangs(client, moments, hop, monkeypatch):
     moments.before_step(5, lambda: client.server(hop).signal(signal.SIGSTOP))
     client.generate(PROMPT)
     assert client.moved_blocks == [SPANS[hop]]
+
+
+@each_hop(1)
+@pytest.mark.parametrize("moment", ["before_step", pytest.param("before-they-come", marks=SLOW)])
+def test_killed_while_hidden_states_of_every_block_are_wanted(client, moments, monkeypatch, hop, moment):
+    """Also when its outputs have gone on to the next server, and those of its blocks have not come to the client."""
+    take, lost = Chain._take_block_output, []
+
+    def lose(chain: Chain, answer: BlockAnswer, sender: HopSession, call: Call) -> None:
+        if call.start == PROMPT.shape[1] + 3 and sender is chain.hops[hop] and (not lost or sender is lost[0]):
+            if not lost:
+                lost.append(sender)
+                client.kill(hop)
+        else:
+            take(chain, answer, sender, call)
+
+    if moment == "before_step":
+        moments.before_step(5, lambda: client.kill(hop))
+    else:
+        monkeypatch.setattr(Chain, "_take_block_output", lose)
+    output = client.generate(PROMPT, output_hidden_states=True)
+    expected = client.fleet.whole.generate(
+        PROMPT,
+        attention_mask=torch.ones_like(PROMPT),
+        max_new_tokens=NEW_TOKENS,
+        do_sample=False,
+        output_hidden_states=True,
+        return_dict_in_generate=True,
+    )
+    for states, others in zip(output.hidden_states, expected.hidden_states, strict=True):
+        for found, whole in zip(states, others, strict=True):
+            assert_close(found, whole)
+    assert client.moved_blocks == ["0:6"]
+    assert bool(lost) == (moment != "before_step")
 
 
 # ------------------------------------------------------------ several die

@@ -145,6 +145,17 @@ class TestEveryFamily:
         advance(engine, [*everyone, late], 1)
         advance(engine, [everyone[0], everyone[2]], 3)  # several positions at once, as speculation sends them
 
+    def test_outputs_of_every_block_beside_other_sessions(self, engine: Engine, budget: CacheBudget) -> None:
+        watched = Generation.open(engine, budget, Span(1, 5), 2, padded=1)
+        other = Generation.open(engine, budget, seed=1)
+        for num_tokens in (SLIDING + 3, 1):
+            steps = (watched, watched.step(num_tokens, every_block=True)), (other, other.step(num_tokens))
+            outputs, output = run(engine, *steps)
+            other.check(output)
+            for end, found in zip(range(2, 6), outputs, strict=True):
+                watched.session.blocks = Span(1, end)  # for what is expected
+                watched.check(found)
+
     def test_a_prompt_in_chunks(self, engine: Engine, budget: CacheBudget) -> None:
         generation = Generation.open(engine, budget, batch_size=2, padded=3)
         for num_tokens in (7, SLIDING, 1, 2 * SLIDING + 1, 4):
@@ -241,6 +252,19 @@ class TestPrefixReuse:
             if keeps_outputs:
                 generation.check(output)
             advance(engine, [generation], 3)
+
+    @pytest.mark.parametrize("keeps_outputs", [False, True])
+    def test_outputs_of_every_block_are_computed_though_the_content_is_known(
+        self, llama: BlockStack, budget, keeps_outputs: bool
+    ) -> None:
+        engine = Engine(llama, prefix_cache=PrefixCache())
+        shared = torch.randn(1, 2 * PAGE_TOKENS, HIDDEN)
+        for seed in (1, 2):
+            generation = Generation.open(engine, budget, keeps_outputs=keeps_outputs, seed=seed)
+            (outputs,) = run(engine, (generation, generation.step(0, hidden=shared, num_wanted=1, every_block=True)))
+            assert len(outputs) == BLOCKS
+            generation.check(outputs[-1])
+            generation.check(engine.stateless.forward(Span(BLOCKS - 1, BLOCKS), BlockInput(outputs[-2])))
 
     def test_other_content_or_blocks_are_not_mistaken_for_it(self, llama: BlockStack, budget) -> None:
         engine = Engine(llama, prefix_cache=PrefixCache())
