@@ -102,7 +102,7 @@ def stream_text(
             inputs.input_ids.to(model.device),
             attention_mask=inputs.attention_mask.to(model.device),
             streamer=streamer,
-            **({} if cache is None else {"past_key_values": cache}),
+            **({} if cache is None else {model._family.cache_argument: cache}),
             **options.as_arguments(),
         )
     except BaseException:

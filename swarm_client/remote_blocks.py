@@ -257,7 +257,7 @@ class RemoteBlocks(BlockModule):
                 "that stands for it in the model"
             )
         output = model_pass.through(block, hidden)
-        return (output,) if self._returns_tuple else output
+        return (output, None) if self._returns_tuple else output
 
     @contextmanager
     def only_last(self, num_wanted: int | None) -> Iterator[None]:

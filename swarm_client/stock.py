@@ -143,16 +143,17 @@ class RemoteModelMixin(PromptsMixin, LoraMixin):
                 f"prompt and new tokens need {max_cache_length + num_virtual} positions, but the model has {limit}: "
                 "shorten the prompt or ask for fewer new tokens"
             )
-        fresh = model_kwargs.get("past_key_values") is None and generation_config.use_cache is not False
+        argument = self._family.cache_argument
+        fresh = model_kwargs.get(argument) is None and generation_config.use_cache is not False
         if fresh:
             _require_exact(generation_config.cache_implementation)
             generation_config.cache_implementation = None  # of this call's own copy
-            model_kwargs["past_key_values"] = self.new_cache(max_cache_length + num_virtual)
+            model_kwargs[argument] = self.new_cache(max_cache_length + num_virtual)
         super()._prepare_cache_for_generation(
             generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
         )
         if fresh:
-            model_kwargs["past_key_values"]._is_user_defined = False
+            model_kwargs[argument]._is_user_defined = False
 
 
 def _require_exact(cache_implementation: str | None) -> None:
@@ -181,14 +182,17 @@ def client_class(stock_class: type[PreTrainedModel], family: Family) -> type[Pre
             super().__init__(config, *args, **kwargs)
             base = next(module for module in self.modules() if isinstance(module, family.base_class))
             owner = family.owner_of(base)
-            block_class = type(getattr(owner, family.blocks)[0])
+            first = getattr(owner, family.blocks)[0]
+            block_class = type(first)
             blocks = _as(block_class, RemoteBlocks)(family.returns_tuple)
             others = _as(block_class, BlockModule)
             blocks.modules_in_place += [others(blocks, index) for index in range(1, family.num_blocks)]
+            for module in blocks.modules_in_place:  # a family's own code may ask for a block's type
+                vars(module).update({name: value for name, value in vars(first).items() if isinstance(value, str)})
             setattr(owner, family.blocks, nn.ModuleList(blocks.modules_in_place))
             base.save_pretrained = base.push_to_hub = _refuse_to_save
             self._remote_blocks, self._owners = [blocks], [owner]
-            owner.register_forward_pre_hook(_context_hook(owner, blocks, family.embedding), with_kwargs=True)
+            owner.register_forward_pre_hook(_context_hook(owner, blocks, family), with_kwargs=True)
             owner.register_forward_hook(lambda _owner, _inputs, output: blocks.end(output), always_call=True)
 
         @functools.wraps(stock_class.forward)  # transformers looks at its signature
@@ -224,7 +228,7 @@ def _wants(what: str, given: dict[str, Any], config: PreTrainedConfig) -> bool:
     return bool(getattr(config, what, False) if wanted is None else wanted)
 
 
-def _context_hook(owner: nn.Module, blocks: RemoteBlocks, embedding: str):
+def _context_hook(owner: nn.Module, blocks: RemoteBlocks, family: Family):
     """Tells the remote blocks mask, positions and cache of each forward of their owner; puts prompts before its input.
 
     They are caught at the owner because what it hands to a block differs between families.
@@ -238,7 +242,7 @@ def _context_hook(owner: nn.Module, blocks: RemoteBlocks, embedding: str):
                 "output_attentions=True asks for attention weights, which stay on the servers: leave it out (hidden "
                 "states can be had, with output_hidden_states=True)"
             )
-        cache, use_cache = given.get("past_key_values"), given.get("use_cache")
+        cache, use_cache = given.get(family.cache_argument), given.get("use_cache")
         # A cache that nobody has asked for, in a pass that may be one of training, takes no room on servers yet.
         later = cache is None and use_cache is None and (torch.is_grad_enabled() or blocks.remote.added.drops)
         if use_cache is None:
@@ -249,7 +253,7 @@ def _context_hook(owner: nn.Module, blocks: RemoteBlocks, embedding: str):
         past = 0 if session is None else session.length
         if blocks.prompts is not None:
             positions = {"position_ids": given.get("position_ids")} if "position_ids" in names else {}
-            given = blocks.prompts.before(given | positions, getattr(owner, embedding), past)
+            given = blocks.prompts.before(given | positions, getattr(owner, family.embedding), past)
         # Blocks that training skips at random are those for which the stock code does not call the module.
         every_block = _wants("output_hidden_states", given, owner.config) or (
             owner.training and bool(getattr(owner, "layerdrop", 0))
@@ -257,6 +261,6 @@ def _context_hook(owner: nn.Module, blocks: RemoteBlocks, embedding: str):
         blocks.begin(
             given.get("attention_mask"), given.get("position_ids"), session, later=later, every_block=every_block
         )
-        return (), {**given, "past_key_values": cache, "use_cache": bool(use_cache)}
+        return (), {**given, **family.cache_arguments(cache, bool(use_cache))}
 
     return hook

@@ -29,24 +29,37 @@ if TYPE_CHECKING:
 # Plain attributes of the owner that act on embeddings (in granite, hyperclovax), with the value that makes them idle.
 NEUTRAL_ATTRIBUTES: dict[str, Any] = {"embedding_multiplier": 1.0}
 
-_STATE_SPACE = "its blocks carry a recurrent state instead of keys and values"
-_HYBRID = "some of its blocks carry a recurrent state instead of keys and values"
 _SHARES = "its blocks share keys, values or embeddings with one another"
+_HANDS_OVER = "its blocks hand one another more than hidden states"
+_STATE_IN_BLOCKS = (
+    "its blocks keep their recurrent state in themselves instead of a cache, for one generation at a time"
+)
 REJECTED: dict[str, str] = {
-    "bamba": _HYBRID,
     "gemma3n": _SHARES,
     "gemma3n_text": _SHARES,
     "gemma4": _SHARES,
     "gemma4_text": _SHARES,
-    "mamba": _STATE_SPACE,
-    "mamba2": _STATE_SPACE,
-    "qwen3_next": _HYBRID,
+    "recurrent_gemma": _STATE_IN_BLOCKS,
+    "zamba": _SHARES,
+    "zamba2": _SHARES,
+    "zaya": _HANDS_OVER,
 }
 
-LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention"}
+ATTENTION_TYPES = {"full_attention", "sliding_attention", "chunked_attention"}
+STATE_TYPES = {"conv", "linear_attention", "hybrid"}  # blocks with a state of fixed size, beside attention or without
+NO_CACHE_TYPES = {"mlp", "moe"}
+LAYER_TYPES = ATTENTION_TYPES | STATE_TYPES | NO_CACHE_TYPES
+PER_BLOCK_PROPERTIES = ("layer_types", "layers_block_type")  # which some configs compute from the block's number
 
-# What a base model must accept for a server to run it.
-MODEL_ARGUMENTS = ("inputs_embeds", "attention_mask", "past_key_values", "use_cache")
+# What a base model must accept for a server to run it, and under which name it takes its cache.
+MODEL_ARGUMENTS = ("inputs_embeds", "attention_mask", "use_cache")
+CACHE_ARGUMENTS = ("past_key_values", "cache_params")
+
+# They insist on a cache class of their own if told to use a cache, and use any that they are given if not.
+OWN_CACHE_CLASS = {"minimax"}
+
+# Linear layers by whose weights a family's own code multiplies: they must stay plain (mamba, falcon_mamba, jamba).
+WEIGHT_IS_READ = {"dt_proj"}
 
 # What a base model may hand to a block besides the hidden states: functions of positions, mask, cache and flags.
 BLOCK_ARGUMENTS = {
@@ -78,8 +91,9 @@ class Family:
         positions: learned position embeddings; client only, a server adds zero instead.
         identities: embedding norm, final norm, projections; client only, a server passes through.
         neutral: plain attributes that a server sets to the given value, such as an embedding multiplier.
-        returns_tuple: a block returns ``(hidden, …)`` rather than ``hidden``.
+        returns_tuple: a block returns ``(hidden, attentions)`` rather than ``hidden``.
         takes_positions: the base model's ``forward`` accepts ``position_ids``.
+        cache_argument: name under which the base model's ``forward`` takes the cache.
         num_blocks: how many blocks the model has.
         hidden_size: width of the hidden states between blocks.
         block_parameters: how many parameters each block has.
@@ -95,6 +109,7 @@ class Family:
     neutral: tuple[tuple[str, Any], ...]
     returns_tuple: bool
     takes_positions: bool
+    cache_argument: str
     num_blocks: int
     hidden_size: int
     block_parameters: tuple[int, ...]
@@ -102,6 +117,10 @@ class Family:
     @property
     def all_blocks(self) -> Span:
         return Span(0, self.num_blocks)
+
+    def cache_arguments(self, cache: Any, use_cache: bool) -> dict[str, Any]:
+        """What the base model's ``forward`` is told so that it uses this cache, or none."""
+        return {self.cache_argument: cache, "use_cache": use_cache and self.model_type not in OWN_CACHE_CLASS}
 
     def owner_of(self, base: nn.Module) -> nn.Module:
         """The module inside ``base`` (an instance of ``base_class``) that holds the block list."""
@@ -133,6 +152,12 @@ def slice_config(config: PreTrainedConfig, span: Span) -> PreTrainedConfig:
         per_block = isinstance(value, list | tuple) and len(value) == config.num_hidden_layers
         if per_block and not name.startswith("_") and not name.endswith(("token_id", "architectures")):
             setattr(sliced, name, value[span.start : span.end])
+    computed = {}
+    for name in PER_BLOCK_PROPERTIES:
+        if isinstance(getattr(type(config), name, None), property):
+            computed[name] = getattr(config, name)[span.start : span.end]
+    if computed:
+        sliced.__class__ = type(type(config).__name__, (type(config),), computed)
     sliced.num_hidden_layers = len(span)
     return sliced
 
@@ -184,7 +209,7 @@ def _check_config(config: PreTrainedConfig) -> None:
         raise _unsupported(config, "transformers has no stock model for it")
     others = set(getattr(config, "layer_types", None) or ()) - LAYER_TYPES
     if others:
-        raise _unsupported(config, f"it has blocks of type {', '.join(sorted(others))}, expected attention only")
+        raise _unsupported(config, f"it has blocks of type {', '.join(sorted(others))}, which servers do not know")
     if getattr(config, "num_kv_shared_layers", 0):
         raise _unsupported(config, _SHARES)
     for name in ("num_hidden_layers", "hidden_size"):
@@ -195,6 +220,9 @@ def _check_config(config: PreTrainedConfig) -> None:
 def _read_facts(base: PreTrainedModel, config: PreTrainedConfig) -> Family:
     arguments = inspect.signature(base.forward).parameters
     lacking = [name for name in MODEL_ARGUMENTS if name not in arguments]
+    cache_argument = next((name for name in CACHE_ARGUMENTS if name in arguments), None)
+    if cache_argument is None:
+        lacking.append(CACHE_ARGUMENTS[0])
     if lacking:
         raise _unsupported(config, f"its forward does not accept {', '.join(lacking)}")
     lists = [
@@ -214,7 +242,7 @@ def _read_facts(base: PreTrainedModel, config: PreTrainedConfig) -> Family:
             continue
         if child is token_embedding:
             embedding = name
-        elif isinstance(child, nn.Embedding):
+        elif isinstance(child, nn.Embedding) or "PositionalEmbedding" in type(child).__name__:
             positions.append(name)
         elif isinstance(child, nn.Linear | nn.LayerNorm) or "Norm" in type(child).__name__:
             identities.append(name)
@@ -233,6 +261,7 @@ def _read_facts(base: PreTrainedModel, config: PreTrainedConfig) -> Family:
         neutral=tuple((name, value) for name, value in NEUTRAL_ATTRIBUTES.items() if hasattr(owner, name)),
         returns_tuple=False,
         takes_positions="position_ids" in arguments,
+        cache_argument=cache_argument,
         num_blocks=config.num_hidden_layers,
         hidden_size=config.hidden_size,
         block_parameters=tuple(sum(p.numel() for p in block.parameters()) for block in getattr(owner, blocks)),
@@ -257,11 +286,11 @@ class _Recorder:
         self.arguments: set[str] = set()
         self.shapes: set[tuple[int, ...]] = set()
 
-    def __call__(self, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor | tuple[torch.Tensor]:
+    def __call__(self, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor | tuple[torch.Tensor, None]:
         self.shapes.add(tuple(hidden.shape))
         given = {**dict(zip(self._names, args, strict=False)), **kwargs}
         self.arguments |= {name for name, value in given.items() if _has_tensor(value)}
-        return (hidden,) if self._returns_tuple else hidden
+        return (hidden, None) if self._returns_tuple else hidden
 
 
 def _has_tensor(value: Any) -> bool:

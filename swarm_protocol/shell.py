@@ -19,6 +19,14 @@ if TYPE_CHECKING:
     from swarm_protocol.families import Family
 
 
+class LeftOut(nn.Identity):
+    """Stands for a linear layer that is not loaded with its block; a family's weight initialisation may touch it."""
+
+    weight = torch.empty(0)
+    weight._is_hf_initialized = True
+    bias = None
+
+
 class ZeroPositions(nn.Module):
     """Stands for learned position embeddings on a server, which receives hidden states that already contain them."""
 
@@ -45,6 +53,12 @@ def shell_class(
                 for index, block in enumerate(getattr(family.owner_of(self), family.blocks)):
                     if index in hosted:
                         prepare(block)
+
+        def _init_weights(self, module: nn.Module) -> None:
+            """Weights come from the checkpoint: only what none has, such as rotary frequencies, is computed here."""
+            if any(True for _ in module.buffers()):
+                with _hosted_alone(self, family, hosted):
+                    super()._init_weights(module)
 
     # Both names: transformers skips its weight conversions for classes that look like a user's own.
     Shell.__name__, Shell.__module__ = family.base_class.__name__, family.base_class.__module__
@@ -97,6 +111,18 @@ def stock_loader() -> Iterator[None]:
             logging.set_verbosity(verbosity)
             if bars:
                 logging.enable_progress_bar()
+
+
+@contextmanager
+def _hosted_alone(base: nn.Module, family: Family, hosted: Container[int]) -> Iterator[None]:
+    """Meanwhile the list of blocks has the hosted ones alone: a family's code expects to find its own blocks there."""
+    owner = family.owner_of(base)
+    blocks = getattr(owner, family.blocks)
+    setattr(owner, family.blocks, nn.ModuleList(block for index, block in enumerate(blocks) if index in hosted))
+    try:
+        yield
+    finally:
+        setattr(owner, family.blocks, blocks)
 
 
 def _hollow_out(base: nn.Module, family: Family, hosted: Container[int]) -> None:

@@ -9,6 +9,7 @@ import torch
 
 from swarm_protocol.span import Span
 from swarm_server.kv_rows import Growth, Run, runs
+from swarm_server.row_states import Slot, States
 from swarm_server.rows_cache import BlockRuns
 from swarm_server.session_state import Session, State, Step
 
@@ -23,6 +24,7 @@ class Prepared:
     num_matched: int  # leading positions whose keys and values are there already
     growth: Growth | None  # None: all are there
     block_outputs: list[torch.Tensor] = field(default_factory=list)  # so far, if the step wants them
+    states: dict[int, tuple[torch.Tensor, ...]] = field(default_factory=dict)  # by block, once it is computed
 
     @property
     def num_rows(self) -> int:
@@ -33,6 +35,30 @@ class Prepared:
         """Before and after which blocks hidden states are looked at."""
         blocks = self.session.blocks
         return range(blocks.start, blocks.end + 1) if self.step.every_block else (blocks.start, blocks.end)
+
+    @property
+    def records(self) -> bool:
+        """Whether what convolutions are given is kept."""
+        layout = self.session.layout
+        return bool(layout.slots) and layout.crops_states and self.state.settled is not None
+
+    @property
+    def num_recorded(self) -> int:
+        """Positions that convolutions have kept so far."""
+        if not (self.records and self.step.start):
+            return 0
+        return max(tensor.shape[-1] for of_block in self.state.states.states for tensor in of_block)
+
+    def slots(self, blocks: Span) -> tuple[tuple[Slot, ...], ...]:
+        """What each of these blocks remembers."""
+        first = self.session.blocks.start
+        return self.session.layout.slots[blocks.start - first : blocks.end - first] or ((),) * len(blocks)
+
+    def states_before(self, blocks: Span) -> States:
+        if self.state.states is None:
+            return ((),) * len(blocks)
+        first = self.session.blocks.start
+        return self.state.states.states[blocks.start - first : blocks.end - first]
 
 
 def positions_and_mask(step: Step) -> tuple[torch.Tensor, torch.Tensor]:
@@ -71,6 +97,9 @@ def block_runs(blocks: Span, batch: list[Prepared]) -> list[BlockRuns]:
     result = []
     for block in blocks:
         places = [work.session.layout.blocks[block - work.session.blocks.start] for work in batch]
+        if None in places:
+            result.append(BlockRuns((), (), ()))
+            continue
         key = tuple(place.group for place in places)
         if key not in joined:
             joined[key] = tuple(run for groups, group in zip(by_group, key, strict=True) for run in groups[group])

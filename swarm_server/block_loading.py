@@ -10,8 +10,9 @@ from torch import nn
 
 from swarm_protocol.checkpoint import Checkpoint
 from swarm_protocol.errors import CheckpointError
+from swarm_protocol.families import WEIGHT_IS_READ
 from swarm_protocol.safetensors_file import StoredTensor
-from swarm_protocol.shell import load_shell
+from swarm_protocol.shell import LeftOut, load_shell
 
 NARROW = {torch.bfloat16, torch.float16}
 
@@ -80,11 +81,11 @@ def _take_out_linears(block: nn.Module, stored: Mapping[str, StoredTensor]) -> d
     if any(hasattr(part, "experts") for part in block.modules()):
         return linears  # next to experts, what a layer is for decides what may be done with it
     for name, part in list(block.named_modules()):
-        if type(part) is nn.Linear:
+        if type(part) is nn.Linear and name.rpartition(".")[2] not in WEIGHT_IS_READ:
             shapes = {kind: tuple(parameter.shape) for kind, parameter in part.named_parameters()}
             if shapes == {kind: tensor.shape for kind, tensor in _tensors_of(name, stored).items()}:
                 linears[name] = part
-                block.set_submodule(name, nn.Identity())
+                block.set_submodule(name, LeftOut())
     return linears
 
 

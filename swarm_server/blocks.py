@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
-from transformers.cache_utils import Cache
+from transformers.cache_utils import Cache, CacheLayerMixin, LinearAttentionAndFullAttentionLayer
 
 from swarm_protocol.checkpoint import Checkpoint
 from swarm_protocol.families import Family, slice_config
@@ -98,7 +98,10 @@ class BlockStack:
 
     def new_cache(self) -> DynamicCache:
         """An empty cache for a session over these blocks; sliding and chunked blocks keep only their window."""
-        return DynamicCache(config=self.config)
+        cache = DynamicCache(config=self.config)
+        if not any(isinstance(layer, CacheLayerMixin) for layer in cache.layers):
+            cache.layers[0] = LinearAttentionAndFullAttentionLayer()  # to be asked how long the session is
+        return cache
 
     def __call__(
         self,
@@ -122,13 +125,14 @@ class BlockStack:
         if attention_mask is None and cache is None:
             # Without any mask, transformers would take a jump in position_ids for the start of another sequence.
             attention_mask = hidden.new_ones(hidden.shape[:2], dtype=torch.long)
+        if attention_mask is not None and self.family.cache_argument == "cache_params":
+            attention_mask = attention_mask[:, -hidden.shape[1] :]  # mamba hands it to its blocks as it is
         positions = {"position_ids": position_ids} if self.family.takes_positions else {}
         return self._model(
             inputs_embeds=hidden,
             attention_mask=attention_mask,
-            past_key_values=cache,
-            use_cache=cache is not None,
             return_dict=True,
+            **self.family.cache_arguments(cache, cache is not None),
             **positions,
         ).last_hidden_state
 

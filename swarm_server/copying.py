@@ -53,7 +53,8 @@ class Copier:
                     changes = [pb.Change(crop=pb.Crop()), pb.Change(reorder=pb.Reorder(indices=[0] * batch_size))]
                     self._copied, self._start_again = 0, False
                 length = self._hosted.session.length
-                end = min(self._copied + _CHUNK_TOKENS, length)
+                has_states = bool(self._hosted.session.layout.slots)  # known after the last position only
+                end = length if has_states else min(self._copied + _CHUNK_TOKENS, length)
                 self._follows = end == length
                 number += 1
                 if end > self._copied:

@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Protocol
 
 import torch
+from transformers.cache_utils import LinearAttentionLayer
 
 from swarm_protocol.adapters import Adapter
 from swarm_protocol.block_input import BlockInput
@@ -25,10 +26,12 @@ from swarm_server.kv_transfer import Stored, pack, read, unpack
 from swarm_server.lora import Patches, PlacedAdapter, shares_of
 from swarm_server.prefix_cache import ContentHash, PrefixCache, token_content
 from swarm_server.recording import require_finite
+from swarm_server.row_states import Room, RowStates, Slot, state_layers, states_after
 from swarm_server.rows_cache import RowsCache, attention_in_place, replaceable
 from swarm_server.session_state import Change, Session, State, Step, changed, cropped, forgotten
 from swarm_server.stateless import StatelessPasses
 from swarm_server.targets import require_fit
+from swarm_server.token_by_token import can_go_on, tokens_of
 
 _SAME = 5e-3  # relative; rounding in int8 and bfloat16 amplifies differences of 1e-7, mistakes are of order 1
 
@@ -53,8 +56,9 @@ class Engine:
         self.meter: BatchMeter | None = None
         self._patches = Patches(stack)
         self.stateless = StatelessPasses(stack, self._patches)
-        self._in_place = False
+        self._in_place = self._token_by_token = False
         self._in_place = self._can_attend_in_place()
+        self._token_by_token = self.layout.has_states and not can_go_on(self)
 
     @property
     def device(self) -> torch.device:
@@ -72,6 +76,11 @@ class Engine:
     def mixes_rows(self) -> bool:
         """Whether sessions of different lengths may share a batch, and a prompt may come in chunks."""
         return self._stack.row_independent
+
+    @property
+    def chunks_prompts(self) -> bool:
+        """Whether a prompt that comes in chunks takes about as long as in one piece, and gives the same."""
+        return self.mixes_rows and not self._token_by_token
 
     def place(self, key: bytes, adapter: Adapter) -> PlacedAdapter:
         """An adapter ready for use; from any thread.
@@ -110,7 +119,7 @@ class Engine:
         """
         layout = self.layout_of(blocks, keeps_outputs)
         state = State((Row.empty(layout),) * batch_size, settled=0 if records_past else None)
-        if shares and self.prefix_cache is not None:
+        if shares and self.prefix_cache is not None and not layout.slots:  # states are known at the end only
             seed = ContentHash(f"{blocks} {keeps_outputs} ".encode() + (b"" if adapter is None else adapter.key))
             state = replace(state, hashes=(seed,) * batch_size, digests=((),) * batch_size)
         return Session(blocks, layout, lease, reserved, state, adapter)
@@ -130,6 +139,34 @@ class Engine:
         [blocks, batch, tokens, hidden_size], if the step wants them; or the error that refused it: RequestRejected or
         PeerBusy. A session whose step failed is as it was before.
         """
+        longer = [step.start and step.inputs.hidden.shape[1] > 1 for _, step in batch]
+        if not (self._token_by_token and any(longer)):
+            return self._run(batch)
+        together = iter(self._run([work for work, is_longer in zip(batch, longer, strict=True) if not is_longer]))
+        return [
+            self._run_tokens(*work) if is_longer else next(together)
+            for work, is_longer in zip(batch, longer, strict=True)
+        ]
+
+    def _run_tokens(self, session: Session, step: Step) -> torch.Tensor | Exception:
+        """One position after the other."""
+        before, states, outputs = session.state, None, []
+        try:
+            for token in tokens_of(step):
+                (output,) = self._run([(session, token)])
+                if isinstance(output, Exception):
+                    raise output
+                states = session.state.states.before if not outputs else states
+                outputs.append(output)
+        except BaseException as error:
+            session.state = before
+            if isinstance(error, RequestRejected | PeerBusy):
+                return error.with_traceback(None)
+            raise
+        session.state = replace(session.state, states=replace(session.state.states, before=states))
+        return torch.cat(outputs, -2)
+
+    def _run(self, batch: Sequence[tuple[Session, Step]]) -> list[torch.Tensor | Exception]:
         results: list[torch.Tensor | Exception | None] = [None] * len(batch)
         prepared: dict[int, Prepared] = {}
         start_s = time.perf_counter()
@@ -169,6 +206,8 @@ class Engine:
         batch_size, num_tokens, _ = step.inputs.hidden.shape
         if batch_size != len(state.rows):
             raise RequestRejected(f"hidden states of {batch_size} rows came for a session of {len(state.rows)} rows")
+        if session.layout.slots:
+            state = self._with_states(state, session)
         state, matched = self._match(state, step, session.keeps_outputs)
         for parts in matched:
             rows = tuple(row.extended(more, PAGE_TOKENS) for row, more in zip(state.rows, parts, strict=True))
@@ -187,6 +226,24 @@ class Engine:
             )
             state = replace(state, rows=growth.rows)
         return Prepared(session, step, state, num_matched, growth)
+
+    def _with_states(self, state: State, session: Session) -> State:
+        """Makes sure of the states before the next step, and of room for those after it."""
+        if state.length and state.states is None:
+            if session.state.states is None:
+                raise RequestRejected(f"the states after {state.length} positions have not come here")
+            raise RequestRejected(
+                f"{session.length} positions cannot be cropped to {state.length}: "
+                "what has been added to a recurrent state cannot be taken out of it"
+            )
+        num_rows, states = len(state.rows), state.states
+        if states is None:
+            room = Room(num_rows, session.layout.state_bytes, session.lease)
+            return replace(state, states=RowStates(0, (), room))
+        if states.room.num_rows == num_rows:
+            return state
+        room = Room(num_rows, session.layout.state_bytes, session.lease)
+        return replace(state, states=replace(states, room=room))
 
     def _match(self, state: State, step: Step, keeps_outputs: bool) -> tuple[State, list[list[tuple[Parts, ...]]]]:
         """Adds the step to the content hashes; returns, page by page, where each row's content is found."""
@@ -221,6 +278,12 @@ class Engine:
         session, step = work.session, work.step
         num_tokens = step.inputs.hidden.shape[1]
         session.state = work.state
+        if session.layout.slots:
+            before = work.state.states
+            after = tuple(work.states.get(block, ()) for block in session.blocks)
+            before = replace(before, before=None) if before.length else None
+            states = RowStates(work.state.length, after, work.state.states.room, before)
+            session.state = replace(work.state, states=states)
         if session.keeps_outputs:
             if output is not None:
                 self._store_outputs(session, output)
@@ -255,8 +318,10 @@ class Engine:
 
     def stored(self, session: Session, start: int, end: int) -> Stored:
         """Everything the session keeps of these positions, for ``adopt``."""
+        known = session.state.states is not None and end == session.length
+        states = session.state.states.states if known else ()
         with torch.inference_mode():
-            return pack(session.state.rows, session.layout, start, end)
+            return pack(session.state.rows, session.layout, start, end, states)
 
     def adopt(self, session: Session, start: int, changes: Sequence[Change], stored: Stored) -> None:
         """A step that was computed elsewhere.
@@ -266,11 +331,14 @@ class Engine:
         """
         if not session.state.rows:
             raise RequestRejected("the session is closed")
-        state = session.state
+        state = replace(session.state, states=None)  # those after the step come with it
         for change in changes:
             state = changed(state, change, session.layout)
         state = forgotten(cropped(state, start, session.layout))
         stored.require_fit(session.layout, len(state.rows))
+        room = None
+        if session.layout.slots:
+            room = Room(len(state.rows), session.layout.state_bytes, session.lease)
         with torch.inference_mode():
             growth = grow(
                 session.state.rows,
@@ -283,8 +351,10 @@ class Engine:
                 settled=state.settled,
                 counts=stored.num_kept,
             )
-            unpack(stored, growth.rows, session.layout)
+            states = unpack(stored, growth.rows, session.layout, self._stack.device)
         session.state = replace(state, rows=growth.rows)
+        if states is not None:
+            session.state = replace(session.state, states=RowStates(session.length, states, room))
 
     def _store_outputs(self, session: Session, output: torch.Tensor) -> None:
         num_new = output.shape[1]
@@ -302,19 +372,33 @@ class Engine:
         for part in map(Span, bounds, bounds[1:]):
             members = [i for i, work in enumerate(batch) if work.session.blocks.covers(part)]
             members.sort(key=lambda i: adapter_order(batch[i]))  # those with the same adapter are computed as one
-            if members:
-                outputs = self._run_part(part, [batch[i] for i in members], [hidden[i] for i in members])
-                for i, output in zip(members, outputs, strict=True):
+            for together in self._alike(batch, members):
+                outputs = self._run_part(part, [batch[i] for i in together], [hidden[i] for i in together])
+                for i, output in zip(together, outputs, strict=True):
                     hidden[i] = output
                     if batch[i].step.every_block:
                         batch[i].block_outputs.append(output)
         return iter(hidden)
 
+    def _alike(self, batch: list[Prepared], members: list[int]) -> Iterator[list[int]]:
+        """Those that can be computed as one: with states before them or without, and with as much recorded."""
+        if not self.layout.has_states:
+            kinds = [members]
+        else:
+            by_kind: dict[tuple[bool, bool, int], list[int]] = {}
+            for i in members:
+                work = batch[i]
+                by_kind.setdefault((work.step.start > 0, work.records, work.num_recorded), []).append(i)
+            kinds = by_kind.values()
+        return iter([kind for kind in kinds if kind])
+
     def _run_part(self, blocks: Span, batch: list[Prepared], hidden: list[torch.Tensor]) -> list[torch.Tensor]:
         """Blocks that all sessions of the batch go through."""
         num_new = hidden[0].shape[1]
         length = max(work.state.length for work in batch)
-        cache = RowsCache(block_runs(blocks, batch), length, num_new, self._in_place)
+        slots = batch[0].slots(blocks)
+        layers = self._state_layers(blocks, batch, slots)
+        cache = RowsCache(block_runs(blocks, batch), length, num_new, self._in_place, layers if any(slots) else ())
         mask, positions = batch_inputs(batch, length, num_new)
         view, device = self._stack.view(blocks), self._stack.device
         shares = shares_of(
@@ -328,7 +412,17 @@ class Engine:
                 positions.to(device),
                 cache,
             )
-        return list(output.split([work.num_rows for work in batch]))
+        num_rows = [work.num_rows for work in batch]
+        for work, states in zip(batch, states_after(slots, layers, num_rows), strict=True):
+            work.states.update(zip(blocks, states, strict=True))
+        return list(output.split(num_rows))
+
+    def _state_layers(
+        self, blocks: Span, batch: list[Prepared], slots: tuple[tuple[Slot, ...], ...]
+    ) -> list[LinearAttentionLayer | None]:
+        members = [work.states_before(blocks) for work in batch] if any(slots) and batch[0].step.start else None
+        num_rows = sum(work.num_rows for work in batch)
+        return state_layers(slots, members, num_rows, self._stack.device, recording=batch[0].records)
 
     def _can_attend_in_place(self) -> bool:
         """Tries attention in place, on rows of different lengths, and compares with attention to a copy."""

@@ -158,7 +158,7 @@ class Hoster:
         return CacheBudget(size_bytes, token_bytes)
 
     def _max_step_tokens(self, engine: Engine) -> int:
-        if not engine.mixes_rows:
+        if not engine.chunks_prompts:
             return 1 << 31  # the prompt must come in one piece
         return self._config.chunk_tokens or (CHUNK_TOKENS_CPU if engine.device.type == "cpu" else CHUNK_TOKENS_CUDA)
 

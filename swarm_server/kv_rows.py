@@ -18,6 +18,7 @@ import torch
 
 from swarm_protocol.errors import PeerBusy
 from swarm_server.kv_cache import Lease
+from swarm_server.row_states import COPIES, Slot
 
 MAX_PARTS = 4  # of one row; with more, attention would read small pieces
 FORK_TOKENS = 32  # room of a page for a row that leaves another's page
@@ -88,17 +89,30 @@ class Layout:
     """What a session over some blocks stores.
 
     Attributes:
-        blocks: the place of each block, counted from the session's first.
+        blocks: the place of each block, counted from the session's first; None for those without keys and values.
         outputs_group: the group whose last channel is the outputs, [1 head, hidden_size]; None: they are not kept.
+        slots: what each block remembers besides, of fixed size.
     """
 
     groups: tuple[Group, ...]
-    blocks: tuple[Place, ...]
+    blocks: tuple[Place | None, ...]
     outputs_group: int | None = None
+    slots: tuple[tuple[Slot, ...], ...] = ()
 
     def size_bytes(self, num_tokens: int) -> int:
         """What a row of ``num_tokens`` positions takes."""
-        return sum(group.token_bytes * group.room(num_tokens) for group in self.groups)
+        positions = sum(group.token_bytes * group.room(num_tokens) for group in self.groups)
+        return positions + COPIES * self.state_bytes
+
+    @property
+    def state_bytes(self) -> int:
+        """What a row's states take, however long it is."""
+        return sum(slot.size_bytes for slots in self.slots for slot in slots)
+
+    @property
+    def crops_states(self) -> bool:
+        """Whether all states are those of convolutions, which can be cropped."""
+        return all(slot.is_convolution for slots in self.slots for slot in slots)
 
 
 class Page:

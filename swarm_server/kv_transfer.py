@@ -9,6 +9,7 @@ import torch
 
 from swarm_protocol.errors import RequestRejected
 from swarm_server.kv_rows import Layout, Row, runs
+from swarm_server.row_states import States
 
 
 @dataclass(frozen=True)
@@ -17,7 +18,8 @@ class Stored:
 
     Attributes:
         num_kept: for each group of the layout, how many of the last of these positions it has (see ``Group.window``).
-        data: bytes; for each group all its channels, [batch, heads, num_kept, width].
+        data: bytes; for each group all its channels, [batch, heads, num_kept, width]; then the states of the blocks, if
+            these positions are the session's last.
     """
 
     num_tokens: int
@@ -33,13 +35,21 @@ class Stored:
             raise RequestRejected(
                 f"{self.num_tokens} positions come with the keys of {list(self.num_kept)}: these blocks keep others"
             )
-        kept = zip(self.num_kept, layout.groups, strict=True)
-        expected = batch_size * sum(count * group.token_bytes for count, group in kept)
-        if self.data.numel() != expected:
+        expected = self._kept_bytes(layout, batch_size)
+        if self.data.numel() != expected and not self.has_states(layout, batch_size):
             raise RequestRejected(
                 f"keys and values of {self.num_tokens} positions take {self.data.numel()} bytes: expected {expected}; "
                 "the servers store them differently"
             )
+
+    def has_states(self, layout: Layout, batch_size: int) -> bool:
+        """Whether the states of the blocks come with the keys and values."""
+        states_bytes = batch_size * layout.state_bytes
+        return states_bytes > 0 and self.data.numel() == self._kept_bytes(layout, batch_size) + states_bytes
+
+    def _kept_bytes(self, layout: Layout, batch_size: int) -> int:
+        kept = zip(self.num_kept, layout.groups, strict=True)
+        return batch_size * sum(count * group.token_bytes for count, group in kept)
 
 
 def read(rows: Sequence[Row], group: int, start: int, end: int, channel: int) -> torch.Tensor:
@@ -51,29 +61,44 @@ def read(rows: Sequence[Row], group: int, start: int, end: int, channel: int) ->
     return torch.stack(result)
 
 
-def pack(rows: Sequence[Row], layout: Layout, start: int, end: int) -> Stored:
-    """What the rows of one session keep of these positions."""
+def pack(rows: Sequence[Row], layout: Layout, start: int, end: int, states: States = ()) -> Stored:
+    """What the rows of one session keep of these positions; ``states``: those after the last one, if known."""
     num_kept, data = [], []
     for number, group in enumerate(layout.groups):
         count = sum(map(len, rows[0].slice_of(number, start, end)))
         num_kept.append(count)
         for channel in range(len(group.channels) if count else 0):
-            data.append(read(rows, number, start, end, channel).contiguous().view(torch.uint8).flatten().cpu())
+            data.append(_bytes(read(rows, number, start, end, channel)))
+    for slots, of_block in zip(layout.slots, states, strict=False):
+        for slot, tensor in zip(slots, of_block, strict=True):
+            data.append(_bytes(tensor[..., -slot.shape[-1] :]))
     return Stored(end - start, tuple(num_kept), torch.cat(data) if data else torch.empty(0, dtype=torch.uint8))
 
 
-def unpack(stored: Stored, rows: Sequence[Row], layout: Layout) -> None:
-    """Writes to the last positions of the rows, for which there is room."""
+def unpack(stored: Stored, rows: Sequence[Row], layout: Layout, device: torch.device) -> States | None:
+    """Writes to the last positions of the rows, for which there is room; returns the states after them if they came."""
     offset = 0
+
+    def take(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+        nonlocal offset
+        start, offset = offset, offset + torch.Size(shape).numel() * dtype.itemsize
+        return stored.data[start:offset].clone().view(dtype).view(shape)  # cloned: aligned
+
     for number, (group, count) in enumerate(zip(layout.groups, stored.num_kept, strict=True)):
         if not count:
             continue
         places = runs(rows, number, 0)
         for index, channel in enumerate(group.channels):
-            size_bytes = len(rows) * count * channel.token_bytes
-            data = stored.data[offset : offset + size_bytes].clone().view(channel.dtype)  # aligned
-            data = data.view(len(rows), channel.heads, count, channel.width)
-            offset += size_bytes
+            data = take(len(rows), channel.heads, count, channel.width, dtype=channel.dtype)
             for run in places:
                 page, page_rows, positions = run.parts[-1]
                 page.data[index][page_rows, :, positions.stop - count : positions.stop] = data[run.rows]
+    if not stored.has_states(layout, len(rows)):
+        return None
+    return tuple(
+        tuple(take(len(rows), *slot.shape, dtype=slot.dtype).to(device) for slot in slots) for slots in layout.slots
+    )
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().view(torch.uint8).flatten().cpu()

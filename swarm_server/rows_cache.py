@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 from transformers import PreTrainedConfig
-from transformers.cache_utils import Cache
+from transformers.cache_utils import Cache, LinearAttentionLayer
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -42,7 +42,17 @@ class BlockRuns:
     values: tuple[int, ...]
 
 
-class RowsCache(Cache):
+class StatesCache(Cache):
+    """A cache that minimax's code can use as well, which has names of its own for a recurrent state."""
+
+    def get_linear_cache(self, layer_idx: int) -> torch.Tensor | None:
+        return self.get_recurrent_state(layer_idx)
+
+    def set_linear_cache(self, layer_idx: int, state: torch.Tensor) -> None:
+        self.update_recurrent_state(state, layer_idx)
+
+
+class RowsCache(StatesCache):
     """Keys and values of a batch of rows for one call of some blocks.
 
     Attributes:
@@ -51,9 +61,16 @@ class RowsCache(Cache):
 
     is_compileable = False
 
-    def __init__(self, blocks: Sequence[BlockRuns], length: int, num_new: int, in_place: bool) -> None:
-        """``length``: of the longest row with its ``num_new`` new positions."""
-        self.layers = []
+    def __init__(
+        self,
+        blocks: Sequence[BlockRuns],
+        length: int,
+        num_new: int,
+        in_place: bool,
+        states: Sequence[LinearAttentionLayer | None] = (),
+    ) -> None:
+        """``length``: of the longest row with its ``num_new`` new positions; ``states``: of each block, if any have."""
+        self.layers = list(states)
         self._blocks = blocks
         self._length = length
         self._num_new = num_new

@@ -13,6 +13,7 @@ from swarm_server.kv_cache import Lease
 from swarm_server.kv_rows import Layout, Row
 from swarm_server.lora import PlacedAdapter
 from swarm_server.prefix_cache import ContentHash
+from swarm_server.row_states import RowStates
 
 
 @dataclass(frozen=True)
@@ -66,6 +67,7 @@ class State:
         digests: of each row's full pages of content.
         mask: under which that was sent, [batch, positions]; None if nothing was hidden.
         can_match: all content so far was found in the prefix cache.
+        states: what blocks remember besides; None before the first position, or if it is not known.
     """
 
     rows: tuple[Row, ...]
@@ -74,6 +76,7 @@ class State:
     digests: tuple[tuple[bytes, ...], ...] = ()
     mask: torch.Tensor | None = None
     can_match: bool = True
+    states: RowStates | None = None
 
     @property
     def length(self) -> int:
@@ -123,6 +126,8 @@ def changed(state: State, change: Change, layout: Layout) -> State:
             picked["hashes"] = tuple(state.hashes[i] for i in change.indices)
             picked["digests"] = tuple(state.digests[i] for i in change.indices)
             picked["mask"] = None if state.mask is None else state.mask[list(change.indices)]
+        if state.states is not None:
+            picked["states"] = state.states.picked(change.indices)
         return replace(state, **picked)
     state = cropped(state, change.length, layout)
     return state if state.settled is None else replace(state, settled=change.length)
@@ -136,6 +141,8 @@ def cropped(state: State, length: int, layout: Layout) -> State:
     rows = tuple(row.crop(length, layout) for row in state.rows)
     if None in rows:
         raise RequestRejected(f"{state.length} positions cannot be cropped to {length}: sliding windows have moved on")
+    if state.states is not None:
+        state = replace(state, states=state.states.cropped(length, layout.slots) if length else None)
     # The hash of part of a page cannot be taken back: from here on, content is not known any more.
     return forgotten(replace(state, rows=rows))
 

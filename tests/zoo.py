@@ -46,6 +46,22 @@ OPT = dict(
     max_position_embeddings=POSITIONS,
     **TOKENS,
 )
+CONVOLUTIONS = ["conv", "conv", "full_attention"] * (BLOCKS // 3)
+DELTA = dict(linear_num_value_heads=4, linear_num_key_heads=2, linear_key_head_dim=16, linear_value_head_dim=16)
+STATES = dict(mamba_n_heads=8, mamba_d_head=16, mamba_d_state=16)
+LATENT = dict(
+    COMMON,
+    num_key_value_heads=HEADS,
+    kv_lora_rank=16,
+    qk_rope_head_dim=8,
+    qk_nope_head_dim=16,
+    v_head_dim=16,
+    num_local_experts=4,
+    num_experts_per_tok=2,
+    moe_intermediate_size=32,
+    n_shared_experts=1,
+)
+MAMBA = dict(hidden_size=HIDDEN, num_hidden_layers=BLOCKS, vocab_size=VOCAB, **TOKENS)
 
 CONFIGS: dict[str, tuple[str, dict]] = {
     "bloom": ("bloom", dict(hidden_size=HIDDEN, n_layer=BLOCKS, n_head=HEADS, vocab_size=VOCAB, **TOKENS)),
@@ -159,19 +175,91 @@ CONFIGS: dict[str, tuple[str, dict]] = {
     ),
     "nemotron": ("nemotron", COMMON),
     "exaone4": ("exaone4", dict(COMMON, sliding_window=SLIDING, sliding_window_pattern=4)),
-    # -- not splittable
-    "qwen3_next": (
-        "qwen3_next",
+    "nanochat": ("nanochat", COMMON),
+    "gemma4_unified_text": ("gemma4_unified_text", dict(SMALL_HEADS, sliding_window=SLIDING)),
+    "xglm": (
+        "xglm",
         dict(
-            SMALL_HEADS,
-            **EXPERTS,
-            shared_expert_intermediate_size=48,
-            linear_num_value_heads=4,
-            linear_num_key_heads=2,
-            linear_key_head_dim=16,
-            linear_value_head_dim=16,
+            d_model=HIDDEN,
+            num_layers=BLOCKS,
+            attention_heads=HEADS,
+            ffn_dim=FFN,
+            vocab_size=VOCAB,
+            max_position_embeddings=POSITIONS,
+            **TOKENS,
         ),
     ),
+    # -- blocks with convolutions, or with recurrent states
+    "lfm2": ("lfm2", dict(COMMON, layer_types=CONVOLUTIONS, block_auto_adjust_ff_dim=False)),
+    "lfm2_moe": ("lfm2_moe", dict(COMMON, **EXPERTS, layer_types=CONVOLUTIONS, num_dense_layers=2)),
+    "lfm3": ("lfm3", dict(COMMON, layer_types=CONVOLUTIONS)),
+    "qwen3_next": ("qwen3_next", dict(SMALL_HEADS, **EXPERTS, **DELTA, shared_expert_intermediate_size=48)),
+    "qwen3_5_text": ("qwen3_5_text", dict(SMALL_HEADS, **DELTA)),
+    "qwen3_5_moe_text": ("qwen3_5_moe_text", dict(SMALL_HEADS, **EXPERTS, **DELTA, shared_expert_intermediate_size=48)),
+    "olmo_hybrid": ("olmo_hybrid", dict(COMMON, **dict(DELTA, linear_num_key_heads=4))),
+    "kimi_linear": (
+        "kimi_linear",
+        dict(
+            LATENT,
+            layer_types=["linear_attention", "linear_attention", "full_attention"] * (BLOCKS // 3),
+            linear_head_dim=16,
+            linear_num_heads=HEADS,
+        ),
+    ),
+    "bailing_hybrid": (
+        "bailing_hybrid",
+        dict(LATENT, layer_group_size=3, head_dim=16, n_group=2, topk_group=1, first_k_dense_replace=2),
+    ),
+    "bamba": ("bamba", dict(COMMON, attn_layer_indices=[1, 4], mamba_chunk_size=8, **STATES)),
+    "falcon_h1": (
+        "falcon_h1",
+        dict(SMALL_HEADS, mamba_d_ssm=64, mamba_n_heads=4, mamba_d_head=16, mamba_d_state=16, mamba_chunk_size=8),
+    ),
+    "granitemoehybrid": (
+        "granitemoehybrid",
+        dict(
+            COMMON,
+            layer_types=["mamba", "attention", "mamba"] * (BLOCKS // 3),
+            num_local_experts=4,
+            num_experts_per_tok=2,
+            shared_intermediate_size=48,
+            embedding_multiplier=12.0,
+            **STATES,
+        ),
+    ),
+    "nemotron_h": (
+        "nemotron_h",
+        dict(
+            SMALL_HEADS,
+            layers_block_type=["mamba", "moe", "attention", "mamba", "mlp", "attention"],
+            mamba_num_heads=8,
+            mamba_head_dim=16,
+            ssm_state_size=16,
+            n_groups=2,
+            n_routed_experts=4,
+            num_experts_per_tok=2,
+            moe_intermediate_size=32,
+            moe_shared_expert_intermediate_size=32,
+            chunk_size=8,
+        ),
+    ),
+    "jamba": (
+        "jamba",
+        dict(
+            COMMON,
+            attn_layer_period=3,
+            attn_layer_offset=1,
+            expert_layer_offset=1,
+            num_experts=4,
+            mamba_d_state=8,
+            mamba_dt_rank=4,
+        ),
+    ),
+    "mamba": ("mamba", dict(MAMBA, state_size=8)),
+    "falcon_mamba": ("falcon_mamba", dict(MAMBA, state_size=8)),
+    "minimax": ("minimax", dict(SMALL_HEADS, num_local_experts=4, num_experts_per_tok=2, block_size=8)),
+    "mamba2": ("mamba2", dict(MAMBA, num_heads=8, head_dim=16, state_size=16, n_groups=2, chunk_size=8)),
+    # -- not splittable
     "gemma3n_text": (
         "gemma3n_text",
         dict(
@@ -187,15 +275,18 @@ CONFIGS: dict[str, tuple[str, dict]] = {
         ),
     ),
     "gemma4_text": ("gemma4_text", dict(SMALL_HEADS, sliding_window=SLIDING)),
-    "bamba": (
-        "bamba",
-        dict(COMMON, attn_layer_indices=[1, 3, 5], mamba_n_heads=8, mamba_d_head=16, mamba_d_state=16),
-    ),
-    "mamba": ("mamba", dict(hidden_size=HIDDEN, num_hidden_layers=BLOCKS, vocab_size=VOCAB)),
+    "recurrent_gemma": ("recurrent_gemma", dict(SMALL_HEADS, lru_width=HIDDEN, attention_window_size=SLIDING)),
+    "deepseek_v32": ("deepseek_v32", dict(COMMON, num_key_value_heads=HEADS)),
 }
 
-REJECTED = ("qwen3_next", "gemma3n_text", "gemma4_text", "bamba", "mamba")
+REJECTED = ("gemma3n_text", "gemma4_text", "recurrent_gemma", "deepseek_v32")
 SUPPORTED = tuple(name for name in CONFIGS if name not in REJECTED)
+WITH_STATES = SUPPORTED[SUPPORTED.index("lfm2") :]
+# Whose blocks are made like those of another member: the slow tests have these too.
+ALIKE = (
+    *("nanochat", "gemma4_unified_text", "lfm2_moe", "lfm3", "qwen3_5_text", "qwen3_5_moe_text", "olmo_hybrid"),
+    *("kimi_linear", "bailing_hybrid", "bamba", "granitemoehybrid", "mamba", "falcon_mamba"),
+)
 
 _TASKS = {"causal-lm": AutoModelForCausalLM, "sequence-classification": AutoModelForSequenceClassification}
 

@@ -8,6 +8,7 @@ from functools import partial
 
 import torch
 
+from swarm_protocol.families import WEIGHT_IS_READ
 from swarm_protocol.int8_linear import Int8Linear, Int8Weight, quantize_rows
 from swarm_server.quantization import bnb
 from swarm_server.quantization.experts import Layout, QuantizedExperts
@@ -109,7 +110,11 @@ def _take_weight(linear: torch.nn.Module) -> torch.Tensor:
 
 def _linear_names(block: torch.nn.Module) -> list[str]:
     routers = _beside_experts(block)
-    return [name for name, part in block.named_modules() if type(part).__name__ in TRANSPOSED and part not in routers]
+    return [
+        name
+        for name, part in block.named_modules()
+        if type(part).__name__ in TRANSPOSED and part not in routers and name.rpartition(".")[2] not in WEIGHT_IS_READ
+    ]
 
 
 def _beside_experts(block: torch.nn.Module) -> set[torch.nn.Module]:

@@ -13,10 +13,11 @@ from transformers import AutoModel, PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache
 
 from swarm_protocol.checkpoint import Checkpoint
-from swarm_protocol.families import slice_config
+from swarm_protocol.families import CACHE_ARGUMENTS, slice_config
 from swarm_protocol.span import Span
 from swarm_server.blocks import BlockStack, load_blocks
-from tests.zoo import BLOCKS, HIDDEN, SLIDING, SUPPORTED, VOCAB, save_checkpoint
+from tests.families import families
+from tests.zoo import BLOCKS, HIDDEN, SLIDING, VOCAB, save_checkpoint
 
 BATCH, TOKENS, PROMPT, PADDED = 2, 16, 11, 5
 LEFT, RIGHT = Span(0, 4), Span(2, 6)  # two servers whose blocks overlap
@@ -35,6 +36,10 @@ class Swarm:
     whole: PreTrainedModel
     servers: tuple[BlockStack, ...]
 
+    @property
+    def name(self) -> str:
+        return self.whole.config.model_type
+
     def chain(self, *spans: str) -> list[BlockStack]:
         return [self.stack(Span.parse(span)) for span in spans]
 
@@ -49,11 +54,12 @@ class Hops(nn.Module):
         super().__init__()
         self.chain, self.caches = chain, caches
         self.attention_mask, self.position_ids = attention_mask, position_ids
+        self.block_type = "mamba"  # nemotron_h's own code looks for it
 
     def forward(self, hidden: torch.Tensor, *_args, **_kwargs):
         for stack, cache in zip(self.chain, self.caches, strict=True):
             hidden = stack(hidden, self.attention_mask, self.position_ids, cache)
-        return (hidden,) if self.chain[0].family.returns_tuple else hidden
+        return (hidden, None) if self.chain[0].family.returns_tuple else hidden
 
 
 class LengthOnly(DynamicCache):
@@ -68,7 +74,7 @@ class LengthOnly(DynamicCache):
         return self.length + query_length, 0
 
 
-@pytest.fixture(scope="module", params=SUPPORTED)
+@pytest.fixture(scope="module", params=families("minimax"))  # whose own class of cache is not that of stacks
 def swarm(request, tmp_path_factory) -> Swarm:
     directory = tmp_path_factory.mktemp(request.param)
     save_checkpoint(request.param, directory)
@@ -102,7 +108,12 @@ def padding(padded: bool) -> tuple[torch.Tensor | None, torch.Tensor]:
 def run(model: PreTrainedModel, position_ids: torch.Tensor, **inputs) -> torch.Tensor:
     if "position_ids" in inspect.signature(model.forward).parameters:
         inputs["position_ids"] = position_ids
-    inputs["use_cache"] = inputs.get("past_key_values") is not None
+    cache = inputs.pop("past_key_values", None)
+    argument = next(name for name in CACHE_ARGUMENTS if name in inspect.signature(model.forward).parameters)
+    if argument == "cache_params" and cache is not None and cache.has_previous_state(0):
+        inputs["attention_mask"] = None  # as mamba's own ``generate`` does
+    inputs[argument] = cache
+    inputs["use_cache"] = cache is not None
     return model(**inputs).last_hidden_state
 
 
@@ -157,9 +168,11 @@ def largest_difference(a: torch.Tensor, b: torch.Tensor, mask: torch.Tensor | No
 @pytest.mark.parametrize("chain", CHAINS)
 def test_split_equals_whole(swarm: Swarm, chain: str) -> None:
     stacks = swarm.chain(*CHAINS[chain])
+    # Single steps of mamba's scan multiply parts of tensors, which round by where they happen to lie.
+    tolerance = 1e-5 if swarm.name in ("jamba", "mamba", "falcon_mamba") else 0.0
     assert difference_of_forward(swarm, stacks) == 0.0
-    assert difference_of_generation(swarm, stacks, padded=False) == 0.0
-    assert difference_of_generation(swarm, stacks, padded=True) == 0.0
+    assert difference_of_generation(swarm, stacks, padded=False) <= tolerance
+    assert difference_of_generation(swarm, stacks, padded=True) <= tolerance
 
 
 def test_wrong_chain_is_noticed(swarm: Swarm) -> None:
@@ -294,3 +307,14 @@ def test_transform_is_called_with_the_whole_models_index(tmp_path: Path) -> None
     assert changed == [(3, 3), (4, 4)]
     assert all(isinstance(block.mlp, nn.Identity) for block in stack.blocks)
     assert [block.self_attn.layer_idx for block in stack.view(Span(4, 5)).blocks] == [0]
+
+
+@pytest.mark.parametrize("name", ["gpt_bigcode", "nanochat", "falcon_h1"])
+def test_weight_initialisation_does_not_meet_what_is_left_out(name: str, tmp_path: Path) -> None:
+    """These families initialise weights of layers, or buffers of blocks, from outside: here some are not there."""
+    save_checkpoint(name, tmp_path)
+    stack = load_blocks(Checkpoint.open(tmp_path), Span(1, 3), transform=lambda _part, _index: None)
+    whole = load_whole(tmp_path)
+    for index, block in zip(stack.span, stack.blocks, strict=True):
+        assert_same_weights(stack.original(index), getattr(stack.family.owner_of(whole), stack.family.blocks)[index])
+        assert not any(parameter.requires_grad for parameter in block.parameters())

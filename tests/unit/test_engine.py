@@ -18,9 +18,11 @@ from swarm_server.engine import Engine
 from swarm_server.kv_cache import CacheBudget
 from swarm_server.prefix_cache import PrefixCache
 from swarm_server.session_state import Change, Crop, RecordPast, Reorder, Session, Step
-from tests.zoo import BLOCKS, HIDDEN, SLIDING, SUPPORTED, save_checkpoint
+from tests.families import FAMILIES
+from tests.zoo import BLOCKS, HIDDEN, SLIDING, save_checkpoint
 
 TOLERANCE = 1e-5  # relative
+OF_STATES = 2e-4  # families compute several tokens of a recurrence in another way than one, also on one machine
 HOSTED = Span(0, BLOCKS)
 PLENTY = 1 << 30
 
@@ -88,7 +90,8 @@ class Generation:
         num_tokens = num_tokens or output.shape[1]
         attended = self.mask[:, : self.hidden.shape[1]][:, -num_tokens:].bool()
         error = (output[:, -num_tokens:] - self.expected()[:, -num_tokens:])[attended].abs().max()
-        assert error <= TOLERANCE * self.expected().abs().max(), error
+        tolerance = OF_STATES if self.session.layout.slots else TOLERANCE
+        assert error <= tolerance * self.expected().abs().max(), error
 
 
 def run(engine: Engine, *steps: tuple[Generation, Step]) -> list:
@@ -102,7 +105,7 @@ def advance(engine: Engine, generations: list[Generation], num_tokens: int, *cha
         generation.check(output, num_tokens)
 
 
-@pytest.fixture(scope="module", params=SUPPORTED)
+@pytest.fixture(scope="module", params=FAMILIES)
 def stack(request, tmp_path_factory) -> BlockStack:
     directory = tmp_path_factory.mktemp(request.param)
     save_checkpoint(request.param, directory)
@@ -193,6 +196,12 @@ class TestEveryFamily:
             for (generation, _), output in zip(steps, run(engine, *steps), strict=True):
                 generation.check(output)
         length = beams.session.length
+        if not beams.session.layout.crops_states:
+            (output,) = engine.run([(beams.session, Step(length - 3, BlockInput(torch.zeros(2, 1, HIDDEN))))])
+            assert isinstance(output, RequestRejected) and "cannot be taken out of it" in str(output)
+            advance(engine, [beams], 3)
+            advance(engine, [beams], 3, Crop(length))  # the last step again
+            return
         advance(engine, [beams], 3, Crop(length - 2))
         advance(engine, [beams], 1, Crop(length - 1), Reorder((1, 0)))
 

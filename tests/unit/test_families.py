@@ -7,12 +7,11 @@ from transformers import (
     BertConfig,
     Gemma3Config,
     GraniteMoeConfig,
-    Lfm2Config,
     LlamaConfig,
     OpenAIGPTConfig,
     PreTrainedConfig,
     T5Config,
-    XGLMConfig,
+    ZayaConfig,
 )
 
 from swarm_protocol.errors import UnsupportedModel
@@ -45,7 +44,7 @@ def test_facts_of_granite() -> None:
 
 def test_which_families_return_tuples() -> None:
     tuples = {name for name in SUPPORTED if describe(make_config(name)).returns_tuple}
-    assert tuples == {"bloom", "falcon-rw", "falcon-7b", "falcon-40b", "gpt_neo", "gptj", "mpt"}
+    assert tuples == {"bamba", "bloom", "falcon-rw", "falcon-7b", "falcon-40b", "falcon_h1", "gpt_neo", "gptj", "mpt"}
 
 
 def test_families_outside_the_list_are_tried() -> None:
@@ -80,23 +79,27 @@ def test_slice_config_cuts_every_list_per_block() -> None:
     assert gpt_neo.eos_token_id == [1, 2, 3, 4, 5, 6]
 
 
+def test_slice_config_cuts_lists_that_are_computed() -> None:
+    config = make_config("jamba")
+    assert slice_config(config, Span(1, 4)).layer_types == config.layer_types[1:4]
+    assert slice_config(config, Span(1, 4)).layers_block_type == config.layers_block_type[1:4]
+
+
 class HomeMadeConfig(PreTrainedConfig):
     model_type = "home-made"
     num_hidden_layers = 2
 
 
 REFUSED = {
-    "qwen3_next": (make_config("qwen3_next"), "recurrent state"),
     "gemma3n_text": (make_config("gemma3n_text"), "share keys, values or embeddings"),
     "gemma4_text": (make_config("gemma4_text"), "share keys, values or embeddings"),
-    "bamba": (make_config("bamba"), "recurrent state"),
-    "mamba": (make_config("mamba"), "recurrent state"),
+    "recurrent_gemma": (make_config("recurrent_gemma"), "keep their recurrent state in themselves"),
+    "zaya": (ZayaConfig(), "hand one another more than hidden states"),
+    "deepseek_v32": (make_config("deepseek_v32"), "blocks of type indexed_attention"),
     "t5": (T5Config(), "encoder-decoder"),
     "gemma3": (Gemma3Config(), "wraps a text model"),
     "bert": (BertConfig(**SMALL), "token embedding is not beside"),
-    "xglm": (XGLMConfig(num_layers=2, d_model=64, attention_heads=4, ffn_dim=64), "changes hidden states outside"),
-    "openai-gpt": (OpenAIGPTConfig(n_layer=2, n_embd=64, n_head=4), "does not accept past_key_values"),
-    "lfm2": (Lfm2Config(**SMALL, layer_types=["conv", "full_attention"]), "blocks of type conv"),
+    "openai-gpt": (OpenAIGPTConfig(n_layer=2, n_embd=64, n_head=4), "does not accept use_cache, past_key_values"),
     "llama": (LlamaConfig(**SMALL, hidden_act="nonsense"), "cannot build it from this config"),
     "home-made": (HomeMadeConfig(), "no stock model"),
 }

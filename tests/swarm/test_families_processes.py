@@ -1,0 +1,128 @@
+"""Every family that the README names is loaded by a server process, which computes what the local model does."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import secrets
+import ssl
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+from swarm_client.nursery import Nursery, NurseryServer
+from swarm_protocol.checkpoint import Checkpoint
+from swarm_protocol.codec import decode
+from swarm_protocol.pb import swarm_pb2 as pb
+from swarm_protocol.records import ServerRecord
+from swarm_protocol.span import Span
+from swarm_protocol.wire import WIRE_VERSION
+from tests.swarm.raw_client import RawClient
+from tests.swarm.target import wire
+from tests.zoo import BLOCKS, CONFIGS, PAD, SUPPORTED, VOCAB, save_checkpoint
+
+AT_ONCE = 4  # processes
+PROMPT, NEW = 11, 3
+TOLERANCE = 1e-4  # relative; the zoo's large weights amplify rounding, by which servers differ (oneDNN, other batches)
+README = Path(__file__).parents[2] / "README.md"
+FAMILIES = list({CONFIGS[name][0]: name for name in SUPPORTED}.values())  # one of each
+WAVES = [FAMILIES[start : start + AT_ONCE] for start in range(0, len(FAMILIES), AT_ONCE)]
+
+
+def test_every_family_that_the_readme_names_is_tested() -> None:
+    listed = re.search(r"Tested[^:]*: (.*?)\.\s", README.read_text().partition("## Models")[2], re.DOTALL)[1]
+    assert set(re.split(r",\s+", listed)) == {CONFIGS[name][0] for name in SUPPORTED}
+
+
+@pytest.mark.parametrize("names", WAVES, ids=", ".join)
+def test_server_processes(names: Sequence[str], nursery: Nursery, identities: Path, tmp_path: Path) -> None:
+    for name in names:
+        save_checkpoint(name, tmp_path / name)
+    servers = [start(nursery, tmp_path / name, identities / str(place)) for place, name in enumerate(names)]
+    try:
+        nursery.wait_ready(servers)
+        for name, server in zip(names, servers, strict=True):
+            check(server, tmp_path / name)
+    finally:
+        for server in servers:
+            server.kill()
+            server.wait_gone()
+
+
+@pytest.fixture(scope="module")
+def identities(tmp_path_factory) -> Path:
+    """Where servers keep their keys, which take longer to make than a small model to load."""
+    return tmp_path_factory.mktemp("identities")
+
+
+def start(nursery: Nursery, checkpoint: Path, identity: Path) -> NurseryServer:
+    swarm = f"families-{os.getpid()}-{checkpoint.name}"
+    where = ["--model", str(checkpoint), "--swarm", swarm, "--identity", str(identity)]
+    options = ["--quant", "none", "--throughput", "100", "--cache-tokens", "2048"]
+    return nursery.start(*where, "--blocks", f"0:{BLOCKS}", *options)
+
+
+def check(server: NurseryServer, directory: Path) -> None:
+    """Generates with the local model, and has the server compute what its blocks computed."""
+    inputs, outputs = local_generation(directory)
+    checkpoint = Checkpoint.open(directory)
+    contract = pb.Contract(
+        wire_version=WIRE_VERSION,
+        model=checkpoint.name,
+        revision=checkpoint.revision,
+        blocks=pb.Span(start=0, end=BLOCKS),
+    )
+    opening = pb.Open(contract=contract, session_key=secrets.token_bytes(16), batch_size=len(inputs[0]))
+    requests, length = [pb.SessionRequest(open=opening)], 0
+    for number, hidden in enumerate(inputs, 1):
+        step = pb.Step(number=number, start_position=length, hidden=wire(hidden))
+        requests.append(pb.SessionRequest(step=step))
+        length += hidden.shape[1]
+    with RawClient(record_of(server, checkpoint)) as client:
+        answer = client.session(*requests, pb.SessionRequest(close=pb.Close()))
+        steps = [decode(reply.output.hidden) for reply in answer.replies if reply.HasField("output")]
+        without_cache = client.forward(pb.ForwardRequest(forward=pb.Forward(contract=contract, hidden=wire(inputs[0]))))
+    assert len(steps) == len(outputs), answer
+    for output, expected in zip([*steps, decode(without_cache.replies[0].output)], [*outputs, outputs[0]], strict=True):
+        error = float((output - expected).abs().max() / expected.abs().max())
+        assert error <= TOLERANCE, f"{directory.name}: {error}"
+
+
+def local_generation(directory: Path) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Of the prompt and each new token, what goes into the first block and what comes out of the last."""
+    whole = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+    whole.generation_config.eos_token_id, whole.generation_config.pad_token_id = None, PAD
+    family = Checkpoint.open(directory).family
+    base = next(module for module in whole.modules() if isinstance(module, family.base_class))
+    blocks: nn.ModuleList = getattr(family.owner_of(base), family.blocks)
+    inputs: list[torch.Tensor] = []
+    outputs: list[torch.Tensor] = []
+    blocks[0].register_forward_pre_hook(
+        lambda _block, args, kwargs: inputs.append(args[0] if args else kwargs["hidden_states"]), with_kwargs=True
+    )
+    blocks[-1].register_forward_hook(
+        lambda _block, _args, output: outputs.append(output[0] if isinstance(output, tuple) else output)
+    )
+    ids = torch.randint(3, VOCAB, (2, PROMPT), generator=torch.Generator().manual_seed(0))
+    whole.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW, do_sample=False, use_cache=True)
+    return inputs, outputs
+
+
+def record_of(server: NurseryServer, checkpoint: Checkpoint) -> ServerRecord:
+    """Enough of the server's record to call it."""
+    host, port = server.ready["grpc"].split(":")
+    certificate = ssl.PEM_cert_to_DER_cert(ssl.get_server_certificate((host, int(port))))
+    return ServerRecord(
+        server.peer_id,
+        (server.ready["grpc"],),
+        model=checkpoint.name,
+        revision=checkpoint.revision,
+        num_blocks=BLOCKS,
+        span=Span(0, BLOCKS),
+        tls_fingerprint=hashlib.sha256(certificate).digest(),
+    )
