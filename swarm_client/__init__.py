@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from swarm_protocol.errors import NoRoute, NoSwarm, PeerError, RecoveryFailed, RequestRejected, SwarmError
+from swarm_protocol.errors import (
+    NoRoute,
+    NoSwarm,
+    PeerError,
+    RecoveryFailed,
+    RequestRejected,
+    SwarmError,
+    TrainingDiverged,
+)
 
 if TYPE_CHECKING:
     from swarm_client.model import DistributedModel, DistributedModelForSequenceClassification
@@ -18,6 +26,7 @@ __all__ = [
     "RecoveryFailed",
     "RequestRejected",
     "SwarmError",
+    "TrainingDiverged",
 ]
 
 

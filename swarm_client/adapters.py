@@ -78,6 +78,11 @@ class Snapshot:
             self._parts[span] = _part(self._adapter.over(span))
         return self._parts[span]
 
+    @property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """All of them, on the CPU."""
+        return self._adapter.tensors
+
     def begins(self, span: Span) -> int:
         """The first block of ``span`` that has a tensor with a gradient; the end of the span if there is none."""
         over = self._adapter.over(span)

@@ -203,13 +203,29 @@ def _train(
 
     from swarm_client.loss_curve import draw_loss_curve
     from swarm_client.trained import how_to_use
-    from swarm_client.trainer import AdapterTrainer, Bar, Interrupt, LastStep, Lines, RandomState, misses_evaluation
+    from swarm_client.trainer import (
+        AdapterTrainer,
+        Bar,
+        Interrupt,
+        LastStep,
+        Lines,
+        RandomState,
+        StaysFinite,
+        misses_evaluation,
+    )
     from swarm_client.training_data import Padding
-    from swarm_protocol.errors import SwarmError
+    from swarm_protocol.errors import SwarmError, TrainingDiverged
 
     disable_progress_bar()  # of writing checkpoints
     interrupt, after_step = Interrupt(), RandomState()
-    callbacks: list[Any] = [interrupt, after_step, Lines(), LastStep(), *([Bar()] if sys.stderr.isatty() else [])]
+    callbacks: list[Any] = [
+        interrupt,
+        after_step,
+        StaysFinite(),
+        Lines(),
+        LastStep(),
+        *([Bar()] if sys.stderr.isatty() else []),
+    ]
     if settings.early_stopping:
         callbacks.append(EarlyStoppingCallback(settings.early_stopping))
     validates_first = checkpoint is None or (validation is not None and misses_evaluation(checkpoint))
@@ -227,9 +243,14 @@ def _train(
         with interrupt:
             try:
                 trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
+            except TrainingDiverged as error:
+                step, saved = trainer.state.global_step, trainer.save_last_step(after_step)
+                kept = f"; step {saved} is saved in {settings.output}" if saved else ""
+                rate = f"--learning-rate is {settings.chosen_learning_rate:g}"
+                raise TrainingDiverged(f"after {step} steps, {error} ({rate}){kept}") from None
             except SwarmError:
                 saved = trainer.save_last_step(after_step)
-                where = f"step {trainer.state.global_step} was the last, and is saved" if saved else "no step was made"
+                where = f"step {saved} was the last, and is saved" if saved else "no step was made"
                 print(f"{where}; go on with\n  {go_on}", file=sys.stderr)
                 raise
     except KeyboardInterrupt:

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 import torch
 
 from swarm_client.adapters import NOTHING, Snapshot
+from swarm_client.divergence import require_finite
 from swarm_client.patience import Patience
 from swarm_client.routing import Chain, Hop
 from swarm_client.swarm import Swarm
@@ -76,15 +77,19 @@ async def forward(
     Raises:
         NoRoute: nobody holds some block. RequestRejected: the servers refuse the input.
         RecoveryFailed: servers failed, and nobody could take their place within ``recovery_timeout_s``.
+        TrainingDiverged: numbers overflow, here or on whichever server.
     """
     batches = _micro_batches(inputs)
     chains = await swarm.chains(span, [rows.hidden.shape[0] * rows.hidden.shape[1] for rows in batches])
     ends_at = span.end if first_grad is None else first_grad
+    trains = first_grad is not None or adapter.begins(span) < span.end
+    require_finite([inputs.hidden], "hidden states", trains)
+    require_finite(adapter.tensors, "adapter's weights")
 
     async def one(number: int, rows: BlockInput, chain: Chain) -> tuple[torch.Tensor, Way]:
         wire = WireTensor.of(rows.hidden, CODECS[swarm.config.compression])
         context = Context.of(rows, adapter, _seed(dropout_seed, number))
-        output, path = await _forward_rows(swarm, span, wire, context, chain, ends_at)
+        output, path = await _forward_rows(swarm, span, wire, context, chain, ends_at, Patience(swarm, trains))
         return output.decode(rows.hidden.shape, rows.hidden.dtype), Way(context, path)
 
     jobs = enumerate(zip(batches, chains, strict=True))
@@ -93,14 +98,20 @@ async def forward(
 
 
 async def _forward_rows(
-    swarm: Swarm, span: Span, hidden: WireTensor, context: Context, chain: Chain, first_grad: int
+    swarm: Swarm,
+    span: Span,
+    hidden: WireTensor,
+    context: Context,
+    chain: Chain,
+    first_grad: int,
+    patience: Patience,
 ) -> tuple[WireTensor, list[Visited]]:
     """Goes on from where it is with another chain when a server fails.
 
     Servers with blocks from ``first_grad`` on are asked to keep what the backward pass needs.
     """
     path: list[Visited] = []
-    position, patience = span.start, Patience(swarm)
+    position = span.start
     while True:
         try:
             for hop in chain:
@@ -108,7 +119,7 @@ async def _forward_rows(
                 output, kept = await _forward_hop(swarm, hop, hidden, context, key)
                 path.append(Visited(hop, hidden, key if kept else b""))
                 hidden, position = output, hop.span.end
-                patience.renew()
+                patience.renew(position)
             return hidden, path
         except PeerError as error:
             patience.failed(error)
@@ -144,7 +155,7 @@ def _blamed_on(hop: Hop) -> Iterator[None]:
     try:
         yield
     except BadReply as error:
-        raise BadReply(str(error), hop.server.peer_id, hop.span) from None
+        raise type(error)(str(error), hop.server.peer_id, hop.span) from None
 
 
 async def backward(
@@ -157,6 +168,7 @@ async def backward(
     Raises:
         As ``forward``.
     """
+    require_finite([grad], "gradients")
     sums = adapter.sums(span)
     first_block = span.start if need_input else adapter.begins(span)
 
@@ -174,6 +186,7 @@ async def backward(
     for _, found in results:  # in the order of rows, whichever came first: sums are the same every time
         for part, grads in found:
             sums.add(part, grads)
+    require_finite(sums.tensors, "gradients of what is trained")
     return [input_grad for input_grad, _ in results] if need_input else [], sums.tensors
 
 
@@ -184,7 +197,7 @@ async def _backward_rows(
 
     Returns the gradient of the inputs, and for each server those of the adapter's tensors in its blocks.
     """
-    patience, chain = Patience(swarm), None  # another one, where the first server failed
+    patience, chain = Patience(swarm, trains=True), None  # another one, where the first server failed
     while True:
         try:
             if chain is None:
@@ -202,6 +215,7 @@ async def _backward_rows(
                 result, grads = await _backward_hop(swarm, visited, result, context)
                 found.append((visited.hop.span, grads))
                 patience.renew()
+            patience.renew(part.hop.span.end)
             return result, found
         except PeerError as error:
             patience.failed(error)

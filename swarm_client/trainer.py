@@ -16,6 +16,7 @@ from transformers import ProgressCallback, Trainer, TrainerCallback, TrainerCont
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
+from swarm_client.divergence import require_finite
 from swarm_client.trained import restore_trained
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -38,19 +39,18 @@ class AdapterTrainer(Trainer):
     def _load_best_model(self) -> None:
         restore_trained(self.model, self.state.best_model_checkpoint)
 
-    def save_last_step(self, after_step: RandomState) -> bool:
+    def save_last_step(self, after_step: RandomState) -> int:
         """After a failure in mid-step: makes a checkpoint of the last whole one, unless there is one.
 
-        Returns whether there is one now; False before the first step.
+        What is not finite any more is not saved. Returns the number of the last step that is saved; 0 if none is.
         """
-        step = self.state.global_step
-        if not step:
-            return False
-        if last_checkpoint(Path(self.args.output_dir))[1] < step:
-            if not self._is_evaluating:
-                after_step.restore()
-            self._save_checkpoint(self.model, trial=None)
-        return True
+        step, (_, saved) = self.state.global_step, last_checkpoint(Path(self.args.output_dir))
+        if saved >= step or not all(bool(p.isfinite().all()) for p in self.model.parameters() if p.requires_grad):
+            return saved
+        if not self._is_evaluating:
+            after_step.restore()
+        self._save_checkpoint(self.model, trial=None)
+        return step
 
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
         self._is_evaluating = True
@@ -74,6 +74,13 @@ def misses_evaluation(checkpoint: Path) -> bool:
     state = TrainerState.load_from_json(str(checkpoint / TRAINER_STATE_NAME))
     due = state.global_step % state.eval_steps == 0 or state.global_step >= state.max_steps
     return due and not any(entry["step"] == state.global_step and "eval_loss" in entry for entry in state.log_history)
+
+
+class StaysFinite(TrainerCallback):
+    """Raises TrainingDiverged after a step that made weights infinite, before they are saved."""
+
+    def on_step_end(self, _args: Any, _state: Any, _control: Any, *, model: Any, **_others: Any) -> None:
+        require_finite([parameter for parameter in model.parameters() if parameter.requires_grad], "weights")
 
 
 class Lines(TrainerCallback):

@@ -10,7 +10,7 @@ import torch
 from swarm_client.adapters import NOTHING, Snapshot
 from swarm_protocol.block_input import BlockInput
 from swarm_protocol.codec import Assembler, encode, encode_mask
-from swarm_protocol.errors import BadReply, RequestRejected
+from swarm_protocol.errors import BadReply, NotFinite, RequestRejected
 from swarm_protocol.pb import swarm_pb2 as pb
 
 CODECS = {"none": pb.RAW, "int8": pb.INT8_BLOCKS}  # by the names of ``ClientConfig.compression``
@@ -42,7 +42,7 @@ class WireTensor:
             )
         tensor = assembler.tensor()
         if not bool(torch.isfinite(tensor).all()):
-            raise BadReply("the server answered values that are not finite (NaN or infinity)")
+            raise NotFinite("the server answered values that are not finite (NaN or infinity)")
         return tensor
 
 

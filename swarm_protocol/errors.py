@@ -37,6 +37,10 @@ class RequestRejected(SwarmError, ValueError):
     status = grpc.StatusCode.INVALID_ARGUMENT
 
 
+class TrainingDiverged(RequestRejected):
+    """What is trained has become so large that numbers overflow: the servers are not to blame."""
+
+
 class AccessDenied(SwarmError):
     """The server does not accept this client."""
 
@@ -89,6 +93,10 @@ class Forgotten(PeerError):
 
 class BadReply(PeerError):
     """The server's answer has the wrong shape or dtype, or is not finite."""
+
+
+class NotFinite(BadReply):
+    """The server's answer has NaN or infinity in it."""
 
 
 class RecoveryFailed(PeerError):

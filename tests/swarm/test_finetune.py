@@ -213,6 +213,17 @@ def test_when_all_servers_go_the_last_step_is_saved_and_the_run_goes_on_with_oth
     assert_as_if_nothing_had_happened(place / name, place / "lora")
 
 
+def test_a_learning_rate_that_is_too_high_is_no_fault_of_servers(servers, place, cache_home):
+    """Of 1e39: the first step makes weights of infinite size, which are not saved."""
+    options = [*LORA, "--learning-rate", "1e39", "--save-every", "1", "--validation-share", "0"]
+    (outcome,) = run_commands("swarm_client", [command(servers, place, "diverged", *options)], cache_home)
+    assert outcome.code == 1, outcome
+    (line,) = [line for line in outcome.stderr.splitlines() if not line.startswith("loading blocks:")]
+    assert re.match(r"error: after 1 steps, the weights are not finite .*: training has diverged; lower the lea", line)
+    assert "(--learning-rate is 1e+39)" in line
+    assert not list((place / "diverged").glob("checkpoint-*"))
+
+
 MISTAKES = {
     "no-data": (["--data", "/nowhere/data.txt"], "/nowhere/data.txt does not exist"),
     "broken-line": (["--data", "broken.jsonl"], r"line 5 of .*broken\.jsonl is not JSON"),

@@ -1,0 +1,31 @@
+"""Tells training that has diverged from servers that fail: what is sent must be finite, and so must what comes back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+
+from swarm_protocol.errors import NotFinite, RequestRejected, TrainingDiverged
+
+_ADVICE = "training has diverged; lower the learning rate"
+
+
+def require_finite(tensors: Iterable[torch.Tensor], what: str, trains: bool = True) -> None:
+    """Checks what is about to be sent; ``what``: its name in the plural.
+
+    Raises:
+        TrainingDiverged: some tensor has NaN or infinity. RequestRejected: the same, but nothing is being trained.
+    """
+    if all(bool(torch.isfinite(tensor).all()) for tensor in tensors):
+        return
+    reason = f"the {what} are not finite (they contain NaN or infinity)"
+    raise TrainingDiverged(f"{reason}: {_ADVICE}") if trains else RequestRejected(reason)
+
+
+def overflows_everywhere(first: NotFinite, second: NotFinite) -> TrainingDiverged:
+    """The error when a second computation of blocks, by another server if there is one, is not finite either."""
+    who = "two servers answer" if first.peer_id != second.peer_id else f"server …{first.peer_id[-6:]} answers twice"
+    return TrainingDiverged(
+        f"{who} values that are not finite (NaN or infinity) for blocks {second.span}, given finite ones: {_ADVICE}"
+    )
