@@ -16,6 +16,7 @@ from swarm_protocol.notes import DEFAULT_SWARM
 METHODS = ("lora", "prompt", "deep-prompt")
 SCHEDULES = ("linear", "cosine", "constant")
 OPTIMIZERS = ("adamw", "adamw-8bit")
+_LARGEST = 1e30  # optimizers compute in float32
 _MAY_CHANGE = {  # when a run is resumed
     *("data", "output", "validation", "resume", "initial_peers", "swarm", "wait", "epochs", "max_steps"),
     *("recovery_timeout", "save_every", "eval_every"),
@@ -76,8 +77,8 @@ class FinetuneSettings:
             if getattr(self, name) is not None and getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}: expected at least 1")
         for name in ("alpha", "epochs", "learning_rate", "max_grad_norm"):
-            if getattr(self, name) is not None and not 0 < getattr(self, name) < float("inf"):
-                raise ValueError(f"{name} is {getattr(self, name)}: expected a number above 0")
+            if getattr(self, name) is not None and not 0 < getattr(self, name) <= _LARGEST:
+                raise ValueError(f"{name} is {getattr(self, name)}: expected a number above 0, up to {_LARGEST:g}")
         for name in ("lora_dropout", "validation_share"):
             if not 0 <= getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}: expected 0 or more, and less than 1")

@@ -85,6 +85,35 @@ class LoraMixin:
     """
 
     _skeleton: Skeleton | None = None
+    _adds_adapter = False
+
+    @property
+    def peft_config(self) -> dict[str, Any]:
+        """PEFT's configs, by the names of adapters. PEFT sets it when it has put its layers into the model.
+
+        Raises:
+            ValueError: when a wrapper of PEFT's own sets it, and its layers should also be in the blocks.
+        """
+        if "_peft_config" not in self.__dict__:
+            raise AttributeError("peft_config")
+        return self.__dict__["_peft_config"]
+
+    @peft_config.setter
+    def peft_config(self, configs: dict[str, Any]) -> None:
+        stock_class, family = type(self).stock_class, self._family
+        if not self._adds_adapter:
+            for config in configs.values():
+                if _blocks_with_layers(stock_class, family, self.config, copy.deepcopy(config))[1]:
+                    _remove_layers(self)
+                    raise ValueError(
+                        "PEFT's wrappers reach what is on this machine only, but this adapter is for the blocks too, "
+                        "which are on servers: use model.add_adapter(config), or model.load_adapter(path)"
+                    )
+        self.__dict__["_peft_config"] = configs
+
+    @peft_config.deleter
+    def peft_config(self) -> None:
+        del self.__dict__["_peft_config"]
 
     def add_adapter(self, adapter_config: LoraConfig, adapter_name: str | None = None) -> None:
         """Adds low-rank matrices to the remote blocks and makes them all there is to train.
@@ -103,8 +132,12 @@ class LoraMixin:
             _rehearse(type(self).stock_class, self._family, self.config, adapter_config)
             if self._skeleton is None:
                 self._skeleton = remote.skeleton = Skeleton(self._family, self.config)
-            with self._with_skeleton():
-                super().add_adapter(adapter_config, adapter_name)
+            self._adds_adapter = True
+            try:
+                with self._with_skeleton():
+                    super().add_adapter(adapter_config, adapter_name)
+            finally:
+                self._adds_adapter = False
 
     def load_adapter(
         self,
@@ -215,21 +248,16 @@ def _rehearse(
     stock_class: type[PreTrainedModel], family: Family, config: PreTrainedConfig, adapter_config: LoraConfig
 ) -> None:
     """Lets PEFT put its layers into a model without weights; raises ValueError if some could not work."""
-    from peft import inject_adapter_in_model
     from peft.tuners.tuners_utils import BaseTunerLayer
     from peft.utils import AuxiliaryTrainingWrapper
 
-    model = _on_meta(stock_class, config)
     adapter_config = copy.deepcopy(adapter_config)
-    with torch.random.fork_rng(devices=()):
-        inject_adapter_in_model(adapter_config, model, low_cpu_mem_usage=True)
+    blocks, _ = _blocks_with_layers(stock_class, family, config, adapter_config)
     if adapter_config.target_parameters:  # which PEFT makes of targets among fused experts
         raise ValueError(
             f"target_modules reaches experts ({', '.join(sorted(adapter_config.target_parameters))}): "
             "name linear layers outside them"
         )
-    base = next(module for module in model.modules() if isinstance(module, family.base_class))
-    blocks = getattr(family.owner_of(base), family.blocks)
     found = [(name, module) for name, module in blocks.named_modules() if isinstance(module, BaseTunerLayer)]
     for name, module in found:
         if "experts" in name.split("."):
@@ -242,6 +270,35 @@ def _rehearse(
     for name, module in blocks.named_modules():
         if isinstance(module, AuxiliaryTrainingWrapper):
             raise ValueError(f"modules_to_save names {name!r}, whose weights are on servers: leave it out")
+
+
+def _blocks_with_layers(
+    stock_class: type[PreTrainedModel], family: Family, config: PreTrainedConfig, adapter_config: Any
+) -> tuple[nn.Module, bool]:
+    """The blocks of a model without weights into which PEFT has put its layers, and whether any are there."""
+    from peft import inject_adapter_in_model
+    from peft.tuners.tuners_utils import BaseTunerLayer
+    from peft.utils import AuxiliaryTrainingWrapper
+
+    model = _on_meta(stock_class, config)
+    with torch.random.fork_rng(devices=()):
+        inject_adapter_in_model(adapter_config, model, low_cpu_mem_usage=True)
+    base = next(module for module in model.modules() if isinstance(module, family.base_class))
+    blocks = getattr(family.owner_of(base), family.blocks)
+    return blocks, any(isinstance(module, BaseTunerLayer | AuxiliaryTrainingWrapper) for module in blocks.modules())
+
+
+def _remove_layers(model: PreTrainedModel) -> None:
+    """Puts the model's own modules back where PEFT has put layers around them."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+    from peft.utils import AuxiliaryTrainingWrapper
+
+    for name, module in list(model.named_modules()):
+        parent, _, child = name.rpartition(".")
+        if isinstance(module, BaseTunerLayer):
+            setattr(model.get_submodule(parent), child, module.get_base_layer())
+        elif isinstance(module, AuxiliaryTrainingWrapper):
+            setattr(model.get_submodule(parent), child, module.original_module)
 
 
 def _on_meta(model_class: type[PreTrainedModel], config: PreTrainedConfig) -> PreTrainedModel:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import AsyncIterable, Iterable
+from os import PathLike
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from swarm_client.model_pass import has_hooks
 from swarm_client.prompts import PromptsMixin
 from swarm_client.remote_blocks import BlockModule, RemoteBlocks, RemoteSpan
 from swarm_client.swarm import Swarm
+from swarm_client.trained import save_for_trainer
 from swarm_protocol.errors import RequestRejected
 from swarm_protocol.families import Family
 
@@ -111,7 +113,7 @@ class RemoteModelMixin(PromptsMixin, LoraMixin):
         with float_head(self):
             return super().resize_token_embeddings(*args, **kwargs)
 
-    def save_pretrained(self, *args: Any, **kwargs: Any) -> Any:
+    def save_pretrained(self, save_directory: str | PathLike[str], *args: Any, **kwargs: Any) -> Any:
         """What was trained: the adapter, or the prompts.
 
         Raises:
@@ -119,7 +121,9 @@ class RemoteModelMixin(PromptsMixin, LoraMixin):
         """
         self._require_something_to_save()
         with float_head(self):
-            return super().save_pretrained(*args, **kwargs)
+            result = super().save_pretrained(save_directory, *args, **kwargs)
+        save_for_trainer(self, save_directory)
+        return result
 
     def push_to_hub(self, *args: Any, **kwargs: Any) -> Any:
         """As ``save_pretrained``."""

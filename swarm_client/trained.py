@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,6 +13,7 @@ import torch
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+_TRAINER_CHECKPOINT = re.compile(r"checkpoint-\d+")
 PROMPTS_FILE, PEFT_CONFIG = "prompts.safetensors", "adapter_config.json"
 
 
@@ -52,6 +54,20 @@ def restore_trained(model: PreTrainedModel, directory: str | PathLike[str]) -> N
     with torch.no_grad():
         for name, tensor in model.get_adapter_state_dict().items():
             tensor.copy_(saved[f"base_model.model.{name.removeprefix('base_model.model.')}"])
+
+
+def save_for_trainer(model: PreTrainedModel, directory: str | PathLike[str]) -> None:
+    """Adds what was trained to a checkpoint of Hugging Face's Trainer, under the model's own names.
+
+    There it looks for what ``resume_from_checkpoint`` and ``load_best_model_at_end`` load; for PEFT's files it looks in
+    checkpoints of a ``PeftModel`` only. Other directories are left alone.
+    """
+    from safetensors.torch import save_file
+
+    if _TRAINER_CHECKPOINT.fullmatch(Path(directory).name):
+        trained = {name: tensor.detach() for name, tensor in model.named_parameters() if tensor.requires_grad}
+        tensors = {name: tensor.contiguous().cpu() for name, tensor in trained.items()}
+        save_file(tensors, Path(directory) / "model.safetensors", {"format": "pt"})
 
 
 def how_to_use(model_name: str, directory: str | PathLike[str]) -> str:

@@ -35,7 +35,13 @@ def encode(tensor: torch.Tensor, codec: int = pb.RAW) -> tuple[pb.Tensor, list[b
 
     ``INT8_BLOCKS`` is for floating-point tensors: absolute-maximum int8 in blocks of 64 elements (relative error about
     0.006 for normally distributed values, 3.8 times smaller than float32).
+
+    Raises:
+        RequestRejected: there is no wire form of the tensor's dtype.
     """
+    if tensor.dtype not in _WIRE_DTYPES:
+        known = ", ".join(str(dtype).removeprefix("torch.") for dtype in _WIRE_DTYPES if dtype.is_floating_point)
+        raise RequestRejected(f"tensors of {tensor.dtype} cannot be sent to servers: expected {known}")
     tensor = tensor.detach().cpu().contiguous()
     data = _pack_int8(tensor) if codec == pb.INT8_BLOCKS else tensor.reshape(-1).view(torch.uint8).numpy().tobytes()
     wire = pb.Tensor(

@@ -168,3 +168,24 @@ def test_a_kind_of_cache_beside_a_cache_is_refused_as_by_stock_models(pair):
             model.generate(
                 random_ids(1, 5, seed=9), cache_implementation="static", past_key_values=DynamicCache(), **OPTIONS
             )
+
+
+# ------------------------------------------------------------ other precisions
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_the_client_in_half_precision(pair, dtype):
+    with connected(pair.servers) as remote, torch.no_grad():
+        remote.to(dtype)
+        logits = remote(random_ids(1, 9, seed=10)).logits
+        expected = pair.whole(random_ids(1, 9, seed=10)).logits
+    assert logits.dtype is dtype
+    assert float((logits.float() - expected).norm() / expected.norm()) < 0.02
+
+
+def test_a_precision_that_servers_do_not_know(pair):
+    with (
+        connected(pair.servers) as remote,
+        pytest.raises(RequestRejected, match=r"float64 cannot be sent .* float32, bf"),
+    ):
+        remote.double()(random_ids(1, 9, seed=10))

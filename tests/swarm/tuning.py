@@ -95,5 +95,5 @@ def loss_of(**batch: torch.Tensor) -> Callable[[Any], torch.Tensor]:
 def assert_close(found: torch.Tensor, expected: torch.Tensor, relative: float = 1e-5) -> None:
     """Equal but for the rounding of sums in another order."""
     assert found.shape == expected.shape
-    difference = float((found - expected).abs().max() / expected.abs().max().clamp_min(1e-6))
+    difference = float((found - expected).detach().abs().max() / expected.detach().abs().max().clamp_min(1e-6))
     assert difference <= relative, f"a relative difference of {difference:.2g}"

@@ -1,0 +1,141 @@
+"""Hugging Face's Trainer goes on from its checkpoints; PEFT's wrappers reach what is here and refuse the rest."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import get_peft_model
+from transformers import Trainer, TrainingArguments
+
+from tests.swarm.harness import InProcessServers
+from tests.swarm.pair import connected, random_ids
+from tests.swarm.tuning import assert_close, lora, padded_batch, trained, tuned, whole_model
+from tests.zoo import save_checkpoint
+
+BATCH = padded_batch()
+IDS = BATCH["input_ids"]
+
+
+@pytest.fixture(scope="module")
+def servers(tmp_path_factory) -> Iterator[InProcessServers]:
+    directory = tmp_path_factory.mktemp("llama")
+    save_checkpoint("llama", directory)
+    with InProcessServers(directory) as servers:
+        servers.start("0:2", "2:6")
+        yield servers
+
+
+# ------------------------------------------------------------ PEFT's wrappers
+
+
+@pytest.mark.parametrize("targets", [("q_proj", "lm_head"), ("q_proj",), "all-linear"], ids=str)
+def test_wrappers_of_peft_cannot_reach_blocks(servers, targets):
+    """They say so at once, and leave the model as it was."""
+    with connected(servers) as remote, torch.no_grad():
+        plain = remote(IDS).logits
+        with pytest.raises(ValueError, match="model.add_adapter" if "lm_head" in targets else "arget.modules"):
+            get_peft_model(remote, lora(targets))
+        assert not any("lora" in name for name, _ in remote.named_modules())
+        assert torch.equal(remote(IDS).logits, plain)
+        remote.add_adapter(lora(init_lora_weights=False))
+        assert not torch.allclose(remote(IDS).logits, plain, atol=1e-3)
+
+
+def test_a_wrapper_of_peft_around_what_is_here(servers):
+    with connected(servers) as remote:
+        models = [get_peft_model(model, lora(["lm_head"])) for model in (whole_model(servers.model), remote)]
+        for model in models:
+            for parameter in trained(model):
+                torch.nn.init.ones_(parameter)
+            model(**BATCH).loss.backward()
+        for local, far in zip(*map(trained, models), strict=True):
+            assert_close(far.grad, local.grad)
+
+
+# ------------------------------------------------------------ Trainer
+
+
+def options(directory: Path, **others: Any) -> TrainingArguments:
+    return TrainingArguments(
+        str(directory),
+        **{
+            "max_steps": 6,
+            "save_steps": 2,
+            "eval_steps": 2,
+            "eval_strategy": "steps",
+            "learning_rate": 0.02,
+            "per_device_train_batch_size": 2,
+            "report_to": [],
+            "use_cpu": True,
+            "seed": 3,
+            "disable_tqdm": True,
+            **others,
+        },
+    )
+
+
+def trainer_of(model: Any, directory: Path, kind: type[Trainer] = Trainer, **others: Any) -> Trainer:
+    data = [{"input_ids": row, "labels": row} for row in random_ids(10, 8, seed=6)]
+    return kind(model, options(directory, **others), train_dataset=data[:8], eval_dataset=data[8:])
+
+
+def adapted(remote: Any, kind: str, seed: int = 1) -> Any:
+    torch.manual_seed(seed)
+    if kind == "prompts":
+        remote.add_prompts("deep_prompt", 3)
+    else:
+        remote.add_adapter(lora(lora_dropout=0.1))
+    return remote
+
+
+KINDS = ("adapter", "prompts")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_resumed_run_ends_as_one_that_was_not_interrupted(servers, tmp_path, kind):
+    with connected(servers) as remote:
+        model = adapted(remote, kind)
+        trainer_of(model, tmp_path).train()
+        expected = [parameter.detach().clone() for parameter in trained(model)]
+    with connected(servers) as remote:
+        model = adapted(remote, kind, seed=2)
+        trainer_of(model, tmp_path).train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+        for resumed, uninterrupted in zip(trained(model), expected, strict=True):
+            torch.testing.assert_close(resumed.detach(), uninterrupted, rtol=0, atol=1e-6)
+
+
+class FirstIsBest(Trainer):
+    """By its measure, the best weights are the first that are saved."""
+
+    def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
+        return {**super().evaluate(*args, **kwargs), "eval_step": self.state.global_step}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_best_weights_are_loaded_at_the_end(servers, tmp_path, kind):
+    with connected(servers) as remote:
+        model = adapted(remote, kind)
+        best = {"load_best_model_at_end": True, "metric_for_best_model": "eval_step", "greater_is_better": False}
+        trainer = trainer_of(model, tmp_path, FirstIsBest, **best)
+        trainer.train()
+        losses = [entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry]
+        assert trainer.state.best_model_checkpoint == str(tmp_path / "checkpoint-2")
+        assert trainer.evaluate()["eval_loss"] == pytest.approx(losses[0], rel=1e-5)
+        assert all(abs(later - losses[0]) > 1e-3 for later in losses[1:])
+
+
+def test_resumed_on_the_whole_model_and_on_servers(servers, tmp_path):
+    ends = []
+    with tuned(servers, lora()) as pair:
+        for name, model in zip(("local", "remote"), pair.models, strict=True):
+            trainer_of(model, tmp_path / name, optim="sgd", learning_rate=0.1, max_steps=2).train()
+            trainer = trainer_of(model, tmp_path / name, optim="sgd", learning_rate=0.1, max_steps=4)
+            trainer.train(resume_from_checkpoint=True)
+            assert trainer.state.global_step == 4
+            ends.append(model)
+        for local, far in zip(*map(trained, ends), strict=True):
+            assert_close(far, local)
