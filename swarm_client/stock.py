@@ -25,6 +25,7 @@ from swarm_client.swarm import Swarm
 from swarm_client.trained import save_for_trainer
 from swarm_protocol.errors import RequestRejected
 from swarm_protocol.families import Family
+from swarm_protocol.shell import hosted_alone
 
 ATTENTION = "swarm_remote"
 
@@ -195,6 +196,7 @@ def client_class(stock_class: type[PreTrainedModel], family: Family) -> type[Pre
                 vars(module).update({name: value for name, value in vars(first).items() if isinstance(value, str)})
             setattr(owner, family.blocks, nn.ModuleList(blocks.modules_in_place))
             base.save_pretrained = base.push_to_hub = _refuse_to_save
+            base._init_weights = functools.partial(_init_without_blocks, base, family, base._init_weights)
             self._remote_blocks, self._owners = [blocks], [owner]
             owner.register_forward_pre_hook(_context_hook(owner, blocks, family), with_kwargs=True)
             owner.register_forward_hook(lambda _owner, _inputs, output: blocks.end(output), always_call=True)
@@ -212,6 +214,12 @@ def client_class(stock_class: type[PreTrainedModel], family: Family) -> type[Pre
     Client.__module__ = stock_class.__module__
     Client.stock_class = stock_class
     return Client
+
+
+def _init_without_blocks(base: nn.Module, family: Family, init_weights: Any, module: nn.Module) -> None:
+    """The stock weight initialisation, which in some families looks into blocks: there are none here."""
+    with hosted_alone(base, family, ()):
+        init_weights(module)
 
 
 def _num_wanted(config: PreTrainedConfig, arguments: dict[str, Any]) -> int | None:

@@ -57,7 +57,7 @@ def shell_class(
         def _init_weights(self, module: nn.Module) -> None:
             """Weights come from the checkpoint: only what none has, such as rotary frequencies, is computed here."""
             if any(True for _ in module.buffers()):
-                with _hosted_alone(self, family, hosted):
+                with hosted_alone(self, family, hosted):
                     super()._init_weights(module)
 
     # Both names: transformers skips its weight conversions for classes that look like a user's own.
@@ -114,7 +114,7 @@ def stock_loader() -> Iterator[None]:
 
 
 @contextmanager
-def _hosted_alone(base: nn.Module, family: Family, hosted: Container[int]) -> Iterator[None]:
+def hosted_alone(base: nn.Module, family: Family, hosted: Container[int]) -> Iterator[None]:
     """Meanwhile the list of blocks has the hosted ones alone: a family's code expects to find its own blocks there."""
     owner = family.owner_of(base)
     blocks = getattr(owner, family.blocks)
