@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
-
-from swarm_protocol.errors import (
-    NoRoute,
-    NoSwarm,
-    PeerError,
-    RecoveryFailed,
-    RequestRejected,
-    SwarmError,
-    TrainingDiverged,
-)
 
 if TYPE_CHECKING:
     from swarm_client.model import DistributedModel, DistributedModelForSequenceClassification
+    from swarm_protocol.errors import (
+        NoRoute,
+        NoSwarm,
+        PeerError,
+        RecoveryFailed,
+        RequestRejected,
+        SwarmError,
+        TrainingDiverged,
+    )
 
 __all__ = [
     "DistributedModel",
@@ -31,9 +31,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Loads the model classes at their first use: commands such as ``status`` need no transformers."""
-    if name in ("DistributedModel", "DistributedModelForSequenceClassification"):
-        from swarm_client import model
-
-        return getattr(model, name)
+    """Loads classes at their first use: commands such as ``status`` need no transformers."""
+    if name in __all__:
+        module = "swarm_client.model" if name.startswith("Distributed") else "swarm_protocol.errors"
+        return getattr(import_module(module), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

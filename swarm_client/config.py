@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from swarm_client.events import OnEvent
+from swarm_protocol.dht_addresses import check_peer
 from swarm_protocol.notes import DEFAULT_SWARM
 
 
@@ -29,6 +30,8 @@ class ClientConfig:
     def __post_init__(self) -> None:
         if isinstance(self.initial_peers, str):
             raise ValueError("initial_peers is a string: expected a list of multiaddrs")
+        for peer in self.initial_peers:
+            check_peer(peer)
         for name in ("allowed_servers", "blocked_servers"):
             peer_ids = getattr(self, name)
             if isinstance(peer_ids, str):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import time
+from contextlib import ExitStack
 
 import torch
 from rich.console import Console
@@ -14,10 +15,11 @@ from transformers import AutoModelForCausalLM
 from swarm_client import background
 from swarm_client.config import ClientConfig
 from swarm_client.events import Event
-from swarm_client.generation import TextOptions, load_tokenizer, stream_text
+from swarm_client.generation import load_tokenizer, stream_text
 from swarm_client.model import DistributedModel
 from swarm_client.nursery import Nursery
 from swarm_client.status import read_status, show
+from swarm_client.text_options import TextOptions
 from swarm_protocol.default_model import DEFAULT_MODEL, locate
 from swarm_protocol.notes import Notes
 from swarm_protocol.shell import stock_loader
@@ -27,27 +29,28 @@ SPANS = ("0:9", "9:14", "9:14", "14:20")
 KILL_AFTER = 20  # tokens; half of them if there are fewer
 
 
-def run_demo(prompt: str, max_new_tokens: int) -> None:
+def run_demo(prompt: str, options: TextOptions) -> None:
     """Raises SwarmError if a server does not start."""
     console = Console(highlight=False)
     logging.getLogger("swarm_client.events").setLevel(logging.ERROR)  # told below, and not amid the text
     swarm = f"demo-{os.getpid()}"
     console.print(f"Starting four servers for blocks {', '.join(SPANS)} of {DEFAULT_MODEL} …")
     start = time.perf_counter()
-    with Nursery() as nursery:
+    with ExitStack() as cleanup:
+        cleanup.callback(Notes(swarm).remove_if_ended)  # the server that is killed cannot do so itself
+        nursery = cleanup.enter_context(Nursery())
         servers = [nursery.start("--blocks", span, "--swarm", swarm) for span in SPANS]
         nursery.wait_ready(servers)
         console.print(f"… ready after {time.perf_counter() - start:.1f} s\n")
         show(console, swarm, background.run(read_status(ClientConfig(swarm=swarm))))
         console.print("\n[bold]Through the swarm[/] (int8, three servers; one of them will be killed):")
         tokenizer = load_tokenizer()
-        options = TextOptions(max_new_tokens=max_new_tokens, temperature=0)
         events: list[Event] = []
         with DistributedModel.from_pretrained(swarm=swarm) as model:
             cache = model.new_cache(on_event=events.append)
 
             def kill_one(num_tokens: int) -> None:
-                if num_tokens == min(KILL_AFTER, max_new_tokens // 2):
+                if num_tokens == min(KILL_AFTER, options.max_new_tokens // 2):
                     victim = cache.session.hops[1].server
                     next(server for server in servers if server.peer_id == victim.peer_id).kill()
                     console.print(Text(f"[server {victim.short_id} was killed here] ", "bold red"), end="")
@@ -56,7 +59,6 @@ def run_demo(prompt: str, max_new_tokens: int) -> None:
         console.print(f"\n{len(remote.token_ids)} tokens, {remote.tokens_per_s:.1f} tokens/s")
         for event in events:
             console.print(Text(f"{event}", "red"))
-    Notes(swarm).read()  # deletes the note of the one that could not do so itself
     console.print("\n[bold]The same model on its own[/] (float32, in this process):")
     with stock_loader():
         local_model = AutoModelForCausalLM.from_pretrained(locate(DEFAULT_MODEL), dtype=torch.float32).eval()

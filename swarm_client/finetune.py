@@ -8,7 +8,7 @@ import shutil
 import sys
 from typing import TYPE_CHECKING, Any
 
-from swarm_client.finetune_settings import FinetuneSettings
+from swarm_client.finetune_settings import FinetuneSettings, check_file
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -39,7 +39,7 @@ def run_finetune(settings: FinetuneSettings, command: str) -> bool:
 
     from swarm_client.generation import load_tokenizer
     from swarm_client.trainer import last_checkpoint
-    from swarm_client.training_data import check_file, file_digest
+    from swarm_client.training_data import file_digest
 
     digests = {}
     for name, path in (("data", settings.data), ("validation", settings.validation)):
@@ -270,5 +270,5 @@ def _train(
     if losses:
         print(f"validation loss {losses[0]:.3f} → {min(losses) if settings.early_stopping else losses[-1]:.3f}")
     print(f"loss curve: {settings.output / CURVE}\nadapter: {settings.output}; use it with")
-    print(how_to_use(settings.model, settings.output))
+    print(how_to_use(settings.model, settings.output, settings.swarm))
     return True

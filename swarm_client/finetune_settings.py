@@ -15,6 +15,7 @@ from swarm_protocol.notes import DEFAULT_SWARM
 
 METHODS = ("lora", "prompt", "deep-prompt")
 SCHEDULES = ("linear", "cosine", "constant")
+SUFFIXES = (".txt", ".jsonl")  # of data
 OPTIMIZERS = ("adamw", "adamw-8bit")
 _LARGEST = 1e30  # optimizers compute in float32
 _MAY_CHANGE = {  # when a run is resumed
@@ -133,6 +134,16 @@ class FinetuneSettings:
                     f"--{name} is not what the run in {self.output} has begun with: "
                     "resume it with the same content, or begin another in another --output"
                 )
+
+
+def check_file(path: Path) -> None:
+    """Raises ValueError if this cannot be a file of training data."""
+    if path.suffix not in SUFFIXES:
+        raise ValueError(f"{path} is neither .txt nor .jsonl: expected lines of text, or of JSON")
+    if not path.is_file():
+        raise ValueError(f"{path} is not a file" if path.exists() else f"{path} does not exist")
+    if not path.stat().st_size:
+        raise ValueError(f"{path} is empty: expected lines of text, or of JSON")
 
 
 def add_flags(command: argparse.ArgumentParser) -> None:

@@ -90,6 +90,7 @@ class _Distributed:
         Raises:
             CheckpointError: the model cannot be read; UnsupportedModel: it cannot be split.
             NoSwarm: no member of the swarm answers.
+            NoRoute: no server has ``adapter``, or is one of ``allowed_servers``, though there are others.
         """
         config = ClientConfig(
             initial_peers=tuple(initial_peers or ()) if not isinstance(initial_peers, str) else initial_peers,

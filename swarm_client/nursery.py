@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from swarm_protocol.errors import SwarmError
+from swarm_protocol.scratch import scratch_directory
 
 _START_TIMEOUT_S = 120.0
 _STOP_TIMEOUT_S = 15.0
@@ -69,7 +70,7 @@ class Nursery:
     """
 
     def __init__(self, environment: dict[str, str] | None = None) -> None:
-        self._directory = tempfile.TemporaryDirectory()
+        self._directory = tempfile.TemporaryDirectory(prefix="servers-", dir=scratch_directory())
         self._servers: list[NurseryServer] = []
         self._process = subprocess.Popen(
             [sys.executable, "-m", "swarm_server.nursery"],

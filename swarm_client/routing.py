@@ -17,6 +17,7 @@ from swarm_protocol.wire import WIRE_VERSION
 ASSUMED_TOKENS_PER_S = 1.0  # of a server that announced none
 NO_ROOM_S = 30.0  # cost of a server whose KV cache looks too full
 _STEEPNESS, _MAX_EXCESS = 16.0, 3.0  # of prices; [0.97 of the optimum with 100 micro-batches, 0.91 with 16]
+_MAX_LISTED = 30  # servers or adapters in a sentence
 KEEP_MARGIN = 0.15  # relative: so much faster another chain must be to be taken instead of the last one
 
 
@@ -237,6 +238,10 @@ class Wanted:
     blocked: tuple[str, ...] = ()
     adapter: str = ""
 
+    @property
+    def by_name(self) -> bool:
+        return bool(self.allowed or self.blocked or self.adapter)
+
     def admits(self, peer_id: str) -> bool:
         return not peer_id.endswith(self.blocked or "\0") and (not self.allowed or peer_id.endswith(self.allowed))
 
@@ -268,6 +273,33 @@ def no_route(view: SwarmView, blocks: Span, left_out: Sequence[str] = ()) -> NoR
     names = ", ".join(str(span) for span in missing)
     notes = f" (left out: {'; '.join(left_out)})" if left_out else ""
     return NoRoute(f"no server holds blocks {names}{notes}", missing)
+
+
+def unknown_names(view: SwarmView, wanted: Wanted) -> list[str]:
+    """Sentences about peers that were named though no server of the view is one of them.
+
+    Raises:
+        NoRoute: there are servers, but none that was allowed, or none with the adapter; it lists what there is.
+    """
+    kind = wanted.revision, wanted.num_blocks, WIRE_VERSION
+    servers = [s for s in view.servers if (s.revision, s.num_blocks, s.wire_version) == kind]
+    if not servers:  # they may come
+        return []
+    more = f" and {len(servers) - _MAX_LISTED} more" if len(servers) > _MAX_LISTED else ""
+    there_are = "there are " + ", ".join(f"{s.short_id} (blocks {s.span})" for s in servers[:_MAX_LISTED]) + more
+    unknown = [
+        name
+        for name in (*wanted.allowed, *wanted.blocked)
+        if not any(server.peer_id.endswith(name) for server in servers)
+    ]
+    admitted = [server for server in servers if wanted.admits(server.peer_id)]
+    if not admitted:
+        who = f"no server here is {' or '.join(wanted.allowed)}" if wanted.allowed else "all servers here are blocked"
+        raise NoRoute(f"{who}: {there_are}")
+    if wanted.adapter and not any(wanted.adapter in server.adapters for server in admitted):
+        adapters = sorted({name for server in admitted for name in server.adapters})[:_MAX_LISTED]
+        raise NoRoute(f"no server has adapter {wanted.adapter!r}: they have {', '.join(adapters) or 'none'}")
+    return [f"no server here is {name}: {there_are}" for name in unknown]
 
 
 def _unusable(server: ServerRecord, wanted: Wanted, banned: Mapping[str, str], time_s: float) -> str | None:

@@ -13,12 +13,22 @@ from swarm_client.background import now_s
 from swarm_client.config import ClientConfig
 from swarm_client.contacts import FAILED, SILENT, Bans, RoundTrips
 from swarm_client.discovery import Discovery, Join
-from swarm_client.routing import Chain, Costs, Wanted, best_replica, fastest_chain, no_route, spread, usable
+from swarm_client.routing import (
+    Chain,
+    Costs,
+    Wanted,
+    best_replica,
+    fastest_chain,
+    no_route,
+    spread,
+    unknown_names,
+    usable,
+)
 from swarm_client.transport import Server
 from swarm_protocol.dht import Dht
-from swarm_protocol.errors import NoRoute, NoSwarm, PeerError, PeerUnavailable
+from swarm_protocol.errors import JoinRefused, NoRoute, NoSwarm, PeerError, PeerUnavailable
 from swarm_protocol.identity import Identity
-from swarm_protocol.notes import Notes
+from swarm_protocol.notes import DEFAULT_SWARM, Notes, noted_swarms
 from swarm_protocol.records import LIFETIME_S, ServerRecord, SwarmView
 from swarm_protocol.span import Span
 
@@ -39,15 +49,28 @@ async def join_as_client(config: ClientConfig) -> Dht:
         return await Dht.join(config.swarm, config.initial_peers, Identity.generate())
     notes = Notes(config.swarm)
     servers = notes.servers()
-    peers = notes.read()
-    if not peers:
-        elsewhere = ", only in another container or on another machine, where it cannot be reached" if servers else ""
-        raise NoSwarm(
-            f"no swarm named {config.swarm!r} runs on this machine{elsewhere}: "
-            "start a server with `python -m swarm_server`, or give initial peers"
-        )
-    are_alive = any(note.is_alive for note in servers if note.addresses)
-    return await Dht.join(config.swarm, peers, Identity.generate(), are_alive=are_alive)
+    noted, what = notes.read(), "runs on this machine"
+    if noted:
+        are_alive = any(note.is_alive for note in servers if note.addresses)
+        try:
+            return await Dht.join(config.swarm, noted, Identity.generate(), are_alive=are_alive)
+        except JoinRefused:
+            raise
+        except NoSwarm:
+            what = "answered, though servers of it are noted on this machine"
+    elif servers:
+        what += ", only in another container or on another machine, where it cannot be reached"
+    flag = "" if config.swarm == DEFAULT_SWARM else f" --swarm {config.swarm}"
+    raise NoSwarm(
+        f"no swarm named {config.swarm!r} {what}{_others(config.swarm)}: "
+        f"start a server with `python -m swarm_server{flag}`, or give initial peers"
+    )
+
+
+def _others(swarm: str) -> str:
+    """Which other swarms there are, as the end of a sentence."""
+    names = [name for name in noted_swarms() if name != swarm]
+    return f" (there {'is' if len(names) == 1 else 'are'} {', '.join(map(repr, names))})" if names else ""
 
 
 def closed_error() -> NoSwarm:
@@ -91,9 +114,20 @@ class Swarm:
         self.sessions: weakref.WeakSet = weakref.WeakSet()
 
     async def connect(self) -> None:
-        """Joins the DHT; raises NoSwarm if nobody answers."""
+        """Joins the DHT.
+
+        Raises:
+            NoSwarm: nobody answers. NoRoute: there are servers, but none that was asked for by name.
+        """
         await self._discovery.join()
         self.closed = False
+        if self.wanted.by_name:
+            try:
+                for sentence in unknown_names(await self.view(0.0), self.wanted):
+                    _logger.warning("%s", sentence)
+            except BaseException:
+                await self.close()
+                raise
         self._soon(self._keep_fresh())
 
     async def close(self) -> None:

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from swarm_protocol.notes import DEFAULT_SWARM
+
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
@@ -70,10 +72,11 @@ def save_for_trainer(model: PreTrainedModel, directory: str | PathLike[str]) -> 
         save_file(tensors, Path(directory) / "model.safetensors", {"format": "pt"})
 
 
-def how_to_use(model_name: str, directory: str | PathLike[str]) -> str:
+def how_to_use(model_name: str, directory: str | PathLike[str], swarm: str = DEFAULT_SWARM) -> str:
     """The commands and lines of Python that load the directory."""
+    flag, argument = ("", "") if swarm == DEFAULT_SWARM else (f" --swarm {swarm}", f", swarm={swarm!r}")
     return (
-        f'  python -m swarm_client generate "…" --model {model_name} --adapter {directory}\n'
-        f"  add_trained(DistributedModel.from_pretrained({model_name!r}), {str(directory)!r})"
+        f'  python -m swarm_client generate "…" --model {model_name}{flag} --adapter {directory}\n'
+        f"  add_trained(DistributedModel.from_pretrained({model_name!r}{argument}), {str(directory)!r})"
         "  # from swarm_client.trained"
     )

@@ -18,8 +18,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from swarm_client.divergence import require_finite
 from swarm_client.trained import restore_trained
-
-_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+from swarm_protocol.signals import ending_signals, leave_terminal
 
 
 class AdapterTrainer(Trainer):
@@ -131,7 +130,9 @@ class RandomState(TrainerCallback):
 
 
 class Interrupt(TrainerCallback):
-    """Inside it, a first Ctrl-C or SIGTERM ends the run with a checkpoint after the step at hand; a second, at once.
+    """Inside it, a first Ctrl-C, SIGTERM or SIGHUP ends the run with a checkpoint after the step at hand.
+
+    A second Ctrl-C or SIGTERM ends it at once.
 
     Attributes:
         asked: the run was told to end.
@@ -142,14 +143,19 @@ class Interrupt(TrainerCallback):
         self._before: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> Interrupt:
-        self._before = {number: signal.signal(number, self._ask) for number in _SIGNALS}
+        numbers = (signal.SIGINT, *ending_signals())
+        self._before = {number: signal.signal(number, self._ask) for number in numbers}
         return self
 
     def __exit__(self, *_exception: object) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
-    def _ask(self, _number: int, _frame: FrameType | None) -> None:
+    def _ask(self, number: int, _frame: FrameType | None) -> None:
+        if number == signal.SIGHUP:
+            leave_terminal()
+        if self.asked and number == signal.SIGHUP:  # a terminal that closes may say so twice
+            return
         if self.asked:
             raise KeyboardInterrupt
         self.asked = True

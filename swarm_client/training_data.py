@@ -12,12 +12,13 @@ from typing import TYPE_CHECKING
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
+from swarm_client.finetune_settings import check_file
+
 if TYPE_CHECKING:
     from datasets import Dataset
     from transformers import PreTrainedTokenizerBase
 
 IGNORED = -100  # the label of tokens that no loss is computed of
-SUFFIXES = (".txt", ".jsonl")
 
 
 @dataclass(frozen=True)
@@ -73,16 +74,6 @@ class Padding:
             "attention_mask": padded([[1] * len(row) for row in ids], 0),
             "labels": padded([example["labels"] for example in examples], IGNORED),
         }
-
-
-def check_file(path: Path) -> None:
-    """Raises ValueError if this cannot be a file of training data."""
-    if path.suffix not in SUFFIXES:
-        raise ValueError(f"{path} is neither .txt nor .jsonl: expected lines of text, or of JSON")
-    if not path.is_file():
-        raise ValueError(f"{path} is not a file" if path.exists() else f"{path} does not exist")
-    if not path.stat().st_size:
-        raise ValueError(f"{path} is empty: expected lines of text, or of JSON")
 
 
 def file_digest(path: Path) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -18,19 +17,7 @@ from swarm_client.config import ClientConfig
 from swarm_client.observer import Observer, Sight
 from swarm_client.status import as_json, picture, show
 
-_MIN_INTERVAL_S, _MAX_INTERVAL_S = 0.5, 3600.0
 Paint = Callable[[Sight], None]
-
-
-def parse_interval(text: str) -> float:
-    """Raises ValueError if it is not a number of seconds to wait between two pictures."""
-    try:
-        interval_s = float(text)
-    except ValueError:
-        interval_s = float("nan")
-    if not _MIN_INTERVAL_S <= interval_s <= _MAX_INTERVAL_S:
-        raise ValueError(f"--watch is {text!r}: expected a number of seconds from {_MIN_INTERVAL_S:g} to 3600")
-    return interval_s
 
 
 def watch(config: ClientConfig, model: str | None, interval_s: float, *, json_lines: bool = False) -> None:
@@ -39,7 +26,6 @@ def watch(config: ClientConfig, model: str | None, interval_s: float, *, json_li
     Raises:
         NoSwarm: nobody answers, or nobody hosts the model.
     """
-    signal.signal(signal.SIGTERM, lambda number, _frame: sys.exit(128 + number))  # the terminal is restored
     observer = Observer(config, model)
     try:
         with contextlib.suppress(KeyboardInterrupt):

@@ -16,7 +16,6 @@ from swarm_protocol.pb import swarm_pb2 as pb
 from swarm_protocol.span import Span
 
 MIN_SALT_BYTES = 16
-MAX_ADAPTER_BYTES = 256 << 20  # of one adapter over one span, serialised
 MAX_PARTS = 1 << 16
 
 

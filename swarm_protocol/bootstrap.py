@@ -3,17 +3,42 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 from swarm_protocol.dht_addresses import connects, tcp_target
-from swarm_protocol.hivemind_parts import ControlFailure, DHTNode, Multiaddr, P2PDaemonError, PeerID, ValidationError
+from swarm_protocol.errors import JoinRefused
+from swarm_protocol.hivemind_parts import (
+    MAX_DHT_TIME_DISCREPANCY_SECONDS,
+    ControlFailure,
+    DHTNode,
+    Multiaddr,
+    P2PDaemonError,
+    PeerID,
+    ValidationError,
+)
 
 _CONNECT_TIMEOUT_S = 3.0
 _BACKOFF_S = 6.0  # libp2p does not dial an address again for 5 s, or more, after it has failed
 _RETRY_S = 0.25
 _SEARCH_TIMEOUT_S = 3.0
 _LONG_PING_S = 8.0  # for a peer that has not answered within hivemind's 3 s
+
+
+def refused(error: ValidationError) -> JoinRefused:
+    """What hivemind's reason for not joining means to the user."""
+    clocks = re.search(r"local: ([\d.]+), peer: ([\d.]+)", str(error))
+    if clocks is None:
+        return JoinRefused(f"the initial peer refuses this node: {error}")
+    offset_s = float(clocks[1]) - float(clocks[2])
+    size_s = abs(offset_s)
+    size = f"{size_s:.0f} s" if size_s < 120 else f"{size_s / 60:.0f} min"
+    where = "ahead of" if offset_s > 0 else "behind"
+    return JoinRefused(
+        f"the clock of this machine is {size} {where} that of the swarm, and at most "
+        f"{MAX_DHT_TIME_DISCREPANCY_SECONDS} s are allowed: set it, or that of the initial peer"
+    )
 
 
 async def bootstrap(node: DHTNode, addresses: Sequence[str], *, joins: bool = False) -> bool:

@@ -16,6 +16,7 @@ from huggingface_hub.errors import (
     RevisionNotFoundError,
 )
 
+from swarm_protocol.default_model import check_location
 from swarm_protocol.errors import CheckpointError
 
 CONFIG = "config.json"
@@ -36,15 +37,11 @@ class Files(Protocol):
 def locate(name_or_path: str, revision: str | None, token: str | None) -> Files:
     """The files of a directory if there is one of that name, else those of a model on the hub."""
     directory = Path(name_or_path).expanduser()
-    if directory.is_dir():
-        if revision is not None:
-            raise CheckpointError(f"{name_or_path} is a directory: revision {revision!r} is for models on the hub")
-        return Directory(directory)
-    if directory.exists():
-        raise CheckpointError(f"{name_or_path} is a file, expected the directory that holds {CONFIG}")
-    if name_or_path.startswith(("/", "./", "../", "~")) or name_or_path.count("/") > 1:
-        raise CheckpointError(f"{name_or_path} does not exist")
-    return HubModel(name_or_path, revision, token)
+    try:
+        check_location(name_or_path, revision)
+    except ValueError as error:
+        raise CheckpointError(str(error)) from None
+    return Directory(directory) if directory.is_dir() else HubModel(name_or_path, revision, token)
 
 
 class Directory:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from swarm_protocol import shards
-from swarm_protocol.bootstrap import bootstrap, join_through
+from swarm_protocol.bootstrap import bootstrap, join_through, refused
 from swarm_protocol.dht_addresses import multiaddr, require_answer, tcp_target
 from swarm_protocol.errors import NoSwarm
 from swarm_protocol.hivemind_parts import (
@@ -20,6 +20,7 @@ from swarm_protocol.hivemind_parts import (
     DHTNode,
     P2PDaemonError,
     PeerID,
+    ValidationError,
     get_dht_time,
 )
 from swarm_protocol.identity import Identity, peer_id_of
@@ -99,7 +100,7 @@ class Dht:
         known, or that libp2p has a connection to, are asked for ``JOIN_TIMEOUT_S`` if they do not answer.
 
         Raises:
-            NoSwarm: no initial peer answered; where nobody listens, within 4 s.
+            NoSwarm: no initial peer answered; where nobody listens, within 4 s. JoinRefused: one did, but see there.
             ValueError: an initial peer is no multiaddr with a peer id.
         """
         if initial_peers:
@@ -143,6 +144,9 @@ class Dht:
                 node, initial_peers, JOIN_TIMEOUT_S, are_alive=are_alive, on_wait=say_that_it_waits
             ):
                 raise NoSwarm(f"no initial peer answered: {', '.join(initial_peers)}")
+        except ValidationError as error:
+            await p2p.shutdown()
+            raise refused(error) from None
         except BaseException:
             await p2p.shutdown()
             raise

@@ -1,15 +1,20 @@
-"""Addresses of DHT nodes: how they are written, and whether somebody answers there."""
+"""Addresses of DHT nodes and servers: how they are written, and whether somebody answers there.
+
+They are checked without libp2p and hivemind, which take long to import.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import ipaddress
 import re
 from collections.abc import Sequence
 
 from swarm_protocol.errors import NoSwarm
-from swarm_protocol.hivemind_parts import Multiaddr
 
 CONNECT_TIMEOUT_S = 3.0
+_HOSTS = "ip4|ip6|ip6zone|dns|dns4|dns6|dnsaddr|p2p"
+_BASE58 = "123456789ABCDEFGHJKLMNPQRSTUVWXYZabcdefghijkmnopqrstuvwxyz"
 
 
 def multiaddr(host: str, port: int) -> str:
@@ -33,17 +38,47 @@ def tcp_target(peer: str) -> tuple[str, int] | None:
     Raises:
         ValueError: it is no multiaddr with a peer id.
     """
-    try:
-        Multiaddr(peer)
-        if not re.search(r"/p2p/[^/]+$", peer):
-            raise ValueError("no peer id")
-    except ValueError:
+    check_peer(peer)
+    match = re.match(r"/(?:ip4|ip6|dns|dns4|dns6)/([^/]+)/tcp/(\d+)/p2p/[^/]+$", peer)
+    return (match[1], int(match[2])) if match else None
+
+
+def check_peer(peer: str) -> None:
+    """Raises ValueError if it cannot be the multiaddr of a peer."""
+    match = re.fullmatch(rf"/(?:{_HOSTS})(?:/[^/\s]+)+/p2p/([{_BASE58}]+)", peer)
+    is_right = match is not None and _is_peer_id(match[1])
+    for protocol, value in re.findall(r"/(ip4|ip6|tcp|udp)/([^/]+)", peer):
+        try:
+            if protocol in ("tcp", "udp"):
+                is_right &= 0 <= int(value) < 65536
+            else:
+                is_right &= ipaddress.ip_address(value.partition("%")[0]).version == int(protocol[-1])
+        except ValueError:
+            is_right = False
+    if not is_right:
         raise ValueError(
             f"initial peer {peer!r} is no multiaddr of a peer: expected /ip4/ADDRESS/tcp/PORT/p2p/PEER_ID, "
             "as a server prints it after `peer=`"
-        ) from None
-    match = re.match(r"/(?:ip4|ip6|dns|dns4|dns6)/([^/]+)/tcp/(\d+)/p2p/[^/]+$", peer)
-    return (match[1], int(match[2])) if match else None
+        )
+
+
+def _is_peer_id(text: str) -> bool:
+    """Whether it is base58 of a multihash: of a key, or a short key itself (libp2p specification "Peer Ids")."""
+    number = 0
+    for letter in text:
+        number = number * 58 + _BASE58.index(letter)
+    data = bytes(len(text) - len(text.lstrip("1"))) + number.to_bytes((number.bit_length() + 7) // 8, "big")
+    return len(data) > 2 and data[0] in (0x00, 0x12) and data[1] == len(data) - 2
+
+
+def split_address(address: str, default_port: int) -> tuple[str, int]:
+    """Host and port of ``HOST`` or ``HOST:PORT``; raises ValueError if it is neither."""
+    host, _, port = address.rpartition(":")
+    if not host or address.endswith("]"):
+        return address, default_port
+    if not port.isdecimal() or not 0 < int(port) < 65536:
+        raise ValueError(f"address {address!r} is not understood: expected HOST or HOST:PORT")
+    return host, int(port)
 
 
 async def connects(host: str, port: int) -> bool:

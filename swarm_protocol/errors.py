@@ -23,6 +23,10 @@ class NoSwarm(SwarmError):
     """No member of the swarm answered."""
 
 
+class JoinRefused(NoSwarm):
+    """A member of the swarm answered, but this node may not join: its clock is wrong."""
+
+
 class NoRoute(SwarmError):
     """No online server holds some block."""
 

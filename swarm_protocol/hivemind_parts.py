@@ -13,6 +13,7 @@ from types import ModuleType
 from typing import Any
 
 __all__ = [
+    "MAX_DHT_TIME_DISCREPANCY_SECONDS",
     "P2P",
     "ControlFailure",
     "DHTLocalStorage",
@@ -60,7 +61,7 @@ from hivemind.dht.node import DHTNode
 from hivemind.dht.protocol import DHTProtocol, ValidationError
 from hivemind.dht.storage import DHTLocalStorage, DictionaryDHTValue
 from hivemind.dht.validation import DHTRecord
-from hivemind.p2p import P2P
+from hivemind.p2p import P2P as AnyP2P
 from hivemind.p2p.p2p_daemon_bindings.control import P2PDaemonError
 from hivemind.p2p.p2p_daemon_bindings.datastructures import PeerID
 from hivemind.p2p.p2p_daemon_bindings.utils import ControlFailure
@@ -68,4 +69,15 @@ from hivemind.proto import crypto_pb2
 from hivemind.utils.crypto import RSAPrivateKey, RSAPublicKey
 from hivemind.utils.multiaddr import Multiaddr
 from hivemind.utils.serializer import MSGPackSerializer
-from hivemind.utils.timed_storage import get_dht_time
+from hivemind.utils.timed_storage import MAX_DHT_TIME_DISCREPANCY_SECONDS, get_dht_time
+
+from swarm_protocol.scratch import scratch_directory
+
+
+class P2P(AnyP2P):
+    """A libp2p daemon whose sockets are in a directory that does not outlive this process."""
+
+    @classmethod
+    async def create(cls, *args: Any, **kwargs: Any) -> P2P:
+        cls._UNIX_SOCKET_PREFIX = f"/unix{scratch_directory()}/"
+        return await super().create(*args, **kwargs)

@@ -8,7 +8,6 @@ import fcntl
 import hashlib
 import os
 import ssl
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -61,9 +60,7 @@ class Identity:
             raise ValueError(f"identity {path} is a directory, expected a key file")
         try:
             if not path.exists():
-                fresh = cls.generate()
-                with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-                    file.write(fresh._serialized)
+                _write_key(path, cls.generate()._serialized)
             lock = open(path, "rb")  # noqa: SIM115  (closing it would release the lock)
         except OSError as error:
             raise ValueError(f"cannot use the identity file {path}: {error.strerror}") from None
@@ -80,11 +77,24 @@ class Identity:
 
     @contextmanager
     def as_file(self) -> Iterator[str]:
-        """A private temporary copy of the key for the libp2p daemon, which reads it when it starts."""
-        with tempfile.NamedTemporaryFile() as file:
+        """The path of a private copy in memory for the libp2p daemon, which reads it when it starts."""
+        with open(os.memfd_create("identity"), "wb") as file:
+            os.fchmod(file.fileno(), 0o600)
             file.write(self._serialized)
             file.flush()
-            yield file.name
+            yield f"/proc/{os.getpid()}/fd/{file.fileno()}"
+
+
+def _write_key(path: Path, data: bytes) -> None:
+    """All or nothing: the disk may be full."""
+    try:
+        with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+            file.write(data)
+    except FileExistsError:
+        raise
+    except OSError:
+        path.unlink(missing_ok=True)
+        raise
 
 
 def peer_id_of(public_key: bytes) -> str:

@@ -28,11 +28,12 @@ FRESH_S = 60.0  # a server of another host that has not renewed its note for so 
 STALE_S = 600.0  # after which such a note is deleted; a server that wakes up writes it again
 _LOCK_POLL_S = 0.05
 _LOOPBACK = re.compile(r"/(?:ip4/127\.|ip6/::1/|dns[46]?/localhost/)")
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 
 def checked_name(swarm: str) -> str:
     """Raises ValueError unless the swarm's name can name a directory anywhere."""
-    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", swarm):
+    if not _NAME.fullmatch(swarm):
         raise ValueError(
             f"swarm name {swarm!r} is not usable: expected 1 to 64 letters, digits, '.', '_' or '-', "
             "beginning with a letter or digit"
@@ -62,7 +63,8 @@ class Notes:
 
     def __init__(self, swarm: str = DEFAULT_SWARM, directory: Path | None = None) -> None:
         directory = directory or platformdirs.user_cache_path("swarm") / "swarms"
-        self._directory = directory / checked_name(swarm)
+        self.swarm = checked_name(swarm)
+        self._directory = directory / swarm
 
     @asynccontextmanager
     async def locked(self, timeout_s: float = inf) -> AsyncIterator[bool]:
@@ -74,11 +76,33 @@ class Notes:
         with ExitStack() as opened:
             is_held = False
             with suppress(OSError):
-                self._directory.mkdir(parents=True, exist_ok=True)
-                lock = opened.enter_context(open(self._directory / "lock", "w"))
-                while not (is_held := _try_lock(lock)) and time.monotonic() < deadline:
-                    await asyncio.sleep(_LOCK_POLL_S)
+                lock = opened.enter_context(self._open_lock())
+                while not (is_held := _try_lock(lock) and self._has(lock)) and time.monotonic() < deadline:
+                    if self._has(lock):
+                        await asyncio.sleep(_LOCK_POLL_S)
+                    else:  # the directory was removed meanwhile
+                        lock = opened.enter_context(self._open_lock())
             yield is_held
+
+    def _open_lock(self) -> IO[str]:
+        self._directory.mkdir(parents=True, exist_ok=True)
+        return open(self._directory / "lock", "w")
+
+    def _has(self, lock: IO[str]) -> bool:
+        """Whether it is still the lock of the directory."""
+        try:
+            return os.path.samestat(os.fstat(lock.fileno()), (self._directory / "lock").stat())
+        except FileNotFoundError:
+            return False
+
+    def remove_if_ended(self) -> None:
+        """Removes the directory if no server of the swarm is left, and none is about to start."""
+        with suppress(OSError), self._open_lock() as lock:
+            if _try_lock(lock) and self._has(lock) and not self.servers():
+                for partial in self._directory.glob("*.[0-9]*"):  # of a process that was killed
+                    partial.unlink()
+                (self._directory / "lock").unlink()
+                self._directory.rmdir()
 
     def servers(self) -> list[Note]:
         """All that may be alive, those that are surely dead being forgotten."""
@@ -177,14 +201,6 @@ def _start_ticks(pid: int) -> int | None:
     return -1 if fields[0] in "ZX" else int(fields[19])  # proc(5): state is field 3, starttime field 22
 
 
-def _try_lock(lock: IO[str]) -> bool:
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
-
-
 def _boot_id() -> str:
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
@@ -197,3 +213,30 @@ def _namespace(kind: str) -> int:
         return os.stat(f"/proc/self/ns/{kind}").st_ino
     except OSError:
         return 0
+
+
+def _try_lock(lock: IO[str]) -> bool:
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def noted_swarms() -> list[str]:
+    """Names of the swarms that have living servers on this machine."""
+    return [notes.swarm for notes in _all_notes() if notes.read()]
+
+
+def remove_ended_swarms() -> None:
+    """Removes what is left of swarms whose servers have ended, as those of demos do."""
+    for notes in _all_notes():
+        notes.remove_if_ended()
+
+
+def _all_notes() -> list[Notes]:
+    directory = platformdirs.user_cache_path("swarm") / "swarms"
+    with suppress(OSError):
+        names = sorted(path.name for path in directory.iterdir() if path.is_dir())
+        return [Notes(name, directory) for name in names if _NAME.fullmatch(name)]
+    return []

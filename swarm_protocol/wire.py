@@ -15,6 +15,7 @@ PART_BYTES = 1 * MIB  # larger tensors travel in parts of this size
 MAX_TENSOR_BYTES = 256 * MIB  # of one tensor, encoded; clients split larger batches
 
 MAX_ECHO_BYTES = 1 * MIB
+MAX_ADAPTER_BYTES = 256 * MIB  # of one adapter over one span, serialised
 
 _KEEPALIVE = [
     # Silence is failure too: without ping_timeout a stopped process is noticed after 65 s, with it after about 5 s.

@@ -8,9 +8,9 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from swarm_protocol.adapters import MAX_ADAPTER_BYTES
 from swarm_protocol.errors import Forgotten, PeerBusy, RequestRejected
 from swarm_protocol.pb import swarm_pb2 as pb
+from swarm_protocol.wire import MAX_ADAPTER_BYTES
 from swarm_server.lora import PlacedAdapter
 
 UNUSED_S = 120.0  # after which an adapter that nobody uses is dropped

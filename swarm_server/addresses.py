@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import ipaddress
 import socket
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import grpc
 
+from swarm_protocol.dht_addresses import split_address, tcp_target
+from swarm_protocol.errors import NoSwarm
 from swarm_protocol.identity import Certificate
+from swarm_protocol.notes import is_loopback
 from swarm_protocol.wire import SERVER_OPTIONS
 from swarm_server.config import ServerConfig
+
+LOOPBACK = "127.0.0.1"
+_ANY_PORT = 9  # which it is does not matter
 
 
 def ip_address(host: str) -> str:
@@ -17,6 +26,71 @@ def ip_address(host: str) -> str:
         return socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0]
     except (OSError, UnicodeError):
         raise ValueError(f"host {host!r} is not known: expected an address of this machine") from None
+
+
+def listening_host(host: str | None, initial_peers: Sequence[str], noted: Sequence[str] = ()) -> str:
+    """The address to listen on: ``host``, else the one of this machine from which the swarm is reached.
+
+    Args:
+        initial_peers: multiaddrs of members of the swarm; or else those ``noted`` on this machine. Without any, or if
+            they are on the loopback, it is the loopback.
+
+    Raises:
+        ValueError: ``host`` is not known, or is the loopback, which peers elsewhere cannot reach.
+        NoSwarm: no way leads to the initial peers.
+    """
+    remote = [peer for peer in initial_peers or noted if tcp_target(peer) and not is_loopback(peer)]
+    if host is not None:
+        address = ip_address(host)
+        if ipaddress.ip_address(address).is_loopback and remote and len(remote) == len(initial_peers):
+            raise ValueError(
+                f"host {host} is for this machine alone, and {remote[0]} is elsewhere: leave --host out, or give an "
+                "address that others can reach"
+            )
+        return address
+    reason = ""
+    for peer in remote:
+        try:
+            return _source_address(tcp_target(peer)[0])
+        except OSError as error:
+            reason = f"no way leads from this machine to {peer}: {error.strerror or error}"
+    if initial_peers and len(remote) == len(initial_peers):
+        raise NoSwarm(reason)
+    return LOOPBACK
+
+
+def _source_address(host: str) -> str:
+    """The address of this machine from which packets go to another; nothing is sent. Raises OSError without a route."""
+    family, kind, protocol, _, target = socket.getaddrinfo(host, _ANY_PORT, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind, protocol) as probe:
+        probe.connect(target)
+        return probe.getsockname()[0]
+
+
+@contextmanager
+def claimed(host: str, port: int) -> Iterator[None]:
+    """Held by a server for its libp2p port: libp2p itself would share the port with another, which breaks both.
+
+    Port 0 is none yet.
+
+    Raises:
+        ValueError: the port is in use, or the address is not this machine's.
+    """
+    family, kind, protocol, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    with socket.socket(socket.AF_UNIX) as claim, socket.socket(family, kind, protocol) as probe:
+        try:
+            if port:
+                claim.bind(f"\0swarm-lm {host} {port}")  # an abstract socket: gone with its process
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # of a connection that has ended lately
+            probe.bind(target)
+        except OSError:
+            raise ValueError(_cannot_listen(host, port)) from None
+        probe.close()
+        yield
+
+
+def _cannot_listen(host: str, port: int) -> str:
+    return f"cannot listen on {host}:{port}: the port is in use or the address is not this machine's"
 
 
 def bind(config: ServerConfig, certificate: Certificate) -> tuple[grpc.aio.Server, int]:
@@ -28,20 +102,8 @@ def bind(config: ServerConfig, certificate: Certificate) -> tuple[grpc.aio.Serve
     except RuntimeError:
         port = 0
     if port == 0:
-        raise ValueError(
-            f"cannot listen on {host}:{config.port}: the port is in use or the address is not this machine's"
-        )
+        raise ValueError(_cannot_listen(host, config.port))
     return server, port
-
-
-def split_address(address: str, default_port: int) -> tuple[str, int]:
-    """Host and port of ``HOST`` or ``HOST:PORT``; raises ValueError if it is neither."""
-    host, _, port = address.rpartition(":")
-    if not host or address.endswith("]"):
-        return address, default_port
-    if not port.isdigit():
-        raise ValueError(f"address {address!r} is not understood: expected HOST or HOST:PORT")
-    return host, int(port)
 
 
 def announced(config: ServerConfig, port: int) -> str:
@@ -58,7 +120,7 @@ def _lan_address() -> str:
     """The address of the interface that leads outside; nothing is sent."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
-            probe.connect(("192.0.2.1", 9))  # TEST-NET-1: routed like any outside address
+            probe.connect(("192.0.2.1", _ANY_PORT))  # TEST-NET-1: routed like any outside address
             return probe.getsockname()[0]
         except OSError:
             return "127.0.0.1"

@@ -7,13 +7,14 @@ from dataclasses import dataclass
 from math import inf
 from pathlib import Path
 
-from swarm_protocol.adapters import MAX_ADAPTER_BYTES
 from swarm_protocol.default_model import DEFAULT_MODEL
+from swarm_protocol.dht_addresses import split_address
 from swarm_protocol.notes import DEFAULT_SWARM
 from swarm_protocol.span import Span
+from swarm_protocol.wire import MAX_ADAPTER_BYTES
 from swarm_server.placement import MARGIN
-from swarm_server.quantization import METHODS
 
+METHODS = ("int8", "nf4", "none", "bnb-int8")  # of quantisation
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
@@ -30,7 +31,7 @@ class ServerConfig:
     quant: str = "int8"
     dtype: str = "auto"  # of computation; auto: float32 on CPU, bfloat16 on CUDA
     device: str = "auto"  # auto: CUDA if there is any
-    host: str = "127.0.0.1"
+    host: str | None = None  # None: the address that leads to the swarm, loopback if all of it is on this machine
     port: int = 0  # gRPC; 0: any free one
     dht_port: int = 0
     announce_address: str | None = None  # HOST or HOST:PORT that others should use
@@ -55,6 +56,10 @@ class ServerConfig:
             raise ValueError(f"quantisation {self.quant!r} is unknown: expected one of {', '.join(METHODS)}")
         if self.dtype not in DTYPES:
             raise ValueError(f"dtype {self.dtype!r} is unknown: expected one of {', '.join(DTYPES)}")
+        if not re.fullmatch(r"auto|(cpu|cuda|xpu|mps)(:\d+)?", self.device):
+            raise ValueError(f"device {self.device!r} is unknown: expected auto, cpu, cuda, cuda:1, …")
+        if self.announce_address is not None:
+            split_address(self.announce_address, 0)
         for name, port in (("port", self.port), ("dht_port", self.dht_port)):
             if not 0 <= port < 65536:
                 raise ValueError(f"{name} {port} is no port: expected 0 to 65535")

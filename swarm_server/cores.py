@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import fcntl
 import json
+import logging
 import math
 import os
 import time
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from fractions import Fraction
 from pathlib import Path
+from typing import IO
 
 import platformdirs
 
+_logger = logging.getLogger(__name__)
 CPUS = Path("/sys/devices/system/cpu")
 CGROUPS = Path("/sys/fs/cgroup")
 OWN_CGROUP = Path("/proc/self/cgroup")
@@ -53,39 +57,58 @@ class CoreShare:
         self._cores = physical_cores(os.sched_getaffinity(0)) if cores is None else set(cores)
         self._fixed = _omp_num_threads(environment)
         self._limit = self._fixed or max(1, int(min(cpu_quota(), len(self._cores))))
-        self._path: Path | None = None
+        self._path: Path | None = None  # of what others see of this server
+        self._file: IO[str] | None = None
 
     def __enter__(self) -> CoreShare:
         """Registers; takes the cores that fewest others use, if it may not keep all of its cores busy."""
-        self._directory.mkdir(parents=True, exist_ok=True)
-        with open(self._directory / "lock", "w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            others = list(self._others().values())
-            by_use = sorted(self._cores, key=lambda core: (sum(core in other for other in others), core))
-            self._cores = set(by_use[: self._limit])
-            self._register()
+        try:
+            self._directory.mkdir(parents=True, exist_ok=True)
+            with open(self._directory / "lock", "w") as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX)
+                self._choose()
+                self._register()
+        except OSError as error:
+            self._withdraw()
+            self._choose()
+            _logger.warning("servers of this machine will not share its cores as they should: %s", error)
         return self
 
     def __exit__(self, *_exception: object) -> None:
-        self._path.unlink(missing_ok=True)
-        self._file.close()
+        self._withdraw()
+
+    def _choose(self) -> None:
+        others = list(self._others().values())
+        by_use = sorted(self._cores, key=lambda core: (sum(core in other for other in others), core))
+        self._cores = set(by_use[: self._limit])
 
     def threads(self) -> int:
         """How many threads to compute with now; takes a few dozen microseconds per server of the machine."""
         if self._fixed:
             return self._fixed
         others = self._others()
-        return fair_threads(self._cores, list(others.values()), sum(path < self._path for path in others))
+        num_earlier = None if self._path is None else sum(path < self._path for path in others)
+        return fair_threads(self._cores, list(others.values()), num_earlier)
 
     def _register(self) -> None:
         """Under another name at first: a file without a lock on it would be taken for a dead server's."""
-        self._path = self._directory / f"{time.time_ns():020}-{os.getpid()}.json"
-        partial = self._path.with_suffix(".partial")
-        self._file = open(partial, "w")  # noqa: SIM115  (kept open: the lock goes with it)
+        path = self._directory / f"{time.time_ns():020}-{os.getpid()}.json"
+        self._path = path.with_suffix(".partial")
+        self._file = open(self._path, "w")  # noqa: SIM115  (kept open: the lock goes with it)
         fcntl.flock(self._file, fcntl.LOCK_EX)
         json.dump({"pid": os.getpid(), "boot": _boot_id(), "cores": sorted(self._cores)}, self._file)
         self._file.flush()
-        partial.rename(self._path)
+        self._path = self._path.rename(path)
+
+    def _withdraw(self) -> None:
+        if self._path is not None:
+            with suppress(OSError):
+                self._path.unlink(missing_ok=True)
+            self._path = None
+        if self._file is not None:
+            with suppress(OSError):  # what could not be written
+                self._file.close()
+            self._file = None
 
     def _others(self) -> dict[Path, set[int]]:
         """The cores of other living servers, first those that began first; registrations of dead ones are deleted."""
@@ -101,7 +124,7 @@ class CoreShare:
                             others[path] = set(note["cores"])
                     else:
                         path.unlink(missing_ok=True)
-            except FileNotFoundError:  # it just ended
+            except (OSError, ValueError, KeyError, TypeError):  # it just ended, or is not ours
                 pass
         return others
 

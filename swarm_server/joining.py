@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import random
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 
 from swarm_protocol.dht import Dht
-from swarm_protocol.errors import NoSwarm
+from swarm_protocol.dht_addresses import split_address
+from swarm_protocol.errors import JoinRefused, NoSwarm
 from swarm_protocol.identity import Identity
-from swarm_protocol.notes import Note, Notes, is_loopback
-from swarm_server.addresses import free_port, split_address
+from swarm_protocol.notes import Note, Notes, is_loopback, remove_ended_swarms
+from swarm_server.addresses import LOOPBACK, claimed, free_port, listening_host
 from swarm_server.config import ServerConfig
 
 _LOCK_TIMEOUT_S = 90.0  # for servers that are joining, each for no longer than it waits for those who do not answer
@@ -26,8 +28,12 @@ class Membership:
     Whoever finds the way to the other half makes them one.
     """
 
-    def __init__(self, config: ServerConfig, notes: Notes, dht: Dht, addresses: list[str]) -> None:
+    def __init__(
+        self, config: ServerConfig, notes: Notes, dht: Dht, addresses: list[str], host: str = LOOPBACK
+    ) -> None:
+        """``host`` is the address that the server listens on."""
         self.dht = dht
+        self.host = host
         self._notes = notes
         self._addresses = addresses
         self._initial_peers = config.initial_peers
@@ -73,31 +79,36 @@ async def join(config: ServerConfig, cleanup: AsyncExitStack) -> Membership:
     """A DHT node that stores records for others, and that others of this machine find until ``cleanup``.
 
     Raises:
-        NoSwarm: no initial peer answers. ValueError: one is no multiaddr, or the identity cannot be used.
+        NoSwarm: no initial peer answers. ValueError: one is no multiaddr, the DHT's port is in use, or the identity
+            cannot be used.
     """
     identity = Identity.load_or_create(config.identity) if config.identity else Identity.generate()
+    remove_ended_swarms()
     notes = Notes(config.swarm)
     announce_host = config.announce_address and split_address(config.announce_address, 0)[0]
-    port = config.dht_port or (free_port(config.host) if announce_host else 0)
-
-    async def join_through(initial_peers: Sequence[str], are_alive: bool = False) -> Dht:
-        return await Dht.join(
-            config.swarm,
-            initial_peers,
-            identity,
-            host=config.host,
-            port=port,
-            announce_host=announce_host,
-            are_alive=are_alive,
-        )
-
     async with notes.locked(_LOCK_TIMEOUT_S):
+        noted = [] if config.initial_peers else notes.read()
+        host = await asyncio.to_thread(listening_host, config.host, config.initial_peers, noted)
+        port = config.dht_port or (free_port(host) if announce_host else 0)
+        cleanup.enter_context(claimed(host, port))
+
+        async def join_through(initial_peers: Sequence[str], are_alive: bool = False) -> Dht:
+            return await Dht.join(
+                config.swarm,
+                initial_peers,
+                identity,
+                host=host,
+                port=port,
+                announce_host=announce_host,
+                are_alive=are_alive,
+            )
+
         if config.initial_peers:
             dht = await join_through(config.initial_peers)
         else:
             dht = await _join_noted(config, notes, join_through)
         cleanup.push_async_callback(dht.shutdown)
-        membership = Membership(config, notes, dht, await dht.addresses())
+        membership = Membership(config, notes, dht, await dht.addresses(), host)
         cleanup.callback(membership.leave)
     return membership
 
@@ -109,6 +120,8 @@ async def _join_noted(config: ServerConfig, notes: Notes, join_through: Callable
     if reached:
         try:
             return await join_through(notes.read(), any(note.is_alive for note in reached))
+        except JoinRefused:
+            raise
         except NoSwarm:
             pass
     if any(note.is_alive for note in reached):

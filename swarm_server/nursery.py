@@ -22,7 +22,8 @@ def main() -> None:
     import swarm_server.server  # noqa: F401
 
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for them
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C in a terminal: whoever started the servers ends them
+    for number in (signal.SIGINT, signal.SIGHUP):  # from the terminal: whoever started the servers ends them
+        signal.signal(number, signal.SIG_IGN)
     for line in sys.stdin:
         job = json.loads(line)
         pid = os.fork()
@@ -37,7 +38,7 @@ def _serve(job: dict) -> None:
     try:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         os.setpgid(0, 0)
-        for number in (signal.SIGCHLD, signal.SIGINT):
+        for number in (signal.SIGCHLD, signal.SIGINT, signal.SIGHUP):
             signal.signal(number, signal.SIG_DFL)
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         for descriptor, name in ((1, "stdout"), (2, "stderr")):
@@ -45,7 +46,7 @@ def _serve(job: dict) -> None:
         if job.get("cores"):
             os.sched_setaffinity(0, job["cores"])
         sys.argv = ["swarm_server", *job["arguments"]]
-        from swarm_server.__main__ import main
+        from swarm_server.command_line import main
 
         main()
     except SystemExit as end:

@@ -24,7 +24,7 @@ from swarm_protocol.pb.swarm_pb2_grpc import add_BlocksServicer_to_server
 from swarm_protocol.records import REFRESH_S, ServerRecord, ServerState, SwarmView
 from swarm_protocol.span import Span
 from swarm_protocol.wire import WIRE_VERSION
-from swarm_server.addresses import announced, bind, ip_address
+from swarm_server.addresses import announced, bind
 from swarm_server.blocks import BlockStack
 from swarm_server.config import ServerConfig
 from swarm_server.cores import CoreShare
@@ -58,7 +58,7 @@ class Server:
     """One server; ``run`` is its whole life."""
 
     def __init__(self, config: ServerConfig) -> None:
-        self._config = dataclasses.replace(config, host=ip_address(config.host))
+        self._config = config
         self._stop = asyncio.Event()
         self._record: ServerRecord | None = None
         self._membership: Membership | None = None
@@ -69,6 +69,10 @@ class Server:
         self._neighbours = Neighbours()
         self._neighbourhood = Neighbourhood(self._neighbours)
         self.ready = False
+
+    @property
+    def config(self) -> ServerConfig:
+        return self._config
 
     def stop(self) -> None:
         """Makes ``run`` withdraw the record and return."""
@@ -88,9 +92,6 @@ class Server:
         if fixed is not None:
             fixed.within(num_blocks)
         async with AsyncExitStack() as cleanup:
-            certificate = Certificate.generate()
-            grpc_server, port = bind(config, certificate)
-            cleanup.push_async_callback(grpc_server.stop, _GRACE_S)
             device, dtype = _device_and_dtype(config)
             cores = cleanup.enter_context(CoreShare())
             torch.set_num_threads(cores.threads())  # of threads that have not computed yet
@@ -101,6 +102,10 @@ class Server:
                 cleanup.callback(loading.cancel)
             cleanup.push_async_callback(self._neighbours.close)
             self._membership = await join(config, cleanup)
+            self._config = config = dataclasses.replace(config, host=self._membership.host)
+            certificate = Certificate.generate()
+            grpc_server, port = bind(config, certificate)
+            cleanup.push_async_callback(grpc_server.stop, _GRACE_S)
             num_hosted = len(fixed) if fixed is not None else self._num_hosted(device)
             self._record = ServerRecord(
                 peer_id=self._dht.peer_id,
@@ -334,9 +339,7 @@ class Server:
         if ipaddress.ip_address(config.host).is_loopback:
             _logger.info("only this machine can join; to let others in, start servers with --host ADDRESS")
         else:
-            _logger.info(
-                "on the next machine: python -m swarm_server --host ADDRESS%s%s --initial-peers %s", model, swarm, peer
-            )
+            _logger.info("on the next machine: python -m swarm_server%s%s --initial-peers %s", model, swarm, peer)
         _logger.info('try it: python -m swarm_client generate%s%s "Return a list of"', model, swarm)
 
 

@@ -10,13 +10,12 @@ import torch
 
 from swarm_protocol.families import WEIGHT_IS_READ
 from swarm_protocol.int8_linear import Int8Linear, Int8Weight, quantize_rows
+from swarm_server.config import METHODS
 from swarm_server.quantization import bnb
 from swarm_server.quantization.experts import Layout, QuantizedExperts
 from swarm_server.quantization.report import Left, Report
 
 __all__ = ["METHODS", "Left", "Report", "quantize_"]
-
-METHODS = ("int8", "nf4", "none", "bnb-int8")
 
 # Classes of torch and transformers that multiply by their weight and do nothing else, and whether it is kept as
 # [in, out]. A subclass that is not here computes something of its own, as Llama4Router does, and stays as it is.

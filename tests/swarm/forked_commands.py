@@ -66,7 +66,7 @@ def start(package: str, arguments: list[str], directory: Path, number: int) -> i
     sys.argv = [package, *arguments]
     code = 0
     try:
-        importlib.import_module(f"{package}.__main__").main()
+        importlib.import_module(f"{package}.command_line").main()
     except SystemExit as end:
         code = end.code or 0
     except BaseException:

@@ -104,7 +104,7 @@ class ServerProcess:
 
     def children(self) -> list[int]:
         """The processes this server has started: its libp2p daemon."""
-        return [pid for pid in map(int, filter(str.isdigit, os.listdir("/proc"))) if _parent_of(pid) == self.pid]
+        return [pid for pid in all_processes() if parent_of(pid) == self.pid]
 
     def _read(self) -> None:
         for line in self._process.stdout:
@@ -130,10 +130,10 @@ class Outcome:
     stdout: str
     stderr: str
 
-    def assert_one_sentence(self, pattern: str) -> None:
+    def assert_one_sentence(self, pattern: str, code: int) -> None:
         """The command failed, said why in one sentence without traceback, and left no process."""
         lines = [line for line in self.stderr.splitlines() if line.strip() and not line.startswith("loading blocks:")]
-        assert self.code == 1, self
+        assert self.code == code, self
         assert self.stdout.strip() == ""
         assert len([line for line in lines if line.startswith("error: ")]) == 1, self.stderr
         assert re.search(pattern, lines[-1]), self.stderr
@@ -161,7 +161,11 @@ def is_alive(pid: int) -> bool:
     return bool(fields) and fields[0] != "Z"
 
 
-def _parent_of(pid: int) -> int:
+def all_processes() -> list[int]:
+    return [int(name) for name in os.listdir("/proc") if name.isdigit()]
+
+
+def parent_of(pid: int) -> int:
     fields = _stat(pid)
     return int(fields[1]) if fields else 0
 

@@ -5,17 +5,20 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 
 import pytest
 
 from swarm_client.demo import verdict
+from swarm_client.nursery import Nursery
 from tests.swarm.processes import Outcome, run_commands
+from tests.swarm.waiting import wait_for
 
 
-def run(*arguments: str, cache: str, timeout: float = 120) -> subprocess.CompletedProcess:
-    environment = {**os.environ, "XDG_CACHE_HOME": str(cache), "OMP_NUM_THREADS": "1"}
+def run(*arguments: str, cache: str, timeout: float = 120, **more: str) -> subprocess.CompletedProcess:
+    environment = {**os.environ, "XDG_CACHE_HOME": str(cache), "OMP_NUM_THREADS": "1", **more}
     command = [sys.executable, "-m", "swarm_client", *arguments]
     return subprocess.run(command, capture_output=True, text=True, timeout=timeout, env=environment)
 
@@ -33,8 +36,9 @@ def processes_with(text: str) -> list[int]:
     return found
 
 
-def test_demo_writes_text_through_a_death_compares_it_and_leaves_nothing_behind(tmp_path):
-    result = run("demo", "--max-new-tokens", "24", cache=tmp_path)
+def test_demo_writes_text_through_a_death_compares_it_and_leaves_nothing_behind(tmp_path, tmp_path_factory):
+    cache, temporary = tmp_path / "cache", tmp_path_factory.mktemp("t")
+    result = run("demo", "--max-new-tokens", "24", cache=cache, TMPDIR=str(temporary))
     assert result.returncode == 0, result.stderr
     assert "Traceback" not in result.stderr
     assert result.stderr == ""
@@ -46,7 +50,33 @@ def test_demo_writes_text_through_a_death_compares_it_and_leaves_nothing_behind(
     assert re.search(r"(All 24 tokens are the same|The first \d+ of 24 tokens are the same)", result.stdout)
     swarm = re.search(r"swarm (demo-\d+)", result.stdout)[1]
     assert processes_with(swarm) == []
-    assert not list((tmp_path / "swarm" / "swarms" / swarm).glob("*.json"))
+    assert not (cache / "swarm" / "swarms" / swarm).exists()
+    assert list(temporary.iterdir()) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGTERM, signal.SIGKILL])
+def test_a_demo_that_is_ended_leaves_nothing_for_long(number, tmp_path, tmp_path_factory):
+    cache, temporary = tmp_path / "cache", tmp_path_factory.mktemp("t")
+    environment = {**os.environ, "XDG_CACHE_HOME": str(cache), "TMPDIR": str(temporary)}
+    demo = subprocess.Popen(
+        [sys.executable, "-m", "swarm_client", "demo"], stderr=subprocess.PIPE, stdout=subprocess.PIPE, env=environment
+    )
+    swarms = cache / "swarm" / "swarms"
+    wait_for(lambda: len(list(swarms.glob("demo-*/*.json"))) == 4, "the servers of the demo are there")
+    demo.send_signal(number)
+    _, errors = demo.communicate()
+    assert demo.returncode == (-number if number == signal.SIGKILL else 128 + number)
+    assert errors == b""
+    swarm = f"demo-{demo.pid}"
+    wait_for(lambda: not processes_with(swarm), "the servers have ended")
+    if number == signal.SIGKILL:
+        assert (swarms / swarm).exists() and list(temporary.iterdir())
+        with Nursery({"XDG_CACHE_HOME": str(cache), "TMPDIR": str(temporary)}) as nursery:
+            nursery.wait_ready([nursery.start("--blocks", "0:2")])
+        run("status", cache=cache, TMPDIR=str(temporary))
+    assert not (swarms / swarm).exists()
+    wait_for(lambda: not list(temporary.iterdir()), "temporary files are gone")
 
 
 @pytest.mark.parametrize(
@@ -61,27 +91,36 @@ def test_verdict_counts_the_common_beginning(remote, local, sentence):
     assert verdict(remote, local) == sentence
 
 
+WRONG, FAILED = 2, 1  # exit codes: the command line is wrong; what it asks for cannot be had
 MISTAKES = {
-    "status-of-no-swarm": (["status"], "no swarm named 'default' runs on this machine"),
-    "generate-without-swarm": (["generate", "x"], "no swarm named 'default' runs on this machine"),
-    "no-prompt": (["generate", ""], "the prompt is empty"),
-    "no-tokens": (["generate", "x", "--max-new-tokens", "0"], "max_new_tokens is 0: expected at least 1"),
-    "temperature": (["generate", "x", "--temperature", "-1"], "temperature is -1.0: expected 0 or more"),
-    "no-model": (["generate", "x", "--model", "/nowhere/model"], "/nowhere/model"),
-    "swarm-name": (["status", "--swarm", "a/b"], "swarm name 'a/b' is not usable"),
-    "no-multiaddr": (["status", "--initial-peers", "localhost:31337"], "no multiaddr of a peer"),
+    "status-of-no-swarm": (["status"], "no swarm named 'default' runs on this machine", FAILED),
+    "generate-without-swarm": (["generate", "x"], "no swarm named 'default' runs on this machine", FAILED),
+    "hint": (["status", "--swarm", "mine"], "start a server with `python -m swarm_server --swarm mine`", FAILED),
+    "no-prompt": (["generate", ""], "the prompt is empty", WRONG),
+    "no-tokens": (["generate", "x", "--max-new-tokens", "0"], "max_new_tokens is 0: expected at least 1", WRONG),
+    "temperature": (["generate", "x", "--temperature", "-1"], "temperature is -1.0: expected 0 or more", WRONG),
+    "no-model": (["generate", "x", "--model", "/nowhere/model"], "/nowhere/model does not exist", WRONG),
+    "swarm-name": (["status", "--swarm", "a/b"], "swarm name 'a/b' is not usable", WRONG),
+    "no-multiaddr": (["status", "--initial-peers", "localhost:31337"], "no multiaddr of a peer", WRONG),
+    "interval": (["status", "--watch", "often"], "--watch is 'often': expected a number of seconds", WRONG),
+    "wait": (["generate", "x", "--wait", "-1"], "wait_timeout_s is -1.0: expected a number of seconds", WRONG),
+    "adapter": (["generate", "x", "--adapter", "./nowhere"], "--adapter ./nowhere is no directory", WRONG),
+    "no-data": (["finetune", "--data", "nowhere.txt", "--output", "x"], "nowhere.txt does not exist", WRONG),
+    "rank": (["finetune", "--data", "x", "--output", "x", "--rank", "0"], "rank is 0: expected at least 1", WRONG),
+    "demo": (["demo", "--max-new-tokens", "0"], "max_new_tokens is 0: expected at least 1", WRONG),
 }
 
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory) -> dict[str, Outcome]:
-    commands = [arguments for arguments, _ in MISTAKES.values()]
+    commands = [arguments for arguments, *_ in MISTAKES.values()]
     return dict(zip(MISTAKES, run_commands("swarm_client", commands, tmp_path_factory.mktemp("user")), strict=True))
 
 
 @pytest.mark.parametrize("name", MISTAKES)
 def test_mistakes_get_one_sentence(outcomes, name):
-    outcomes[name].assert_one_sentence(MISTAKES[name][1])
+    _, sentence, code = MISTAKES[name]
+    outcomes[name].assert_one_sentence(sentence, code)
 
 
 def test_status_json_of_a_swarm_with_a_gap(server_process, tmp_path):

@@ -143,7 +143,7 @@ def test_generate_with_what_servers_have_loaded(generated, servers, place, cache
         found, unknown = run_commands("swarm_client", commands, cache_home)
     assert (found.code, found.stdout) == (0, generated["lora"])
     assert unknown.code == 1
-    assert "error: no server holds blocks 0:6 (left out: 2 servers without adapter cook)" in unknown.stderr
+    assert "error: no server has adapter 'cook': they have lora" in unknown.stderr
 
 
 @contextmanager
@@ -268,7 +268,7 @@ def refusals(outcomes, servers, place, cache_home) -> dict[str, Outcome]:
 
 @pytest.mark.parametrize("name", MISTAKES)
 def test_mistakes_get_one_sentence(refusals, name):
-    refusals[name].assert_one_sentence(MISTAKES[name][1])
+    refusals[name].assert_one_sentence(MISTAKES[name][1], code=2 if name in ("no-data", "method", "recovery") else 1)
 
 
 def test_generate_without_such_an_adapter(servers, tmp_path, cache_home):
@@ -278,5 +278,5 @@ def test_generate_without_such_an_adapter(servers, tmp_path, cache_home):
         [["generate", "x", *where, "--adapter", path] for path in (str(tmp_path), "/nowhere/adapter")],
         cache_home,
     )
-    outcomes[0].assert_one_sentence("has neither adapter_config.json nor prompts.safetensors")
-    outcomes[1].assert_one_sentence("/nowhere/adapter is no directory")
+    outcomes[0].assert_one_sentence("has neither adapter_config.json nor prompts.safetensors", code=1)
+    outcomes[1].assert_one_sentence("/nowhere/adapter is no directory", code=2)

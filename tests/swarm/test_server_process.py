@@ -6,6 +6,7 @@ import fcntl
 import json
 import os
 import re
+import signal
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -20,7 +21,7 @@ from swarm_protocol.identity import Identity
 from swarm_protocol.notes import Notes
 from swarm_protocol.records import ServerRecord
 from tests.swarm.processes import ServerProcess, is_alive
-from tests.swarm.waiting import wait_for
+from tests.swarm.waiting import DEADLINE_S, wait_for
 from tests.zoo import save_checkpoint
 
 READY_LINE = re.compile(
@@ -153,6 +154,19 @@ def test_notes_that_lead_nowhere_do_no_harm(machine, observe):
     server.wait_ready()
     assert set(machine.notes("default")) == {peer_id(server), mute}
     assert observe(server).peers() == [peer_id(server)]
+
+
+def test_a_closed_terminal_drains_a_server(nursery, cache_home):
+    """It may say so more than once: that is not being told again."""
+    server = nursery.start("--swarm", "hangup", "--num-blocks", "2")
+    nursery.wait_ready([server])
+    note = cache_home / "swarm" / "swarms" / "hangup" / f"{server.peer_id}.json"
+    assert note.exists()
+    for _ in range(3):
+        server.signal(signal.SIGHUP)
+    assert server.wait_gone(DEADLINE_S)
+    assert not note.exists()  # which only a server deletes that has left in order
+    assert "Traceback" not in server.stderr.read_text()
 
 
 def test_a_signal_is_heard_before_the_server_is_ready(machine):

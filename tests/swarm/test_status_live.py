@@ -23,7 +23,7 @@ from swarm_client.status import read_status
 from swarm_client.transport import Server
 from swarm_protocol.errors import BadReply
 from swarm_protocol.records import ServerRecord
-from tests.swarm.processes import run_commands
+from tests.swarm.processes import all_processes, is_alive, parent_of, run_commands
 from tests.swarm.waiting import DEADLINE_S, wait_for
 
 _numbers = itertools.count()
@@ -185,15 +185,27 @@ def test_watching_in_a_terminal_shows_who_joins_and_who_dies_until_ctrl_c(server
     assert len(rows(left)) == 2 and "no server holds blocks 10:20" in left and _FOOTER not in left
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_watching_in_a_pipe_prints_one_picture_after_the_other(servers, watch, number):
     servers.start("0:20")
     watching = watch()
     wait_for(lambda: watching.output.count("this client's chain: ") >= 2, "two pictures were printed")
     watching.process.send_signal(number)
     code, errors = watching.ended()
-    assert (code, errors) == (0 if number is signal.SIGINT else 128 + signal.SIGTERM, "")
+    assert (code, errors) == (0 if number is signal.SIGINT else 128 + number, "")
     assert "\x1b" not in watching.output
+
+
+@pytest.mark.slow
+def test_a_terminal_that_is_closed_ends_watching(servers, watch):
+    servers.start("0:20")
+    watching = watch(terminal=True)
+    watching.wait_for("a server is shown", lambda picture: len(rows(picture)) == 1)
+    (terminal,) = [pid for pid in all_processes() if parent_of(pid) == watching.process.pid]
+    daemons = [pid for pid in all_processes() if parent_of(pid) == terminal]
+    assert daemons
+    watching.process.kill()  # it held the terminal open
+    wait_for(lambda: not any(map(is_alive, [terminal, *daemons])), "the client and its libp2p daemon have ended")
 
 
 def test_watching_as_json_prints_lines(servers, watch):
@@ -213,10 +225,10 @@ def test_mistakes_get_one_sentence(servers, cache_home):
     mistakes = {
         "--watch 0": r"--watch is '0': expected a number of seconds from 0\.5 to 3600",
         "--watch abc": r"--watch is 'abc': expected a number of seconds",
-        "--watch --swarm nobody": "no swarm named 'nobody' runs on this machine",
+        "--watch --swarm nobody": rf"no swarm named 'nobody' runs on this machine \(there (is|are) .*'{servers.swarm}'",
         f"--model nope --swarm {servers.swarm}": "hosts model 'nope'; its models: tiny-python-docs",
         f"--watch --model nope --swarm {servers.swarm}": "hosts model 'nope'; its models: tiny-python-docs",
     }
     outcomes = run_commands("swarm_client", [["status", *options.split()] for options in mistakes], cache_home)
     for outcome, sentence in zip(outcomes, mistakes.values(), strict=True):
-        outcome.assert_one_sentence(sentence)
+        outcome.assert_one_sentence(sentence, code=2 if "expected" in sentence else 1)

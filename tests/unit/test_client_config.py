@@ -17,6 +17,11 @@ from swarm_client.config import ClientConfig
         ({"on_event": 3}, "on_event is 3: expected a function of one event"),
         ({"compression": "zip"}, "compression 'zip' is unknown: expected none or int8"),
         ({"initial_peers": "/ip4/1"}, "initial_peers is a string: expected a list of multiaddrs"),
+        (
+            {"initial_peers": ("localhost:1",)},
+            "initial peer 'localhost:1' is no multiaddr of a peer: expected /ip4/ADDRESS/tcp/PORT/p2p/PEER_ID, "
+            "as a server prints it after `peer=`",
+        ),
     ],
 )
 def test_a_sentence_says_what_was_expected(fields, sentence):

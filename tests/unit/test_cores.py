@@ -243,3 +243,12 @@ def test_quota_of_control_groups(tmp_path, own, files, quota):
 def test_without_control_groups(tmp_path):
     assert cpu_quota(tmp_path / "none", tmp_path) == math.inf
     assert cpu_quota() > 0
+
+
+@pytest.mark.parametrize("place", ["/proc/nowhere", "file"])
+def test_without_a_directory_a_server_takes_its_cores_as_if_it_were_alone(place, tmp_path, caplog):
+    (tmp_path / "file").touch()
+    with share(tmp_path / place / "cores", FOUR) as alone:
+        assert alone.threads() == 4
+    assert len(caplog.messages) == 1
+    assert caplog.messages[0].startswith("servers of this machine will not share its cores as they should: ")

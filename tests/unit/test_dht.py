@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import subprocess
+import sys
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import asynccontextmanager
@@ -329,6 +331,32 @@ class TestJoining:
         peer = peer.replace("PEER", nodes.founder.peer_id)
         with pytest.raises(ValueError, match="is no multiaddr of a peer: expected /ip4/ADDRESS/tcp/PORT/p2p/PEER_ID"):
             run(Dht.join(SWARM, [*nodes.peers, peer], nodes.identities[0]))
+
+    def test_a_wrong_clock_is_said_with_its_offset(self, run: Run, nodes: Nodes) -> None:
+        """In a process of its own, whose time is changed before anything reads it."""
+        script = """
+import asyncio, sys, time
+right, offset_s = time.time, 0.0
+time.time = lambda: right() + offset_s
+from swarm_protocol.dht import Dht
+from swarm_protocol.errors import NoSwarm
+from swarm_protocol.identity import Identity
+for offset_s, host in ((600.0, None), (-600.0, None), (-20.0, "127.0.0.1")):
+    try:
+        asyncio.run(Dht.join("test", sys.argv[1:], Identity.generate(), host=host))
+    except NoSwarm as error:
+        print(error)
+"""
+        command = [sys.executable, "-c", script, *nodes.peers]
+        ended = run(asyncio.to_thread(subprocess.run, command, capture_output=True, text=True))
+        assert "Traceback" not in ended.stderr
+        ahead, behind, of_server = ended.stdout.splitlines()
+        assert ahead == (
+            "the clock of this machine is 10 min ahead of that of the swarm, and at most 3 s are allowed: set it, or "
+            "that of the initial peer"
+        )
+        assert behind == ahead.replace("ahead of", "behind")
+        assert of_server == behind.replace("10 min", "20 s")
 
     @pytest.mark.parametrize(
         ("host", "expected"),

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from swarm_client.generation import TextOptions, load_tokenizer
+from swarm_client.generation import load_tokenizer
+from swarm_client.text_options import TextOptions
 from swarm_protocol.errors import CheckpointError
 
 

@@ -13,7 +13,16 @@ from pathlib import Path
 
 import pytest
 
-from swarm_protocol.notes import FRESH_S, STALE_S, Note, Notes, checked_name, is_loopback
+from swarm_protocol.notes import (
+    FRESH_S,
+    STALE_S,
+    Note,
+    Notes,
+    checked_name,
+    is_loopback,
+    noted_swarms,
+    remove_ended_swarms,
+)
 from tests.swarm.waiting import wait_for
 from tests.unit.support import run
 
@@ -234,3 +243,46 @@ class TestLock:
                 assert is_held
 
         run(check())
+
+
+def test_swarms_with_servers_are_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert noted_swarms() == []
+    for swarm in ("two", "one", "three"):
+        Notes(swarm).write(swarm, [address(swarm)])
+    Notes("three").remove("three")
+    assert noted_swarms() == ["one", "two"]
+
+
+def test_what_ended_swarms_leave_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    directory = tmp_path / "swarm" / "swarms"
+
+    async def check() -> None:
+        for swarm in ("living", "ended", "starting"):
+            async with Notes(swarm).locked():
+                Notes(swarm).write(swarm, [address(swarm)])
+        Notes("ended").remove("ended")
+        Notes("starting").remove("starting")
+        (directory / "ended" / "peer.123").touch()  # of a process that was killed while it wrote
+        async with Notes("starting").locked():
+            remove_ended_swarms()
+        assert {path.name for path in directory.iterdir()} == {"living", "starting"}
+        async with Notes("ended").locked() as is_held:
+            assert is_held
+
+    run(check())
+
+
+def test_who_waits_for_the_lock_of_a_removed_directory_makes_another(tmp_path: Path) -> None:
+    async def check() -> None:
+        async with Notes("mine", tmp_path).locked():
+            waiting = asyncio.ensure_future(Notes("mine", tmp_path).locked(30).__aenter__())
+            await asyncio.sleep(0)
+            (tmp_path / "mine" / "lock").unlink()
+            (tmp_path / "mine").rmdir()
+        assert await waiting
+        async with Notes("mine", tmp_path).locked(timeout_s=0) as is_held:
+            assert not is_held
+
+    run(check())

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from swarm_protocol.span import Span
-from swarm_server.__main__ import parse_args, read_config
+from swarm_server.command_line import parse_args, read_config
 from swarm_server.config import ServerConfig
 
 
@@ -25,11 +25,14 @@ def test_every_flag_reaches_the_config() -> None:
         "device": "cpu", "host": "::", "port": "1", "dht-port": "2", "announce-address": "host:3", "swarm": "mine",
         "identity": "key", "cache-tokens": "4", "throughput": "5.5", "chunk-tokens": "6", "max-sessions": "7",
     }  # fmt: skip
+    peers = tuple(
+        f"/ip4/192.0.2.{number}/tcp/31337/p2p/QmWuXJM1v3RHh9tF3Sy7Xrrn2zvhDQQpuBLRU7QLR5PaMd" for number in (1, 2)
+    )
     argv = [part for name, value in flags.items() for part in (f"--{name}", value)]
-    assert config(*argv, "--no-prefix-cache", "--initial-peers", "a", "b") == ServerConfig(
+    assert config(*argv, "--no-prefix-cache", "--initial-peers", *peers) == ServerConfig(
         model="name/model", model_revision="main", blocks=Span(10, 20), quant="none", dtype="bfloat16", device="cpu",
         host="::", port=1, dht_port=2, announce_address="host:3", swarm="mine", identity=Path("key"), cache_tokens=4,
-        throughput=5.5, chunk_tokens=6, max_sessions=7, prefix_cache=False, initial_peers=("a", "b"),
+        throughput=5.5, chunk_tokens=6, max_sessions=7, prefix_cache=False, initial_peers=peers,
     )  # fmt: skip
 
 

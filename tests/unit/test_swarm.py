@@ -204,3 +204,36 @@ def test_a_large_swarm_is_not_asked_as_a_whole() -> None:
         assert net.rtts_s[chosen] == min(net.rtts_s[name] for name in set(net.pinged))
 
     play(net, story)
+
+
+def joins(net: FakeNet, **options: Any) -> None:
+    async def story(swarm: Swarm) -> None:
+        await swarm.connect()
+
+    play(net, story, **options)
+
+
+def test_what_was_asked_for_by_name_is_missed_at_once() -> None:
+    some = [
+        *servers(("peerone", "0:4"), adapters=("polite", "rude")),
+        *servers(("peertwo", "4:8"), adapters=("polite",)),
+    ]
+    with pytest.raises(NoRoute, match="no server has adapter 'kind': they have polite, rude"):
+        joins(FakeNet(some), adapter="kind")
+    with pytest.raises(NoRoute, match="no server has adapter 'rude': they have polite"):
+        joins(FakeNet(some), adapter="rude", blocked_servers=("one",))
+    with pytest.raises(NoRoute, match=r"here is six or ten: there are …eerone \(blocks 0:4\), …eertwo \(blocks 4:8\)"):
+        joins(FakeNet(some), allowed_servers=("six", "ten"))
+    with pytest.raises(NoRoute, match="all servers here are blocked: there are …eerone"):
+        joins(FakeNet(some), blocked_servers=("one", "two"))
+
+
+def test_some_of_those_asked_for_may_be_absent(caplog: pytest.LogCaptureFixture) -> None:
+    some = servers(("peerone", "0:4"), ("peertwo", "4:8"), adapters=("polite",))
+    joins(FakeNet(some), allowed_servers=("one", "two", "six"), blocked_servers=("ten",), adapter="polite")
+    there = "there are …eerone (blocks 0:4), …eertwo (blocks 4:8)"
+    assert caplog.messages == [f"no server here is six: {there}", f"no server here is ten: {there}"]
+
+
+def test_where_nobody_is_yet_somebody_may_come() -> None:
+    joins(FakeNet([]), adapter="kind", allowed_servers=("six",))

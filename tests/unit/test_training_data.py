@@ -6,8 +6,9 @@ import json
 
 import pytest
 
+from swarm_client.finetune_settings import check_file
 from swarm_client.generation import load_tokenizer
-from swarm_client.training_data import IGNORED, Padding, Text, Tokenizing, check_file, load_examples, read_texts
+from swarm_client.training_data import IGNORED, Padding, Text, Tokenizing, load_examples, read_texts
 
 
 @pytest.fixture(scope="module")

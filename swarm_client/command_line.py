@@ -1,0 +1,251 @@
+"""Command line of the client: ``python -m swarm_client generate "Return a list of"``, ``finetune``, ``status``, …
+
+A command is a function that checks its arguments, as far as they say for themselves that they are wrong, and returns
+what is to be done: only that imports torch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import shlex
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from swarm_client.config import ClientConfig
+from swarm_client.finetune_settings import add_flags, check_file, from_flags
+from swarm_client.text_options import TextOptions
+from swarm_protocol import signals
+from swarm_protocol.default_model import DEFAULT_MODEL, check_location, locate
+from swarm_protocol.errors import SwarmError
+from swarm_protocol.notes import DEFAULT_SWARM, checked_name
+
+_MIN_INTERVAL_S, _MAX_INTERVAL_S = 0.5, 3600.0  # between two pictures of a swarm
+Command = Callable[[], None]
+
+
+def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m swarm_client", description="Use a language model whose blocks are served by a swarm."
+    )
+    commands = parser.add_subparsers(dest="name", required=True, metavar="COMMAND")
+    formatter = argparse.ArgumentDefaultsHelpFormatter
+
+    common = argparse.ArgumentParser(add_help=False)
+    common.add_argument(
+        "--initial-peers", nargs="+", default=[], metavar="MULTIADDR", help="members of the swarm to join through"
+    )
+    common.add_argument("--swarm", default=DEFAULT_SWARM, metavar="NAME", help="the swarm's name")
+    common.add_argument("--log-level", default="warning", choices=("debug", "info", "warning", "error"))
+
+    generate = commands.add_parser(
+        "generate", parents=[common], formatter_class=formatter, help="continue a text, printing it as it is written"
+    )
+    generate.set_defaults(command=generate_command)
+    generate.add_argument("prompt")
+    generate.add_argument("--model", default=DEFAULT_MODEL, metavar="NAME_OR_PATH", help="hub name or directory")
+    generate.add_argument("--revision", help="branch, tag or commit of a hub model")
+    generate.add_argument("--max-new-tokens", type=int, default=64, metavar="N")
+    generate.add_argument("--temperature", type=float, metavar="T", help="0: always the likeliest token")
+    generate.add_argument("--top-p", type=float, metavar="P", help="sample among the likeliest tokens of this total")
+    generate.add_argument("--top-k", type=int, metavar="K", help="sample among this many tokens")
+    generate.add_argument("--seed", type=int, help="makes sampling repeatable")
+    generate.add_argument("--num-beams", type=int, default=1, metavar="N")
+    generate.add_argument(
+        "--head-quant", default=ClientConfig.head_quant, metavar="none|int8", help="of the head that makes logits"
+    )
+    generate.add_argument(
+        "--wait", type=float, default=ClientConfig.wait_timeout_s, metavar="SECONDS", help="for blocks nobody serves"
+    )
+    generate.add_argument(
+        "--recovery-timeout",
+        type=float,
+        default=ClientConfig.recovery_timeout_s,
+        metavar="SECONDS",
+        help="for others to take the place of servers that fail",
+    )
+    _add_choice_of_servers(generate)
+    generate.add_argument(
+        "--adapter", metavar="DIR|NAME", help="trained by finetune or PEFT; or the name of one that servers have"
+    )
+    generate.add_argument("--standby", action="store_true", help="keep copies of keys and values on other servers")
+
+    finetune = commands.add_parser(
+        "finetune",
+        parents=[common],
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        help="train an adapter or prompts on a file of text",
+        epilog='A line of .jsonl is {"text": "…"}, or {"prompt": "…", "completion": "…"}, of which the completion is '
+        "learned.",
+    )
+    finetune.set_defaults(command=finetune_command)
+    add_flags(finetune)
+
+    status = commands.add_parser(
+        "status", parents=[common], formatter_class=formatter, help="show the swarm's servers and blocks"
+    )
+    status.set_defaults(command=status_command)
+    status.add_argument("--model", metavar="NAME", help="this model only")
+    status.add_argument("--json", action="store_true", help="print JSON; with --watch, a line of it each time")
+    status.add_argument(
+        "--watch",
+        nargs="?",
+        const="2",
+        metavar="SECONDS",
+        help="show it live, drawn anew after so many seconds (2 if not given), until Ctrl-C",
+    )
+
+    demo = commands.add_parser("demo", formatter_class=formatter, help="servers write text together; one is killed")
+    demo.set_defaults(command=demo_command)
+    demo.add_argument("prompt", nargs="?", default=None)
+    demo.add_argument("--max-new-tokens", type=int, default=64, metavar="N")
+    demo.add_argument("--log-level", default="warning", choices=("debug", "info", "warning", "error"))
+    return parser.parse_args(argv)
+
+
+def _add_choice_of_servers(command: argparse.ArgumentParser) -> None:
+    add = command.add_argument
+    add("--allow", nargs="+", default=[], metavar="PEER", help="use these servers only; the end of a peer id will do")
+    add("--block", nargs="+", default=[], metavar="PEER", help="do not use these servers")
+
+
+def generate_command(args: argparse.Namespace) -> Command:
+    options = TextOptions(
+        max_new_tokens=args.max_new_tokens,
+        temperature=args.temperature,
+        top_p=args.top_p,
+        top_k=args.top_k,
+        num_beams=args.num_beams,
+        seed=args.seed,
+    )
+    if not args.prompt:
+        raise ValueError("the prompt is empty: expected some text to continue")
+    check_location(locate(args.model), args.revision)
+    trained_here = args.adapter is not None and Path(args.adapter).is_dir()
+    if args.adapter and "/" in args.adapter and not trained_here:
+        raise ValueError(f"--adapter {args.adapter} is no directory: expected that of a trained adapter")
+    connection = {
+        "initial_peers": tuple(args.initial_peers),
+        "swarm": checked_name(args.swarm),
+        "wait_timeout_s": args.wait,
+        "recovery_timeout_s": args.recovery_timeout,
+        "standby": args.standby,
+        "head_quant": args.head_quant,
+        "allowed_servers": tuple(args.allow),
+        "blocked_servers": tuple(args.block),
+        "adapter": "" if trained_here else args.adapter or "",
+    }
+    ClientConfig(**connection)
+
+    def run() -> None:
+        from swarm_client.generation import load_tokenizer, stream_text
+        from swarm_client.model import DistributedModel
+        from swarm_client.trained import add_trained
+
+        signals.unwind_on_signals()
+        with DistributedModel.from_pretrained(args.model, revision=args.revision, **connection) as model:
+            if trained_here:
+                add_trained(model, args.adapter)
+            tokenizer = load_tokenizer(args.model, args.revision)
+            stream_text(model, tokenizer, args.prompt, options)
+
+    return run
+
+
+def finetune_command(args: argparse.Namespace) -> Command:
+    settings = from_flags(args)
+    ClientConfig(
+        initial_peers=settings.initial_peers,
+        swarm=checked_name(settings.swarm),
+        wait_timeout_s=settings.wait,
+        recovery_timeout_s=settings.recovery_timeout,
+    )
+    check_location(locate(settings.model), settings.revision)
+    for path in (settings.data, settings.validation):
+        if path is not None:
+            check_file(path)
+    typed = shlex.join(["python", "-m", "swarm_client", *sys.argv[1:]])
+
+    def run() -> None:
+        from swarm_client.finetune import run_finetune
+
+        signals.unwind_on_signals()
+        if not run_finetune(settings, typed):
+            sys.exit(signals.INTERRUPTED)
+
+    return run
+
+
+def status_command(args: argparse.Namespace) -> Command:
+    config = ClientConfig(initial_peers=tuple(args.initial_peers), swarm=checked_name(args.swarm))
+    interval_s = None if args.watch is None else parse_interval(args.watch)
+
+    def run() -> None:
+        from rich.console import Console
+
+        from swarm_client import background
+        from swarm_client.status import as_json, read_status, show
+        from swarm_client.watch import watch
+
+        signals.unwind_on_signals()
+        if interval_s is not None:
+            watch(config, args.model, interval_s, json_lines=args.json)
+            return
+        sight = background.run(read_status(config, args.model))
+        if args.json:
+            print(json.dumps(as_json(args.swarm, sight), indent=2))
+        else:
+            show(Console(), args.swarm, sight)
+
+    return run
+
+
+def parse_interval(text: str) -> float:
+    """Raises ValueError if it is not a number of seconds to wait between two pictures."""
+    try:
+        interval_s = float(text)
+    except ValueError:
+        interval_s = float("nan")
+    if not _MIN_INTERVAL_S <= interval_s <= _MAX_INTERVAL_S:
+        raise ValueError(f"--watch is {text!r}: expected a number of seconds from {_MIN_INTERVAL_S:g} to 3600")
+    return interval_s
+
+
+def demo_command(args: argparse.Namespace) -> Command:
+    options = TextOptions(max_new_tokens=args.max_new_tokens, temperature=0)
+
+    def run() -> None:
+        from swarm_client.demo import DEFAULT_PROMPT, run_demo
+
+        signals.unwind_on_signals()
+        run_demo(args.prompt or DEFAULT_PROMPT, options)
+
+    return run
+
+
+def main() -> None:
+    args = parse_args()
+    logging.basicConfig(stream=sys.stderr, level=args.log_level.upper(), format="%(message)s")
+    # Other people's libraries speak up only if something is wrong.
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    for name in ("httpx", "huggingface_hub", "asyncio", "grpc", "bitsandbytes"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    try:
+        run = args.command(args)
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+    try:
+        run()
+    except (SwarmError, ValueError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(1)
+    except BrokenPipeError:  # the reader, `head` for example, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)
+    except KeyboardInterrupt:
+        print(file=sys.stderr)
+        sys.exit(signals.INTERRUPTED)

@@ -1,0 +1,66 @@
+"""A process's temporary directory, which is gone after it: if it is killed, the next process to start removes it."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import fcntl
+import os
+import shutil
+import tempfile
+from pathlib import Path
+from typing import IO
+
+from swarm_protocol.errors import SwarmError
+
+_PREFIX, _LOCK = "swarm-lm-", ".swarm-lm-lock"
+_NEW = f"{_PREFIX}new-"  # not locked yet
+_MAX_PATH = 60  # the path of a Unix socket in it must be shorter than 108 bytes
+
+_directory: Path | None = None
+_lock: IO[str] | None = None
+_owner_pid = 0
+
+
+def scratch_directory() -> Path:
+    """The same for all calls of a process. Raises SwarmError if there is no room for temporary files."""
+    global _directory, _lock, _owner_pid
+    if _directory is None or _owner_pid != os.getpid():  # a forked child makes its own
+        try:
+            _directory, _lock = _make()
+        except OSError as error:
+            raise SwarmError(
+                f"temporary files cannot be written: {error}; set TMPDIR to a directory for them"
+            ) from None
+        _owner_pid = os.getpid()
+        atexit.register(remove_scratch)
+    return _directory
+
+
+def _make() -> tuple[Path, IO[str]]:
+    parent = tempfile.gettempdir()
+    parent = Path(parent if len(os.fsencode(parent)) <= _MAX_PATH else "/tmp")
+    remove_dead(parent)
+    new = Path(tempfile.mkdtemp(prefix=_NEW, dir=parent))
+    lock = open(new / _LOCK, "w")  # noqa: SIM115  (held as long as the process lives: the lock goes with it)
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    return new.rename(parent / f"{_PREFIX}{os.getpid()}-{new.name.removeprefix(_NEW)}"), lock
+
+
+def remove_scratch() -> None:
+    """To be called before a process ends by ``os._exit``."""
+    global _directory
+    if _directory is not None and _owner_pid == os.getpid():
+        shutil.rmtree(_directory, ignore_errors=True)
+        _directory = None
+
+
+def remove_dead(parent: Path) -> None:
+    """Removes the directories whose processes have ended: nobody holds their locks any more."""
+    for directory in parent.glob(f"{_PREFIX}[0-9]*-*"):
+        with contextlib.suppress(OSError):
+            if directory.stat().st_uid != os.getuid():
+                continue
+            with open(directory / _LOCK) as lock:  # there is none in what is not ours
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(directory)

@@ -1,0 +1,208 @@
+"""Command line of the server: ``python -m swarm_server --blocks 10:20``.
+
+What can be told to be wrong from the command line alone is refused before torch is imported.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from swarm_protocol import signals
+from swarm_protocol.default_model import DEFAULT_MODEL, check_location, locate
+from swarm_protocol.dht_addresses import check_peer
+from swarm_protocol.errors import SwarmError
+from swarm_protocol.notes import DEFAULT_SWARM, checked_name
+from swarm_protocol.scratch import remove_scratch
+from swarm_protocol.span import Span
+from swarm_server.config import ServerConfig, parse_size
+
+if TYPE_CHECKING:
+    from swarm_server.server import Server
+
+_LEAVE_S = 20.0  # for all that must be done after draining
+
+
+def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m swarm_server",
+        description="Host transformer blocks of a Hugging Face model for a swarm.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--model", default=DEFAULT_MODEL, metavar="NAME_OR_PATH", help="hub name or directory")
+    add("--revision", help="branch, tag or commit of a hub model")
+    add("--blocks", metavar="START:END", help="blocks to host for good; without it the server chooses")
+    add("--initial-blocks", metavar="START:END", help="blocks to host at first; it moves if others need it more")
+    add("--num-blocks", type=int, metavar="N", help="how many blocks to host, where the swarm needs them most")
+    add("--memory", metavar="SIZE", help="for blocks, keys and values, such as 4GiB; decides how many blocks")
+    add("--quant", default="int8", help="int8, nf4, none, or bnb-int8 (slow on CPU, for comparison)")
+    add("--dtype", default="auto", help="of computation: auto, float32, bfloat16 or float16")
+    add("--device", default="auto", help="auto, cpu, cuda, cuda:1, …")
+    add(
+        "--host",
+        metavar="ADDRESS",
+        help="to listen on; by default the one that leads to the swarm, and for a new swarm the loopback: only this "
+        "machine can join",
+    )
+    add("--port", type=int, default=0, help="gRPC port; 0 takes a free one")
+    add("--dht-port", type=int, default=0, help="libp2p port; 0 takes a free one")
+    add("--announce-address", metavar="HOST[:PORT]", help="how others reach this server, if not at --host")
+    add("--initial-peers", nargs="+", default=[], metavar="MULTIADDR", help="members of the swarm to join")
+    add("--swarm", default=DEFAULT_SWARM, metavar="NAME", help="name of the swarm to join or start on this machine")
+    add("--identity", type=Path, metavar="FILE", help="key file; keeps the peer id over restarts")
+    add("--cache-tokens", type=int, metavar="N", help="KV-cache room over all sessions; default from free memory")
+    add("--cache-memory", metavar="SIZE", help="the same as memory, such as 2GiB or 500MB")
+    add("--no-prefix-cache", action="store_true", help="do not share the computation of equal beginnings of prompts")
+    add("--adapters", type=Path, nargs="+", default=[], metavar="PATH", help="LoRA adapters of PEFT's format to offer")
+    add("--adapter-memory", default="256MiB", metavar="SIZE", help="for adapters that clients send")
+    add("--chunk-tokens", type=int, metavar="N", help="positions of a prompt computed at a time; default by device")
+    add("--max-sessions", type=int, default=512, metavar="N", help="generations at a time")
+    add(
+        "--drain-timeout",
+        type=float,
+        default=30.0,
+        metavar="SECONDS",
+        help="for generations to end or move when the server is told to leave; told twice, it leaves at once",
+    )
+    add(
+        "--balance-margin",
+        type=float,
+        default=0.03,
+        metavar="SHARE",
+        help="move to other blocks only if the swarm can then carry so much more, 0.03 being 3 %%",
+    )
+    add("--throughput", default="auto", metavar="auto|N", help="tokens/s to announce; auto measures")
+    add("--log-level", default="info", choices=("debug", "info", "warning", "error"))
+    return parser.parse_args(argv)
+
+
+def read_config(args: argparse.Namespace) -> ServerConfig:
+    """What the arguments ask for; raises ValueError if one is out of range."""
+    try:
+        throughput = None if args.throughput == "auto" else float(args.throughput)
+    except ValueError:
+        raise ValueError(f"throughput {args.throughput!r} is not understood: expected auto or a number") from None
+    for peer in args.initial_peers:
+        check_peer(peer)
+    return ServerConfig(
+        num_blocks=args.num_blocks,
+        memory_bytes=None if args.memory is None else parse_size(args.memory),
+        cache_bytes=None if args.cache_memory is None else parse_size(args.cache_memory),
+        prefix_cache=not args.no_prefix_cache,
+        adapters=tuple(args.adapters),
+        adapter_bytes=parse_size(args.adapter_memory),
+        chunk_tokens=args.chunk_tokens,
+        max_sessions=args.max_sessions,
+        model=args.model,
+        model_revision=args.revision,
+        blocks=None if args.blocks is None else Span.parse(args.blocks),
+        initial_blocks=None if args.initial_blocks is None else Span.parse(args.initial_blocks),
+        quant=args.quant,
+        dtype=args.dtype,
+        device=args.device,
+        host=args.host,
+        port=args.port,
+        dht_port=args.dht_port,
+        announce_address=args.announce_address,
+        initial_peers=tuple(args.initial_peers),
+        swarm=checked_name(args.swarm),
+        identity=args.identity,
+        cache_tokens=args.cache_tokens,
+        throughput=throughput,
+        drain_timeout_s=args.drain_timeout,
+        balance_margin=args.balance_margin,
+    )
+
+
+def check_files(config: ServerConfig) -> None:
+    """Raises ValueError if something is not where the arguments say it is."""
+    check_location(locate(config.model), config.model_revision)
+    if config.identity is not None and not config.identity.parent.is_dir():
+        raise ValueError(f"identity {config.identity} cannot be made: {config.identity.parent} is no directory")
+    for path in config.adapters:
+        if not path.is_dir():
+            raise ValueError(f"adapter {path} is no directory: expected one in PEFT's format")
+
+
+async def serve(server: Server) -> None:
+    """Until it ends, or has left as a signal told it to."""
+    running = asyncio.ensure_future(server.run())
+    told: list[signal.Signals] = []
+
+    def leave(number: signal.Signals) -> None:
+        if number is signal.SIGHUP:
+            signals.leave_terminal()
+            if told:  # a terminal that closes may say so twice
+                return
+        told.append(number)
+        if len(told) > 1:
+            os._exit(signals.INTERRUPTED)
+        server.stop()
+        # Whatever hangs: a server that was told to leave is gone in the end.
+        asyncio.get_running_loop().call_later(server.config.drain_timeout_s + _LEAVE_S, os._exit, 1)
+        if not server.ready:
+            running.cancel()
+
+    for number in (signal.SIGINT, *signals.ending_signals()):
+        asyncio.get_running_loop().add_signal_handler(number, leave, number)
+    try:
+        await running
+    except asyncio.CancelledError:
+        if not told:
+            raise
+
+
+def run(config: ServerConfig) -> None:
+    """Serves until a signal ends it.
+
+    Raises:
+        ValueError, SwarmError: see ``Server.run``.
+    """
+    import uvloop
+
+    from swarm_server.server import Server
+
+    # Not uvloop.run(): after a signal it would wait for threads that still load.
+    uvloop.new_event_loop().run_until_complete(serve(Server(config)))
+
+
+def main() -> None:
+    args = parse_args()
+    logging.basicConfig(
+        stream=sys.stderr, level=args.log_level.upper(), format="%(asctime)s %(message)s", datefmt="%H:%M:%S"
+    )
+    try:
+        config = read_config(args)
+        check_files(config)
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+    # Other people's libraries speak up only if something is wrong.
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    # Read when torch is imported. OpenMP's threads spin for milliseconds after a product: with another process on the
+    # same cores a block took 8 to 80 ms, and with this little spinning 4 [2.4 instead of 2.2 on idle cores].
+    if "OMP_WAIT_POLICY" not in os.environ:
+        os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+    for name in ("httpx", "huggingface_hub", "asyncio", "grpc"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    code = 0
+    try:
+        run(config)
+    except (SwarmError, ValueError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        code = 1
+    except KeyboardInterrupt:
+        code = signals.INTERRUPTED
+    remove_scratch()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError):
+            stream.flush()
+    os._exit(code)  # a thread that still loads or computes must not keep the process

@@ -1,0 +1,73 @@
+"""Servers of several hosts: each listens where the others reach it without being told where that is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+from functools import partial
+
+import pytest
+
+from swarm_client import background
+from swarm_client.config import ClientConfig
+from swarm_client.nursery import Nursery, NurseryServer
+from swarm_client.status import read_status
+from tests.swarm.network import Network
+from tests.swarm.waiting import wait_for
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture
+def network() -> Iterator[Network]:
+    with Network("one", "two", "three") as network:
+        yield network
+
+
+@pytest.fixture
+def nurseries(network, tmp_path) -> Iterator[dict[str, Nursery]]:
+    """On each host, with a home of its own."""
+    with ExitStack() as stack:
+        yield {
+            host: stack.enter_context(network.run(host, partial(Nursery, {"XDG_CACHE_HOME": str(tmp_path / host)})))
+            for host in ("one", "two", "three")
+        }
+
+
+def words(server: NurseryServer) -> str:
+    return server.stderr.read_text() if server.stderr.exists() else ""
+
+
+def test_a_server_listens_where_the_swarm_reaches_it(network, nurseries):
+    one = nurseries["one"].start("--num-blocks", "10", "--host", network.addresses["one"])
+    nurseries["one"].wait_ready([one])
+    two = nurseries["two"].start("--num-blocks", "10", "--initial-peers", one.ready["peer"])
+    beside_one = nurseries["one"].start("--num-blocks", "5")  # finds its swarm through a note
+    for host, server in (("two", two), ("one", beside_one)):
+        nurseries[host].wait_ready([server])
+        assert server.ready["grpc"].startswith(f"{network.addresses[host]}:")
+        assert server.ready["peer"].startswith(f"/ip4/{network.addresses[host]}/tcp/")
+
+    def all_answer() -> bool:
+        (model,) = background.run(read_status(ClientConfig(initial_peers=(two.ready["peer"],)))).models
+        return len(model.servers) == 3 and all(server.answers for server in model.servers)
+
+    wait_for(all_answer, "a client of a third host speaks to all servers")
+
+
+def test_the_loopback_is_refused_and_silence_is_said(network, nurseries):
+    one = nurseries["one"].start("--num-blocks", "10", "--host", network.addresses["one"])
+    nurseries["one"].wait_ready([one])
+    peer = one.ready["peer"]
+    local = nurseries["two"].start("--host", "127.0.0.1", "--initial-peers", peer)
+    elsewhere = nurseries["two"].start("--initial-peers", peer.replace(network.addresses["one"], "192.0.2.7"))
+    network.cut("three")
+    silent = nurseries["three"].start("--initial-peers", peer)
+    for server, sentence in (
+        (local, "host 127.0.0.1 is for this machine alone, and /ip4/"),
+        (elsewhere, "no way leads from this machine to /ip4/192.0.2.7/"),
+        (silent, "no initial peer answered: /ip4/"),
+    ):
+        assert server.wait_gone(120)
+        assert words(server).splitlines()[-1].startswith(f"error: {sentence}"), words(server)
+        assert "Traceback" not in words(server)

@@ -1,0 +1,54 @@
+"""Home and cache directories that cannot be written: servers and clients work without them, and say so once."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from swarm_client.nursery import Nursery
+from tests.swarm.test_command_line import run
+
+
+@pytest.fixture
+def full_disk(tmp_path) -> Iterator[Path]:
+    place = tmp_path / "full"
+    place.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "none", place], capture_output=True).returncode:
+        pytest.skip("nothing can be mounted here, which needs root")
+    try:
+        with suppress(OSError), open(place / "all", "wb", buffering=0) as file:
+            while file.write(bytes(4096)):
+                pass
+        yield place
+    finally:
+        subprocess.run(["umount", "--lazy", place], check=True)
+
+
+SLOW = [pytest.param(home, marks=pytest.mark.slow) for home in ("file", "full")]
+
+
+@pytest.mark.parametrize("home", ["/proc/nowhere", *SLOW])
+def test_a_swarm_without_a_home(home, tmp_path, request):
+    place = Path(home) if home.startswith("/") else tmp_path / home
+    if home == "file":
+        place.touch()
+    if home == "full":
+        place = request.getfixturevalue("full_disk")
+    environment = {"HOME": str(place), "XDG_CACHE_HOME": str(place / "cache"), "HF_HOME": str(place / "hf")}
+    with Nursery(environment) as nursery:
+        server = nursery.start("--blocks", "0:20")
+        nursery.wait_ready([server])
+        peer = server.ready["peer"]
+        told = run("generate", "Return a", "--max-new-tokens", "4", "--initial-peers", peer, cache="", **environment)
+        words = server.stderr.read_text()
+        alone = run("status", cache="", **environment)
+    assert (told.returncode, told.stderr) == (0, "")
+    assert alone.returncode == 1
+    assert alone.stderr.startswith("error: no swarm named 'default' runs on this machine")
+    assert "Traceback" not in words
+    assert words.count("servers of this machine will not share its cores") == 1
+    assert words.count("others of this machine will not find this server") == 1
