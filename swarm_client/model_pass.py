@@ -25,6 +25,7 @@ class ModelPass:
 
     Attributes:
         later: servers are told of the session only when there is more for it.
+        packed: see ``RemoteSpan``; without a session only.
         starts: blocks whose input is looked at or changed here; the first block is always among them.
         num_wanted: how many of the last outputs are used, if a session computes them; None: all.
     """
@@ -34,6 +35,7 @@ class ModelPass:
     position_ids: torch.Tensor | None
     session: RemoteSession | None
     later: bool
+    packed: bool
     starts: Sequence[int]
     num_wanted: int | None
 
@@ -50,7 +52,7 @@ class ModelPass:
         if self._outputs is not None:
             return self._told(block, hidden)
         blocks = self.remote[block : self._end(block)]
-        return blocks(hidden, self.attention_mask, self.position_ids, snapshot=self._snapshot)
+        return blocks(hidden, self.attention_mask, self.position_ids, snapshot=self._snapshot, packed=self.packed)
 
     def finish(self) -> None:
         """To be called when the model has come to its end."""

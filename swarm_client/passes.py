@@ -238,18 +238,9 @@ def _micro_batches(inputs: BlockInput) -> list[BlockInput]:
     for piece in split_rows(inputs.hidden):
         end = first_row + len(piece)
         starts = range(first_row, end, num_rows)
-        pieces += [_rows(inputs, slice(start, min(start + num_rows, end))) for start in starts]
+        pieces += [inputs.rows(slice(start, min(start + num_rows, end))) for start in starts]
         first_row = end
     return pieces
-
-
-def _rows(inputs: BlockInput, rows: slice) -> BlockInput:
-    mask, positions = inputs.attention_mask, inputs.position_ids
-    return BlockInput(
-        inputs.hidden[rows],
-        None if mask is None else mask[rows],
-        positions if positions is None or len(positions) == 1 else positions[rows],
-    )
 
 
 async def _together(jobs: Sequence[Callable[[], Coroutine[Any, Any, T]]]) -> list[T]:

@@ -65,6 +65,7 @@ class RemoteSpan:
         position_ids: torch.Tensor | None = None,
         *,
         snapshot: Snapshot | None = None,
+        packed: bool = True,
     ) -> torch.Tensor:
         """Hidden states after the last block of the span, without a cache.
 
@@ -75,6 +76,8 @@ class RemoteSpan:
             attention_mask: [batch, tokens], 0 for padding; None if there is none.
             position_ids: [batch or 1, tokens]; None for 0, 1, 2, …
             snapshot: what is added to the blocks; by default what is at present.
+            packed: without a mask, a position that does not follow the one before it begins another sequence in the
+                same row, which does not see what is before it, as in stock models without a cache.
 
         Raises:
             NoRoute, PeerError, RequestRejected: see ``swarm_protocol.errors``.
@@ -85,9 +88,8 @@ class RemoteSpan:
         added = self.added
         tensors = added.adapter.tensors
         snapshot, need_grad = snapshot or added.snapshot(), needs_grad(hidden, *tensors)
-        return _RemoteForward.apply(
-            hidden, attention_mask, position_ids, self, added.drops, snapshot, need_grad, *tensors
-        )
+        inputs = BlockInput(hidden, attention_mask, position_ids, packed and attention_mask is None)
+        return _RemoteForward.apply(hidden, inputs, self, added.drops, snapshot, need_grad, *tensors)
 
     def open_session(
         self, reserve_tokens: int = 0, *, standby: bool | None = None, on_event: OnEvent | None = None
@@ -120,17 +122,8 @@ class _RemoteForward(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx,
-        hidden,
-        attention_mask,
-        position_ids,
-        blocks: RemoteSpan,
-        drops: bool,
-        adapter: Snapshot,
-        need_grad,
-        *tensors,
+        ctx, hidden, inputs: BlockInput, blocks: RemoteSpan, drops: bool, adapter: Snapshot, need_grad, *tensors
     ):
-        inputs = BlockInput(hidden, attention_mask, position_ids)
         seed = int(torch.randint(1, 2**63 - 1, ())) if drops else 0
         span, first_grad = blocks.span, None
         if need_grad:
@@ -146,7 +139,7 @@ class _RemoteForward(torch.autograd.Function):
         work = backward(blocks.swarm, blocks.span, ctx.ways, grad, ctx.adapter, need_input)
         pieces, of_adapter = background.run(work)
         input_grad = torch.cat(pieces).to(grad.device) if need_input else None
-        return input_grad, *(None,) * 6, *(sum_.to(*like) for sum_, like in zip(of_adapter, ctx.likes, strict=True))
+        return input_grad, *(None,) * 5, *(sum_.to(*like) for sum_, like in zip(of_adapter, ctx.likes, strict=True))
 
 
 class BlockModule(nn.Module):
@@ -224,12 +217,14 @@ class RemoteBlocks(BlockModule):
         session: RemoteSession | None,
         *,
         later: bool = False,
+        packed: bool = False,
         every_block: bool = False,
     ) -> None:
         """What the forward that begins now in this thread needs to know.
 
         Args:
             later: servers are told of the session only when there is more for it.
+            packed: see ``RemoteSpan``.
             every_block: hidden states after every block are looked at.
         """
         modules = self.modules_in_place
@@ -237,7 +232,9 @@ class RemoteBlocks(BlockModule):
         num_wanted = getattr(self._context, "num_wanted", None) if len(starts) == 1 else None
         starts = [block for block in starts if block < len(modules)]
         self._context.has_virtual = self.prompts is not None and (session is None or not session.length)
-        self._context.value = ModelPass(self.remote, attention_mask, position_ids, session, later, starts, num_wanted)
+        self._context.value = ModelPass(
+            self.remote, attention_mask, position_ids, session, later, packed, starts, num_wanted
+        )
 
     def end(self, output: Any) -> Any:
         """That forward's output for the tokens that it was called with; ``output``: None if it failed."""

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, find_packed_sequence_indices
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from swarm_client import background
@@ -254,16 +254,22 @@ def _context_hook(owner: nn.Module, blocks: RemoteBlocks, family: Family):
                 "output_attentions=True asks for attention weights, which stay on the servers: leave it out (hidden "
                 "states can be had, with output_hidden_states=True)"
             )
-        cache, use_cache = given.get(family.cache_argument), given.get("use_cache")
+        cache = given.get(family.cache_argument)
         # A cache that nobody has asked for, in a pass that may be one of training, takes no room on servers yet.
-        later = cache is None and use_cache is None and (torch.is_grad_enabled() or blocks.remote.added.drops)
-        if use_cache is None:
-            use_cache = getattr(owner.config, "use_cache", False)
+        asked = cache is not None or given.get("use_cache") is not None
+        later = not asked and (torch.is_grad_enabled() or blocks.remote.added.drops)
+        use_cache = _uses_cache(owner, given)
         if cache is None and use_cache:
             cache = RemoteCache(blocks.remote, num_virtual=blocks.num_virtual)
         session = None if cache is None else session_of(cache, blocks.remote, blocks.num_virtual)
         past = 0 if session is None else session.length
+        packed = cache is None and given.get("attention_mask") is None and _are_packed(given.get("position_ids"))
         if blocks.prompts is not None:
+            if packed:
+                raise RequestRejected(
+                    "position_ids begin again within a row: packed sequences cannot be trained with prompts, which "
+                    "stand before one sequence per row; send them in rows of their own, with an attention_mask"
+                )
             positions = {"position_ids": given.get("position_ids")} if "position_ids" in names else {}
             given = blocks.prompts.before(given | positions, getattr(owner, family.embedding), past)
         # Blocks that training skips at random are those for which the stock code does not call the module.
@@ -271,8 +277,26 @@ def _context_hook(owner: nn.Module, blocks: RemoteBlocks, family: Family):
             owner.training and bool(getattr(owner, "layerdrop", 0))
         )
         blocks.begin(
-            given.get("attention_mask"), given.get("position_ids"), session, later=later, every_block=every_block
+            given.get("attention_mask"),
+            given.get("position_ids"),
+            session,
+            later=later,
+            packed=packed,
+            every_block=every_block,
         )
-        return (), {**given, **family.cache_arguments(cache, bool(use_cache))}
+        return (), {**given, **family.cache_arguments(cache, use_cache)}
 
     return hook
+
+
+def _uses_cache(owner: nn.Module, given: dict[str, Any]) -> bool:
+    """Whether the stock model returns a cache from a forward with these arguments, and makes one if none is given."""
+    if getattr(owner, "gradient_checkpointing", False) and owner.training:
+        return False
+    use_cache = given.get("use_cache")
+    return bool(getattr(owner.config, "use_cache", False) if use_cache is None else use_cache)
+
+
+def _are_packed(position_ids: torch.Tensor | None) -> bool:
+    """Whether some row has several sequences, as transformers tells without a mask."""
+    return position_ids is not None and find_packed_sequence_indices(position_ids) is not None

@@ -221,6 +221,7 @@ class Server:
             position_ids=context.position_ids,
             adapter=adapter,
             dropout_seed=context.dropout_seed,
+            packed=context.packed,
         )
 
     def _contract(self, span: Span) -> pb.Contract:

@@ -50,15 +50,17 @@ class WireTensor:
 class Context:
     """What accompanies hidden states unchanged through all hops, in wire form.
 
-    ``adapter`` is added to the blocks; ``dropout_seed`` says which elements are dropped there, 0: none.
+    ``adapter`` is added to the blocks; ``dropout_seed`` says which elements are dropped there, 0: none. ``packed``: see
+    ``BlockInput``.
     """
 
     attention_mask: pb.AttentionMask | None
     position_ids: pb.Tensor | None
     adapter: Snapshot = NOTHING
     dropout_seed: int = 0
+    packed: bool = False
 
     @classmethod
     def of(cls, inputs: BlockInput, adapter: Snapshot = NOTHING, dropout_seed: int = 0) -> Context:
         positions = None if inputs.position_ids is None else encode(inputs.position_ids.to(torch.int64))[0]
-        return cls(encode_mask(inputs.attention_mask), positions, adapter, dropout_seed)
+        return cls(encode_mask(inputs.attention_mask), positions, adapter, dropout_seed, inputs.packed)

@@ -12,9 +12,21 @@ class BlockInput:
     """Hidden states and what attention needs to know about their positions.
 
     hidden: [batch, tokens, hidden_size]; attention_mask: [batch, past + tokens] or None; position_ids: [batch or 1,
-    tokens] or None.
+    tokens] or None. packed: without mask and past, a position that does not follow the one before it begins another
+    sequence, which attends to itself alone.
     """
 
     hidden: torch.Tensor
     attention_mask: torch.Tensor | None = None
     position_ids: torch.Tensor | None = None
+    packed: bool = False
+
+    def rows(self, rows: slice) -> BlockInput:
+        """Of some rows of the batch."""
+        mask, positions = self.attention_mask, self.position_ids
+        return BlockInput(
+            self.hidden[rows],
+            None if mask is None else mask[rows],
+            positions if positions is None or len(positions) == 1 else positions[rows],
+            self.packed,
+        )

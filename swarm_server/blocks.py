@@ -109,6 +109,8 @@ class BlockStack:
         attention_mask: torch.Tensor | None = None,
         position_ids: torch.Tensor | None = None,
         cache: Cache | None = None,
+        *,
+        packed: bool = False,
     ) -> torch.Tensor:
         """Runs the blocks.
 
@@ -118,12 +120,13 @@ class BlockStack:
             position_ids: [batch, new]; None if they count on from the cache's length.
             cache: from ``new_cache``, or any Cache of ``num_blocks`` layers; None for a forward without past, through
                 which gradients flow to ``hidden``.
+            packed: see ``BlockInput``; families that do not keep packed sequences apart do not do so here.
 
         Returns:
             [batch, new, hidden_size], the output of the last block.
         """
-        if attention_mask is None and cache is None:
-            # Without any mask, transformers would take a jump in position_ids for the start of another sequence.
+        if attention_mask is None and cache is None and not packed:
+            # Without any mask, transformers takes a jump in position_ids for the start of another sequence.
             attention_mask = hidden.new_ones(hidden.shape[:2], dtype=torch.long)
         if attention_mask is not None and self.family.cache_argument == "cache_params":
             attention_mask = attention_mask[:, -hidden.shape[1] :]  # mamba hands it to its blocks as it is

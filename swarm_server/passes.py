@@ -154,28 +154,25 @@ async def _read(host: Host, message: pb.Forward, incoming: Incoming, uses: ExitS
 
 def _few_rows(rules: Rules, asked: _Pass) -> Iterator[tuple[BlockInput, Dropout | None]]:
     """The batch in pieces that hold up decoding no longer than a chunk of a prompt."""
-    inputs = asked.inputs
-    batch_size, num_tokens, _ = inputs.hidden.shape
+    batch_size, num_tokens, _ = asked.inputs.hidden.shape
     size = max(1, rules.max_step_tokens // num_tokens)
-    mask, positions = inputs.attention_mask, inputs.position_ids
     for start in range(0, batch_size, size):
-        rows = slice(start, start + size)
-        piece = BlockInput(
-            inputs.hidden[rows],
-            None if mask is None else mask[rows],
-            positions if positions is None or len(positions) == 1 else positions[rows],
-        )
+        piece = asked.inputs.rows(slice(start, start + size))
         yield piece, None if asked.dropout is None else replace(asked.dropout, first_row=start)
 
 
 def _block_input(rules: Rules, message: pb.Forward, hidden: torch.Tensor) -> BlockInput:
     batch_size, num_tokens, _ = hidden.shape
     mask = positions = None
+    if message.packed and message.HasField("attention_mask"):
+        raise RequestRejected(
+            "packed sequences are told apart by their positions: expected no attention mask with them"
+        )
     if message.HasField("attention_mask"):
         mask = rules.mask(message.attention_mask, batch_size, num_tokens)
     if message.HasField("position_ids"):
         positions = rules.positions(message.position_ids, batch_size, num_tokens)
-    return BlockInput(hidden, mask, positions)
+    return BlockInput(hidden, mask, positions, message.packed)
 
 
 def _in_parts(tensor: torch.Tensor) -> list[pb.TensorReply]:

@@ -90,5 +90,6 @@ class StatelessPasses:
                 inputs.hidden.to(device, self._stack.dtype),
                 None if inputs.attention_mask is None else inputs.attention_mask.to(device),
                 None if inputs.position_ids is None else inputs.position_ids.to(device),
+                packed=inputs.packed,
             )
         return output.to("cpu", inputs.hidden.dtype)

@@ -369,7 +369,7 @@ class ForwardRequest(_message.Message):
     def __init__(self, forward: _Optional[_Union[Forward, _Mapping]] = ..., more: _Optional[bytes] = ...) -> None: ...
 
 class Forward(_message.Message):
-    __slots__ = ("contract", "hidden", "attention_mask", "position_ids", "adapter", "dropout_seed", "keep_key")
+    __slots__ = ("contract", "hidden", "attention_mask", "position_ids", "adapter", "dropout_seed", "keep_key", "packed")
     CONTRACT_FIELD_NUMBER: _ClassVar[int]
     HIDDEN_FIELD_NUMBER: _ClassVar[int]
     ATTENTION_MASK_FIELD_NUMBER: _ClassVar[int]
@@ -377,6 +377,7 @@ class Forward(_message.Message):
     ADAPTER_FIELD_NUMBER: _ClassVar[int]
     DROPOUT_SEED_FIELD_NUMBER: _ClassVar[int]
     KEEP_KEY_FIELD_NUMBER: _ClassVar[int]
+    PACKED_FIELD_NUMBER: _ClassVar[int]
     contract: Contract
     hidden: Tensor
     attention_mask: AttentionMask
@@ -384,7 +385,8 @@ class Forward(_message.Message):
     adapter: AdapterName
     dropout_seed: int
     keep_key: bytes
-    def __init__(self, contract: _Optional[_Union[Contract, _Mapping]] = ..., hidden: _Optional[_Union[Tensor, _Mapping]] = ..., attention_mask: _Optional[_Union[AttentionMask, _Mapping]] = ..., position_ids: _Optional[_Union[Tensor, _Mapping]] = ..., adapter: _Optional[_Union[AdapterName, _Mapping]] = ..., dropout_seed: _Optional[int] = ..., keep_key: _Optional[bytes] = ...) -> None: ...
+    packed: bool
+    def __init__(self, contract: _Optional[_Union[Contract, _Mapping]] = ..., hidden: _Optional[_Union[Tensor, _Mapping]] = ..., attention_mask: _Optional[_Union[AttentionMask, _Mapping]] = ..., position_ids: _Optional[_Union[Tensor, _Mapping]] = ..., adapter: _Optional[_Union[AdapterName, _Mapping]] = ..., dropout_seed: _Optional[int] = ..., keep_key: _Optional[bytes] = ..., packed: bool = ...) -> None: ...
 
 class KeptForward(_message.Message):
     __slots__ = ("contract", "key")

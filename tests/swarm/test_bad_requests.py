@@ -29,9 +29,12 @@ def test_hidden_states(target, name):
     assert_one_sentence(answer.details, sentence)
 
 
-@pytest.mark.parametrize("name", BAD_CONTEXT)
+BAD_PACKING = {"packed": True, "attention_mask": pb.AttentionMask()}, "by their positions: expected no attention mask"
+
+
+@pytest.mark.parametrize("name", [*BAD_CONTEXT, "packed"])
 def test_masks_and_positions(target, name):
-    fields, sentence = BAD_CONTEXT[name]
+    fields, sentence = BAD_CONTEXT.get(name, BAD_PACKING)
     answer = target.client.forward(pb.ForwardRequest(forward=target.forward(**fields)))
     assert (answer.replies, answer.status) == ([], INVALID)
     assert_one_sentence(answer.details, sentence)

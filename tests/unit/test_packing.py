@@ -1,0 +1,89 @@
+"""Packed sequences: every family attends as the whole model does on one machine, and sends back the same gradients."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from swarm_protocol.checkpoint import Checkpoint
+from swarm_protocol.families import Family, slice_config
+from swarm_protocol.span import Span
+from swarm_server.blocks import BlockStack, load_blocks
+from tests.zoo import BLOCKS, SUPPORTED, VOCAB, save_checkpoint
+
+SAMPLES = ((5, 12, 3), (9, 11))  # of each row; some are longer than a sliding window or chunk
+POSITIONS = torch.stack([torch.cat([torch.arange(length) for length in row]) for row in SAMPLES])
+# Where transformers looks for packed sequences, in all families but those that hand it no positions.
+ONE_SEQUENCE = (*("bloom", "falcon-rw", "falcon-7b", "falcon-40b", "opt", "opt-projected", "mpt", "gpt_oss"),)
+# Their whole models keep nothing apart either; that servers' passes equal these is still to be shown.
+NOT_COMPARED = ("xglm", "bamba", "granitemoehybrid", "nemotron_h", "mamba", "falcon_mamba", "mamba2")
+
+
+@dataclass
+class Chain(nn.Module):
+    """Stands for the blocks of the whole model and sends hidden states through servers."""
+
+    stacks: list[BlockStack]
+    packed: bool
+
+    def __post_init__(self) -> None:
+        super().__init__()
+
+    __hash__ = nn.Module.__hash__
+
+    def forward(self, hidden: torch.Tensor, *_args, **_kwargs):
+        for stack in self.stacks:
+            hidden = stack(hidden, None, POSITIONS, packed=self.packed)
+        return (hidden,) if self.stacks[0].family.returns_tuple else hidden
+
+
+def load(name: str, directory: Path) -> tuple[PreTrainedModel, list[BlockStack]]:
+    save_checkpoint(name, directory)
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    checkpoint = Checkpoint.open(directory)
+    return model, [load_blocks(checkpoint, span) for span in (Span(0, 2), Span(2, BLOCKS))]
+
+
+def base_of(model: PreTrainedModel, family: Family) -> PreTrainedModel:
+    return next(module for module in model.modules() if isinstance(module, family.base_class))
+
+
+def takes_positions(model: PreTrainedModel) -> bool:
+    return "position_ids" in inspect.signature(model.base_model.forward).parameters
+
+
+def loss_and_gradient(model: PreTrainedModel, mask: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Without a cache, with the positions of packed samples; the gradient is that of the embeddings."""
+    ids = torch.randint(3, VOCAB, POSITIONS.shape, generator=torch.Generator().manual_seed(1))
+    embeddings = model.get_input_embeddings()(ids).detach().requires_grad_(True)
+    positions = {"position_ids": POSITIONS} if takes_positions(model) else {}
+    logits = model(inputs_embeds=embeddings, attention_mask=mask, use_cache=False, **positions).logits
+    labels = ids.masked_fill(POSITIONS == 0, -100)[:, 1:]  # nobody guesses the first token of a sample
+    loss = functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels.flatten())
+    return loss.detach(), torch.autograd.grad(loss, embeddings)[0]
+
+
+@pytest.mark.parametrize("name", [name for name in SUPPORTED if name not in NOT_COMPARED])
+def test_every_family_keeps_apart_what_the_whole_model_does(name, tmp_path):
+    model, stacks = load(name, tmp_path)
+    whole = {
+        packed: loss_and_gradient(model, None if packed else torch.ones_like(POSITIONS)) for packed in (True, False)
+    }
+    if name not in ONE_SEQUENCE:
+        assert (whole[True][1] - whole[False][1]).abs().max() > 0.1 * whole[True][1].abs().max()
+    family = stacks[0].family
+    base = base_of(model, family)
+    owner = family.owner_of(base)
+    model.config = base.config = owner.config = slice_config(model.config, Span(0, 1))
+    for packed, (loss, gradient) in whole.items():
+        setattr(owner, family.blocks, nn.ModuleList([Chain(stacks, packed)]))
+        split_loss, split_gradient = loss_and_gradient(model, None)
+        torch.testing.assert_close(split_loss, loss, rtol=1e-6, atol=0)
+        assert (split_gradient - gradient).abs().max() <= 1e-5 * gradient.abs().max()
