@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from swarm_protocol.errors import (
         NoRoute,
         NoSwarm,
+        PeerBusy,
         PeerError,
         RecoveryFailed,
         RequestRejected,
@@ -22,6 +23,7 @@ __all__ = [
     "DistributedModelForSequenceClassification",
     "NoRoute",
     "NoSwarm",
+    "PeerBusy",
     "PeerError",
     "RecoveryFailed",
     "RequestRejected",

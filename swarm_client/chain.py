@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections import deque
 
 import torch
@@ -13,7 +14,7 @@ from swarm_client.call import Call
 from swarm_client.copies import Copies
 from swarm_client.events import Reporter
 from swarm_client.hops import Answer, BlockAnswer, Event, HopSession, Inbox, Trouble
-from swarm_client.opening import Opener, close
+from swarm_client.opening import Opener, Opening, close
 from swarm_client.recovery import Taken
 from swarm_client.repairs import HopsFailed, Repairs, StartOver
 from swarm_client.steps import Step, chunk_size, split
@@ -33,6 +34,7 @@ from swarm_protocol.span import Span
 from swarm_protocol.wire import FIRST_STEP
 
 _PAST_STEPS = 256  # that a copy may lag behind
+_SPARE_TOKENS = 64  # positions per row that are asked for besides
 _MAX_REFUSALS = 3  # of one call's steps by servers that blame the one before
 
 
@@ -71,6 +73,7 @@ class Chain:
         self.past: deque[Taken] = deque(maxlen=_PAST_STEPS)
         self._refused: int | None = None  # a step that the first hop has refused
         self._probing: asyncio.Task | None = None
+        self._asked_s: float | None = None  # when servers were first asked for room
         self.progress_s = 0.0
         self.busy = asyncio.Lock()
         swarm.sessions.add(self)
@@ -94,7 +97,9 @@ class Chain:
         """Outputs of the last positions of the call, [batch, num_wanted, hidden_size].
 
         Raises:
-            RequestRejected: the input is wrong. NoRoute, PeerBusy: no server has the blocks, or room for them.
+            RequestRejected: the input is wrong.
+            NoRoute, PeerBusy: no server has the blocks, or room for them, for ``wait_timeout_s``; PeerBusy also at once
+                if none can ever have so much room.
             RecoveryFailed: servers failed, and the time to replace them is over.
         """
         async with self.busy:
@@ -123,6 +128,7 @@ class Chain:
     async def close(self) -> None:
         """Lets the servers go once no call is under way."""
         async with self.busy:
+            self._asked_s = None
             await self.forget()
 
     async def forget(self) -> None:
@@ -136,10 +142,21 @@ class Chain:
         """There has been progress."""
         self.progress_s, self._refused = now_s(), None
 
-    def reserve(self, num_tokens: int) -> int:
-        """Positions per row to ask servers for, if there are ``num_tokens`` already."""
-        reserve_tokens = max(self._reserve_tokens, num_tokens)
-        return reserve_tokens if self._max_positions is None else min(reserve_tokens, self._max_positions)
+    def opening(
+        self, batch_size: int, num_tokens: int, sent_number: int = 0, changed_number: int = 0, *, ages: bool = True
+    ) -> Opening:
+        """What to ask servers for, if there are ``num_tokens`` positions per row already.
+
+        ``ages``: the hops are as old as the session, and give way to younger ones as little.
+        """
+        if self._asked_s is None:
+            self._asked_s = now_s()
+        most = math.inf if self._max_positions is None else self._max_positions
+        reserve = min(max(self._reserve_tokens, num_tokens), most)
+        # A session whose length nobody has said should not have to give way at once.
+        spare = 0 if num_tokens <= self._reserve_tokens else min(max(_SPARE_TOKENS, num_tokens // 4), most - reserve)
+        asked_s = self._asked_s if ages else None
+        return Opening(batch_size, reserve, sent_number, changed_number, self.records_past, spare, asked_s)
 
     async def _run(self, call: Call) -> None:
         if self.hops:

@@ -58,7 +58,11 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         "--head-quant", default=ClientConfig.head_quant, metavar="none|int8", help="of the head that makes logits"
     )
     generate.add_argument(
-        "--wait", type=float, default=ClientConfig.wait_timeout_s, metavar="SECONDS", help="for blocks nobody serves"
+        "--wait",
+        type=float,
+        default=ClientConfig.wait_timeout_s,
+        metavar="SECONDS",
+        help="for servers of all blocks, and for room",
     )
     generate.add_argument(
         "--recovery-timeout",

@@ -15,7 +15,7 @@ class ClientConfig:
 
     initial_peers: tuple[str, ...] = ()  # none: the swarm noted on this machine
     swarm: str = DEFAULT_SWARM
-    wait_timeout_s: float = 30.0  # for servers that hold every block
+    wait_timeout_s: float = 30.0  # for servers that hold every block, and have room
     step_timeout_s: float = 120.0  # for one server's answer, as long as it says that it is there
     recovery_timeout_s: float = 120.0  # for others to take the place of servers that failed, until the next answer
     standby: bool = False  # sessions keep copies of their keys and values on other servers

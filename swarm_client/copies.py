@@ -6,12 +6,13 @@ import asyncio
 import logging
 import weakref
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from swarm_client.background import now_s
 from swarm_client.events import Move, Reporter
 from swarm_client.hops import Event, HopSession
-from swarm_client.opening import Opener, Opening
+from swarm_client.opening import Opener
 from swarm_client.swarm import Swarm
 from swarm_protocol.errors import PeerError, SwarmError
 
@@ -110,10 +111,11 @@ class Copies:
         index = chain.hops.index(hop)
         after = chain.hops[index + 1] if index + 1 < len(chain.hops) else None
         progress = await hop.progress()
-        opening = Opening(progress.batch_size, max(chain.reserve(0), progress.length), records_past=chain.records_past)
+        opening = chain.opening(progress.batch_size, progress.length, ages=hop.leaving)
+        opening = replace(opening, spare_tokens=0)
         await self._swarm.view(self._swarm.config.view_max_age_s)
         avoid = {hop.hop.server.peer_id}
-        server = self._swarm.replica(hop.span, opening.batch_size * opening.reserve_tokens, avoid, hop.hop.server)
+        server = self._swarm.replica(hop.span, opening.need_tokens, avoid, hop.hop.server)
         if server is None:
             return False
         del chain  # copying takes long

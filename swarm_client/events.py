@@ -57,7 +57,7 @@ class Move:
 
 @dataclass(frozen=True)
 class Waiting:
-    """Nobody serves some blocks; the client waits for somebody who does."""
+    """Nobody serves some blocks, or has room for the session; the client waits for somebody who does."""
 
     reason: str
     timeout_s: float
@@ -92,7 +92,7 @@ class SessionStats:
         replayed_tokens: positions that were computed again, of every row.
         stall_s: seconds for which generation stood still.
         moves: how often blocks moved, with keys and values, because a server left; ``copied_tokens`` in all.
-        waits: how often there was nobody to move to, at first.
+        waits: how often there was nobody to move to, or no room, at first.
     """
 
     steps: int = 0

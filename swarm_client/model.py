@@ -65,7 +65,8 @@ class _Distributed:
             swarm: the swarm's name.
             revision: branch, tag or commit of a hub model. Servers must serve the same.
             dtype: of the client's part; "auto" is float32 on the CPU and the checkpoint's own elsewhere.
-            wait_timeout_s: how long to wait for servers that hold every block before ``NoRoute``.
+            wait_timeout_s: how long to wait for servers that hold every block before ``NoRoute``, and for room on them
+                before ``PeerBusy``.
             step_timeout_s: how long to wait for one server's answer, as long as it says that it is there.
             recovery_timeout_s: how long a generation or a training step waits until others have taken the place of
                 servers that failed, before ``RecoveryFailed``; 0 lets it fail at once.

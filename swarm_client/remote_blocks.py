@@ -97,7 +97,8 @@ class RemoteSpan:
         """A session over these blocks.
 
         Args:
-            reserve_tokens: positions per row that are asked for at its first step.
+            reserve_tokens: positions per row that are asked for at its first step. With less than the session gets in
+                the end, it may have to give way to older ones for a while, when servers are full.
             standby, on_event: see ``DistributedModel.from_pretrained``, which gives the defaults.
         """
         return RemoteSession(

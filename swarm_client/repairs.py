@@ -15,6 +15,7 @@ from swarm_client.hops import HopSession
 from swarm_client.journal import Journal
 from swarm_client.opening import Opener, Opening, abandon
 from swarm_client.recovery import Replay, Standing, gaps, plan_catching_up, plan_replay
+from swarm_client.room import RoomWait
 from swarm_client.stall import Repair, Stall
 from swarm_client.steps import Step, chunk_size, split
 from swarm_client.swarm import Swarm
@@ -38,7 +39,7 @@ class HopsFailed(Exception):
 
 
 class StartOver(Exception):
-    """All hops are to be replaced, and the call begins again."""
+    """All hops are to be replaced, and the call begins again: with other steps, or once there is room."""
 
 
 class Repairs:
@@ -54,12 +55,15 @@ class Repairs:
         self._copies = copies
         self._reporter = reporter
         self._stall: Stall | None = None
+        self._room = RoomWait(swarm, opener, reporter)
 
     def begin_call(self) -> None:
         self._stall = None
+        self._room.over()
 
     def answered(self) -> None:
         """The stall, if there was one, is over."""
+        self._room.over()
         stall, self._stall = self._stall, None
         if stall is None:
             return
@@ -104,12 +108,12 @@ class Repairs:
         """Hops over ``span``; takes other servers if some refuse or are gone.
 
         Raises:
-            NoRoute, PeerBusy: at first, if there are no servers, or none with room.
+            NoRoute: at first, if there are no servers.
+            PeerBusy: there has been no room for ``wait_timeout_s``, or there never is.
             RecoveryFailed: in a stall, if there is no time left.
+            StartOver: servers are full, and the session must give up what it has before it waits for them.
         """
-        opening = Opening(
-            batch_size, self._chain.reserve(num_tokens), sent_number, changed_number, self._chain.records_past
-        )
+        opening = self._chain.opening(batch_size, num_tokens, sent_number, changed_number)
         full = {} if self._stall is None else self._stall.full
         while True:
             try:
@@ -123,21 +127,46 @@ class Repairs:
                     on_wait=None if self._stall is None else self._report_waiting,
                 )
             except NoRoute as error:
-                if full and (self._stall is None or (instead is not None and instead.hop.server.peer_id in full)):
-                    raise next(iter(full.values())) from None
+                if full:
+                    shortage = next(iter(full.values()))
+                    full.clear()
+                    if instead is not None:
+                        await self._room.begin(shortage)
+                        raise StartOver from None
+                    hops = await self._wait_for_room(span, opening, shortage)
+                    if hops:
+                        return hops
+                    continue
                 if self._stall is None:
                     raise
                 self._stall.tried.append(str(error))
                 self._check_time(span)
-                full.clear()
                 await asyncio.sleep(_RETRY_S)
             except PeerBusy as error:
                 full[error.peer_id] = error
                 self._note(error)
             except PeerError as error:
-                self._swarm.failed(error)
-                self._note(error)
-                self._check_time(span)
+                self._failed(error, span)
+
+    async def _wait_for_room(self, span: Span, opening: Opening, shortage: PeerBusy) -> list[HopSession]:
+        """None if a server has failed: there may be others."""
+        start_s = now_s()
+        try:
+            return await self._room.hops(span, opening, shortage)
+        except PeerBusy:
+            raise
+        except PeerError as error:
+            self._failed(error, span)
+            return []
+        finally:
+            if self._stall is not None:  # which is about servers that fail
+                self._stall.deadline_s += now_s() - start_s
+
+    def _failed(self, error: PeerError, span: Span) -> None:
+        """A server that was to be asked. Raises RecoveryFailed if it is enough."""
+        self._swarm.failed(error)
+        self._note(error)
+        self._check_time(span)
 
     def _history(self, rows: Journal, history: tuple[int, int], hops: list[HopSession], number: int = 1) -> list[Step]:
         """The steps, numbered from ``number``, by which hops learn these positions."""
@@ -156,12 +185,12 @@ class Repairs:
         self._blame(errors)
         failed = dict(errors)
         if call.watched:  # what a failed hop has sent on it would not tell the client again
-            self._check_time(next(iter(failed)).span)
+            self._check_failing(failed)
             abandon(failed)
             raise StartOver
         while True:
             try:
-                self._check_time(next(iter(failed)).span)
+                self._check_failing(failed)
                 standings = await self._ask(failed, call)
                 for gap in gaps([hop in failed for hop in self._chain.hops]):
                     await self._close_gap(gap, standings, failed, call)
@@ -317,6 +346,11 @@ class Repairs:
     def _note(self, error: SwarmError) -> None:
         if self._stall is not None:
             self._stall.tried.append(str(error))
+
+    def _check_failing(self, failed: Mapping[HopSession, SwarmError]) -> None:
+        """Servers without room have not failed."""
+        if not all(isinstance(error, PeerBusy) for error in failed.values()):
+            self._check_time(next(iter(failed)).span)
 
     def _check_time(self, span: Span) -> None:
         if self._stall is not None:

@@ -118,7 +118,7 @@ class RemoteSession:
 
         Raises:
             RequestRejected: more positions than the model has, or the servers refuse the input.
-            NoRoute, PeerBusy: no server holds some block, or none has room.
+            NoRoute, PeerBusy: no server holds some block, or none has had room for ``wait_timeout_s``.
             RecoveryFailed: servers failed, and nobody could take their place within ``recovery_timeout_s``.
         """
         with self._lock:

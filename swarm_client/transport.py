@@ -97,7 +97,7 @@ class Server:
             if name is not None:
                 request.adapter.CopyFrom(name)
             hop = HopSession(number, Hop(self.record, span), self._stub.Session(), inbox, request, self)
-            await hop.open(request, OPEN_TIMEOUT_S)
+            await hop.open(request, OPEN_TIMEOUT_S + request.wait_s)
             return hop
 
         return await self._gifts.use(adapter, span, opened)

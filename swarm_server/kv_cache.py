@@ -12,6 +12,20 @@ from swarm_protocol.errors import PeerBusy
 _NEWCOMERS = 4  # a client that has its fair share leaves one part in so many to those who have less
 
 
+class NoRoom(PeerBusy):
+    """The KV cache is full.
+
+    Attributes:
+        missing_bytes: how much more would have to be free.
+        has_its_share: there is room, but only for clients that have less than this one.
+    """
+
+    def __init__(self, message: str, missing_bytes: int, has_its_share: bool = False) -> None:
+        super().__init__(message)
+        self.missing_bytes = missing_bytes
+        self.has_its_share = has_its_share
+
+
 class CacheBudget:
     """Bytes of keys and values that the server may hold.
 
@@ -53,7 +67,7 @@ class CacheBudget:
         return self.capacity_bytes // self._token_bytes
 
     def lease(self, client: str, promised_bytes: int = 0) -> Lease:
-        """A lease for ``client``; raises PeerBusy if there is no room for ``promised_bytes``."""
+        """A lease for ``client``; raises NoRoom if there is no room for ``promised_bytes``."""
         lease = Lease(self, client)
         lease.promise(promised_bytes)
         return lease
@@ -64,7 +78,7 @@ class CacheBudget:
         ``evict``: gives up a little to make room for it, like ``reclaim``.
 
         Raises:
-            PeerBusy: there is no room even so.
+            NoRoom: there is no room even so.
         """
         with self.lock:
             self._make_room("", lambda: size_bytes, self._promised + size_bytes, evict)
@@ -85,36 +99,61 @@ class CacheBudget:
         else:
             self._by_client.pop(client, None)
 
-    def _make_room(self, client: str, needed: Callable[[], int], least: int, reclaim: Callable[[], bool]) -> None:
+    def _make_room(
+        self, client: str | None, needed: Callable[[], int], least: int, reclaim: Callable[[], bool]
+    ) -> None:
         """Until ``needed()`` more bytes fit; what is kept is given up by ``reclaim`` if that can help.
 
-        ``least``: what would be charged at least if everything that is kept were given up.
+        Args:
+            client: who must leave room to others; None: nobody.
+            least: what would be charged at least if everything that is kept were given up.
         """
         while True:
             self._settle()
             amount = needed()
-            limit = self._limit(amount, client)
+            limit = self.capacity_bytes if client is None else self._limit(amount, client)
             if amount <= 0 or self._charged + amount <= limit:
                 return
             if least > self.capacity_bytes or not reclaim():
-                left = max(0, limit - self._charged + self._kept._counted) // self._token_bytes
-                whose = "" if limit == self.capacity_bytes else " for a client that has its share already"
-                raise PeerBusy(
-                    f"no room for {-(-amount // self._token_bytes)} more tokens in the KV cache: "
-                    f"{left} of {self.capacity_tokens} are left{whose}"
-                )
+                has_its_share = limit < self.capacity_bytes
+                whose = " for a client that has its share already" if has_its_share else ""
+                missing = self._charged - self._kept._counted + amount - limit
+                raise NoRoom(self.described(amount, limit) + whose, max(1, missing), has_its_share)
+
+    def described(self, size_bytes: int, limit: int | None = None) -> str:
+        """That there is no room for so much more, and what is left of the room up to ``limit``."""
+        limit = self.capacity_bytes if limit is None else limit
+        left = max(0, limit - self._charged + self._kept._counted) // self._token_bytes
+        return (
+            f"no room for {-(-size_bytes // self._token_bytes)} more tokens in the KV cache: "
+            f"{left} of {self.capacity_tokens} are left"
+        )
+
+    def never(self, size_bytes: int) -> NoRoom:
+        """The error for what is more than the whole room."""
+        num_tokens = -(-size_bytes // self._token_bytes)
+        return NoRoom(
+            f"no room for {num_tokens} tokens in the KV cache, which has {self.capacity_tokens} in all",
+            size_bytes - self.capacity_bytes,
+        )
 
     def _limit(self, amount: int, client: str) -> int:
-        num_clients = len({*self._by_client, client} - {""})
-        if num_clients > 1 and self._by_client.get(client, 0) + amount > self.capacity_bytes // num_clients:
+        num_clients, held = len({*self._by_client, client} - {""}), self._by_client.get(client, 0)
+        is_newcomer = client and not held
+        if num_clients > 1 and not is_newcomer and held + amount > self.capacity_bytes // num_clients:
             return self.capacity_bytes - self.capacity_bytes // _NEWCOMERS
         return self.capacity_bytes
 
 
 class Lease:
-    """One session's room: what was promised to it, or what it holds if that is more."""
+    """One session's room: what was promised to it, or what it holds if that is more.
+
+    Attributes:
+        is_let_in: it may grow as far as there is room, so that the session can finish; shares are for those who come.
+    """
 
     def __init__(self, budget: CacheBudget, client: str) -> None:
+        self.is_let_in = False
         self._budget = budget
         self._client = client
         self._promised = 0
@@ -133,11 +172,11 @@ class Lease:
         return max(self._promised, self._held)
 
     def promise(self, size_bytes: int) -> None:
-        """Makes sure of room for ``size_bytes`` in all; raises PeerBusy, changing nothing, if there is none."""
+        """Makes sure of room for ``size_bytes`` in all; raises NoRoom, changing nothing, if there is none."""
         self._grow(size_bytes, 0)
 
     def take(self, size_bytes: int, owner: object) -> Charge:
-        """Counts memory that ``owner`` holds for as long as it lives; raises PeerBusy if there is no room."""
+        """Counts memory that ``owner`` holds for as long as it lives; raises NoRoom if there is no room."""
         with self._budget.lock:
             self._grow(0, size_bytes)
             charge = Charge(self, size_bytes)
@@ -166,7 +205,7 @@ class Lease:
             if self._client:
                 # What is given up meanwhile may be this lease's own memory: look again each time.
                 budget._make_room(
-                    self._client,
+                    None if self.is_let_in else self._client,
                     lambda: max(promised, self._promised, self._held + more) - self._counted,
                     budget._promised - self._promised + max(promised, self._promised, more),
                     budget.reclaim,

@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 
 import grpc
 
-from swarm_protocol.errors import AccessDenied, PeerError, PeerMoved, RequestRejected, SessionLost
+from swarm_protocol.errors import AccessDenied, PeerBusy, PeerError, PeerMoved, RequestRejected, SessionLost
 from swarm_protocol.pb import swarm_pb2 as pb
 from swarm_protocol.pb.swarm_pb2_grpc import BlocksServicer
 from swarm_protocol.wire import MAX_ECHO_BYTES
@@ -67,7 +67,7 @@ class BlocksService(BlocksServicer):
                 return
             if request.WhichOneof("kind") != "open":
                 raise SessionLost("this server does not know the session: it must be opened first")
-            hosted = self._present().open(request.open, _client_of(context), reply)
+            hosted = await self._present().open(request.open, _client_of(context), reply)
             try:
                 await hosted.announce()
                 await self._serve(hosted, requests)
@@ -105,22 +105,26 @@ class BlocksService(BlocksServicer):
             return await self._find(request.session_key).copy(request.to)
 
     async def _serve(self, hosted: HostedSession, requests: AsyncIterator[pb.SessionRequest]) -> None:
-        """Until the client closes the session, its stream ends, nothing has come for too long, or the host ends it."""
+        """Until the client closes the session, its stream ends, nothing comes for too long, or the host ends it."""
         reading = asyncio.ensure_future(_read(hosted, requests))
         ending = asyncio.ensure_future(hosted.host.ended.wait())
+        giving_way = asyncio.ensure_future(hosted.until_it_gives_way())
+        waiting = [reading, ending, giving_way]
         try:
             while not reading.done():
                 if ending.done():
                     raise PeerMoved("the server has left these blocks")
+                if giving_way.done():
+                    raise PeerBusy("no room in the KV cache: an older session needs it")
                 silent_s = hosted.silent_s
                 if silent_s >= self._idle_timeout_s:
                     raise SessionLost(f"the session was closed after {self._idle_timeout_s:g} s without a request")
                 timeout_s = self._idle_timeout_s - silent_s
-                await asyncio.wait([reading, ending], timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+                await asyncio.wait(waiting, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
             reading.result()
         finally:
-            reading.cancel()
-            ending.cancel()
+            for task in waiting:
+                task.cancel()
 
     async def PutAdapter(
         self, requests: AsyncIterator[pb.PutAdapterRequest], context: grpc.aio.ServicerContext

@@ -26,9 +26,17 @@ Reply = Callable[[list[pb.SessionReply]], Awaitable[None]]
 
 
 class HostedSession:
-    """One session on the wire. A refused step leaves it as it was."""
+    """One session on the wire. A refused step leaves it as it was.
 
-    def __init__(self, host: Host, request: pb.Open, session: Session, reply: Reply) -> None:
+    Attributes:
+        seniority: the lower, the longer it has been here.
+        closed: nothing is computed any more.
+    """
+
+    def __init__(
+        self, host: Host, request: pb.Open, session: Session, reply: Reply, seniority: tuple[float, int] = (0.0, 0)
+    ) -> None:
+        self.seniority = seniority
         self.key = request.session_key
         self.session = session
         self.host = host
@@ -41,7 +49,8 @@ class HostedSession:
         self._computing = asyncio.Lock()  # inside a turn
         self._routed = asyncio.Event()  # cleared: nothing is computed or sent until there is another next hop
         self._routed.set()
-        self._closed = False
+        self.closed = False
+        self._giving_way = asyncio.Event()
         self._last_time = time.monotonic()
         self._copier: Copier | None = None
         self._pusher = None
@@ -58,6 +67,19 @@ class HostedSession:
     def number(self) -> int:
         """Of the last step."""
         return self._progress.number
+
+    @property
+    def gives_way(self) -> bool:
+        """Whether it is about to be ended."""
+        return self._giving_way.is_set()
+
+    def give_way(self) -> None:
+        """An older session needs the room: this one's client must wait for room, and tell everything anew."""
+        self._giving_way.set()
+
+    async def until_it_gives_way(self) -> None:
+        """Returns if the session is to be ended."""
+        await self._giving_way.wait()
 
     async def announce(self) -> None:
         """Tells the client that the session is open."""
@@ -82,7 +104,7 @@ class HostedSession:
     async def _finish(self, request: pb.Step, payload: torch.Tensor) -> bool:
         async with self._turn:
             await self._routed.wait()
-            if self._closed or request.number <= self.number:
+            if self.closed or request.number <= self.number:
                 return True
             try:
                 async with self._computing:
@@ -98,7 +120,7 @@ class HostedSession:
             await self._routed.wait()
             if output is not None and request.every_block:
                 block_outputs, output = output, output[-1]
-            if output is not None and request.number > self._sent_number and not self._closed:
+            if output is not None and request.number > self._sent_number and not self.closed:
                 await self._send(request, output)
             if output is not None and request.every_block:
                 await self._send_block_outputs(request.number, block_outputs)
@@ -107,7 +129,12 @@ class HostedSession:
             return True
 
     async def _compute(self, request: pb.Step, payload: torch.Tensor) -> torch.Tensor | None:
-        """The outputs; None if they were computed elsewhere."""
+        """The outputs; None if they were computed elsewhere. Younger sessions may have to give way."""
+        return await self.host.with_room(self, lambda: self._try_to_compute(request, payload))
+
+    async def _try_to_compute(self, request: pb.Step, payload: torch.Tensor) -> torch.Tensor | None:
+        if self.closed:  # while it waited for room, which it must not be promised any more
+            raise RequestRejected("the session is closed")
         changes = tuple(self._changes(request))
         if request.HasField("stored"):
             self._require_room(request.start_position + request.stored.num_tokens, self.session.batch_size)
@@ -121,7 +148,7 @@ class HostedSession:
         await self._reply([pb.SessionReply(failure=failure)])
 
     async def close(self) -> None:
-        self._closed = True
+        self.closed = True
         self._routed.set()
         if self._copier is not None:
             await self._copier.close()

@@ -109,3 +109,7 @@ class Rules:
             raise RequestRejected(
                 f"{num_positions} positions are more than the model's {self.max_positions}: shorten the prompt"
             )
+
+    def at_most(self, num_positions: int) -> int:
+        """So many positions, or all that the model has if they are fewer."""
+        return num_positions if self.max_positions is None else min(num_positions, self.max_positions)

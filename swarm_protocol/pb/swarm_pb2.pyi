@@ -95,7 +95,7 @@ class SessionRequest(_message.Message):
     def __init__(self, open: _Optional[_Union[Open, _Mapping]] = ..., step: _Optional[_Union[Step, _Mapping]] = ..., more: _Optional[bytes] = ..., close: _Optional[_Union[Close, _Mapping]] = ...) -> None: ...
 
 class Open(_message.Message):
-    __slots__ = ("contract", "session_key", "batch_size", "reserve_tokens", "next", "codec", "sent_number", "changed_number", "records_past", "adapter")
+    __slots__ = ("contract", "session_key", "batch_size", "reserve_tokens", "next", "codec", "sent_number", "changed_number", "records_past", "adapter", "wait_s", "age_s", "spare_tokens")
     CONTRACT_FIELD_NUMBER: _ClassVar[int]
     SESSION_KEY_FIELD_NUMBER: _ClassVar[int]
     BATCH_SIZE_FIELD_NUMBER: _ClassVar[int]
@@ -106,6 +106,9 @@ class Open(_message.Message):
     CHANGED_NUMBER_FIELD_NUMBER: _ClassVar[int]
     RECORDS_PAST_FIELD_NUMBER: _ClassVar[int]
     ADAPTER_FIELD_NUMBER: _ClassVar[int]
+    WAIT_S_FIELD_NUMBER: _ClassVar[int]
+    AGE_S_FIELD_NUMBER: _ClassVar[int]
+    SPARE_TOKENS_FIELD_NUMBER: _ClassVar[int]
     contract: Contract
     session_key: bytes
     batch_size: int
@@ -116,7 +119,10 @@ class Open(_message.Message):
     changed_number: int
     records_past: bool
     adapter: AdapterName
-    def __init__(self, contract: _Optional[_Union[Contract, _Mapping]] = ..., session_key: _Optional[bytes] = ..., batch_size: _Optional[int] = ..., reserve_tokens: _Optional[int] = ..., next: _Optional[_Union[NextHop, _Mapping]] = ..., codec: _Optional[_Union[Codec, str]] = ..., sent_number: _Optional[int] = ..., changed_number: _Optional[int] = ..., records_past: bool = ..., adapter: _Optional[_Union[AdapterName, _Mapping]] = ...) -> None: ...
+    wait_s: float
+    age_s: float
+    spare_tokens: int
+    def __init__(self, contract: _Optional[_Union[Contract, _Mapping]] = ..., session_key: _Optional[bytes] = ..., batch_size: _Optional[int] = ..., reserve_tokens: _Optional[int] = ..., next: _Optional[_Union[NextHop, _Mapping]] = ..., codec: _Optional[_Union[Codec, str]] = ..., sent_number: _Optional[int] = ..., changed_number: _Optional[int] = ..., records_past: bool = ..., adapter: _Optional[_Union[AdapterName, _Mapping]] = ..., wait_s: _Optional[float] = ..., age_s: _Optional[float] = ..., spare_tokens: _Optional[int] = ...) -> None: ...
 
 class NextHop(_message.Message):
     __slots__ = ("peer_id", "addresses", "tls_fingerprint", "session_key")

@@ -46,9 +46,9 @@ NEXT = pb.NextHop(peer_id="next", session_key=bytes(16))
         ({"batch_size": 2**32 - 1}, INVALID, "batch size 4294967295 is out of range"),
         ({"session_key": b""}, INVALID, "the session key has 0 bytes: expected 16"),
         ({"session_key": bytes(15)}, INVALID, "the session key has 15 bytes: expected 16"),
-        ({"reserve_tokens": ROOM + 1, "next": NEXT}, FULL, f"no room for {ROOM + 1} more .* {ROOM} of {ROOM} are left"),
-        ({"reserve_tokens": LAST_ROOM + 1}, FULL, f"no room for {ROOM + 1} more tokens .* {ROOM} of {ROOM} are left"),
-        ({"reserve_tokens": 26, "batch_size": 2}, FULL, f"no room for 42 more tokens .* {ROOM} of {ROOM} are left"),
+        ({"reserve_tokens": ROOM + 1, "next": NEXT}, FULL, f"no room for {ROOM + 1} tokens .* has {ROOM} in all"),
+        ({"reserve_tokens": LAST_ROOM + 1}, FULL, f"no room for {ROOM + 1} tokens .* has {ROOM} in all"),
+        ({"reserve_tokens": 26, "batch_size": 2}, FULL, f"no room for 42 tokens .* has {ROOM} in all"),
         ({"reserve_tokens": POSITIONS + 1}, INVALID, f"257 positions are more than the model's {POSITIONS}"),
     ],
     ids=[

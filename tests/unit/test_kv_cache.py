@@ -192,6 +192,16 @@ class TestFairness:
         other.close()
         mine.promise(CAPACITY)
 
+    def test_who_has_nothing_yet_may_have_as_much_as_there_is(self, budget: CacheBudget) -> None:
+        budget.lease("anna", 10 * TOKEN)
+        budget.lease("bert", 90 * TOKEN)
+
+    def test_a_session_that_was_let_in_may_finish(self, budget: CacheBudget) -> None:
+        mine = budget.lease("anna", 60 * TOKEN)
+        budget.lease("bert", 10 * TOKEN)
+        mine.is_let_in = True
+        mine.promise(90 * TOKEN)
+
     def test_memory_that_nobody_leases_is_no_clients(self, budget: CacheBudget) -> None:
         lease = budget.lease("anna")
         memory = Memory(lease, 10 * TOKEN)
@@ -274,7 +284,8 @@ class Budget(RuleBasedStateMachine):
         for lease in self.promised:
             if self.charged(lease):
                 by_client[self.client[lease]] = by_client.get(self.client[lease], 0) + self.charged(lease)
-        beyond = len(by_client) > 1 and by_client[client] + amount > CAPACITY // len(by_client)
+        held = by_client[client]
+        beyond = held and len(by_client) > 1 and held + amount > CAPACITY // len(by_client)
         return CAPACITY - CAPACITY // 4 if beyond else CAPACITY
 
     @rule(target=leases, client=clients)
