@@ -7,16 +7,17 @@ import dataclasses
 import logging
 import re
 from collections.abc import Sequence
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from swarm_protocol import shards
+from swarm_protocol import dht_node, shards
 from swarm_protocol.bootstrap import bootstrap, join_through, refused
-from swarm_protocol.dht_addresses import multiaddr, require_answer, tcp_target
+from swarm_protocol.dht_addresses import CONNECT_TIMEOUT_S, require_answer, tcp_target
+from swarm_protocol.dht_node import Listening
 from swarm_protocol.errors import NoSwarm
 from swarm_protocol.hivemind_parts import (
-    P2P,
+    ControlFailure,
     DHTNode,
     P2PDaemonError,
     PeerID,
@@ -35,13 +36,12 @@ from swarm_protocol.records import (
     short_id,
 )
 from swarm_protocol.span import Span
-from swarm_protocol.stored_records import BoundedStorage, Validator
+from swarm_protocol.stored_records import BoundedStorage
 
 JOIN_TIMEOUT_S = 30.0  # for peers that are there, but frozen or too busy to answer
 _PUBLISH_TIMEOUT_S = 10.0
-_SHUTDOWN_TIMEOUT_S = 5.0
-_DAEMON_TIMEOUT_S = 60.0  # on a machine that has much else to do
 _MAX_NAMED = 3  # servers in a message
+_MAX_REMEMBERED = 8  # peers
 _PARALLEL_READS = 8  # of shards: all that is on its way at once must arrive within hivemind's 3 s for a reply
 # The whole subkey, which leaves no room for a second owner: hivemind asks for the signature of the first it finds.
 _SUBKEY = re.compile(r"([1-9A-HJ-NP-Za-km-z]+)\[owner:(ssh-rsa [A-Za-z0-9+/]+=*)\]")
@@ -56,19 +56,21 @@ class Dht:
 
     def __init__(
         self,
-        p2p: P2P,
         node: DHTNode,
         swarm: str,
         identity: Identity,
+        listening: Listening,
         capacity: int = shards.CAPACITY,
         climb_every: int = shards.CLIMB_EVERY,
     ) -> None:
         node.protocol.storage.__class__ = BoundedStorage  # not a new one: joining, the node may have been given records
         node.protocol.storage.capacity = capacity
-        self._p2p = p2p
         self._node = node
         self._swarm = swarm
         self._identity = identity
+        self._listening = listening
+        self._peers: list[str] = []  # addresses of some that were connected last
+        self._restarting = asyncio.Lock()
         self._subkey = f"{identity.peer_id}[owner:{identity.private_key.get_public_key().to_bytes().decode()}]"
         self._capacity = capacity
         self._climb_every = climb_every
@@ -105,52 +107,26 @@ class Dht:
         """
         if initial_peers:
             await require_answer(initial_peers)
-        listening = (
-            {"host_maddrs": [multiaddr(host, port)]}
-            if host is not None
-            else {"no_listen": True, "host_maddrs": None, "dht_mode": "client"}
-        )
-        if announce_host is not None:
-            listening["announce_maddrs"] = [multiaddr(announce_host, port)]
-        with ExitStack() as stack:
-            try:
-                p2p = await P2P.create(
-                    identity_path=stack.enter_context(identity.as_file()),
-                    check_if_identity_free=False,  # starts another daemon to find out; our key files are locked
-                    startup_timeout=_DAEMON_TIMEOUT_S,
-                    auto_nat=False,
-                    nat_port_map=False,
-                    use_relay=False,
-                    **listening,
-                )
-            except P2PDaemonError as error:
-                raise NoSwarm(f"the libp2p daemon did not start: {error}") from None
 
         def say_that_it_waits(timeout_s: float) -> None:
             who = ", ".join(short_id(peer.rpartition("/p2p/")[2]) for peer in initial_peers[:_MAX_NAMED])
             what = f"{who} of swarm {swarm} is there but does not answer; trying again for up to {timeout_s:.0f} s"
             _logger.warning("server %s", what)
 
+        listening = Listening(host, port, announce_host)
+        node = await dht_node.start(identity, listening)
         try:
-            node = await DHTNode.create(
-                p2p=p2p,
-                client_mode=host is None,
-                record_validator=Validator(identity.private_key),
-                cache_refresh_before_expiry=0,
-                cache_nearest=0,  # else a reader sends all it has read to one more node,
-                cache_on_store=False,  # and a server that has read a key reads it again whenever it stores
-            )
             if initial_peers and not await join_through(
                 node, initial_peers, JOIN_TIMEOUT_S, are_alive=are_alive, on_wait=say_that_it_waits
             ):
                 raise NoSwarm(f"no initial peer answered: {', '.join(initial_peers)}")
         except ValidationError as error:
-            await p2p.shutdown()
+            await dht_node.stop(node)
             raise refused(error) from None
         except BaseException:
-            await p2p.shutdown()
+            await dht_node.stop(node)
             raise
-        return cls(p2p, node, swarm, identity, capacity, climb_every)
+        return cls(node, swarm, identity, listening, capacity, climb_every)
 
     @property
     def peer_id(self) -> str:
@@ -158,12 +134,41 @@ class Dht:
 
     async def addresses(self) -> list[str]:
         """Multiaddrs under which others can join through this node."""
-        return [str(address) for address in await self._p2p.get_visible_maddrs(latest=True)]
+        p2p = self._node.p2p
+        try:
+            return [str(address) for address in await p2p.get_visible_maddrs(latest=True)]
+        except (OSError, asyncio.IncompleteReadError):  # the daemon is gone; another will be there
+            return [str(address) for address in await p2p.get_visible_maddrs()]
 
     @property
     def is_alive(self) -> bool:
         """Whether the libp2p daemon runs, without which nobody is reached."""
-        return self._p2p._child.returncode is None
+        return dht_node.is_alive(self._node)
+
+    async def daemon_ended(self) -> None:
+        """Returns when the libp2p daemon has ended; somebody may kill it, or it may not get the memory it needs."""
+        await self._node.p2p._child.wait()
+
+    async def restart(self) -> None:
+        """Starts the libp2p daemon again if it has ended: with the same identity, at the same address if that is free.
+
+        What this node stores for others, it still has. It meets those again that it was connected with last.
+
+        Raises:
+            NoSwarm: the daemon does not start.
+        """
+        async with self._restarting:
+            if not self.is_alive:
+                self._node = await dht_node.start_again(self._node, self._identity, self._listening)
+                await bootstrap(self._node, self._peers)
+
+    async def remember_peers(self) -> None:
+        """Notes the addresses of some that are connected: who they are is lost with the daemon."""
+        with suppress(P2PDaemonError, ControlFailure, OSError, asyncio.IncompleteReadError, asyncio.TimeoutError):
+            peers = await asyncio.wait_for(self._node.p2p.list_peers(), CONNECT_TIMEOUT_S)
+            known = [peer for peer in peers if peer.peer_id in self._node.protocol.routing_table and peer.addrs]
+            addresses = [f"{peer.addrs[0]}/p2p/{peer.peer_id.to_base58()}" for peer in known[:_MAX_REMEMBERED]]
+            self._peers = addresses or self._peers  # all may be gone for a while
 
     @property
     def is_alone(self) -> bool:
@@ -192,7 +197,8 @@ class Dht:
         """Stores the record, signed with the node's identity; returns whether some node took it."""
         assert record.peer_id == self.peer_id
         try:
-            return await asyncio.wait_for(self._publish(record, lifetime_s), _PUBLISH_TIMEOUT_S)
+            stored = await asyncio.wait_for(self._publish(record, lifetime_s), _PUBLISH_TIMEOUT_S)
+            return stored and self.is_alive  # without a daemon, only this node itself has taken it
         except asyncio.TimeoutError:  # hivemind waits for ever for a daemon that is gone
             return False
 
@@ -247,9 +253,7 @@ class Dht:
         return dict(sorted(models.items()))
 
     async def shutdown(self) -> None:
-        for part in (self._node, self._p2p):
-            with suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(part.shutdown(), _SHUTDOWN_TIMEOUT_S)
+        await dht_node.stop(self._node)
 
     async def _settle(self, place: _Place, record: ServerRecord, withdrawn: ServerRecord) -> bool:
         """Stores the record in the first shard of its path that has room, ``withdrawn`` where it had other blocks."""

@@ -13,6 +13,7 @@ from types import ModuleType
 from typing import Any
 
 __all__ = [
+    "DHTID",
     "MAX_DHT_TIME_DISCREPANCY_SECONDS",
     "P2P",
     "ControlFailure",
@@ -59,6 +60,7 @@ _enter("hivemind")
 from hivemind.dht.crypto import RSASignatureValidator
 from hivemind.dht.node import DHTNode
 from hivemind.dht.protocol import DHTProtocol, ValidationError
+from hivemind.dht.routing import DHTID
 from hivemind.dht.storage import DHTLocalStorage, DictionaryDHTValue
 from hivemind.dht.validation import DHTRecord
 from hivemind.p2p import P2P as AnyP2P

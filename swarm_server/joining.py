@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
+import time
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
+from math import inf
 
 from swarm_protocol.dht import Dht
 from swarm_protocol.dht_addresses import split_address
@@ -18,6 +20,8 @@ from swarm_server.config import ServerConfig
 
 _LOCK_TIMEOUT_S = 90.0  # for servers that are joining, each for no longer than it waits for those who do not answer
 _MAX_MET = 3  # strangers at a time: in a large swarm a node does not know all others
+_RESTARTS_S = (0.0, 1.0, 2.0, 5.0, 10.0, 20.0, 30.0)  # pauses before the libp2p daemon is started again
+_STEADY_S = 60.0  # a daemon that has lived for so long was well
 _logger = logging.getLogger(__name__)
 
 
@@ -38,6 +42,8 @@ class Membership:
         self._addresses = addresses
         self._initial_peers = config.initial_peers
         self._note_fails = False
+        self._num_failures = 0
+        self._restarted_s = -inf
         self._keep_note(lambda: notes.write(dht.peer_id, addresses))
 
     async def keep(self) -> bool:
@@ -46,8 +52,35 @@ class Membership:
         Does little if all noted servers and initial peers are known.
         """
         self._keep_note(lambda: self._notes.renew(self.dht.peer_id, self._addresses))
+        await self.dht.remember_peers()
         strangers = [peer for peer in self._others() if not self.dht.knows(peer.rpartition("/p2p/")[2])]
         return bool(strangers) and await self.dht.connect_to(random.sample(strangers, min(len(strangers), _MAX_MET)))
+
+    async def restart_daemon(self) -> None:
+        """Starts the libp2p daemon again; without it, nobody finds this server.
+
+        Raises:
+            NoSwarm: it does not start, or ends again and again.
+        """
+        if time.monotonic() - self._restarted_s > _STEADY_S:
+            self._num_failures = 0
+        reason = "it ends again and again"
+        while self._num_failures < len(_RESTARTS_S):
+            await asyncio.sleep(_RESTARTS_S[self._num_failures])
+            self._num_failures += 1
+            try:
+                await self.dht.restart()
+            except NoSwarm as error:
+                reason = str(error)
+                continue
+            self._restarted_s = time.monotonic()
+            addresses = await self.dht.addresses()
+            if addresses != self._addresses:
+                _logger.warning("others reach this server's libp2p daemon at %s from now on", addresses[0])
+                self._addresses = addresses
+            self._keep_note(lambda: self._notes.write(self.dht.peer_id, self._addresses))
+            return
+        raise NoSwarm(f"the libp2p daemon ended and cannot be started again: {reason}")
 
     def leave(self) -> None:
         self._keep_note(lambda: self._notes.remove(self.dht.peer_id))

@@ -8,7 +8,7 @@ import ipaddress
 import logging
 import random
 from collections.abc import Awaitable, Callable
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from importlib import metadata
 from math import inf
 
@@ -48,6 +48,7 @@ from swarm_server.service import BlocksService
 _logger = logging.getLogger(__name__)
 _BLOCKS_OF_FREE, _BLOCKS_OF_GIVEN = 0.6, 0.8  # of memory; what is left is for keys and values
 _GRACE_S = 2.0  # for streams that are open when the server stops
+_POLL_S = 0.1  # after a libp2p daemon was restarted, before the next is watched
 _SETTLE_S = 0.3  # servers that join together have read each other's choices after so long
 _MAX_SETTLING = 10  # times that a choice is looked at again
 _NEIGHBOURS_S = (10.0, 40.0)  # between two rounds of measuring the network
@@ -62,6 +63,7 @@ class Server:
         self._stop = asyncio.Event()
         self._record: ServerRecord | None = None
         self._membership: Membership | None = None
+        self._failure: SwarmError | None = None  # for which the server ends
         self._checkpoint: Checkpoint | None = None
         self._hoster: Hoster | None = None
         self._hosting: Hosting | None = None  # None while blocks are loaded
@@ -123,6 +125,8 @@ class Server:
                 adapters=adapter_names(config.adapters),
             )
             self._tell_speeds()
+            watching = asyncio.ensure_future(_repeat(self._restart_daemon, (_POLL_S, _POLL_S)))
+            cleanup.callback(watching.cancel)
             cleanup.push_async_callback(self._withdraw)
             await self._publish()
             keeping = asyncio.ensure_future(_repeat(self._keep_membership, (RENEW_S, RENEW_S)))
@@ -141,6 +145,8 @@ class Server:
             await self._announce_ready()
             await self._serve()
             await self._drain()
+        if self._failure is not None:
+            raise self._failure
 
     @property
     def _dht(self) -> Dht:
@@ -315,9 +321,31 @@ class Server:
         if await self._membership.keep():
             await self._publish()
 
+    async def _restart_daemon(self) -> None:
+        """When the libp2p daemon has ended, another takes its place; the server ends if that cannot be."""
+        await self._dht.daemon_ended()
+        if self._failure is not None:
+            return
+        level = logging.INFO if self._stop.is_set() else logging.WARNING  # Ctrl-C in a terminal ends both
+        _logger.log(level, "the libp2p daemon has ended, nobody can find this server: starting it again")
+        try:
+            await self._membership.restart_daemon()
+        except SwarmError as error:
+            self._failure = error
+            self._stop.set()
+            return
+        await self._membership.keep()
+        if not await self._dht.publish(self._current_record()):  # one that waits for the old daemon is in the way
+            await self._publish()
+
     async def _withdraw(self) -> None:
         self._record = dataclasses.replace(self._record, state=ServerState.OFFLINE)
-        if not await self._dht.publish(self._current_record()):
+        withdrawn = await self._dht.publish(self._current_record())
+        if not withdrawn and not self._dht.is_alive and self._failure is None:
+            with suppress(SwarmError):
+                await self._dht.restart()
+                withdrawn = await self._dht.publish(self._current_record())
+        if not withdrawn:
             _logger.info("the record could not be withdrawn; it expires by itself")
 
     async def _announce_ready(self) -> None:

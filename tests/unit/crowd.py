@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from cryptography.hazmat.primitives.asymmetric import rsa
 
 from swarm_protocol.dht import Dht, _Place
+from swarm_protocol.dht_node import Listening
 from swarm_protocol.hivemind_parts import DHTRecord, RSAPrivateKey
 from swarm_protocol.identity import Identity, peer_id_of
 from swarm_protocol.records import ServerRecord
@@ -34,7 +35,7 @@ class Crowd:
         self.members = [self._member(identity) for identity in self.identities]
 
     def _member(self, identity: Identity) -> Dht:
-        return Dht(self._host._p2p, self._host._node, self._host._swarm, identity, **self._options)
+        return Dht(self._host._node, self._host._swarm, identity, Listening(), **self._options)
 
     async def publish(self, records: Sequence[ServerRecord], at_once: int = 1000) -> None:
         """The records last until the test is over: publishing takes longer in one process than in thousands."""

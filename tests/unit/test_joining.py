@@ -24,6 +24,9 @@ class FakeDht:
     def knows(self, peer_id: str) -> bool:
         return peer_id in self.known
 
+    async def remember_peers(self) -> None:
+        pass
+
     async def connect_to(self, addresses: list[str]) -> bool:
         self.known |= {address.rpartition("/p2p/")[2] for address in addresses}
         return True

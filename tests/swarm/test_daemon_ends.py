@@ -1,0 +1,98 @@
+"""The libp2p daemon of a server or a client is killed: both are in the swarm again, and say so."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from swarm_client import DistributedModel, background
+from swarm_protocol.dht import Dht
+from swarm_protocol.errors import NoSwarm
+from swarm_protocol.identity import Identity
+from swarm_protocol.records import ServerRecord
+from swarm_server import joining
+from tests.swarm.harness import InProcessServers
+from tests.swarm.pair import ends_only_at_its_length, random_ids
+from tests.swarm.processes import ServerProcess, is_alive
+from tests.swarm.waiting import DEADLINE_S, wait_for
+from tests.zoo import BLOCKS, save_checkpoint
+
+PROMPT = random_ids(1, 9, seed=41)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory) -> Path:
+    directory = tmp_path_factory.mktemp("daemons") / "llama"
+    save_checkpoint("llama", directory)
+    return directory
+
+
+def assert_generates(checkpoint: Path, model) -> None:
+    options = {"attention_mask": torch.ones_like(PROMPT), "max_new_tokens": 8, "do_sample": False}
+    whole = ends_only_at_its_length(AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32))
+    assert torch.equal(ends_only_at_its_length(model).generate(PROMPT, **options), whole.generate(PROMPT, **options))
+
+
+def test_a_server_is_found_again(server_process, checkpoint, tmp_path) -> None:
+    swarm = f"daemon-{os.getpid()}"
+    known = ["--model", str(checkpoint), "--quant", "none", "--throughput", "75", "--swarm", swarm]
+    server: ServerProcess = server_process(*known, "--blocks", f"0:{BLOCKS}")
+    (daemon,) = server.children()
+
+    def record() -> ServerRecord | None:
+        """What somebody finds who has just come, at the address that the server printed."""
+        try:
+            dht = background.run(Dht.join(swarm, [server.ready["peer"]], Identity.generate()))
+        except NoSwarm:
+            return None
+        view = background.run(dht.view(checkpoint.name, BLOCKS))
+        background.run(dht.shutdown())
+        return next(iter(view.servers), None)
+
+    before = record()
+    os.kill(daemon, signal.SIGKILL)
+    wait_for(lambda: not is_alive(daemon), "the daemon is gone")
+    after = wait_for(
+        lambda: (found := record()) and found.expires_at > before.expires_at and found, "its record is published again"
+    )
+    assert after.peer_id == before.peer_id and server.ready["peer"].endswith(after.peer_id)
+    with DistributedModel.from_pretrained(str(checkpoint), initial_peers=[server.ready["peer"]], swarm=swarm) as model:
+        assert_generates(checkpoint, model)
+    assert server.stderr.count("the libp2p daemon has ended") == 1 and "Traceback" not in server.stderr
+    assert server.terminate() == 0
+
+
+def test_a_server_whose_daemon_cannot_be_restarted_ends_with_an_error(checkpoint, monkeypatch) -> None:
+    async def fail(_dht: Dht) -> None:
+        raise NoSwarm("the libp2p daemon did not start: no memory")
+
+    monkeypatch.setattr(joining, "_RESTARTS_S", (0.0, 0.01))
+    monkeypatch.setattr(Dht, "restart", fail)
+    with InProcessServers(checkpoint) as servers:
+        (server,) = servers.start(f"0:{BLOCKS}")
+        running = servers._running.pop(server)
+        server._dht._node.p2p._child.kill()
+        with pytest.raises(NoSwarm, match="cannot be started again: the libp2p daemon did not start: no memory"):
+            running.result(DEADLINE_S)
+
+
+def test_a_client_finds_servers_that_came_after_its_daemon_had_ended(checkpoint, caplog) -> None:
+    with InProcessServers(checkpoint) as servers:
+        first = servers.start("0:3", "3:6")
+        with DistributedModel.from_pretrained(str(checkpoint), swarm=servers.swarm, wait_timeout_s=60.0) as model:
+            assert_generates(checkpoint, model)
+            client = model.blocks.swarm._discovery._dht
+            client._node.p2p._child.kill()
+            background.run(client.daemon_ended())
+            servers.start("0:3", "3:6")
+            for server in first:
+                servers.stop(server)
+            with caplog.at_level(logging.WARNING):
+                assert_generates(checkpoint, model)
+            assert "the libp2p daemon of this client has ended" in caplog.text
