@@ -17,6 +17,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from swarm_client import background
 from swarm_client.cache import RemoteCache, session_of
 from swarm_client.head import float_head
+from swarm_client.left_out import refuse_inner_outputs, wants, without_router_logits
 from swarm_client.lora import LoraMixin
 from swarm_client.model_pass import has_hooks
 from swarm_client.prompts import PromptsMixin
@@ -180,6 +181,8 @@ def _refuse_to_save(*_args: Any, **_kwargs: Any) -> None:
 def client_class(stock_class: type[PreTrainedModel], family: Family) -> type[PreTrainedModel]:
     """The stock class with remote blocks in the place of its own."""
 
+    names = list(inspect.signature(stock_class.forward).parameters)[1:]
+
     class Client(RemoteModelMixin, stock_class):
         _family = family
 
@@ -204,6 +207,7 @@ def client_class(stock_class: type[PreTrainedModel], family: Family) -> type[Pre
         @functools.wraps(stock_class.forward)  # transformers looks at its signature
         def forward(self, *args: Any, **kwargs: Any) -> Any:
             owner = self._owners[0]
+            kwargs |= without_router_logits(names, {**dict(zip(names, args, strict=False)), **kwargs}, self.config)
             is_watched = any(map(has_hooks, (self.base_model, owner, *owner.children())))
             num_wanted = None if is_watched else _num_wanted(self.config, kwargs)
             with self._remote_blocks[0].only_last(num_wanted):
@@ -225,7 +229,7 @@ def _init_without_blocks(base: nn.Module, family: Family, init_weights: Any, mod
 def _num_wanted(config: PreTrainedConfig, arguments: dict[str, Any]) -> int | None:
     """How many of the last hidden states a forward with these arguments uses; None: all."""
     num_kept = arguments.get("logits_to_keep")
-    if _wants("output_hidden_states", arguments, config):
+    if wants("output_hidden_states", arguments, config):
         return None
     return num_kept if isinstance(num_kept, int) and num_kept > 0 else None
 
@@ -233,11 +237,6 @@ def _num_wanted(config: PreTrainedConfig, arguments: dict[str, Any]) -> int | No
 def _as(block_class: type[nn.Module], module_class: type[BlockModule]) -> type[BlockModule]:
     """A subclass that also is a ``block_class``: transformers records hidden states of modules by their class."""
     return type(module_class.__name__, (module_class, block_class), {})
-
-
-def _wants(what: str, given: dict[str, Any], config: PreTrainedConfig) -> bool:
-    wanted = given.get(what)
-    return bool(getattr(config, what, False) if wanted is None else wanted)
 
 
 def _context_hook(owner: nn.Module, blocks: RemoteBlocks, family: Family):
@@ -249,11 +248,7 @@ def _context_hook(owner: nn.Module, blocks: RemoteBlocks, family: Family):
 
     def hook(_module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
         given = {**dict(zip(names, args, strict=False)), **kwargs}
-        if _wants("output_attentions", given, owner.config):
-            raise RequestRejected(
-                "output_attentions=True asks for attention weights, which stay on the servers: leave it out (hidden "
-                "states can be had, with output_hidden_states=True)"
-            )
+        refuse_inner_outputs(given, owner.config)
         cache = given.get(family.cache_argument)
         # A cache that nobody has asked for, in a pass that may be one of training, takes no room on servers yet.
         asked = cache is not None or given.get("use_cache") is not None
@@ -273,7 +268,7 @@ def _context_hook(owner: nn.Module, blocks: RemoteBlocks, family: Family):
             positions = {"position_ids": given.get("position_ids")} if "position_ids" in names else {}
             given = blocks.prompts.before(given | positions, getattr(owner, family.embedding), past)
         # Blocks that training skips at random are those for which the stock code does not call the module.
-        every_block = _wants("output_hidden_states", given, owner.config) or (
+        every_block = wants("output_hidden_states", given, owner.config) or (
             owner.training and bool(getattr(owner, "layerdrop", 0))
         )
         blocks.begin(

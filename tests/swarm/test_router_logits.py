@@ -1,0 +1,64 @@
+"""Routers of experts stay on servers: what asks for their outputs is refused, what does not need them works."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from swarm_client import RequestRejected
+from tests.swarm.harness import InProcessServers
+from tests.swarm.pair import Pair, connected, ends_only_at_its_length, random_ids
+from tests.swarm.tuning import assert_close
+from tests.zoo import save_checkpoint
+
+IDS = random_ids(2, 9, seed=1)
+asked = pytest.mark.parametrize("method", ["forward", "generate", "base_model"])
+
+
+@pytest.fixture(scope="module", params=["mixtral", "qwen2_moe"])
+def pair(request, tmp_path_factory) -> Iterator[Pair]:
+    directory = tmp_path_factory.mktemp(request.param)
+    save_checkpoint(request.param, directory, output_router_logits=True)  # as some checkpoints have it
+    whole = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    with InProcessServers(directory) as servers:
+        servers.start("0:2", "2:6")
+        with connected(servers) as remote:
+            yield Pair(ends_only_at_its_length(whole), remote, servers)
+
+
+@pytest.mark.parametrize("in_config", [True, False])
+@asked
+def test_an_argument_is_refused(pair, method, in_config):
+    pair.remote.config.output_router_logits = in_config
+    options = {"max_new_tokens": 2} if method == "generate" else {}
+    try:
+        with pytest.raises(RequestRejected, match=r"routers.*stays on the servers: set output_router_logits=False"):
+            getattr(pair.remote, method)(IDS, output_router_logits=True, **options)
+    finally:
+        pair.remote.config.output_router_logits = True
+
+
+def test_a_loss_that_would_lack_a_part_is_refused(pair):
+    for arguments in ({"labels": IDS}, {"labels": IDS, "output_router_logits": None}):
+        with pytest.raises(RequestRejected, match=r"auxiliary loss.*stays on the servers: set output_router_logits=F"):
+            pair.remote(IDS, **arguments)
+    local, remote = (model(IDS, labels=IDS, output_router_logits=False).loss for model in (pair.whole, pair.remote))
+    assert_close(remote, local)
+    assert (pair.whole(IDS, labels=IDS).loss - local).abs() > 1e-4  # what is missing
+
+
+def test_inference_works_though_the_config_asks(pair):
+    with torch.no_grad():
+        assert_close(pair.remote(IDS).logits, pair.whole(IDS).logits)
+        assert_close(pair.remote.base_model(IDS).last_hidden_state, pair.whole.base_model(IDS).last_hidden_state)
+    assert_close(pair.remote(IDS, use_cache=False).logits, pair.whole(IDS, use_cache=False).logits)
+    whole, remote = pair.both(IDS)
+    assert torch.equal(whole, remote)
+
+
+def test_a_config_that_does_not_ask_gives_the_loss(pair):
+    with connected(pair.servers, output_router_logits=False) as remote:
+        assert_close(remote(IDS, labels=IDS).loss, pair.whole(IDS, labels=IDS, output_router_logits=False).loss)
