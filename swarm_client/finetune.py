@@ -38,6 +38,7 @@ def run_finetune(settings: FinetuneSettings, command: str) -> bool:
     from transformers import set_seed
 
     from swarm_client.generation import load_tokenizer
+    from swarm_client.left_out import notes_on_training
     from swarm_client.trainer import last_checkpoint
     from swarm_client.training_data import file_digest
 
@@ -59,6 +60,8 @@ def run_finetune(settings: FinetuneSettings, command: str) -> bool:
             f"{num_trained:,} parameters",
             flush=True,
         )
+        for note in notes_on_training(model):
+            print(f"note: {note}", flush=True)
         (settings.output / RUN).write_text(settings.as_json(digests))
         checkpoint, _ = last_checkpoint(settings.output) if settings.resume else (None, 0)
         if settings.resume:

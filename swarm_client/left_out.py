@@ -1,13 +1,22 @@
-"""What a stock model has from its blocks, or does in them, and servers do not: refused where it is asked for."""
+"""What a stock model returns from inside its blocks, or does in them, and servers do not: it is refused, or said."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import copy
+import logging
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-from transformers import PreTrainedConfig
+import torch
+from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import initialization as weight_init
 
 from swarm_protocol.errors import RequestRejected
+from swarm_protocol.families import Family
+from swarm_protocol.shell import stock_loader
+
+_logger = logging.getLogger(__name__)
 
 
 def wants(what: str, given: dict[str, Any], config: PreTrainedConfig) -> bool:
@@ -50,3 +59,72 @@ def without_router_logits(names: Sequence[str], given: dict[str, Any], config: P
             "or model.config.output_router_logits=False), and the loss is without it"
         )
     return {"output_router_logits": False}
+
+
+# ---------------------------------------------------------------- training
+
+
+class NoDropout:
+    """Says once, of one model, which dropout its blocks would have in training: servers compute without."""
+
+    def __init__(self, family: Family) -> None:
+        self._family = family
+        self._is_said = False
+
+    def said(self, config: PreTrainedConfig) -> str:
+        """What is to be said; empty if there is nothing, or it was said before."""
+        if self._is_said:
+            return ""
+        self._is_said = True
+        fields = ", ".join(f"{name}={value}" for name, value in dropout_of_blocks(config, self._family).items())
+        if not fields:
+            return ""
+        return (
+            f"servers train without the dropout in the model's own blocks ({fields} in its config): results are those "
+            "of the local model with these set to 0. lora_dropout is applied"
+        )
+
+    def warn(self, config: PreTrainedConfig) -> None:
+        """Called by forwards in training mode."""
+        if text := self.said(config):
+            _logger.warning("%s. Pass them as 0 to from_pretrained to end this warning", text)
+
+
+def notes_on_training(model: PreTrainedModel) -> list[str]:
+    """What is to be said before a distributed model is trained by a command; it leaves out what servers cannot do."""
+    notes = [text] if (text := model.no_dropout.said(model.config)) else []
+    if getattr(model.config, "output_router_logits", False):
+        model.config.output_router_logits = False
+        notes.append("the loss is without the routers' auxiliary part (output_router_logits in the model's config)")
+    return notes
+
+
+def dropout_of_blocks(config: PreTrainedConfig, family: Family) -> dict[str, float]:
+    """Config fields, with their values, by which the blocks of the stock model drop out, or jitter, in training.
+
+    Those above 0 that some module in a block keeps; in falcon without alibi, flash attention alone then uses one.
+    """
+    marked, marks = copy.deepcopy(config), {}
+    for number, (path, value) in enumerate(_random_fields(config)):
+        holder = marked
+        for name in path[:-1]:
+            holder = getattr(holder, name)
+        mark = 0.5 + (number + 1) / 1024  # found again in whatever is made from this field
+        vars(holder)[path[-1]] = mark  # not setattr: some are typed int
+        marks[mark] = ".".join(path), value
+    if not marks:
+        return {}
+    marked._attn_implementation_internal = "eager"
+    with stock_loader(), weight_init.no_init_weights(), torch.device("meta"):
+        base = family.base_class(marked)
+    blocks: nn.ModuleList = getattr(family.owner_of(base), family.blocks)
+    used = {value for module in blocks.modules() for value in vars(module).values() if isinstance(value, float)}
+    return dict(field for mark, field in marks.items() if mark in used)
+
+
+def _random_fields(config: PreTrainedConfig) -> Iterator[tuple[tuple[str, ...], float]]:
+    for name, value in vars(config).items():
+        if isinstance(value, PreTrainedConfig):
+            yield from (((name, *path), inner) for path, inner in _random_fields(value))
+        elif ("drop" in name or "jitter" in name) and isinstance(value, int | float) and value > 0:
+            yield (name,), value

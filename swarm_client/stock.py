@@ -17,7 +17,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from swarm_client import background
 from swarm_client.cache import RemoteCache, session_of
 from swarm_client.head import float_head
-from swarm_client.left_out import refuse_inner_outputs, wants, without_router_logits
+from swarm_client.left_out import NoDropout, refuse_inner_outputs, wants, without_router_logits
 from swarm_client.lora import LoraMixin
 from swarm_client.model_pass import has_hooks
 from swarm_client.prompts import PromptsMixin
@@ -48,6 +48,7 @@ class RemoteModelMixin(PromptsMixin, LoraMixin):
     """What a distributed model has besides the stock class."""
 
     stock_class: type[PreTrainedModel]
+    no_dropout: NoDropout
     _family: Family
     _remote_blocks: list[RemoteBlocks]  # in a list: it is registered where the blocks were
     _owners: list[nn.Module]  # the module inside the model that has them
@@ -200,8 +201,8 @@ def client_class(stock_class: type[PreTrainedModel], family: Family) -> type[Pre
             setattr(owner, family.blocks, nn.ModuleList(blocks.modules_in_place))
             base.save_pretrained = base.push_to_hub = _refuse_to_save
             base._init_weights = functools.partial(_init_without_blocks, base, family, base._init_weights)
-            self._remote_blocks, self._owners = [blocks], [owner]
-            owner.register_forward_pre_hook(_context_hook(owner, blocks, family), with_kwargs=True)
+            self._remote_blocks, self._owners, self.no_dropout = [blocks], [owner], NoDropout(family)
+            owner.register_forward_pre_hook(_context_hook(owner, blocks, family, self.no_dropout), with_kwargs=True)
             owner.register_forward_hook(lambda _owner, _inputs, output: blocks.end(output), always_call=True)
 
         @functools.wraps(stock_class.forward)  # transformers looks at its signature
@@ -239,7 +240,7 @@ def _as(block_class: type[nn.Module], module_class: type[BlockModule]) -> type[B
     return type(module_class.__name__, (module_class, block_class), {})
 
 
-def _context_hook(owner: nn.Module, blocks: RemoteBlocks, family: Family):
+def _context_hook(owner: nn.Module, blocks: RemoteBlocks, family: Family, no_dropout: NoDropout):
     """Tells the remote blocks mask, positions and cache of each forward of their owner; puts prompts before its input.
 
     They are caught at the owner because what it hands to a block differs between families.
@@ -249,6 +250,8 @@ def _context_hook(owner: nn.Module, blocks: RemoteBlocks, family: Family):
     def hook(_module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
         given = {**dict(zip(names, args, strict=False)), **kwargs}
         refuse_inner_outputs(given, owner.config)
+        if blocks.training and torch.is_grad_enabled():
+            no_dropout.warn(owner.config)
         cache = given.get(family.cache_argument)
         # A cache that nobody has asked for, in a pass that may be one of training, takes no room on servers yet.
         asked = cache is not None or given.get("use_cache") is not None

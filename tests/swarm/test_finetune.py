@@ -43,7 +43,7 @@ RUNS = {
 @pytest.fixture(scope="module")
 def servers(tmp_path_factory) -> Iterator[InProcessServers]:
     directory = tmp_path_factory.mktemp("llama")
-    save_checkpoint("llama", directory, vocab_size=4096)
+    save_checkpoint("llama", directory, vocab_size=4096, attention_dropout=0.1)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(Path(locate(DEFAULT_MODEL)) / name, directory)
     with InProcessServers(directory) as servers:
@@ -89,6 +89,8 @@ def test_a_run_lowers_the_loss_and_says_how_to_use_what_it_wrote(outcomes, place
     assert f"--adapter {directory}" in outcome.stdout
     assert (directory / "loss.png").read_bytes().startswith(b"\x89PNG")
     assert not (directory / "tokens").exists()
+    (note,) = re.findall("^note: .*$", outcome.stdout, re.M)
+    assert "without the dropout in the model's own blocks (attention_dropout=0.1" in note
 
 
 def test_only_the_adapter_is_saved_and_plain_peft_loads_it(outcomes, servers, place):

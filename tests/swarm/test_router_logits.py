@@ -9,6 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from swarm_client import RequestRejected
+from swarm_client.left_out import notes_on_training
 from tests.swarm.harness import InProcessServers
 from tests.swarm.pair import Pair, connected, ends_only_at_its_length, random_ids
 from tests.swarm.tuning import assert_close
@@ -62,3 +63,11 @@ def test_inference_works_though_the_config_asks(pair):
 def test_a_config_that_does_not_ask_gives_the_loss(pair):
     with connected(pair.servers, output_router_logits=False) as remote:
         assert_close(remote(IDS, labels=IDS).loss, pair.whole(IDS, labels=IDS, output_router_logits=False).loss)
+
+
+def test_a_command_trains_without_and_says_so(pair):
+    with connected(pair.servers) as remote:
+        (note,) = notes_on_training(remote)
+        assert "output_router_logits" in note and "\n" not in note
+        assert torch.isfinite(remote(IDS, labels=IDS).loss)
+        assert notes_on_training(remote) == []

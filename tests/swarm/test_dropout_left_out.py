@@ -1,0 +1,69 @@
+"""The dropout of a model's own blocks, which servers compute without: whoever trains is told, once."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from swarm_client.left_out import notes_on_training
+from tests.swarm.harness import InProcessServers
+from tests.swarm.pair import connected, random_ids
+from tests.swarm.tuning import assert_close, lora
+from tests.zoo import save_checkpoint
+
+IDS = random_ids(2, 9, seed=1)
+NONE = {"attn_pdrop": 0.0, "resid_pdrop": 0.0}
+
+
+@pytest.fixture(scope="module")
+def servers(tmp_path_factory) -> Iterator[InProcessServers]:
+    directory = tmp_path_factory.mktemp("gpt2")
+    save_checkpoint("gpt2", directory)
+    with InProcessServers(directory) as servers:
+        servers.start("0:6")
+        yield servers
+
+
+@pytest.fixture
+def said(caplog):
+    """What the client has warned of."""
+    caplog.set_level(logging.WARNING, logger="swarm_client")
+    return lambda: [record.getMessage() for record in caplog.records if record.name.startswith("swarm_client")]
+
+
+def test_a_model_that_is_trained_says_it_once(servers, said):
+    with connected(servers) as remote:
+        remote(IDS, labels=IDS)
+        with torch.no_grad():
+            remote.train()(IDS, labels=IDS)
+        remote.eval().generate(IDS, max_new_tokens=2)
+        assert said() == []
+        remote.train()
+        for _ in range(2):
+            remote(IDS, labels=IDS)
+        (text,) = said()
+        assert "attn_pdrop=0.1" in text and "resid_pdrop=0.1" in text and "embd" not in text
+
+
+def test_nothing_is_said_of_what_is_zero_and_that_is_what_is_computed(servers, said):
+    local = AutoModelForCausalLM.from_pretrained(servers.model, dtype=torch.float32, embd_pdrop=0.0, **NONE).train()
+    with connected(servers, embd_pdrop=0.0, **NONE) as silent, connected(servers, embd_pdrop=0.0) as remote:
+        for model in (silent, remote):
+            model.add_adapter(lora(("c_attn",)))
+        expected = local(IDS, labels=IDS, use_cache=False).loss
+        assert_close(silent.train()(IDS, labels=IDS, use_cache=False).loss, expected)
+        assert said() == []
+        assert_close(remote.train()(IDS, labels=IDS, use_cache=False).loss, expected)
+        assert len(said()) == 1
+
+
+def test_a_command_that_said_it_says_no_more(servers, said):
+    with connected(servers) as remote:
+        (note,) = notes_on_training(remote)
+        assert "attn_pdrop=0.1" in note and "\n" not in note
+        remote.train()(IDS, labels=IDS)
+        assert said() == []
