@@ -22,6 +22,7 @@ from swarm_client.status import read_status, show
 from swarm_client.text_options import TextOptions
 from swarm_protocol.default_model import DEFAULT_MODEL, locate
 from swarm_protocol.notes import Notes
+from swarm_protocol.scratch import remove_dead
 from swarm_protocol.shell import stock_loader
 
 DEFAULT_PROMPT = "Return a list of"
@@ -37,7 +38,8 @@ def run_demo(prompt: str, options: TextOptions) -> None:
     console.print(f"Starting four servers for blocks {', '.join(SPANS)} of {DEFAULT_MODEL} …")
     start = time.perf_counter()
     with ExitStack() as cleanup:
-        cleanup.callback(Notes(swarm).remove_if_ended)  # the server that is killed cannot do so itself
+        cleanup.callback(Notes(swarm).remove_if_ended)  # the server that is killed cannot do so itself,
+        cleanup.callback(remove_dead)  # nor this
         nursery = cleanup.enter_context(Nursery())
         servers = [nursery.start("--blocks", span, "--swarm", swarm) for span in SPANS]
         nursery.wait_ready(servers)

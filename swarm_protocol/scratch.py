@@ -37,9 +37,13 @@ def scratch_directory() -> Path:
     return _directory
 
 
-def _make() -> tuple[Path, IO[str]]:
+def _parent() -> Path:
     parent = tempfile.gettempdir()
-    parent = Path(parent if len(os.fsencode(parent)) <= _MAX_PATH else "/tmp")
+    return Path(parent if len(os.fsencode(parent)) <= _MAX_PATH else "/tmp")
+
+
+def _make() -> tuple[Path, IO[str]]:
+    parent = _parent()
     remove_dead(parent)
     new = Path(tempfile.mkdtemp(prefix=_NEW, dir=parent))
     lock = open(new / _LOCK, "w")  # noqa: SIM115  (held as long as the process lives: the lock goes with it)
@@ -55,8 +59,9 @@ def remove_scratch() -> None:
         _directory = None
 
 
-def remove_dead(parent: Path) -> None:
+def remove_dead(parent: Path | None = None) -> None:
     """Removes the directories whose processes have ended: nobody holds their locks any more."""
+    parent = parent or _parent()
     for directory in parent.glob(f"{_PREFIX}[0-9]*-*"):
         with contextlib.suppress(OSError):
             if directory.stat().st_uid != os.getuid():

@@ -158,7 +158,10 @@ class Client:
         self._listeners: list[Callable[[Event], None]] = [self.events.append]
         options = {"swarm": fleet.swarm, "on_event": self._heard, **options}
         self.model = ends_only_at_its_length(DistributedModel.from_pretrained(str(fleet.model), **options))
-        # The record of a server may have gone with the members that stored it; it comes again within a minute.
+        self.wait_until_it_knows_all()
+
+    def wait_until_it_knows_all(self) -> None:
+        """The record of a server may have gone with the members that stored it; it comes again within a minute."""
         wait_for(self._knows_all, "the client knows all servers")
 
     def generate(self, ids: torch.Tensor, **options: Any) -> Any:

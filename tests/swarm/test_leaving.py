@@ -78,8 +78,15 @@ def test_a_long_prompt_moves(client, moments):
 def test_the_process_ends_with_code_0(fleet, connect, moments, server_process, cache_home):
     known = ["--model", str(fleet.model), "--swarm", fleet.swarm, "--quant", "none", "--throughput", "1000"]
     leaver = server_process(*known, "--blocks", "2:4", cache=cache_home)
+    fleet.kill_replicas("2:4")
     client, codes = connect(), []
-    moments.before_step(5, lambda: codes.append(leaver.terminate()))
+
+    def leave() -> None:
+        fleet.wait_ready(fleet.add("2:4"))
+        client.wait_until_it_knows_all()
+        codes.append(leaver.terminate())
+
+    moments.before_step(5, leave)
     client.generate(PROMPT)
     assert codes == [0]
     assert_only_moved(client, "2:4")

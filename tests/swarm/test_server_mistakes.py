@@ -66,7 +66,8 @@ def places(tmp_path_factory) -> Iterator[Places]:
         name = "model.layers.3.mlp.up_proj.weight"
         if name in tensors:
             save_file({**tensors, name: torch.zeros(5, 7)}, shard, metadata={"format": "pt"})
-    save_checkpoint("mamba", models / "mamba")
+    (models / "recurrent").mkdir()
+    (models / "recurrent" / "config.json").write_text('{"model_type": "recurrent_gemma"}')
     (models / "file").write_text("")
     (models / "unknown-type").mkdir()
     (models / "unknown-type" / "config.json").write_text('{"model_type": "abacus"}')
@@ -95,7 +96,7 @@ def mistakes(places: Places) -> dict[str, Mistake]:
         "broken-config": Mistake(places.model("broken-config"), "config.json is no valid JSON"),
         "not-on-the-hub": Mistake(["--model", "nobody/nothing"], "nobody/nothing is neither a directory nor in"),
         "unknown-type": Mistake(places.model("unknown-type"), "type 'abacus' are not known"),
-        "unsupported-family": Mistake(places.model("mamba"), "mamba.* blocks carry a recurrent state"),
+        "unsupported-family": Mistake(places.model("recurrent"), "recurrent_gemma.* state in themselves"),
         "shard-missing": Mistake(places.model("shard-missing"), r"model-00002-of-\d+.safetensors"),
         "truncated-shard": Mistake(places.model("truncated"), r"model-00002-of-\d+.safetensors is truncated"),
         "wrong-shape": Mistake(

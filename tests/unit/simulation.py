@@ -98,6 +98,8 @@ class ToyRow:
 
 
 class ToyLayout:
+    slots = ()
+
     def size_bytes(self, num_tokens: int) -> int:
         return num_tokens
 
