@@ -138,10 +138,10 @@ class FinetuneSettings:
 
 def check_file(path: Path) -> None:
     """Raises ValueError if this cannot be a file of training data."""
-    if path.suffix not in SUFFIXES:
-        raise ValueError(f"{path} is neither .txt nor .jsonl: expected lines of text, or of JSON")
     if not path.is_file():
         raise ValueError(f"{path} is not a file" if path.exists() else f"{path} does not exist")
+    if path.suffix not in SUFFIXES:
+        raise ValueError(f"{path} is neither .txt nor .jsonl: expected lines of text, or of JSON")
     if not path.stat().st_size:
         raise ValueError(f"{path} is empty: expected lines of text, or of JSON")
 

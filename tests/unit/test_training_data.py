@@ -97,9 +97,15 @@ def test_no_text(tokenizer, tmp_path, content):
 
 @pytest.mark.parametrize(
     ("name", "reason"),
-    [("no.txt", "does not exist"), ("a.csv", r"is neither \.txt nor \.jsonl"), ("folder.txt", "is not a file")],
+    [
+        ("no.txt", "does not exist"),
+        ("no", "does not exist"),
+        ("a.csv", r"is neither \.txt nor \.jsonl"),
+        ("folder.txt", "is not a file"),
+    ],
 )
 def test_what_is_no_file_of_text(tmp_path, name, reason):
+    (tmp_path / "a.csv").touch()
     (tmp_path / "folder.txt").mkdir()
     with pytest.raises(ValueError, match=reason):
         check_file(tmp_path / name)
