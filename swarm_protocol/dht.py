@@ -110,8 +110,8 @@ class Dht:
 
         def say_that_it_waits(timeout_s: float) -> None:
             who = ", ".join(short_id(peer.rpartition("/p2p/")[2]) for peer in initial_peers[:_MAX_NAMED])
-            what = f"{who} of swarm {swarm} is there but does not answer; trying again for up to {timeout_s:.0f} s"
-            _logger.warning("server %s", what)
+            message = "no answer yet from %s of swarm %s, though it seems to run; trying again for up to %.0f s"
+            _logger.warning(message, who, swarm, timeout_s)
 
         listening = Listening(host, port, announce_host)
         node = await dht_node.start(identity, listening)

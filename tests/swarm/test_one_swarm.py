@@ -20,7 +20,7 @@ from tests.zoo import save_checkpoint
 NUM_BLOCKS = 6
 MANY = 20
 IS_SILENT = re.compile(
-    r"server …\w+(?:, …\w+)* of swarm default is there but does not answer; trying again for up to \d+ s"
+    r"no answer yet from …\w+(?:, …\w+)* of swarm default, though it seems to run; trying again for up to \d+ s"
 )
 
 
