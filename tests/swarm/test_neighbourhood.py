@@ -77,6 +77,7 @@ def test_the_nearest_are_announced(records, neighbourhood) -> None:
     assert set(neighbourhood.rtts_s) == {record.peer_id for record in names}
 
 
+@pytest.mark.slow
 def test_servers_announce_what_they_measured(servers, records) -> None:
     _left, right = records
 

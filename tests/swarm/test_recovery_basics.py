@@ -106,6 +106,7 @@ def test_servers_with_another_revision_are_left_out(servers, connect, tmp_path):
 # ------------------------------------------------------------ gone
 
 
+@pytest.mark.slow
 def test_a_server_killed_in_the_middle_is_an_error_at_once_if_the_user_wants_it_so(
     servers, connect, expected, server_process
 ):

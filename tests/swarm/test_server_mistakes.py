@@ -66,7 +66,7 @@ def places(tmp_path_factory) -> Iterator[Places]:
         name = "model.layers.3.mlp.up_proj.weight"
         if name in tensors:
             save_file({**tensors, name: torch.zeros(5, 7)}, shard, metadata={"format": "pt"})
-    (models / "recurrent").mkdir()
+    save_checkpoint("llama", models / "recurrent")
     (models / "recurrent" / "config.json").write_text('{"model_type": "recurrent_gemma"}')
     (models / "file").write_text("")
     (models / "unknown-type").mkdir()

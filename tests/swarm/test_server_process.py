@@ -141,6 +141,7 @@ def test_servers_find_each_other_and_leave_without_trace(machine, observe):
     assert all("Traceback" not in server.stderr for server in (first, second, third))
 
 
+@pytest.mark.slow
 def test_notes_that_lead_nowhere_do_no_harm(machine, observe):
     """One of a process that is gone, one of a process that lives but no longer serves, and one that is no note."""
     closed_port, mute, gone = unused_port(), Identity.generate().peer_id, Identity.generate().peer_id

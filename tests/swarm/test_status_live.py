@@ -185,7 +185,10 @@ def test_watching_in_a_terminal_shows_who_joins_and_who_dies_until_ctrl_c(server
     assert len(rows(left)) == 2 and "no server holds blocks 10:20" in left and _FOOTER not in left
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize(
+    "number",
+    [signal.SIGINT, *(pytest.param(number, marks=pytest.mark.slow) for number in (signal.SIGTERM, signal.SIGHUP))],
+)
 def test_watching_in_a_pipe_prints_one_picture_after_the_other(servers, watch, number):
     servers.start("0:20")
     watching = watch()

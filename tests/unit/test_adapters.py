@@ -106,6 +106,7 @@ def test_a_spoiled_adapter_is_refused_or_read(position, change):
         Adapter.parse(bytes(data))
 
 
+@pytest.mark.slow
 def test_many_tiny_parts_take_no_memory():
     empty = pb.Prompt(values=tensor(1, 1)).SerializeToString()
     data = b"\x1a" + bytes([len(empty)]) + empty

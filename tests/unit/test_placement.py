@@ -140,6 +140,7 @@ def test_plans_gain_what_they_promise_and_then_there_is_rest(view: SwarmView) ->
         moves = plan_moves(view, NUM_BLOCKS, margin=0.1)
 
 
+@pytest.mark.slow
 def test_plans_come_near_the_best_placement() -> None:
     """Three servers at random places, compared with all places they could have."""
     shares = []

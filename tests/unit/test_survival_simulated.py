@@ -21,7 +21,7 @@ from swarm_protocol.errors import NoRoute, PeerBusy, RecoveryFailed
 from swarm_protocol.span import Span
 from tests.unit.simulation import MODEL, NUM_BLOCKS, REVISION, Net, VirtualLoop, model_output, offset
 
-SEEDS_PER_TEST, TESTS = 25, 4
+SEEDS_PER_TEST, TESTS = 25, 2
 SLOW_SEEDS_PER_TEST, SLOW_TESTS = 200, 20
 
 
