@@ -39,6 +39,8 @@ class Network:
         return self
 
     def __exit__(self, *_exception: object) -> None:
+        # At once, while what a namespace holds goes some time after it: the next network has the same name here.
+        subprocess.run(["ip", "link", "del", self._tag], capture_output=True)
         for name in [self._hub, *map(self._namespace, self.addresses)]:
             subprocess.run(["ip", "netns", "del", name], capture_output=True)
 
