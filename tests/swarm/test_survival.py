@@ -190,7 +190,9 @@ def test_everybody_is_gone_and_somebody_comes_later(fleet, client, moments, hop,
 def test_the_server_of_a_chat_has_been_started_anew_meanwhile(fleet, client):
     """There is no other."""
     chat = client.generate(PROMPT)
-    restarted = fleet.restart(fleet.kill_replicas("2:4")[0])
+    its_server = client.server(1)
+    fleet.kill_replicas("2:4")
+    restarted = fleet.restart(its_server)
     fleet.wait_ready(restarted)
     client.generate(torch.cat([chat.sequences, PROMPT], 1), past_key_values=chat.past_key_values)
     assert client.moved_blocks == ["2:4"]
