@@ -1,7 +1,7 @@
-"""Runs command lines of a package in forks of one process that has imported it all: many starts for the price of one.
+"""Runs command lines in forks of one process that has imported everything: many starts for the price of one.
 
-``python -m tests.swarm.forked_commands swarm_server`` reads a JSON list of argument lists from stdin, and writes a JSON
-list of outcomes to stdout.
+``python -m tests.swarm.forked_commands`` reads lines of JSON from stdin, ``{"package": "swarm_server", "commands":
+[[...], ...], "cache": DIRECTORY}``, and writes for each a line with a JSON list of outcomes to stdout.
 """
 
 from __future__ import annotations
@@ -15,22 +15,23 @@ import time
 import traceback
 from pathlib import Path
 
-HEAVY = {
-    "swarm_server": ["swarm_server.server", "hivemind.dht.node", "uvloop"],
-    "swarm_client": ["swarm_client.generation", "swarm_client.model", "hivemind.dht.node", "uvloop"],
-}
+HEAVY = [
+    *("swarm_server.server", "swarm_client.generation", "swarm_client.model", "hivemind.dht.node", "uvloop"),
+    *("swarm_client.trainer", "swarm_client.training_data", "datasets", "matplotlib.figure"),
+]
 AT_ONCE = 4
 DEADLINE_S = 60.0
 POLL_S = 0.01
 
 
 def main() -> None:
-    (package,) = sys.argv[1:]
-    for module in HEAVY[package]:
+    for module in HEAVY:
         importlib.import_module(module)
-    commands = json.load(sys.stdin)
-    with tempfile.TemporaryDirectory() as directory:
-        json.dump(run_all(package, commands, Path(directory)), sys.stdout)
+    for line in sys.stdin:
+        job = json.loads(line)
+        os.environ["XDG_CACHE_HOME"] = job["cache"]
+        with tempfile.TemporaryDirectory() as directory:
+            print(json.dumps(run_all(job["package"], job["commands"], Path(directory))), flush=True)
 
 
 def run_all(package: str, commands: list[list[str]], directory: Path) -> list[dict]:
@@ -61,6 +62,7 @@ def start(package: str, arguments: list[str], directory: Path, number: int) -> i
     if pid:
         return pid
     os.setsid()  # whatever it starts can be told by its session
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     for descriptor, name in ((1, "stdout"), (2, "stderr")):
         os.dup2(os.open(directory / f"{number}.{name}", os.O_WRONLY | os.O_CREAT), descriptor)
     sys.argv = [package, *arguments]

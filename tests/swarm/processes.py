@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import os
@@ -143,16 +144,24 @@ class Outcome:
 
 def run_commands(package: str, commands: list[list[str]], cache: Path) -> list[Outcome]:
     """Runs command lines of ``python -m package``, several at once."""
-    result = subprocess.run(
-        [sys.executable, "-m", "tests.swarm.forked_commands", package],
-        input=json.dumps(commands),
-        capture_output=True,
+    process = _forker()
+    process.stdin.write(json.dumps({"package": package, "commands": commands, "cache": str(cache)}) + "\n")
+    process.stdin.flush()
+    line = process.stdout.readline()
+    assert line, "the process that runs commands has ended"
+    return [Outcome(**fields) for fields in json.loads(line)]
+
+
+@functools.cache
+def _forker() -> subprocess.Popen:
+    """The process that runs commands; it ends with this one, whose end closes its input."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "tests.swarm.forked_commands"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
         text=True,
-        env={**os.environ, "XDG_CACHE_HOME": str(cache), "OMP_NUM_THREADS": "1"},
-        timeout=2 * DEADLINE_S,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
-    assert result.returncode == 0, result.stderr
-    return [Outcome(**fields) for fields in json.loads(result.stdout)]
 
 
 def is_alive(pid: int) -> bool:
