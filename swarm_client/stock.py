@@ -223,6 +223,8 @@ def client_class(stock_class: type[PreTrainedModel], family: Family) -> type[Pre
 
 def _init_without_blocks(base: nn.Module, family: Family, init_weights: Any, module: nn.Module) -> None:
     """The stock weight initialisation, which in some families looks into blocks: there are none here."""
+    if isinstance(module, BlockModule):
+        return
     with hosted_alone(base, family, ()):
         init_weights(module)
 

@@ -1,4 +1,4 @@
-"""Every family that the README names is loaded by a server process, which computes what the local model does."""
+"""Every family that the README names is loaded by a client, and by a server that computes as the local model."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM
 
+from swarm_client.model import load_client
 from swarm_client.nursery import Nursery, NurseryServer
 from swarm_protocol.checkpoint import Checkpoint
 from swarm_protocol.codec import decode
@@ -48,6 +49,7 @@ def test_server_processes(names: Sequence[str], nursery: Nursery, identities: Pa
         nursery.wait_ready(servers)
         for name, server in zip(names, servers, strict=True):
             check(server, tmp_path / name)
+            check_client(tmp_path / name)
     finally:
         for server in servers:
             server.kill()
@@ -91,6 +93,14 @@ def check(server: NurseryServer, directory: Path) -> None:
     for output, expected in zip([*steps, decode(without_cache.replies[0].output)], [*outputs, outputs[0]], strict=True):
         error = float((output - expected).abs().max() / expected.abs().max())
         assert error <= TOLERANCE, f"{directory.name}: {error}"
+
+
+def check_client(directory: Path) -> None:
+    """A client loads what is its own of the model."""
+    whole = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    client = load_client(Checkpoint.open(directory), AutoModelForCausalLM, torch.float32, torch.device("cpu"))
+    own = client.state_dict()
+    assert own and all(torch.equal(whole.state_dict()[name], tensor) for name, tensor in own.items())
 
 
 def local_generation(directory: Path) -> tuple[list[torch.Tensor], list[torch.Tensor]]:

@@ -300,23 +300,25 @@ def replay(block: nn.Module, answers: list) -> list:
     ]
 
 
-def is_matrix(module: nn.Module) -> bool:
-    return type(module) in (nn.Linear, FalconLinear, Conv1D)
+def is_matrix(name: str, module: nn.Module) -> bool:
+    """Whether int8 applies: not to a gate of experts, nor where a family's own code reads the weight."""
+    kept = ("shared_expert_gate", "dt_proj")
+    return type(module) in (nn.Linear, FalconLinear, Conv1D) and not name.endswith(kept)
 
 
 def matrices(block: nn.Module) -> tuple[int, int]:
     """(linear weights, expert weights) of a block in fp32, counted by their shapes."""
-    linears = sum(is_matrix(part) for name, part in block.named_modules() if not name.endswith("shared_expert_gate"))
+    linears = sum(is_matrix(name, part) for name, part in block.named_modules())
     return linears, sum(len(param) for param in block.parameters() if param.ndim == 3)
 
 
 def round_weights(block: nn.Module) -> nn.Module:
     block = copy.deepcopy(block)
     for name, part in block.named_modules():
-        if is_matrix(part) and not name.endswith("shared_expert_gate"):
+        if is_matrix(name, part):
             part.weight.copy_(rounded(part.weight, 0 if isinstance(part, Conv1D) else 1))
         for param in part.parameters(recurse=False):
-            if param.ndim == 3:
+            if param.ndim == 3 and not isinstance(part, nn.Conv1d):
                 is_in_out = type(part).__name__ in ("GptOssExperts", "Llama4TextExperts")
                 param.copy_(rounded(param, 1 if is_in_out else 2))
     return block
@@ -339,18 +341,22 @@ def test_int8_blocks_of_every_family(name):
         assert report.left_params < 0.05 * num_params
 
 
-@pytest.mark.parametrize(
-    "name", families("qwen3_next")
-)  # whose recurrence amplifies what int8 rounds, beyond the bound
+@pytest.mark.parametrize("name", families())
 def test_int8_model_of_every_family(name):
+    """Int8 is fp32 with rounded weights, but for 14 bits of activations; a model may amplify what was rounded."""
     original = family(name)
-    model = copy.deepcopy(original.model)
-    for block, routes in zip(blocks_of(model), original.routes, strict=True):
-        quantize_(block, "int8", CPU, torch.float32)
-        replay(block, routes)
+    int8, rounded_weights = (copy.deepcopy(original.model) for _ in range(2))
+    for index, routes in enumerate(original.routes):
+        quantize_(blocks_of(int8)[index], "int8", CPU, torch.float32)
+        blocks_of(rounded_weights)[index] = round_weights(original.blocks[index])
+        for model in (int8, rounded_weights):
+            replay(blocks_of(model)[index], routes)
     with torch.inference_mode():
-        final = model(original.tokens, use_cache=False).last_hidden_state
-    assert error(final, original.final) < BOUND * BLOCKS**0.5
+        final, expected = (
+            model(original.tokens, use_cache=False).last_hidden_state for model in (int8, rounded_weights)
+        )
+    assert 0 < error(final, expected) < 0.01
+    assert error(final, expected) < error(expected, original.final) / 2
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "falcon-7b", *MOE])

@@ -22,7 +22,7 @@ from swarm_protocol.span import Span
 from tests.unit.simulation import MODEL, NUM_BLOCKS, REVISION, Net, VirtualLoop, model_output, offset
 
 SEEDS_PER_TEST, TESTS = 25, 2
-SLOW_SEEDS_PER_TEST, SLOW_TESTS = 200, 20
+SLOW_SEEDS_PER_TEST, SLOW_TESTS = 50, 20
 
 
 class Scenario:
