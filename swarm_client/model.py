@@ -178,6 +178,7 @@ def load_client(
         )
     for name in checkpoint.require_fit(info, optional=() if auto_class is AutoModelForCausalLM else NEW_HEADS):
         _logger.warning("%s is not in the checkpoint: it starts untrained", name)
+    model.fill_blocks(config)
     for module in model.modules():
         if hasattr(module, "config"):
             module.config = config

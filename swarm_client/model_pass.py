@@ -104,20 +104,20 @@ def starts_of(modules: Sequence[nn.Module], every_block: bool) -> list[int]:
     """
     starts = {0}
     for block, module in enumerate(modules):
-        both = every_block or _are_foreign(module._backward_hooks, module._backward_pre_hooks)
-        if both or _are_foreign(module._forward_pre_hooks):
+        both = every_block or are_foreign(module._backward_hooks, module._backward_pre_hooks)
+        if both or are_foreign(module._forward_pre_hooks):
             starts.add(block)
-        if both or _are_foreign(module._forward_hooks):
+        if both or are_foreign(module._forward_hooks):
             starts.add(block + 1)
     return sorted(starts)
 
 
 def has_hooks(module: nn.Module) -> bool:
     """Of somebody else, on its input or output."""
-    return _are_foreign(module._forward_pre_hooks, module._forward_hooks)
+    return are_foreign(module._forward_pre_hooks, module._forward_hooks)
 
 
-def _are_foreign(*hooks: dict[int, Callable]) -> bool:
+def are_foreign(*hooks: dict[int, Callable]) -> bool:
     """Whether some are neither ours nor those by which transformers collects hidden states where they are asked for."""
     ours = ("swarm_client.", "transformers.utils.output_capturing")
     return any(not getattr(hook, "__module__", "").startswith(ours) for some in hooks for hook in some.values())

@@ -14,7 +14,7 @@ from torch import nn
 from swarm_client import background
 from swarm_client.adapters import Added, Snapshot
 from swarm_client.events import OnEvent
-from swarm_client.lora import Skeleton
+from swarm_client.hollow_blocks import INSTEAD, HollowBlocks, Inside
 from swarm_client.model_pass import ModelPass, needs_grad, starts_of
 from swarm_client.passes import backward, forward
 from swarm_client.prompts import Prompts
@@ -143,11 +143,11 @@ class _RemoteForward(torch.autograd.Function):
         return input_grad, *(None,) * 5, *(sum_.to(*like) for sum_, like in zip(of_adapter, ctx.likes, strict=True))
 
 
-class BlockModule(nn.Module):
+class BlockModule(Inside):
     """Stands in a stock model where a block was: what hooks on it see and change is what they would of the block.
 
     The model's own code calls it with keyword arguments that differ between families; what matters (mask, positions,
-    cache) is told to ``RemoteBlocks`` before.
+    cache) is told to ``RemoteBlocks`` before. Inside it are the block's own modules, hollow.
     """
 
     # Servers decide what they keep for the backward pass.
@@ -165,18 +165,15 @@ class BlockModule(nn.Module):
             return super().__getattr__(name)
         except AttributeError:
             index = self.__dict__.get("index")
-            raise AttributeError(
-                f"block {index} is computed on servers and has no {name!r} here: its hidden states can be had with "
-                f"output_hidden_states=True, by hooks on it as a whole, or from model.blocks[a:b](hidden)"
-            ) from None
+            raise AttributeError(f"block {index} is computed on servers and has no {name!r} here: {INSTEAD}") from None
 
 
 class RemoteBlocks(BlockModule):
     """The module of the first block, which also knows what all of them need.
 
     Attributes:
-        lora, prompts: parameters of what the client adds to the blocks; None if there are none.
-        skeleton: knows what those of ``lora`` are for.
+        prompts: parameters that the client adds to the blocks; None if there are none.
+        hollow: what is inside the blocks, where PEFT puts its layers; None until the model is loaded.
         adapter_name: of what servers add themselves.
         modules_in_place: of all blocks.
     """
@@ -188,14 +185,13 @@ class RemoteBlocks(BlockModule):
         self._remote: list[RemoteSpan] = []  # in a list: not part of the module
         self._context = threading.local()
         self._salt = secrets.token_bytes(32)
-        self.lora: nn.Module | None = None
         self.prompts: Prompts | None = None
-        self.skeleton: Skeleton | None = None
+        self.hollow: HollowBlocks | None = None
         self.adapter_name = ""
 
     def added(self) -> Added:
         """What is added to the blocks at present."""
-        low_rank = () if self.skeleton is None else tuple(self.skeleton.low_rank())
+        low_rank = () if self.hollow is None else tuple(self.hollow.low_rank())
         prompts = () if self.prompts is None else tuple(self.prompts.of_blocks())
         return Added(Adapter(self._salt, low_rank, prompts), self.adapter_name, self.training)
 

@@ -17,6 +17,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from swarm_client import background
 from swarm_client.cache import RemoteCache, session_of
 from swarm_client.head import float_head
+from swarm_client.hollow_blocks import HollowBlocks
 from swarm_client.left_out import NoDropout, refuse_inner_outputs, wants, without_router_logits
 from swarm_client.lora import LoraMixin
 from swarm_client.model_pass import has_hooks
@@ -26,7 +27,7 @@ from swarm_client.swarm import Swarm
 from swarm_client.trained import save_for_trainer
 from swarm_protocol.errors import RequestRejected
 from swarm_protocol.families import Family
-from swarm_protocol.shell import hosted_alone
+from swarm_protocol.shell import hosted_alone, stock_loader
 
 ATTENTION = "swarm_remote"
 
@@ -52,6 +53,12 @@ class RemoteModelMixin(PromptsMixin, LoraMixin):
     _family: Family
     _remote_blocks: list[RemoteBlocks]  # in a list: it is registered where the blocks were
     _owners: list[nn.Module]  # the module inside the model that has them
+
+    def fill_blocks(self, config: PreTrainedConfig) -> None:
+        """Puts modules without weights into the remote blocks of a model that has been loaded."""
+        remote = self._remote_blocks[0]
+        with stock_loader():
+            remote.hollow = HollowBlocks(self, self._family, config, remote.modules_in_place)
 
     def connect(self, swarm: Swarm, max_positions: int | None) -> None:
         """Gives the model its remote blocks."""

@@ -229,9 +229,9 @@ def test_modules_say_where_blocks_are(pair):
     assert len(layers) == BLOCKS
     with pytest.raises(RequestRejected, match=r"block 5 is computed on servers: call model.blocks\[5:6\]\(hidden\)"):
         layers[5](torch.zeros(1, 1, 64))
-    with pytest.raises(
-        AttributeError, match=r"block 5 is computed on servers and has no 'self_attn' here.*model.blocks"
-    ):
+    with pytest.raises(RequestRejected, match=r"self_attn of block 5 is computed on servers, where a hook cannot run"):
         layers[5].self_attn.register_forward_hook(print)
-    with pytest.raises(AttributeError, match="block 0 is computed on servers"):
-        _ = layers[0].mlp
+    with pytest.raises(RequestRejected, match=r"mlp of block 0 is computed on servers.*model.blocks\[a:b\]"):
+        layers[0].mlp(torch.zeros(1, 1, 64))
+    with pytest.raises(AttributeError, match="block 0 is computed on servers and has no 'nothing' here"):
+        _ = layers[0].nothing

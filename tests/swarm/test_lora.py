@@ -395,7 +395,7 @@ def test_an_adapter_of_the_servers(servers, tmp_path):
         (lora(bias="all"), "bias='all' would train weights of the servers"),
         (lora(lora_bias=True), "lora_bias is not possible"),
         (lora(target_parameters=["self_attn.q_proj.weight"]), "target_parameters is not possible"),
-        (lora(modules_to_save=["mlp"]), "modules_to_save names '0.mlp', whose weights are on servers"),
+        (lora(modules_to_save=["mlp"]), "modules_to_save name it: its weights are on servers"),
         (lora(["input_layernorm"]), "not supported"),
         (lora(["nowhere"]), "nowhere"),
         (

@@ -1,4 +1,4 @@
-"""Hugging Face's Trainer goes on from its checkpoints; PEFT's wrappers reach what is here and refuse the rest."""
+"""Hugging Face's Trainer goes on from its checkpoints, also with a model in a wrapper of PEFT."""
 
 from __future__ import annotations
 
@@ -13,11 +13,8 @@ from transformers import Trainer, TrainingArguments
 
 from tests.swarm.harness import InProcessServers
 from tests.swarm.pair import connected, random_ids
-from tests.swarm.tuning import assert_close, lora, padded_batch, trained, tuned, whole_model
+from tests.swarm.tuning import assert_close, lora, trained, tuned
 from tests.zoo import save_checkpoint
-
-BATCH = padded_batch()
-IDS = BATCH["input_ids"]
 
 
 @pytest.fixture(scope="module")
@@ -27,36 +24,6 @@ def servers(tmp_path_factory) -> Iterator[InProcessServers]:
     with InProcessServers(directory) as servers:
         servers.start("0:2", "2:6")
         yield servers
-
-
-# ------------------------------------------------------------ PEFT's wrappers
-
-
-@pytest.mark.parametrize("targets", [("q_proj", "lm_head"), ("q_proj",), "all-linear"], ids=str)
-def test_wrappers_of_peft_cannot_reach_blocks(servers, targets):
-    """They say so at once, and leave the model as it was."""
-    with connected(servers) as remote, torch.no_grad():
-        plain = remote(IDS).logits
-        with pytest.raises(ValueError, match="model.add_adapter" if "lm_head" in targets else "arget.modules"):
-            get_peft_model(remote, lora(targets))
-        assert not any("lora" in name for name, _ in remote.named_modules())
-        assert torch.equal(remote(IDS).logits, plain)
-        remote.add_adapter(lora(init_lora_weights=False))
-        assert not torch.allclose(remote(IDS).logits, plain, atol=1e-3)
-
-
-def test_a_wrapper_of_peft_around_what_is_here(servers):
-    with connected(servers) as remote:
-        models = [get_peft_model(model, lora(["lm_head"])) for model in (whole_model(servers.model), remote)]
-        for model in models:
-            for parameter in trained(model):
-                torch.nn.init.ones_(parameter)
-            model(**BATCH).loss.backward()
-        for local, far in zip(*map(trained, models), strict=True):
-            assert_close(far.grad, local.grad)
-
-
-# ------------------------------------------------------------ Trainer
 
 
 def options(directory: Path, **others: Any) -> TrainingArguments:
@@ -87,12 +54,14 @@ def adapted(remote: Any, kind: str, seed: int = 1) -> Any:
     torch.manual_seed(seed)
     if kind == "prompts":
         remote.add_prompts("deep_prompt", 3)
+    elif kind == "peft":
+        return get_peft_model(remote, lora(lora_dropout=0.1))
     else:
         remote.add_adapter(lora(lora_dropout=0.1))
     return remote
 
 
-KINDS = ("adapter", "prompts")
+KINDS = ("adapter", "peft", "prompts")
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -128,9 +97,10 @@ def test_the_best_weights_are_loaded_at_the_end(servers, tmp_path, kind):
         assert all(abs(later - losses[0]) > 1e-3 for later in losses[1:])
 
 
-def test_resumed_on_the_whole_model_and_on_servers(servers, tmp_path):
+@pytest.mark.parametrize("wraps", [False, True], ids=["adapter", "peft"])
+def test_resumed_on_the_whole_model_and_on_servers(servers, tmp_path, wraps):
     ends = []
-    with tuned(servers, lora()) as pair:
+    with tuned(servers, lora(), wraps=wraps) as pair:
         for name, model in zip(("local", "remote"), pair.models, strict=True):
             trainer_of(model, tmp_path / name, optim="sgd", learning_rate=0.1, max_steps=2).train()
             trainer = trainer_of(model, tmp_path / name, optim="sgd", learning_rate=0.1, max_steps=4)

@@ -25,10 +25,10 @@ class Tuned:
     """``local`` is PEFT's, ``remote`` the distributed model, with adapters that began alike."""
 
     local: PeftModel
-    remote: PreTrainedModel
+    remote: PreTrainedModel | PeftModel
 
     @property
-    def models(self) -> tuple[PeftModel, PreTrainedModel]:
+    def models(self) -> tuple[PeftModel, PreTrainedModel | PeftModel]:
         return self.local, self.remote
 
     @property
@@ -70,13 +70,16 @@ def lora(targets: Any = ("q_proj", "v_proj"), **options: Any) -> LoraConfig:
 
 
 @contextmanager
-def tuned(servers: InProcessServers, config: LoraConfig, **options: Any) -> Iterator[Tuned]:
-    """``options`` are those of the client."""
+def tuned(servers: InProcessServers, config: LoraConfig, *, wraps: bool = False, **options: Any) -> Iterator[Tuned]:
+    """``options`` are those of the client. ``wraps``: in a wrapper of PEFT too, instead of by ``add_adapter``."""
     with connected(servers, **options) as remote:
         torch.manual_seed(SEED)
         local = get_peft_model(whole_model(servers.model), copy.deepcopy(config))
         torch.manual_seed(SEED)
-        remote.add_adapter(copy.deepcopy(config))
+        if wraps:
+            remote = get_peft_model(remote, copy.deepcopy(config))
+        else:
+            remote.add_adapter(copy.deepcopy(config))
         yield Tuned(local.eval(), remote.eval())  # servers do not apply the dropout of the model itself
 
 
