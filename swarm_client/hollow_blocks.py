@@ -89,7 +89,7 @@ class HollowBlocks:
             self.layers.pop(key, None)
         elif original is not None:
             self._require_lora(place, module)
-            if self._trained_before is None:
+            if not self.layers:
                 self._trained_before = [(p, p.requires_grad) for p in self.model.parameters()]
             self.layers[key] = module
 
@@ -130,7 +130,7 @@ class HollowBlocks:
             ValueError: PEFT or a user has given a layer what servers cannot compute.
         """
         configs = dict(getattr(self.model, "peft_config", {}))
-        for (block, path), layer in self.layers.items():
+        for (block, path), layer in list(self.layers.items()):
             names = () if layer.disable_adapters else [name for name in layer.active_adapters if name in layer.lora_A]
             if len(names) > 1:
                 raise RequestRejected(f"adapters {names} cannot all be active: choose one")
@@ -245,8 +245,8 @@ class WeightOnServers(torch.Tensor):
         if function in _METADATA:
             return super().__torch_function__(function, types, args, kwargs or {})
         reason = (
-            f"{'a weight' if weight is None else weight.place} is on servers, only its shape, dtype and device are known"
-            " here: an adapter can neither have use_dora=True nor an init_lora_weights other than "
+            f"{'a weight' if weight is None else weight.place} is on servers, only its shape, dtype and device are "
+            "known here: an adapter can neither have use_dora=True nor an init_lora_weights other than "
             f"{', '.join(map(repr, INITS))}"
         )
         if weight is None:

@@ -53,6 +53,7 @@ def test_peft_puts_the_same_layers_there(family, tmp_path):
     whole = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
     remote = client_of(tmp_path)
     assert [name for name, _ in remote.named_modules()] == [name for name, _ in whole.named_modules()]
+    assert len(str(remote)) > len(str(whole)) / 2
     targets = [name for name, module in whole.named_modules() if is_target(name, module)]
     without = {"out_proj"} if family in WITH_STATES else set()  # PEFT refuses it in mamba
     if any(".experts" in name for name, _ in whole.named_modules()):
