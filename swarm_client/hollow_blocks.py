@@ -104,9 +104,14 @@ class HollowBlocks:
 
     def refuse(self, reason: str) -> NoReturn:
         """Raises RequestRejected; while PEFT adds the model's first adapter, none of its layers is left."""
-        if not hasattr(self.model, "peft_config"):
+        if self._configs() is None:
             self.undo()
         raise RequestRejected(reason)
+
+    def _configs(self) -> dict[str, Any] | None:
+        """Of the adapters in the model, with its head or without; None if PEFT never came to its end."""
+        found = (getattr(model, "peft_config", None) for model in (self.model, self.model.base_model))
+        return next((configs for configs in found if configs is not None), None)
 
     def undo(self) -> None:
         """Takes PEFT's layers out of the model, wherever they are."""
@@ -129,18 +134,21 @@ class HollowBlocks:
         Raises:
             ValueError: PEFT or a user has given a layer what servers cannot compute.
         """
-        configs = dict(getattr(self.model, "peft_config", {}))
+        configs = dict(self._configs() or {})
         for (block, path), layer in list(self.layers.items()):
+            self._require_no_hooks(layer, block, path)
             names = () if layer.disable_adapters else [name for name in layer.active_adapters if name in layer.lora_A]
             if len(names) > 1:
                 raise RequestRejected(f"adapters {names} cannot all be active: choose one")
             for name in names:
                 if name in configs:  # of one that joined an accepted one nothing is known before it is used
                     require_supported(configs.pop(name))
-                self._require_low_rank(Place(self, block, path), layer, name)
+                self._require_low_rank(layer, name, block, path)
+                a, b = layer.lora_A[name], layer.lora_B[name]
+                self._require_no_hooks(a, block, path)
+                self._require_no_hooks(b, block, path)
                 dropout = getattr(layer.lora_dropout[name], "p", 0.0)
-                a, b = layer.lora_A[name].weight, layer.lora_B[name].weight
-                yield LowRank(block, path, layer.scaling[name], a, b, dropout)
+                yield LowRank(block, path, layer.scaling[name], a.weight, b.weight, dropout)
 
     def _require_lora(self, place: Place, module: nn.Module) -> None:
         from peft.tuners.lora import Linear, LoraLayer
@@ -151,23 +159,24 @@ class HollowBlocks:
         if "experts" in place.path.split("."):
             self.refuse(f"target_modules reaches experts ({place}): name linear layers outside them")
         if not isinstance(module, LoraLayer):
-            self.refuse(
-                f"{type(module).__module__.split('.')[2].upper()} of {place} is not possible: "
-                "remote blocks take a peft.LoraConfig"
-            )
+            self.refuse(f"{place} cannot have an adapter other than LoRA: remote blocks take a peft.LoraConfig")
         if type(module) is not Linear:
             self.refuse(
                 f"target_modules names {place}, a {type(module.get_base_layer()).__name__}: expected linear layers"
             )
         for name in module.lora_A:
-            self._require_low_rank(place, module, name)
+            self._require_low_rank(module, name, place.block, place.path)
 
-    def _require_low_rank(self, place: Place, layer: Any, name: str) -> None:
+    def _require_low_rank(self, layer: Any, name: str, block: int, path: str) -> None:
         if layer.lora_variant.get(name) or layer.lora_B[name].bias is not None:
+            place = Place(self, block, path)
             self.refuse(f"adapter {name!r} in {place} is more than a low-rank product, which is all that servers add")
-        for module in (layer, layer.lora_A[name], layer.lora_B[name]):
-            if are_foreign(module._forward_pre_hooks, module._forward_hooks, module._backward_hooks):
-                self.refuse(f"a hook on a layer in {place} would never run: it is computed on servers; {INSTEAD}")
+
+    def _require_no_hooks(self, module: nn.Module, block: int, path: str) -> None:
+        hooks = module._forward_pre_hooks, module._forward_hooks, module._backward_pre_hooks, module._backward_hooks
+        if any(hooks):
+            place = Place(self, block, path)
+            self.refuse(f"a hook on a layer in {place} would never run: it is computed on servers; {INSTEAD}")
 
 
 def _refuse_merging(*_args: Any, **_kwargs: Any) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from os import PathLike
 from typing import TYPE_CHECKING, Any
 
@@ -83,7 +85,8 @@ class LoraMixin:
         before = set(getattr(self, "peft_config", ()))
         with stock_loader():  # while another thread loads a model, nothing gets initial values
             try:
-                super().add_adapter(adapter_config, adapter_name)
+                with self._prompts_as_they_are():
+                    super().add_adapter(adapter_config, adapter_name)
             except BaseException:
                 name = adapter_name or "default"
                 if not before:
@@ -133,7 +136,19 @@ class LoraMixin:
                 f"the adapter in {peft_model_id} does not fit its config or this model: {reason}"
             ) from None
         if not trainable:
-            self.requires_grad_(False)
+            with self._prompts_as_they_are():
+                self.requires_grad_(False)
+
+    @contextmanager
+    def _prompts_as_they_are(self) -> Iterator[None]:
+        """PEFT freezes all that is not an adapter; prompts are trained together with it."""
+        prompts = self._remote_blocks[0].prompts
+        before = () if prompts is None else [(parameter, parameter.requires_grad) for parameter in prompts.parameters()]
+        try:
+            yield
+        finally:
+            for parameter, is_trained in before:
+                parameter.requires_grad_(is_trained)
 
     def set_adapter(self, adapter_name: list[str] | str) -> None:
         """The adapter used from now on; one at a time."""

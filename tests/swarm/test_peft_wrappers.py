@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from swarm_client import RequestRejected
 from tests.swarm.harness import InProcessServers
 from tests.swarm.pair import connected
-from tests.swarm.tuning import Tuned, assert_close, lora, loss_of, padded_batch, tuned, whole_model
+from tests.swarm.tuning import Tuned, assert_close, lora, loss_of, padded_batch, trained, tuned, whole_model
 from tests.zoo import save_checkpoint
 
 BATCH = padded_batch()
@@ -135,6 +135,23 @@ def test_two_adapters_that_are_trained_in_turn(servers):
             pair.remote(IDS)
 
 
+def test_a_model_without_its_head(servers):
+    whole = whole_model(servers.model)
+    with connected(servers) as remote:
+        states = []
+        for model in (whole.model, remote.model):
+            torch.manual_seed(3)
+            model = get_peft_model(model, lora(init_lora_weights=False)).eval()
+            hidden = model(**{name: BATCH[name] for name in ("input_ids", "attention_mask")}).last_hidden_state
+            hidden[:, -1].square().sum().backward()
+            states.append([hidden[1:], *(parameter.grad for parameter in trained(model))])
+        for found, expected in zip(*reversed(states), strict=True):
+            assert_close(found, expected)
+        with pytest.raises(RequestRejected, match="is on servers"):
+            print(remote.model.layers[0].mlp.up_proj.weight.data)
+        assert remote.model.layers[0].self_attn.q_proj.lora_A  # nothing of it was taken away
+
+
 # ------------------------------------------------------------ what is refused
 
 
@@ -183,6 +200,10 @@ def test_hooks_on_layers_of_peft_are_refused(servers):
             with pytest.raises(RequestRejected, match=r"a hook on a layer in .*_proj of block . would never run"):
                 model(IDS)
             hook.remove()
+        hook = remote.model.layers[2].self_attn.q_proj.register_full_backward_hook(print)
+        with model.disable_adapter(), pytest.raises(RequestRejected, match=r"q_proj of block 2 would never run"):
+            model(IDS)
+        hook.remove()
         assert torch.equal(model(IDS).logits, logits)
         with pytest.raises(RequestRejected, match="would never run"):
             model(IDS, adapter_names=["default"] * len(IDS))
