@@ -46,10 +46,10 @@ from hangs import measure_hangs
 from make_model import DEFAULT_OUTPUT
 from transformers import PreTrainedModel
 
-from swarm_client.events import Move, Recovery
-from swarm_client.nursery import Nursery, NurseryServer
-from swarm_client.session import RemoteSession
-from swarm_protocol.default_model import DEFAULT_MODEL
+from swarm_client.core.events import Move, Recovery
+from swarm_client.demo.local_cluster import Nursery, NurseryServer
+from swarm_client.sessions.session import RemoteSession
+from swarm_protocol.checkpoints.default_model import DEFAULT_MODEL
 
 PROMPT_LENGTHS = (70, 100, 130, 160, 190)  # two chunks or more: their prefill can be cut in two
 NEW_TOKENS = 32
@@ -334,7 +334,7 @@ def main() -> None:
     if args.quick:
         vars(args).update(QUICK)
     torch.set_num_threads(1)
-    logging.getLogger("swarm_client.events").setLevel(logging.ERROR)  # counted, and shown in the tables
+    logging.getLogger("swarm_client.core.events").setLevel(logging.ERROR)  # counted, and shown in the tables
     results, tally = {}, Tally()
     with Nursery() as nursery:
         for name in args.sections or SECTIONS:

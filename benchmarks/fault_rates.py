@@ -25,8 +25,8 @@ from faults import (
 )
 from transformers import PreTrainedModel
 
-from swarm_client.nursery import Nursery, NurseryServer
-from swarm_client.session import RemoteSession
+from swarm_client.demo.local_cluster import Nursery, NurseryServer
+from swarm_client.sessions.session import RemoteSession
 
 PROMPT = 16
 TARGETS = {1e-4: 0.97, 1e-3: 0.9, 1e-2: 0.6}  # of the speed without failures

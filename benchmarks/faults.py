@@ -25,14 +25,14 @@ from transformers import AutoConfig, PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
 
 from swarm_client import DistributedModel
-from swarm_client.events import Event, SessionStats
-from swarm_client.nursery import Nursery, NurseryServer
-from swarm_client.session import RemoteSession
-from swarm_protocol.block_input import BlockInput
-from swarm_protocol.default_model import locate
+from swarm_client.core.events import Event, SessionStats
+from swarm_client.demo.local_cluster import Nursery, NurseryServer
+from swarm_client.sessions.session import RemoteSession
+from swarm_protocol.checkpoints.default_model import locate
+from swarm_protocol.checkpoints.families import describe
 from swarm_protocol.errors import SwarmError
-from swarm_protocol.families import describe
 from swarm_protocol.span import Span
+from swarm_protocol.wire.block_input import BlockInput
 
 NUM_SPANS, NUM_REPLICAS = 3, 2
 NEAR_TIE = {"none": 1e-4, "int8": 1e-2}  # logits that far apart: rounding decides

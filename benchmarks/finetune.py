@@ -34,13 +34,13 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from swarm_client import DistributedModel
-from swarm_protocol.block_input import BlockInput
-from swarm_protocol.checkpoint import Checkpoint
+from swarm_protocol.checkpoints.checkpoint import Checkpoint
 from swarm_protocol.span import Span
-from swarm_server.blocks import load_blocks
-from swarm_server.dense_linear import use_onednn_
-from swarm_server.engine import Engine
-from swarm_server.quantization import quantize_
+from swarm_protocol.wire.block_input import BlockInput
+from swarm_server.blocks.blocks import load_blocks
+from swarm_server.blocks.dense_linear import use_onednn_
+from swarm_server.blocks.quantization import quantize_
+from swarm_server.engine.engine import Engine
 
 ROWS, TOKENS, NUM_PROMPT_TOKENS = 4, 64, 8
 TARGET, ADAPTER_TARGET = 1.6, 0.9  # of the local model's speed; of the frozen pass's

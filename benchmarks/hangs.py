@@ -28,8 +28,8 @@ from faults import (
 from silence import NoNamespaces, silent_network, silent_server
 from transformers import PreTrainedModel
 
-from swarm_client.nursery import Nursery, NurseryServer
-from swarm_client.session import RemoteSession
+from swarm_client.demo.local_cluster import Nursery, NurseryServer
+from swarm_client.sessions.session import RemoteSession
 
 PROMPT, NEW_TOKENS, AT_TOKEN = 70, 32, 10
 _NOTICE_TIMEOUT_S = 60.0

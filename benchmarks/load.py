@@ -29,14 +29,14 @@ from local_servers import LocalServer
 from make_model import DEFAULT_OUTPUT, SHAPES, make_model
 from transformers import PreTrainedModel
 
-from swarm_client import background
-from swarm_client.config import ClientConfig
-from swarm_client.status import read_status
-from swarm_protocol.identity import pinned_channel
+from swarm_client.core import background
+from swarm_client.core.config import ClientConfig
+from swarm_client.monitor.status import read_status
+from swarm_protocol.dht.records import ServerRecord
+from swarm_protocol.net.identity import pinned_channel
 from swarm_protocol.pb import swarm_pb2 as pb
 from swarm_protocol.pb.swarm_pb2_grpc import BlocksStub
-from swarm_protocol.records import ServerRecord
-from swarm_protocol.wire import CLIENT_OPTIONS
+from swarm_protocol.wire.constants import CLIENT_OPTIONS
 
 THREADS_PER_VANISHING_CLIENT = 4
 ROOM_PER_SESSION = 1024  # tokens; a batch or a beam search takes up to 4 × 348

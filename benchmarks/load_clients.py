@@ -152,7 +152,7 @@ class VanishingClients:
         self._stopping = threading.Event()
         self._threads: list[threading.Thread] = []
         self._context = multiprocessing.get_context("forkserver")  # imports once, before any thread or connection
-        self._context.set_forkserver_preload(["swarm_client.model", "hivemind.dht.node"])
+        self._context.set_forkserver_preload(["swarm_client.model.model", "hivemind.dht.node"])
 
     def start(self, num_processes: int) -> None:
         for number in range(num_processes):

@@ -11,10 +11,10 @@ import numpy as np
 from scipy.optimize import Bounds, LinearConstraint, linprog, milp
 from scipy.sparse import coo_matrix, vstack
 
-from swarm_client.routing import Costs, spread
-from swarm_protocol.records import SwarmView
+from swarm_client.routing.routing import Costs, spread
+from swarm_protocol.dht.records import SwarmView
 from swarm_protocol.span import Span
-from swarm_server.capacity import Layout
+from swarm_server.placement.capacity import Layout
 
 
 def throughput_by_linear_program(layout: Layout) -> float:

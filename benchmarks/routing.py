@@ -22,11 +22,11 @@ from common import json_row, write_json
 from rich.console import Console
 from rich.table import Table
 
-from swarm_client.routing import NO_ROOM_S, Chain, Costs, Hop, Wanted, fastest_chain, spread, usable
+from swarm_client.routing.routing import NO_ROOM_S, Chain, Costs, Hop, Wanted, fastest_chain, spread, usable
+from swarm_protocol.dht.records import ServerRecord, SwarmView
 from swarm_protocol.errors import NoRoute
-from swarm_protocol.records import ServerRecord, SwarmView
 from swarm_protocol.span import Span
-from swarm_server.capacity import Layout
+from swarm_server.placement.capacity import Layout
 
 NUM_BLOCKS, NEED_TOKENS = 80, 1000
 SIZES = {10: None, 100: None, 1000: 20.0, 10_000: 200.0}  # servers: the most milliseconds that are wanted
@@ -66,7 +66,7 @@ def round_trips(chance: random.Random, view: SwarmView) -> dict[str, float]:
 
 
 def seconds_per_token(chain: Chain, rtts_s: Mapping[str, float]) -> float:
-    """By the definition in ``swarm_client/routing.py``, not by its code."""
+    """By the definition in ``swarm_client/routing/routing.py``, not by its code."""
 
     def to_client(server: ServerRecord) -> float:
         return rtts_s.get(server.peer_id, UNKNOWN_RTT_S) / 2

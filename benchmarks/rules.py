@@ -11,10 +11,18 @@ import petals_rule
 from petals_rule import Placed
 from virtual_swarm import DRAIN_S, Rule, Server, VirtualSwarm
 
-from swarm_protocol.records import ServerState, SwarmView
+from swarm_protocol.dht.records import ServerState, SwarmView
 from swarm_protocol.span import Span
-from swarm_server import placement
-from swarm_server.placement import CHECK_S, CONFIRM_S, URGENT_DRAIN_S, choose_span, may_leave, others_first, own_move
+from swarm_server.placement import placement
+from swarm_server.placement.placement import (
+    CHECK_S,
+    CONFIRM_S,
+    URGENT_DRAIN_S,
+    choose_span,
+    may_leave,
+    others_first,
+    own_move,
+)
 
 
 class NoRebalancing(Rule):

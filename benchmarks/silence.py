@@ -13,8 +13,8 @@ from pathlib import Path
 
 from faults import Replicas
 
-from swarm_client.nursery import NurseryServer
-from swarm_client.session import RemoteSession
+from swarm_client.demo.local_cluster import NurseryServer
+from swarm_client.sessions.session import RemoteSession
 from swarm_protocol.span import Span
 
 _START_TIMEOUT_S = 60.0

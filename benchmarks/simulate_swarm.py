@@ -36,7 +36,7 @@ from rich.table import Table
 from rules import NoRebalancing, Petals, Swarm, shared_plans
 from virtual_swarm import Rule, VirtualSwarm
 
-from swarm_server.capacity import Layout
+from swarm_server.placement.capacity import Layout
 
 _FLEETS = Scenario(100, 80, 2, 6, hours=4, lifetime_h=2, preemptible=0.8, burst_every_h=0.5, back_after_s=(1200, 3600))
 _LARGE = 1000  # from here on, views are shared for longer

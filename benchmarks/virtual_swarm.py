@@ -16,9 +16,9 @@ import numpy as np
 from churn import HOUR_S, Life, Scenario
 from diary import Diary, Gap
 
-from swarm_protocol.records import ServerRecord, ServerState, SwarmView
+from swarm_protocol.dht.records import ServerRecord, ServerState, SwarmView
 from swarm_protocol.span import Span
-from swarm_server.capacity import Layout
+from swarm_server.placement.capacity import Layout
 
 SEEN_AFTER_S = 1.0
 GHOST_S = 5.0  # the first failed contacts, not the record's lifetime, end it

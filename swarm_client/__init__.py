@@ -6,7 +6,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from swarm_client.model import DistributedModel, DistributedModelForSequenceClassification
+    from swarm_client.model.model import DistributedModel, DistributedModelForSequenceClassification
     from swarm_protocol.errors import (
         NoRoute,
         NoSwarm,
@@ -35,6 +35,6 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     """Loads classes at their first use: commands such as ``status`` need no transformers."""
     if name in __all__:
-        module = "swarm_client.model" if name.startswith("Distributed") else "swarm_protocol.errors"
+        module = "swarm_client.model.model" if name.startswith("Distributed") else "swarm_protocol.errors"
         return getattr(import_module(module), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

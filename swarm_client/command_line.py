@@ -15,13 +15,13 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from swarm_client.config import ClientConfig
-from swarm_client.finetune_settings import add_flags, check_file, from_flags
-from swarm_client.text_options import TextOptions
-from swarm_protocol import signals
-from swarm_protocol.default_model import DEFAULT_MODEL, check_location, locate
+from swarm_client.core.config import ClientConfig
+from swarm_client.finetune.settings import add_flags, check_file, from_flags
+from swarm_client.generation.text_options import TextOptions
+from swarm_protocol.checkpoints.default_model import DEFAULT_MODEL, check_location, locate
+from swarm_protocol.dht.local_registry import DEFAULT_SWARM, checked_name
 from swarm_protocol.errors import SwarmError
-from swarm_protocol.notes import DEFAULT_SWARM, checked_name
+from swarm_protocol.process import signals
 
 _MIN_INTERVAL_S, _MAX_INTERVAL_S = 0.5, 3600.0  # between two pictures of a swarm
 Command = Callable[[], None]
@@ -145,9 +145,9 @@ def generate_command(args: argparse.Namespace) -> Command:
     ClientConfig(**connection)
 
     def run() -> None:
-        from swarm_client.generation import load_tokenizer, stream_text
-        from swarm_client.model import DistributedModel
-        from swarm_client.trained import add_trained
+        from swarm_client.adapters.trained import add_trained
+        from swarm_client.generation.generation import load_tokenizer, stream_text
+        from swarm_client.model.model import DistributedModel
 
         signals.unwind_on_signals()
         with DistributedModel.from_pretrained(args.model, revision=args.revision, **connection) as model:
@@ -174,7 +174,7 @@ def finetune_command(args: argparse.Namespace) -> Command:
     typed = shlex.join(["python", "-m", "swarm_client", *sys.argv[1:]])
 
     def run() -> None:
-        from swarm_client.finetune import run_finetune
+        from swarm_client.finetune.finetune import run_finetune
 
         signals.unwind_on_signals()
         if not run_finetune(settings, typed):
@@ -190,9 +190,9 @@ def status_command(args: argparse.Namespace) -> Command:
     def run() -> None:
         from rich.console import Console
 
-        from swarm_client import background
-        from swarm_client.status import as_json, read_status, show
-        from swarm_client.watch import watch
+        from swarm_client.core import background
+        from swarm_client.monitor.status import as_json, read_status, show
+        from swarm_client.monitor.watch import watch
 
         signals.unwind_on_signals()
         if interval_s is not None:
@@ -222,7 +222,7 @@ def demo_command(args: argparse.Namespace) -> Command:
     options = TextOptions(max_new_tokens=args.max_new_tokens, temperature=0)
 
     def run() -> None:
-        from swarm_client.demo import DEFAULT_PROMPT, run_demo
+        from swarm_client.demo.demo import DEFAULT_PROMPT, run_demo
 
         signals.unwind_on_signals()
         run_demo(args.prompt or DEFAULT_PROMPT, options)

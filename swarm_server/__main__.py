@@ -1,7 +1,7 @@
 """``python -m swarm_server``; see ``command_line.py``."""
 
 if __name__ == "__main__":
-    from swarm_protocol.signals import exit_on_interrupt
+    from swarm_protocol.process.signals import exit_on_interrupt
 
     exit_on_interrupt()
 

@@ -15,17 +15,17 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from swarm_protocol import signals
-from swarm_protocol.default_model import DEFAULT_MODEL, check_location, locate
-from swarm_protocol.dht_addresses import check_peer
+from swarm_protocol.checkpoints.default_model import DEFAULT_MODEL, check_location, locate
+from swarm_protocol.dht.addresses import check_peer
+from swarm_protocol.dht.local_registry import DEFAULT_SWARM, checked_name
 from swarm_protocol.errors import SwarmError
-from swarm_protocol.notes import DEFAULT_SWARM, checked_name
-from swarm_protocol.scratch import remove_scratch
+from swarm_protocol.process import signals
+from swarm_protocol.process.scratch import remove_scratch
 from swarm_protocol.span import Span
-from swarm_server.config import ServerConfig, parse_size
+from swarm_server.core.config import ServerConfig, parse_size
 
 if TYPE_CHECKING:
-    from swarm_server.server import Server
+    from swarm_server.node.server import Server
 
 _LEAVE_S = 20.0  # for all that must be done after draining
 
@@ -168,7 +168,7 @@ def run(config: ServerConfig) -> None:
     """
     import uvloop
 
-    from swarm_server.server import Server
+    from swarm_server.node.server import Server
 
     # Not uvloop.run(): after a signal it would wait for threads that still load.
     uvloop.new_event_loop().run_until_complete(serve(Server(config)))

@@ -11,10 +11,10 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from swarm_protocol.adapters import Adapter, LowRank
-from swarm_protocol.checkpoint import Checkpoint
-from swarm_protocol.families import Family
+from swarm_protocol.checkpoints.checkpoint import Checkpoint
+from swarm_protocol.checkpoints.families import Family
 from swarm_protocol.span import Span
+from swarm_protocol.wire.adapters import Adapter, LowRank
 from tests.zoo import VOCAB
 
 SALT = b"0123456789abcdef"

@@ -12,12 +12,12 @@ from typing import Any
 import grpc
 import torch
 
-from swarm_protocol.adapters import Adapter
-from swarm_protocol.codec import Assembler
+from swarm_protocol.dht.records import ServerRecord
 from swarm_protocol.pb import swarm_pb2 as pb
-from swarm_protocol.records import ServerRecord
 from swarm_protocol.span import Span
-from swarm_protocol.wire import PART_BYTES, WIRE_VERSION
+from swarm_protocol.wire.adapters import Adapter
+from swarm_protocol.wire.codec import Assembler
+from swarm_protocol.wire.constants import PART_BYTES, WIRE_VERSION
 from tests.adapted import LocalModel
 from tests.swarm.harness import InProcessServers
 from tests.swarm.raw_client import Answer, RawClient

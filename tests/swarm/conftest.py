@@ -9,9 +9,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from swarm_client.nursery import Nursery
-from swarm_protocol.codec import decode
+from swarm_client.demo.local_cluster import Nursery
 from swarm_protocol.pb import swarm_pb2 as pb
+from swarm_protocol.wire.codec import decode
 from tests.swarm.harness import InProcessServers
 from tests.swarm.processes import ServerProcess
 from tests.swarm.raw_client import RawClient

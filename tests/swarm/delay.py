@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 
-from swarm_client import background
+from swarm_client.core import background
 
 
 class DelayedPort:

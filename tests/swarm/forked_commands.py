@@ -16,8 +16,14 @@ import traceback
 from pathlib import Path
 
 HEAVY = [
-    *("swarm_server.server", "swarm_client.generation", "swarm_client.model", "hivemind.dht.node", "uvloop"),
-    *("swarm_client.trainer", "swarm_client.training_data", "datasets", "matplotlib.figure"),
+    *(
+        "swarm_server.node.server",
+        "swarm_client.generation.generation",
+        "swarm_client.model.model",
+        "hivemind.dht.node",
+        "uvloop",
+    ),
+    *("swarm_client.finetune.trainer", "swarm_client.finetune.training_data", "datasets", "matplotlib.figure"),
 ]
 AT_ONCE = 4
 DEADLINE_S = 60.0

@@ -12,16 +12,16 @@ from typing import Any
 import torch
 from transformers.generation.streamers import BaseStreamer
 
-from swarm_client import background
-from swarm_protocol.checkpoint import Checkpoint
-from swarm_protocol.dht import Dht
-from swarm_protocol.families import describe
-from swarm_protocol.identity import Identity
-from swarm_protocol.notes import Notes
-from swarm_protocol.records import ServerRecord
+from swarm_client.core import background
+from swarm_protocol.checkpoints.checkpoint import Checkpoint
+from swarm_protocol.checkpoints.families import describe
+from swarm_protocol.dht.dht import Dht
+from swarm_protocol.dht.local_registry import Notes
+from swarm_protocol.dht.records import ServerRecord
+from swarm_protocol.net.identity import Identity
 from swarm_protocol.span import Span
-from swarm_server.config import ServerConfig
-from swarm_server.server import Server
+from swarm_server.core.config import ServerConfig
+from swarm_server.node.server import Server
 from tests.swarm.raw_client import RawClient
 from tests.swarm.waiting import DEADLINE_S, wait_for
 

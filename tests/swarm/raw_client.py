@@ -9,12 +9,12 @@ from typing import Any
 
 import grpc
 
-from swarm_client import background
-from swarm_protocol.identity import pinned_channel
+from swarm_client.core import background
+from swarm_protocol.dht.records import ServerRecord
+from swarm_protocol.net.identity import pinned_channel
 from swarm_protocol.pb import swarm_pb2 as pb
 from swarm_protocol.pb.swarm_pb2_grpc import BlocksStub
-from swarm_protocol.records import ServerRecord
-from swarm_protocol.wire import CLIENT_OPTIONS
+from swarm_protocol.wire.constants import CLIENT_OPTIONS
 from tests.swarm.waiting import DEADLINE_S
 
 

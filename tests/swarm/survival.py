@@ -16,18 +16,19 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from swarm_client import DistributedModel, background
-from swarm_client.chain import Chain
-from swarm_client.events import Event, Move, Recovery, Waiting
-from swarm_client.hops import Answer, HopSession
-from swarm_client.nursery import Nursery, NurseryServer
-from swarm_client.session import RemoteSession
-from swarm_client.transport import Server
+from swarm_client import DistributedModel
+from swarm_client.core import background
+from swarm_client.core.events import Event, Move, Recovery, Waiting
+from swarm_client.demo.local_cluster import Nursery, NurseryServer
+from swarm_client.sessions.chain import Chain
+from swarm_client.sessions.session import RemoteSession
+from swarm_client.transport.hops import Answer, HopSession
+from swarm_client.transport.transport import Server
+from swarm_protocol.dht.records import ServerRecord, ServerState
 from swarm_protocol.errors import SwarmError
 from swarm_protocol.pb import swarm_pb2 as pb
-from swarm_protocol.records import ServerRecord, ServerState
 from swarm_protocol.span import Span
-from swarm_protocol.wire import FIRST_STEP
+from swarm_protocol.wire.constants import FIRST_STEP
 from tests.swarm.pair import NEW_TOKENS, ends_only_at_its_length
 from tests.swarm.raw_client import RawClient
 from tests.swarm.waiting import wait_for

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 import grpc
 import torch
 
-from swarm_protocol.codec import decode, encode
+from swarm_protocol.dht.records import ServerRecord
 from swarm_protocol.pb import swarm_pb2 as pb
-from swarm_protocol.records import ServerRecord
-from swarm_protocol.wire import MAX_TENSOR_BYTES, WIRE_VERSION
+from swarm_protocol.wire.codec import decode, encode
+from swarm_protocol.wire.constants import MAX_TENSOR_BYTES, WIRE_VERSION
 from tests.swarm.raw_client import Answer, RawClient
 from tests.zoo import HIDDEN, POSITIONS
 

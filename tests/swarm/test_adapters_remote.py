@@ -9,10 +9,10 @@ import grpc
 import pytest
 import torch
 
-from swarm_protocol.adapters import Adapter, LowRank, Prompt
-from swarm_protocol.codec import decode
 from swarm_protocol.pb import swarm_pb2 as pb
 from swarm_protocol.span import Span
+from swarm_protocol.wire.adapters import Adapter, LowRank, Prompt
+from swarm_protocol.wire.codec import decode
 from tests.swarm.adapter_target import HOSTED, OK, Target, adapter_target, parts, random
 from tests.swarm.harness import InProcessServers
 from tests.swarm.target import CLOSE, FULL, INVALID, assert_close, assert_one_sentence, wire

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from swarm_protocol.pb import swarm_pb2 as pb
-from swarm_protocol.wire import WIRE_VERSION
+from swarm_protocol.wire.constants import WIRE_VERSION
 from tests.swarm.target import (
     BAD_CONTEXT,
     BAD_HIDDEN,

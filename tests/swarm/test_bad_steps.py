@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from swarm_protocol.codec import decode
 from swarm_protocol.pb import swarm_pb2 as pb
+from swarm_protocol.wire.codec import decode
 from tests.swarm.target import (
     BAD_CONTEXT,
     BAD_HIDDEN,

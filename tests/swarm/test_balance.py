@@ -11,10 +11,10 @@ from itertools import count
 import pytest
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from swarm_client import background
-from swarm_client.nursery import Nursery, NurseryServer
-from swarm_protocol.records import SwarmView
-from swarm_server.placement import plan_moves
+from swarm_client.core import background
+from swarm_client.demo.local_cluster import Nursery, NurseryServer
+from swarm_protocol.dht.records import SwarmView
+from swarm_server.placement.placement import plan_moves
 from tests.swarm.delay import DelayedPort
 from tests.swarm.pair import NEW_TOKENS, ends_only_at_its_length, random_ids
 from tests.swarm.survival import ROOM, Client, Moments

@@ -11,8 +11,8 @@ import sys
 
 import pytest
 
-from swarm_client.demo import verdict
-from swarm_client.nursery import Nursery
+from swarm_client.demo.demo import verdict
+from swarm_client.demo.local_cluster import Nursery
 from tests.swarm.processes import Outcome, run_commands
 from tests.swarm.waiting import wait_for
 

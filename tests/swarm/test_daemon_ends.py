@@ -11,12 +11,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from swarm_client import DistributedModel, background
-from swarm_protocol.dht import Dht
+from swarm_client import DistributedModel
+from swarm_client.core import background
+from swarm_protocol.dht.dht import Dht
+from swarm_protocol.dht.records import ServerRecord
 from swarm_protocol.errors import NoSwarm
-from swarm_protocol.identity import Identity
-from swarm_protocol.records import ServerRecord
-from swarm_server import joining
+from swarm_protocol.net.identity import Identity
+from swarm_server.node import joining
 from tests.swarm.harness import InProcessServers
 from tests.swarm.pair import ends_only_at_its_length, random_ids
 from tests.swarm.processes import ServerProcess, is_alive

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from swarm_client import RequestRejected, TrainingDiverged
-from swarm_client.swarm import Swarm
-from swarm_server.stateless import StatelessPasses
+from swarm_client.swarm.swarm import Swarm
+from swarm_server.training.stateless import StatelessPasses
 from tests.swarm.harness import InProcessServers
 from tests.swarm.pair import connected, random_ids
 from tests.swarm.tuning import assert_close, lora, trained, tuned

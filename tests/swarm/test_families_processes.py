@@ -15,14 +15,14 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from swarm_client.model import load_client
-from swarm_client.nursery import Nursery, NurseryServer
-from swarm_protocol.checkpoint import Checkpoint
-from swarm_protocol.codec import decode
+from swarm_client.demo.local_cluster import Nursery, NurseryServer
+from swarm_client.model.model import load_client
+from swarm_protocol.checkpoints.checkpoint import Checkpoint
+from swarm_protocol.dht.records import ServerRecord
 from swarm_protocol.pb import swarm_pb2 as pb
-from swarm_protocol.records import ServerRecord
 from swarm_protocol.span import Span
-from swarm_protocol.wire import WIRE_VERSION
+from swarm_protocol.wire.codec import decode
+from swarm_protocol.wire.constants import WIRE_VERSION
 from tests.swarm.raw_client import RawClient
 from tests.swarm.target import wire
 from tests.zoo import BLOCKS, CONFIGS, PAD, SUPPORTED, VOCAB, save_checkpoint

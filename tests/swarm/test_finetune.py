@@ -19,9 +19,9 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from swarm_client.generation import load_tokenizer
-from swarm_protocol.default_model import DEFAULT_MODEL, locate
-from swarm_server.stateless import StatelessPasses
+from swarm_client.generation.generation import load_tokenizer
+from swarm_protocol.checkpoints.default_model import DEFAULT_MODEL, locate
+from swarm_server.training.stateless import StatelessPasses
 from tests.swarm.harness import InProcessServers
 from tests.swarm.processes import Outcome, run_commands
 from tests.zoo import save_checkpoint

@@ -11,9 +11,9 @@ import torch
 from transformers import DynamicCache, StaticCache
 
 from swarm_client import RequestRejected
-from swarm_client.events import Event
-from swarm_protocol.wire import PAGE_TOKENS
-from swarm_server.engine import Engine
+from swarm_client.core.events import Event
+from swarm_protocol.wire.constants import PAGE_TOKENS
+from swarm_server.engine.engine import Engine
 from tests.swarm.pair import NEW_TOKENS, Pair, connected, random_ids, started
 from tests.swarm.tuning import lora
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from swarm_client.cache import RemoteCache
-from swarm_client.events import Event, Waiting
+from swarm_client.core.events import Event, Waiting
+from swarm_client.model.cache import RemoteCache
 from tests.swarm.harness import InProcessServers
 from tests.swarm.pair import connected, ends_only_at_its_length, random_ids
 from tests.swarm.waiting import wait_for

@@ -19,7 +19,7 @@ from transformers import (
 )
 
 from swarm_client import DistributedModel, DistributedModelForSequenceClassification, NoSwarm, RequestRejected
-from swarm_client.session import RemoteSession
+from swarm_client.sessions.session import RemoteSession
 from tests.swarm.harness import InProcessServers, Numbers
 from tests.swarm.pair import NEW_TOKENS, Pair, ends_only_at_its_length, random_ids, started
 from tests.zoo import BLOCKS, HIDDEN, PAD, POSITIONS, save_checkpoint

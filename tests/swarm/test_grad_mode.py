@@ -10,7 +10,7 @@ import torch
 from transformers import DynamicCache, PreTrainedModel, Trainer, TrainingArguments
 
 from swarm_client import RequestRejected
-from swarm_client.session import RemoteSession
+from swarm_client.sessions.session import RemoteSession
 from tests.swarm.pair import Pair, random_ids, started
 from tests.swarm.tuning import assert_close, lora, loss_of, padded_batch, trained, tuned
 

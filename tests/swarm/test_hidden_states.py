@@ -189,7 +189,7 @@ def test_changes_are_refused_where_servers_keep_a_cache(pair, in_place):
 
 
 def test_blocks_that_hooks_leave_alone_are_computed_together(pair, monkeypatch):
-    from swarm_client.remote_blocks import RemoteSpan
+    from swarm_client.model.remote_blocks import RemoteSpan
 
     spans, call = [], RemoteSpan.__call__
 

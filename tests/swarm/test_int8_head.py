@@ -9,7 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from swarm_client import DistributedModel
-from swarm_client.head import Int8Head, quantize_head_
+from swarm_client.model.head import Int8Head, quantize_head_
 from tests.swarm.harness import InProcessServers
 from tests.zoo import VOCAB, save_checkpoint
 

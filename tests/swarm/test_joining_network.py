@@ -8,10 +8,10 @@ from functools import partial
 
 import pytest
 
-from swarm_client import background
-from swarm_client.config import ClientConfig
-from swarm_client.nursery import Nursery, NurseryServer
-from swarm_client.status import read_status
+from swarm_client.core import background
+from swarm_client.core.config import ClientConfig
+from swarm_client.demo.local_cluster import Nursery, NurseryServer
+from swarm_client.monitor.status import read_status
 from tests.swarm.network import Network
 from tests.swarm.waiting import wait_for
 

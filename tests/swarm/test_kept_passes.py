@@ -10,9 +10,9 @@ import grpc
 import pytest
 import torch
 
-from swarm_client.swarm import Swarm
+from swarm_client.swarm.swarm import Swarm
 from swarm_protocol.pb import swarm_pb2 as pb
-from swarm_server.training_memory import TrainingMemory
+from swarm_server.training.training_memory import TrainingMemory
 from tests.swarm.adapter_target import HOSTED, Target, adapter_target, random, tensors
 from tests.swarm.pair import Pair, random_ids, started
 from tests.swarm.target import INVALID, MOVED, assert_one_sentence, wire

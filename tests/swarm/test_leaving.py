@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from swarm_client import NoRoute
-from swarm_client.nursery import NurseryServer
+from swarm_client.demo.local_cluster import NurseryServer
 from tests.swarm.pair import random_ids
 from tests.swarm.survival import SLOW, SPANS, Client, Fleet, each_hop
 from tests.swarm.waiting import wait_for

@@ -8,7 +8,7 @@ import pytest
 import torch
 from peft import get_peft_model
 
-from swarm_client.transport import Server
+from swarm_client.transport.transport import Server
 from tests.swarm.pair import random_ids
 from tests.swarm.survival import SPANS, Client, Fleet, Moments, each_hop
 from tests.swarm.tuning import SEED, assert_close, lora, loss_of, padded_batch, trained, whole_model

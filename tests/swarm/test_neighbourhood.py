@@ -7,11 +7,11 @@ from dataclasses import replace
 
 import pytest
 
-from swarm_client import background
-from swarm_protocol.records import ServerRecord, ServerState, SwarmView
+from swarm_client.core import background
+from swarm_protocol.dht.records import ServerRecord, ServerState, SwarmView
 from swarm_protocol.span import Span
-from swarm_server.neighbourhood import MAX_ANNOUNCED, Neighbourhood, may_follow
-from swarm_server.push import Neighbours
+from swarm_server.net.neighbourhood import MAX_ANNOUNCED, Neighbourhood, may_follow
+from swarm_server.net.push import Neighbours
 from tests.swarm.delay import DelayedPort
 from tests.swarm.harness import InProcessServers
 from tests.swarm.waiting import wait_for

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from swarm_client.nursery import Nursery
+from swarm_client.demo.local_cluster import Nursery
 from tests.swarm.test_command_line import run
 
 

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from swarm_client import background
-from swarm_protocol.dht import Dht
-from swarm_protocol.identity import Identity
-from swarm_protocol.notes import Notes
+from swarm_client.core import background
+from swarm_protocol.dht.dht import Dht
+from swarm_protocol.dht.local_registry import Notes
+from swarm_protocol.net.identity import Identity
 from tests.swarm.network import ME, Network
 from tests.swarm.processes import ServerProcess
 from tests.swarm.waiting import DEADLINE_S, wait_for

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from swarm_protocol.checkpoint import Checkpoint
+from swarm_protocol.checkpoints.checkpoint import Checkpoint
 from swarm_protocol.span import Span
-from swarm_server.memory import hosted_bytes_per_block
+from swarm_server.machine.memory import hosted_bytes_per_block
 from tests.swarm.harness import InProcessServers
 from tests.zoo import BLOCKS, save_checkpoint
 

@@ -9,10 +9,10 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from swarm_client.hops import HopSession
+from swarm_client.transport.hops import HopSession
 from swarm_protocol.span import Span
-from swarm_protocol.wire import PAGE_TOKENS
-from swarm_server.engine import Engine
+from swarm_protocol.wire.constants import PAGE_TOKENS
+from swarm_server.engine.engine import Engine
 from tests.swarm.pair import NEW_TOKENS, Pair, random_ids, started
 
 SPANS = ("0:3", "3:6")

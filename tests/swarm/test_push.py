@@ -11,17 +11,17 @@ import grpc
 import pytest
 import torch
 
-from swarm_client import transport
-from swarm_client.hops import Answer, HopSession
-from swarm_client.session import RemoteSession
-from swarm_protocol.codec import decode
+from swarm_client.sessions.session import RemoteSession
+from swarm_client.transport import transport
+from swarm_client.transport.hops import Answer, HopSession
 from swarm_protocol.errors import PeerUnavailable
 from swarm_protocol.pb import swarm_pb2 as pb
 from swarm_protocol.span import Span
-from swarm_server.engine import Engine
-from swarm_server.host import Host
-from swarm_server.push import Neighbours, Pusher
-from swarm_server.session_state import Change, Reorder
+from swarm_protocol.wire.codec import decode
+from swarm_server.engine.engine import Engine
+from swarm_server.engine.session_state import Change, Reorder
+from swarm_server.net.push import Neighbours, Pusher
+from swarm_server.sessions.host import Host
 from tests.swarm.pair import NEW_TOKENS, Pair, random_ids, started
 from tests.swarm.target import CLOSE, INVALID, TOKENS, UNKNOWN, assert_close, assert_one_sentence, header, wire
 from tests.swarm.waiting import wait_for

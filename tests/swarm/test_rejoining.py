@@ -13,9 +13,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from swarm_client import DistributedModel
-from swarm_client.events import Waiting
-from swarm_client.nursery import Nursery, NurseryServer
-from swarm_server.addresses import free_port
+from swarm_client.core.events import Waiting
+from swarm_client.demo.local_cluster import Nursery, NurseryServer
+from swarm_server.node.addresses import free_port
 from tests.swarm.pair import ends_only_at_its_length, random_ids
 from tests.swarm.survival import Moments
 from tests.swarm.test_training_survival import loss_and_gradient

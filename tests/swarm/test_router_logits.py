@@ -9,7 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from swarm_client import RequestRejected
-from swarm_client.left_out import notes_on_training
+from swarm_client.model.left_out import notes_on_training
 from tests.swarm.harness import InProcessServers
 from tests.swarm.pair import Pair, connected, ends_only_at_its_length, random_ids
 from tests.swarm.tuning import assert_close

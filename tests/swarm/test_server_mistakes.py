@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from swarm_protocol.identity import Identity
+from swarm_protocol.net.identity import Identity
 from tests.swarm.processes import Outcome, run_commands
 from tests.zoo import save_checkpoint
 

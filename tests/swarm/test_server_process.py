@@ -14,12 +14,12 @@ from pathlib import Path
 
 import pytest
 
-from swarm_client import background
-from swarm_protocol.checkpoint import Checkpoint
-from swarm_protocol.dht import Dht
-from swarm_protocol.identity import Identity
-from swarm_protocol.notes import Notes
-from swarm_protocol.records import ServerRecord
+from swarm_client.core import background
+from swarm_protocol.checkpoints.checkpoint import Checkpoint
+from swarm_protocol.dht.dht import Dht
+from swarm_protocol.dht.local_registry import Notes
+from swarm_protocol.dht.records import ServerRecord
+from swarm_protocol.net.identity import Identity
 from tests.swarm.processes import ServerProcess, is_alive
 from tests.swarm.waiting import DEADLINE_S, wait_for
 from tests.zoo import save_checkpoint

@@ -12,7 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from swarm_client import DistributedModel
-from swarm_client.nursery import Nursery
+from swarm_client.demo.local_cluster import Nursery
 from tests.zoo import PAD, VOCAB, save_checkpoint
 
 PROMPT = torch.randint(3, VOCAB, (2, 9), generator=torch.Generator().manual_seed(0))

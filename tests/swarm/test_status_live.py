@@ -15,14 +15,14 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from swarm_client import background
-from swarm_client.config import ClientConfig
-from swarm_client.nursery import Nursery, NurseryServer
-from swarm_client.observed import ModelStatus
-from swarm_client.status import read_status
-from swarm_client.transport import Server
+from swarm_client.core import background
+from swarm_client.core.config import ClientConfig
+from swarm_client.demo.local_cluster import Nursery, NurseryServer
+from swarm_client.monitor.model_monitor import ModelStatus
+from swarm_client.monitor.status import read_status
+from swarm_client.transport.transport import Server
+from swarm_protocol.dht.records import ServerRecord
 from swarm_protocol.errors import BadReply
-from swarm_protocol.records import ServerRecord
 from tests.swarm.processes import all_processes, is_alive, parent_of, run_commands
 from tests.swarm.waiting import DEADLINE_S, wait_for
 

@@ -9,11 +9,12 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from swarm_client import RecoveryFailed, chain
-from swarm_client.call import Call
-from swarm_client.chain import Chain
-from swarm_client.events import Waiting
-from swarm_client.hops import BlockAnswer, HopSession
+from swarm_client import RecoveryFailed
+from swarm_client.core.events import Waiting
+from swarm_client.sessions import chain
+from swarm_client.sessions.call import Call
+from swarm_client.sessions.chain import Chain
+from swarm_client.transport.hops import BlockAnswer, HopSession
 from swarm_protocol.span import Span
 from tests.swarm.pair import NEW_TOKENS, random_ids
 from tests.swarm.survival import SLOW, SPANS, each_hop

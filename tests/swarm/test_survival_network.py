@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from swarm_client.nursery import Nursery
+from swarm_client.demo.local_cluster import Nursery
 from tests.swarm.network import ME, Network
 from tests.swarm.pair import random_ids
 from tests.swarm.survival import SLOW, Client, Fleet

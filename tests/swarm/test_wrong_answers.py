@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
-from swarm_client.events import Recovery
+from swarm_client.core.events import Recovery
 from swarm_protocol.span import Span
-from swarm_server.engine import Engine
+from swarm_server.engine.engine import Engine
 from tests.swarm.pair import Pair, random_ids, started
 from tests.swarm.survival import SLOW, SPANS, each_hop
 

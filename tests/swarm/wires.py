@@ -9,8 +9,8 @@ from contextlib import contextmanager
 import grpc
 import pytest
 
-from swarm_client import background
-from swarm_server import push
+from swarm_client.core import background
+from swarm_server.net import push
 
 
 class Wires:

@@ -11,14 +11,14 @@ from collections.abc import Iterator, Sequence
 
 from cryptography.hazmat.primitives.asymmetric import rsa
 
-from swarm_protocol.dht import Dht, _Place
-from swarm_protocol.dht_node import Listening
-from swarm_protocol.hivemind_parts import DHTRecord, RSAPrivateKey
-from swarm_protocol.identity import Identity, peer_id_of
-from swarm_protocol.records import ServerRecord
-from swarm_protocol.shards import path
+from swarm_protocol.dht.dht import Dht, _Place
+from swarm_protocol.dht.node import Listening
+from swarm_protocol.dht.records import ServerRecord
+from swarm_protocol.dht.shards import path
+from swarm_protocol.dht.stored_records import Validator
+from swarm_protocol.net.hivemind_parts import DHTRecord, RSAPrivateKey
+from swarm_protocol.net.identity import Identity, peer_id_of
 from swarm_protocol.span import Span
-from swarm_protocol.stored_records import Validator
 
 
 class Crowd:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from swarm_server.kv_rows import Channel, Group, Layout, Place, Row, runs
+from swarm_server.kv.kv_rows import Channel, Group, Layout, Place, Row, runs
 
 CPU = torch.device("cpu")
 WINDOW = 3

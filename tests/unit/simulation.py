@@ -17,18 +17,18 @@ from typing import Any
 import grpc
 import torch
 
-from swarm_client.transport import Server
+from swarm_client.transport.transport import Server
+from swarm_protocol.dht.records import ServerRecord, SwarmView
 from swarm_protocol.errors import PeerUnavailable, RequestRejected
-from swarm_protocol.records import ServerRecord, SwarmView
 from swarm_protocol.span import Span
-from swarm_server.host import Host
-from swarm_server.kv_cache import CacheBudget, Lease
-from swarm_server.kv_transfer import Stored
-from swarm_server.push import Neighbours
-from swarm_server.service import BlocksService
-from swarm_server.session_state import Change, Crop, RecordPast, Reorder, Step
-from swarm_server.training_memory import TrainingMemory
-from swarm_server.validation import Rules
+from swarm_server.engine.session_state import Change, Crop, RecordPast, Reorder, Step
+from swarm_server.kv.kv_cache import CacheBudget, Lease
+from swarm_server.kv.kv_transfer import Stored
+from swarm_server.net.push import Neighbours
+from swarm_server.net.validation import Rules
+from swarm_server.rpc.service import BlocksService
+from swarm_server.sessions.host import Host
+from swarm_server.training.training_memory import TrainingMemory
 
 MODEL, REVISION, NUM_BLOCKS = "toy", "0", 6
 _PRIME = 9973  # sums stay exact in float32

@@ -7,7 +7,7 @@ import ctypes
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
-from swarm_protocol.records import ServerRecord
+from swarm_protocol.dht.records import ServerRecord
 from swarm_protocol.span import Span
 
 T = TypeVar("T")

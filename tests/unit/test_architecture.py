@@ -1,4 +1,4 @@
-"""Dependencies point one way: client → protocol ← server, and policy knows data types only."""
+"""Dependencies point one way: client → protocol ← server, rooms are layered, and policy knows data types only."""
 
 from __future__ import annotations
 
@@ -9,21 +9,50 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
+MOST_FILES = 10  # of a room
 PACKAGES = {  # what each may import of the others
     "swarm_protocol": set(),
     "swarm_client": {"swarm_protocol"},
     "swarm_server": {"swarm_protocol"},
 }
+DOOR = "door"  # the modules of a package that are in no room: its command line, and what `import` of it gives
+LAYERS = {  # from the top: a room imports from those below it only
+    "swarm_protocol": [[DOOR], ["dht"], ["net"], ["process", "checkpoints"], ["wire"], ["errors"], ["span", "pb"]],
+    "swarm_client": [
+        [DOOR],
+        ["finetune", "demo"],
+        ["generation"],
+        ["model"],
+        ["sessions", "passes", "monitor"],
+        ["swarm"],
+        ["transport"],
+        ["core", "routing", "adapters"],
+    ],
+    "swarm_server": [
+        [DOOR],
+        ["node"],
+        ["rpc"],
+        ["sessions"],
+        ["engine"],
+        ["training"],
+        ["adapters"],
+        ["kv"],
+        ["blocks"],
+        ["net", "core"],
+        ["placement", "machine"],
+    ],
+}
+UPWARDS = {("swarm_server/node/local_cluster.py", "swarm_server.command_line")}  # it runs servers as a user does
 POLICIES = [
-    "swarm_client/recovery.py",
-    "swarm_client/routing.py",
-    "swarm_server/capacity.py",
-    "swarm_server/placement.py",
+    "swarm_client/sessions/recovery.py",
+    "swarm_client/routing/routing.py",
+    "swarm_server/placement/capacity.py",
+    "swarm_server/placement/placement.py",
 ]
 POLICY_IMPORTS = {
     *("__future__", "collections", "dataclasses", "enum", "functools", "heapq", "itertools", "math", "numpy"),
     *("statistics", "typing"),
-    *(f"swarm_protocol.{module}" for module in ("errors", "records", "span", "wire")),
+    *("swarm_protocol.errors", "swarm_protocol.span", "swarm_protocol.dht.records", "swarm_protocol.wire.constants"),
     *(path.removesuffix(".py").replace("/", ".") for path in POLICIES),
 }
 
@@ -38,36 +67,55 @@ def imports(source: str, module: str) -> list[tuple[int, str]]:
             package = module.split(".")[: -node.level]
             found.append((node.lineno, ".".join([*package, node.module] if node.module else package)))
         elif isinstance(node, ast.ImportFrom):
-            names = [
-                alias.name for alias in node.names
-            ]  # `from swarm_protocol import codec` imports swarm_protocol.codec
-            whole = node.module not in PACKAGES
-            found += [(node.lineno, node.module if whole else f"{node.module}.{name}") for name in names]
+            # `from swarm_protocol.wire import codec` imports swarm_protocol.wire.codec
+            is_module = not is_room(node.module)
+            names = [alias.name for alias in node.names]
+            found += [(node.lineno, node.module if is_module else f"{node.module}.{name}") for name in names]
     return sorted(set(found))
 
 
+def is_room(module: str) -> bool:
+    package, _, room = module.partition(".")
+    return package in PACKAGES and (not room or (ROOT / package / room / "__init__.py").exists())
+
+
+def module_of(path: str) -> str:
+    return path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+
+
+def room_of(module: str) -> str:
+    package, _, rest = module.partition(".")
+    room = rest.partition(".")[0]
+    return room if any(room in layer for layer in LAYERS[package]) else DOOR
+
+
 def wrong_arrows(path: str, source: str) -> list[str]:
-    package = path.split("/")[0]
-    module = path.removesuffix(".py").replace("/", ".")
+    """Imports of another package that must not be, and of rooms that are not below."""
+    package, module = path.split("/")[0], module_of(path)
     forbidden = PACKAGES.keys() - PACKAGES[package] - {package}
-    return [
-        f"{path}:{line} imports {name}: {package} must not depend on {name.split('.')[0]}"
-        for line, name in imports(source, module)
-        if name.split(".")[0] in forbidden
-    ]
+    level = {room: number for number, layer in enumerate(LAYERS[package]) for room in layer}
+    wrong = []
+    for line, name in imports(source, module):
+        if name.split(".")[0] in forbidden:
+            wrong.append(f"{path}:{line} imports {name}: {package} must not depend on {name.split('.')[0]}")
+        elif name.split(".")[0] == package and name != package and (path, name) not in UPWARDS:
+            ours, theirs = room_of(module), room_of(name)
+            if ours != theirs and level[ours] >= level[theirs]:
+                wrong.append(f"{path}:{line} imports {name}: {ours} must not depend on {theirs}")
+    return wrong
 
 
 def impurities(path: str, source: str, allowed: Collection[str] = POLICY_IMPORTS) -> list[str]:
-    module = path.removesuffix(".py").replace("/", ".")
     return [
         f"{path}:{line} imports {name}: a policy decides from data alone"
-        for line, name in imports(source, module)
+        for line, name in imports(source, module_of(path))
         if name not in allowed and name.split(".")[0] not in allowed
     ]
 
 
 def sources(package: str) -> dict[str, str]:
-    return {str(path.relative_to(ROOT)): path.read_text() for path in sorted((ROOT / package).rglob("*.py"))}
+    files = sorted((ROOT / package).rglob("*.py"))
+    return {str(path.relative_to(ROOT)): path.read_text() for path in files if path.parent.name != "pb"}
 
 
 @pytest.mark.parametrize("package", PACKAGES)
@@ -76,6 +124,16 @@ def test_dependencies_point_one_way(package: str) -> None:
     assert len(files) > 5
     wrong = [arrow for path, source in files.items() for arrow in wrong_arrows(path, source)]
     assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_rooms_are_small_and_say_what_they_are_for(package: str) -> None:
+    for init in (ROOT / package).rglob("__init__.py"):
+        if init.parent.name == "pb":
+            continue
+        assert len(list(init.parent.glob("*.py"))) <= MOST_FILES, init.parent
+        docstring = ast.get_docstring(ast.parse(init.read_text()))
+        assert docstring and docstring.endswith("."), init
 
 
 @pytest.mark.parametrize("path", POLICIES)
@@ -87,12 +145,17 @@ def test_policies_are_pure(path: str) -> None:
 @pytest.mark.parametrize(
     ("path", "source", "line"),
     [
-        ("swarm_client/a.py", "import swarm_server", 1),
-        ("swarm_client/a.py", "import os\nfrom swarm_server.engine import Engine", 2),
-        ("swarm_server/sub/a.py", "def late():\n    import swarm_client.model as model", 2),
-        ("swarm_server/a.py", "if TYPE_CHECKING:\n    from swarm_client import model", 2),
-        ("swarm_protocol/a.py", "from swarm_server import blocks", 1),
-        ("swarm_protocol/a.py", "from swarm_client.routing import Hop", 1),
+        ("swarm_client/core/a.py", "import swarm_server", 1),
+        ("swarm_client/core/a.py", "import os\nfrom swarm_server.engine.engine import Engine", 2),
+        ("swarm_server/engine/a.py", "def late():\n    import swarm_client.model.model as model", 2),
+        ("swarm_server/engine/a.py", "if TYPE_CHECKING:\n    from swarm_client import model", 2),
+        ("swarm_protocol/wire/a.py", "from swarm_server.blocks import blocks", 1),
+        ("swarm_protocol/wire/a.py", "from swarm_client.routing.routing import Hop", 1),
+        ("swarm_client/swarm/a.py", "import os\nfrom swarm_client.sessions.session import RemoteSession", 2),
+        ("swarm_client/sessions/a.py", "from swarm_client.passes import passes", 1),
+        ("swarm_client/model/a.py", "from swarm_client import command_line", 1),
+        ("swarm_server/kv/a.py", "if TYPE_CHECKING:\n    from swarm_server.engine.engine import Engine", 2),
+        ("swarm_protocol/errors.py", "from swarm_protocol.wire.codec import encode", 1),
     ],
 )
 def test_a_wrong_arrow_is_named(path: str, source: str, line: int) -> None:
@@ -102,25 +165,27 @@ def test_a_wrong_arrow_is_named(path: str, source: str, line: int) -> None:
 
 
 def test_right_arrows_are_not() -> None:
-    source = "import torch\nfrom swarm_protocol.span import Span\nfrom swarm_protocol import pb\nfrom . import x\n"
-    for package in PACKAGES:
-        assert wrong_arrows(f"{package}/a.py", source) == []
+    source = (
+        "import torch\nfrom swarm_protocol.span import Span\nfrom swarm_protocol.pb import swarm_pb2\nfrom . import x\n"
+    )
+    for package, room in (("swarm_protocol", "dht"), ("swarm_client", "core"), ("swarm_server", "kv")):
+        assert wrong_arrows(f"{package}/{room}/a.py", source) == []
 
 
 @pytest.mark.parametrize("name", ["torch", "asyncio", "time", "socket", "grpc", "random", "os"])
 def test_a_policy_with_effects_is_named(name: str) -> None:
-    assert impurities("swarm_client/routing.py", f"import {name}") != []
-    assert impurities("swarm_client/routing.py", f"def f():\n    from {name} import x") != []
+    assert impurities("swarm_client/routing/routing.py", f"import {name}") != []
+    assert impurities("swarm_client/routing/routing.py", f"def f():\n    from {name} import x") != []
 
 
 @pytest.mark.parametrize(
     "source",
     [
-        "from swarm_protocol import codec",
-        "from swarm_protocol.dht import Dht",
+        "from swarm_protocol.wire import codec",
+        "from swarm_protocol.dht.dht import Dht",
         "from .transport import x",
         "from . import y",
     ],
 )
 def test_a_policy_that_imports_more_than_data_types_is_named(source: str) -> None:
-    assert impurities("swarm_client/routing.py", source) != []
+    assert impurities("swarm_client/routing/routing.py", source) != []

@@ -1,0 +1,1 @@
+"""What a client trains inside remote blocks: LoRA, prompts, and their snapshots for the wire."""

@@ -1,0 +1,163 @@
+"""LoRA in remote blocks: PEFT says where adapters go and how they begin; the client keeps their parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from os import PathLike
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from swarm_protocol.checkpoints.hollow_model import stock_loader
+
+if TYPE_CHECKING:
+    from peft import LoraConfig
+
+INITS = (True, False, "gaussian", "orthogonal")  # those that do not look at the model's weights
+_OTHER_FORMULAS = (  # options of LoraConfig that compute something else than scaling * B(A(dropout(x)))
+    *("use_dora", "lora_bias", "target_parameters", "use_qalora", "use_bdlora", "arrow_config", "kasa_config"),
+    *("velora_config", "monteclora_config", "alora_invocation_tokens", "layer_replication", "megatron_config"),
+)
+
+
+def require_supported(config: Any) -> None:
+    """Raises ValueError, naming the option, if servers cannot do what a PEFT config asks for."""
+    from peft import LoraConfig
+
+    if not isinstance(config, LoraConfig):
+        raise ValueError(f"adapter_config is a {type(config).__name__}: remote blocks take a peft.LoraConfig")
+    for name in _OTHER_FORMULAS:
+        if getattr(config, name, None):
+            raise ValueError(f"{name} is not possible in remote blocks, which add low-rank products only: leave it out")
+    if config.bias != "none":
+        raise ValueError(f"bias={config.bias!r} would train weights of the servers: choose bias='none'")
+    if config.init_lora_weights not in INITS:
+        raise ValueError(
+            f"init_lora_weights={config.init_lora_weights!r} needs the weights of the blocks, which are on servers: "
+            f"choose one of {', '.join(map(repr, INITS))}"
+        )
+
+
+class LoraMixin:
+    """transformers' ``PeftAdapterMixin`` for a model whose blocks are remote, and what PEFT's own wrappers need."""
+
+    @property
+    def peft_config(self) -> dict[str, Any]:
+        """PEFT's configs by the names of adapters. Whatever has put layers into the model sets it afterwards.
+
+        Raises:
+            RequestRejected: when it is set, if servers cannot do what the layers in the blocks do.
+        """
+        if "_peft_config" not in self.__dict__:
+            raise AttributeError("peft_config")
+        return self.__dict__["_peft_config"]
+
+    @peft_config.setter
+    def peft_config(self, configs: dict[str, Any]) -> None:
+        remote = self._remote_blocks[0]
+        if remote.hollow.layers:
+            try:
+                _require_no_other(remote.adapter_name)
+                for config in configs.values():
+                    require_supported(config)
+            except ValueError as error:
+                remote.hollow.refuse(str(error))
+        remote.hollow.accept()
+        self.__dict__["_peft_config"] = configs
+
+    @peft_config.deleter
+    def peft_config(self) -> None:
+        del self.__dict__["_peft_config"]
+
+    def add_adapter(self, adapter_config: LoraConfig, adapter_name: str | None = None) -> None:
+        """Adds low-rank matrices to the remote blocks and makes them all there is to train.
+
+        Targets, initial values and ``modules_to_save`` are PEFT's. Torch's random state decides the initial values, as
+        it does on the local model.
+
+        Raises:
+            ValueError: an option that servers cannot do, or that PEFT refuses. Nothing is changed then.
+        """
+        require_supported(adapter_config)
+        remote = self._remote_blocks[0]
+        _require_no_other(remote.adapter_name)
+        before = set(getattr(self, "peft_config", ()))
+        with stock_loader():  # while another thread loads a model, nothing gets initial values
+            try:
+                with self._prompts_as_they_are():
+                    super().add_adapter(adapter_config, adapter_name)
+            except BaseException:
+                name = adapter_name or "default"
+                if not before:
+                    remote.hollow.undo()
+                    self._hf_peft_config_loaded = False
+                elif name in self.peft_config and name not in before:
+                    self.delete_adapter(name)
+                raise
+
+    def load_adapter(
+        self,
+        peft_model_id: str | PathLike[str],
+        adapter_name: str | None = None,
+        *,
+        trainable: bool = False,
+        is_trainable: bool = False,
+        **hub_options: Any,
+    ) -> None:
+        """Adds an adapter that was saved by PEFT, by ``save_pretrained`` here or anywhere.
+
+        Args:
+            trainable, is_trainable: it is to be trained on; both names mean the same.
+            hub_options: see ``PeftConfig.from_pretrained``.
+
+        Raises:
+            ValueError: as ``add_adapter``, or the files do not fit their config or this model.
+        """
+        from peft import PeftConfig, load_peft_weights, set_peft_model_state_dict
+
+        config = PeftConfig.from_pretrained(str(peft_model_id), **hub_options)
+        tensors = load_peft_weights(str(peft_model_id), device="cpu", **hub_options)
+        tensors = {name.removeprefix("base_model.model."): tensor for name, tensor in tensors.items()}
+        trainable = trainable or is_trainable
+        config.inference_mode = not trainable
+        adapter_name = adapter_name or "default"
+        with torch.random.fork_rng(devices=()):  # of what is overwritten
+            self.add_adapter(config, adapter_name)
+        try:
+            result = set_peft_model_state_dict(self, tensors, adapter_name=adapter_name)
+            wrong = [*result.unexpected_keys, *(key for key in result.missing_keys if f".{adapter_name}." in key)]
+            if wrong:
+                raise ValueError(f"tensor {wrong[0]} is not in both")
+        except (ValueError, KeyError, RuntimeError) as error:
+            self.delete_adapter(adapter_name)
+            reason = str(error).splitlines()[-1].strip()
+            raise ValueError(
+                f"the adapter in {peft_model_id} does not fit its config or this model: {reason}"
+            ) from None
+        if not trainable:
+            with self._prompts_as_they_are():
+                self.requires_grad_(False)
+
+    @contextmanager
+    def _prompts_as_they_are(self) -> Iterator[None]:
+        """PEFT freezes all that is not an adapter; prompts are trained together with it."""
+        prompts = self._remote_blocks[0].prompts
+        before = () if prompts is None else [(parameter, parameter.requires_grad) for parameter in prompts.parameters()]
+        try:
+            yield
+        finally:
+            for parameter, is_trained in before:
+                parameter.requires_grad_(is_trained)
+
+    def set_adapter(self, adapter_name: list[str] | str) -> None:
+        """The adapter used from now on; one at a time."""
+        if not isinstance(adapter_name, str) and len(adapter_name) != 1:
+            raise ValueError(f"adapters {adapter_name} cannot all be active: choose one")
+        super().set_adapter(adapter_name)
+
+
+def _require_no_other(of_servers: str) -> None:
+    """Raises ValueError if the model uses an adapter of the servers."""
+    if of_servers:
+        raise ValueError(f"the model uses adapter {of_servers!r} of the servers: it cannot have another")

@@ -1,0 +1,186 @@
+"""Virtual tokens that are trained: before the input's, and if they are deep, added to before every block as well."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import nn
+from transformers import PreTrainedModel
+
+from swarm_protocol.errors import RequestRejected
+from swarm_protocol.wire.adapters import Prompt
+
+TUNING_MODES = ("prompt", "deep_prompt")
+NEW_HEADS = ("score.", "classifier.")  # of classifiers that are still to be trained
+_FILE, _PEFT_FILE, _PEFT_KEY = "prompts.safetensors", "adapter_model.safetensors", "prompt_embeddings"
+
+
+class Prompts(nn.Module):
+    """The parameters, and what they do to the input of a model without its head.
+
+    Attributes:
+        embedding: [num_tokens, width of the token embedding], which stand before the tokens of every row.
+        deep: [blocks, num_tokens, hidden_size], added to the hidden states that enter blocks there; None if shallow.
+    """
+
+    def __init__(self, embedding: torch.Tensor, deep: torch.Tensor | None = None) -> None:
+        super().__init__()
+        self.embedding = nn.Parameter(embedding)
+        self.deep = None if deep is None else nn.Parameter(deep)
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.embedding)
+
+    def of_blocks(self) -> Iterator[Prompt]:
+        for block, values in enumerate(() if self.deep is None else self.deep):
+            yield Prompt(block, values)
+
+    def before(self, given: dict[str, Any], embed: nn.Module, past: int) -> dict[str, Any]:
+        """Arguments of a forward, in which the virtual tokens come first if none has come before.
+
+        Args:
+            given: the arguments that are there, without them.
+            past: positions before, virtual ones among them.
+        """
+        given, num = dict(given), self.num_tokens
+        embeddings = given.get("inputs_embeds")
+        if embeddings is None:
+            embeddings = embed(given["input_ids"])
+        rows, new, _ = embeddings.shape
+        mask, positions = given.get("attention_mask"), given.get("position_ids")
+        if mask is not None:
+            if mask.ndim != 2:
+                raise RequestRejected(f"attention_mask has {mask.ndim} dimensions: prompts need one of [batch, tokens]")
+            given["attention_mask"] = torch.cat([mask.new_ones(rows, num), mask], 1)
+        if positions is not None:
+            given["position_ids"] = positions + num
+        if past:
+            if positions is None and "position_ids" in given:
+                given["position_ids"] = torch.arange(past, past + new, device=embeddings.device)[None]
+            return given
+        if positions is not None:
+            virtual = torch.arange(num, device=positions.device).expand(len(positions), -1)
+            given["position_ids"] = torch.cat([virtual, given["position_ids"]], 1)
+        virtual = self.embedding.to(embeddings.dtype).expand(rows, -1, -1)
+        given["inputs_embeds"] = torch.cat([virtual, embeddings], 1)
+        given["input_ids"] = None
+        return given
+
+    def without(self, output: Any) -> Any:
+        """The output of that forward for the other tokens: hidden states, alone or in tuples and other outputs."""
+        if isinstance(output, torch.Tensor):
+            return output[:, self.num_tokens :] if output.ndim == 3 else output
+        if isinstance(output, tuple):
+            return tuple(map(self.without, output))
+        if isinstance(output, dict):
+            for name in ("last_hidden_state", "hidden_states"):
+                if output.get(name) is not None:
+                    output[name] = self.without(output[name])
+        return output
+
+
+class PromptsMixin:
+    """Prompts of a model whose blocks are remote."""
+
+    def add_prompts(self, tuning_mode: str, num_tokens: int) -> None:
+        """From now on there is nothing else to train, unless a classifier's new head.
+
+        Virtual tokens begin as tokens drawn from the vocabulary (Lester et al., "The power of scale for
+        parameter-efficient prompt tuning", 2021), deep ones as zeros.
+
+        Args:
+            tuning_mode: "prompt" or "deep_prompt".
+
+        Raises:
+            ValueError: no such mode, or no such number of tokens.
+        """
+        if tuning_mode not in TUNING_MODES:
+            raise ValueError(f"tuning_mode {tuning_mode!r} is unknown: expected one of {', '.join(TUNING_MODES)}")
+        if not isinstance(num_tokens, int) or num_tokens < 1:
+            raise ValueError(f"num_prompt_tokens is {num_tokens!r}: expected a number of at least 1")
+        remote, vocabulary = self._remote_blocks[0], self.get_input_embeddings().weight
+        if tuning_mode == "deep_prompt" and remote.adapter_name:
+            raise ValueError(
+                f"the model uses adapter {remote.adapter_name!r} of the servers: deep prompts cannot be added"
+            )
+        drawn = vocabulary[torch.randint(len(vocabulary), (num_tokens,))].detach().float()
+        deep = None
+        if tuning_mode == "deep_prompt":
+            deep = torch.zeros(self._family.num_blocks, num_tokens, self._family.hidden_size, device=drawn.device)
+        for name, parameter in self.named_parameters():
+            parameter.requires_grad_(name.startswith(NEW_HEADS))
+        remote.prompts = Prompts(drawn, deep)
+
+    @property
+    def prompts(self) -> Prompts | None:
+        return self._remote_blocks[0].prompts
+
+    def load_prompts(self, directory: str | PathLike[str]) -> None:
+        """Takes the values that ``save_pretrained`` has written, or PEFT for its prompt tuning.
+
+        Raises:
+            ValueError: the model has other prompts, or none.
+        """
+        tensors = dict(_saved(self))
+        path = Path(directory) / _FILE
+        if path.exists():
+            names = {name: name for name in tensors}
+        else:
+            path, names = Path(directory) / _PEFT_FILE, {"embedding": _PEFT_KEY}
+        with safe_open(path, "pt") as file:
+            found = {name: file.get_tensor(stored) for name, stored in names.items() if stored in file.keys()}  # noqa: SIM118
+        shapes = {name: list(tensor.shape) for name, tensor in found.items()}
+        expected = {name: list(tensors[name].shape) for name in names}
+        if shapes != expected or "embedding" not in expected:
+            raise ValueError(f"{path} has prompts of shapes {shapes}, expected {expected}")
+        with torch.no_grad():
+            for name, tensor in found.items():
+                tensors[name].copy_(tensor)
+
+    def save_pretrained(self, save_directory: str | PathLike[str], *args: Any, **kwargs: Any) -> Any:
+        """The stock method; of a model with prompts it writes these, and its other adapter if it has one.
+
+        Prompts before the input alone are also written as PEFT's prompt tuning.
+        """
+        if self.prompts is None:
+            return super().save_pretrained(save_directory, *args, **kwargs)
+        Path(save_directory).mkdir(parents=True, exist_ok=True)
+        save_file({name: tensor.contiguous() for name, tensor in _saved(self)}, Path(save_directory) / _FILE)
+        if getattr(self, "_hf_peft_config_loaded", False):
+            return super().save_pretrained(save_directory, *args, **kwargs)
+        if self.prompts.deep is None and self.can_generate():
+            _save_for_peft(self, Path(save_directory))
+        return None
+
+
+def _saved(model: PreTrainedModel) -> Iterator[tuple[str, torch.Tensor]]:
+    prompts = model.prompts
+    if prompts is not None:
+        yield from ((name, parameter.detach()) for name, parameter in prompts.named_parameters())
+    for name, parameter in model.named_parameters():
+        if name.startswith(NEW_HEADS) and parameter.requires_grad:
+            yield name, parameter.detach()
+
+
+def _save_for_peft(model: PreTrainedModel, directory: Path) -> None:
+    from peft import PromptTuningConfig, TaskType
+
+    text, embedding = model.config, model.prompts.embedding
+    PromptTuningConfig(
+        task_type=TaskType.CAUSAL_LM,
+        base_model_name_or_path=model.name_or_path,
+        inference_mode=True,
+        num_virtual_tokens=len(embedding),
+        token_dim=embedding.shape[1],
+        num_transformer_submodules=1,
+        num_attention_heads=text.num_attention_heads,
+        num_layers=text.num_hidden_layers,
+    ).save_pretrained(directory)
+    save_file({_PEFT_KEY: embedding.detach().contiguous()}, directory / _PEFT_FILE, {"format": "pt"})

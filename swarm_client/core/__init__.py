@@ -1,0 +1,1 @@
+"""What every other room may import: the config, events that users hear of, and the network's thread."""

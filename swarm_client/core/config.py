@@ -1,0 +1,53 @@
+"""Everything a client can be told about its swarm, in one frozen value."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from swarm_client.core.events import OnEvent
+from swarm_protocol.dht.addresses import check_peer
+from swarm_protocol.dht.local_registry import DEFAULT_SWARM
+
+
+@dataclass(frozen=True)
+class ClientConfig:
+    """Raises ValueError at construction if a field is out of its range."""
+
+    initial_peers: tuple[str, ...] = ()  # none: the swarm noted on this machine
+    swarm: str = DEFAULT_SWARM
+    wait_timeout_s: float = 30.0  # for servers that hold every block, and have room
+    step_timeout_s: float = 120.0  # for one server's answer, as long as it says that it is there
+    recovery_timeout_s: float = 120.0  # for others to take the place of servers that failed, until the next answer
+    standby: bool = False  # sessions keep copies of their keys and values on other servers
+    on_event: OnEvent | None = None  # called with what happens to sessions
+    compression: str = "none"  # of hidden states that leave the client: none or int8
+    head_quant: str = "none"  # of the head that makes logits: none or int8
+    view_max_age_s: float = 10.0
+    allowed_servers: tuple[str, ...] = ()  # peer ids or their ends; none: all that are not blocked
+    blocked_servers: tuple[str, ...] = ()
+    adapter: str = ""  # that servers have loaded at their start; empty: none
+
+    def __post_init__(self) -> None:
+        if isinstance(self.initial_peers, str):
+            raise ValueError("initial_peers is a string: expected a list of multiaddrs")
+        for peer in self.initial_peers:
+            check_peer(peer)
+        for name in ("allowed_servers", "blocked_servers"):
+            peer_ids = getattr(self, name)
+            if isinstance(peer_ids, str):
+                raise ValueError(f"{name} is a string: expected a list of peer ids")
+            cleaned = tuple(peer_id.lstrip("…") for peer_id in peer_ids)
+            if not all(map(str.isalnum, cleaned)):
+                raise ValueError(
+                    f"{name} are {list(peer_ids)}: expected peer ids, or their ends as `status` shows them"
+                )
+            object.__setattr__(self, name, cleaned)
+        for name in ("compression", "head_quant"):
+            if getattr(self, name) not in ("none", "int8"):
+                raise ValueError(f"{name} {getattr(self, name)!r} is unknown: expected none or int8")
+        for name in ("wait_timeout_s", "step_timeout_s", "recovery_timeout_s"):
+            seconds = getattr(self, name)
+            if not isinstance(seconds, int | float) or not seconds >= 0:
+                raise ValueError(f"{name} is {seconds!r}: expected a number of seconds")
+        if self.on_event is not None and not callable(self.on_event):
+            raise ValueError(f"on_event is {self.on_event!r}: expected a function of one event")

@@ -1,0 +1,137 @@
+"""What happens to a session while it runs, told to the user: log lines, counters, and a callback."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from swarm_protocol.dht.records import short_id
+from swarm_protocol.span import Span
+
+_logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Recovery:
+    """Blocks moved to other servers because one failed.
+
+    Attributes:
+        span: the blocks that moved.
+        failed: ids of the servers that computed them until now, and ``reason``, why not any more.
+        replacements: ids of those that do now.
+        replayed_tokens: positions that were computed again, of every row.
+        from_copy: a copy stood by, which had all or nearly all keys and values.
+        stall_s: from the last sign of progress, or from the call that found the failure, to the next answer.
+    """
+
+    span: Span
+    failed: tuple[str, ...]
+    reason: str
+    replacements: tuple[str, ...]
+    replayed_tokens: int
+    from_copy: bool
+    stall_s: float
+
+    def __str__(self) -> str:
+        what = "a copy stood by" if self.from_copy else f"replayed {self.replayed_tokens} tokens"
+        return f"{self.reason}; blocks {self.span} move to {_names(self.replacements)}; {what} in {self.stall_s:.2g} s"
+
+
+@dataclass(frozen=True)
+class Move:
+    """Blocks moved to another server together with their keys and values, because a server wanted to leave."""
+
+    span: Span
+    server: str
+    replacement: str
+    copied_tokens: int
+    seconds: float
+
+    def __str__(self) -> str:
+        return (
+            f"server {short_id(self.server)} leaves; blocks {self.span} move to {short_id(self.replacement)}; "
+            f"copied {self.copied_tokens} tokens in {self.seconds:.2g} s"
+        )
+
+
+@dataclass(frozen=True)
+class Waiting:
+    """Nobody serves some blocks, or has room for the session; the client waits for somebody who does."""
+
+    reason: str
+    timeout_s: float
+
+    def __str__(self) -> str:
+        return f"{self.reason}; waiting for up to {self.timeout_s:.3g} s"
+
+
+@dataclass(frozen=True)
+class Retry:
+    """A forward or backward pass that a server did not finish is made again, by another if there is one."""
+
+    span: Span | None
+    server: str
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.reason}; blocks {self.span} are computed again"
+
+
+Event = Recovery | Move | Waiting | Retry
+OnEvent = Callable[[Event], None]
+
+
+@dataclass
+class SessionStats:
+    """Counters of one session.
+
+    Attributes:
+        steps, tokens: calls of ``step``, and the positions they added, over all rows.
+        recoveries: how often blocks moved because a server failed; ``standbys_used`` of them to a copy that stood by.
+        replayed_tokens: positions that were computed again, of every row.
+        stall_s: seconds for which generation stood still.
+        moves: how often blocks moved, with keys and values, because a server left; ``copied_tokens`` in all.
+        waits: how often there was nobody to move to, or no room, at first.
+    """
+
+    steps: int = 0
+    tokens: int = 0
+    recoveries: int = 0
+    standbys_used: int = 0
+    replayed_tokens: int = 0
+    stall_s: float = 0.0
+    moves: int = 0
+    copied_tokens: int = 0
+    waits: int = 0
+
+
+class Reporter:
+    """Counts, logs, and calls back."""
+
+    def __init__(self, on_event: OnEvent | None = None) -> None:
+        self.stats = SessionStats()
+        self._on_event = on_event
+
+    def report(self, event: Event) -> None:
+        stats = self.stats
+        if isinstance(event, Recovery):
+            stats.recoveries += 1
+            stats.standbys_used += event.from_copy
+            stats.replayed_tokens += event.replayed_tokens
+            stats.stall_s += event.stall_s
+        elif isinstance(event, Move):
+            stats.moves += 1
+            stats.copied_tokens += event.copied_tokens
+        elif isinstance(event, Waiting):
+            stats.waits += 1
+        _logger.warning("%s", event)
+        if self._on_event is not None:
+            try:
+                self._on_event(event)
+            except Exception:
+                _logger.exception("the callback for events failed")
+
+
+def _names(peer_ids: tuple[str, ...]) -> str:
+    return ", ".join(map(short_id, peer_ids))

@@ -1,0 +1,1 @@
+"""``demo``, and the cluster of local server processes that it and the benchmarks start."""

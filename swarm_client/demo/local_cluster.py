@@ -1,0 +1,134 @@
+"""Server processes of this machine that start, fail and end when a program says so: for the demo and for faults."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from swarm_protocol.errors import SwarmError
+from swarm_protocol.process.scratch import scratch_directory
+
+_START_TIMEOUT_S = 120.0
+_STOP_TIMEOUT_S = 15.0
+_POLL_S = 0.01
+
+
+@dataclass(frozen=True)
+class NurseryServer:
+    """One server process; it may be gone."""
+
+    pid: int
+    stdout: Path
+    stderr: Path
+
+    @property
+    def ready(self) -> dict[str, str]:
+        """The fields of its ready line; empty if it has not said it yet."""
+        line = self.stdout.read_text() if self.stdout.exists() else ""
+        if not (line.startswith("ready ") and line.endswith("\n")):
+            return {}
+        return dict(field.split("=", 1) for field in line.split()[1:])
+
+    @property
+    def peer_id(self) -> str:
+        return self.ready["peer"].rpartition("/p2p/")[2]
+
+    @property
+    def alive(self) -> bool:
+        try:
+            return Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+        except OSError:
+            return False
+
+    def signal(self, number: signal.Signals) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self.signal(signal.SIGKILL)
+
+    def wait_gone(self, timeout_s: float = _STOP_TIMEOUT_S) -> bool:
+        deadline = time.monotonic() + timeout_s
+        while self.alive and time.monotonic() < deadline:
+            time.sleep(_POLL_S)
+        return not self.alive
+
+
+class Nursery:
+    """Starts servers fast, by forking a process that has imported everything. A context manager: none is left after it.
+
+    Each server computes with one thread.
+    """
+
+    def __init__(self, environment: dict[str, str] | None = None) -> None:
+        self._directory = tempfile.TemporaryDirectory(prefix="servers-", dir=scratch_directory())
+        self._servers: list[NurseryServer] = []
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "swarm_server.node.local_cluster"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1", "GOMP_SPINCOUNT": "1000", **(environment or {})},
+        )
+
+    def start(self, *arguments: str, cores: Sequence[int] | None = None) -> NurseryServer:
+        """Starts ``python -m swarm_server ARGUMENTS`` and returns at once; see ``wait_ready``."""
+        place = Path(self._directory.name) / str(len(self._servers))
+        job = {
+            "arguments": list(arguments),
+            "stdout": f"{place}.out",
+            "stderr": f"{place}.err",
+            "cores": None if cores is None else list(cores),
+        }
+        try:
+            self._process.stdin.write(json.dumps(job) + "\n")
+            self._process.stdin.flush()
+            line = self._process.stdout.readline()
+        except BrokenPipeError:
+            line = ""
+        if not line:
+            raise SwarmError("the process that starts servers has ended")
+        server = NurseryServer(int(line), Path(job["stdout"]), Path(job["stderr"]))
+        self._servers.append(server)
+        return server
+
+    def wait_ready(self, servers: Sequence[NurseryServer], timeout_s: float = _START_TIMEOUT_S) -> None:
+        """Raises SwarmError, with a server's own words, if one ends instead, or is not ready in time."""
+        deadline = time.monotonic() + timeout_s
+        for server in servers:
+            while not server.ready:
+                if not server.alive or time.monotonic() > deadline:
+                    words = server.stderr.read_text().strip().splitlines() if server.stderr.exists() else []
+                    last = (words or ["it said nothing"])[-1]
+                    raise SwarmError(f"a server did not start: {last.removeprefix('error: ')}")
+                time.sleep(_POLL_S)
+
+    def close(self) -> None:
+        """Ends all servers: those that do not end when told are killed."""
+        alive = [server for server in self._servers if server.alive]
+        for server in alive:
+            server.signal(signal.SIGCONT)
+            server.signal(signal.SIGTERM)
+        for server in alive:
+            if not server.wait_gone(_STOP_TIMEOUT_S):
+                server.kill()
+                server.wait_gone()
+        self._process.stdin.close()
+        self._process.wait()
+        self._process.stdout.close()
+        self._directory.cleanup()
+
+    def __enter__(self) -> Nursery:
+        return self
+
+    def __exit__(self, *_exception: object) -> None:
+        self.close()

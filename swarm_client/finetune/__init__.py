@@ -1,0 +1,1 @@
+"""``finetune``: data, trainer, checkpoints, the loss curve."""

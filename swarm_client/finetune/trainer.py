@@ -1,0 +1,168 @@
+"""Hugging Face's Trainer for what a client trains, and what it says and does between steps."""
+
+from __future__ import annotations
+
+import random
+import signal
+import sys
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import numpy as np
+import torch
+from tqdm import tqdm
+from transformers import ProgressCallback, Trainer, TrainerCallback, TrainerControl, TrainerState
+from transformers.trainer import TRAINER_STATE_NAME
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+
+from swarm_client.adapters.trained import restore_trained
+from swarm_client.passes.divergence import require_finite
+from swarm_protocol.process.signals import ending_signals, leave_terminal
+
+
+class AdapterTrainer(Trainer):
+    """Saves and loads the adapter or the prompts alone; the rest of the model never changes."""
+
+    _is_evaluating = False
+
+    def compute_loss(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        return super().compute_loss(model, {**inputs, "use_cache": False}, *args, **kwargs)
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        self.model.save_pretrained(output_dir or self.args.output_dir)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        restore_trained(self.model, resume_from_checkpoint)
+
+    def _load_best_model(self) -> None:
+        restore_trained(self.model, self.state.best_model_checkpoint)
+
+    def save_last_step(self, after_step: RandomState) -> int:
+        """After a failure in mid-step: makes a checkpoint of the last whole one, unless there is one.
+
+        What is not finite any more is not saved. Returns the number of the last step that is saved; 0 if none is.
+        """
+        step, (_, saved) = self.state.global_step, last_checkpoint(Path(self.args.output_dir))
+        if saved >= step or not all(bool(p.isfinite().all()) for p in self.model.parameters() if p.requires_grad):
+            return saved
+        if not self._is_evaluating:
+            after_step.restore()
+        self._save_checkpoint(self.model, trial=None)
+        return step
+
+    def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
+        self._is_evaluating = True
+        metrics = super().evaluate(*args, **kwargs)
+        self._is_evaluating = False
+        return metrics
+
+
+def last_checkpoint(output: Path) -> tuple[Path | None, int]:
+    """The newest that is complete, and its step; None and 0 if there is none."""
+    steps = {
+        int(path.parent.name.removeprefix(f"{PREFIX_CHECKPOINT_DIR}-")): path.parent
+        for path in output.glob(f"{PREFIX_CHECKPOINT_DIR}-*/{TRAINER_STATE_NAME}")  # written last
+    }
+    step = max(steps, default=0)
+    return steps.get(step), step
+
+
+def misses_evaluation(checkpoint: Path) -> bool:
+    """Whether the run was to be validated when this was made, and failed before it was."""
+    state = TrainerState.load_from_json(str(checkpoint / TRAINER_STATE_NAME))
+    due = state.global_step % state.eval_steps == 0 or state.global_step >= state.max_steps
+    return due and not any(entry["step"] == state.global_step and "eval_loss" in entry for entry in state.log_history)
+
+
+class StaysFinite(TrainerCallback):
+    """Raises TrainingDiverged after a step that made weights infinite, before they are saved."""
+
+    def on_step_end(self, _args: Any, _state: Any, _control: Any, *, model: Any, **_others: Any) -> None:
+        require_finite([parameter for parameter in model.parameters() if parameter.requires_grad], "weights")
+
+
+class Lines(TrainerCallback):
+    """A line for each loss, above the progress bar if there is one."""
+
+    def on_log(self, _args: Any, state: TrainerState, _control: Any, logs: dict[str, Any], **_others: Any) -> None:
+        if "eval_loss" in logs:
+            tqdm.write(f"step {state.global_step}/{state.max_steps}: validation loss {logs['eval_loss']:.3f}")
+        elif "loss" in logs:
+            tqdm.write(f"step {state.global_step}/{state.max_steps}: loss {logs['loss']:.3f}")
+        sys.stdout.flush()
+
+
+class Bar(ProgressCallback):
+    """The stock progress bar without its lines."""
+
+    def on_log(self, *_args: Any, **_others: Any) -> None:
+        pass
+
+
+class LastStep(TrainerCallback):
+    """The last step is validated, whatever its number."""
+
+    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **_others: Any) -> None:
+        if state.global_step >= state.max_steps and args.eval_strategy != "no":
+            control.should_evaluate = True
+
+
+class RandomState(TrainerCallback):
+    """Remembers how random numbers go on after each step, so that it can be repeated."""
+
+    def __init__(self) -> None:
+        self._remember()
+
+    def _remember(self) -> None:
+        self._states = random.getstate(), np.random.get_state(), torch.get_rng_state()
+
+    def on_step_end(self, *_args: Any, **_others: Any) -> None:
+        self._remember()
+
+    on_evaluate = on_step_end
+
+    def restore(self) -> None:
+        python, numpy, torch_state = self._states
+        random.setstate(python)
+        np.random.set_state(numpy)
+        torch.set_rng_state(torch_state)
+
+
+class Interrupt(TrainerCallback):
+    """Inside it, a first Ctrl-C, SIGTERM or SIGHUP ends the run with a checkpoint after the step at hand.
+
+    A second Ctrl-C or SIGTERM ends it at once.
+
+    Attributes:
+        asked: the run was told to end.
+    """
+
+    def __init__(self) -> None:
+        self.asked = False
+        self._before: dict[signal.Signals, Any] = {}
+
+    def __enter__(self) -> Interrupt:
+        numbers = (signal.SIGINT, *ending_signals())
+        self._before = {number: signal.signal(number, self._ask) for number in numbers}
+        return self
+
+    def __exit__(self, *_exception: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _ask(self, number: int, _frame: FrameType | None) -> None:
+        if number == signal.SIGHUP:
+            leave_terminal()
+        if self.asked and number == signal.SIGHUP:  # a terminal that closes may say so twice
+            return
+        if self.asked:
+            raise KeyboardInterrupt
+        self.asked = True
+        print("\nending after this step, with a checkpoint; once more to end now", file=sys.stderr, flush=True)
+
+    def on_step_end(self, _args: Any, _state: Any, control: TrainerControl, **_others: Any) -> None:
+        if self.asked:
+            control.should_save = control.should_training_stop = True
+
+    on_evaluate = on_step_end

@@ -1,0 +1,1 @@
+"""Text: tokenizers, streaming, and the options of ``generate``."""

@@ -1,0 +1,100 @@
+"""Continues a text with a model and prints it as it is written."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase, TextStreamer
+
+from swarm_client.generation.text_options import TextOptions
+from swarm_client.model.cache import RemoteCache
+from swarm_protocol.checkpoints.default_model import DEFAULT_MODEL, locate
+from swarm_protocol.errors import CheckpointError
+
+
+@dataclass(frozen=True)
+class Continuation:
+    """Token ids after the prompt, and the seconds from the first to the last of them."""
+
+    token_ids: list[int]
+    decode_s: float
+
+    @property
+    def tokens_per_s(self) -> float:
+        return (len(self.token_ids) - 1) / self.decode_s if self.decode_s > 0 else 0.0
+
+
+def load_tokenizer(name_or_path: str = DEFAULT_MODEL, revision: str | None = None) -> PreTrainedTokenizerBase:
+    """Raises CheckpointError if the model brings no tokenizer."""
+    try:
+        return AutoTokenizer.from_pretrained(locate(name_or_path), revision=revision)
+    except (OSError, ValueError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise CheckpointError(f"no tokenizer can be read from {name_or_path}: {reason}") from None
+
+
+def stream_text(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    prompt: str,
+    options: TextOptions,
+    *,
+    cache: RemoteCache | None = None,
+    on_token: Callable[[int], None] | None = None,
+) -> Continuation:
+    """Prints the prompt and its continuation; raises ValueError if the prompt has no tokens.
+
+    Args:
+        cache: to use instead of a new one.
+        on_token: called after each new token with their number so far; what it prints comes between two words.
+    """
+    inputs = tokenizer(prompt, return_tensors="pt")
+    prompt_length = inputs.input_ids.shape[1]
+    if prompt_length == 0:
+        raise ValueError("the prompt is empty: expected some text to continue")
+    if options.seed is not None:
+        torch.manual_seed(options.seed)
+    beams = options.num_beams > 1  # known at the end only
+    streamer = None if beams else _TimedStreamer(tokenizer, on_token)
+    if streamer is not None:
+        print(prompt, end="", flush=True)
+    try:
+        output = model.generate(
+            inputs.input_ids.to(model.device),
+            attention_mask=inputs.attention_mask.to(model.device),
+            streamer=streamer,
+            **({} if cache is None else {model._family.cache_argument: cache}),
+            **options.as_arguments(),
+        )
+    except BaseException:
+        print(flush=True)  # whatever is said next begins on a line of its own
+        raise
+    token_ids = output[0, prompt_length:].tolist()
+    if streamer is None:
+        print(prompt + tokenizer.decode(token_ids, skip_special_tokens=True))
+        return Continuation(token_ids, 0.0)
+    return Continuation(token_ids, streamer.decode_s)
+
+
+class _TimedStreamer(TextStreamer):
+    """Prints text as it comes and remembers when the first and last new token came."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, on_token: Callable[[int], None] | None) -> None:
+        super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
+        self._on_token = on_token
+        self._times: list[float] = []
+
+    @property
+    def decode_s(self) -> float:
+        return self._times[-1] - self._times[0] if self._times else 0.0
+
+    def put(self, value: torch.Tensor) -> None:
+        is_prompt = self.next_tokens_are_prompt
+        if not is_prompt:
+            self._times.append(time.perf_counter())
+        super().put(value)
+        if not is_prompt and self._on_token is not None:
+            self._on_token(len(self._times))

@@ -1,0 +1,1 @@
+"""Hugging Face models whose blocks are remote. Import ``model``."""

@@ -1,0 +1,104 @@
+"""The cache that stock models and ``generate`` see: one layer that stands for the session on the servers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, StaticCache
+
+from swarm_client.model.remote_blocks import RemoteSpan
+from swarm_client.sessions.session import RemoteSession
+from swarm_protocol.errors import RequestRejected
+
+
+class RemoteLayer(CacheLayerMixin):
+    """A cache layer without keys and values: it forwards what is done to a cache to the servers that hold them.
+
+    Of the session's positions the first ``num_virtual`` are a prompt's, of which nobody else knows.
+    """
+
+    is_sliding = False
+    is_croppable = True
+    supports_early_init = False
+
+    def __init__(self, session: RemoteSession, num_virtual: int = 0) -> None:
+        super().__init__()
+        self.session = session
+        self._num_virtual = num_virtual
+        self.is_initialized = True
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        pass
+
+    def update(self, key_states, value_states, *args, **kwargs):
+        raise RuntimeError("keys and values of remote blocks are on the servers")
+
+    def get_seq_length(self) -> int:
+        return max(0, self.session.length - self._num_virtual)
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.get_seq_length() + query_length, 0
+
+    def get_max_length(self) -> int:
+        return -1
+
+    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
+        self.session.reorder(beam_idx)
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        self.session.reorder(indices)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        if self.session.batch_size is not None:
+            self.session.reorder(torch.arange(self.session.batch_size).repeat_interleave(repeats))
+
+    def crop(self, tokens_to_remove: int) -> None:
+        if tokens_to_remove > 0:
+            raise RequestRejected("crop takes the number of positions to remove as a negative number")
+        self.session.crop(-tokens_to_remove)
+
+    def activate_past_recording(self) -> None:
+        self.session.record_past()
+
+    def reset(self) -> None:
+        self.session.reset()
+
+    def offload(self) -> None:
+        pass
+
+    def prefetch(self) -> None:
+        pass
+
+
+class RemoteCache(Cache):
+    """``past_key_values`` of a distributed model. ``copy.deepcopy`` forks the session: see ``RemoteSession.fork``."""
+
+    def __init__(self, remote: RemoteSpan, reserve_tokens: int = 0, *, num_virtual: int = 0, **options: Any) -> None:
+        """The other arguments are those of ``RemoteSpan.open_session``."""
+        super().__init__(layers=[RemoteLayer(remote.open_session(reserve_tokens, **options), num_virtual)])
+
+    @property
+    def session(self) -> RemoteSession:
+        return self.layers[0].session
+
+
+def session_of(cache: Cache, remote: RemoteSpan, num_virtual: int = 0) -> RemoteSession:
+    """The session a cache stands for. An empty dynamic or static cache, as chat code makes it, becomes a remote one.
+
+    Raises:
+        RequestRejected: the cache holds keys and values of a local model, or belongs to another model.
+    """
+    layers = cache.layers
+    if len(layers) == 1 and isinstance(layers[0], RemoteLayer):
+        if not layers[0].session.runs_on(remote.swarm):
+            raise RequestRejected("past_key_values belongs to another distributed model, or to one that was closed")
+        return layers[0].session
+    if not isinstance(cache, DynamicCache | StaticCache) or cache.get_seq_length() > 0:
+        raise RequestRejected(
+            f"past_key_values is a {type(cache).__name__} with keys and values on this machine: "
+            "expected an empty DynamicCache or StaticCache, or one that this distributed model has filled"
+        )
+    cache.layer_class_to_replicate = None
+    cache.layers = [RemoteLayer(remote.open_session(), num_virtual)]
+    return cache.layers[0].session

@@ -1,0 +1,309 @@
+"""Stock model classes with remote blocks in the place of their own."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import AsyncIterable, Iterable
+from os import PathLike
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, find_packed_sequence_indices
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from swarm_client.adapters.lora import LoraMixin
+from swarm_client.adapters.prompts import PromptsMixin
+from swarm_client.adapters.trained import save_for_trainer
+from swarm_client.core import background
+from swarm_client.model.cache import RemoteCache, session_of
+from swarm_client.model.head import float_head
+from swarm_client.model.hollow_blocks import HollowBlocks
+from swarm_client.model.left_out import NoDropout, refuse_inner_outputs, wants, without_router_logits
+from swarm_client.model.model_pass import has_hooks
+from swarm_client.model.remote_blocks import BlockModule, RemoteBlocks, RemoteSpan
+from swarm_client.swarm.swarm import Swarm
+from swarm_protocol.checkpoints.families import Family
+from swarm_protocol.checkpoints.hollow_model import hosted_alone, stock_loader
+from swarm_protocol.errors import RequestRejected
+
+ATTENTION = "swarm_remote"
+
+
+def _tiny_mask(*_args: Any, batch_size: int = 1, device: Any = None, **_kwargs: Any) -> torch.Tensor:
+    """Blocks build their own masks where they run; the client's is never looked at."""
+    return torch.ones(batch_size, 1, 1, 1, dtype=torch.bool, device=device)
+
+
+def _no_attention(*_args: Any, **_kwargs: Any) -> None:
+    raise RuntimeError("attention of remote blocks is computed on the servers")
+
+
+ALL_MASK_ATTENTION_FUNCTIONS.register(ATTENTION, _tiny_mask)
+ALL_ATTENTION_FUNCTIONS.register(ATTENTION, _no_attention)
+
+
+class RemoteModelMixin(PromptsMixin, LoraMixin):
+    """What a distributed model has besides the stock class."""
+
+    stock_class: type[PreTrainedModel]
+    no_dropout: NoDropout
+    _family: Family
+    _remote_blocks: list[RemoteBlocks]  # in a list: it is registered where the blocks were
+    _owners: list[nn.Module]  # the module inside the model that has them
+
+    def fill_blocks(self, config: PreTrainedConfig) -> None:
+        """Puts modules without weights into the remote blocks of a model that has been loaded."""
+        remote = self._remote_blocks[0]
+        with stock_loader():
+            remote.hollow = HollowBlocks(self, self._family, config, remote.modules_in_place)
+
+    def connect(self, swarm: Swarm, max_positions: int | None) -> None:
+        """Gives the model its remote blocks."""
+        remote = self._remote_blocks[0]
+        remote.adapter_name = swarm.config.adapter
+        remote.connect(RemoteSpan(swarm, self._family.all_blocks, max_positions, remote.added))
+
+    @property
+    def blocks(self) -> RemoteSpan:
+        """The remote blocks: ``model.blocks[6:10](hidden)``."""
+        return self._remote_blocks[0].remote
+
+    def new_cache(self, reserve_tokens: int = 0, **options: Any) -> RemoteCache:
+        """An empty cache to pass as ``past_key_values``; its ``session`` has ``stats`` and can be resumed.
+
+        The arguments are those of ``RemoteSpan.open_session``: ``standby`` and ``on_event`` among them.
+        """
+        num_virtual = self._remote_blocks[0].num_virtual
+        return RemoteCache(self.blocks, reserve_tokens, num_virtual=num_virtual, **options)
+
+    def close(self) -> None:
+        """Leaves the swarm; the model cannot compute afterwards."""
+        background.run(self.blocks.swarm.close())
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_exception: object) -> None:
+        self.close()
+
+    def __reduce_ex__(self, _protocol: int) -> Any:
+        raise TypeError(
+            "a distributed model cannot be copied or pickled: from_pretrained connects another, and save_pretrained "
+            "saves what was trained"
+        )
+
+    def generate(self, *args: Any, streamer: Any = None, **kwargs: Any) -> Any:
+        """The stock ``generate``; if it fails, whoever iterates over the streamer in another thread is let go."""
+        if kwargs.get("cache_implementation") == "paged":
+            self.generate_batch()
+        try:
+            return super().generate(*args, streamer=streamer, **kwargs)
+        except BaseException:
+            if isinstance(streamer, Iterable | AsyncIterable):
+                streamer.end()
+            raise
+
+    def generate_batch(self, *_args: Any, **_kwargs: Any) -> Any:
+        """Raises RequestRejected: continuous batching is what servers do, with the sessions of all clients."""
+        raise RequestRejected(
+            "generate_batch and cache_implementation='paged' keep keys and values on this machine, where there are no "
+            "blocks: call generate with a batch, or from several threads, whose generations servers compute together"
+        )
+
+    # The stock methods, to which a head in int8 shows itself as the float head it replaced.
+
+    def tie_weights(self, *args: Any, **kwargs: Any) -> None:
+        with float_head(self):
+            super().tie_weights(*args, **kwargs)
+
+    def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> nn.Embedding:
+        with float_head(self):
+            return super().resize_token_embeddings(*args, **kwargs)
+
+    def save_pretrained(self, save_directory: str | PathLike[str], *args: Any, **kwargs: Any) -> Any:
+        """What was trained: the adapter, or the prompts.
+
+        Raises:
+            RequestRejected: there are none, and a checkpoint without blocks would load with random ones.
+        """
+        self._require_something_to_save()
+        with float_head(self):
+            result = super().save_pretrained(save_directory, *args, **kwargs)
+        save_for_trainer(self, save_directory)
+        return result
+
+    def push_to_hub(self, *args: Any, **kwargs: Any) -> Any:
+        """As ``save_pretrained``."""
+        self._require_something_to_save()
+        return super().push_to_hub(*args, **kwargs)
+
+    def _require_something_to_save(self) -> None:
+        if self.prompts is None and not getattr(self, "_hf_peft_config_loaded", False):
+            _refuse_to_save()
+
+    def _prepare_cache_for_generation(
+        self, generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
+    ):
+        """Called by ``generate``: gives it a remote cache where it would make a local one.
+
+        ``cache_implementation`` says where and in which shapes a local cache lies: the tokens are the same without.
+        """
+        limit, num_virtual = self.blocks.max_positions, self._remote_blocks[0].num_virtual
+        if limit is not None and max_cache_length + num_virtual > limit:
+            raise RequestRejected(
+                f"prompt and new tokens need {max_cache_length + num_virtual} positions, but the model has {limit}: "
+                "shorten the prompt or ask for fewer new tokens"
+            )
+        argument = self._family.cache_argument
+        fresh = model_kwargs.get(argument) is None and generation_config.use_cache is not False
+        if fresh:
+            _require_exact(generation_config.cache_implementation)
+            generation_config.cache_implementation = None  # of this call's own copy
+            model_kwargs[argument] = self.new_cache(max_cache_length + num_virtual)
+        super()._prepare_cache_for_generation(
+            generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
+        )
+        if fresh:
+            model_kwargs[argument]._is_user_defined = False
+
+
+def _require_exact(cache_implementation: str | None) -> None:
+    if cache_implementation == "quantized":
+        raise RequestRejected(
+            "cache_implementation='quantized' rounds keys and values on this machine, but servers hold them, as they "
+            "are: leave it out"
+        )
+
+
+def _refuse_to_save(*_args: Any, **_kwargs: Any) -> None:
+    raise RequestRejected(
+        "this model's blocks are on servers: saved without them, it would load with random ones. save_pretrained "
+        "writes an adapter (model.add_adapter) or prompts (tuning_mode=...); what is here, such as a head that was "
+        "trained, is in model.state_dict()"
+    )
+
+
+def client_class(stock_class: type[PreTrainedModel], family: Family) -> type[PreTrainedModel]:
+    """The stock class with remote blocks in the place of its own."""
+
+    names = list(inspect.signature(stock_class.forward).parameters)[1:]
+
+    class Client(RemoteModelMixin, stock_class):
+        _family = family
+
+        def __init__(self, config: PreTrainedConfig, *args: Any, **kwargs: Any) -> None:
+            super().__init__(config, *args, **kwargs)
+            base = next(module for module in self.modules() if isinstance(module, family.base_class))
+            owner = family.owner_of(base)
+            first = getattr(owner, family.blocks)[0]
+            block_class = type(first)
+            blocks = _as(block_class, RemoteBlocks)(family.returns_tuple)
+            others = _as(block_class, BlockModule)
+            blocks.modules_in_place += [others(blocks, index) for index in range(1, family.num_blocks)]
+            for module in blocks.modules_in_place:  # a family's own code may ask for a block's type
+                vars(module).update({name: value for name, value in vars(first).items() if isinstance(value, str)})
+            setattr(owner, family.blocks, nn.ModuleList(blocks.modules_in_place))
+            base.save_pretrained = base.push_to_hub = _refuse_to_save
+            base._init_weights = functools.partial(_init_without_blocks, base, family, base._init_weights)
+            self._remote_blocks, self._owners, self.no_dropout = [blocks], [owner], NoDropout(family)
+            owner.register_forward_pre_hook(_context_hook(owner, blocks, family, self.no_dropout), with_kwargs=True)
+            owner.register_forward_hook(lambda _owner, _inputs, output: blocks.end(output), always_call=True)
+
+        @functools.wraps(stock_class.forward)  # transformers looks at its signature
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            owner = self._owners[0]
+            kwargs |= without_router_logits(names, {**dict(zip(names, args, strict=False)), **kwargs}, self.config)
+            is_watched = any(map(has_hooks, (self.base_model, owner, *owner.children())))
+            num_wanted = None if is_watched else _num_wanted(self.config, kwargs)
+            with self._remote_blocks[0].only_last(num_wanted):
+                return super().forward(*args, **kwargs)
+
+    # Both names: transformers skips its weight conversions for classes that look like a user's own.
+    Client.__name__, Client.__qualname__ = stock_class.__name__, stock_class.__qualname__
+    Client.__module__ = stock_class.__module__
+    Client.stock_class = stock_class
+    return Client
+
+
+def _init_without_blocks(base: nn.Module, family: Family, init_weights: Any, module: nn.Module) -> None:
+    """The stock weight initialisation, which in some families looks into blocks: there are none here."""
+    if isinstance(module, BlockModule):
+        return
+    with hosted_alone(base, family, ()):
+        init_weights(module)
+
+
+def _num_wanted(config: PreTrainedConfig, arguments: dict[str, Any]) -> int | None:
+    """How many of the last hidden states a forward with these arguments uses; None: all."""
+    num_kept = arguments.get("logits_to_keep")
+    if wants("output_hidden_states", arguments, config):
+        return None
+    return num_kept if isinstance(num_kept, int) and num_kept > 0 else None
+
+
+def _as(block_class: type[nn.Module], module_class: type[BlockModule]) -> type[BlockModule]:
+    """A subclass that also is a ``block_class``: transformers records hidden states of modules by their class."""
+    return type(module_class.__name__, (module_class, block_class), {})
+
+
+def _context_hook(owner: nn.Module, blocks: RemoteBlocks, family: Family, no_dropout: NoDropout):
+    """Tells the remote blocks mask, positions and cache of each forward of their owner; puts prompts before its input.
+
+    They are caught at the owner because what it hands to a block differs between families.
+    """
+    names = list(inspect.signature(owner.forward).parameters)
+
+    def hook(_module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+        given = {**dict(zip(names, args, strict=False)), **kwargs}
+        refuse_inner_outputs(given, owner.config)
+        if blocks.training and torch.is_grad_enabled():
+            no_dropout.warn(owner.config)
+        cache = given.get(family.cache_argument)
+        # A cache that nobody has asked for, in a pass that may be one of training, takes no room on servers yet.
+        asked = cache is not None or given.get("use_cache") is not None
+        later = not asked and (torch.is_grad_enabled() or blocks.remote.added.drops)
+        use_cache = _uses_cache(owner, given)
+        if cache is None and use_cache:
+            cache = RemoteCache(blocks.remote, num_virtual=blocks.num_virtual)
+        session = None if cache is None else session_of(cache, blocks.remote, blocks.num_virtual)
+        past = 0 if session is None else session.length
+        packed = cache is None and given.get("attention_mask") is None and _are_packed(given.get("position_ids"))
+        if blocks.prompts is not None:
+            if packed:
+                raise RequestRejected(
+                    "position_ids begin again within a row: packed sequences cannot be trained with prompts, which "
+                    "stand before one sequence per row; send them in rows of their own, with an attention_mask"
+                )
+            positions = {"position_ids": given.get("position_ids")} if "position_ids" in names else {}
+            given = blocks.prompts.before(given | positions, getattr(owner, family.embedding), past)
+        # Blocks that training skips at random are those for which the stock code does not call the module.
+        every_block = wants("output_hidden_states", given, owner.config) or (
+            owner.training and bool(getattr(owner, "layerdrop", 0))
+        )
+        blocks.begin(
+            given.get("attention_mask"),
+            given.get("position_ids"),
+            session,
+            later=later,
+            packed=packed,
+            every_block=every_block,
+        )
+        return (), {**given, **family.cache_arguments(cache, use_cache)}
+
+    return hook
+
+
+def _uses_cache(owner: nn.Module, given: dict[str, Any]) -> bool:
+    """Whether the stock model returns a cache from a forward with these arguments, and makes one if none is given."""
+    if getattr(owner, "gradient_checkpointing", False) and owner.training:
+        return False
+    use_cache = given.get("use_cache")
+    return bool(getattr(owner.config, "use_cache", False) if use_cache is None else use_cache)
+
+
+def _are_packed(position_ids: torch.Tensor | None) -> bool:
+    """Whether some row has several sequences, as transformers tells without a mask."""
+    return position_ids is not None and find_packed_sequence_indices(position_ids) is not None

@@ -1,0 +1,130 @@
+"""What a stock model returns from inside its blocks, or does in them, and servers do not: it is refused, or said."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import initialization as weight_init
+
+from swarm_protocol.checkpoints.families import Family
+from swarm_protocol.checkpoints.hollow_model import stock_loader
+from swarm_protocol.errors import RequestRejected
+
+_logger = logging.getLogger(__name__)
+
+
+def wants(what: str, given: dict[str, Any], config: PreTrainedConfig) -> bool:
+    """Whether a forward with the arguments ``given`` is to return ``what``."""
+    wanted = given.get(what)
+    return bool(getattr(config, what, False) if wanted is None else wanted)
+
+
+def refuse_inner_outputs(given: dict[str, Any], config: PreTrainedConfig) -> None:
+    """Raises RequestRejected if a forward of a base model with these arguments is to return what is inside blocks."""
+    if wants("output_attentions", given, config):
+        raise RequestRejected(
+            "output_attentions=True asks for attention weights, which stay on the servers: leave it out (hidden "
+            "states can be had, with output_hidden_states=True)"
+        )
+    if given.get("output_router_logits"):
+        raise RequestRejected(
+            "output_router_logits=True asks for what the routers of experts return, which stays on the servers: set "
+            "output_router_logits=False, or leave it out"
+        )
+
+
+def without_router_logits(names: Sequence[str], given: dict[str, Any], config: PreTrainedConfig) -> dict:
+    """Arguments that keep a stock ``forward`` from asking for router logits because its config says so.
+
+    Args:
+        names: of the arguments that ``forward``, of the model with its head, can take.
+        given: those of this call.
+
+    Raises:
+        RequestRejected: it would add the auxiliary loss of the routers to that of ``labels``.
+    """
+    is_given = given.get("output_router_logits") is not None
+    if is_given or "output_router_logits" not in names or not getattr(config, "output_router_logits", False):
+        return {}
+    if given.get("labels") is not None:
+        raise RequestRejected(
+            "config.output_router_logits=True adds the routers' auxiliary loss to that of labels, but what routers "
+            "return stays on the servers: set output_router_logits=False (as an argument here or of from_pretrained, "
+            "or model.config.output_router_logits=False), and the loss is without it"
+        )
+    return {"output_router_logits": False}
+
+
+# ---------------------------------------------------------------- training
+
+
+class NoDropout:
+    """Says once, of one model, which dropout its blocks would have in training: servers compute without."""
+
+    def __init__(self, family: Family) -> None:
+        self._family = family
+        self._is_said = False
+
+    def said(self, config: PreTrainedConfig) -> str:
+        """What is to be said; empty if there is nothing, or it was said before."""
+        if self._is_said:
+            return ""
+        self._is_said = True
+        fields = ", ".join(f"{name}={value}" for name, value in dropout_of_blocks(config, self._family).items())
+        if not fields:
+            return ""
+        return (
+            f"servers train without the dropout in the model's own blocks ({fields} in its config): results are those "
+            "of the local model with these set to 0. lora_dropout is applied"
+        )
+
+    def warn(self, config: PreTrainedConfig) -> None:
+        """Called by forwards in training mode."""
+        if text := self.said(config):
+            _logger.warning("%s. Pass them as 0 to from_pretrained to end this warning", text)
+
+
+def notes_on_training(model: PreTrainedModel) -> list[str]:
+    """What is to be said before a distributed model is trained by a command; it leaves out what servers cannot do."""
+    notes = [text] if (text := model.no_dropout.said(model.config)) else []
+    if getattr(model.config, "output_router_logits", False):
+        model.config.output_router_logits = False
+        notes.append("the loss is without the routers' auxiliary part (output_router_logits in the model's config)")
+    return notes
+
+
+def dropout_of_blocks(config: PreTrainedConfig, family: Family) -> dict[str, float]:
+    """Config fields, with their values, by which the blocks of the stock model drop out, or jitter, in training.
+
+    Those above 0 that some module in a block keeps; in falcon without alibi, flash attention alone then uses one.
+    """
+    marked, marks = copy.deepcopy(config), {}
+    for number, (path, value) in enumerate(_random_fields(config)):
+        holder = marked
+        for name in path[:-1]:
+            holder = getattr(holder, name)
+        mark = 0.5 + (number + 1) / 1024  # found again in whatever is made from this field
+        vars(holder)[path[-1]] = mark  # not setattr: some are typed int
+        marks[mark] = ".".join(path), value
+    if not marks:
+        return {}
+    marked._attn_implementation_internal = "eager"
+    with stock_loader(), weight_init.no_init_weights(), torch.device("meta"):
+        base = family.base_class(marked)
+    blocks: nn.ModuleList = getattr(family.owner_of(base), family.blocks)
+    used = {value for module in blocks.modules() for value in vars(module).values() if isinstance(value, float)}
+    return dict(field for mark, field in marks.items() if mark in used)
+
+
+def _random_fields(config: PreTrainedConfig) -> Iterator[tuple[tuple[str, ...], float]]:
+    for name, value in vars(config).items():
+        if isinstance(value, PreTrainedConfig):
+            yield from (((name, *path), inner) for path, inner in _random_fields(value))
+        elif ("drop" in name or "jitter" in name) and isinstance(value, int | float) and value > 0:
+            yield (name,), value

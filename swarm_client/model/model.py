@@ -1,0 +1,189 @@
+"""Stock Hugging Face models whose blocks are remote."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
+
+from swarm_client.adapters.prompts import NEW_HEADS
+from swarm_client.core import background
+from swarm_client.core.config import ClientConfig
+from swarm_client.core.events import OnEvent
+from swarm_client.model.head import check_head_quant, quantize_head_
+from swarm_client.model.hf_model import ATTENTION, client_class
+from swarm_client.swarm.swarm import Swarm
+from swarm_protocol.checkpoints.checkpoint import Checkpoint
+from swarm_protocol.checkpoints.default_model import DEFAULT_MODEL, locate
+from swarm_protocol.checkpoints.families import slice_config
+from swarm_protocol.checkpoints.hollow_model import stock_loader
+from swarm_protocol.checkpoints.positions import max_positions
+from swarm_protocol.dht.local_registry import DEFAULT_SWARM
+from swarm_protocol.errors import UnsupportedModel
+from swarm_protocol.span import Span
+
+_logger = logging.getLogger(__name__)
+NUM_PROMPT_TOKENS = 16
+
+
+class _Distributed:
+    _auto_class: Any
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        name_or_path: str = DEFAULT_MODEL,
+        initial_peers: list[str] | tuple[str, ...] | None = None,
+        swarm: str | None = None,
+        *,
+        revision: str | None = None,
+        dtype: torch.dtype | str = "auto",
+        device: torch.device | str = "cpu",
+        wait_timeout_s: float = ClientConfig.wait_timeout_s,
+        step_timeout_s: float = ClientConfig.step_timeout_s,
+        recovery_timeout_s: float = ClientConfig.recovery_timeout_s,
+        standby: bool = ClientConfig.standby,
+        on_event: OnEvent | None = None,
+        compression: str = ClientConfig.compression,
+        head_quant: str = ClientConfig.head_quant,
+        allowed_servers: Sequence[str] = (),
+        blocked_servers: Sequence[str] = (),
+        adapter: str = ClientConfig.adapter,
+        tuning_mode: str | None = None,
+        num_prompt_tokens: int = NUM_PROMPT_TOKENS,
+        **config_overrides: Any,
+    ) -> PreTrainedModel:
+        """Loads embeddings, norms and head; the blocks are computed by the swarm.
+
+        Args:
+            name_or_path: hub name, directory, or the name of the model that ships with this package.
+            initial_peers: multiaddrs of members of the swarm; by default the swarm noted on this machine.
+            swarm: the swarm's name.
+            revision: branch, tag or commit of a hub model. Servers must serve the same.
+            dtype: of the client's part; "auto" is float32 on the CPU and the checkpoint's own elsewhere.
+            wait_timeout_s: how long to wait for servers that hold every block before ``NoRoute``, and for room on them
+                before ``PeerBusy``.
+            step_timeout_s: how long to wait for one server's answer, as long as it says that it is there.
+            recovery_timeout_s: how long a generation or a training step waits until others have taken the place of
+                servers that failed, before ``RecoveryFailed``; 0 lets it fail at once.
+            standby: keep a copy of each generation's keys and values on other servers, so that next to nothing must be
+                computed again when one fails. It costs their room and the network between them.
+            on_event: called with what happens to generations and training, ``Recovery``, ``Move``, ``Waiting`` or
+                ``Retry`` of ``swarm_client.core.events``. It runs on the network's thread and must not hold it up.
+            compression: of hidden states on their way to the servers: "none" or "int8".
+            head_quant: of the head that turns hidden states into logits: "none", or "int8" (on the CPU), which is
+                faster and smaller, and frozen. A classifier's head stays as it is.
+            allowed_servers, blocked_servers: peer ids, or their ends as ``status`` shows them. If any are allowed, no
+                others are used.
+            adapter: name of an adapter that servers have loaded; only those that have are used.
+            tuning_mode: "prompt" adds virtual tokens before those of every row, "deep_prompt" others before every block
+                too: so many ``num_prompt_tokens``, and nothing else, are trained. See ``model.prompts``.
+            config_overrides: fields of the model's config, such as ``num_labels=3``.
+
+        Returns:
+            The stock class (such as ``LlamaForCausalLM``) with ``model.blocks`` and ``model.close()`` added; it also is
+            a context manager.
+
+        Raises:
+            CheckpointError: the model cannot be read; UnsupportedModel: it cannot be split.
+            NoSwarm: no member of the swarm answers.
+            NoRoute: no server has ``adapter``, or is one of ``allowed_servers``, though there are others.
+        """
+        config = ClientConfig(
+            initial_peers=tuple(initial_peers or ()) if not isinstance(initial_peers, str) else initial_peers,
+            swarm=swarm or DEFAULT_SWARM,
+            wait_timeout_s=wait_timeout_s,
+            step_timeout_s=step_timeout_s,
+            recovery_timeout_s=recovery_timeout_s,
+            standby=standby,
+            on_event=on_event,
+            compression=compression,
+            head_quant=head_quant,
+            allowed_servers=allowed_servers if isinstance(allowed_servers, str) else tuple(allowed_servers),
+            blocked_servers=blocked_servers if isinstance(blocked_servers, str) else tuple(blocked_servers),
+            adapter=adapter,
+        )
+        device = torch.device(device)
+        check_head_quant(head_quant, device)
+        checkpoint = Checkpoint.open(locate(name_or_path), revision)
+        connection = Swarm(config, checkpoint.name, checkpoint.revision, checkpoint.family.num_blocks)
+        background.run(connection.connect())
+        try:
+            model = load_client(checkpoint, cls._auto_class, dtype, device, config_overrides)
+            if head_quant == "int8":
+                quantize_head_(model)
+            model.connect(connection, max_positions(checkpoint.config))
+            if tuning_mode is not None:
+                model.add_prompts(tuning_mode, num_prompt_tokens)
+        except BaseException:
+            background.run(connection.close())
+            raise
+        return model
+
+
+class DistributedModel(_Distributed):
+    """``AutoModelForCausalLM`` for a swarm."""
+
+    _auto_class = AutoModelForCausalLM
+
+
+class DistributedModelForSequenceClassification(_Distributed):
+    """``AutoModelForSequenceClassification`` for a swarm."""
+
+    _auto_class = AutoModelForSequenceClassification
+
+
+def load_client(
+    checkpoint: Checkpoint,
+    auto_class: Any,
+    dtype: torch.dtype | str,
+    device: torch.device,
+    config_overrides: dict[str, Any] | None = None,
+) -> PreTrainedModel:
+    """The client's half of a model, with unconnected remote blocks.
+
+    Raises:
+        CheckpointError: a tensor is missing or has another shape than the model.
+        UnsupportedModel: there is no such head for this model.
+    """
+    family, config = checkpoint.family, copy.deepcopy(checkpoint.config)
+    for name, value in (config_overrides or {}).items():
+        if not hasattr(config, name):
+            raise ValueError(
+                f"unexpected argument {name!r}: from_pretrained does not know it, nor does the model's config"
+            )
+        setattr(config, name, value)
+    try:
+        stock_class = auto_class._model_mapping[type(config)]
+    except KeyError:
+        raise UnsupportedModel(f"models of type {config.model_type!r} have no {auto_class.__name__}") from None
+    if dtype == "auto":
+        dtype = torch.float32 if device.type == "cpu" else config.dtype or torch.bfloat16
+    own_class = client_class(stock_class, family)
+    one_block = slice_config(config, Span(0, 1))
+    if hasattr(config, "layer_types"):
+        one_block.layer_types = config.layer_types  # rotary embeddings are made for every type of block among them
+    with stock_loader():
+        model, info = own_class.from_pretrained(
+            None,
+            config=one_block,
+            state_dict=checkpoint.client_tensors(),
+            dtype=dtype,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # reported, and refused below
+        )
+    for name in checkpoint.require_fit(info, optional=() if auto_class is AutoModelForCausalLM else NEW_HEADS):
+        _logger.warning("%s is not in the checkpoint: it starts untrained", name)
+    model.fill_blocks(config)
+    for module in model.modules():
+        if hasattr(module, "config"):
+            module.config = config
+    config._attn_implementation_internal = ATTENTION
+    if checkpoint.generation_config is not None:
+        model.generation_config = checkpoint.generation_config
+    model.name_or_path = str(checkpoint.location)  # adapters say what they were made for
+    return model.eval().to(device)

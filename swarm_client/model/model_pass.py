@@ -1,0 +1,142 @@
+"""One forward of a stock model through its remote blocks, each of which has a module in it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from swarm_protocol.errors import RequestRejected
+from swarm_protocol.wire.block_input import BlockInput
+
+if TYPE_CHECKING:
+    from swarm_client.adapters.snapshots import Snapshot
+    from swarm_client.model.remote_blocks import RemoteSpan
+    from swarm_client.sessions.session import RemoteSession
+
+
+@dataclass
+class ModelPass:
+    """Blocks are computed from one start to the next, when the module of the first of them is called.
+
+    Attributes:
+        later: servers are told of the session only when there is more for it.
+        packed: see ``RemoteSpan``; without a session only.
+        starts: blocks whose input is looked at or changed here; the first block is always among them.
+        num_wanted: how many of the last outputs are used, if a session computes them; None: all.
+    """
+
+    remote: RemoteSpan
+    attention_mask: torch.Tensor | None
+    position_ids: torch.Tensor | None
+    session: RemoteSession | None
+    later: bool
+    packed: bool
+    starts: Sequence[int]
+    num_wanted: int | None
+
+    _snapshot: Snapshot | None = None  # of what is added to the blocks, in a pass without a session
+    _first: torch.Tensor | None = None  # input of the first block
+    _outputs: dict[int, torch.Tensor] | None = None  # of a session: by the start they are the next input of
+
+    def through(self, block: int, hidden: torch.Tensor) -> torch.Tensor:
+        """What the module of this block returns, [batch, new, hidden_size]."""
+        if block not in self.starts:
+            return hidden
+        if self._snapshot is None and self._outputs is None:
+            self._begin(hidden)
+        if self._outputs is not None:
+            return self._told(block, hidden)
+        blocks = self.remote[block : self._end(block)]
+        return blocks(hidden, self.attention_mask, self.position_ids, snapshot=self._snapshot, packed=self.packed)
+
+    def finish(self) -> None:
+        """To be called when the model has come to its end."""
+        if self.session is not None and self._snapshot is not None:
+            inputs = BlockInput(self._first, self.attention_mask, self.position_ids)
+            self.session.begin_with(inputs, self._snapshot)
+
+    def _end(self, block: int) -> int:
+        return min([self.remote.span.end, *(start for start in self.starts if start > block)])
+
+    def _begin(self, hidden: torch.Tensor) -> None:
+        session, tensors = self.session, self.remote.added.adapter.tensors
+        if self.position_ids is None:
+            past, new = 0 if session is None else session.length, hidden.shape[1]
+            self.position_ids = torch.arange(past, past + new, device=hidden.device)[None]
+        need_grad = needs_grad(hidden, *tensors)
+        if session is None or (not session.length and (self.later or need_grad)):
+            self._snapshot, self._first = self.remote.added.snapshot(), hidden.detach()
+            return
+        compute = partial(self._step, session, hidden.detach())
+        outputs = _FromCache.apply(compute, hidden, *tensors) if need_grad else compute()
+        ends = map(self._end, self.starts)
+        self._outputs = dict(zip(ends, outputs, strict=True))
+
+    def _step(self, session: RemoteSession, hidden: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Of all blocks before a start, and of the last block."""
+        inputs = BlockInput(hidden, self.attention_mask, self.position_ids)
+        if len(self.starts) > 1:
+            outputs = session.step_through(inputs)
+            return tuple(outputs[self._end(start) - 1].to(hidden.device) for start in self.starts)
+        wanted = session.step(inputs, self.num_wanted).to(hidden.device)
+        missing = hidden.shape[1] - wanted.shape[1]  # nobody looks at these
+        return (nn.functional.pad(wanted, (0, 0, missing, 0)) if missing else wanted,)
+
+    def _told(self, block: int, hidden: torch.Tensor) -> torch.Tensor:
+        if block != self.starts[0] and not torch.equal(hidden, self._outputs[block]):
+            raise RequestRejected(
+                f"the hidden states that enter block {block} were changed here, but servers go on with theirs where "
+                "they keep a cache: leave them as they are, or pass use_cache=False"
+            )
+        output = self._outputs[self._end(block)]
+        return output.clone() if len(self.starts) > 1 else output  # so that a change of it in place is noticed
+
+
+def starts_of(modules: Sequence[nn.Module], every_block: bool) -> list[int]:
+    """Of a pass through the modules of all blocks: where ``every_block`` or a hook of somebody else has it stop.
+
+    The number of blocks is among them if what comes out of the last one is looked at.
+    """
+    starts = {0}
+    for block, module in enumerate(modules):
+        both = every_block or are_foreign(module._backward_hooks, module._backward_pre_hooks)
+        if both or are_foreign(module._forward_pre_hooks):
+            starts.add(block)
+        if both or are_foreign(module._forward_hooks):
+            starts.add(block + 1)
+    return sorted(starts)
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Of somebody else, on its input or output."""
+    return are_foreign(module._forward_pre_hooks, module._forward_hooks)
+
+
+def are_foreign(*hooks: dict[int, Callable]) -> bool:
+    """Whether some are neither ours nor those by which transformers collects hidden states where they are asked for."""
+    ours = ("swarm_client.", "transformers.utils.output_capturing")
+    return any(not getattr(hook, "__module__", "").startswith(ours) for some in hooks for hook in some.values())
+
+
+def needs_grad(*tensors: torch.Tensor) -> bool:
+    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+
+
+class _FromCache(torch.autograd.Function):
+    """What came out of blocks that have keys and values from before: nothing leads back to those."""
+
+    @staticmethod
+    def forward(_ctx, compute: Callable[[], tuple[torch.Tensor, ...]], *_inputs: torch.Tensor):
+        return compute()
+
+    @staticmethod
+    def backward(_ctx, *_grads):
+        raise RequestRejected(
+            "gradients do not flow through a cache of remote blocks that was filled before: compute what is to be "
+            "trained in one pass, without past_key_values or with use_cache=False, and decode under torch.no_grad()"
+        )

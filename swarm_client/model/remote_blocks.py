@@ -1,0 +1,263 @@
+"""Remote blocks as a module: sliceable, callable on hidden states, differentiable."""
+
+from __future__ import annotations
+
+import secrets
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from swarm_client.adapters.prompts import Prompts
+from swarm_client.adapters.snapshots import Added, Snapshot
+from swarm_client.core import background
+from swarm_client.core.events import OnEvent
+from swarm_client.model.hollow_blocks import INSTEAD, HollowBlocks, Inside
+from swarm_client.model.model_pass import ModelPass, needs_grad, starts_of
+from swarm_client.passes.passes import backward, forward
+from swarm_client.sessions.session import RemoteSession, check_length
+from swarm_client.swarm.swarm import Swarm
+from swarm_protocol.errors import RequestRejected
+from swarm_protocol.span import Span
+from swarm_protocol.wire.adapters import Adapter
+from swarm_protocol.wire.block_input import BlockInput
+
+
+class RemoteSpan:
+    """Some blocks of a model, wherever they are.
+
+    ``span(hidden)`` runs them; ``span[a:b]`` is a part of them, counted from the model's first block.
+    """
+
+    def __init__(self, swarm: Swarm, span: Span, max_positions: int | None, added: Callable[[], Added] = Added) -> None:
+        """``added`` says what the client adds to the model's blocks at present."""
+        self.swarm = swarm
+        self.span = span
+        self.max_positions = max_positions
+        self._added = added
+
+    def __len__(self) -> int:
+        return len(self.span)
+
+    def __getitem__(self, blocks: slice) -> RemoteSpan:
+        """``model.blocks[6:10]``; raises ValueError if these are not among the blocks."""
+        if not isinstance(blocks, slice) or blocks.step not in (None, 1):
+            raise ValueError(f"remote blocks are taken by a slice such as blocks[6:10], not {blocks!r}")
+        start = self.span.start if blocks.start is None else blocks.start
+        end = self.span.end if blocks.stop is None else blocks.stop
+        span = Span(start, end)
+        if not self.span.covers(span):
+            raise ValueError(f"blocks {span} are outside {self.span}")
+        return RemoteSpan(self.swarm, span, self.max_positions, self._added)
+
+    @property
+    def added(self) -> Added:
+        """What the client adds to these blocks at present."""
+        return self._added().over(self.span)
+
+    def __call__(
+        self,
+        hidden: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.Tensor | None = None,
+        *,
+        snapshot: Snapshot | None = None,
+        packed: bool = True,
+    ) -> torch.Tensor:
+        """Hidden states after the last block of the span, without a cache.
+
+        Gradients flow to ``hidden``, and to the adapter and prompts that the client adds to these blocks.
+
+        Args:
+            hidden: [batch, tokens, hidden_size], the input of the first block of the span.
+            attention_mask: [batch, tokens], 0 for padding; None if there is none.
+            position_ids: [batch or 1, tokens]; None for 0, 1, 2, …
+            snapshot: what is added to the blocks; by default what is at present.
+            packed: without a mask, a position that does not follow the one before it begins another sequence in the
+                same row, which does not see what is before it, as in stock models without a cache.
+
+        Raises:
+            NoRoute, PeerError, RequestRejected: see ``swarm_protocol.errors``.
+        """
+        check_length(hidden.shape[1], self.max_positions)
+        if position_ids is None:
+            position_ids = torch.arange(hidden.shape[1], device=hidden.device)[None]
+        added = self.added
+        tensors = added.adapter.tensors
+        snapshot, need_grad = snapshot or added.snapshot(), needs_grad(hidden, *tensors)
+        inputs = BlockInput(hidden, attention_mask, position_ids, packed and attention_mask is None)
+        return _RemoteForward.apply(hidden, inputs, self, added.drops, snapshot, need_grad, *tensors)
+
+    def open_session(
+        self, reserve_tokens: int = 0, *, standby: bool | None = None, on_event: OnEvent | None = None
+    ) -> RemoteSession:
+        """A session over these blocks.
+
+        Args:
+            reserve_tokens: positions per row that are asked for at its first step. With less than the session gets in
+                the end, it may have to give way to older ones for a while, when servers are full.
+            standby, on_event: see ``DistributedModel.from_pretrained``, which gives the defaults.
+        """
+        return RemoteSession(
+            self.swarm,
+            self.span,
+            self.max_positions,
+            reserve_tokens,
+            standby=standby,
+            on_event=on_event,
+            adapter=lambda: self.added.snapshot(),
+        )
+
+    def __repr__(self) -> str:
+        return f"RemoteSpan(blocks {self.span} of {self.swarm.model})"
+
+
+class _RemoteForward(torch.autograd.Function):
+    """Frozen remote blocks: the backward pass sends the inputs again where servers have not kept what they need.
+
+    The tensors of an adapter are inputs too, so that their gradients arrive where autograd wants them.
+    """
+
+    @staticmethod
+    def forward(
+        ctx, hidden, inputs: BlockInput, blocks: RemoteSpan, drops: bool, adapter: Snapshot, need_grad, *tensors
+    ):
+        seed = int(torch.randint(1, 2**63 - 1, ())) if drops else 0
+        span, first_grad = blocks.span, None
+        if need_grad:
+            first_grad = span.start if ctx.needs_input_grad[0] else adapter.begins(span)
+        pieces, ways = background.run(forward(blocks.swarm, span, inputs, adapter, seed, first_grad))
+        ctx.blocks, ctx.adapter, ctx.ways = blocks, adapter, ways
+        ctx.likes = [(tensor.device, tensor.dtype) for tensor in tensors]
+        return torch.cat(pieces).to(hidden.device)
+
+    @staticmethod
+    def backward(ctx, grad):
+        need_input, blocks = ctx.needs_input_grad[0], ctx.blocks
+        work = backward(blocks.swarm, blocks.span, ctx.ways, grad, ctx.adapter, need_input)
+        pieces, of_adapter = background.run(work)
+        input_grad = torch.cat(pieces).to(grad.device) if need_input else None
+        return input_grad, *(None,) * 5, *(sum_.to(*like) for sum_, like in zip(of_adapter, ctx.likes, strict=True))
+
+
+class BlockModule(Inside):
+    """Stands in a stock model where a block was: what hooks on it see and change is what they would of the block.
+
+    The model's own code calls it with keyword arguments that differ between families; what matters (mask, positions,
+    cache) is told to ``RemoteBlocks`` before. Inside it are the block's own modules, hollow.
+    """
+
+    # Servers decide what they keep for the backward pass.
+    gradient_checkpointing = property(lambda _self: False, lambda _self, _value: None)
+
+    def __init__(self, blocks: RemoteBlocks, index: int) -> None:
+        nn.Module.__init__(self)  # not super(): a family's block class may stand between
+        self._blocks, self.index = [blocks], index  # in a list: no part of the module
+
+    def forward(self, hidden: torch.Tensor, *_args, **_kwargs):
+        return self._blocks[0].through(self.index, hidden)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            index = self.__dict__.get("index")
+            raise AttributeError(f"block {index} is computed on servers and has no {name!r} here: {INSTEAD}") from None
+
+
+class RemoteBlocks(BlockModule):
+    """The module of the first block, which also knows what all of them need.
+
+    Attributes:
+        prompts: parameters that the client adds to the blocks; None if there are none.
+        hollow: what is inside the blocks, where PEFT puts its layers; None until the model is loaded.
+        adapter_name: of what servers add themselves.
+        modules_in_place: of all blocks.
+    """
+
+    def __init__(self, returns_tuple: bool) -> None:
+        BlockModule.__init__(self, self, 0)
+        self.modules_in_place: list[BlockModule] = [self]
+        self._returns_tuple = returns_tuple
+        self._remote: list[RemoteSpan] = []  # in a list: not part of the module
+        self._context = threading.local()
+        self._salt = secrets.token_bytes(32)
+        self.prompts: Prompts | None = None
+        self.hollow: HollowBlocks | None = None
+        self.adapter_name = ""
+
+    def added(self) -> Added:
+        """What is added to the blocks at present."""
+        low_rank = () if self.hollow is None else tuple(self.hollow.low_rank())
+        prompts = () if self.prompts is None else tuple(self.prompts.of_blocks())
+        return Added(Adapter(self._salt, low_rank, prompts), self.adapter_name, self.training)
+
+    @property
+    def num_virtual(self) -> int:
+        """Positions before those of every row that the model's users see."""
+        return 0 if self.prompts is None else self.prompts.num_tokens
+
+    def connect(self, remote: RemoteSpan) -> None:
+        self._remote[:] = [remote]
+
+    @property
+    def remote(self) -> RemoteSpan:
+        return self._remote[0]
+
+    def begin(
+        self,
+        attention_mask: torch.Tensor | None,
+        position_ids: torch.Tensor | None,
+        session: RemoteSession | None,
+        *,
+        later: bool = False,
+        packed: bool = False,
+        every_block: bool = False,
+    ) -> None:
+        """What the forward that begins now in this thread needs to know.
+
+        Args:
+            later: servers are told of the session only when there is more for it.
+            packed: see ``RemoteSpan``.
+            every_block: hidden states after every block are looked at.
+        """
+        modules = self.modules_in_place
+        starts = starts_of(modules, every_block)
+        num_wanted = getattr(self._context, "num_wanted", None) if len(starts) == 1 else None
+        starts = [block for block in starts if block < len(modules)]
+        self._context.has_virtual = self.prompts is not None and (session is None or not session.length)
+        self._context.value = ModelPass(
+            self.remote, attention_mask, position_ids, session, later, packed, starts, num_wanted
+        )
+
+    def end(self, output: Any) -> Any:
+        """That forward's output for the tokens that it was called with; ``output``: None if it failed."""
+        ended, self._context.value = getattr(self._context, "value", None), None  # else it would keep a session
+        if output is None:
+            return None
+        if ended is not None:
+            ended.finish()
+        return self.prompts.without(output) if self._context.has_virtual else output
+
+    def through(self, block: int, hidden: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor]:
+        """What the module of this block returns."""
+        model_pass = getattr(self._context, "value", None)
+        if model_pass is None:
+            raise RequestRejected(
+                f"block {block} is computed on servers: call model.blocks[{block}:{block + 1}](hidden), not the module "
+                "that stands for it in the model"
+            )
+        output = model_pass.through(block, hidden)
+        return (output, None) if self._returns_tuple else output
+
+    @contextmanager
+    def only_last(self, num_wanted: int | None) -> Iterator[None]:
+        """Meanwhile, in this thread, sessions return this many of the last positions, and zeros before them."""
+        self._context.num_wanted = num_wanted
+        try:
+            yield
+        finally:
+            self._context.num_wanted = None

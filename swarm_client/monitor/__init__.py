@@ -1,0 +1,1 @@
+"""Looks at a swarm without using it: ``status`` and what it shows."""

@@ -1,0 +1,158 @@
+"""Looks at a swarm as one of its clients does, once or again and again."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from math import inf
+
+from swarm_client.core.background import now_s
+from swarm_client.core.config import ClientConfig
+from swarm_client.monitor.model_monitor import MOST, ModelStatus, ObservedModel
+from swarm_client.swarm.swarm import Connect, join_as_client
+from swarm_client.transport.transport import Server
+from swarm_protocol.dht.dht import Dht
+from swarm_protocol.errors import NoSwarm
+
+Join = Callable[[ClientConfig], Awaitable[Dht]]
+_logger = logging.getLogger(__name__)
+_SOME = 32  # servers of each model that are asked in a round
+_EVERYBODY_S = 6.0  # that asking everybody may take
+_READ_S = 10.0  # that reading the DHT may take
+_LATE_S = 5.0  # after so long it is said that the DHT cannot be read
+_REJOIN_S = 10.0  # between two attempts to find another way into the swarm
+
+
+@dataclass(frozen=True)
+class Sight:
+    """A swarm at one moment.
+
+    Attributes:
+        models: those that have servers.
+        stale_s: how long ago the DHT was read, if it cannot be read at present.
+    """
+
+    models: tuple[ModelStatus, ...]
+    stale_s: float | None = None
+
+
+class Observer:
+    """Sees all models of one swarm, or one of them. All methods run on the background loop."""
+
+    def __init__(
+        self,
+        config: ClientConfig,
+        model: str | None = None,
+        *,
+        join: Join = join_as_client,
+        connect: Connect = Server.connect,
+    ) -> None:
+        """``join`` and ``connect`` stand for the network."""
+        self._config = config
+        self._model = model
+        self._dht: Dht | None = None
+        self._join = join
+        self._connect = connect
+        self._models: dict[str, ObservedModel] = {}
+        self._reading: asyncio.Task | None = None
+        self._asking: asyncio.Task | None = None
+        self._readable = True
+        self._read_s = -inf  # when the DHT was last read
+        self._began_s = inf  # when the reading under way began
+        self._joined_s = -inf
+
+    async def look(self) -> Sight:
+        """Once, with all servers asked, or many of them if there are hundreds.
+
+        Raises:
+            NoSwarm: nobody answers, or nobody hosts the model.
+        """
+        if self._dht is None:
+            self._dht, self._joined_s = await self._join(self._config), now_s()
+        await self._read()
+        if self._model is not None and not self._sight().models:
+            hosted = ", ".join(await self._dht.models())
+            raise NoSwarm(
+                f"no server of swarm {self._config.swarm!r} hosts model {self._model!r}"
+                + (f"; its models: {hosted}" if hosted else "")
+            )
+        await self._ask(MOST, _EVERYBODY_S)
+        return self._sight()
+
+    async def look_again(self, wait_s: float) -> Sight:
+        """What is known after ``wait_s`` or sooner; meanwhile the DHT is read, and some servers are asked."""
+        if self._reading is None or self._reading.done():
+            self._reading = asyncio.ensure_future(self._read())
+        if self._asking is None or self._asking.done():
+            self._asking = asyncio.ensure_future(self._ask(_SOME, wait_s))
+        done, _ = await asyncio.wait([self._reading, self._asking], timeout=wait_s)
+        for task in done:
+            task.result()
+        return self._sight()
+
+    async def close(self) -> None:
+        for task in (self._reading, self._asking):
+            if task is not None:
+                task.cancel()
+        for model in self._models.values():
+            await model.close()
+        if self._dht is not None:
+            await self._dht.shutdown()
+
+    def _sight(self) -> Sight:
+        statuses = [model.status() for model in self._models.values()]
+        is_late = not self._readable or now_s() - self._began_s > _LATE_S
+        return Sight(
+            tuple(status for status in statuses if status.servers), now_s() - self._read_s if is_late else None
+        )
+
+    async def _ask(self, most: int, patience_s: float) -> None:
+        await asyncio.gather(*(model.ask(most, patience_s) for model in self._models.values()))
+
+    async def _read(self) -> None:
+        self._began_s = now_s()
+        try:
+            self._readable = await asyncio.wait_for(self._read_models(), _READ_S)
+        except (asyncio.TimeoutError, OSError) as error:
+            _logger.info("the DHT cannot be read: %r", error)
+            self._readable = False
+        if self._readable:
+            self._read_s = now_s()
+        if not self._readable or self._all_silent():
+            await self._join_again()
+        self._began_s = inf
+
+    async def _read_models(self) -> bool:
+        """Returns False, and all stays as it was, if there is nothing where something has been."""
+        models = await self._dht.models()
+        if not models and self._models:
+            return False
+        models = {name: count for name, count in models.items() if self._model in (None, name)}
+        views = await asyncio.gather(*(self._dht.view(name, count) for name, count in models.items()))
+        for name in [name for name, known in self._models.items() if models.get(name) != known.num_blocks]:
+            await self._models.pop(name).close()
+        for (name, num_blocks), view in zip(models.items(), views, strict=True):
+            if name not in self._models:
+                self._models[name] = ObservedModel(self._config, name, num_blocks, self._connect)
+            self._models[name].see(view)
+        return True
+
+    def _all_silent(self) -> bool:
+        """What can be read may then be no more than what this node was told before."""
+        servers = [server for model in self._models.values() for server in model.status().servers]
+        return bool(servers) and not any(server.answers for server in servers)
+
+    async def _join_again(self) -> None:
+        """The servers through which this client was connected may all be gone, and others may have come."""
+        if now_s() - self._joined_s < _REJOIN_S:
+            return
+        self._joined_s = now_s()
+        try:
+            dht = await self._join(self._config)
+        except NoSwarm as error:
+            _logger.info("%s", error)
+            return
+        old, self._dht = self._dht, dht
+        await old.shutdown()

@@ -1,0 +1,126 @@
+"""Shows a swarm: its servers, their blocks, the chain a client would take, and the blocks that nobody serves."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from math import isfinite
+from typing import Any
+
+from rich.console import Console, RenderableType
+from rich.text import Text
+
+from swarm_client.core.config import ClientConfig
+from swarm_client.monitor.model_monitor import ModelStatus, ServerStatus
+from swarm_client.monitor.monitor import Observer, Sight
+from swarm_client.monitor.status_map import ON_CHAIN, ON_CHAIN_STYLE, blocks_table, printable
+from swarm_protocol.checkpoints.default_model import DEFAULT_MODEL
+from swarm_protocol.dht.local_registry import DEFAULT_SWARM
+
+
+async def read_status(config: ClientConfig, model: str | None = None) -> Sight:
+    """All models of a swarm that have servers, or the one asked for; raises NoSwarm if there is nobody to ask."""
+    observer = Observer(config, model)
+    try:
+        return await observer.look()
+    finally:
+        await observer.close()
+
+
+def show(console: Console, swarm: str, sight: Sight, height: int | None = None) -> None:
+    """Prints a map of blocks × servers for each model; lines to copy are not broken."""
+    for part in picture(swarm, sight, console.width, height):
+        console.print(part, soft_wrap=isinstance(part, Text))
+
+
+def picture(swarm: str, sight: Sight, width: int, height: int | None = None) -> list[RenderableType]:
+    """Tables that are ``width`` wide at most, and text; with ``height``, as many servers as there are lines for."""
+    notes = []
+    if not sight.models:
+        notes.append(Text(f"swarm {swarm} has no servers"))
+    if sight.stale_s is not None:
+        ago = f"{sight.stale_s:.0f} s ago"
+        notes.append(Text(f"the DHT cannot be read at present; who is there was read {ago}", "bold red"))
+    titles = [_title(swarm, status) for status in sight.models]
+    remarks = [_remark(swarm, status) for status in sight.models]
+    rows = [len(status.servers) for status in sight.models]
+    if height is not None:
+        tables = 2 * len(rows)  # lines of rulers and replicas
+        rows = _shares(rows, height - tables - _num_lines([*titles, *remarks, *notes], width))
+    parts: list[RenderableType] = []
+    for status, title, remark, count in zip(sight.models, titles, remarks, rows, strict=True):
+        parts += [title, blocks_table(status, count, width)]
+        if count < len(status.servers):
+            parts.append(Text(f"… and {len(status.servers) - count} more", "dim"))
+        parts.append(remark)
+    return [*parts, *notes]
+
+
+def _num_lines(texts: Sequence[Text], width: int) -> int:
+    return sum(-(-text.cell_len // width) for text in texts)
+
+
+def _shares(wanted: Sequence[int], lines: int) -> list[int]:
+    """How many servers of each model there are lines for, beside a line for those with more."""
+    shares = list(wanted)
+    for done, model in enumerate(sorted(range(len(wanted)), key=wanted.__getitem__)):
+        fair = max(2, lines // (len(wanted) - done))
+        if wanted[model] > fair:
+            shares[model] = fair - 1
+        lines -= min(wanted[model], fair)
+    return shares
+
+
+def _title(swarm: str, status: ModelStatus) -> Text:
+    count, silent = len(status.servers), sum(not server.answers for server in status.servers)
+    size = f" · {status.num_blocks} blocks · {count} {'server' if count == 1 else 'servers'}"
+    title = Text.assemble("swarm ", (swarm, "bold"), " · model ", (printable(status.model), "bold"), size)
+    return title.append(f", {silent} not answering", "red") if silent else title
+
+
+def _remark(swarm: str, status: ModelStatus) -> Text:
+    """The chain, or why there is none and what to do."""
+    if status.missing:
+        spans = ", ".join(map(str, status.missing))
+        model = "" if status.model == DEFAULT_MODEL else f" --model {printable(status.model)}"
+        name = "" if swarm == DEFAULT_SWARM else f" --swarm {swarm}"
+        command = f"; to help: python -m swarm_server{model}{name}"
+        return Text.assemble((f"no server holds blocks {spans}", "bold red"), command)
+    if not status.chain:
+        return Text(f"this client has no chain: {printable(status.no_chain) or 'it is looking for one'}", "bold red")
+    hops = " → ".join(f"{hop.server.short_id} {hop.span}" for hop in status.chain)
+    line = f" this client's chain: {hops}, about {status.tokens_per_s:.1f} tokens/s"
+    return Text.assemble((ON_CHAIN, ON_CHAIN_STYLE), line)
+
+
+def as_json(swarm: str, sight: Sight) -> dict[str, Any]:
+    """The same for programs."""
+    return {"swarm": swarm, "stale_s": sight.stale_s, "models": [_model_json(status) for status in sight.models]}
+
+
+def _model_json(status: ModelStatus) -> dict[str, Any]:
+    chain = [{"peer_id": hop.server.peer_id, "blocks": str(hop.span)} for hop in status.chain]
+    return {
+        "model": status.model,
+        "revision": status.revision,
+        "num_blocks": status.num_blocks,
+        "replicas": status.replicas,
+        "missing": [str(span) for span in status.missing],
+        "chain": chain or None,
+        "tokens_per_s_estimate": status.tokens_per_s if chain else None,
+        "servers": [_server_json(server) for server in status.servers],
+    }
+
+
+def _server_json(server: ServerStatus) -> dict[str, Any]:
+    record = server.record
+    fields = dataclasses.asdict(record)
+    fields["blocks"] = str(record.span)
+    fields["state"] = record.state.name.lower()
+    fields["tls_fingerprint"] = record.tls_fingerprint.hex()
+    fields["next_span"] = None if record.next_span is None else str(record.next_span)
+    fields["expires_at"] = record.expires_at if isfinite(record.expires_at) else None
+    fields["rtt_s"] = server.rtt_s
+    fields["answers"] = server.answers
+    del fields["span"]
+    return fields

@@ -1,0 +1,72 @@
+"""Shows a swarm live, until Ctrl-C."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.text import Text
+
+from swarm_client.core import background
+from swarm_client.core.config import ClientConfig
+from swarm_client.monitor.monitor import Observer, Sight
+from swarm_client.monitor.status import as_json, picture, show
+
+Paint = Callable[[Sight], None]
+
+
+def watch(config: ClientConfig, model: str | None, interval_s: float, *, json_lines: bool = False) -> None:
+    """Shows the swarm until Ctrl-C, in place if stdout is a terminal, else (and as JSON) one picture after the other.
+
+    Raises:
+        NoSwarm: nobody answers, or nobody hosts the model.
+    """
+    observer = Observer(config, model)
+    try:
+        with contextlib.suppress(KeyboardInterrupt):
+            sight = background.run(observer.look())
+            with _painter(config.swarm, interval_s, json_lines) as paint:
+                while True:
+                    next_s = time.monotonic() + interval_s
+                    paint(sight)
+                    sight = background.run(observer.look_again(interval_s))
+                    time.sleep(max(0.0, next_s - time.monotonic()))
+    finally:
+        background.run(observer.close())
+
+
+@contextlib.contextmanager
+def _painter(swarm: str, interval_s: float, json_lines: bool) -> Iterator[Paint]:
+    """What puts a picture on stdout."""
+    console = Console()
+    if json_lines:
+        yield lambda sight: print(json.dumps(as_json(swarm, sight)), flush=True)
+    elif not sys.stdout.isatty() or console.is_dumb_terminal:
+        yield lambda sight: _print(console, swarm, sight)
+    else:
+        footer = Text(f"every {interval_s:g} s; Ctrl-C ends it", "dim")
+        last: Sight | None = None
+        live = Live(console=console, screen=True, auto_refresh=False)
+
+        def paint(sight: Sight) -> None:
+            nonlocal last
+            last = sight
+            parts = picture(swarm, sight, console.width, console.height - 1)
+            live.update(Group(*parts, footer), refresh=True)
+
+        try:
+            with live:
+                yield paint
+        finally:  # what the terminal showed before has come back; the last picture stays below it
+            if last is not None:
+                show(console, swarm, last, console.height - 1)
+
+
+def _print(console: Console, swarm: str, sight: Sight) -> None:
+    show(console, swarm, sight)
+    console.print()

@@ -1,0 +1,259 @@
+"""Passes without a cache, forward and backward, in micro-batches over several chains."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import math
+import secrets
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+
+from swarm_client.adapters.snapshots import NOTHING, Snapshot
+from swarm_client.passes.divergence import require_finite
+from swarm_client.passes.retry_budget import Patience
+from swarm_client.routing.routing import Chain, Hop
+from swarm_client.swarm.swarm import Swarm
+from swarm_client.transport.wire_tensor import CODECS, Context, WireTensor
+from swarm_protocol.errors import BadReply, PeerError
+from swarm_protocol.span import Span
+from swarm_protocol.wire.block_input import BlockInput
+from swarm_protocol.wire.codec import split_rows, torch_dtype
+
+T = TypeVar("T")
+_MICRO_BATCH_TOKENS = 64  # at least, unless there are not so many
+_MAX_MICRO_BATCHES = 16  # under way at a time
+_KEY_BYTES = 16
+
+
+@dataclass(frozen=True)
+class Visited:
+    """A server that some rows went to.
+
+    Attributes:
+        hidden: with which they entered its blocks.
+        kept_key: under which it keeps what the backward pass needs; empty if it does not.
+    """
+
+    hop: Hop
+    hidden: WireTensor
+    kept_key: bytes = b""
+
+
+@dataclass(frozen=True)
+class Way:
+    """How one micro-batch went through the blocks, and what accompanied it."""
+
+    context: Context
+    path: list[Visited]
+
+    @property
+    def num_rows(self) -> int:
+        return self.path[0].hidden.header.shape[0]
+
+
+async def forward(
+    swarm: Swarm,
+    span: Span,
+    inputs: BlockInput,
+    adapter: Snapshot = NOTHING,
+    dropout_seed: int = 0,
+    first_grad: int | None = None,
+) -> tuple[list[torch.Tensor], list[Way]]:
+    """The outputs of micro-batches, and the way of each for ``backward``.
+
+    Several are under way at once, through as many chains as get all of them done soonest.
+
+    Args:
+        adapter: is added to the blocks.
+        dropout_seed: from which the seeds of micro-batches are derived; 0: nothing is dropped.
+        first_grad: the block where the backward pass will end; None: there will be none, so no ways are returned.
+
+    Raises:
+        NoRoute: nobody holds some block. RequestRejected: the servers refuse the input.
+        RecoveryFailed: servers failed, and nobody could take their place within ``recovery_timeout_s``.
+        TrainingDiverged: numbers overflow, here or on whichever server.
+    """
+    batches = _micro_batches(inputs)
+    chains = await swarm.chains(span, [rows.hidden.shape[0] * rows.hidden.shape[1] for rows in batches])
+    ends_at = span.end if first_grad is None else first_grad
+    trains = first_grad is not None or adapter.begins(span) < span.end
+    require_finite([inputs.hidden], "hidden states", trains)
+    require_finite(adapter.tensors, "adapter's weights")
+
+    async def one(number: int, rows: BlockInput, chain: Chain) -> tuple[torch.Tensor, Way]:
+        wire = WireTensor.of(rows.hidden, CODECS[swarm.config.compression])
+        context = Context.of(rows, adapter, _seed(dropout_seed, number))
+        output, path = await _forward_rows(swarm, span, wire, context, chain, ends_at, Patience(swarm, trains))
+        return output.decode(rows.hidden.shape, rows.hidden.dtype), Way(context, path)
+
+    jobs = enumerate(zip(batches, chains, strict=True))
+    results = await _together([partial(one, number, *job) for number, job in jobs])
+    return [output for output, _ in results], [] if first_grad is None else [way for _, way in results]
+
+
+async def _forward_rows(
+    swarm: Swarm,
+    span: Span,
+    hidden: WireTensor,
+    context: Context,
+    chain: Chain,
+    first_grad: int,
+    patience: Patience,
+) -> tuple[WireTensor, list[Visited]]:
+    """Goes on from where it is with another chain when a server fails.
+
+    Servers with blocks from ``first_grad`` on are asked to keep what the backward pass needs.
+    """
+    path: list[Visited] = []
+    position = span.start
+    while True:
+        try:
+            for hop in chain:
+                key = secrets.token_bytes(_KEY_BYTES) if hop.span.end > first_grad else b""
+                output, kept = await _forward_hop(swarm, hop, hidden, context, key)
+                path.append(Visited(hop, hidden, key if kept else b""))
+                hidden, position = output, hop.span.end
+                patience.renew(position)
+            return hidden, path
+        except PeerError as error:
+            patience.failed(error)
+        chain = await patience.chain(Span(position, span.end))
+
+
+async def _forward_hop(
+    swarm: Swarm, hop: Hop, hidden: WireTensor, context: Context, keep_key: bytes = b""
+) -> tuple[WireTensor, bool]:
+    """The hop's outputs, and whether it keeps what it needs to go back; raises BadReply if they are wrong."""
+    server = await swarm.server(hop.server)
+    output, kept = await server.forward(hop.span, hidden, context, keep_key)
+    with _blamed_on(hop):
+        output.decode(hidden.header.shape, torch_dtype(output.header.dtype))
+    return output, kept
+
+
+async def _backward_hop(
+    swarm: Swarm, part: Visited, grad: WireTensor, context: Context
+) -> tuple[WireTensor, list[torch.Tensor]]:
+    """Gradients of the hop's inputs and of the adapter in it, given that of its outputs; raises BadReply."""
+    hop, hidden = part.hop, part.hidden
+    server = await swarm.server(hop.server)
+    input_grad, grads = await server.backward(hop.span, hidden, grad, context, part.kept_key)
+    with _blamed_on(hop):
+        input_grad.decode(hidden.header.shape, torch_dtype(input_grad.header.dtype))
+        return input_grad, [grad.decode(grad.header.shape, torch.float32) for grad in grads]
+
+
+@contextmanager
+def _blamed_on(hop: Hop) -> Iterator[None]:
+    """A wrong answer was said by this server: otherwise the next one would be blamed."""
+    try:
+        yield
+    except BadReply as error:
+        raise type(error)(str(error), hop.server.peer_id, hop.span) from None
+
+
+async def backward(
+    swarm: Swarm, span: Span, ways: list[Way], grad: torch.Tensor, adapter: Snapshot = NOTHING, need_input: bool = True
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Gradients of the inputs of micro-batches, and of the adapter's tensors over ``span``, given that of the outputs.
+
+    ``need_input``: without, the pass back ends where the adapter begins, and there are none of the inputs.
+
+    Raises:
+        As ``forward``.
+    """
+    require_finite([grad], "gradients")
+    sums = adapter.sums(span)
+    first_block = span.start if need_input else adapter.begins(span)
+
+    async def one(way: Way, rows: torch.Tensor) -> tuple[torch.Tensor, list[tuple[Span, list[torch.Tensor]]]]:
+        wire, found = WireTensor.of(rows), []
+        for part in reversed(way.path):
+            if part.hop.span.end <= first_block:
+                break
+            wire, of_adapter = await _backward_rows(swarm, part, wire, way.context)
+            found += of_adapter
+        return wire.decode(rows.shape, rows.dtype), found
+
+    pieces = grad.split([way.num_rows for way in ways])
+    results = await _together([partial(one, *job) for job in zip(ways, pieces, strict=True)])
+    for _, found in results:  # in the order of rows, whichever came first: sums are the same every time
+        for part, grads in found:
+            sums.add(part, grads)
+    require_finite(sums.tensors, "gradients of what is trained")
+    return [input_grad for input_grad, _ in results] if need_input else [], sums.tensors
+
+
+async def _backward_rows(
+    swarm: Swarm, part: Visited, grad: WireTensor, context: Context
+) -> tuple[WireTensor, list[tuple[Span, list[torch.Tensor]]]]:
+    """Through the blocks of ``part``: on the same server, or on any others that hold them.
+
+    Returns the gradient of the inputs, and for each server those of the adapter's tensors in its blocks.
+    """
+    patience, chain = Patience(swarm, trains=True), None  # another one, where the first server failed
+    while True:
+        try:
+            if chain is None:
+                parts = [part]
+            else:
+                again = len(chain) == 1 and chain[0].server.peer_id == part.hop.server.peer_id  # it was busy, say
+                parts = [Visited(chain[0], part.hidden, part.kept_key if again else b"")]
+                for hop in chain[1:]:
+                    last = parts[-1]
+                    output, _ = await _forward_hop(swarm, last.hop, last.hidden, context)
+                    parts.append(Visited(hop, output))
+                    patience.renew()
+            result, found = grad, []
+            for visited in reversed(parts):
+                result, grads = await _backward_hop(swarm, visited, result, context)
+                found.append((visited.hop.span, grads))
+                patience.renew()
+            patience.renew(part.hop.span.end)
+            return result, found
+        except PeerError as error:
+            patience.failed(error)
+        chain = await patience.chain(part.hop.span)
+
+
+def _seed(dropout_seed: int, number: int) -> int:
+    """Of one micro-batch: rows of different ones must not drop the same elements."""
+    if not dropout_seed:
+        return 0
+    digest = hashlib.sha256(f"{dropout_seed} {number}".encode()).digest()
+    return int.from_bytes(digest[:8], "little") or 1
+
+
+def _micro_batches(inputs: BlockInput) -> list[BlockInput]:
+    """The batch in pieces of whole rows: each fits into one request, and all servers have something to do."""
+    batch_size, num_tokens, _ = inputs.hidden.shape
+    num_rows = max(math.ceil(_MICRO_BATCH_TOKENS / num_tokens), math.ceil(batch_size / _MAX_MICRO_BATCHES))
+    pieces, first_row = [], 0
+    for piece in split_rows(inputs.hidden):
+        end = first_row + len(piece)
+        starts = range(first_row, end, num_rows)
+        pieces += [inputs.rows(slice(start, min(start + num_rows, end))) for start in starts]
+        first_row = end
+    return pieces
+
+
+async def _together(jobs: Sequence[Callable[[], Coroutine[Any, Any, T]]]) -> list[T]:
+    """The results of all jobs, of which a limited number runs at a time; if one fails, the others are cancelled."""
+    turns = asyncio.Semaphore(_MAX_MICRO_BATCHES)
+
+    async def in_turn(job: Callable[[], Coroutine[Any, Any, T]]) -> T:
+        async with turns:
+            return await job()
+
+    tasks = [asyncio.ensure_future(in_turn(job)) for job in jobs]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()

@@ -1,0 +1,78 @@
+"""How long a pass without a session is tried again when servers fail."""
+
+from __future__ import annotations
+
+from swarm_client.core.background import now_s
+from swarm_client.core.events import Reporter, Retry, Waiting
+from swarm_client.passes.divergence import overflows_everywhere
+from swarm_client.routing.routing import Chain
+from swarm_client.swarm.stall import Stall
+from swarm_client.swarm.swarm import Swarm
+from swarm_protocol.errors import NoRoute, NotFinite, PeerError
+from swarm_protocol.span import Span
+
+_COMPUTED = "computed by any server"
+
+
+class Patience:
+    """Runs out when nothing has worked for ``recovery_timeout_s`` since the first failure.
+
+    In training, answers that are not finite are computed a second time, by another server if there is one, before it is
+    said who is to blame.
+    """
+
+    def __init__(self, swarm: Swarm, trains: bool = False) -> None:
+        self._swarm = swarm
+        self._trains = trains
+        self._suspected: NotFinite | None = None
+        self._reporter = Reporter(swarm.config.on_event)
+        self._stall: Stall | None = None
+
+    async def chain(self, span: Span) -> Chain:
+        """The fastest chain at present; waits for missing blocks.
+
+        Raises:
+            NoRoute: there is none, though no server has failed. RecoveryFailed: there is none any more.
+        """
+        stall = self._stall
+        if self._suspected is not None:
+            try:
+                return await self._swarm.chain(span, avoid=(self._suspected.peer_id,), timeout_s=0.0, pushes=False)
+            except NoRoute:  # nobody else has them
+                return await self._swarm.chain(span, pushes=False)
+        if stall is None:
+            return await self._swarm.chain(span, pushes=False)
+        try:
+            return await self._swarm.chain(
+                span,
+                timeout_s=stall.time_left_s,
+                on_wait=lambda *why: self._reporter.report(Waiting(*why)),
+                pushes=False,
+            )
+        except NoRoute as error:
+            stall.tried.append(str(error))
+            raise stall.error(span, _COMPUTED) from None
+
+    def failed(self, error: PeerError) -> None:
+        """Raises RecoveryFailed if it is enough, TrainingDiverged if it is the client's own doing."""
+        if self._trains and isinstance(error, NotFinite):
+            if self._suspected is not None:
+                raise overflows_everywhere(self._suspected, error) from None
+            self._suspected = error
+            return
+        self._swarm.failed(error)
+        if self._stall is None:
+            timeout_s = self._swarm.config.recovery_timeout_s
+            self._stall = Stall(now_s(), now_s() + timeout_s, timeout_s, error.peer_id)
+        self._stall.tried.append(str(error))
+        if not self._stall.time_left_s:
+            raise self._stall.error(error.span, _COMPUTED) from None
+        self._reporter.report(Retry(error.span, error.peer_id, str(error)))
+
+    def renew(self, end: int = 0) -> None:
+        """Something has worked: all blocks before ``end``."""
+        self._stall, suspected = None, self._suspected
+        if suspected is not None and end >= suspected.span.end:  # others could do it
+            self._suspected = None
+            self._swarm.failed(suspected)
+            self._reporter.report(Retry(suspected.span, suspected.peer_id, str(suspected)))

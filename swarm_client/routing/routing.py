@@ -1,0 +1,318 @@
+"""Which servers compute which blocks. Pure: functions of what the swarm looks like."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from math import exp, inf
+
+import numpy as np
+
+from swarm_protocol.dht.records import ServerRecord, ServerState, SwarmView, missing_spans
+from swarm_protocol.errors import NoRoute
+from swarm_protocol.span import Span
+from swarm_protocol.wire.constants import WIRE_VERSION
+
+ASSUMED_TOKENS_PER_S = 1.0  # of a server that announced none
+NO_ROOM_S = 30.0  # cost of a server whose KV cache looks too full
+_STEEPNESS, _MAX_EXCESS = 16.0, 3.0  # of prices; [0.97 of the optimum with 100 micro-batches, 0.91 with 16]
+_MAX_LISTED = 30  # servers or adapters in a sentence
+KEEP_MARGIN = 0.15  # relative: so much faster another chain must be to be taken instead of the last one
+
+
+@dataclass(frozen=True)
+class Hop:
+    """One server's part of a chain."""
+
+    server: ServerRecord
+    span: Span
+
+
+Chain = tuple[Hop, ...]
+
+
+@dataclass(frozen=True)
+class Costs:
+    """What a client knows of the time that things take, in seconds.
+
+    Attributes:
+        rtts_s: the client's round trips to servers, by peer id.
+        unknown_rtt_s: of servers that are not among them.
+        need_tokens: room for keys and values that a server should have.
+        pushes: servers send hidden states straight to one another; otherwise the client is between any two.
+        num_tokens: positions that pass at a time: one in decoding.
+        prices: by which the time of computing is multiplied, by peer id; 1 if there is none.
+    """
+
+    rtts_s: Mapping[str, float]
+    unknown_rtt_s: float = 0.0
+    need_tokens: int = 0
+    pushes: bool = True
+    num_tokens: int = 1
+    prices: Mapping[str, float] = field(default_factory=dict)
+
+    def rtt_s(self, server: ServerRecord) -> float:
+        return self.rtts_s.get(server.peer_id, self.unknown_rtt_s)
+
+    def visit_s(self, server: ServerRecord) -> float:
+        """What one visit takes before anything is computed: the queue, and a penalty if there is no room."""
+        return server.queue_delay_s + (NO_ROOM_S if server.cache_tokens_left < self.need_tokens else 0.0)
+
+    def block_s(self, server: ServerRecord) -> float:
+        """What computing one block takes."""
+        tokens_per_s = server.tokens_per_s
+        if self.num_tokens > 1:
+            tokens_per_s = server.forward_tokens_per_s or tokens_per_s
+        block_s = self.num_tokens / (tokens_per_s or ASSUMED_TOKENS_PER_S) / len(server.span)
+        return block_s * self.prices.get(server.peer_id, 1.0)
+
+    def between_s(self, server: ServerRecord, onward: ServerRecord) -> float:
+        """One way from server to server: half of what they measured, but never more than by way of the client."""
+        by_client_s = (self.rtt_s(server) + self.rtt_s(onward)) / 2
+        if not self.pushes:
+            return by_client_s
+        measured = server.next_hop_rtts_s.get(onward.peer_id), onward.next_hop_rtts_s.get(server.peer_id)
+        return min([by_client_s, *(rtt_s / 2 for rtt_s in measured if rtt_s is not None)])
+
+
+def fastest_chain(view: SwarmView, blocks: Span, costs: Costs, keep: Chain = ()) -> Chain:
+    """The hops that carry ``costs.num_tokens`` positions through ``blocks`` soonest.
+
+    ``keep`` is taken instead if it still exists and is hardly slower. ``view`` holds usable servers only.
+
+    Raises:
+        NoRoute: naming the blocks that no server holds.
+    """
+    best = _fastest(view, blocks, costs)
+    kept = _as_in(view, keep)
+    if kept and _is_over(kept, blocks) and seconds(kept, costs) <= seconds(best, costs) * (1 + KEEP_MARGIN):
+        return kept
+    return best
+
+
+def seconds(chain: Chain, costs: Costs) -> float:
+    """How long the chain takes: from the client to the first server, on from server to server, and back."""
+    total = (costs.rtt_s(chain[0].server) + costs.rtt_s(chain[-1].server)) / 2
+    for hop in chain:
+        total += costs.visit_s(hop.server) + len(hop.span) * costs.block_s(hop.server)
+    return total + sum(costs.between_s(hop.server, onward.server) for hop, onward in pairwise(chain))
+
+
+def spread(view: SwarmView, blocks: Span, sizes: Sequence[int], costs: Costs) -> list[Chain]:
+    """A chain for each of several micro-batches, so that all are through soon: fast servers get more of them.
+
+    The first takes the fastest chain. Each further one takes the cheapest, where the price of a server's time rises
+    exponentially with what it has to do already; so the time until the busiest is done comes near the least there is
+    (Aspnes et al., "On-line routing of virtual circuits with applications to load balancing", 1997). For servers of
+    equal spans it is a round robin in proportion to their speed, as in SWARM (Ryabinin et al., 2023).
+
+    Args:
+        sizes: positions (rows x tokens) of each micro-batch.
+
+    Raises:
+        NoRoute: naming the blocks that no server holds.
+    """
+    busy_s = {server.peer_id: server.queue_delay_s for server in view.servers}
+    chains: list[Chain] = []
+    for num_tokens in sizes:
+        now = replace(costs, num_tokens=num_tokens)
+        block_s = {server.peer_id: now.block_s(server) for server in view.servers}
+        if chains:
+            least_s = min(len(hop.span) * block_s[hop.server.peer_id] for hop in chains[0])
+            limit_s = max(busy_s.values()) + least_s
+            loads_s = {s.peer_id: busy_s[s.peer_id] + len(s.span) * block_s[s.peer_id] for s in view.servers}
+            prices = {p: exp(_STEEPNESS * min(_MAX_EXCESS, load_s / limit_s - 1)) for p, load_s in loads_s.items()}
+            now = replace(now, prices=prices)
+        chains.append(_fastest(view, blocks, now))
+        for hop in chains[-1]:
+            busy_s[hop.server.peer_id] += len(hop.span) * block_s[hop.server.peer_id]
+    return chains
+
+
+def _fastest(view: SwarmView, blocks: Span, costs: Costs) -> Chain:
+    """Dynamic programming from the last block to the first, over servers times blocks."""
+    servers = sorted(view.servers, key=lambda server: server.peer_id)
+    starts = np.array([server.span.start for server in servers], int)
+    ends = np.array([server.span.end for server in servers], int)
+    half_rtt = np.array([costs.rtt_s(server) for server in servers]) / 2
+    visit = np.array([costs.visit_s(server) for server in servers], float)
+    per_block = np.array([costs.block_s(server) for server in servers], float)
+    links = _links(servers, starts, ends, half_rtt) if costs.pushes else _NO_LINKS
+    through = half_rtt  # from here to the end if this server has computed the block before
+    onward: dict[int, np.ndarray] = {}  # who computes a block, by who has computed the one before
+    stay = np.arange(len(servers))
+    for block in reversed(range(blocks.start, blocks.end)):
+        holds = (starts <= block) & (block < ends)
+        if not holds.any():
+            raise no_route(view, blocks)
+        computed = np.where(holds, per_block + through, inf)  # this block on, its server's visit not counted
+        entered = computed + visit
+        first = int((entered + half_rtt).argmin())
+        leaving = entered[first] + half_rtt[first] + half_rtt  # by way of the client, or as far as that
+        to = np.full(len(servers), first)
+        used = np.flatnonzero((links.lowest <= block) & (block < links.highest))
+        since, linked = links.since[used], links.half_rtt[used] + entered[links.to[used]]
+        np.minimum.at(leaving, since, linked)
+        shortest = linked == leaving[since]
+        to[since[shortest]] = links.to[used][shortest]
+        onward[block] = np.where(computed <= leaving, stay, to)
+        through = np.minimum(computed, leaving)
+    return _as_chain(servers, blocks, first, onward)
+
+
+@dataclass(frozen=True)
+class _Links:
+    """Pairs of servers whose one-way time is known and shorter than by way of the client.
+
+    A chain may change from the one to the other before the blocks ``lowest`` to ``highest - 1``.
+    """
+
+    since: np.ndarray
+    to: np.ndarray
+    half_rtt: np.ndarray
+    lowest: np.ndarray
+    highest: np.ndarray
+
+
+_NO_LINKS = _Links(*(np.zeros(0, int),) * 2, np.zeros(0), *(np.zeros(0, int),) * 2)
+
+
+def _links(servers: Sequence[ServerRecord], starts: np.ndarray, ends: np.ndarray, half_rtt: np.ndarray) -> _Links:
+    numbers = {server.peer_id: number for number, server in enumerate(servers)}
+    measured = [
+        (number, other, rtt_s)
+        for number, server in enumerate(servers)
+        for peer_id, rtt_s in server.next_hop_rtts_s.items()
+        if (other := numbers.get(peer_id)) is not None
+    ]
+    one, other, rtt = np.array(measured, float).reshape(-1, 3).T
+    since, to = np.concatenate([one, other]).astype(int), np.concatenate([other, one]).astype(int)
+    lowest, highest = np.maximum(starts[since] + 1, starts[to]), np.minimum(ends[since] + 1, ends[to])
+    half = np.concatenate([rtt, rtt]) / 2
+    use = (lowest < highest) & (half < half_rtt[since] + half_rtt[to])
+    return _Links(since[use], to[use], half[use], lowest[use], highest[use])
+
+
+def _as_chain(servers: Sequence[ServerRecord], blocks: Span, first: int, onward: Mapping[int, np.ndarray]) -> Chain:
+    chain, number, start = [], first, blocks.start
+    for block in range(blocks.start + 1, blocks.end):
+        following = int(onward[block][number])
+        if following != number:
+            chain.append(Hop(servers[number], Span(start, block)))
+            number, start = following, block
+    return (*chain, Hop(servers[number], Span(start, blocks.end)))
+
+
+def _as_in(view: SwarmView, chain: Chain) -> Chain:
+    """The same chain of the servers as they are now; empty if one is gone or holds other blocks."""
+    servers = {server.peer_id: server for server in view.servers}
+    found = [(servers.get(hop.server.peer_id), hop.span) for hop in chain]
+    if any(server is None or not server.span.covers(span) for server, span in found):
+        return ()
+    return tuple(Hop(server, span) for server, span in found)
+
+
+def _is_over(chain: Chain, blocks: Span) -> bool:
+    return (chain[0].span.start, chain[-1].span.end) == (blocks.start, blocks.end)
+
+
+def best_replica(view: SwarmView, span: Span, costs: Costs) -> ServerRecord | None:
+    """The server that carries one token through the whole of ``span`` soonest; None if no server holds all of it."""
+    replicas = [server for server in view.servers if server.span.covers(span)]
+    return min(replicas, key=lambda server: (seconds((Hop(server, span),), costs), server.peer_id), default=None)
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """Which servers a client uses.
+
+    Attributes:
+        allowed, blocked: peer ids or their ends; if any are allowed, nobody else is.
+        adapter: that a server must have loaded at its start; empty: any server will do.
+    """
+
+    revision: str
+    num_blocks: int
+    allowed: tuple[str, ...] = ()
+    blocked: tuple[str, ...] = ()
+    adapter: str = ""
+
+    @property
+    def by_name(self) -> bool:
+        return bool(self.allowed or self.blocked or self.adapter)
+
+    def admits(self, peer_id: str) -> bool:
+        return not peer_id.endswith(self.blocked or "\0") and (not self.allowed or peer_id.endswith(self.allowed))
+
+
+def usable(
+    view: SwarmView, wanted: Wanted, banned: Mapping[str, str] | None = None, time_s: float = 0.0
+) -> tuple[SwarmView, Sequence[str]]:
+    """The servers a client can use, and for each kind of server left out a phrase that says how many and why.
+
+    Args:
+        banned: servers that failed, by peer id, and the end of a phrase that says how.
+        time_s: the time by which records expire.
+    """
+    kept, reasons = [], {}
+    for server in view.servers:
+        reason = _unusable(server, wanted, banned or {}, time_s)
+        if reason is None:
+            kept.append(server)
+        else:
+            reasons[reason] = reasons.get(reason, 0) + 1
+    phrases = [f"{count} {'server' if count == 1 else 'servers'} {reason}" for reason, count in reasons.items()]
+    return SwarmView(tuple(kept)), phrases
+
+
+def no_route(view: SwarmView, blocks: Span, left_out: Sequence[str] = ()) -> NoRoute:
+    """The error that names the blocks of ``blocks`` no server of the view holds."""
+    replicas = view.replicas(blocks.end)
+    missing = missing_spans([1] * blocks.start + replicas[blocks.start :])
+    names = ", ".join(str(span) for span in missing)
+    notes = f" (left out: {'; '.join(left_out)})" if left_out else ""
+    return NoRoute(f"no server holds blocks {names}{notes}", missing)
+
+
+def unknown_names(view: SwarmView, wanted: Wanted) -> list[str]:
+    """Sentences about peers that were named though no server of the view is one of them.
+
+    Raises:
+        NoRoute: there are servers, but none that was allowed, or none with the adapter; it lists what there is.
+    """
+    kind = wanted.revision, wanted.num_blocks, WIRE_VERSION
+    servers = [s for s in view.servers if (s.revision, s.num_blocks, s.wire_version) == kind]
+    if not servers:  # they may come
+        return []
+    more = f" and {len(servers) - _MAX_LISTED} more" if len(servers) > _MAX_LISTED else ""
+    there_are = "there are " + ", ".join(f"{s.short_id} (blocks {s.span})" for s in servers[:_MAX_LISTED]) + more
+    unknown = [
+        name
+        for name in (*wanted.allowed, *wanted.blocked)
+        if not any(server.peer_id.endswith(name) for server in servers)
+    ]
+    admitted = [server for server in servers if wanted.admits(server.peer_id)]
+    if not admitted:
+        who = f"no server here is {' or '.join(wanted.allowed)}" if wanted.allowed else "all servers here are blocked"
+        raise NoRoute(f"{who}: {there_are}")
+    if wanted.adapter and not any(wanted.adapter in server.adapters for server in admitted):
+        adapters = sorted({name for server in admitted for name in server.adapters})[:_MAX_LISTED]
+        raise NoRoute(f"no server has adapter {wanted.adapter!r}: they have {', '.join(adapters) or 'none'}")
+    return [f"no server here is {name}: {there_are}" for name in unknown]
+
+
+def _unusable(server: ServerRecord, wanted: Wanted, banned: Mapping[str, str], time_s: float) -> str | None:
+    if server.wire_version != WIRE_VERSION:
+        return f"of wire version {server.wire_version} where this client speaks {WIRE_VERSION}"
+    if server.revision != wanted.revision or server.num_blocks != wanted.num_blocks:
+        return f"with model revision {server.revision} where this client has {wanted.revision}"
+    if server.state is not ServerState.ONLINE:
+        return f"still {server.state.name.lower()}"
+    if server.expires_at < time_s:
+        return "not heard of lately"
+    if not wanted.admits(server.peer_id):
+        return "that this client is told not to use"
+    if wanted.adapter and wanted.adapter not in server.adapters:
+        return f"without adapter {wanted.adapter}"
+    return banned.get(server.peer_id)

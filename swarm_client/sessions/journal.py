@@ -1,0 +1,118 @@
+"""What a client has sent to its chain: enough to tell everything again to a server that takes another's place."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from swarm_protocol.wire.block_input import BlockInput
+
+_FEW_CHUNKS = 512  # one is added with each step
+
+
+class _Pool:
+    """Hidden states and position ids of single positions, numbered as they come."""
+
+    def __init__(self) -> None:
+        self._hidden: list[torch.Tensor] = []  # each [positions, hidden_size]
+        self._positions: list[torch.Tensor] = []
+        self.size = 0
+
+    def add(self, hidden: torch.Tensor, positions: torch.Tensor) -> None:
+        self._hidden.append(hidden.detach().cpu().clone())
+        self._positions.append(positions.detach().cpu().clone())
+        self.size += len(hidden)
+
+    def copy(self) -> _Pool:
+        """Another with the same entries, whose memory they share; each goes on by itself."""
+        other = _Pool()
+        other._hidden, other._positions, other.size = list(self._hidden), list(self._positions), self.size
+        return other
+
+    @property
+    def num_chunks(self) -> int:
+        return len(self._hidden)
+
+    def read(self, which: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Hidden states and position ids of these entries."""
+        self._hidden[:], self._positions[:] = [torch.cat(self._hidden)], [torch.cat(self._positions)]
+        return self._hidden[0][which], self._positions[0][which]
+
+
+@dataclass(frozen=True)
+class Journal:
+    """The inputs of every row of a session. A value: a step that fails leaves the journal before it intact.
+
+    Attributes:
+        entries: [batch, length], where in the pool each position is; rows that began alike share entries.
+        mask: [batch, length], 0 for padding; None if nothing is hidden.
+    """
+
+    pool: _Pool
+    entries: torch.Tensor
+    mask: torch.Tensor | None = None
+
+    @classmethod
+    def empty(cls, batch_size: int) -> Journal:
+        return cls(_Pool(), torch.empty(batch_size, 0, dtype=torch.long))
+
+    @property
+    def batch_size(self) -> int:
+        return self.entries.shape[0]
+
+    @property
+    def length(self) -> int:
+        return self.entries.shape[1]
+
+    def copy(self) -> Journal:
+        """The same rows, in a pool of their own."""
+        return replace(self, pool=self.pool.copy())
+
+    def cropped(self, length: int) -> Journal:
+        """The first ``length`` positions."""
+        return replace(
+            self, entries=self.entries[:, :length], mask=None if self.mask is None else self.mask[:, :length]
+        )
+
+    def reordered(self, indices: Sequence[int]) -> Journal:
+        """New row i is old row ``indices[i]``."""
+        rows = torch.tensor(indices, dtype=torch.long)
+        return replace(self, entries=self.entries[rows], mask=None if self.mask is None else self.mask[rows])
+
+    def appended(self, inputs: BlockInput) -> Journal:
+        """With new positions; a mask that comes with them replaces the one before."""
+        batch_size, num_tokens, hidden_size = inputs.hidden.shape
+        positions = inputs.position_ids
+        if positions is None:
+            positions = torch.arange(self.length, self.length + num_tokens)[None]
+        first = self.pool.size
+        self.pool.add(inputs.hidden.reshape(-1, hidden_size), positions.expand(batch_size, -1).reshape(-1))
+        new = torch.arange(first, self.pool.size).view(batch_size, num_tokens)
+        if inputs.attention_mask is not None:
+            mask = inputs.attention_mask.detach().cpu() != 0
+            mask = None if bool(mask.all()) else mask.to(torch.long)
+        elif self.mask is not None:
+            mask = torch.cat([self.mask, torch.ones(batch_size, num_tokens, dtype=torch.long)], 1)
+        else:
+            mask = None
+        journal = Journal(self.pool, torch.cat([self.entries, new], 1), mask)
+        return journal._compacted() if self.pool.num_chunks >= _FEW_CHUNKS else journal
+
+    def read(self, start: int, end: int) -> BlockInput:
+        """Positions ``start`` … ``end`` of all rows, with the mask over everything up to ``end``."""
+        entries = self.entries[:, start:end]
+        hidden, positions = self.pool.read(entries.reshape(-1))
+        return BlockInput(
+            hidden.view(*entries.shape, -1),
+            None if self.mask is None else self.mask[:, :end],
+            positions.view(entries.shape),
+        )
+
+    def _compacted(self) -> Journal:
+        """In a pool of its own, without the entries that no row has any more."""
+        used, entries = self.entries.unique(return_inverse=True)
+        pool = _Pool()
+        pool.add(*self.pool.read(used))
+        return replace(self, pool=pool, entries=entries.view(self.entries.shape))

@@ -1,0 +1,179 @@
+"""Opens a session's hops: finds servers, asks them for room, and tells each where its outputs go."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Callable, Collection, Coroutine, Iterable
+from dataclasses import dataclass
+from itertools import count
+
+from swarm_client.adapters.snapshots import NOTHING
+from swarm_client.core.background import now_s
+from swarm_client.routing.routing import Chain, Hop
+from swarm_client.swarm.swarm import Swarm
+from swarm_client.transport.hops import HopSession, Inbox, next_hop
+from swarm_client.transport.wire_tensor import CODECS
+from swarm_protocol.dht.records import ServerRecord
+from swarm_protocol.pb import swarm_pb2 as pb
+from swarm_protocol.span import Span
+
+
+@dataclass(frozen=True)
+class Opening:
+    """What new hops are asked for.
+
+    Attributes:
+        reserve_tokens: positions per row to lease at once; ``spare_tokens`` besides.
+        asked_s: when the session was first asked for; None: now.
+        sent_number, changed_number, records_past: see ``Open`` in protos/swarm.proto.
+    """
+
+    batch_size: int
+    reserve_tokens: int
+    sent_number: int = 0
+    changed_number: int = 0
+    records_past: bool = False
+    spare_tokens: int = 0
+    asked_s: float | None = None
+
+    @property
+    def need_tokens(self) -> int:
+        """Room that a server should have."""
+        return self.batch_size * (self.reserve_tokens + self.spare_tokens)
+
+
+class Opener:
+    """Opens hops whose answers all go to one inbox; ``adapter`` is added to their blocks."""
+
+    def __init__(self, swarm: Swarm, inbox: Inbox) -> None:
+        self._swarm = swarm
+        self._inbox = inbox
+        self.adapter = NOTHING
+        self._numbers = count()
+
+    async def open_span(
+        self,
+        span: Span,
+        opening: Opening,
+        after: HopSession | None,
+        *,
+        avoid: Collection[str] = (),
+        timeout_s: float | None = None,
+        like: ServerRecord | None = None,
+        on_wait: Callable[[str, float], None] | None = None,
+    ) -> list[HopSession]:
+        """Hops over ``span`` whose last sends its outputs to ``after``, or to the client.
+
+        Raises:
+            NoRoute: see ``Swarm.chain``, to which the other arguments go.
+            PeerError: the first hop that could not be opened; then none is.
+        """
+        need_tokens = opening.need_tokens
+        chain = await self._swarm.chain(span, need_tokens, avoid=avoid, timeout_s=timeout_s, like=like, on_wait=on_wait)
+        jobs = [asyncio.ensure_future(work) for work in self._opened(chain, opening, after)]
+        try:
+            results = await asyncio.gather(*jobs, return_exceptions=True)
+        except asyncio.CancelledError:  # interrupted
+            results = await asyncio.gather(*jobs, return_exceptions=True)
+            abandon(result for result in results if isinstance(result, HopSession))
+            raise
+        errors = [result for result in results if isinstance(result, BaseException)]
+        hops = [result for result in results if isinstance(result, HopSession)]
+        if errors:
+            await close(hops)
+            raise errors[0]
+        return _linked(hops, after)
+
+    async def open_in_turn(self, chain: Chain, opening: Opening, wait_s: float, asked: list[str]) -> list[HopSession]:
+        """Hops for all of this chain, each asked for once there is room for the one before.
+
+        They are asked for in the order of their peer ids, which is the same for everybody: whoever has room on one
+        server waits only for those that come later, and never in a circle.
+
+        Args:
+            wait_s: how long servers may let us wait, all in all.
+            asked: those that have been asked are added, the last last.
+
+        Raises:
+            PeerError: the first hop that could not be opened; then none is.
+        """
+        deadline_s = now_s() + wait_s
+        work = self._opened(chain, opening, None, lambda: max(0.0, deadline_s - now_s()))
+        hops: dict[int, HopSession] = {}
+        try:
+            for index in sorted(range(len(chain)), key=lambda index: chain[index].server.peer_id):
+                asked.append(chain[index].server.peer_id)
+                hops[index] = await work[index]
+        except BaseException:
+            abandon(hops.values())
+            raise
+        finally:
+            for opened in work:
+                opened.close()
+        return _linked([hops[index] for index in range(len(chain))], None)
+
+    def _opened(
+        self, chain: Chain, opening: Opening, after: HopSession | None, wait_s: Callable[[], float] = lambda: 0.0
+    ) -> list[Coroutine[None, None, HopSession]]:
+        """Work that opens each of the chain's hops."""
+        keys = [secrets.token_bytes(16) for _ in chain]
+        nexts = [next_hop(hop.server, key) for hop, key in zip(chain[1:], keys[1:], strict=True)]
+        nexts.append(None if after is None else after.as_next())
+        return [
+            self._open(hop, key, onward, opening, opening.sent_number * (hop is chain[-1]), wait_s)
+            for hop, key, onward in zip(chain, keys, nexts, strict=True)
+        ]
+
+    async def open_copy(
+        self, of: HopSession, opening: Opening, after: HopSession | None, server: ServerRecord
+    ) -> HopSession:
+        """A session on ``server`` like that of ``of``, with nothing in it yet."""
+        onward = None if after is None else after.as_next()
+        hop = await self._open(Hop(server, of.span), secrets.token_bytes(16), onward, opening, 0)
+        hop.next_number = None if after is None else after.number
+        return hop
+
+    async def _open(
+        self,
+        hop: Hop,
+        key: bytes,
+        onward: pb.NextHop | None,
+        opening: Opening,
+        sent_number: int,
+        wait_s: Callable[[], float] = lambda: 0.0,
+    ) -> HopSession:
+        number = next(self._numbers)
+        request = pb.Open(
+            session_key=key,
+            batch_size=opening.batch_size,
+            reserve_tokens=opening.reserve_tokens,
+            codec=CODECS[self._swarm.config.compression],
+            next=onward,
+            sent_number=sent_number,
+            changed_number=opening.changed_number,
+            records_past=opening.records_past,
+            spare_tokens=opening.spare_tokens,
+        )
+        server = await self._swarm.server(hop.server)
+        request.wait_s = wait_s()
+        request.age_s = 0.0 if opening.asked_s is None else now_s() - opening.asked_s
+        return await server.open(number, hop.span, request, self._inbox, self.adapter.part(hop.span))
+
+
+def _linked(hops: list[HopSession], after: HopSession | None) -> list[HopSession]:
+    """The same hops, which know where their outputs go."""
+    for hop, to in zip(hops, [*hops[1:], after], strict=True):
+        hop.next_number = None if to is None else to.number
+    return hops
+
+
+def abandon(hops: Iterable[HopSession]) -> None:
+    """Ends streams to servers that are gone."""
+    for hop in hops:
+        hop.abandon()
+
+
+async def close(hops: Iterable[HopSession]) -> None:
+    """Ends sessions politely, all at once."""
+    await asyncio.gather(*(hop.close() for hop in hops), return_exceptions=True)

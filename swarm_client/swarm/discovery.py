@@ -1,0 +1,91 @@
+"""How a client reads who serves what, and joins its swarm again when nobody answers whom it knew."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from math import inf
+
+from swarm_client.core.background import now_s
+from swarm_client.core.config import ClientConfig
+from swarm_protocol.dht.dht import Dht
+from swarm_protocol.dht.records import SwarmView
+from swarm_protocol.errors import SwarmError
+from swarm_protocol.span import Span
+
+Join = Callable[[ClientConfig], Awaitable[Dht]]
+_logger = logging.getLogger(__name__)
+_READ_TIMEOUT_S = 10.0
+_REJOIN_S = 1.0  # between two attempts: while nobody is there, they cost little
+_WAIT_S = 3.0  # for an attempt; one that takes longer goes on by itself
+
+
+class Discovery:
+    """A client's DHT node, replaced by another when it is of no use any more: all the nodes it knew are gone, or its
+    libp2p daemon is. All methods run on the background loop."""
+
+    def __init__(self, config: ClientConfig, join: Join, dht: Dht | None = None) -> None:
+        """``join`` finds the swarm through initial peers, or through the servers noted on this machine."""
+        self._config = config
+        self._join = join
+        self._dht = dht
+        self._joining: asyncio.Task[bool] | None = None
+        self._tried_s = -inf
+        self._closed = False
+        self._closing: set[asyncio.Task] = set()
+
+    async def join(self) -> None:
+        """Raises NoSwarm if nobody answers."""
+        if self._dht is None:
+            self._dht = await self._join(self._config)
+
+    async def view(self, model: str, num_blocks: int, part: Span | None) -> SwarmView | None:
+        """What the DHT says; None if it cannot be read."""
+        if not self._dht.is_alive:
+            _logger.warning("the libp2p daemon of this client has ended; joining the swarm anew")
+            await self._rejoin()
+        view = await self._read(model, num_blocks, part)
+        # What can be read without others is only what this node was told before.
+        if (view is None or self._dht.is_alone) and await self._rejoin():
+            view = await self._read(model, num_blocks, part)
+        return view
+
+    async def close(self) -> None:
+        self._closed = True
+        if self._joining is not None:
+            self._joining.cancel()  # it may wait for long for servers that are frozen
+            await asyncio.wait([self._joining])
+        await self._dht.shutdown()
+        await asyncio.gather(*self._closing)
+
+    async def _read(self, model: str, num_blocks: int, part: Span | None) -> SwarmView | None:
+        try:
+            return await asyncio.wait_for(self._dht.view(model, num_blocks, part), _READ_TIMEOUT_S)
+        except (asyncio.TimeoutError, OSError) as error:
+            _logger.info("the DHT cannot be read: %r", error)
+            return None
+
+    async def _rejoin(self) -> bool:
+        """Whether the node was replaced by now."""
+        if self._joining is None or self._joining.done():
+            if now_s() - self._tried_s < _REJOIN_S or self._closed:
+                return False
+            self._joining = asyncio.ensure_future(self._replace())
+        await asyncio.wait([self._joining], timeout=_WAIT_S)
+        return self._joining.done() and not self._joining.cancelled() and self._joining.result()
+
+    async def _replace(self) -> bool:
+        try:
+            dht = await self._join(self._config)
+        except (SwarmError, ValueError, OSError) as error:
+            _logger.info("the swarm cannot be joined again: %s", error)
+            return False
+        finally:
+            self._tried_s = now_s()
+        old, self._dht = self._dht, dht
+        closing = asyncio.ensure_future(old.shutdown())
+        self._closing.add(closing)
+        closing.add_done_callback(self._closing.discard)
+        _logger.info("joined the swarm anew")
+        return True

@@ -1,0 +1,111 @@
+"""What a client has found out about servers by speaking to them: how far they are, and which have failed."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from math import inf
+from types import MappingProxyType
+
+from swarm_protocol.dht.records import ServerRecord
+
+_AT_ONCE = 16  # servers that are asked together
+_ENOUGH_S = 1.0  # that a round of questions may take; who answers later is known later
+_FAR_S = 10.0
+_WEIGHT = 0.3  # of one round trip in the average
+_BAN_S, _MAX_BAN_S = 5.0, 60.0
+FAILED, SILENT = "that failed a moment ago", "that did not answer"
+_JUST_NOW_S = 1.0  # so long a server that failed is left alone even if there is no other
+
+
+class RoundTrips:
+    """The client's round-trip times, averaged; unknown ones are measured."""
+
+    def __init__(self, ping: Callable[[ServerRecord], Awaitable[float | None]]) -> None:
+        """``ping``: one round trip in seconds; None if there was no answer."""
+        self._ping = ping
+        self._rtts_s: dict[str, float] = {}
+        self._asking: dict[str, asyncio.Task] = {}
+
+    @property
+    def known(self) -> Mapping[str, float]:
+        """In seconds, by peer id."""
+        return MappingProxyType(self._rtts_s)
+
+    def guess_s(self, hopeful: bool) -> float:
+        """What to take an unknown one for: the nearest there could be, or so far that others are taken first."""
+        return 0.0 if hopeful else _FAR_S
+
+    async def measure(self, first: Sequence[ServerRecord], others: Sequence[ServerRecord]) -> set[str]:
+        """Asks the first and some of the others, if they are not known; returns which of the first are silent."""
+        unknown = [server for server in others if server.peer_id not in self._rtts_s]
+        some = unknown[:: max(1, len(unknown) // _AT_ONCE)]  # of all blocks
+        asked = {server.peer_id: server for server in (*first, *some) if server.peer_id not in self._rtts_s}
+        tasks = [self._ask(server) for server in islice(asked.values(), max(_AT_ONCE, len(first)))]
+        if tasks:
+            await asyncio.wait(tasks, timeout=_ENOUGH_S)
+        return {server.peer_id for server in first if server.peer_id not in self._rtts_s}
+
+    async def measure_again(self, server: ServerRecord) -> float | None:
+        """The average with one more round trip; None if there was no answer."""
+        await asyncio.wait([self._ask(server)])
+        return self._rtts_s.get(server.peer_id)
+
+    def forget(self, peer_id: str) -> None:
+        self._rtts_s.pop(peer_id, None)
+
+    def close(self) -> None:
+        """Nobody waits any longer."""
+        for task in list(self._asking.values()):
+            task.cancel()
+
+    def _ask(self, server: ServerRecord) -> asyncio.Task:
+        if server.peer_id not in self._asking:
+            task = self._asking[server.peer_id] = asyncio.ensure_future(self._answer(server))
+            task.add_done_callback(lambda _task: self._asking.pop(server.peer_id, None))
+        return self._asking[server.peer_id]
+
+    async def _answer(self, server: ServerRecord) -> None:
+        rtt_s = await self._ping(server)
+        if rtt_s is not None:
+            known_s = self._rtts_s.get(server.peer_id, rtt_s)
+            self._rtts_s[server.peer_id] = known_s + _WEIGHT * (rtt_s - known_s)
+
+
+@dataclass(frozen=True)
+class _Ban:
+    since_s: float
+    duration_s: float
+    expires_at: float | None  # of the record of a server that does not answer
+
+
+class Bans:
+    """Servers that failed are left out for a while, longer each time.
+
+    Who did not answer may be dead, and also stays out until it has published another record.
+    """
+
+    def __init__(self) -> None:
+        self._bans: dict[str, _Ban] = {}
+
+    def add(self, peer_id: str, now_s: float, expires_at: float | None) -> None:
+        """``expires_at``: of its record, if it does not answer."""
+        last = self._bans.get(peer_id)
+        duration_s = _BAN_S if last is None else min(2 * last.duration_s, _MAX_BAN_S)
+        self._bans[peer_id] = _Ban(now_s, duration_s, expires_at)
+
+    def forgive(self, peer_id: str) -> None:
+        self._bans.pop(peer_id, None)
+
+    def now(self, now_s: float, servers: Iterable[ServerRecord], just_now: bool = False) -> dict[str, str]:
+        """Who is left out, and why. ``just_now``: only who failed a moment ago, for clients that have no other way."""
+        banned = {}
+        expirations = {} if just_now else {server.peer_id: server.expires_at for server in servers}
+        for peer_id, ban in self._bans.items():
+            duration_s = _JUST_NOW_S if just_now else ban.duration_s
+            is_silent = ban.expires_at is not None and expirations.get(peer_id, inf) <= ban.expires_at < inf
+            if is_silent or ban.since_s + duration_s > now_s:
+                banned[peer_id] = FAILED if ban.expires_at is None else SILENT
+        return banned

@@ -1,0 +1,60 @@
+"""Work stands still because a server failed: what was tried, and how long it may last."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from swarm_client.core.background import now_s
+from swarm_protocol.errors import PeerBusy, RecoveryFailed
+from swarm_protocol.span import Span
+
+_NOTHING_LOST = ". Nothing is lost: the session goes on from where it stood when it is used again"
+
+
+@dataclass
+class Repair:
+    """Hops that took the place of others; the fields are those of ``swarm_client.core.events.Recovery``."""
+
+    span: Span
+    failed: tuple[str, ...]
+    reason: str
+    replacements: tuple[str, ...]
+    replayed_tokens: int
+    from_copy: bool
+
+
+@dataclass
+class Stall:
+    """From the last sign of progress before a failure, at ``start_s``, to the next answer.
+
+    Attributes:
+        deadline_s: when the user has waited long enough, ``timeout_s`` after the failure was noticed.
+        peer_id: of the server that failed first.
+        tried: what has happened since, one sentence each.
+        full: servers without room, by peer id.
+        waits: the user was told that nobody can take over at present.
+    """
+
+    start_s: float
+    deadline_s: float
+    timeout_s: float
+    peer_id: str = ""
+    tried: list[str] = field(default_factory=list)
+    full: dict[str, PeerBusy] = field(default_factory=dict)
+    repairs: list[Repair] = field(default_factory=list)
+    waits: bool = False
+
+    @property
+    def time_left_s(self) -> float:
+        return max(0.0, self.deadline_s - now_s())
+
+    def check_time(self, span: Span) -> None:
+        """Raises RecoveryFailed if it has lasted too long."""
+        if not self.time_left_s:
+            raise self.error(span, "moved to other servers", _NOTHING_LOST)
+
+    def error(self, span: Span | None, what: str, advice: str = "") -> RecoveryFailed:
+        """That blocks could not be ``what``, and what was tried."""
+        tried = tuple(dict.fromkeys(self.tried))
+        message = f"blocks {span} could not be {what} within {self.timeout_s:g} s: {'; '.join(tried)}{advice}"
+        return RecoveryFailed(message, self.peer_id, span, tried)

@@ -1,0 +1,383 @@
+"""A client's connection to its swarm: the DHT, the servers it talks to, and the chain it takes."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+import weakref
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Sequence
+
+from swarm_client.core.background import now_s
+from swarm_client.core.config import ClientConfig
+from swarm_client.routing.routing import (
+    Chain,
+    Costs,
+    Wanted,
+    best_replica,
+    fastest_chain,
+    no_route,
+    spread,
+    unknown_names,
+    usable,
+)
+from swarm_client.swarm.discovery import Discovery, Join
+from swarm_client.swarm.peer_health import FAILED, SILENT, Bans, RoundTrips
+from swarm_client.transport.transport import Server
+from swarm_protocol.dht.dht import Dht
+from swarm_protocol.dht.local_registry import DEFAULT_SWARM, Notes, noted_swarms
+from swarm_protocol.dht.records import LIFETIME_S, ServerRecord, SwarmView
+from swarm_protocol.errors import JoinRefused, NoRoute, NoSwarm, PeerError, PeerUnavailable
+from swarm_protocol.net.identity import Identity
+from swarm_protocol.span import Span
+
+Connect = Callable[[ServerRecord, float], Awaitable[Server]]
+Choose = Callable[[SwarmView, bool], list[Chain]]  # among usable servers; True: those never spoken to may be near
+_logger = logging.getLogger(__name__)
+_POLL_S = 0.5  # while blocks are missing
+_MAX_MEASURING = 5  # rounds of measuring round trips before a chain is taken as it is
+
+
+async def join_as_client(config: ClientConfig) -> Dht:
+    """A DHT node that only asks.
+
+    Raises:
+        NoSwarm: no member of the swarm answers, or none is known.
+    """
+    if config.initial_peers:
+        return await Dht.join(config.swarm, config.initial_peers, Identity.generate())
+    notes = Notes(config.swarm)
+    servers = notes.servers()
+    noted, what = notes.read(), "runs on this machine"
+    if noted:
+        are_alive = any(note.is_alive for note in servers if note.addresses)
+        try:
+            return await Dht.join(config.swarm, noted, Identity.generate(), are_alive=are_alive)
+        except JoinRefused:
+            raise
+        except NoSwarm:
+            what = "answered, though servers of it are noted on this machine"
+    elif servers:
+        what += ", only in another container or on another machine, where it cannot be reached"
+    flag = "" if config.swarm == DEFAULT_SWARM else f" --swarm {config.swarm}"
+    raise NoSwarm(
+        f"no swarm named {config.swarm!r} {what}{_others(config.swarm)}: "
+        f"start a server with `python -m swarm_server{flag}`, or give initial peers"
+    )
+
+
+def _others(swarm: str) -> str:
+    """Which other swarms there are, as the end of a sentence."""
+    names = [name for name in noted_swarms() if name != swarm]
+    return f" (there {'is' if len(names) == 1 else 'are'} {', '.join(map(repr, names))})" if names else ""
+
+
+def closed_error() -> NoSwarm:
+    return NoSwarm("the model was closed: load it again to go on")
+
+
+class Swarm:
+    """The servers of one model. All methods but the constructor run on the background loop."""
+
+    def __init__(
+        self,
+        config: ClientConfig,
+        model: str,
+        revision: str,
+        num_blocks: int,
+        *,
+        dht: Dht | None = None,
+        join: Join = join_as_client,
+        connect: Connect = Server.connect,
+    ) -> None:
+        """``dht``, ``join`` and ``connect`` stand for the network; without ``dht``, ``connect()`` joins."""
+        self.config = config
+        self.model = model
+        self.revision = revision
+        self.num_blocks = num_blocks
+        self.wanted = Wanted(revision, num_blocks, config.allowed_servers, config.blocked_servers, config.adapter)
+        self._connect = connect
+        self._discovery = Discovery(config, join, dht)
+        self.closed = dht is None
+        self._view = SwarmView()
+        self._part: Span | None = None  # of the model, that the view is of; None: all of it
+        self._view_time = float("-inf")
+        self._filled_time = float("-inf")  # when the view was last read and not empty
+        self._reading = asyncio.Lock()
+        self._servers: dict[str, Server] = {}
+        self._connecting: dict[str, asyncio.Lock] = {}
+        self._rtts = RoundTrips(self._ping)
+        self._bans = Bans()
+        self._last_chains: dict[Span, Chain] = {}
+        self._tasks: set[asyncio.Task] = set()
+        self.sessions: weakref.WeakSet = weakref.WeakSet()
+
+    async def connect(self) -> None:
+        """Joins the DHT.
+
+        Raises:
+            NoSwarm: nobody answers. NoRoute: there are servers, but none that was asked for by name.
+        """
+        await self._discovery.join()
+        self.closed = False
+        if self.wanted.by_name:
+            try:
+                for sentence in unknown_names(await self.view(0.0), self.wanted):
+                    _logger.warning("%s", sentence)
+            except BaseException:
+                await self.close()
+                raise
+        self._soon(self._keep_fresh())
+
+    async def close(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        self._rtts.close()
+        for server in self._servers.values():
+            await server.close()
+        self._servers.clear()
+        if not self.closed:
+            self.closed = True
+            await self._discovery.close()
+
+    async def view(self, max_age_s: float) -> SwarmView:
+        """What the DHT says, at most ``max_age_s`` old; what it said last if it cannot be read."""
+        if self.closed:
+            raise closed_error()
+        if now_s() - self._view_time > max_age_s:
+            await self._read_view()
+        return self._view
+
+    async def _read_view(self) -> None:
+        async with self._reading:
+            if self.closed:
+                raise closed_error()
+            view = await self._discovery.view(self.model, self.num_blocks, self._part)
+            if view is None:
+                return
+            if view.servers or now_s() - self._filled_time > LIFETIME_S:
+                self._view = view
+                self._filled_time = now_s()
+            self._view_time = now_s()
+
+    def _look_at(self, blocks: Span) -> None:
+        """Of a model with many servers only those are read that matter here."""
+        part = self._part or blocks
+        part = Span(min(part.start, blocks.start), max(part.end, blocks.end))
+        if part != self._part:
+            self._part, self._view_time = part, float("-inf")
+
+    async def _keep_fresh(self) -> None:
+        """While there are sessions, so that a replacement is known when one of their servers fails."""
+        while not self.closed:
+            await asyncio.sleep(self.config.view_max_age_s)
+            if self.sessions and now_s() - self._view_time >= self.config.view_max_age_s:
+                await self._read_view()
+                servers, _ = self._usable(self._banned())
+                await self._rtts.measure([], servers.servers)
+
+    async def chain(
+        self,
+        blocks: Span,
+        need_tokens: int = 0,
+        avoid: Collection[str] = (),
+        *,
+        timeout_s: float | None = None,
+        like: ServerRecord | None = None,
+        on_wait: Callable[[str, float], None] | None = None,
+        pushes: bool = True,
+    ) -> Chain:
+        """The fastest chain over ``blocks`` without the servers to ``avoid``; waits for missing blocks.
+
+        Args:
+            timeout_s: how long to wait; by default ``wait_timeout_s``.
+            like: servers that compute as this one does are preferred. A chain is wanted at once then: what is known of
+                the swarm is good enough as long as it leads somewhere.
+            on_wait: told why there is no chain, and for how many seconds there may be none.
+            pushes: whether servers will send hidden states straight to one another.
+
+        Raises:
+            NoRoute: some block is still not served after that time, or only by servers to avoid; the message names it.
+        """
+        is_session = like is None and need_tokens > 0
+        keep = self._last_chains.get(blocks, ()) if is_session else ()
+
+        def choose(servers: SwarmView, hopeful: bool) -> list[Chain]:
+            costs = Costs(self._rtts.known, self._rtts.guess_s(hopeful), need_tokens, pushes)
+            return [fastest_chain(servers, blocks, costs, keep)]
+
+        (chain,) = await self._when_there_is(choose, blocks, avoid, timeout_s, like, on_wait)
+        if is_session:
+            self._last_chains[blocks] = chain
+        return chain
+
+    async def chains(self, blocks: Span, sizes: Sequence[int]) -> list[Chain]:
+        """One chain for each of several micro-batches of so many positions, see ``spread``; waits for missing blocks.
+
+        Raises:
+            NoRoute: some block is still not served after ``wait_timeout_s``.
+        """
+
+        def choose(servers: SwarmView, hopeful: bool) -> list[Chain]:
+            return spread(servers, blocks, sizes, Costs(self._rtts.known, self._rtts.guess_s(hopeful), pushes=False))
+
+        return await self._when_there_is(choose, blocks)
+
+    async def _when_there_is(
+        self,
+        choose: Choose,
+        blocks: Span,
+        avoid: Collection[str] = (),
+        timeout_s: float | None = None,
+        like: ServerRecord | None = None,
+        on_wait: Callable[[str, float], None] | None = None,
+    ) -> list[Chain]:
+        """What a policy chooses among the servers there are, once they hold all blocks."""
+        timeout_s = self.config.wait_timeout_s if timeout_s is None else timeout_s
+        deadline = now_s() + timeout_s
+        max_age_s = self.config.view_max_age_s if like is None else float("inf")
+        waits = False
+        self._look_at(blocks)
+        while True:
+            await self.view(max_age_s)
+            try:
+                return await self._choose(choose, blocks, avoid, like)
+            except NoRoute as failure:
+                error = failure
+            if max_age_s == float("inf"):
+                max_age_s = 0.0
+                continue
+            if avoid:
+                raise error
+            if now_s() + _POLL_S > deadline:
+                raise NoRoute(f"{error}; waited {timeout_s:g} s", error.missing)
+            if not waits:
+                waits, max_age_s = True, 0.0
+                (on_wait or _say_that_it_waits)(str(error), deadline - now_s())
+            await asyncio.sleep(_POLL_S)
+
+    async def _choose(
+        self,
+        choose: Choose,
+        blocks: Span,
+        avoid: Collection[str],
+        like: ServerRecord | None,
+    ) -> list[Chain]:
+        """Servers that failed lately are taken only if there is no other way.
+
+        Those never spoken to are taken for near at first, and if they are chosen, they are measured; those that do not
+        answer soon are passed over. When a chain is wanted at once, unknown servers are taken for far instead.
+        """
+        error: NoRoute | None = None
+        for just_now in (False, True):
+            silent: set[str] = set()
+            for hopeful in [True] * _MAX_MEASURING + [False]:
+                left = self._banned(just_now) | dict.fromkeys(avoid, FAILED) | dict.fromkeys(silent, SILENT)
+                servers, left_out = self._usable(left)
+                try:
+                    chains = _choose_kind(choose, servers, like, hopeful and like is None)
+                except NoRoute:
+                    error = error or no_route(servers, blocks, left_out)
+                    if not silent:
+                        break
+                    silent.clear()
+                    continue
+                known = self._rtts.known
+                unknown = [hop.server for chain in chains for hop in chain if hop.server.peer_id not in known]
+                if not unknown or not hopeful or like is not None:
+                    return chains
+                silent |= await self._rtts.measure(unknown, servers.servers)
+        raise error
+
+    def replica(self, span: Span, need_tokens: int, avoid: Collection[str], like: ServerRecord) -> ServerRecord | None:
+        """One other server that could hold a copy of a session over ``span``, as far as is known."""
+        servers, _ = self._usable(self._banned() | dict.fromkeys(avoid, FAILED))
+        return best_replica(_alike(servers, like), span, self.costs(need_tokens))
+
+    async def server(self, record: ServerRecord) -> Server:
+        """An open connection; raises PeerUnavailable or BadReply if there cannot be one."""
+        async with self._connecting.setdefault(record.peer_id, asyncio.Lock()):
+            known = self._servers.get(record.peer_id)
+            if known is not None and known.leads_to(record):
+                known.record = record
+                return known
+            server = await self._connect(record, self.config.step_timeout_s)
+            if known is not None:
+                await known.close()
+            self._servers[record.peer_id] = server
+            return server
+
+    async def ask(self, record: ServerRecord) -> ServerRecord | None:
+        """What the server says of itself now, its round trip measured again; None, and left out, if it is silent."""
+        if await self._rtts.measure_again(record) is None:
+            return None
+        try:
+            answer = await (await self.server(record)).describe()
+        except PeerError as error:
+            self._leave_out(error)
+            return None
+        self.served(record.peer_id)
+        return answer
+
+    def costs(self, need_tokens: int = 0) -> Costs:
+        """What is known at present of the time that things take; unknown servers are taken for far."""
+        return Costs(self._rtts.known, self._rtts.guess_s(False), need_tokens)
+
+    async def _ping(self, record: ServerRecord) -> float | None:
+        """The round trip; None if the server does not answer, which leaves it out like any other failure."""
+        try:
+            return await (await self.server(record)).ping()
+        except PeerError as error:
+            _logger.info("%s", error)
+            self._leave_out(error)
+            return None
+
+    def failed(self, error: PeerError) -> None:
+        """Leaves the server out for a while, longer each time, and reads the DHT anew."""
+        if error.peer_id:
+            self._leave_out(error)
+        self._view_time = float("-inf")
+        if not self.closed and not self._reading.locked():
+            self._soon(self._read_view())
+
+    def _leave_out(self, error: PeerError) -> None:
+        expires_at = None
+        if isinstance(error, PeerUnavailable):
+            expires_at = max((s.expires_at for s in self._view.servers if s.peer_id == error.peer_id), default=None)
+        self._bans.add(error.peer_id, now_s(), expires_at)
+        self._rtts.forget(error.peer_id)
+        self._servers.pop(error.peer_id, None)  # not closed: other sessions may still go through it
+
+    def served(self, peer_id: str) -> None:
+        """The server works: what it did before is forgiven."""
+        self._bans.forgive(peer_id)
+
+    def _usable(self, banned: dict[str, str]) -> tuple[SwarmView, Sequence[str]]:
+        return usable(self._view, self.wanted, banned, time.time())
+
+    def _banned(self, just_now: bool = False) -> dict[str, str]:
+        return self._bans.now(now_s(), self._view.servers, just_now)
+
+    def _soon(self, coroutine: Coroutine) -> None:
+        task = asyncio.ensure_future(coroutine)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(lambda done: done.cancelled() or done.exception())
+
+
+def _choose_kind(choose: Choose, servers: SwarmView, like: ServerRecord | None, hopeful: bool) -> list[Chain]:
+    if like is not None:
+        with contextlib.suppress(NoRoute):
+            return choose(_alike(servers, like), hopeful)
+    return choose(servers, hopeful)
+
+
+def _alike(view: SwarmView, like: ServerRecord) -> SwarmView:
+    """The servers that round as ``like`` does."""
+    kind = like.quant, like.dtype
+    return SwarmView(tuple(server for server in view.servers if (server.quant, server.dtype) == kind))
+
+
+def _say_that_it_waits(reason: str, timeout_s: float) -> None:
+    _logger.warning("%s; waiting for up to %.3g s", reason, timeout_s)

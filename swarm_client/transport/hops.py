@@ -1,0 +1,311 @@
+"""One server's part of a session, as the client sees it, and what servers say."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import grpc
+
+from swarm_client.routing.routing import Hop
+from swarm_client.transport.grpc_errors import no_answer, translated
+from swarm_client.transport.steps import Step
+from swarm_client.transport.wire_tensor import WireTensor
+from swarm_protocol.dht.records import ServerRecord
+from swarm_protocol.errors import BadReply, PeerUnavailable, RequestRejected, SwarmError, from_status
+from swarm_protocol.pb import swarm_pb2 as pb
+from swarm_protocol.span import Span
+from swarm_protocol.wire.codec import Assembler
+
+if TYPE_CHECKING:
+    from swarm_client.transport.transport import Server
+
+OPEN_TIMEOUT_S = 5.0
+CLOSE_TIMEOUT_S = 1.0
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A hop's outputs of one step; None if none was wanted. ``relay``: they are for the next hop of this ``route``."""
+
+    hop: int
+    step: int
+    hidden: WireTensor | None
+    relay: bool
+    route: int = 0
+
+
+@dataclass(frozen=True)
+class BlockAnswer:
+    """What came out of one of a hop's blocks in a step."""
+
+    hop: int
+    step: int
+    block: int
+    hidden: WireTensor
+
+
+@dataclass(frozen=True)
+class Trouble:
+    """A hop refused a step, or failed altogether."""
+
+    hop: int
+    step: int | None  # None: the hop is gone
+    error: SwarmError
+
+
+@dataclass(frozen=True)
+class Leaving:
+    """A hop's server wants to leave: the session should move to another."""
+
+    hop: int
+
+
+Event = Answer | BlockAnswer | Trouble | Leaving
+
+
+class Inbox(asyncio.Queue[Event]):
+    """What the hops of a session have to say. ``on_leaving`` hears at once of servers that want to leave."""
+
+    on_leaving: Callable[[], None] | None = None
+
+
+class HopSession:
+    """One server's part of a session: an open stream, read all the time and written to in the background.
+
+    Attributes:
+        number: tells the hops of a session apart.
+        session_key: by which other servers and calls find the session.
+        changed_number: the rows came with the changes of steps up to this number in them.
+        told: steps by which the server learns what came before it, by number.
+        seen_number: how far the server was when it was last asked.
+        refused: a step that the server has not taken because of the one before.
+        next_number: which hop the outputs go to; None: to the client.
+        route: how often that was to change; ``held``: the server does nothing until it changes again.
+    """
+
+    def __init__(
+        self,
+        number: int,
+        hop: Hop,
+        call: grpc.aio.StreamStreamCall,
+        inbox: Inbox,
+        request: pb.Open,
+        server: Server,
+    ) -> None:
+        self.number = number
+        self.hop = hop
+        self.max_step_tokens = 0
+        self.session_key = request.session_key
+        self.changed_number = request.changed_number
+        self.told: dict[int, Step] = {}
+        self.seen_number = 0
+        self.refused: int | None = None
+        self.next_number: int | None = None
+        self.route = 0
+        self.leaving = False
+        self.held = False
+        self.ended = False
+        self._server = server
+        self._call = call
+        self._inbox = inbox
+        self._reading: asyncio.Task | None = None
+        self._writing = asyncio.Lock()  # gRPC breaks a call that is given a message while it takes another
+        self._outbox: deque[tuple[pb.Step, Sequence[bytes]]] = deque()
+        self._posting: asyncio.Task | None = None
+
+    @property
+    def span(self) -> Span:
+        return self.hop.span
+
+    @property
+    def gone(self) -> bool:
+        """Whether the stream has ended."""
+        return self.ended or self._reading is None or self._reading.done()
+
+    async def open(self, request: pb.Open, timeout_s: float) -> None:
+        server, span = self.hop.server, self.hop.span
+        async with translated(server, span, self._call):
+            try:
+                reply = await asyncio.wait_for(self._opened(request), timeout_s)
+            except asyncio.TimeoutError:
+                self._call.cancel()
+                raise no_answer(server, span, timeout_s) from None
+            except asyncio.CancelledError:
+                self._call.cancel()
+                raise
+        if reply.WhichOneof("kind") != "opened":
+            self._call.cancel()
+            raise self._out_of_turn()
+        self.max_step_tokens = max(1, reply.opened.max_step_tokens)
+        self._reading = asyncio.ensure_future(self._read_all())
+
+    async def _opened(self, request: pb.Open) -> pb.SessionReply:
+        await self._call.write(pb.SessionRequest(open=request))
+        return await self._read()
+
+    def post(self, step: pb.Step, parts: Sequence[bytes]) -> None:
+        """Sends a step in the background, after those that were posted before; trouble goes to the inbox."""
+        self._outbox.append((step, parts))
+        if self._posting is None or self._posting.done():
+            self._posting = asyncio.ensure_future(self._post_all())
+
+    def unpost(self) -> None:
+        """Takes back what is not sent yet."""
+        self._outbox.clear()
+
+    async def send(self, step: pb.Step, parts: Sequence[bytes]) -> None:
+        """Sends a step and the further parts of its hidden states."""
+        async with self._writing, translated(self.hop.server, self.hop.span, self._call):
+            await self._call.write(pb.SessionRequest(step=step))
+            for part in parts:
+                await self._call.write(pb.SessionRequest(more=part))
+
+    async def close(self) -> None:
+        """Ends the session on the server; never fails. The reader ends with the stream: it must not be cancelled."""
+        if self.held:  # it would not hear us
+            self.abandon()
+            return
+        self.ended = True
+        self._outbox.clear()
+        try:
+            await asyncio.wait_for(self._say_goodbye(), CLOSE_TIMEOUT_S)
+        except (grpc.RpcError, asyncio.InvalidStateError, asyncio.CancelledError, asyncio.TimeoutError):
+            self._call.cancel()
+
+    def abandon(self) -> None:
+        """Ends the stream at once: the server is believed to be gone."""
+        self.ended = True
+        self._outbox.clear()
+        self._call.cancel()
+
+    async def progress(self, hold: bool = False, timeout_s: float = OPEN_TIMEOUT_S) -> pb.SessionProgress:
+        """How far the server is. ``hold``: it goes no further until ``reroute``."""
+        request = pb.ProgressRequest(session_key=self.session_key, hold=hold)
+        self.held |= hold
+        return await self._server.progress(request, self.span, timeout_s)
+
+    async def reroute(self, to: HopSession, resend: Sequence[pb.Step]) -> None:
+        """Outputs go to another hop from now on, those of the steps of ``resend`` first."""
+        self.route += 1  # even if it fails: the server may have heard of it
+        key, route = self.session_key, self.route
+        request = pb.RerouteRequest(session_key=key, next=to.as_next(), resend=resend, route=route)
+        await self._server.reroute(request, self.span, OPEN_TIMEOUT_S)
+        self.held = False
+        self.next_number = to.number
+
+    async def copy(self, to: HopSession, timeout_s: float) -> None:
+        """Another session gets all keys and values, and those of every later step."""
+        request = pb.CopyRequest(session_key=self.session_key, to=to.as_next())
+        await self._server.copy(request, self.span, timeout_s)
+
+    def as_next(self) -> pb.NextHop:
+        """How other servers reach this session."""
+        return next_hop(self.hop.server, self.session_key)
+
+    async def _say_goodbye(self) -> None:
+        async with self._writing:
+            await self._call.write(pb.SessionRequest(close=pb.Close()))
+            await self._call.done_writing()
+
+    async def _post_all(self) -> None:
+        try:
+            while self._outbox:
+                step, parts = self._outbox.popleft()
+                await self.send(step, parts)
+        except SwarmError as error:
+            self._lost(error)
+        except asyncio.CancelledError:  # to cancel the call cancels its writer
+            self._lost(self._ended_error())
+            if not self.ended:
+                raise
+
+    async def _read_all(self) -> None:
+        try:
+            async with translated(self.hop.server, self.hop.span, self._call):
+                while True:
+                    event = await self._read_event()
+                    if isinstance(event, Leaving):
+                        self.leaving = True
+                        if self._inbox.on_leaving is not None:
+                            self._inbox.on_leaving()
+                    self._inbox.put_nowait(event)
+        except SwarmError as error:
+            self._lost(error)
+        except asyncio.CancelledError:  # the call was cancelled here
+            self._lost(self._ended_error())
+            if not self.ended:
+                raise
+
+    def _lost(self, error: SwarmError) -> None:
+        if not self.ended:
+            self._inbox.put_nowait(Trouble(self.number, None, error))
+
+    def _ended_error(self) -> PeerUnavailable:
+        server = self.hop.server
+        return PeerUnavailable(f"the stream to server {server.short_id} has ended", server.peer_id, self.span)
+
+    async def _read_event(self) -> Event:
+        reply = await self._read()
+        kind = reply.WhichOneof("kind")
+        if kind == "leaving":
+            return Leaving(self.number)
+        if kind == "failure":
+            codes = {code.value[0]: code for code in grpc.StatusCode}
+            status = codes.get(reply.failure.status, grpc.StatusCode.UNKNOWN)
+            server = self.hop.server
+            error = from_status(status, reply.failure.message, server.peer_id, self.hop.span)
+            return Trouble(self.number, reply.failure.number, error)
+        if kind == "block_output":
+            answer = reply.block_output
+            return BlockAnswer(self.number, answer.number, answer.block, await self._read_tensor(answer.hidden))
+        if kind != "output":
+            raise self._out_of_turn()
+        output = reply.output
+        hidden = await self._read_tensor(output.hidden) if output.HasField("hidden") else None
+        return Answer(self.number, output.number, hidden, output.relay, output.route)
+
+    async def _read_tensor(self, header: pb.Tensor) -> WireTensor:
+        try:
+            Assembler(header)
+        except RequestRejected as error:
+            raise BadReply(
+                f"server {self.hop.server.short_id} sent a broken answer: {error}",
+                self.hop.server.peer_id,
+                self.hop.span,
+            ) from None
+        parts, received = [], len(header.data)
+        while received < header.size_bytes:
+            reply = await self._read()
+            if reply.WhichOneof("kind") != "more":
+                raise self._out_of_turn()
+            parts.append(reply.more)
+            received += len(reply.more)
+        return WireTensor(header, tuple(parts))
+
+    async def _read(self) -> pb.SessionReply:
+        reply = await self._call.read()
+        if reply is grpc.aio.EOF:
+            server, span = self.hop.server, self.hop.span
+            code, details = await self._call.code(), await self._call.details()
+            if code is grpc.StatusCode.OK:
+                raise self._ended_error()
+            raise from_status(code, details, server.peer_id, span)
+        return reply
+
+    def _out_of_turn(self) -> BadReply:
+        server = self.hop.server
+        return BadReply(f"server {server.short_id} answered out of turn", server.peer_id, self.hop.span)
+
+
+def next_hop(server: ServerRecord, session_key: bytes) -> pb.NextHop:
+    """How another server reaches a session on this one."""
+    return pb.NextHop(
+        peer_id=server.peer_id,
+        addresses=server.addresses,
+        tls_fingerprint=server.tls_fingerprint,
+        session_key=session_key,
+    )

@@ -1,0 +1,107 @@
+"""A session's inputs as messages: cut into steps that keep every server of the chain busy."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from swarm_client.transport.wire_tensor import Context, WireTensor
+from swarm_protocol.pb import swarm_pb2 as pb
+from swarm_protocol.wire.block_input import BlockInput
+from swarm_protocol.wire.constants import PAGE_TOKENS
+
+_CHUNKS_PER_HOP = 4  # of a prompt: the pipeline is full for all but one part in so many of the time
+_IN_ONE_PIECE = 1 << 30  # a hop that takes so many at once must be given them at once
+
+
+@dataclass(frozen=True)
+class Step:
+    """A step as it goes to a server. Hidden states larger than one message have further ``parts``."""
+
+    message: pb.Step
+    parts: tuple[bytes, ...]
+
+    @property
+    def number(self) -> int:
+        return self.message.number
+
+    @property
+    def start(self) -> int:
+        return self.message.start_position
+
+    @property
+    def end(self) -> int:
+        """Position after the last one."""
+        return self.message.start_position + self.message.hidden.shape[1]
+
+    @property
+    def num_positions(self) -> int:
+        """In all rows."""
+        return self.message.hidden.shape[0] * self.message.hidden.shape[1]
+
+    def with_hidden(self, hidden: WireTensor) -> Step:
+        """The same step for another hop."""
+        message = pb.Step()
+        message.CopyFrom(self.message)
+        message.hidden.CopyFrom(hidden.header)
+        return Step(message, hidden.parts)
+
+    def without_data(self) -> pb.Step:
+        """For a server that has kept the hidden states itself."""
+        message = pb.Step()
+        message.CopyFrom(self.message)
+        message.hidden.ClearField("data")
+        return message
+
+
+def chunk_size(num_tokens: int, batch_size: int, limits: Sequence[int]) -> int:
+    """Positions per row and step, for ``num_tokens`` new ones; ``limits``: rows × positions that each hop takes."""
+    size = min(limits)
+    if len(limits) > 1 and size < _IN_ONE_PIECE:
+        even = -(-num_tokens // (_CHUNKS_PER_HOP * len(limits)))
+        size = min(size, batch_size * -(-even // PAGE_TOKENS) * PAGE_TOKENS)
+    size = max(1, size // batch_size)
+    return size - size % PAGE_TOKENS if size > PAGE_TOKENS else size
+
+
+def split(
+    inputs: BlockInput,
+    *,
+    start: int,
+    number: int,
+    size: int,
+    codec: int,
+    changes: Sequence[pb.Change] = (),
+    num_wanted: int = 0,
+    every_block: bool = False,
+) -> list[Step]:
+    """Steps of ``size`` positions for inputs that begin at position ``start``, numbered from ``number``.
+
+    ``changes`` go with the first step. Of the outputs, the last ``num_wanted`` will be used; ``every_block``: of those
+    of every block all.
+    """
+    num_tokens = inputs.hidden.shape[1]
+    steps = []
+    for first in range(0, num_tokens, size):
+        last = min(first + size, num_tokens)
+        mask, positions = inputs.attention_mask, inputs.position_ids
+        context = Context.of(
+            BlockInput(
+                inputs.hidden,
+                None if mask is None else mask[:, : start + last],
+                None if positions is None else positions[:, first:last],
+            )
+        )
+        hidden = WireTensor.of(inputs.hidden[:, first:last], codec)
+        message = pb.Step(
+            number=number + len(steps),
+            changes=changes if first == 0 else (),
+            start_position=start + first,
+            hidden=hidden.header,
+            attention_mask=context.attention_mask,
+            position_ids=context.position_ids,
+            outputs_wanted=max(0, last - max(first, num_tokens - num_wanted)),
+            every_block=every_block,
+        )
+        steps.append(Step(message, hidden.parts))
+    return steps

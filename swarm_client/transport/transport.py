@@ -1,0 +1,288 @@
+"""Speaks gRPC to one server."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Coroutine, Sequence
+from typing import Any, TypeVar
+
+import grpc
+
+from swarm_client.adapters.snapshots import Gifts, Part
+from swarm_client.core.background import exact_s
+from swarm_client.routing.routing import Hop
+from swarm_client.transport.grpc_errors import translated
+from swarm_client.transport.hops import OPEN_TIMEOUT_S, HopSession, Inbox
+from swarm_client.transport.wire_tensor import Context, WireTensor
+from swarm_protocol.dht.records import ServerRecord
+from swarm_protocol.errors import BadReply, Forgotten, PeerUnavailable, RequestRejected
+from swarm_protocol.net.identity import pinned_channel
+from swarm_protocol.pb import swarm_pb2 as pb
+from swarm_protocol.pb.swarm_pb2_grpc import BlocksStub
+from swarm_protocol.span import Span
+from swarm_protocol.wire.adapters import adapter_key
+from swarm_protocol.wire.codec import Assembler
+from swarm_protocol.wire.constants import CLIENT_OPTIONS, PART_BYTES, WIRE_VERSION
+
+T = TypeVar("T")
+CONNECT_TIMEOUT_S = 4.0
+PROBE_AFTER_S = 1.0  # without an answer, a server is asked whether it is still there
+PROBE_TIMEOUT_S = 3.0
+_PINGS = 3
+
+
+class Server:
+    """A connection to one server of one model."""
+
+    def __init__(self, record: ServerRecord, channel: grpc.aio.Channel, step_timeout_s: float) -> None:
+        self.record = record
+        self._channel = channel
+        self._stub = BlocksStub(channel)
+        self._step_timeout_s = step_timeout_s
+        self._gifts = Gifts(self._put_adapter)
+
+    @classmethod
+    async def connect(cls, record: ServerRecord, step_timeout_s: float) -> Server:
+        """Raises PeerUnavailable if none of its addresses answers, BadReply if somebody else does."""
+        error: PeerUnavailable | None = None
+        for address in record.addresses:
+            try:
+                channel = await pinned_channel(address, record.tls_fingerprint, CLIENT_OPTIONS, CONNECT_TIMEOUT_S)
+                return cls(record, channel, step_timeout_s)
+            except PeerUnavailable as failure:
+                error = failure
+        reason = error or "it announces no address"
+        raise PeerUnavailable(f"server {record.short_id} cannot be reached: {reason}", record.peer_id, record.span)
+
+    def leads_to(self, record: ServerRecord) -> bool:
+        """Whether this connection is still the right one for a newer record of the server."""
+        ours = self.record
+        return (ours.addresses, ours.tls_fingerprint) == (record.addresses, record.tls_fingerprint)
+
+    async def close(self) -> None:
+        await self._channel.close()
+
+    async def ping(self) -> float:
+        """Round-trip time in seconds: the shortest of a few, since the first ones also connect."""
+        rtts_s = []
+        async with translated(self.record):
+            for _ in range(_PINGS):
+                start_s = exact_s()
+                await self._stub.Echo(pb.EchoRequest(), timeout=CONNECT_TIMEOUT_S)
+                rtts_s.append(exact_s() - start_s)
+        return min(rtts_s)
+
+    async def describe(self) -> ServerRecord:
+        """What the server says of itself now; raises BadReply if it is no record of this server."""
+        async with translated(self.record):
+            answer = await self._stub.Describe(pb.DescribeRequest(), timeout=PROBE_TIMEOUT_S)
+        try:
+            record = ServerRecord.from_proto(answer)
+            if record.peer_id != self.record.peer_id:
+                raise ValueError(f"it says that it is {record.short_id}")
+        except ValueError as error:
+            raise BadReply(
+                f"server {self.record.short_id} described itself wrongly: {error}", self.record.peer_id
+            ) from None
+        return record
+
+    async def open(
+        self, number: int, span: Span, request: pb.Open, inbox: Inbox, adapter: Part | None = None
+    ) -> HopSession:
+        """Opens hop ``number`` of a session; its answers go to ``inbox``. Raises PeerBusy if there is no room."""
+        request.contract.CopyFrom(self._contract(span))
+
+        async def opened(name: pb.AdapterName | None) -> HopSession:
+            if name is not None:
+                request.adapter.CopyFrom(name)
+            hop = HopSession(number, Hop(self.record, span), self._stub.Session(), inbox, request, self)
+            await hop.open(request, OPEN_TIMEOUT_S + request.wait_s)
+            return hop
+
+        return await self._gifts.use(adapter, span, opened)
+
+    async def progress(self, request: pb.ProgressRequest, span: Span, timeout_s: float) -> pb.SessionProgress:
+        """How far one of the server's sessions is; raises SessionLost if the server does not know it."""
+        async with translated(self.record, span):
+            return await self._stub.Progress(request, timeout=timeout_s)
+
+    async def reroute(self, request: pb.RerouteRequest, span: Span, timeout_s: float) -> pb.SessionProgress:
+        async with translated(self.record, span):
+            return await self._stub.Reroute(request, timeout=timeout_s)
+
+    async def copy(self, request: pb.CopyRequest, span: Span, timeout_s: float) -> pb.SessionProgress:
+        async with translated(self.record, span):
+            return await self._stub.Copy(request, timeout=timeout_s)
+
+    async def forward(
+        self, span: Span, hidden: WireTensor, context: Context, keep_key: bytes = b""
+    ) -> tuple[WireTensor, bool]:
+        """The output, and whether the server keeps under ``keep_key`` what ``backward`` needs, for a while.
+
+        Raises PeerUnavailable when the server stops answering, however long the pass takes.
+        """
+
+        async def work(name: pb.AdapterName | None) -> tuple[WireTensor, bool]:
+            return await self._watched(self._forward(span, hidden, context, name, keep_key), span)
+
+        return await self._gifts.use(context.adapter.part(span), span, work)
+
+    async def backward(
+        self, span: Span, hidden: WireTensor, grad: WireTensor, context: Context, kept_key: bytes = b""
+    ) -> tuple[WireTensor, list[WireTensor]]:
+        """Gradients of ``hidden`` and of the adapter's tensors in these blocks; otherwise like ``forward``.
+
+        ``kept_key``: of the forward pass, if the server has kept it; the inputs are sent only if it has not.
+        """
+        part = context.adapter.part(span)
+        shapes = () if part is None else part.shapes
+        expected = [hidden.header, *(pb.Tensor(dtype=pb.FLOAT32, shape=shape) for shape in shapes)]
+
+        async def work(first: pb.BackwardRequest, parts: Sequence[bytes] = ()) -> tuple[WireTensor, list[WireTensor]]:
+            return await self._watched(self._backward(span, first, parts, grad, expected), span)
+
+        async def whole(name: pb.AdapterName | None) -> tuple[WireTensor, list[WireTensor]]:
+            forward = self._forward_message(span, hidden, context, name)
+            return await work(pb.BackwardRequest(forward=forward), hidden.parts)
+
+        if kept_key:
+            kept = pb.KeptForward(contract=self._contract(span), key=kept_key)
+            with contextlib.suppress(Forgotten):
+                return await work(pb.BackwardRequest(kept=kept))
+        return await self._gifts.use(part, span, whole)
+
+    async def _watched(self, work: Coroutine[Any, Any, T], span: Span) -> T:
+        """Asks the server whether it is there while it works."""
+        task = asyncio.ensure_future(work)
+        try:
+            while not (await asyncio.wait([task], timeout=PROBE_AFTER_S))[0]:
+                async with translated(self.record, span):
+                    await self._stub.Describe(pb.DescribeRequest(), timeout=PROBE_TIMEOUT_S)
+            return task.result()
+        finally:
+            task.cancel()
+
+    async def _put_adapter(self, data: bytes, span: Span) -> None:
+        await self._watched(self._put(data, span), span)
+
+    async def _put(self, data: bytes, span: Span) -> None:
+        call = self._stub.PutAdapter(timeout=self._step_timeout_s)
+        async with translated(self.record, span, call):
+            for start in range(0, len(data), PART_BYTES):
+                await call.write(pb.PutAdapterRequest(part=data[start : start + PART_BYTES]))
+            await call.done_writing()
+            reply = await call
+        if reply.key != adapter_key(data):
+            raise BadReply(f"server {self.record.short_id} understood another adapter", self.record.peer_id, span)
+
+    async def _forward(
+        self, span: Span, hidden: WireTensor, context: Context, adapter: pb.AdapterName | None, keep_key: bytes
+    ) -> tuple[WireTensor, bool]:
+        message = self._forward_message(span, hidden, context, adapter)
+        message.keep_key = keep_key
+        call = self._stub.Forward(timeout=self._step_timeout_s)
+        async with translated(self.record, span, call):
+            await call.write(pb.ForwardRequest(forward=message))
+            for part in hidden.parts:
+                await call.write(pb.ForwardRequest(more=part))
+            await call.done_writing()
+            (output,), kept = await _read_tensors(call, [hidden.header], self.record, span)
+        return output, kept
+
+    async def _backward(
+        self,
+        span: Span,
+        first: pb.BackwardRequest,
+        parts: Sequence[bytes],
+        grad: WireTensor,
+        expected: Sequence[pb.Tensor],
+    ) -> tuple[WireTensor, list[WireTensor]]:
+        """``parts``: of the hidden states that ``first`` begins."""
+        call = self._stub.Backward(timeout=self._step_timeout_s)
+        async with translated(self.record, span, call):
+            await call.write(first)
+            for part in parts:
+                await call.write(pb.BackwardRequest(more=part))
+            await call.write(pb.BackwardRequest(grad=grad.header))
+            for part in grad.parts:
+                await call.write(pb.BackwardRequest(more=part))
+            await call.done_writing()
+            (input_grad, *grads), _ = await _read_tensors(call, expected, self.record, span)
+        return input_grad, grads
+
+    def _forward_message(
+        self, span: Span, hidden: WireTensor, context: Context, adapter: pb.AdapterName | None
+    ) -> pb.Forward:
+        return pb.Forward(
+            contract=self._contract(span),
+            hidden=hidden.header,
+            attention_mask=context.attention_mask,
+            position_ids=context.position_ids,
+            adapter=adapter,
+            dropout_seed=context.dropout_seed,
+            packed=context.packed,
+        )
+
+    def _contract(self, span: Span) -> pb.Contract:
+        return pb.Contract(
+            wire_version=WIRE_VERSION,
+            model=self.record.model,
+            revision=self.record.revision,
+            blocks=pb.Span(start=span.start, end=span.end),
+        )
+
+
+async def _read_tensors(
+    call: grpc.aio.StreamStreamCall, expected: Sequence[pb.Tensor], server: ServerRecord, span: Span
+) -> tuple[list[WireTensor], bool]:
+    """The tensors of an answer, which must have these shapes and dtypes, and whether the pass is kept.
+
+    Raises BadReply.
+    """
+    replies, tensors, kept = aiter(call), [], False
+    for like in expected:
+        tensor, is_kept = await _read_tensor(replies, like, server, span)
+        if tensor is None:
+            call.cancel()
+            raise BadReply(f"server {server.short_id} sent a broken answer", server.peer_id, span)
+        tensors.append(tensor)
+        kept |= is_kept
+    async for _ in replies:
+        call.cancel()
+        raise BadReply(f"server {server.short_id} sent a broken answer", server.peer_id, span)
+    return tensors, kept
+
+
+async def _read_tensor(
+    replies: AsyncIterator[pb.TensorReply], like: pb.Tensor, server: ServerRecord, span: Span
+) -> tuple[WireTensor | None, bool]:
+    """None if the answer has no whole tensor; and whether the server says that it keeps the pass."""
+    reply = await anext(replies, None)
+    if reply is None or reply.WhichOneof("kind") != "output":
+        return None, False
+    header, kept, parts = reply.output, reply.kept, []
+    _require_like(like, header, server, span)
+    missing = header.size_bytes - len(header.data)
+    while missing > 0:
+        reply = await anext(replies, None)
+        if reply is None or reply.WhichOneof("kind") != "more" or not reply.more:
+            return None, False
+        parts.append(reply.more)
+        missing -= len(reply.more)
+    return WireTensor(header, tuple(parts)) if missing == 0 else None, kept
+
+
+def _require_like(sent: pb.Tensor, received: pb.Tensor, server: ServerRecord, span: Span) -> None:
+    """Blocks keep shape and dtype; raises BadReply before more of the answer is read."""
+    try:
+        Assembler(received)
+    except RequestRejected as error:
+        raise BadReply(f"server {server.short_id} sent a broken answer: {error}", server.peer_id, span) from None
+    if (received.dtype, list(received.shape)) != (sent.dtype, list(sent.shape)):
+        raise BadReply(
+            f"server {server.short_id} answered {list(received.shape)} of {pb.DType.Name(received.dtype)}: "
+            f"expected {list(sent.shape)} of {pb.DType.Name(sent.dtype)}",
+            server.peer_id,
+            span,
+        )

@@ -1,0 +1,66 @@
+"""Tensors in wire form: hidden states pass from hop to hop without being decoded."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from swarm_client.adapters.snapshots import NOTHING, Snapshot
+from swarm_protocol.errors import BadReply, NotFinite, RequestRejected
+from swarm_protocol.pb import swarm_pb2 as pb
+from swarm_protocol.wire.block_input import BlockInput
+from swarm_protocol.wire.codec import Assembler, encode, encode_mask
+
+CODECS = {"none": pb.RAW, "int8": pb.INT8_BLOCKS}  # by the names of ``ClientConfig.compression``
+
+
+@dataclass(frozen=True)
+class WireTensor:
+    """A tensor in wire form; hidden states pass from hop to hop without being decoded."""
+
+    header: pb.Tensor
+    parts: tuple[bytes, ...] = ()
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor, codec: int = pb.RAW) -> WireTensor:
+        header, parts = encode(tensor, codec)
+        return cls(header, tuple(parts))
+
+    def decode(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """The tensor, which must be finite and have this shape and dtype; raises BadReply otherwise."""
+        try:
+            assembler = Assembler(self.header)
+            for part in self.parts:
+                assembler.add(part)
+        except RequestRejected as error:
+            raise BadReply(f"the server's answer cannot be decoded: {error}") from None
+        if not assembler.complete or assembler.shape != tuple(shape) or assembler.dtype != dtype:
+            raise BadReply(
+                f"the server answered {list(assembler.shape)} of {assembler.dtype}: expected {list(shape)} of {dtype}"
+            )
+        tensor = assembler.tensor()
+        if not bool(torch.isfinite(tensor).all()):
+            raise NotFinite("the server answered values that are not finite (NaN or infinity)")
+        return tensor
+
+
+@dataclass(frozen=True)
+class Context:
+    """What accompanies hidden states unchanged through all hops, in wire form.
+
+    ``adapter`` is added to the blocks; ``dropout_seed`` says which elements are dropped there, 0: none. ``packed``: see
+    ``BlockInput``.
+    """
+
+    attention_mask: pb.AttentionMask | None
+    position_ids: pb.Tensor | None
+    adapter: Snapshot = NOTHING
+    dropout_seed: int = 0
+    packed: bool = False
+
+    @classmethod
+    def of(cls, inputs: BlockInput, adapter: Snapshot = NOTHING, dropout_seed: int = 0) -> Context:
+        positions = None if inputs.position_ids is None else encode(inputs.position_ids.to(torch.int64))[0]
+        return cls(encode_mask(inputs.attention_mask), positions, adapter, dropout_seed, inputs.packed)

@@ -1,0 +1,1 @@
+"""How a Hugging Face checkpoint is read, and how its model splits into blocks."""

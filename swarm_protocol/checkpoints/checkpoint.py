@@ -1,0 +1,209 @@
+"""A model's checkpoint, in a directory or on the hub, of which each peer reads only the tensors it needs."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub.errors import StrictDataclassError
+from transformers import CONFIG_MAPPING, AutoConfig, GenerationConfig, PreTrainedConfig
+
+from swarm_protocol.checkpoints.families import Family, describe
+from swarm_protocol.checkpoints.files import CONFIG, Directory, FileMissing, Files, locate
+from swarm_protocol.checkpoints.safetensors_file import StoredTensor, read_header
+from swarm_protocol.errors import CheckpointError, UnsupportedModel
+
+INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+GENERATION_CONFIG = "generation_config.json"
+OLD_WEIGHTS = ("*.bin", "*.pt", "*.pth", "*.h5", "*.msgpack")
+
+# Fields of config.json that say how it was written, not what the model computes.
+CONFIG_NOISE = {"architectures", "dtype", "torch_dtype", "transformers_version", "use_cache"}
+FINGERPRINT_HEX = 16
+SAMPLE_BYTES = 4096
+SAMPLES_PER_SHARD = 64
+
+
+class Checkpoint:
+    """Use ``Checkpoint.open``.
+
+    Attributes:
+        name: the hub id, or the last part of the directory's path.
+        revision: the hub's commit hash, or for a directory a fingerprint of its config and weights.
+        location: the hub id or directory, as ``from_pretrained`` of a tokenizer takes it.
+        config: the model's config.
+    """
+
+    def __init__(self, files: Files) -> None:
+        self._files = files
+        self.name, self.location = files.name, files.location
+        raw = _read_json(files.path(CONFIG))
+        self.config = _load_config(raw, files.path(CONFIG))
+        self._shards = self._find_shards()
+        self._headers: dict[str, dict[str, StoredTensor]] = {}
+        self.revision = self._fingerprint(raw) if isinstance(files, Directory) else files.commit
+
+    @classmethod
+    def open(cls, name_or_path: str | Path, revision: str | None = None, token: str | None = None) -> Checkpoint:
+        """Reads the config and the list of tensors; no weights yet.
+
+        ``revision`` is a branch, tag or commit of a model on the hub; ``HF_HUB_OFFLINE``, ``HF_HOME`` and ``HF_TOKEN``
+        count there as usual. The headers of a directory's shards are read and checked at once, those on the hub when
+        their tensors are first asked for.
+
+        Raises:
+            CheckpointError: if there is no such checkpoint, or a file of it is missing or damaged.
+            UnsupportedModel: if transformers does not know the model type.
+        """
+        return cls(locate(str(name_or_path), revision, token))
+
+    def __repr__(self) -> str:
+        return f"Checkpoint({self.name!r}, revision={self.revision!r})"
+
+    @cached_property
+    def family(self) -> Family:
+        """How the model splits; raises UnsupportedModel if it does not."""
+        return describe(self.config)
+
+    @cached_property
+    def generation_config(self) -> GenerationConfig | None:
+        """The model's own generation defaults, if it has any."""
+        try:
+            path = self._files.path(GENERATION_CONFIG)
+        except FileMissing:
+            return None
+        return GenerationConfig.from_dict(_read_json(path))
+
+    # ------------------------------------------------------------ tensors
+
+    @property
+    def tensor_names(self) -> tuple[str, ...]:
+        return tuple(self._shards)
+
+    def stored(self, want: Callable[[str], bool]) -> dict[str, StoredTensor]:
+        """Where the wanted tensors lie; on the hub, downloads the shards that hold them and no others."""
+        return {name: self._stored(name, shard) for name, shard in self._shards.items() if want(name)}
+
+    def read(self, want: Callable[[str], bool]) -> dict[str, torch.Tensor]:
+        """Reads the wanted tensors, under their names in the checkpoint and in the dtype they are stored in."""
+        return {name: stored.read() for name, stored in self.stored(want).items()}
+
+    def block_tensors(self, index: int) -> dict[str, StoredTensor]:
+        """The tensors of one block, not yet read; ``from_pretrained(None, state_dict=…)`` takes them as they are.
+
+        Raises:
+            CheckpointError: if the checkpoint has none.
+        """
+        tensors = self.stored(lambda name: self.family.block_index(name) == index)
+        if not tensors:
+            raise CheckpointError(f"{self.location} has no tensors of block {index}")
+        return tensors
+
+    def client_tensors(self) -> dict[str, StoredTensor]:
+        """Every tensor outside the blocks, not yet read: embeddings, norms, heads."""
+        return self.stored(lambda name: self.family.block_index(name) is None)
+
+    def block_parameters(self, index: int) -> int:
+        """How many parameters block ``index`` has; reads no shard."""
+        return self.family.block_parameters[index]
+
+    def require_fit(self, loading_info: Mapping[str, Any], optional: Sequence[str] = ()) -> list[str]:
+        """Checks what transformers reports of loading; returns missing tensors whose names begin as in ``optional``.
+
+        Raises:
+            CheckpointError: naming a tensor of another shape than the model's, or one that is missing.
+        """
+        for name, found, expected in sorted(loading_info["mismatched_keys"]):
+            raise CheckpointError(
+                f"{self.location} does not fit its config: tensor {name} has shape {list(found)}, "
+                f"expected {list(expected)}"
+            )
+        missing = sorted(loading_info["missing_keys"])
+        for name in missing:
+            if not name.startswith(tuple(optional)):
+                raise CheckpointError(f"{self.location} lacks tensor {name}")
+        return missing
+
+    def _stored(self, name: str, shard: str) -> StoredTensor:
+        if shard not in self._headers:
+            self._headers[shard] = read_header(self._files.path(shard))
+        stored = self._headers[shard].get(name)
+        if stored is None:
+            raise CheckpointError(f"{self.location} lacks tensor {name}: {INDEX} expects it in {shard}")
+        return stored
+
+    # ------------------------------------------------------------ opening
+
+    def _find_shards(self) -> dict[str, str]:
+        """Which file holds each tensor, by tensor name."""
+        try:
+            index = self._files.path(INDEX)
+        except FileMissing:
+            return self._single_shard()
+        shards = _read_json(index).get("weight_map")
+        if not isinstance(shards, dict) or not all(isinstance(shard, str) for shard in shards.values()):
+            raise CheckpointError(f"{index} is no index of shards: it has no weight_map from tensors to files")
+        return shards
+
+    def _single_shard(self) -> dict[str, str]:
+        try:
+            path = self._files.path(SINGLE)
+        except FileMissing as error:
+            if not isinstance(self._files, Directory):
+                raise
+            raise CheckpointError(f"{self.location} has no safetensors weights{self._old_weights()}") from error
+        return dict.fromkeys(read_header(path), SINGLE)
+
+    def _old_weights(self) -> str:
+        old = [path.name for pattern in OLD_WEIGHTS for path in sorted(Path(self.location).glob(pattern))]
+        return f" but {old[0]}: convert it with save_pretrained of transformers" if old else ""
+
+    def _fingerprint(self, raw_config: dict[str, Any]) -> str:
+        """Hash of the config, every shard's header, and a few samples of each shard's data.
+
+        Cheap, and different for weights that training has changed; not for one edited number.
+        """
+        config = {key: raw_config[key] for key in raw_config.keys() - CONFIG_NOISE if not key.startswith("_")}
+        digest = hashlib.sha256(json.dumps(config, sort_keys=True).encode())
+        by_shard: dict[str, list[StoredTensor]] = {}
+        for name, shard in self._shards.items():
+            by_shard.setdefault(shard, []).append(self._stored(name, shard))
+        for shard in sorted(by_shard):
+            tensors = sorted(by_shard[shard], key=lambda tensor: tensor.offset)
+            digest.update(repr([(t.name, str(t.dtype), t.shape, t.offset) for t in tensors]).encode())
+            for tensor in tensors[:: -(-len(tensors) // SAMPLES_PER_SHARD)]:
+                digest.update(tensor.sample(SAMPLE_BYTES))
+        return digest.hexdigest()[:FINGERPRINT_HEX]
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise CheckpointError(f"{path} is no valid JSON: {error}") from error
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path} holds a JSON {type(content).__name__}, expected an object")
+    return content
+
+
+def _load_config(raw: dict[str, Any], path: Path) -> PreTrainedConfig:
+    model_type = raw.get("model_type")
+    if model_type is None:
+        raise CheckpointError(f"{path} does not say its model_type")
+    if model_type not in CONFIG_MAPPING:
+        raise UnsupportedModel(f"models of type {model_type!r} are not known to the installed transformers")
+    if "quantization_config" in raw:
+        method = raw["quantization_config"].get("quant_method", "some method")
+        raise CheckpointError(f"{path.parent} is stored quantized ({method}): use the model's unquantized checkpoint")
+    try:
+        return AutoConfig.from_pretrained(path.parent)
+    except (StrictDataclassError, ValueError, TypeError, KeyError, AttributeError) as error:
+        reason = " ".join(str(error).split())
+        raise CheckpointError(f"{path} does not fit a model of type {model_type!r}: {reason}") from error

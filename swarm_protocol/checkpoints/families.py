@@ -1,0 +1,334 @@
+"""How a Hugging Face decoder splits into embeddings | blocks | head.
+
+A family is described by facts read off the stock base-model class, built on the meta device, and by a probe: without
+its blocks the base model must hand hidden states through unchanged, else this rule does not fit and the model is
+refused. What cannot be read off stands in the tables below.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import re
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from transformers import MODEL_MAPPING, PreTrainedConfig
+from transformers import initialization as weight_init
+
+from swarm_protocol.checkpoints.hollow_model import load_shell, stock_loader
+from swarm_protocol.errors import UnsupportedModel
+from swarm_protocol.span import Span
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+# Plain attributes of the owner that act on embeddings (in granite, hyperclovax), with the value that makes them idle.
+NEUTRAL_ATTRIBUTES: dict[str, Any] = {"embedding_multiplier": 1.0}
+
+_SHARES = "its blocks share keys, values or embeddings with one another"
+_HANDS_OVER = "its blocks hand one another more than hidden states"
+_STATE_IN_BLOCKS = (
+    "its blocks keep their recurrent state in themselves instead of a cache, for one generation at a time"
+)
+REJECTED: dict[str, str] = {
+    "gemma3n": _SHARES,
+    "gemma3n_text": _SHARES,
+    "gemma4": _SHARES,
+    "gemma4_text": _SHARES,
+    "recurrent_gemma": _STATE_IN_BLOCKS,
+    "zamba": _SHARES,
+    "zamba2": _SHARES,
+    "zaya": _HANDS_OVER,
+}
+
+ATTENTION_TYPES = {"full_attention", "sliding_attention", "chunked_attention"}
+STATE_TYPES = {"conv", "linear_attention", "hybrid"}  # blocks with a state of fixed size, beside attention or without
+NO_CACHE_TYPES = {"mlp", "moe"}
+LAYER_TYPES = ATTENTION_TYPES | STATE_TYPES | NO_CACHE_TYPES
+PER_BLOCK_PROPERTIES = ("layer_types", "layers_block_type")  # which some configs compute from the block's number
+
+# What a base model must accept for a server to run it, and under which name it takes its cache.
+MODEL_ARGUMENTS = ("inputs_embeds", "attention_mask", "use_cache")
+CACHE_ARGUMENTS = ("past_key_values", "cache_params")
+
+# They insist on a cache class of their own if told to use a cache, and use any that they are given if not.
+OWN_CACHE_CLASS = {"minimax"}
+
+# Linear layers by whose weights a family's own code multiplies: they must stay plain (mamba, falcon_mamba, jamba).
+WEIGHT_IS_READ = {"dt_proj"}
+
+# What a base model may hand to a block besides the hidden states: functions of positions, mask, cache and flags.
+BLOCK_ARGUMENTS = {
+    "alibi",
+    "attention_mask",
+    "cache_position",
+    "causal_mask",
+    "head_mask",
+    "layer_past",
+    "output_attentions",
+    "past_key_values",
+    "position_bias",
+    "position_embeddings",
+    "position_ids",
+    "use_cache",
+}
+
+
+@dataclass(frozen=True)
+class Family:
+    """Where the parts of one model are. Names are attributes of the owner: the module that holds the block list.
+
+    Attributes:
+        model_type: Hugging Face's name for the architecture.
+        base_class: the stock model without head, such as ``LlamaModel``.
+        owner: path of the owner inside the base model; empty if it is the base model itself.
+        blocks: attribute of the owner that holds the ``nn.ModuleList`` of blocks.
+        embedding: attribute that holds the token embedding; client only.
+        positions: learned position embeddings; client only, a server adds zero instead.
+        identities: embedding norm, final norm, projections; client only, a server passes through.
+        neutral: plain attributes that a server sets to the given value, such as an embedding multiplier.
+        returns_tuple: a block returns ``(hidden, attentions)`` rather than ``hidden``.
+        takes_positions: the base model's ``forward`` accepts ``position_ids``.
+        cache_argument: name under which the base model's ``forward`` takes the cache.
+        num_blocks: how many blocks the model has.
+        hidden_size: width of the hidden states between blocks.
+        block_parameters: how many parameters each block has.
+    """
+
+    model_type: str
+    base_class: type[PreTrainedModel]
+    owner: str
+    blocks: str
+    embedding: str
+    positions: tuple[str, ...]
+    identities: tuple[str, ...]
+    neutral: tuple[tuple[str, Any], ...]
+    returns_tuple: bool
+    takes_positions: bool
+    cache_argument: str
+    num_blocks: int
+    hidden_size: int
+    block_parameters: tuple[int, ...]
+
+    @property
+    def all_blocks(self) -> Span:
+        return Span(0, self.num_blocks)
+
+    def cache_arguments(self, cache: Any, use_cache: bool) -> dict[str, Any]:
+        """What the base model's ``forward`` is told so that it uses this cache, or none."""
+        return {self.cache_argument: cache, "use_cache": use_cache and self.model_type not in OWN_CACHE_CLASS}
+
+    def owner_of(self, base: nn.Module) -> nn.Module:
+        """The module inside ``base`` (an instance of ``base_class``) that holds the block list."""
+        return base.get_submodule(self.owner)
+
+    def block_index(self, tensor_name: str) -> int | None:
+        """Which block a checkpoint tensor belongs to; None for embeddings, norms and heads.
+
+        Checkpoints of some models hold extra blocks past ``num_blocks`` (for multi-token prediction).
+        """
+        match = _block_pattern(self.blocks).search(tensor_name)
+        return None if match is None else int(match[1])
+
+    def name_in_block(self, tensor_name: str) -> str:
+        """``self_attn.q_proj.weight`` of ``model.layers.3.self_attn.q_proj.weight``; itself outside the blocks."""
+        match = _block_pattern(self.blocks).search(tensor_name)
+        return tensor_name if match is None else tensor_name[match.end() :]
+
+
+@lru_cache
+def _block_pattern(blocks: str) -> re.Pattern[str]:
+    return re.compile(rf"(?:^|\.){re.escape(blocks)}\.(\d+)\.")
+
+
+def slice_config(config: PreTrainedConfig, span: Span) -> PreTrainedConfig:
+    """A copy of ``config`` for a model of the blocks of ``span`` alone: every per-block list is cut accordingly."""
+    sliced = copy.deepcopy(config)
+    for name, value in vars(config).items():
+        per_block = isinstance(value, list | tuple) and len(value) == config.num_hidden_layers
+        if per_block and not name.startswith("_") and not name.endswith(("token_id", "architectures")):
+            setattr(sliced, name, value[span.start : span.end])
+    computed = {}
+    for name in PER_BLOCK_PROPERTIES:
+        if isinstance(getattr(type(config), name, None), property):
+            computed[name] = getattr(config, name)[span.start : span.end]
+    if computed:
+        sliced.__class__ = type(type(config).__name__, (type(config),), computed)
+    sliced.num_hidden_layers = len(span)
+    return sliced
+
+
+# ---------------------------------------------------------------- reading the facts off
+
+
+_DESCRIBED: dict[tuple[type, str], Family] = {}
+
+
+def describe(config: PreTrainedConfig) -> Family:
+    """The family of a model with this config; cheap when asked again for an equal config.
+
+    Raises:
+        UnsupportedModel: naming the model type and why it cannot be split.
+    """
+    key = (type(config), config.to_json_string(use_diff=False))
+    if key not in _DESCRIBED:
+        with stock_loader():
+            _DESCRIBED[key] = _describe(config)
+    return _DESCRIBED[key]
+
+
+def _describe(config: PreTrainedConfig) -> Family:
+    _check_config(config)
+    base_class = MODEL_MAPPING[type(config)]
+    try:
+        with weight_init.no_init_weights(), torch.device("meta"):
+            base = base_class(copy.deepcopy(config))
+    except Exception as error:  # each model class has its own ways to dislike a config
+        raise _unsupported(config, f"transformers cannot build it from this config ({_one_line(error)})") from error
+    family = _read_facts(base, config)
+    _check_blocks(base, family)
+    return _probe(base, family, config)
+
+
+def _unsupported(config: PreTrainedConfig, why: str) -> UnsupportedModel:
+    return UnsupportedModel(f"models of type {config.model_type!r} cannot be split into blocks: {why}")
+
+
+def _check_config(config: PreTrainedConfig) -> None:
+    if config.model_type in REJECTED:
+        raise _unsupported(config, REJECTED[config.model_type])
+    if config.is_encoder_decoder:
+        raise _unsupported(config, "it is an encoder-decoder, expected a decoder")
+    if config.get_text_config(decoder=True) is not config:
+        raise _unsupported(config, "it wraps a text model together with others, expected a text-only checkpoint")
+    if type(config) not in MODEL_MAPPING:
+        raise _unsupported(config, "transformers has no stock model for it")
+    others = set(getattr(config, "layer_types", None) or ()) - LAYER_TYPES
+    if others:
+        raise _unsupported(config, f"it has blocks of type {', '.join(sorted(others))}, which servers do not know")
+    if getattr(config, "num_kv_shared_layers", 0):
+        raise _unsupported(config, _SHARES)
+    for name in ("num_hidden_layers", "hidden_size"):
+        if not isinstance(getattr(config, name, None), int):
+            raise _unsupported(config, f"its config does not say {name}")
+
+
+def _read_facts(base: PreTrainedModel, config: PreTrainedConfig) -> Family:
+    arguments = inspect.signature(base.forward).parameters
+    lacking = [name for name in MODEL_ARGUMENTS if name not in arguments]
+    cache_argument = next((name for name in CACHE_ARGUMENTS if name in arguments), None)
+    if cache_argument is None:
+        lacking.append(CACHE_ARGUMENTS[0])
+    if lacking:
+        raise _unsupported(config, f"its forward does not accept {', '.join(lacking)}")
+    lists = [
+        name
+        for name, module in base.named_modules()
+        if isinstance(module, nn.ModuleList) and len(module) == config.num_hidden_layers and not re.search(r"\d", name)
+    ]
+    if len(lists) != 1:
+        found = ", ".join(lists) or "none"
+        raise _unsupported(config, f"expected one list of {config.num_hidden_layers} blocks, found {found}")
+    owner_path, _, blocks = lists[0].rpartition(".")
+    owner = base.get_submodule(owner_path)
+    token_embedding = base.get_input_embeddings()
+    embedding, positions, identities = None, [], []
+    for name, child in owner.named_children():
+        if name == blocks:
+            continue
+        if child is token_embedding:
+            embedding = name
+        elif isinstance(child, nn.Embedding) or "PositionalEmbedding" in type(child).__name__:
+            positions.append(name)
+        elif isinstance(child, nn.Linear | nn.LayerNorm) or "Norm" in type(child).__name__:
+            identities.append(name)
+        elif any(True for _ in child.parameters()):
+            raise _unsupported(config, f"what its part {name!r} ({type(child).__name__}) is for is not known")
+    if embedding is None:
+        raise _unsupported(config, f"its token embedding is not beside its list of blocks {lists[0]!r}")
+    return Family(
+        model_type=config.model_type,
+        base_class=type(base),
+        owner=owner_path,
+        blocks=blocks,
+        embedding=embedding,
+        positions=tuple(positions),
+        identities=tuple(identities),
+        neutral=tuple((name, value) for name, value in NEUTRAL_ATTRIBUTES.items() if hasattr(owner, name)),
+        returns_tuple=False,
+        takes_positions="position_ids" in arguments,
+        cache_argument=cache_argument,
+        num_blocks=config.num_hidden_layers,
+        hidden_size=config.hidden_size,
+        block_parameters=tuple(sum(p.numel() for p in block.parameters()) for block in getattr(owner, blocks)),
+    )
+
+
+def _check_blocks(base: PreTrainedModel, family: Family) -> None:
+    blocks = getattr(family.owner_of(base), family.blocks)
+    owners: dict[int, int] = {}
+    for index, block in enumerate(blocks):
+        for parameter in block.parameters():
+            if owners.setdefault(id(parameter), index) != index:
+                raise _unsupported(base.config, f"blocks {owners[id(parameter)]} and {index} share parameters")
+
+
+class _Recorder:
+    """Replaces a block's ``forward``: hands the hidden states through and remembers what else it was given."""
+
+    def __init__(self, block: nn.Module, returns_tuple: bool) -> None:
+        self._names = list(inspect.signature(type(block).forward).parameters)[2:]  # after self and the hidden states
+        self._returns_tuple = returns_tuple
+        self.arguments: set[str] = set()
+        self.shapes: set[tuple[int, ...]] = set()
+
+    def __call__(self, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor | tuple[torch.Tensor, None]:
+        self.shapes.add(tuple(hidden.shape))
+        given = {**dict(zip(self._names, args, strict=False)), **kwargs}
+        self.arguments |= {name for name, value in given.items() if _has_tensor(value)}
+        return (hidden, None) if self._returns_tuple else hidden
+
+
+def _has_tensor(value: Any) -> bool:
+    if isinstance(value, list | tuple):
+        return any(map(_has_tensor, value))
+    return isinstance(value, torch.Tensor)
+
+
+def _probe(base: PreTrainedModel, family: Family, config: PreTrainedConfig) -> Family:
+    """Runs the base model with blocks that do nothing; it must return exactly what went in.
+
+    Also finds out whether it expects blocks to return tuples.
+    """
+    shell, _ = load_shell(family, config)
+    blocks = getattr(family.owner_of(base), family.blocks)
+    setattr(family.owner_of(shell), family.blocks, blocks)
+    hidden = torch.randn(2, 3, family.hidden_size, generator=torch.Generator().manual_seed(0))
+    mask = torch.ones(2, 3, dtype=torch.long)
+    problem = None
+    for returns_tuple in (False, True):
+        recorder = _Recorder(blocks[0], returns_tuple)
+        for block in blocks:
+            block.forward = recorder
+        try:
+            with torch.inference_mode():
+                output = shell(inputs_embeds=hidden, attention_mask=mask, use_cache=False).last_hidden_state
+        except Exception as error:  # a stranger's modelling code: whatever it raises means that the rule does not fit
+            problem = problem or f"without its blocks it fails with {_one_line(error)}"
+            continue
+        unknown = sorted(recorder.arguments - BLOCK_ARGUMENTS)
+        if unknown:
+            raise _unsupported(config, f"its blocks also need {', '.join(unknown)}, which a server does not have")
+        if output.shape == hidden.shape and recorder.shapes == {tuple(hidden.shape)}:
+            if torch.equal(output, hidden):
+                return replace(family, returns_tuple=returns_tuple)
+            problem = "it changes hidden states outside its blocks"
+    raise _unsupported(config, problem or "hidden states change their shape between its blocks")
+
+
+def _one_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"

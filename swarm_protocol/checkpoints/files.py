@@ -1,0 +1,95 @@
+"""Where a checkpoint's files come from: a directory, or the hub and its local cache."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from pathlib import Path
+from typing import Protocol
+
+from huggingface_hub import hf_hub_download
+from huggingface_hub.errors import (
+    EntryNotFoundError,
+    GatedRepoError,
+    LocalEntryNotFoundError,
+    OfflineModeIsEnabled,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+)
+
+from swarm_protocol.checkpoints.default_model import check_location
+from swarm_protocol.errors import CheckpointError
+
+CONFIG = "config.json"
+
+
+class FileMissing(CheckpointError):
+    """The checkpoint is there but lacks one file."""
+
+
+class Files(Protocol):
+    name: str
+    location: str
+
+    def path(self, name: str) -> Path:
+        """The file's local path, downloaded if need be. Raises CheckpointError; FileMissing if only it is absent."""
+
+
+def locate(name_or_path: str, revision: str | None, token: str | None) -> Files:
+    """The files of a directory if there is one of that name, else those of a model on the hub."""
+    directory = Path(name_or_path).expanduser()
+    try:
+        check_location(name_or_path, revision)
+    except ValueError as error:
+        raise CheckpointError(str(error)) from None
+    return Directory(directory) if directory.is_dir() else HubModel(name_or_path, revision, token)
+
+
+class Directory:
+    def __init__(self, directory: Path) -> None:
+        self.location = str(directory)
+        self.name = directory.resolve().name
+
+    def path(self, name: str) -> Path:
+        path = Path(self.location) / name
+        if not path.is_file():
+            raise FileMissing(f"{self.location} has no {name}")
+        return path
+
+
+class HubModel:
+    def __init__(self, repository: str, revision: str | None, token: str | None) -> None:
+        self.location = self.name = repository
+        self._revision = revision
+        self._token = token
+
+    @cached_property
+    def commit(self) -> str:
+        """The commit hash the requested revision stands for, fixed at the first call."""
+        return self._download(CONFIG, self._revision).parent.name  # …/snapshots/<commit>/config.json
+
+    def path(self, name: str) -> Path:
+        return self._download(name, self.commit)
+
+    def _download(self, name: str, revision: str | None) -> Path:
+        model = self.location if self._revision is None else f"{self.location} at {self._revision}"
+        try:
+            return Path(hf_hub_download(self.location, name, revision=revision, token=self._token))
+        except GatedRepoError as error:
+            raise CheckpointError(f"{model} is gated: accept its terms on the hub and set HF_TOKEN") from error
+        except RevisionNotFoundError as error:
+            raise CheckpointError(f"{self.location} has no revision {revision!r} on the hub") from error
+        except RepositoryNotFoundError as error:
+            raise CheckpointError(f"{model} is neither a directory nor a model on the hub") from error
+        except (LocalEntryNotFoundError, OfflineModeIsEnabled) as error:
+            if name == CONFIG:
+                raise CheckpointError(
+                    f"{model} is neither a directory nor in the local cache, and the hub cannot be reached"
+                ) from error
+            raise FileMissing(f"{model} has no {name} in the local cache, and the hub cannot be reached") from error
+        except EntryNotFoundError as error:
+            raise FileMissing(f"{model} has no {name} on the hub") from error
+        except OSError as error:  # includes every HTTP error of huggingface_hub
+            reason = str(error).strip().partition("\n")[0]
+            raise CheckpointError(f"{name} of {model} cannot be downloaded: {reason}") from error
+        except ValueError as error:  # not of the form owner/model
+            raise CheckpointError(f"{model} is neither a directory nor the name of a model on the hub") from error

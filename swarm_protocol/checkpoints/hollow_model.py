@@ -1,0 +1,139 @@
+"""The stock base model with some of its blocks and nothing else: what a server computes with."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Container, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedConfig
+from transformers import initialization as weight_init
+from transformers.utils import logging
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from swarm_protocol.checkpoints.families import Family
+
+
+class LeftOut(nn.Identity):
+    """Stands for a linear layer that is not loaded with its block; a family's weight initialisation may touch it."""
+
+    weight = torch.empty(0)
+    weight._is_hf_initialized = True
+    bias = None
+
+
+class ZeroPositions(nn.Module):
+    """Stands for learned position embeddings on a server, which receives hidden states that already contain them."""
+
+    def forward(self, positions: torch.Tensor, *_args: Any, **_kwargs: Any) -> torch.Tensor:
+        return torch.zeros((), device=positions.device)
+
+
+def shell_class(
+    family: Family, hosted: Container[int], prepare: Callable[[nn.Module], None] | None = None
+) -> type[PreTrainedModel]:
+    """A subclass of the family's base model whose parts outside the blocks ``hosted`` have no parameters.
+
+    ``from_pretrained(None, config=…, state_dict=…)`` of it loads the hosted blocks alone, under the names they have in
+    a checkpoint. It takes the full config, since how a block is built may depend on its index. ``prepare`` is called
+    with each hosted block before it gets its weights.
+    """
+
+    class Shell(family.base_class):
+        def __init__(self, config: PreTrainedConfig, *args: Any, **kwargs: Any) -> None:
+            with weight_init.no_init_weights():  # all is on the meta device as yet, and most of it goes at once
+                super().__init__(config, *args, **kwargs)
+            _hollow_out(self, family, hosted)
+            if prepare is not None:
+                for index, block in enumerate(getattr(family.owner_of(self), family.blocks)):
+                    if index in hosted:
+                        prepare(block)
+
+        def _init_weights(self, module: nn.Module) -> None:
+            """Weights come from the checkpoint: only what none has, such as rotary frequencies, is computed here."""
+            if any(True for _ in module.buffers()):
+                with hosted_alone(self, family, hosted):
+                    super()._init_weights(module)
+
+    # Both names: transformers skips its weight conversions for classes that look like a user's own.
+    Shell.__name__, Shell.__module__ = family.base_class.__name__, family.base_class.__module__
+    return Shell
+
+
+def load_shell(
+    family: Family,
+    config: PreTrainedConfig,
+    *,
+    hosted: Container[int] = (),
+    tensors: dict[str, Any] | None = None,
+    dtype: torch.dtype = torch.float32,
+    prepare: Callable[[nn.Module], None] | None = None,
+) -> tuple[PreTrainedModel, dict[str, Any]]:
+    """Builds a shell on the CPU and loads ``tensors`` into it through the stock loader.
+
+    ``prepare`` may take some out of ``tensors``.
+
+    Returns the shell and transformers' loading info (missing, unexpected and mismatched keys).
+    """
+    with stock_loader():
+        return shell_class(family, hosted, prepare).from_pretrained(
+            None,
+            config=config,
+            state_dict={} if tensors is None else tensors,
+            dtype=dtype,
+            ignore_mismatched_sizes=True,  # reported, and refused with a sentence by the caller
+            output_loading_info=True,
+        )
+
+
+_LOADER = threading.RLock()
+
+
+@contextmanager
+def stock_loader() -> Iterator[None]:
+    """Held while transformers builds or loads a model; keeps it from drawing a bar and logging a report every time.
+
+    Its loader sets process-wide state (default dtype, whether weights get initial values): two threads inside it at
+    once leave weights unloaded in each other's models.
+    """
+    with _LOADER:
+        bars, verbosity = logging.is_progress_bar_enabled(), logging.get_verbosity()
+        logging.disable_progress_bar()
+        logging.set_verbosity_error()
+        try:
+            yield
+        finally:
+            logging.set_verbosity(verbosity)
+            if bars:
+                logging.enable_progress_bar()
+
+
+@contextmanager
+def hosted_alone(base: nn.Module, family: Family, hosted: Container[int]) -> Iterator[None]:
+    """Meanwhile the list of blocks has the hosted ones alone: a family's code expects to find its own blocks there."""
+    owner = family.owner_of(base)
+    blocks = getattr(owner, family.blocks)
+    setattr(owner, family.blocks, nn.ModuleList(block for index, block in enumerate(blocks) if index in hosted))
+    try:
+        yield
+    finally:
+        setattr(owner, family.blocks, blocks)
+
+
+def _hollow_out(base: nn.Module, family: Family, hosted: Container[int]) -> None:
+    owner = family.owner_of(base)
+    blocks = getattr(owner, family.blocks)
+    for index in range(len(blocks)):
+        if index not in hosted:
+            blocks[index] = nn.Identity()
+    for name in (family.embedding, *family.identities):
+        setattr(owner, name, nn.Identity())
+    for name in family.positions:
+        setattr(owner, name, ZeroPositions())
+    for name, value in family.neutral:
+        setattr(owner, name, value)

@@ -1,0 +1,122 @@
+"""How a DHT node comes to know others: when it joins, or later, when those it knew are gone or it has been alone."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+
+from swarm_protocol.dht.addresses import connects, tcp_target
+from swarm_protocol.errors import JoinRefused
+from swarm_protocol.net.hivemind_parts import (
+    MAX_DHT_TIME_DISCREPANCY_SECONDS,
+    ControlFailure,
+    DHTNode,
+    Multiaddr,
+    P2PDaemonError,
+    PeerID,
+    ValidationError,
+)
+
+_CONNECT_TIMEOUT_S = 3.0
+_BACKOFF_S = 6.0  # libp2p does not dial an address again for 5 s, or more, after it has failed
+_RETRY_S = 0.25
+_SEARCH_TIMEOUT_S = 3.0
+_LONG_PING_S = 8.0  # for a peer that has not answered within hivemind's 3 s
+
+
+def refused(error: ValidationError) -> JoinRefused:
+    """What hivemind's reason for not joining means to the user."""
+    clocks = re.search(r"local: ([\d.]+), peer: ([\d.]+)", str(error))
+    if clocks is None:
+        return JoinRefused(f"the initial peer refuses this node: {error}")
+    offset_s = float(clocks[1]) - float(clocks[2])
+    size_s = abs(offset_s)
+    size = f"{size_s:.0f} s" if size_s < 120 else f"{size_s / 60:.0f} min"
+    where = "ahead of" if offset_s > 0 else "behind"
+    return JoinRefused(
+        f"the clock of this machine is {size} {where} that of the swarm, and at most "
+        f"{MAX_DHT_TIME_DISCREPANCY_SECONDS} s are allowed: set it, or that of the initial peer"
+    )
+
+
+async def bootstrap(node: DHTNode, addresses: Sequence[str], *, joins: bool = False) -> bool:
+    """Makes the node and those at the addresses known to one another; returns whether one of them answered.
+
+    Addresses are full multiaddrs, with peer ids. If the node ``joins``, the clocks are compared.
+
+    Raises:
+        ValidationError: the node joins, and its clock is another.
+    """
+    answers = await asyncio.gather(*(_meets(node, address, joins) for address in dict.fromkeys(addresses)))
+    if any(answers):  # as hivemind does when a node starts: who is near to it stores what is near to it
+        with suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(node.find_nearest_nodes([node.node_id]), _SEARCH_TIMEOUT_S)
+    return any(answers)
+
+
+async def join_through(
+    node: DHTNode, addresses: Sequence[str], timeout_s: float, *, are_alive: bool, on_wait: Callable[[float], None]
+) -> bool:
+    """Has the node join the DHT of those at the addresses; returns whether one of them answered.
+
+    Peers that are there and do not answer, being frozen or busy, are asked again and again for ``timeout_s``: all if
+    they ``are_alive`` for all that is known, else those to whom libp2p has a connection. ``on_wait`` is told once, and
+    for how long it may take.
+
+    Raises:
+        ValidationError: the clock of this machine is not that of the swarm.
+    """
+    clock = asyncio.get_running_loop().time
+    deadline = clock() + timeout_s
+    usual_timeout_s = node.protocol.wait_timeout
+    try:
+        while not await bootstrap(node, addresses, joins=True):
+            left_s = deadline - clock()
+            if left_s < _RETRY_S or not (are_alive or await _is_connected(node, addresses)):
+                return False
+            if node.protocol.wait_timeout != _LONG_PING_S:
+                node.protocol.wait_timeout = _LONG_PING_S
+                on_wait(left_s)
+            await asyncio.sleep(_RETRY_S)
+    finally:
+        node.protocol.wait_timeout = usual_timeout_s
+    return True
+
+
+async def _is_connected(node: DHTNode, addresses: Sequence[str]) -> bool:
+    """Whether libp2p has a connection to one of them, whatever the process behind its daemon does."""
+    wanted = {address.rpartition("/p2p/")[2] for address in addresses}
+    return any(peer.peer_id.to_base58() in wanted for peer in await node.p2p.list_peers())
+
+
+async def _meets(node: DHTNode, address: str, joins: bool) -> bool:
+    transport, _, name = address.rpartition("/p2p/")
+    peer, target = PeerID.from_base58(name), tcp_target(address)
+    # A plain connection first: one that fails makes libp2p wait, longer each time, before it dials again.
+    if peer == node.peer_id or (target is not None and not await connects(*target)):
+        return False
+    try:
+        connecting = _connect(node, peer, Multiaddr(transport))
+        await asyncio.wait_for(connecting, _BACKOFF_S + _CONNECT_TIMEOUT_S)
+    # The daemon says that it is somebody else, or does not answer itself.
+    except (ControlFailure, P2PDaemonError, OSError, asyncio.IncompleteReadError, asyncio.TimeoutError):
+        return False
+    node.blacklist.register_success(peer)  # it may be back after a silence
+    try:
+        return await node.protocol.call_ping(peer, validate=joins) is not None
+    except ValidationError as error:
+        if "local time" in str(error):
+            raise
+        return False  # it was too busy to ask back
+
+
+async def _connect(node: DHTNode, peer: PeerID, transport: Multiaddr) -> None:
+    while True:
+        try:
+            return await node.p2p._client.connect(peer, [transport])
+        except ControlFailure as error:
+            if "dial backoff" not in str(error):
+                raise
+        await asyncio.sleep(_RETRY_S)

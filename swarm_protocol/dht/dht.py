@@ -1,0 +1,332 @@
+"""A peer's place in the swarm's DHT: join, publish one's record, read everybody's."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import logging
+import re
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+from swarm_protocol.dht import node as dht_node
+from swarm_protocol.dht import shards
+from swarm_protocol.dht.addresses import CONNECT_TIMEOUT_S, require_answer, tcp_target
+from swarm_protocol.dht.bootstrap import bootstrap, join_through, refused
+from swarm_protocol.dht.node import Listening
+from swarm_protocol.dht.records import (
+    LIFETIME_S,
+    ROOT_SHARD,
+    ServerRecord,
+    ServerState,
+    SwarmView,
+    models_key,
+    servers_key,
+    short_id,
+)
+from swarm_protocol.dht.stored_records import BoundedStorage
+from swarm_protocol.errors import NoSwarm
+from swarm_protocol.net.hivemind_parts import (
+    ControlFailure,
+    DHTNode,
+    P2PDaemonError,
+    PeerID,
+    ValidationError,
+    get_dht_time,
+)
+from swarm_protocol.net.identity import Identity, peer_id_of
+from swarm_protocol.span import Span
+
+JOIN_TIMEOUT_S = 30.0  # for peers that are there, but frozen or too busy to answer
+_PUBLISH_TIMEOUT_S = 10.0
+_MAX_NAMED = 3  # servers in a message
+_MAX_REMEMBERED = 8  # peers
+_PARALLEL_READS = 8  # of shards: all that is on its way at once must arrive within hivemind's 3 s for a reply
+# The whole subkey, which leaves no room for a second owner: hivemind asks for the signature of the first it finds.
+_SUBKEY = re.compile(r"([1-9A-HJ-NP-Za-km-z]+)\[owner:(ssh-rsa [A-Za-z0-9+/]+=*)\]")
+_logger = logging.getLogger(__name__)
+
+# hivemind reports every hiccup of its daemon on stderr; what matters reaches the user through our own errors.
+logging.getLogger("hivemind").setLevel(logging.CRITICAL)
+
+
+class Dht:
+    """A DHT node inside this process; its libp2p daemon leaves with the process."""
+
+    def __init__(
+        self,
+        node: DHTNode,
+        swarm: str,
+        identity: Identity,
+        listening: Listening,
+        capacity: int = shards.CAPACITY,
+        climb_every: int = shards.CLIMB_EVERY,
+    ) -> None:
+        node.protocol.storage.__class__ = BoundedStorage  # not a new one: joining, the node may have been given records
+        node.protocol.storage.capacity = capacity
+        self._node = node
+        self._swarm = swarm
+        self._identity = identity
+        self._listening = listening
+        self._peers: list[str] = []  # addresses of some that were connected last
+        self._restarting = asyncio.Lock()
+        self._subkey = f"{identity.peer_id}[owner:{identity.private_key.get_public_key().to_bytes().decode()}]"
+        self._capacity = capacity
+        self._climb_every = climb_every
+        self._expiration = 0.0
+        self._places: dict[str, _Place] = {}  # by model
+        self._publishing = asyncio.Lock()
+        self._reading = asyncio.Semaphore(_PARALLEL_READS)
+
+    @classmethod
+    async def join(
+        cls,
+        swarm: str,
+        initial_peers: Sequence[str],
+        identity: Identity,
+        *,
+        host: str | None = None,
+        port: int = 0,
+        announce_host: str | None = None,
+        capacity: int = shards.CAPACITY,
+        climb_every: int = shards.CLIMB_EVERY,
+        are_alive: bool = False,
+    ) -> Dht:
+        """Joins through ``initial_peers``, or starts a new DHT if there are none.
+
+        A node that listens (``host`` is given) stores records for others; without ``host`` it only asks.
+        ``announce_host`` is the address others should use, with ``port``, which must then not be 0.
+        ``capacity`` is how many servers may stand under one key, for all nodes of the DHT the same; a server looks for
+        room nearer to the root once in ``climb_every`` publications. Initial peers that ``are_alive`` for all that is
+        known, or that libp2p has a connection to, are asked for ``JOIN_TIMEOUT_S`` if they do not answer.
+
+        Raises:
+            NoSwarm: no initial peer answered; where nobody listens, within 4 s. JoinRefused: one did, but see there.
+            ValueError: an initial peer is no multiaddr with a peer id.
+        """
+        if initial_peers:
+            await require_answer(initial_peers)
+
+        def say_that_it_waits(timeout_s: float) -> None:
+            who = ", ".join(short_id(peer.rpartition("/p2p/")[2]) for peer in initial_peers[:_MAX_NAMED])
+            message = "no answer yet from %s of swarm %s, though it seems to run; trying again for up to %.0f s"
+            _logger.warning(message, who, swarm, timeout_s)
+
+        listening = Listening(host, port, announce_host)
+        node = await dht_node.start(identity, listening)
+        try:
+            if initial_peers and not await join_through(
+                node, initial_peers, JOIN_TIMEOUT_S, are_alive=are_alive, on_wait=say_that_it_waits
+            ):
+                raise NoSwarm(f"no initial peer answered: {', '.join(initial_peers)}")
+        except ValidationError as error:
+            await dht_node.stop(node)
+            raise refused(error) from None
+        except BaseException:
+            await dht_node.stop(node)
+            raise
+        return cls(node, swarm, identity, listening, capacity, climb_every)
+
+    @property
+    def peer_id(self) -> str:
+        return self._identity.peer_id
+
+    async def addresses(self) -> list[str]:
+        """Multiaddrs under which others can join through this node."""
+        p2p = self._node.p2p
+        try:
+            return [str(address) for address in await p2p.get_visible_maddrs(latest=True)]
+        except (OSError, asyncio.IncompleteReadError):  # the daemon is gone; another will be there
+            return [str(address) for address in await p2p.get_visible_maddrs()]
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the libp2p daemon runs, without which nobody is reached."""
+        return dht_node.is_alive(self._node)
+
+    async def daemon_ended(self) -> None:
+        """Returns when the libp2p daemon has ended; somebody may kill it, or it may not get the memory it needs."""
+        await self._node.p2p._child.wait()
+
+    async def restart(self) -> None:
+        """Starts the libp2p daemon again if it has ended: with the same identity, at the same address if that is free.
+
+        What this node stores for others, it still has. It meets those again that it was connected with last.
+
+        Raises:
+            NoSwarm: the daemon does not start.
+        """
+        async with self._restarting:
+            if not self.is_alive:
+                self._node = await dht_node.start_again(self._node, self._identity, self._listening)
+                await bootstrap(self._node, self._peers)
+
+    async def remember_peers(self) -> None:
+        """Notes the addresses of some that are connected: who they are is lost with the daemon."""
+        with suppress(P2PDaemonError, ControlFailure, OSError, asyncio.IncompleteReadError, asyncio.TimeoutError):
+            peers = await asyncio.wait_for(self._node.p2p.list_peers(), CONNECT_TIMEOUT_S)
+            known = [peer for peer in peers if peer.peer_id in self._node.protocol.routing_table and peer.addrs]
+            addresses = [f"{peer.addrs[0]}/p2p/{peer.peer_id.to_base58()}" for peer in known[:_MAX_REMEMBERED]]
+            self._peers = addresses or self._peers  # all may be gone for a while
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether this node knows no other that answers, as far as it has noticed."""
+        return not self._node.protocol.routing_table.uid_to_peer_id
+
+    def knows(self, peer_id: str) -> bool:
+        """Whether this node has a peer in its routing table, as one that answered last."""
+        return PeerID.from_base58(peer_id) in self._node.protocol.routing_table.peer_id_to_uid
+
+    async def connect_to(self, addresses: Sequence[str]) -> bool:
+        """Makes this node and those at the addresses known to one another; returns whether one of them answered.
+
+        Joins again what has fallen apart: a client and servers that came after all it knew were gone, or two halves of
+        one swarm, through any member of the other. Its own address among them does no harm. Takes 20 s
+        at most, usually much less.
+
+        Raises:
+            ValueError: an address is no multiaddr with a peer id.
+        """
+        for address in addresses:
+            tcp_target(address)
+        return await bootstrap(self._node, addresses)
+
+    async def publish(self, record: ServerRecord, lifetime_s: float = LIFETIME_S) -> bool:
+        """Stores the record, signed with the node's identity; returns whether some node took it."""
+        assert record.peer_id == self.peer_id
+        try:
+            stored = await asyncio.wait_for(self._publish(record, lifetime_s), _PUBLISH_TIMEOUT_S)
+            return stored and self.is_alive  # without a daemon, only this node itself has taken it
+        except asyncio.TimeoutError:  # hivemind waits for ever for a daemon that is gone
+            return False
+
+    async def _publish(self, record: ServerRecord, lifetime_s: float) -> bool:
+        async with self._publishing:
+            place = self._places.setdefault(record.model, _Place())
+            withdrawn = dataclasses.replace(
+                record, state=ServerState.OFFLINE, expires_at=self._next_expiration(lifetime_s)
+            )
+            record = dataclasses.replace(record, expires_at=self._next_expiration(lifetime_s))
+            if record.state is ServerState.OFFLINE:
+                storing = self._overwrite(place, list(place.standing), record)
+            else:
+                storing = self._settle(place, record, withdrawn)
+            stored, _ = await asyncio.gather(
+                storing,
+                self._node.store(models_key(self._swarm), record.num_blocks, record.expires_at, subkey=record.model),
+            )
+        return stored
+
+    async def view(self, model: str, num_blocks: int, part: Span | None = None) -> SwarmView:
+        """The servers of a model, or those that hold some block of ``part``; withdrawn ones are left out.
+
+        One DHT read while they are few, else one after the other for every level of the tree of shards.
+        """
+        latest: dict[str, ServerRecord] = {}
+        level: Sequence[str] = (ROOT_SHARD,)
+        while level:
+            found = await asyncio.gather(*(self._read_servers(model, shard) for shard in level))
+            for record in (record for records, _ in found for record in records):
+                if latest.setdefault(record.peer_id, record).expires_at < record.expires_at:
+                    latest[record.peer_id] = record
+            split = (shard for shard, (_, is_split) in zip(level, found, strict=True) if is_split)
+            level = [child for shard in split for child in shards.children(shard, num_blocks, part)]
+        return SwarmView.of(
+            record
+            for record in latest.values()
+            if record.state is not ServerState.OFFLINE
+            and (part is None or (record.span.start < part.end and part.start < record.span.end))
+        )
+
+    async def models(self) -> dict[str, int]:
+        """Names of the models served in this swarm, with their numbers of blocks."""
+        entry = await self._node.get(models_key(self._swarm), latest=True)
+        if entry is None or not isinstance(entry.value, dict):
+            return {}
+        models = {
+            name: item.value
+            for name, item in entry.value.items()
+            if isinstance(name, str) and isinstance(item.value, int) and 0 < item.value < 10_000
+        }
+        return dict(sorted(models.items()))
+
+    async def shutdown(self) -> None:
+        await dht_node.stop(self._node)
+
+    async def _settle(self, place: _Place, record: ServerRecord, withdrawn: ServerRecord) -> bool:
+        """Stores the record in the first shard of its path that has room, ``withdrawn`` where it had other blocks."""
+        path = shards.path(record.peer_id, record.span, record.num_blocks)
+        if path != place.path:
+            place.path, place.depth = path, 0
+        climbs = place.publications % self._climb_every == 0
+        place.publications += 1
+        for depth in range(0 if climbs else place.depth, len(path)):
+            stored = await self._store(place, path[depth], record)
+            if stored:
+                break
+            if depth >= place.depth:  # not known to be full: nobody may be sent where readers do not look
+                items = await self._read(record.model, path[depth])
+                stored = self._subkey in items and items[self._subkey].expiration_time == record.expires_at
+                if stored or not shards.is_split(len(items), self._capacity):
+                    break
+        place.depth = depth
+        now = get_dht_time()
+        place.standing = {shard: old for shard, old in place.standing.items() if old.expires_at > now}
+        left = [shard for shard, old in place.standing.items() if old.span != record.span]
+        await self._overwrite(place, left, withdrawn)
+        return stored
+
+    async def _overwrite(self, place: _Place, left: Sequence[str], withdrawn: ServerRecord) -> bool:
+        return any(await asyncio.gather(*(self._store(place, shard, withdrawn) for shard in left)))
+
+    async def _store(self, place: _Place, shard: str, record: ServerRecord) -> bool:
+        place.standing[shard] = record  # even if it is refused: the nodes that store the key need not agree
+        return await self._node.store(
+            servers_key(self._swarm, record.model, shard),
+            record.to_proto().SerializeToString(),
+            record.expires_at,
+            subkey=self._subkey,
+        )
+
+    def _next_expiration(self, lifetime_s: float) -> float:
+        """Later than all before: a later expiration replaces an earlier one."""
+        self._expiration = max(get_dht_time() + lifetime_s, self._expiration + 0.001)
+        return self._expiration
+
+    async def _read(self, model: str, shard: str) -> dict[Any, Any]:
+        """All that stands in a shard, by subkey, with its expiration."""
+        async with self._reading:
+            entry = await self._node.get(servers_key(self._swarm, model, shard), latest=True)
+        return entry.value if entry is not None and isinstance(entry.value, dict) else {}
+
+    async def _read_servers(self, model: str, shard: str) -> tuple[list[ServerRecord], bool]:
+        """The valid records in a shard, and whether there may be more below it."""
+        items = await self._read(model, shard)
+        records = [_checked(subkey, item.value, item.expiration_time) for subkey, item in items.items()]
+        return [record for record in records if record is not None], shards.is_split(len(items), self._capacity)
+
+
+@dataclass
+class _Place:
+    """Where a server's record stands in the tree of shards."""
+
+    path: tuple[str, ...] = ()
+    depth: int = 0
+    publications: int = 0
+    standing: dict[str, ServerRecord] = field(default_factory=dict)  # by shard: what readers may find until it expires
+
+
+def _checked(subkey: object, value: object, expires_at: float) -> ServerRecord | None:
+    """The record, if it is well formed and its owner is the peer it speaks of (the DHT has checked the signature)."""
+    try:
+        owner = _SUBKEY.fullmatch(subkey)
+        record = ServerRecord.parse(value)
+        if owner is None or not owner[1] == record.peer_id == peer_id_of(owner[2].encode()):
+            raise ValueError("its owner is somebody else")
+    except (ValueError, TypeError) as error:
+        _logger.debug("ignored a record under %s: %s", subkey, error)
+        return None
+    return dataclasses.replace(record, expires_at=expires_at)

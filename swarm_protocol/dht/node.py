@@ -1,0 +1,123 @@
+"""A libp2p daemon and the DHT node that stands on it: how they are started, and started again."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from swarm_protocol.dht.addresses import multiaddr, tcp_target
+from swarm_protocol.dht.stored_records import Validator
+from swarm_protocol.errors import NoSwarm
+from swarm_protocol.net.hivemind_parts import DHTID, P2P, DHTNode, P2PDaemonError
+from swarm_protocol.net.identity import Identity
+
+_DAEMON_TIMEOUT_S = 60.0  # on a machine that has much else to do
+_NODE_TIMEOUT_S = 20.0
+_SHUTDOWN_TIMEOUT_S = 5.0
+
+
+@dataclass(frozen=True)
+class Listening:
+    """Where a node listens, and the address that others are told; without ``host`` it does not, and only asks."""
+
+    host: str | None = None
+    port: int = 0
+    announce_host: str | None = None
+
+
+async def start(identity: Identity, listening: Listening, node_id: DHTID | None = None) -> DHTNode:
+    """A node that knows nobody yet; raises NoSwarm if the daemon does not start."""
+    try:
+        p2p = await _start_daemon(identity, listening)
+    except (P2PDaemonError, OSError) as error:
+        raise NoSwarm(f"the libp2p daemon did not start: {error}") from None
+    try:
+        return await asyncio.wait_for(
+            DHTNode.create(
+                p2p=p2p,
+                node_id=node_id,
+                client_mode=listening.host is None,
+                record_validator=Validator(identity.private_key),
+                cache_refresh_before_expiry=0,
+                cache_nearest=0,  # else a reader sends all it has read to one more node,
+                cache_on_store=False,  # and a server that has read a key reads it again whenever it stores
+            ),
+            _NODE_TIMEOUT_S,
+        )
+    except asyncio.TimeoutError:
+        await _stop_daemon(p2p)
+        raise NoSwarm("the libp2p daemon ended as soon as it had started") from None
+    except BaseException:
+        await _stop_daemon(p2p)
+        raise
+
+
+async def start_again(ended: DHTNode, identity: Identity, listening: Listening) -> DHTNode:
+    """A node in place of one whose daemon has ended: with the same id, what it stores for others, and, if it is still
+    free, the same address. It knows nobody yet.
+
+    Raises:
+        NoSwarm: the daemon does not start.
+    """
+    node = await start(identity, _same_place(listening, ended.p2p), ended.node_id)
+    node.protocol.storage = ended.protocol.storage
+    await _stop_daemon(ended.p2p)
+    return node
+
+
+async def stop(node: DHTNode) -> None:
+    with suppress(asyncio.TimeoutError):  # hivemind waits for ever for a daemon that is gone
+        if is_alive(node):
+            await asyncio.wait_for(node.shutdown(), _SHUTDOWN_TIMEOUT_S)
+    await _stop_daemon(node.p2p)
+
+
+async def _stop_daemon(p2p: P2P) -> None:
+    with suppress(asyncio.TimeoutError):
+        await asyncio.wait_for(p2p.shutdown(), _SHUTDOWN_TIMEOUT_S)
+    Path(p2p._daemon_listen_maddr["unix"]).unlink(missing_ok=True)  # one that was killed has left it
+
+
+def is_alive(node: DHTNode) -> bool:
+    return node.p2p._child.returncode is None
+
+
+async def _start_daemon(identity: Identity, listening: Listening) -> P2P:
+    options = (
+        {"host_maddrs": [multiaddr(listening.host, listening.port)]}
+        if listening.host is not None
+        else {"no_listen": True, "host_maddrs": None, "dht_mode": "client"}
+    )
+    if listening.announce_host is not None:
+        options["announce_maddrs"] = [multiaddr(listening.announce_host, listening.port)]
+    with identity.as_file() as identity_path:
+        p2p = await P2P.create(
+            identity_path=identity_path,
+            check_if_identity_free=False,  # starts another daemon to find out; our key files are locked
+            startup_timeout=_DAEMON_TIMEOUT_S,
+            auto_nat=False,
+            nat_port_map=False,
+            use_relay=False,
+            **options,
+        )
+    for task in (p2p._client.control._read_task, p2p._client.control._write_task):
+        task.add_done_callback(lambda done: done.cancelled() or done.exception())  # the end of the daemon is no news
+    return p2p
+
+
+def _same_place(listening: Listening, p2p: P2P) -> Listening:
+    """The port that was chosen when any would do, as others know it, unless somebody else listens there now."""
+    if listening.host is None or listening.port:
+        return listening
+    targets = [tcp_target(f"{address}/p2p/{p2p.peer_id}") for address in p2p._visible_maddrs]
+    host, port = next((target for target in targets if target is not None), (None, 0))
+    try:
+        with socket.socket(socket.AF_INET6 if ":" in (host or "") else socket.AF_INET) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # its old connections linger
+            probe.bind((host, port))
+    except OSError:
+        return listening
+    return replace(listening, port=port)

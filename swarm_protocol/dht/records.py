@@ -1,0 +1,179 @@
+"""What servers publish about themselves: records, their DHT keys, and the view they add up to."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from enum import IntEnum
+from math import inf
+
+from google.protobuf.message import DecodeError
+
+from swarm_protocol.pb import swarm_pb2 as pb
+from swarm_protocol.span import Span
+from swarm_protocol.wire.constants import MAX_TENSOR_BYTES, WIRE_VERSION
+
+REFRESH_S = 20.0  # nodes that store a record may die with it
+LIFETIME_S = 120.0
+ROOT_SHARD = "all"  # where readers begin; swarm_protocol/dht/shards.py has the others
+
+
+class ServerState(IntEnum):
+    JOINING = pb.JOINING
+    ONLINE = pb.ONLINE
+    DRAINING = pb.DRAINING
+    OFFLINE = pb.OFFLINE  # withdrawn; stands in the DHT until the older record has expired
+
+
+@dataclass(frozen=True)
+class ServerRecord:
+    """One server's row in the DHT; the fields are described in ``protos/swarm.proto``."""
+
+    peer_id: str
+    addresses: tuple[str, ...]
+    model: str
+    revision: str
+    num_blocks: int
+    span: Span
+    state: ServerState = ServerState.ONLINE
+    quant: str = "none"
+    dtype: str = "float32"
+    tokens_per_s: float = 0.0
+    cache_tokens_left: int = 0
+    queue_delay_s: float = 0.0
+    tls_fingerprint: bytes = b""
+    next_hop_rtts_s: Mapping[str, float] = field(default_factory=dict)
+    adapters: tuple[str, ...] = ()
+    wire_version: int = WIRE_VERSION
+    software_version: str = ""
+    max_request_bytes: int = MAX_TENSOR_BYTES
+    forward_tokens_per_s: float = 0.0
+    network_tokens_per_s: float = 0.0
+    pinned: bool = False
+    next_span: Span | None = None
+    expires_at: float = field(default=inf, compare=False)  # DHT time (Unix, in seconds); known from the DHT, not sent
+
+    @property
+    def short_id(self) -> str:
+        return short_id(self.peer_id)
+
+    def to_proto(self) -> pb.ServerRecord:
+        return pb.ServerRecord(
+            peer_id=self.peer_id,
+            addresses=self.addresses,
+            model=self.model,
+            revision=self.revision,
+            num_blocks=self.num_blocks,
+            blocks=pb.Span(start=self.span.start, end=self.span.end),
+            state=int(self.state),
+            quant=self.quant,
+            dtype=self.dtype,
+            tokens_per_s=self.tokens_per_s,
+            cache_tokens_left=self.cache_tokens_left,
+            queue_delay_s=self.queue_delay_s,
+            tls_fingerprint=self.tls_fingerprint,
+            next_hop_rtts_s=dict(self.next_hop_rtts_s),
+            adapters=self.adapters,
+            wire_version=self.wire_version,
+            software_version=self.software_version,
+            max_request_bytes=self.max_request_bytes,
+            forward_tokens_per_s=self.forward_tokens_per_s,
+            network_tokens_per_s=self.network_tokens_per_s,
+            pinned=self.pinned,
+            next_blocks=None if self.next_span is None else pb.Span(start=self.next_span.start, end=self.next_span.end),
+        )
+
+    @classmethod
+    def from_proto(cls, message: pb.ServerRecord) -> ServerRecord:
+        """Raises ValueError if a field is out of range (records come from strangers)."""
+        span = Span(message.blocks.start, message.blocks.end).within(message.num_blocks)
+        next_span = None
+        if message.HasField("next_blocks"):
+            next_span = Span(message.next_blocks.start, message.next_blocks.end).within(message.num_blocks)
+        speeds = message.tokens_per_s, message.forward_tokens_per_s, message.network_tokens_per_s
+        for number in (*speeds, message.queue_delay_s, *message.next_hop_rtts_s.values()):
+            if not 0 <= number < inf:
+                raise ValueError(f"a measurement is {number}: expected a finite number of at least 0")
+        return cls(
+            peer_id=message.peer_id,
+            addresses=tuple(message.addresses),
+            model=message.model,
+            revision=message.revision,
+            num_blocks=message.num_blocks,
+            span=span,
+            state=ServerState(message.state),
+            quant=message.quant,
+            dtype=message.dtype,
+            tokens_per_s=message.tokens_per_s,
+            cache_tokens_left=message.cache_tokens_left,
+            queue_delay_s=message.queue_delay_s,
+            tls_fingerprint=message.tls_fingerprint,
+            next_hop_rtts_s=dict(message.next_hop_rtts_s),
+            adapters=tuple(message.adapters),
+            wire_version=message.wire_version,
+            software_version=message.software_version,
+            max_request_bytes=message.max_request_bytes,
+            forward_tokens_per_s=message.forward_tokens_per_s,
+            network_tokens_per_s=message.network_tokens_per_s,
+            pinned=message.pinned,
+            next_span=next_span,
+        )
+
+    @classmethod
+    def parse(cls, data: bytes) -> ServerRecord:
+        """Raises ValueError if the bytes are no valid record."""
+        try:
+            return cls.from_proto(pb.ServerRecord.FromString(data))
+        except DecodeError as error:
+            raise ValueError(f"no server record: {error}") from None
+
+
+def short_id(peer_id: str) -> str:
+    """The end of the peer id: enough to tell servers apart in a log line."""
+    return "…" + peer_id[-6:]
+
+
+@dataclass(frozen=True)
+class SwarmView:
+    """The servers of one model, as read from the DHT at one moment."""
+
+    servers: tuple[ServerRecord, ...] = ()
+
+    @classmethod
+    def of(cls, servers: Iterable[ServerRecord]) -> SwarmView:
+        """Sorted by span, then peer id, so that equal swarms give equal views."""
+        return cls(tuple(sorted(servers, key=lambda server: (server.span, server.peer_id))))
+
+    def online(self) -> tuple[ServerRecord, ...]:
+        return tuple(server for server in self.servers if server.state is ServerState.ONLINE)
+
+    def replicas(self, num_blocks: int) -> list[int]:
+        """For each block of the model, how many online servers hold it."""
+        counts = [0] * num_blocks
+        for server in self.online():
+            for block in range(server.span.start, min(server.span.end, num_blocks)):
+                counts[block] += 1
+        return counts
+
+
+def missing_spans(replicas: list[int]) -> tuple[Span, ...]:
+    """The maximal spans of blocks with no replica."""
+    spans: list[Span] = []
+    for block, count in enumerate(replicas):
+        if count:
+            continue
+        if spans and spans[-1].end == block:
+            spans[-1] = Span(spans[-1].start, block + 1)
+        else:
+            spans.append(Span(block, block + 1))
+    return tuple(spans)
+
+
+def servers_key(swarm: str, model: str, shard: str = ROOT_SHARD) -> str:
+    """DHT key whose subkeys are servers of one model."""
+    return f"swarm.v1/{swarm}/servers/{shard}/{model}"
+
+
+def models_key(swarm: str) -> str:
+    """DHT key whose subkeys are the models served in one swarm."""
+    return f"swarm.v1/{swarm}/models"

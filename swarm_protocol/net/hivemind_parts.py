@@ -1,0 +1,85 @@
+"""The parts of hivemind we use: its DHT, and what that stands on.
+
+hivemind's own ``__init__`` imports averaging, experts and optimisers too, and with them SciPy: 50 MB of memory and most
+of a second at every start. Here the package is entered without it; it runs if somebody asks for one of its names.
+"""
+
+# ruff: noqa: E402
+from __future__ import annotations
+
+import importlib.util
+import sys
+from types import ModuleType
+from typing import Any
+
+__all__ = [
+    "DHTID",
+    "MAX_DHT_TIME_DISCREPANCY_SECONDS",
+    "P2P",
+    "ControlFailure",
+    "DHTLocalStorage",
+    "DHTNode",
+    "DHTProtocol",
+    "DHTRecord",
+    "DictionaryDHTValue",
+    "MSGPackSerializer",
+    "Multiaddr",
+    "P2PDaemonError",
+    "PeerID",
+    "RSAPrivateKey",
+    "RSAPublicKey",
+    "RSASignatureValidator",
+    "ValidationError",
+    "crypto_pb2",
+    "get_dht_time",
+]
+
+
+class _Package(ModuleType):
+    """A package whose ``__init__`` has not run yet."""
+
+    def __getattr__(self, name: str) -> Any:
+        being_imported = f"{self.__name__}.{name}" in sys.modules
+        if not being_imported and (name == "__version__" or not name.startswith("__")):
+            self.__class__ = ModuleType
+            self.__spec__.loader.exec_module(self)
+            return getattr(self, name)
+        raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
+
+
+def _enter(name: str) -> None:
+    spec = importlib.util.find_spec(name)
+    if name not in sys.modules and spec is not None:
+        package = importlib.util.module_from_spec(spec)
+        package.__class__ = _Package
+        sys.modules[name] = package
+
+
+_enter("hivemind")
+
+from hivemind.dht.crypto import RSASignatureValidator
+from hivemind.dht.node import DHTNode
+from hivemind.dht.protocol import DHTProtocol, ValidationError
+from hivemind.dht.routing import DHTID
+from hivemind.dht.storage import DHTLocalStorage, DictionaryDHTValue
+from hivemind.dht.validation import DHTRecord
+from hivemind.p2p import P2P as AnyP2P
+from hivemind.p2p.p2p_daemon_bindings.control import P2PDaemonError
+from hivemind.p2p.p2p_daemon_bindings.datastructures import PeerID
+from hivemind.p2p.p2p_daemon_bindings.utils import ControlFailure
+from hivemind.proto import crypto_pb2
+from hivemind.utils.crypto import RSAPrivateKey, RSAPublicKey
+from hivemind.utils.multiaddr import Multiaddr
+from hivemind.utils.serializer import MSGPackSerializer
+from hivemind.utils.timed_storage import MAX_DHT_TIME_DISCREPANCY_SECONDS, get_dht_time
+
+from swarm_protocol.process.scratch import scratch_directory
+
+
+class P2P(AnyP2P):
+    """A libp2p daemon whose sockets are in a directory that does not outlive this process."""
+
+    @classmethod
+    async def create(cls, *args: Any, **kwargs: Any) -> P2P:
+        cls._UNIX_SOCKET_PREFIX = f"/unix{scratch_directory()}/"
+        return await super().create(*args, **kwargs)

@@ -1,0 +1,192 @@
+"""What a client adds to the blocks of others: low-rank matrices beside linear layers, and prompts before blocks."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from math import isfinite
+
+import torch
+from google.protobuf.message import DecodeError
+
+from swarm_protocol.errors import RequestRejected
+from swarm_protocol.pb import swarm_pb2 as pb
+from swarm_protocol.span import Span
+from swarm_protocol.wire.codec import Assembler, encode
+
+MIN_SALT_BYTES = 16
+MAX_PARTS = 1 << 16
+
+
+@dataclass(frozen=True)
+class LowRank:
+    """Adds ``scaling * (dropped(x) @ a.T @ b.T)`` to the output of a linear layer (Hu et al., "LoRA", 2021).
+
+    Attributes:
+        module: path inside the block, such as ``self_attn.q_proj``.
+        dropout: probability with which elements of x are dropped, in passes that have a seed.
+        a: [rank, in_features] fp32.
+        b: [out_features, rank] fp32.
+    """
+
+    block: int
+    module: str
+    scaling: float
+    a: torch.Tensor
+    b: torch.Tensor
+    dropout: float = 0.0
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """Added to the hidden states that enter a block, at the first positions of every row.
+
+    Attributes:
+        values: [positions, hidden_size] fp32.
+    """
+
+    block: int
+    values: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """One version of a client's adapter; ``salt`` keeps its key to the client."""
+
+    salt: bytes
+    low_rank: tuple[LowRank, ...] = ()
+    prompts: tuple[Prompt, ...] = ()
+
+    def over(self, span: Span) -> Adapter:
+        """What of it lies in these blocks."""
+        return replace(
+            self,
+            low_rank=tuple(part for part in self.low_rank if part.block in span),
+            prompts=tuple(part for part in self.prompts if part.block in span),
+        )
+
+    def mapped(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Adapter:
+        """The same with other tensors."""
+        return replace(
+            self,
+            low_rank=tuple(replace(part, a=change(part.a), b=change(part.b)) for part in self.low_rank),
+            prompts=tuple(replace(prompt, values=change(prompt.values)) for prompt in self.prompts),
+        )
+
+    @property
+    def is_empty(self) -> bool:
+        return not self.low_rank and not self.prompts
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """a and b of each low-rank part, then the prompts: the order in which gradients come back."""
+        matrices = [matrix for part in self.low_rank for matrix in (part.a, part.b)]
+        return (*matrices, *(prompt.values for prompt in self.prompts))
+
+    def serialize(self) -> tuple[bytes, bytes]:
+        """The adapter for the wire, and its key."""
+        message = pb.Adapter(
+            salt=self.salt,
+            low_rank=[
+                pb.LowRank(
+                    block=part.block,
+                    module=part.module,
+                    scaling=part.scaling,
+                    dropout=part.dropout,
+                    a=_encoded(part.a),
+                    b=_encoded(part.b),
+                )
+                for part in self.low_rank
+            ],
+            prompts=[pb.Prompt(block=prompt.block, values=_encoded(prompt.values)) for prompt in self.prompts],
+        )
+        data = message.SerializeToString(deterministic=True)
+        return data, adapter_key(data)
+
+    @classmethod
+    def parse(cls, data: bytes | bytearray) -> Adapter:
+        """Raises RequestRejected if it is no adapter: shapes that do not fit one another, numbers out of range.
+
+        Part by part: a message of very many tiny parts would take a hundred times its size, parsed as a whole.
+        """
+        salt, low_rank, prompts = b"", [], []
+        try:
+            for number, value in _fields(memoryview(data)):
+                if number == pb.Adapter.SALT_FIELD_NUMBER:
+                    salt = bytes(value)
+                elif number == pb.Adapter.LOW_RANK_FIELD_NUMBER:
+                    low_rank.append(_low_rank(pb.LowRank.FromString(value)))
+                elif number == pb.Adapter.PROMPTS_FIELD_NUMBER:
+                    prompt = pb.Prompt.FromString(value)
+                    prompts.append(Prompt(prompt.block, _decoded(prompt.values, 2)))
+                if len(low_rank) + len(prompts) > MAX_PARTS:
+                    raise RequestRejected(f"the adapter has more than {MAX_PARTS} parts")
+        except (DecodeError, IndexError, UnicodeDecodeError):
+            raise RequestRejected("the adapter cannot be read") from None
+        if len(salt) < MIN_SALT_BYTES:
+            raise RequestRejected(f"the adapter's salt has {len(salt)} bytes: expected {MIN_SALT_BYTES}")
+        return cls(salt, tuple(low_rank), tuple(prompts))
+
+
+def _fields(data: memoryview) -> Iterator[tuple[int, memoryview]]:
+    """Number and content of each field of a message that has only fields with a length.
+
+    https://protobuf.dev/programming-guides/encoding/; raises IndexError at the end of what is cut off.
+    """
+    position = 0
+    while position < len(data):
+        tag, position = _varint(data, position)
+        size, position = _varint(data, position)
+        if tag & 7 != 2 or size > len(data) - position:
+            raise IndexError
+        yield tag >> 3, data[position : position + size]
+        position += size
+
+
+def _varint(data: memoryview, position: int) -> tuple[int, int]:
+    """The number that begins there, and where it ends."""
+    value = shift = 0
+    while shift < 64:
+        byte = data[position]
+        position += 1
+        value |= (byte & 127) << shift
+        if byte < 128:
+            return value, position
+        shift += 7
+    raise IndexError
+
+
+def _low_rank(message: pb.LowRank) -> LowRank:
+    a, b = _decoded(message.a, 2), _decoded(message.b, 2)
+    if a.shape[0] != b.shape[1]:
+        raise RequestRejected(f"low-rank matrices have shapes {list(a.shape)} and {list(b.shape)}: no rank fits")
+    if not isfinite(message.scaling) or not 0 <= message.dropout < 1:
+        raise RequestRejected(f"scaling {message.scaling} or dropout {message.dropout} is out of range")
+    return LowRank(message.block, message.module, message.scaling, a, b, message.dropout)
+
+
+def adapter_key(data: bytes | bytearray) -> bytes:
+    """The key of a serialised adapter."""
+    return hashlib.sha256(data).digest()
+
+
+def _encoded(tensor: torch.Tensor) -> pb.Tensor:
+    header, parts = encode(tensor.detach().to("cpu", torch.float32))
+    return pb.Tensor(
+        dtype=header.dtype,
+        shape=header.shape,
+        codec=header.codec,
+        size_bytes=header.size_bytes,
+        data=b"".join([header.data, *parts]),
+    )
+
+
+def _decoded(wire: pb.Tensor, num_dims: int) -> torch.Tensor:
+    assembler = Assembler(wire)
+    if not assembler.complete or len(assembler.shape) != num_dims or assembler.dtype != torch.float32:
+        raise RequestRejected("a tensor of the adapter is incomplete, or no matrix in float32")
+    tensor = assembler.tensor()
+    if not bool(torch.isfinite(tensor).all()):
+        raise RequestRejected("a tensor of the adapter is not finite (it contains NaN or infinity)")
+    return tensor

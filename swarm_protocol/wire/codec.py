@@ -1,0 +1,161 @@
+"""torch.Tensor <-> wire Tensor, in parts; everything a peer sends is checked before memory is taken for it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import torch
+
+from swarm_protocol.errors import RequestRejected
+from swarm_protocol.pb import swarm_pb2 as pb
+from swarm_protocol.wire.constants import MAX_TENSOR_BYTES, PART_BYTES
+
+_TORCH_DTYPES = {
+    pb.FLOAT32: torch.float32,
+    pb.BFLOAT16: torch.bfloat16,
+    pb.FLOAT16: torch.float16,
+    pb.INT64: torch.int64,
+    pb.UINT8: torch.uint8,
+}
+_WIRE_DTYPES = {dtype: wire for wire, dtype in _TORCH_DTYPES.items()}
+_BLOCK = 64  # elements that share one scale in INT8_BLOCKS
+MAX_RANK = 4
+
+
+def torch_dtype(dtype: int) -> torch.dtype:
+    """Of a wire dtype; raises RequestRejected if it is unknown."""
+    if dtype not in _TORCH_DTYPES:
+        raise RequestRejected(f"tensor dtype {dtype} is unknown: expected one of {sorted(_TORCH_DTYPES)}")
+    return _TORCH_DTYPES[dtype]
+
+
+def encode(tensor: torch.Tensor, codec: int = pb.RAW) -> tuple[pb.Tensor, list[bytes]]:
+    """Returns the wire tensor with its first part inside, and the parts that follow it.
+
+    ``INT8_BLOCKS`` is for floating-point tensors: absolute-maximum int8 in blocks of 64 elements (relative error about
+    0.006 for normally distributed values, 3.8 times smaller than float32).
+
+    Raises:
+        RequestRejected: there is no wire form of the tensor's dtype.
+    """
+    if tensor.dtype not in _WIRE_DTYPES:
+        known = ", ".join(str(dtype).removeprefix("torch.") for dtype in _WIRE_DTYPES if dtype.is_floating_point)
+        raise RequestRejected(f"tensors of {tensor.dtype} cannot be sent to servers: expected {known}")
+    tensor = tensor.detach().cpu().contiguous()
+    data = _pack_int8(tensor) if codec == pb.INT8_BLOCKS else tensor.reshape(-1).view(torch.uint8).numpy().tobytes()
+    wire = pb.Tensor(
+        dtype=_WIRE_DTYPES[tensor.dtype],
+        shape=tensor.shape,
+        codec=codec,
+        size_bytes=len(data),
+        data=data[:PART_BYTES],
+    )
+    return wire, [data[i : i + PART_BYTES] for i in range(PART_BYTES, len(data), PART_BYTES)]
+
+
+class Assembler:
+    """Collects the parts of one tensor; takes memory for what has arrived, not for what was announced.
+
+    Raises:
+        RequestRejected: at construction if the header is inconsistent or over a limit; in ``add`` if more arrives than
+            was announced.
+    """
+
+    def __init__(self, wire: pb.Tensor, max_bytes: int = MAX_TENSOR_BYTES) -> None:
+        self.shape = tuple(wire.shape)
+        self.dtype = torch_dtype(wire.dtype)
+        self.codec = wire.codec
+        if len(self.shape) > MAX_RANK or any(size < 0 for size in self.shape):
+            raise RequestRejected(f"tensor shape {list(self.shape)} is no shape of at most {MAX_RANK} dimensions")
+        if wire.size_bytes > max_bytes:
+            raise RequestRejected(f"tensor of {wire.size_bytes} bytes is over the limit of {max_bytes} bytes")
+        expected = _encoded_bytes(math.prod(self.shape), self.dtype, self.codec)
+        if wire.size_bytes != expected:
+            raise RequestRejected(
+                f"tensor {list(self.shape)} of {self.dtype} takes {expected} bytes, not {wire.size_bytes} as announced"
+            )
+        if math.prod(filter(None, self.shape)) > max_bytes:  # possible if it is empty; torch's strides overflow
+            raise RequestRejected(f"tensor shape {list(self.shape)} is over the limit of {max_bytes} bytes")
+        self._size_bytes = wire.size_bytes
+        self._data = bytearray()
+        self.add(wire.data)
+
+    @property
+    def complete(self) -> bool:
+        return len(self._data) == self._size_bytes
+
+    def add(self, part: bytes) -> None:
+        if len(self._data) + len(part) > self._size_bytes:
+            raise RequestRejected(f"more than the announced {self._size_bytes} bytes of a tensor arrived")
+        self._data += part
+
+    def tensor(self) -> torch.Tensor:
+        """The decoded tensor, on the CPU, owning its memory."""
+        assert self.complete
+        if not self._data:
+            return torch.empty(self.shape, dtype=self.dtype)
+        if self.codec == pb.INT8_BLOCKS:
+            return _unpack_int8(self._data, self.shape, self.dtype)
+        return torch.frombuffer(self._data, dtype=self.dtype).view(self.shape)
+
+
+def decode(wire: pb.Tensor, max_bytes: int = MAX_TENSOR_BYTES) -> torch.Tensor:
+    """The tensor of a wire tensor that came in one part; raises RequestRejected if it is inconsistent or incomplete."""
+    assembler = Assembler(wire, max_bytes)
+    if not assembler.complete:
+        raise RequestRejected(f"only {len(wire.data)} of {wire.size_bytes} bytes of a tensor arrived")
+    return assembler.tensor()
+
+
+def encode_mask(mask: torch.Tensor | None) -> pb.AttentionMask | None:
+    """2D mask [batch, positions]; a mask of ones only travels empty."""
+    if mask is None:
+        return None
+    attend = mask.detach().cpu() != 0
+    return pb.AttentionMask(values=b"" if bool(attend.all()) else attend.to(torch.uint8).numpy().tobytes())
+
+
+def decode_mask(wire: pb.AttentionMask, batch_size: int, num_positions: int) -> torch.Tensor:
+    """int64 [batch_size, num_positions]; raises RequestRejected if the size is another."""
+    if not wire.values:
+        return torch.ones(batch_size, num_positions, dtype=torch.int64)
+    if len(wire.values) != batch_size * num_positions:
+        raise RequestRejected(
+            f"attention mask has {len(wire.values)} entries, but batch size {batch_size} and "
+            f"{num_positions} positions need {batch_size * num_positions}"
+        )
+    values = torch.frombuffer(bytearray(wire.values), dtype=torch.uint8).view(batch_size, num_positions)
+    if bool((values > 1).any()):
+        raise RequestRejected("attention mask has entries other than 0 and 1")
+    return values.to(torch.int64)
+
+
+def split_rows(tensor: torch.Tensor, max_bytes: int = MAX_TENSOR_BYTES) -> Iterator[torch.Tensor]:
+    """Splits [batch, …] along the batch into pieces whose encoding stays within ``max_bytes``."""
+    row_bytes = max(1, tensor[0].numel() * tensor.element_size())
+    return iter(tensor.split(max(1, max_bytes // row_bytes)))
+
+
+def _encoded_bytes(numel: int, dtype: torch.dtype, codec: int) -> int:
+    if codec == pb.RAW:
+        return numel * dtype.itemsize
+    if codec == pb.INT8_BLOCKS and dtype.is_floating_point:
+        num_blocks = -(-numel // _BLOCK)
+        return num_blocks * (_BLOCK + 4)
+    raise RequestRejected(f"codec {codec} for {dtype} is unknown")
+
+
+def _pack_int8(tensor: torch.Tensor) -> bytes:
+    flat = tensor.reshape(-1).float()
+    padded = torch.nn.functional.pad(flat, (0, -flat.numel() % _BLOCK)).view(-1, _BLOCK)
+    absmax = padded.abs().amax(1)
+    quantized = (padded * (127 / absmax.clamp(min=1e-30))[:, None]).round_().to(torch.int8)
+    return absmax.numpy().tobytes() + quantized.numpy().tobytes()
+
+
+def _unpack_int8(data: bytearray, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    num_blocks = len(data) // (_BLOCK + 4)
+    absmax = torch.frombuffer(data, dtype=torch.float32, count=num_blocks)
+    quantized = torch.frombuffer(data, dtype=torch.int8, offset=4 * num_blocks).view(num_blocks, _BLOCK)
+    return (quantized * (absmax / 127)[:, None]).view(-1)[: math.prod(shape)].view(shape).to(dtype)

@@ -1,0 +1,1 @@
+"""Adapters on a server: the store, and low-rank products added to blocks."""

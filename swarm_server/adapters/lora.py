@@ -1,0 +1,171 @@
+"""Computes adapters: hooks on the blocks' linear layers and on the blocks, for the rows of a batch that have one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from itertools import groupby
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from swarm_protocol.errors import RequestRejected
+from swarm_protocol.span import Span
+from swarm_protocol.wire.adapters import Adapter, LowRank
+from swarm_server.adapters.dropout import Dropout
+from swarm_server.blocks.blocks import BlockStack
+
+Place = tuple[int, str]  # block, and the module's path inside it
+
+
+@dataclass(frozen=True, eq=False)
+class PlacedAdapter:
+    """An adapter on the device of the blocks, which it fits.
+
+    Attributes:
+        key: equal only for equal adapters.
+    """
+
+    key: bytes
+    adapter: Adapter
+    low_rank: Mapping[Place, LowRank]
+    prompts: Mapping[int, torch.Tensor]
+    num_positions: int  # that prompts are added to
+
+    @classmethod
+    def of(cls, key: bytes, adapter: Adapter) -> PlacedAdapter:
+        return cls(
+            key,
+            adapter,
+            {(part.block, part.module): part for part in adapter.low_rank},
+            {prompt.block: prompt.values for prompt in adapter.prompts},
+            max((len(prompt.values) for prompt in adapter.prompts), default=0),
+        )
+
+    def trainable(self, span: Span) -> PlacedAdapter:
+        """Its part over ``span``, with tensors of its own that take gradients."""
+        part = self.adapter.over(span).mapped(lambda tensor: tensor.detach().requires_grad_())
+        return PlacedAdapter.of(self.key, part)
+
+
+@dataclass(frozen=True)
+class Share:
+    """Rows of one batch that have an adapter.
+
+    Attributes:
+        start: position of their first hidden states; where it is beyond all prompts, ``adapter.num_positions``.
+    """
+
+    rows: slice
+    adapter: PlacedAdapter
+    start: int = 0
+    dropout: Dropout | None = None
+
+
+def shares_of(adapters: Sequence[tuple[PlacedAdapter | None, int, int]]) -> list[Share]:
+    """For each session of a batch its adapter, number of rows and start; neighbours alike are computed as one."""
+    shares: list[Share] = []
+    first = 0
+    alike = groupby(
+        adapters, lambda session: (session[0], min(session[2], session[0].num_positions if session[0] else 0))
+    )
+    for (adapter, start), sessions in alike:
+        num_rows = sum(num_rows for _, num_rows, _ in sessions)
+        if adapter is not None:
+            shares.append(Share(slice(first, first + num_rows), adapter, start))
+        first += num_rows
+    return shares
+
+
+class Patches:
+    """Hooks in one stack of blocks and its views. Used by the compute thread only.
+
+    A hook is made when the first adapter needs it, and stays: without shares it does nothing.
+    """
+
+    def __init__(self, stack: BlockStack) -> None:
+        self._stack = stack
+        self._hooked: set[Place] = set()  # blocks themselves under the empty path
+        self._shares: Sequence[Share] = ()
+        self._shape = (0, 0)  # rows and tokens of the batch
+
+    @contextmanager
+    def applied(self, shares: Sequence[Share], num_rows: int, num_tokens: int) -> Iterator[None]:
+        """Whatever runs inside, on a batch of this shape, has these adapters."""
+        if not shares:
+            yield
+            return
+        for share in shares:
+            self._hook(share.adapter)
+        self._shares, self._shape = shares, (num_rows, num_tokens)
+        try:
+            yield
+        finally:
+            self._shares = ()
+
+    def _hook(self, adapter: PlacedAdapter) -> None:
+        for block, path in adapter.low_rank.keys() - self._hooked:
+            linear = self._stack.original(block).get_submodule(path)
+            linear.register_forward_hook(partial(self._add_low_rank, (block, path)))
+            self._hooked.add((block, path))
+        for block in adapter.prompts:
+            if (block, "") not in self._hooked:
+                self._stack.original(block).register_forward_pre_hook(
+                    partial(self._add_prompts, block), with_kwargs=True
+                )
+                self._hooked.add((block, ""))
+
+    def _add_low_rank(
+        self, place: Place, _linear: nn.Module, inputs: tuple[torch.Tensor, ...], output: torch.Tensor
+    ) -> torch.Tensor | None:
+        """x: [rows, tokens, in_features], or [rows * tokens, in_features] where a block flattens; output alike."""
+        concerned = [
+            (share, share.adapter.low_rank[place]) for share in self._shares if place in share.adapter.low_rank
+        ]
+        if not concerned:
+            return None
+        x, result = (_by_row(tensor, self._shape, place) for tensor in (inputs[0], output))
+        added = [(share.rows, _low_rank(x[share.rows], part, share.dropout)) for share, part in concerned]
+        return _with_added(result, added).view(output.shape)
+
+    def _add_prompts(
+        self, block: int, _block: nn.Module, inputs: tuple[Any, ...], others: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        hidden, added = inputs[0], []
+        num_tokens = hidden.shape[1]
+        for share in self._shares:
+            values = share.adapter.prompts.get(block)
+            if values is not None and share.start < len(values):
+                values = values[share.start : share.start + num_tokens]
+                added.append((share.rows, functional.pad(values, (0, 0, 0, num_tokens - len(values)))))
+        return ((_with_added(hidden, added), *inputs[1:]), others) if added else None
+
+
+def _low_rank(x: torch.Tensor, part: LowRank, dropout: Dropout | None) -> torch.Tensor:
+    """scaling * dropped(x) @ a.T @ b.T in fp32, as PEFT computes it. x: [rows, tokens, in_features]."""
+    x = x.to(part.a.dtype)
+    if dropout is not None and part.dropout:
+        x = x * dropout.factors(part.block, part.module, part.dropout, x)
+    return functional.linear(functional.linear(x, part.a) * part.scaling, part.b)
+
+
+def _with_added(batch: torch.Tensor, added: list[tuple[slice, torch.Tensor]]) -> torch.Tensor:
+    """batch: [rows, tokens, size]; to some of its rows something is added, out of place."""
+    if len(added) == 1 and added[0][0] == slice(0, len(batch)):
+        return (batch + added[0][1]).to(batch.dtype)
+    batch = batch.clone()
+    for rows, more in added:
+        batch[rows] += more
+    return batch
+
+
+def _by_row(tensor: torch.Tensor, shape: tuple[int, int], place: Place) -> torch.Tensor:
+    if tensor.shape[:-1].numel() != shape[0] * shape[1]:
+        raise RequestRejected(
+            f"module {place[1]} of block {place[0]} does not see every position once: adapters cannot be used there"
+        )
+    return tensor.reshape(*shape, tensor.shape[-1])

@@ -1,0 +1,1 @@
+"""Loads blocks, quantised or not, and runs them."""

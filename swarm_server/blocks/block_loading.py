@@ -1,0 +1,120 @@
+"""Loads one block through transformers' own loader, so that its renames, fusions and dtypes apply."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import nn
+
+from swarm_protocol.checkpoints.checkpoint import Checkpoint
+from swarm_protocol.checkpoints.families import WEIGHT_IS_READ
+from swarm_protocol.checkpoints.hollow_model import LeftOut, load_shell
+from swarm_protocol.checkpoints.safetensors_file import StoredTensor
+from swarm_protocol.errors import CheckpointError
+
+NARROW = {torch.bfloat16, torch.float16}
+
+
+def load_block(
+    checkpoint: Checkpoint, index: int, dtype: torch.dtype, replace: Callable[[nn.Linear], nn.Module] | None = None
+) -> nn.Module:
+    """Block ``index`` on the CPU, as transformers itself would have loaded it within the whole model.
+
+    ``replace`` is given linear layers one by one, as they are read, and returns what shall stand in their place; so
+    they are never all in memory. Layers whose weights transformers renames or fuses are not among them.
+
+    Raises:
+        CheckpointError: if a tensor is missing, damaged or of the wrong shape.
+    """
+    family = checkpoint.family
+    tensors = checkpoint.block_tensors(index)
+    stored = {family.name_in_block(name): tensor for name, tensor in tensors.items()}
+    late: dict[str, nn.Linear] = {}
+
+    def prepare(block: nn.Module) -> None:
+        if replace is not None and not _keeps_own_dtypes(family.base_class, dtype):
+            late.update(_take_out_linears(block, stored))
+            for tensor in [tensor for name in late for tensor in _tensors_of(name, stored).values()]:
+                del tensors[tensor.name]
+        if dtype == torch.float32:
+            _keep_as_stored(block, {name: tensor.dtype for name, tensor in stored.items()})
+
+    everything = dict(tensors)
+    try:
+        shell, info = load_shell(
+            family, checkpoint.config, hosted=(index,), tensors=tensors, dtype=dtype, prepare=prepare
+        )
+    except RuntimeError as error:  # transformers could not fuse tensors; it only logs which
+        problem = _odd_one_out(everything)
+        if problem is None:
+            raise
+        raise CheckpointError(f"{checkpoint.location} {problem}") from error
+    checkpoint.require_fit(info)
+    block = getattr(family.owner_of(shell), family.blocks)[index]
+    if dtype == torch.float32:
+        for parameter in block.parameters():
+            if parameter.dtype in NARROW:
+                parameter.data = parameter.data.float()
+    for name in sorted(late, key=lambda name: -stored[f"{name}.weight"].size_bytes):  # the last ones need least room
+        for kind, tensor in _tensors_of(name, stored).items():
+            setattr(late[name], kind, nn.Parameter(tensor.read().to(dtype), requires_grad=False))
+        block.set_submodule(name, replace(late.pop(name)))
+    return block
+
+
+def _keeps_own_dtypes(base_class: type, dtype: torch.dtype) -> bool:
+    """Whether transformers loads some weights in another dtype than the one asked for."""
+    kept = ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict")
+    return dtype != torch.float32 and any(getattr(base_class, name, None) for name in kept)
+
+
+def _tensors_of(name: str, stored: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
+    kinds = ("weight", "bias")
+    return {kind: stored[f"{name}.{kind}"] for kind in kinds if f"{name}.{kind}" in stored}
+
+
+def _take_out_linears(block: nn.Module, stored: Mapping[str, StoredTensor]) -> dict[str, nn.Linear]:
+    """Linear layers that are stored under their own names, by name; placeholders without weights stand for them."""
+    linears = {}
+    if any(hasattr(part, "experts") for part in block.modules()):
+        return linears  # next to experts, what a layer is for decides what may be done with it
+    for name, part in list(block.named_modules()):
+        if type(part) is nn.Linear and name.rpartition(".")[2] not in WEIGHT_IS_READ:
+            shapes = {kind: tuple(parameter.shape) for kind, parameter in part.named_parameters()}
+            if shapes == {kind: tensor.shape for kind, tensor in _tensors_of(name, stored).items()}:
+                linears[name] = part
+                block.set_submodule(name, LeftOut())
+    return linears
+
+
+def _keep_as_stored(block: nn.Module, stored: Mapping[str, torch.dtype]) -> None:
+    """Makes the loader leave narrow weights narrow, to be widened one at a time after it is done.
+
+    It fuses a block's experts by way of copies of all of them, which would otherwise be wide copies.
+    """
+    parameters = dict(block.named_parameters())
+    fused = {dtype for name, dtype in stored.items() if name not in parameters}
+    for name, parameter in parameters.items():
+        dtypes = {stored[name]} if name in stored else fused
+        if len(dtypes) == 1 and dtypes <= NARROW and parameter.is_floating_point():
+            parameter.data = parameter.data.to(*dtypes)
+
+
+def _odd_one_out(tensors: Mapping[str, StoredTensor]) -> str | None:
+    """What is wrong with a block's numbered tensors (of its experts), which must be alike and complete."""
+    groups: dict[str, dict[str, StoredTensor]] = {}
+    for name, tensor in tensors.items():
+        groups.setdefault(re.sub(r"\.\d+\.(?!.*\.\d+\.)", ".*.", name), {})[name] = tensor
+    most = max(map(len, groups.values()))
+    for pattern, group in groups.items():
+        shapes = [tensor.shape for tensor in group.values()]
+        usual = max(set(shapes), key=shapes.count)
+        for name, tensor in group.items():
+            if tensor.shape != usual:
+                return f"holds tensor {name} with shape {list(tensor.shape)}, but others like it have {list(usual)}"
+        expected = [pattern.replace("*", str(number)) for number in range(most)]
+        if 1 < len(group) < most:
+            return f"lacks tensor {next(name for name in expected if name not in group)}"
+    return None

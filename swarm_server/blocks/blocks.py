@@ -1,0 +1,256 @@
+"""The blocks a server hosts, loaded one by one, and any consecutive part of them run like one long block."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
+from transformers.cache_utils import Cache, CacheLayerMixin, LinearAttentionAndFullAttentionLayer
+
+from swarm_protocol.checkpoints.checkpoint import Checkpoint
+from swarm_protocol.checkpoints.families import Family, slice_config
+from swarm_protocol.checkpoints.hollow_model import load_shell
+from swarm_protocol.checkpoints.positions import rope_depends_on_length
+from swarm_protocol.span import Span
+from swarm_server.blocks.block_loading import load_block
+from swarm_server.blocks.malloc import freed_memory_returned
+
+INDEX_ATTRIBUTES = ("layer_idx", "layer_id")  # where modules keep their block's index in the cache
+
+
+class BlockStack:
+    """Consecutive blocks of one model.
+
+    ``stack.view(span)`` is the stack of a part of them and shares their weights; a session that enters or leaves at
+    other blocks than the stack runs on such a view, with a cache from that view. Modules inside the blocks must not be
+    exchanged once views exist: that is what ``load_blocks``'s ``transform`` is for.
+
+    Attributes:
+        span: the blocks, as the whole model counts them.
+        config: the config of a model of these blocks alone.
+        blocks: the modules, first block first; their cache indices start at 0.
+        configs: every config that a module of the stack looks at.
+    """
+
+    def __init__(self, hosted: _Hosted, span: Span) -> None:
+        self._hosted = hosted
+        self.span = span
+        self.config = slice_config(hosted.shell.config, span)
+        self.blocks = nn.ModuleList(hosted.block(index, first=span.start) for index in span)
+        self._model = _assemble(hosted.shell, hosted.family, self.config, self.blocks)
+        configs = [self.config, *(module.config for module in self._model.modules() if hasattr(module, "config"))]
+        self.configs = tuple({id(config): config for config in configs}.values())
+
+    @property
+    def family(self) -> Family:
+        return self._hosted.family
+
+    @property
+    def num_blocks(self) -> int:
+        return len(self.span)
+
+    @property
+    def hidden_size(self) -> int:
+        return self.family.hidden_size
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the hidden states that go in and come out."""
+        return self._hosted.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self._hosted.device
+
+    @property
+    def row_independent(self) -> bool:
+        """Whether a row's result does not depend on how long the other rows are, or on how a prompt is cut."""
+        return not rope_depends_on_length(self.config)
+
+    def view(self, span: Span) -> BlockStack:
+        """The stack of the blocks of ``span``, sharing weights with this one.
+
+        Raises:
+            ValueError: if this stack does not hold all of them.
+        """
+        if not self.span.covers(span):
+            raise ValueError(f"blocks {span} are not all among the hosted blocks {self.span}")
+        return self._hosted.stack(span)
+
+    def original(self, index: int) -> nn.Module:
+        """The block from which those of all views are made: hooks on it, or on modules in it, work in all of them."""
+        return self._hosted.originals[index]
+
+    def modules(self) -> Iterator[nn.Module]:
+        """All modules in the blocks."""
+        for index in self.span:
+            yield from self.original(index).modules()
+
+    def weight_addresses(self) -> set[int]:
+        """Of the memory that parameters and buffers are in, also those that all blocks share."""
+        modules = (*self.modules(), *self._hosted.shell.modules())
+        tensors = (tensor for module in modules for tensor in (*module._parameters.values(), *module._buffers.values()))
+        return {tensor.untyped_storage().data_ptr() for tensor in tensors if tensor is not None}
+
+    def new_cache(self) -> DynamicCache:
+        """An empty cache for a session over these blocks; sliding and chunked blocks keep only their window."""
+        cache = DynamicCache(config=self.config)
+        if not any(isinstance(layer, CacheLayerMixin) for layer in cache.layers):
+            cache.layers[0] = LinearAttentionAndFullAttentionLayer()  # to be asked how long the session is
+        return cache
+
+    def __call__(
+        self,
+        hidden: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.Tensor | None = None,
+        cache: Cache | None = None,
+        *,
+        packed: bool = False,
+    ) -> torch.Tensor:
+        """Runs the blocks.
+
+        Args:
+            hidden: [batch, new, hidden_size], the input of the first block.
+            attention_mask: [batch, past + new], 1 for tokens and 0 for padding; None if all are tokens.
+            position_ids: [batch, new]; None if they count on from the cache's length.
+            cache: from ``new_cache``, or any Cache of ``num_blocks`` layers; None for a forward without past, through
+                which gradients flow to ``hidden``.
+            packed: see ``BlockInput``; families that do not keep packed sequences apart do not do so here.
+
+        Returns:
+            [batch, new, hidden_size], the output of the last block.
+        """
+        if attention_mask is None and cache is None and not packed:
+            # Without any mask, transformers takes a jump in position_ids for the start of another sequence.
+            attention_mask = hidden.new_ones(hidden.shape[:2], dtype=torch.long)
+        if attention_mask is not None and self.family.cache_argument == "cache_params":
+            attention_mask = attention_mask[:, -hidden.shape[1] :]  # mamba hands it to its blocks as it is
+        positions = {"position_ids": position_ids} if self.family.takes_positions else {}
+        return self._model(
+            inputs_embeds=hidden,
+            attention_mask=attention_mask,
+            return_dict=True,
+            **self.family.cache_arguments(cache, cache is not None),
+            **positions,
+        ).last_hidden_state
+
+
+@dataclass
+class _Hosted:
+    """What all stacks over the same weights share."""
+
+    family: Family
+    shell: PreTrainedModel  # its config is the whole model's
+    originals: dict[int, nn.Module]
+    dtype: torch.dtype
+    device: torch.device
+    stacks: dict[Span, BlockStack] = field(default_factory=dict)
+    rebased: dict[tuple[int, int], nn.Module] = field(default_factory=dict)
+
+    def stack(self, span: Span) -> BlockStack:
+        if span not in self.stacks:
+            self.stacks[span] = BlockStack(self, span)
+        return self.stacks[span]
+
+    def block(self, index: int, first: int) -> nn.Module:
+        """Block ``index`` for a stack that begins at block ``first``."""
+        key = index, first
+        if key not in self.rebased:
+            self.rebased[key] = _rebase(self.originals[index], first)
+        return self.rebased[key]
+
+
+def _rebase(module: nn.Module, first: int) -> nn.Module:
+    """The module with block indices counted from ``first``; whatever keeps no index is shared with the original."""
+    children = {name: _rebase(child, first) for name, child in module.named_children()}
+    indices = {name: getattr(module, name) for name in INDEX_ATTRIBUTES if isinstance(getattr(module, name, None), int)}
+    if not indices and all(children[name] is child for name, child in module.named_children()):
+        return module
+    twin = _twin(module)
+    twin._modules.update(children)
+    for name, index in indices.items():
+        setattr(twin, name, index - first)
+    return twin
+
+
+def _twin(module: nn.Module) -> nn.Module:
+    """Another module object with the same parameters, buffers and children; hooks of either are hooks of both."""
+    twin = copy.copy(module)
+    twin._modules = dict(module._modules)
+    return twin
+
+
+def _assemble(
+    shell: PreTrainedModel, family: Family, config: PreTrainedConfig, blocks: nn.ModuleList
+) -> PreTrainedModel:
+    """The shell with these blocks in it; the shell itself stays as it is."""
+    base = owner = _twin(shell)
+    base.config = config
+    for name in filter(None, family.owner.split(".")):
+        twin = _twin(getattr(owner, name))
+        setattr(owner, name, twin)
+        owner = twin
+        owner.config = config
+    setattr(owner, family.blocks, blocks)
+    return base
+
+
+# ---------------------------------------------------------------- loading
+
+
+def load_blocks(
+    checkpoint: Checkpoint,
+    span: Span,
+    *,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+    transform: Callable[[nn.Module, int], None] | None = None,
+    progress: Callable[[int], None] | None = None,
+) -> BlockStack:
+    """Loads the blocks of ``span``, one after the other.
+
+    Each block is read, moved to ``device``, handed to ``transform(block, index)`` to be changed in place (quantized,
+    for example), and reported by ``progress(index)`` before the next is read. Most linear layers are handed to
+    ``transform`` by themselves before, inside a module of their own, as they are read. So memory never holds more than
+    the transformed blocks and one block in fp32, usually only one layer; experts that are stored in fp32 take two
+    thirds more while they are fused.
+
+    Raises:
+        ValueError: if the model has no such blocks.
+        UnsupportedModel: if the model cannot be split.
+        CheckpointError: if a tensor is missing, damaged or of the wrong shape.
+    """
+    family = checkpoint.family
+    span.within(family.num_blocks)
+    device = torch.device(device)
+    # Tensors born in inference mode could never meet autograd.
+    with torch.inference_mode(False), torch.no_grad(), freed_memory_returned():
+        shell, _ = load_shell(family, checkpoint.config, dtype=dtype)
+        hosted = _Hosted(family, shell.to(device).requires_grad_(False), {}, dtype, device)
+        for index in span:
+            if transform is None:
+                block = load_block(checkpoint, index, dtype).to(device)
+            else:
+                block = load_block(checkpoint, index, dtype, _transformed(transform, index, device)).to(device)
+                transform(block, index)
+            hosted.originals[index] = block.eval().requires_grad_(False)
+            if progress is not None:
+                progress(index)
+    return hosted.stack(span)
+
+
+def _transformed(
+    transform: Callable[[nn.Module, int], None], index: int, device: torch.device
+) -> Callable[[nn.Linear], nn.Module]:
+    def replace(linear: nn.Linear) -> nn.Module:
+        holder = nn.Module()
+        holder.linear = linear.to(device)
+        transform(holder, index)
+        return holder.linear
+
+    return replace

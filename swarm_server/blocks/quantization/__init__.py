@@ -1,0 +1,146 @@
+"""Quantises transformer blocks in place: int8 or nf4, on CPU and CUDA, fused experts and transposed layers included."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+
+from swarm_protocol.checkpoints.families import WEIGHT_IS_READ
+from swarm_protocol.checkpoints.int8_linear import Int8Linear, Int8Weight, quantize_rows
+from swarm_server.blocks.quantization import bnb
+from swarm_server.blocks.quantization.experts import Layout, QuantizedExperts
+from swarm_server.blocks.quantization.report import Left, Report
+from swarm_server.core.config import METHODS
+
+__all__ = ["METHODS", "Left", "Report", "quantize_"]
+
+# Classes of torch and transformers that multiply by their weight and do nothing else, and whether it is kept as
+# [in, out]. A subclass that is not here computes something of its own, as Llama4Router does, and stays as it is.
+TRANSPOSED = {"Linear": False, "FalconLinear": False, "Conv1D": True}
+
+
+def quantize_(
+    module: torch.nn.Module,
+    method: str,
+    device: torch.device,
+    compute_dtype: torch.dtype,
+    *,
+    int8_weight: type[Int8Weight] | None = None,
+) -> Report:
+    """Replaces every linear and fused expert weight of one block by its quantised version and moves it to ``device``.
+
+    ``module`` is on the CPU or on ``device``; what was quantised before is passed over.
+
+    Each original is freed once it is replaced, so the peak is what is
+    quantised so far plus one weight: give it one block after the other. Quantised weights are frozen, gradients flow
+    to the inputs. Routers, norms and biases stay as they are.
+
+    ``method``: "int8" is ``Int8Linear`` on CPU and LLM.int8() on CUDA; "nf4" is 4-bit NormalFloat, expanded to
+    ``compute_dtype`` for each product; "bnb-int8" is LLM.int8() on CPU too, to compare with; "none" only moves.
+    ``int8_weight`` is the implementation of int8 on CPU, the fastest that runs here unless given.
+    Raises ValueError for an unknown method, or one that ``device`` cannot run.
+    """
+    if method not in METHODS:
+        raise ValueError(f"unknown quantisation {method!r}: choose one of {', '.join(METHODS)}")
+    if method != "none" and device.type not in ("cpu", "cuda"):
+        raise ValueError(f"{method} runs on cpu and cuda, not on {device.type}: choose none")
+    quantizer = _Quantizer(method, device, compute_dtype, int8_weight)
+    num_expert_weights = 0
+    if method != "none":
+        for name in [name for name, part in module.named_modules() if Layout.of(part)]:
+            experts = module.get_submodule(name)
+            module.set_submodule(name, QuantizedExperts(experts, Layout.of(experts), quantizer.linear))
+        num_expert_weights = len(quantizer.layers)
+        for name in _linear_names(module):
+            linear = module.get_submodule(name)
+            module.set_submodule(name, quantizer.linear(partial(_take_weight, linear), linear.bias))
+    module.to(device)
+    return Report(
+        method,
+        num_linears=len(quantizer.layers) - num_expert_weights,
+        num_expert_weights=num_expert_weights,
+        quantised_params=quantizer.num_params,
+        quantised_bytes=quantizer.size_bytes,
+        left=tuple(_left(module, quantizer.layers)),
+    )
+
+
+@dataclass
+class _Quantizer:
+    """Builds the quantised layers of one block and counts them."""
+
+    method: str
+    device: torch.device
+    compute_dtype: torch.dtype
+    int8_weight: type[Int8Weight] | None
+    layers: set[torch.nn.Module] = field(default_factory=set)
+    num_params: int = 0
+    size_bytes: int = 0
+
+    def linear(self, take_weight: Callable[[], torch.Tensor], bias: torch.Tensor | None) -> torch.nn.Module:
+        """``take_weight()``: [out, in] of any strides, which is dropped as soon as it can be; bias: [out]."""
+        if self.method == "int8" and self.device.type == "cpu":
+            layer = Int8Linear.from_int8(*quantize_rows(take_weight()), bias, self.int8_weight)
+            return self._counted(layer, layer.int8.shape.numel(), layer.int8.size_bytes)
+        weight = take_weight()
+        if self.method == "nf4":
+            layer, size_bytes = bnb.nf4_linear(weight, bias, self.device, self.compute_dtype)
+        else:
+            layer, size_bytes = bnb.int8_linear(weight, bias, self.device)
+        return self._counted(layer, weight.numel(), size_bytes)
+
+    def _counted(self, layer: torch.nn.Module, num_params: int, size_bytes: int) -> torch.nn.Module:
+        layer.is_quantised = True
+        self.layers.add(layer)
+        self.num_params += num_params
+        self.size_bytes += size_bytes
+        return layer
+
+
+def _take_weight(linear: torch.nn.Module) -> torch.Tensor:
+    """The weight, [out, in], which the layer does not keep."""
+    weight = linear.weight.detach()
+    linear.weight = None
+    return weight.T if TRANSPOSED[type(linear).__name__] else weight
+
+
+def _linear_names(block: torch.nn.Module) -> list[str]:
+    routers = _beside_experts(block)
+    return [
+        name
+        for name, part in block.named_modules()
+        if type(part).__name__ in TRANSPOSED and part not in routers and name.rpartition(".")[2] not in WEIGHT_IS_READ
+    ]
+
+
+def _beside_experts(block: torch.nn.Module) -> set[torch.nn.Module]:
+    """Children of modules that own experts: where they are linear, they decide about experts.
+
+    They are tiny, and the error of a decision is not bounded by the error of the weight.
+    """
+    return {child for part in block.modules() if hasattr(part, "experts") for child in part.children()}
+
+
+def _left(block: torch.nn.Module, quantised: set[torch.nn.Module]) -> Iterator[Left]:
+    beside_experts = _beside_experts(block)
+    for name, part in block.named_modules():
+        if getattr(part, "is_quantised", False) and part not in quantised:
+            continue  # an earlier call has reported it
+        params = dict(part.named_parameters(recurse=False))
+        if part in quantised:
+            params.pop("weight", None)
+            kind = "bias"
+        elif "norm" in type(part).__name__.lower():
+            kind = "norm"
+        elif any(param.ndim == 3 for param in params.values()):
+            kind = "experts"
+        elif any(param.ndim == 2 for param in params.values()):
+            kind = "router" if part in beside_experts else "linear"
+        else:
+            kind = "other"
+        if params:
+            num_params = sum(param.numel() for param in params.values())
+            yield Left(kind, name, num_params, sum(param.nbytes for param in params.values()))

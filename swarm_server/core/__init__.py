@@ -1,0 +1,1 @@
+"""The config, which every other room may import."""

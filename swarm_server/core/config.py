@@ -1,0 +1,111 @@
+"""Everything a server can be told, in one frozen value; the command line takes its defaults from here."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from math import inf
+from pathlib import Path
+
+from swarm_protocol.checkpoints.default_model import DEFAULT_MODEL
+from swarm_protocol.dht.addresses import split_address
+from swarm_protocol.dht.local_registry import DEFAULT_SWARM
+from swarm_protocol.span import Span
+from swarm_protocol.wire.constants import MAX_ADAPTER_BYTES
+from swarm_server.placement.placement import MARGIN
+
+METHODS = ("int8", "nf4", "none", "bnb-int8")  # of quantisation
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+
+
+@dataclass(frozen=True)
+class ServerConfig:
+    """Raises ValueError at construction if a field is out of its range."""
+
+    model: str = DEFAULT_MODEL  # hub name or path
+    model_revision: str | None = None  # of a hub model
+    blocks: Span | None = None  # pinned; None: the server chooses, and moves where it is needed
+    initial_blocks: Span | None = None  # chosen for it at first
+    num_blocks: int | None = None  # how many it chooses; None: from memory
+    memory_bytes: int | None = None  # of blocks, keys and values; None: from free memory
+    quant: str = "int8"
+    dtype: str = "auto"  # of computation; auto: float32 on CPU, bfloat16 on CUDA
+    device: str = "auto"  # auto: CUDA if there is any
+    host: str | None = None  # None: the address that leads to the swarm, loopback if all of it is on this machine
+    port: int = 0  # gRPC; 0: any free one
+    dht_port: int = 0
+    announce_address: str | None = None  # HOST or HOST:PORT that others should use
+    initial_peers: tuple[str, ...] = ()
+    swarm: str = DEFAULT_SWARM
+    identity: Path | None = None  # None: a new one each start
+    cache_tokens: int | None = None  # over all sessions; None: cache_bytes
+    cache_bytes: int | None = None  # keys and values of all sessions, and what training keeps; None: from free memory
+    prefix_cache: bool = True  # sessions that start with the same content compute it once
+    adapters: tuple[Path, ...] = ()  # directories in PEFT's format, loaded at the start, called like the directories
+    adapter_bytes: int = MAX_ADAPTER_BYTES  # of all adapters that clients send
+    chunk_tokens: int | None = None  # of a prompt, computed between two decoding steps; None: by device
+    max_sessions: int = 512
+    throughput: float | None = None  # tokens per second to announce; None: measured
+    queue_size: int = 64  # training passes waiting for the compute thread; more are refused
+    session_idle_timeout_s: float = 600.0
+    drain_timeout_s: float = 30.0  # for generations to end or move when the server leaves, also for other blocks
+    balance_margin: float = MARGIN  # what the swarm must gain, relative, for servers to move
+
+    def __post_init__(self) -> None:
+        if self.quant not in METHODS:
+            raise ValueError(f"quantisation {self.quant!r} is unknown: expected one of {', '.join(METHODS)}")
+        if self.dtype not in DTYPES:
+            raise ValueError(f"dtype {self.dtype!r} is unknown: expected one of {', '.join(DTYPES)}")
+        if not re.fullmatch(r"auto|(cpu|cuda|xpu|mps)(:\d+)?", self.device):
+            raise ValueError(f"device {self.device!r} is unknown: expected auto, cpu, cuda, cuda:1, …")
+        if self.announce_address is not None:
+            split_address(self.announce_address, 0)
+        for name, port in (("port", self.port), ("dht_port", self.dht_port)):
+            if not 0 <= port < 65536:
+                raise ValueError(f"{name} {port} is no port: expected 0 to 65535")
+        for name in (
+            "num_blocks",
+            "memory_bytes",
+            "cache_tokens",
+            "cache_bytes",
+            "adapter_bytes",
+            "chunk_tokens",
+            "max_sessions",
+        ):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name} is {value}: expected at least 1")
+        given = [
+            name
+            for name in ("blocks", "initial_blocks", "num_blocks", "memory_bytes")
+            if getattr(self, name) is not None
+        ]
+        if len(given) > 1:
+            raise ValueError(f"{given[0]} and {given[1]} are both given: expected one of them")
+        if not 0 <= self.drain_timeout_s < inf:
+            raise ValueError(f"drain_timeout_s is {self.drain_timeout_s}: expected a number of seconds")
+        if not 0 < self.balance_margin < inf:
+            raise ValueError(f"balance_margin is {self.balance_margin}: expected a number above 0, such as {MARGIN}")
+        names = [path.resolve().name for path in self.adapters]
+        if len(set(names)) < len(names) or not all(name and name.isprintable() for name in names):
+            raise ValueError(f"adapters are called like their directories: {names} are no distinct, printable names")
+        if self.cache_tokens is not None and self.cache_bytes is not None:
+            raise ValueError("cache_tokens and cache_bytes are both given: expected one of them")
+        if self.throughput is not None and not 0 < self.throughput < inf:
+            raise ValueError(f"throughput is {self.throughput}: expected a number of tokens per second above 0")
+
+
+_UNITS = {"": 1, "B": 1} | {
+    f"{prefix}{suffix}": base**power
+    for power, prefix in enumerate("KMGT", start=1)
+    for suffix, base in (("iB", 1024), ("B", 1000), ("", 1024))
+}
+
+
+def parse_size(text: str) -> int:
+    """Bytes of a size such as ``2GiB``, ``500MB`` or ``1.5G``; raises ValueError if it is none."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", text)
+    units = {unit.lower(): size for unit, size in _UNITS.items()}
+    if match is None or match[2].lower() not in units:
+        raise ValueError(f"size {text!r} is not understood: expected a number with a unit, such as 2GiB or 500MB")
+    return int(float(match[1]) * units[match[2].lower()])

@@ -1,0 +1,1 @@
+"""Batches what sessions ask for and computes it. Import ``engine`` and ``scheduler``."""

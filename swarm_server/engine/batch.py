@@ -1,0 +1,112 @@
+"""What a batch of sessions is to the blocks: masks, positions, and where keys and values are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import torch
+
+from swarm_protocol.span import Span
+from swarm_server.engine.session_state import Session, State, Step
+from swarm_server.kv.kv_rows import Growth, Run, runs
+from swarm_server.kv.row_states import Slot, States
+from swarm_server.kv.rows_cache import BlockRuns
+
+
+@dataclass
+class Prepared:
+    """A step with room for its new positions. Nothing of the session has changed yet."""
+
+    session: Session
+    step: Step
+    state: State  # the session's, once the step is computed
+    num_matched: int  # leading positions whose keys and values are there already
+    growth: Growth | None  # None: all are there
+    block_outputs: list[torch.Tensor] = field(default_factory=list)  # so far, if the step wants them
+    states: dict[int, tuple[torch.Tensor, ...]] = field(default_factory=dict)  # by block, once it is computed
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.state.rows)
+
+    @property
+    def bounds(self) -> Iterable[int]:
+        """Before and after which blocks hidden states are looked at."""
+        blocks = self.session.blocks
+        return range(blocks.start, blocks.end + 1) if self.step.every_block else (blocks.start, blocks.end)
+
+    @property
+    def records(self) -> bool:
+        """Whether what convolutions are given is kept."""
+        layout = self.session.layout
+        return bool(layout.slots) and layout.crops_states and self.state.settled is not None
+
+    @property
+    def num_recorded(self) -> int:
+        """Positions that convolutions have kept so far."""
+        if not (self.records and self.step.start):
+            return 0
+        return max(tensor.shape[-1] for of_block in self.state.states.states for tensor in of_block)
+
+    def slots(self, blocks: Span) -> tuple[tuple[Slot, ...], ...]:
+        """What each of these blocks remembers."""
+        first = self.session.blocks.start
+        return self.session.layout.slots[blocks.start - first : blocks.end - first] or ((),) * len(blocks)
+
+    def states_before(self, blocks: Span) -> States:
+        if self.state.states is None:
+            return ((),) * len(blocks)
+        first = self.session.blocks.start
+        return self.state.states.states[blocks.start - first : blocks.end - first]
+
+
+def positions_and_mask(step: Step) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of the new positions, both [batch, tokens]."""
+    batch_size, num_tokens, _ = step.inputs.hidden.shape
+    positions, mask = step.inputs.position_ids, step.inputs.attention_mask
+    if positions is None:
+        positions = torch.arange(step.start, step.start + num_tokens)[None]
+    mask = torch.ones(1, num_tokens, dtype=torch.long) if mask is None else mask[:, -num_tokens:]
+    return positions.expand(batch_size, -1), mask.expand(batch_size, -1)
+
+
+def batch_inputs(batch: list[Prepared], length: int, num_new: int) -> tuple[torch.Tensor | None, torch.Tensor]:
+    """Mask [rows, length] of rows that end together, None if all is attended to, and positions [rows, num_new]."""
+    positions = torch.cat([positions_and_mask(work.step)[0][:, -num_new:] for work in batch])
+    masks = [work.step.inputs.attention_mask for work in batch]
+    if all(mask is None or bool(mask.all()) for mask in masks) and all(work.state.length == length for work in batch):
+        return None, positions
+    result = torch.zeros(len(positions), length, dtype=torch.long)
+    first = 0
+    for work, mask in zip(batch, masks, strict=True):
+        result[first : first + work.num_rows, length - work.state.length :] = 1 if mask is None else mask
+        first += work.num_rows
+    return result, positions
+
+
+def block_runs(blocks: Span, batch: list[Prepared]) -> list[BlockRuns]:
+    """Where each block of ``blocks`` finds the keys and values of all rows."""
+    by_group: list[list[list[Run]]] = []  # of each session, for each group
+    first = 0
+    for work in batch:
+        groups = range(len(work.session.layout.groups))
+        by_group.append([runs(work.state.rows, group, first) for group in groups])
+        first += work.num_rows
+    joined: dict[tuple[int, ...], tuple[Run, ...]] = {}  # one object for all blocks that have the same runs
+    result = []
+    for block in blocks:
+        places = [work.session.layout.blocks[block - work.session.blocks.start] for work in batch]
+        if None in places:
+            result.append(BlockRuns((), (), ()))
+            continue
+        key = tuple(place.group for place in places)
+        if key not in joined:
+            joined[key] = tuple(run for groups, group in zip(by_group, key, strict=True) for run in groups[group])
+        channels = [place for groups, place in zip(by_group, places, strict=True) for _ in groups[place.group]]
+        result.append(BlockRuns(joined[key], tuple(p.keys for p in channels), tuple(p.values for p in channels)))
+    return result
+
+
+def adapter_order(work: Prepared) -> bytes:
+    return b"" if work.session.adapter is None else work.session.adapter.key

@@ -1,0 +1,459 @@
+"""Computes steps of many sessions in one batch."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import replace
+from typing import Protocol
+
+import torch
+from transformers.cache_utils import LinearAttentionLayer
+
+from swarm_protocol.checkpoints.int8_linear import Int8Linear, Int8Weight
+from swarm_protocol.errors import PeerBusy, RequestRejected
+from swarm_protocol.span import Span
+from swarm_protocol.wire.adapters import Adapter
+from swarm_protocol.wire.block_input import BlockInput
+from swarm_protocol.wire.constants import PAGE_TOKENS
+from swarm_server.adapters.lora import Patches, PlacedAdapter, shares_of
+from swarm_server.adapters.targets import require_fit
+from swarm_server.blocks.blocks import BlockStack
+from swarm_server.blocks.recording import require_finite
+from swarm_server.engine.batch import Prepared, adapter_order, batch_inputs, block_runs, positions_and_mask
+from swarm_server.engine.session_state import Change, Session, State, Step, changed, cropped, forgotten
+from swarm_server.engine.token_by_token import can_go_on, tokens_of
+from swarm_server.kv.kv_cache import CacheBudget, Lease
+from swarm_server.kv.kv_layout import StackLayout
+from swarm_server.kv.kv_rows import Layout, Parts, Row, grow, runs
+from swarm_server.kv.kv_transfer import Stored, pack, read, unpack
+from swarm_server.kv.prefix_cache import ContentHash, PrefixCache, token_content
+from swarm_server.kv.row_states import Room, RowStates, Slot, state_layers, states_after
+from swarm_server.kv.rows_cache import RowsCache, attention_in_place, replaceable
+from swarm_server.training.stateless import StatelessPasses
+
+_SAME = 5e-3  # relative; rounding in int8 and bfloat16 amplifies differences of 1e-7, mistakes are of order 1
+
+
+class BatchMeter(Protocol):
+    """Is told of every batch how many blocks, rows and new tokens it had, and how long it took."""
+
+    def add(self, num_blocks: int, num_rows: int, num_tokens: int, seconds: float) -> None: ...
+
+
+class Engine:
+    """Runs on the compute thread only. Hidden states come and go on the CPU, in the dtype they came in.
+
+    Attributes:
+        stateless: passes through the same blocks without a session.
+    """
+
+    def __init__(self, stack: BlockStack, *, prefix_cache: PrefixCache | None = None) -> None:
+        self._stack = stack
+        self.layout = StackLayout.probe(stack)
+        self.prefix_cache = prefix_cache
+        self.meter: BatchMeter | None = None
+        self._patches = Patches(stack)
+        self.stateless = StatelessPasses(stack, self._patches)
+        self._in_place = self._token_by_token = False
+        self._in_place = self._can_attend_in_place()
+        self._token_by_token = self.layout.has_states and not can_go_on(self)
+
+    @property
+    def device(self) -> torch.device:
+        return self._stack.device
+
+    @property
+    def hidden_size(self) -> int:
+        return self._stack.hidden_size
+
+    @property
+    def int8_weights(self) -> list[Int8Weight]:
+        return [module.int8 for module in self._stack.modules() if isinstance(module, Int8Linear)]
+
+    @property
+    def mixes_rows(self) -> bool:
+        """Whether sessions of different lengths may share a batch, and a prompt may come in chunks."""
+        return self._stack.row_independent
+
+    @property
+    def chunks_prompts(self) -> bool:
+        """Whether a prompt that comes in chunks takes about as long as in one piece, and gives the same."""
+        return self.mixes_rows and not self._token_by_token
+
+    def place(self, key: bytes, adapter: Adapter) -> PlacedAdapter:
+        """An adapter ready for use; from any thread.
+
+        Raises:
+            RequestRejected: it does not fit the blocks.
+        """
+        require_fit(adapter, self._stack.span, self.hidden_size, self._stack.original)
+        return PlacedAdapter.of(key, adapter.mapped(lambda tensor: tensor.to(self._stack.device)))
+
+    # ------------------------------------------------------------ sessions
+
+    def layout_of(self, blocks: Span, keeps_outputs: bool) -> Layout:
+        """What a session over ``blocks`` stores."""
+        return self.layout.part(blocks, keeps_outputs, windows=self._in_place)
+
+    def open(
+        self,
+        blocks: Span,
+        batch_size: int,
+        lease: Lease,
+        *,
+        reserved: int = 0,
+        keeps_outputs: bool = False,
+        records_past: bool = False,
+        shares: bool = True,
+        adapter: PlacedAdapter | None = None,
+    ) -> Session:
+        """A session without positions.
+
+        Args:
+            reserved: how many positions per row the lease promises.
+            keeps_outputs: what comes out of the last block is stored as well, to be sent again.
+            records_past: see RecordPast.
+            shares: equal beginnings are computed once for all sessions that share, if there is a prefix cache.
+        """
+        layout = self.layout_of(blocks, keeps_outputs)
+        state = State((Row.empty(layout),) * batch_size, settled=0 if records_past else None)
+        if shares and self.prefix_cache is not None and not layout.slots:  # states are known at the end only
+            seed = ContentHash(f"{blocks} {keeps_outputs} ".encode() + (b"" if adapter is None else adapter.key))
+            state = replace(state, hashes=(seed,) * batch_size, digests=((),) * batch_size)
+        return Session(blocks, layout, lease, reserved, state, adapter)
+
+    def close(self, session: Session) -> None:
+        """Gives back the session's room; what the prefix cache keeps shrinks to what is filled."""
+        rows, session.state = session.state.rows, State(())
+        session.lease.close()
+        for page in {part.page for row in rows for parts in row.parts for part in parts}:
+            if page.lease is session.lease and any(page.pinned):
+                page.trim()
+
+    def run(self, batch: Sequence[tuple[Session, Step]]) -> list[torch.Tensor | Exception]:
+        """One step of each session, in one batch if there are several; all must have equally many new positions.
+
+        Returns for each the hidden states after its last block, [batch, tokens, hidden_size], or after every block,
+        [blocks, batch, tokens, hidden_size], if the step wants them; or the error that refused it: RequestRejected or
+        PeerBusy. A session whose step failed is as it was before.
+        """
+        longer = [step.start and step.inputs.hidden.shape[1] > 1 for _, step in batch]
+        if not (self._token_by_token and any(longer)):
+            return self._run(batch)
+        together = iter(self._run([work for work, is_longer in zip(batch, longer, strict=True) if not is_longer]))
+        return [
+            self._run_tokens(*work) if is_longer else next(together)
+            for work, is_longer in zip(batch, longer, strict=True)
+        ]
+
+    def _run_tokens(self, session: Session, step: Step) -> torch.Tensor | Exception:
+        """One position after the other."""
+        before, states, outputs = session.state, None, []
+        try:
+            for token in tokens_of(step):
+                (output,) = self._run([(session, token)])
+                if isinstance(output, Exception):
+                    raise output
+                states = session.state.states.before if not outputs else states
+                outputs.append(output)
+        except BaseException as error:
+            session.state = before
+            if isinstance(error, RequestRejected | PeerBusy):
+                return error.with_traceback(None)
+            raise
+        session.state = replace(session.state, states=replace(session.state.states, before=states))
+        return torch.cat(outputs, -2)
+
+    def _run(self, batch: Sequence[tuple[Session, Step]]) -> list[torch.Tensor | Exception]:
+        results: list[torch.Tensor | Exception | None] = [None] * len(batch)
+        prepared: dict[int, Prepared] = {}
+        start_s = time.perf_counter()
+        with torch.inference_mode():
+            try:
+                for number, (session, step) in enumerate(batch):
+                    try:
+                        prepared[number] = self._prepare(session, step)
+                    except (RequestRejected, PeerBusy) as error:
+                        results[number] = error.with_traceback(None)  # whose frames would hold on to the batch
+                outputs = self._compute([work for work in prepared.values() if work.growth])
+            except BaseException:
+                for work in prepared.values():
+                    if work.growth is not None:
+                        work.growth.undo()
+                raise
+            for number, work in prepared.items():
+                results[number] = self._commit(work, next(outputs) if work.growth else None)
+        self._tell_meter(prepared.values(), time.perf_counter() - start_s)
+        return results
+
+    def _tell_meter(self, batch: Collection[Prepared], seconds: float) -> None:
+        computed = [work for work in batch if work.growth]
+        if self.meter is not None and computed:
+            num_tokens = computed[0].step.inputs.hidden.shape[1] - computed[0].num_matched
+            num_blocks = max(len(work.session.blocks) for work in computed)
+            self.meter.add(num_blocks, sum(work.num_rows for work in computed), num_tokens, seconds)
+
+    def _prepare(self, session: Session, step: Step) -> Prepared:
+        require_finite(step.inputs.hidden, "hidden states")
+        state = session.state
+        if not state.rows:
+            raise RequestRejected("the session is closed")
+        for change in step.changes:
+            state = changed(state, change, session.layout)
+        state = cropped(state, step.start, session.layout)
+        batch_size, num_tokens, _ = step.inputs.hidden.shape
+        if batch_size != len(state.rows):
+            raise RequestRejected(f"hidden states of {batch_size} rows came for a session of {len(state.rows)} rows")
+        if session.layout.slots:
+            state = self._with_states(state, session)
+        state, matched = self._match(state, step, session.keeps_outputs)
+        for parts in matched:
+            rows = tuple(row.extended(more, PAGE_TOKENS) for row, more in zip(state.rows, parts, strict=True))
+            state = replace(state, rows=rows)
+        num_matched, growth = len(matched) * PAGE_TOKENS, None
+        if num_matched < num_tokens:
+            growth = grow(
+                session.state.rows,
+                state.rows,
+                num_tokens - num_matched,
+                session.layout,
+                session.lease,
+                self._stack.device,
+                reserved=session.reserved,
+                settled=state.settled,
+            )
+            state = replace(state, rows=growth.rows)
+        return Prepared(session, step, state, num_matched, growth)
+
+    def _with_states(self, state: State, session: Session) -> State:
+        """Makes sure of the states before the next step, and of room for those after it."""
+        if state.length and state.states is None:
+            if session.state.states is None:
+                raise RequestRejected(f"the states after {state.length} positions have not come here")
+            raise RequestRejected(
+                f"{session.length} positions cannot be cropped to {state.length}: "
+                "what has been added to a recurrent state cannot be taken out of it"
+            )
+        num_rows, states = len(state.rows), state.states
+        if states is None:
+            room = Room(num_rows, session.layout.state_bytes, session.lease)
+            return replace(state, states=RowStates(0, (), room))
+        if states.room.num_rows == num_rows:
+            return state
+        room = Room(num_rows, session.layout.state_bytes, session.lease)
+        return replace(state, states=replace(states, room=room))
+
+    def _match(self, state: State, step: Step, keeps_outputs: bool) -> tuple[State, list[list[tuple[Parts, ...]]]]:
+        """Adds the step to the content hashes; returns, page by page, where each row's content is found."""
+        if state.hashes is None:
+            return state, []
+        mask = _hiding(step.inputs.attention_mask)
+        if not _same_mask(state.mask, _hiding(None if mask is None else mask[:, : step.start])):
+            return forgotten(state), []  # what came before looks different now: another content
+        num_tokens = step.inputs.hidden.shape[1]
+        content = token_content(step.inputs.hidden, *positions_and_mask(step))
+        added = [row_hash.added(row) for row_hash, row in zip(state.hashes, content, strict=True)]
+        num_pages = num_tokens // PAGE_TOKENS
+        if step.every_block:
+            num_pages = 0
+        elif not keeps_outputs:  # then the outputs that are wanted must be computed
+            num_wanted = num_tokens if step.num_wanted is None else step.num_wanted
+            num_pages = max(0, num_tokens - num_wanted) // PAGE_TOKENS
+        num_found = 0
+        if state.can_match and step.start % PAGE_TOKENS == 0:
+            found = [self.prefix_cache.longest(digests[:num_pages]) for _, digests in added]
+            num_found = min(map(len, found))
+        state = replace(
+            state,
+            hashes=tuple(row_hash for row_hash, _ in added),
+            digests=tuple((*old, *new) for old, (_, new) in zip(state.digests, added, strict=True)),
+            mask=mask,
+            can_match=num_found * PAGE_TOKENS == num_tokens,
+        )
+        return state, [[row[page] for row in found] for page in range(num_found)]
+
+    def _commit(self, work: Prepared, output: torch.Tensor | None) -> torch.Tensor:
+        session, step = work.session, work.step
+        num_tokens = step.inputs.hidden.shape[1]
+        session.state = work.state
+        if session.layout.slots:
+            before = work.state.states
+            after = tuple(work.states.get(block, ()) for block in session.blocks)
+            before = replace(before, before=None) if before.length else None
+            states = RowStates(work.state.length, after, work.state.states.room, before)
+            session.state = replace(work.state, states=states)
+        if session.keeps_outputs:
+            if output is not None:
+                self._store_outputs(session, output)
+            if work.num_matched:
+                output = self.outputs(session, step.start, step.start + num_tokens)
+        elif work.num_matched:  # nobody wants those that were not computed
+            skipped = torch.zeros_like(step.inputs.hidden[:, : work.num_matched])
+            output = skipped if output is None else torch.cat([skipped.to(output), output], 1)
+        if work.state.hashes is not None:
+            self._add_pages(work.state, step.start // PAGE_TOKENS)
+        if step.every_block:
+            output = torch.stack(work.block_outputs)
+        return output.to("cpu", step.inputs.hidden.dtype)
+
+    def _add_pages(self, state: State, first_page: int) -> None:
+        for row, digests in zip(state.rows, state.digests, strict=True):
+            for page in range(first_page, len(digests)):
+                parts = row.slice(page * PAGE_TOKENS, (page + 1) * PAGE_TOKENS)
+                if parts is not None:
+                    self.prefix_cache.add(digests[page], parts)
+            if len(digests) > first_page:
+                self.prefix_cache.touch(digests)
+
+    # ------------------------------------------------------------ what is kept
+
+    def outputs(self, session: Session, start: int, end: int) -> torch.Tensor:
+        """What came out of the session's last block at these positions, [batch, end - start, hidden_size]."""
+        group = session.layout.outputs_group
+        channel = len(session.layout.groups[group].channels) - 1
+        with torch.inference_mode():
+            return read(session.state.rows, group, start, end, channel)[:, 0]
+
+    def stored(self, session: Session, start: int, end: int) -> Stored:
+        """Everything the session keeps of these positions, for ``adopt``."""
+        known = session.state.states is not None and end == session.length
+        states = session.state.states.states if known else ()
+        with torch.inference_mode():
+            return pack(session.state.rows, session.layout, start, end, states)
+
+    def adopt(self, session: Session, start: int, changes: Sequence[Change], stored: Stored) -> None:
+        """A step that was computed elsewhere.
+
+        Raises:
+            RequestRejected: it does not fit the session. PeerBusy: there is no room. The session is as it was.
+        """
+        if not session.state.rows:
+            raise RequestRejected("the session is closed")
+        state = replace(session.state, states=None)  # those after the step come with it
+        for change in changes:
+            state = changed(state, change, session.layout)
+        state = forgotten(cropped(state, start, session.layout))
+        stored.require_fit(session.layout, len(state.rows))
+        room = None
+        if session.layout.slots:
+            room = Room(len(state.rows), session.layout.state_bytes, session.lease)
+        with torch.inference_mode():
+            growth = grow(
+                session.state.rows,
+                state.rows,
+                stored.num_tokens,
+                session.layout,
+                session.lease,
+                self._stack.device,
+                reserved=session.reserved,
+                settled=state.settled,
+                counts=stored.num_kept,
+            )
+            states = unpack(stored, growth.rows, session.layout, self._stack.device)
+        session.state = replace(state, rows=growth.rows)
+        if states is not None:
+            session.state = replace(session.state, states=RowStates(session.length, states, room))
+
+    def _store_outputs(self, session: Session, output: torch.Tensor) -> None:
+        num_new = output.shape[1]
+        for run in runs(session.state.rows, session.layout.outputs_group, 0):
+            page, rows, positions = run.parts[-1]
+            page.data[-1][rows, 0, positions.stop - num_new : positions.stop] = output[run.rows]
+
+    # ------------------------------------------------------------ one batch
+
+    def _compute(self, batch: list[Prepared]) -> Iterator[torch.Tensor]:
+        """The output of each, on the device."""
+        device, dtype = self._stack.device, self._stack.dtype
+        hidden = [work.step.inputs.hidden[:, work.num_matched :].to(device, dtype) for work in batch]
+        bounds = sorted({bound for work in batch for bound in work.bounds})
+        for part in map(Span, bounds, bounds[1:]):
+            members = [i for i, work in enumerate(batch) if work.session.blocks.covers(part)]
+            members.sort(key=lambda i: adapter_order(batch[i]))  # those with the same adapter are computed as one
+            for together in self._alike(batch, members):
+                outputs = self._run_part(part, [batch[i] for i in together], [hidden[i] for i in together])
+                for i, output in zip(together, outputs, strict=True):
+                    hidden[i] = output
+                    if batch[i].step.every_block:
+                        batch[i].block_outputs.append(output)
+        return iter(hidden)
+
+    def _alike(self, batch: list[Prepared], members: list[int]) -> Iterator[list[int]]:
+        """Those that can be computed as one: with states before them or without, and with as much recorded."""
+        if not self.layout.has_states:
+            kinds = [members]
+        else:
+            by_kind: dict[tuple[bool, bool, int], list[int]] = {}
+            for i in members:
+                work = batch[i]
+                by_kind.setdefault((work.step.start > 0, work.records, work.num_recorded), []).append(i)
+            kinds = by_kind.values()
+        return iter([kind for kind in kinds if kind])
+
+    def _run_part(self, blocks: Span, batch: list[Prepared], hidden: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Blocks that all sessions of the batch go through."""
+        num_new = hidden[0].shape[1]
+        length = max(work.state.length for work in batch)
+        slots = batch[0].slots(blocks)
+        layers = self._state_layers(blocks, batch, slots)
+        cache = RowsCache(block_runs(blocks, batch), length, num_new, self._in_place, layers if any(slots) else ())
+        mask, positions = batch_inputs(batch, length, num_new)
+        view, device = self._stack.view(blocks), self._stack.device
+        shares = shares_of(
+            [(work.session.adapter, work.num_rows, work.step.start + work.num_matched) for work in batch]
+        )
+        in_place = attention_in_place(cache, view.configs) if self._in_place else nullcontext()
+        with in_place, self._patches.applied(shares, sum(work.num_rows for work in batch), num_new):
+            output = view(
+                hidden[0] if len(hidden) == 1 else torch.cat(hidden),
+                None if mask is None else mask.to(device),
+                positions.to(device),
+                cache,
+            )
+        num_rows = [work.num_rows for work in batch]
+        for work, states in zip(batch, states_after(slots, layers, num_rows), strict=True):
+            work.states.update(zip(blocks, states, strict=True))
+        return list(output.split(num_rows))
+
+    def _state_layers(
+        self, blocks: Span, batch: list[Prepared], slots: tuple[tuple[Slot, ...], ...]
+    ) -> list[LinearAttentionLayer | None]:
+        members = [work.states_before(blocks) for work in batch] if any(slots) and batch[0].step.start else None
+        num_rows = sum(work.num_rows for work in batch)
+        return state_layers(slots, members, num_rows, self._stack.device, recording=batch[0].records)
+
+    def _can_attend_in_place(self) -> bool:
+        """Tries attention in place, on rows of different lengths, and compares with attention to a copy."""
+        if self._stack.device.type != "cpu" or not replaceable(self._stack.config):
+            return False  # elsewhere memory is fast and calls are slow: one copy for all rows is better
+        try:
+            copied, attended = self._try_rows(in_place=False), self._try_rows(in_place=True)
+        except Exception:  # a family's own code: whatever it raises means that this way does not fit
+            return False
+        finally:
+            self._in_place = False
+        return bool((attended - copied).abs().max() <= _SAME * copied.abs().max())
+
+    def _try_rows(self, in_place: bool) -> torch.Tensor:
+        self._in_place = in_place
+        generator = torch.Generator().manual_seed(0)
+        budget = CacheBudget(2**62, 1)
+        batch = []
+        for length in (3, 1) if self.mixes_rows else (3,):
+            session = self.open(self._stack.span, 1, budget.lease(""), shares=False)
+            prompt = torch.randn(1, length, self.hidden_size, generator=generator)
+            self.run([(session, Step(0, BlockInput(prompt)))])
+            token = torch.randn(1, 1, self.hidden_size, generator=generator)
+            batch.append((session, Step(length, BlockInput(token))))
+        return torch.cat(self.run(batch))
+
+
+def _hiding(mask: torch.Tensor | None) -> torch.Tensor | None:
+    """The mask, if it hides anything."""
+    return None if mask is None or bool(mask.all()) else mask
+
+
+def _same_mask(mask: torch.Tensor | None, other: torch.Tensor | None) -> bool:
+    return mask is other or (mask is not None and other is not None and torch.equal(mask, other))

@@ -1,0 +1,237 @@
+"""Decides what the compute thread does next."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import Any, Protocol
+
+import torch
+
+from swarm_protocol.errors import PeerBusy
+from swarm_server.engine.session_state import Session, Step
+
+_logger = logging.getLogger(__name__)
+_DELAY_HALF_LIFE_S = 10.0
+_PREFILLS_PER_TRAINING = 3  # of turns that decoding leaves
+_FEW_POSITIONS = 32  # rows × positions of a step that somebody watches, such as one of speculative decoding
+MAX_ROWS = 256  # of one batch of steps
+
+
+class Kind(IntEnum):
+    """Decoding is short and somebody watches it; prompts come in chunks; training can wait."""
+
+    DECODE = 0
+    PREFILL = 1
+    TRAINING = 2
+
+
+@dataclass(eq=False)
+class Work:
+    """A step of a session, or a call, and the future that its caller awaits."""
+
+    kind: Kind
+    done: asyncio.Future = field(repr=False)
+    session: Session | None = None
+    step: Step | None = None
+    call: Callable[[], Any] | None = None
+    submitted_s: float = 0.0
+
+    @property
+    def num_rows(self) -> int:
+        return self.step.inputs.hidden.shape[0]
+
+    @property
+    def num_tokens(self) -> int:
+        return self.step.inputs.hidden.shape[1]
+
+
+class WorkQueue:
+    """Whose turn it is. Pure: no clock, no thread.
+
+    First come, first served within a kind. Decoding gets every other turn while anything else waits, and all turns
+    while nothing does; of the others' turns, training gets one in four.
+    """
+
+    def __init__(self, mixes_sessions: bool = True) -> None:
+        """``mixes_sessions``: steps of several sessions may be computed in one batch."""
+        self._mixes_sessions = mixes_sessions
+        self._waiting: dict[Kind, deque[Work]] = {kind: deque() for kind in Kind}
+        self._last = Kind.TRAINING
+        self._num_prefills = 0  # since the last training
+
+    def __len__(self) -> int:
+        return sum(map(len, self._waiting.values()))
+
+    def count(self, kind: Kind) -> int:
+        return len(self._waiting[kind])
+
+    def add(self, work: Work) -> None:
+        self._waiting[work.kind].append(work)
+
+    def discard(self, work: Work) -> None:
+        """Forgets work whose caller has gone."""
+        if work in self._waiting[work.kind]:
+            self._waiting[work.kind].remove(work)
+
+    def next_batch(self) -> list[Work]:
+        """What to compute now: one piece of work, or the decoding steps of several sessions. Empty if nothing waits."""
+        if not len(self):
+            return []
+        self._last = kind = self._next_kind()
+        if kind is not Kind.DECODE:
+            self._num_prefills = 0 if kind is Kind.TRAINING else self._num_prefills + 1
+            return [self._waiting[kind].popleft()]
+        return self._decode_batch()
+
+    def clear(self) -> list[Work]:
+        """Takes out everything."""
+        everything = [work for waiting in self._waiting.values() for work in waiting]
+        for waiting in self._waiting.values():
+            waiting.clear()
+        return everything
+
+    def _next_kind(self) -> Kind:
+        decode, prefill, training = (bool(self._waiting[kind]) for kind in Kind)
+        if decode and (self._last is not Kind.DECODE or not (prefill or training)):
+            return Kind.DECODE
+        if training and (not prefill or self._num_prefills >= _PREFILLS_PER_TRAINING):
+            return Kind.TRAINING
+        return Kind.PREFILL
+
+    def _decode_batch(self) -> list[Work]:
+        waiting = self._waiting[Kind.DECODE]
+        first = waiting.popleft()
+        if first.step is None or not self._mixes_sessions:
+            return [first]
+        batch, rows, later = [first], first.num_rows, []
+        for work in waiting:
+            if work.step and work.num_tokens == first.num_tokens and rows + work.num_rows <= MAX_ROWS:
+                batch.append(work)
+                rows += work.num_rows
+            else:
+                later.append(work)
+        self._waiting[Kind.DECODE] = deque(later)
+        return batch
+
+
+class StepRunner(Protocol):
+    """What computes steps: the engine."""
+
+    def run(self, batch: Sequence[tuple[Session, Step]]) -> list[torch.Tensor | Exception]: ...
+
+
+class Scheduler:
+    """One compute thread behind a queue."""
+
+    def __init__(self, engine: StepRunner, max_training: int, mixes_sessions: bool = True) -> None:
+        """``max_training``: passes that may wait; more are refused. Steps are bounded by the sessions there are."""
+        self._engine = engine
+        self._max_training = max_training
+        self._queue = WorkQueue(mixes_sessions)
+        self._changed = threading.Condition()
+        self._stopping = False
+        self._delay_s, self._delay_time = 0.0, time.monotonic()
+        self._thread = threading.Thread(target=self._main, name="compute", daemon=True)
+        self._thread.start()
+
+    @property
+    def queue_delay_s(self) -> float:
+        """How long work has waited lately: an exponential average, which fades while there is none."""
+        idle_s = time.monotonic() - self._delay_time
+        return self._delay_s * 0.5 ** (idle_s / _DELAY_HALF_LIFE_S)
+
+    async def step(self, session: Session, step: Step) -> torch.Tensor:
+        """The step's output, [batch, tokens, hidden_size]; raises what refused it (see ``Engine.run``)."""
+        rows, num_tokens, _ = step.inputs.hidden.shape
+        kind = Kind.DECODE if num_tokens == 1 or rows * num_tokens <= _FEW_POSITIONS else Kind.PREFILL
+        return await self._submit(Work(kind, _future(), session=session, step=step))
+
+    async def train(self, call: Callable[[], Any]) -> Any:
+        """Calls a function on the compute thread when training has its turn.
+
+        Raises:
+            PeerBusy: too much training waits already.
+        """
+        return await self._submit(Work(Kind.TRAINING, _future(), call=call))
+
+    async def call(self, call: Callable[[], Any]) -> Any:
+        """Calls a short function on the compute thread, soon."""
+        return await self._submit(Work(Kind.DECODE, _future(), call=call))
+
+    def stop(self) -> None:
+        """Finishes the work in progress, fails what waits, and ends the thread."""
+        with self._changed:
+            self._stopping = True
+            self._changed.notify()
+        self._thread.join()
+
+    async def _submit(self, work: Work) -> Any:
+        work.submitted_s = time.monotonic()
+        with self._changed:
+            if self._stopping:
+                raise PeerBusy("the server is shutting down")
+            if work.kind is Kind.TRAINING and self._queue.count(Kind.TRAINING) >= self._max_training:
+                raise PeerBusy(f"the server's queue is full ({self._max_training} requests are waiting)")
+            self._queue.add(work)
+            self._changed.notify()
+        try:
+            return await work.done
+        except asyncio.CancelledError:
+            with self._changed:
+                self._queue.discard(work)
+            raise
+        finally:
+            del work  # an error's traceback would hold on to it, and it to the error, and both to memory
+
+    def _main(self) -> None:
+        while batch := self._next_batch():
+            for work, result in zip(batch, self._run(batch), strict=True):
+                work.done.get_loop().call_soon_threadsafe(_resolve, work.done, result)
+            del batch, work, result  # their memory is not needed until there is more to do
+
+    def _next_batch(self) -> list[Work]:
+        with self._changed:
+            self._changed.wait_for(lambda: len(self._queue) or self._stopping)
+            if self._stopping:
+                error = PeerBusy("the server is shutting down")
+                for work in self._queue.clear():
+                    work.done.get_loop().call_soon_threadsafe(_resolve, work.done, error)
+                return []
+            batch = self._queue.next_batch()
+        now = time.monotonic()
+        for work in batch:
+            self._delay_s += 0.1 * (now - work.submitted_s - self._delay_s)
+        self._delay_time = now
+        return batch
+
+    def _run(self, batch: list[Work]) -> list[Any]:
+        """The result of each, or the exception it ended with. Failures belong to the caller; the thread goes on."""
+        try:
+            if batch[0].call is not None:
+                return [batch[0].call()]
+            return self._engine.run([(work.session, work.step) for work in batch])
+        except Exception as error:
+            if len(batch) == 1:
+                return [error]
+            _logger.warning("a batch of %d sessions failed; computing them one by one", len(batch))
+            return [result for work in batch for result in self._run([work])]
+
+
+def _future() -> asyncio.Future:
+    return asyncio.get_running_loop().create_future()
+
+
+def _resolve(future: asyncio.Future, result: Any) -> None:
+    if future.done():
+        return
+    if isinstance(result, Exception):
+        future.set_exception(result)
+    else:
+        future.set_result(result)

@@ -1,0 +1,177 @@
+"""How fast this server computes: measured when it starts, noted for the next start, followed while it works."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import platform
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import platformdirs
+import torch
+
+from swarm_protocol.span import Span
+from swarm_protocol.wire.block_input import BlockInput
+from swarm_server.engine.engine import Engine
+from swarm_server.engine.session_state import Session, Step
+from swarm_server.kv.kv_cache import CacheBudget
+from swarm_server.machine.cores import CoreShare
+
+_logger = logging.getLogger(__name__)
+_MIN_TIME_S = 0.2
+_CONTEXT_TOKENS = 32
+_FORWARD_TOKENS = 64
+_WEIGHT = 0.02  # of one batch in the average
+_NOTE_LIFETIME_S = 7 * 24 * 3600.0  # then the machine is measured again
+_WORTH_TELLING = 0.25  # relative: what changes less is noise, which must not make servers move
+
+
+@dataclass(frozen=True)
+class Speeds:
+    """Tokens per second: decoding one by one, and many at a time as in prompts and training."""
+
+    decode_tokens_per_s: float
+    forward_tokens_per_s: float
+
+    def per_block(self, num_blocks: int) -> Speeds:
+        """Of one block, if these are of so many."""
+        return Speeds(self.decode_tokens_per_s * num_blocks, self.forward_tokens_per_s * num_blocks)
+
+    def through(self, num_blocks: int) -> Speeds:
+        """Of so many blocks, if these are of one."""
+        return Speeds(self.decode_tokens_per_s / num_blocks, self.forward_tokens_per_s / num_blocks)
+
+
+def measure(engine: Engine, blocks: Span) -> Speeds:
+    """Decoding steps of one session after a short prompt, and prompts of 64 tokens, through ``blocks``."""
+    session = _open(engine, blocks)
+    _step(engine, session, 0, _CONTEXT_TOKENS)
+    decode = _per_second(lambda number: _step(engine, session, _CONTEXT_TOKENS + number % _CONTEXT_TOKENS, 1))
+    engine.close(session)
+
+    def prompt(_number: int) -> None:
+        session = _open(engine, blocks)
+        _step(engine, session, 0, _FORWARD_TOKENS)
+        engine.close(session)
+
+    return Speeds(decode, _FORWARD_TOKENS * _per_second(prompt))
+
+
+def _open(engine: Engine, blocks: Span) -> Session:
+    return engine.open(blocks, 1, CacheBudget(2**62, 1).lease(""), reserved=_FORWARD_TOKENS, shares=False)
+
+
+def _per_second(call: Callable[[int], None]) -> float:
+    """Calls of a function with rising numbers; the first warms up."""
+    call(0)
+    start, count = time.perf_counter(), 0
+    while count < 3 or time.perf_counter() - start < _MIN_TIME_S:
+        call(count + 1)
+        count += 1
+    return count / (time.perf_counter() - start)
+
+
+def _step(engine: Engine, session: Session, start: int, num_tokens: int) -> None:
+    hidden = torch.zeros(1, num_tokens, engine.hidden_size)
+    positions = torch.arange(start, start + num_tokens)[None]
+    (output,) = engine.run([(session, Step(start, BlockInput(hidden, None, positions)))])
+    if isinstance(output, Exception):
+        raise output
+
+
+# ---------------------------------------------------------------- while the server works
+
+
+class Meter:
+    """Averages what batches really take, and says so when it is no longer what was said. Thread-safe.
+
+    Decoding is measured per batch: a session waits for the whole batch it is in.
+    """
+
+    def __init__(self, measured: Speeds, num_blocks: int, note: Callable[[Speeds], None] | None) -> None:
+        """``note``: is given the speeds of one block whenever they have changed; None: nothing is to be followed."""
+        self._told = measured.per_block(num_blocks)
+        self._decode_s = 1 / self._told.decode_tokens_per_s  # of one block
+        self._forward_s = 1 / self._told.forward_tokens_per_s
+        self._num_blocks = num_blocks
+        self._note = note
+
+    @property
+    def speeds(self) -> Speeds:
+        """Through all hosted blocks."""
+        return self._told.through(self._num_blocks)
+
+    def add(self, num_blocks: int, num_rows: int, num_tokens: int, seconds: float) -> None:
+        """A batch of so many rows of new tokens went through so many blocks."""
+        if self._note is None or seconds <= 0:
+            return
+        if num_tokens == 1:
+            self._decode_s += _WEIGHT * (seconds / num_blocks - self._decode_s)
+        elif num_rows * num_tokens >= _FORWARD_TOKENS:
+            self._forward_s += _WEIGHT * (seconds / (num_blocks * num_rows * num_tokens) - self._forward_s)
+        now = Speeds(1 / self._decode_s, 1 / self._forward_s)
+        if _differ(now.decode_tokens_per_s, self._told.decode_tokens_per_s) or _differ(
+            now.forward_tokens_per_s, self._told.forward_tokens_per_s
+        ):
+            self._told = now
+            self._note(now)
+
+
+def _differ(new: float, old: float) -> bool:
+    return abs(new - old) > _WORTH_TELLING * old
+
+
+# ---------------------------------------------------------------- from one start to the next
+
+
+class SpeedNotes:
+    """Speeds of one block, in the user's cache directory: one file for each model, setting, machine and share of it."""
+
+    def __init__(self, setting: Sequence[str], cores: CoreShare, directory: Path | None = None) -> None:
+        self._setting = list(setting)
+        self._cores = cores
+        self._directory = directory or platformdirs.user_cache_path("swarm") / "speeds"
+
+    def read(self) -> Speeds | None:
+        """None if nothing, or nothing sensible, has been noted lately."""
+        path = self._path()
+        try:
+            if time.time() - path.stat().st_mtime > _NOTE_LIFETIME_S:
+                return None
+            note = json.loads(path.read_text())
+            speeds = Speeds(float(note["decode_tokens_per_s"]), float(note["forward_tokens_per_s"]))
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
+        return speeds if 0 < speeds.decode_tokens_per_s < 1e12 and 0 < speeds.forward_tokens_per_s < 1e12 else None
+
+    def write(self, per_block: Speeds) -> None:
+        path = self._path()
+        partial = path.with_suffix(f".{os.getpid()}")
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            partial.write_text(json.dumps({"setting": self._key(), **asdict(per_block)}))
+            partial.rename(path)
+        except OSError as error:
+            _logger.debug("the speeds could not be noted: %s", error)
+
+    def _key(self) -> list[str]:
+        return [*self._setting, torch.__version__, f"{self._cores.threads()} threads"]
+
+    def _path(self) -> Path:
+        return self._directory / f"{hashlib.sha256(json.dumps(self._key()).encode()).hexdigest()[:32]}.json"
+
+
+def hardware_name(device: torch.device) -> str:
+    """The model of the processor that computes."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        return next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor() or platform.machine()

@@ -1,0 +1,1 @@
+"""Keys, values and recurrent states: where they are, how much room there is, equal prompts, transfer."""

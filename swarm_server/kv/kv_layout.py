@@ -1,0 +1,103 @@
+"""What blocks keep of each position: found out by caching one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from transformers.cache_utils import DynamicCache, LinearAttentionAndFullAttentionLayer
+
+from swarm_protocol.span import Span
+from swarm_server.blocks.blocks import BlockStack
+from swarm_server.kv.kv_rows import Channel, Group, Layout, Place
+from swarm_server.kv.row_states import Slot
+from swarm_server.kv.rows_cache import StatesCache
+
+_MAX_STATES = 8  # of one kind in one block
+
+
+@dataclass(frozen=True)
+class BlockFacts:
+    """What one block stores.
+
+    Attributes:
+        keys, values: None for blocks without them.
+        window: how many positions its attention looks at, None for all.
+        slots: what it remembers besides.
+    """
+
+    keys: Channel | None
+    values: Channel | None
+    window: int | None
+    slots: tuple[Slot, ...] = ()
+
+
+@dataclass(frozen=True)
+class StackLayout:
+    """What each hosted block stores."""
+
+    hosted: Span
+    blocks: tuple[BlockFacts, ...]
+    outputs: Channel
+
+    @classmethod
+    def probe(cls, stack: BlockStack) -> StackLayout:
+        cache = StatesCache(
+            [LinearAttentionAndFullAttentionLayer(_MAX_STATES) for _ in stack.span]
+        )  # takes all there is
+        with torch.inference_mode():
+            hidden = torch.zeros(1, 1, stack.hidden_size, dtype=stack.dtype, device=stack.device)
+            stack(hidden, None, torch.zeros(1, 1, dtype=torch.long, device=stack.device), cache)
+        windows = [getattr(layer, "sliding_window", None) for layer in DynamicCache(config=stack.config).layers]
+        facts = tuple(_facts(layer, window) for layer, window in zip(cache.layers, windows, strict=True))
+        return cls(stack.span, facts, Channel(1, stack.hidden_size, stack.dtype))
+
+    @property
+    def token_bytes(self) -> int:
+        """What one position takes in all hosted blocks, with the outputs."""
+        return sum(group.token_bytes for group in self.part(self.hosted, keeps_outputs=True).groups)
+
+    @property
+    def has_states(self) -> bool:
+        """Whether some blocks remember more than keys and values."""
+        return any(block.slots for block in self.blocks)
+
+    def part(self, span: Span, keeps_outputs: bool, windows: bool = True) -> Layout:
+        """What a session over ``span`` stores. Without ``windows``, every block keeps all positions."""
+        facts = self.blocks[span.start - self.hosted.start : span.end - self.hosted.start]
+        channels: dict[int | None, list[Channel]] = {}
+        numbers: dict[int | None, int] = {}
+        places = []
+        for block in facts:
+            if block.keys is None:
+                places.append(None)
+                continue
+            window = block.window if windows else None
+            group = numbers.setdefault(window, len(numbers))
+            start = len(channels.setdefault(window, []))
+            channels[window] += [block.keys, block.values]
+            places.append(Place(group, start, start + 1))
+        outputs_group = None
+        if keeps_outputs:
+            outputs_group = numbers.setdefault(None, len(numbers))
+            channels.setdefault(None, []).append(self.outputs)
+        groups = tuple(Group(tuple(channels[window]), window) for window in numbers)
+        slots = tuple(block.slots for block in facts)
+        return Layout(groups, tuple(places), outputs_group, slots if any(slots) else ())
+
+
+def _facts(layer: LinearAttentionAndFullAttentionLayer, window: int | None) -> BlockFacts:
+    slots = [
+        Slot(is_convolution, index, tuple(state.shape[1:]), state.dtype)
+        for is_convolution, states in ((True, layer.conv_states), (False, layer.recurrent_states))
+        for index, state in states.items()
+        if state is not None
+    ]
+    if layer.keys is None:
+        return BlockFacts(None, None, None, tuple(slots))
+    return BlockFacts(_channel(layer.keys), _channel(layer.values), window, tuple(slots))
+
+
+def _channel(tensor: torch.Tensor) -> Channel:
+    """tensor: [1, heads, 1, width]."""
+    return Channel(tensor.shape[1], tensor.shape[3], tensor.dtype)

@@ -1,0 +1,434 @@
+"""Keys and values of sequences, in pages that rows share and never change: copy-on-write.
+
+A *page* is memory for consecutive positions of some rows of one session, in every block of the session. It is as large
+as the session's promise, so that usually one page holds a whole generation and attention reads it in place. A *row* is
+one sequence: which parts of which pages hold its positions. Rows are values: reordering, cropping and undoing a step
+copy references, not keys. Only a row that ends where its page is filled may go on in it; any other gets a page of its
+own.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import chain
+
+import torch
+
+from swarm_protocol.errors import PeerBusy
+from swarm_server.kv.kv_cache import Lease
+from swarm_server.kv.row_states import COPIES, Slot
+
+MAX_PARTS = 4  # of one row; with more, attention would read small pieces
+FORK_TOKENS = 32  # room of a page for a row that leaves another's page
+GROWTH_TOKENS = 64  # least room of a page for a row whose page is full
+
+
+@dataclass(frozen=True)
+class Channel:
+    """What is stored of every position: the keys or the values of one block, or the outputs of the last one."""
+
+    heads: int
+    width: int
+    dtype: torch.dtype
+
+    @property
+    def token_bytes(self) -> int:
+        return self.heads * self.width * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Group:
+    """Channels that keep the same positions: all of them, or a window.
+
+    Attributes:
+        channels: keys and values of some blocks, and at last the outputs if they are kept.
+        window: how many positions attention looks at; None for all.
+    """
+
+    channels: tuple[Channel, ...]
+    window: int | None
+
+    @property
+    def token_bytes(self) -> int:
+        return sum(channel.token_bytes for channel in self.channels)
+
+    @property
+    def most(self) -> float:
+        """Positions that a row keeps at most, but for those of one step; more are dropped down to the window."""
+        return math.inf if self.window is None else 2 * self.window + 2 * GROWTH_TOKENS
+
+    def room(self, num_tokens: int) -> int:
+        """Positions that a row of ``num_tokens`` takes room for."""
+        if self.window is None or num_tokens <= self.most:
+            return num_tokens
+        return int(2 * self.most)  # while positions are dropped, there are two pages
+
+    def excess(self, length: int, num_kept: int, num_new: int, settled: int) -> int:
+        """How many of the oldest positions can go before ``num_new`` are added, if it is time to drop any.
+
+        The row will not be cropped to fewer than ``settled`` positions.
+        """
+        if self.window is None or num_kept + num_new <= self.most:
+            return 0
+        return max(0, min(length, settled) - (self.window - 1) - (length - num_kept))
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a block's keys and values are: which group, and which of its channels."""
+
+    group: int
+    keys: int
+    values: int
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What a session over some blocks stores.
+
+    Attributes:
+        blocks: the place of each block, counted from the session's first; None for those without keys and values.
+        outputs_group: the group whose last channel is the outputs, [1 head, hidden_size]; None: they are not kept.
+        slots: what each block remembers besides, of fixed size.
+    """
+
+    groups: tuple[Group, ...]
+    blocks: tuple[Place | None, ...]
+    outputs_group: int | None = None
+    slots: tuple[tuple[Slot, ...], ...] = ()
+
+    def size_bytes(self, num_tokens: int) -> int:
+        """What a row of ``num_tokens`` positions takes."""
+        positions = sum(group.token_bytes * group.room(num_tokens) for group in self.groups)
+        return positions + COPIES * self.state_bytes
+
+    @property
+    def state_bytes(self) -> int:
+        """What a row's states take, however long it is."""
+        return sum(slot.size_bytes for slots in self.slots for slot in slots)
+
+    @property
+    def crops_states(self) -> bool:
+        """Whether all states are those of convolutions, which can be cropped."""
+        return all(slot.is_convolution for slots in self.slots for slot in slots)
+
+
+class Page:
+    """Memory for ``capacity`` consecutive positions of ``num_rows`` rows.
+
+    Attributes:
+        data: per channel [rows, heads, capacity, width].
+        filled: per row, how many positions are taken.
+        pinned: per row, how many positions may not be given back because others know them.
+    """
+
+    def __init__(self, group: Group, num_rows: int, capacity: int, lease: Lease, device: torch.device) -> None:
+        """Raises PeerBusy if the lease finds no room."""
+        self.lease = lease
+        self.capacity = capacity
+        self.token_bytes = group.token_bytes  # of one row
+        self.filled = [0] * num_rows
+        self.pinned = [0] * num_rows
+        self._charge = lease.take(group.token_bytes * num_rows * capacity, self)
+        self.data = [
+            torch.empty(num_rows, channel.heads, capacity, channel.width, dtype=channel.dtype, device=device)
+            for channel in group.channels
+        ]
+
+    def trim(self) -> None:
+        """Gives back the room that is not filled; nothing can be added any more."""
+        filled = max(self.filled)
+        if filled < self.capacity:
+            self._charge.shrink(self._charge.size_bytes * filled // self.capacity)
+            self.data = [data[:, :, :filled].clone() for data in self.data]
+            self.capacity = filled
+
+
+@dataclass(frozen=True)
+class Part:
+    """Positions ``start`` … ``end`` of one row of a page."""
+
+    page: Page
+    row: int
+    start: int
+    end: int
+
+    def __len__(self) -> int:
+        return self.end - self.start
+
+
+Parts = tuple[Part, ...]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One sequence: for each group of the layout, where the positions it keeps are."""
+
+    length: int
+    parts: tuple[Parts, ...]
+
+    @classmethod
+    def empty(cls, layout: Layout) -> Row:
+        return cls(0, ((),) * len(layout.groups))
+
+    def kept(self, group: int) -> int:
+        return sum(map(len, self.parts[group]))
+
+    def crop(self, length: int, layout: Layout) -> Row | None:
+        """The first ``length`` positions; None if a window has dropped what would be looked at next."""
+        removed = self.length - length
+        for number, group in enumerate(layout.groups):
+            first = self.length - self.kept(number)
+            if group.window is not None and first > max(0, length - (group.window - 1)):
+                return None
+        return replace(self, length=length, parts=tuple(_drop_last(parts, removed) for parts in self.parts))
+
+    def slice(self, start: int, end: int) -> tuple[Parts, ...] | None:
+        """Where positions ``start`` … ``end`` are; None if a window has dropped some."""
+        groups = range(len(self.parts))
+        if any(start < self.length - self.kept(group) for group in groups):
+            return None
+        return tuple(self.slice_of(group, start, end) for group in groups)
+
+    def slice_of(self, group: int, start: int, end: int) -> Parts:
+        """Where those of positions ``start`` … ``end`` are that the group still has."""
+        first = self.length - self.kept(group)
+        return _take(self.parts[group], max(start, first) - first, max(end, first) - first)
+
+    def extended(self, parts: tuple[Parts, ...], num_tokens: int) -> Row:
+        """With ``num_tokens`` further positions, which are in ``parts``."""
+        joined = tuple(_join(ours, more) for ours, more in zip(self.parts, parts, strict=True))
+        return Row(self.length + num_tokens, joined)
+
+
+def _drop_last(parts: Parts, count: int) -> Parts:
+    return _take(parts, 0, max(0, sum(map(len, parts)) - count))
+
+
+def _take(parts: Parts, start: int, end: int) -> Parts:
+    taken, position = [], 0
+    for part in parts:
+        first, last = max(start - position, 0), min(end - position, len(part))
+        if first < last:
+            taken.append(replace(part, start=part.start + first, end=part.start + last))
+        position += len(part)
+    return tuple(taken)
+
+
+def _join(parts: Parts, more: Parts) -> Parts:
+    joined = list(parts)
+    for part in more:
+        last = joined[-1] if joined else None
+        if last is not None and (last.page, last.row, last.end) == (part.page, part.row, part.start):
+            joined[-1] = replace(last, end=part.end)
+        else:
+            joined.append(part)
+    return tuple(joined)
+
+
+# ---------------------------------------------------------------- growing
+
+
+@dataclass
+class Growth:
+    """Room for new positions of rows, taken before they are computed. ``undo`` gives it back."""
+
+    rows: tuple[Row, ...]
+    _filled: list[tuple[Page, int, int]] = field(default_factory=list)
+
+    def undo(self) -> None:
+        for page, row, filled in reversed(self._filled):
+            page.filled[row] = filled
+
+    def claim(self, page: Page, row: int, count: int) -> Part:
+        start = page.filled[row]
+        self.fill(page, row, start + count)
+        return Part(page, row, start, start + count)
+
+    def fill(self, page: Page, row: int, filled: int) -> None:
+        self._filled.append((page, row, page.filled[row]))
+        page.filled[row] = filled
+
+
+def grow(
+    before: tuple[Row, ...],
+    rows: tuple[Row, ...],
+    count: int,
+    layout: Layout,
+    lease: Lease,
+    device: torch.device,
+    *,
+    reserved: int = 0,
+    settled: int | None = None,
+    counts: Sequence[int] | None = None,
+) -> Growth:
+    """Rows of one session with room for ``count`` more positions each.
+
+    Args:
+        before: the session's rows until now; what they have of pages and ``rows`` do not is filled again.
+        reserved: how many positions each row was promised; a first page is made for all of them.
+        settled: the rows will not be cropped to fewer positions; None: not at all.
+        counts: of the new positions, how many of the last each group gets room for; None: all.
+
+    Raises:
+        PeerBusy: there is no room; nothing has changed.
+    """
+    growth = Growth(rows)
+    try:
+        if rows is not before:
+            for page, row, filled in _given_back(before, rows, lease):
+                growth.fill(page, row, filled)
+        columns = [
+            _grow_group(growth, group, number, counts[number] if counts else count, lease, device, reserved, settled)
+            for number, group in enumerate(layout.groups)
+        ]
+    except BaseException:
+        growth.undo()
+        raise
+    growth.rows = tuple(Row(row.length + count, tuple(column[i] for column in columns)) for i, row in enumerate(rows))
+    return growth
+
+
+def _grow_group(
+    growth: Growth,
+    group: Group,
+    number: int,
+    count: int,
+    lease: Lease,
+    device: torch.device,
+    reserved: int,
+    settled: int | None,
+) -> list[Parts]:
+    """For each row its parts of one group, with ``count`` positions added."""
+    all_parts = [row.parts[number] for row in growth.rows]
+    if not count:
+        return all_parts
+    length = growth.rows[0].length
+    kept = sum(map(len, all_parts[0]))  # rows of one session are equally long
+    excess = group.excess(length, kept, count, length if settled is None else settled)
+    if excess or max(map(len, all_parts)) > MAX_PARTS:
+        all_parts = _compacted(growth, group, all_parts, excess, count, lease, device)
+    grown: list[Parts | None] = [None] * len(all_parts)
+    homeless: dict[bool, list[int]] = {False: [], True: []}  # rows that need a new page; True: they leave another's
+    for i, parts in enumerate(all_parts):
+        last = parts[-1] if parts else None
+        if last is None or last.page.lease is not lease or last.page.capacity < last.end + count:
+            homeless[last is not None and last.page.lease is lease and last.end < last.page.filled[last.row]].append(i)
+        elif last.end < last.page.filled[last.row]:
+            homeless[True].append(i)
+        else:
+            grown[i] = (*parts[:-1], replace(last, end=growth.claim(last.page, last.row, count).end))
+    for is_fork, indices in homeless.items():
+        if not indices:
+            continue
+        kept = sum(map(len, all_parts[0]))
+        if is_fork:
+            room = FORK_TOKENS
+        else:
+            room = max(min(reserved, group.most) - kept, max(GROWTH_TOKENS, kept // 4) if kept else 0)
+        page = _page(group, len(indices), count, room, lease, device)
+        for row, i in enumerate(indices):
+            grown[i] = (*all_parts[i], growth.claim(page, row, count))
+    return grown
+
+
+def _page(group: Group, num_rows: int, least: int, best: int, lease: Lease, device: torch.device) -> Page:
+    """A page for ``best`` positions, or for ``least`` if there is no room for so many."""
+    try:
+        return Page(group, num_rows, max(best, least), lease, device)
+    except PeerBusy:
+        if best <= least:
+            raise
+    return Page(group, num_rows, least, lease, device)
+
+
+def _compacted(
+    growth: Growth,
+    group: Group,
+    all_parts: list[Parts],
+    excess: int,
+    count: int,
+    lease: Lease,
+    device: torch.device,
+) -> list[Parts]:
+    """All rows' parts copied into one page, without the ``excess`` oldest positions."""
+    kept = [_take(parts, excess, sum(map(len, parts))) for parts in all_parts]
+    length = sum(map(len, kept[0]))
+    room = max(GROWTH_TOKENS, length // 4 if group.window is None else group.most - length)
+    page = _page(group, len(kept), length + count, length + room, lease, device)
+    compacted = []
+    for row, parts in enumerate(kept):
+        position = 0
+        for part in parts:
+            for target, source in zip(page.data, part.page.data, strict=True):
+                target[row, :, position : position + len(part)] = source[part.row, :, part.start : part.end]
+            position += len(part)
+        compacted.append((growth.claim(page, row, position),) if position else ())
+    return compacted
+
+
+def _given_back(before: Sequence[Row], after: Sequence[Row], lease: Lease) -> Iterator[tuple[Page, int, int]]:
+    """The session's pages, and rows of them, that are not used to the end any more; and how far they stay filled."""
+    ends = {
+        (part.page, part.row): 0
+        for row in before
+        for part in chain.from_iterable(row.parts)
+        if part.page.lease is lease
+    }
+    for row in after:
+        for part in chain.from_iterable(row.parts):
+            key = part.page, part.row
+            if key in ends:
+                ends[key] = max(ends[key], part.end)
+    for (page, row), end in ends.items():
+        filled = max(end, page.pinned[row])
+        if filled < page.filled[row]:
+            yield page, row, filled
+
+
+# ---------------------------------------------------------------- where to read and write
+
+
+@dataclass(frozen=True)
+class Run:
+    """Consecutive rows of a batch whose positions lie side by side.
+
+    Attributes:
+        rows: which rows of the batch.
+        parts: (page, its rows, its positions), in the order of the sequence.
+        length: positions in all.
+    """
+
+    rows: slice
+    parts: tuple[tuple[Page, slice, slice], ...]
+    length: int
+
+    def read(self, channel: int) -> Iterator[torch.Tensor]:
+        """[rows, heads, positions, width] of each part; views."""
+        for page, rows, positions in self.parts:
+            yield page.data[channel][rows, :, positions]
+
+
+def runs(rows: Sequence[Row], group: int, first: int) -> list[Run]:
+    """Where to read the rows of one session, which begin at row ``first`` of the batch."""
+    result: list[Run] = []
+    start = 0
+    for end in range(1, len(rows) + 1):
+        if end == len(rows) or not _side_by_side(rows[end - 1].parts[group], rows[end].parts[group]):
+            parts = tuple(
+                (part.page, slice(part.row, part.row + end - start), slice(part.start, part.end))
+                for part in rows[start].parts[group]
+            )
+            length = sum(map(len, rows[start].parts[group]))
+            result.append(Run(slice(first + start, first + end), parts, length))
+            start = end
+    return result
+
+
+def _side_by_side(parts: Parts, others: Parts) -> bool:
+    return len(parts) == len(others) and all(
+        part.page is other.page and (part.row + 1, part.start, part.end) == (other.row, other.start, other.end)
+        for part, other in zip(parts, others, strict=True)
+    )

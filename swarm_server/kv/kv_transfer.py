@@ -1,0 +1,104 @@
+"""Keys and values of a session's positions as bytes, to be stored by a session on another server."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from swarm_protocol.errors import RequestRejected
+from swarm_server.kv.kv_rows import Layout, Row, runs
+from swarm_server.kv.row_states import States
+
+
+@dataclass(frozen=True)
+class Stored:
+    """What a session keeps of ``num_tokens`` successive positions.
+
+    Attributes:
+        num_kept: for each group of the layout, how many of the last of these positions it has (see ``Group.window``).
+        data: bytes; for each group all its channels, [batch, heads, num_kept, width]; then the states of the blocks, if
+            these positions are the session's last.
+    """
+
+    num_tokens: int
+    num_kept: tuple[int, ...]
+    data: torch.Tensor
+
+    def require_fit(self, layout: Layout, batch_size: int) -> None:
+        """Raises RequestRejected unless this is what a session of this layout keeps."""
+        if len(self.num_kept) != len(layout.groups) or any(
+            count > self.num_tokens or (group.window is None and count < self.num_tokens)
+            for count, group in zip(self.num_kept, layout.groups, strict=False)
+        ):
+            raise RequestRejected(
+                f"{self.num_tokens} positions come with the keys of {list(self.num_kept)}: these blocks keep others"
+            )
+        expected = self._kept_bytes(layout, batch_size)
+        if self.data.numel() != expected and not self.has_states(layout, batch_size):
+            raise RequestRejected(
+                f"keys and values of {self.num_tokens} positions take {self.data.numel()} bytes: expected {expected}; "
+                "the servers store them differently"
+            )
+
+    def has_states(self, layout: Layout, batch_size: int) -> bool:
+        """Whether the states of the blocks come with the keys and values."""
+        states_bytes = batch_size * layout.state_bytes
+        return states_bytes > 0 and self.data.numel() == self._kept_bytes(layout, batch_size) + states_bytes
+
+    def _kept_bytes(self, layout: Layout, batch_size: int) -> int:
+        kept = zip(self.num_kept, layout.groups, strict=True)
+        return batch_size * sum(count * group.token_bytes for count, group in kept)
+
+
+def read(rows: Sequence[Row], group: int, start: int, end: int, channel: int) -> torch.Tensor:
+    """One channel of those of positions ``start`` … ``end`` that the group has, [rows, heads, positions, width]."""
+    result = []
+    for row in rows:
+        parts = row.slice_of(group, start, end)
+        result.append(torch.cat([part.page.data[channel][part.row, :, part.start : part.end] for part in parts], 1))
+    return torch.stack(result)
+
+
+def pack(rows: Sequence[Row], layout: Layout, start: int, end: int, states: States = ()) -> Stored:
+    """What the rows of one session keep of these positions; ``states``: those after the last one, if known."""
+    num_kept, data = [], []
+    for number, group in enumerate(layout.groups):
+        count = sum(map(len, rows[0].slice_of(number, start, end)))
+        num_kept.append(count)
+        for channel in range(len(group.channels) if count else 0):
+            data.append(_bytes(read(rows, number, start, end, channel)))
+    for slots, of_block in zip(layout.slots, states, strict=False):
+        for slot, tensor in zip(slots, of_block, strict=True):
+            data.append(_bytes(tensor[..., -slot.shape[-1] :]))
+    return Stored(end - start, tuple(num_kept), torch.cat(data) if data else torch.empty(0, dtype=torch.uint8))
+
+
+def unpack(stored: Stored, rows: Sequence[Row], layout: Layout, device: torch.device) -> States | None:
+    """Writes to the last positions of the rows, for which there is room; returns the states after them if they came."""
+    offset = 0
+
+    def take(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+        nonlocal offset
+        start, offset = offset, offset + torch.Size(shape).numel() * dtype.itemsize
+        return stored.data[start:offset].clone().view(dtype).view(shape)  # cloned: aligned
+
+    for number, (group, count) in enumerate(zip(layout.groups, stored.num_kept, strict=True)):
+        if not count:
+            continue
+        places = runs(rows, number, 0)
+        for index, channel in enumerate(group.channels):
+            data = take(len(rows), channel.heads, count, channel.width, dtype=channel.dtype)
+            for run in places:
+                page, page_rows, positions = run.parts[-1]
+                page.data[index][page_rows, :, positions.stop - count : positions.stop] = data[run.rows]
+    if not stored.has_states(layout, len(rows)):
+        return None
+    return tuple(
+        tuple(take(len(rows), *slot.shape, dtype=slot.dtype).to(device) for slot in slots) for slots in layout.slots
+    )
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().view(torch.uint8).flatten().cpu()

@@ -1,0 +1,148 @@
+"""What blocks of recurrent and convolutional kinds remember of a session: as much after a million tokens as after one.
+
+The states of all rows of a session after some length are one value, whose tensors are never written again: reordering
+picks rows, and a step that fails leaves the states before it. What has been added to a recurrent state cannot be taken
+out of it: only the states before the last step are kept as well. Convolutions remember their last inputs, and go back
+as far as those were recorded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from transformers.cache_utils import LinearAttentionLayer
+
+from swarm_server.kv.kv_cache import Lease
+
+COPIES = 3  # of a row's states: those after the last step, those before it, those that are being computed
+
+
+@dataclass(frozen=True)
+class Slot:
+    """One tensor that a block remembers of a row.
+
+    Attributes:
+        index: which of the block's states of this kind.
+        shape: of one row; the last dimension of a convolution's is positions.
+    """
+
+    is_convolution: bool
+    index: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def size_bytes(self) -> int:
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+
+class Room:
+    """Counts the states of a session's rows against its lease for as long as it lives."""
+
+    def __init__(self, num_rows: int, row_bytes: int, lease: Lease) -> None:
+        """Raises PeerBusy if the lease finds no room."""
+        self.num_rows = num_rows
+        lease.take(COPIES * num_rows * row_bytes, self)
+
+
+States = tuple[tuple[torch.Tensor, ...], ...]  # of some rows: block by block, the tensors of its slots
+
+
+@dataclass(frozen=True)
+class RowStates:
+    """Of all rows of a session, after ``length`` positions.
+
+    Attributes:
+        states: [rows, *shape] each; those of convolutions may have more positions before.
+        before: the states before the last step, if they are known.
+    """
+
+    length: int
+    states: States
+    room: Room
+    before: RowStates | None = None
+
+    def picked(self, indices: Sequence[int]) -> RowStates:
+        """New row i is old row ``indices[i]``."""
+        states = tuple(tuple(tensor[list(indices)] for tensor in of_block) for of_block in self.states)
+        return replace(self, states=states, before=None if self.before is None else self.before.picked(indices))
+
+    def cropped(self, length: int, blocks: Sequence[tuple[Slot, ...]]) -> RowStates | None:
+        """After the first ``length`` positions; None if that is not known any more."""
+        if length == self.length:
+            return self
+        if self.before is not None and self.before.length == length:
+            return self.before
+        removed = self.length - length
+        cropped = []
+        for slots, of_block in zip(blocks, self.states, strict=True):
+            for slot, tensor in zip(slots, of_block, strict=True):
+                if not slot.is_convolution or tensor.shape[-1] - removed < slot.shape[-1]:
+                    return None
+            cropped.append(tuple(tensor[..., : tensor.shape[-1] - removed] for tensor in of_block))
+        return replace(self, length=length, states=tuple(cropped), before=None)
+
+
+def state_layers(
+    blocks: Sequence[tuple[Slot, ...]],
+    members: Sequence[States] | None,
+    num_rows: int,
+    device: torch.device,
+    *,
+    recording: bool,
+) -> list[LinearAttentionLayer | None]:
+    """For each block what transformers' code reads and writes; None for blocks without states.
+
+    Args:
+        blocks: the slots of each.
+        members: the states of each session, in which convolutions have recorded as much; None if the sessions begin.
+        num_rows: of all sessions.
+        recording: what convolutions were given is kept, to be cropped later.
+    """
+    layers: list[LinearAttentionLayer | None] = []
+    for number, slots in enumerate(blocks):
+        layer = LinearAttentionLayer(number_of_states=1 + max(slot.index for slot in slots)) if slots else None
+        layers.append(layer)
+        for place, slot in enumerate(slots):
+            layer.record_past = recording
+            if members is not None:
+                given = [states[number][place] for states in members]
+                if slot.is_convolution and not recording:
+                    given = [tensor[..., -slot.shape[-1] :] for tensor in given]
+                _fill(layer, slot, torch.cat(given))  # a copy: it is written to
+            elif recording:  # before the first position, a convolution sees zeros
+                _fill(layer, slot, torch.zeros(num_rows, *slot.shape, dtype=slot.dtype, device=device))
+    return layers
+
+
+def _fill(layer: LinearAttentionLayer, slot: Slot, state: torch.Tensor) -> None:
+    layer.has_previous_state[slot.index] = True
+    layer.dtype, layer.device = state.dtype, state.device
+    if slot.is_convolution:
+        layer.conv_states[slot.index], layer.is_conv_states_initialized[slot.index] = state, True
+        layer.conv_kernel_size[slot.index] = slot.shape[-1]
+    else:
+        layer.recurrent_states[slot.index], layer.is_recurrent_states_initialized[slot.index] = state, True
+
+
+def states_after(
+    blocks: Sequence[tuple[Slot, ...]], layers: Sequence[LinearAttentionLayer | None], num_rows: Sequence[int]
+) -> list[States]:
+    """The states of each session with so many rows."""
+    split = [
+        [_state(layer, slot).split(list(num_rows)) for slot in slots]
+        for slots, layer in zip(blocks, layers, strict=True)
+    ]
+    if len(num_rows) == 1:
+        return [tuple(tuple(parts[0] for parts in of_block) for of_block in split)]
+    # Copies: a part of a tensor would keep all of it in memory.
+    return [
+        tuple(tuple(parts[member].clone() for parts in of_block) for of_block in split)
+        for member in range(len(num_rows))
+    ]
+
+
+def _state(layer: LinearAttentionLayer, slot: Slot) -> torch.Tensor:
+    return (layer.conv_states if slot.is_convolution else layer.recurrent_states)[slot.index]

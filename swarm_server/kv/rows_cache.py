@@ -1,0 +1,253 @@
+"""What a model's own code sees when several sessions run in one batch: an ordinary left-padded batch.
+
+Rows of different lengths are presented right-aligned: the mask, the positions and the lengths that transformers asks
+the cache for are those of a batch padded on its left, which every family computes correctly. Only the keys and values
+are not laid out like that. Where the blocks call an attention function by name, ours takes its place and calls theirs
+once for each run of rows, on keys and values where they lie. Other blocks get a right-aligned copy.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from transformers import PreTrainedConfig
+from transformers.cache_utils import Cache, LinearAttentionLayer
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from swarm_server.kv.kv_rows import Run
+
+_PREFIX = "swarm_rows_"
+_NAME = "_attn_implementation_internal"  # where a config keeps the name of its attention function
+_ORIGINALS = ("sdpa", "eager")
+
+
+@dataclass(frozen=True)
+class BlockRuns:
+    """Where one block's keys and values are.
+
+    Attributes:
+        runs: the positions to attend to; the new ones are the last of each.
+        keys, values: for each run the channels of its pages.
+    """
+
+    runs: tuple[Run, ...]
+    keys: tuple[int, ...]
+    values: tuple[int, ...]
+
+
+class StatesCache(Cache):
+    """A cache that minimax's code can use as well, which has names of its own for a recurrent state."""
+
+    def get_linear_cache(self, layer_idx: int) -> torch.Tensor | None:
+        return self.get_recurrent_state(layer_idx)
+
+    def set_linear_cache(self, layer_idx: int, state: torch.Tensor) -> None:
+        self.update_recurrent_state(state, layer_idx)
+
+
+class RowsCache(StatesCache):
+    """Keys and values of a batch of rows for one call of some blocks.
+
+    Attributes:
+        in_place: the blocks call ``attend`` for attention; else ``update`` copies.
+    """
+
+    is_compileable = False
+
+    def __init__(
+        self,
+        blocks: Sequence[BlockRuns],
+        length: int,
+        num_new: int,
+        in_place: bool,
+        states: Sequence[LinearAttentionLayer | None] = (),
+    ) -> None:
+        """``length``: of the longest row with its ``num_new`` new positions; ``states``: of each block, if any have."""
+        self.layers = list(states)
+        self._blocks = blocks
+        self._length = length
+        self._num_new = num_new
+        self._current: BlockRuns | None = None
+        self._masks: dict[tuple[int, int], tuple[object, object, list[torch.Tensor | None]]] = {}
+        self.in_place = in_place
+
+    def update(
+        self, keys: torch.Tensor, values: torch.Tensor, layer_idx: int, *_args: object, **_kwargs: object
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Stores keys and values [rows, heads, new, width]; returns what attention is to be given."""
+        block = self._current = self._blocks[layer_idx]
+        for run, key_channel, value_channel in zip(block.runs, block.keys, block.values, strict=True):
+            _write(run, key_channel, keys)
+            _write(run, value_channel, values)
+        if self.in_place:
+            return keys, values
+        return self._aligned(block.keys, keys), self._aligned(block.values, values)
+
+    def attend(
+        self,
+        attention: Callable,
+        module: nn.Module,
+        query: torch.Tensor,
+        mask: torch.Tensor | None,
+        piecewise: bool,
+        **options: object,
+    ) -> torch.Tensor:
+        """Attention of ``query`` [rows, heads, new, width] to all positions; [rows, new, heads, width].
+
+        ``piecewise``: scores may be computed part by part, as plain scaled dot products.
+        """
+        block, outputs = self._current, []
+        for number, (run, run_mask) in enumerate(zip(block.runs, self._run_masks(block.runs, mask), strict=True)):
+            rows = query if len(block.runs) == 1 else query[run.rows]
+            keys, values = list(run.read(block.keys[number])), list(run.read(block.values[number]))
+            if len(keys) == 1:
+                outputs.append(attention(module, rows, keys[0], values[0], run_mask, **options)[0])
+            elif piecewise:
+                outputs.append(_attend_parts(rows, keys, values, run_mask, options.get("scaling")))
+            else:
+                outputs.append(
+                    attention(module, rows, torch.cat(keys, 2), torch.cat(values, 2), run_mask, **options)[0]
+                )
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
+    def _run_masks(self, runs: Sequence[Run], mask: torch.Tensor | None) -> list[torch.Tensor | None]:
+        """The mask's rows and columns for each run; None where everything is attended to."""
+        if mask is None:
+            return [None] * len(runs)
+        key = id(mask), id(runs)
+        if key not in self._masks:  # kept with mask and runs, so that the ids stay theirs
+            self._masks[key] = mask, runs, [_run_mask(run, mask) for run in runs]
+        return self._masks[key][2]
+
+    def _aligned(self, channels: tuple[int, ...], new: torch.Tensor) -> torch.Tensor:
+        """[rows, heads, length, width], the last positions of every row at the end, zeros before the first."""
+        runs = self._current.runs
+        if len(runs) == 1 and runs[0].length == self._length and len(runs[0].parts) == 1:
+            return next(runs[0].read(channels[0]))
+        rows, heads, _, width = new.shape
+        aligned = new.new_zeros(rows, heads, self._length, width)
+        for run, channel in zip(runs, channels, strict=True):
+            position = self._length - run.length
+            for part in run.read(channel):
+                aligned[run.rows, :, position : position + part.shape[2]] = part
+                position += part.shape[2]
+        return aligned
+
+    # What transformers asks a cache; every block keeps the same positions as far as it can see.
+
+    @property
+    def is_sliding(self) -> list[bool]:
+        return [False] * len(self._blocks)
+
+    is_linear = is_dummy = is_sliding
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return self._length - self._num_new
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        return self._length, 0
+
+    def get_max_length(self, layer_idx: int | None = None) -> int:
+        return -1
+
+    def __len__(self) -> int:
+        return len(self._blocks)
+
+
+def _write(run: Run, channel: int, new: torch.Tensor) -> None:
+    page, rows, positions = run.parts[-1]
+    page.data[channel][rows, :, positions.stop - new.shape[2] : positions.stop] = new[run.rows]
+
+
+def _run_mask(run: Run, mask: torch.Tensor) -> torch.Tensor | None:
+    rows = mask if mask.shape[0] == 1 else mask[run.rows]
+    part = rows[..., mask.shape[-1] - run.length :]
+    if part.shape[-2] == 1:
+        attends = part if part.dtype == torch.bool else part == 0
+        if bool(attends.all()):
+            return None
+    return part
+
+
+def _attend_parts(
+    query: torch.Tensor,
+    keys: list[torch.Tensor],
+    values: list[torch.Tensor],
+    mask: torch.Tensor | None,
+    scaling: float | None,
+) -> torch.Tensor:
+    """softmax(q k^T * scaling + mask) v with keys and values in parts, and heads that share them."""
+    rows, heads, num_new, width = query.shape
+    kv_heads = keys[0].shape[1]
+    query = query.reshape(rows, kv_heads, heads // kv_heads * num_new, width)
+    scores = torch.cat([query @ part.transpose(2, 3) for part in keys], -1)
+    scores *= width**-0.5 if scaling is None else scaling
+    if mask is not None:
+        shaped = scores.view(rows, kv_heads, heads // kv_heads, num_new, -1)
+        if mask.dtype == torch.bool:
+            shaped.masked_fill_(~mask[:, :, None], torch.finfo(scores.dtype).min)
+        else:
+            shaped += mask[:, :, None]
+    weights = torch.softmax(scores, -1)
+    output, position = None, 0
+    for part in values:
+        piece = weights[..., position : position + part.shape[2]] @ part
+        output = piece if output is None else output.add_(piece)
+        position += part.shape[2]
+    return output.view(rows, heads, num_new, -1).transpose(1, 2)
+
+
+# ---------------------------------------------------------------- standing in for an attention function
+
+_running = threading.local()  # its ``cache``, on a compute thread
+
+
+def _register(original: str) -> None:
+    def attention(
+        module: nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        **options: object,
+    ) -> tuple[torch.Tensor, None]:
+        function = (
+            ALL_ATTENTION_FUNCTIONS[original]
+            if original in ALL_ATTENTION_FUNCTIONS
+            else sys.modules[type(module).__module__].eager_attention_forward
+        )
+        return _running.cache.attend(function, module, query, attention_mask, original == "sdpa", **options), None
+
+    ALL_ATTENTION_FUNCTIONS.register(_PREFIX + original, attention)
+    ALL_MASK_ATTENTION_FUNCTIONS.register(_PREFIX + original, ALL_MASK_ATTENTION_FUNCTIONS[original])
+
+
+for _original in _ORIGINALS:
+    _register(_original)
+
+
+@contextmanager
+def attention_in_place(cache: RowsCache, configs: Sequence[PreTrainedConfig]) -> Iterator[None]:
+    """While this lasts, models with these configs call ``cache.attend``, in this thread."""
+    originals = [config._attn_implementation for config in configs]
+    _running.cache = cache
+    try:
+        for config, original in zip(configs, originals, strict=True):
+            vars(config)[_NAME] = _PREFIX + original  # past the checks that every assignment runs
+        yield
+    finally:
+        for config, original in zip(configs, originals, strict=True):
+            vars(config)[_NAME] = original
+        _running.cache = None
+
+
+def replaceable(config: PreTrainedConfig) -> bool:
+    """Whether our function can take the place of the attention function that the config names."""
+    return config._attn_implementation in _ORIGINALS

@@ -1,0 +1,1 @@
+"""Cores and memory of this machine."""

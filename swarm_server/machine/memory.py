@@ -1,0 +1,29 @@
+"""Estimates of memory: what is free, what blocks and cached tokens take."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+from swarm_protocol.checkpoints.checkpoint import Checkpoint
+
+_BYTES_PER_WEIGHT = {"int8": 1.1, "bnb-int8": 1.1, "nf4": 0.6, "none": 4.0}
+
+
+def available_bytes(device: torch.device) -> int:
+    """Memory of the device that is free now."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    try:
+        with open("/proc/meminfo") as file:
+            lines = dict(line.split(":") for line in file)
+        return int(lines["MemAvailable"].split()[0]) * 1024
+    except (OSError, KeyError, ValueError):
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+
+
+def hosted_bytes_per_block(checkpoint: Checkpoint, quant: str) -> int:
+    """What the largest block takes once loaded with this quantisation."""
+    num_blocks = checkpoint.family.num_blocks
+    return int(max(map(checkpoint.block_parameters, range(num_blocks))) * _BYTES_PER_WEIGHT[quant])

@@ -1,0 +1,123 @@
+"""Measures the network between this server and others of the swarm; nobody outside it is asked."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import Iterable
+from math import inf
+
+import grpc
+
+from swarm_protocol.dht.records import ServerRecord, ServerState, SwarmView
+from swarm_protocol.errors import BadReply, PeerUnavailable
+from swarm_protocol.pb import swarm_pb2 as pb
+from swarm_protocol.wire.constants import WIRE_VERSION
+from swarm_server.net.push import Neighbours
+
+MAX_ANNOUNCED = 8  # round-trip times, the shortest
+_MAX_ASKED = 16  # at a time
+_TIMEOUT_S = 3.0
+_ECHO_BYTES = 256 * 1024
+_MAX_ECHOES = 2  # servers that are asked for them
+_ECHO_EVERY = 10  # rounds
+_WORTH_TELLING = 0.25  # relative: what changes less is noise, which must not make servers move
+_FEW_REPLICAS = 2  # so few servers of a block are asked before others
+_MAX_VERIFIED = 32  # servers at a time
+
+
+class Neighbourhood:
+    """Round-trip times to servers that may come next in a chain, and how many bytes pass.
+
+    Attributes:
+        rtts_s: to the nearest of those that answered last, by peer id.
+        bytes_per_s: in the slower direction, with the best of the servers that were asked; 0 until one has been.
+    """
+
+    def __init__(self, neighbours: Neighbours) -> None:
+        self._neighbours = neighbours
+        self._chance = random.Random()
+        self._num_rounds = 0
+        self._silent: dict[str, float] = {}  # when the record expires of those who did not answer, by peer id
+        self.rtts_s: dict[str, float] = {}
+        self.bytes_per_s = 0.0
+
+    async def measure(self, view: SwarmView, own: ServerRecord) -> None:
+        """One round: the nearest of last time, and some others."""
+        others = [server for server in view.servers if _can_be_asked(server, own)]
+        nexts = {server.peer_id: server for server in others if may_follow(own, server)}
+        known = [server for peer_id, server in nexts.items() if peer_id in self.rtts_s]
+        fresh = [server for peer_id, server in nexts.items() if peer_id not in self.rtts_s]
+        asked = [*known, *self._chance.sample(fresh, min(len(fresh), _MAX_ASKED - len(known)))]
+        rtts_s = await asyncio.gather(*map(self._rtt_s, asked))
+        answered = [(rtt_s, server) for rtt_s, server in zip(rtts_s, asked, strict=True) if rtt_s is not None]
+        answered.sort(key=lambda answer: answer[0])
+        self.rtts_s = {server.peer_id: rtt_s for rtt_s, server in answered[:MAX_ANNOUNCED]}
+        if self._num_rounds % _ECHO_EVERY == 0 or not self.bytes_per_s:
+            near = [server for _, server in answered] or self._chance.sample(others, min(len(others), _MAX_ECHOES))
+            await self._measure_bytes(near[:_MAX_ECHOES])
+        self._num_rounds += 1
+
+    async def living(self, view: SwarmView, own: ServerRecord | None = None) -> SwarmView:
+        """The view without servers that do not answer: records of the dead stand for a while.
+
+        In a large swarm only some are asked, first those without whom blocks may be missing. Who did not answer is left
+        out until it has published another record.
+        """
+        replicas = view.replicas(max((server.num_blocks for server in view.servers), default=0))
+
+        def is_critical(server: ServerRecord) -> bool:
+            return min(replicas[server.span.start : server.span.end]) <= _FEW_REPLICAS
+
+        present = [server for server in view.servers if server.expires_at > self._silent.get(server.peer_id, -inf)]
+        others = [
+            server
+            for server in present
+            if server.state is ServerState.ONLINE and (own is None or server.peer_id != own.peer_id)
+        ]
+        self._chance.shuffle(others)
+        asked = sorted(others, key=is_critical, reverse=True)[:_MAX_VERIFIED]
+        answers = await asyncio.gather(*map(self._rtt_s, asked))
+        silent = {server.peer_id: server for server, rtt_s in zip(asked, answers, strict=True) if rtt_s is None}
+        self._silent = {
+            server.peer_id: server.expires_at
+            for server in view.servers
+            if server.peer_id in silent or server.expires_at <= self._silent.get(server.peer_id, -inf)
+        }
+        return SwarmView(tuple(server for server in present if server.peer_id not in silent))
+
+    async def _rtt_s(self, server: ServerRecord) -> float | None:
+        """None if it does not answer."""
+        return await self._timed(server, pb.EchoRequest())
+
+    async def _measure_bytes(self, servers: Iterable[ServerRecord]) -> None:
+        best = 0.0
+        for server in servers:
+            rtt_s = await self._timed(server, pb.EchoRequest())
+            there_s = await self._timed(server, pb.EchoRequest(payload=bytes(_ECHO_BYTES)))
+            back_s = await self._timed(server, pb.EchoRequest(reply_bytes=_ECHO_BYTES))
+            if rtt_s is not None and there_s is not None and back_s is not None:
+                best = max(best, _ECHO_BYTES / max(1e-5, max(there_s, back_s) - rtt_s))
+        if best and abs(best - self.bytes_per_s) > _WORTH_TELLING * self.bytes_per_s:
+            self.bytes_per_s = best
+
+    async def _timed(self, server: ServerRecord, request: pb.EchoRequest) -> float | None:
+        hop = pb.NextHop(peer_id=server.peer_id, addresses=server.addresses, tls_fingerprint=server.tls_fingerprint)
+        try:
+            stub = await self._neighbours.stub(hop)
+            start_s = time.perf_counter()
+            await stub.Echo(request, timeout=_TIMEOUT_S)
+            return time.perf_counter() - start_s
+        except (PeerUnavailable, BadReply, grpc.RpcError):
+            return None
+
+
+def may_follow(own: ServerRecord, server: ServerRecord) -> bool:
+    """Whether a chain may go from ``own`` straight to ``server``."""
+    return own.span.start < server.span.end and server.span.start <= own.span.end < server.span.end
+
+
+def _can_be_asked(server: ServerRecord, own: ServerRecord) -> bool:
+    same = (server.revision, server.wire_version) == (own.revision, WIRE_VERSION)
+    return same and server.peer_id != own.peer_id and server.state is ServerState.ONLINE

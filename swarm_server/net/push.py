@@ -1,0 +1,159 @@
+"""Sends what a session has computed straight to a session on another server."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+
+import grpc
+
+from swarm_protocol.dht.records import short_id
+from swarm_protocol.errors import BadReply, PeerUnavailable
+from swarm_protocol.net.identity import pinned_channel
+from swarm_protocol.pb import swarm_pb2 as pb
+from swarm_protocol.pb.swarm_pb2_grpc import BlocksStub
+from swarm_protocol.wire.constants import CLIENT_OPTIONS
+
+_logger = logging.getLogger(__name__)
+_CONNECT_TIMEOUT_S = 3.0
+_MAX_ADDRESSES = 4  # of one server; the client names them
+_MAX_UNTAKEN = 4  # steps under way to the next hop; more wait, so that a slow hop slows those before it
+
+Connect = Callable[[str, bytes, list, float], Awaitable[grpc.aio.Channel]]
+Parts = list[bytes]
+GiveUp = Callable[[pb.Step, Parts], Awaitable[None]]
+
+
+class Neighbours:
+    """Connections to other servers, kept open for all sessions."""
+
+    def __init__(self, connect: Connect | None = None) -> None:
+        """``connect`` stands for the network; by default it is ``pinned_channel``."""
+        self._connect = connect or pinned_channel
+        self._channels: dict[tuple[str, bytes], asyncio.Task[grpc.aio.Channel]] = {}
+
+    async def stub(self, hop: pb.NextHop) -> BlocksStub:
+        """Raises PeerUnavailable or BadReply if the server cannot be reached or is another one."""
+        error: Exception = PeerUnavailable("no address is known")
+        for address in hop.addresses[:_MAX_ADDRESSES]:
+            key = address, hop.tls_fingerprint
+            if key not in self._channels:
+                self._channels[key] = asyncio.ensure_future(
+                    self._connect(address, hop.tls_fingerprint, CLIENT_OPTIONS, _CONNECT_TIMEOUT_S)
+                )
+            try:
+                return BlocksStub(await asyncio.shield(self._channels[key]))
+            except (PeerUnavailable, BadReply) as failure:
+                self._channels.pop(key, None)
+                error = failure
+        raise error
+
+    async def close(self) -> None:
+        for connecting in self._channels.values():
+            connecting.cancel()
+            if connecting.done() and not connecting.cancelled() and connecting.exception() is None:
+                await connecting.result().close()
+        self._channels.clear()
+
+
+class Pusher:
+    """One session's stream to another server's session: that of its next hop, or one that stands by for it.
+
+    Steps that were not taken when the stream breaks are handed to ``give_up``, in order, as are all that come later. A
+    step that arrives twice is harmless.
+    """
+
+    def __init__(self, neighbours: Neighbours, hop: pb.NextHop, give_up: GiveUp) -> None:
+        """Starts to connect at once."""
+        self._hop = hop
+        self._give_up = give_up
+        self._untaken: dict[int, tuple[pb.Step, Parts]] = {}
+        self._taken = asyncio.Condition()
+        self._broken = False
+        self.retired = False
+        self._stub: BlocksStub | None = None
+        self._call: grpc.aio.StreamStreamCall | None = None
+        self._connecting = asyncio.ensure_future(self._connect(neighbours))
+        self._reading: asyncio.Task | None = None
+
+    async def send(self, step: pb.Step, parts: Parts) -> None:
+        """Returns once the step is on its way; waits while the next hop has too many to take."""
+        await asyncio.wait([self._connecting])
+        if self._call is None and not self._broken:
+            await self._attach()
+        async with self._taken:
+            await self._taken.wait_for(lambda: self._broken or len(self._untaken) < _MAX_UNTAKEN)
+            if not self._broken:
+                self._untaken[step.number] = step, parts
+        if self._broken:
+            if not self.retired:
+                await self._give_up(step, parts)
+            return
+        try:
+            await self._call.write(pb.PushRequest(step=step))
+            for part in parts:
+                await self._call.write(pb.PushRequest(more=part))
+        except (grpc.RpcError, asyncio.InvalidStateError):
+            pass  # the reader notices as well, and gives up what was not taken
+        except asyncio.CancelledError:
+            if not self.retired:  # to cancel the call cancels its writer as well
+                raise
+
+    async def drain(self) -> bool:
+        """Waits until everything is taken; False if it never will be."""
+        await asyncio.wait([self._connecting])
+        async with self._taken:
+            await self._taken.wait_for(lambda: self._broken or not self._untaken)
+        return not self._broken
+
+    async def retire(self) -> None:
+        """Ends the stream; what was not taken is forgotten. Whoever waits in ``send`` is let go."""
+        self.retired = self._broken = True
+        self._untaken.clear()
+        self._connecting.cancel()
+        if self._call is not None:
+            self._call.cancel()  # which ends the reader, unless it is in the middle of giving something up
+        async with self._taken:
+            self._taken.notify_all()
+
+    async def _connect(self, neighbours: Neighbours) -> None:
+        try:
+            self._stub = await neighbours.stub(self._hop)
+        except (PeerUnavailable, BadReply) as error:
+            self._lost(error)
+
+    async def _attach(self) -> None:
+        """Only with the first step: before, the next hop may not have heard of the session yet."""
+        self._call = self._stub.Push()
+        try:
+            await self._call.write(pb.PushRequest(session_key=self._hop.session_key))
+            self._reading = asyncio.ensure_future(self._read())
+        except (grpc.RpcError, asyncio.InvalidStateError) as error:
+            self._lost(error)
+        except asyncio.CancelledError:
+            if not self.retired:
+                raise
+
+    def _lost(self, error: Exception) -> None:
+        self._broken = True
+        _logger.info("steps cannot be pushed to server %s: %s", short_id(self._hop.peer_id), error)
+
+    async def _read(self) -> None:
+        try:
+            async for reply in self._call:
+                async with self._taken:
+                    self._untaken.pop(reply.number, None)
+                    self._taken.notify_all()
+        except grpc.RpcError as error:
+            _logger.info("the stream to server %s broke: %s", short_id(self._hop.peer_id), error.details())
+        except asyncio.CancelledError:
+            if not self.retired:
+                raise
+        async with self._taken:
+            self._broken = True
+            untaken, self._untaken = self._untaken, {}
+            for step, parts in untaken.values():
+                if not self.retired:
+                    await self._give_up(step, parts)
+            self._taken.notify_all()

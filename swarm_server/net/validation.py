@@ -1,0 +1,115 @@
+"""What a request must satisfy before the server takes memory or time for it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from swarm_protocol.errors import PeerMoved, RequestRejected
+from swarm_protocol.pb import swarm_pb2 as pb
+from swarm_protocol.span import Span
+from swarm_protocol.wire.codec import Assembler, decode, decode_mask
+from swarm_protocol.wire.constants import MAX_TENSOR_BYTES, WIRE_VERSION
+
+MAX_BATCH_SIZE = 4096
+
+
+@dataclass(frozen=True)
+class Rules:
+    """What this server serves."""
+
+    model: str
+    revision: str
+    hosted: Span
+    hidden_size: int
+    max_positions: int | None  # None: the model has no limit
+    max_tensor_bytes: int = MAX_TENSOR_BYTES
+    max_step_tokens: int = 1 << 31  # rows × positions of one step of more than one position
+
+    def blocks(self, contract: pb.Contract) -> Span:
+        """The span asked for.
+
+        Raises:
+            PeerMoved: other wire version, model or revision, or blocks that are not hosted here.
+            RequestRejected: no span at all.
+        """
+        if contract.wire_version != WIRE_VERSION:
+            raise PeerMoved(
+                f"this server speaks wire version {WIRE_VERSION}, the client {contract.wire_version}: "
+                "update the older of the two"
+            )
+        if (contract.model, contract.revision) != (self.model, self.revision):
+            raise PeerMoved(
+                f"this server serves {self.model} at revision {self.revision}, "
+                f"the client expects {contract.model} at revision {contract.revision}"
+            )
+        try:
+            blocks = Span(contract.blocks.start, contract.blocks.end)
+        except ValueError as error:
+            raise RequestRejected(str(error)) from None
+        if not self.hosted.covers(blocks):
+            raise PeerMoved(f"this server holds blocks {self.hosted}, not {blocks}")
+        return blocks
+
+    def batch_size(self, batch_size: int) -> int:
+        """Raises RequestRejected if it is out of range."""
+        if not 1 <= batch_size <= MAX_BATCH_SIZE:
+            raise RequestRejected(f"batch size {batch_size} is out of range: expected 1 to {MAX_BATCH_SIZE}")
+        return batch_size
+
+    def hidden(self, wire: pb.Tensor, batch_size: int | None = None) -> Assembler:
+        """Checks the header of hidden states [batch, tokens, hidden_size] and starts to collect them."""
+        shape = tuple(wire.shape)
+        expected = f"[{'batch' if batch_size is None else batch_size}, tokens, {self.hidden_size}]"
+        if len(shape) != 3 or shape[2] != self.hidden_size or batch_size not in (None, shape[0]) or shape[1] < 1:
+            raise RequestRejected(f"hidden states have shape {list(shape)}: expected {expected}")
+        self.batch_size(shape[0])
+        if wire.dtype not in (pb.FLOAT32, pb.BFLOAT16, pb.FLOAT16):
+            raise RequestRejected("hidden states are no floating-point tensor: expected float32, bfloat16 or float16")
+        return Assembler(wire, self.max_tensor_bytes)
+
+    def new_positions(self, wire: pb.Tensor, batch_size: int | None = None, past: int = 0) -> Assembler:
+        """Like ``hidden``, for positions that follow ``past`` others; too many are refused before memory is taken."""
+        if len(wire.shape) == 3:
+            self.length(past + wire.shape[1])
+        return self.hidden(wire, batch_size)
+
+    def stored(self, wire: pb.Tensor) -> Assembler:
+        """Starts to collect keys and values, which the session checks against what it keeps."""
+        if wire.dtype != pb.UINT8 or wire.codec != pb.RAW or len(wire.shape) != 1:
+            raise RequestRejected("keys and values come as one row of bytes")
+        return Assembler(wire, self.max_tensor_bytes)
+
+    def step_tokens(self, batch_size: int, num_tokens: int) -> None:
+        """No step may hold up the others for long."""
+        if num_tokens > max(1, self.max_step_tokens // batch_size):
+            raise RequestRejected(
+                f"a step of {batch_size} × {num_tokens} positions is too long: expected at most "
+                f"{self.max_step_tokens} in all; send it in several steps"
+            )
+
+    def positions(self, wire: pb.Tensor, batch_size: int, num_tokens: int) -> torch.Tensor:
+        """int64 [batch or 1, num_tokens]."""
+        if tuple(wire.shape) not in ((batch_size, num_tokens), (1, num_tokens)) or wire.dtype != pb.INT64:
+            raise RequestRejected(
+                f"position ids have shape {list(wire.shape)}: expected int64 [{batch_size}, {num_tokens}]"
+            )
+        ids = decode(wire)
+        low, high = int(ids.min()), int(ids.max())
+        if low < 0 or (self.max_positions is not None and high >= self.max_positions):
+            raise RequestRejected(f"position ids from {low} to {high} are outside the model's {self.max_positions}")
+        return ids
+
+    def mask(self, wire: pb.AttentionMask, batch_size: int, num_positions: int) -> torch.Tensor:
+        return decode_mask(wire, batch_size, num_positions)
+
+    def length(self, num_positions: int) -> None:
+        if self.max_positions is not None and num_positions > self.max_positions:
+            raise RequestRejected(
+                f"{num_positions} positions are more than the model's {self.max_positions}: shorten the prompt"
+            )
+
+    def at_most(self, num_positions: int) -> int:
+        """So many positions, or all that the model has if they are fewer."""
+        return num_positions if self.max_positions is None else min(num_positions, self.max_positions)

@@ -1,0 +1,1 @@
+"""A server's life: joining, hosting a span, moving, draining. Import ``server``."""

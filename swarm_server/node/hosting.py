@@ -1,0 +1,175 @@
+"""Hosts the blocks of one span: loads them, measures them, and computes for sessions until it is closed."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import logging
+import sys
+from functools import partial
+
+import torch
+from tqdm import tqdm
+
+from swarm_protocol.checkpoints.checkpoint import Checkpoint
+from swarm_protocol.checkpoints.positions import max_positions
+from swarm_protocol.span import Span
+from swarm_server.adapters.store import AdapterStore
+from swarm_server.blocks.blocks import BlockStack, load_blocks
+from swarm_server.blocks.dense_linear import use_onednn_
+from swarm_server.blocks.quantization import Report, quantize_
+from swarm_server.core.config import ServerConfig
+from swarm_server.engine.engine import Engine
+from swarm_server.engine.scheduler import Scheduler
+from swarm_server.engine.throughput import Meter, SpeedNotes, Speeds, hardware_name, measure
+from swarm_server.kv.kv_cache import CacheBudget, default_cache_bytes
+from swarm_server.kv.prefix_cache import PrefixCache
+from swarm_server.machine.cores import CoreShare
+from swarm_server.machine.memory import available_bytes, hosted_bytes_per_block
+from swarm_server.net.push import Neighbours
+from swarm_server.net.validation import Rules
+from swarm_server.node.preloaded import load_adapters
+from swarm_server.sessions.host import Host
+from swarm_server.training.training_memory import TrainingMemory
+
+_logger = logging.getLogger(__name__)
+CHUNK_TOKENS_CPU, CHUNK_TOKENS_CUDA = 64, 512
+_SHARE_CORES_S = 5.0
+
+
+class Hosting:
+    """One span while it is hosted.
+
+    Attributes:
+        host: its sessions.
+    """
+
+    def __init__(self, span: Span, host: Host, meter: Meter, cores: CoreShare) -> None:
+        self.span = span
+        self.host = host
+        self._meter = meter
+        self._sharing = asyncio.ensure_future(_share_cores(cores, host.scheduler))
+
+    @property
+    def speeds(self) -> Speeds:
+        """Through the whole span; at first as measured alone, then as traffic shows."""
+        return self._meter.speeds
+
+    @property
+    def cache_tokens(self) -> int:
+        """Room for keys and values, in all."""
+        return self.host.budget.capacity_tokens
+
+    async def close(self) -> None:
+        """Ends the sessions that are left."""
+        self._sharing.cancel()
+        await self.host.close()
+        await asyncio.to_thread(self.host.scheduler.stop)
+
+
+class Hoster:
+    """Makes hostings, one after the other, all of one model and with one configuration."""
+
+    def __init__(
+        self, config: ServerConfig, checkpoint: Checkpoint, cores: CoreShare, device: torch.device, dtype: torch.dtype
+    ) -> None:
+        self._config = config
+        self._checkpoint = checkpoint
+        self._cores = cores
+        self._device = device
+        self._dtype = dtype
+        setting = [checkpoint.name, checkpoint.revision, config.quant, str(dtype), hardware_name(device)]
+        self._notes = SpeedNotes(setting, cores)
+
+    def known_speeds(self, num_blocks: int) -> Speeds | None:
+        """What so many blocks would be computed at; None if this machine has never measured it."""
+        if self._config.throughput is not None:
+            return Speeds(self._config.throughput, self._config.throughput)
+        per_block = self._notes.read()
+        return None if per_block is None else per_block.through(num_blocks)
+
+    def start_loading(self, span: Span) -> asyncio.Task[BlockStack]:
+        """In a thread, which goes on if the task is cancelled; nobody waits for it if the process ends."""
+        return asyncio.ensure_future(asyncio.to_thread(self._load, span))
+
+    async def start(self, stack: BlockStack, neighbours: Neighbours) -> Hosting:
+        """Hosts what was loaded."""
+        config, span = self._config, stack.span
+        prefix_cache = PrefixCache() if config.prefix_cache else None
+        engine = await asyncio.to_thread(Engine, stack, prefix_cache=prefix_cache)
+        speeds = self.known_speeds(len(span))
+        if speeds is None:
+            speeds = await asyncio.to_thread(measure, engine, span)
+            self._notes.write(speeds.per_block(len(span)))
+        budget = self._cache_budget(engine, len(span))
+        meter = Meter(speeds, len(span), None if config.throughput else self._notes.write)
+        engine.meter = meter
+        scheduler = Scheduler(engine, config.queue_size, engine.mixes_rows)
+        rules = Rules(
+            self._checkpoint.name,
+            self._checkpoint.revision,
+            span,
+            engine.hidden_size,
+            max_positions(self._checkpoint.config),
+            max_step_tokens=self._max_step_tokens(engine),
+        )
+        named = await asyncio.to_thread(load_adapters, config.adapters, self._checkpoint.family, engine, span)
+        adapters = AdapterStore(config.adapter_bytes, named)
+        evict = (lambda: False) if prefix_cache is None else prefix_cache.reclaim
+        training = TrainingMemory(budget, engine.int8_weights, evict)
+        budget.reclaim = lambda: training.reclaim() or evict()
+        host = Host(engine, scheduler, budget, rules, neighbours, config.max_sessions, training, adapters)
+        return Hosting(span, host, meter, self._cores)
+
+    def _load(self, span: Span) -> BlockStack:
+        gc.collect()  # what was hosted before
+        report = Report(self._config.quant)
+        with tqdm(total=len(span), desc="loading blocks", unit="block", file=sys.stderr, leave=False) as bar:
+
+            def prepare(block: torch.nn.Module, _index: int) -> None:
+                nonlocal report
+                report += quantize_(block, self._config.quant, self._device, self._dtype)
+                if self._device.type == "cpu":
+                    use_onednn_(block)
+
+            stack = load_blocks(
+                self._checkpoint,
+                span,
+                dtype=self._dtype,
+                device=self._device,
+                transform=prepare,
+                progress=lambda _index: bar.update(),
+            )
+        _logger.info("blocks %s loaded; %s", span, report)
+        return stack
+
+    def _cache_budget(self, engine: Engine, num_blocks: int) -> CacheBudget:
+        config, token_bytes = self._config, engine.layout.token_bytes
+        if config.cache_tokens is not None:
+            return CacheBudget(config.cache_tokens * token_bytes, token_bytes)
+        if config.cache_bytes is not None:
+            size_bytes = config.cache_bytes
+        elif config.memory_bytes is not None:
+            size_bytes = config.memory_bytes - hosted_bytes_per_block(self._checkpoint, config.quant) * num_blocks
+        else:
+            size_bytes = default_cache_bytes(token_bytes, available_bytes(engine.device))
+        if size_bytes < token_bytes:
+            raise ValueError(f"cache memory of {size_bytes} bytes has no room for one token, which takes {token_bytes}")
+        return CacheBudget(size_bytes, token_bytes)
+
+    def _max_step_tokens(self, engine: Engine) -> int:
+        if not engine.chunks_prompts:
+            return 1 << 31  # the prompt must come in one piece
+        return self._config.chunk_tokens or (CHUNK_TOKENS_CPU if engine.device.type == "cpu" else CHUNK_TOKENS_CUDA)
+
+
+async def _share_cores(cores: CoreShare, scheduler: Scheduler) -> None:
+    """Follows the number of servers on this machine with the number of threads that compute."""
+    num_threads = None
+    while True:
+        if cores.threads() != num_threads:
+            num_threads = cores.threads()
+            # OpenMP keeps the number for each thread that asks it to compute.
+            await scheduler.call(partial(torch.set_num_threads, num_threads))
+            _logger.info("computing with %d %s", num_threads, "thread" if num_threads == 1 else "threads")
+        await asyncio.sleep(_SHARE_CORES_S)

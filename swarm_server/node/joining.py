@@ -1,0 +1,176 @@
+"""How a server finds its swarm, through the peers it is given or other servers of this machine, and stays in one."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AsyncExitStack
+from math import inf
+
+from swarm_protocol.dht.addresses import split_address
+from swarm_protocol.dht.dht import Dht
+from swarm_protocol.dht.local_registry import Note, Notes, is_loopback, remove_ended_swarms
+from swarm_protocol.errors import JoinRefused, NoSwarm
+from swarm_protocol.net.identity import Identity
+from swarm_server.core.config import ServerConfig
+from swarm_server.node.addresses import LOOPBACK, claimed, free_port, listening_host
+
+_LOCK_TIMEOUT_S = 90.0  # for servers that are joining, each for no longer than it waits for those who do not answer
+_MAX_MET = 3  # strangers at a time: in a large swarm a node does not know all others
+_RESTARTS_S = (0.0, 1.0, 2.0, 5.0, 10.0, 20.0, 30.0)  # pauses before the libp2p daemon is started again
+_STEADY_S = 60.0  # a daemon that has lived for so long was well
+_logger = logging.getLogger(__name__)
+
+
+class Membership:
+    """A server's place in its swarm: its DHT node, and the note by which others of this machine find it.
+
+    Two halves of one swarm come about when servers start while others are frozen, cut off or too busy to answer.
+    Whoever finds the way to the other half makes them one.
+    """
+
+    def __init__(
+        self, config: ServerConfig, notes: Notes, dht: Dht, addresses: list[str], host: str = LOOPBACK
+    ) -> None:
+        """``host`` is the address that the server listens on."""
+        self.dht = dht
+        self.host = host
+        self._notes = notes
+        self._addresses = addresses
+        self._initial_peers = config.initial_peers
+        self._note_fails = False
+        self._num_failures = 0
+        self._restarted_s = -inf
+        self._keep_note(lambda: notes.write(dht.peer_id, addresses))
+
+    async def keep(self) -> bool:
+        """Renews the note, and joins again what has fallen apart; returns whether anybody was met.
+
+        Does little if all noted servers and initial peers are known.
+        """
+        self._keep_note(lambda: self._notes.renew(self.dht.peer_id, self._addresses))
+        await self.dht.remember_peers()
+        strangers = [peer for peer in self._others() if not self.dht.knows(peer.rpartition("/p2p/")[2])]
+        return bool(strangers) and await self.dht.connect_to(random.sample(strangers, min(len(strangers), _MAX_MET)))
+
+    async def restart_daemon(self) -> None:
+        """Starts the libp2p daemon again; without it, nobody finds this server.
+
+        Raises:
+            NoSwarm: it does not start, or ends again and again.
+        """
+        if time.monotonic() - self._restarted_s > _STEADY_S:
+            self._num_failures = 0
+        reason = "it ends again and again"
+        while self._num_failures < len(_RESTARTS_S):
+            await asyncio.sleep(_RESTARTS_S[self._num_failures])
+            self._num_failures += 1
+            try:
+                await self.dht.restart()
+            except NoSwarm as error:
+                reason = str(error)
+                continue
+            self._restarted_s = time.monotonic()
+            addresses = await self.dht.addresses()
+            if addresses != self._addresses:
+                _logger.warning("others reach this server's libp2p daemon at %s from now on", addresses[0])
+                self._addresses = addresses
+            self._keep_note(lambda: self._notes.write(self.dht.peer_id, self._addresses))
+            return
+        raise NoSwarm(f"the libp2p daemon ended and cannot be started again: {reason}")
+
+    def leave(self) -> None:
+        self._keep_note(lambda: self._notes.remove(self.dht.peer_id))
+
+    def _others(self) -> list[str]:
+        """Addresses of initial peers, and of noted servers that are reached as this one is.
+
+        Servers for this machine alone would be of no use to those who join over the network, and stay apart from them.
+        """
+        noted = [
+            note.addresses[0] for note in self._notes.servers() if note.addresses and _is_local(note) == self._is_local
+        ]
+        return [address for address in (*self._initial_peers, *noted) if not address.endswith(f"/{self.dht.peer_id}")]
+
+    @property
+    def _is_local(self) -> bool:
+        return all(map(is_loopback, self._addresses))
+
+    def _keep_note(self, action: Callable[[], None]) -> None:
+        try:
+            action()
+        except OSError as error:
+            if not self._note_fails:
+                _logger.warning("others of this machine will not find this server by themselves: %s", error)
+            self._note_fails = True
+
+
+async def join(config: ServerConfig, cleanup: AsyncExitStack) -> Membership:
+    """A DHT node that stores records for others, and that others of this machine find until ``cleanup``.
+
+    Raises:
+        NoSwarm: no initial peer answers. ValueError: one is no multiaddr, the DHT's port is in use, or the identity
+            cannot be used.
+    """
+    identity = Identity.load_or_create(config.identity) if config.identity else Identity.generate()
+    remove_ended_swarms()
+    notes = Notes(config.swarm)
+    announce_host = config.announce_address and split_address(config.announce_address, 0)[0]
+    async with notes.locked(_LOCK_TIMEOUT_S):
+        noted = [] if config.initial_peers else notes.read()
+        host = await asyncio.to_thread(listening_host, config.host, config.initial_peers, noted)
+        port = config.dht_port or (free_port(host) if announce_host else 0)
+        cleanup.enter_context(claimed(host, port))
+
+        async def join_through(initial_peers: Sequence[str], are_alive: bool = False) -> Dht:
+            return await Dht.join(
+                config.swarm,
+                initial_peers,
+                identity,
+                host=host,
+                port=port,
+                announce_host=announce_host,
+                are_alive=are_alive,
+            )
+
+        if config.initial_peers:
+            dht = await join_through(config.initial_peers)
+        else:
+            dht = await _join_noted(config, notes, join_through)
+        cleanup.push_async_callback(dht.shutdown)
+        membership = Membership(config, notes, dht, await dht.addresses(), host)
+        cleanup.callback(membership.leave)
+    return membership
+
+
+async def _join_noted(config: ServerConfig, notes: Notes, join_through: Callable) -> Dht:
+    """Joins through a server of this machine; founds the swarm if there is none, or none that answers in time."""
+    noted = notes.servers()
+    reached = [note for note in noted if note.addresses]
+    if reached:
+        try:
+            return await join_through(notes.read(), any(note.is_alive for note in reached))
+        except JoinRefused:
+            raise
+        except NoSwarm:
+            pass
+    if any(note.is_alive for note in reached):
+        _logger.warning(
+            "no server of swarm %s answers: starting without them, and joining them as soon as they do; "
+            "to start a swarm of its own, choose another name with --swarm",
+            config.swarm,
+        )
+    elif any(note.is_alive for note in noted):
+        _logger.warning(
+            "swarm %s has servers in another container or on another machine that cannot be reached from here: "
+            "starting without them; to be one swarm, start all with --host ADDRESS",
+            config.swarm,
+        )
+    return await join_through([])
+
+
+def _is_local(note: Note) -> bool:
+    return all(map(is_loopback, note.addresses))

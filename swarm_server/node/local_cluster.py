@@ -1,0 +1,63 @@
+"""Starts several servers of one machine from one process that has imported everything: each is ready in a second.
+
+``python -m swarm_server.node.local_cluster`` reads a line of JSON for each server from stdin, ``{"arguments": [...],
+"stdout": FILE, "stderr": FILE, "cores": [...] or null}``, and prints its process id. Servers end with this process.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import signal
+import sys
+
+_PR_SET_PDEATHSIG = 1  # prctl(2): the signal a process gets when its parent dies
+
+
+def main() -> None:
+    import hivemind.dht.node  # noqa: F401
+    import uvloop  # noqa: F401
+
+    import swarm_server.node.server  # noqa: F401
+
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for them
+    for number in (signal.SIGINT, signal.SIGHUP):  # from the terminal: whoever started the servers ends them
+        signal.signal(number, signal.SIG_IGN)
+    for line in sys.stdin:
+        job = json.loads(line)
+        pid = os.fork()
+        if pid == 0:
+            _serve(job)
+        print(pid, flush=True)
+
+
+def _serve(job: dict) -> None:
+    """Becomes a server; does not return."""
+    code = 99
+    try:
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        os.setpgid(0, 0)
+        for number in (signal.SIGCHLD, signal.SIGINT, signal.SIGHUP):
+            signal.signal(number, signal.SIG_DFL)
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+        for descriptor, name in ((1, "stdout"), (2, "stderr")):
+            os.dup2(os.open(job[name], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), descriptor)
+        if job.get("cores"):
+            os.sched_setaffinity(0, job["cores"])
+        sys.argv = ["swarm_server", *job["arguments"]]
+        from swarm_server.command_line import main
+
+        main()
+    except SystemExit as end:
+        code = end.code or 0
+    except BaseException:
+        import traceback
+
+        traceback.print_exc()
+    finally:
+        os._exit(code)
+
+
+if __name__ == "__main__":
+    main()

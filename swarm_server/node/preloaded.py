@@ -1,0 +1,58 @@
+"""Adapters that the server loads itself, to be chosen by name: each is called like its directory."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import nn
+from transformers import PreTrainedConfig
+from transformers import initialization as weight_init
+
+from swarm_protocol.checkpoints.families import Family
+from swarm_protocol.checkpoints.hollow_model import stock_loader
+from swarm_protocol.checkpoints.peft_files import read_adapter
+from swarm_protocol.errors import RequestRejected
+from swarm_protocol.span import Span
+from swarm_protocol.wire.adapters import Adapter
+from swarm_server.adapters.lora import PlacedAdapter
+from swarm_server.adapters.targets import require_fit
+from swarm_server.engine.engine import Engine
+
+
+def adapter_names(paths: Sequence[Path]) -> tuple[str, ...]:
+    return tuple(path.resolve().name for path in paths)
+
+
+def check_adapters(paths: Sequence[Path], family: Family, config: PreTrainedConfig) -> None:
+    """Whether they fit the model, all its blocks included.
+
+    Raises:
+        CheckpointError: one cannot be read. ValueError: one does not fit.
+    """
+    if not paths:
+        return
+    with stock_loader(), weight_init.no_init_weights(), torch.device("meta"):
+        base = family.base_class(copy.deepcopy(config))
+    blocks: nn.ModuleList = getattr(family.owner_of(base), family.blocks)
+    for path in paths:
+        adapter = read_adapter(path, family)
+        try:
+            require_fit(adapter, family.all_blocks, family.hidden_size, lambda index: blocks[index])
+        except RequestRejected as error:
+            raise ValueError(f"adapter {path} does not fit the model: {error}") from None
+
+
+def load_adapters(paths: Sequence[Path], family: Family, engine: Engine, span: Span) -> dict[str, PlacedAdapter]:
+    """What of them lies in ``span``, by name.
+
+    Raises:
+        CheckpointError, RequestRejected: one has changed since it was checked.
+    """
+    placed = {}
+    for name, path in zip(adapter_names(paths), paths, strict=True):
+        adapter: Adapter = read_adapter(path, family).over(span)
+        placed[name] = engine.place(adapter.serialize()[1], adapter)
+    return placed

@@ -1,0 +1,1 @@
+"""Which blocks a server should host. Pure: a view in, moves out."""

@@ -1,0 +1,239 @@
+"""Which blocks a server should host, and when it should host others. Pure: functions of what the swarm looks like.
+
+What counts is how much the swarm can carry (``capacity.py``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import combinations
+from typing import TypeVar
+
+import numpy as np
+
+from swarm_protocol.dht.records import ServerState, SwarmView
+from swarm_protocol.span import Span
+from swarm_server.placement.capacity import EQUAL, Balance, Change, Layout
+
+T = TypeVar("T")
+MARGIN = 0.03  # what the swarm must gain, relative
+CHECK_S = (8.0, 20.0)  # a server asks itself so often whether it should move, at random intervals between the two
+CONFIRM_S = 2.0  # after saying that it will leave, a server looks whether others want to leave the same blocks
+URGENT_DRAIN_S = 5.0  # for sessions to end or move when blocks are missing elsewhere: few can go on anyhow
+_MAX_MOVES = 2048  # of one plan; what is left to do then is planned later
+_MAX_CANDIDATES = 512  # moves that are compared with one another
+_WINDOWS_EACH = 4  # of one server, where not all can be tried
+_MAX_TOGETHER = 256  # moves taken without comparing anew
+_MAX_PAIRS = 2048
+
+
+@dataclass(frozen=True)
+class Move:
+    """A server is to host other blocks."""
+
+    peer_id: str
+    to: Span
+
+
+def choose_span(view: SwarmView, num_blocks: int, num_hosted: int, tokens_per_s: float = 0.0) -> Span:
+    """The window of ``num_hosted`` blocks where one more server helps the swarm most.
+
+    That is where the swarm can then carry most; while blocks are missing, where most of them are found; among equals,
+    where the blocks' throughputs, summed over the servers that hold them and sorted, are lexicographically lowest; then
+    the first. Servers still joining count as well, those that leave do not.
+
+    Args:
+        tokens_per_s: of the new server through that many blocks; 0: unknown, it is taken for a usual one.
+    """
+    layout = Layout.of(view, num_blocks)
+    num_hosted = min(num_hosted, num_blocks)
+    speed = tokens_per_s * num_hosted or layout.usual_speed
+    windows = [Span(start, start + num_hosted) for start in range(num_blocks - num_hosted + 1)]
+    best = _best(*layout.balances_with([[Change(speed, None, window)] for window in windows]))
+    sums = layout.block_sums()
+    return min((windows[i] for i in best), key=lambda window: sorted(sums[window.start : window.end]))
+
+
+def others_first(view: SwarmView, peer_id: str) -> SwarmView:
+    """What decides for a server that joins together with others, so that they do not all choose the same blocks.
+
+    Of those that join, each heeds the ones with a lower peer id; when all have read what the others chose and chosen
+    anew, each has a place of its own.
+    """
+    return SwarmView(
+        tuple(
+            server
+            for server in view.servers
+            if server.peer_id != peer_id and (server.state is not ServerState.JOINING or server.peer_id < peer_id)
+        )
+    )
+
+
+def plan_moves(view: SwarmView, num_blocks: int, margin: float = MARGIN) -> tuple[Move, ...]:
+    """Moves that together let the swarm carry more than ``margin`` more, relative; none if there are no such moves.
+
+    Everybody finds the same moves in the same view: those which help most, again and again, until none helps. Moves at
+    the end that bring less than ``margin`` are left out, so that a swarm comes to rest. Servers that are pinned, or not
+    ONLINE, or on their way, stay.
+    """
+    layout = Layout.of(view, num_blocks)
+    moves: list[Move] = []
+    now = reached = layout.balance()
+    num_kept = 0
+    while len(moves) < _MAX_MOVES and now.tokens_per_s * (1 + margin) < layout.upper_bound():
+        found = _helpful_moves(layout, now)
+        if found is None:
+            break
+        steps, layout, now = found
+        moves += [Move(layout.peer_ids[index], to) for index, to in steps]
+        if now.num_missing < reached.num_missing or now.tokens_per_s > reached.tokens_per_s * (1 + margin):
+            reached, num_kept = now, len(moves)
+    return tuple(moves[:num_kept])
+
+
+def own_move(view: SwarmView, peer_id: str, num_blocks: int, margin: float = MARGIN) -> Span | None:
+    """Where the server is to go now: where the plan sends it, unless others must come to its blocks first."""
+    moves = plan_moves(view, num_blocks, margin)
+    destinations = [move.to for move in moves if move.peer_id == peer_id]
+    if destinations and (_others_hold_all(view, peer_id, num_blocks) or _closes_gaps(view, moves, num_blocks)):
+        return destinations[-1]
+    return None
+
+
+def may_leave(view: SwarmView, peer_id: str, num_blocks: int, margin: float = MARGIN) -> bool:
+    """Whether a server that has said where it will go may leave its blocks: it must not open a gap.
+
+    Others must hold all it has, and not have said that they will leave as well: of two that want to leave the same
+    blocks, neither goes, and they try again at other times. While blocks are missing anyhow, nothing passes through the
+    swarm; then it may also go if that is a step to a swarm without gaps.
+    """
+    return _others_hold_all(view, peer_id, num_blocks) or _closes_gaps(
+        view, plan_moves(view, num_blocks, margin), num_blocks
+    )
+
+
+def _others_hold_all(view: SwarmView, peer_id: str, num_blocks: int) -> bool:
+    others = [server for server in view.servers if server.peer_id != peer_id and server.next_span is None]
+    held = SwarmView(tuple(others)).replicas(num_blocks)
+    spans = [server.span for server in view.servers if server.peer_id == peer_id]
+    return all(held[block] for span in spans for block in span)
+
+
+def _closes_gaps(view: SwarmView, moves: Sequence[Move], num_blocks: int) -> bool:
+    """Whether blocks are missing now, and none will be after these moves and those that are under way."""
+    present = [server for server in view.servers if server.state is not ServerState.JOINING]
+    if all(any(block in server.span for server in present) for block in range(num_blocks)):
+        return False
+    layout = Layout.of(view, num_blocks)
+    indices = {peer_id: index for index, peer_id in enumerate(layout.peer_ids)}
+    return not layout.moved((indices[move.peer_id], move.to) for move in moves).balance().num_missing
+
+
+# ---------------------------------------------------------------- planning
+
+_Steps = list[tuple[int, Span]]  # of servers by their index in the layout
+
+
+def _helpful_moves(layout: Layout, now: Balance) -> tuple[_Steps, Layout, Balance] | None:
+    """The move that helps most; in a large swarm as many of the best, of different servers, as help together.
+
+    In a small one two moves that help only together, if no single one does.
+    """
+    candidates = _candidates(layout, now.bottleneck)
+    if not candidates:
+        return None
+    throughputs, bottlenecks = layout.balances_with([[_change(layout, *step)] for step in candidates])
+    steps = _best_of_each(candidates, throughputs, bottlenecks.sum(1))
+    sizes = [size for size in (2**power for power in range(20)) if size <= min(len(steps), _num_together(layout))]
+    found = None
+    for size in sizes:
+        after = layout.moved(steps[:size])
+        balance = after.balance()
+        if not balance.is_better_than(found[2] if found else now):
+            break
+        found = steps[:size], after, balance
+    return found or _helpful_pair(layout, now, candidates)
+
+
+def _helpful_pair(layout: Layout, now: Balance, candidates: _Steps) -> tuple[_Steps, Layout, Balance] | None:
+    pairs = [pair for pair in combinations(candidates, 2) if pair[0][0] != pair[1][0]] if len(candidates) < 300 else []
+    if not pairs:
+        return None
+    pairs = _spread(pairs, _MAX_PAIRS)
+    results = layout.balances_with([[_change(layout, *step) for step in pair] for pair in pairs])
+    steps = list(pairs[_best(*results)[0]])
+    after = layout.moved(steps)
+    balance = after.balance()
+    return (steps, after, balance) if balance.is_better_than(now) else None
+
+
+def _num_together(layout: Layout) -> int:
+    return max(1, min(_MAX_TOGETHER, len(layout.peer_ids) // 50))
+
+
+def _candidates(layout: Layout, bottleneck: np.ndarray) -> _Steps:
+    """Moves that may help: all, or in a large swarm a choice of them.
+
+    Only who holds nothing of the bottleneck can add to it. Of those with the same span some are tried, from slow to
+    fast, at some of the windows that hold most of the bottleneck.
+    """
+    if int((layout.num_blocks - layout.lengths[layout.movable]).sum()) <= _MAX_CANDIDATES:
+        movers, num_windows = np.flatnonzero(layout.movable).tolist(), layout.num_blocks
+    else:
+        held = np.concatenate([[0], bottleneck.cumsum()])
+        donors = np.flatnonzero(layout.movable & (held[layout.ends] == held[layout.starts]))
+        by_span: dict[Span, list[int]] = {}
+        for index in donors[np.argsort(layout.speeds[donors], kind="stable")].tolist():
+            by_span.setdefault(layout.span(index), []).append(index)
+        num_movers, num_windows = _MAX_CANDIDATES // _WINDOWS_EACH, _WINDOWS_EACH
+        num_each = max(1, num_movers // max(1, len(by_span)))
+        movers = _spread([index for group in by_span.values() for index in _spread(group, num_each)], num_movers)
+    return [
+        (index, window)
+        for index in movers
+        for window in _windows(bottleneck, int(layout.lengths[index]), num_windows)
+        if window.start != layout.starts[index]
+    ]
+
+
+def _windows(bottleneck: np.ndarray, length: int, num_windows: int) -> list[Span]:
+    """Those with most of the bottleneck, at most so many; all, if there are not more."""
+    before = np.concatenate([[0], bottleneck.cumsum()])
+    held = before[length:] - before[:-length]
+    starts = range(len(held)) if num_windows >= len(held) else np.flatnonzero(held == held.max()).tolist()
+    return [Span(start, start + length) for start in _spread(starts, num_windows)]
+
+
+def _change(layout: Layout, index: int, to: Span) -> Change:
+    return Change(float(layout.speeds[index]), layout.span(index), to)
+
+
+def _best_of_each(candidates: _Steps, throughputs: np.ndarray, sizes: np.ndarray) -> _Steps:
+    """One step of each server, the best first; equals take turns, so that not all of them go to the same blocks."""
+    steps: dict[int, list[tuple[float, int, Span]]] = {}
+    for (index, to), throughput, size in zip(candidates, throughputs.tolist(), sizes.tolist(), strict=True):
+        steps.setdefault(index, []).append((throughput, size, to))
+    chosen = []
+    for turn, (index, options) in enumerate(steps.items()):
+        highest = max(throughput for throughput, _, _ in options)
+        equal = [option for option in options if option[0] >= highest * (1 - EQUAL)]
+        narrowest = min(size for _, size, _ in equal)
+        equal = [option for option in equal if option[1] == narrowest]
+        chosen.append((index, equal[turn % len(equal)]))
+    chosen.sort(key=lambda step: (-step[1][0], step[1][1]))
+    return [(index, to) for index, (_, _, to) in chosen]
+
+
+def _best(throughputs: np.ndarray, bottlenecks: np.ndarray) -> list[int]:
+    """Which have the highest throughput, and of these the narrowest bottleneck."""
+    sizes = bottlenecks.sum(1)
+    highest = throughputs >= throughputs.max() * (1 - EQUAL)
+    return np.flatnonzero(highest & (sizes == sizes[highest].min())).tolist()
+
+
+def _spread(items: Sequence[T], count: int) -> list[T]:
+    """At most so many: the first, the last, and evenly between."""
+    if len(items) <= count:
+        return list(items)
+    return [items[i] for i in sorted({round(i * (len(items) - 1) / max(1, count - 1)) for i in range(count)})]

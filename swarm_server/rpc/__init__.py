@@ -1,0 +1,1 @@
+"""Answers gRPC calls. Import ``service``."""

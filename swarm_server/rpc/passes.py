@@ -1,0 +1,180 @@
+"""Passes without a session, for training: what they are sent, how they are cut, what they answer."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+
+from swarm_protocol.errors import RequestRejected
+from swarm_protocol.pb import swarm_pb2 as pb
+from swarm_protocol.span import Span
+from swarm_protocol.wire.adapters import Adapter, adapter_key
+from swarm_protocol.wire.block_input import BlockInput
+from swarm_protocol.wire.codec import encode
+from swarm_server.adapters.dropout import Dropout
+from swarm_server.adapters.lora import PlacedAdapter
+from swarm_server.adapters.store import Arriving
+from swarm_server.engine.engine import Engine
+from swarm_server.net.incoming import Incoming
+from swarm_server.net.validation import Rules
+from swarm_server.sessions.host import Host, require_key
+from swarm_server.training.training_memory import KeptPass
+
+
+@dataclass(frozen=True)
+class _Pass:
+    """What a forward or backward is asked for.
+
+    Attributes:
+        trains_adapter: gradients of the adapter are wanted, not only through it.
+        keep_key: under which the backward will name this forward; empty: nobody asks for it.
+    """
+
+    blocks: Span
+    inputs: BlockInput
+    adapter: PlacedAdapter | None
+    dropout: Dropout | None
+    trains_adapter: bool
+    keep_key: bytes
+
+
+async def forward(host: Host, incoming: Incoming) -> list[pb.TensorReply]:
+    with ExitStack() as uses:
+        asked = await _read(host, (await incoming.first("forward")).forward, incoming, uses)
+        kept = uses.enter_context(host.training.keeping(asked.blocks)) if asked.keep_key else None
+        outputs = [
+            await host.scheduler.train(partial(_forward_rows, host, asked, inputs, dropout, kept))
+            for inputs, dropout in _few_rows(host.rules, asked)
+        ]
+        first, *more = _in_parts(torch.cat(outputs))
+        first.kept = kept is not None and host.training.keep(asked.keep_key, kept)
+        return [first, *more]
+
+
+def _forward_rows(
+    host: Host, asked: _Pass, inputs: BlockInput, dropout: Dropout | None, kept: KeptPass | None
+) -> torch.Tensor:
+    """On the compute thread: some rows of the pass, which are added to ``kept`` if there is room."""
+    max_bytes = 0 if kept is None else host.training.room(kept)
+    if not max_bytes:
+        if kept is not None:
+            host.training.add(kept, None)
+        return host.engine.stateless.forward(asked.blocks, inputs, asked.adapter, dropout)
+    output, piece = host.engine.stateless.record(
+        asked.blocks,
+        inputs,
+        asked.adapter,
+        dropout,
+        trains_adapter=asked.trains_adapter,
+        max_bytes=max_bytes,
+        counted=kept.counted,
+    )
+    host.training.add(kept, piece)
+    return output
+
+
+async def backward(host: Host, incoming: Incoming) -> list[pb.TensorReply]:
+    with ExitStack() as uses:
+        message = await incoming.first("forward", "kept")
+        if message.WhichOneof("kind") == "kept":
+            sizes = host.training.look(message.kept.key, host.rules.blocks(message.kept.contract))
+            shape, num_rows = sizes.shape, sizes.num_rows
+            take = uses.enter_context(host.training.taking(message.kept.key))
+            ways_back = [partial(_through_kept, take, number) for number in range(len(num_rows))]
+        else:
+            asked = await _read(host, message.forward, incoming, uses)
+            few = list(_few_rows(host.rules, asked))
+            shape, num_rows = asked.inputs.hidden.shape, [len(inputs.hidden) for inputs, _ in few]
+            ways_back = [partial(_recomputing, host, asked, inputs, dropout) for inputs, dropout in few]
+        grads = (await _read_grad(host.rules, incoming, shape)).split(num_rows)
+        host.training.transpose()
+        hidden_grads, sums = [], []
+        for go_back, grad in zip(ways_back, grads, strict=True):
+            hidden_grad, *of_adapter = await host.scheduler.train(partial(go_back, grad))
+            hidden_grads.append(hidden_grad)
+            sums = [total + more for total, more in zip(sums, of_adapter, strict=True)] if sums else of_adapter
+        return [reply for tensor in (torch.cat(hidden_grads), *sums) for reply in _in_parts(tensor)]
+
+
+def _through_kept(take: Callable[[], KeptPass], number: int, grad: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """On the compute thread, like ``_recomputing``: gradients of some rows."""
+    return take().pieces[number].backward(grad)
+
+
+def _recomputing(
+    host: Host, asked: _Pass, inputs: BlockInput, dropout: Dropout | None, grad: torch.Tensor
+) -> tuple[torch.Tensor, ...]:
+    return host.engine.stateless.backward(
+        asked.blocks, inputs, grad, asked.adapter, dropout, trains_adapter=asked.trains_adapter
+    )
+
+
+async def _read_grad(rules: Rules, incoming: Incoming, shape: Sequence[int]) -> torch.Tensor:
+    message = (await incoming.first("grad")).grad
+    if tuple(message.shape) != tuple(shape):
+        raise RequestRejected(
+            f"gradient has shape {list(message.shape)}: expected that of the hidden states, {list(shape)}"
+        )
+    return await incoming.collect(rules.hidden(message))
+
+
+async def put_adapter(host: Host, incoming: Incoming) -> bytes:
+    """Keeps an adapter; returns its key."""
+    with Arriving(host.adapters) as arriving:
+        while (message := await incoming.next()) is not None:
+            arriving.add(message.part)
+        async with host.placing:  # while it is read, an adapter takes twice its size
+            placed = await asyncio.to_thread(_place, host.engine, arriving.data)
+        arriving.keep(placed)
+        return placed.key
+
+
+def _place(engine: Engine, data: bytearray) -> PlacedAdapter:
+    return engine.place(adapter_key(data), Adapter.parse(data))
+
+
+async def _read(host: Host, message: pb.Forward, incoming: Incoming, uses: ExitStack) -> _Pass:
+    rules = host.rules
+    if message.keep_key:
+        require_key(message.keep_key, "the key to keep the pass under")
+    blocks = rules.blocks(message.contract)
+    arriving = rules.hidden(message.hidden)
+    rules.length(arriving.shape[1])
+    adapter = uses.enter_context(host.adapters.using(message.adapter)) if message.HasField("adapter") else None
+    inputs = _block_input(rules, message, await incoming.collect(arriving))
+    dropout = Dropout(message.dropout_seed) if message.dropout_seed else None
+    trains_adapter = message.adapter.WhichOneof("kind") == "key"
+    return _Pass(blocks, inputs, adapter, dropout, trains_adapter, message.keep_key)
+
+
+def _few_rows(rules: Rules, asked: _Pass) -> Iterator[tuple[BlockInput, Dropout | None]]:
+    """The batch in pieces that hold up decoding no longer than a chunk of a prompt."""
+    batch_size, num_tokens, _ = asked.inputs.hidden.shape
+    size = max(1, rules.max_step_tokens // num_tokens)
+    for start in range(0, batch_size, size):
+        piece = asked.inputs.rows(slice(start, start + size))
+        yield piece, None if asked.dropout is None else replace(asked.dropout, first_row=start)
+
+
+def _block_input(rules: Rules, message: pb.Forward, hidden: torch.Tensor) -> BlockInput:
+    batch_size, num_tokens, _ = hidden.shape
+    mask = positions = None
+    if message.packed and message.HasField("attention_mask"):
+        raise RequestRejected(
+            "packed sequences are told apart by their positions: expected no attention mask with them"
+        )
+    if message.HasField("attention_mask"):
+        mask = rules.mask(message.attention_mask, batch_size, num_tokens)
+    if message.HasField("position_ids"):
+        positions = rules.positions(message.position_ids, batch_size, num_tokens)
+    return BlockInput(hidden, mask, positions, message.packed)
+
+
+def _in_parts(tensor: torch.Tensor) -> list[pb.TensorReply]:
+    wire, parts = encode(tensor)
+    return [pb.TensorReply(output=wire), *(pb.TensorReply(more=part) for part in parts)]

@@ -1,0 +1,198 @@
+"""The gRPC service: decodes and validates requests, hands them to the compute thread, encodes replies."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+
+import grpc
+
+from swarm_protocol.errors import AccessDenied, PeerBusy, PeerError, PeerMoved, RequestRejected, SessionLost
+from swarm_protocol.pb import swarm_pb2 as pb
+from swarm_protocol.pb.swarm_pb2_grpc import BlocksServicer
+from swarm_protocol.wire.constants import MAX_ECHO_BYTES
+from swarm_server.net.incoming import Incoming
+from swarm_server.rpc import passes
+from swarm_server.sessions.host import Host
+from swarm_server.sessions.sessions import HostedSession, StepReader
+
+_logger = logging.getLogger(__name__)
+_REFUSALS = (RequestRejected, AccessDenied, PeerError)
+
+
+@asynccontextmanager
+async def _errors_as_status(context: grpc.aio.ServicerContext) -> AsyncIterator[None]:
+    """Answers our errors with their gRPC status; anything else is logged here and told in one sentence there."""
+    try:
+        yield
+    except _REFUSALS as error:
+        error.with_traceback(None)  # gRPC keeps the error for a while, and its frames would keep the request's memory
+        await context.abort(error.status, str(error))
+    except grpc.aio.BaseError as error:
+        _logger.debug("a client went away: %s", error)
+    except Exception as error:
+        _logger.exception("a request failed")
+        error.with_traceback(None)
+        await context.abort(grpc.StatusCode.INTERNAL, "the server failed while it computed; its log says why")
+
+
+class BlocksService(BlocksServicer):
+    """Requests are refused before memory is taken for them; none can end the server.
+
+    Attributes:
+        host: of the sessions; None while the server loads other blocks.
+    """
+
+    def __init__(self, host: Host | None, record: Callable[[], pb.ServerRecord], idle_timeout_s: float) -> None:
+        self.host = host
+        self._record = record
+        self._idle_timeout_s = idle_timeout_s
+
+    async def Session(self, requests: AsyncIterator[pb.SessionRequest], context: grpc.aio.ServicerContext) -> None:
+        writing = asyncio.Lock()  # an output's parts stay together
+
+        async def reply(replies: list[pb.SessionReply]) -> None:
+            async with writing:
+                try:
+                    for message in replies:
+                        await context.write(message)
+                except grpc.aio.BaseError as error:  # whoever reads the stream notices too
+                    _logger.debug("a client went away: %s", error)
+
+        async with _errors_as_status(context):
+            request = await self._incoming(requests).next()
+            if request is None:
+                return
+            if request.WhichOneof("kind") != "open":
+                raise SessionLost("this server does not know the session: it must be opened first")
+            hosted = await self._present().open(request.open, _client_of(context), reply)
+            try:
+                await hosted.announce()
+                await self._serve(hosted, requests)
+            finally:
+                await asyncio.shield(hosted.close())
+
+    async def Push(self, requests: AsyncIterator[pb.PushRequest], context: grpc.aio.ServicerContext) -> None:
+        async with _errors_as_status(context):
+            request = await self._incoming(requests).first("session_key")
+            hosted = self._find(request.session_key)
+            # The client blames this stream's sender for one refusal, and would blame who takes its place for more.
+            reader = StepReader(hosted, one_refusal=True)
+            async for request in requests:
+                kind = request.WhichOneof("kind")
+                if kind == "step":
+                    number = request.step.number
+                    await reader.start(request.step)
+                elif kind == "more":
+                    await reader.more(request.more)
+                else:
+                    raise RequestRejected("a request of unknown kind")
+                if not reader.is_reading:
+                    await context.write(pb.PushReply(number=number))
+
+    async def Progress(self, request: pb.ProgressRequest, context: grpc.aio.ServicerContext) -> pb.SessionProgress:
+        async with _errors_as_status(context):
+            return await self._find(request.session_key).progress(request.hold)
+
+    async def Reroute(self, request: pb.RerouteRequest, context: grpc.aio.ServicerContext) -> pb.SessionProgress:
+        async with _errors_as_status(context):
+            return await self._find(request.session_key).reroute(request)
+
+    async def Copy(self, request: pb.CopyRequest, context: grpc.aio.ServicerContext) -> pb.SessionProgress:
+        async with _errors_as_status(context):
+            return await self._find(request.session_key).copy(request.to)
+
+    async def _serve(self, hosted: HostedSession, requests: AsyncIterator[pb.SessionRequest]) -> None:
+        """Until the client closes the session, its stream ends, nothing comes for too long, or the host ends it."""
+        reading = asyncio.ensure_future(_read(hosted, requests))
+        ending = asyncio.ensure_future(hosted.host.ended.wait())
+        giving_way = asyncio.ensure_future(hosted.until_it_gives_way())
+        waiting = [reading, ending, giving_way]
+        try:
+            while not reading.done():
+                if ending.done():
+                    raise PeerMoved("the server has left these blocks")
+                if giving_way.done():
+                    raise PeerBusy("no room in the KV cache: an older session needs it")
+                silent_s = hosted.silent_s
+                if silent_s >= self._idle_timeout_s:
+                    raise SessionLost(f"the session was closed after {self._idle_timeout_s:g} s without a request")
+                timeout_s = self._idle_timeout_s - silent_s
+                await asyncio.wait(waiting, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+            reading.result()
+        finally:
+            for task in waiting:
+                task.cancel()
+
+    async def PutAdapter(
+        self, requests: AsyncIterator[pb.PutAdapterRequest], context: grpc.aio.ServicerContext
+    ) -> pb.PutAdapterReply:
+        async with _errors_as_status(context):
+            return pb.PutAdapterReply(key=await passes.put_adapter(self._staying(), self._incoming(requests)))
+
+    async def Forward(
+        self, requests: AsyncIterator[pb.ForwardRequest], context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[pb.TensorReply]:
+        async with _errors_as_status(context):
+            for reply in await passes.forward(self._staying(), self._incoming(requests)):
+                yield reply
+
+    async def Backward(
+        self, requests: AsyncIterator[pb.BackwardRequest], context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[pb.TensorReply]:
+        async with _errors_as_status(context):
+            for reply in await passes.backward(self._staying(), self._incoming(requests)):
+                yield reply
+
+    async def Describe(self, request: pb.DescribeRequest, context: grpc.aio.ServicerContext) -> pb.ServerRecord:
+        return self._record()
+
+    async def Echo(self, request: pb.EchoRequest, context: grpc.aio.ServicerContext) -> pb.EchoReply:
+        async with _errors_as_status(context):
+            if max(len(request.payload), request.reply_bytes) > MAX_ECHO_BYTES:
+                raise RequestRejected(f"an echo is too long: expected at most {MAX_ECHO_BYTES} bytes each way")
+            return pb.EchoReply(payload=bytes(request.reply_bytes))
+
+    def _present(self) -> Host:
+        """Raises PeerMoved if there is none at present."""
+        if self.host is None:
+            raise PeerMoved("the server is about to host other blocks")
+        return self.host
+
+    def _staying(self) -> Host:
+        """Raises PeerMoved if there is none at present, or it is about to leave."""
+        host = self._present()
+        host.require_staying()
+        return host
+
+    def _find(self, session_key: bytes) -> HostedSession:
+        """Raises SessionLost if there is no such session."""
+        if self.host is None:
+            raise SessionLost("this server does not know the session")
+        return self.host.find(session_key)
+
+    def _incoming(self, requests: AsyncIterator) -> Incoming:
+        return Incoming(requests, self._idle_timeout_s)
+
+
+async def _read(hosted: HostedSession, requests: AsyncIterator[pb.SessionRequest]) -> None:
+    reader = StepReader(hosted)
+    async for request in requests:
+        kind = request.WhichOneof("kind")
+        if kind == "step":
+            await reader.start(request.step)
+        elif kind == "more":
+            await reader.more(request.more)
+        elif kind == "close":
+            return
+        elif kind == "open":
+            raise RequestRejected("the session is open already")
+        else:
+            raise RequestRejected("a request of unknown kind")
+
+
+def _client_of(context: grpc.aio.ServicerContext) -> str:
+    """Whose memory a session is: the address without its port."""
+    return context.peer().rpartition(":")[0]

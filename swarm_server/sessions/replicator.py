@@ -1,0 +1,111 @@
+"""Keeps a session on another server like one of this server: for a server that leaves, or one that stands by."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Iterable
+from functools import partial
+from typing import TYPE_CHECKING
+
+from swarm_protocol.errors import PeerUnavailable
+from swarm_protocol.pb import swarm_pb2 as pb
+from swarm_protocol.wire.codec import encode
+from swarm_protocol.wire.constants import MIB
+from swarm_server.net.push import Parts, Pusher
+
+if TYPE_CHECKING:
+    from swarm_server.sessions.sessions import HostedSession
+
+_logger = logging.getLogger(__name__)
+_CHUNK_TOKENS = 64  # copied at a time; steps are computed in between
+_FEW = 4  # chunks on their way
+_MAX_BYTES = 256 * MIB  # of steps on their way: the other server is too slow to stand by
+
+
+class Copier:
+    """Sends what a session has stored, then what each further step adds, as steps that need no computing."""
+
+    def __init__(self, hosted: HostedSession, to: pb.NextHop) -> None:
+        self._hosted = hosted
+        self._pusher = Pusher(hosted.host.neighbours, to, self._lost)
+        self._queue: asyncio.Queue[tuple[pb.Step, Parts]] = asyncio.Queue()
+        self._queued_bytes = 0
+        self._sent = asyncio.Condition()
+        self._copied = 0  # positions
+        self._follows = False  # all was copied: from now on, steps are
+        self._start_again = False
+        self._closed = False
+        self._sending = asyncio.ensure_future(self._send_all())
+
+    async def copy_all(self, turn: asyncio.Lock) -> None:
+        """Returns once the other session has everything. ``turn``: held while the session must not change.
+
+        Raises:
+            PeerUnavailable: the other server cannot be reached.
+        """
+        number = 0  # below those of ordinary steps
+        while not (self._follows or self._closed):
+            async with turn:
+                changes: list[pb.Change] = []
+                if self._start_again:  # with as many rows as there are now
+                    batch_size = self._hosted.session.batch_size
+                    changes = [pb.Change(crop=pb.Crop()), pb.Change(reorder=pb.Reorder(indices=[0] * batch_size))]
+                    self._copied, self._start_again = 0, False
+                length = self._hosted.session.length
+                has_states = bool(self._hosted.session.layout.slots)  # known after the last position only
+                end = length if has_states else min(self._copied + _CHUNK_TOKENS, length)
+                self._follows = end == length
+                number += 1
+                if end > self._copied:
+                    await self._add(self._hosted.number if self._follows else number, changes, self._copied, end)
+                self._copied = end
+            async with self._sent:
+                await self._sent.wait_for(lambda: self._closed or self._queue.qsize() < _FEW)
+        async with self._sent:
+            await self._sent.wait_for(lambda: self._closed or not self._queued_bytes)
+        if self._closed or not await self._pusher.drain():
+            raise PeerUnavailable("the server to copy the session to cannot be reached")
+
+    async def follow(self, step: pb.Step) -> None:
+        """Called after each step of the session, in its turn."""
+        if self._closed:
+            return
+        if self._follows:
+            await self._add(step.number, step.changes, step.start_position, self._hosted.session.length)
+        elif step.start_position < self._copied or any(
+            change.WhichOneof("kind") == "reorder" for change in step.changes
+        ):
+            self._start_again = True
+
+    async def close(self) -> None:
+        self._closed = True
+        self._sending.cancel()
+        await self._pusher.retire()
+        async with self._sent:
+            self._sent.notify_all()
+
+    async def _add(self, number: int, changes: Iterable[pb.Change], start: int, end: int) -> None:
+        host, session = self._hosted.host, self._hosted.session
+        stored = await host.scheduler.call(partial(host.engine.stored, session, start, end))
+        header, parts = encode(stored.data)
+        message = pb.Stored(num_tokens=stored.num_tokens, num_kept=stored.num_kept, data=header)
+        self._queue.put_nowait((pb.Step(number=number, changes=changes, start_position=start, stored=message), parts))
+        self._queued_bytes += header.size_bytes
+        if self._queued_bytes > _MAX_BYTES:
+            _logger.info("a session is not copied any more: the other server is too slow")
+            await self.close()
+
+    async def _lost(self, _step: pb.Step, _parts: Parts) -> None:
+        """The other server is gone: nothing more need be read for it."""
+        self._closed = True
+        async with self._sent:
+            self._sent.notify_all()
+
+    async def _send_all(self) -> None:
+        while True:
+            step, parts = await self._queue.get()
+            await self._pusher.send(step, parts)
+            async with self._sent:
+                self._queued_bytes -= step.stored.data.size_bytes
+                self._sent.notify_all()

@@ -1,0 +1,365 @@
+"""One session as peers see it: steps come from the client or the hop before, outputs go to the client or the next."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+
+from swarm_protocol.errors import PeerBusy, RequestRejected
+from swarm_protocol.pb import swarm_pb2 as pb
+from swarm_protocol.wire.block_input import BlockInput
+from swarm_protocol.wire.codec import Assembler, encode, torch_dtype
+from swarm_server.engine.session_state import Change, Crop, RecordPast, Reorder, Session, Step
+from swarm_server.kv.kv_transfer import Stored
+from swarm_server.net.push import Pusher
+from swarm_server.sessions.replicator import Copier
+
+if TYPE_CHECKING:
+    from swarm_server.sessions.host import Host
+
+Reply = Callable[[list[pb.SessionReply]], Awaitable[None]]
+
+
+class HostedSession:
+    """One session on the wire. A refused step leaves it as it was.
+
+    Attributes:
+        seniority: the lower, the longer it has been here.
+        closed: nothing is computed any more.
+    """
+
+    def __init__(
+        self, host: Host, request: pb.Open, session: Session, reply: Reply, seniority: tuple[float, int] = (0.0, 0)
+    ) -> None:
+        self.seniority = seniority
+        self.key = request.session_key
+        self.session = session
+        self.host = host
+        self._reply = reply
+        self._codec = request.codec
+        self._sent_number = request.sent_number
+        self._changed_number = request.changed_number
+        self._progress = pb.SessionProgress(batch_size=request.batch_size)
+        self._turn = asyncio.Lock()  # steps may come from the client and from the hop before
+        self._computing = asyncio.Lock()  # inside a turn
+        self._routed = asyncio.Event()  # cleared: nothing is computed or sent until there is another next hop
+        self._routed.set()
+        self.closed = False
+        self._giving_way = asyncio.Event()
+        self._last_time = time.monotonic()
+        self._copier: Copier | None = None
+        self._pusher = None
+        if request.HasField("next"):
+            self._pusher = Pusher(host.neighbours, request.next, partial(self._relay, 0))
+
+    @property
+    def silent_s(self) -> float:
+        """How long nothing has come for the session, or how long it has waited for a next hop."""
+        is_busy = self._turn.locked() and self._routed.is_set()
+        return 0.0 if is_busy else time.monotonic() - self._last_time
+
+    @property
+    def number(self) -> int:
+        """Of the last step."""
+        return self._progress.number
+
+    @property
+    def gives_way(self) -> bool:
+        """Whether it is about to be ended."""
+        return self._giving_way.is_set()
+
+    def give_way(self) -> None:
+        """An older session needs the room: this one's client must wait for room, and tell everything anew."""
+        self._giving_way.set()
+
+    async def until_it_gives_way(self) -> None:
+        """Returns if the session is to be ended."""
+        await self._giving_way.wait()
+
+    async def announce(self) -> None:
+        """Tells the client that the session is open."""
+        opened = pb.Opened(tokens_left=self.host.budget.tokens_left, max_step_tokens=self.host.rules.max_step_tokens)
+        await self._reply([pb.SessionReply(opened=opened)])
+
+    async def ask_to_move(self) -> None:
+        await self._reply([pb.SessionReply(leaving=pb.Leaving())])
+
+    # ------------------------------------------------------------ steps
+
+    async def step(self, request: pb.Step, payload: torch.Tensor) -> bool:
+        """Computes the step from its hidden states and sends its outputs on, or stores what was computed elsewhere.
+
+        A step that has begun is finished even if the stream it came through breaks: it may come again through another,
+        and must be known then. The client is told why a step is refused; False is returned then.
+        """
+        finishing = asyncio.ensure_future(self._finish(request, payload))
+        finishing.add_done_callback(_heed)
+        return await asyncio.shield(finishing)
+
+    async def _finish(self, request: pb.Step, payload: torch.Tensor) -> bool:
+        async with self._turn:
+            await self._routed.wait()
+            if self.closed or request.number <= self.number:
+                return True
+            try:
+                async with self._computing:
+                    output = await self._compute(request, payload)
+                    self._progress = pb.SessionProgress(
+                        number=request.number, length=self.session.length, batch_size=self.session.batch_size
+                    )
+            except (RequestRejected, PeerBusy) as error:
+                await self.refuse(request.number, error)
+                return False
+            finally:
+                self._last_time = time.monotonic()
+            await self._routed.wait()
+            if output is not None and request.every_block:
+                block_outputs, output = output, output[-1]
+            if output is not None and request.number > self._sent_number and not self.closed:
+                await self._send(request, output)
+            if output is not None and request.every_block:
+                await self._send_block_outputs(request.number, block_outputs)
+            if self._copier is not None:
+                await self._copier.follow(request)
+            return True
+
+    async def _compute(self, request: pb.Step, payload: torch.Tensor) -> torch.Tensor | None:
+        """The outputs; None if they were computed elsewhere. Younger sessions may have to give way."""
+        return await self.host.with_room(self, lambda: self._try_to_compute(request, payload))
+
+    async def _try_to_compute(self, request: pb.Step, payload: torch.Tensor) -> torch.Tensor | None:
+        if self.closed:  # while it waited for room, which it must not be promised any more
+            raise RequestRejected("the session is closed")
+        changes = tuple(self._changes(request))
+        if request.HasField("stored"):
+            self._require_room(request.start_position + request.stored.num_tokens, self.session.batch_size)
+            stored = Stored(request.stored.num_tokens, tuple(request.stored.num_kept), payload)
+            adopt = partial(self.host.engine.adopt, self.session, request.start_position, changes, stored)
+            return await self.host.scheduler.call(adopt)
+        return await self.host.scheduler.step(self.session, self._checked(request, payload, changes))
+
+    async def refuse(self, number: int, error: RequestRejected | PeerBusy) -> None:
+        failure = pb.Failure(status=error.status.value[0], message=str(error), number=number)
+        await self._reply([pb.SessionReply(failure=failure)])
+
+    async def close(self) -> None:
+        self.closed = True
+        self._routed.set()
+        if self._copier is not None:
+            await self._copier.close()
+        if self._pusher is not None:
+            await self._pusher.retire()
+        await self.host.forget(self)
+
+    def start(self, step: pb.Step) -> Assembler:
+        """Checks a step's header before memory is taken for what it carries."""
+        rules = self.host.rules
+        if step.HasField("stored"):
+            rules.length(step.start_position + step.stored.num_tokens)
+            return rules.stored(step.stored.data)
+        arriving = rules.new_positions(step.hidden, past=step.start_position)
+        rules.step_tokens(*arriving.shape[:2])
+        return arriving
+
+    def _checked(self, request: pb.Step, hidden: torch.Tensor, changes: tuple[Change, ...]) -> Step:
+        rules, (batch_size, num_tokens, _) = self.host.rules, hidden.shape
+        mask = positions = None
+        if request.HasField("attention_mask"):
+            mask = rules.mask(request.attention_mask, batch_size, request.start_position + num_tokens)
+        if request.HasField("position_ids"):
+            positions = rules.positions(request.position_ids, batch_size, num_tokens)
+        num_wanted = request.outputs_wanted if request.HasField("outputs_wanted") else num_tokens
+        if num_wanted > num_tokens:
+            raise RequestRejected(f"{num_wanted} outputs are wanted of a step of {num_tokens} positions")
+        self._require_room(request.start_position + num_tokens, batch_size)
+        inputs = BlockInput(hidden, mask, positions)
+        return Step(request.start_position, inputs, changes, num_wanted, request.every_block)
+
+    def _require_room(self, num_positions: int, batch_size: int) -> None:
+        if num_positions > self.session.reserved:
+            self.session.lease.promise(batch_size * self.session.layout.size_bytes(num_positions))
+
+    def _changes(self, request: pb.Step) -> Iterator[Change]:
+        """Those that were not made before the rows came here."""
+        for change in request.changes:
+            kind = change.WhichOneof("kind")
+            if kind == "record_past":
+                yield RecordPast()
+            elif kind not in ("reorder", "crop"):
+                raise RequestRejected("a change of unknown kind")
+            elif request.number <= self._changed_number:
+                continue
+            elif kind == "crop":
+                yield Crop(change.crop.length)
+            else:
+                self.host.rules.batch_size(len(change.reorder.indices))
+                yield Reorder(tuple(change.reorder.indices))
+
+    # ------------------------------------------------------------ outputs
+
+    async def _send(self, request: pb.Step, output: torch.Tensor) -> None:
+        if self._pusher is not None:
+            header, parts = encode(output, self._codec)
+            await self._pusher.send(_with_hidden(request, header), parts)
+            return
+        num_wanted = request.outputs_wanted if request.HasField("outputs_wanted") else output.shape[1]
+        if not num_wanted:
+            await self._reply([pb.SessionReply(output=pb.Output(number=request.number))])
+            return
+        header, parts = encode(output[:, -num_wanted:], self._codec)
+        await self._reply_output(pb.Output(number=request.number, hidden=header), parts)
+
+    async def _send_block_outputs(self, number: int, outputs: torch.Tensor) -> None:
+        """To the client; outputs: [blocks, batch, tokens, hidden_size]."""
+        if self._pusher is None:
+            outputs = outputs[:-1]
+        for block, output in enumerate(outputs, self.session.blocks.start):
+            header, parts = encode(output, self._codec)
+            message = pb.SessionReply(block_output=pb.BlockOutput(number=number, block=block, hidden=header))
+            await self._reply([message, *(pb.SessionReply(more=part) for part in parts)])
+
+    async def _relay(self, route: int, step: pb.Step, parts: list[bytes]) -> None:
+        output = pb.Output(number=step.number, hidden=step.hidden, relay=True, route=route)
+        await self._reply_output(output, parts)
+
+    async def _reply_output(self, output: pb.Output, parts: list[bytes]) -> None:
+        await self._reply([pb.SessionReply(output=output), *(pb.SessionReply(more=part) for part in parts)])
+
+    # ------------------------------------------------------------ when another server is gone
+
+    async def progress(self, hold: bool = False) -> pb.SessionProgress:
+        """How far the session is. ``hold``: it stays there until ``reroute``.
+
+        Raises:
+            RequestRejected: the session has no next hop to wait for.
+        """
+        if hold:
+            if self._pusher is None:
+                raise RequestRejected("the session's outputs go to the client: there is no other hop to wait for")
+            self._routed.clear()
+            await self._pusher.retire()  # lets go of a step that waits for the old hop
+            async with self._computing:
+                pass
+        return self._progress
+
+    async def reroute(self, request: pb.RerouteRequest) -> pb.SessionProgress:
+        """Sends these steps' outputs, which were kept, and all that come from now on, to another hop.
+
+        Raises:
+            RequestRejected: the session has not kept them.
+        """
+        progress = await self.progress(hold=True)
+        for step in request.resend:
+            shape = tuple(step.hidden.shape)
+            if len(shape) != 3 or step.start_position + shape[1] > progress.length or shape[1] < 1:
+                raise RequestRejected(f"outputs of a step of shape {list(shape)} are not kept: sessions keep positions")
+            torch_dtype(step.hidden.dtype)
+        self._sent_number = progress.number  # up to here, the client has named what the next hop needs
+        self._pusher = Pusher(self.host.neighbours, request.next, partial(self._relay, request.route))
+        resending = asyncio.ensure_future(self._resend(self._pusher, request.resend))
+        resending.add_done_callback(_heed)
+        return progress
+
+    async def _resend(self, pusher: Pusher, resend: Sequence[pb.Step]) -> None:
+        engine = self.host.engine
+        for step in resend:
+            start, end = step.start_position, step.start_position + step.hidden.shape[1]
+            output = await self.host.scheduler.call(partial(engine.outputs, self.session, start, end))
+            header, parts = encode(output.to("cpu", torch_dtype(step.hidden.dtype)), self._codec)
+            await pusher.send(_with_hidden(step, header), parts)
+            if pusher.retired:  # that hop is gone too
+                return
+        if not pusher.retired:
+            self._routed.set()
+
+    async def copy(self, to: pb.NextHop) -> pb.SessionProgress:
+        """Copies everything to another session, and every step from now on; returns once that has caught up.
+
+        Raises:
+            PeerUnavailable: the other server cannot be reached.
+        """
+        if self._copier is not None:
+            await self._copier.close()
+        self._copier = Copier(self, to)
+        await self._copier.copy_all(self._turn)
+        return self._progress
+
+
+class StepReader:
+    """Puts the steps of one stream together from their parts."""
+
+    def __init__(self, hosted: HostedSession, one_refusal: bool = False) -> None:
+        """``one_refusal``: what comes after a refused step builds on it, and is ignored until that step comes again."""
+        self._hosted = hosted
+        self._one_refusal = one_refusal
+        self._refused_number: int | None = None
+        self._step: pb.Step | None = None  # whose hidden states are arriving
+        self._arriving: Assembler | None = None
+        self._refused = False  # parts of a refused step are still to come
+
+    @property
+    def is_reading(self) -> bool:
+        """Parts of a step are still to come."""
+        return self._arriving is not None
+
+    async def start(self, step: pb.Step) -> None:
+        """Raises RequestRejected if the one before is not complete."""
+        if self._arriving is not None:
+            raise RequestRejected("a request came before all parts of the one before it")
+        self._refused = self._refused_number is not None and step.number > self._refused_number
+        if self._refused:
+            return
+        self._refused_number = None
+        try:
+            self._step, self._arriving = step, self._hosted.start(step)
+        except RequestRejected as error:
+            self._refused = True
+            self._has_refused(step)
+            await self._hosted.refuse(step.number, error)
+            return
+        await self._finish()
+
+    async def more(self, part: bytes) -> None:
+        """Raises RequestRejected if no step has begun, or if more comes than was announced."""
+        if self._refused:
+            return
+        if self._arriving is None:
+            raise RequestRejected("a part of a tensor came without its beginning")
+        self._arriving.add(part)
+        await self._finish()
+
+    async def _finish(self) -> None:
+        if self._arriving.complete:
+            step, hidden = self._step, self._arriving.tensor()
+            self._step = self._arriving = None
+            if not await self._hosted.step(step, hidden):
+                self._has_refused(step)
+
+    def _has_refused(self, step: pb.Step) -> None:
+        if self._one_refusal:
+            self._refused_number = step.number
+
+
+def _heed(task: asyncio.Task) -> None:
+    """Whoever waits for the task gets its error; if nobody does any more, nobody needs it."""
+    if not task.cancelled():
+        task.exception()
+
+
+def _with_hidden(step: pb.Step, hidden: pb.Tensor) -> pb.Step:
+    """The same step for the next hop."""
+    return pb.Step(
+        number=step.number,
+        changes=step.changes,
+        start_position=step.start_position,
+        hidden=hidden,
+        attention_mask=step.attention_mask if step.HasField("attention_mask") else None,
+        position_ids=step.position_ids if step.HasField("position_ids") else None,
+        outputs_wanted=step.outputs_wanted if step.HasField("outputs_wanted") else None,
+        every_block=step.every_block,
+    )

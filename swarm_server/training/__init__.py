@@ -1,0 +1,1 @@
+"""Forward and backward passes without a cache, and the activations kept between them."""

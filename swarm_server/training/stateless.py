@@ -1,0 +1,95 @@
+"""Forward and backward passes through hosted blocks without a session, for training."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+
+import torch
+
+from swarm_protocol.span import Span
+from swarm_protocol.wire.block_input import BlockInput
+from swarm_server.adapters.dropout import Dropout
+from swarm_server.adapters.lora import Patches, PlacedAdapter, Share
+from swarm_server.blocks.blocks import BlockStack
+from swarm_server.blocks.recording import ActivationLimit, Recorded, require_finite
+
+
+class StatelessPasses:
+    """Runs on the compute thread only. Hidden states come and go on the CPU, in the dtype they came in."""
+
+    def __init__(self, stack: BlockStack, patches: Patches) -> None:
+        self._stack = stack
+        self._patches = patches
+        self._weight_addresses = stack.weight_addresses()
+
+    def forward(
+        self, blocks: Span, inputs: BlockInput, adapter: PlacedAdapter | None = None, dropout: Dropout | None = None
+    ) -> torch.Tensor:
+        """Hidden states after ``blocks``, [batch, tokens, hidden_size]; nothing is kept."""
+        require_finite(inputs.hidden, "hidden states")
+        with torch.inference_mode():
+            return self._run_plain(blocks, inputs, adapter, dropout)
+
+    def record(
+        self,
+        blocks: Span,
+        inputs: BlockInput,
+        adapter: PlacedAdapter | None = None,
+        dropout: Dropout | None = None,
+        *,
+        trains_adapter: bool = False,
+        max_bytes: int | None = None,
+        counted: set[int] | None = None,
+    ) -> tuple[torch.Tensor, Recorded | None]:
+        """``forward``, and what goes back through it to ``inputs.hidden``.
+
+        Args:
+            trains_adapter: and to the adapter's tensors over ``blocks``, in the order of ``Adapter.tensors``.
+            max_bytes: of activations; None for the second result if there would be more.
+            counted: addresses of memory that counts already, such as that of earlier rows; grows.
+        """
+        require_finite(inputs.hidden, "hidden states")
+        hidden, tensors, permanent = inputs.hidden.requires_grad_(True), (), self._weight_addresses
+        if adapter is not None and trains_adapter:
+            adapter = adapter.trainable(blocks)
+            tensors = adapter.adapter.tensors
+        elif adapter is not None:
+            permanent = permanent | {tensor.untyped_storage().data_ptr() for tensor in adapter.adapter.tensors}
+        limit = (
+            None if max_bytes is None else ActivationLimit(max_bytes, permanent, set() if counted is None else counted)
+        )
+        with torch.enable_grad(), limit or nullcontext():
+            output = self._run_plain(blocks, inputs, adapter, dropout)
+        if limit is None:
+            return output.detach(), Recorded(output, (hidden, *tensors))
+        limit.count(output)
+        fits = not limit.exceeded
+        return output.detach(), Recorded(output, (hidden, *tensors), limit.size_bytes) if fits else None
+
+    def backward(
+        self,
+        blocks: Span,
+        inputs: BlockInput,
+        grad: torch.Tensor,
+        adapter: PlacedAdapter | None = None,
+        dropout: Dropout | None = None,
+        *,
+        trains_adapter: bool = False,
+    ) -> tuple[torch.Tensor, ...]:
+        """Gradients of ``inputs.hidden``, and of the adapter's tensors as in ``record``; recomputes the forward."""
+        _, recorded = self.record(blocks, inputs, adapter, dropout, trains_adapter=trains_adapter)
+        return recorded.backward(grad)
+
+    def _run_plain(
+        self, blocks: Span, inputs: BlockInput, adapter: PlacedAdapter | None, dropout: Dropout | None
+    ) -> torch.Tensor:
+        device, (num_rows, num_tokens, _) = self._stack.device, inputs.hidden.shape
+        shares = [] if adapter is None else [Share(slice(0, num_rows), adapter, dropout=dropout)]
+        with self._patches.applied(shares, num_rows, num_tokens):
+            output = self._stack.view(blocks)(
+                inputs.hidden.to(device, self._stack.dtype),
+                None if inputs.attention_mask is None else inputs.attention_mask.to(device),
+                None if inputs.position_ids is None else inputs.position_ids.to(device),
+                packed=inputs.packed,
+            )
+        return output.to("cpu", inputs.hidden.dtype)

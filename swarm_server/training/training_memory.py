@@ -1,0 +1,273 @@
+"""What a server remembers so that training computes less: activations of forward passes, transposed weights."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from swarm_protocol.checkpoints.int8_linear import Int8Weight
+from swarm_protocol.errors import Forgotten, PeerBusy, RequestRejected
+from swarm_protocol.span import Span
+from swarm_server.blocks.recording import Recorded
+from swarm_server.kv.kv_cache import CacheBudget, Charge
+
+KEPT_S = 120.0  # after which a forward pass without a backward is dropped
+UNUSED_S = 600.0  # after which transposed weights are dropped, if there is no backward pass
+_SHARE = 0.5  # of the cache's room that training may get
+_TRANSPOSED_SHARE = 0.75  # of that
+AT_ONCE_BYTES = 64 << 20  # of weights that one backward pass transposes: meanwhile nobody decodes
+
+
+@dataclass(frozen=True)
+class KeptSizes:
+    """What is known of a kept pass, whatever becomes of it.
+
+    Attributes:
+        shape: of the hidden states, [batch, tokens, hidden_size].
+        num_rows: of each piece.
+    """
+
+    shape: tuple[int, ...]
+    num_rows: list[int]
+
+
+@dataclass(eq=False)
+class KeptPass:
+    """One request's forward through ``blocks``, in pieces of its rows.
+
+    Attributes:
+        counted: addresses of the memory that counts already.
+        refused: there was no room for a piece, so none is kept.
+        since_s: when it was complete.
+    """
+
+    blocks: Span
+    pieces: list[Recorded] = field(default_factory=list)
+    charges: list[Charge] = field(default_factory=list)
+    counted: set[int] = field(default_factory=set)
+    refused: bool = False
+    since_s: float = 0.0
+
+
+@dataclass(eq=False)
+class _Transposed:
+    weight: Int8Weight
+    charge: Charge | None = None
+
+
+class TrainingMemory:
+    """Room that sessions leave in the KV cache, at most a part of it, and theirs again when they need it.
+
+    From any thread, but for what says that it wants the event loop.
+    """
+
+    def __init__(
+        self,
+        budget: CacheBudget,
+        weights: Sequence[Int8Weight] = (),
+        evict: Callable[[], bool] = lambda: False,
+        kept_s: float = KEPT_S,
+        unused_s: float = UNUSED_S,
+        at_once_bytes: int = AT_ONCE_BYTES,
+    ) -> None:
+        """
+        Args:
+            weights: of the hosted blocks.
+            evict: gives up a little of what others keep in the cache; False if there is nothing.
+        """
+        self._budget = budget
+        self._evict = evict
+        self._kept_s = kept_s
+        self._unused_s = unused_s
+        self._at_once_bytes = at_once_bytes
+        max_bytes = int(budget.capacity_bytes * _SHARE)
+        self._weights = _fitting(weights, max_bytes * _TRANSPOSED_SHARE)
+        self._max_bytes = max_bytes - sum(weight.transpose_bytes for weight in self._weights)  # of passes
+        self._used_bytes = 0  # by passes, also those that are not complete, or in use
+        self._passes: OrderedDict[bytes, KeptPass] = OrderedDict()
+        self._transposed: list[_Transposed] = []  # of the first of the weights
+        self._sweeping: asyncio.TimerHandle | None = None
+        self._resting: asyncio.TimerHandle | None = None  # until the transposed weights are dropped
+        self._closed = False
+
+    def __len__(self) -> int:
+        return len(self._passes)
+
+    # ------------------------------------------------------------ passes
+
+    @contextmanager
+    def keeping(self, blocks: Span) -> Iterator[KeptPass]:
+        """A pass to which pieces are added, and which is forgotten afterwards unless it was kept."""
+        kept = KeptPass(blocks)
+        try:
+            yield kept
+        finally:
+            with self._budget.lock:
+                if kept not in self._passes.values():
+                    self._free(kept)
+
+    def room(self, kept: KeptPass) -> int:
+        """Bytes that its next piece may take."""
+        with self._budget.lock:
+            if kept.refused or self._closed:
+                return 0
+            return max(0, min(self._max_bytes, self._budget.bytes_left) - self._used_bytes)
+
+    def add(self, kept: KeptPass, piece: Recorded | None) -> None:
+        """One more piece, if there is room for it: None if there was too little to record it."""
+        with self._budget.lock:
+            if piece is None or piece.size_bytes > self.room(kept):
+                return self._refuse(kept)
+            try:
+                charge = self._budget.keep(piece.size_bytes, piece, self._evict)
+            except PeerBusy:
+                return self._refuse(kept)
+            self._used_bytes += piece.size_bytes
+            kept.pieces.append(piece)
+            kept.charges.append(charge)
+
+    def keep(self, key: bytes, kept: KeptPass) -> bool:
+        """Keeps a complete pass; False if it was refused. On the event loop."""
+        with self._budget.lock:
+            if kept.refused or self._closed:
+                return False
+            self._drop(key)
+            kept.since_s = time.monotonic()
+            self._passes[key] = kept
+            if self._sweeping is None:
+                self._sweeping = asyncio.get_running_loop().call_later(self._kept_s, self._sweep)
+            return True
+
+    def look(self, key: bytes, blocks: Span) -> KeptSizes:
+        """The sizes of a pass, which stays where it is, and may be gone at any time: compute threads reclaim room.
+
+        Raises:
+            Forgotten: there is none under this key. RequestRejected: it went through other blocks.
+        """
+        with self._budget.lock:
+            kept = self._passes.get(key)
+            if kept is None:
+                raise Forgotten("this server does not have the pass (any more)")
+            if kept.blocks != blocks:
+                raise RequestRejected(f"the pass that was kept went through blocks {kept.blocks}, not {blocks}")
+            num_rows = [len(piece.output) for piece in kept.pieces]
+            return KeptSizes((sum(num_rows), *kept.pieces[0].output.shape[1:]), num_rows)
+
+    @contextmanager
+    def taking(self, key: bytes) -> Iterator[Callable[[], KeptPass]]:
+        """Gives a function that takes the pass, when its turn has come; it is freed afterwards.
+
+        The function raises Forgotten if it is gone by then.
+        """
+        taken: list[KeptPass] = []
+
+        def take() -> KeptPass:
+            with self._budget.lock:
+                if not taken:
+                    if key not in self._passes:
+                        raise Forgotten("this server does not have the pass (any more)")
+                    taken.append(self._passes.pop(key))
+            return taken[0]
+
+        try:
+            yield take
+        finally:
+            with self._budget.lock:
+                for kept in taken:
+                    self._free(kept)
+
+    def _refuse(self, kept: KeptPass) -> None:
+        kept.refused = True
+        self._free(kept)
+
+    def _drop(self, key: bytes) -> None:
+        if key in self._passes:
+            self._free(self._passes.pop(key))
+
+    def _free(self, kept: KeptPass) -> None:
+        """Lets go of its memory, whoever may still hold the pass. Under the lock."""
+        for charge, piece in zip(kept.charges, kept.pieces, strict=True):
+            charge.release()
+            piece.free()
+            self._used_bytes -= piece.size_bytes
+        kept.charges, kept.pieces = [], []
+
+    def _sweep(self) -> None:
+        self._sweeping = None
+        with self._budget.lock:
+            now_s = time.monotonic()
+            while self._passes:
+                key, kept = next(iter(self._passes.items()))
+                left_s = kept.since_s + self._kept_s - now_s
+                if left_s > 0:
+                    self._sweeping = asyncio.get_running_loop().call_later(left_s, self._sweep)
+                    return
+                self._drop(key)
+
+    # ------------------------------------------------------------ weights
+
+    def transpose(self) -> None:
+        """Before a backward pass: has it transpose some more weights, if there is room for them. On the event loop."""
+        with self._budget.lock:
+            if self._closed:
+                return
+            size_bytes = 0
+            for weight in self._weights[len(self._transposed) :]:
+                transposed = _Transposed(weight)
+                try:
+                    transposed.charge = self._budget.keep(weight.transpose_bytes, transposed, self._evict)
+                except PeerBusy:
+                    break
+                weight.keep_transpose(True)
+                self._transposed.append(transposed)
+                size_bytes += weight.transpose_bytes
+                if size_bytes >= self._at_once_bytes:
+                    break
+        if self._resting is not None:
+            self._resting.cancel()
+        self._resting = asyncio.get_running_loop().call_later(self._unused_s, self._drop_transposed)
+
+    def _drop_transposed(self) -> bool:
+        """Whether there was anything to drop."""
+        with self._budget.lock:
+            dropped, self._transposed = self._transposed, []
+            for transposed in dropped:
+                transposed.weight.keep_transpose(False)
+                transposed.charge.release()
+            return bool(dropped)
+
+    # ------------------------------------------------------------ room
+
+    def reclaim(self) -> bool:
+        """Gives up a little, the oldest first; False if there is nothing."""
+        with self._budget.lock:
+            if self._passes:
+                self._drop(next(iter(self._passes)))
+                return True
+            return self._drop_transposed()
+
+    def close(self) -> None:
+        """Drops everything, and keeps nothing any more. On the event loop."""
+        with self._budget.lock:
+            self._closed = True
+            for key in list(self._passes):
+                self._drop(key)
+            self._drop_transposed()
+            self._weights = []
+        for timer in (self._sweeping, self._resting):
+            if timer is not None:
+                timer.cancel()
+
+
+def _fitting(weights: Sequence[Int8Weight], max_bytes: float) -> list[Int8Weight]:
+    """As many as have room transposed."""
+    fitting, size_bytes = [], 0
+    for weight in weights:
+        if weight.transpose_bytes and size_bytes + weight.transpose_bytes <= max_bytes:
+            fitting.append(weight)
+            size_bytes += weight.transpose_bytes
+    return fitting

@@ -1,0 +1,64 @@
+"""What a client's half of a model saves: an adapter or prompts, never a checkpoint that lacks the blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import peft
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel, Trainer, TrainingArguments
+
+from swarm_client import RequestRejected
+from swarm_client.model.model import load_client
+from swarm_protocol.checkpoints.checkpoint import Checkpoint
+from tests.zoo import save_checkpoint
+
+REFUSED = "blocks are on servers: saved without them, it would load with random ones.*add_adapter.*tuning_mode"
+
+
+@pytest.fixture
+def client(tmp_path) -> PreTrainedModel:
+    save_checkpoint("llama", tmp_path / "model")
+    checkpoint = Checkpoint.open(tmp_path / "model")
+    return load_client(checkpoint, AutoModelForCausalLM, torch.float32, torch.device("cpu"))
+
+
+def save_with_trainer(model: PreTrainedModel, directory: Path) -> None:
+    Trainer(model, TrainingArguments(str(directory), report_to=[], use_cpu=True)).save_model()
+
+
+WAYS: dict[str, Callable[[PreTrainedModel, Path], object]] = {
+    "save_pretrained": lambda model, path: model.save_pretrained(path),
+    "state-dict": lambda model, path: model.save_pretrained(path, state_dict=model.state_dict()),
+    "push_to_hub": lambda model, path: model.push_to_hub("me/mine"),
+    "push-while-saving": lambda model, path: model.save_pretrained(path, push_to_hub=True),
+    "base-model": lambda model, path: model.model.save_pretrained(path),
+    "base-model-to-hub": lambda model, path: model.base_model.push_to_hub("me/mine"),
+    "trainer": save_with_trainer,
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_checkpoint_without_blocks_is_refused(client, tmp_path, way):
+    saved = tmp_path / "saved"
+    with pytest.raises(RequestRejected, match=REFUSED):
+        WAYS[way](client, saved)
+    assert not list(saved.glob("*"))
+
+
+def test_an_adapter_is_saved_alone_until_it_is_deleted(client, tmp_path):
+    client.add_adapter(peft.LoraConfig(r=2, target_modules=["q_proj"]))
+    save_with_trainer(client, tmp_path / "saved")
+    names = {path.name for path in (tmp_path / "saved").iterdir()}
+    assert {"adapter_config.json", "adapter_model.safetensors"} <= names and "model.safetensors" not in names
+    client.delete_adapter("default")
+    with pytest.raises(RequestRejected, match=REFUSED):
+        client.save_pretrained(tmp_path / "again")
+
+
+def test_prompts_are_saved(client, tmp_path):
+    client.add_prompts("prompt", 3)
+    client.save_pretrained(tmp_path / "saved")
+    assert (tmp_path / "saved" / "prompts.safetensors").exists()

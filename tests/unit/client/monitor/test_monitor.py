@@ -1,0 +1,300 @@
+"""What an observer makes of servers that come, go, hang and change, and of a DHT that cannot be read."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import Coroutine
+from typing import Any
+
+import pytest
+
+from swarm_client.core.config import ClientConfig
+from swarm_client.monitor.model_monitor import ModelStatus, ServerStatus
+from swarm_client.monitor.monitor import Observer, Sight
+from swarm_protocol.dht.records import ServerRecord, ServerState, SwarmView
+from swarm_protocol.errors import NoSwarm, PeerUnavailable
+from tests.unit.simulation import VirtualLoop
+from tests.unit.support import server_record
+
+NUM_BLOCKS = 8
+FOREVER = 1e9
+
+
+class Net:
+    """A swarm that is what the test says: the DHT, and the servers that can be connected to."""
+
+    def __init__(self, *records: ServerRecord) -> None:
+        self.records = {record.peer_id: record for record in records}  # in the DHT
+        self.alive = dict(self.records)  # what the servers themselves say
+        self.delays_s: dict[str, float] = {}
+        self.under_way = self.most_under_way = self.connections = 0
+
+    def publish(self, record: ServerRecord) -> None:
+        self.records[record.peer_id] = self.alive[record.peer_id] = record
+
+    async def models(self) -> dict[str, int]:
+        return {record.model: NUM_BLOCKS for record in self.records.values()}
+
+    async def view(self, model: str, _num_blocks: int) -> SwarmView:
+        return SwarmView.of(record for record in self.records.values() if record.model == model)
+
+    async def shutdown(self) -> None:
+        pass
+
+    async def connect(self, record: ServerRecord, _step_timeout_s: float) -> FakeServer:
+        self.connections += 1
+        return FakeServer(self, record)
+
+    async def answer(self, peer_id: str) -> ServerRecord:
+        self.under_way += 1
+        self.most_under_way = max(self.most_under_way, self.under_way)
+        await asyncio.sleep(self.delays_s.get(peer_id, 0.01))
+        self.under_way -= 1
+        if peer_id not in self.alive:
+            raise PeerUnavailable("it is gone", peer_id)
+        return self.alive[peer_id]
+
+
+class FakeServer:
+    def __init__(self, net: Net, record: ServerRecord) -> None:
+        self.record = record
+        self._net = net
+
+    def leads_to(self, record: ServerRecord) -> bool:
+        return record.tls_fingerprint == self.record.tls_fingerprint
+
+    async def ping(self) -> float:
+        await self._net.answer(self.record.peer_id)
+        return self._net.delays_s.get(self.record.peer_id, 0.01)
+
+    async def describe(self) -> ServerRecord:
+        return await self._net.answer(self.record.peer_id)
+
+    async def close(self) -> None:
+        pass
+
+
+def run(coroutine: Coroutine[Any, Any, None]) -> None:
+    loop = VirtualLoop()
+    try:
+        loop.run_until_complete(asyncio.wait_for(coroutine, 1000))
+    finally:
+        for task in asyncio.all_tasks(loop):
+            task.cancel()
+        loop.run_until_complete(asyncio.sleep(1.0))
+        loop.close()
+
+
+def observer(net: Net, model: str | None = None, *others: Net) -> Observer:
+    """``others``: whom it finds when it joins again."""
+    nets = iter([net, *others])
+
+    async def join(_config: ClientConfig) -> Net:
+        found = next(nets, None)
+        if found is None:
+            raise NoSwarm("nobody answers")
+        return found
+
+    async def connect(record: ServerRecord, step_timeout_s: float) -> FakeServer:
+        owner = next(net for net in (net, *others) if record.peer_id in net.records)
+        return await owner.connect(record, step_timeout_s)
+
+    return Observer(ClientConfig(), model, join=join, connect=connect)
+
+
+def only(sight: Sight) -> ModelStatus:
+    (model,) = sight.models
+    return model
+
+
+def find(sight: Sight, peer_id: str) -> ServerStatus:
+    (server,) = [server for server in only(sight).servers if server.record.peer_id == peer_id]
+    return server
+
+
+def chain(sight: Sight) -> list[str]:
+    return [f"{hop.server.peer_id} {hop.span}" for hop in only(sight).chain]
+
+
+async def until(watcher: Observer, condition: Any) -> Sight:
+    """Looks again until the condition of what is seen holds."""
+    while not condition(sight := await watcher.look_again(2.0)):
+        await asyncio.sleep(2.0)
+    return sight
+
+
+TWO_WAYS = [server_record("a", "0:4"), server_record("b", "4:8", tokens_per_s=20), server_record("c", "4:8")]
+
+
+def test_one_look():
+    async def test() -> None:
+        net = Net(*TWO_WAYS)
+        net.delays_s["c"] = 0.3
+        sight = await observer(net).look()
+        assert chain(sight) == ["a 0:4", "b 4:8"]
+        assert [server.rtt_s for server in only(sight).servers] == [0.01, 0.01, 0.3]
+        assert only(sight).tokens_per_s == pytest.approx(1 / (1 / 10 + 1 / 20 + 0.01 + 0.01))
+        assert only(sight).missing == () and sight.stale_s is None
+
+    run(test())
+
+
+@pytest.mark.parametrize("hangs", [False, True])
+def test_who_is_dead_or_hangs_does_not_answer_and_is_not_on_the_chain(hangs):
+    async def test() -> None:
+        net = Net(*TWO_WAYS)
+        if hangs:
+            net.delays_s["b"] = FOREVER
+        else:
+            del net.alive["b"]
+        sight = await observer(net).look()
+        assert not find(sight, "b").answers and find(sight, "b").rtt_s is None
+        assert chain(sight) == ["a 0:4", "c 4:8"]
+        assert only(sight).replicas == [1] * 8
+
+    run(test())
+
+
+def test_blocks_of_the_dead_are_missing():
+    async def test() -> None:
+        net = Net(*TWO_WAYS[:2])
+        del net.alive["b"]
+        sight = await observer(net).look()
+        assert [str(span) for span in only(sight).missing] == ["4:8"] and chain(sight) == []
+
+    run(test())
+
+
+def test_load_and_room_are_those_of_now():
+    async def test() -> None:
+        net = Net(server_record("a", "0:8", cache_tokens_left=1000))
+        watcher = observer(net)
+        await watcher.look()
+        net.alive["a"] = dataclasses.replace(net.records["a"], cache_tokens_left=10, queue_delay_s=0.5)
+        sight = await until(watcher, lambda sight: find(sight, "a").record.cache_tokens_left == 10)
+        assert find(sight, "a").record.queue_delay_s == 0.5
+        net.records["a"] = dataclasses.replace(net.records["a"], cache_tokens_left=20, expires_at=FOREVER)  # newer
+        net.delays_s["a"] = FOREVER
+        await until(watcher, lambda sight: find(sight, "a").answers and find(sight, "a").record.cache_tokens_left == 20)
+
+    run(test())
+
+
+def test_servers_come_die_and_come_back():
+    async def test() -> None:
+        net = Net(*TWO_WAYS)
+        watcher = observer(net)
+        await watcher.look()
+        net.publish(server_record("d", "0:8", tokens_per_s=100))
+        await until(watcher, lambda sight: chain(sight) == ["d 0:8"])
+        del net.alive["d"]
+        sight = await until(watcher, lambda sight: not find(sight, "d").answers)
+        assert "d 0:8" not in chain(sight)
+        assert chain(await until(watcher, chain)) == ["a 0:4", "b 4:8"]
+        net.alive["d"] = net.records["d"]
+        await until(watcher, lambda sight: find(sight, "d").answers)
+        del net.records["c"]
+        await until(watcher, lambda sight: len(only(sight).servers) == 3)
+
+    run(test())
+
+
+def test_who_was_started_again_is_taken_for_there():
+    async def test() -> None:
+        net = Net(*TWO_WAYS)
+        del net.alive["b"]
+        watcher = observer(net)
+        assert not find(await watcher.look(), "b").answers
+        net.publish(dataclasses.replace(net.records["b"], tls_fingerprint=b"new", state=ServerState.JOINING))
+        net.delays_s["b"] = FOREVER  # it does not listen yet
+        sight = await until(watcher, lambda sight: find(sight, "b").answers)
+        assert find(sight, "b").record.state is ServerState.JOINING
+
+    run(test())
+
+
+def test_of_several_revisions_the_one_with_most_servers_is_used():
+    async def test() -> None:
+        old = [server_record(name, "0:8", revision="old") for name in "ab"]
+        new = [server_record(name, "0:8", revision="new", tokens_per_s=100) for name in "cde"]
+        net = Net(*old, *new)
+        watcher = observer(net)
+        sight = await watcher.look()
+        assert only(sight).revision == "new" and only(sight).replicas == [3] * 8
+        del net.alive["c"], net.alive["d"]
+        await until(watcher, lambda sight: only(sight).revision == "old" and chain(sight) in (["a 0:8"], ["b 0:8"]))
+
+    run(test())
+
+
+def test_a_dht_that_cannot_be_read_leaves_the_last_picture():
+    async def test() -> None:
+        net = Net(*TWO_WAYS)
+        watcher = observer(net)
+        await watcher.look()
+        records, net.records = net.records, {}
+        sight = await until(watcher, lambda sight: sight.stale_s is not None)
+        assert len(only(sight).servers) == 3
+        net.alive.clear()
+        await until(watcher, lambda sight: not any(server.answers for server in only(sight).servers))
+        net.records = net.alive = records
+        await until(watcher, lambda sight: sight.stale_s is None and chain(sight))
+
+    run(test())
+
+
+def test_others_are_found_when_all_are_gone():
+    async def test() -> None:
+        net, later = Net(*TWO_WAYS), Net(server_record("z", "0:8"))
+        watcher = observer(net, None, later)
+        await watcher.look()
+        net.alive.clear()  # but the DHT's node remembers them
+        await until(watcher, lambda sight: chain(sight) == ["z 0:8"])
+        assert [server.record.peer_id for server in only(await watcher.look_again(2.0)).servers] == ["z"]
+
+    run(test())
+
+
+def test_a_view_without_servers_is_believed_when_nobody_answers():
+    async def test() -> None:
+        net = Net(*TWO_WAYS, server_record("z", "0:8", model="other"))
+        watcher = observer(net, "model")
+        await watcher.look()
+        for name in "abc":
+            del net.alive[name]
+            net.records[name] = dataclasses.replace(net.records[name], model="other")
+        net.records["none"] = server_record("none", model="model")
+        net.view = lambda model, num_blocks: asyncio.sleep(0, SwarmView())
+        await until(watcher, lambda sight: not sight.models)
+
+    run(test())
+
+
+def test_a_crowd_is_asked_bit_by_bit():
+    async def test() -> None:
+        net = Net(*(server_record(f"s{number:04}", "0:8") for number in range(1000)))
+        watcher = observer(net)
+        sight = await watcher.look()
+        known = [server for server in only(sight).servers if server.rtt_s is not None]
+        assert 150 <= len(known) <= 250 and len(chain(sight)) == 1
+        for _ in range(20):
+            await watcher.look_again(2.0)
+        assert net.most_under_way <= 64 and net.connections <= 300  # choosing a chain, the client measures some more
+
+    run(test())
+
+
+def test_a_model_that_nobody_hosts():
+    async def test() -> None:
+        with pytest.raises(NoSwarm, match=r"hosts model 'nope'; its models: model$"):
+            await observer(Net(*TWO_WAYS), "nope").look()
+
+    run(test())
+
+
+def test_a_swarm_without_servers():
+    async def test() -> None:
+        assert (await observer(Net()).look()).models == ()
+
+    run(test())

@@ -1,0 +1,139 @@
+"""What a client learns by speaking to servers: round trips are measured, failures are remembered for a while."""
+
+from __future__ import annotations
+
+import asyncio
+from math import inf
+
+import pytest
+
+from swarm_client.swarm.peer_health import FAILED, SILENT, Bans, RoundTrips
+from swarm_protocol.dht.records import ServerRecord
+from tests.unit.support import run, server_record
+
+
+class Pings:
+    """Servers at known distances; those without one never answer."""
+
+    def __init__(self, rtts_s: dict[str, float | None]) -> None:
+        self.rtts_s = rtts_s
+        self.asked: list[str] = []
+
+    async def __call__(self, server: ServerRecord) -> float | None:
+        self.asked.append(server.peer_id)
+        if server.peer_id not in self.rtts_s:
+            await asyncio.Event().wait()
+        return self.rtts_s[server.peer_id]
+
+
+def servers(*names: str) -> list[ServerRecord]:
+    return [server_record(name) for name in names]
+
+
+def test_unknown_round_trips_are_measured_once() -> None:
+    pings = Pings({"a": 0.1, "b": 0.2})
+    trips = RoundTrips(pings)
+
+    async def story() -> None:
+        assert await trips.measure(servers("a"), servers("a", "b")) == set()
+        assert await trips.measure(servers("a", "b"), []) == set()
+
+    run(story())
+    assert dict(trips.known) == {"a": 0.1, "b": 0.2}
+    assert sorted(pings.asked) == ["a", "b"]
+
+
+def test_those_who_do_not_answer_are_named() -> None:
+    """One refuses, one is silent, and nobody waits for it for ever."""
+    pings = Pings({"a": 0.1, "refuses": None})
+    trips = RoundTrips(pings)
+
+    async def story() -> None:
+        assert await trips.measure(servers("a", "refuses", "silent"), []) == {"refuses", "silent"}
+
+    run(story())
+    assert dict(trips.known) == {"a": 0.1}
+
+
+def test_of_many_only_some_are_asked_at_a_time() -> None:
+    names = [f"s{number:03}" for number in range(500)]
+    pings = Pings(dict.fromkeys(names, 0.1))
+    trips = RoundTrips(pings)
+
+    async def story() -> None:
+        await trips.measure(servers("s499"), servers(*names))
+
+    run(story())
+    assert "s499" in pings.asked and 10 <= len(pings.asked) <= 20
+    assert max(map(int, (name[1:] for name in pings.asked[1:]))) > 400  # of all blocks
+
+
+def test_who_failed_is_measured_anew() -> None:
+    pings = Pings({"a": 0.1})
+    trips = RoundTrips(pings)
+
+    async def story() -> None:
+        await trips.measure(servers("a"), [])
+        trips.forget("a")
+        pings.rtts_s["a"] = 0.3
+        await trips.measure(servers("a"), [])
+
+    run(story())
+    assert dict(trips.known) == {"a": 0.3}
+
+
+def test_an_unknown_server_is_taken_for_near_or_far() -> None:
+    trips = RoundTrips(Pings({}))
+    assert trips.guess_s(hopeful=True) == 0.0
+    assert trips.guess_s(hopeful=False) > 5.0  # no server that is known is so far
+
+
+# ------------------------------------------------------------ failures
+
+
+def test_a_ban_ends_and_grows() -> None:
+    bans = Bans()
+    bans.add("a", 100.0, None)
+    assert bans.now(104.9, []) == {"a": FAILED}
+    assert bans.now(105.1, []) == {}
+    bans.add("a", 110.0, None)
+    assert bans.now(119.9, []) == {"a": FAILED}
+    assert bans.now(120.1, []) == {}
+    for _ in range(10):
+        bans.add("a", 200.0, None)
+    assert bans.now(259.0, []) == {"a": FAILED} and bans.now(261.0, []) == {}
+
+
+def test_a_server_that_works_is_forgiven() -> None:
+    bans = Bans()
+    for _ in range(5):
+        bans.add("a", 100.0, 500.0)
+    bans.forgive("a")
+    assert bans.now(100.0, [server_record("a", expires_at=500.0)]) == {}
+    bans.add("a", 200.0, None)
+    assert bans.now(205.1, []) == {}  # it starts anew
+
+
+def test_who_did_not_answer_stays_out_until_it_is_heard_of() -> None:
+    """A record lives on for minutes after its server died."""
+    bans = Bans()
+    bans.add("a", 100.0, expires_at=500.0)
+    same, newer = server_record("a", expires_at=500.0), server_record("a", expires_at=520.0)
+    assert bans.now(101.0, [newer]) == {"a": SILENT}
+    assert bans.now(300.0, [same]) == {"a": SILENT}
+    assert bans.now(300.0, [newer]) == {}
+
+
+@pytest.mark.parametrize("expires_at", [None, 500.0])
+def test_without_another_way_only_the_last_moment_counts(expires_at: float | None) -> None:
+    bans = Bans()
+    bans.add("a", 100.0, expires_at)
+    record = server_record("a", expires_at=500.0)
+    assert set(bans.now(100.9, [record], just_now=True)) == {"a"}
+    assert bans.now(101.1, [record], just_now=True) == {}
+
+
+def test_a_record_that_never_expires_says_nothing_about_life() -> None:
+    bans = Bans()
+    bans.add("a", 100.0, expires_at=inf)
+    assert bans.now(106.0, [server_record("a")]) == {}

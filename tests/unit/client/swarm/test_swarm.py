@@ -1,0 +1,239 @@
+"""A client's view of its swarm: whom it speaks to before it trusts them, whom it leaves out, and what it reads."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
+
+from swarm_client.core.config import ClientConfig
+from swarm_client.routing.routing import Chain
+from swarm_client.swarm.swarm import Swarm
+from swarm_protocol.dht.records import ServerRecord, SwarmView
+from swarm_protocol.errors import NoRoute, PeerUnavailable
+from swarm_protocol.span import Span
+from tests.unit.support import run, server_record
+
+NEED = 1
+
+
+@dataclass
+class FakeServer:
+    record: ServerRecord
+    net: FakeNet
+
+    def leads_to(self, _record: ServerRecord) -> bool:
+        return True
+
+    async def ping(self) -> float:
+        self.net.pinged.append(self.record.peer_id)
+        if self.record.peer_id in self.net.silent:
+            await asyncio.Event().wait()
+        return self.net.rtts_s.get(self.record.peer_id, 0.001)
+
+    async def close(self) -> None:
+        pass
+
+
+@dataclass
+class FakeNet:
+    """Stands for the DHT and for the servers: all records, who is dead, who never answers, how far each is."""
+
+    records: list[ServerRecord]
+    dead: set[str] = field(default_factory=set)
+    silent: set[str] = field(default_factory=set)
+    rtts_s: dict[str, float] = field(default_factory=dict)
+    pinged: list[str] = field(default_factory=list)
+    parts: list[Span | None] = field(default_factory=list)  # of the model that were read
+    is_alive: bool = True
+    is_alone: bool = False
+
+    async def view(self, _model: str, _num_blocks: int, part: Span | None = None) -> SwarmView:
+        self.parts.append(part)
+        return SwarmView.of(self.records)
+
+    async def shutdown(self) -> None:
+        pass
+
+    async def connect(self, record: ServerRecord, _timeout_s: float) -> FakeServer:
+        if record.peer_id in self.dead:
+            raise PeerUnavailable("nobody answers", record.peer_id, record.span)
+        return FakeServer(record, self)
+
+    def publish_again(self) -> None:
+        """All who live."""
+        self.records = [
+            record if record.peer_id in self.dead else replace(record, expires_at=record.expires_at + 20)
+            for record in self.records
+        ]
+
+
+def play(net: FakeNet, story: Callable[[Swarm], Coroutine[Any, Any, None]], **options: Any) -> None:
+    async def told() -> None:
+        config = ClientConfig(wait_timeout_s=0, **options)
+        swarm = Swarm(config, "model", "revision", 8, dht=net, connect=net.connect)
+        try:
+            await story(swarm)
+        finally:
+            await swarm.close()
+
+    run(told())
+
+
+def servers(*spans: tuple[str, str], **fields: Any) -> list[ServerRecord]:
+    lives_until = time.time() + 120
+    return [
+        server_record(name, blocks, cache_tokens_left=100, expires_at=lives_until, **fields) for name, blocks in spans
+    ]
+
+
+def names(chain: Chain) -> list[str]:
+    return [hop.server.peer_id for hop in chain]
+
+
+def test_the_nearest_server_is_found_by_measuring() -> None:
+    net = FakeNet(servers(("far", "0:8"), ("near", "0:8")), rtts_s={"far": 0.5, "near": 0.01})
+
+    async def story(swarm: Swarm) -> None:
+        assert names(await swarm.chain(Span(0, 8), NEED)) == ["near"]
+
+    play(net, story)
+
+
+@pytest.mark.parametrize("fate", ["dead", "silent"])
+def test_a_ghost_is_never_in_a_chain(fate: str) -> None:
+    """The DHT still has its record, and it would be the best by far."""
+    net = FakeNet([*servers(("ghost", "0:8"), tokens_per_s=1e6), *servers(("slow", "0:8"))])
+    getattr(net, fate).add("ghost")
+
+    async def story(swarm: Swarm) -> None:
+        for _ in range(3):
+            assert names(await swarm.chain(Span(0, 8), NEED)) == ["slow"]
+
+    play(net, story)
+
+
+def test_a_server_that_died_is_out_at_once_and_back_when_it_is_heard_of() -> None:
+    net = FakeNet(servers(("a", "0:8"), ("b", "0:8")), rtts_s={"a": 0.01, "b": 0.2})
+
+    async def story(swarm: Swarm) -> None:
+        assert names(await swarm.chain(Span(0, 8), NEED)) == ["a"]
+        net.dead.add("a")
+        swarm.failed(PeerUnavailable("it broke", "a", Span(0, 8)))
+        assert names(await swarm.chain(Span(0, 8), NEED)) == ["b"]
+        swarm._bans._bans["a"] = replace(swarm._bans._bans["a"], since_s=-1000.0)  # long ago
+        net.publish_again()
+        await swarm.view(0)
+        assert names(await swarm.chain(Span(0, 8), NEED)) == ["b"]
+        net.dead.clear()
+        net.publish_again()
+        await swarm.view(0)
+        swarm._last_chains.clear()
+        assert names(await swarm.chain(Span(0, 8), NEED)) == ["a"]
+
+    play(net, story)
+
+
+def test_an_expired_record_is_no_server() -> None:
+    """The DHT could not be read for long."""
+    old = [replace(record, expires_at=time.time() - 1) for record in servers(("a", "0:8"))]
+
+    async def story(swarm: Swarm) -> None:
+        with pytest.raises(NoRoute, match=r"no server holds blocks 0:8 \(left out: 1 server not heard of lately\)"):
+            await swarm.chain(Span(0, 8), NEED)
+
+    play(FakeNet(old), story)
+
+
+def test_only_the_part_in_use_is_read() -> None:
+    net = FakeNet(servers(("a", "0:8")))
+
+    async def story(swarm: Swarm) -> None:
+        await swarm.chain(Span(2, 4), NEED)
+        await swarm.chain(Span(3, 4), NEED)
+        assert net.parts == [Span(2, 4)]
+        await swarm.chains(Span(3, 6), [10])
+        assert net.parts == [Span(2, 4), Span(2, 6)]
+
+    play(net, story)
+
+
+def test_a_chain_is_kept_for_the_next_session() -> None:
+    """Where the same prompt has been computed before; passes of training go where it is fastest."""
+    net = FakeNet(servers(("a", "0:8"), ("b", "0:8")), rtts_s={"a": 0.010, "b": 0.011})
+
+    async def story(swarm: Swarm) -> None:
+        assert names(await swarm.chain(Span(0, 8), NEED)) == ["a"]
+        net.records = [*servers(("b", "0:8"), tokens_per_s=10.5), *servers(("a", "0:8"))]
+        await swarm.view(0)
+        assert names(await swarm.chain(Span(0, 8), NEED)) == ["a"]
+        assert [names(chain) for chain in await swarm.chains(Span(0, 8), [64])] == [["b"]]
+        net.records = [*servers(("b", "0:8"), tokens_per_s=20.0), *servers(("a", "0:8"))]
+        await swarm.view(0)
+        assert names(await swarm.chain(Span(0, 8), NEED)) == ["b"]
+
+    play(net, story)
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [({"allowed_servers": ("…slow",)}, "peerslow"), ({"blocked_servers": ("peerfast",)}, "peerslow"), ({}, "peerfast")],
+)
+def test_lists_of_servers_are_obeyed(options: dict[str, Any], expected: str) -> None:
+    net = FakeNet([*servers(("peerfast", "0:8"), tokens_per_s=100.0), *servers(("peerslow", "0:8"))])
+
+    async def story(swarm: Swarm) -> None:
+        assert names(await swarm.chain(Span(0, 8), NEED)) == [expected]
+        assert expected in net.pinged and (len(net.pinged) == 1) is bool(options)  # who is not to be used is not asked
+
+    play(net, story, **options)
+
+
+def test_a_large_swarm_is_not_asked_as_a_whole() -> None:
+    """The best of a thousand unknown servers cannot be found at once; a good one can."""
+    many = servers(*((f"s{number:04}", "0:8") for number in range(1000)))
+    net = FakeNet(many, rtts_s={f"s{number:04}": 0.001 * (1 + number) for number in range(1000)})
+
+    async def story(swarm: Swarm) -> None:
+        (chosen,) = names(await swarm.chain(Span(0, 8), NEED))
+        assert len(set(net.pinged)) < 150
+        assert net.rtts_s[chosen] == min(net.rtts_s[name] for name in set(net.pinged))
+
+    play(net, story)
+
+
+def joins(net: FakeNet, **options: Any) -> None:
+    async def story(swarm: Swarm) -> None:
+        await swarm.connect()
+
+    play(net, story, **options)
+
+
+def test_what_was_asked_for_by_name_is_missed_at_once() -> None:
+    some = [
+        *servers(("peerone", "0:4"), adapters=("polite", "rude")),
+        *servers(("peertwo", "4:8"), adapters=("polite",)),
+    ]
+    with pytest.raises(NoRoute, match="no server has adapter 'kind': they have polite, rude"):
+        joins(FakeNet(some), adapter="kind")
+    with pytest.raises(NoRoute, match="no server has adapter 'rude': they have polite"):
+        joins(FakeNet(some), adapter="rude", blocked_servers=("one",))
+    with pytest.raises(NoRoute, match=r"here is six or ten: there are …eerone \(blocks 0:4\), …eertwo \(blocks 4:8\)"):
+        joins(FakeNet(some), allowed_servers=("six", "ten"))
+    with pytest.raises(NoRoute, match="all servers here are blocked: there are …eerone"):
+        joins(FakeNet(some), blocked_servers=("one", "two"))
+
+
+def test_some_of_those_asked_for_may_be_absent(caplog: pytest.LogCaptureFixture) -> None:
+    some = servers(("peerone", "0:4"), ("peertwo", "4:8"), adapters=("polite",))
+    joins(FakeNet(some), allowed_servers=("one", "two", "six"), blocked_servers=("ten",), adapter="polite")
+    there = "there are …eerone (blocks 0:4), …eertwo (blocks 4:8)"
+    assert caplog.messages == [f"no server here is six: {there}", f"no server here is ten: {there}"]
+
+
+def test_where_nobody_is_yet_somebody_may_come() -> None:
+    joins(FakeNet([]), adapter="kind", allowed_servers=("six",))

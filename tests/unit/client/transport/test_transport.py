@@ -1,0 +1,257 @@
+"""The client's side of the wire: what a server answers is checked, and its failures become our errors."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Iterable
+
+import grpc
+import pytest
+import torch
+
+from swarm_client.routing.routing import Hop
+from swarm_client.transport.hops import Answer, HopSession, Inbox, Trouble
+from swarm_client.transport.wire_tensor import WireTensor
+from swarm_protocol.errors import BadReply, PeerBusy, PeerError, PeerUnavailable, RequestRejected
+from swarm_protocol.pb import swarm_pb2 as pb
+from swarm_protocol.span import Span
+from tests.unit.support import run, server_record, until
+
+HIDDEN = torch.randn(1, 2, 4)
+LARGE = torch.randn(1, 3, 2**18)  # travels in two further parts
+OPENED = pb.SessionReply(opened=pb.Opened(tokens_left=100, max_step_tokens=64))
+NUMBER = 7  # of the hop
+
+
+class FakeCall:
+    """The stream to a server that gives the answers it is told to, then ends with a status."""
+
+    def __init__(self, replies: Iterable[pb.SessionReply], code: grpc.StatusCode = grpc.StatusCode.OK) -> None:
+        self.written: list[pb.SessionRequest] = []
+        self.cancelled = False
+        self._replies = iter(replies)
+        self._code = code
+
+    async def write(self, request: pb.SessionRequest) -> None:
+        self.written.append(request)
+
+    async def read(self) -> pb.SessionReply | object:
+        return next(self._replies, grpc.aio.EOF)
+
+    async def code(self) -> grpc.StatusCode:
+        return self._code
+
+    async def details(self) -> str:
+        return "details"
+
+    async def done_writing(self) -> None:
+        pass
+
+    def cancel(self) -> None:
+        self.cancelled = True
+
+
+class SilentCall(FakeCall):
+    """A server that takes everything and never answers."""
+
+    async def read(self) -> pb.SessionReply:
+        await asyncio.Event().wait()
+
+
+def events(*replies: pb.SessionReply, code: grpc.StatusCode = grpc.StatusCode.OK) -> list[Answer | Trouble]:
+    """What the session is told of a hop that opens, answers this, and ends the stream."""
+
+    async def read() -> list[Answer | Trouble]:
+        inbox: Inbox = asyncio.Queue()
+        await hop_session(FakeCall([OPENED, *replies], code), inbox).open(pb.Open(), timeout_s=5)
+        seen = [await inbox.get()]
+        while not (isinstance(seen[-1], Trouble) and seen[-1].step is None):
+            seen.append(await inbox.get())
+        return seen
+
+    return run(read())
+
+
+def hop_session(call: FakeCall, inbox: Inbox | None = None) -> HopSession:
+    return HopSession(NUMBER, Hop(server_record("peer"), Span(0, 4)), call, inbox, pb.Open(), None)
+
+
+def output(tensor: torch.Tensor | None, number: int = 3, **fields: object) -> list[pb.SessionReply]:
+    """An output and its parts."""
+    if tensor is None:
+        return [pb.SessionReply(output=pb.Output(number=number, **fields))]
+    wire = WireTensor.of(tensor)
+    message = pb.Output(number=number, hidden=wire.header, **fields)
+    return [pb.SessionReply(output=message), *(pb.SessionReply(more=part) for part in wire.parts)]
+
+
+def assert_of_the_peer(error: Exception) -> None:
+    assert (error.peer_id, error.span) == ("peer", Span(0, 4))
+
+
+class TestOpening:
+    def test_tells_what_the_server_takes_at_once(self) -> None:
+        call = FakeCall([OPENED])
+        session = hop_session(call, asyncio.Queue())
+        run(session.open(pb.Open(batch_size=3), timeout_s=5))
+        assert session.max_step_tokens == 64
+        assert call.written == [pb.SessionRequest(open=pb.Open(batch_size=3))]
+
+    @pytest.mark.parametrize(
+        ("status", "error"),
+        [
+            (grpc.StatusCode.RESOURCE_EXHAUSTED, PeerBusy),
+            (grpc.StatusCode.UNAVAILABLE, PeerUnavailable),
+            (grpc.StatusCode.INTERNAL, PeerError),
+        ],
+    )
+    def test_refused(self, status: grpc.StatusCode, error: type[PeerError]) -> None:
+        with pytest.raises(error, match="details") as caught:
+            run(hop_session(FakeCall([], status)).open(pb.Open(), timeout_s=5))
+        assert type(caught.value) is error
+        assert_of_the_peer(caught.value)
+
+    @pytest.mark.parametrize("reply", [pb.SessionReply(), pb.SessionReply(more=b"x"), *output(HIDDEN)])
+    def test_answered_by_something_else(self, reply: pb.SessionReply) -> None:
+        call = FakeCall([reply])
+        with pytest.raises(BadReply, match="out of turn") as caught:
+            run(hop_session(call).open(pb.Open(), timeout_s=5))
+        assert_of_the_peer(caught.value)
+        assert call.cancelled
+
+    def test_not_answered(self) -> None:
+        call = SilentCall([])
+        with pytest.raises(PeerUnavailable, match=r"did not answer within 0\.01 s") as caught:
+            run(hop_session(call).open(pb.Open(), timeout_s=0.01))
+        assert_of_the_peer(caught.value)
+        assert call.cancelled
+
+
+def test_a_step_is_sent_with_all_its_parts() -> None:
+    wire, call = WireTensor.of(LARGE), FakeCall([])
+    step = pb.Step(number=1, start_position=3, hidden=wire.header)
+    assert len(wire.parts) == 2
+    run(hop_session(call).send(step, wire.parts))
+    assert call.written == [
+        pb.SessionRequest(step=step),
+        *(pb.SessionRequest(more=part) for part in wire.parts),
+    ]
+
+
+class TestAnswers:
+    def test_come_in_order_with_all_their_parts(self) -> None:
+        large, nothing, relayed, end = events(*output(LARGE, 1), *output(None, 2), *output(HIDDEN, 3, relay=True))
+        assert (large.hop, large.step, large.relay) == (NUMBER, 1, False)
+        assert torch.equal(large.hidden.decode(LARGE.shape, LARGE.dtype), LARGE)
+        assert nothing == Answer(NUMBER, 2, None, relay=False)
+        assert (relayed.hop, relayed.step, relayed.relay) == (NUMBER, 3, True)
+        assert torch.equal(relayed.hidden.decode(HIDDEN.shape, HIDDEN.dtype), HIDDEN)
+        assert isinstance(end.error, PeerUnavailable)
+
+    @pytest.mark.parametrize("field", [{"size_bytes": 2**40}, {"dtype": 99}, {"shape": [1] * 9}])
+    def test_that_are_endless_or_malformed_are_not_read(self, field: dict[str, object]) -> None:
+        (reply,) = output(HIDDEN)
+        header = reply.output.hidden
+        header.MergeFrom(pb.Tensor(**field))
+        (trouble,) = events(reply)
+        assert isinstance(trouble.error, BadReply) and "broken answer" in str(trouble.error)
+        assert_of_the_peer(trouble.error)
+
+    @pytest.mark.parametrize(
+        "replies",
+        [
+            [pb.SessionReply()],
+            [pb.SessionReply(more=b"x")],
+            [OPENED],
+            [output(LARGE)[0], *output(HIDDEN)],  # the next before all parts of the first
+            [output(LARGE)[0], OPENED],
+        ],
+        ids=["nothing", "part-without-beginning", "opened-twice", "output-in-an-output", "opened-in-an-output"],
+    )
+    def test_out_of_turn(self, replies: list[pb.SessionReply]) -> None:
+        (trouble,) = events(*replies)
+        assert isinstance(trouble.error, BadReply) and "out of turn" in str(trouble.error)
+        assert_of_the_peer(trouble.error)
+
+    def test_cut_off_by_the_end_of_the_stream(self) -> None:
+        (trouble,) = events(output(LARGE)[0], code=grpc.StatusCode.UNAVAILABLE)
+        assert (trouble.hop, trouble.step, type(trouble.error)) == (NUMBER, None, PeerUnavailable)
+
+
+@pytest.mark.parametrize(
+    ("status", "error"),
+    [
+        (grpc.StatusCode.RESOURCE_EXHAUSTED.value[0], PeerBusy),
+        (grpc.StatusCode.INVALID_ARGUMENT.value[0], RequestRejected),
+        (grpc.StatusCode.INTERNAL.value[0], PeerError),
+        (0, PeerError),
+        (4_000_000_000, PeerError),  # no status of gRPC
+    ],
+)
+def test_a_refusal_becomes_its_error_and_names_its_step(status: int, error: type[Exception]) -> None:
+    failure = pb.Failure(status=status, message="what happened", number=5)
+    refused, good, _ = events(pb.SessionReply(failure=failure), *output(None, 6))
+    assert (refused.hop, refused.step, type(refused.error)) == (NUMBER, 5, error)
+    assert str(refused.error) == "what happened"
+    if isinstance(refused.error, PeerError):
+        assert_of_the_peer(refused.error)
+    assert good == Answer(NUMBER, 6, None, relay=False)  # the stream goes on
+
+
+@pytest.mark.parametrize(
+    ("status", "error"), [(grpc.StatusCode.UNAVAILABLE, PeerUnavailable), (grpc.StatusCode.OK, PeerUnavailable)]
+)
+def test_the_end_of_the_stream_becomes_its_error(status: grpc.StatusCode, error: type[PeerError]) -> None:
+    (trouble,) = events(code=status)
+    assert (trouble.hop, trouble.step, type(trouble.error)) == (NUMBER, None, error)
+    assert_of_the_peer(trouble.error)
+
+
+def test_closing_says_goodbye_after_what_is_still_being_sent() -> None:
+    """gRPC gives up a call that is written to twice at a time, without a word to the server."""
+
+    class SlowCall(FakeCall):
+        busy = False
+
+        async def write(self, request: pb.SessionRequest) -> None:
+            assert not self.busy, "written to twice at a time"
+            self.busy = True
+            await asyncio.sleep(0)
+            await super().write(request)
+            self.busy = False
+
+    async def close() -> list[str]:
+        call, wire = SlowCall([]), WireTensor.of(LARGE)
+        session = hop_session(call)
+        sending = asyncio.ensure_future(session.send(pb.Step(hidden=wire.header), wire.parts))
+        await until(lambda: call.busy)
+        await asyncio.gather(sending, session.close())
+        return [request.WhichOneof("kind") for request in call.written]
+
+    assert run(close()) == ["step", "more", "more", "close"]
+
+
+class TestWireTensors:
+    @pytest.mark.parametrize(
+        "answer",
+        [HIDDEN[:, :1], HIDDEN[0], HIDDEN.double().long(), HIDDEN.half(), HIDDEN.view(2, 1, 4)],
+    )
+    def test_of_another_shape_or_dtype_are_bad(self, answer: torch.Tensor) -> None:
+        with pytest.raises(BadReply, match=r"expected \[1, 2, 4\] of torch.float32"):
+            WireTensor.of(answer).decode(HIDDEN.shape, HIDDEN.dtype)
+
+    @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+    def test_that_are_not_finite_are_bad(self, value: float) -> None:
+        answer = HIDDEN.clone()
+        answer[0, 1, 2] = value
+        with pytest.raises(BadReply, match="not finite"):
+            WireTensor.of(answer).decode(HIDDEN.shape, HIDDEN.dtype)
+
+    def test_that_are_cut_off_or_malformed_are_bad(self) -> None:
+        wire = WireTensor.of(HIDDEN)
+        cut = pb.Tensor.FromString(wire.header.SerializeToString())
+        cut.data = cut.data[:-1]
+        for bad in (WireTensor(cut), WireTensor(wire.header, (b"x",)), WireTensor(pb.Tensor(size_bytes=2**60))):
+            with pytest.raises(BadReply):
+                bad.decode(HIDDEN.shape, HIDDEN.dtype)

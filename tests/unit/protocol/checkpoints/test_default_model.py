@@ -1,0 +1,31 @@
+"""Which directory the name of the shipped model stands for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from swarm_protocol.checkpoints.default_model import DEFAULT_MODEL, locate
+
+
+def test_the_default_model_ships_with_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    directory = Path(locate(DEFAULT_MODEL))
+    assert (directory / "config.json").is_file()
+    assert list(directory.glob("*.safetensors"))
+
+
+def test_a_path_of_that_name_comes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / DEFAULT_MODEL).mkdir()
+    assert locate(DEFAULT_MODEL) == DEFAULT_MODEL
+
+
+@pytest.mark.parametrize("name", ["", ".", "..", "/", "bigscience/bloom", "no-such-model", "../models"])
+def test_anything_else_is_left_as_it_is(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert locate(name) == name
+    assert locate(f"{DEFAULT_MODEL}/../{DEFAULT_MODEL}") == f"{DEFAULT_MODEL}/../{DEFAULT_MODEL}"
+    absolute = str(tmp_path / "model")
+    assert locate(absolute) == absolute

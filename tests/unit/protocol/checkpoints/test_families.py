@@ -1,0 +1,124 @@
+"""What is read off each family, and which models are refused with which reason."""
+
+from __future__ import annotations
+
+import pytest
+from transformers import (
+    BertConfig,
+    Gemma3Config,
+    GraniteMoeConfig,
+    LlamaConfig,
+    OpenAIGPTConfig,
+    PreTrainedConfig,
+    T5Config,
+    ZayaConfig,
+)
+
+from swarm_protocol.checkpoints.families import describe, slice_config
+from swarm_protocol.errors import UnsupportedModel
+from swarm_protocol.span import Span
+from tests.zoo import BLOCKS, HIDDEN, REJECTED, SUPPORTED, make_config
+
+SMALL = dict(num_hidden_layers=2, hidden_size=64, num_attention_heads=4)
+
+
+def test_facts_of_llama() -> None:
+    family = describe(make_config("llama"))
+    assert (family.owner, family.blocks, family.embedding) == ("", "layers", "embed_tokens")
+    assert (family.positions, family.identities, family.neutral) == ((), ("norm",), ())
+    assert (family.num_blocks, family.hidden_size, family.all_blocks) == (BLOCKS, HIDDEN, Span(0, BLOCKS))
+    assert len(set(family.block_parameters)) == 1 and len(family.block_parameters) == BLOCKS
+
+
+def test_facts_of_opt_with_projections() -> None:
+    family = describe(make_config("opt-projected"))
+    assert (family.owner, family.blocks, family.embedding) == ("decoder", "layers", "embed_tokens")
+    assert family.positions == ("embed_positions",)
+    assert set(family.identities) == {"project_in", "project_out"}
+    assert family.hidden_size == HIDDEN
+
+
+def test_facts_of_granite() -> None:
+    assert describe(make_config("granite")).neutral == (("embedding_multiplier", 1.0),)
+
+
+def test_which_families_return_tuples() -> None:
+    tuples = {name for name in SUPPORTED if describe(make_config(name)).returns_tuple}
+    assert tuples == {"bamba", "bloom", "falcon-rw", "falcon-7b", "falcon-40b", "falcon_h1", "gpt_neo", "gptj", "mpt"}
+
+
+def test_families_outside_the_list_are_tried() -> None:
+    config = GraniteMoeConfig(**SMALL, num_key_value_heads=2, embedding_multiplier=3.0)
+    assert describe(config).neutral == (("embedding_multiplier", 1.0),)
+
+
+@pytest.mark.parametrize(
+    ("name", "index", "rest"),
+    [
+        ("model.layers.3.self_attn.q_proj.weight", 3, "self_attn.q_proj.weight"),
+        ("layers.12.mlp.experts.4.w1.weight", 12, "mlp.experts.4.w1.weight"),
+        ("model.language_model.layers.0.input_layernorm.weight", 0, "input_layernorm.weight"),
+        ("model.embed_tokens.weight", None, "model.embed_tokens.weight"),
+        ("lm_head.weight", None, "lm_head.weight"),
+        ("model.my_layers.3.weight", None, "model.my_layers.3.weight"),
+    ],
+)
+def test_names_in_a_checkpoint(name: str, index: int | None, rest: str) -> None:
+    family = describe(make_config("llama"))
+    assert (family.block_index(name), family.name_in_block(name)) == (index, rest)
+
+
+def test_slice_config_cuts_every_list_per_block() -> None:
+    config = make_config("llama4_text")
+    sliced = slice_config(config, Span(1, 4))
+    assert sliced.num_hidden_layers == 3 and config.num_hidden_layers == BLOCKS
+    assert sliced.layer_types == config.layer_types[1:4]
+    assert sliced.no_rope_layers == config.no_rope_layers[1:4]
+    gpt_neo = slice_config(make_config("gpt_neo", eos_token_id=[1, 2, 3, 4, 5, 6]), Span(1, 4))
+    assert gpt_neo.attention_layers == ["local", "global", "local"]
+    assert gpt_neo.eos_token_id == [1, 2, 3, 4, 5, 6]
+
+
+def test_slice_config_cuts_lists_that_are_computed() -> None:
+    config = make_config("jamba")
+    assert slice_config(config, Span(1, 4)).layer_types == config.layer_types[1:4]
+    assert slice_config(config, Span(1, 4)).layers_block_type == config.layers_block_type[1:4]
+
+
+class HomeMadeConfig(PreTrainedConfig):
+    model_type = "home-made"
+    num_hidden_layers = 2
+
+
+REFUSED = {
+    "gemma3n_text": (make_config("gemma3n_text"), "share keys, values or embeddings"),
+    "gemma4_text": (make_config("gemma4_text"), "share keys, values or embeddings"),
+    "recurrent_gemma": (make_config("recurrent_gemma"), "keep their recurrent state in themselves"),
+    "zaya": (ZayaConfig(), "hand one another more than hidden states"),
+    "deepseek_v32": (make_config("deepseek_v32"), "blocks of type indexed_attention"),
+    "t5": (T5Config(), "encoder-decoder"),
+    "gemma3": (Gemma3Config(), "wraps a text model"),
+    "bert": (BertConfig(**SMALL), "token embedding is not beside"),
+    "openai-gpt": (OpenAIGPTConfig(n_layer=2, n_embd=64, n_head=4), "does not accept use_cache, past_key_values"),
+    "llama": (LlamaConfig(**SMALL, hidden_act="nonsense"), "cannot build it from this config"),
+    "home-made": (HomeMadeConfig(), "no stock model"),
+}
+
+
+@pytest.mark.parametrize("model_type", REFUSED)
+def test_refused_with_the_reason(model_type: str) -> None:
+    config, reason = REFUSED[model_type]
+    with pytest.raises(
+        UnsupportedModel, match=f"models of type '{model_type}' cannot be split into blocks: .*{reason}"
+    ):
+        describe(config)
+
+
+def test_an_unknown_multiplier_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("swarm_protocol.checkpoints.families.NEUTRAL_ATTRIBUTES", {})
+    with pytest.raises(UnsupportedModel, match="changes hidden states outside its blocks"):
+        describe(make_config("granite", embedding_multiplier=7.0))
+
+
+def test_every_rejected_zoo_member_is_refused() -> None:
+    assert set(REJECTED) <= set(REFUSED)

@@ -1,0 +1,153 @@
+"""Records of servers: what is written is what is read, and what strangers write is checked."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from swarm_protocol.dht.records import ServerRecord, ServerState, SwarmView, missing_spans, models_key, servers_key
+from swarm_protocol.pb import swarm_pb2 as pb
+from swarm_protocol.span import Span
+from tests.unit.support import server_record
+
+texts = st.text("aZ0/:é漢", max_size=5)
+float32 = st.floats(min_value=0, width=32, allow_infinity=False)
+spans = st.tuples(st.integers(0, 30), st.integers(0, 30)).filter(lambda ends: ends[0] < ends[1])
+records = st.builds(
+    ServerRecord,
+    peer_id=texts,
+    addresses=st.lists(texts).map(tuple),
+    model=texts,
+    revision=texts,
+    num_blocks=st.integers(30, 2**32 - 1),
+    span=spans.map(lambda ends: Span(*ends)),
+    state=st.sampled_from(ServerState),
+    quant=texts,
+    dtype=texts,
+    tokens_per_s=float32,
+    cache_tokens_left=st.integers(0, 2**64 - 1),
+    queue_delay_s=float32,
+    tls_fingerprint=st.binary(max_size=32),
+    next_hop_rtts_s=st.dictionaries(texts, float32, max_size=3),
+    adapters=st.lists(texts, max_size=3).map(tuple),
+    wire_version=st.integers(0, 2**32 - 1),
+    software_version=texts,
+    max_request_bytes=st.integers(0, 2**32 - 1),
+    forward_tokens_per_s=float32,
+    network_tokens_per_s=float32,
+    pinned=st.booleans(),
+    next_span=st.none() | spans.map(lambda ends: Span(*ends)),
+)
+
+
+@given(records)
+def test_round_trip(record: ServerRecord) -> None:
+    assert ServerRecord.parse(record.to_proto().SerializeToString()) == record
+
+
+def test_every_field_of_the_contract_is_written() -> None:
+    record = server_record(
+        revision="r", quant="int8", cache_tokens_left=1, queue_delay_s=0.5, tls_fingerprint=b"f", adapters=("a",),
+        next_hop_rtts_s={"other": 0.25}, software_version="1", forward_tokens_per_s=2.0, network_tokens_per_s=3.0,
+        pinned=True, next_span=Span(1, 2),
+    )  # fmt: skip
+    written = {field.name for field, _ in record.to_proto().ListFields()}
+    assert written == {field.name for field in pb.ServerRecord.DESCRIPTOR.fields}
+
+
+def malformed(**fields: object) -> bytes:
+    message = server_record().to_proto()
+    for name, value in fields.items():
+        if isinstance(value, (pb.Span, dict)):
+            message.ClearField(name)
+            message.MergeFrom(pb.ServerRecord(**{name: value}))
+        else:
+            setattr(message, name, value)
+    return message.SerializeToString()
+
+
+@pytest.mark.parametrize(
+    ("data", "reason"),
+    [
+        (b"\xff\xff", "no server record"),
+        (b"\x0a\x02\xff\xfe", "no server record"),  # a peer id that is not UTF-8
+        (b"", "no range of blocks"),
+        (malformed(num_blocks=3), "outside the model, which has 3 blocks"),
+        (malformed(blocks=pb.Span(start=3, end=3)), "no range of blocks"),
+        (malformed(blocks=pb.Span(start=3, end=2)), "no range of blocks"),
+        (malformed(blocks=pb.Span(start=0, end=2**32 - 1)), "outside the model"),
+        (malformed(state=0), "ServerState"),
+        (malformed(state=77), "ServerState"),
+        (malformed(tokens_per_s=math.nan), "measurement"),
+        (malformed(tokens_per_s=math.inf), "measurement"),
+        (malformed(tokens_per_s=-1.0), "measurement"),
+        (malformed(forward_tokens_per_s=math.nan), "measurement"),
+        (malformed(network_tokens_per_s=-1.0), "measurement"),
+        (malformed(next_blocks=pb.Span(start=4, end=9)), "outside the model, which has 8 blocks"),
+        (malformed(queue_delay_s=math.nan), "measurement"),
+        (malformed(queue_delay_s=-60.0), "measurement"),
+        (malformed(next_hop_rtts_s={"other": -0.5}), "measurement"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_malformed_records_are_refused(data: bytes, reason: str) -> None:
+    with pytest.raises(ValueError, match=reason):
+        ServerRecord.parse(data)
+
+
+@given(st.binary(max_size=200), st.integers(0, 60))
+def test_any_bytes_give_a_record_or_a_refusal(junk: bytes, position: int) -> None:
+    valid = malformed()
+    for data in (junk, valid[:position] + junk, valid[:position] + junk + valid[position:]):
+        try:
+            record = ServerRecord.parse(data)
+        except ValueError:
+            continue
+        assert 0 <= record.span.start < record.span.end <= record.num_blocks
+
+
+def test_short_id_tells_servers_apart() -> None:
+    assert server_record("QmSameBeginning111111").short_id != server_record("QmSameBeginning222222").short_id
+
+
+def test_equal_swarms_give_equal_views() -> None:
+    servers = [server_record(peer, blocks) for peer in "cab" for blocks in ("0:4", "2:8", "0:8")]
+    view = SwarmView.of(servers)
+    for seed in range(10):
+        random.Random(seed).shuffle(servers)
+        assert SwarmView.of(servers) == view
+
+
+@given(st.lists(st.tuples(spans, st.sampled_from(ServerState)), max_size=6), st.integers(1, 30))
+def test_replicas_count_the_online_servers_of_each_block(servers: list, num_blocks: int) -> None:
+    view = SwarmView.of(
+        server_record(str(index), f"{start}:{end}", num_blocks=30, state=state)
+        for index, ((start, end), state) in enumerate(servers)
+    )
+    expected = [
+        sum(start <= block < end and state == ServerState.ONLINE for (start, end), state in servers)
+        for block in range(num_blocks)
+    ]
+    assert view.replicas(num_blocks) == expected
+
+
+@given(st.lists(st.integers(0, 2), max_size=20))
+def test_missing_spans_are_the_maximal_gaps(replicas: list[int]) -> None:
+    spans = missing_spans(replicas)
+    assert [block for span in spans for block in span] == [b for b, count in enumerate(replicas) if count == 0]
+    assert all(left.end < right.start for left, right in itertools.pairwise(spans))
+
+
+def test_missing_spans_by_example() -> None:
+    assert missing_spans([0, 0, 1, 0, 2, 0]) == (Span(0, 2), Span(3, 4), Span(5, 6))
+    assert missing_spans([1, 1]) == missing_spans([]) == ()
+
+
+def test_swarms_and_models_have_keys_of_their_own() -> None:
+    keys = [servers_key(swarm, model) for swarm in ("a", "b") for model in ("m", "n")]
+    assert len({*keys, models_key("a"), models_key("b")}) == 6

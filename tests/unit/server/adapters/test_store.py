@@ -1,0 +1,132 @@
+"""Clients' adapters within a byte budget: the least recently used goes first, one in use never."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import ExitStack
+
+import pytest
+
+from swarm_protocol.errors import Forgotten, PeerBusy, RequestRejected
+from swarm_protocol.pb import swarm_pb2 as pb
+from swarm_protocol.wire.adapters import Adapter
+from swarm_server.adapters.lora import PlacedAdapter
+from swarm_server.adapters.store import AdapterStore, Arriving
+from tests.unit.support import run, until
+
+SIZE = 100
+
+
+def placed(key: bytes) -> PlacedAdapter:
+    return PlacedAdapter.of(key, Adapter(key))
+
+
+def named(key: bytes) -> pb.AdapterName:
+    return pb.AdapterName(key=key)
+
+
+def put(store: AdapterStore, *keys: bytes, size_bytes: int = SIZE) -> None:
+    for key in keys:
+        with Arriving(store) as arriving:
+            for _ in range(size_bytes // 10):
+                arriving.add(bytes(10))
+            arriving.keep(placed(key))
+
+
+def known(store: AdapterStore, *keys: bytes) -> str:
+    """Which of them it has, without using them."""
+    return "".join(key.decode() for key in keys if key in store._entries)
+
+
+def test_the_least_recently_used_makes_room():
+    async def scenario() -> None:
+        store = AdapterStore(3 * SIZE)
+        put(store, b"a", b"b", b"c")
+        with store.using(named(b"a")) as found:
+            assert found.key == b"a"
+        put(store, b"d")
+        assert (known(store, b"a", b"b", b"c", b"d"), store.used_bytes) == ("acd", 3 * SIZE)
+        put(store, b"c")  # again
+        put(store, b"e", b"f")
+        assert (known(store, *(bytes([byte]) for byte in b"abcdef")), store.used_bytes) == ("cef", 3 * SIZE)
+        with pytest.raises(Forgotten), store.using(named(b"a")):
+            pass
+        store.close()
+        assert (len(store), store.used_bytes) == (0, 0)
+
+    run(scenario())
+
+
+def test_one_in_use_stays():
+    async def scenario() -> None:
+        store = AdapterStore(3 * SIZE)
+        put(store, b"a", b"b", b"c")
+        with ExitStack() as uses:
+            for key in (b"a", b"b", b"b"):
+                uses.enter_context(store.using(named(key)))
+            put(store, b"d", b"e")
+            assert known(store, b"a", b"b", b"c", b"d", b"e") == "abe"
+            with pytest.raises(PeerBusy, match="no room for 10 bytes more of adapters: 300 of 300 bytes are in use"):
+                put(store, b"f", size_bytes=SIZE + 10)
+            assert known(store, b"a", b"b", b"e") == "ab" and store.used_bytes == 2 * SIZE
+            with store.using(named(b"a")):
+                pass
+        put(store, b"f", size_bytes=3 * SIZE)
+        assert known(store, b"a", b"b", b"f") == "f"
+        store.close()
+
+    run(scenario())
+
+
+def test_what_arrives_is_counted_and_given_back():
+    async def scenario() -> None:
+        store = AdapterStore(3 * SIZE)
+        put(store, b"a")
+        with pytest.raises(ZeroDivisionError), Arriving(store) as arriving:
+            arriving.add(bytes(2 * SIZE))
+            assert store.used_bytes == 3 * SIZE
+            with Arriving(store) as other, pytest.raises(PeerBusy):
+                other.add(bytes(2 * SIZE))
+            assert len(store) == 0 and store.used_bytes == 2 * SIZE
+            raise ZeroDivisionError
+        assert store.used_bytes == 0
+        with Arriving(store) as arriving, pytest.raises(RequestRejected, match="larger than 300 bytes, the most"):
+            arriving.add(bytes(3 * SIZE + 1))
+        assert store.used_bytes == 0
+
+    run(scenario())
+
+
+def test_one_that_nobody_uses_is_dropped():
+    async def scenario() -> None:
+        store = AdapterStore(3 * SIZE, unused_s=0.0)
+        put(store, b"a", b"b")
+        with store.using(named(b"b")):
+            await until(lambda: len(store) == 1)
+            await asyncio.sleep(0)
+            assert known(store, b"b") == "b"
+            store.close()
+            assert len(store) == 0
+        put(store, b"b")  # whoever used it before has nothing to do with it
+        await until(lambda: len(store) == 0)
+        assert store.used_bytes == 0
+
+    run(scenario())
+
+
+def test_names():
+    async def scenario() -> None:
+        store = AdapterStore(named={"poet": placed(b"p")})
+        with store.using(pb.AdapterName(name="poet")) as found:
+            assert found.key == b"p"
+        with (
+            pytest.raises(RequestRejected, match="has loaded no adapter 'cook': expected one of its own, poet"),
+            store.using(pb.AdapterName(name="cook")),
+        ):
+            pass
+        with pytest.raises(Forgotten), store.using(named(b"p")):
+            pass
+        with pytest.raises(RequestRejected, match="neither key nor name"), store.using(pb.AdapterName()):
+            pass
+
+    run(scenario())

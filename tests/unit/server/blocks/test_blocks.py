@@ -1,0 +1,320 @@
+"""Every supported family, split over servers, computes exactly what the whole model computes on one machine."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoModel, PreTrainedModel
+from transformers.cache_utils import Cache, DynamicCache
+
+from swarm_protocol.checkpoints.checkpoint import Checkpoint
+from swarm_protocol.checkpoints.families import CACHE_ARGUMENTS, slice_config
+from swarm_protocol.span import Span
+from swarm_server.blocks.blocks import BlockStack, load_blocks
+from tests.families import families
+from tests.zoo import BLOCKS, HIDDEN, SLIDING, VOCAB, save_checkpoint
+
+BATCH, TOKENS, PROMPT, PADDED = 2, 16, 11, 5
+LEFT, RIGHT = Span(0, 4), Span(2, 6)  # two servers whose blocks overlap
+CHAINS = {
+    "two": ("0:2", "2:6"),
+    "in-the-middle": ("0:3", "3:4", "4:6"),
+    "single-blocks": tuple(f"{i}:{i + 1}" for i in range(BLOCKS)),
+}
+
+
+@dataclass
+class Swarm:
+    """The whole model, the two servers, and the model's embeddings and head around them."""
+
+    directory: Path
+    whole: PreTrainedModel
+    servers: tuple[BlockStack, ...]
+
+    @property
+    def name(self) -> str:
+        return self.whole.config.model_type
+
+    def chain(self, *spans: str) -> list[BlockStack]:
+        return [self.stack(Span.parse(span)) for span in spans]
+
+    def stack(self, span: Span) -> BlockStack:
+        return next(server for server in self.servers if server.span.covers(span)).view(span)
+
+
+class Hops(nn.Module):
+    """Stands for the block list of the whole model and sends hidden states through a chain of stacks."""
+
+    def __init__(self, chain: list[BlockStack], attention_mask, position_ids, caches) -> None:
+        super().__init__()
+        self.chain, self.caches = chain, caches
+        self.attention_mask, self.position_ids = attention_mask, position_ids
+        self.block_type = "mamba"  # nemotron_h's own code looks for it
+
+    def forward(self, hidden: torch.Tensor, *_args, **_kwargs):
+        for stack, cache in zip(self.chain, self.caches, strict=True):
+            hidden = stack(hidden, self.attention_mask, self.position_ids, cache)
+        return (hidden, None) if self.chain[0].family.returns_tuple else hidden
+
+
+class LengthOnly(DynamicCache):
+    """The client's cache: it has no keys and values, but knows how many tokens the servers have seen."""
+
+    length = 0
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return self.length
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        return self.length + query_length, 0
+
+
+@pytest.fixture(scope="module", params=families("minimax"))  # whose own class of cache is not that of stacks
+def swarm(request, tmp_path_factory) -> Swarm:
+    directory = tmp_path_factory.mktemp(request.param)
+    save_checkpoint(request.param, directory)
+    checkpoint = Checkpoint.open(directory)
+    servers = tuple(load_blocks(checkpoint, span) for span in (LEFT, RIGHT))
+    return Swarm(directory, load_whole(directory), servers)
+
+
+def load_whole(directory: Path, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+    """Plain transformers, with weights in memory of their own.
+
+    Left mapped from the file they lie at odd addresses, for which matrix products round differently (by 1e-6).
+    """
+    whole = AutoModel.from_pretrained(directory, dtype=dtype)
+    for parameter in whole.parameters():
+        parameter.data = parameter.data.clone()
+    return whole
+
+
+def tokens() -> torch.Tensor:
+    return torch.randint(3, VOCAB, (BATCH, TOKENS), generator=torch.Generator().manual_seed(1))
+
+
+def padding(padded: bool) -> tuple[torch.Tensor | None, torch.Tensor]:
+    """The mask (None without padding) and the positions of a batch, whose first row may be padded on the left."""
+    mask = torch.ones(BATCH, TOKENS, dtype=torch.long)
+    mask[0, :PADDED] = 0 if padded else 1
+    return mask if padded else None, (mask.cumsum(-1) - 1).clamp(min=0)
+
+
+def run(model: PreTrainedModel, position_ids: torch.Tensor, **inputs) -> torch.Tensor:
+    if "position_ids" in inspect.signature(model.forward).parameters:
+        inputs["position_ids"] = position_ids
+    cache = inputs.pop("past_key_values", None)
+    argument = next(name for name in CACHE_ARGUMENTS if name in inspect.signature(model.forward).parameters)
+    if argument == "cache_params" and cache is not None and cache.has_previous_state(0):
+        inputs["attention_mask"] = None  # as mamba's own ``generate`` does
+    inputs[argument] = cache
+    inputs["use_cache"] = cache is not None
+    return model(**inputs).last_hidden_state
+
+
+def run_split(
+    swarm: Swarm, chain: list[BlockStack], caches: list[Cache | None], position_ids: torch.Tensor, **inputs
+) -> torch.Tensor:
+    """The whole model with its blocks replaced by the chain."""
+    family, model = chain[0].family, swarm.whole
+    owner, config = family.owner_of(model), model.config
+    blocks, owner_config = getattr(owner, family.blocks), owner.config
+    hops = Hops(chain, inputs.get("attention_mask"), position_ids, caches)
+    setattr(owner, family.blocks, nn.ModuleList([hops]))
+    model.config = owner.config = slice_config(config, Span(0, 1))
+    try:
+        return run(model, position_ids, **inputs)
+    finally:
+        setattr(owner, family.blocks, blocks)
+        model.config, owner.config = config, owner_config
+
+
+def difference_of_forward(swarm: Swarm, chain: list[BlockStack], padded: bool = False) -> float:
+    mask, positions = padding(padded)
+    inputs = dict(input_ids=tokens(), attention_mask=mask)
+    with torch.inference_mode():
+        whole = run(swarm.whole, positions, **inputs)
+        split = run_split(swarm, chain, [None] * len(chain), positions, **inputs)
+    return largest_difference(whole, split, mask)
+
+
+def difference_of_generation(swarm: Swarm, chain: list[BlockStack], padded: bool) -> float:
+    """Prefill, then one token at a time, through caches; the largest difference over all steps."""
+    mask, positions = padding(padded)
+    whole_cache, client_cache = DynamicCache(config=swarm.whole.config), LengthOnly()
+    caches = [stack.new_cache() for stack in chain]
+    differences, start = [], 0
+    for end in (PROMPT, *range(PROMPT + 1, TOKENS + 1)):
+        step = slice(start, end)
+        inputs = dict(input_ids=tokens()[:, step], attention_mask=None if mask is None else mask[:, :end])
+        with torch.inference_mode():
+            whole = run(swarm.whole, positions[:, step], past_key_values=whole_cache, **inputs)
+            split = run_split(swarm, chain, caches, positions[:, step], past_key_values=client_cache, **inputs)
+        differences.append(largest_difference(whole, split, None if mask is None else mask[:, step]))
+        client_cache.length = start = end
+    return max(differences)
+
+
+def largest_difference(a: torch.Tensor, b: torch.Tensor, mask: torch.Tensor | None) -> float:
+    difference = (a - b).abs()
+    return (difference if mask is None else difference * mask.unsqueeze(-1)).max().item()
+
+
+@pytest.mark.parametrize("chain", CHAINS)
+def test_split_equals_whole(swarm: Swarm, chain: str) -> None:
+    stacks = swarm.chain(*CHAINS[chain])
+    # Single steps of mamba's scan multiply parts of tensors, which round by where they happen to lie.
+    tolerance = 1e-5 if swarm.name in ("jamba", "mamba", "falcon_mamba") else 0.0
+    assert difference_of_forward(swarm, stacks) == 0.0
+    assert difference_of_generation(swarm, stacks, padded=False) <= tolerance
+    assert difference_of_generation(swarm, stacks, padded=True) <= tolerance
+
+
+def test_wrong_chain_is_noticed(swarm: Swarm) -> None:
+    assert difference_of_forward(swarm, swarm.chain("2:6", "0:2")) > 1e-3
+    assert difference_of_forward(swarm, swarm.chain("0:2", "3:6")) > 1e-3
+
+
+def test_gradients_equal_those_of_the_whole(swarm: Swarm) -> None:
+    mask, positions = padding(True)
+    chain = swarm.chain("0:2", "2:6")
+    embedded = torch.randn(BATCH, TOKENS, swarm.whole.get_input_embeddings().embedding_dim)
+
+    def gradient(split: bool) -> torch.Tensor:
+        leaf = embedded.clone().requires_grad_(True)
+        inputs = dict(inputs_embeds=leaf, attention_mask=mask)
+        if split:
+            output = run_split(swarm, chain, [None, None], positions, **inputs)
+        else:
+            output = run(swarm.whole, positions, **inputs)
+        return torch.autograd.grad((output * mask.unsqueeze(-1)).square().sum(), leaf)[0]
+
+    assert torch.equal(gradient(split=True), gradient(split=False))
+
+
+def test_weights_have_the_dtypes_of_the_whole(swarm: Swarm) -> None:
+    whole = load_whole(swarm.directory, torch.bfloat16)
+    stack = load_blocks(Checkpoint.open(swarm.directory), Span(2, 3), dtype=torch.bfloat16)
+    family = stack.family
+    assert_same_weights(stack.blocks[0], getattr(family.owner_of(whole), family.blocks)[2])
+
+
+def assert_same_weights(block: nn.Module, expected: nn.Module) -> None:
+    for tensors in ("named_parameters", "named_buffers"):
+        found = dict(getattr(block, tensors)())
+        assert [name for name, _ in getattr(expected, tensors)()] == list(found)
+        for name, tensor in getattr(expected, tensors)():
+            assert found[name].dtype == tensor.dtype, name
+            assert torch.equal(found[name], tensor), name
+
+
+# ---------------------------------------------------------------- loading and views, on a few families
+
+
+@pytest.mark.parametrize("name", ["mixtral", "deepseek_v3", "gpt_oss", "llama4_text", "qwen2_moe", "bloom"])
+def test_half_precision_checkpoint_computes_in_fp32(name: str, tmp_path: Path) -> None:
+    save_checkpoint(name, tmp_path, dtype=torch.bfloat16)
+    whole = load_whole(tmp_path)
+    stack = load_blocks(Checkpoint.open(tmp_path), Span(1, 4))
+    for index, block in zip(stack.span, stack.blocks, strict=True):
+        assert {parameter.dtype for parameter in block.parameters()} == {torch.float32}
+        assert_same_weights(block, getattr(stack.family.owner_of(whole), stack.family.blocks)[index])
+
+
+def test_sessions_on_overlapping_views_do_not_meet(tmp_path: Path) -> None:
+    save_checkpoint("gemma2", tmp_path)
+    stack = load_blocks(Checkpoint.open(tmp_path), Span(1, 6))
+    spans = [Span(1, 6), Span(2, 5), Span(3, 6), Span(3, 4)]
+    hidden = torch.randn(len(spans), 1, TOKENS, HIDDEN)
+    steps = [slice(0, PROMPT), *(slice(i, i + 1) for i in range(PROMPT, TOKENS))]
+
+    def session(view: BlockStack, hidden: torch.Tensor):
+        cache = view.new_cache()
+        for step in steps:
+            yield view(hidden[:, step], cache=cache)
+
+    with torch.inference_mode():
+        alone = [list(session(stack.view(span), hidden[i])) for i, span in enumerate(spans)]
+        turns = zip(*(session(stack.view(span), hidden[i]) for i, span in enumerate(spans)), strict=True)
+        interleaved = list(zip(*turns, strict=True))
+    for one, other in zip(alone, interleaved, strict=True):
+        assert torch.equal(torch.cat(one, dim=1), torch.cat(other, dim=1))
+
+
+def test_sliding_blocks_keep_only_their_window(tmp_path: Path) -> None:
+    save_checkpoint("qwen2-sliding", tmp_path)  # blocks from 2 on slide
+    view = load_blocks(Checkpoint.open(tmp_path), Span(0, 6)).view(Span(1, 4))
+    cache = view.new_cache()
+    with torch.inference_mode():
+        view(torch.randn(1, TOKENS, HIDDEN), cache=cache)
+    assert [layer.keys.shape[2] for layer in cache.layers] == [TOKENS, SLIDING - 1, SLIDING - 1]
+
+
+def test_positions_that_jump_do_not_separate_sequences(tmp_path: Path) -> None:
+    save_checkpoint("llama", tmp_path)
+    stack = load_blocks(Checkpoint.open(tmp_path), Span(0, 2))
+    hidden, positions = torch.randn(1, 4, HIDDEN), torch.tensor([[0, 1, 7, 8]])
+    mask = torch.ones(1, 4, dtype=torch.long)
+    with torch.inference_mode():
+        assert torch.equal(stack(hidden, None, positions), stack(hidden, mask, positions))
+        assert not torch.equal(stack(hidden, None, positions)[:, 3], stack(hidden[:, 2:], None, positions[:, 2:])[:, 1])
+
+
+def test_stack_describes_itself(tmp_path: Path) -> None:
+    save_checkpoint("opt-projected", tmp_path)
+    loaded = []
+    stack = load_blocks(Checkpoint.open(tmp_path), Span(1, 5), progress=loaded.append)
+    view = stack.view(Span(2, 4))
+    assert loaded == [1, 2, 3, 4]
+    assert (view.span, view.num_blocks, view.config.num_hidden_layers) == (Span(2, 4), 2, 2)
+    assert (view.hidden_size, view.dtype, view.device) == (HIDDEN, torch.float32, torch.device("cpu"))
+    assert stack.view(Span(2, 4)) is view and stack.view(stack.span) is stack
+    assert all(p is q for p, q in zip(view.blocks.parameters(), stack.blocks[1:3].parameters(), strict=True))
+    with pytest.raises(ValueError, match=r"blocks 0:2 are not all among the hosted blocks 1:5"):
+        stack.view(Span(0, 2))
+    with pytest.raises(ValueError, match="outside the model, which has 6 blocks"):
+        load_blocks(Checkpoint.open(tmp_path), Span(4, 8))
+
+
+def test_blocks_are_frozen_and_ready_for_autograd(tmp_path: Path) -> None:
+    save_checkpoint("llama", tmp_path)
+    with torch.inference_mode():
+        stack = load_blocks(Checkpoint.open(tmp_path), Span(0, 2))
+    assert not any(parameter.requires_grad or parameter.is_inference() for parameter in stack.blocks.parameters())
+    assert not any(block.training for block in stack.blocks)
+    hidden = torch.randn(1, 4, HIDDEN, requires_grad=True)
+    stack(hidden).sum().backward()
+    assert hidden.grad.abs().min() > 0
+
+
+def test_transform_is_called_with_the_whole_models_index(tmp_path: Path) -> None:
+    save_checkpoint("llama", tmp_path)
+    changed = []
+
+    def transform(part: nn.Module, index: int) -> None:
+        if hasattr(part, "self_attn"):
+            changed.append((index, part.self_attn.layer_idx))
+            part.mlp = nn.Identity()
+        else:
+            assert isinstance(part.linear, nn.Linear)
+
+    stack = load_blocks(Checkpoint.open(tmp_path), Span(3, 5), transform=transform)
+    assert changed == [(3, 3), (4, 4)]
+    assert all(isinstance(block.mlp, nn.Identity) for block in stack.blocks)
+    assert [block.self_attn.layer_idx for block in stack.view(Span(4, 5)).blocks] == [0]
+
+
+@pytest.mark.parametrize("name", ["gpt_bigcode", "nanochat", "falcon_h1"])
+def test_weight_initialisation_does_not_meet_what_is_left_out(name: str, tmp_path: Path) -> None:
+    """These families initialise weights of layers, or buffers of blocks, from outside: here some are not there."""
+    save_checkpoint(name, tmp_path)
+    stack = load_blocks(Checkpoint.open(tmp_path), Span(1, 3), transform=lambda _part, _index: None)
+    whole = load_whole(tmp_path)
+    for index, block in zip(stack.span, stack.blocks, strict=True):
+        assert_same_weights(stack.original(index), getattr(stack.family.owner_of(whole), stack.family.blocks)[index])
+        assert not any(parameter.requires_grad for parameter in block.parameters())

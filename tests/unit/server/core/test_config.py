@@ -1,0 +1,38 @@
+"""Sizes of memory, as people write them."""
+
+from __future__ import annotations
+
+import pytest
+
+from swarm_server.core.config import parse_size
+
+
+@pytest.mark.parametrize(
+    ("text", "size_bytes"),
+    [
+        ("0", 0),
+        ("4096", 4096),
+        ("7B", 7),
+        ("3k", 3 << 10),
+        ("500MB", 500_000_000),
+        ("500 mb", 500_000_000),
+        ("2GiB", 2 << 30),
+        (" 2 gib ", 2 << 30),
+        ("2G", 2 << 30),
+        ("1.5G", 3 << 29),
+        ("0.5KB", 500),
+        ("1TB", 10**12),
+        ("2TiB", 2 << 40),
+    ],
+)
+def test_sizes(text: str, size_bytes: int) -> None:
+    assert parse_size(text) == size_bytes
+
+
+@pytest.mark.parametrize("text", ["", "GiB", "two", "-1G", "1e9", "1,5G", "1.G", ".5G", "1 G B", "2XB", "2Gib4", "nan"])
+def test_what_is_no_size(text: str) -> None:
+    with pytest.raises(ValueError) as caught:
+        parse_size(text)
+    assert str(caught.value) == (
+        f"size {text!r} is not understood: expected a number with a unit, such as 2GiB or 500MB"
+    )

@@ -1,0 +1,405 @@
+"""Sessions in one batch compute what each would alone, for every family: joining, growing, cropped, reordered."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+
+from swarm_protocol.checkpoints.checkpoint import Checkpoint
+from swarm_protocol.errors import PeerBusy, RequestRejected
+from swarm_protocol.span import Span
+from swarm_protocol.wire.block_input import BlockInput
+from swarm_protocol.wire.constants import PAGE_TOKENS
+from swarm_server.blocks.blocks import BlockStack, load_blocks
+from swarm_server.engine.engine import Engine
+from swarm_server.engine.session_state import Change, Crop, RecordPast, Reorder, Session, Step
+from swarm_server.kv.kv_cache import CacheBudget
+from swarm_server.kv.prefix_cache import PrefixCache
+from tests.families import FAMILIES
+from tests.zoo import BLOCKS, HIDDEN, SLIDING, save_checkpoint
+
+TOLERANCE = 1e-5  # relative
+OF_STATES = 2e-4  # families compute several tokens of a recurrence in another way than one, also on one machine
+HOSTED = Span(0, BLOCKS)
+PLENTY = 1 << 30
+
+
+@dataclass
+class Generation:
+    """One session, and everything that was ever sent to it."""
+
+    engine: Engine
+    session: Session
+    mask: torch.Tensor  # [batch, positions so far]
+    hidden: torch.Tensor = field(repr=False)
+    generator: torch.Generator = field(repr=False)
+
+    @classmethod
+    def open(
+        cls,
+        engine: Engine,
+        budget: CacheBudget,
+        blocks: Span = HOSTED,
+        batch_size: int = 1,
+        padded: int = 0,
+        seed: int = 0,
+        **options,
+    ) -> Generation:
+        """``padded``: positions of the first row that are padding."""
+        session = engine.open(blocks, batch_size, budget.lease(f"client {seed}"), **options)
+        mask = torch.ones(batch_size, padded, dtype=torch.long)
+        mask[0] = 0
+        generator = torch.Generator().manual_seed(seed)
+        return cls(engine, session, mask, torch.empty(batch_size, 0, HIDDEN), generator)
+
+    def step(self, num_tokens: int, *changes: Change, hidden: torch.Tensor | None = None, **options) -> Step:
+        """The next step; what it does to the content is remembered as if it had succeeded."""
+        for change in changes:
+            if isinstance(change, Reorder):
+                self.hidden, self.mask = self.hidden[list(change.indices)], self.mask[list(change.indices)]
+            elif isinstance(change, Crop):
+                self.hidden, self.mask = self.hidden[:, : change.length], self.mask[:, : change.length]
+        start = self.hidden.shape[1]
+        if hidden is None:
+            hidden = torch.randn(len(self.hidden), num_tokens, HIDDEN, generator=self.generator)
+        self.hidden = torch.cat([self.hidden, hidden], 1)
+        missing = self.hidden.shape[1] - self.mask.shape[1]
+        if missing > 0:
+            self.mask = torch.cat([self.mask, self.mask.new_ones(len(self.mask), missing)], 1)
+        mask = self.mask[:, : self.hidden.shape[1]]
+        inputs = BlockInput(hidden, None if bool(mask.all()) else mask, self.positions()[:, start:])
+        return Step(start, inputs, changes, **options)
+
+    def positions(self) -> torch.Tensor:
+        return (self.mask[:, : self.hidden.shape[1]].cumsum(-1) - 1).clamp(min=0)
+
+    def expected(self) -> torch.Tensor:
+        """Hidden states after the session's blocks at all positions, from one pass without any cache."""
+        mask = self.mask[:, : self.hidden.shape[1]]
+        return self.engine.stateless.forward(
+            self.session.blocks, BlockInput(self.hidden, None if bool(mask.all()) else mask, self.positions())
+        )
+
+    def check(self, output: torch.Tensor | Exception, num_tokens: int | None = None) -> None:
+        """``num_tokens``: how many of the last outputs matter."""
+        if isinstance(output, Exception):
+            raise output
+        num_tokens = num_tokens or output.shape[1]
+        attended = self.mask[:, : self.hidden.shape[1]][:, -num_tokens:].bool()
+        error = (output[:, -num_tokens:] - self.expected()[:, -num_tokens:])[attended].abs().max()
+        tolerance = OF_STATES if self.session.layout.slots else TOLERANCE
+        assert error <= tolerance * self.expected().abs().max(), error
+
+
+def run(engine: Engine, *steps: tuple[Generation, Step]) -> list:
+    return engine.run([(generation.session, step) for generation, step in steps])
+
+
+def advance(engine: Engine, generations: list[Generation], num_tokens: int, *changes: Change) -> None:
+    """One batch of all, checked."""
+    steps = [(generation, generation.step(num_tokens, *changes)) for generation in generations]
+    for (generation, _), output in zip(steps, run(engine, *steps), strict=True):
+        generation.check(output, num_tokens)
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def stack(request, tmp_path_factory) -> BlockStack:
+    directory = tmp_path_factory.mktemp(request.param)
+    save_checkpoint(request.param, directory)
+    return load_blocks(Checkpoint.open(directory), HOSTED)
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory) -> BlockStack:
+    directory = tmp_path_factory.mktemp("llama")
+    save_checkpoint("llama", directory)
+    return load_blocks(Checkpoint.open(directory), HOSTED)
+
+
+@pytest.fixture
+def engine(stack: BlockStack) -> Engine:
+    return Engine(stack)
+
+
+@pytest.fixture
+def budget() -> CacheBudget:
+    return CacheBudget(PLENTY, 1)
+
+
+class TestEveryFamily:
+    def test_sessions_of_different_lengths_batches_and_spans(self, engine: Engine, budget: CacheBudget) -> None:
+        everyone = [
+            Generation.open(engine, budget, seed=1),
+            Generation.open(engine, budget, batch_size=3, padded=2, seed=2),
+            Generation.open(engine, budget, Span(2, BLOCKS), seed=3),
+            Generation.open(engine, budget, Span(0, 3), batch_size=2, seed=4),
+            Generation.open(engine, budget, Span(3, 5), seed=5),
+        ]
+        for generation, num_tokens in zip(everyone, (5, 4, SLIDING + 3, 1, 2), strict=True):
+            advance(engine, [generation], num_tokens)
+        for _ in range(SLIDING):
+            advance(engine, everyone, 1)
+        advance(engine, everyone[1:4], 1)  # some leave
+        late = Generation.open(engine, budget, seed=6)
+        advance(engine, [late], 3)
+        advance(engine, [*everyone, late], 1)
+        advance(engine, [everyone[0], everyone[2]], 3)  # several positions at once, as speculation sends them
+
+    def test_outputs_of_every_block_beside_other_sessions(self, engine: Engine, budget: CacheBudget) -> None:
+        watched = Generation.open(engine, budget, Span(1, 5), 2, padded=1)
+        other = Generation.open(engine, budget, seed=1)
+        for num_tokens in (SLIDING + 3, 1):
+            steps = (watched, watched.step(num_tokens, every_block=True)), (other, other.step(num_tokens))
+            outputs, output = run(engine, *steps)
+            other.check(output)
+            for end, found in zip(range(2, 6), outputs, strict=True):
+                watched.session.blocks = Span(1, end)  # for what is expected
+                watched.check(found)
+
+    def test_a_prompt_in_chunks(self, engine: Engine, budget: CacheBudget) -> None:
+        generation = Generation.open(engine, budget, batch_size=2, padded=3)
+        for num_tokens in (7, SLIDING, 1, 2 * SLIDING + 1, 4):
+            advance(engine, [generation], num_tokens)
+
+    @pytest.mark.parametrize("keeps_outputs", [False, True])
+    def test_a_copy_of_a_session_goes_on_like_it(
+        self, engine: Engine, budget: CacheBudget, keeps_outputs: bool
+    ) -> None:
+        """Copied in pieces, then step by step."""
+        original = Generation.open(engine, budget, batch_size=2, padded=1, keeps_outputs=keeps_outputs)
+        advance(engine, [original], 3 * SLIDING + 5)
+        advance(engine, [original], 1)
+        copy = engine.open(HOSTED, 2, budget.lease("copy"), keeps_outputs=keeps_outputs)
+        length = original.session.length
+        for start in range(0, length, 7):
+            engine.adopt(copy, start, (), engine.stored(original.session, start, min(start + 7, length)))
+        for changes in ((), (Reorder((1, 0, 1)),), (), (Reorder((0, 2)),)):
+            advance(engine, [original], 2, *changes)
+            stored = engine.stored(original.session, original.session.length - 2, original.session.length)
+            engine.adopt(copy, original.session.length - 2, changes, stored)
+        if keeps_outputs:
+            whole = engine.outputs(original.session, 0, original.session.length)
+            assert torch.equal(engine.outputs(copy, 0, copy.length), whole)
+        original.session = copy
+        for num_tokens in (1, SLIDING, 1):
+            advance(engine, [original], num_tokens)
+
+    def test_reorder_and_crop(self, engine: Engine, budget: CacheBudget) -> None:
+        beams, other = Generation.open(engine, budget, seed=1), Generation.open(engine, budget, seed=2)
+        advance(engine, [beams], 6, RecordPast())
+        advance(engine, [other], 3)
+        for indices in ((0, 0, 0), (2, 0, 0), (1, 1, 2), (0, 2, 1), (1, 2)):
+            steps = [(beams, beams.step(1, Reorder(indices))), (other, other.step(1))]
+            for (generation, _), output in zip(steps, run(engine, *steps), strict=True):
+                generation.check(output)
+        length = beams.session.length
+        if not beams.session.layout.crops_states:
+            (output,) = engine.run([(beams.session, Step(length - 3, BlockInput(torch.zeros(2, 1, HIDDEN))))])
+            assert isinstance(output, RequestRejected) and "cannot be taken out of it" in str(output)
+            advance(engine, [beams], 3)
+            advance(engine, [beams], 3, Crop(length))  # the last step again
+            return
+        advance(engine, [beams], 3, Crop(length - 2))
+        advance(engine, [beams], 1, Crop(length - 1), Reorder((1, 0)))
+
+    def test_windows_are_dropped_far_beyond_them(self, engine: Engine, budget: CacheBudget) -> None:
+        generation = Generation.open(engine, budget)
+        other = Generation.open(engine, budget, seed=1)
+        advance(engine, [other], 1)
+        for _ in range(6):
+            advance(engine, [generation], 37)
+        for _ in range(3):
+            advance(engine, [generation, other], 1)
+        for group, row_group in zip(
+            generation.session.layout.groups, generation.session.state.rows[0].parts, strict=True
+        ):
+            assert sum(map(len, row_group)) <= group.most
+
+
+@pytest.mark.cuda
+def test_sessions_share_batches_on_cuda(tmp_path) -> None:
+    """Where rows are copied side by side for attention."""
+    save_checkpoint("llama", tmp_path)
+    engine = Engine(load_blocks(Checkpoint.open(tmp_path), HOSTED, device="cuda"))
+    everyone = [Generation.open(engine, CacheBudget(PLENTY, 1), batch_size=rows, seed=rows) for rows in (1, 3)]
+    for generation, num_tokens in zip(everyone, (5, 2 * PAGE_TOKENS), strict=True):
+        advance(engine, [generation], num_tokens)
+    for _ in range(4):
+        advance(engine, everyone, 1)
+
+
+class TestPrefixReuse:
+    @pytest.mark.parametrize("keeps_outputs", [False, True])
+    def test_equal_content_is_not_computed_again(self, llama: BlockStack, budget, keeps_outputs: bool) -> None:
+        engine = Engine(llama, prefix_cache=PrefixCache())
+        shared = torch.randn(1, 3 * PAGE_TOKENS, HIDDEN)
+        first = Generation.open(engine, budget, keeps_outputs=keeps_outputs, seed=1)
+        first.check(*run(engine, (first, first.step(0, hidden=shared, num_wanted=1))))
+        used = budget.capacity_bytes - budget.tokens_left
+        second = Generation.open(engine, budget, keeps_outputs=keeps_outputs, seed=2)
+        prompt = torch.cat([shared, torch.randn(1, 5, HIDDEN)], 1)
+        (output,) = run(engine, (second, second.step(0, hidden=prompt, num_wanted=1)))
+        second.check(output, None if keeps_outputs else 5)
+        taken = budget.capacity_bytes - budget.tokens_left - used
+        assert taken <= second.session.layout.size_bytes(2 * PAGE_TOKENS)  # of its own
+        for _ in range(3):
+            advance(engine, [first, second], 1)
+        engine.close(first.session)
+        advance(engine, [second], 4)
+
+    @pytest.mark.parametrize("keeps_outputs", [False, True])
+    def test_a_chunk_that_is_known_as_a_whole(self, llama: BlockStack, budget, keeps_outputs: bool) -> None:
+        engine = Engine(llama, prefix_cache=PrefixCache())
+        shared = torch.randn(1, 2 * PAGE_TOKENS, HIDDEN)
+        for seed in (1, 2):
+            generation = Generation.open(engine, budget, keeps_outputs=keeps_outputs, seed=seed)
+            (output,) = run(engine, (generation, generation.step(0, hidden=shared, num_wanted=0)))
+            assert output.shape == shared.shape
+            if keeps_outputs:
+                generation.check(output)
+            advance(engine, [generation], 3)
+
+    @pytest.mark.parametrize("keeps_outputs", [False, True])
+    def test_outputs_of_every_block_are_computed_though_the_content_is_known(
+        self, llama: BlockStack, budget, keeps_outputs: bool
+    ) -> None:
+        engine = Engine(llama, prefix_cache=PrefixCache())
+        shared = torch.randn(1, 2 * PAGE_TOKENS, HIDDEN)
+        for seed in (1, 2):
+            generation = Generation.open(engine, budget, keeps_outputs=keeps_outputs, seed=seed)
+            (outputs,) = run(engine, (generation, generation.step(0, hidden=shared, num_wanted=1, every_block=True)))
+            assert len(outputs) == BLOCKS
+            generation.check(outputs[-1])
+            generation.check(engine.stateless.forward(Span(BLOCKS - 1, BLOCKS), BlockInput(outputs[-2])))
+
+    def test_other_content_or_blocks_are_not_mistaken_for_it(self, llama: BlockStack, budget) -> None:
+        engine = Engine(llama, prefix_cache=PrefixCache())
+        shared = torch.randn(1, 2 * PAGE_TOKENS, HIDDEN)
+        first = Generation.open(engine, budget)
+        run(engine, (first, first.step(0, hidden=shared)))
+        changed = shared.clone()
+        changed[0, 3, 5] += 1
+        for hidden, options in (
+            (changed, {}),
+            (shared, {"blocks": Span(0, 3)}),
+            (shared, {"padded": 2}),
+        ):
+            other = Generation.open(engine, budget, **options)
+            (output,) = run(engine, (other, other.step(0, hidden=hidden, num_wanted=1)))
+            other.check(output, 1)
+            advance(engine, [other], 1)
+
+    def test_a_later_page_is_reused_only_after_all_before_it(self, llama: BlockStack, budget) -> None:
+        engine = Engine(llama, prefix_cache=PrefixCache())
+        tail = torch.randn(1, PAGE_TOKENS, HIDDEN)
+        for seed in (1, 2):
+            generation = Generation.open(engine, budget, seed=seed)
+            advance(engine, [generation], PAGE_TOKENS)
+            generation.check(*run(engine, (generation, generation.step(0, hidden=tail, num_wanted=1))))
+
+    def test_pages_of_others_survive_cropping_and_reordering(self, llama: BlockStack, budget) -> None:
+        engine = Engine(llama, prefix_cache=PrefixCache())
+        shared = torch.randn(1, 2 * PAGE_TOKENS, HIDDEN)
+        first = Generation.open(engine, budget, reserved=4 * PAGE_TOKENS, seed=1)
+        run(engine, (first, first.step(0, hidden=shared)))
+        second = Generation.open(engine, budget, reserved=4 * PAGE_TOKENS, seed=2)
+        second.check(
+            *run(engine, (second, second.step(0, hidden=torch.cat([shared, shared], 1), num_wanted=1)))[0:1], 1
+        )
+        advance(engine, [first], 3, Crop(PAGE_TOKENS + 4))  # into a page that the second uses
+        advance(engine, [second], 2, Crop(2 * PAGE_TOKENS + 1), Reorder((0, 0)))
+        advance(engine, [first, second], 1)
+
+    def test_kept_pages_go_when_room_is_needed(self, llama: BlockStack) -> None:
+        engine = Engine(llama, prefix_cache=PrefixCache())
+        room = engine.layout_of(HOSTED, False).size_bytes(4 * PAGE_TOKENS)
+        budget = CacheBudget(room, 1)
+        budget.reclaim = engine.prefix_cache.reclaim
+        for seed in range(4):
+            generation = Generation.open(engine, budget, seed=seed)
+            advance(engine, [generation], 3 * PAGE_TOKENS)
+            engine.close(generation.session)
+            assert budget.tokens_left == budget.capacity_bytes
+        assert len(engine.prefix_cache) <= 4
+
+
+class TestRefusals:
+    def test_leave_a_session_as_it_was(self, llama: BlockStack) -> None:
+        engine = Engine(llama)
+        layout = engine.layout_of(HOSTED, False)
+        budget = CacheBudget(layout.size_bytes(20), layout.size_bytes(1))
+        generation = Generation.open(engine, budget, reserved=8)
+        advance(engine, [generation], 6)
+        before = generation.hidden, generation.mask
+        for step, error in (
+            (generation.step(30), PeerBusy),
+            (Step(9, BlockInput(torch.zeros(1, 1, HIDDEN))), RequestRejected),
+            (Step(6, BlockInput(torch.zeros(2, 1, HIDDEN))), RequestRejected),
+            (Step(6, BlockInput(torch.zeros(2, 1, HIDDEN)), (Reorder((0, 1)),)), RequestRejected),
+            (Step(4, BlockInput(torch.full((1, 1, HIDDEN), torch.nan))), RequestRejected),
+        ):
+            (output,) = engine.run([(generation.session, step)])
+            assert isinstance(output, error), output
+            generation.hidden, generation.mask = before
+            assert generation.session.length == 6
+        advance(engine, [generation], 1)
+
+    def test_one_refused_session_does_not_disturb_the_batch(self, llama: BlockStack, budget) -> None:
+        engine = Engine(llama)
+        good, bad = (Generation.open(engine, budget, seed=seed) for seed in (1, 2))
+        advance(engine, [good], 4)
+        output, error = run(
+            engine, (good, good.step(1)), (bad, bad.step(1, hidden=torch.full((1, 1, HIDDEN), torch.inf)))
+        )
+        good.check(output)
+        assert isinstance(error, RequestRejected)
+
+    def test_a_crash_in_the_blocks_changes_nothing(self, llama: BlockStack, budget, monkeypatch) -> None:
+        engine = Engine(llama)
+        generations = [Generation.open(engine, budget, reserved=9, seed=seed) for seed in (1, 2)]
+        for generation in generations:
+            advance(engine, [generation], 4)
+        steps = [(generation, generation.step(1, Crop(3))) for generation in generations]
+        with monkeypatch.context() as patch:
+            patch.setattr(engine, "_run_part", _fail)
+            with pytest.raises(ZeroDivisionError):
+                run(engine, *steps)
+        for (generation, _), output in zip(steps, run(engine, *steps), strict=True):
+            generation.check(output)
+
+
+def _fail(*_args: object) -> None:
+    raise ZeroDivisionError
+
+
+class TestRoom:
+    def test_a_generation_within_its_promise_stays_on_one_page(self, llama: BlockStack, budget) -> None:
+        engine = Engine(llama)
+        generation = Generation.open(engine, budget, batch_size=2, reserved=20)
+        for num_tokens in (6, 5, 1, 1, 7):
+            advance(engine, [generation], num_tokens)
+        assert [len(parts) for row in generation.session.state.rows for parts in row.parts] == [1, 1]
+
+    def test_speculation_fills_what_it_cropped(self, llama: BlockStack, budget) -> None:
+        engine = Engine(llama)
+        generation = Generation.open(engine, budget, reserved=40)
+        advance(engine, [generation], 6)
+        for _ in range(12):
+            advance(engine, [generation], 4)
+            advance(engine, [generation], 1, Crop(generation.session.length - 3))
+        assert [len(parts) for parts in generation.session.state.rows[0].parts] == [1]
+
+    def test_closing_gives_everything_back(self, llama: BlockStack) -> None:
+        engine = Engine(llama)
+        budget = CacheBudget(PLENTY, 1)
+        generations = [Generation.open(engine, budget, batch_size=2, seed=seed) for seed in range(3)]
+        for generation in generations:
+            advance(engine, [generation], 5)
+        for indices in itertools.islice(itertools.cycle([(0, 0), (1, 0)]), 12):
+            advance(engine, generations, 1, Reorder(indices))
+        for generation in generations:
+            engine.close(generation.session)
+        assert budget.tokens_left == PLENTY

@@ -1,0 +1,131 @@
+"""What sessions share does them no harm, and what they leave behind is gone at once."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from swarm_protocol.checkpoints.checkpoint import Checkpoint
+from swarm_protocol.errors import PeerBusy, RequestRejected
+from swarm_protocol.wire.block_input import BlockInput
+from swarm_protocol.wire.constants import PAGE_TOKENS
+from swarm_server.blocks.blocks import BlockStack, load_blocks
+from swarm_server.engine.engine import Engine
+from swarm_server.engine.session_state import Step
+from swarm_server.kv.kv_cache import CacheBudget
+from swarm_server.kv.prefix_cache import PrefixCache
+from tests.unit.server.engine.test_engine import HOSTED, PLENTY, Generation, run
+from tests.zoo import HIDDEN, save_checkpoint
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory) -> BlockStack:
+    directory = tmp_path_factory.mktemp("llama")
+    save_checkpoint("llama", directory)
+    return load_blocks(Checkpoint.open(directory), HOSTED)
+
+
+@pytest.fixture
+def engine(llama: BlockStack) -> Engine:
+    return Engine(llama, prefix_cache=PrefixCache())
+
+
+@pytest.fixture
+def budget() -> CacheBudget:
+    return CacheBudget(PLENTY, 1)
+
+
+@pytest.fixture
+def computed(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many positions of each row go through the blocks, batch by batch."""
+    counts: list[int] = []
+    run_part = engine._run_part
+
+    def counted(blocks, batch, hidden):
+        counts.append(hidden[0].shape[1])
+        return run_part(blocks, batch, hidden)
+
+    monkeypatch.setattr(engine, "_run_part", counted)
+    return counts
+
+
+@pytest.fixture
+def no_garbage_collection() -> Iterator[None]:
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+def test_a_mask_that_hides_what_came_before_is_other_content(engine: Engine, budget: CacheBudget) -> None:
+    shared = torch.randn(1, 2 * PAGE_TOKENS, HIDDEN)
+    first = Generation.open(engine, budget, seed=1)
+    run(engine, (first, first.step(0, hidden=shared[:, :PAGE_TOKENS])))
+    mask = torch.ones(1, 2 * PAGE_TOKENS, dtype=torch.long)
+    mask[:, : PAGE_TOKENS - 5] = 0
+    positions = torch.arange(PAGE_TOKENS, 2 * PAGE_TOKENS)[None]
+    hiding = Step(PAGE_TOKENS, BlockInput(shared[:, PAGE_TOKENS:], mask, positions))
+    engine.run([(first.session, hiding)])
+    second = Generation.open(engine, budget, seed=2)
+    prompt = torch.cat([shared, torch.randn(1, 3, HIDDEN)], 1)
+    second.check(*run(engine, (second, second.step(0, hidden=prompt, num_wanted=1))), 1)
+
+
+@pytest.mark.parametrize("keeps_outputs", [False, True])
+def test_padding_is_content_as_well(engine: Engine, budget: CacheBudget, computed: list[int], keeps_outputs) -> None:
+    """Two rows of a left-padded batch, twice; and one of them with other padding."""
+    prompt = torch.randn(2, 2 * PAGE_TOKENS + 3, HIDDEN)
+    options = {"batch_size": 2, "keeps_outputs": keeps_outputs}
+    for padded in (4, 4, 5):
+        generation = Generation.open(engine, budget, padded=padded, **options)
+        generation.check(*run(engine, (generation, generation.step(0, hidden=prompt, num_wanted=1))), 1)
+    assert computed == [2 * PAGE_TOKENS + 3, 3, 2 * PAGE_TOKENS + 3]
+
+
+@pytest.mark.parametrize("chunk", [4 * PAGE_TOKENS + 1, 2 * PAGE_TOKENS, PAGE_TOKENS])
+@pytest.mark.parametrize("keeps_outputs", [False, True])
+def test_equal_prompts_in_pieces_of_whole_pages(
+    engine: Engine, budget: CacheBudget, computed: list[int], keeps_outputs: bool, chunk: int
+) -> None:
+    prompt = torch.randn(1, 4 * PAGE_TOKENS + 1, HIDDEN)
+    for _ in range(2):
+        computed.clear()
+        generation = Generation.open(engine, budget, keeps_outputs=keeps_outputs)
+        for piece in prompt.split(chunk, 1):
+            is_last = generation.hidden.shape[1] + piece.shape[1] == prompt.shape[1]
+            (output,) = run(engine, (generation, generation.step(0, hidden=piece, num_wanted=int(is_last))))
+        generation.check(output, 1)
+    assert computed == [1]
+
+
+@pytest.mark.usefixtures("no_garbage_collection")
+def test_a_refused_step_holds_nothing_of_its_batch(llama: BlockStack) -> None:
+    engine = Engine(llama)
+    layout = engine.layout_of(HOSTED, False)
+    budget = CacheBudget(layout.size_bytes(20), layout.size_bytes(1))
+    good, bad = (Generation.open(engine, budget, seed=seed) for seed in (1, 2))
+    infinite = torch.full((1, 6, HIDDEN), torch.inf)
+    output, error = run(engine, (good, good.step(6)), (bad, bad.step(6, hidden=infinite)))
+    good.check(output)
+    assert isinstance(error, RequestRejected)
+    for generation in (good, bad):
+        engine.close(generation.session)
+    del error
+    budget.lease("next", budget.capacity_bytes)
+
+
+@pytest.mark.usefixtures("no_garbage_collection")
+def test_a_session_without_room_holds_nothing(llama: BlockStack) -> None:
+    engine = Engine(llama)
+    layout = engine.layout_of(HOSTED, False)
+    budget = CacheBudget(layout.size_bytes(20), layout.size_bytes(1))
+    generation = Generation.open(engine, budget)
+    for num_tokens, error in ((6, None), (30, PeerBusy)):
+        (output,) = run(engine, (generation, generation.step(num_tokens)))
+        assert error is None or isinstance(output, error)
+    del output
+    engine.close(generation.session)
+    budget.lease("next", budget.capacity_bytes)

@@ -1,0 +1,254 @@
+"""The compute thread: failures go to whom they belong, and nothing waits without end."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from swarm_protocol.errors import PeerBusy, RequestRejected
+from swarm_protocol.wire.block_input import BlockInput
+from swarm_server.engine.scheduler import Scheduler
+from swarm_server.engine.session_state import Step
+from tests.unit.support import PATIENCE_S, run, until
+
+TRAINING = 3  # passes that may wait
+
+
+class Engine:
+    """Computes nothing: remembers its batches, holds the thread while its gate is shut, and fails where it is told.
+
+    Sessions are names; the result of a step is the name.
+    """
+
+    def __init__(self) -> None:
+        self.batches: list[list[str]] = []
+        self.threads: set[int] = set()
+        self.entered = threading.Event()
+        self.gate = threading.Event()
+        self.gate.set()
+        self.refused: set[str] = set()
+        self.fails: Callable[[Sequence[str]], bool] = lambda names: False
+
+    def run(self, batch: Sequence[tuple[str, Step]]) -> list[str | Exception]:
+        names = [name for name, _ in batch]
+        self.batches.append(names)
+        self.threads.add(threading.get_ident())
+        self.entered.set()
+        assert self.gate.wait(PATIENCE_S)
+        if self.fails(names):
+            raise ZeroDivisionError(names)
+        return [RequestRejected(name) if name in self.refused else name for name in names]
+
+
+@pytest.fixture
+def engine() -> Engine:
+    return Engine()
+
+
+@pytest.fixture
+def scheduler(engine: Engine) -> Iterator[Scheduler]:
+    scheduler = Scheduler(engine, TRAINING)
+    yield scheduler
+    engine.gate.set()
+    scheduler.stop()
+
+
+def step(num_tokens: int = 1, rows: int = 1) -> Step:
+    return Step(0, BlockInput(torch.zeros(rows, num_tokens, 1)))
+
+
+async def held(scheduler: Scheduler, engine: Engine) -> asyncio.Task:
+    """The compute thread is busy once this returns, until the gate is opened; what is submitted next waits."""
+    engine.gate.clear()
+    engine.entered.clear()
+    task = asyncio.create_task(scheduler.step("first", step()))
+    await until(engine.entered.is_set)
+    return task
+
+
+async def submit(coroutine: Any) -> asyncio.Task:
+    """The work is in the queue once this returns."""
+    task = asyncio.create_task(coroutine)
+    await asyncio.sleep(0)  # runs the task up to its first wait, which is for the result
+    return task
+
+
+def test_everything_runs_on_one_other_thread(scheduler: Scheduler, engine: Engine) -> None:
+    async def threads() -> list[int]:
+        assert await scheduler.step("a", step()) == "a"
+        assert await scheduler.step("b", step(100)) == "b"
+        return [await scheduler.call(threading.get_ident), await scheduler.train(threading.get_ident)]
+
+    (thread,) = {*run(threads()), *engine.threads}
+    assert thread != threading.get_ident()
+
+
+def test_steps_that_wait_together_are_computed_together(scheduler: Scheduler, engine: Engine) -> None:
+    async def together() -> None:
+        tasks = [await held(scheduler, engine)]
+        tasks += [await submit(scheduler.step(name, step())) for name in "abc"]
+        engine.gate.set()
+        assert await asyncio.gather(*tasks) == ["first", "a", "b", "c"]
+
+    run(together())
+    assert engine.batches == [["first"], ["a", "b", "c"]]
+
+
+@pytest.mark.parametrize(("rows", "num_tokens", "waits"), [(40, 1, False), (1, 32, False), (1, 33, True), (8, 5, True)])
+def test_what_somebody_watches_goes_before_prompts(
+    scheduler: Scheduler, engine: Engine, rows: int, num_tokens: int, waits: bool
+) -> None:
+    """One token per row, and a few positions of speculation."""
+
+    async def compute() -> None:
+        tasks = [await held(scheduler, engine)]
+        tasks += [await submit(scheduler.step("prompt", step(1000))) for _ in range(2)]
+        tasks += [await submit(scheduler.step("step", step(num_tokens, rows)))]
+        engine.gate.set()
+        await asyncio.gather(*tasks)
+
+    run(compute())
+    last = "step" if waits else "prompt"
+    assert engine.batches[-1] == [last]
+
+
+def test_a_chunk_at_a_time(scheduler: Scheduler, engine: Engine) -> None:
+    """Tokens of others wait for one chunk of a prompt at most."""
+
+    async def chunks() -> None:
+        tasks = [await held(scheduler, engine)]
+        tasks += [await submit(scheduler.step(f"chunk {number}", step(64))) for number in range(3)]
+        tasks += [await submit(scheduler.step(f"{number} tokens", step(number))) for number in (1, 2, 3)]
+        engine.gate.set()
+        await asyncio.gather(*tasks)
+
+    run(chunks())
+    kinds = [names[0].split()[-1] == "tokens" for names in engine.batches[1:]]
+    assert kinds in ([True, False] * 3, [False, True] * 3)
+
+
+def test_too_much_training_is_refused_at_once(scheduler: Scheduler, engine: Engine) -> None:
+    async def overfill() -> None:
+        tasks = [await held(scheduler, engine)]
+        tasks += [await submit(scheduler.train(lambda: "trained")) for _ in range(TRAINING)]
+        with pytest.raises(PeerBusy, match=rf"queue is full \({TRAINING} requests are waiting\)"):
+            await scheduler.train(lambda: "refused")  # the gate is still shut
+        tasks += [await submit(scheduler.step("a", step()))]  # sessions are not meant
+        engine.gate.set()
+        assert await asyncio.gather(*tasks) == ["first"] + ["trained"] * TRAINING + ["a"]
+        assert await scheduler.train(lambda: "room again") == "room again"
+
+    run(overfill())
+
+
+class TestFailures:
+    def test_a_refusal_goes_to_its_caller_alone(self, scheduler: Scheduler, engine: Engine) -> None:
+        async def refuse() -> list[Any]:
+            tasks = [await held(scheduler, engine)]
+            tasks += [await submit(scheduler.step(name, step())) for name in "abc"]
+            engine.refused = {"b"}
+            engine.gate.set()
+            return await asyncio.gather(*tasks, return_exceptions=True)
+
+        first, a, b, c = run(refuse())
+        assert (first, a, c) == ("first", "a", "c")
+        assert isinstance(b, RequestRejected)
+        assert engine.batches == [["first"], ["a", "b", "c"]]
+
+    def test_a_batch_that_fails_is_computed_one_by_one(self, scheduler: Scheduler, engine: Engine) -> None:
+        async def fail() -> list[Any]:
+            tasks = [await held(scheduler, engine)]
+            tasks += [await submit(scheduler.step(name, step())) for name in "abc"]
+            engine.fails = lambda names: "b" in names
+            engine.gate.set()
+            results = await asyncio.gather(*tasks, return_exceptions=True)
+            assert await scheduler.step("later", step()) == "later"
+            return results
+
+        first, a, b, c = run(fail())
+        assert (first, a, c) == ("first", "a", "c")
+        assert isinstance(b, ZeroDivisionError)
+        assert engine.batches == [["first"], ["a", "b", "c"], ["a"], ["b"], ["c"], ["later"]]
+
+    def test_of_calls_go_to_their_caller(self, scheduler: Scheduler) -> None:
+        async def fail() -> None:
+            for submit in (scheduler.call, scheduler.train):
+                with pytest.raises(ZeroDivisionError):
+                    await submit(lambda: 1 / 0)
+            assert await scheduler.step("later", step()) == "later"
+
+        run(fail())
+
+
+def test_work_whose_caller_has_gone_is_not_computed(scheduler: Scheduler, engine: Engine) -> None:
+    problems: list[dict] = []
+
+    async def cancel() -> None:
+        asyncio.get_running_loop().set_exception_handler(lambda _loop, problem: problems.append(problem))
+        first = await held(scheduler, engine)
+        gone = [await submit(scheduler.step("gone", step(length))) for length in (1, 1000)]
+        gone += [await submit(scheduler.train(lambda: engine.batches.append(["trained"])))]
+        still_there = await submit(scheduler.step("still there", step()))
+        for task in (*gone, first):  # the first while it runs: it ends, and nobody hears of it
+            task.cancel()
+        await asyncio.wait([*gone, first])
+        assert all(task.cancelled() for task in (*gone, first))
+        engine.gate.set()
+        assert await still_there == "still there"
+
+    run(cancel())
+    assert (engine.batches, problems) == ([["first"], ["still there"]], [])
+
+
+def test_stopping_finishes_what_runs_and_fails_what_waits(engine: Engine) -> None:
+    async def stop() -> None:
+        scheduler = Scheduler(engine, TRAINING)
+        running = await held(scheduler, engine)
+        waiting = [await submit(scheduler.step("waited", step(length))) for length in (1, 1000)]
+        stopping = asyncio.create_task(asyncio.to_thread(scheduler.stop))
+
+        async def refuses_to_begin() -> bool:
+            late = await submit(scheduler.train(lambda: "late"))
+            if late.done():
+                return "shutting down" in str(late.exception())
+            late.cancel()
+            return False
+
+        await until(refuses_to_begin)
+        assert not running.done()
+        engine.gate.set()
+        assert await running == "first"
+        for task in waiting:
+            with pytest.raises(PeerBusy, match="shutting down"):
+                await task
+        await stopping
+
+    run(stop())
+    assert engine.batches == [["first"]]
+
+
+def test_the_thread_ends_when_stopped(engine: Engine) -> None:
+    scheduler = Scheduler(engine, TRAINING)
+    thread = run(scheduler.call(threading.current_thread))
+    assert thread.is_alive()
+    scheduler.stop()
+    assert not thread.is_alive()
+
+
+def test_delay_is_that_of_waiting(scheduler: Scheduler, engine: Engine) -> None:
+    assert scheduler.queue_delay_s == 0
+
+    async def wait() -> None:
+        first = await held(scheduler, engine)
+        before = scheduler.queue_delay_s
+        second = await submit(scheduler.step("second", step()))
+        engine.gate.set()
+        await asyncio.gather(first, second)
+        assert before >= 0 and scheduler.queue_delay_s > 0
+
+    run(wait())

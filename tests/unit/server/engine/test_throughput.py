@@ -1,0 +1,167 @@
+"""Speeds: measured on a real engine, noted for the next start, followed while the server works."""
+
+from __future__ import annotations
+
+import json
+import os
+
+import pytest
+import torch
+
+from swarm_protocol.checkpoints.checkpoint import Checkpoint
+from swarm_protocol.span import Span
+from swarm_server.blocks.blocks import load_blocks
+from swarm_server.engine import throughput
+from swarm_server.engine.engine import Engine
+from swarm_server.engine.throughput import Meter, SpeedNotes, Speeds, hardware_name, measure
+from swarm_server.kv.kv_cache import CacheBudget
+from swarm_server.machine.cores import CoreShare
+from tests.zoo import save_checkpoint
+
+
+class Noted(list):
+    """What a meter wants to be noted."""
+
+    def __call__(self, speeds: Speeds) -> None:
+        self.append(speeds)
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory) -> Engine:
+    directory = tmp_path_factory.mktemp("llama")
+    save_checkpoint("llama", directory)
+    return Engine(load_blocks(Checkpoint.open(directory), Span(0, 4)))
+
+
+def test_a_measurement_leaves_nothing_behind_and_is_of_the_span(engine) -> None:
+    whole, part = measure(engine, Span(0, 4)), measure(engine, Span(1, 2))
+    assert part.decode_tokens_per_s > whole.decode_tokens_per_s > 0
+    assert whole.forward_tokens_per_s > whole.decode_tokens_per_s  # many at a time cost less each
+
+
+def test_speeds_are_of_one_block_or_of_several() -> None:
+    speeds = Speeds(10.0, 300.0)
+    assert speeds.per_block(4) == Speeds(40.0, 1200.0)
+    assert speeds.per_block(4).through(8) == Speeds(5.0, 150.0)
+
+
+# ------------------------------------------------------------ notes
+
+
+def notes(tmp_path, *setting: str) -> SpeedNotes:
+    return SpeedNotes(setting or ("model", "int8"), CoreShare(tmp_path / "cores", {0}, {}), tmp_path / "speeds")
+
+
+def test_what_was_measured_is_known_at_the_next_start(tmp_path) -> None:
+    assert notes(tmp_path).read() is None
+    notes(tmp_path).write(Speeds(40.0, 1200.0))
+    assert notes(tmp_path).read() == Speeds(40.0, 1200.0)
+    assert notes(tmp_path, "model", "nf4").read() is None
+
+
+def test_another_share_of_the_machine_is_another_matter(tmp_path) -> None:
+    share = CoreShare(tmp_path / "cores", {0, 1}, {"OMP_NUM_THREADS": "2"})
+    SpeedNotes(["model", "int8"], share, tmp_path / "speeds").write(Speeds(40.0, 1200.0))
+    assert notes(tmp_path).read() is None
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "",
+        "{",
+        "[]",
+        "{}",
+        '{"decode_tokens_per_s": 1}',
+        '{"decode_tokens_per_s": 0, "forward_tokens_per_s": 1}',
+        '{"decode_tokens_per_s": NaN, "forward_tokens_per_s": 1}',
+        '{"decode_tokens_per_s": "x", "forward_tokens_per_s": 1}',
+    ],
+)
+def test_a_damaged_note_is_measured_anew(tmp_path, content: str) -> None:
+    notes(tmp_path).write(Speeds(40.0, 1200.0))
+    (path,) = (tmp_path / "speeds").glob("*.json")
+    assert json.loads(path.read_text())["forward_tokens_per_s"] == 1200.0
+    path.write_text(content)
+    assert notes(tmp_path).read() is None
+
+
+def test_an_old_note_is_measured_anew(tmp_path) -> None:
+    notes(tmp_path).write(Speeds(40.0, 1200.0))
+    (path,) = (tmp_path / "speeds").glob("*.json")
+    os.utime(path, (0, 0))
+    assert notes(tmp_path).read() is None
+
+
+def test_where_nothing_can_be_noted_nothing_is_lost(tmp_path) -> None:
+    (tmp_path / "speeds").write_text("in the way")
+    notes(tmp_path).write(Speeds(40.0, 1200.0))
+    assert notes(tmp_path).read() is None
+
+
+def test_the_hardware_has_a_name() -> None:
+    assert hardware_name(torch.device("cpu"))
+
+
+# ------------------------------------------------------------ at work
+
+
+def fed(meter: Meter, times: int, **batch: float) -> Meter:
+    for _ in range(times):
+        meter.add(**batch)
+    return meter
+
+
+def test_real_traffic_replaces_what_was_measured() -> None:
+    """Four blocks, measured at 100 tokens/s, take 20 ms a step, and prompts pass at 1000 tokens/s."""
+    noted = Noted()
+    meter = Meter(Speeds(100.0, 3000.0), 4, noted)
+    assert meter.speeds == Speeds(100.0, 3000.0)
+    fed(meter, 1000, num_blocks=4, num_rows=1, num_tokens=1, seconds=0.02)
+    fed(meter, 1000, num_blocks=4, num_rows=1, num_tokens=64, seconds=0.064)
+    assert meter.speeds.decode_tokens_per_s == pytest.approx(50.0, rel=throughput._WORTH_TELLING)
+    assert meter.speeds.forward_tokens_per_s == pytest.approx(1000.0, rel=throughput._WORTH_TELLING)
+    assert noted[-1].through(4) == meter.speeds
+
+
+def test_half_the_blocks_take_half_the_time() -> None:
+    meter = fed(Meter(Speeds(100.0, 3000.0), 4, Noted()), 1000, num_blocks=2, num_rows=1, num_tokens=1, seconds=0.005)
+    assert meter.speeds == Speeds(100.0, 3000.0)
+
+
+def test_a_few_slow_batches_and_noise_change_nothing() -> None:
+    """Servers would move for it."""
+    noted = Noted()
+    meter = Meter(Speeds(100.0, 3000.0), 4, noted)
+    fed(meter, 2, num_blocks=4, num_rows=1, num_tokens=1, seconds=0.05)
+    for number in range(1000):
+        meter.add(num_blocks=4, num_rows=1, num_tokens=1, seconds=0.01 * (1.1 if number % 2 else 0.9))
+    assert meter.speeds == Speeds(100.0, 3000.0) and not noted
+
+
+def test_short_prompts_say_little_about_long_ones() -> None:
+    meter = fed(Meter(Speeds(100.0, 3000.0), 4, Noted()), 1000, num_blocks=4, num_rows=1, num_tokens=3, seconds=0.01)
+    assert meter.speeds == Speeds(100.0, 3000.0)
+
+
+def test_a_speed_that_was_given_stays() -> None:
+    meter = fed(Meter(Speeds(7.0, 7.0), 4, None), 1000, num_blocks=4, num_rows=1, num_tokens=1, seconds=0.02)
+    assert meter.speeds == Speeds(7.0, 7.0)
+
+
+def test_the_engine_tells_its_meter_what_it_computed(engine) -> None:
+    batches = []
+
+    class Recorder:
+        def add(self, num_blocks: int, num_rows: int, num_tokens: int, seconds: float) -> None:
+            batches.append((num_blocks, num_rows, num_tokens, seconds > 0))
+
+    engine.meter = Recorder()
+    try:
+        session = engine.open(Span(1, 3), 1, CacheBudget(2**40, 1).lease(""), reserved=8, shares=False)
+        throughput._step(engine, session, 0, 5)
+        throughput._step(engine, session, 5, 1)
+        engine.close(session)
+    finally:
+        engine.meter = None
+    assert batches == [(2, 1, 5, True), (2, 1, 1, True)]

@@ -1,0 +1,160 @@
+"""Whose turn it is: nobody starves, decoding waits least, and what fits together is computed together."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from swarm_protocol.wire.block_input import BlockInput
+from swarm_server.engine.scheduler import MAX_ROWS, Kind, Work, WorkQueue
+from swarm_server.engine.session_state import Step
+
+
+def work(kind: Kind = Kind.DECODE, num_tokens: int = 1, rows: int = 1) -> Work:
+    """A step of a session of its own."""
+    return Work(kind, done=None, session=object(), step=Step(0, BlockInput(torch.zeros(rows, num_tokens, 1))))
+
+
+def call(kind: Kind) -> Work:
+    return Work(kind, done=None, call=lambda: None)
+
+
+def filled(*works: Work, mixes_sessions: bool = True) -> WorkQueue:
+    queue = WorkQueue(mixes_sessions)
+    for one in works:
+        queue.add(one)
+    return queue
+
+
+def batches(queue: WorkQueue) -> list[list[Work]]:
+    """Everything, in the order of its computation."""
+    result = []
+    while batch := queue.next_batch():
+        result.append(batch)
+    return result
+
+
+class TestTurns:
+    def test_none_if_nothing_waits(self) -> None:
+        queue = WorkQueue()
+        assert queue.next_batch() == [] and len(queue) == 0
+
+    @pytest.mark.parametrize("kind", Kind)
+    def test_first_come_first_served_within_a_kind(self, kind: Kind) -> None:
+        works = [work(kind) for _ in range(5)]
+        assert batches(filled(*works, mixes_sessions=False)) == [[one] for one in works]
+
+    def test_decoding_has_every_other_turn(self) -> None:
+        """While others wait, however much of them there is and whatever came first."""
+        others = [work(Kind.PREFILL) for _ in range(6)] + [call(Kind.TRAINING) for _ in range(3)]
+        queue, kinds = filled(*others), []
+        for _ in range(16):
+            queue.add(work())
+            kinds.append(queue.next_batch()[0].kind)
+        assert [kind for kind in kinds[::2]] == [Kind.DECODE] * 8
+        assert Kind.DECODE not in kinds[1::2]
+
+    def test_training_has_one_in_four_of_the_turns_that_decoding_leaves(self) -> None:
+        queue, kinds = filled(*(call(Kind.TRAINING) for _ in range(4))), []
+        for _ in range(16):
+            queue.add(work(Kind.PREFILL))
+            kinds.append(queue.next_batch()[0].kind)
+        assert kinds == ([Kind.PREFILL] * 3 + [Kind.TRAINING]) * 4
+
+    def test_whoever_is_alone_has_all_turns(self) -> None:
+        for kind in Kind:
+            works = [call(kind) for _ in range(4)]
+            assert batches(filled(*works)) == [[one] for one in works]
+
+    def test_a_prompt_goes_before_the_training_that_came_before_it(self) -> None:
+        queue = filled(*(call(Kind.TRAINING) for _ in range(9)))
+        for _ in range(4):
+            queue.next_batch()
+        queue.add(work(Kind.PREFILL))
+        assert queue.next_batch()[0].kind is Kind.PREFILL
+
+    @given(st.lists(st.sampled_from(list(Kind)), max_size=40), st.randoms(use_true_random=False))
+    def test_nobody_starves(self, arrivals: list[Kind], chance: random.Random) -> None:
+        """Whatever arrives meanwhile, the work that came first of its kind has its turn within eight."""
+        queue, waited = WorkQueue(mixes_sessions=False), dict.fromkeys(Kind, 0)
+        for kind in arrivals:
+            for _ in range(chance.randrange(3)):
+                queue.add(work(kind))
+            waiting = [kind for kind in Kind if queue.count(kind)]
+            if not waiting:
+                continue
+            served = queue.next_batch()[0].kind
+            for kind in Kind:
+                waited[kind] = waited[kind] + 1 if kind in waiting and kind is not served else 0
+            assert max(waited.values()) < 8 and waited[Kind.DECODE] < 2
+
+
+class TestBatches:
+    def test_decoding_steps_of_all_sessions_are_one(self) -> None:
+        works = [work(rows=rows) for rows in (1, 3, 2)]
+        assert batches(filled(*works)) == [works]
+
+    def test_unless_the_model_does_not_mix_rows(self) -> None:
+        works = [work() for _ in range(3)]
+        assert batches(filled(*works, mixes_sessions=False)) == [[one] for one in works]
+
+    def test_prompts_and_training_come_one_by_one(self) -> None:
+        for kind in (Kind.PREFILL, Kind.TRAINING):
+            works = [work(kind) for _ in range(3)]
+            assert batches(filled(*works)) == [[one] for one in works]
+
+    def test_steps_of_equal_length(self) -> None:
+        one, four, also_one, also_four = works = [work(num_tokens=length) for length in (1, 4, 1, 4)]
+        assert batches(filled(*works)) == [[one, also_one], [four, also_four]]
+
+    def test_calls_are_alone(self) -> None:
+        first, between, last = work(), call(Kind.DECODE), work()
+        assert batches(filled(first, between, last)) == [[first, last], [between]]
+
+    def test_have_so_many_rows_and_no_more(self) -> None:
+        wide, one, almost, rest = works = [work(rows=rows) for rows in (200, 1, MAX_ROWS - 201, 1)]
+        assert batches(filled(*works)) == [[wide, one, almost], [rest]]
+
+    def test_one_that_is_too_wide_for_any_is_alone(self) -> None:
+        wide, one = work(rows=MAX_ROWS + 1), work()
+        assert batches(filled(wide, one)) == [[wide], [one]]
+
+    def test_what_is_left_keeps_its_order(self) -> None:
+        lengths = (1, 2, 3, 2, 3, 1)
+        works = [work(num_tokens=length) for length in lengths]
+        expected = [[one for one, length in zip(works, lengths, strict=True) if length == n] for n in (1, 2, 3)]
+        assert batches(filled(*works)) == expected
+
+    @given(st.lists(st.tuples(st.integers(1, 3), st.sampled_from([1, 2, 100, 300])), max_size=30))
+    def test_everything_is_computed_once_and_in_order(self, sizes: list[tuple[int, int]]) -> None:
+        works = [work(num_tokens=num_tokens, rows=rows) for num_tokens, rows in sizes]
+        order = {id(one): number for number, one in enumerate(works)}
+        computed = batches(filled(*works))
+        assert sorted(order[id(one)] for batch in computed for one in batch) == list(range(len(works)))
+        firsts = [order[id(batch[0])] for batch in computed]
+        assert firsts == sorted(firsts)  # nobody is overtaken by a whole batch of others
+        for batch in computed:
+            assert len({one.num_tokens for one in batch}) == 1
+            assert len(batch) == 1 or sum(one.num_rows for one in batch) <= MAX_ROWS
+            assert [order[id(one)] for one in batch] == sorted(order[id(one)] for one in batch)
+
+
+class TestLeaving:
+    @pytest.mark.parametrize("kind", Kind)
+    def test_work_whose_caller_has_gone(self, kind: Kind) -> None:
+        first, gone, last = works = [call(kind) for _ in range(3)]
+        queue = filled(*works)
+        queue.discard(gone)
+        queue.discard(gone)  # harmless
+        assert (len(queue), queue.count(kind)) == (2, 2)
+        assert batches(queue) == [[first], [last]]
+
+    def test_everything_at_once(self) -> None:
+        works = [work(kind) for kind in Kind]
+        queue = filled(*works)
+        assert queue.clear() == works
+        assert len(queue) == 0 and queue.next_batch() == []

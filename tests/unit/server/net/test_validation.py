@@ -1,0 +1,168 @@
+"""What a server refuses before it takes memory or time for a request."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from swarm_protocol.errors import PeerMoved, RequestRejected
+from swarm_protocol.pb import swarm_pb2 as pb
+from swarm_protocol.span import Span
+from swarm_protocol.wire.codec import encode
+from swarm_protocol.wire.constants import WIRE_VERSION
+from swarm_server.net.validation import MAX_BATCH_SIZE, Rules
+
+HIDDEN = 8
+RULES = Rules("model", "revision", Span(10, 20), HIDDEN, max_positions=100, max_tensor_bytes=4096)
+UNLIMITED = Rules("model", "revision", Span(10, 20), HIDDEN, max_positions=None)
+
+
+def contract(start: int = 10, end: int = 20, **fields: object) -> pb.Contract:
+    known = dict(wire_version=WIRE_VERSION, model="model", revision="revision", blocks=pb.Span(start=start, end=end))
+    return pb.Contract(**(known | fields))
+
+
+class TestContract:
+    @pytest.mark.parametrize(("start", "end"), [(10, 20), (12, 13), (10, 11), (19, 20)])
+    def test_any_span_of_the_hosted_blocks_is_served(self, start: int, end: int) -> None:
+        assert RULES.blocks(contract(start, end)) == Span(start, end)
+
+    @pytest.mark.parametrize(
+        ("refused", "reason"),
+        [
+            (contract(9, 20), "holds blocks 10:20, not 9:20"),
+            (contract(10, 21), "holds blocks 10:20, not 10:21"),
+            (contract(0, 5), "holds blocks 10:20, not 0:5"),
+            (contract(revision="other"), "serves model at revision revision, .* expects model at revision other"),
+            (contract(model="other"), "the client expects other at revision revision"),
+            (contract(wire_version=WIRE_VERSION + 1), f"wire version {WIRE_VERSION}, the client {WIRE_VERSION + 1}"),
+            (pb.Contract(), "wire version"),
+        ],
+    )
+    def test_what_is_served_elsewhere_or_no_longer_sends_the_client_on(self, refused: pb.Contract, reason: str) -> None:
+        with pytest.raises(PeerMoved, match=reason):
+            RULES.blocks(refused)
+
+    @pytest.mark.parametrize(("start", "end"), [(0, 0), (12, 12), (15, 12)])
+    def test_no_span_is_the_clients_mistake(self, start: int, end: int) -> None:
+        with pytest.raises(RequestRejected, match=f"blocks {start}:{end} are no range of blocks"):
+            RULES.blocks(contract(start, end))
+
+
+@pytest.mark.parametrize("size", [1, 7, MAX_BATCH_SIZE])
+def test_batch_sizes(size: int) -> None:
+    assert RULES.batch_size(size) == size
+
+
+@pytest.mark.parametrize("size", [0, -1, MAX_BATCH_SIZE + 1, 2**32 - 1])
+def test_other_batch_sizes_are_refused(size: int) -> None:
+    with pytest.raises(RequestRejected, match=f"batch size {size} is out of range: expected 1 to 4096"):
+        RULES.batch_size(size)
+
+
+class TestHidden:
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+    @pytest.mark.parametrize("batch_size", [2, None])
+    def test_good_ones_arrive(self, dtype: torch.dtype, batch_size: int | None) -> None:
+        tensor = torch.randn(2, 3, HIDDEN).to(dtype)
+        assembler = RULES.hidden(encode(tensor)[0], batch_size)
+        assert assembler.complete
+        assert torch.equal(assembler.tensor(), tensor)
+
+    @pytest.mark.parametrize(
+        "shape",
+        [(), (HIDDEN,), (2, HIDDEN), (2, 3, 7), (2, 3, HIDDEN, 1), (2, 0, HIDDEN), (3, 3, HIDDEN), (0, 3, HIDDEN)],
+    )
+    def test_other_shapes_are_refused(self, shape: tuple[int, ...]) -> None:
+        with pytest.raises(RequestRejected) as caught:
+            RULES.hidden(encode(torch.zeros(shape))[0], 2)
+        assert str(caught.value) == f"hidden states have shape {list(shape)}: expected [2, tokens, {HIDDEN}]"
+
+    @pytest.mark.parametrize("rows", [0, MAX_BATCH_SIZE + 1])
+    def test_the_batch_size_is_limited_where_it_is_free(self, rows: int) -> None:
+        with pytest.raises(RequestRejected, match=f"batch size {rows} is out of range"):
+            UNLIMITED.hidden(encode(torch.zeros(rows, 1, HIDDEN))[0])
+
+    def test_whole_numbers_are_refused(self) -> None:
+        with pytest.raises(RequestRejected, match="no floating-point tensor"):
+            RULES.hidden(encode(torch.zeros(2, 3, HIDDEN, dtype=torch.int64))[0])
+
+    def test_too_many_bytes_are_refused(self) -> None:
+        RULES.hidden(encode(torch.zeros(1, 128, HIDDEN))[0])
+        with pytest.raises(RequestRejected, match="over the limit of 4096 bytes"):
+            RULES.hidden(encode(torch.zeros(1, 129, HIDDEN))[0])
+
+
+class TestPositions:
+    @pytest.mark.parametrize("rows", [1, 2])
+    def test_good_ones_arrive(self, rows: int) -> None:
+        ids = torch.tensor([[0, 50, 99]]).repeat(rows, 1)
+        assert torch.equal(RULES.positions(encode(ids)[0], 2, 3), ids)
+
+    @pytest.mark.parametrize("shape", [(3,), (2, 2), (3, 3), (1, 2, 3), ()])
+    def test_other_shapes_are_refused(self, shape: tuple[int, ...]) -> None:
+        with pytest.raises(RequestRejected, match=r"position ids have shape .*: expected int64"):
+            RULES.positions(encode(torch.zeros(shape, dtype=torch.int64))[0], 2, 3)
+
+    def test_other_dtypes_are_refused(self) -> None:
+        with pytest.raises(RequestRejected, match="expected int64"):
+            RULES.positions(encode(torch.zeros(2, 3))[0], 2, 3)
+
+    @pytest.mark.parametrize("ids", [[0, 100], [-1, 5], [2**62, 0]])
+    def test_positions_the_model_does_not_have_are_refused(self, ids: list[int]) -> None:
+        with pytest.raises(RequestRejected, match=f"from {min(ids)} to {max(ids)} are outside the model's 100"):
+            RULES.positions(encode(torch.tensor([ids]))[0], 1, 2)
+
+    def test_a_model_without_limit_takes_any_but_negative_ones(self) -> None:
+        assert UNLIMITED.positions(encode(torch.tensor([[10**9]]))[0], 1, 1).item() == 10**9
+        with pytest.raises(RequestRejected, match="from -1 to -1"):
+            UNLIMITED.positions(encode(torch.tensor([[-1]]))[0], 1, 1)
+
+    def test_incomplete_ones_are_refused(self) -> None:
+        wire = encode(torch.tensor([[1, 2, 3]]))[0]
+        wire.data = wire.data[:-1]
+        with pytest.raises(RequestRejected, match="only 23 of 24 bytes"):
+            RULES.positions(wire, 1, 3)
+
+
+def test_masks_must_cover_all_positions() -> None:
+    assert RULES.mask(pb.AttentionMask(values=b"\0\1\1\1"), 2, 2).tolist() == [[0, 1], [1, 1]]
+    assert RULES.mask(pb.AttentionMask(), 1, 3).tolist() == [[1, 1, 1]]
+    with pytest.raises(RequestRejected, match="attention mask has 4 entries"):
+        RULES.mask(pb.AttentionMask(values=b"\0\1\1\1"), 2, 3)
+
+
+def test_length_is_the_models() -> None:
+    RULES.length(100)
+    UNLIMITED.length(10**9)
+    with pytest.raises(RequestRejected, match="101 positions are more than the model's 100: shorten the prompt"):
+        RULES.length(101)
+
+
+def test_positions_already_there_count_as_well() -> None:
+    """Before memory is taken for the new ones."""
+    wire = encode(torch.zeros(1, 3, HIDDEN))[0]
+    assert RULES.new_positions(wire, past=97).complete
+    with pytest.raises(RequestRejected, match="101 positions are more than the model's 100"):
+        RULES.new_positions(wire, past=98)
+    with pytest.raises(RequestRejected, match="hidden states have shape"):
+        RULES.new_positions(encode(torch.zeros(200, HIDDEN))[0], past=98)
+
+
+class TestStepTokens:
+    RULES = dataclasses.replace(RULES, max_step_tokens=64)
+
+    @pytest.mark.parametrize(("batch_size", "num_tokens"), [(1, 64), (2, 32), (5, 12), (64, 1), (100, 1), (4096, 1)])
+    def test_a_chunk_or_one_position_of_any_batch(self, batch_size: int, num_tokens: int) -> None:
+        self.RULES.step_tokens(batch_size, num_tokens)
+
+    @pytest.mark.parametrize(("batch_size", "num_tokens"), [(1, 65), (2, 33), (5, 13), (33, 2), (100, 2)])
+    def test_more_must_come_in_several_steps(self, batch_size: int, num_tokens: int) -> None:
+        with pytest.raises(RequestRejected) as caught:
+            self.RULES.step_tokens(batch_size, num_tokens)
+        assert str(caught.value) == (
+            f"a step of {batch_size} × {num_tokens} positions is too long: expected at most 64 in all; "
+            "send it in several steps"
+        )

@@ -1,0 +1,137 @@
+"""Mistakes on the server's command line are found before anything starts, and said in one sentence."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from swarm_protocol.span import Span
+from swarm_server.command_line import parse_args, read_config
+from swarm_server.core.config import ServerConfig
+
+
+def config(*argv: str) -> ServerConfig:
+    return read_config(parse_args(list(argv)))
+
+
+def test_defaults_are_those_of_the_config() -> None:
+    assert config() == ServerConfig()
+
+
+def test_every_flag_reaches_the_config() -> None:
+    flags = {
+        "model": "name/model", "revision": "main", "blocks": "10:20", "quant": "none", "dtype": "bfloat16",
+        "device": "cpu", "host": "::", "port": "1", "dht-port": "2", "announce-address": "host:3", "swarm": "mine",
+        "identity": "key", "cache-tokens": "4", "throughput": "5.5", "chunk-tokens": "6", "max-sessions": "7",
+    }  # fmt: skip
+    peers = tuple(
+        f"/ip4/192.0.2.{number}/tcp/31337/p2p/QmWuXJM1v3RHh9tF3Sy7Xrrn2zvhDQQpuBLRU7QLR5PaMd" for number in (1, 2)
+    )
+    argv = [part for name, value in flags.items() for part in (f"--{name}", value)]
+    assert config(*argv, "--no-prefix-cache", "--initial-peers", *peers) == ServerConfig(
+        model="name/model", model_revision="main", blocks=Span(10, 20), quant="none", dtype="bfloat16", device="cpu",
+        host="::", port=1, dht_port=2, announce_address="host:3", swarm="mine", identity=Path("key"), cache_tokens=4,
+        throughput=5.5, chunk_tokens=6, max_sessions=7, prefix_cache=False, initial_peers=peers,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("argv", "expected"),
+    [
+        (["--num-blocks", "8"], ServerConfig(num_blocks=8)),
+        (["--memory", "4GiB"], ServerConfig(memory_bytes=4 << 30)),
+        (["--drain-timeout", "2.5"], ServerConfig(drain_timeout_s=2.5)),
+        (["--initial-blocks", "3:5"], ServerConfig(initial_blocks=Span(3, 5))),
+        (["--balance-margin", "0.2"], ServerConfig(balance_margin=0.2)),
+        (["--adapters", "a/poet", "b/cook/"], ServerConfig(adapters=(Path("a/poet"), Path("b/cook")))),
+        (["--adapter-memory", "1GiB"], ServerConfig(adapter_bytes=1 << 30)),
+    ],
+)
+def test_other_flags(argv: list[str], expected: ServerConfig) -> None:
+    assert config(*argv) == expected
+
+
+@pytest.mark.parametrize(
+    ("argv", "sentence"),
+    [
+        (["--blocks", "0:2", "--num-blocks", "2"], "blocks and num_blocks are both given: expected one of them"),
+        (["--num-blocks", "2", "--memory", "1GiB"], "num_blocks and memory_bytes are both given"),
+        (["--num-blocks", "0"], "num_blocks is 0: expected at least 1"),
+        (["--memory", "much"], "size 'much' is not understood"),
+        (["--drain-timeout", "-1"], "drain_timeout_s is -1.0: expected a number of seconds"),
+        (["--balance-margin", "0"], "balance_margin is 0.0: expected a number above 0, such as 0.03"),
+        (["--adapters", "a/poet", "b/poet"], r"adapters are called like their directories: \['poet', 'poet'\] are no"),
+        (["--adapters", "/"], "are no distinct, printable names"),
+        (["--adapter-memory", "0"], "adapter_bytes is 0: expected at least 1"),
+        (["--balance-margin", "nan"], "balance_margin is nan: expected a number above 0"),
+        (["--initial-blocks", "3"], "blocks '3' are no range of blocks"),
+        (["--initial-blocks", "3:5", "--blocks", "3:5"], "blocks and initial_blocks are both given"),
+    ],
+)
+def test_how_many_blocks_is_said_once(argv: list[str], sentence: str) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        config(*argv)
+
+
+def test_room_for_keys_and_values_may_be_given_as_memory() -> None:
+    assert config("--cache-memory", "1.5GiB") == ServerConfig(cache_bytes=3 << 29)
+
+
+def test_room_is_given_in_one_way() -> None:
+    with pytest.raises(ValueError, match="cache_tokens and cache_bytes are both given: expected one of them"):
+        config("--cache-memory", "1GB", "--cache-tokens", "100")
+
+
+@pytest.mark.parametrize(
+    ("flag", "value", "reason"),
+    [
+        ("blocks", "10:10", "blocks 10:10 are no range of blocks: expected START:END with 0 <= START < END"),
+        ("blocks", "20:10", "blocks 20:10 are no range of blocks: expected START:END with 0 <= START < END"),
+        ("blocks", "a:b", "blocks 'a:b' are no range of blocks: expected START:END, for example 10:20"),
+        ("blocks", "10", "expected START:END"),
+        ("quant", "int3", "quantisation 'int3' is unknown: expected one of .*int8"),
+        ("dtype", "int8", "dtype 'int8' is unknown: expected one of auto, float32, bfloat16, float16"),
+        ("port", "65536", "port 65536 is no port: expected 0 to 65535"),
+        ("port", "-1", "port -1 is no port"),
+        ("dht-port", "100000", "dht_port 100000 is no port"),
+        ("throughput", "fast", "throughput 'fast' is not understood: expected auto or a number"),
+        ("throughput", "0", "throughput is 0.0: expected a number of tokens per second above 0"),
+        ("throughput", "-3", "throughput is -3.0: expected"),
+        ("throughput", "nan", "throughput is nan: expected"),
+        ("throughput", "inf", "throughput is inf: expected"),
+        ("swarm", "a/b", "swarm name 'a/b' is not usable: expected 1 to 64 letters"),
+        ("swarm", "", "swarm name '' is not usable"),
+        ("cache-tokens", "0", "cache_tokens is 0: expected at least 1"),
+        ("cache-tokens", "-5", "cache_tokens is -5: expected at least 1"),
+        ("cache-memory", "much", "size 'much' is not understood: expected a number with a unit, such as 2GiB"),
+        ("cache-memory", "0GiB", "cache_bytes is 0: expected at least 1"),
+        ("chunk-tokens", "0", "chunk_tokens is 0: expected at least 1"),
+        ("max-sessions", "0", "max_sessions is 0: expected at least 1"),
+    ],
+)
+def test_a_value_out_of_range_says_what_was_expected(flag: str, value: str, reason: str) -> None:
+    with pytest.raises(ValueError, match=reason):
+        config(f"--{flag}={value}")
+
+
+@pytest.mark.parametrize(
+    ("argv", "reason"),
+    [
+        (["--port", "http"], "argument --port: invalid int value: 'http'"),
+        (["--cache-tokens", "many"], "argument --cache-tokens: invalid int value: 'many'"),
+        (["--log-level", "loud"], "argument --log-level: invalid choice: 'loud'"),
+        (["--initial-peers"], "argument --initial-peers: expected at least one argument"),
+        (["--no-such-flag"], "unrecognized arguments: --no-such-flag"),
+        (["10:20"], "unrecognized arguments: 10:20"),
+    ],
+)
+def test_what_cannot_be_parsed_ends_with_usage(argv: list[str], reason: str, capsys: pytest.CaptureFixture) -> None:
+    with pytest.raises(SystemExit) as caught:
+        config(*argv)
+    assert caught.value.code == 2
+    assert reason in capsys.readouterr().err
+
+
+def test_an_automatic_throughput_is_measured_later() -> None:
+    assert config("--throughput", "auto").throughput is None
