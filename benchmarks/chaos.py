@@ -47,7 +47,7 @@ from make_model import DEFAULT_OUTPUT
 from transformers import PreTrainedModel
 
 from swarm_client.core.events import Move, Recovery
-from swarm_client.demo.local_cluster import Nursery, NurseryServer
+from swarm_client.demo.local_cluster import LocalCluster, LocalServer
 from swarm_client.sessions.session import RemoteSession
 from swarm_protocol.checkpoints.default_model import DEFAULT_MODEL
 
@@ -115,14 +115,14 @@ class Kill:
 
 
 def kill_servers(
-    args: argparse.Namespace, nursery: Nursery, quant: str, num_kills: int, standby: bool
+    args: argparse.Namespace, cluster: LocalCluster, quant: str, num_kills: int, standby: bool
 ) -> tuple[list[Kill], Tally]:
     chance = random.Random(f"{args.seed} {quant} {standby}")
     moments = MOMENTS[1:] if standby else MOMENTS  # there is no copy before the first step has ended
     path = model_path(args.model, args.models)
     prompts = random_prompts(path, PROMPT_LENGTHS, args.seed)
     kills, tally = [], Tally()
-    with Replicas(nursery, path, quant, *args.server_options.split()) as replicas:
+    with Replicas(cluster, path, quant, *args.server_options.split()) as replicas:
         with replicas.client() as model:
             prefill = PrefillTimes(model, replicas.spans)
             right = [undisturbed(model, prompt, NEW_TOKENS) for prompt in prompts]
@@ -135,9 +135,9 @@ def kill_servers(
                 length = prompts[which].shape[1]
                 whole_s = sum(prefill.seconds(span, length) for span in replicas.spans)
                 delay_s = chance.uniform(0, 0.7 * whole_s) if moment == "prefill" else chance.uniform(0, step_s)
-                victims: list[NurseryServer] = []
+                victims: list[LocalServer] = []
 
-                def kill(peer_id: str, victims: list[NurseryServer] = victims) -> None:
+                def kill(peer_id: str, victims: list[LocalServer] = victims) -> None:
                     victims.append(replicas.find(peer_id))
                     victims[-1].kill()
                     victims[-1].wait_gone()
@@ -203,10 +203,10 @@ def show_kills(kills: Sequence[Kill], standby: bool) -> None:
     console.print("targets: " + ("stall p50 ≤ 0.3" if standby else "stall − prefill p50 ≤ 0.5, p99 ≤ 2"))
 
 
-def run_kills(args: argparse.Namespace, nursery: Nursery, standby: bool = False) -> tuple[Any, Tally]:
+def run_kills(args: argparse.Namespace, cluster: LocalCluster, standby: bool = False) -> tuple[Any, Tally]:
     all_kills, all_tally = [], Tally()
     for quant in args.quant:
-        kills, tally = kill_servers(args, nursery, quant, args.standby_kills if standby else args.kills, standby)
+        kills, tally = kill_servers(args, cluster, quant, args.standby_kills if standby else args.kills, standby)
         console.print(f"{QUANT_NAMES[quant]}{' with copies' if standby else ''}: {tally}")
         all_kills += kills
         all_tally += tally
@@ -214,19 +214,19 @@ def run_kills(args: argparse.Namespace, nursery: Nursery, standby: bool = False)
     return [asdict(kill) | {"beyond_s": kill.beyond_s} for kill in all_kills], all_tally
 
 
-def run_standby(args: argparse.Namespace, nursery: Nursery) -> tuple[Any, Tally]:
-    return run_kills(args, nursery, standby=True)
+def run_standby(args: argparse.Namespace, cluster: LocalCluster) -> tuple[Any, Tally]:
+    return run_kills(args, cluster, standby=True)
 
 
 # ------------------------------------------------------------ leave
 
 
-def run_leave(args: argparse.Namespace, nursery: Nursery) -> tuple[Any, Tally]:
+def run_leave(args: argparse.Namespace, cluster: LocalCluster) -> tuple[Any, Tally]:
     path = model_path(args.model, args.models)
     (prompt,) = random_prompts(path, PROMPT_LENGTHS[-1:], args.seed)
     rows, tally = [], Tally()
     for quant in args.quant:
-        with Replicas(nursery, path, quant, *args.server_options.split()) as replicas, replicas.client() as model:
+        with Replicas(cluster, path, quant, *args.server_options.split()) as replicas, replicas.client() as model:
             right = undisturbed(model, prompt, LEAVE_TOKENS)
             for number in range(args.leaves):
                 rows.append({"quant": quant, **leave(model, replicas, prompt, right, number % NUM_SPANS, tally)})
@@ -250,7 +250,7 @@ def run_leave(args: argparse.Namespace, nursery: Nursery) -> tuple[Any, Tally]:
 def leave(
     model: PreTrainedModel, replicas: Replicas, prompt: torch.Tensor, right: list[int], hop: int, tally: Tally
 ) -> dict[str, Any]:
-    told: list[tuple[NurseryServer, float]] = []
+    told: list[tuple[LocalServer, float]] = []
 
     def on_token(session: RemoteSession, num_tokens: int) -> None:
         if num_tokens == LEAVE_TOKENS // 4:
@@ -280,7 +280,7 @@ def leave(
 
 # ------------------------------------------------------------ command line
 
-SECTIONS: dict[str, Callable[[argparse.Namespace, Nursery], tuple[Any, Tally]]] = {
+SECTIONS: dict[str, Callable[[argparse.Namespace, LocalCluster], tuple[Any, Tally]]] = {
     "kills": run_kills,
     "standby": run_standby,
     "hangs": measure_hangs,
@@ -336,10 +336,10 @@ def main() -> None:
     torch.set_num_threads(1)
     logging.getLogger("swarm_client.core.events").setLevel(logging.ERROR)  # counted, and shown in the tables
     results, tally = {}, Tally()
-    with Nursery() as nursery:
+    with LocalCluster() as cluster:
         for name in args.sections or SECTIONS:
             console.print(f"\n[bold]{name}[/]")
-            results[name], outcome = SECTIONS[name](args, nursery)
+            results[name], outcome = SECTIONS[name](args, cluster)
             tally += outcome
             if args.json:
                 write_json(args.json, vars(args), rows=json_rows(results, tally), **results, tally=asdict(tally))

@@ -25,7 +25,7 @@ from faults import (
 )
 from transformers import PreTrainedModel
 
-from swarm_client.demo.local_cluster import Nursery, NurseryServer
+from swarm_client.demo.local_cluster import LocalCluster, LocalServer
 from swarm_client.sessions.session import RemoteSession
 
 PROMPT = 16
@@ -53,7 +53,7 @@ class Failures:
         self._chance = random.Random(f"{seed} {probability}")
         self._cap_s = cap_s
         self._start = time.perf_counter()
-        self._dead: list[NurseryServer] = []
+        self._dead: list[LocalServer] = []
         self.num_killed = 0
         self.most_tokens = 0
         self.starting_s = 0.0
@@ -106,12 +106,12 @@ class Rate:
     waits: int
 
 
-def measure_rates(args: argparse.Namespace, nursery: Nursery) -> tuple[Any, Tally]:
+def measure_rates(args: argparse.Namespace, cluster: LocalCluster) -> tuple[Any, Tally]:
     quant = args.quant[-1]
     path = model_path(args.model, args.models)
     (prompt,) = random_prompts(path, (PROMPT,), args.seed)
     rates, tally = [], Tally()
-    with Replicas(nursery, path, quant, *args.server_options.split()) as replicas:
+    with Replicas(cluster, path, quant, *args.server_options.split()) as replicas:
         with replicas.client() as model:
             limit = model.blocks.max_positions
             tokens = args.tokens if limit is None else min(args.tokens, limit - PROMPT)

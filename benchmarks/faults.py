@@ -26,7 +26,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from swarm_client import DistributedModel
 from swarm_client.core.events import Event, SessionStats
-from swarm_client.demo.local_cluster import Nursery, NurseryServer
+from swarm_client.demo.local_cluster import LocalCluster, LocalServer
 from swarm_client.sessions.session import RemoteSession
 from swarm_protocol.checkpoints.default_model import locate
 from swarm_protocol.checkpoints.families import describe
@@ -56,14 +56,14 @@ class Replicas:
     """Server processes of one private swarm: several for every span, and another for each that is ended."""
 
     def __init__(
-        self, nursery: Nursery, path: Path, quant: str, *options: str, num_replicas: int = NUM_REPLICAS
+        self, cluster: LocalCluster, path: Path, quant: str, *options: str, num_replicas: int = NUM_REPLICAS
     ) -> None:
         self.path, self.quant = path, quant
         self.swarm = f"chaos-{os.getpid()}-{next(_numbers)}"
         num_blocks = describe(AutoConfig.from_pretrained(path)).num_blocks
         self.spans = [Span.parse(span) for span in even_spans(num_blocks, NUM_SPANS)]
-        self.servers: list[NurseryServer] = []
-        self._nursery = nursery
+        self.servers: list[LocalServer] = []
+        self._cluster = cluster
         self._span_of: dict[int, Span] = {}  # by process id
         self._options = ["--log-level", "warning", "--throughput", "100", "--cache-tokens", "16384", *options]
         for _ in range(num_replicas):  # not all at once: a libp2p daemon must be there within 6 s
@@ -71,18 +71,18 @@ class Replicas:
                 self.start(span)
             self.wait_ready()
 
-    def start(self, span: Span) -> NurseryServer:
+    def start(self, span: Span) -> LocalServer:
         """Returns at once."""
         where = ["--model", str(self.path), "--quant", self.quant, "--swarm", self.swarm, "--blocks", str(span)]
-        server = self._nursery.start(*where, *self._options)
+        server = self._cluster.start(*where, *self._options)
         self._span_of[server.pid] = span
         self.servers.append(server)
         return server
 
     def wait_ready(self) -> None:
-        self._nursery.wait_ready(self.servers)
+        self._cluster.wait_ready(self.servers)
 
-    def find(self, peer_id: str) -> NurseryServer:
+    def find(self, peer_id: str) -> LocalServer:
         """A server can be in use a moment before it has said that it is ready."""
         deadline = time.monotonic() + _FIND_TIMEOUT_S
         while time.monotonic() < deadline:
@@ -92,7 +92,7 @@ class Replicas:
             time.sleep(0.01)
         raise AssertionError(f"no server of this benchmark is {peer_id}")
 
-    def replace(self, server: NurseryServer) -> None:
+    def replace(self, server: LocalServer) -> None:
         """Starts another instead of a server that has been ended; returns at once."""
         self.servers.remove(server)
         self.start(self._span_of[server.pid])

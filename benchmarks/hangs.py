@@ -28,7 +28,7 @@ from faults import (
 from silence import NoNamespaces, silent_network, silent_server
 from transformers import PreTrainedModel
 
-from swarm_client.demo.local_cluster import Nursery, NurseryServer
+from swarm_client.demo.local_cluster import LocalCluster, LocalServer
 from swarm_client.sessions.session import RemoteSession
 
 PROMPT, NEW_TOKENS, AT_TOKEN = 70, 32, 10
@@ -46,7 +46,7 @@ class Watch:
         self._thread.start()
 
     def _watch(self) -> None:
-        if wait_until(lambda: self._session._chain._repairs._stall is not None, _NOTICE_TIMEOUT_S) is not None:
+        if wait_until(lambda: self._session._chain._failover._stall is not None, _NOTICE_TIMEOUT_S) is not None:
             self.noticed_s = time.perf_counter() - self.start_s
 
 
@@ -67,17 +67,17 @@ def hang(
     return result, {"noticed_s": watches[0].noticed_s, "next_token_s": next_s}
 
 
-def measure_hangs(args: argparse.Namespace, nursery: Nursery) -> tuple[Any, Tally]:
+def measure_hangs(args: argparse.Namespace, cluster: LocalCluster) -> tuple[Any, Tally]:
     quant = args.quant[-1]
     path = model_path(args.model, args.models)
     (prompt,) = random_prompts(path, (PROMPT,), args.seed)
     rows, tally = [], Tally()
-    with Replicas(nursery, path, quant, *args.server_options.split()) as replicas, replicas.client() as model:
+    with Replicas(cluster, path, quant, *args.server_options.split()) as replicas, replicas.client() as model:
         right = undisturbed(model, prompt, NEW_TOKENS)
         for number in range(args.hangs):
-            victims: list[NurseryServer] = []
+            victims: list[LocalServer] = []
 
-            def stop(session: RemoteSession, number: int = number, victims: list[NurseryServer] = victims) -> None:
+            def stop(session: RemoteSession, number: int = number, victims: list[LocalServer] = victims) -> None:
                 victims.append(replicas.find(session.hops[number % NUM_SPANS].server.peer_id))
                 victims[-1].signal(signal.SIGSTOP)
 
@@ -89,7 +89,7 @@ def measure_hangs(args: argparse.Namespace, nursery: Nursery) -> tuple[Any, Tall
             replicas.wait_ready()
     if not args.quick:
         try:
-            rows += silences(args, nursery, path, quant, prompt, right, tally)
+            rows += silences(args, cluster, path, quant, prompt, right, tally)
         except NoNamespaces as error:
             console.print(f"skipped servers whose packets are dropped: {error}")
     headings = ("times", "noticed after", "next token after")
@@ -105,7 +105,7 @@ def measure_hangs(args: argparse.Namespace, nursery: Nursery) -> tuple[Any, Tall
 
 def silences(
     args: argparse.Namespace,
-    nursery: Nursery,
+    cluster: LocalCluster,
     path: Path,
     quant: str,
     prompt: torch.Tensor,
@@ -117,7 +117,7 @@ def silences(
     with silent_network() as network:
         options = ("--host", network.our_address, *args.server_options.split())
         with (
-            Replicas(nursery, path, quant, *options, num_replicas=1) as replicas,
+            Replicas(cluster, path, quant, *options, num_replicas=1) as replicas,
             silent_server(network, replicas, replicas.spans[1]),
         ):
             for _ in range(args.silences):

@@ -14,11 +14,11 @@ from scipy.sparse import coo_matrix, vstack
 from swarm_client.routing.routing import Costs, spread
 from swarm_protocol.dht.records import SwarmView
 from swarm_protocol.span import Span
-from swarm_server.placement.capacity import Layout
+from swarm_server.placement.capacity import Coverage
 
 
-def throughput_by_linear_program(layout: Layout) -> float:
-    """What ``Layout.balance`` says, without its formula: servers share their speed among the blocks they hold."""
+def throughput_by_linear_program(layout: Coverage) -> float:
+    """What ``Coverage.balance`` says, without its formula: servers share their speed among the blocks they hold."""
     blocks = np.concatenate([np.arange(layout.starts[i], layout.ends[i]) for i in range(len(layout.speeds))])
     servers = np.repeat(np.arange(len(layout.speeds)), layout.lengths)
     shares, num_servers = len(blocks), len(layout.speeds)
@@ -36,7 +36,7 @@ def throughput_by_linear_program(layout: Layout) -> float:
     return float(-result.fun)
 
 
-def exact_optimum(there: Layout) -> float:
+def exact_optimum(there: Coverage) -> float:
     """What no assignment of these servers exceeds, by search; of equal servers only once."""
     return _exact_optimum(
         there.num_blocks, tuple(sorted(zip(there.lengths.tolist(), there.speeds.tolist(), strict=True)))
@@ -46,12 +46,12 @@ def exact_optimum(there: Layout) -> float:
 @cache
 def _exact_optimum(num_blocks: int, servers: tuple[tuple[int, float], ...]) -> float:
     lengths, speeds = (np.array(values) for values in zip(*servers, strict=True))
-    layout = Layout(num_blocks, (), np.zeros(len(servers), int), lengths, speeds, np.ones(len(servers), bool))
+    layout = Coverage(num_blocks, (), np.zeros(len(servers), int), lengths, speeds, np.ones(len(servers), bool))
     _, proved = best_assignment(layout, time_limit_s=5.0)
     return proved
 
 
-def best_assignment(there: Layout, time_limit_s: float) -> tuple[float, float]:
+def best_assignment(there: Coverage, time_limit_s: float) -> tuple[float, float]:
     """The most that servers of these lengths and speeds carry, wherever they are put, by branch and bound.
 
     Returns: the best that was found, and what was proved that nothing exceeds: the same unless time ran out.

@@ -22,11 +22,11 @@ from common import json_row, write_json
 from rich.console import Console
 from rich.table import Table
 
-from swarm_client.routing.routing import NO_ROOM_S, Chain, Costs, Hop, Wanted, fastest_chain, spread, usable
+from swarm_client.routing.routing import NO_ROOM_S, Costs, Hop, Route, Wanted, fastest_chain, spread, usable
 from swarm_protocol.dht.records import ServerRecord, SwarmView
 from swarm_protocol.errors import NoRoute
 from swarm_protocol.span import Span
-from swarm_server.placement.capacity import Layout
+from swarm_server.placement.capacity import Coverage
 
 NUM_BLOCKS, NEED_TOKENS = 80, 1000
 SIZES = {10: None, 100: None, 1000: 20.0, 10_000: 200.0}  # servers: the most milliseconds that are wanted
@@ -65,7 +65,7 @@ def round_trips(chance: random.Random, view: SwarmView) -> dict[str, float]:
     return {server.peer_id: chance.uniform(0.001, 0.3) for server in view.servers if chance.random() < 0.8}
 
 
-def seconds_per_token(chain: Chain, rtts_s: Mapping[str, float]) -> float:
+def seconds_per_token(chain: Route, rtts_s: Mapping[str, float]) -> float:
     """By the definition in ``swarm_client/routing/routing.py``, not by its code."""
 
     def to_client(server: ServerRecord) -> float:
@@ -84,7 +84,7 @@ def seconds_per_token(chain: Chain, rtts_s: Mapping[str, float]) -> float:
     return total
 
 
-def every_chain(servers: Sequence[ServerRecord], blocks: Span) -> Iterator[Chain]:
+def every_chain(servers: Sequence[ServerRecord], blocks: Span) -> Iterator[Route]:
     for server in servers:
         if blocks.start in server.span:
             for end in range(blocks.start + 1, min(server.span.end, blocks.end) + 1):
@@ -140,7 +140,7 @@ def spread_quality(seed: int, num_batches: int) -> float | None:
         servers.append(replace(blank, span=Span(start, start + length), forward_tokens_per_s=speed, queue_delay_s=0.0))
     servers.append(replace(blank, peer_id="end", span=Span(num_blocks - 8, num_blocks), forward_tokens_per_s=speed))
     view = SwarmView.of(servers)
-    most = Layout.of(view, num_blocks).balance().tokens_per_s
+    most = Coverage.of(view, num_blocks).balance().tokens_per_s
     if not most:
         return None
     costs = Costs({}, pushes=False, num_tokens=size)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from faults import Replicas
 
-from swarm_client.demo.local_cluster import NurseryServer
+from swarm_client.demo.local_cluster import LocalServer
 from swarm_client.sessions.session import RemoteSession
 from swarm_protocol.span import Span
 
@@ -31,7 +31,7 @@ class SilentNetwork:
     def __init__(self, name: str, our_address: str, address: str) -> None:
         self.our_address, self.address = our_address, address
         self.name = name
-        self._server: NurseryServer | None = None
+        self._server: LocalServer | None = None
 
     def start_server(self, replicas: Replicas, span: Span, directory: Path) -> subprocess.Popen:
         """One that clients prefer to others of the same span; returns once it is ready."""
@@ -42,7 +42,7 @@ class SilentNetwork:
         stdout, stderr = directory / "stdout", directory / "stderr"
         with stdout.open("w") as out, stderr.open("w") as err:
             process = subprocess.Popen([*command, "--no-prefix-cache"], stdout=out, stderr=err)
-        self._server = NurseryServer(process.pid, stdout, stderr)
+        self._server = LocalServer(process.pid, stdout, stderr)
         deadline = time.monotonic() + _START_TIMEOUT_S
         while not self._server.ready:
             if process.poll() is not None or time.monotonic() > deadline:

@@ -11,8 +11,8 @@ whether to move read a view up to 5 s older, so that all who read it share one p
 
 Throughput is what the servers that are ONLINE carry if clients spread as well as possible (``capacity.py``), averaged
 over the time with churn, in proportion to the optimum for the servers present: of 10, by exact search; of more, what no
-assignment exceeds (``Layout.upper_bound``). Linear programs confirm the throughput, exact searches show how tight that
-bound is, and micro-batches on real routes show what of the throughput clients get.
+assignment exceeds (``Coverage.upper_bound``). Linear programs confirm the throughput, exact searches show how tight
+that bound is, and micro-batches on real routes show what of the throughput clients get.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from rich.table import Table
 from rules import NoRebalancing, Petals, Swarm, shared_plans
 from virtual_swarm import Rule, VirtualSwarm
 
-from swarm_server.placement.capacity import Layout
+from swarm_server.placement.capacity import Coverage
 
 _FLEETS = Scenario(100, 80, 2, 6, hours=4, lifetime_h=2, preemptible=0.8, burst_every_h=0.5, back_after_s=(1200, 3600))
 _LARGE = 1000  # from here on, views are shared for longer
@@ -58,7 +58,7 @@ class Checks:
 
     Attributes:
         linear_programs: how many agreed with the throughput.
-        bounds: ``Layout.upper_bound`` / (what an exact search proved that nothing exceeds).
+        bounds: ``Coverage.upper_bound`` / (what an exact search proved that nothing exceeds).
         streams, alone: (tokens per second of micro-batches on real routes, see ``Routed``) / (throughput).
     """
 
@@ -98,7 +98,7 @@ def simulate(scenario: Scenario, seed: int, num_checks: int) -> tuple[dict[str, 
             seed,
             view_s=5.0 if large else 0.0,
             sample_s=5.0 if large else 2.0,
-            optimum=exact_optimum if scenario.num_servers <= EXACT_UP_TO else Layout.upper_bound,
+            optimum=exact_optimum if scenario.num_servers <= EXACT_UP_TO else Coverage.upper_bound,
         )
         if isinstance(rule, Swarm):
             for number in range(num_checks):

@@ -18,7 +18,7 @@ from diary import Diary, Gap
 
 from swarm_protocol.dht.records import ServerRecord, ServerState, SwarmView
 from swarm_protocol.span import Span
-from swarm_server.placement.capacity import Layout
+from swarm_server.placement.capacity import Coverage
 
 SEEN_AFTER_S = 1.0
 GHOST_S = 5.0  # the first failed contacts, not the record's lifetime, end it
@@ -79,7 +79,7 @@ class VirtualSwarm:
         seed: int,
         view_s: float = 0.0,
         sample_s: float = 2.0,
-        optimum: Callable[[Layout], float] = Layout.upper_bound,
+        optimum: Callable[[Coverage], float] = Coverage.upper_bound,
     ) -> None:
         self.scenario = scenario
         self.num_blocks = scenario.num_blocks
@@ -233,7 +233,7 @@ class VirtualSwarm:
     def _could_cover(self) -> bool:
         return sum(life.num_hosted for life in self._there) >= self.num_blocks
 
-    def online(self) -> Layout:
+    def online(self) -> Coverage:
         """Of those that serve at this moment."""
         servers = [server for server in self._servers.values() if server.state is ServerState.ONLINE]
         return self.layout([(server.span, server.life.speed) for server in servers])
@@ -243,8 +243,8 @@ class VirtualSwarm:
             self._record(server) for server in self._servers.values() if server.state is ServerState.ONLINE
         )
 
-    def layout(self, placed: Sequence[tuple[Span, float]]) -> Layout:
-        return Layout(
+    def layout(self, placed: Sequence[tuple[Span, float]]) -> Coverage:
+        return Coverage(
             self.num_blocks,
             tuple(map(str, range(len(placed)))),
             np.array([span.start for span, _ in placed], int),
@@ -253,7 +253,7 @@ class VirtualSwarm:
             np.ones(len(placed), bool),
         )
 
-    def there(self) -> Layout:
+    def there(self) -> Coverage:
         """Those that the optimum may place: who is here and has had time to load, whatever it does under this rule."""
         servers = sorted(self._there, key=lambda life: life.peer_id)
         return self.layout([(Span(0, life.num_hosted), life.speed) for life in servers])

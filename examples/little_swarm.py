@@ -13,7 +13,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar
 
 from swarm_client import DistributedModel
-from swarm_client.demo.local_cluster import Nursery
+from swarm_client.demo.local_cluster import LocalCluster
 from swarm_client.generation.generation import load_tokenizer
 from swarm_protocol.checkpoints.default_model import DEFAULT_MODEL
 
@@ -46,6 +46,6 @@ def _servers(swarm: str | None, start: bool) -> Iterator[None]:
         yield
         return
     print("Starting two servers, for blocks 0:10 and 10:20 …", flush=True)
-    with Nursery() as nursery:
-        nursery.wait_ready([nursery.start("--blocks", blocks, "--swarm", swarm) for blocks in ("0:10", "10:20")])
+    with LocalCluster() as cluster:
+        cluster.wait_ready([cluster.start("--blocks", blocks, "--swarm", swarm) for blocks in ("0:10", "10:20")])
         yield

@@ -198,11 +198,11 @@ def status_command(args: argparse.Namespace) -> Command:
         if interval_s is not None:
             watch(config, args.model, interval_s, json_lines=args.json)
             return
-        sight = background.run(read_status(config, args.model))
+        snapshot = background.run(read_status(config, args.model))
         if args.json:
-            print(json.dumps(as_json(args.swarm, sight), indent=2))
+            print(json.dumps(as_json(args.swarm, snapshot), indent=2))
         else:
-            show(Console(), args.swarm, sight)
+            show(Console(), args.swarm, snapshot)
 
     return run
 

@@ -89,7 +89,7 @@ class SessionLost(PeerError):
     status = grpc.StatusCode.NOT_FOUND
 
 
-class Forgotten(PeerError):
+class CacheMiss(PeerError):
     """The server does not have (any more) what the request names, an adapter or a pass: it must be given it again."""
 
     status = grpc.StatusCode.ABORTED
@@ -122,7 +122,7 @@ _BY_STATUS = {
     grpc.StatusCode.RESOURCE_EXHAUSTED: PeerBusy,
     grpc.StatusCode.FAILED_PRECONDITION: PeerMoved,
     grpc.StatusCode.NOT_FOUND: SessionLost,
-    grpc.StatusCode.ABORTED: Forgotten,
+    grpc.StatusCode.ABORTED: CacheMiss,
     grpc.StatusCode.INVALID_ARGUMENT: RequestRejected,
     grpc.StatusCode.UNIMPLEMENTED: RequestRejected,
     grpc.StatusCode.UNAUTHENTICATED: AccessDenied,

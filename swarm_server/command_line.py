@@ -33,7 +33,7 @@ _LEAVE_S = 20.0  # for all that must be done after draining
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m swarm_server",
-        description="Host transformer blocks of a Hugging Face model for a swarm.",
+        description="SessionManager transformer blocks of a Hugging Face model for a swarm.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     add = parser.add_argument

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from swarm_protocol.checkpoints.hollow_model import stock_loader
+from swarm_protocol.checkpoints.hollow_model import hf_loader
 
 if TYPE_CHECKING:
     from peft import LoraConfig
@@ -83,7 +83,7 @@ class LoraMixin:
         remote = self._remote_blocks[0]
         _require_no_other(remote.adapter_name)
         before = set(getattr(self, "peft_config", ()))
-        with stock_loader():  # while another thread loads a model, nothing gets initial values
+        with hf_loader():  # while another thread loads a model, nothing gets initial values
             try:
                 with self._prompts_as_they_are():
                     super().add_adapter(adapter_config, adapter_name)

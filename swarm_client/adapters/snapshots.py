@@ -10,7 +10,7 @@ from typing import TypeVar
 
 import torch
 
-from swarm_protocol.errors import Forgotten
+from swarm_protocol.errors import CacheMiss
 from swarm_protocol.pb import swarm_pb2 as pb
 from swarm_protocol.span import Span
 from swarm_protocol.wire.adapters import Adapter
@@ -116,7 +116,7 @@ class GradientSums:
         return list(self._sums.values())
 
 
-class Gifts:
+class AdapterUploader:
     """The adapters that one server was given over one connection."""
 
     def __init__(self, put: Callable[[bytes, Span], Awaitable[None]]) -> None:
@@ -128,7 +128,7 @@ class Gifts:
         """Makes a request that names the part, which the server is given before, and again if it has forgotten it.
 
         Raises:
-            Forgotten: it forgets it every time, or never had one of this name; and what ``request`` raises.
+            CacheMiss: it forgets it every time, or never had one of this name; and what ``request`` raises.
         """
         if part is None or part.data is None:
             return await request(None if part is None else part.name)
@@ -141,7 +141,7 @@ class Gifts:
                         self._given.popitem(last=False)
             try:
                 return await request(part.name)
-            except Forgotten:
+            except CacheMiss:
                 self._given.pop(part.name.key, None)
                 if attempt == _MAX_GIFTS - 1:
                     raise

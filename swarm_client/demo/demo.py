@@ -15,14 +15,14 @@ from transformers import AutoModelForCausalLM
 from swarm_client.core import background
 from swarm_client.core.config import ClientConfig
 from swarm_client.core.events import Event
-from swarm_client.demo.local_cluster import Nursery
+from swarm_client.demo.local_cluster import LocalCluster
 from swarm_client.generation.generation import load_tokenizer, stream_text
 from swarm_client.generation.text_options import TextOptions
 from swarm_client.model.model import DistributedModel
 from swarm_client.monitor.status import read_status, show
 from swarm_protocol.checkpoints.default_model import DEFAULT_MODEL, locate
-from swarm_protocol.checkpoints.hollow_model import stock_loader
-from swarm_protocol.dht.local_registry import Notes
+from swarm_protocol.checkpoints.hollow_model import hf_loader
+from swarm_protocol.dht.local_registry import LocalRegistry
 from swarm_protocol.process.scratch import remove_dead
 
 DEFAULT_PROMPT = "Return a list of"
@@ -38,11 +38,11 @@ def run_demo(prompt: str, options: TextOptions) -> None:
     console.print(f"Starting four servers for blocks {', '.join(SPANS)} of {DEFAULT_MODEL} …")
     start = time.perf_counter()
     with ExitStack() as cleanup:
-        cleanup.callback(Notes(swarm).remove_if_ended)  # the server that is killed cannot do so itself,
+        cleanup.callback(LocalRegistry(swarm).remove_if_ended)  # the server that is killed cannot do so itself,
         cleanup.callback(remove_dead)  # nor this
-        nursery = cleanup.enter_context(Nursery())
-        servers = [nursery.start("--blocks", span, "--swarm", swarm) for span in SPANS]
-        nursery.wait_ready(servers)
+        cluster = cleanup.enter_context(LocalCluster())
+        servers = [cluster.start("--blocks", span, "--swarm", swarm) for span in SPANS]
+        cluster.wait_ready(servers)
         console.print(f"… ready after {time.perf_counter() - start:.1f} s\n")
         show(console, swarm, background.run(read_status(ClientConfig(swarm=swarm))))
         console.print("\n[bold]Through the swarm[/] (int8, three servers; one of them will be killed):")
@@ -62,7 +62,7 @@ def run_demo(prompt: str, options: TextOptions) -> None:
         for event in events:
             console.print(Text(f"{event}", "red"))
     console.print("\n[bold]The same model on its own[/] (float32, in this process):")
-    with stock_loader():
+    with hf_loader():
         local_model = AutoModelForCausalLM.from_pretrained(locate(DEFAULT_MODEL), dtype=torch.float32).eval()
     local = stream_text(local_model, tokenizer, prompt, options)
     console.print(f"\n{verdict(remote.token_ids, local.token_ids)}")

@@ -23,7 +23,7 @@ _POLL_S = 0.01
 
 
 @dataclass(frozen=True)
-class NurseryServer:
+class LocalServer:
     """One server process; it may be gone."""
 
     pid: int
@@ -63,7 +63,7 @@ class NurseryServer:
         return not self.alive
 
 
-class Nursery:
+class LocalCluster:
     """Starts servers fast, by forking a process that has imported everything. A context manager: none is left after it.
 
     Each server computes with one thread.
@@ -71,7 +71,7 @@ class Nursery:
 
     def __init__(self, environment: dict[str, str] | None = None) -> None:
         self._directory = tempfile.TemporaryDirectory(prefix="servers-", dir=scratch_directory())
-        self._servers: list[NurseryServer] = []
+        self._servers: list[LocalServer] = []
         self._process = subprocess.Popen(
             [sys.executable, "-m", "swarm_server.node.local_cluster"],
             stdin=subprocess.PIPE,
@@ -80,7 +80,7 @@ class Nursery:
             env={**os.environ, "OMP_NUM_THREADS": "1", "GOMP_SPINCOUNT": "1000", **(environment or {})},
         )
 
-    def start(self, *arguments: str, cores: Sequence[int] | None = None) -> NurseryServer:
+    def start(self, *arguments: str, cores: Sequence[int] | None = None) -> LocalServer:
         """Starts ``python -m swarm_server ARGUMENTS`` and returns at once; see ``wait_ready``."""
         place = Path(self._directory.name) / str(len(self._servers))
         job = {
@@ -97,11 +97,11 @@ class Nursery:
             line = ""
         if not line:
             raise SwarmError("the process that starts servers has ended")
-        server = NurseryServer(int(line), Path(job["stdout"]), Path(job["stderr"]))
+        server = LocalServer(int(line), Path(job["stdout"]), Path(job["stderr"]))
         self._servers.append(server)
         return server
 
-    def wait_ready(self, servers: Sequence[NurseryServer], timeout_s: float = _START_TIMEOUT_S) -> None:
+    def wait_ready(self, servers: Sequence[LocalServer], timeout_s: float = _START_TIMEOUT_S) -> None:
         """Raises SwarmError, with a server's own words, if one ends instead, or is not ready in time."""
         deadline = time.monotonic() + timeout_s
         for server in servers:
@@ -127,7 +127,7 @@ class Nursery:
         self._process.stdout.close()
         self._directory.cleanup()
 
-    def __enter__(self) -> Nursery:
+    def __enter__(self) -> LocalCluster:
         return self
 
     def __exit__(self, *_exception: object) -> None:

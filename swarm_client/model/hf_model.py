@@ -26,7 +26,7 @@ from swarm_client.model.model_pass import has_hooks
 from swarm_client.model.remote_blocks import BlockModule, RemoteBlocks, RemoteSpan
 from swarm_client.swarm.swarm import Swarm
 from swarm_protocol.checkpoints.families import Family
-from swarm_protocol.checkpoints.hollow_model import hosted_alone, stock_loader
+from swarm_protocol.checkpoints.hollow_model import hf_loader, hosted_alone
 from swarm_protocol.errors import RequestRejected
 
 ATTENTION = "swarm_remote"
@@ -48,7 +48,7 @@ ALL_ATTENTION_FUNCTIONS.register(ATTENTION, _no_attention)
 class RemoteModelMixin(PromptsMixin, LoraMixin):
     """What a distributed model has besides the stock class."""
 
-    stock_class: type[PreTrainedModel]
+    hf_class: type[PreTrainedModel]
     no_dropout: NoDropout
     _family: Family
     _remote_blocks: list[RemoteBlocks]  # in a list: it is registered where the blocks were
@@ -57,7 +57,7 @@ class RemoteModelMixin(PromptsMixin, LoraMixin):
     def fill_blocks(self, config: PreTrainedConfig) -> None:
         """Puts modules without weights into the remote blocks of a model that has been loaded."""
         remote = self._remote_blocks[0]
-        with stock_loader():
+        with hf_loader():
             remote.hollow = HollowBlocks(self, self._family, config, remote.modules_in_place)
 
     def connect(self, swarm: Swarm, max_positions: int | None) -> None:
@@ -186,12 +186,12 @@ def _refuse_to_save(*_args: Any, **_kwargs: Any) -> None:
     )
 
 
-def client_class(stock_class: type[PreTrainedModel], family: Family) -> type[PreTrainedModel]:
+def client_class(hf_class: type[PreTrainedModel], family: Family) -> type[PreTrainedModel]:
     """The stock class with remote blocks in the place of its own."""
 
-    names = list(inspect.signature(stock_class.forward).parameters)[1:]
+    names = list(inspect.signature(hf_class.forward).parameters)[1:]
 
-    class Client(RemoteModelMixin, stock_class):
+    class Client(RemoteModelMixin, hf_class):
         _family = family
 
         def __init__(self, config: PreTrainedConfig, *args: Any, **kwargs: Any) -> None:
@@ -212,7 +212,7 @@ def client_class(stock_class: type[PreTrainedModel], family: Family) -> type[Pre
             owner.register_forward_pre_hook(_context_hook(owner, blocks, family, self.no_dropout), with_kwargs=True)
             owner.register_forward_hook(lambda _owner, _inputs, output: blocks.end(output), always_call=True)
 
-        @functools.wraps(stock_class.forward)  # transformers looks at its signature
+        @functools.wraps(hf_class.forward)  # transformers looks at its signature
         def forward(self, *args: Any, **kwargs: Any) -> Any:
             owner = self._owners[0]
             kwargs |= without_router_logits(names, {**dict(zip(names, args, strict=False)), **kwargs}, self.config)
@@ -222,9 +222,9 @@ def client_class(stock_class: type[PreTrainedModel], family: Family) -> type[Pre
                 return super().forward(*args, **kwargs)
 
     # Both names: transformers skips its weight conversions for classes that look like a user's own.
-    Client.__name__, Client.__qualname__ = stock_class.__name__, stock_class.__qualname__
-    Client.__module__ = stock_class.__module__
-    Client.stock_class = stock_class
+    Client.__name__, Client.__qualname__ = hf_class.__name__, hf_class.__qualname__
+    Client.__module__ = hf_class.__module__
+    Client.hf_class = hf_class
     return Client
 
 

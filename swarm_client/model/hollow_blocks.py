@@ -60,7 +60,7 @@ class HollowBlocks:
     def __init__(
         self, model: PreTrainedModel, family: Family, config: PreTrainedConfig, in_place: Sequence[nn.Module]
     ) -> None:
-        """Fills the modules ``in_place``, which stand for the blocks; ``stock_loader`` must be held."""
+        """Fills the modules ``in_place``, which stand for the blocks; ``hf_loader`` must be held."""
         base = _on_meta(family.base_class, config)
         self.model = model
         self.layers: dict[tuple[int, str], nn.Module] = {}

@@ -13,7 +13,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers import initialization as weight_init
 
 from swarm_protocol.checkpoints.families import Family
-from swarm_protocol.checkpoints.hollow_model import stock_loader
+from swarm_protocol.checkpoints.hollow_model import hf_loader
 from swarm_protocol.errors import RequestRejected
 
 _logger = logging.getLogger(__name__)
@@ -115,7 +115,7 @@ def dropout_of_blocks(config: PreTrainedConfig, family: Family) -> dict[str, flo
     if not marks:
         return {}
     marked._attn_implementation_internal = "eager"
-    with stock_loader(), weight_init.no_init_weights(), torch.device("meta"):
+    with hf_loader(), weight_init.no_init_weights(), torch.device("meta"):
         base = family.base_class(marked)
     blocks: nn.ModuleList = getattr(family.owner_of(base), family.blocks)
     used = {value for module in blocks.modules() for value in vars(module).values() if isinstance(value, float)}

@@ -20,7 +20,7 @@ from swarm_client.swarm.swarm import Swarm
 from swarm_protocol.checkpoints.checkpoint import Checkpoint
 from swarm_protocol.checkpoints.default_model import DEFAULT_MODEL, locate
 from swarm_protocol.checkpoints.families import slice_config
-from swarm_protocol.checkpoints.hollow_model import stock_loader
+from swarm_protocol.checkpoints.hollow_model import hf_loader
 from swarm_protocol.checkpoints.positions import max_positions
 from swarm_protocol.dht.local_registry import DEFAULT_SWARM
 from swarm_protocol.errors import UnsupportedModel
@@ -158,16 +158,16 @@ def load_client(
             )
         setattr(config, name, value)
     try:
-        stock_class = auto_class._model_mapping[type(config)]
+        hf_class = auto_class._model_mapping[type(config)]
     except KeyError:
         raise UnsupportedModel(f"models of type {config.model_type!r} have no {auto_class.__name__}") from None
     if dtype == "auto":
         dtype = torch.float32 if device.type == "cpu" else config.dtype or torch.bfloat16
-    own_class = client_class(stock_class, family)
+    own_class = client_class(hf_class, family)
     one_block = slice_config(config, Span(0, 1))
     if hasattr(config, "layer_types"):
         one_block.layer_types = config.layer_types  # rotary embeddings are made for every type of block among them
-    with stock_loader():
+    with hf_loader():
         model, info = own_class.from_pretrained(
             None,
             config=one_block,

@@ -11,7 +11,7 @@ from math import ceil, inf
 
 from swarm_client.core.background import now_s
 from swarm_client.core.config import ClientConfig
-from swarm_client.routing.routing import Chain, Hop, seconds
+from swarm_client.routing.routing import Hop, Route, seconds
 from swarm_client.swarm.swarm import Connect, Swarm
 from swarm_protocol.dht.records import ServerRecord, ServerState, SwarmView, missing_spans
 from swarm_protocol.errors import SwarmError
@@ -55,7 +55,7 @@ class ModelStatus:
     num_blocks: int
     servers: tuple[ServerStatus, ...]
     revision: str = ""
-    chain: Chain = ()
+    chain: Route = ()
     tokens_per_s: float = 0.0
     no_chain: str = ""
 
@@ -76,7 +76,7 @@ class ModelStatus:
         return missing_spans(self.replicas)
 
 
-class ObservedModel:
+class ModelMonitor:
     """What the DHT says of a model's servers, and what they say themselves. Runs on the background loop."""
 
     def __init__(self, config: ClientConfig, model: str, num_blocks: int, connect: Connect) -> None:
@@ -89,7 +89,7 @@ class ObservedModel:
         self._answers: dict[str, _Answer] = {}  # by peer id
         self._asking: dict[str, asyncio.Task] = {}
         self._limit = asyncio.Semaphore(_AT_ONCE)
-        self._chain: Chain = ()
+        self._chain: Route = ()
         self._no_chain = ""
 
     def see(self, view: SwarmView) -> None:
@@ -181,7 +181,7 @@ class ObservedModel:
         rtt_s = swarm.costs().rtts_s.get(record.peer_id)
         self._answers[record.peer_id] = _Answer(record, answer, rtt_s, now_s())
 
-    async def _find_chain(self) -> tuple[Chain, str]:
+    async def _find_chain(self) -> tuple[Route, str]:
         """The chain, or why there is none; blocks that are missing say enough."""
         if self.status().missing:
             return (), ""
@@ -225,7 +225,7 @@ def _prevailing_revision(servers: Sequence[ServerStatus]) -> str:
     return max(counts, key=lambda revision: (counts[revision], revision), default="")
 
 
-def _as_now(chain: Chain, status: ModelStatus) -> Chain:
+def _as_now(chain: Route, status: ModelStatus) -> Route:
     """The chain with its servers as they are now; empty if one cannot do its part any more."""
     usable = {server.record.peer_id: server.record for server in status.servers if status.serves(server)}
     hops = [Hop(usable[hop.server.peer_id], hop.span) for hop in chain if hop.server.peer_id in usable]

@@ -10,9 +10,9 @@ from math import inf
 
 from swarm_client.core.background import now_s
 from swarm_client.core.config import ClientConfig
-from swarm_client.monitor.model_monitor import MOST, ModelStatus, ObservedModel
+from swarm_client.monitor.model_monitor import MOST, ModelMonitor, ModelStatus
 from swarm_client.swarm.swarm import Connect, join_as_client
-from swarm_client.transport.transport import Server
+from swarm_client.transport.transport import ServerConnection
 from swarm_protocol.dht.dht import Dht
 from swarm_protocol.errors import NoSwarm
 
@@ -26,7 +26,7 @@ _REJOIN_S = 10.0  # between two attempts to find another way into the swarm
 
 
 @dataclass(frozen=True)
-class Sight:
+class SwarmSnapshot:
     """A swarm at one moment.
 
     Attributes:
@@ -38,7 +38,7 @@ class Sight:
     stale_s: float | None = None
 
 
-class Observer:
+class Monitor:
     """Sees all models of one swarm, or one of them. All methods run on the background loop."""
 
     def __init__(
@@ -47,7 +47,7 @@ class Observer:
         model: str | None = None,
         *,
         join: Join = join_as_client,
-        connect: Connect = Server.connect,
+        connect: Connect = ServerConnection.connect,
     ) -> None:
         """``join`` and ``connect`` stand for the network."""
         self._config = config
@@ -55,7 +55,7 @@ class Observer:
         self._dht: Dht | None = None
         self._join = join
         self._connect = connect
-        self._models: dict[str, ObservedModel] = {}
+        self._models: dict[str, ModelMonitor] = {}
         self._reading: asyncio.Task | None = None
         self._asking: asyncio.Task | None = None
         self._readable = True
@@ -63,7 +63,7 @@ class Observer:
         self._began_s = inf  # when the reading under way began
         self._joined_s = -inf
 
-    async def look(self) -> Sight:
+    async def look(self) -> SwarmSnapshot:
         """Once, with all servers asked, or many of them if there are hundreds.
 
         Raises:
@@ -81,7 +81,7 @@ class Observer:
         await self._ask(MOST, _EVERYBODY_S)
         return self._sight()
 
-    async def look_again(self, wait_s: float) -> Sight:
+    async def look_again(self, wait_s: float) -> SwarmSnapshot:
         """What is known after ``wait_s`` or sooner; meanwhile the DHT is read, and some servers are asked."""
         if self._reading is None or self._reading.done():
             self._reading = asyncio.ensure_future(self._read())
@@ -101,10 +101,10 @@ class Observer:
         if self._dht is not None:
             await self._dht.shutdown()
 
-    def _sight(self) -> Sight:
+    def _sight(self) -> SwarmSnapshot:
         statuses = [model.status() for model in self._models.values()]
         is_late = not self._readable or now_s() - self._began_s > _LATE_S
-        return Sight(
+        return SwarmSnapshot(
             tuple(status for status in statuses if status.servers), now_s() - self._read_s if is_late else None
         )
 
@@ -135,7 +135,7 @@ class Observer:
             await self._models.pop(name).close()
         for (name, num_blocks), view in zip(models.items(), views, strict=True):
             if name not in self._models:
-                self._models[name] = ObservedModel(self._config, name, num_blocks, self._connect)
+                self._models[name] = ModelMonitor(self._config, name, num_blocks, self._connect)
             self._models[name].see(view)
         return True
 

@@ -12,48 +12,48 @@ from rich.text import Text
 
 from swarm_client.core.config import ClientConfig
 from swarm_client.monitor.model_monitor import ModelStatus, ServerStatus
-from swarm_client.monitor.monitor import Observer, Sight
+from swarm_client.monitor.monitor import Monitor, SwarmSnapshot
 from swarm_client.monitor.status_map import ON_CHAIN, ON_CHAIN_STYLE, blocks_table, printable
 from swarm_protocol.checkpoints.default_model import DEFAULT_MODEL
 from swarm_protocol.dht.local_registry import DEFAULT_SWARM
 
 
-async def read_status(config: ClientConfig, model: str | None = None) -> Sight:
+async def read_status(config: ClientConfig, model: str | None = None) -> SwarmSnapshot:
     """All models of a swarm that have servers, or the one asked for; raises NoSwarm if there is nobody to ask."""
-    observer = Observer(config, model)
+    monitor = Monitor(config, model)
     try:
-        return await observer.look()
+        return await monitor.look()
     finally:
-        await observer.close()
+        await monitor.close()
 
 
-def show(console: Console, swarm: str, sight: Sight, height: int | None = None) -> None:
+def show(console: Console, swarm: str, snapshot: SwarmSnapshot, height: int | None = None) -> None:
     """Prints a map of blocks × servers for each model; lines to copy are not broken."""
-    for part in picture(swarm, sight, console.width, height):
+    for part in picture(swarm, snapshot, console.width, height):
         console.print(part, soft_wrap=isinstance(part, Text))
 
 
-def picture(swarm: str, sight: Sight, width: int, height: int | None = None) -> list[RenderableType]:
+def picture(swarm: str, snapshot: SwarmSnapshot, width: int, height: int | None = None) -> list[RenderableType]:
     """Tables that are ``width`` wide at most, and text; with ``height``, as many servers as there are lines for."""
-    notes = []
-    if not sight.models:
-        notes.append(Text(f"swarm {swarm} has no servers"))
-    if sight.stale_s is not None:
-        ago = f"{sight.stale_s:.0f} s ago"
-        notes.append(Text(f"the DHT cannot be read at present; who is there was read {ago}", "bold red"))
-    titles = [_title(swarm, status) for status in sight.models]
-    remarks = [_remark(swarm, status) for status in sight.models]
-    rows = [len(status.servers) for status in sight.models]
+    registry = []
+    if not snapshot.models:
+        registry.append(Text(f"swarm {swarm} has no servers"))
+    if snapshot.stale_s is not None:
+        ago = f"{snapshot.stale_s:.0f} s ago"
+        registry.append(Text(f"the DHT cannot be read at present; who is there was read {ago}", "bold red"))
+    titles = [_title(swarm, status) for status in snapshot.models]
+    remarks = [_remark(swarm, status) for status in snapshot.models]
+    rows = [len(status.servers) for status in snapshot.models]
     if height is not None:
         tables = 2 * len(rows)  # lines of rulers and replicas
-        rows = _shares(rows, height - tables - _num_lines([*titles, *remarks, *notes], width))
+        rows = _shares(rows, height - tables - _num_lines([*titles, *remarks, *registry], width))
     parts: list[RenderableType] = []
-    for status, title, remark, count in zip(sight.models, titles, remarks, rows, strict=True):
+    for status, title, remark, count in zip(snapshot.models, titles, remarks, rows, strict=True):
         parts += [title, blocks_table(status, count, width)]
         if count < len(status.servers):
             parts.append(Text(f"… and {len(status.servers) - count} more", "dim"))
         parts.append(remark)
-    return [*parts, *notes]
+    return [*parts, *registry]
 
 
 def _num_lines(texts: Sequence[Text], width: int) -> int:
@@ -93,9 +93,9 @@ def _remark(swarm: str, status: ModelStatus) -> Text:
     return Text.assemble((ON_CHAIN, ON_CHAIN_STYLE), line)
 
 
-def as_json(swarm: str, sight: Sight) -> dict[str, Any]:
+def as_json(swarm: str, snapshot: SwarmSnapshot) -> dict[str, Any]:
     """The same for programs."""
-    return {"swarm": swarm, "stale_s": sight.stale_s, "models": [_model_json(status) for status in sight.models]}
+    return {"swarm": swarm, "stale_s": snapshot.stale_s, "models": [_model_json(status) for status in snapshot.models]}
 
 
 def _model_json(status: ModelStatus) -> dict[str, Any]:

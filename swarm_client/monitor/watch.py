@@ -14,10 +14,10 @@ from rich.text import Text
 
 from swarm_client.core import background
 from swarm_client.core.config import ClientConfig
-from swarm_client.monitor.monitor import Observer, Sight
+from swarm_client.monitor.monitor import Monitor, SwarmSnapshot
 from swarm_client.monitor.status import as_json, picture, show
 
-Paint = Callable[[Sight], None]
+Paint = Callable[[SwarmSnapshot], None]
 
 
 def watch(config: ClientConfig, model: str | None, interval_s: float, *, json_lines: bool = False) -> None:
@@ -26,18 +26,18 @@ def watch(config: ClientConfig, model: str | None, interval_s: float, *, json_li
     Raises:
         NoSwarm: nobody answers, or nobody hosts the model.
     """
-    observer = Observer(config, model)
+    monitor = Monitor(config, model)
     try:
         with contextlib.suppress(KeyboardInterrupt):
-            sight = background.run(observer.look())
+            snapshot = background.run(monitor.look())
             with _painter(config.swarm, interval_s, json_lines) as paint:
                 while True:
                     next_s = time.monotonic() + interval_s
-                    paint(sight)
-                    sight = background.run(observer.look_again(interval_s))
+                    paint(snapshot)
+                    snapshot = background.run(monitor.look_again(interval_s))
                     time.sleep(max(0.0, next_s - time.monotonic()))
     finally:
-        background.run(observer.close())
+        background.run(monitor.close())
 
 
 @contextlib.contextmanager
@@ -45,18 +45,18 @@ def _painter(swarm: str, interval_s: float, json_lines: bool) -> Iterator[Paint]
     """What puts a picture on stdout."""
     console = Console()
     if json_lines:
-        yield lambda sight: print(json.dumps(as_json(swarm, sight)), flush=True)
+        yield lambda snapshot: print(json.dumps(as_json(swarm, snapshot)), flush=True)
     elif not sys.stdout.isatty() or console.is_dumb_terminal:
-        yield lambda sight: _print(console, swarm, sight)
+        yield lambda snapshot: _print(console, swarm, snapshot)
     else:
         footer = Text(f"every {interval_s:g} s; Ctrl-C ends it", "dim")
-        last: Sight | None = None
+        last: SwarmSnapshot | None = None
         live = Live(console=console, screen=True, auto_refresh=False)
 
-        def paint(sight: Sight) -> None:
+        def paint(snapshot: SwarmSnapshot) -> None:
             nonlocal last
-            last = sight
-            parts = picture(swarm, sight, console.width, console.height - 1)
+            last = snapshot
+            parts = picture(swarm, snapshot, console.width, console.height - 1)
             live.update(Group(*parts, footer), refresh=True)
 
         try:
@@ -67,6 +67,6 @@ def _painter(swarm: str, interval_s: float, json_lines: bool) -> Iterator[Paint]
                 show(console, swarm, last, console.height - 1)
 
 
-def _print(console: Console, swarm: str, sight: Sight) -> None:
-    show(console, swarm, sight)
+def _print(console: Console, swarm: str, snapshot: SwarmSnapshot) -> None:
+    show(console, swarm, snapshot)
     console.print()

@@ -16,8 +16,8 @@ import torch
 
 from swarm_client.adapters.snapshots import NOTHING, Snapshot
 from swarm_client.passes.divergence import require_finite
-from swarm_client.passes.retry_budget import Patience
-from swarm_client.routing.routing import Chain, Hop
+from swarm_client.passes.retry_budget import RetryBudget
+from swarm_client.routing.routing import Hop, Route
 from swarm_client.swarm.swarm import Swarm
 from swarm_client.transport.wire_tensor import CODECS, Context, WireTensor
 from swarm_protocol.errors import BadReply, PeerError
@@ -86,10 +86,10 @@ async def forward(
     require_finite([inputs.hidden], "hidden states", trains)
     require_finite(adapter.tensors, "adapter's weights")
 
-    async def one(number: int, rows: BlockInput, chain: Chain) -> tuple[torch.Tensor, Way]:
+    async def one(number: int, rows: BlockInput, chain: Route) -> tuple[torch.Tensor, Way]:
         wire = WireTensor.of(rows.hidden, CODECS[swarm.config.compression])
         context = Context.of(rows, adapter, _seed(dropout_seed, number))
-        output, path = await _forward_rows(swarm, span, wire, context, chain, ends_at, Patience(swarm, trains))
+        output, path = await _forward_rows(swarm, span, wire, context, chain, ends_at, RetryBudget(swarm, trains))
         return output.decode(rows.hidden.shape, rows.hidden.dtype), Way(context, path)
 
     jobs = enumerate(zip(batches, chains, strict=True))
@@ -102,9 +102,9 @@ async def _forward_rows(
     span: Span,
     hidden: WireTensor,
     context: Context,
-    chain: Chain,
+    chain: Route,
     first_grad: int,
-    patience: Patience,
+    retry_budget: RetryBudget,
 ) -> tuple[WireTensor, list[Visited]]:
     """Goes on from where it is with another chain when a server fails.
 
@@ -119,11 +119,11 @@ async def _forward_rows(
                 output, kept = await _forward_hop(swarm, hop, hidden, context, key)
                 path.append(Visited(hop, hidden, key if kept else b""))
                 hidden, position = output, hop.span.end
-                patience.renew(position)
+                retry_budget.renew(position)
             return hidden, path
         except PeerError as error:
-            patience.failed(error)
-        chain = await patience.chain(Span(position, span.end))
+            retry_budget.failed(error)
+        chain = await retry_budget.chain(Span(position, span.end))
 
 
 async def _forward_hop(
@@ -197,7 +197,7 @@ async def _backward_rows(
 
     Returns the gradient of the inputs, and for each server those of the adapter's tensors in its blocks.
     """
-    patience, chain = Patience(swarm, trains=True), None  # another one, where the first server failed
+    retry_budget, chain = RetryBudget(swarm, trains=True), None  # another one, where the first server failed
     while True:
         try:
             if chain is None:
@@ -209,17 +209,17 @@ async def _backward_rows(
                     last = parts[-1]
                     output, _ = await _forward_hop(swarm, last.hop, last.hidden, context)
                     parts.append(Visited(hop, output))
-                    patience.renew()
+                    retry_budget.renew()
             result, found = grad, []
             for visited in reversed(parts):
                 result, grads = await _backward_hop(swarm, visited, result, context)
                 found.append((visited.hop.span, grads))
-                patience.renew()
-            patience.renew(part.hop.span.end)
+                retry_budget.renew()
+            retry_budget.renew(part.hop.span.end)
             return result, found
         except PeerError as error:
-            patience.failed(error)
-        chain = await patience.chain(part.hop.span)
+            retry_budget.failed(error)
+        chain = await retry_budget.chain(part.hop.span)
 
 
 def _seed(dropout_seed: int, number: int) -> int:

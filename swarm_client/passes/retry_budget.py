@@ -5,7 +5,7 @@ from __future__ import annotations
 from swarm_client.core.background import now_s
 from swarm_client.core.events import Reporter, Retry, Waiting
 from swarm_client.passes.divergence import overflows_everywhere
-from swarm_client.routing.routing import Chain
+from swarm_client.routing.routing import Route
 from swarm_client.swarm.stall import Stall
 from swarm_client.swarm.swarm import Swarm
 from swarm_protocol.errors import NoRoute, NotFinite, PeerError
@@ -14,7 +14,7 @@ from swarm_protocol.span import Span
 _COMPUTED = "computed by any server"
 
 
-class Patience:
+class RetryBudget:
     """Runs out when nothing has worked for ``recovery_timeout_s`` since the first failure.
 
     In training, answers that are not finite are computed a second time, by another server if there is one, before it is
@@ -28,7 +28,7 @@ class Patience:
         self._reporter = Reporter(swarm.config.on_event)
         self._stall: Stall | None = None
 
-    async def chain(self, span: Span) -> Chain:
+    async def chain(self, span: Span) -> Route:
         """The fastest chain at present; waits for missing blocks.
 
         Raises:

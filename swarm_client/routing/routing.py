@@ -29,7 +29,7 @@ class Hop:
     span: Span
 
 
-Chain = tuple[Hop, ...]
+Route = tuple[Hop, ...]
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ class Costs:
         return min([by_client_s, *(rtt_s / 2 for rtt_s in measured if rtt_s is not None)])
 
 
-def fastest_chain(view: SwarmView, blocks: Span, costs: Costs, keep: Chain = ()) -> Chain:
+def fastest_chain(view: SwarmView, blocks: Span, costs: Costs, keep: Route = ()) -> Route:
     """The hops that carry ``costs.num_tokens`` positions through ``blocks`` soonest.
 
     ``keep`` is taken instead if it still exists and is hardly slower. ``view`` holds usable servers only.
@@ -91,7 +91,7 @@ def fastest_chain(view: SwarmView, blocks: Span, costs: Costs, keep: Chain = ())
     return best
 
 
-def seconds(chain: Chain, costs: Costs) -> float:
+def seconds(chain: Route, costs: Costs) -> float:
     """How long the chain takes: from the client to the first server, on from server to server, and back."""
     total = (costs.rtt_s(chain[0].server) + costs.rtt_s(chain[-1].server)) / 2
     for hop in chain:
@@ -99,7 +99,7 @@ def seconds(chain: Chain, costs: Costs) -> float:
     return total + sum(costs.between_s(hop.server, onward.server) for hop, onward in pairwise(chain))
 
 
-def spread(view: SwarmView, blocks: Span, sizes: Sequence[int], costs: Costs) -> list[Chain]:
+def spread(view: SwarmView, blocks: Span, sizes: Sequence[int], costs: Costs) -> list[Route]:
     """A chain for each of several micro-batches, so that all are through soon: fast servers get more of them.
 
     The first takes the fastest chain. Each further one takes the cheapest, where the price of a server's time rises
@@ -114,7 +114,7 @@ def spread(view: SwarmView, blocks: Span, sizes: Sequence[int], costs: Costs) ->
         NoRoute: naming the blocks that no server holds.
     """
     busy_s = {server.peer_id: server.queue_delay_s for server in view.servers}
-    chains: list[Chain] = []
+    chains: list[Route] = []
     for num_tokens in sizes:
         now = replace(costs, num_tokens=num_tokens)
         block_s = {server.peer_id: now.block_s(server) for server in view.servers}
@@ -130,7 +130,7 @@ def spread(view: SwarmView, blocks: Span, sizes: Sequence[int], costs: Costs) ->
     return chains
 
 
-def _fastest(view: SwarmView, blocks: Span, costs: Costs) -> Chain:
+def _fastest(view: SwarmView, blocks: Span, costs: Costs) -> Route:
     """Dynamic programming from the last block to the first, over servers times blocks."""
     servers = sorted(view.servers, key=lambda server: server.peer_id)
     starts = np.array([server.span.start for server in servers], int)
@@ -194,7 +194,7 @@ def _links(servers: Sequence[ServerRecord], starts: np.ndarray, ends: np.ndarray
     return _Links(since[use], to[use], half[use], lowest[use], highest[use])
 
 
-def _as_chain(servers: Sequence[ServerRecord], blocks: Span, first: int, onward: Mapping[int, np.ndarray]) -> Chain:
+def _as_chain(servers: Sequence[ServerRecord], blocks: Span, first: int, onward: Mapping[int, np.ndarray]) -> Route:
     chain, number, start = [], first, blocks.start
     for block in range(blocks.start + 1, blocks.end):
         following = int(onward[block][number])
@@ -204,7 +204,7 @@ def _as_chain(servers: Sequence[ServerRecord], blocks: Span, first: int, onward:
     return (*chain, Hop(servers[number], Span(start, blocks.end)))
 
 
-def _as_in(view: SwarmView, chain: Chain) -> Chain:
+def _as_in(view: SwarmView, chain: Route) -> Route:
     """The same chain of the servers as they are now; empty if one is gone or holds other blocks."""
     servers = {server.peer_id: server for server in view.servers}
     found = [(servers.get(hop.server.peer_id), hop.span) for hop in chain]
@@ -213,7 +213,7 @@ def _as_in(view: SwarmView, chain: Chain) -> Chain:
     return tuple(Hop(server, span) for server, span in found)
 
 
-def _is_over(chain: Chain, blocks: Span) -> bool:
+def _is_over(chain: Route, blocks: Span) -> bool:
     return (chain[0].span.start, chain[-1].span.end) == (blocks.start, blocks.end)
 
 

@@ -6,7 +6,7 @@ import asyncio
 
 from swarm_client.core.background import now_s
 from swarm_client.core.events import Reporter, Waiting
-from swarm_client.routing.routing import Chain
+from swarm_client.routing.routing import Route
 from swarm_client.sessions.opening import Opener, Opening, abandon
 from swarm_client.swarm.swarm import Swarm
 from swarm_client.transport.hops import HopSession
@@ -20,7 +20,7 @@ _CLOCKS_S = 0.1  # by which a server's clock may be ahead of ours in a wait
 _ADVICE = ". Nothing is lost: it can be tried again, with the same past_key_values if there are any"
 
 
-class RoomWait:
+class AdmissionWait:
     """What one session does while there is no room for it. It holds none meanwhile but where its turn has come.
 
     Servers are asked one after the other, in an order that is the same for all clients: nobody waits in a circle.
@@ -87,7 +87,7 @@ class RoomWait:
         return left_s
 
     async def _in_queue(
-        self, chain: Chain, span: Span, opening: Opening, wait_s: float, shortage: PeerBusy
+        self, chain: Route, span: Span, opening: Opening, wait_s: float, shortage: PeerBusy
     ) -> list[HopSession]:
         """Waits in the queues of this chain's servers, unless there is room elsewhere before."""
         asked: list[str] = []

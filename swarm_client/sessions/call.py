@@ -9,7 +9,7 @@ import torch
 
 from swarm_client.sessions.journal import Journal
 from swarm_client.sessions.recovery import Taken
-from swarm_client.transport.steps import Step
+from swarm_client.transport.steps import OutgoingStep
 from swarm_protocol.pb import swarm_pb2 as pb
 from swarm_protocol.wire.block_input import BlockInput
 
@@ -32,7 +32,7 @@ class Call:
     before: Journal
     after: Journal
     changes: Sequence[pb.Change]
-    steps: list[Step] = field(default_factory=list)
+    steps: list[OutgoingStep] = field(default_factory=list)
     outputs: dict[int, torch.Tensor | None] = field(default_factory=dict)
     num_refusals: int = 0
     watched: range = range(0)
@@ -66,7 +66,7 @@ class Call:
         reordered = any(change.WhichOneof("kind") == "reorder" for change in self.changes)
         return [Taken(step.number, step.start, step.end, reordered and step is self.steps[0]) for step in self.steps]
 
-    def step(self, number: int) -> Step | None:
+    def step(self, number: int) -> OutgoingStep | None:
         index = number - self.first_number
         return self.steps[index] if 0 <= index < len(self.steps) else None
 

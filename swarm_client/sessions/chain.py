@@ -12,13 +12,13 @@ from swarm_client.adapters.snapshots import Snapshot
 from swarm_client.core.background import now_s
 from swarm_client.core.events import Reporter
 from swarm_client.sessions.call import Call
-from swarm_client.sessions.failover import HopsFailed, Repairs, StartOver
+from swarm_client.sessions.failover import Failover, HopsFailed, StartOver
 from swarm_client.sessions.opening import Opener, Opening, close
 from swarm_client.sessions.recovery import Taken
-from swarm_client.sessions.standby import Copies
+from swarm_client.sessions.standby import StandbyReplicas
 from swarm_client.swarm.swarm import Swarm, closed_error
-from swarm_client.transport.hops import Answer, BlockAnswer, Event, HopSession, Inbox, Trouble
-from swarm_client.transport.steps import Step, chunk_size, split
+from swarm_client.transport.hops import Answer, BlockAnswer, HopEvent, HopSession, Inbox, Trouble
+from swarm_client.transport.steps import OutgoingStep, chunk_size, split
 from swarm_client.transport.transport import PROBE_AFTER_S, PROBE_TIMEOUT_S
 from swarm_client.transport.wire_tensor import CODECS
 from swarm_protocol.errors import (
@@ -67,9 +67,9 @@ class Chain:
         self._reserve_tokens = reserve_tokens
         self._inbox = Inbox()
         self._opener = opener = Opener(swarm, self._inbox)
-        self._copies = Copies(self, swarm, opener, standby, reporter)
+        self._copies = StandbyReplicas(self, swarm, opener, standby, reporter)
         self._inbox.on_leaving = self._copies.hop_leaves
-        self._repairs = Repairs(self, swarm, blocks, opener, self._copies, reporter)
+        self._failover = Failover(self, swarm, blocks, opener, self._copies, reporter)
         self.past: deque[Taken] = deque(maxlen=_PAST_STEPS)
         self._refused: int | None = None  # a step that the first hop has refused
         self._probing: asyncio.Task | None = None
@@ -107,7 +107,7 @@ class Chain:
                 raise closed_error()
             self._refused = None
             self.progress_s = now_s()
-            self._repairs.begin_call()
+            self._failover.begin_call()
             try:
                 await self._run(call)
             except BaseException:
@@ -167,13 +167,13 @@ class Chain:
                     self.cut(call)
                     self.post(call.steps)
                 else:
-                    await self._repairs.open(call)
+                    await self._failover.open(call)
                 self.progress_s = now_s()
                 while not call.complete:
                     try:
                         self._handle(await self._next_event(call), call)
                     except HopsFailed as failure:
-                        await self._repairs.recover(call, failure.errors)
+                        await self._failover.recover(call, failure.errors)
                 return
             except StartOver:
                 call.forget_outputs()
@@ -194,7 +194,7 @@ class Chain:
             every_block=bool(call.watched),
         )
 
-    def post(self, steps: list[Step]) -> None:
+    def post(self, steps: list[OutgoingStep]) -> None:
         """To the first hop."""
         for step in steps:
             self.hops[0].post(step.message, step.parts)
@@ -206,7 +206,7 @@ class Chain:
 
     # ------------------------------------------------------------ what hops say
 
-    async def _next_event(self, call: Call) -> Event:
+    async def _next_event(self, call: Call) -> HopEvent:
         """Asks all hops whether they are there when nothing comes for a while."""
         while True:
             try:
@@ -241,7 +241,7 @@ class Chain:
                 return
             expected = result.number
 
-    def _handle(self, event: Event, call: Call) -> None:
+    def _handle(self, event: HopEvent, call: Call) -> None:
         """Raises HopsFailed if some hop must be replaced, or what the user must know."""
         index = next((i for i, hop in enumerate(self.hops) if hop.number == event.hop), None)
         if index is None:
@@ -260,7 +260,7 @@ class Chain:
                 for hop in self.hops:
                     if hop.refused == step.number:
                         hop.refused = None
-                self._repairs.answered()
+                self._failover.answered()
 
     def _handle_trouble(self, event: Trouble, index: int, call: Call) -> None:
         hop, error = self.hops[index], event.error
@@ -317,7 +317,7 @@ class Chain:
         except BadReply as error:
             raise HopsFailed({hop: BadReply(str(error), server.peer_id, hop.span)}) from None
 
-    def _decoded(self, answer: Answer, step: Step, call: Call) -> torch.Tensor | None:
+    def _decoded(self, answer: Answer, step: OutgoingStep, call: Call) -> torch.Tensor | None:
         if not step.message.outputs_wanted:
             return None
         like, hop = call.inputs.hidden, self.hops[-1]

@@ -9,16 +9,16 @@ from typing import TYPE_CHECKING
 
 from swarm_client.core.background import now_s
 from swarm_client.core.events import Recovery, Reporter, Waiting
-from swarm_client.sessions.admission import RoomWait
+from swarm_client.sessions.admission import AdmissionWait
 from swarm_client.sessions.call import Call
 from swarm_client.sessions.journal import Journal
 from swarm_client.sessions.opening import Opener, Opening, abandon
 from swarm_client.sessions.recovery import Replay, Standing, gaps, plan_catching_up, plan_replay
-from swarm_client.sessions.standby import Copies
+from swarm_client.sessions.standby import StandbyReplicas
 from swarm_client.swarm.stall import Repair, Stall
 from swarm_client.swarm.swarm import Swarm
 from swarm_client.transport.hops import HopSession
-from swarm_client.transport.steps import Step, chunk_size, split
+from swarm_client.transport.steps import OutgoingStep, chunk_size, split
 from swarm_client.transport.transport import PROBE_TIMEOUT_S
 from swarm_protocol.errors import NoRoute, PeerBusy, PeerError, SessionLost, SwarmError
 from swarm_protocol.pb import swarm_pb2 as pb
@@ -42,11 +42,11 @@ class StartOver(Exception):
     """All hops are to be replaced, and the call begins again: with other steps, or once there is room."""
 
 
-class Repairs:
+class Failover:
     """What becomes of the hops of one chain. ``recovery.py`` decides what new ones are told; here it is done."""
 
     def __init__(
-        self, chain: Chain, swarm: Swarm, blocks: Span, opener: Opener, copies: Copies, reporter: Reporter
+        self, chain: Chain, swarm: Swarm, blocks: Span, opener: Opener, copies: StandbyReplicas, reporter: Reporter
     ) -> None:
         self._chain = chain
         self._swarm = swarm
@@ -55,7 +55,7 @@ class Repairs:
         self._copies = copies
         self._reporter = reporter
         self._stall: Stall | None = None
-        self._room = RoomWait(swarm, opener, reporter)
+        self._room = AdmissionWait(swarm, opener, reporter)
 
     def begin_call(self) -> None:
         self._stall = None
@@ -68,7 +68,7 @@ class Repairs:
         if stall is None:
             return
         seconds = now_s() - stall.start_s
-        for number, repair in enumerate(stall.repairs):
+        for number, repair in enumerate(stall.failover):
             self._reporter.report(Recovery(**vars(repair), stall_s=seconds if number == 0 else 0.0))
         for hop in self._chain.hops:
             self._swarm.served(hop.hop.server.peer_id)
@@ -92,7 +92,7 @@ class Repairs:
         if self._stall is not None:
             replacements = tuple(hop.hop.server.peer_id for hop in hops)
             reason = self._stall.tried[0] if self._stall.tried else "the session's servers were let go"
-            self._stall.repairs[:] = [Repair(self._blocks, (), reason, replacements, call.start, False)]
+            self._stall.failover[:] = [Repair(self._blocks, (), reason, replacements, call.start, False)]
 
     async def _opened(
         self,
@@ -168,7 +168,9 @@ class Repairs:
         self._note(error)
         self._check_time(span)
 
-    def _history(self, rows: Journal, history: tuple[int, int], hops: list[HopSession], number: int = 1) -> list[Step]:
+    def _history(
+        self, rows: Journal, history: tuple[int, int], hops: list[HopSession], number: int = 1
+    ) -> list[OutgoingStep]:
         """The steps, numbered from ``number``, by which hops learn these positions."""
         start, end = history
         if end <= start:
@@ -259,7 +261,7 @@ class Repairs:
         abandon(replaced)
         self._chain.hops[gap.start : gap.stop] = new
         self._copies.drop(replaced)
-        self._stall.repairs.append(
+        self._stall.failover.append(
             Repair(
                 Span(replaced[0].span.start, replaced[-1].span.end),
                 tuple(hop.hop.server.peer_id for hop in replaced),
@@ -333,7 +335,7 @@ class Repairs:
             self._stall = Stall(self._chain.progress_s, now_s() + timeout_s, timeout_s)
 
     def _blame(self, errors: Mapping[HopSession, SwarmError]) -> None:
-        """Bans servers, but not if it may be the client's own network that failed."""
+        """Avoids servers for a while, but not if it may be the client's own network that failed."""
         all_at_once = len(errors) == len(self._chain.hops) > 1
         for hop, error in errors.items():
             self._note(error)
@@ -363,9 +365,9 @@ class Repairs:
             self._reporter.report(Waiting(reason, timeout_s))
 
 
-def _remember(hops: list[HopSession], steps: list[Step]) -> None:
+def _remember(hops: list[HopSession], steps: list[OutgoingStep]) -> None:
     """What new hops are told: servers that cannot reach one another let the client pass it on, maybe much later."""
-    told = {step.number: Step(step.without_data(), ()) for step in steps}
+    told = {step.number: OutgoingStep(step.without_data(), ()) for step in steps}
     for hop in hops:
         hop.told = told
 

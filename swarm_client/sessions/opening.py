@@ -10,7 +10,7 @@ from itertools import count
 
 from swarm_client.adapters.snapshots import NOTHING
 from swarm_client.core.background import now_s
-from swarm_client.routing.routing import Chain, Hop
+from swarm_client.routing.routing import Hop, Route
 from swarm_client.swarm.swarm import Swarm
 from swarm_client.transport.hops import HopSession, Inbox, next_hop
 from swarm_client.transport.wire_tensor import CODECS
@@ -85,7 +85,7 @@ class Opener:
             raise errors[0]
         return _linked(hops, after)
 
-    async def open_in_turn(self, chain: Chain, opening: Opening, wait_s: float, asked: list[str]) -> list[HopSession]:
+    async def open_in_turn(self, chain: Route, opening: Opening, wait_s: float, asked: list[str]) -> list[HopSession]:
         """Hops for all of this chain, each asked for once there is room for the one before.
 
         They are asked for in the order of their peer ids, which is the same for everybody: whoever has room on one
@@ -114,7 +114,7 @@ class Opener:
         return _linked([hops[index] for index in range(len(chain))], None)
 
     def _opened(
-        self, chain: Chain, opening: Opening, after: HopSession | None, wait_s: Callable[[], float] = lambda: 0.0
+        self, chain: Route, opening: Opening, after: HopSession | None, wait_s: Callable[[], float] = lambda: 0.0
     ) -> list[Coroutine[None, None, HopSession]]:
         """Work that opens each of the chain's hops."""
         keys = [secrets.token_bytes(16) for _ in chain]

@@ -1,4 +1,4 @@
-"""Copies of a session's hops on other servers: some stand by, others take over from servers that leave."""
+"""Standby replicas of a session's hops on other servers: some stand by, others take over from servers that leave."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from swarm_client.core.background import now_s
 from swarm_client.core.events import Move, Reporter
 from swarm_client.sessions.opening import Opener
 from swarm_client.swarm.swarm import Swarm
-from swarm_client.transport.hops import Event, HopSession
+from swarm_client.transport.hops import HopEvent, HopSession
 from swarm_protocol.errors import PeerError, SwarmError
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ _AGREE_TIMEOUT_S = 5.0
 _AGREE_POLL_S = 0.005
 
 
-class Copies:
+class StandbyReplicas:
     """At most one copy of each hop; opened and filled in the background."""
 
     def __init__(self, chain: Chain, swarm: Swarm, opener: Opener, stand_by: bool, reporter: Reporter) -> None:
@@ -59,7 +59,7 @@ class Copies:
         self.arrange()
         self._switching = asyncio.ensure_future(self._switch_soon())
 
-    def handle(self, event: Event) -> None:
+    def handle(self, event: HopEvent) -> None:
         """Whatever a copy has to say, it is of no use any more."""
         for number, copy in list(self._copies.items()):
             if copy.number == event.hop:

@@ -20,7 +20,7 @@ FAILED, SILENT = "that failed a moment ago", "that did not answer"
 _JUST_NOW_S = 1.0  # so long a server that failed is left alone even if there is no other
 
 
-class RoundTrips:
+class RttTracker:
     """The client's round-trip times, averaged; unknown ones are measured."""
 
     def __init__(self, ping: Callable[[ServerRecord], Awaitable[float | None]]) -> None:
@@ -75,35 +75,35 @@ class RoundTrips:
 
 
 @dataclass(frozen=True)
-class _Ban:
+class _Backoff:
     since_s: float
     duration_s: float
     expires_at: float | None  # of the record of a server that does not answer
 
 
-class Bans:
+class PeerBackoff:
     """Servers that failed are left out for a while, longer each time.
 
     Who did not answer may be dead, and also stays out until it has published another record.
     """
 
     def __init__(self) -> None:
-        self._bans: dict[str, _Ban] = {}
+        self._backoff: dict[str, _Backoff] = {}
 
     def add(self, peer_id: str, now_s: float, expires_at: float | None) -> None:
         """``expires_at``: of its record, if it does not answer."""
-        last = self._bans.get(peer_id)
+        last = self._backoff.get(peer_id)
         duration_s = _BAN_S if last is None else min(2 * last.duration_s, _MAX_BAN_S)
-        self._bans[peer_id] = _Ban(now_s, duration_s, expires_at)
+        self._backoff[peer_id] = _Backoff(now_s, duration_s, expires_at)
 
-    def forgive(self, peer_id: str) -> None:
-        self._bans.pop(peer_id, None)
+    def reset(self, peer_id: str) -> None:
+        self._backoff.pop(peer_id, None)
 
     def now(self, now_s: float, servers: Iterable[ServerRecord], just_now: bool = False) -> dict[str, str]:
         """Who is left out, and why. ``just_now``: only who failed a moment ago, for clients that have no other way."""
         banned = {}
         expirations = {} if just_now else {server.peer_id: server.expires_at for server in servers}
-        for peer_id, ban in self._bans.items():
+        for peer_id, ban in self._backoff.items():
             duration_s = _JUST_NOW_S if just_now else ban.duration_s
             is_silent = ban.expires_at is not None and expirations.get(peer_id, inf) <= ban.expires_at < inf
             if is_silent or ban.since_s + duration_s > now_s:

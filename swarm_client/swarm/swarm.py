@@ -12,8 +12,8 @@ from collections.abc import Awaitable, Callable, Collection, Coroutine, Sequence
 from swarm_client.core.background import now_s
 from swarm_client.core.config import ClientConfig
 from swarm_client.routing.routing import (
-    Chain,
     Costs,
+    Route,
     Wanted,
     best_replica,
     fastest_chain,
@@ -23,17 +23,17 @@ from swarm_client.routing.routing import (
     usable,
 )
 from swarm_client.swarm.discovery import Discovery, Join
-from swarm_client.swarm.peer_health import FAILED, SILENT, Bans, RoundTrips
-from swarm_client.transport.transport import Server
+from swarm_client.swarm.peer_health import FAILED, SILENT, PeerBackoff, RttTracker
+from swarm_client.transport.transport import ServerConnection
 from swarm_protocol.dht.dht import Dht
-from swarm_protocol.dht.local_registry import DEFAULT_SWARM, Notes, noted_swarms
+from swarm_protocol.dht.local_registry import DEFAULT_SWARM, LocalRegistry, registered_swarms
 from swarm_protocol.dht.records import LIFETIME_S, ServerRecord, SwarmView
 from swarm_protocol.errors import JoinRefused, NoRoute, NoSwarm, PeerError, PeerUnavailable
 from swarm_protocol.net.identity import Identity
 from swarm_protocol.span import Span
 
-Connect = Callable[[ServerRecord, float], Awaitable[Server]]
-Choose = Callable[[SwarmView, bool], list[Chain]]  # among usable servers; True: those never spoken to may be near
+Connect = Callable[[ServerRecord, float], Awaitable[ServerConnection]]
+Choose = Callable[[SwarmView, bool], list[Route]]  # among usable servers; True: those never spoken to may be near
 _logger = logging.getLogger(__name__)
 _POLL_S = 0.5  # while blocks are missing
 _MAX_MEASURING = 5  # rounds of measuring round trips before a chain is taken as it is
@@ -47,7 +47,7 @@ async def join_as_client(config: ClientConfig) -> Dht:
     """
     if config.initial_peers:
         return await Dht.join(config.swarm, config.initial_peers, Identity.generate())
-    notes = Notes(config.swarm)
+    notes = LocalRegistry(config.swarm)
     servers = notes.servers()
     noted, what = notes.read(), "runs on this machine"
     if noted:
@@ -69,7 +69,7 @@ async def join_as_client(config: ClientConfig) -> Dht:
 
 def _others(swarm: str) -> str:
     """Which other swarms there are, as the end of a sentence."""
-    names = [name for name in noted_swarms() if name != swarm]
+    names = [name for name in registered_swarms() if name != swarm]
     return f" (there {'is' if len(names) == 1 else 'are'} {', '.join(map(repr, names))})" if names else ""
 
 
@@ -89,7 +89,7 @@ class Swarm:
         *,
         dht: Dht | None = None,
         join: Join = join_as_client,
-        connect: Connect = Server.connect,
+        connect: Connect = ServerConnection.connect,
     ) -> None:
         """``dht``, ``join`` and ``connect`` stand for the network; without ``dht``, ``connect()`` joins."""
         self.config = config
@@ -105,11 +105,11 @@ class Swarm:
         self._view_time = float("-inf")
         self._filled_time = float("-inf")  # when the view was last read and not empty
         self._reading = asyncio.Lock()
-        self._servers: dict[str, Server] = {}
+        self._servers: dict[str, ServerConnection] = {}
         self._connecting: dict[str, asyncio.Lock] = {}
-        self._rtts = RoundTrips(self._ping)
-        self._bans = Bans()
-        self._last_chains: dict[Span, Chain] = {}
+        self._rtts = RttTracker(self._ping)
+        self._backoff = PeerBackoff()
+        self._last_chains: dict[Span, Route] = {}
         self._tasks: set[asyncio.Task] = set()
         self.sessions: weakref.WeakSet = weakref.WeakSet()
 
@@ -187,7 +187,7 @@ class Swarm:
         like: ServerRecord | None = None,
         on_wait: Callable[[str, float], None] | None = None,
         pushes: bool = True,
-    ) -> Chain:
+    ) -> Route:
         """The fastest chain over ``blocks`` without the servers to ``avoid``; waits for missing blocks.
 
         Args:
@@ -203,7 +203,7 @@ class Swarm:
         is_session = like is None and need_tokens > 0
         keep = self._last_chains.get(blocks, ()) if is_session else ()
 
-        def choose(servers: SwarmView, hopeful: bool) -> list[Chain]:
+        def choose(servers: SwarmView, hopeful: bool) -> list[Route]:
             costs = Costs(self._rtts.known, self._rtts.guess_s(hopeful), need_tokens, pushes)
             return [fastest_chain(servers, blocks, costs, keep)]
 
@@ -212,14 +212,14 @@ class Swarm:
             self._last_chains[blocks] = chain
         return chain
 
-    async def chains(self, blocks: Span, sizes: Sequence[int]) -> list[Chain]:
+    async def chains(self, blocks: Span, sizes: Sequence[int]) -> list[Route]:
         """One chain for each of several micro-batches of so many positions, see ``spread``; waits for missing blocks.
 
         Raises:
             NoRoute: some block is still not served after ``wait_timeout_s``.
         """
 
-        def choose(servers: SwarmView, hopeful: bool) -> list[Chain]:
+        def choose(servers: SwarmView, hopeful: bool) -> list[Route]:
             return spread(servers, blocks, sizes, Costs(self._rtts.known, self._rtts.guess_s(hopeful), pushes=False))
 
         return await self._when_there_is(choose, blocks)
@@ -232,7 +232,7 @@ class Swarm:
         timeout_s: float | None = None,
         like: ServerRecord | None = None,
         on_wait: Callable[[str, float], None] | None = None,
-    ) -> list[Chain]:
+    ) -> list[Route]:
         """What a policy chooses among the servers there are, once they hold all blocks."""
         timeout_s = self.config.wait_timeout_s if timeout_s is None else timeout_s
         deadline = now_s() + timeout_s
@@ -263,7 +263,7 @@ class Swarm:
         blocks: Span,
         avoid: Collection[str],
         like: ServerRecord | None,
-    ) -> list[Chain]:
+    ) -> list[Route]:
         """Servers that failed lately are taken only if there is no other way.
 
         Those never spoken to are taken for near at first, and if they are chosen, they are measured; those that do not
@@ -295,7 +295,7 @@ class Swarm:
         servers, _ = self._usable(self._banned() | dict.fromkeys(avoid, FAILED))
         return best_replica(_alike(servers, like), span, self.costs(need_tokens))
 
-    async def server(self, record: ServerRecord) -> Server:
+    async def server(self, record: ServerRecord) -> ServerConnection:
         """An open connection; raises PeerUnavailable or BadReply if there cannot be one."""
         async with self._connecting.setdefault(record.peer_id, asyncio.Lock()):
             known = self._servers.get(record.peer_id)
@@ -345,19 +345,19 @@ class Swarm:
         expires_at = None
         if isinstance(error, PeerUnavailable):
             expires_at = max((s.expires_at for s in self._view.servers if s.peer_id == error.peer_id), default=None)
-        self._bans.add(error.peer_id, now_s(), expires_at)
+        self._backoff.add(error.peer_id, now_s(), expires_at)
         self._rtts.forget(error.peer_id)
         self._servers.pop(error.peer_id, None)  # not closed: other sessions may still go through it
 
     def served(self, peer_id: str) -> None:
         """The server works: what it did before is forgiven."""
-        self._bans.forgive(peer_id)
+        self._backoff.reset(peer_id)
 
     def _usable(self, banned: dict[str, str]) -> tuple[SwarmView, Sequence[str]]:
         return usable(self._view, self.wanted, banned, time.time())
 
     def _banned(self, just_now: bool = False) -> dict[str, str]:
-        return self._bans.now(now_s(), self._view.servers, just_now)
+        return self._backoff.now(now_s(), self._view.servers, just_now)
 
     def _soon(self, coroutine: Coroutine) -> None:
         task = asyncio.ensure_future(coroutine)
@@ -366,7 +366,7 @@ class Swarm:
         task.add_done_callback(lambda done: done.cancelled() or done.exception())
 
 
-def _choose_kind(choose: Choose, servers: SwarmView, like: ServerRecord | None, hopeful: bool) -> list[Chain]:
+def _choose_kind(choose: Choose, servers: SwarmView, like: ServerRecord | None, hopeful: bool) -> list[Route]:
     if like is not None:
         with contextlib.suppress(NoRoute):
             return choose(_alike(servers, like), hopeful)

@@ -12,7 +12,7 @@ import grpc
 
 from swarm_client.routing.routing import Hop
 from swarm_client.transport.grpc_errors import no_answer, translated
-from swarm_client.transport.steps import Step
+from swarm_client.transport.steps import OutgoingStep
 from swarm_client.transport.wire_tensor import WireTensor
 from swarm_protocol.dht.records import ServerRecord
 from swarm_protocol.errors import BadReply, PeerUnavailable, RequestRejected, SwarmError, from_status
@@ -21,7 +21,7 @@ from swarm_protocol.span import Span
 from swarm_protocol.wire.codec import Assembler
 
 if TYPE_CHECKING:
-    from swarm_client.transport.transport import Server
+    from swarm_client.transport.transport import ServerConnection
 
 OPEN_TIMEOUT_S = 5.0
 CLOSE_TIMEOUT_S = 1.0
@@ -64,10 +64,10 @@ class Leaving:
     hop: int
 
 
-Event = Answer | BlockAnswer | Trouble | Leaving
+HopEvent = Answer | BlockAnswer | Trouble | Leaving
 
 
-class Inbox(asyncio.Queue[Event]):
+class Inbox(asyncio.Queue[HopEvent]):
     """What the hops of a session have to say. ``on_leaving`` hears at once of servers that want to leave."""
 
     on_leaving: Callable[[], None] | None = None
@@ -94,14 +94,14 @@ class HopSession:
         call: grpc.aio.StreamStreamCall,
         inbox: Inbox,
         request: pb.Open,
-        server: Server,
+        server: ServerConnection,
     ) -> None:
         self.number = number
         self.hop = hop
         self.max_step_tokens = 0
         self.session_key = request.session_key
         self.changed_number = request.changed_number
-        self.told: dict[int, Step] = {}
+        self.told: dict[int, OutgoingStep] = {}
         self.seen_number = 0
         self.refused: int | None = None
         self.next_number: int | None = None
@@ -248,7 +248,7 @@ class HopSession:
         server = self.hop.server
         return PeerUnavailable(f"the stream to server {server.short_id} has ended", server.peer_id, self.span)
 
-    async def _read_event(self) -> Event:
+    async def _read_event(self) -> HopEvent:
         reply = await self._read()
         kind = reply.WhichOneof("kind")
         if kind == "leaving":

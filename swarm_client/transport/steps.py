@@ -15,7 +15,7 @@ _IN_ONE_PIECE = 1 << 30  # a hop that takes so many at once must be given them a
 
 
 @dataclass(frozen=True)
-class Step:
+class OutgoingStep:
     """A step as it goes to a server. Hidden states larger than one message have further ``parts``."""
 
     message: pb.Step
@@ -39,12 +39,12 @@ class Step:
         """In all rows."""
         return self.message.hidden.shape[0] * self.message.hidden.shape[1]
 
-    def with_hidden(self, hidden: WireTensor) -> Step:
+    def with_hidden(self, hidden: WireTensor) -> OutgoingStep:
         """The same step for another hop."""
         message = pb.Step()
         message.CopyFrom(self.message)
         message.hidden.CopyFrom(hidden.header)
-        return Step(message, hidden.parts)
+        return OutgoingStep(message, hidden.parts)
 
     def without_data(self) -> pb.Step:
         """For a server that has kept the hidden states itself."""
@@ -74,7 +74,7 @@ def split(
     changes: Sequence[pb.Change] = (),
     num_wanted: int = 0,
     every_block: bool = False,
-) -> list[Step]:
+) -> list[OutgoingStep]:
     """Steps of ``size`` positions for inputs that begin at position ``start``, numbered from ``number``.
 
     ``changes`` go with the first step. Of the outputs, the last ``num_wanted`` will be used; ``every_block``: of those
@@ -103,5 +103,5 @@ def split(
             outputs_wanted=max(0, last - max(first, num_tokens - num_wanted)),
             every_block=every_block,
         )
-        steps.append(Step(message, hidden.parts))
+        steps.append(OutgoingStep(message, hidden.parts))
     return steps

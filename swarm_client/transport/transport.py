@@ -9,14 +9,14 @@ from typing import Any, TypeVar
 
 import grpc
 
-from swarm_client.adapters.snapshots import Gifts, Part
+from swarm_client.adapters.snapshots import AdapterUploader, Part
 from swarm_client.core.background import exact_s
 from swarm_client.routing.routing import Hop
 from swarm_client.transport.grpc_errors import translated
 from swarm_client.transport.hops import OPEN_TIMEOUT_S, HopSession, Inbox
 from swarm_client.transport.wire_tensor import Context, WireTensor
 from swarm_protocol.dht.records import ServerRecord
-from swarm_protocol.errors import BadReply, Forgotten, PeerUnavailable, RequestRejected
+from swarm_protocol.errors import BadReply, CacheMiss, PeerUnavailable, RequestRejected
 from swarm_protocol.net.identity import pinned_channel
 from swarm_protocol.pb import swarm_pb2 as pb
 from swarm_protocol.pb.swarm_pb2_grpc import BlocksStub
@@ -32,7 +32,7 @@ PROBE_TIMEOUT_S = 3.0
 _PINGS = 3
 
 
-class Server:
+class ServerConnection:
     """A connection to one server of one model."""
 
     def __init__(self, record: ServerRecord, channel: grpc.aio.Channel, step_timeout_s: float) -> None:
@@ -40,10 +40,10 @@ class Server:
         self._channel = channel
         self._stub = BlocksStub(channel)
         self._step_timeout_s = step_timeout_s
-        self._gifts = Gifts(self._put_adapter)
+        self._uploader = AdapterUploader(self._put_adapter)
 
     @classmethod
-    async def connect(cls, record: ServerRecord, step_timeout_s: float) -> Server:
+    async def connect(cls, record: ServerRecord, step_timeout_s: float) -> ServerConnection:
         """Raises PeerUnavailable if none of its addresses answers, BadReply if somebody else does."""
         error: PeerUnavailable | None = None
         for address in record.addresses:
@@ -100,7 +100,7 @@ class Server:
             await hop.open(request, OPEN_TIMEOUT_S + request.wait_s)
             return hop
 
-        return await self._gifts.use(adapter, span, opened)
+        return await self._uploader.use(adapter, span, opened)
 
     async def progress(self, request: pb.ProgressRequest, span: Span, timeout_s: float) -> pb.SessionProgress:
         """How far one of the server's sessions is; raises SessionLost if the server does not know it."""
@@ -126,7 +126,7 @@ class Server:
         async def work(name: pb.AdapterName | None) -> tuple[WireTensor, bool]:
             return await self._watched(self._forward(span, hidden, context, name, keep_key), span)
 
-        return await self._gifts.use(context.adapter.part(span), span, work)
+        return await self._uploader.use(context.adapter.part(span), span, work)
 
     async def backward(
         self, span: Span, hidden: WireTensor, grad: WireTensor, context: Context, kept_key: bytes = b""
@@ -148,9 +148,9 @@ class Server:
 
         if kept_key:
             kept = pb.KeptForward(contract=self._contract(span), key=kept_key)
-            with contextlib.suppress(Forgotten):
+            with contextlib.suppress(CacheMiss):
                 return await work(pb.BackwardRequest(kept=kept))
-        return await self._gifts.use(part, span, whole)
+        return await self._uploader.use(part, span, whole)
 
     async def _watched(self, work: Coroutine[Any, Any, T], span: Span) -> T:
         """Asks the server whether it is there while it works."""

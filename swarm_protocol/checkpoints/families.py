@@ -19,7 +19,7 @@ from torch import nn
 from transformers import MODEL_MAPPING, PreTrainedConfig
 from transformers import initialization as weight_init
 
-from swarm_protocol.checkpoints.hollow_model import load_shell, stock_loader
+from swarm_protocol.checkpoints.hollow_model import hf_loader, load_hollow_model
 from swarm_protocol.errors import UnsupportedModel
 from swarm_protocol.span import Span
 
@@ -176,7 +176,7 @@ def describe(config: PreTrainedConfig) -> Family:
     """
     key = (type(config), config.to_json_string(use_diff=False))
     if key not in _DESCRIBED:
-        with stock_loader():
+        with hf_loader():
             _DESCRIBED[key] = _describe(config)
     return _DESCRIBED[key]
 
@@ -304,7 +304,7 @@ def _probe(base: PreTrainedModel, family: Family, config: PreTrainedConfig) -> F
 
     Also finds out whether it expects blocks to return tuples.
     """
-    shell, _ = load_shell(family, config)
+    shell, _ = load_hollow_model(family, config)
     blocks = getattr(family.owner_of(base), family.blocks)
     setattr(family.owner_of(shell), family.blocks, blocks)
     hidden = torch.randn(2, 3, family.hidden_size, generator=torch.Generator().manual_seed(0))

@@ -34,7 +34,7 @@ class ZeroPositions(nn.Module):
         return torch.zeros((), device=positions.device)
 
 
-def shell_class(
+def hollow_class(
     family: Family, hosted: Container[int], prepare: Callable[[nn.Module], None] | None = None
 ) -> type[PreTrainedModel]:
     """A subclass of the family's base model whose parts outside the blocks ``hosted`` have no parameters.
@@ -44,7 +44,7 @@ def shell_class(
     with each hosted block before it gets its weights.
     """
 
-    class Shell(family.base_class):
+    class HollowModel(family.base_class):
         def __init__(self, config: PreTrainedConfig, *args: Any, **kwargs: Any) -> None:
             with weight_init.no_init_weights():  # all is on the meta device as yet, and most of it goes at once
                 super().__init__(config, *args, **kwargs)
@@ -61,11 +61,11 @@ def shell_class(
                     super()._init_weights(module)
 
     # Both names: transformers skips its weight conversions for classes that look like a user's own.
-    Shell.__name__, Shell.__module__ = family.base_class.__name__, family.base_class.__module__
-    return Shell
+    HollowModel.__name__, HollowModel.__module__ = family.base_class.__name__, family.base_class.__module__
+    return HollowModel
 
 
-def load_shell(
+def load_hollow_model(
     family: Family,
     config: PreTrainedConfig,
     *,
@@ -80,8 +80,8 @@ def load_shell(
 
     Returns the shell and transformers' loading info (missing, unexpected and mismatched keys).
     """
-    with stock_loader():
-        return shell_class(family, hosted, prepare).from_pretrained(
+    with hf_loader():
+        return hollow_class(family, hosted, prepare).from_pretrained(
             None,
             config=config,
             state_dict={} if tensors is None else tensors,
@@ -95,7 +95,7 @@ _LOADER = threading.RLock()
 
 
 @contextmanager
-def stock_loader() -> Iterator[None]:
+def hf_loader() -> Iterator[None]:
     """Held while transformers builds or loads a model; keeps it from drawing a bar and logging a report every time.
 
     Its loader sets process-wide state (default dtype, whether weights get initial values): two threads inside it at

@@ -1,4 +1,4 @@
-"""Notes in the user's cache directory, by which servers and clients of one machine find their swarm without flags.
+"""A registry in the user's cache directory, by which peers of one machine find their swarm without flags.
 
 The directory may be shared with containers and other machines, where a pid means nothing and a loopback address leads
 elsewhere. So a note says on which host its process runs and in which network its addresses hold, and its server renews
@@ -42,7 +42,7 @@ def checked_name(swarm: str) -> str:
 
 
 @dataclass(frozen=True)
-class Note:
+class RegistryEntry:
     """A server that has noted itself.
 
     Attributes:
@@ -55,7 +55,7 @@ class Note:
     is_alive: bool
 
 
-class Notes:
+class LocalRegistry:
     """One file per running server of a named swarm.
 
     A note is deleted by its server, or by others when its process is gone for certain, or when it is stale.
@@ -104,22 +104,22 @@ class Notes:
                 (self._directory / "lock").unlink()
                 self._directory.rmdir()
 
-    def servers(self) -> list[Note]:
+    def servers(self) -> list[RegistryEntry]:
         """All that may be alive, those that are surely dead being forgotten."""
-        notes = []
+        registry = []
         for path in sorted(self._directory.glob("*.json")):
             with suppress(OSError):  # it is gone at this moment, or not ours to read or to delete
                 note = _parse(path.stem, path.read_text(), time.time() - path.stat().st_mtime)
                 if note is None:
                     path.unlink(missing_ok=True)
                 else:
-                    notes.append(note)
-        return notes
+                    registry.append(note)
+        return registry
 
     def read(self) -> list[str]:
         """Multiaddrs that may lead to a server from here, those of living servers first."""
-        notes = sorted(self.servers(), key=lambda note: not note.is_alive)
-        return [address for note in notes for address in note.addresses]
+        registry = sorted(self.servers(), key=lambda note: not note.is_alive)
+        return [address for note in registry for address in note.addresses]
 
     def write(self, peer_id: str, addresses: Sequence[str]) -> None:
         """Says that this process is a server of the swarm."""
@@ -163,7 +163,7 @@ def network_id() -> str:
     return f"{_boot_id()}/{_namespace('net')}"
 
 
-def _parse(peer_id: str, text: str, age_s: float) -> Note | None:
+def _parse(peer_id: str, text: str, age_s: float) -> RegistryEntry | None:
     """None if it is damaged, its process is gone, or it is stale."""
     try:
         note: dict[str, Any] = json.loads(text)
@@ -175,7 +175,9 @@ def _parse(peer_id: str, text: str, age_s: float) -> Note | None:
         return None
     if not is_alive and (is_here or age_s > STALE_S):
         return None
-    return Note(peer_id, tuple(address for address in addresses if is_near or not is_loopback(address)), is_alive)
+    return RegistryEntry(
+        peer_id, tuple(address for address in addresses if is_near or not is_loopback(address)), is_alive
+    )
 
 
 def _is_alive(pid: int, started: object) -> bool:
@@ -223,20 +225,20 @@ def _try_lock(lock: IO[str]) -> bool:
     return True
 
 
-def noted_swarms() -> list[str]:
+def registered_swarms() -> list[str]:
     """Names of the swarms that have living servers on this machine."""
-    return [notes.swarm for notes in _all_notes() if notes.read()]
+    return [registry.swarm for registry in _all_entries() if registry.read()]
 
 
 def remove_ended_swarms() -> None:
     """Removes what is left of swarms whose servers have ended, as those of demos do."""
-    for notes in _all_notes():
-        notes.remove_if_ended()
+    for registry in _all_entries():
+        registry.remove_if_ended()
 
 
-def _all_notes() -> list[Notes]:
+def _all_entries() -> list[LocalRegistry]:
     directory = platformdirs.user_cache_path("swarm") / "swarms"
     with suppress(OSError):
         names = sorted(path.name for path in directory.iterdir() if path.is_dir())
-        return [Notes(name, directory) for name in names if _NAME.fullmatch(name)]
+        return [LocalRegistry(name, directory) for name in names if _NAME.fullmatch(name)]
     return []

@@ -19,7 +19,7 @@ from swarm_protocol.wire.adapters import Adapter, LowRank
 from swarm_server.adapters.dropout import Dropout
 from swarm_server.blocks.blocks import BlockStack
 
-Place = tuple[int, str]  # block, and the module's path inside it
+ModulePlace = tuple[int, str]  # block, and the module's path inside it
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,7 +32,7 @@ class PlacedAdapter:
 
     key: bytes
     adapter: Adapter
-    low_rank: Mapping[Place, LowRank]
+    low_rank: Mapping[ModulePlace, LowRank]
     prompts: Mapping[int, torch.Tensor]
     num_positions: int  # that prompts are added to
 
@@ -89,7 +89,7 @@ class Patches:
 
     def __init__(self, stack: BlockStack) -> None:
         self._stack = stack
-        self._hooked: set[Place] = set()  # blocks themselves under the empty path
+        self._hooked: set[ModulePlace] = set()  # blocks themselves under the empty path
         self._shares: Sequence[Share] = ()
         self._shape = (0, 0)  # rows and tokens of the batch
 
@@ -120,7 +120,7 @@ class Patches:
                 self._hooked.add((block, ""))
 
     def _add_low_rank(
-        self, place: Place, _linear: nn.Module, inputs: tuple[torch.Tensor, ...], output: torch.Tensor
+        self, place: ModulePlace, _linear: nn.Module, inputs: tuple[torch.Tensor, ...], output: torch.Tensor
     ) -> torch.Tensor | None:
         """x: [rows, tokens, in_features], or [rows * tokens, in_features] where a block flattens; output alike."""
         concerned = [
@@ -163,7 +163,7 @@ def _with_added(batch: torch.Tensor, added: list[tuple[slice, torch.Tensor]]) ->
     return batch
 
 
-def _by_row(tensor: torch.Tensor, shape: tuple[int, int], place: Place) -> torch.Tensor:
+def _by_row(tensor: torch.Tensor, shape: tuple[int, int], place: ModulePlace) -> torch.Tensor:
     if tensor.shape[:-1].numel() != shape[0] * shape[1]:
         raise RequestRejected(
             f"module {place[1]} of block {place[0]} does not see every position once: adapters cannot be used there"

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from swarm_protocol.errors import Forgotten, PeerBusy, RequestRejected
+from swarm_protocol.errors import CacheMiss, PeerBusy, RequestRejected
 from swarm_protocol.pb import swarm_pb2 as pb
 from swarm_protocol.wire.constants import MAX_ADAPTER_BYTES
 from swarm_server.adapters.lora import PlacedAdapter
@@ -82,7 +82,7 @@ class AdapterStore:
         """The adapter, which is kept meanwhile.
 
         Raises:
-            Forgotten: nobody has put an adapter with this key, or it was dropped.
+            CacheMiss: nobody has put an adapter with this key, or it was dropped.
             RequestRejected: the server has loaded none of this name.
         """
         if name.WhichOneof("kind") == "name":
@@ -91,7 +91,7 @@ class AdapterStore:
         if name.WhichOneof("kind") != "key":
             raise RequestRejected("the adapter has neither key nor name")
         if name.key not in self._entries:
-            raise Forgotten("this server does not have the adapter (any more)")
+            raise CacheMiss("this server does not have the adapter (any more)")
         entry = self._entries[name.key]
         entry.num_users += 1
         self._touch(name.key)

@@ -10,7 +10,7 @@ from torch import nn
 
 from swarm_protocol.checkpoints.checkpoint import Checkpoint
 from swarm_protocol.checkpoints.families import WEIGHT_IS_READ
-from swarm_protocol.checkpoints.hollow_model import LeftOut, load_shell
+from swarm_protocol.checkpoints.hollow_model import LeftOut, load_hollow_model
 from swarm_protocol.checkpoints.safetensors_file import StoredTensor
 from swarm_protocol.errors import CheckpointError
 
@@ -43,7 +43,7 @@ def load_block(
 
     everything = dict(tensors)
     try:
-        shell, info = load_shell(
+        shell, info = load_hollow_model(
             family, checkpoint.config, hosted=(index,), tensors=tensors, dtype=dtype, prepare=prepare
         )
     except RuntimeError as error:  # transformers could not fuse tensors; it only logs which

@@ -13,7 +13,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin, LinearAttentionAndF
 
 from swarm_protocol.checkpoints.checkpoint import Checkpoint
 from swarm_protocol.checkpoints.families import Family, slice_config
-from swarm_protocol.checkpoints.hollow_model import load_shell
+from swarm_protocol.checkpoints.hollow_model import load_hollow_model
 from swarm_protocol.checkpoints.positions import rope_depends_on_length
 from swarm_protocol.span import Span
 from swarm_server.blocks.block_loading import load_block
@@ -230,7 +230,7 @@ def load_blocks(
     device = torch.device(device)
     # Tensors born in inference mode could never meet autograd.
     with torch.inference_mode(False), torch.no_grad(), freed_memory_returned():
-        shell, _ = load_shell(family, checkpoint.config, dtype=dtype)
+        shell, _ = load_hollow_model(family, checkpoint.config, dtype=dtype)
         hosted = _Hosted(family, shell.to(device).requires_grad_(False), {}, dtype, device)
         for index in span:
             if transform is None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 
 from swarm_protocol.span import Span
-from swarm_server.engine.session_state import Session, State, Step
+from swarm_server.engine.session_state import Session, SessionStep, State
 from swarm_server.kv.kv_rows import Growth, Run, runs
 from swarm_server.kv.row_states import Slot, States
 from swarm_server.kv.rows_cache import BlockRuns
@@ -19,7 +19,7 @@ class Prepared:
     """A step with room for its new positions. Nothing of the session has changed yet."""
 
     session: Session
-    step: Step
+    step: SessionStep
     state: State  # the session's, once the step is computed
     num_matched: int  # leading positions whose keys and values are there already
     growth: Growth | None  # None: all are there
@@ -61,7 +61,7 @@ class Prepared:
         return self.state.states.states[blocks.start - first : blocks.end - first]
 
 
-def positions_and_mask(step: Step) -> tuple[torch.Tensor, torch.Tensor]:
+def positions_and_mask(step: SessionStep) -> tuple[torch.Tensor, torch.Tensor]:
     """Of the new positions, both [batch, tokens]."""
     batch_size, num_tokens, _ = step.inputs.hidden.shape
     positions, mask = step.inputs.position_ids, step.inputs.attention_mask

@@ -22,11 +22,11 @@ from swarm_server.adapters.targets import require_fit
 from swarm_server.blocks.blocks import BlockStack
 from swarm_server.blocks.recording import require_finite
 from swarm_server.engine.batch import Prepared, adapter_order, batch_inputs, block_runs, positions_and_mask
-from swarm_server.engine.session_state import Change, Session, State, Step, changed, cropped, forgotten
+from swarm_server.engine.session_state import HistoryChange, Session, SessionStep, State, changed, cropped, forgotten
 from swarm_server.engine.token_by_token import can_go_on, tokens_of
 from swarm_server.kv.kv_cache import CacheBudget, Lease
 from swarm_server.kv.kv_layout import StackLayout
-from swarm_server.kv.kv_rows import Layout, Parts, Row, grow, runs
+from swarm_server.kv.kv_rows import PageLayout, Parts, Row, grow, runs
 from swarm_server.kv.kv_transfer import Stored, pack, read, unpack
 from swarm_server.kv.prefix_cache import ContentHash, PrefixCache, token_content
 from swarm_server.kv.row_states import Room, RowStates, Slot, state_layers, states_after
@@ -93,7 +93,7 @@ class Engine:
 
     # ------------------------------------------------------------ sessions
 
-    def layout_of(self, blocks: Span, keeps_outputs: bool) -> Layout:
+    def layout_of(self, blocks: Span, keeps_outputs: bool) -> PageLayout:
         """What a session over ``blocks`` stores."""
         return self.layout.part(blocks, keeps_outputs, windows=self._in_place)
 
@@ -132,7 +132,7 @@ class Engine:
             if page.lease is session.lease and any(page.pinned):
                 page.trim()
 
-    def run(self, batch: Sequence[tuple[Session, Step]]) -> list[torch.Tensor | Exception]:
+    def run(self, batch: Sequence[tuple[Session, SessionStep]]) -> list[torch.Tensor | Exception]:
         """One step of each session, in one batch if there are several; all must have equally many new positions.
 
         Returns for each the hidden states after its last block, [batch, tokens, hidden_size], or after every block,
@@ -148,7 +148,7 @@ class Engine:
             for work, is_longer in zip(batch, longer, strict=True)
         ]
 
-    def _run_tokens(self, session: Session, step: Step) -> torch.Tensor | Exception:
+    def _run_tokens(self, session: Session, step: SessionStep) -> torch.Tensor | Exception:
         """One position after the other."""
         before, states, outputs = session.state, None, []
         try:
@@ -166,7 +166,7 @@ class Engine:
         session.state = replace(session.state, states=replace(session.state.states, before=states))
         return torch.cat(outputs, -2)
 
-    def _run(self, batch: Sequence[tuple[Session, Step]]) -> list[torch.Tensor | Exception]:
+    def _run(self, batch: Sequence[tuple[Session, SessionStep]]) -> list[torch.Tensor | Exception]:
         results: list[torch.Tensor | Exception | None] = [None] * len(batch)
         prepared: dict[int, Prepared] = {}
         start_s = time.perf_counter()
@@ -195,7 +195,7 @@ class Engine:
             num_blocks = max(len(work.session.blocks) for work in computed)
             self.meter.add(num_blocks, sum(work.num_rows for work in computed), num_tokens, seconds)
 
-    def _prepare(self, session: Session, step: Step) -> Prepared:
+    def _prepare(self, session: Session, step: SessionStep) -> Prepared:
         require_finite(step.inputs.hidden, "hidden states")
         state = session.state
         if not state.rows:
@@ -245,7 +245,9 @@ class Engine:
         room = Room(num_rows, session.layout.state_bytes, session.lease)
         return replace(state, states=replace(states, room=room))
 
-    def _match(self, state: State, step: Step, keeps_outputs: bool) -> tuple[State, list[list[tuple[Parts, ...]]]]:
+    def _match(
+        self, state: State, step: SessionStep, keeps_outputs: bool
+    ) -> tuple[State, list[list[tuple[Parts, ...]]]]:
         """Adds the step to the content hashes; returns, page by page, where each row's content is found."""
         if state.hashes is None:
             return state, []
@@ -323,7 +325,7 @@ class Engine:
         with torch.inference_mode():
             return pack(session.state.rows, session.layout, start, end, states)
 
-    def adopt(self, session: Session, start: int, changes: Sequence[Change], stored: Stored) -> None:
+    def adopt(self, session: Session, start: int, changes: Sequence[HistoryChange], stored: Stored) -> None:
         """A step that was computed elsewhere.
 
         Raises:
@@ -444,9 +446,9 @@ class Engine:
         for length in (3, 1) if self.mixes_rows else (3,):
             session = self.open(self._stack.span, 1, budget.lease(""), shares=False)
             prompt = torch.randn(1, length, self.hidden_size, generator=generator)
-            self.run([(session, Step(0, BlockInput(prompt)))])
+            self.run([(session, SessionStep(0, BlockInput(prompt)))])
             token = torch.randn(1, 1, self.hidden_size, generator=generator)
-            batch.append((session, Step(length, BlockInput(token))))
+            batch.append((session, SessionStep(length, BlockInput(token))))
         return torch.cat(self.run(batch))
 
 

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import torch
 
 from swarm_protocol.errors import PeerBusy
-from swarm_server.engine.session_state import Session, Step
+from swarm_server.engine.session_state import Session, SessionStep
 
 _logger = logging.getLogger(__name__)
 _DELAY_HALF_LIFE_S = 10.0
@@ -39,7 +39,7 @@ class Work:
     kind: Kind
     done: asyncio.Future = field(repr=False)
     session: Session | None = None
-    step: Step | None = None
+    step: SessionStep | None = None
     call: Callable[[], Any] | None = None
     submitted_s: float = 0.0
 
@@ -124,7 +124,7 @@ class WorkQueue:
 class StepRunner(Protocol):
     """What computes steps: the engine."""
 
-    def run(self, batch: Sequence[tuple[Session, Step]]) -> list[torch.Tensor | Exception]: ...
+    def run(self, batch: Sequence[tuple[Session, SessionStep]]) -> list[torch.Tensor | Exception]: ...
 
 
 class Scheduler:
@@ -147,7 +147,7 @@ class Scheduler:
         idle_s = time.monotonic() - self._delay_time
         return self._delay_s * 0.5 ** (idle_s / _DELAY_HALF_LIFE_S)
 
-    async def step(self, session: Session, step: Step) -> torch.Tensor:
+    async def step(self, session: Session, step: SessionStep) -> torch.Tensor:
         """The step's output, [batch, tokens, hidden_size]; raises what refused it (see ``Engine.run``)."""
         rows, num_tokens, _ = step.inputs.hidden.shape
         kind = Kind.DECODE if num_tokens == 1 or rows * num_tokens <= _FEW_POSITIONS else Kind.PREFILL

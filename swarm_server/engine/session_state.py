@@ -11,7 +11,7 @@ from swarm_protocol.span import Span
 from swarm_protocol.wire.block_input import BlockInput
 from swarm_server.adapters.lora import PlacedAdapter
 from swarm_server.kv.kv_cache import Lease
-from swarm_server.kv.kv_rows import Layout, Row
+from swarm_server.kv.kv_rows import PageLayout, Row
 from swarm_server.kv.prefix_cache import ContentHash
 from swarm_server.kv.row_states import RowStates
 
@@ -35,11 +35,11 @@ class RecordPast:
     """Sliding windows keep what a later crop may need: what came after the crop before it."""
 
 
-Change = Reorder | Crop | RecordPast
+HistoryChange = Reorder | Crop | RecordPast
 
 
 @dataclass(frozen=True)
-class Step:
+class SessionStep:
     """New positions of one session.
 
     Attributes:
@@ -52,7 +52,7 @@ class Step:
 
     start: int
     inputs: BlockInput
-    changes: tuple[Change, ...] = ()
+    changes: tuple[HistoryChange, ...] = ()
     num_wanted: int | None = None
     every_block: bool = False
 
@@ -93,7 +93,7 @@ class Session:
     """
 
     blocks: Span
-    layout: Layout
+    layout: PageLayout
     lease: Lease = field(repr=False)
     reserved: int
     state: State = field(repr=False)
@@ -113,7 +113,7 @@ class Session:
         return self.layout.outputs_group is not None
 
 
-def changed(state: State, change: Change, layout: Layout) -> State:
+def changed(state: State, change: HistoryChange, layout: PageLayout) -> State:
     """Raises RequestRejected if the change cannot be made."""
     if isinstance(change, RecordPast):
         return replace(state, settled=state.length)
@@ -133,7 +133,7 @@ def changed(state: State, change: Change, layout: Layout) -> State:
     return state if state.settled is None else replace(state, settled=change.length)
 
 
-def cropped(state: State, length: int, layout: Layout) -> State:
+def cropped(state: State, length: int, layout: PageLayout) -> State:
     if length > state.length:
         raise RequestRejected(f"a step begins at position {length}, but the session has {state.length}")
     if length == state.length:

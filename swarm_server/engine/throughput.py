@@ -18,7 +18,7 @@ import torch
 from swarm_protocol.span import Span
 from swarm_protocol.wire.block_input import BlockInput
 from swarm_server.engine.engine import Engine
-from swarm_server.engine.session_state import Session, Step
+from swarm_server.engine.session_state import Session, SessionStep
 from swarm_server.kv.kv_cache import CacheBudget
 from swarm_server.machine.cores import CoreShare
 
@@ -79,7 +79,7 @@ def _per_second(call: Callable[[int], None]) -> float:
 def _step(engine: Engine, session: Session, start: int, num_tokens: int) -> None:
     hidden = torch.zeros(1, num_tokens, engine.hidden_size)
     positions = torch.arange(start, start + num_tokens)[None]
-    (output,) = engine.run([(session, Step(start, BlockInput(hidden, None, positions)))])
+    (output,) = engine.run([(session, SessionStep(start, BlockInput(hidden, None, positions)))])
     if isinstance(output, Exception):
         raise output
 
@@ -129,7 +129,7 @@ def _differ(new: float, old: float) -> bool:
 # ---------------------------------------------------------------- from one start to the next
 
 
-class SpeedNotes:
+class SpeedCache:
     """Speeds of one block, in the user's cache directory: one file for each model, setting, machine and share of it."""
 
     def __init__(self, setting: Sequence[str], cores: CoreShare, directory: Path | None = None) -> None:

@@ -13,7 +13,7 @@ import torch
 
 from swarm_protocol.errors import RequestRejected
 from swarm_protocol.wire.block_input import BlockInput
-from swarm_server.engine.session_state import Step
+from swarm_server.engine.session_state import SessionStep
 from swarm_server.kv.kv_cache import CacheBudget
 
 if TYPE_CHECKING:
@@ -29,13 +29,13 @@ def can_go_on(engine: Engine) -> bool:
     for bounds in ((0, 5), (0, 3, 5)):
         session = engine.open(engine.layout.hosted, 1, CacheBudget(2**62, 1).lease(""), shares=False)
         for start, end in itertools.pairwise(bounds):
-            (output,) = engine.run([(session, Step(start, BlockInput(hidden[:, start:end])))])
+            (output,) = engine.run([(session, SessionStep(start, BlockInput(hidden[:, start:end])))])
         outputs.append(output[:, -2:])
     whole, parts = outputs
     return bool((whole - parts).abs().max() <= _SAME * whole.abs().max())
 
 
-def tokens_of(step: Step) -> Iterator[Step]:
+def tokens_of(step: SessionStep) -> Iterator[SessionStep]:
     """The step's positions, one after the other.
 
     Raises:
@@ -52,4 +52,4 @@ def tokens_of(step: Step) -> Iterator[Step]:
             None if mask is None else mask[:, :end],
             None if positions is None else positions[:, i : i + 1],
         )
-        yield Step(end - 1, token, () if i else step.changes, every_block=step.every_block)
+        yield SessionStep(end - 1, token, () if i else step.changes, every_block=step.every_block)

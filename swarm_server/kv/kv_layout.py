@@ -9,7 +9,7 @@ from transformers.cache_utils import DynamicCache, LinearAttentionAndFullAttenti
 
 from swarm_protocol.span import Span
 from swarm_server.blocks.blocks import BlockStack
-from swarm_server.kv.kv_rows import Channel, Group, Layout, Place
+from swarm_server.kv.kv_rows import Channel, ChannelPlace, Group, PageLayout
 from swarm_server.kv.row_states import Slot
 from swarm_server.kv.rows_cache import StatesCache
 
@@ -62,7 +62,7 @@ class StackLayout:
         """Whether some blocks remember more than keys and values."""
         return any(block.slots for block in self.blocks)
 
-    def part(self, span: Span, keeps_outputs: bool, windows: bool = True) -> Layout:
+    def part(self, span: Span, keeps_outputs: bool, windows: bool = True) -> PageLayout:
         """What a session over ``span`` stores. Without ``windows``, every block keeps all positions."""
         facts = self.blocks[span.start - self.hosted.start : span.end - self.hosted.start]
         channels: dict[int | None, list[Channel]] = {}
@@ -76,14 +76,14 @@ class StackLayout:
             group = numbers.setdefault(window, len(numbers))
             start = len(channels.setdefault(window, []))
             channels[window] += [block.keys, block.values]
-            places.append(Place(group, start, start + 1))
+            places.append(ChannelPlace(group, start, start + 1))
         outputs_group = None
         if keeps_outputs:
             outputs_group = numbers.setdefault(None, len(numbers))
             channels.setdefault(None, []).append(self.outputs)
         groups = tuple(Group(tuple(channels[window]), window) for window in numbers)
         slots = tuple(block.slots for block in facts)
-        return Layout(groups, tuple(places), outputs_group, slots if any(slots) else ())
+        return PageLayout(groups, tuple(places), outputs_group, slots if any(slots) else ())
 
 
 def _facts(layer: LinearAttentionAndFullAttentionLayer, window: int | None) -> BlockFacts:

@@ -76,7 +76,7 @@ class Group:
 
 
 @dataclass(frozen=True)
-class Place:
+class ChannelPlace:
     """Where a block's keys and values are: which group, and which of its channels."""
 
     group: int
@@ -85,7 +85,7 @@ class Place:
 
 
 @dataclass(frozen=True)
-class Layout:
+class PageLayout:
     """What a session over some blocks stores.
 
     Attributes:
@@ -95,7 +95,7 @@ class Layout:
     """
 
     groups: tuple[Group, ...]
-    blocks: tuple[Place | None, ...]
+    blocks: tuple[ChannelPlace | None, ...]
     outputs_group: int | None = None
     slots: tuple[tuple[Slot, ...], ...] = ()
 
@@ -170,13 +170,13 @@ class Row:
     parts: tuple[Parts, ...]
 
     @classmethod
-    def empty(cls, layout: Layout) -> Row:
+    def empty(cls, layout: PageLayout) -> Row:
         return cls(0, ((),) * len(layout.groups))
 
     def kept(self, group: int) -> int:
         return sum(map(len, self.parts[group]))
 
-    def crop(self, length: int, layout: Layout) -> Row | None:
+    def crop(self, length: int, layout: PageLayout) -> Row | None:
         """The first ``length`` positions; None if a window has dropped what would be looked at next."""
         removed = self.length - length
         for number, group in enumerate(layout.groups):
@@ -256,7 +256,7 @@ def grow(
     before: tuple[Row, ...],
     rows: tuple[Row, ...],
     count: int,
-    layout: Layout,
+    layout: PageLayout,
     lease: Lease,
     device: torch.device,
     *,

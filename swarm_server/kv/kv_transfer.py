@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from swarm_protocol.errors import RequestRejected
-from swarm_server.kv.kv_rows import Layout, Row, runs
+from swarm_server.kv.kv_rows import PageLayout, Row, runs
 from swarm_server.kv.row_states import States
 
 
@@ -26,7 +26,7 @@ class Stored:
     num_kept: tuple[int, ...]
     data: torch.Tensor
 
-    def require_fit(self, layout: Layout, batch_size: int) -> None:
+    def require_fit(self, layout: PageLayout, batch_size: int) -> None:
         """Raises RequestRejected unless this is what a session of this layout keeps."""
         if len(self.num_kept) != len(layout.groups) or any(
             count > self.num_tokens or (group.window is None and count < self.num_tokens)
@@ -42,12 +42,12 @@ class Stored:
                 "the servers store them differently"
             )
 
-    def has_states(self, layout: Layout, batch_size: int) -> bool:
+    def has_states(self, layout: PageLayout, batch_size: int) -> bool:
         """Whether the states of the blocks come with the keys and values."""
         states_bytes = batch_size * layout.state_bytes
         return states_bytes > 0 and self.data.numel() == self._kept_bytes(layout, batch_size) + states_bytes
 
-    def _kept_bytes(self, layout: Layout, batch_size: int) -> int:
+    def _kept_bytes(self, layout: PageLayout, batch_size: int) -> int:
         kept = zip(self.num_kept, layout.groups, strict=True)
         return batch_size * sum(count * group.token_bytes for count, group in kept)
 
@@ -61,7 +61,7 @@ def read(rows: Sequence[Row], group: int, start: int, end: int, channel: int) ->
     return torch.stack(result)
 
 
-def pack(rows: Sequence[Row], layout: Layout, start: int, end: int, states: States = ()) -> Stored:
+def pack(rows: Sequence[Row], layout: PageLayout, start: int, end: int, states: States = ()) -> Stored:
     """What the rows of one session keep of these positions; ``states``: those after the last one, if known."""
     num_kept, data = [], []
     for number, group in enumerate(layout.groups):
@@ -75,7 +75,7 @@ def pack(rows: Sequence[Row], layout: Layout, start: int, end: int, states: Stat
     return Stored(end - start, tuple(num_kept), torch.cat(data) if data else torch.empty(0, dtype=torch.uint8))
 
 
-def unpack(stored: Stored, rows: Sequence[Row], layout: Layout, device: torch.device) -> States | None:
+def unpack(stored: Stored, rows: Sequence[Row], layout: PageLayout, device: torch.device) -> States | None:
     """Writes to the last positions of the rows, for which there is room; returns the states after them if they came."""
     offset = 0
 

@@ -25,7 +25,7 @@ Parts = list[bytes]
 GiveUp = Callable[[pb.Step, Parts], Awaitable[None]]
 
 
-class Neighbours:
+class ChannelPool:
     """Connections to other servers, kept open for all sessions."""
 
     def __init__(self, connect: Connect | None = None) -> None:
@@ -64,7 +64,7 @@ class Pusher:
     step that arrives twice is harmless.
     """
 
-    def __init__(self, neighbours: Neighbours, hop: pb.NextHop, give_up: GiveUp) -> None:
+    def __init__(self, channels: ChannelPool, hop: pb.NextHop, give_up: GiveUp) -> None:
         """Starts to connect at once."""
         self._hop = hop
         self._give_up = give_up
@@ -74,7 +74,7 @@ class Pusher:
         self.retired = False
         self._stub: BlocksStub | None = None
         self._call: grpc.aio.StreamStreamCall | None = None
-        self._connecting = asyncio.ensure_future(self._connect(neighbours))
+        self._connecting = asyncio.ensure_future(self._connect(channels))
         self._reading: asyncio.Task | None = None
 
     async def send(self, step: pb.Step, parts: Parts) -> None:
@@ -117,9 +117,9 @@ class Pusher:
         async with self._taken:
             self._taken.notify_all()
 
-    async def _connect(self, neighbours: Neighbours) -> None:
+    async def _connect(self, channels: ChannelPool) -> None:
         try:
-            self._stub = await neighbours.stub(self._hop)
+            self._stub = await channels.stub(self._hop)
         except (PeerUnavailable, BadReply) as error:
             self._lost(error)
 

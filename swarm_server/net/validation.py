@@ -16,7 +16,7 @@ MAX_BATCH_SIZE = 4096
 
 
 @dataclass(frozen=True)
-class Rules:
+class RequestValidator:
     """What this server serves."""
 
     model: str

@@ -21,15 +21,15 @@ from swarm_server.blocks.quantization import Report, quantize_
 from swarm_server.core.config import ServerConfig
 from swarm_server.engine.engine import Engine
 from swarm_server.engine.scheduler import Scheduler
-from swarm_server.engine.throughput import Meter, SpeedNotes, Speeds, hardware_name, measure
+from swarm_server.engine.throughput import Meter, SpeedCache, Speeds, hardware_name, measure
 from swarm_server.kv.kv_cache import CacheBudget, default_cache_bytes
 from swarm_server.kv.prefix_cache import PrefixCache
 from swarm_server.machine.cores import CoreShare
 from swarm_server.machine.memory import available_bytes, hosted_bytes_per_block
-from swarm_server.net.push import Neighbours
-from swarm_server.net.validation import Rules
+from swarm_server.net.push import ChannelPool
+from swarm_server.net.validation import RequestValidator
 from swarm_server.node.preloaded import load_adapters
-from swarm_server.sessions.host import Host
+from swarm_server.sessions.host import SessionManager
 from swarm_server.training.training_memory import TrainingMemory
 
 _logger = logging.getLogger(__name__)
@@ -37,14 +37,14 @@ CHUNK_TOKENS_CPU, CHUNK_TOKENS_CUDA = 64, 512
 _SHARE_CORES_S = 5.0
 
 
-class Hosting:
+class SpanRuntime:
     """One span while it is hosted.
 
     Attributes:
         host: its sessions.
     """
 
-    def __init__(self, span: Span, host: Host, meter: Meter, cores: CoreShare) -> None:
+    def __init__(self, span: Span, host: SessionManager, meter: Meter, cores: CoreShare) -> None:
         self.span = span
         self.host = host
         self._meter = meter
@@ -67,7 +67,7 @@ class Hosting:
         await asyncio.to_thread(self.host.scheduler.stop)
 
 
-class Hoster:
+class SpanLoader:
     """Makes hostings, one after the other, all of one model and with one configuration."""
 
     def __init__(
@@ -79,7 +79,7 @@ class Hoster:
         self._device = device
         self._dtype = dtype
         setting = [checkpoint.name, checkpoint.revision, config.quant, str(dtype), hardware_name(device)]
-        self._notes = SpeedNotes(setting, cores)
+        self._notes = SpeedCache(setting, cores)
 
     def known_speeds(self, num_blocks: int) -> Speeds | None:
         """What so many blocks would be computed at; None if this machine has never measured it."""
@@ -92,7 +92,7 @@ class Hoster:
         """In a thread, which goes on if the task is cancelled; nobody waits for it if the process ends."""
         return asyncio.ensure_future(asyncio.to_thread(self._load, span))
 
-    async def start(self, stack: BlockStack, neighbours: Neighbours) -> Hosting:
+    async def start(self, stack: BlockStack, channels: ChannelPool) -> SpanRuntime:
         """Hosts what was loaded."""
         config, span = self._config, stack.span
         prefix_cache = PrefixCache() if config.prefix_cache else None
@@ -105,7 +105,7 @@ class Hoster:
         meter = Meter(speeds, len(span), None if config.throughput else self._notes.write)
         engine.meter = meter
         scheduler = Scheduler(engine, config.queue_size, engine.mixes_rows)
-        rules = Rules(
+        validator = RequestValidator(
             self._checkpoint.name,
             self._checkpoint.revision,
             span,
@@ -118,8 +118,8 @@ class Hoster:
         evict = (lambda: False) if prefix_cache is None else prefix_cache.reclaim
         training = TrainingMemory(budget, engine.int8_weights, evict)
         budget.reclaim = lambda: training.reclaim() or evict()
-        host = Host(engine, scheduler, budget, rules, neighbours, config.max_sessions, training, adapters)
-        return Hosting(span, host, meter, self._cores)
+        host = SessionManager(engine, scheduler, budget, validator, channels, config.max_sessions, training, adapters)
+        return SpanRuntime(span, host, meter, self._cores)
 
     def _load(self, span: Span) -> BlockStack:
         gc.collect()  # what was hosted before

@@ -12,7 +12,7 @@ from math import inf
 
 from swarm_protocol.dht.addresses import split_address
 from swarm_protocol.dht.dht import Dht
-from swarm_protocol.dht.local_registry import Note, Notes, is_loopback, remove_ended_swarms
+from swarm_protocol.dht.local_registry import LocalRegistry, RegistryEntry, is_loopback, remove_ended_swarms
 from swarm_protocol.errors import JoinRefused, NoSwarm
 from swarm_protocol.net.identity import Identity
 from swarm_server.core.config import ServerConfig
@@ -33,18 +33,18 @@ class Membership:
     """
 
     def __init__(
-        self, config: ServerConfig, notes: Notes, dht: Dht, addresses: list[str], host: str = LOOPBACK
+        self, config: ServerConfig, registry: LocalRegistry, dht: Dht, addresses: list[str], host: str = LOOPBACK
     ) -> None:
         """``host`` is the address that the server listens on."""
         self.dht = dht
         self.host = host
-        self._notes = notes
+        self._notes = registry
         self._addresses = addresses
         self._initial_peers = config.initial_peers
         self._note_fails = False
         self._num_failures = 0
         self._restarted_s = -inf
-        self._keep_note(lambda: notes.write(dht.peer_id, addresses))
+        self._keep_note(lambda: registry.write(dht.peer_id, addresses))
 
     async def keep(self) -> bool:
         """Renews the note, and joins again what has fallen apart; returns whether anybody was met.
@@ -117,10 +117,10 @@ async def join(config: ServerConfig, cleanup: AsyncExitStack) -> Membership:
     """
     identity = Identity.load_or_create(config.identity) if config.identity else Identity.generate()
     remove_ended_swarms()
-    notes = Notes(config.swarm)
+    registry = LocalRegistry(config.swarm)
     announce_host = config.announce_address and split_address(config.announce_address, 0)[0]
-    async with notes.locked(_LOCK_TIMEOUT_S):
-        noted = [] if config.initial_peers else notes.read()
+    async with registry.locked(_LOCK_TIMEOUT_S):
+        noted = [] if config.initial_peers else registry.read()
         host = await asyncio.to_thread(listening_host, config.host, config.initial_peers, noted)
         port = config.dht_port or (free_port(host) if announce_host else 0)
         cleanup.enter_context(claimed(host, port))
@@ -139,20 +139,20 @@ async def join(config: ServerConfig, cleanup: AsyncExitStack) -> Membership:
         if config.initial_peers:
             dht = await join_through(config.initial_peers)
         else:
-            dht = await _join_noted(config, notes, join_through)
+            dht = await _join_registered(config, registry, join_through)
         cleanup.push_async_callback(dht.shutdown)
-        membership = Membership(config, notes, dht, await dht.addresses(), host)
+        membership = Membership(config, registry, dht, await dht.addresses(), host)
         cleanup.callback(membership.leave)
     return membership
 
 
-async def _join_noted(config: ServerConfig, notes: Notes, join_through: Callable) -> Dht:
+async def _join_registered(config: ServerConfig, registry: LocalRegistry, join_through: Callable) -> Dht:
     """Joins through a server of this machine; founds the swarm if there is none, or none that answers in time."""
-    noted = notes.servers()
+    noted = registry.servers()
     reached = [note for note in noted if note.addresses]
     if reached:
         try:
-            return await join_through(notes.read(), any(note.is_alive for note in reached))
+            return await join_through(registry.read(), any(note.is_alive for note in reached))
         except JoinRefused:
             raise
         except NoSwarm:
@@ -172,5 +172,5 @@ async def _join_noted(config: ServerConfig, notes: Notes, join_through: Callable
     return await join_through([])
 
 
-def _is_local(note: Note) -> bool:
+def _is_local(note: RegistryEntry) -> bool:
     return all(map(is_loopback, note.addresses))

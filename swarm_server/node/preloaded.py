@@ -12,7 +12,7 @@ from transformers import PreTrainedConfig
 from transformers import initialization as weight_init
 
 from swarm_protocol.checkpoints.families import Family
-from swarm_protocol.checkpoints.hollow_model import stock_loader
+from swarm_protocol.checkpoints.hollow_model import hf_loader
 from swarm_protocol.checkpoints.peft_files import read_adapter
 from swarm_protocol.errors import RequestRejected
 from swarm_protocol.span import Span
@@ -34,7 +34,7 @@ def check_adapters(paths: Sequence[Path], family: Family, config: PreTrainedConf
     """
     if not paths:
         return
-    with stock_loader(), weight_init.no_init_weights(), torch.device("meta"):
+    with hf_loader(), weight_init.no_init_weights(), torch.device("meta"):
         base = family.base_class(copy.deepcopy(config))
     blocks: nn.ModuleList = getattr(family.owner_of(base), family.blocks)
     for path in paths:

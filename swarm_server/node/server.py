@@ -28,10 +28,10 @@ from swarm_server.blocks.blocks import BlockStack
 from swarm_server.core.config import ServerConfig
 from swarm_server.machine.cores import CoreShare
 from swarm_server.machine.memory import available_bytes, hosted_bytes_per_block
-from swarm_server.net.neighbourhood import Neighbourhood
-from swarm_server.net.push import Neighbours
+from swarm_server.net.network_probe import NetworkProbe
+from swarm_server.net.push import ChannelPool
 from swarm_server.node.addresses import announced, bind
-from swarm_server.node.hosting import Hoster, Hosting
+from swarm_server.node.hosting import SpanLoader, SpanRuntime
 from swarm_server.node.joining import Membership, join
 from swarm_server.node.preloaded import adapter_names, check_adapters
 from swarm_server.placement.placement import (
@@ -65,11 +65,11 @@ class Server:
         self._membership: Membership | None = None
         self._failure: SwarmError | None = None  # for which the server ends
         self._checkpoint: Checkpoint | None = None
-        self._hoster: Hoster | None = None
-        self._hosting: Hosting | None = None  # None while blocks are loaded
+        self._loader: SpanLoader | None = None
+        self._runtime: SpanRuntime | None = None  # None while blocks are loaded
         self._service: BlocksService | None = None
-        self._neighbours = Neighbours()
-        self._neighbourhood = Neighbourhood(self._neighbours)
+        self._channels = ChannelPool()
+        self._network_probe = NetworkProbe(self._channels)
         self.ready = False
 
     @property
@@ -97,12 +97,12 @@ class Server:
             device, dtype = _device_and_dtype(config)
             cores = cleanup.enter_context(CoreShare())
             torch.set_num_threads(cores.threads())  # of threads that have not computed yet
-            self._hoster = Hoster(config, checkpoint, cores, device, dtype)
+            self._loader = SpanLoader(config, checkpoint, cores, device, dtype)
             loading = None
             if fixed is not None:  # nothing to find out first: load while joining
-                loading = self._hoster.start_loading(fixed)
+                loading = self._loader.start_loading(fixed)
                 cleanup.callback(loading.cancel)
-            cleanup.push_async_callback(self._neighbours.close)
+            cleanup.push_async_callback(self._channels.close)
             self._membership = await join(config, cleanup)
             self._config = config = dataclasses.replace(config, host=self._membership.host)
             certificate = Certificate.generate()
@@ -138,7 +138,7 @@ class Server:
             )
             add_BlocksServicer_to_server(self._service, grpc_server)
             cleanup.push_async_callback(self._close_hosting)
-            await self._host(loading or self._hoster.start_loading(self._record.span))
+            await self._host(loading or self._loader.start_loading(self._record.span))
             await grpc_server.start()
             await self._publish()
             self.ready = True
@@ -176,13 +176,13 @@ class Server:
         view = await self._dht.view(self._checkpoint.name, self._checkpoint.family.num_blocks)
         kind = self._checkpoint.revision, WIRE_VERSION
         same = SwarmView(tuple(server for server in view.servers if (server.revision, server.wire_version) == kind))
-        return await self._neighbourhood.living(same, self._record)
+        return await self._network_probe.living(same, self._record)
 
     async def _choose_span(self, num_hosted: int, *, settling: bool = False) -> Span:
         view = await self._view()
         if settling:
             view = others_first(view, self._record.peer_id)
-        speeds = self._hoster.known_speeds(num_hosted)
+        speeds = self._loader.known_speeds(num_hosted)
         tokens_per_s = 0.0 if speeds is None else speeds.forward_tokens_per_s
         return choose_span(view, self._checkpoint.family.num_blocks, num_hosted, tokens_per_s)
 
@@ -203,14 +203,14 @@ class Server:
     # ------------------------------------------------------------ hosting
 
     async def _host(self, loading: asyncio.Task[BlockStack]) -> None:
-        self._hosting = await self._hoster.start(await loading, self._neighbours)
-        self._service.host = self._hosting.host
-        self._record = dataclasses.replace(self._record, span=self._hosting.span, state=ServerState.ONLINE)
+        self._runtime = await self._loader.start(await loading, self._channels)
+        self._service.host = self._runtime.host
+        self._record = dataclasses.replace(self._record, span=self._runtime.span, state=ServerState.ONLINE)
 
     async def _close_hosting(self) -> None:
         self._service.host = None
-        if self._hosting is not None:
-            hosting, self._hosting = self._hosting, None
+        if self._runtime is not None:
+            hosting, self._runtime = self._runtime, None
             await hosting.close()
 
     async def _serve(self) -> None:
@@ -228,7 +228,7 @@ class Server:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _look_around(self) -> None:
-        await self._neighbourhood.measure(await self._view(), self._record)
+        await self._network_probe.measure(await self._view(), self._record)
 
     async def _go_where_needed(self) -> None:
         num_blocks = self._checkpoint.family.num_blocks
@@ -253,16 +253,16 @@ class Server:
         await self._publish()
         _logger.info("moving from blocks %s to %s, where the swarm needs it more", old, to)
         limit_s = inf if all(view.replicas(num_blocks)) else URGENT_DRAIN_S
-        await self._hosting.host.leave(min(self._config.drain_timeout_s, limit_s))
+        await self._runtime.host.leave(min(self._config.drain_timeout_s, limit_s))
         await self._close_hosting()
         self._record = dataclasses.replace(self._record, state=ServerState.JOINING, span=to, next_span=None)
         await self._publish()
         try:
-            await self._host(self._hoster.start_loading(to))
+            await self._host(self._loader.start_loading(to))
         except (SwarmError, ValueError, OSError) as error:
             _logger.warning("blocks %s could not be loaded: %s; going back to %s and staying there", to, error, old)
             self._record = dataclasses.replace(self._record, span=old, pinned=True)
-            await self._host(self._hoster.start_loading(old))
+            await self._host(self._loader.start_loading(old))
         await self._publish()
         _logger.info("hosting blocks %s", self._record.span)
 
@@ -270,9 +270,9 @@ class Server:
         """Lets generations end or move to other servers."""
         timeout_s = self._config.drain_timeout_s
         self._record = dataclasses.replace(self._record, state=ServerState.DRAINING, next_span=None)
-        if self._hosting is None:
+        if self._runtime is None:
             return
-        host = self._hosting.host
+        host = self._runtime.host
         host.leaving = True
         if host.num_sessions:
             _logger.info(
@@ -289,22 +289,22 @@ class Server:
 
     def _current_record(self) -> ServerRecord:
         self._tell_speeds()
-        hosting = self._hosting
+        hosting = self._runtime
         if hosting is None:
             return self._record
-        network = self._neighbourhood.bytes_per_s / (_WIRE_BYTES * self._checkpoint.family.hidden_size)
+        network = self._network_probe.bytes_per_s / (_WIRE_BYTES * self._checkpoint.family.hidden_size)
         return dataclasses.replace(
             self._record,
             cache_tokens_left=hosting.host.budget.tokens_left,
             queue_delay_s=hosting.host.scheduler.queue_delay_s,
-            next_hop_rtts_s=self._neighbourhood.rtts_s,
+            next_hop_rtts_s=self._network_probe.rtts_s,
             network_tokens_per_s=0.0 if self._config.throughput else network,
         )
 
     def _tell_speeds(self) -> None:
         """Those of the blocks of the record, as far as they are known."""
-        hosting = self._hosting
-        speeds = hosting.speeds if hosting is not None else self._hoster.known_speeds(len(self._record.span))
+        hosting = self._runtime
+        speeds = hosting.speeds if hosting is not None else self._loader.known_speeds(len(self._record.span))
         if speeds is not None:
             self._record = dataclasses.replace(
                 self._record,
@@ -362,7 +362,7 @@ class Server:
             "%.0f tokens/s decoding, %.0f tokens/s otherwise; room for %d tokens",
             record.tokens_per_s,
             record.forward_tokens_per_s,
-            self._hosting.cache_tokens,
+            self._runtime.cache_tokens,
         )
         if ipaddress.ip_address(config.host).is_loopback:
             _logger.info("only this machine can join; to let others in, start servers with --host ADDRESS")

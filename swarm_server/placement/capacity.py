@@ -53,7 +53,7 @@ class Balance:
 
 
 @dataclass(frozen=True)
-class Change:
+class SpanChange:
     """So much speed goes from one span to another; None: from nowhere."""
 
     speed: float
@@ -62,7 +62,7 @@ class Change:
 
 
 @dataclass(frozen=True)
-class Layout:
+class Coverage:
     """The servers of a view as arrays, sorted by peer id; speeds in blocks x tokens per second."""
 
     num_blocks: int
@@ -73,7 +73,7 @@ class Layout:
     movable: np.ndarray
 
     @classmethod
-    def of(cls, view: SwarmView, num_blocks: int) -> Layout:
+    def of(cls, view: SwarmView, num_blocks: int) -> Coverage:
         """Those that are there or about to come; who moves counts where it goes to. An unknown speed is a usual one."""
         servers = sorted(filter(_is_counted, view.servers), key=lambda server: server.peer_id)
         known = [speed for server in servers if (speed := speed_of(server))]
@@ -100,7 +100,7 @@ class Layout:
         (throughput,), (bottleneck,) = _throughputs(self._inside()[None], self.speeds.sum())
         return Balance(float(throughput), bottleneck)
 
-    def balances_with(self, alternatives: Sequence[Sequence[Change]]) -> tuple[np.ndarray, np.ndarray]:
+    def balances_with(self, alternatives: Sequence[Sequence[SpanChange]]) -> tuple[np.ndarray, np.ndarray]:
         """What the swarm would carry after each of several sets of changes, which bring equal speed from nowhere.
 
         Returns: [alternatives] tokens per second, [alternatives, blocks] the bottlenecks.
@@ -144,7 +144,7 @@ class Layout:
     def span(self, index: int) -> Span:
         return Span(int(self.starts[index]), int(self.ends[index]))
 
-    def moved(self, moves: Iterable[tuple[int, Span]]) -> Layout:
+    def moved(self, moves: Iterable[tuple[int, Span]]) -> Coverage:
         """With some servers, given by index, at other spans."""
         starts, ends = self.starts.copy(), self.ends.copy()
         for index, to in moves:
@@ -171,7 +171,7 @@ def _is_counted(server: ServerRecord) -> bool:
 def _throughputs(inside: np.ndarray, speed: float) -> tuple[np.ndarray, np.ndarray]:
     """For each layout the throughput, and which blocks are its bottleneck: the widest, if there are several.
 
-    inside: [layouts, start, end], see ``Layout._inside``; speed: of all servers together. The minimum of a ratio is
+    inside: [layouts, start, end], see ``Coverage._inside``; speed: of all servers together. The minimum of a ratio is
     found by Dinkelbach's method ("On Nonlinear Fractional Programming", 1967), the best V for a ratio by dynamic
     programming.
     """

@@ -14,7 +14,7 @@ import numpy as np
 
 from swarm_protocol.dht.records import ServerState, SwarmView
 from swarm_protocol.span import Span
-from swarm_server.placement.capacity import EQUAL, Balance, Change, Layout
+from swarm_server.placement.capacity import EQUAL, Balance, Coverage, SpanChange
 
 T = TypeVar("T")
 MARGIN = 0.03  # what the swarm must gain, relative
@@ -46,11 +46,11 @@ def choose_span(view: SwarmView, num_blocks: int, num_hosted: int, tokens_per_s:
     Args:
         tokens_per_s: of the new server through that many blocks; 0: unknown, it is taken for a usual one.
     """
-    layout = Layout.of(view, num_blocks)
+    layout = Coverage.of(view, num_blocks)
     num_hosted = min(num_hosted, num_blocks)
     speed = tokens_per_s * num_hosted or layout.usual_speed
     windows = [Span(start, start + num_hosted) for start in range(num_blocks - num_hosted + 1)]
-    best = _best(*layout.balances_with([[Change(speed, None, window)] for window in windows]))
+    best = _best(*layout.balances_with([[SpanChange(speed, None, window)] for window in windows]))
     sums = layout.block_sums()
     return min((windows[i] for i in best), key=lambda window: sorted(sums[window.start : window.end]))
 
@@ -77,7 +77,7 @@ def plan_moves(view: SwarmView, num_blocks: int, margin: float = MARGIN) -> tupl
     the end that bring less than ``margin`` are left out, so that a swarm comes to rest. Servers that are pinned, or not
     ONLINE, or on their way, stay.
     """
-    layout = Layout.of(view, num_blocks)
+    layout = Coverage.of(view, num_blocks)
     moves: list[Move] = []
     now = reached = layout.balance()
     num_kept = 0
@@ -125,7 +125,7 @@ def _closes_gaps(view: SwarmView, moves: Sequence[Move], num_blocks: int) -> boo
     present = [server for server in view.servers if server.state is not ServerState.JOINING]
     if all(any(block in server.span for server in present) for block in range(num_blocks)):
         return False
-    layout = Layout.of(view, num_blocks)
+    layout = Coverage.of(view, num_blocks)
     indices = {peer_id: index for index, peer_id in enumerate(layout.peer_ids)}
     return not layout.moved((indices[move.peer_id], move.to) for move in moves).balance().num_missing
 
@@ -135,7 +135,7 @@ def _closes_gaps(view: SwarmView, moves: Sequence[Move], num_blocks: int) -> boo
 _Steps = list[tuple[int, Span]]  # of servers by their index in the layout
 
 
-def _helpful_moves(layout: Layout, now: Balance) -> tuple[_Steps, Layout, Balance] | None:
+def _helpful_moves(layout: Coverage, now: Balance) -> tuple[_Steps, Coverage, Balance] | None:
     """The move that helps most; in a large swarm as many of the best, of different servers, as help together.
 
     In a small one two moves that help only together, if no single one does.
@@ -156,7 +156,7 @@ def _helpful_moves(layout: Layout, now: Balance) -> tuple[_Steps, Layout, Balanc
     return found or _helpful_pair(layout, now, candidates)
 
 
-def _helpful_pair(layout: Layout, now: Balance, candidates: _Steps) -> tuple[_Steps, Layout, Balance] | None:
+def _helpful_pair(layout: Coverage, now: Balance, candidates: _Steps) -> tuple[_Steps, Coverage, Balance] | None:
     pairs = [pair for pair in combinations(candidates, 2) if pair[0][0] != pair[1][0]] if len(candidates) < 300 else []
     if not pairs:
         return None
@@ -168,11 +168,11 @@ def _helpful_pair(layout: Layout, now: Balance, candidates: _Steps) -> tuple[_St
     return (steps, after, balance) if balance.is_better_than(now) else None
 
 
-def _num_together(layout: Layout) -> int:
+def _num_together(layout: Coverage) -> int:
     return max(1, min(_MAX_TOGETHER, len(layout.peer_ids) // 50))
 
 
-def _candidates(layout: Layout, bottleneck: np.ndarray) -> _Steps:
+def _candidates(layout: Coverage, bottleneck: np.ndarray) -> _Steps:
     """Moves that may help: all, or in a large swarm a choice of them.
 
     Only who holds nothing of the bottleneck can add to it. Of those with the same span some are tried, from slow to
@@ -205,8 +205,8 @@ def _windows(bottleneck: np.ndarray, length: int, num_windows: int) -> list[Span
     return [Span(start, start + length) for start in _spread(starts, num_windows)]
 
 
-def _change(layout: Layout, index: int, to: Span) -> Change:
-    return Change(float(layout.speeds[index]), layout.span(index), to)
+def _change(layout: Coverage, index: int, to: Span) -> SpanChange:
+    return SpanChange(float(layout.speeds[index]), layout.span(index), to)
 
 
 def _best_of_each(candidates: _Steps, throughputs: np.ndarray, sizes: np.ndarray) -> _Steps:

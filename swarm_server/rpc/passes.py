@@ -21,8 +21,8 @@ from swarm_server.adapters.lora import PlacedAdapter
 from swarm_server.adapters.store import Arriving
 from swarm_server.engine.engine import Engine
 from swarm_server.net.incoming import Incoming
-from swarm_server.net.validation import Rules
-from swarm_server.sessions.host import Host, require_key
+from swarm_server.net.validation import RequestValidator
+from swarm_server.sessions.host import SessionManager, require_key
 from swarm_server.training.training_memory import KeptPass
 
 
@@ -43,13 +43,13 @@ class _Pass:
     keep_key: bytes
 
 
-async def forward(host: Host, incoming: Incoming) -> list[pb.TensorReply]:
+async def forward(host: SessionManager, incoming: Incoming) -> list[pb.TensorReply]:
     with ExitStack() as uses:
         asked = await _read(host, (await incoming.first("forward")).forward, incoming, uses)
         kept = uses.enter_context(host.training.keeping(asked.blocks)) if asked.keep_key else None
         outputs = [
             await host.scheduler.train(partial(_forward_rows, host, asked, inputs, dropout, kept))
-            for inputs, dropout in _few_rows(host.rules, asked)
+            for inputs, dropout in _few_rows(host.validator, asked)
         ]
         first, *more = _in_parts(torch.cat(outputs))
         first.kept = kept is not None and host.training.keep(asked.keep_key, kept)
@@ -57,7 +57,7 @@ async def forward(host: Host, incoming: Incoming) -> list[pb.TensorReply]:
 
 
 def _forward_rows(
-    host: Host, asked: _Pass, inputs: BlockInput, dropout: Dropout | None, kept: KeptPass | None
+    host: SessionManager, asked: _Pass, inputs: BlockInput, dropout: Dropout | None, kept: KeptPass | None
 ) -> torch.Tensor:
     """On the compute thread: some rows of the pass, which are added to ``kept`` if there is room."""
     max_bytes = 0 if kept is None else host.training.room(kept)
@@ -78,20 +78,20 @@ def _forward_rows(
     return output
 
 
-async def backward(host: Host, incoming: Incoming) -> list[pb.TensorReply]:
+async def backward(host: SessionManager, incoming: Incoming) -> list[pb.TensorReply]:
     with ExitStack() as uses:
         message = await incoming.first("forward", "kept")
         if message.WhichOneof("kind") == "kept":
-            sizes = host.training.look(message.kept.key, host.rules.blocks(message.kept.contract))
+            sizes = host.training.look(message.kept.key, host.validator.blocks(message.kept.contract))
             shape, num_rows = sizes.shape, sizes.num_rows
             take = uses.enter_context(host.training.taking(message.kept.key))
             ways_back = [partial(_through_kept, take, number) for number in range(len(num_rows))]
         else:
             asked = await _read(host, message.forward, incoming, uses)
-            few = list(_few_rows(host.rules, asked))
+            few = list(_few_rows(host.validator, asked))
             shape, num_rows = asked.inputs.hidden.shape, [len(inputs.hidden) for inputs, _ in few]
             ways_back = [partial(_recomputing, host, asked, inputs, dropout) for inputs, dropout in few]
-        grads = (await _read_grad(host.rules, incoming, shape)).split(num_rows)
+        grads = (await _read_grad(host.validator, incoming, shape)).split(num_rows)
         host.training.transpose()
         hidden_grads, sums = [], []
         for go_back, grad in zip(ways_back, grads, strict=True):
@@ -107,23 +107,23 @@ def _through_kept(take: Callable[[], KeptPass], number: int, grad: torch.Tensor)
 
 
 def _recomputing(
-    host: Host, asked: _Pass, inputs: BlockInput, dropout: Dropout | None, grad: torch.Tensor
+    host: SessionManager, asked: _Pass, inputs: BlockInput, dropout: Dropout | None, grad: torch.Tensor
 ) -> tuple[torch.Tensor, ...]:
     return host.engine.stateless.backward(
         asked.blocks, inputs, grad, asked.adapter, dropout, trains_adapter=asked.trains_adapter
     )
 
 
-async def _read_grad(rules: Rules, incoming: Incoming, shape: Sequence[int]) -> torch.Tensor:
+async def _read_grad(validator: RequestValidator, incoming: Incoming, shape: Sequence[int]) -> torch.Tensor:
     message = (await incoming.first("grad")).grad
     if tuple(message.shape) != tuple(shape):
         raise RequestRejected(
             f"gradient has shape {list(message.shape)}: expected that of the hidden states, {list(shape)}"
         )
-    return await incoming.collect(rules.hidden(message))
+    return await incoming.collect(validator.hidden(message))
 
 
-async def put_adapter(host: Host, incoming: Incoming) -> bytes:
+async def put_adapter(host: SessionManager, incoming: Incoming) -> bytes:
     """Keeps an adapter; returns its key."""
     with Arriving(host.adapters) as arriving:
         while (message := await incoming.next()) is not None:
@@ -138,30 +138,30 @@ def _place(engine: Engine, data: bytearray) -> PlacedAdapter:
     return engine.place(adapter_key(data), Adapter.parse(data))
 
 
-async def _read(host: Host, message: pb.Forward, incoming: Incoming, uses: ExitStack) -> _Pass:
-    rules = host.rules
+async def _read(host: SessionManager, message: pb.Forward, incoming: Incoming, uses: ExitStack) -> _Pass:
+    validator = host.validator
     if message.keep_key:
         require_key(message.keep_key, "the key to keep the pass under")
-    blocks = rules.blocks(message.contract)
-    arriving = rules.hidden(message.hidden)
-    rules.length(arriving.shape[1])
+    blocks = validator.blocks(message.contract)
+    arriving = validator.hidden(message.hidden)
+    validator.length(arriving.shape[1])
     adapter = uses.enter_context(host.adapters.using(message.adapter)) if message.HasField("adapter") else None
-    inputs = _block_input(rules, message, await incoming.collect(arriving))
+    inputs = _block_input(validator, message, await incoming.collect(arriving))
     dropout = Dropout(message.dropout_seed) if message.dropout_seed else None
     trains_adapter = message.adapter.WhichOneof("kind") == "key"
     return _Pass(blocks, inputs, adapter, dropout, trains_adapter, message.keep_key)
 
 
-def _few_rows(rules: Rules, asked: _Pass) -> Iterator[tuple[BlockInput, Dropout | None]]:
+def _few_rows(validator: RequestValidator, asked: _Pass) -> Iterator[tuple[BlockInput, Dropout | None]]:
     """The batch in pieces that hold up decoding no longer than a chunk of a prompt."""
     batch_size, num_tokens, _ = asked.inputs.hidden.shape
-    size = max(1, rules.max_step_tokens // num_tokens)
+    size = max(1, validator.max_step_tokens // num_tokens)
     for start in range(0, batch_size, size):
         piece = asked.inputs.rows(slice(start, start + size))
         yield piece, None if asked.dropout is None else replace(asked.dropout, first_row=start)
 
 
-def _block_input(rules: Rules, message: pb.Forward, hidden: torch.Tensor) -> BlockInput:
+def _block_input(validator: RequestValidator, message: pb.Forward, hidden: torch.Tensor) -> BlockInput:
     batch_size, num_tokens, _ = hidden.shape
     mask = positions = None
     if message.packed and message.HasField("attention_mask"):
@@ -169,9 +169,9 @@ def _block_input(rules: Rules, message: pb.Forward, hidden: torch.Tensor) -> Blo
             "packed sequences are told apart by their positions: expected no attention mask with them"
         )
     if message.HasField("attention_mask"):
-        mask = rules.mask(message.attention_mask, batch_size, num_tokens)
+        mask = validator.mask(message.attention_mask, batch_size, num_tokens)
     if message.HasField("position_ids"):
-        positions = rules.positions(message.position_ids, batch_size, num_tokens)
+        positions = validator.positions(message.position_ids, batch_size, num_tokens)
     return BlockInput(hidden, mask, positions, message.packed)
 
 

@@ -15,7 +15,7 @@ from swarm_protocol.pb.swarm_pb2_grpc import BlocksServicer
 from swarm_protocol.wire.constants import MAX_ECHO_BYTES
 from swarm_server.net.incoming import Incoming
 from swarm_server.rpc import passes
-from swarm_server.sessions.host import Host
+from swarm_server.sessions.host import SessionManager
 from swarm_server.sessions.sessions import HostedSession, StepReader
 
 _logger = logging.getLogger(__name__)
@@ -45,7 +45,9 @@ class BlocksService(BlocksServicer):
         host: of the sessions; None while the server loads other blocks.
     """
 
-    def __init__(self, host: Host | None, record: Callable[[], pb.ServerRecord], idle_timeout_s: float) -> None:
+    def __init__(
+        self, host: SessionManager | None, record: Callable[[], pb.ServerRecord], idle_timeout_s: float
+    ) -> None:
         self.host = host
         self._record = record
         self._idle_timeout_s = idle_timeout_s
@@ -155,13 +157,13 @@ class BlocksService(BlocksServicer):
                 raise RequestRejected(f"an echo is too long: expected at most {MAX_ECHO_BYTES} bytes each way")
             return pb.EchoReply(payload=bytes(request.reply_bytes))
 
-    def _present(self) -> Host:
+    def _present(self) -> SessionManager:
         """Raises PeerMoved if there is none at present."""
         if self.host is None:
             raise PeerMoved("the server is about to host other blocks")
         return self.host
 
-    def _staying(self) -> Host:
+    def _staying(self) -> SessionManager:
         """Raises PeerMoved if there is none at present, or it is about to leave."""
         host = self._present()
         host.require_staying()

@@ -17,8 +17,8 @@ from swarm_server.adapters.store import AdapterStore
 from swarm_server.engine.engine import Engine
 from swarm_server.engine.scheduler import Scheduler
 from swarm_server.kv.kv_cache import CacheBudget, NoRoom
-from swarm_server.net.push import Neighbours
-from swarm_server.net.validation import Rules
+from swarm_server.net.push import ChannelPool
+from swarm_server.net.validation import RequestValidator
 from swarm_server.sessions.admission import Admission, Holder, choose_victims
 from swarm_server.sessions.sessions import HostedSession, Reply
 from swarm_server.training.training_memory import TrainingMemory
@@ -30,14 +30,14 @@ T = TypeVar("T")
 
 
 @dataclass
-class Host:
+class SessionManager:
     """What all sessions of one server share."""
 
     engine: Engine
     scheduler: Scheduler
     budget: CacheBudget
-    rules: Rules
-    neighbours: Neighbours
+    validator: RequestValidator
+    channels: ChannelPool
     max_sessions: int
     training: TrainingMemory
     adapters: AdapterStore = field(default_factory=AdapterStore)
@@ -56,18 +56,18 @@ class Host:
         """A session, which must be closed. Waits for room as long as the request says.
 
         Raises:
-            PeerMoved, RequestRejected: see ``Rules``; PeerMoved also if the server is about to leave.
+            PeerMoved, RequestRejected: see ``RequestValidator``; PeerMoved also if the server is about to leave.
             PeerBusy: there is no room.
-            Forgotten: it needs an adapter that is not here.
+            CacheMiss: it needs an adapter that is not here.
         """
         self.require_staying()
-        blocks = self.rules.blocks(request.contract)
-        batch_size = self.rules.batch_size(request.batch_size)
-        self.rules.length(request.reserve_tokens)
+        blocks = self.validator.blocks(request.contract)
+        batch_size = self.validator.batch_size(request.batch_size)
+        self.validator.length(request.reserve_tokens)
         require_key(request.session_key, "the session key")
         keeps_outputs = request.HasField("next")
         layout = self.engine.layout_of(blocks, keeps_outputs)
-        wanted_tokens = self.rules.at_most(request.reserve_tokens + request.spare_tokens)
+        wanted_tokens = self.validator.at_most(request.reserve_tokens + request.spare_tokens)
         born_s = asyncio.get_running_loop().time() - _seconds(request.age_s)
         with ExitStack() as uses:
             adapter = uses.enter_context(self.adapters.using(request.adapter)) if request.HasField("adapter") else None

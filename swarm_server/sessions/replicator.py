@@ -23,12 +23,12 @@ _FEW = 4  # chunks on their way
 _MAX_BYTES = 256 * MIB  # of steps on their way: the other server is too slow to stand by
 
 
-class Copier:
+class Replicator:
     """Sends what a session has stored, then what each further step adds, as steps that need no computing."""
 
     def __init__(self, hosted: HostedSession, to: pb.NextHop) -> None:
         self._hosted = hosted
-        self._pusher = Pusher(hosted.host.neighbours, to, self._lost)
+        self._pusher = Pusher(hosted.host.channels, to, self._lost)
         self._queue: asyncio.Queue[tuple[pb.Step, Parts]] = asyncio.Queue()
         self._queued_bytes = 0
         self._sent = asyncio.Condition()

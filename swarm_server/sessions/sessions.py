@@ -14,13 +14,13 @@ from swarm_protocol.errors import PeerBusy, RequestRejected
 from swarm_protocol.pb import swarm_pb2 as pb
 from swarm_protocol.wire.block_input import BlockInput
 from swarm_protocol.wire.codec import Assembler, encode, torch_dtype
-from swarm_server.engine.session_state import Change, Crop, RecordPast, Reorder, Session, Step
+from swarm_server.engine.session_state import Crop, HistoryChange, RecordPast, Reorder, Session, SessionStep
 from swarm_server.kv.kv_transfer import Stored
 from swarm_server.net.push import Pusher
-from swarm_server.sessions.replicator import Copier
+from swarm_server.sessions.replicator import Replicator
 
 if TYPE_CHECKING:
-    from swarm_server.sessions.host import Host
+    from swarm_server.sessions.host import SessionManager
 
 Reply = Callable[[list[pb.SessionReply]], Awaitable[None]]
 
@@ -34,7 +34,12 @@ class HostedSession:
     """
 
     def __init__(
-        self, host: Host, request: pb.Open, session: Session, reply: Reply, seniority: tuple[float, int] = (0.0, 0)
+        self,
+        host: SessionManager,
+        request: pb.Open,
+        session: Session,
+        reply: Reply,
+        seniority: tuple[float, int] = (0.0, 0),
     ) -> None:
         self.seniority = seniority
         self.key = request.session_key
@@ -52,10 +57,10 @@ class HostedSession:
         self.closed = False
         self._giving_way = asyncio.Event()
         self._last_time = time.monotonic()
-        self._copier: Copier | None = None
+        self._copier: Replicator | None = None
         self._pusher = None
         if request.HasField("next"):
-            self._pusher = Pusher(host.neighbours, request.next, partial(self._relay, 0))
+            self._pusher = Pusher(host.channels, request.next, partial(self._relay, 0))
 
     @property
     def silent_s(self) -> float:
@@ -83,7 +88,9 @@ class HostedSession:
 
     async def announce(self) -> None:
         """Tells the client that the session is open."""
-        opened = pb.Opened(tokens_left=self.host.budget.tokens_left, max_step_tokens=self.host.rules.max_step_tokens)
+        opened = pb.Opened(
+            tokens_left=self.host.budget.tokens_left, max_step_tokens=self.host.validator.max_step_tokens
+        )
         await self._reply([pb.SessionReply(opened=opened)])
 
     async def ask_to_move(self) -> None:
@@ -158,33 +165,33 @@ class HostedSession:
 
     def start(self, step: pb.Step) -> Assembler:
         """Checks a step's header before memory is taken for what it carries."""
-        rules = self.host.rules
+        validator = self.host.validator
         if step.HasField("stored"):
-            rules.length(step.start_position + step.stored.num_tokens)
-            return rules.stored(step.stored.data)
-        arriving = rules.new_positions(step.hidden, past=step.start_position)
-        rules.step_tokens(*arriving.shape[:2])
+            validator.length(step.start_position + step.stored.num_tokens)
+            return validator.stored(step.stored.data)
+        arriving = validator.new_positions(step.hidden, past=step.start_position)
+        validator.step_tokens(*arriving.shape[:2])
         return arriving
 
-    def _checked(self, request: pb.Step, hidden: torch.Tensor, changes: tuple[Change, ...]) -> Step:
-        rules, (batch_size, num_tokens, _) = self.host.rules, hidden.shape
+    def _checked(self, request: pb.Step, hidden: torch.Tensor, changes: tuple[HistoryChange, ...]) -> SessionStep:
+        validator, (batch_size, num_tokens, _) = self.host.validator, hidden.shape
         mask = positions = None
         if request.HasField("attention_mask"):
-            mask = rules.mask(request.attention_mask, batch_size, request.start_position + num_tokens)
+            mask = validator.mask(request.attention_mask, batch_size, request.start_position + num_tokens)
         if request.HasField("position_ids"):
-            positions = rules.positions(request.position_ids, batch_size, num_tokens)
+            positions = validator.positions(request.position_ids, batch_size, num_tokens)
         num_wanted = request.outputs_wanted if request.HasField("outputs_wanted") else num_tokens
         if num_wanted > num_tokens:
             raise RequestRejected(f"{num_wanted} outputs are wanted of a step of {num_tokens} positions")
         self._require_room(request.start_position + num_tokens, batch_size)
         inputs = BlockInput(hidden, mask, positions)
-        return Step(request.start_position, inputs, changes, num_wanted, request.every_block)
+        return SessionStep(request.start_position, inputs, changes, num_wanted, request.every_block)
 
     def _require_room(self, num_positions: int, batch_size: int) -> None:
         if num_positions > self.session.reserved:
             self.session.lease.promise(batch_size * self.session.layout.size_bytes(num_positions))
 
-    def _changes(self, request: pb.Step) -> Iterator[Change]:
+    def _changes(self, request: pb.Step) -> Iterator[HistoryChange]:
         """Those that were not made before the rows came here."""
         for change in request.changes:
             kind = change.WhichOneof("kind")
@@ -197,7 +204,7 @@ class HostedSession:
             elif kind == "crop":
                 yield Crop(change.crop.length)
             else:
-                self.host.rules.batch_size(len(change.reorder.indices))
+                self.host.validator.batch_size(len(change.reorder.indices))
                 yield Reorder(tuple(change.reorder.indices))
 
     # ------------------------------------------------------------ outputs
@@ -260,7 +267,7 @@ class HostedSession:
                 raise RequestRejected(f"outputs of a step of shape {list(shape)} are not kept: sessions keep positions")
             torch_dtype(step.hidden.dtype)
         self._sent_number = progress.number  # up to here, the client has named what the next hop needs
-        self._pusher = Pusher(self.host.neighbours, request.next, partial(self._relay, request.route))
+        self._pusher = Pusher(self.host.channels, request.next, partial(self._relay, request.route))
         resending = asyncio.ensure_future(self._resend(self._pusher, request.resend))
         resending.add_done_callback(_heed)
         return progress
@@ -285,7 +292,7 @@ class HostedSession:
         """
         if self._copier is not None:
             await self._copier.close()
-        self._copier = Copier(self, to)
+        self._copier = Replicator(self, to)
         await self._copier.copy_all(self._turn)
         return self._progress
 

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from swarm_protocol.checkpoints.int8_linear import Int8Weight
-from swarm_protocol.errors import Forgotten, PeerBusy, RequestRejected
+from swarm_protocol.errors import CacheMiss, PeerBusy, RequestRejected
 from swarm_protocol.span import Span
 from swarm_server.blocks.recording import Recorded
 from swarm_server.kv.kv_cache import CacheBudget, Charge
@@ -146,12 +146,12 @@ class TrainingMemory:
         """The sizes of a pass, which stays where it is, and may be gone at any time: compute threads reclaim room.
 
         Raises:
-            Forgotten: there is none under this key. RequestRejected: it went through other blocks.
+            CacheMiss: there is none under this key. RequestRejected: it went through other blocks.
         """
         with self._budget.lock:
             kept = self._passes.get(key)
             if kept is None:
-                raise Forgotten("this server does not have the pass (any more)")
+                raise CacheMiss("this server does not have the pass (any more)")
             if kept.blocks != blocks:
                 raise RequestRejected(f"the pass that was kept went through blocks {kept.blocks}, not {blocks}")
             num_rows = [len(piece.output) for piece in kept.pieces]
@@ -161,7 +161,7 @@ class TrainingMemory:
     def taking(self, key: bytes) -> Iterator[Callable[[], KeptPass]]:
         """Gives a function that takes the pass, when its turn has come; it is freed afterwards.
 
-        The function raises Forgotten if it is gone by then.
+        The function raises CacheMiss if it is gone by then.
         """
         taken: list[KeptPass] = []
 
@@ -169,7 +169,7 @@ class TrainingMemory:
             with self._budget.lock:
                 if not taken:
                     if key not in self._passes:
-                        raise Forgotten("this server does not have the pass (any more)")
+                        raise CacheMiss("this server does not have the pass (any more)")
                     taken.append(self._passes.pop(key))
             return taken[0]
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from swarm_client.demo.local_cluster import Nursery
+from swarm_client.demo.local_cluster import LocalCluster
 from swarm_protocol.pb import swarm_pb2 as pb
 from swarm_protocol.wire.codec import decode
 from tests.swarm.harness import InProcessServers
@@ -45,14 +45,14 @@ def server_process(tmp_path):
 
 
 @pytest.fixture(scope="session")
-def nursery(cache_home) -> Iterator[Nursery]:
-    with Nursery({"XDG_CACHE_HOME": str(cache_home)}) as nursery:
-        yield nursery
+def cluster(cache_home) -> Iterator[LocalCluster]:
+    with LocalCluster({"XDG_CACHE_HOME": str(cache_home)}) as cluster:
+        yield cluster
 
 
 @pytest.fixture(scope="session")
-def all_fleet(nursery, tmp_path_factory) -> Fleet:
-    return Fleet(nursery, tmp_path_factory.mktemp("fleet"))
+def all_fleet(cluster, tmp_path_factory) -> Fleet:
+    return Fleet(cluster, tmp_path_factory.mktemp("fleet"))
 
 
 @pytest.fixture

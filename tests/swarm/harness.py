@@ -16,7 +16,7 @@ from swarm_client.core import background
 from swarm_protocol.checkpoints.checkpoint import Checkpoint
 from swarm_protocol.checkpoints.families import describe
 from swarm_protocol.dht.dht import Dht
-from swarm_protocol.dht.local_registry import Notes
+from swarm_protocol.dht.local_registry import LocalRegistry
 from swarm_protocol.dht.records import ServerRecord
 from swarm_protocol.net.identity import Identity
 from swarm_protocol.span import Span
@@ -70,7 +70,7 @@ class InProcessServers:
 
     @property
     def initial_peers(self) -> list[str]:
-        return Notes(self.swarm).read()
+        return LocalRegistry(self.swarm).read()
 
     def records(self) -> list[ServerRecord]:
         """What the DHT says about the servers, first blocks first."""

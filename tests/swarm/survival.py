@@ -19,11 +19,11 @@ from transformers import AutoModelForCausalLM
 from swarm_client import DistributedModel
 from swarm_client.core import background
 from swarm_client.core.events import Event, Move, Recovery, Waiting
-from swarm_client.demo.local_cluster import Nursery, NurseryServer
+from swarm_client.demo.local_cluster import LocalCluster, LocalServer
 from swarm_client.sessions.chain import Chain
 from swarm_client.sessions.session import RemoteSession
 from swarm_client.transport.hops import Answer, HopSession
-from swarm_client.transport.transport import Server
+from swarm_client.transport.transport import ServerConnection
 from swarm_protocol.dht.records import ServerRecord, ServerState
 from swarm_protocol.errors import SwarmError
 from swarm_protocol.pb import swarm_pb2 as pb
@@ -56,34 +56,34 @@ class Fleet:
         whole: the model in this process.
     """
 
-    def __init__(self, nursery: Nursery, directory: Path, name: str = "near") -> None:
+    def __init__(self, cluster: LocalCluster, directory: Path, name: str = "near") -> None:
         self.model = directory / "llama"
         self.swarm = f"survival-{name}-{os.getpid()}"
         save_checkpoint("llama", self.model)
         self.whole = ends_only_at_its_length(AutoModelForCausalLM.from_pretrained(self.model, dtype=torch.float32))
-        self._nursery = nursery
+        self._cluster = cluster
         self._options: dict[Path, list[str]] = {}  # by identity file
         for throughput in ("100", "50"):
             for blocks in SPANS:
                 identity = directory / f"{blocks.replace(':', '-')}-{throughput}"
                 options = [blocks, "--throughput", throughput, "--identity", str(identity)]
                 self._options[identity] = options
-        self._members: dict[Path, NurseryServer] = {}
-        self._guests: list[NurseryServer] = []
+        self._members: dict[Path, LocalServer] = {}
+        self._guests: list[LocalServer] = []
 
-    def add(self, blocks: str, *options: str, nursery: Nursery | None = None) -> NurseryServer:
+    def add(self, blocks: str, *options: str, cluster: LocalCluster | None = None) -> LocalServer:
         """One more server, until the fleet is restored; returns at once."""
-        self._guests.append(self._start(blocks, *options, nursery=nursery))
+        self._guests.append(self._start(blocks, *options, cluster=cluster))
         return self._guests[-1]
 
-    def restart(self, server: NurseryServer) -> NurseryServer:
+    def restart(self, server: LocalServer) -> LocalServer:
         """Once more, with the same identity; returns at once."""
         (identity,) = [identity for identity, member in self._members.items() if member is server]
         self._members[identity] = self._start(*self._options[identity])
         return self._members[identity]
 
-    def wait_ready(self, *servers: NurseryServer) -> None:
-        self._nursery.wait_ready(servers)
+    def wait_ready(self, *servers: LocalServer) -> None:
+        self._cluster.wait_ready(servers)
 
     def restore(self) -> None:
         """All members are there, and nobody else."""
@@ -98,20 +98,20 @@ class Fleet:
             member = self._members.get(identity)
             if member is None or not member.alive:
                 self._members[identity] = self._start(*options)
-        self._nursery.wait_ready(self.running)
+        self._cluster.wait_ready(self.running)
 
     @property
-    def running(self) -> list[NurseryServer]:
+    def running(self) -> list[LocalServer]:
         return [server for server in [*self._members.values(), *self._guests] if server.alive]
 
-    def find(self, peer_id: str) -> NurseryServer:
+    def find(self, peer_id: str) -> LocalServer:
         (server,) = [server for server in self.running if server.ready and server.peer_id == peer_id]
         return server
 
-    def replicas(self, blocks: str) -> list[NurseryServer]:
+    def replicas(self, blocks: str) -> list[LocalServer]:
         return [server for server in self.running if server.ready and server.ready["blocks"] == blocks]
 
-    def kill_replicas(self, blocks: str, but: NurseryServer | None = None) -> list[NurseryServer]:
+    def kill_replicas(self, blocks: str, but: LocalServer | None = None) -> list[LocalServer]:
         servers = [server for server in self.replicas(blocks) if server is not but]
         for server in servers:
             server.kill()
@@ -121,12 +121,12 @@ class Fleet:
         for server in self.running:
             wait_for(lambda server=server: room_left(server) == ROOM, "all room for keys and values has come back")
 
-    def _start(self, blocks: str, *options: str, nursery: Nursery | None = None) -> NurseryServer:
+    def _start(self, blocks: str, *options: str, cluster: LocalCluster | None = None) -> LocalServer:
         known = ["--model", str(self.model), "--swarm", self.swarm, "--quant", "none", "--throughput", "75"]
-        return (nursery or self._nursery).start(*known, "--cache-tokens", str(ROOM), "--blocks", blocks, *options)
+        return (cluster or self._cluster).start(*known, "--cache-tokens", str(ROOM), "--blocks", blocks, *options)
 
 
-def room_left(server: NurseryServer) -> int | None:
+def room_left(server: LocalServer) -> int | None:
     """In tokens, as the server itself says; None if it is gone."""
     host, port = server.ready["grpc"].split(":")
     try:
@@ -185,7 +185,7 @@ class Client:
         (chain,) = self.chains
         return chain
 
-    def server(self, hop: int) -> NurseryServer:
+    def server(self, hop: int) -> LocalServer:
         """Which computes this hop of the only session."""
         return self.fleet.find(self.chain.hops[hop].hop.server.peer_id)
 
@@ -255,7 +255,7 @@ class Moments:
             return event
 
         for name in ("forward", "backward"):
-            patch.setattr(Server, name, self._watched(name, getattr(Server, name)))
+            patch.setattr(ServerConnection, name, self._watched(name, getattr(ServerConnection, name)))
         for name in ("step", "step_through"):
             patch.setattr(RemoteSession, name, stepping(getattr(RemoteSession, name)))
         patch.setattr(HopSession, "send", sending)

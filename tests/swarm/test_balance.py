@@ -12,7 +12,7 @@ import pytest
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from swarm_client.core import background
-from swarm_client.demo.local_cluster import Nursery, NurseryServer
+from swarm_client.demo.local_cluster import LocalCluster, LocalServer
 from swarm_protocol.dht.records import SwarmView
 from swarm_server.placement.placement import plan_moves
 from tests.swarm.delay import DelayedPort
@@ -33,22 +33,22 @@ class Volunteers:
         whole: the model in this process.
     """
 
-    def __init__(self, nursery: Nursery, model, whole: PreTrainedModel) -> None:
+    def __init__(self, cluster: LocalCluster, model, whole: PreTrainedModel) -> None:
         self.model, self.whole = model, whole
         self.swarm = f"balance-{os.getpid()}-{next(_numbers)}"
-        self._nursery = nursery
-        self.servers: list[NurseryServer] = []
+        self._cluster = cluster
+        self.servers: list[LocalServer] = []
 
-    def start(self, throughput: float, *options: str) -> NurseryServer:
+    def start(self, throughput: float, *options: str) -> LocalServer:
         """Returns when it is ready."""
         known = ["--model", str(self.model), "--swarm", self.swarm, "--quant", "none", "--cache-tokens", str(ROOM)]
-        server = self._nursery.start(*known, "--throughput", str(throughput), *options)
+        server = self._cluster.start(*known, "--throughput", str(throughput), *options)
         self.servers.append(server)
-        self._nursery.wait_ready([server])
+        self._cluster.wait_ready([server])
         return server
 
     @property
-    def running(self) -> list[NurseryServer]:
+    def running(self) -> list[LocalServer]:
         return [server for server in self.servers if server.alive]
 
     @property
@@ -69,8 +69,8 @@ def checkpoint(tmp_path_factory):
 
 
 @pytest.fixture
-def volunteers(nursery, checkpoint) -> Iterator[Volunteers]:
-    volunteers = Volunteers(nursery, *checkpoint)
+def volunteers(cluster, checkpoint) -> Iterator[Volunteers]:
+    volunteers = Volunteers(cluster, *checkpoint)
     yield volunteers
     volunteers.close()
 

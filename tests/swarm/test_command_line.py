@@ -12,7 +12,7 @@ import sys
 import pytest
 
 from swarm_client.demo.demo import verdict
-from swarm_client.demo.local_cluster import Nursery
+from swarm_client.demo.local_cluster import LocalCluster
 from tests.swarm.processes import Outcome, run_commands
 from tests.swarm.waiting import wait_for
 
@@ -72,8 +72,8 @@ def test_a_demo_that_is_ended_leaves_nothing_for_long(number, tmp_path, tmp_path
     wait_for(lambda: not processes_with(swarm), "the servers have ended")
     if number == signal.SIGKILL:
         assert (swarms / swarm).exists() and list(temporary.iterdir())
-        with Nursery({"XDG_CACHE_HOME": str(cache), "TMPDIR": str(temporary)}) as nursery:
-            nursery.wait_ready([nursery.start("--blocks", "0:2")])
+        with LocalCluster({"XDG_CACHE_HOME": str(cache), "TMPDIR": str(temporary)}) as cluster:
+            cluster.wait_ready([cluster.start("--blocks", "0:2")])
         run("status", cache=cache, TMPDIR=str(temporary))
     assert not (swarms / swarm).exists()
     wait_for(lambda: not list(temporary.iterdir()), "temporary files are gone")

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from swarm_client.demo.local_cluster import Nursery, NurseryServer
+from swarm_client.demo.local_cluster import LocalCluster, LocalServer
 from swarm_client.model.model import load_client
 from swarm_protocol.checkpoints.checkpoint import Checkpoint
 from swarm_protocol.dht.records import ServerRecord
@@ -41,12 +41,12 @@ def test_every_family_that_the_readme_names_is_tested() -> None:
 
 
 @pytest.mark.parametrize("names", WAVES, ids=", ".join)
-def test_server_processes(names: Sequence[str], nursery: Nursery, identities: Path, tmp_path: Path) -> None:
+def test_server_processes(names: Sequence[str], cluster: LocalCluster, identities: Path, tmp_path: Path) -> None:
     for name in names:
         save_checkpoint(name, tmp_path / name)
-    servers = [start(nursery, tmp_path / name, identities / str(place)) for place, name in enumerate(names)]
+    servers = [start(cluster, tmp_path / name, identities / str(place)) for place, name in enumerate(names)]
     try:
-        nursery.wait_ready(servers)
+        cluster.wait_ready(servers)
         for name, server in zip(names, servers, strict=True):
             check(server, tmp_path / name)
             check_client(tmp_path / name)
@@ -62,14 +62,14 @@ def identities(tmp_path_factory) -> Path:
     return tmp_path_factory.mktemp("identities")
 
 
-def start(nursery: Nursery, checkpoint: Path, identity: Path) -> NurseryServer:
+def start(cluster: LocalCluster, checkpoint: Path, identity: Path) -> LocalServer:
     swarm = f"families-{os.getpid()}-{checkpoint.name}"
     where = ["--model", str(checkpoint), "--swarm", swarm, "--identity", str(identity)]
     options = ["--quant", "none", "--throughput", "100", "--cache-tokens", "2048"]
-    return nursery.start(*where, "--blocks", f"0:{BLOCKS}", *options)
+    return cluster.start(*where, "--blocks", f"0:{BLOCKS}", *options)
 
 
-def check(server: NurseryServer, directory: Path) -> None:
+def check(server: LocalServer, directory: Path) -> None:
     """Generates with the local model, and has the server compute what its blocks computed."""
     inputs, outputs = local_generation(directory)
     checkpoint = Checkpoint.open(directory)
@@ -123,7 +123,7 @@ def local_generation(directory: Path) -> tuple[list[torch.Tensor], list[torch.Te
     return inputs, outputs
 
 
-def record_of(server: NurseryServer, checkpoint: Checkpoint) -> ServerRecord:
+def record_of(server: LocalServer, checkpoint: Checkpoint) -> ServerRecord:
     """Enough of the server's record to call it."""
     host, port = server.ready["grpc"].split(":")
     certificate = ssl.PEM_cert_to_DER_cert(ssl.get_server_certificate((host, int(port))))

@@ -10,7 +10,7 @@ import pytest
 
 from swarm_client.core import background
 from swarm_client.core.config import ClientConfig
-from swarm_client.demo.local_cluster import Nursery, NurseryServer
+from swarm_client.demo.local_cluster import LocalCluster, LocalServer
 from swarm_client.monitor.status import read_status
 from tests.swarm.network import Network
 from tests.swarm.waiting import wait_for
@@ -25,26 +25,28 @@ def network() -> Iterator[Network]:
 
 
 @pytest.fixture
-def nurseries(network, tmp_path) -> Iterator[dict[str, Nursery]]:
+def clusters(network, tmp_path) -> Iterator[dict[str, LocalCluster]]:
     """On each host, with a home of its own."""
     with ExitStack() as stack:
         yield {
-            host: stack.enter_context(network.run(host, partial(Nursery, {"XDG_CACHE_HOME": str(tmp_path / host)})))
+            host: stack.enter_context(
+                network.run(host, partial(LocalCluster, {"XDG_CACHE_HOME": str(tmp_path / host)}))
+            )
             for host in ("one", "two", "three")
         }
 
 
-def words(server: NurseryServer) -> str:
+def words(server: LocalServer) -> str:
     return server.stderr.read_text() if server.stderr.exists() else ""
 
 
-def test_a_server_listens_where_the_swarm_reaches_it(network, nurseries):
-    one = nurseries["one"].start("--num-blocks", "10", "--host", network.addresses["one"])
-    nurseries["one"].wait_ready([one])
-    two = nurseries["two"].start("--num-blocks", "10", "--initial-peers", one.ready["peer"])
-    beside_one = nurseries["one"].start("--num-blocks", "5")  # finds its swarm through a note
+def test_a_server_listens_where_the_swarm_reaches_it(network, clusters):
+    one = clusters["one"].start("--num-blocks", "10", "--host", network.addresses["one"])
+    clusters["one"].wait_ready([one])
+    two = clusters["two"].start("--num-blocks", "10", "--initial-peers", one.ready["peer"])
+    beside_one = clusters["one"].start("--num-blocks", "5")  # finds its swarm through a note
     for host, server in (("two", two), ("one", beside_one)):
-        nurseries[host].wait_ready([server])
+        clusters[host].wait_ready([server])
         assert server.ready["grpc"].startswith(f"{network.addresses[host]}:")
         assert server.ready["peer"].startswith(f"/ip4/{network.addresses[host]}/tcp/")
 
@@ -55,14 +57,14 @@ def test_a_server_listens_where_the_swarm_reaches_it(network, nurseries):
     wait_for(all_answer, "a client of a third host speaks to all servers")
 
 
-def test_the_loopback_is_refused_and_silence_is_said(network, nurseries):
-    one = nurseries["one"].start("--num-blocks", "10", "--host", network.addresses["one"])
-    nurseries["one"].wait_ready([one])
+def test_the_loopback_is_refused_and_silence_is_said(network, clusters):
+    one = clusters["one"].start("--num-blocks", "10", "--host", network.addresses["one"])
+    clusters["one"].wait_ready([one])
     peer = one.ready["peer"]
-    local = nurseries["two"].start("--host", "127.0.0.1", "--initial-peers", peer)
-    elsewhere = nurseries["two"].start("--initial-peers", peer.replace(network.addresses["one"], "192.0.2.7"))
+    local = clusters["two"].start("--host", "127.0.0.1", "--initial-peers", peer)
+    elsewhere = clusters["two"].start("--initial-peers", peer.replace(network.addresses["one"], "192.0.2.7"))
     network.cut("three")
-    silent = nurseries["three"].start("--initial-peers", peer)
+    silent = clusters["three"].start("--initial-peers", peer)
     for server, sentence in (
         (local, "host 127.0.0.1 is for this machine alone, and /ip4/"),
         (elsewhere, "no way leads from this machine to /ip4/192.0.2.7/"),

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from swarm_client import NoRoute
-from swarm_client.demo.local_cluster import NurseryServer
+from swarm_client.demo.local_cluster import LocalServer
 from tests.swarm.pair import random_ids
 from tests.swarm.survival import SLOW, SPANS, Client, Fleet, each_hop
 from tests.swarm.waiting import wait_for
@@ -18,7 +18,7 @@ PROMPT = random_ids(1, 40, seed=20)
 LINE = random_ids(1, 7, seed=21)
 
 
-def wait_gone(server: NurseryServer) -> None:
+def wait_gone(server: LocalServer) -> None:
     wait_for(lambda: not server.alive, "the server has left by itself")
     assert "Traceback" not in server.stderr.read_text()
 
@@ -95,7 +95,7 @@ def test_the_process_ends_with_code_0(fleet, connect, moments, server_process, c
 # ------------------------------------------------------------ there is none
 
 
-def lonely(fleet: Fleet, drain_timeout_s: float) -> NurseryServer:
+def lonely(fleet: Fleet, drain_timeout_s: float) -> LocalServer:
     """The only server of the middle blocks."""
     server = fleet.add("2:4", "--drain-timeout", str(drain_timeout_s))
     fleet.wait_ready(server)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from peft import get_peft_model
 
-from swarm_client.transport.transport import Server
+from swarm_client.transport.transport import ServerConnection
 from tests.swarm.pair import random_ids
 from tests.swarm.survival import SPANS, Client, Fleet, Moments, each_hop
 from tests.swarm.tuning import SEED, assert_close, lora, loss_of, padded_batch, trained, whole_model
@@ -103,14 +103,14 @@ def test_copies_that_stand_by_have_the_adapter(fleet, client, adapted):
 
 def test_a_server_that_forgets_is_given_the_adapter_again(adapted, assert_same_gradients, monkeypatch):
     """Between any two requests."""
-    put, gifts = Server._put_adapter, []
+    put, uploader = ServerConnection._put_adapter, []
 
-    async def putting(server: Server, data: bytes, span) -> None:
-        gifts.append(span)
-        if len(gifts) % 2:  # only said to be there
+    async def putting(server: ServerConnection, data: bytes, span) -> None:
+        uploader.append(span)
+        if len(uploader) % 2:  # only said to be there
             return
         await put(server, data, span)
 
-    monkeypatch.setattr(Server, "_put_adapter", putting)
+    monkeypatch.setattr(ServerConnection, "_put_adapter", putting)
     assert_same_gradients()
-    assert len(gifts) == 2 * len(SPANS)
+    assert len(uploader) == 2 * len(SPANS)

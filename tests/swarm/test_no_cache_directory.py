@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from swarm_client.demo.local_cluster import Nursery
+from swarm_client.demo.local_cluster import LocalCluster
 from tests.swarm.test_command_line import run
 
 
@@ -39,9 +39,9 @@ def test_a_swarm_without_a_home(home, tmp_path, request):
     if home == "full":
         place = request.getfixturevalue("full_disk")
     environment = {"HOME": str(place), "XDG_CACHE_HOME": str(place / "cache"), "HF_HOME": str(place / "hf")}
-    with Nursery(environment) as nursery:
-        server = nursery.start("--blocks", "0:20")
-        nursery.wait_ready([server])
+    with LocalCluster(environment) as cluster:
+        server = cluster.start("--blocks", "0:20")
+        cluster.wait_ready([server])
         peer = server.ready["peer"]
         told = run("generate", "Return a", "--max-new-tokens", "4", "--initial-peers", peer, cache="", **environment)
         words = server.stderr.read_text()

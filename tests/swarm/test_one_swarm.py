@@ -10,7 +10,7 @@ import pytest
 
 from swarm_client.core import background
 from swarm_protocol.dht.dht import Dht
-from swarm_protocol.dht.local_registry import Notes
+from swarm_protocol.dht.local_registry import LocalRegistry
 from swarm_protocol.net.identity import Identity
 from tests.swarm.network import ME, Network
 from tests.swarm.processes import ServerProcess
@@ -59,7 +59,7 @@ def peer_id(server: ServerProcess) -> str:
 
 
 def noted(cache: Path, swarm: str = "default") -> set[str]:
-    return {note.peer_id for note in Notes(swarm, cache / "swarm" / "swarms").servers()}
+    return {note.peer_id for note in LocalRegistry(swarm, cache / "swarm" / "swarms").servers()}
 
 
 def seen_by_way_of(server: ServerProcess) -> set[str]:
@@ -97,7 +97,7 @@ def test_who_starts_while_the_others_are_frozen_waits_for_them_and_says_so(tmp_p
 
 @pytest.mark.parametrize("is_whole", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_many_clients_that_come_while_the_servers_are_frozen_all_join(is_whole, tmp_path, start, caplog):
-    """Its libp2p daemon takes connections still; or all of it is frozen, as a container is, and notes say it lives."""
+    """Its libp2p daemon takes connections still; or all of it is, as a container, and the registry says it lives."""
     server = start(tmp_path)
 
     async def join() -> None:
@@ -137,13 +137,13 @@ def test_two_halves_that_learn_of_one_another_become_one(tmp_path, start):
         cache.mkdir()
     first, second, third = begin(start, caches[0], caches[0], caches[1])
     assert seen_by_way_of(first) == {peer_id(first), peer_id(second)}
-    Notes("default", caches[0] / "swarm" / "swarms").write(peer_id(third), [third.ready["peer"]])
+    LocalRegistry("default", caches[0] / "swarm" / "swarms").write(peer_id(third), [third.ready["peer"]])
     assert_one_swarm(first, second, third)
 
 
 @pytest.mark.slow
 def test_a_container_that_shares_the_cache(tmp_path, start):
-    """In a network of its own: servers for themselves alone cannot meet, and leave each other's notes alone."""
+    """In a network of its own: servers for themselves alone cannot meet, and leave each other's entries alone."""
     with Network("container") as network:
         here = start(tmp_path)
         there = network.run("container", lambda: start(tmp_path))

@@ -19,9 +19,9 @@ from swarm_protocol.pb import swarm_pb2 as pb
 from swarm_protocol.span import Span
 from swarm_protocol.wire.codec import decode
 from swarm_server.engine.engine import Engine
-from swarm_server.engine.session_state import Change, Reorder
-from swarm_server.net.push import Neighbours, Pusher
-from swarm_server.sessions.host import Host
+from swarm_server.engine.session_state import HistoryChange, Reorder
+from swarm_server.net.push import ChannelPool, Pusher
+from swarm_server.sessions.host import SessionManager
 from tests.swarm.pair import NEW_TOKENS, Pair, random_ids, started
 from tests.swarm.target import CLOSE, INVALID, TOKENS, UNKNOWN, assert_close, assert_one_sentence, header, wire
 from tests.swarm.waiting import wait_for
@@ -94,13 +94,13 @@ def test_the_next_hop_may_hear_of_the_session_later_than_the_first(pair, sent, m
     """The client may be farther from it than the first hop is."""
     whole, _ = pair.both(PROMPT, do_sample=False)
     sent.clear()
-    open_hop = transport.Server.open
+    open_hop = transport.ServerConnection.open
 
     async def far_away(server, number, *args):
         await asyncio.sleep(0.3 * number)
         return await open_hop(server, number, *args)
 
-    monkeypatch.setattr(transport.Server, "open", far_away)
+    monkeypatch.setattr(transport.ServerConnection, "open", far_away)
     assert torch.equal(pair.remote.generate(PROMPT, max_new_tokens=NEW_TOKENS, do_sample=False), whole)
     assert sent.keys() == {0}
 
@@ -116,14 +116,14 @@ def test_servers_that_cannot_reach_each_other(pair, sent, monkeypatch, way, wall
     num_steps = sent[0]
     sent.clear()
     peers = [record.peer_id for record in pair.servers.records()]
-    stub = Neighbours.stub
+    stub = ChannelPool.stub
 
-    async def walls(neighbours: Neighbours, hop: pb.NextHop):
+    async def walls(channels: ChannelPool, hop: pb.NextHop):
         if peers.index(hop.peer_id) in walled:
             raise PeerUnavailable("a wall stands between")
-        return await stub(neighbours, hop)
+        return await stub(channels, hop)
 
-    monkeypatch.setattr(Neighbours, "stub", walls)
+    monkeypatch.setattr(ChannelPool, "stub", walls)
     _, remote = pair.both(ids, **options)
     assert torch.equal(direct, whole) and torch.equal(remote, whole)
     assert sent == {0: num_steps} | dict.fromkeys(walled, num_steps)
@@ -139,18 +139,18 @@ class Streams:
         self._wires = wires
         self._senders: list[Pusher] = []
         self._receivers: list[asyncio.Task] = []
-        init, find = Pusher.__init__, Host.find
+        init, find = Pusher.__init__, SessionManager.find
 
         def created(pusher: Pusher, *args) -> None:
             init(pusher, *args)
             self._senders.append(pusher)
 
-        def found(host: Host, session_key: bytes):
+        def found(host: SessionManager, session_key: bytes):
             self._receivers.append(asyncio.current_task())
             return find(host, session_key)
 
         monkeypatch.setattr(Pusher, "__init__", created)
-        monkeypatch.setattr(Host, "find", found)
+        monkeypatch.setattr(SessionManager, "find", found)
 
     def clear(self) -> None:
         self._senders.clear()
@@ -221,7 +221,7 @@ def test_streams_that_break_while_a_step_is_computed(wired, sent, monkeypatch, w
     assert sent.keys() == {0, 1, 2}
 
 
-def _matters_twice(change: Change) -> bool:
+def _matters_twice(change: HistoryChange) -> bool:
     """Whether it makes a difference to make the change again."""
     indices = change.indices if isinstance(change, Reorder) else ()
     return tuple(indices[i] for i in indices) != tuple(indices)

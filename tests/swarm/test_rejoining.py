@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from swarm_client import DistributedModel
 from swarm_client.core.events import Waiting
-from swarm_client.demo.local_cluster import Nursery, NurseryServer
+from swarm_client.demo.local_cluster import LocalCluster, LocalServer
 from swarm_server.node.addresses import free_port
 from tests.swarm.pair import ends_only_at_its_length, random_ids
 from tests.swarm.survival import Moments
@@ -34,21 +34,21 @@ class Generations:
         first: options of the server that is started first.
     """
 
-    def __init__(self, nursery: Nursery, model: Path, swarm: str, first: Sequence[str]) -> None:
-        self._nursery = nursery
+    def __init__(self, cluster: LocalCluster, model: Path, swarm: str, first: Sequence[str]) -> None:
+        self._cluster = cluster
         self._options = ["--model", str(model), "--swarm", swarm, "--quant", "none", "--throughput", "75"]
         self._first = first
-        self.servers: list[NurseryServer] = []
+        self.servers: list[LocalServer] = []
 
     def start(self) -> None:
         for blocks, options in zip(SPANS, (self._first, []), strict=True):
             known = ["--blocks", blocks, "--cache-tokens", "512"]
-            self.servers.append(self._nursery.start(*self._options, *known, *options))
+            self.servers.append(self._cluster.start(*self._options, *known, *options))
         self.wait_ready()
 
     def wait_ready(self) -> None:
         wait_for(lambda: len(self.servers) == len(SPANS), "servers are started")
-        self._nursery.wait_ready(self.servers)
+        self._cluster.wait_ready(self.servers)
 
     def kill(self) -> None:
         for server in self.servers:
@@ -92,14 +92,14 @@ class Survivor:
 
 
 @pytest.fixture(scope="module", params=["noted-on-this-machine", "bootstrap-node-at-its-old-address"])
-def met(request, nursery, tmp_path_factory) -> Iterator[tuple[Generations, Survivor]]:
+def met(request, cluster, tmp_path_factory) -> Iterator[tuple[Generations, Survivor]]:
     """Servers and a client that has found them, through what is to lead it to others later."""
     directory = tmp_path_factory.mktemp("rejoining")
     model, swarm = directory / "llama", f"rejoining-{os.getpid()}-{directory.name}"
     save_checkpoint("llama", model)
     is_noted = request.param == "noted-on-this-machine"
     first = [] if is_noted else ["--dht-port", str(free_port("127.0.0.1")), "--identity", str(directory / "identity")]
-    servers = Generations(nursery, model, swarm, first)
+    servers = Generations(cluster, model, swarm, first)
     servers.start()
     peers = {} if is_noted else {"initial_peers": [servers.servers[0].ready["peer"]]}
     survivor = Survivor(model, **{"swarm": swarm, "recovery_timeout_s": 60.0, "wait_timeout_s": 60.0, **peers})

@@ -17,7 +17,7 @@ import pytest
 from swarm_client.core import background
 from swarm_protocol.checkpoints.checkpoint import Checkpoint
 from swarm_protocol.dht.dht import Dht
-from swarm_protocol.dht.local_registry import Notes
+from swarm_protocol.dht.local_registry import LocalRegistry
 from swarm_protocol.dht.records import ServerRecord
 from swarm_protocol.net.identity import Identity
 from tests.swarm.processes import ServerProcess, is_alive
@@ -49,7 +49,7 @@ class Machine:
     def directory(self, swarm: str) -> Path:
         return self._cache / "swarm" / "swarms" / swarm
 
-    def notes(self, swarm: str) -> dict[str, dict]:
+    def registry(self, swarm: str) -> dict[str, dict]:
         """What is noted of a swarm, by peer id."""
         return {path.stem: json.loads(path.read_text()) for path in self.directory(swarm).glob("*.json")}
 
@@ -59,7 +59,7 @@ def machine(model, tmp_path, server_process) -> Machine:
     return Machine(model, tmp_path, server_process)
 
 
-class Observer:
+class Monitor:
     """A DHT node that only asks."""
 
     def __init__(self, swarm: str, peer: str) -> None:
@@ -77,16 +77,16 @@ class Observer:
 
 
 @pytest.fixture
-def observe() -> Iterator[Callable[..., Observer]]:
-    observers: list[Observer] = []
+def observe() -> Iterator[Callable[..., Monitor]]:
+    observers: list[Monitor] = []
 
-    def start(server: ServerProcess, swarm: str = "default") -> Observer:
-        observers.append(Observer(swarm, server.ready["peer"]))
+    def start(server: ServerProcess, swarm: str = "default") -> Monitor:
+        observers.append(Monitor(swarm, server.ready["peer"]))
         return observers[-1]
 
     yield start
-    for observer in observers:
-        observer.close()
+    for monitor in observers:
+        monitor.close()
 
 
 def peer_id(server: ServerProcess) -> str:
@@ -95,8 +95,8 @@ def peer_id(server: ServerProcess) -> str:
 
 def assert_noted(machine: Machine, swarm: str, *servers: ServerProcess) -> None:
     """These servers and no others are."""
-    notes = {peer_id: (note["addresses"], note["pid"]) for peer_id, note in machine.notes(swarm).items()}
-    assert notes == {peer_id(server): ([server.ready["peer"]], server.pid) for server in servers}
+    registry = {peer_id: (note["addresses"], note["pid"]) for peer_id, note in machine.registry(swarm).items()}
+    assert registry == {peer_id(server): ([server.ready["peer"]], server.pid) for server in servers}
 
 
 def test_servers_find_each_other_and_leave_without_trace(machine, observe):
@@ -108,7 +108,7 @@ def test_servers_find_each_other_and_leave_without_trace(machine, observe):
         (line,) = server.stdout
         assert READY_LINE.fullmatch(line)
 
-    # They find each other through notes, and only within their swarm.
+    # They find each other through the registry, and only within their swarm.
     assert_noted(machine, "default", first, second)
     assert_noted(machine, "mine", third)
     default, mine = observe(first), observe(third, "mine")
@@ -135,7 +135,7 @@ def test_servers_find_each_other_and_leave_without_trace(machine, observe):
     assert default.peers() == [peer_id(first)]
     assert_noted(machine, "default", first)
     assert first.interrupt() == 0
-    assert machine.notes("default") == {}
+    assert machine.registry("default") == {}
     assert third.kill() != 0
     assert all(len(server.stdout) == 1 for server in (first, second, third))
     assert all("Traceback" not in server.stderr for server in (first, second, third))
@@ -145,22 +145,22 @@ def test_servers_find_each_other_and_leave_without_trace(machine, observe):
 def test_notes_that_lead_nowhere_do_no_harm(machine, observe):
     """One of a process that is gone, one of a process that lives but no longer serves, and one that is no note."""
     closed_port, mute, gone = unused_port(), Identity.generate().peer_id, Identity.generate().peer_id
-    notes = Notes("default", machine.directory("default").parent)
+    registry = LocalRegistry("default", machine.directory("default").parent)
     for name in (mute, gone):
-        notes.write(name, [f"/ip4/127.0.0.1/tcp/{closed_port}/p2p/{name}"])
+        registry.write(name, [f"/ip4/127.0.0.1/tcp/{closed_port}/p2p/{name}"])
     path = machine.directory("default") / f"{gone}.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "pid": unused_pid()}))
     path.with_name("broken.json").write_text("{")
     server = machine.start("--blocks", "0:6")
     server.wait_ready()
-    assert set(machine.notes("default")) == {peer_id(server), mute}
+    assert set(machine.registry("default")) == {peer_id(server), mute}
     assert observe(server).peers() == [peer_id(server)]
 
 
-def test_a_closed_terminal_drains_a_server(nursery, cache_home):
+def test_a_closed_terminal_drains_a_server(cluster, cache_home):
     """It may say so more than once: that is not being told again."""
-    server = nursery.start("--swarm", "hangup", "--num-blocks", "2")
-    nursery.wait_ready([server])
+    server = cluster.start("--swarm", "hangup", "--num-blocks", "2")
+    cluster.wait_ready([server])
     note = cache_home / "swarm" / "swarms" / "hangup" / f"{server.peer_id}.json"
     assert note.exists()
     for _ in range(3):
@@ -181,7 +181,7 @@ def test_a_signal_is_heard_before_the_server_is_ready(machine):
         assert server.terminate() == 0
     assert server.stdout == []
     assert "Traceback" not in server.stderr
-    assert machine.notes("default") == {}
+    assert machine.registry("default") == {}
 
 
 def has_open(pid: int, path: Path) -> bool:

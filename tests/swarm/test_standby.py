@@ -1,4 +1,4 @@
-"""Copies of a session stand by on other servers: when one fails, next to nothing is computed again."""
+"""Standby replicas of a session are kept on other servers: when one fails, next to nothing is computed again."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from swarm_client import DistributedModel
-from swarm_client.demo.local_cluster import Nursery
+from swarm_client.demo.local_cluster import LocalCluster
 from tests.zoo import PAD, VOCAB, save_checkpoint
 
 PROMPT = torch.randint(3, VOCAB, (2, 9), generator=torch.Generator().manual_seed(0))
@@ -41,15 +41,15 @@ def checkpoint(name, tmp_path) -> str:
 
 
 @pytest.fixture
-def servers(nursery: Nursery, checkpoint: str, name: str) -> Iterator[dict]:
+def servers(cluster: LocalCluster, checkpoint: str, name: str) -> Iterator[dict]:
     """By their place: the first blocks, the last ones, and the last ones once more, slower."""
     options = ["--model", checkpoint, "--swarm", f"states-{name}-{os.getpid()}", "--quant", "none"]
     places = {"first": ("0:3", "100"), "last": ("3:6", "100"), "spare": ("3:6", "50")}
     started = {
-        place: nursery.start(*options, "--cache-tokens", "16384", "--blocks", blocks, "--throughput", throughput)
+        place: cluster.start(*options, "--cache-tokens", "16384", "--blocks", blocks, "--throughput", throughput)
         for place, (blocks, throughput) in places.items()
     }
-    nursery.wait_ready(list(started.values()))
+    cluster.wait_ready(list(started.values()))
     yield started
     for server in started.values():
         server.kill()

@@ -17,10 +17,10 @@ import pytest
 
 from swarm_client.core import background
 from swarm_client.core.config import ClientConfig
-from swarm_client.demo.local_cluster import Nursery, NurseryServer
+from swarm_client.demo.local_cluster import LocalCluster, LocalServer
 from swarm_client.monitor.model_monitor import ModelStatus
 from swarm_client.monitor.status import read_status
-from swarm_client.transport.transport import Server
+from swarm_client.transport.transport import ServerConnection
 from swarm_protocol.dht.records import ServerRecord
 from swarm_protocol.errors import BadReply
 from tests.swarm.processes import all_processes, is_alive, parent_of, run_commands
@@ -36,15 +36,15 @@ _IN_TERMINAL = "import os, pty, sys; sys.exit(os.waitstatus_to_exitcode(pty.spaw
 class Servers:
     """A swarm of processes that can be killed."""
 
-    def __init__(self, nursery: Nursery) -> None:
+    def __init__(self, cluster: LocalCluster) -> None:
         self.swarm = f"status-{os.getpid()}-{next(_numbers)}"
-        self._nursery = nursery
-        self.running: list[NurseryServer] = []
+        self._cluster = cluster
+        self.running: list[LocalServer] = []
 
     def start(self, *spans: str) -> None:
-        servers = [self._nursery.start("--blocks", blocks, "--swarm", self.swarm) for blocks in spans]
+        servers = [self._cluster.start("--blocks", blocks, "--swarm", self.swarm) for blocks in spans]
         self.running += servers
-        self._nursery.wait_ready(servers)
+        self._cluster.wait_ready(servers)
 
     def kill(self, peer_id: str) -> None:
         (server,) = [server for server in self.running if server.peer_id == peer_id]
@@ -58,8 +58,8 @@ class Servers:
 
 
 @pytest.fixture
-def servers(nursery) -> Iterator[Servers]:
-    servers = Servers(nursery)
+def servers(cluster) -> Iterator[Servers]:
+    servers = Servers(cluster)
     yield servers
     for server in servers.running:
         server.kill()
@@ -153,7 +153,7 @@ def test_a_server_that_was_killed_does_not_answer_and_the_chain_avoids_it(server
 
 def test_a_server_describes_itself_and_nobody_else(servers):
     async def described(record: ServerRecord) -> ServerRecord:
-        server = await Server.connect(record, DEADLINE_S)
+        server = await ServerConnection.connect(record, DEADLINE_S)
         try:
             return await server.describe()
         finally:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from swarm_client.demo.local_cluster import Nursery
+from swarm_client.demo.local_cluster import LocalCluster
 from tests.swarm.network import ME, Network
 from tests.swarm.pair import random_ids
 from tests.swarm.survival import SLOW, Client, Fleet
@@ -30,18 +30,20 @@ def network() -> Iterator[Network]:
 
 @pytest.fixture(scope="module")
 def far_fleet(network, cache_home, tmp_path_factory) -> Iterator[Fleet]:
-    nurseries = {place: network.run(place, lambda: Nursery({"XDG_CACHE_HOME": str(cache_home)})) for place in PLACES}
+    clusters = {
+        place: network.run(place, lambda: LocalCluster({"XDG_CACHE_HOME": str(cache_home)})) for place in PLACES
+    }
     try:
-        fleet = Fleet(nurseries["ends"], tmp_path_factory.mktemp("fleet"), name="far")
+        fleet = Fleet(clusters["ends"], tmp_path_factory.mktemp("fleet"), name="far")
         for place, servers in PLACES.items():
             for blocks, throughput in servers:
                 options = ["--throughput", throughput, "--host", network.addresses[place]]
-                fleet.add(blocks, *options, nursery=nurseries[place])
+                fleet.add(blocks, *options, cluster=clusters[place])
         fleet.wait_ready(*fleet.running)
         yield fleet
     finally:
-        for nursery in nurseries.values():
-            nursery.close()
+        for cluster in clusters.values():
+            cluster.close()
 
 
 @pytest.fixture

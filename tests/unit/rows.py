@@ -6,20 +6,20 @@ from collections.abc import Sequence
 
 import torch
 
-from swarm_server.kv.kv_rows import Channel, Group, Layout, Place, Row, runs
+from swarm_server.kv.kv_rows import Channel, ChannelPlace, Group, PageLayout, Row, runs
 
 CPU = torch.device("cpu")
 WINDOW = 3
 KEYS, VALUES = Channel(2, 1, torch.float64), Channel(1, 3, torch.float64)
 FULL, SLIDING = Group((KEYS, VALUES), None), Group((VALUES, KEYS), WINDOW)
 LAYOUTS = {
-    "full": Layout((FULL,), (Place(0, 0, 1),)),
-    "mixed": Layout((FULL, SLIDING), (Place(0, 0, 1), Place(1, 0, 1))),
-    "sliding": Layout((SLIDING,), (Place(0, 0, 1),)),
+    "full": PageLayout((FULL,), (ChannelPlace(0, 0, 1),)),
+    "mixed": PageLayout((FULL, SLIDING), (ChannelPlace(0, 0, 1), ChannelPlace(1, 0, 1))),
+    "sliding": PageLayout((SLIDING,), (ChannelPlace(0, 0, 1),)),
 }
 
 
-def write(rows: Sequence[Row], layout: Layout, values: torch.Tensor) -> None:
+def write(rows: Sequence[Row], layout: PageLayout, values: torch.Tensor) -> None:
     """values: [rows, new] for the last positions of each row, into all channels."""
     num_new = values.shape[1]
     for number, group in enumerate(layout.groups):
@@ -30,7 +30,7 @@ def write(rows: Sequence[Row], layout: Layout, values: torch.Tensor) -> None:
                 place[:] = values[run.rows, None, :, None]
 
 
-def read(rows: Sequence[Row], layout: Layout) -> list[list[list[float]]]:
+def read(rows: Sequence[Row], layout: PageLayout) -> list[list[list[float]]]:
     """For each group the positions that each row keeps; all channels must agree."""
     result = []
     for number, group in enumerate(layout.groups):

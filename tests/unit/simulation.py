@@ -17,17 +17,17 @@ from typing import Any
 import grpc
 import torch
 
-from swarm_client.transport.transport import Server
+from swarm_client.transport.transport import ServerConnection
 from swarm_protocol.dht.records import ServerRecord, SwarmView
 from swarm_protocol.errors import PeerUnavailable, RequestRejected
 from swarm_protocol.span import Span
-from swarm_server.engine.session_state import Change, Crop, RecordPast, Reorder, Step
+from swarm_server.engine.session_state import Crop, HistoryChange, RecordPast, Reorder, SessionStep
 from swarm_server.kv.kv_cache import CacheBudget, Lease
 from swarm_server.kv.kv_transfer import Stored
-from swarm_server.net.push import Neighbours
-from swarm_server.net.validation import Rules
+from swarm_server.net.push import ChannelPool
+from swarm_server.net.validation import RequestValidator
 from swarm_server.rpc.service import BlocksService
-from swarm_server.sessions.host import Host
+from swarm_server.sessions.host import SessionManager
 from swarm_server.training.training_memory import TrainingMemory
 
 MODEL, REVISION, NUM_BLOCKS = "toy", "0", 6
@@ -139,7 +139,7 @@ class ToyEngine:
         session.rows = ()
         session.lease.close()
 
-    def run(self, session: ToySession, step: Step) -> torch.Tensor:
+    def run(self, session: ToySession, step: SessionStep) -> torch.Tensor:
         if not bool(torch.isfinite(step.inputs.hidden).all()):
             raise RequestRejected("the hidden states sent are not finite")
         rows = self._changed(session, step.start, step.changes)
@@ -160,7 +160,7 @@ class ToyEngine:
         values = [[*(block[start:end] for block in row.keys), row.outputs[start:end]] for row in session.rows]
         return Stored(end - start, (end - start,), torch.tensor(values).view(torch.uint8).flatten())
 
-    def adopt(self, session: ToySession, start: int, changes: Sequence[Change], stored: Stored) -> None:
+    def adopt(self, session: ToySession, start: int, changes: Sequence[HistoryChange], stored: Stored) -> None:
         rows = self._changed(session, start, changes)
         shape = len(rows), len(session.blocks) + 1, stored.num_tokens
         if stored.data.numel() != 4 * torch.Size(shape).numel():
@@ -174,7 +174,7 @@ class ToyEngine:
             for row, added in zip(rows, values, strict=True)
         )
 
-    def _changed(self, session: ToySession, start: int, changes: Sequence[Change]) -> tuple[ToyRow, ...]:
+    def _changed(self, session: ToySession, start: int, changes: Sequence[HistoryChange]) -> tuple[ToyRow, ...]:
         rows = session.rows
         if not rows:
             raise RequestRejected("the session is closed")
@@ -212,7 +212,7 @@ class ToyScheduler:
         self._engine = engine
         self._chance = chance
 
-    async def step(self, session: ToySession, step: Step) -> torch.Tensor:
+    async def step(self, session: ToySession, step: SessionStep) -> torch.Tensor:
         await asyncio.sleep(self._chance.uniform(0.001, 0.02))
         return self._engine.run(session, step)
 
@@ -235,14 +235,14 @@ class ToyServer:
         self.tasks: dict[asyncio.Task, None] = {}  # in order: runs can be repeated
         self.engine = ToyEngine()
         self.budget = CacheBudget(capacity, 1)
-        rules = Rules(MODEL, REVISION, span, 1, None, max_step_tokens=max_step_tokens)
+        validator = RequestValidator(MODEL, REVISION, span, 1, None, max_step_tokens=max_step_tokens)
 
         async def connect(address: str, *_options: Any) -> Channel:
             return net.connect(name, address)
 
         scheduler = ToyScheduler(self.engine, net.chance)
         training = TrainingMemory(self.budget)
-        self.host = Host(self.engine, scheduler, self.budget, rules, Neighbours(connect), 100, training)
+        self.host = SessionManager(self.engine, scheduler, self.budget, validator, ChannelPool(connect), 100, training)
         self.service = BlocksService(self.host, self.record().to_proto, 1e9)
 
     def record(self) -> ServerRecord:
@@ -306,9 +306,9 @@ class Net:
             raise PeerUnavailable(f"nobody answers at {name}", name)
         return Channel(self, client, server)
 
-    async def connect_client(self, record: ServerRecord, step_timeout_s: float) -> Server:
+    async def connect_client(self, record: ServerRecord, step_timeout_s: float) -> ServerConnection:
         await asyncio.sleep(0.001)
-        return Server(record, self.connect("client", record.peer_id), step_timeout_s)
+        return ServerConnection(record, self.connect("client", record.peer_id), step_timeout_s)
 
 
 # ---------------------------------------------------------------- gRPC

@@ -11,7 +11,7 @@ import torch
 from swarm_protocol.checkpoints.families import WEIGHT_IS_READ
 from swarm_protocol.checkpoints.int8_linear import Int8Linear, Int8Weight, quantize_rows
 from swarm_server.blocks.quantization import bnb
-from swarm_server.blocks.quantization.experts import Layout, QuantizedExperts
+from swarm_server.blocks.quantization.experts import ExpertLayout, QuantizedExperts
 from swarm_server.blocks.quantization.report import Left, Report
 from swarm_server.core.config import METHODS
 
@@ -50,9 +50,9 @@ def quantize_(
     quantizer = _Quantizer(method, device, compute_dtype, int8_weight)
     num_expert_weights = 0
     if method != "none":
-        for name in [name for name, part in module.named_modules() if Layout.of(part)]:
+        for name in [name for name, part in module.named_modules() if ExpertLayout.of(part)]:
             experts = module.get_submodule(name)
-            module.set_submodule(name, QuantizedExperts(experts, Layout.of(experts), quantizer.linear))
+            module.set_submodule(name, QuantizedExperts(experts, ExpertLayout.of(experts), quantizer.linear))
         num_expert_weights = len(quantizer.layers)
         for name in _linear_names(module):
             linear = module.get_submodule(name)

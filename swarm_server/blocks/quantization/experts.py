@@ -13,7 +13,7 @@ BuildLinear = Callable[[Callable[[], torch.Tensor], torch.Tensor | None], torch.
 
 
 @dataclass(frozen=True)
-class Layout:
+class ExpertLayout:
     """How one class of fused experts keeps its matrices and is called."""
 
     up: str  # parameter of each expert's first matrix; its bias, if any, is named ``<up>_bias``
@@ -23,7 +23,7 @@ class Layout:
     down: str = "down_proj"
 
     @staticmethod
-    def of(module: torch.nn.Module) -> Layout | None:
+    def of(module: torch.nn.Module) -> ExpertLayout | None:
         """The layout of ``module``, or None where it is not fused experts of a known kind.
 
         Classes under transformers' ``use_experts_implementation`` state their layout as attributes; others are in
@@ -34,8 +34,8 @@ class Layout:
         if not (hasattr(module, "is_transposed") and hasattr(module, "has_gate")):
             return None
         if module.has_gate:
-            return Layout("gate_up_proj", module.is_transposed, type(module)._apply_gate)
-        return Layout("up_proj", module.is_transposed, _activate)
+            return ExpertLayout("gate_up_proj", module.is_transposed, type(module)._apply_gate)
+        return ExpertLayout("up_proj", module.is_transposed, _activate)
 
 
 def _activate(experts: torch.nn.Module, up: torch.Tensor) -> torch.Tensor:
@@ -48,7 +48,7 @@ def _activate_gate(experts: torch.nn.Module, gate_up: torch.Tensor) -> torch.Ten
 
 
 UNDECLARED = {
-    "Llama4TextExperts": Layout("gate_up_proj", transposed=True, activation=_activate_gate, routed=False),
+    "Llama4TextExperts": ExpertLayout("gate_up_proj", transposed=True, activation=_activate_gate, routed=False),
 }
 
 
@@ -59,7 +59,7 @@ class QuantizedExperts(torch.nn.Module):
     depends on the other tokens no more than the linears do.
     """
 
-    def __init__(self, experts: torch.nn.Module, layout: Layout, build: BuildLinear) -> None:
+    def __init__(self, experts: torch.nn.Module, layout: ExpertLayout, build: BuildLinear) -> None:
         """Takes the matrices out of ``experts`` as they are quantised; the rest of it stays in use (activation)."""
         super().__init__()
         self.layout = layout

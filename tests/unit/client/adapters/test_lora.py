@@ -21,7 +21,7 @@ from swarm_server.adapters.lora import PlacedAdapter
 from swarm_server.blocks.blocks import load_blocks
 from swarm_server.blocks.quantization import TRANSPOSED, quantize_
 from swarm_server.engine.engine import Engine
-from swarm_server.engine.session_state import Session, Step
+from swarm_server.engine.session_state import Session, SessionStep
 from swarm_server.kv.kv_cache import CacheBudget
 from swarm_server.kv.prefix_cache import PrefixCache
 from tests.adapted import SALT, LocalModel
@@ -194,11 +194,11 @@ class Generation:
         self.inputs: list[torch.Tensor] = []
         self.outputs: list[torch.Tensor] = []
 
-    def step(self, num_tokens: int) -> tuple[Session, Step]:
+    def step(self, num_tokens: int) -> tuple[Session, SessionStep]:
         start = sum(hidden.shape[1] for hidden in self.inputs)
         hidden = random(self.session.batch_size, num_tokens, HIDDEN, seed=1000 * self.seed + start)
         self.inputs.append(hidden)
-        return self.session, Step(start, BlockInput(hidden))
+        return self.session, SessionStep(start, BlockInput(hidden))
 
     def check(self) -> torch.Tensor:
         output = torch.cat(self.outputs, 1)
@@ -250,7 +250,7 @@ def test_a_prompt_in_chunks_is_that_prompt(engine):
     generation.check()
     session = generation.session
     again = generation.inputs[1]
-    (output,) = engine.run([(session, Step(4, BlockInput(again)))])  # takes back what came after position 4
+    (output,) = engine.run([(session, SessionStep(4, BlockInput(again)))])  # takes back what came after position 4
     assert_same(output, generation.outputs[1])
 
 
@@ -264,7 +264,7 @@ def test_sessions_share_beginnings_only_with_the_same_adapter(engine, local):
         tokens = []
         engine.meter = type("Meter", (), {"add": lambda _self, _blocks, _rows, new, _s: tokens.append(new)})()
         session = engine.open(HOSTED, 1, budget.lease("client"), adapter=adapter)
-        (output,) = engine.run([(session, Step(0, BlockInput(hidden), num_wanted=1))])
+        (output,) = engine.run([(session, SessionStep(0, BlockInput(hidden), num_wanted=1))])
         assert_same(output[:, -1], engine.stateless.forward(HOSTED, BlockInput(hidden), adapter)[:, -1])
         engine.close(session)
         return sum(tokens)

@@ -7,10 +7,10 @@ import asyncio
 import pytest
 import torch
 
-from swarm_client.adapters.snapshots import NOTHING, Added, Gifts, Part, Snapshot
+from swarm_client.adapters.snapshots import NOTHING, AdapterUploader, Added, Part, Snapshot
 from swarm_client.routing.routing import Wanted, usable
 from swarm_protocol.dht.records import SwarmView
-from swarm_protocol.errors import Forgotten
+from swarm_protocol.errors import CacheMiss
 from swarm_protocol.pb import swarm_pb2 as pb
 from swarm_protocol.span import Span
 from swarm_protocol.wire.adapters import Adapter, LowRank, Prompt, adapter_key
@@ -96,7 +96,7 @@ class Forgetful:
             self.times -= 1
             self.has.clear()
         if name is not None and name.key not in self.has:
-            raise Forgotten("gone", "peer")
+            raise CacheMiss("gone", "peer")
         return "done"
 
 
@@ -109,9 +109,9 @@ def test_a_server_that_forgets_is_given_it_again(times):
     server = Forgetful(times)
 
     async def scenario() -> None:
-        gifts = Gifts(server.put)
+        uploader = AdapterUploader(server.put)
         for _ in range(3):
-            assert await gifts.use(gift(), Span(0, 1), server.request) == "done"
+            assert await uploader.use(gift(), Span(0, 1), server.request) == "done"
 
     run(scenario())
     assert server.puts == [b"data"] * (1 + times)
@@ -119,8 +119,8 @@ def test_a_server_that_forgets_is_given_it_again(times):
 
 def test_a_server_that_forgets_everything_is_given_up():
     server = Forgetful(1000)
-    with pytest.raises(Forgotten):
-        run(Gifts(server.put).use(gift(), Span(0, 1), server.request))
+    with pytest.raises(CacheMiss):
+        run(AdapterUploader(server.put).use(gift(), Span(0, 1), server.request))
     assert 2 <= len(server.puts) <= 5
 
 
@@ -128,8 +128,8 @@ def test_requests_at_once_share_a_gift():
     server = Forgetful(0)
 
     async def scenario() -> None:
-        gifts = Gifts(server.put)
-        await asyncio.gather(*(gifts.use(gift(), Span(0, 1), server.request) for _ in range(8)))
+        uploader = AdapterUploader(server.put)
+        await asyncio.gather(*(uploader.use(gift(), Span(0, 1), server.request) for _ in range(8)))
 
     run(scenario())
     assert server.puts == [b"data"]
@@ -137,7 +137,7 @@ def test_requests_at_once_share_a_gift():
 
 def test_nothing_to_give():
     server = Forgetful(0)
-    assert run(Gifts(server.put).use(None, Span(0, 1), server.request)) == "done"
+    assert run(AdapterUploader(server.put).use(None, Span(0, 1), server.request)) == "done"
     assert server.puts == []
 
 

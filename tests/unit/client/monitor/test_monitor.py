@@ -1,4 +1,4 @@
-"""What an observer makes of servers that come, go, hang and change, and of a DHT that cannot be read."""
+"""What a monitor makes of servers that come, go, hang and change, and of a DHT that cannot be read."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 from swarm_client.core.config import ClientConfig
 from swarm_client.monitor.model_monitor import ModelStatus, ServerStatus
-from swarm_client.monitor.monitor import Observer, Sight
+from swarm_client.monitor.monitor import Monitor, SwarmSnapshot
 from swarm_protocol.dht.records import ServerRecord, ServerState, SwarmView
 from swarm_protocol.errors import NoSwarm, PeerUnavailable
 from tests.unit.simulation import VirtualLoop
@@ -86,7 +86,7 @@ def run(coroutine: Coroutine[Any, Any, None]) -> None:
         loop.close()
 
 
-def observer(net: Net, model: str | None = None, *others: Net) -> Observer:
+def monitor(net: Net, model: str | None = None, *others: Net) -> Monitor:
     """``others``: whom it finds when it joins again."""
     nets = iter([net, *others])
 
@@ -100,28 +100,28 @@ def observer(net: Net, model: str | None = None, *others: Net) -> Observer:
         owner = next(net for net in (net, *others) if record.peer_id in net.records)
         return await owner.connect(record, step_timeout_s)
 
-    return Observer(ClientConfig(), model, join=join, connect=connect)
+    return Monitor(ClientConfig(), model, join=join, connect=connect)
 
 
-def only(sight: Sight) -> ModelStatus:
-    (model,) = sight.models
+def only(snapshot: SwarmSnapshot) -> ModelStatus:
+    (model,) = snapshot.models
     return model
 
 
-def find(sight: Sight, peer_id: str) -> ServerStatus:
-    (server,) = [server for server in only(sight).servers if server.record.peer_id == peer_id]
+def find(snapshot: SwarmSnapshot, peer_id: str) -> ServerStatus:
+    (server,) = [server for server in only(snapshot).servers if server.record.peer_id == peer_id]
     return server
 
 
-def chain(sight: Sight) -> list[str]:
-    return [f"{hop.server.peer_id} {hop.span}" for hop in only(sight).chain]
+def chain(snapshot: SwarmSnapshot) -> list[str]:
+    return [f"{hop.server.peer_id} {hop.span}" for hop in only(snapshot).chain]
 
 
-async def until(watcher: Observer, condition: Any) -> Sight:
+async def until(watcher: Monitor, condition: Any) -> SwarmSnapshot:
     """Looks again until the condition of what is seen holds."""
-    while not condition(sight := await watcher.look_again(2.0)):
+    while not condition(snapshot := await watcher.look_again(2.0)):
         await asyncio.sleep(2.0)
-    return sight
+    return snapshot
 
 
 TWO_WAYS = [server_record("a", "0:4"), server_record("b", "4:8", tokens_per_s=20), server_record("c", "4:8")]
@@ -131,11 +131,11 @@ def test_one_look():
     async def test() -> None:
         net = Net(*TWO_WAYS)
         net.delays_s["c"] = 0.3
-        sight = await observer(net).look()
-        assert chain(sight) == ["a 0:4", "b 4:8"]
-        assert [server.rtt_s for server in only(sight).servers] == [0.01, 0.01, 0.3]
-        assert only(sight).tokens_per_s == pytest.approx(1 / (1 / 10 + 1 / 20 + 0.01 + 0.01))
-        assert only(sight).missing == () and sight.stale_s is None
+        snapshot = await monitor(net).look()
+        assert chain(snapshot) == ["a 0:4", "b 4:8"]
+        assert [server.rtt_s for server in only(snapshot).servers] == [0.01, 0.01, 0.3]
+        assert only(snapshot).tokens_per_s == pytest.approx(1 / (1 / 10 + 1 / 20 + 0.01 + 0.01))
+        assert only(snapshot).missing == () and snapshot.stale_s is None
 
     run(test())
 
@@ -148,10 +148,10 @@ def test_who_is_dead_or_hangs_does_not_answer_and_is_not_on_the_chain(hangs):
             net.delays_s["b"] = FOREVER
         else:
             del net.alive["b"]
-        sight = await observer(net).look()
-        assert not find(sight, "b").answers and find(sight, "b").rtt_s is None
-        assert chain(sight) == ["a 0:4", "c 4:8"]
-        assert only(sight).replicas == [1] * 8
+        snapshot = await monitor(net).look()
+        assert not find(snapshot, "b").answers and find(snapshot, "b").rtt_s is None
+        assert chain(snapshot) == ["a 0:4", "c 4:8"]
+        assert only(snapshot).replicas == [1] * 8
 
     run(test())
 
@@ -160,8 +160,8 @@ def test_blocks_of_the_dead_are_missing():
     async def test() -> None:
         net = Net(*TWO_WAYS[:2])
         del net.alive["b"]
-        sight = await observer(net).look()
-        assert [str(span) for span in only(sight).missing] == ["4:8"] and chain(sight) == []
+        snapshot = await monitor(net).look()
+        assert [str(span) for span in only(snapshot).missing] == ["4:8"] and chain(snapshot) == []
 
     run(test())
 
@@ -169,14 +169,16 @@ def test_blocks_of_the_dead_are_missing():
 def test_load_and_room_are_those_of_now():
     async def test() -> None:
         net = Net(server_record("a", "0:8", cache_tokens_left=1000))
-        watcher = observer(net)
+        watcher = monitor(net)
         await watcher.look()
         net.alive["a"] = dataclasses.replace(net.records["a"], cache_tokens_left=10, queue_delay_s=0.5)
-        sight = await until(watcher, lambda sight: find(sight, "a").record.cache_tokens_left == 10)
-        assert find(sight, "a").record.queue_delay_s == 0.5
+        snapshot = await until(watcher, lambda snapshot: find(snapshot, "a").record.cache_tokens_left == 10)
+        assert find(snapshot, "a").record.queue_delay_s == 0.5
         net.records["a"] = dataclasses.replace(net.records["a"], cache_tokens_left=20, expires_at=FOREVER)  # newer
         net.delays_s["a"] = FOREVER
-        await until(watcher, lambda sight: find(sight, "a").answers and find(sight, "a").record.cache_tokens_left == 20)
+        await until(
+            watcher, lambda snapshot: find(snapshot, "a").answers and find(snapshot, "a").record.cache_tokens_left == 20
+        )
 
     run(test())
 
@@ -184,18 +186,18 @@ def test_load_and_room_are_those_of_now():
 def test_servers_come_die_and_come_back():
     async def test() -> None:
         net = Net(*TWO_WAYS)
-        watcher = observer(net)
+        watcher = monitor(net)
         await watcher.look()
         net.publish(server_record("d", "0:8", tokens_per_s=100))
-        await until(watcher, lambda sight: chain(sight) == ["d 0:8"])
+        await until(watcher, lambda snapshot: chain(snapshot) == ["d 0:8"])
         del net.alive["d"]
-        sight = await until(watcher, lambda sight: not find(sight, "d").answers)
-        assert "d 0:8" not in chain(sight)
+        snapshot = await until(watcher, lambda snapshot: not find(snapshot, "d").answers)
+        assert "d 0:8" not in chain(snapshot)
         assert chain(await until(watcher, chain)) == ["a 0:4", "b 4:8"]
         net.alive["d"] = net.records["d"]
-        await until(watcher, lambda sight: find(sight, "d").answers)
+        await until(watcher, lambda snapshot: find(snapshot, "d").answers)
         del net.records["c"]
-        await until(watcher, lambda sight: len(only(sight).servers) == 3)
+        await until(watcher, lambda snapshot: len(only(snapshot).servers) == 3)
 
     run(test())
 
@@ -204,12 +206,12 @@ def test_who_was_started_again_is_taken_for_there():
     async def test() -> None:
         net = Net(*TWO_WAYS)
         del net.alive["b"]
-        watcher = observer(net)
+        watcher = monitor(net)
         assert not find(await watcher.look(), "b").answers
         net.publish(dataclasses.replace(net.records["b"], tls_fingerprint=b"new", state=ServerState.JOINING))
         net.delays_s["b"] = FOREVER  # it does not listen yet
-        sight = await until(watcher, lambda sight: find(sight, "b").answers)
-        assert find(sight, "b").record.state is ServerState.JOINING
+        snapshot = await until(watcher, lambda snapshot: find(snapshot, "b").answers)
+        assert find(snapshot, "b").record.state is ServerState.JOINING
 
     run(test())
 
@@ -219,11 +221,13 @@ def test_of_several_revisions_the_one_with_most_servers_is_used():
         old = [server_record(name, "0:8", revision="old") for name in "ab"]
         new = [server_record(name, "0:8", revision="new", tokens_per_s=100) for name in "cde"]
         net = Net(*old, *new)
-        watcher = observer(net)
-        sight = await watcher.look()
-        assert only(sight).revision == "new" and only(sight).replicas == [3] * 8
+        watcher = monitor(net)
+        snapshot = await watcher.look()
+        assert only(snapshot).revision == "new" and only(snapshot).replicas == [3] * 8
         del net.alive["c"], net.alive["d"]
-        await until(watcher, lambda sight: only(sight).revision == "old" and chain(sight) in (["a 0:8"], ["b 0:8"]))
+        await until(
+            watcher, lambda snapshot: only(snapshot).revision == "old" and chain(snapshot) in (["a 0:8"], ["b 0:8"])
+        )
 
     run(test())
 
@@ -231,15 +235,15 @@ def test_of_several_revisions_the_one_with_most_servers_is_used():
 def test_a_dht_that_cannot_be_read_leaves_the_last_picture():
     async def test() -> None:
         net = Net(*TWO_WAYS)
-        watcher = observer(net)
+        watcher = monitor(net)
         await watcher.look()
         records, net.records = net.records, {}
-        sight = await until(watcher, lambda sight: sight.stale_s is not None)
-        assert len(only(sight).servers) == 3
+        snapshot = await until(watcher, lambda snapshot: snapshot.stale_s is not None)
+        assert len(only(snapshot).servers) == 3
         net.alive.clear()
-        await until(watcher, lambda sight: not any(server.answers for server in only(sight).servers))
+        await until(watcher, lambda snapshot: not any(server.answers for server in only(snapshot).servers))
         net.records = net.alive = records
-        await until(watcher, lambda sight: sight.stale_s is None and chain(sight))
+        await until(watcher, lambda snapshot: snapshot.stale_s is None and chain(snapshot))
 
     run(test())
 
@@ -247,10 +251,10 @@ def test_a_dht_that_cannot_be_read_leaves_the_last_picture():
 def test_others_are_found_when_all_are_gone():
     async def test() -> None:
         net, later = Net(*TWO_WAYS), Net(server_record("z", "0:8"))
-        watcher = observer(net, None, later)
+        watcher = monitor(net, None, later)
         await watcher.look()
         net.alive.clear()  # but the DHT's node remembers them
-        await until(watcher, lambda sight: chain(sight) == ["z 0:8"])
+        await until(watcher, lambda snapshot: chain(snapshot) == ["z 0:8"])
         assert [server.record.peer_id for server in only(await watcher.look_again(2.0)).servers] == ["z"]
 
     run(test())
@@ -259,14 +263,14 @@ def test_others_are_found_when_all_are_gone():
 def test_a_view_without_servers_is_believed_when_nobody_answers():
     async def test() -> None:
         net = Net(*TWO_WAYS, server_record("z", "0:8", model="other"))
-        watcher = observer(net, "model")
+        watcher = monitor(net, "model")
         await watcher.look()
         for name in "abc":
             del net.alive[name]
             net.records[name] = dataclasses.replace(net.records[name], model="other")
         net.records["none"] = server_record("none", model="model")
         net.view = lambda model, num_blocks: asyncio.sleep(0, SwarmView())
-        await until(watcher, lambda sight: not sight.models)
+        await until(watcher, lambda snapshot: not snapshot.models)
 
     run(test())
 
@@ -274,10 +278,10 @@ def test_a_view_without_servers_is_believed_when_nobody_answers():
 def test_a_crowd_is_asked_bit_by_bit():
     async def test() -> None:
         net = Net(*(server_record(f"s{number:04}", "0:8") for number in range(1000)))
-        watcher = observer(net)
-        sight = await watcher.look()
-        known = [server for server in only(sight).servers if server.rtt_s is not None]
-        assert 150 <= len(known) <= 250 and len(chain(sight)) == 1
+        watcher = monitor(net)
+        snapshot = await watcher.look()
+        known = [server for server in only(snapshot).servers if server.rtt_s is not None]
+        assert 150 <= len(known) <= 250 and len(chain(snapshot)) == 1
         for _ in range(20):
             await watcher.look_again(2.0)
         assert net.most_under_way <= 64 and net.connections <= 300  # choosing a chain, the client measures some more
@@ -288,13 +292,13 @@ def test_a_crowd_is_asked_bit_by_bit():
 def test_a_model_that_nobody_hosts():
     async def test() -> None:
         with pytest.raises(NoSwarm, match=r"hosts model 'nope'; its models: model$"):
-            await observer(Net(*TWO_WAYS), "nope").look()
+            await monitor(Net(*TWO_WAYS), "nope").look()
 
     run(test())
 
 
 def test_a_swarm_without_servers():
     async def test() -> None:
-        assert (await observer(Net()).look()).models == ()
+        assert (await monitor(Net()).look()).models == ()
 
     run(test())

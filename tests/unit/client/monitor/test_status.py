@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console, Group
 
 from swarm_client.monitor.model_monitor import ModelStatus, ServerStatus
-from swarm_client.monitor.monitor import Sight
+from swarm_client.monitor.monitor import SwarmSnapshot
 from swarm_client.monitor.status import as_json, picture, show
 from swarm_client.routing.routing import Hop
 from swarm_protocol.dht.records import ServerRecord, ServerState
@@ -40,16 +40,16 @@ def model(*servers: ServerStatus, chain: dict[str, str] | None = None, num_block
     return dataclasses.replace(status, chain=hops, tokens_per_s=12.345)
 
 
-def shown(status: ModelStatus, width: int, **sight: float) -> list[str]:
+def shown(status: ModelStatus, width: int, **snapshot: float) -> list[str]:
     output = io.StringIO()
-    show(Console(file=output, width=width), "home", Sight((status,), **sight))
+    show(Console(file=output, width=width), "home", SwarmSnapshot((status,), **snapshot))
     return [line.rstrip() for line in output.getvalue().splitlines()]
 
 
 def screen(models: list[ModelStatus], width: int, height: int) -> list[str]:
     """What a terminal shows."""
     output = io.StringIO()
-    Console(file=output, width=width).print(Group(*picture("home", Sight(tuple(models)), width, height)))
+    Console(file=output, width=width).print(Group(*picture("home", SwarmSnapshot(tuple(models)), width, height)))
     return [line.rstrip() for line in output.getvalue().splitlines()]
 
 
@@ -200,12 +200,12 @@ def test_a_dht_that_cannot_be_read_is_mentioned(whole):
 
 def test_empty_swarm():
     output = io.StringIO()
-    show(Console(file=output, width=80), "home", Sight(()))
+    show(Console(file=output, width=80), "home", SwarmSnapshot(()))
     assert output.getvalue() == "swarm home has no servers\n"
 
 
 def test_json_says_the_same(gap):
-    data = json.loads(json.dumps(as_json("home", Sight((gap,)))))
+    data = json.loads(json.dumps(as_json("home", SwarmSnapshot((gap,)))))
     (entry,) = data["models"]
     assert data["swarm"] == "home" and entry["model"] == "some-model" and entry["num_blocks"] == 20
     assert entry["replicas"] == [1] * 4 + [2] * 4 + [1] * 4 + [0] * 8
@@ -218,7 +218,7 @@ def test_json_says_the_same(gap):
 def test_json_of_chain_and_round_trips():
     moving = server("bbbbbb", "0:9", rtt_s=None, state=DRAINING, next_span=Span(3, 15), expires_at=math.inf)
     status = model(server("aaaaaa", "0:20"), moving, server("cccccc", "0:20", answers=False), chain={"aaaaaa": "0:20"})
-    (entry,) = json.loads(json.dumps(as_json("home", Sight((status,))), allow_nan=False))["models"]
+    (entry,) = json.loads(json.dumps(as_json("home", SwarmSnapshot((status,))), allow_nan=False))["models"]
     assert entry["chain"] == [{"peer_id": "peer-aaaaaa", "blocks": "0:20"}]
     assert entry["tokens_per_s_estimate"] == 12.345
     assert [server["rtt_s"] for server in entry["servers"]] == [0.0042, None, None]

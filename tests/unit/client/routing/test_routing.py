@@ -14,9 +14,9 @@ from swarm_client.routing.routing import (
     ASSUMED_TOKENS_PER_S,
     KEEP_MARGIN,
     NO_ROOM_S,
-    Chain,
     Costs,
     Hop,
+    Route,
     Wanted,
     best_replica,
     fastest_chain,
@@ -35,7 +35,7 @@ NEED = 100
 NEAR = Costs({}, need_tokens=NEED)  # every server is at the client's side
 
 
-def cost(chain: Chain, costs: Costs) -> float:
+def cost(chain: Route, costs: Costs) -> float:
     """Seconds for one token: what `fastest_chain` says it minimises, told differently."""
     to_client = {hop.server.peer_id: costs.rtts_s.get(hop.server.peer_id, costs.unknown_rtt_s) / 2 for hop in chain}
     total = to_client[chain[0].server.peer_id] + to_client[chain[-1].server.peer_id]
@@ -53,7 +53,7 @@ def cost(chain: Chain, costs: Costs) -> float:
     return total
 
 
-def all_chains(servers: tuple[ServerRecord, ...], start: int, end: int) -> Iterator[Chain]:
+def all_chains(servers: tuple[ServerRecord, ...], start: int, end: int) -> Iterator[Route]:
     if start == end:
         yield ()
     for server in servers:
@@ -114,7 +114,7 @@ def ends(blocks: Span) -> tuple[int, int]:
     return blocks.start, blocks.end
 
 
-def spans(chain: Chain) -> list[tuple[str, str]]:
+def spans(chain: Route) -> list[tuple[str, str]]:
     return [(hop.server.peer_id, str(hop.span)) for hop in chain]
 
 
@@ -202,7 +202,7 @@ def test_a_chain_that_is_gone_is_not_kept() -> None:
 # ------------------------------------------------------------ several at once
 
 
-def shares(chains: list[Chain], block: int) -> Counter[str]:
+def shares(chains: list[Route], block: int) -> Counter[str]:
     """How many chains compute a block on each server."""
     return Counter(hop.server.peer_id for chain in chains for hop in chain if block in hop.span)
 

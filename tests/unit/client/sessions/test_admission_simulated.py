@@ -13,7 +13,7 @@ import torch
 from swarm_client.core.config import ClientConfig
 from swarm_client.sessions.session import RemoteSession
 from swarm_client.swarm.swarm import Swarm
-from swarm_client.transport.transport import Server
+from swarm_client.transport.transport import ServerConnection
 from swarm_protocol.dht.records import ServerRecord
 from swarm_protocol.errors import NoRoute, PeerBusy, RecoveryFailed
 from swarm_protocol.span import Span
@@ -76,9 +76,9 @@ class Crowd(Scenario):
     async def client(self, name: str, wait_timeout_s: float, **options: Any) -> Swarm:
         config = ClientConfig(wait_timeout_s=wait_timeout_s, step_timeout_s=20.0, **options)
 
-        async def connect(record: ServerRecord, step_timeout_s: float) -> Server:
+        async def connect(record: ServerRecord, step_timeout_s: float) -> ServerConnection:
             await asyncio.sleep(0.001)
-            return Server(record, self.net.connect(name, record.peer_id), step_timeout_s)
+            return ServerConnection(record, self.net.connect(name, record.peer_id), step_timeout_s)
 
         swarm = Swarm(config, MODEL, REVISION, NUM_BLOCKS, dht=self.net, connect=connect)
         await swarm.connect()

@@ -7,7 +7,7 @@ from math import inf
 
 import pytest
 
-from swarm_client.swarm.peer_health import FAILED, SILENT, Bans, RoundTrips
+from swarm_client.swarm.peer_health import FAILED, SILENT, PeerBackoff, RttTracker
 from swarm_protocol.dht.records import ServerRecord
 from tests.unit.support import run, server_record
 
@@ -32,7 +32,7 @@ def servers(*names: str) -> list[ServerRecord]:
 
 def test_unknown_round_trips_are_measured_once() -> None:
     pings = Pings({"a": 0.1, "b": 0.2})
-    trips = RoundTrips(pings)
+    trips = RttTracker(pings)
 
     async def story() -> None:
         assert await trips.measure(servers("a"), servers("a", "b")) == set()
@@ -46,7 +46,7 @@ def test_unknown_round_trips_are_measured_once() -> None:
 def test_those_who_do_not_answer_are_named() -> None:
     """One refuses, one is silent, and nobody waits for it for ever."""
     pings = Pings({"a": 0.1, "refuses": None})
-    trips = RoundTrips(pings)
+    trips = RttTracker(pings)
 
     async def story() -> None:
         assert await trips.measure(servers("a", "refuses", "silent"), []) == {"refuses", "silent"}
@@ -58,7 +58,7 @@ def test_those_who_do_not_answer_are_named() -> None:
 def test_of_many_only_some_are_asked_at_a_time() -> None:
     names = [f"s{number:03}" for number in range(500)]
     pings = Pings(dict.fromkeys(names, 0.1))
-    trips = RoundTrips(pings)
+    trips = RttTracker(pings)
 
     async def story() -> None:
         await trips.measure(servers("s499"), servers(*names))
@@ -70,7 +70,7 @@ def test_of_many_only_some_are_asked_at_a_time() -> None:
 
 def test_who_failed_is_measured_anew() -> None:
     pings = Pings({"a": 0.1})
-    trips = RoundTrips(pings)
+    trips = RttTracker(pings)
 
     async def story() -> None:
         await trips.measure(servers("a"), [])
@@ -83,7 +83,7 @@ def test_who_failed_is_measured_anew() -> None:
 
 
 def test_an_unknown_server_is_taken_for_near_or_far() -> None:
-    trips = RoundTrips(Pings({}))
+    trips = RttTracker(Pings({}))
     assert trips.guess_s(hopeful=True) == 0.0
     assert trips.guess_s(hopeful=False) > 5.0  # no server that is known is so far
 
@@ -92,48 +92,48 @@ def test_an_unknown_server_is_taken_for_near_or_far() -> None:
 
 
 def test_a_ban_ends_and_grows() -> None:
-    bans = Bans()
-    bans.add("a", 100.0, None)
-    assert bans.now(104.9, []) == {"a": FAILED}
-    assert bans.now(105.1, []) == {}
-    bans.add("a", 110.0, None)
-    assert bans.now(119.9, []) == {"a": FAILED}
-    assert bans.now(120.1, []) == {}
+    backoff = PeerBackoff()
+    backoff.add("a", 100.0, None)
+    assert backoff.now(104.9, []) == {"a": FAILED}
+    assert backoff.now(105.1, []) == {}
+    backoff.add("a", 110.0, None)
+    assert backoff.now(119.9, []) == {"a": FAILED}
+    assert backoff.now(120.1, []) == {}
     for _ in range(10):
-        bans.add("a", 200.0, None)
-    assert bans.now(259.0, []) == {"a": FAILED} and bans.now(261.0, []) == {}
+        backoff.add("a", 200.0, None)
+    assert backoff.now(259.0, []) == {"a": FAILED} and backoff.now(261.0, []) == {}
 
 
 def test_a_server_that_works_is_forgiven() -> None:
-    bans = Bans()
+    backoff = PeerBackoff()
     for _ in range(5):
-        bans.add("a", 100.0, 500.0)
-    bans.forgive("a")
-    assert bans.now(100.0, [server_record("a", expires_at=500.0)]) == {}
-    bans.add("a", 200.0, None)
-    assert bans.now(205.1, []) == {}  # it starts anew
+        backoff.add("a", 100.0, 500.0)
+    backoff.reset("a")
+    assert backoff.now(100.0, [server_record("a", expires_at=500.0)]) == {}
+    backoff.add("a", 200.0, None)
+    assert backoff.now(205.1, []) == {}  # it starts anew
 
 
 def test_who_did_not_answer_stays_out_until_it_is_heard_of() -> None:
     """A record lives on for minutes after its server died."""
-    bans = Bans()
-    bans.add("a", 100.0, expires_at=500.0)
+    backoff = PeerBackoff()
+    backoff.add("a", 100.0, expires_at=500.0)
     same, newer = server_record("a", expires_at=500.0), server_record("a", expires_at=520.0)
-    assert bans.now(101.0, [newer]) == {"a": SILENT}
-    assert bans.now(300.0, [same]) == {"a": SILENT}
-    assert bans.now(300.0, [newer]) == {}
+    assert backoff.now(101.0, [newer]) == {"a": SILENT}
+    assert backoff.now(300.0, [same]) == {"a": SILENT}
+    assert backoff.now(300.0, [newer]) == {}
 
 
 @pytest.mark.parametrize("expires_at", [None, 500.0])
 def test_without_another_way_only_the_last_moment_counts(expires_at: float | None) -> None:
-    bans = Bans()
-    bans.add("a", 100.0, expires_at)
+    backoff = PeerBackoff()
+    backoff.add("a", 100.0, expires_at)
     record = server_record("a", expires_at=500.0)
-    assert set(bans.now(100.9, [record], just_now=True)) == {"a"}
-    assert bans.now(101.1, [record], just_now=True) == {}
+    assert set(backoff.now(100.9, [record], just_now=True)) == {"a"}
+    assert backoff.now(101.1, [record], just_now=True) == {}
 
 
 def test_a_record_that_never_expires_says_nothing_about_life() -> None:
-    bans = Bans()
-    bans.add("a", 100.0, expires_at=inf)
-    assert bans.now(106.0, [server_record("a")]) == {}
+    backoff = PeerBackoff()
+    backoff.add("a", 100.0, expires_at=inf)
+    assert backoff.now(106.0, [server_record("a")]) == {}

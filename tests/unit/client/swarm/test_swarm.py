@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from swarm_client.core.config import ClientConfig
-from swarm_client.routing.routing import Chain
+from swarm_client.routing.routing import Route
 from swarm_client.swarm.swarm import Swarm
 from swarm_protocol.dht.records import ServerRecord, SwarmView
 from swarm_protocol.errors import NoRoute, PeerUnavailable
@@ -91,7 +91,7 @@ def servers(*spans: tuple[str, str], **fields: Any) -> list[ServerRecord]:
     ]
 
 
-def names(chain: Chain) -> list[str]:
+def names(chain: Route) -> list[str]:
     return [hop.server.peer_id for hop in chain]
 
 
@@ -125,7 +125,7 @@ def test_a_server_that_died_is_out_at_once_and_back_when_it_is_heard_of() -> Non
         net.dead.add("a")
         swarm.failed(PeerUnavailable("it broke", "a", Span(0, 8)))
         assert names(await swarm.chain(Span(0, 8), NEED)) == ["b"]
-        swarm._bans._bans["a"] = replace(swarm._bans._bans["a"], since_s=-1000.0)  # long ago
+        swarm._backoff._backoff["a"] = replace(swarm._backoff._backoff["a"], since_s=-1000.0)  # long ago
         net.publish_again()
         await swarm.view(0)
         assert names(await swarm.chain(Span(0, 8), NEED)) == ["b"]

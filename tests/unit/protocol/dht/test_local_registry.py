@@ -1,4 +1,4 @@
-"""Notes by which peers of one machine find each other: of the living, kept as long as they live, each swarm's apart."""
+"""The registry by which peers of one machine find each other: of the living, as long as they live, each swarm apart."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ import pytest
 from swarm_protocol.dht.local_registry import (
     FRESH_S,
     STALE_S,
-    Note,
-    Notes,
+    LocalRegistry,
+    RegistryEntry,
     checked_name,
     is_loopback,
-    noted_swarms,
+    registered_swarms,
     remove_ended_swarms,
 )
 from tests.swarm.waiting import wait_for
@@ -48,12 +48,12 @@ def make_older(path: Path, age_s: float) -> None:
 
 
 @pytest.fixture
-def notes(tmp_path: Path) -> Notes:
+def registry(tmp_path: Path) -> LocalRegistry:
     """Two servers of this process are noted."""
-    notes = Notes("mine", tmp_path)
-    notes.write("good", [address("good")])
-    notes.write("other", [address("other")])
-    return notes
+    registry = LocalRegistry("mine", tmp_path)
+    registry.write("good", [address("good")])
+    registry.write("other", [address("other")])
+    return registry
 
 
 @pytest.fixture
@@ -62,71 +62,71 @@ def process() -> Iterator[subprocess.Popen]:
         yield process
 
 
-def test_what_is_written_is_read(tmp_path: Path, notes: Notes) -> None:
-    assert Notes("mine", tmp_path).read() == [address("good"), address("other")]
-    assert Notes("mine", tmp_path / "elsewhere").read() == []
+def test_what_is_written_is_read(tmp_path: Path, registry: LocalRegistry) -> None:
+    assert LocalRegistry("mine", tmp_path).read() == [address("good"), address("other")]
+    assert LocalRegistry("mine", tmp_path / "elsewhere").read() == []
 
 
-def test_a_later_note_of_a_server_replaces_its_earlier_one(notes: Notes) -> None:
-    notes.write("other", ["/new/p2p/other"])
-    assert notes.read() == [address("good"), "/new/p2p/other"]
+def test_a_later_note_of_a_server_replaces_its_earlier_one(registry: LocalRegistry) -> None:
+    registry.write("other", ["/new/p2p/other"])
+    assert registry.read() == [address("good"), "/new/p2p/other"]
 
 
 class TestWhoIsDead:
-    def test_a_process_that_is_gone(self, tmp_path: Path, notes: Notes, process: subprocess.Popen) -> None:
+    def test_a_process_that_is_gone(self, tmp_path: Path, registry: LocalRegistry, process: subprocess.Popen) -> None:
         note = change(tmp_path, "other", pid=process.pid, started=started(process.pid))
-        assert notes.servers()[1] == Note("other", (address("other"),), True)
+        assert registry.servers()[1] == RegistryEntry("other", (address("other"),), True)
         process.communicate(b"\n")
-        assert notes.read() == [address("good")]
+        assert registry.read() == [address("good")]
         assert not note.exists()
 
     def test_a_process_that_has_ended_and_is_not_reaped(
-        self, tmp_path: Path, notes: Notes, process: subprocess.Popen
+        self, tmp_path: Path, registry: LocalRegistry, process: subprocess.Popen
     ) -> None:
         note = change(tmp_path, "other", pid=process.pid, started=started(process.pid))
         process.kill()
         wait_for(lambda: " Z " in Path(f"/proc/{process.pid}/stat").read_text(), "the process is a zombie")
-        assert notes.read() == [address("good")]
+        assert registry.read() == [address("good")]
         assert not note.exists()
 
-    def test_another_process_that_got_its_pid(self, tmp_path: Path, notes: Notes) -> None:
+    def test_another_process_that_got_its_pid(self, tmp_path: Path, registry: LocalRegistry) -> None:
         note = change(tmp_path, "other", started=started(os.getpid()) - 1)
-        assert notes.read() == [address("good")]
+        assert registry.read() == [address("good")]
         assert not note.exists()
 
-    def test_not_one_that_is_frozen(self, tmp_path: Path, notes: Notes, process: subprocess.Popen) -> None:
+    def test_not_one_that_is_frozen(self, tmp_path: Path, registry: LocalRegistry, process: subprocess.Popen) -> None:
         note = change(tmp_path, "other", pid=process.pid, started=started(process.pid))
         process.send_signal(signal.SIGSTOP)
         make_older(note, 10 * STALE_S)
-        assert notes.servers()[1].is_alive
+        assert registry.servers()[1].is_alive
         process.send_signal(signal.SIGCONT)
 
-    def test_another_host_says_nothing_by_a_pid(self, tmp_path: Path, notes: Notes) -> None:
+    def test_another_host_says_nothing_by_a_pid(self, tmp_path: Path, registry: LocalRegistry) -> None:
         note = change(tmp_path, "other", pid=2**30, host="another kernel or container")
-        assert notes.servers()[1] == Note("other", (address("other"),), True)
+        assert registry.servers()[1] == RegistryEntry("other", (address("other"),), True)
         make_older(note, FRESH_S + 1)
-        assert notes.servers()[1] == Note("other", (address("other"),), False)
-        notes.renew("other", [])
-        assert notes.servers()[1].is_alive
+        assert registry.servers()[1] == RegistryEntry("other", (address("other"),), False)
+        registry.renew("other", [])
+        assert registry.servers()[1].is_alive
         make_older(note, STALE_S + 1)
-        assert notes.read() == [address("good")]
+        assert registry.read() == [address("good")]
         assert not note.exists()
 
 
-def test_a_server_that_was_taken_for_dead_writes_its_note_again(tmp_path: Path, notes: Notes) -> None:
+def test_a_server_that_was_taken_for_dead_writes_its_note_again(tmp_path: Path, registry: LocalRegistry) -> None:
     (tmp_path / "mine" / "other.json").unlink()
-    assert notes.read() == [address("good")]
-    notes.renew("other", [address("other")])
-    assert notes.read() == [address("good"), address("other")]
+    assert registry.read() == [address("good")]
+    registry.renew("other", [address("other")])
+    assert registry.read() == [address("good"), address("other")]
 
 
-def test_a_loopback_address_of_another_network_leads_nowhere(tmp_path: Path, notes: Notes) -> None:
+def test_a_loopback_address_of_another_network_leads_nowhere(tmp_path: Path, registry: LocalRegistry) -> None:
     outside = "/ip4/192.0.2.1/tcp/1/p2p/other"
-    notes.write("other", [address("other"), outside])
+    registry.write("other", [address("other"), outside])
     change(tmp_path, "good", network="another namespace")
     change(tmp_path, "other", network="another namespace")
-    assert notes.servers() == [Note("good", (), True), Note("other", (outside,), True)]
-    assert notes.read() == [outside]
+    assert registry.servers() == [RegistryEntry("good", (), True), RegistryEntry("other", (outside,), True)]
+    assert registry.read() == [outside]
 
 
 @pytest.mark.parametrize(
@@ -146,9 +146,9 @@ def test_loopback(multiaddr: str, expected: bool) -> None:
     assert is_loopback(multiaddr) is expected
 
 
-def test_the_living_come_first(tmp_path: Path, notes: Notes) -> None:
+def test_the_living_come_first(tmp_path: Path, registry: LocalRegistry) -> None:
     make_older(change(tmp_path, "good", host="another"), FRESH_S + 1)
-    assert notes.read() == [address("other"), address("good")]
+    assert registry.read() == [address("other"), address("good")]
 
 
 @pytest.mark.parametrize(
@@ -165,21 +165,21 @@ def test_the_living_come_first(tmp_path: Path, notes: Notes) -> None:
         '{"addresses": [], "pid": 0, "started": 1, "host": "HOST", "network": ""}',
     ],
 )
-def test_a_damaged_note_is_deleted(content: str, tmp_path: Path, notes: Notes) -> None:
+def test_a_damaged_note_is_deleted(content: str, tmp_path: Path, registry: LocalRegistry) -> None:
     path = change(tmp_path, "other")
     path.write_text(content.replace("HOST", json.loads(path.read_text())["host"]))
-    assert notes.read() == [address("good")]
+    assert registry.read() == [address("good")]
     assert not path.exists()
 
 
-def test_a_note_can_be_removed(notes: Notes) -> None:
-    notes.remove("good")
-    notes.remove("never-noted")
-    assert notes.read() == [address("other")]
+def test_a_note_can_be_removed(registry: LocalRegistry) -> None:
+    registry.remove("good")
+    registry.remove("never-noted")
+    assert registry.read() == [address("other")]
 
 
 def test_swarms_are_apart(tmp_path: Path) -> None:
-    one, two = Notes("one", tmp_path), Notes("two", tmp_path)
+    one, two = LocalRegistry("one", tmp_path), LocalRegistry("two", tmp_path)
     one.write("peer1", [address("peer1")])
     two.write("peer2", [address("peer2")])
     assert (one.read(), two.read()) == ([address("peer1")], [address("peer2")])
@@ -196,7 +196,7 @@ def test_good_names(name: str) -> None:
 @pytest.mark.parametrize("name", ["", ".", "..", ".hidden", "-x", "a/b", "../up", "a b", "a\n", "ä", "0" * 65, "a\0"])
 def test_bad_names(name: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"swarm name .* is not usable: expected 1 to 64 letters, digits"):
-        Notes(name, tmp_path)
+        LocalRegistry(name, tmp_path)
 
 
 class TestLock:
@@ -205,11 +205,11 @@ class TestLock:
             inside = asyncio.Event()
 
             async def second() -> None:
-                async with Notes("mine", tmp_path).locked() as is_held:
+                async with LocalRegistry("mine", tmp_path).locked() as is_held:
                     assert is_held
                     inside.set()
 
-            async with Notes("mine", tmp_path).locked() as is_held:
+            async with LocalRegistry("mine", tmp_path).locked() as is_held:
                 assert is_held
                 entering = asyncio.ensure_future(second())
                 with pytest.raises(asyncio.TimeoutError):  # if the lock did not hold, it would be in at once
@@ -220,16 +220,22 @@ class TestLock:
 
     def test_who_holds_it_for_too_long_is_passed_by(self, tmp_path: Path) -> None:
         async def check() -> None:
-            async with Notes("mine", tmp_path).locked(), Notes("mine", tmp_path).locked(timeout_s=0.1) as is_held:
+            async with (
+                LocalRegistry("mine", tmp_path).locked(),
+                LocalRegistry("mine", tmp_path).locked(timeout_s=0.1) as is_held,
+            ):
                 assert not is_held
-            async with Notes("mine", tmp_path).locked(timeout_s=0.1) as is_held:
+            async with LocalRegistry("mine", tmp_path).locked(timeout_s=0.1) as is_held:
                 assert is_held
 
         run(check())
 
     def test_of_one_swarm_does_not_hold_up_another(self, tmp_path: Path) -> None:
         async def check() -> None:
-            async with Notes("one", tmp_path).locked(), Notes("two", tmp_path).locked(timeout_s=0) as is_held:
+            async with (
+                LocalRegistry("one", tmp_path).locked(),
+                LocalRegistry("two", tmp_path).locked(timeout_s=0) as is_held,
+            ):
                 assert is_held
 
         run(check())
@@ -237,9 +243,9 @@ class TestLock:
     def test_a_failure_under_it_releases_it(self, tmp_path: Path) -> None:
         async def check() -> None:
             with pytest.raises(ZeroDivisionError):
-                async with Notes("mine", tmp_path).locked():
+                async with LocalRegistry("mine", tmp_path).locked():
                     1 / 0  # noqa: B018
-            async with Notes("mine", tmp_path).locked(timeout_s=0) as is_held:
+            async with LocalRegistry("mine", tmp_path).locked(timeout_s=0) as is_held:
                 assert is_held
 
         run(check())
@@ -247,11 +253,11 @@ class TestLock:
 
 def test_swarms_with_servers_are_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert noted_swarms() == []
+    assert registered_swarms() == []
     for swarm in ("two", "one", "three"):
-        Notes(swarm).write(swarm, [address(swarm)])
-    Notes("three").remove("three")
-    assert noted_swarms() == ["one", "two"]
+        LocalRegistry(swarm).write(swarm, [address(swarm)])
+    LocalRegistry("three").remove("three")
+    assert registered_swarms() == ["one", "two"]
 
 
 def test_what_ended_swarms_leave_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -260,15 +266,15 @@ def test_what_ended_swarms_leave_is_removed(tmp_path: Path, monkeypatch: pytest.
 
     async def check() -> None:
         for swarm in ("living", "ended", "starting"):
-            async with Notes(swarm).locked():
-                Notes(swarm).write(swarm, [address(swarm)])
-        Notes("ended").remove("ended")
-        Notes("starting").remove("starting")
+            async with LocalRegistry(swarm).locked():
+                LocalRegistry(swarm).write(swarm, [address(swarm)])
+        LocalRegistry("ended").remove("ended")
+        LocalRegistry("starting").remove("starting")
         (directory / "ended" / "peer.123").touch()  # of a process that was killed while it wrote
-        async with Notes("starting").locked():
+        async with LocalRegistry("starting").locked():
             remove_ended_swarms()
         assert {path.name for path in directory.iterdir()} == {"living", "starting"}
-        async with Notes("ended").locked() as is_held:
+        async with LocalRegistry("ended").locked() as is_held:
             assert is_held
 
     run(check())
@@ -276,13 +282,13 @@ def test_what_ended_swarms_leave_is_removed(tmp_path: Path, monkeypatch: pytest.
 
 def test_who_waits_for_the_lock_of_a_removed_directory_makes_another(tmp_path: Path) -> None:
     async def check() -> None:
-        async with Notes("mine", tmp_path).locked():
-            waiting = asyncio.ensure_future(Notes("mine", tmp_path).locked(30).__aenter__())
+        async with LocalRegistry("mine", tmp_path).locked():
+            waiting = asyncio.ensure_future(LocalRegistry("mine", tmp_path).locked(30).__aenter__())
             await asyncio.sleep(0)
             (tmp_path / "mine" / "lock").unlink()
             (tmp_path / "mine").rmdir()
         assert await waiting
-        async with Notes("mine", tmp_path).locked(timeout_s=0) as is_held:
+        async with LocalRegistry("mine", tmp_path).locked(timeout_s=0) as is_held:
             assert not is_held
 
     run(check())

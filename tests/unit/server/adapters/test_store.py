@@ -7,7 +7,7 @@ from contextlib import ExitStack
 
 import pytest
 
-from swarm_protocol.errors import Forgotten, PeerBusy, RequestRejected
+from swarm_protocol.errors import CacheMiss, PeerBusy, RequestRejected
 from swarm_protocol.pb import swarm_pb2 as pb
 from swarm_protocol.wire.adapters import Adapter
 from swarm_server.adapters.lora import PlacedAdapter
@@ -49,7 +49,7 @@ def test_the_least_recently_used_makes_room():
         put(store, b"c")  # again
         put(store, b"e", b"f")
         assert (known(store, *(bytes([byte]) for byte in b"abcdef")), store.used_bytes) == ("cef", 3 * SIZE)
-        with pytest.raises(Forgotten), store.using(named(b"a")):
+        with pytest.raises(CacheMiss), store.using(named(b"a")):
             pass
         store.close()
         assert (len(store), store.used_bytes) == (0, 0)
@@ -124,7 +124,7 @@ def test_names():
             store.using(pb.AdapterName(name="cook")),
         ):
             pass
-        with pytest.raises(Forgotten), store.using(named(b"p")):
+        with pytest.raises(CacheMiss), store.using(named(b"p")):
             pass
         with pytest.raises(RequestRejected, match="neither key nor name"), store.using(pb.AdapterName()):
             pass

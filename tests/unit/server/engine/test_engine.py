@@ -15,7 +15,7 @@ from swarm_protocol.wire.block_input import BlockInput
 from swarm_protocol.wire.constants import PAGE_TOKENS
 from swarm_server.blocks.blocks import BlockStack, load_blocks
 from swarm_server.engine.engine import Engine
-from swarm_server.engine.session_state import Change, Crop, RecordPast, Reorder, Session, Step
+from swarm_server.engine.session_state import Crop, HistoryChange, RecordPast, Reorder, Session, SessionStep
 from swarm_server.kv.kv_cache import CacheBudget
 from swarm_server.kv.prefix_cache import PrefixCache
 from tests.families import FAMILIES
@@ -55,7 +55,9 @@ class Generation:
         generator = torch.Generator().manual_seed(seed)
         return cls(engine, session, mask, torch.empty(batch_size, 0, HIDDEN), generator)
 
-    def step(self, num_tokens: int, *changes: Change, hidden: torch.Tensor | None = None, **options) -> Step:
+    def step(
+        self, num_tokens: int, *changes: HistoryChange, hidden: torch.Tensor | None = None, **options
+    ) -> SessionStep:
         """The next step; what it does to the content is remembered as if it had succeeded."""
         for change in changes:
             if isinstance(change, Reorder):
@@ -71,7 +73,7 @@ class Generation:
             self.mask = torch.cat([self.mask, self.mask.new_ones(len(self.mask), missing)], 1)
         mask = self.mask[:, : self.hidden.shape[1]]
         inputs = BlockInput(hidden, None if bool(mask.all()) else mask, self.positions()[:, start:])
-        return Step(start, inputs, changes, **options)
+        return SessionStep(start, inputs, changes, **options)
 
     def positions(self) -> torch.Tensor:
         return (self.mask[:, : self.hidden.shape[1]].cumsum(-1) - 1).clamp(min=0)
@@ -94,11 +96,11 @@ class Generation:
         assert error <= tolerance * self.expected().abs().max(), error
 
 
-def run(engine: Engine, *steps: tuple[Generation, Step]) -> list:
+def run(engine: Engine, *steps: tuple[Generation, SessionStep]) -> list:
     return engine.run([(generation.session, step) for generation, step in steps])
 
 
-def advance(engine: Engine, generations: list[Generation], num_tokens: int, *changes: Change) -> None:
+def advance(engine: Engine, generations: list[Generation], num_tokens: int, *changes: HistoryChange) -> None:
     """One batch of all, checked."""
     steps = [(generation, generation.step(num_tokens, *changes)) for generation in generations]
     for (generation, _), output in zip(steps, run(engine, *steps), strict=True):
@@ -197,7 +199,7 @@ class TestEveryFamily:
                 generation.check(output)
         length = beams.session.length
         if not beams.session.layout.crops_states:
-            (output,) = engine.run([(beams.session, Step(length - 3, BlockInput(torch.zeros(2, 1, HIDDEN))))])
+            (output,) = engine.run([(beams.session, SessionStep(length - 3, BlockInput(torch.zeros(2, 1, HIDDEN))))])
             assert isinstance(output, RequestRejected) and "cannot be taken out of it" in str(output)
             advance(engine, [beams], 3)
             advance(engine, [beams], 3, Crop(length))  # the last step again
@@ -336,10 +338,10 @@ class TestRefusals:
         before = generation.hidden, generation.mask
         for step, error in (
             (generation.step(30), PeerBusy),
-            (Step(9, BlockInput(torch.zeros(1, 1, HIDDEN))), RequestRejected),
-            (Step(6, BlockInput(torch.zeros(2, 1, HIDDEN))), RequestRejected),
-            (Step(6, BlockInput(torch.zeros(2, 1, HIDDEN)), (Reorder((0, 1)),)), RequestRejected),
-            (Step(4, BlockInput(torch.full((1, 1, HIDDEN), torch.nan))), RequestRejected),
+            (SessionStep(9, BlockInput(torch.zeros(1, 1, HIDDEN))), RequestRejected),
+            (SessionStep(6, BlockInput(torch.zeros(2, 1, HIDDEN))), RequestRejected),
+            (SessionStep(6, BlockInput(torch.zeros(2, 1, HIDDEN)), (Reorder((0, 1)),)), RequestRejected),
+            (SessionStep(4, BlockInput(torch.full((1, 1, HIDDEN), torch.nan))), RequestRejected),
         ):
             (output,) = engine.run([(generation.session, step)])
             assert isinstance(output, error), output

@@ -14,7 +14,7 @@ from swarm_protocol.wire.block_input import BlockInput
 from swarm_protocol.wire.constants import PAGE_TOKENS
 from swarm_server.blocks.blocks import BlockStack, load_blocks
 from swarm_server.engine.engine import Engine
-from swarm_server.engine.session_state import Step
+from swarm_server.engine.session_state import SessionStep
 from swarm_server.kv.kv_cache import CacheBudget
 from swarm_server.kv.prefix_cache import PrefixCache
 from tests.unit.server.engine.test_engine import HOSTED, PLENTY, Generation, run
@@ -67,7 +67,7 @@ def test_a_mask_that_hides_what_came_before_is_other_content(engine: Engine, bud
     mask = torch.ones(1, 2 * PAGE_TOKENS, dtype=torch.long)
     mask[:, : PAGE_TOKENS - 5] = 0
     positions = torch.arange(PAGE_TOKENS, 2 * PAGE_TOKENS)[None]
-    hiding = Step(PAGE_TOKENS, BlockInput(shared[:, PAGE_TOKENS:], mask, positions))
+    hiding = SessionStep(PAGE_TOKENS, BlockInput(shared[:, PAGE_TOKENS:], mask, positions))
     engine.run([(first.session, hiding)])
     second = Generation.open(engine, budget, seed=2)
     prompt = torch.cat([shared, torch.randn(1, 3, HIDDEN)], 1)

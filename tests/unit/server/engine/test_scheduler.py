@@ -13,7 +13,7 @@ import torch
 from swarm_protocol.errors import PeerBusy, RequestRejected
 from swarm_protocol.wire.block_input import BlockInput
 from swarm_server.engine.scheduler import Scheduler
-from swarm_server.engine.session_state import Step
+from swarm_server.engine.session_state import SessionStep
 from tests.unit.support import PATIENCE_S, run, until
 
 TRAINING = 3  # passes that may wait
@@ -34,7 +34,7 @@ class Engine:
         self.refused: set[str] = set()
         self.fails: Callable[[Sequence[str]], bool] = lambda names: False
 
-    def run(self, batch: Sequence[tuple[str, Step]]) -> list[str | Exception]:
+    def run(self, batch: Sequence[tuple[str, SessionStep]]) -> list[str | Exception]:
         names = [name for name, _ in batch]
         self.batches.append(names)
         self.threads.add(threading.get_ident())
@@ -58,8 +58,8 @@ def scheduler(engine: Engine) -> Iterator[Scheduler]:
     scheduler.stop()
 
 
-def step(num_tokens: int = 1, rows: int = 1) -> Step:
-    return Step(0, BlockInput(torch.zeros(rows, num_tokens, 1)))
+def step(num_tokens: int = 1, rows: int = 1) -> SessionStep:
+    return SessionStep(0, BlockInput(torch.zeros(rows, num_tokens, 1)))
 
 
 async def held(scheduler: Scheduler, engine: Engine) -> asyncio.Task:

@@ -13,7 +13,7 @@ from swarm_protocol.span import Span
 from swarm_server.blocks.blocks import load_blocks
 from swarm_server.engine import throughput
 from swarm_server.engine.engine import Engine
-from swarm_server.engine.throughput import Meter, SpeedNotes, Speeds, hardware_name, measure
+from swarm_server.engine.throughput import Meter, SpeedCache, Speeds, hardware_name, measure
 from swarm_server.kv.kv_cache import CacheBudget
 from swarm_server.machine.cores import CoreShare
 from tests.zoo import save_checkpoint
@@ -48,8 +48,8 @@ def test_speeds_are_of_one_block_or_of_several() -> None:
 # ------------------------------------------------------------ notes
 
 
-def notes(tmp_path, *setting: str) -> SpeedNotes:
-    return SpeedNotes(setting or ("model", "int8"), CoreShare(tmp_path / "cores", {0}, {}), tmp_path / "speeds")
+def notes(tmp_path, *setting: str) -> SpeedCache:
+    return SpeedCache(setting or ("model", "int8"), CoreShare(tmp_path / "cores", {0}, {}), tmp_path / "speeds")
 
 
 def test_what_was_measured_is_known_at_the_next_start(tmp_path) -> None:
@@ -61,7 +61,7 @@ def test_what_was_measured_is_known_at_the_next_start(tmp_path) -> None:
 
 def test_another_share_of_the_machine_is_another_matter(tmp_path) -> None:
     share = CoreShare(tmp_path / "cores", {0, 1}, {"OMP_NUM_THREADS": "2"})
-    SpeedNotes(["model", "int8"], share, tmp_path / "speeds").write(Speeds(40.0, 1200.0))
+    SpeedCache(["model", "int8"], share, tmp_path / "speeds").write(Speeds(40.0, 1200.0))
     assert notes(tmp_path).read() is None
 
 

@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 
 from swarm_protocol.wire.block_input import BlockInput
 from swarm_server.engine.scheduler import MAX_ROWS, Kind, Work, WorkQueue
-from swarm_server.engine.session_state import Step
+from swarm_server.engine.session_state import SessionStep
 
 
 def work(kind: Kind = Kind.DECODE, num_tokens: int = 1, rows: int = 1) -> Work:
     """A step of a session of its own."""
-    return Work(kind, done=None, session=object(), step=Step(0, BlockInput(torch.zeros(rows, num_tokens, 1))))
+    return Work(kind, done=None, session=object(), step=SessionStep(0, BlockInput(torch.zeros(rows, num_tokens, 1))))
 
 
 def call(kind: Kind) -> Work:

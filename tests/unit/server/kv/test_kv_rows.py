@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from swarm_protocol.errors import PeerBusy
 from swarm_server.kv import kv_rows
 from swarm_server.kv.kv_cache import CacheBudget, Lease
-from swarm_server.kv.kv_rows import GROWTH_TOKENS, Layout, Page, Row, grow, runs
+from swarm_server.kv.kv_rows import GROWTH_TOKENS, Page, PageLayout, Row, grow, runs
 from tests.unit.rows import CPU, LAYOUTS, WINDOW, read, write
 
 
@@ -21,7 +21,7 @@ def budget() -> CacheBudget:
     return CacheBudget(1 << 20, 1)
 
 
-def grown(rows: tuple[Row, ...], count: int, lease: Lease, layout: Layout, **options) -> tuple[Row, ...]:
+def grown(rows: tuple[Row, ...], count: int, lease: Lease, layout: PageLayout, **options) -> tuple[Row, ...]:
     return grow(rows, rows, count, layout, lease, CPU, **options).rows
 
 
@@ -91,7 +91,7 @@ def test_a_window_refuses_to_go_back_to_what_it_dropped(budget: CacheBudget) -> 
     num_rows=st.integers(1, 3),
     counts=st.lists(st.integers(1, GROWTH_TOKENS), min_size=1, max_size=20),
 )
-def test_what_was_promised_suffices(layout: Layout, num_rows: int, counts: list[int]) -> None:
+def test_what_was_promised_suffices(layout: PageLayout, num_rows: int, counts: list[int]) -> None:
     """A server may promise all it has: nothing more is taken while a session grows to what it reserved."""
     reserved = sum(counts)
     size_bytes = num_rows * layout.size_bytes(reserved)

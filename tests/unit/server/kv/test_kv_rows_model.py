@@ -15,7 +15,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invaria
 from swarm_protocol.errors import PeerBusy
 from swarm_server.kv import kv_rows
 from swarm_server.kv.kv_cache import CacheBudget, Lease
-from swarm_server.kv.kv_rows import Growth, Layout, Row, grow
+from swarm_server.kv.kv_rows import Growth, PageLayout, Row, grow
 from swarm_server.kv.prefix_cache import PrefixCache
 from tests.unit.rows import CPU, LAYOUTS, read, write
 
@@ -35,7 +35,7 @@ def small_pages() -> Iterator[None]:
 class Generation:
     """One session: its rows, and the tokens that each of them should hold."""
 
-    layout: Layout
+    layout: PageLayout
     lease: Lease
     promised: int
     reserved: int
@@ -68,7 +68,7 @@ class Rows(RuleBasedStateMachine):
         """What the last of these tokens is known by."""
         return float(self.numbers.setdefault(tokens, len(self.numbers) + 1))
 
-    def digests(self, layout: Layout, tokens: tuple[int, ...]) -> list[bytes]:
+    def digests(self, layout: PageLayout, tokens: tuple[int, ...]) -> list[bytes]:
         ends = range(CONTENT, len(tokens) + 1, CONTENT)
         return [repr((len(layout.groups), layout.groups[0].window, tokens[:end])).encode() for end in ends]
 
@@ -79,7 +79,7 @@ class Rows(RuleBasedStateMachine):
         reserved=st.integers(0, 20),
         client=st.sampled_from("ab"),
     )
-    def open(self, layout: Layout, num_rows: int, reserved: int, client: str) -> Generation:
+    def open(self, layout: PageLayout, num_rows: int, reserved: int, client: str) -> Generation:
         try:
             promised = num_rows * layout.size_bytes(reserved)
             lease = self.budget.lease(client, promised)

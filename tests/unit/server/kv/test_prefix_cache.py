@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from swarm_protocol.wire.constants import PAGE_TOKENS
 from swarm_server.kv.kv_cache import CacheBudget, Lease
-from swarm_server.kv.kv_rows import Layout, Row, grow
+from swarm_server.kv.kv_rows import PageLayout, Row, grow
 from swarm_server.kv.prefix_cache import ContentHash, PrefixCache, token_content
 from tests.unit.rows import CPU, LAYOUTS
 from tests.unit.support import PATIENCE_S
@@ -99,7 +99,7 @@ class Memory:
     """Rows in a budget of so many positions, whose reclaiming is that of a prefix cache."""
 
     def __init__(self, capacity: int) -> None:
-        self.layout: Layout = LAYOUTS["mixed"]
+        self.layout: PageLayout = LAYOUTS["mixed"]
         self.budget = CacheBudget(self.layout.size_bytes(capacity), self.layout.size_bytes(1))
         self.prefixes = PrefixCache()
         self.budget.reclaim = self.prefixes.reclaim

@@ -14,7 +14,7 @@ from swarm_protocol.span import Span
 from swarm_protocol.wire.block_input import BlockInput
 from swarm_server.blocks.blocks import load_blocks
 from swarm_server.engine.engine import Engine
-from swarm_server.engine.session_state import Crop, Session, Step
+from swarm_server.engine.session_state import Crop, Session, SessionStep
 from swarm_server.kv.kv_cache import CacheBudget
 from swarm_server.kv.row_states import COPIES
 from tests.zoo import BLOCKS, HIDDEN, save_checkpoint
@@ -42,7 +42,7 @@ def opened(engine: Engine, budget: CacheBudget, batch_size: int = 1) -> Session:
 
 def run(engine: Engine, session: Session, start: int, hidden: torch.Tensor, **fields) -> torch.Tensor | Exception:
     changes = fields.pop("changes", ())
-    (output,) = engine.run([(session, Step(start, BlockInput(hidden, **fields), changes))])
+    (output,) = engine.run([(session, SessionStep(start, BlockInput(hidden, **fields), changes))])
     return output
 
 

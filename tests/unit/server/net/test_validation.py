@@ -12,11 +12,11 @@ from swarm_protocol.pb import swarm_pb2 as pb
 from swarm_protocol.span import Span
 from swarm_protocol.wire.codec import encode
 from swarm_protocol.wire.constants import WIRE_VERSION
-from swarm_server.net.validation import MAX_BATCH_SIZE, Rules
+from swarm_server.net.validation import MAX_BATCH_SIZE, RequestValidator
 
 HIDDEN = 8
-RULES = Rules("model", "revision", Span(10, 20), HIDDEN, max_positions=100, max_tensor_bytes=4096)
-UNLIMITED = Rules("model", "revision", Span(10, 20), HIDDEN, max_positions=None)
+RULES = RequestValidator("model", "revision", Span(10, 20), HIDDEN, max_positions=100, max_tensor_bytes=4096)
+UNLIMITED = RequestValidator("model", "revision", Span(10, 20), HIDDEN, max_positions=None)
 
 
 def contract(start: int = 10, end: int = 20, **fields: object) -> pb.Contract:

@@ -12,7 +12,7 @@ from scipy.optimize import linprog
 
 from swarm_protocol.dht.records import ServerRecord, ServerState, SwarmView
 from swarm_protocol.span import Span
-from swarm_server.placement.capacity import Change, Layout, speed_of
+from swarm_server.placement.capacity import Coverage, SpanChange, speed_of
 from tests.unit.support import server_record
 
 NUM_BLOCKS = 8
@@ -45,7 +45,7 @@ def most_tokens_per_s(servers: tuple[ServerRecord, ...]) -> float:
 @settings(deadline=None, max_examples=200)
 @given(views())
 def test_it_is_what_linear_programming_finds(view: SwarmView) -> None:
-    balance = Layout.of(view, NUM_BLOCKS).balance()
+    balance = Coverage.of(view, NUM_BLOCKS).balance()
     assert balance.tokens_per_s == pytest.approx(most_tokens_per_s(view.servers), rel=1e-6, abs=1e-9)
 
 
@@ -53,7 +53,7 @@ def test_it_is_what_linear_programming_finds(view: SwarmView) -> None:
 @given(views())
 def test_the_bottleneck_is_all_that_limits(view: SwarmView) -> None:
     """To be faster at its blocks makes the swarm faster; to be faster elsewhere, or at a part of it, need not."""
-    balance = Layout.of(view, NUM_BLOCKS).balance()
+    balance = Coverage.of(view, NUM_BLOCKS).balance()
     blocks = np.flatnonzero(balance.bottleneck).tolist()
     assert blocks
     helpers = tuple(server_record(f"helper{block}", f"{block}:{block + 1}", tokens_per_s=1.0) for block in blocks)
@@ -72,12 +72,12 @@ def test_the_bottleneck_is_all_that_limits(view: SwarmView) -> None:
 @settings(deadline=None, max_examples=50)
 @given(views(), st.integers(0, 6), st.integers(0, NUM_BLOCKS - 1))
 def test_alternatives_are_compared_as_if_they_were_there(view: SwarmView, index: int, start: int) -> None:
-    layout = Layout.of(view, NUM_BLOCKS)
+    layout = Coverage.of(view, NUM_BLOCKS)
     index %= len(view.servers)
     server = view.servers[index]
     start = min(start, NUM_BLOCKS - len(server.span))
     to = Span(start, start + len(server.span))
-    throughputs, bottlenecks = layout.balances_with([[Change(speed_of(server), server.span, to)], []])
+    throughputs, bottlenecks = layout.balances_with([[SpanChange(speed_of(server), server.span, to)], []])
     servers = list(view.servers)
     servers[index] = replace(server, span=to)
     assert throughputs.tolist() == pytest.approx(
@@ -90,7 +90,7 @@ def test_alternatives_are_compared_as_if_they_were_there(view: SwarmView, index:
 @settings(deadline=None, max_examples=100)
 @given(views(), st.lists(st.integers(0, NUM_BLOCKS - 1), min_size=7, max_size=7))
 def test_no_placement_exceeds_the_upper_bound(view: SwarmView, starts: list[int]) -> None:
-    bound = Layout.of(view, NUM_BLOCKS).upper_bound()
+    bound = Coverage.of(view, NUM_BLOCKS).upper_bound()
     placed = []
     for server, start in zip(view.servers, starts, strict=False):
         start = min(start, NUM_BLOCKS - len(server.span))
@@ -100,10 +100,10 @@ def test_no_placement_exceeds_the_upper_bound(view: SwarmView, starts: list[int]
 
 def test_missing_blocks_are_counted() -> None:
     view = SwarmView((server_record("a", "1:3"), server_record("b", "4:8")))
-    balance = Layout.of(view, NUM_BLOCKS).balance()
+    balance = Coverage.of(view, NUM_BLOCKS).balance()
     assert (balance.tokens_per_s, balance.num_missing) == (0.0, 2)
     assert np.flatnonzero(balance.bottleneck).tolist() == [0, 3]
-    assert Layout.of(SwarmView(), NUM_BLOCKS).balance().num_missing == NUM_BLOCKS
+    assert Coverage.of(SwarmView(), NUM_BLOCKS).balance().num_missing == NUM_BLOCKS
 
 
 def test_what_a_record_says_counts() -> None:
@@ -124,7 +124,7 @@ def test_who_is_counted_and_where() -> None:
             server_record("pinned", "2:6", pinned=True),
         )
     )
-    layout = Layout.of(view, NUM_BLOCKS)
+    layout = Coverage.of(view, NUM_BLOCKS)
     assert layout.peer_ids == ("a", "b", "going", "pinned")
     assert [str(layout.span(index)) for index in range(4)] == ["0:4", "0:4", "4:8", "2:6"]
     assert layout.speeds.tolist() == [40.0, 16.0, 40.0, 40.0]  # one that is unknown is as the median

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from swarm_protocol.dht.records import ServerRecord, ServerState, SwarmView
 from swarm_protocol.span import Span
-from swarm_server.placement.capacity import Layout
+from swarm_server.placement.capacity import Coverage
 from swarm_server.placement.placement import Move, choose_span, may_leave, others_first, own_move, plan_moves
 from tests.unit.server.placement.test_capacity import NUM_BLOCKS, most_tokens_per_s, views
 from tests.unit.support import server_record
@@ -128,9 +128,9 @@ def test_plans_gain_what_they_promise_and_then_there_is_rest(view: SwarmView) ->
     before = most_tokens_per_s(view.servers)
     moves = plan_moves(view, NUM_BLOCKS, margin=0.1)
     after = most_tokens_per_s(applied(view, moves).servers)
-    missing = Layout.of(view, NUM_BLOCKS).balance().num_missing
+    missing = Coverage.of(view, NUM_BLOCKS).balance().num_missing
     if moves:
-        now_missing = Layout.of(applied(view, moves), NUM_BLOCKS).balance().num_missing
+        now_missing = Coverage.of(applied(view, moves), NUM_BLOCKS).balance().num_missing
         assert after > before * 1.1 * (1 - 1e-6) or now_missing < missing
     rounds = 0
     while moves:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from swarm_protocol.checkpoints.int8_linear import FbgemmWeight, Int8Weight, quantize_rows
-from swarm_protocol.errors import Forgotten, PeerBusy, RequestRejected
+from swarm_protocol.errors import CacheMiss, PeerBusy, RequestRejected
 from swarm_protocol.span import Span
 from swarm_server.blocks.recording import Recorded
 from swarm_server.kv.kv_cache import CacheBudget, Charge
@@ -108,9 +108,9 @@ def test_a_pass_is_kept_once():
             pieces = list(kept.pieces)
         assert server.room == CAPACITY
         assert [piece.output for piece in pieces] == [None, None]  # whoever still holds them
-        with pytest.raises(Forgotten):
+        with pytest.raises(CacheMiss):
             server.memory.look(KEYS[0], BLOCKS)
-        with server.memory.taking(KEYS[0]) as take, pytest.raises(Forgotten):
+        with server.memory.taking(KEYS[0]) as take, pytest.raises(CacheMiss):
             take()
 
     run(scenario())

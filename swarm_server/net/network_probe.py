@@ -14,7 +14,7 @@ from swarm_protocol.dht.records import ServerRecord, ServerState, SwarmView
 from swarm_protocol.errors import BadReply, PeerUnavailable
 from swarm_protocol.pb import swarm_pb2 as pb
 from swarm_protocol.wire.constants import WIRE_VERSION
-from swarm_server.net.push import Neighbours
+from swarm_server.net.push import ChannelPool
 
 MAX_ANNOUNCED = 8  # round-trip times, the shortest
 _MAX_ASKED = 16  # at a time
@@ -27,7 +27,7 @@ _FEW_REPLICAS = 2  # so few servers of a block are asked before others
 _MAX_VERIFIED = 32  # servers at a time
 
 
-class Neighbourhood:
+class NetworkProbe:
     """Round-trip times to servers that may come next in a chain, and how many bytes pass.
 
     Attributes:
@@ -35,8 +35,8 @@ class Neighbourhood:
         bytes_per_s: in the slower direction, with the best of the servers that were asked; 0 until one has been.
     """
 
-    def __init__(self, neighbours: Neighbours) -> None:
-        self._neighbours = neighbours
+    def __init__(self, neighbours: ChannelPool) -> None:
+        self._channels = neighbours
         self._chance = random.Random()
         self._num_rounds = 0
         self._silent: dict[str, float] = {}  # when the record expires of those who did not answer, by peer id
@@ -105,7 +105,7 @@ class Neighbourhood:
     async def _timed(self, server: ServerRecord, request: pb.EchoRequest) -> float | None:
         hop = pb.NextHop(peer_id=server.peer_id, addresses=server.addresses, tls_fingerprint=server.tls_fingerprint)
         try:
-            stub = await self._neighbours.stub(hop)
+            stub = await self._channels.stub(hop)
             start_s = time.perf_counter()
             await stub.Echo(request, timeout=_TIMEOUT_S)
             return time.perf_counter() - start_s

@@ -10,8 +10,8 @@ import pytest
 from swarm_client.core import background
 from swarm_protocol.dht.records import ServerRecord, ServerState, SwarmView
 from swarm_protocol.span import Span
-from swarm_server.net.neighbourhood import MAX_ANNOUNCED, Neighbourhood, may_follow
-from swarm_server.net.push import Neighbours
+from swarm_server.net.network_probe import MAX_ANNOUNCED, NetworkProbe, may_follow
+from swarm_server.net.push import ChannelPool
 from tests.swarm.delay import DelayedPort
 from tests.swarm.harness import InProcessServers
 from tests.swarm.waiting import wait_for
@@ -35,37 +35,37 @@ def records(servers) -> tuple[ServerRecord, ServerRecord]:
 
 
 @pytest.fixture
-def neighbourhood() -> Iterator[Neighbourhood]:
-    neighbours = Neighbours()
-    yield Neighbourhood(neighbours)
-    background.run(neighbours.close())
+def network_probe() -> Iterator[NetworkProbe]:
+    channels = ChannelPool()
+    yield NetworkProbe(channels)
+    background.run(channels.close())
 
 
 def dead(record: ServerRecord, name: str) -> ServerRecord:
     return replace(record, peer_id=name, addresses=("127.0.0.1:9",))
 
 
-def test_the_way_to_the_next_hop_is_measured(records, neighbourhood) -> None:
+def test_the_way_to_the_next_hop_is_measured(records, network_probe) -> None:
     left, right = records
-    background.run(neighbourhood.measure(SwarmView((left, right, dead(right, "dead"))), left))
-    assert set(neighbourhood.rtts_s) == {right.peer_id}
-    assert 0 < neighbourhood.rtts_s[right.peer_id] < 3
-    assert neighbourhood.bytes_per_s > 1e5
+    background.run(network_probe.measure(SwarmView((left, right, dead(right, "dead"))), left))
+    assert set(network_probe.rtts_s) == {right.peer_id}
+    assert 0 < network_probe.rtts_s[right.peer_id] < 3
+    assert network_probe.bytes_per_s > 1e5
 
 
-def test_the_last_server_still_measures_how_many_bytes_pass(records, neighbourhood) -> None:
+def test_the_last_server_still_measures_how_many_bytes_pass(records, network_probe) -> None:
     left, right = records
-    background.run(neighbourhood.measure(SwarmView((left, right)), right))
-    assert neighbourhood.rtts_s == {} and neighbourhood.bytes_per_s > 1e5
+    background.run(network_probe.measure(SwarmView((left, right)), right))
+    assert network_probe.rtts_s == {} and network_probe.bytes_per_s > 1e5
 
 
-def test_alone_there_is_nothing_to_measure(records, neighbourhood) -> None:
+def test_alone_there_is_nothing_to_measure(records, network_probe) -> None:
     left, _right = records
-    background.run(neighbourhood.measure(SwarmView((left,)), left))
-    assert neighbourhood.rtts_s == {} and neighbourhood.bytes_per_s == 0
+    background.run(network_probe.measure(SwarmView((left,)), left))
+    assert network_probe.rtts_s == {} and network_probe.bytes_per_s == 0
 
 
-def test_the_nearest_are_announced(records, neighbourhood) -> None:
+def test_the_nearest_are_announced(records, network_probe) -> None:
     """The same server under many names, one of them far away."""
     left, right = records
     port = int(right.addresses[0].rpartition(":")[2])
@@ -73,8 +73,8 @@ def test_the_nearest_are_announced(records, neighbourhood) -> None:
         names = [replace(right, peer_id=f"copy{number}") for number in range(MAX_ANNOUNCED)]
         distant = replace(right, peer_id="distant", addresses=(f"127.0.0.1:{far.port}",))
         for _ in range(3):
-            background.run(neighbourhood.measure(SwarmView((left, distant, *names)), left))
-    assert set(neighbourhood.rtts_s) == {record.peer_id for record in names}
+            background.run(network_probe.measure(SwarmView((left, distant, *names)), left))
+    assert set(network_probe.rtts_s) == {record.peer_id for record in names}
 
 
 @pytest.mark.slow
@@ -107,28 +107,28 @@ def peer_ids(view: SwarmView) -> set[str]:
     return {record.peer_id for record in view.servers}
 
 
-def test_the_dead_are_noticed_until_they_are_heard_of(records, neighbourhood) -> None:
+def test_the_dead_are_noticed_until_they_are_heard_of(records, network_probe) -> None:
     left, right = records
     ghost = replace(dead(left, "ghost"), expires_at=1000.0)
     view = SwarmView((left, right, ghost))
-    assert peer_ids(background.run(neighbourhood.living(view, right))) == {left.peer_id, right.peer_id}
+    assert peer_ids(background.run(network_probe.living(view, right))) == {left.peer_id, right.peer_id}
     # It answers now, but the record is the old one; then it publishes another.
     back = replace(left, peer_id="ghost", expires_at=1000.0)
     view = SwarmView((left, right, back))
-    assert peer_ids(background.run(neighbourhood.living(view, right))) == {left.peer_id, right.peer_id}
+    assert peer_ids(background.run(network_probe.living(view, right))) == {left.peer_id, right.peer_id}
     view = SwarmView((left, right, replace(back, expires_at=1020.0)))
-    assert "ghost" in peer_ids(background.run(neighbourhood.living(view, right)))
+    assert "ghost" in peer_ids(background.run(network_probe.living(view, right)))
 
 
-def test_of_many_those_are_asked_first_without_whom_blocks_may_be_missing(records, neighbourhood) -> None:
+def test_of_many_those_are_asked_first_without_whom_blocks_may_be_missing(records, network_probe) -> None:
     left, right = records
     crowd = [dead(left, f"dead{number}") for number in range(100)]
-    living = background.run(neighbourhood.living(SwarmView((*crowd, dead(right, "dead right"), right)), right))
+    living = background.run(network_probe.living(SwarmView((*crowd, dead(right, "dead right"), right)), right))
     assert "dead right" not in peer_ids(living)
     assert 60 < len(living.servers) < 80  # some of the crowd have been found out
 
 
-def test_those_that_do_not_serve_yet_are_not_asked(records, neighbourhood) -> None:
+def test_those_that_do_not_serve_yet_are_not_asked(records, network_probe) -> None:
     left, _right = records
     joining = replace(dead(left, "joining"), state=ServerState.JOINING, span=Span(3, 6))
-    assert background.run(neighbourhood.living(SwarmView((left, joining)))).servers == (left, joining)
+    assert background.run(network_probe.living(SwarmView((left, joining)))).servers == (left, joining)
