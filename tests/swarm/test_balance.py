@@ -131,7 +131,7 @@ def connect_to_the_living(connect: Callable[..., Client], volunteers: Volunteers
     return connect(initial_peers=peers)
 
 
-@pytest.mark.parametrize("quiet_s", [25, pytest.param(60, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("quiet_s", [10, pytest.param(60, marks=pytest.mark.slow)])
 def test_a_gap_closes_and_a_quiet_swarm_rests(volunteers, connect, moments: Moments, quiet_s):
     """The two servers of the right half die in mid-sentence; others come over from the left, and stay there."""
     for throughput, blocks in ((100, LEFT), (50, LEFT), (2, LEFT), (100, RIGHT), (50, RIGHT)):

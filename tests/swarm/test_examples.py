@@ -12,6 +12,8 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 
+pytestmark = pytest.mark.slow
+
 
 def run(name: str, *arguments: str, cache: Path, stdin: str = "") -> str:
     """What the example prints."""
@@ -34,7 +36,6 @@ def test_lora_teaches_a_habit(tmp_path):
     assert found[1] == "0" and int(found[2]) >= 5
 
 
-@pytest.mark.slow
 def test_prompts_teach_a_habit(tmp_path):
     printed = run("finetune_prompts.py", "--output", str(tmp_path / "prompts"), cache=tmp_path)
     found = re.search(r"begins (\d) of 6 descriptions before, (\d) of 6 after", printed)
@@ -42,25 +43,21 @@ def test_prompts_teach_a_habit(tmp_path):
     assert (tmp_path / "prompts" / "prompts.safetensors").exists()
 
 
-@pytest.mark.slow
 def test_classifier_learns(tmp_path):
     found = re.search(r"Right on held-out snippets: (\d+)% before, (\d+)% after", run("classifier.py", cache=tmp_path))
     assert int(found[1]) < 75 and int(found[2]) >= 90
 
 
-@pytest.mark.slow
 def test_hidden_states_forgive_typos(tmp_path):
     found = re.search(r"(\d+) found their original before, (\d+) after", run("hidden_states.py", cache=tmp_path))
     assert int(found[2]) >= 2 * int(found[1])
 
 
-@pytest.mark.slow
 def test_generate(tmp_path):
     printed = run("generate.py", "Return a list of", cache=tmp_path)
     assert printed.count("Return a list of") == 5
 
 
-@pytest.mark.slow
 def test_chat_computes_every_token_once(tmp_path):
     printed = run("chat.py", cache=tmp_path, stdin="What is a list?\nAnd a tuple?\n")
     counts = re.findall(r"has (\d+) tokens; (\d+) were computed", printed)

@@ -29,6 +29,7 @@ FAMILIES = {
     "gpt_oss": r".*\.(q_proj|o_proj)",
     "qwen3": "all-linear",
 }
+COMMON = ("llama", "gpt2", "mixtral", "qwen3")
 
 
 def served(name: str, directory) -> InProcessServers:
@@ -44,7 +45,10 @@ def servers(tmp_path_factory) -> Iterator[InProcessServers]:
         yield servers
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(name, marks=() if name in COMMON else pytest.mark.slow) for name in FAMILIES],
+)
 def family(request, tmp_path_factory) -> Iterator[tuple[InProcessServers, LoraConfig]]:
     with served(request.param, tmp_path_factory.mktemp(request.param)) as servers:
         yield servers, lora(FAMILIES[request.param])

@@ -80,7 +80,10 @@ class Prompted:
         return [self.embedding] if self.deep is None else [self.embedding, self.deep]
 
 
-@pytest.fixture(scope="module", params=["llama", "gpt2", "opt-projected", "bloom"])
+@pytest.fixture(
+    scope="module",
+    params=["llama", *(pytest.param(name, marks=pytest.mark.slow) for name in ("gpt2", "opt-projected")), "bloom"],
+)
 def servers(request, tmp_path_factory) -> Iterator[InProcessServers]:
     directory = tmp_path_factory.mktemp(request.param)
     save_checkpoint(request.param, directory)

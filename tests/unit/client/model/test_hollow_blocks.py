@@ -16,10 +16,10 @@ from transformers.pytorch_utils import Conv1D
 from swarm_client import RequestRejected
 from swarm_client.model.model import load_client
 from swarm_protocol.checkpoints.checkpoint import Checkpoint
-from tests.zoo import ALIKE, SUPPORTED, WITH_STATES, save_checkpoint
+from tests.families import FAMILIES
+from tests.zoo import WITH_STATES, save_checkpoint
 
 WEIGHTS = r"is on servers, only its shape.*neither have use_dora=True nor an init_lora_weights other than True"
-FAMILIES = [pytest.param(name, marks=[pytest.mark.slow] if name in ALIKE else []) for name in SUPPORTED]
 
 
 def client_of(directory: Path, dtype: torch.dtype = torch.float32) -> PreTrainedModel:

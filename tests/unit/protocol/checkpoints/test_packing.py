@@ -16,7 +16,8 @@ from swarm_protocol.checkpoints.checkpoint import Checkpoint
 from swarm_protocol.checkpoints.families import Family, slice_config
 from swarm_protocol.span import Span
 from swarm_server.blocks.blocks import BlockStack, load_blocks
-from tests.zoo import BLOCKS, SUPPORTED, VOCAB, save_checkpoint
+from tests.families import FAMILIES
+from tests.zoo import BLOCKS, VOCAB, save_checkpoint
 
 SAMPLES = ((5, 12, 3), (9, 11))  # of each row; some are longer than a sliding window or chunk
 POSITIONS = torch.stack([torch.cat([torch.arange(length) for length in row]) for row in SAMPLES])
@@ -73,7 +74,7 @@ def loss_and_gradient(model: PreTrainedModel, mask: torch.Tensor | None) -> tupl
     return loss.detach(), torch.autograd.grad(loss, embeddings)[0]
 
 
-@pytest.mark.parametrize("name", SUPPORTED)
+@pytest.mark.parametrize("name", FAMILIES)
 def test_every_family_keeps_apart_what_the_whole_model_does(name, tmp_path):
     model, stacks = load(name, tmp_path)
     whole = {
