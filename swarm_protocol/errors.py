@@ -1,8 +1,6 @@
-"""The error taxonomy every peer shares, and its gRPC status codes."""
+"""The error taxonomy every peer shares; ``swarm_protocol.wire.status`` says how errors travel."""
 
 from __future__ import annotations
-
-import grpc
 
 from swarm_protocol.span import Span
 
@@ -38,8 +36,6 @@ class NoRoute(SwarmError):
 class RequestRejected(SwarmError, ValueError):
     """The request itself is wrong; sending it again cannot help."""
 
-    status = grpc.StatusCode.INVALID_ARGUMENT
-
 
 class TrainingDiverged(RequestRejected):
     """What is trained has become so large that numbers overflow: the servers are not to blame."""
@@ -48,16 +44,12 @@ class TrainingDiverged(RequestRejected):
 class AccessDenied(SwarmError):
     """The server does not accept this client."""
 
-    status = grpc.StatusCode.PERMISSION_DENIED
-
 
 class PeerError(SwarmError):
     """One server could not do its part; another may.
 
     ``peer_id`` and ``span`` say which server and which blocks, where known.
     """
-
-    status = grpc.StatusCode.INTERNAL
 
     def __init__(self, message: str, peer_id: str = "", span: Span | None = None) -> None:
         super().__init__(message)
@@ -68,31 +60,21 @@ class PeerError(SwarmError):
 class PeerUnavailable(PeerError):
     """The server cannot be reached or did not answer in time."""
 
-    status = grpc.StatusCode.UNAVAILABLE
-
 
 class PeerBusy(PeerError):
     """The server has no room at present: its queue or its KV cache is full."""
-
-    status = grpc.StatusCode.RESOURCE_EXHAUSTED
 
 
 class PeerMoved(PeerError):
     """The server no longer serves these blocks, or serves another revision of the model."""
 
-    status = grpc.StatusCode.FAILED_PRECONDITION
-
 
 class SessionLost(PeerError):
     """The server does not know this session (any more)."""
 
-    status = grpc.StatusCode.NOT_FOUND
-
 
 class CacheMiss(PeerError):
     """The server does not have (any more) what the request names, an adapter or a pass: it must be given it again."""
-
-    status = grpc.StatusCode.ABORTED
 
 
 class BadReply(PeerError):
@@ -113,25 +95,3 @@ class RecoveryFailed(PeerError):
     def __init__(self, message: str, peer_id: str = "", span: Span | None = None, tried: tuple[str, ...] = ()) -> None:
         super().__init__(message, peer_id, span)
         self.tried = tried
-
-
-_BY_STATUS = {
-    grpc.StatusCode.UNAVAILABLE: PeerUnavailable,
-    grpc.StatusCode.DEADLINE_EXCEEDED: PeerUnavailable,
-    grpc.StatusCode.CANCELLED: PeerUnavailable,
-    grpc.StatusCode.RESOURCE_EXHAUSTED: PeerBusy,
-    grpc.StatusCode.FAILED_PRECONDITION: PeerMoved,
-    grpc.StatusCode.NOT_FOUND: SessionLost,
-    grpc.StatusCode.ABORTED: CacheMiss,
-    grpc.StatusCode.INVALID_ARGUMENT: RequestRejected,
-    grpc.StatusCode.UNIMPLEMENTED: RequestRejected,
-    grpc.StatusCode.UNAUTHENTICATED: AccessDenied,
-    grpc.StatusCode.PERMISSION_DENIED: AccessDenied,
-}
-
-
-def from_status(code: grpc.StatusCode, details: str, peer_id: str = "", span: Span | None = None) -> SwarmError:
-    """The error a gRPC status stands for; an unexpected status becomes a plain PeerError."""
-    error = _BY_STATUS.get(code, PeerError)
-    message = details or f"the server answered {code.name}"
-    return error(message, peer_id, span) if issubclass(error, PeerError) else error(message)

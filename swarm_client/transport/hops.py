@@ -8,17 +8,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import grpc
-
 from swarm_client.routing.routing import Hop
-from swarm_client.transport.grpc_errors import no_answer, translated
+from swarm_client.transport.grpc_calls import Stream, no_answer
 from swarm_client.transport.steps import OutgoingStep
 from swarm_client.transport.wire_tensor import WireTensor
 from swarm_protocol.dht.records import ServerRecord
-from swarm_protocol.errors import BadReply, PeerUnavailable, RequestRejected, SwarmError, from_status
+from swarm_protocol.errors import BadReply, RequestRejected, SwarmError
 from swarm_protocol.pb import swarm_pb2 as pb
 from swarm_protocol.span import Span
 from swarm_protocol.wire.codec import Assembler
+from swarm_protocol.wire.status import from_status
 
 if TYPE_CHECKING:
     from swarm_client.transport.transport import ServerConnection
@@ -91,7 +90,7 @@ class HopSession:
         self,
         number: int,
         hop: Hop,
-        call: grpc.aio.StreamStreamCall,
+        stream: Stream[pb.SessionRequest, pb.SessionReply],
         inbox: Inbox,
         request: pb.Open,
         server: ServerConnection,
@@ -110,7 +109,7 @@ class HopSession:
         self.held = False
         self.ended = False
         self._server = server
-        self._call = call
+        self._stream = stream
         self._inbox = inbox
         self._reading: asyncio.Task | None = None
         self._writing = asyncio.Lock()  # gRPC breaks a call that is given a message while it takes another
@@ -128,24 +127,23 @@ class HopSession:
 
     async def open(self, request: pb.Open, timeout_s: float) -> None:
         server, span = self.hop.server, self.hop.span
-        async with translated(server, span, self._call):
-            try:
-                reply = await asyncio.wait_for(self._opened(request), timeout_s)
-            except asyncio.TimeoutError:
-                self._call.cancel()
-                raise no_answer(server, span, timeout_s) from None
-            except asyncio.CancelledError:
-                self._call.cancel()
-                raise
+        try:
+            reply = await asyncio.wait_for(self._opened(request), timeout_s)
+        except asyncio.TimeoutError:
+            self._stream.cancel()
+            raise no_answer(server, span, timeout_s) from None
+        except asyncio.CancelledError:
+            self._stream.cancel()
+            raise
         if reply.WhichOneof("kind") != "opened":
-            self._call.cancel()
+            self._stream.cancel()
             raise self._out_of_turn()
         self.max_step_tokens = max(1, reply.opened.max_step_tokens)
         self._reading = asyncio.ensure_future(self._read_all())
 
     async def _opened(self, request: pb.Open) -> pb.SessionReply:
-        await self._call.write(pb.SessionRequest(open=request))
-        return await self._read()
+        await self._stream.write(pb.SessionRequest(open=request))
+        return await self._stream.read()
 
     def post(self, step: pb.Step, parts: Sequence[bytes]) -> None:
         """Sends a step in the background, after those that were posted before; trouble goes to the inbox."""
@@ -159,10 +157,10 @@ class HopSession:
 
     async def send(self, step: pb.Step, parts: Sequence[bytes]) -> None:
         """Sends a step and the further parts of its hidden states."""
-        async with self._writing, translated(self.hop.server, self.hop.span, self._call):
-            await self._call.write(pb.SessionRequest(step=step))
+        async with self._writing:
+            await self._stream.write(pb.SessionRequest(step=step))
             for part in parts:
-                await self._call.write(pb.SessionRequest(more=part))
+                await self._stream.write(pb.SessionRequest(more=part))
 
     async def close(self) -> None:
         """Ends the session on the server; never fails. The reader ends with the stream: it must not be cancelled."""
@@ -173,14 +171,14 @@ class HopSession:
         self._outbox.clear()
         try:
             await asyncio.wait_for(self._say_goodbye(), CLOSE_TIMEOUT_S)
-        except (grpc.RpcError, asyncio.InvalidStateError, asyncio.CancelledError, asyncio.TimeoutError):
-            self._call.cancel()
+        except (SwarmError, asyncio.CancelledError, asyncio.TimeoutError):
+            self._stream.cancel()
 
     def abandon(self) -> None:
         """Ends the stream at once: the server is believed to be gone."""
         self.ended = True
         self._outbox.clear()
-        self._call.cancel()
+        self._stream.cancel()
 
     async def progress(self, hold: bool = False, timeout_s: float = OPEN_TIMEOUT_S) -> pb.SessionProgress:
         """How far the server is. ``hold``: it goes no further until ``reroute``."""
@@ -208,8 +206,8 @@ class HopSession:
 
     async def _say_goodbye(self) -> None:
         async with self._writing:
-            await self._call.write(pb.SessionRequest(close=pb.Close()))
-            await self._call.done_writing()
+            await self._stream.write(pb.SessionRequest(close=pb.Close()))
+            await self._stream.done_writing()
 
     async def _post_all(self) -> None:
         try:
@@ -219,24 +217,23 @@ class HopSession:
         except SwarmError as error:
             self._lost(error)
         except asyncio.CancelledError:  # to cancel the call cancels its writer
-            self._lost(self._ended_error())
+            self._lost(self._stream.ended_error())
             if not self.ended:
                 raise
 
     async def _read_all(self) -> None:
         try:
-            async with translated(self.hop.server, self.hop.span, self._call):
-                while True:
-                    event = await self._read_event()
-                    if isinstance(event, Leaving):
-                        self.leaving = True
-                        if self._inbox.on_leaving is not None:
-                            self._inbox.on_leaving()
-                    self._inbox.put_nowait(event)
+            while True:
+                event = await self._read_event()
+                if isinstance(event, Leaving):
+                    self.leaving = True
+                    if self._inbox.on_leaving is not None:
+                        self._inbox.on_leaving()
+                self._inbox.put_nowait(event)
         except SwarmError as error:
             self._lost(error)
         except asyncio.CancelledError:  # the call was cancelled here
-            self._lost(self._ended_error())
+            self._lost(self._stream.ended_error())
             if not self.ended:
                 raise
 
@@ -244,21 +241,15 @@ class HopSession:
         if not self.ended:
             self._inbox.put_nowait(Trouble(self.number, None, error))
 
-    def _ended_error(self) -> PeerUnavailable:
-        server = self.hop.server
-        return PeerUnavailable(f"the stream to server {server.short_id} has ended", server.peer_id, self.span)
-
     async def _read_event(self) -> HopEvent:
-        reply = await self._read()
+        reply = await self._stream.read()
         kind = reply.WhichOneof("kind")
         if kind == "leaving":
             return Leaving(self.number)
         if kind == "failure":
-            codes = {code.value[0]: code for code in grpc.StatusCode}
-            status = codes.get(reply.failure.status, grpc.StatusCode.UNKNOWN)
-            server = self.hop.server
-            error = from_status(status, reply.failure.message, server.peer_id, self.hop.span)
-            return Trouble(self.number, reply.failure.number, error)
+            failure = reply.failure
+            error = from_status(failure.status, failure.message, self.hop.server.peer_id, self.hop.span)
+            return Trouble(self.number, failure.number, error)
         if kind == "block_output":
             answer = reply.block_output
             return BlockAnswer(self.number, answer.number, answer.block, await self._read_tensor(answer.hidden))
@@ -279,22 +270,12 @@ class HopSession:
             ) from None
         parts, received = [], len(header.data)
         while received < header.size_bytes:
-            reply = await self._read()
+            reply = await self._stream.read()
             if reply.WhichOneof("kind") != "more":
                 raise self._out_of_turn()
             parts.append(reply.more)
             received += len(reply.more)
         return WireTensor(header, tuple(parts))
-
-    async def _read(self) -> pb.SessionReply:
-        reply = await self._call.read()
-        if reply is grpc.aio.EOF:
-            server, span = self.hop.server, self.hop.span
-            code, details = await self._call.code(), await self._call.details()
-            if code is grpc.StatusCode.OK:
-                raise self._ended_error()
-            raise from_status(code, details, server.peer_id, span)
-        return reply
 
     def _out_of_turn(self) -> BadReply:
         server = self.hop.server

@@ -12,7 +12,7 @@ import grpc
 from swarm_client.adapters.snapshots import AdapterUploader, Part
 from swarm_client.core.background import exact_s
 from swarm_client.routing.routing import Hop
-from swarm_client.transport.grpc_errors import translated
+from swarm_client.transport.grpc_calls import Stream, translated
 from swarm_client.transport.hops import OPEN_TIMEOUT_S, HopSession, Inbox
 from swarm_client.transport.wire_tensor import Context, WireTensor
 from swarm_protocol.dht.records import ServerRecord
@@ -96,7 +96,8 @@ class ServerConnection:
         async def opened(name: pb.AdapterName | None) -> HopSession:
             if name is not None:
                 request.adapter.CopyFrom(name)
-            hop = HopSession(number, Hop(self.record, span), self._stub.Session(), inbox, request, self)
+            stream = Stream(self._stub.Session(), self.record, span)
+            hop = HopSession(number, Hop(self.record, span), stream, inbox, request, self)
             await hop.open(request, OPEN_TIMEOUT_S + request.wait_s)
             return hop
 

@@ -13,6 +13,7 @@ from swarm_protocol.errors import AccessDenied, PeerBusy, PeerError, PeerMoved, 
 from swarm_protocol.pb import swarm_pb2 as pb
 from swarm_protocol.pb.swarm_pb2_grpc import BlocksServicer
 from swarm_protocol.wire.constants import MAX_ECHO_BYTES
+from swarm_protocol.wire.status import status_of
 from swarm_server.net.incoming import Incoming
 from swarm_server.rpc import passes
 from swarm_server.sessions.host import SessionManager
@@ -29,7 +30,7 @@ async def _errors_as_status(context: grpc.aio.ServicerContext) -> AsyncIterator[
         yield
     except _REFUSALS as error:
         error.with_traceback(None)  # gRPC keeps the error for a while, and its frames would keep the request's memory
-        await context.abort(error.status, str(error))
+        await context.abort(status_of(error), str(error))
     except grpc.aio.BaseError as error:
         _logger.debug("a client went away: %s", error)
     except Exception as error:

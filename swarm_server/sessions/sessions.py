@@ -14,6 +14,7 @@ from swarm_protocol.errors import PeerBusy, RequestRejected
 from swarm_protocol.pb import swarm_pb2 as pb
 from swarm_protocol.wire.block_input import BlockInput
 from swarm_protocol.wire.codec import Assembler, encode, torch_dtype
+from swarm_protocol.wire.status import number_of
 from swarm_server.engine.session_state import Crop, HistoryChange, RecordPast, Reorder, Session, SessionStep
 from swarm_server.kv.kv_transfer import Stored
 from swarm_server.net.push import Pusher
@@ -151,7 +152,7 @@ class HostedSession:
         return await self.host.scheduler.step(self.session, self._checked(request, payload, changes))
 
     async def refuse(self, number: int, error: RequestRejected | PeerBusy) -> None:
-        failure = pb.Failure(status=error.status.value[0], message=str(error), number=number)
+        failure = pb.Failure(status=number_of(error), message=str(error), number=number)
         await self._reply([pb.SessionReply(failure=failure)])
 
     async def close(self) -> None:

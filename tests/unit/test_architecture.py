@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import ast
+import re
+import subprocess
+import sys
 from collections.abc import Collection
 from pathlib import Path
 
@@ -134,6 +137,17 @@ def test_rooms_are_small_and_say_what_they_are_for(package: str) -> None:
         assert len(list(init.parent.glob("*.py"))) <= MOST_FILES, init.parent
         docstring = ast.get_docstring(ast.parse(init.read_text()))
         assert docstring and docstring.endswith("."), init
+
+
+def test_one_module_of_the_client_knows_the_errors_of_grpc() -> None:
+    knowing = [path for path, source in sources("swarm_client").items() if re.search(r"StatusCode|RpcError", source)]
+    assert knowing == ["swarm_client/transport/grpc_calls.py"]
+
+
+def test_policies_are_loaded_without_grpc_and_torch() -> None:
+    modules = [module_of(path) for path in POLICIES]
+    code = f"import sys, {', '.join(modules)}; sys.exit(bool({{'grpc', 'torch'}} & set(sys.modules)))"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
 
 
 @pytest.mark.parametrize("path", POLICIES)

@@ -17,23 +17,24 @@ from swarm_protocol.errors import (
     RequestRejected,
     SessionLost,
     SwarmError,
+    TrainingDiverged,
     UnsupportedModel,
-    from_status,
 )
 from swarm_protocol.span import Span
+from swarm_protocol.wire.status import from_status, number_of, status_of
 
 
 @pytest.mark.parametrize("error", [PeerUnavailable, PeerBusy, PeerMoved, SessionLost, PeerError])
 def test_errors_of_a_server_survive_the_wire(error: type[PeerError]) -> None:
     sent = error("what happened")
-    caught = from_status(sent.status, str(sent), "peer", Span(2, 5))
+    caught = from_status(status_of(sent), str(sent), "peer", Span(2, 5))
     assert type(caught) is error
     assert (str(caught), caught.peer_id, caught.span) == ("what happened", "peer", Span(2, 5))
 
 
 @pytest.mark.parametrize("error", [RequestRejected, AccessDenied])
 def test_errors_of_the_client_survive_the_wire_and_blame_no_server(error: type[SwarmError]) -> None:
-    caught = from_status(error.status, "what was wrong", "peer", Span(2, 5))
+    caught = from_status(status_of(error("what was wrong")), "what was wrong", "peer", Span(2, 5))
     assert type(caught) is error and str(caught) == "what was wrong"
     assert not isinstance(caught, PeerError)
 
@@ -56,6 +57,13 @@ def test_every_status_becomes_one_of_our_errors(status: grpc.StatusCode) -> None
     error = from_status(status, "")
     assert isinstance(error, SwarmError)
     assert status.name in str(error)
+    assert type(from_status(status.value[0], "")) is type(error)
+
+
+def test_an_error_travels_as_the_status_of_its_base_class() -> None:
+    assert status_of(BadReply("x")) is grpc.StatusCode.INTERNAL
+    assert status_of(TrainingDiverged("x")) is grpc.StatusCode.INVALID_ARGUMENT
+    assert number_of(PeerBusy("x")) == 8
 
 
 def test_only_what_another_server_may_do_better_is_a_peer_error() -> None:

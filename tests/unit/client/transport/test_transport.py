@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from swarm_client.routing.routing import Hop
+from swarm_client.transport.grpc_calls import Stream
 from swarm_client.transport.hops import Answer, HopSession, Inbox, Trouble
 from swarm_client.transport.wire_tensor import WireTensor
 from swarm_protocol.errors import BadReply, PeerBusy, PeerError, PeerUnavailable, RequestRejected
@@ -74,7 +75,8 @@ def events(*replies: pb.SessionReply, code: grpc.StatusCode = grpc.StatusCode.OK
 
 
 def hop_session(call: FakeCall, inbox: Inbox | None = None) -> HopSession:
-    return HopSession(NUMBER, Hop(server_record("peer"), Span(0, 4)), call, inbox, pb.Open(), None)
+    hop = Hop(server_record("peer"), Span(0, 4))
+    return HopSession(NUMBER, hop, Stream(call, hop.server, hop.span), inbox, pb.Open(), None)
 
 
 def output(tensor: torch.Tensor | None, number: int = 3, **fields: object) -> list[pb.SessionReply]:

@@ -1,0 +1,83 @@
+"""Calls of gRPC that raise our errors; the only module of the client that knows its errors and status codes."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Generic, TypeVar
+
+import grpc
+
+from swarm_protocol.dht.records import ServerRecord
+from swarm_protocol.errors import PeerUnavailable
+from swarm_protocol.span import Span
+from swarm_protocol.wire.status import from_status
+
+Request = TypeVar("Request")
+Reply = TypeVar("Reply")
+
+
+def no_answer(server: ServerRecord, span: Span, timeout_s: float) -> PeerUnavailable:
+    return PeerUnavailable(f"server {server.short_id} did not answer within {timeout_s:g} s", server.peer_id, span)
+
+
+@asynccontextmanager
+async def translated(
+    server: ServerRecord, span: Span | None = None, call: grpc.aio.Call | None = None
+) -> AsyncIterator[None]:
+    """Turns grpc's errors into ours."""
+    try:
+        yield
+    except grpc.RpcError as error:
+        details = re.sub(r"^Stream removed \((.*)\)$", r"\1", error.details() or "no details")
+        if error.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED):
+            details = f"server {server.short_id} at {server.addresses[0]} cannot be reached: {details}"
+        if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
+            details = f"server {server.short_id} at {server.addresses[0]} does not answer"
+        raise from_status(error.code(), details, server.peer_id, span) from None
+    except asyncio.InvalidStateError:  # the server has ended the stream before it was told everything
+        code = await call.code()
+        if code is grpc.StatusCode.OK:
+            details = f"the stream to server {server.short_id} has ended"
+            raise PeerUnavailable(details, server.peer_id, span) from None
+        raise from_status(code, await call.details(), server.peer_id, span) from None
+
+
+class Stream(Generic[Request, Reply]):
+    """A call to one server, open in both directions. Whatever gRPC raises becomes one of our errors.
+
+    What waits on a stream that is cancelled here raises ``asyncio.CancelledError``.
+    """
+
+    def __init__(self, call: grpc.aio.StreamStreamCall, server: ServerRecord, span: Span) -> None:
+        self._call = call
+        self._server = server
+        self._span = span
+
+    async def write(self, request: Request) -> None:
+        async with translated(self._server, self._span, self._call):
+            await self._call.write(request)
+
+    async def done_writing(self) -> None:
+        async with translated(self._server, self._span, self._call):
+            await self._call.done_writing()
+
+    async def read(self) -> Reply:
+        """The next reply. Raises the error that the stream ended with; PeerUnavailable if it ended without."""
+        async with translated(self._server, self._span, self._call):
+            reply = await self._call.read()
+            if reply is not grpc.aio.EOF:
+                return reply
+            code, details = await self._call.code(), await self._call.details()
+        if code is grpc.StatusCode.OK:
+            raise self.ended_error()
+        raise from_status(code, details, self._server.peer_id, self._span)
+
+    def cancel(self) -> None:
+        self._call.cancel()
+
+    def ended_error(self) -> PeerUnavailable:
+        server = self._server
+        return PeerUnavailable(f"the stream to server {server.short_id} has ended", server.peer_id, self._span)

@@ -1,0 +1,56 @@
+"""The gRPC status codes by which our errors travel."""
+
+from __future__ import annotations
+
+import grpc
+
+from swarm_protocol.errors import (
+    AccessDenied,
+    CacheMiss,
+    PeerBusy,
+    PeerError,
+    PeerMoved,
+    PeerUnavailable,
+    RequestRejected,
+    SessionLost,
+    SwarmError,
+)
+from swarm_protocol.span import Span
+
+_STATUS_OF: dict[type[SwarmError], grpc.StatusCode] = {
+    RequestRejected: grpc.StatusCode.INVALID_ARGUMENT,
+    AccessDenied: grpc.StatusCode.PERMISSION_DENIED,
+    PeerUnavailable: grpc.StatusCode.UNAVAILABLE,
+    PeerBusy: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    PeerMoved: grpc.StatusCode.FAILED_PRECONDITION,
+    SessionLost: grpc.StatusCode.NOT_FOUND,
+    CacheMiss: grpc.StatusCode.ABORTED,
+}
+_ERROR_OF: dict[grpc.StatusCode, type[SwarmError]] = {
+    **{status: error for error, status in _STATUS_OF.items()},
+    # what gRPC itself says
+    grpc.StatusCode.DEADLINE_EXCEEDED: PeerUnavailable,
+    grpc.StatusCode.CANCELLED: PeerUnavailable,
+    grpc.StatusCode.UNIMPLEMENTED: RequestRejected,
+    grpc.StatusCode.UNAUTHENTICATED: AccessDenied,
+}
+_BY_NUMBER = {status.value[0]: status for status in grpc.StatusCode}
+
+
+def status_of(error: SwarmError) -> grpc.StatusCode:
+    """The status that stands for an error, or for the nearest of its base classes that has one; else INTERNAL."""
+    return next((_STATUS_OF[kind] for kind in type(error).__mro__ if kind in _STATUS_OF), grpc.StatusCode.INTERNAL)
+
+
+def number_of(error: SwarmError) -> int:
+    """The number of ``status_of``, as it stands in messages."""
+    number: int = status_of(error).value[0]
+    return number
+
+
+def from_status(status: grpc.StatusCode | int, details: str, peer_id: str = "", span: Span | None = None) -> SwarmError:
+    """The error that a status, or its number, stands for; an unexpected one becomes a plain PeerError."""
+    code = status if isinstance(status, grpc.StatusCode) else _BY_NUMBER.get(status, grpc.StatusCode.UNKNOWN)
+    error = _ERROR_OF.get(code, PeerError)
+    message = details or f"the server answered {code.name}"
+    return error(message, peer_id, span) if issubclass(error, PeerError) else error(message)
