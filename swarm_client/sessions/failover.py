@@ -68,7 +68,7 @@ class Failover:
         if stall is None:
             return
         seconds = now_s() - stall.start_s
-        for number, repair in enumerate(stall.failover):
+        for number, repair in enumerate(stall.repairs):
             self._reporter.report(Recovery(**vars(repair), stall_s=seconds if number == 0 else 0.0))
         for hop in self._chain.hops:
             self._swarm.served(hop.hop.server.peer_id)
@@ -92,7 +92,7 @@ class Failover:
         if self._stall is not None:
             replacements = tuple(hop.hop.server.peer_id for hop in hops)
             reason = self._stall.tried[0] if self._stall.tried else "the session's servers were let go"
-            self._stall.failover[:] = [Repair(self._blocks, (), reason, replacements, call.start, False)]
+            self._stall.repairs[:] = [Repair(self._blocks, (), reason, replacements, call.start, False)]
 
     async def _opened(
         self,
@@ -261,7 +261,7 @@ class Failover:
         abandon(replaced)
         self._chain.hops[gap.start : gap.stop] = new
         self._copies.drop(replaced)
-        self._stall.failover.append(
+        self._stall.repairs.append(
             Repair(
                 Span(replaced[0].span.start, replaced[-1].span.end),
                 tuple(hop.hop.server.peer_id for hop in replaced),
