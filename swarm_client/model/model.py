@@ -61,7 +61,7 @@ class _Distributed:
 
         Args:
             name_or_path: hub name, directory, or the name of the model that ships with this package.
-            initial_peers: multiaddrs of members of the swarm; by default the swarm noted on this machine.
+            initial_peers: multiaddrs of members of the swarm; by default the swarm registered on this machine.
             swarm: the swarm's name.
             revision: branch, tag or commit of a hub model. Servers must serve the same.
             dtype: of the client's part; "auto" is float32 on the CPU and the checkpoint's own elsewhere.
