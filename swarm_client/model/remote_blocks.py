@@ -99,7 +99,8 @@ class RemoteSpan:
         Args:
             reserve_tokens: positions per row that are asked for at its first step. With less than the session gets in
                 the end, it may be preempted by older ones for a while, when servers are full.
-            standby, on_event: see ``DistributedModel.from_pretrained``, which gives the defaults.
+            standby: see ``DistributedModel.from_pretrained``, which gives the default.
+            on_event: likewise.
         """
         return RemoteSession(
             self.swarm,
