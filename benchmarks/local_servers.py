@@ -52,7 +52,7 @@ def local_servers(
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     with tempfile.TemporaryDirectory() as directory, _terminated_as_interrupt(), contextlib.ExitStack() as cleanup:
         starting = []
-        told: set[int] = set()  # to end; told twice, a server would drop everything at once
+        told: set[int] = set()  # that got a signal; after a second one, a server would exit at once
         for number, span in enumerate(spans):
             log = cleanup.enter_context(open(Path(directory) / str(number), "w+"))
             pin = [] if cores is None else ["taskset", "--cpu-list", str(cores[number])]

@@ -99,7 +99,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         nargs="?",
         const="2",
         metavar="SECONDS",
-        help="show it live, drawn anew after so many seconds (2 if not given), until Ctrl-C",
+        help="show it live, refreshed after so many seconds (2 if not given), until Ctrl-C",
     )
 
     demo = commands.add_parser("demo", formatter_class=formatter, help="servers write text together; one is killed")

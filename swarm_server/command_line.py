@@ -1,6 +1,6 @@
 """Command line of the server: ``python -m swarm_server --blocks 10:20``.
 
-What can be told to be wrong from the command line alone is refused before torch is imported.
+What is wrong with the command line itself is refused before torch is imported.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _LEAVE_S = 20.0  # for all that must be done after draining
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m swarm_server",
-        description="SessionManager transformer blocks of a Hugging Face model for a swarm.",
+        description="Host transformer blocks of a Hugging Face model for a swarm.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     add = parser.add_argument
@@ -60,7 +60,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--identity", type=Path, metavar="FILE", help="key file; keeps the peer id over restarts")
     add("--cache-tokens", type=int, metavar="N", help="KV-cache room over all sessions; default from free memory")
     add("--cache-memory", metavar="SIZE", help="the same as memory, such as 2GiB or 500MB")
-    add("--no-prefix-cache", action="store_true", help="do not share the computation of equal beginnings of prompts")
+    add("--no-prefix-cache", action="store_true", help="do not reuse the keys and values of shared prefixes of prompts")
     add("--adapters", type=Path, nargs="+", default=[], metavar="PATH", help="LoRA adapters of PEFT's format to offer")
     add("--adapter-memory", default="256MiB", metavar="SIZE", help="for adapters that clients send")
     add("--chunk-tokens", type=int, metavar="N", help="positions of a prompt computed at a time; default by device")
@@ -70,7 +70,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         type=float,
         default=30.0,
         metavar="SECONDS",
-        help="for generations to end or move when the server is told to leave; told twice, it leaves at once",
+        help="for generations to end or move when the server drains; a second signal exits at once",
     )
     add(
         "--balance-margin",
@@ -133,7 +133,7 @@ def check_files(config: ServerConfig) -> None:
 
 
 async def serve(server: Server) -> None:
-    """Until it ends, or has left as a signal told it to."""
+    """Until it ends, or has drained after a signal."""
     running = asyncio.ensure_future(server.run())
     told: list[signal.Signals] = []
 
@@ -146,7 +146,7 @@ async def serve(server: Server) -> None:
         if len(told) > 1:
             os._exit(signals.INTERRUPTED)
         server.stop()
-        # Whatever hangs: a server that was told to leave is gone in the end.
+        # Whatever hangs: a server that got a signal ends.
         asyncio.get_running_loop().call_later(server.config.drain_timeout_s + _LEAVE_S, os._exit, 1)
         if not server.ready:
             running.cancel()

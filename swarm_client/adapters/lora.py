@@ -108,7 +108,8 @@ class LoraMixin:
         """Adds an adapter that was saved by PEFT, by ``save_pretrained`` here or anywhere.
 
         Args:
-            trainable, is_trainable: it is to be trained on; both names mean the same.
+            trainable: it is to be trained on.
+            is_trainable: the same, as PEFT calls it.
             hub_options: see ``PeftConfig.from_pretrained``.
 
         Raises:

@@ -1,4 +1,4 @@
-"""Everything a client can be told about its swarm, in one frozen value."""
+"""The client's configuration, in one frozen value."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from swarm_protocol.dht.local_registry import DEFAULT_SWARM
 class ClientConfig:
     """Raises ValueError at construction if a field is out of its range."""
 
-    initial_peers: tuple[str, ...] = ()  # none: the swarm noted on this machine
+    initial_peers: tuple[str, ...] = ()  # none: the swarm registered on this machine
     swarm: str = DEFAULT_SWARM
     wait_timeout_s: float = 30.0  # for servers that hold every block, and have room
     step_timeout_s: float = 120.0  # for one server's answer, as long as it says that it is there

@@ -1,4 +1,4 @@
-"""What happens to a session while it runs, told to the user: log lines, counters, and a callback."""
+"""What happens to a session while it runs, reported to the user: log lines, counters, and a callback."""
 
 from __future__ import annotations
 

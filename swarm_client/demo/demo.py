@@ -33,7 +33,7 @@ KILL_AFTER = 20  # tokens; half of them if there are fewer
 def run_demo(prompt: str, options: TextOptions) -> None:
     """Raises SwarmError if a server does not start."""
     console = Console(highlight=False)
-    logging.getLogger("swarm_client.core.events").setLevel(logging.ERROR)  # told below, and not amid the text
+    logging.getLogger("swarm_client.core.events").setLevel(logging.ERROR)  # printed below, and not amid the text
     swarm = f"demo-{os.getpid()}"
     console.print(f"Starting four servers for blocks {', '.join(SPANS)} of {DEFAULT_MODEL} …")
     start = time.perf_counter()

@@ -113,7 +113,7 @@ class LocalCluster:
                 time.sleep(_POLL_S)
 
     def close(self) -> None:
-        """Ends all servers: those that do not end when told are killed."""
+        """Ends all servers: those that do not end after a signal are killed."""
         alive = [server for server in self._servers if server.alive]
         for server in alive:
             server.signal(signal.SIGCONT)

@@ -1,4 +1,4 @@
-"""What a fine-tuning run is told, in one frozen value; the flags of ``finetune`` take their defaults from it."""
+"""Configuration of a fine-tuning run, in one frozen value; the flags of ``finetune`` take their defaults from it."""
 
 from __future__ import annotations
 

@@ -135,7 +135,7 @@ class Interrupt(TrainerCallback):
     A second Ctrl-C or SIGTERM ends it at once.
 
     Attributes:
-        asked: the run was told to end.
+        asked: the run was asked to end.
     """
 
     def __init__(self) -> None:

@@ -250,7 +250,7 @@ def _as(block_class: type[nn.Module], module_class: type[BlockModule]) -> type[B
 
 
 def _context_hook(owner: nn.Module, blocks: RemoteBlocks, family: Family, no_dropout: NoDropout):
-    """Tells the remote blocks mask, positions and cache of each forward of their owner; puts prompts before its input.
+    """Hands the remote blocks mask, positions and cache of each forward of their owner; puts prompts before its input.
 
     They are caught at the owner because what it hands to a block differs between families.
     """

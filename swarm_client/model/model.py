@@ -61,7 +61,7 @@ class _Distributed:
 
         Args:
             name_or_path: hub name, directory, or the name of the model that ships with this package.
-            initial_peers: multiaddrs of members of the swarm; by default the swarm noted on this machine.
+            initial_peers: multiaddrs of members of the swarm; by default the swarm registered on this machine.
             swarm: the swarm's name.
             revision: branch, tag or commit of a hub model. Servers must serve the same.
             dtype: of the client's part; "auto" is float32 on the CPU and the checkpoint's own elsewhere.
@@ -77,8 +77,8 @@ class _Distributed:
             compression: of hidden states on their way to the servers: "none" or "int8".
             head_quant: of the head that turns hidden states into logits: "none", or "int8" (on the CPU), which is
                 faster and smaller, and frozen. A classifier's head stays as it is.
-            allowed_servers, blocked_servers: peer ids, or their ends as ``status`` shows them. If any are allowed, no
-                others are used.
+            allowed_servers: peer ids, or their ends as ``status`` shows them. If any are given, no others are used.
+            blocked_servers: the same of servers that are not used.
             adapter: name of an adapter that servers have loaded; only those that have are used.
             tuning_mode: "prompt" adds virtual tokens before those of every row, "deep_prompt" others before every block
                 too: so many ``num_prompt_tokens``, and nothing else, are trained. See ``model.prompts``.

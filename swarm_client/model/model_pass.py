@@ -24,7 +24,7 @@ class ModelPass:
     """Blocks are computed from one start to the next, when the module of the first of them is called.
 
     Attributes:
-        later: servers are told of the session only when there is more for it.
+        later: the session is opened on servers only when there is more for it.
         packed: see ``RemoteSpan``; without a session only.
         starts: blocks whose input is looked at or changed here; the first block is always among them.
         num_wanted: how many of the last outputs are used, if a session computes them; None: all.

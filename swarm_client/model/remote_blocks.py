@@ -98,8 +98,9 @@ class RemoteSpan:
 
         Args:
             reserve_tokens: positions per row that are asked for at its first step. With less than the session gets in
-                the end, it may have to give way to older ones for a while, when servers are full.
-            standby, on_event: see ``DistributedModel.from_pretrained``, which gives the defaults.
+                the end, it may be preempted by older ones for a while, when servers are full.
+            standby: see ``DistributedModel.from_pretrained``, which gives the default.
+            on_event: likewise.
         """
         return RemoteSession(
             self.swarm,
@@ -147,7 +148,7 @@ class BlockModule(Inside):
     """Stands in a stock model where a block was: what hooks on it see and change is what they would of the block.
 
     The model's own code calls it with keyword arguments that differ between families; what matters (mask, positions,
-    cache) is told to ``RemoteBlocks`` before. Inside it are the block's own modules, hollow.
+    cache) is given to ``RemoteBlocks`` before. Inside it are the block's own modules, hollow.
     """
 
     # Servers decide what they keep for the backward pass.
@@ -220,7 +221,7 @@ class RemoteBlocks(BlockModule):
         """What the forward that begins now in this thread needs to know.
 
         Args:
-            later: servers are told of the session only when there is more for it.
+            later: the session is opened on servers only when there is more for it.
             packed: see ``RemoteSpan``.
             every_block: hidden states after every block are looked at.
         """

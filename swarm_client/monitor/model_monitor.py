@@ -111,7 +111,7 @@ class ModelMonitor:
         return dataclasses.replace(status, no_chain=self._no_chain)
 
     async def ask(self, most: int, patience_s: float) -> None:
-        """Asks servers how they are, the chain's first and then those asked longest ago, and finds the chain anew.
+        """Asks servers how they are, the chain's first and then those asked longest ago, and finds the chain again.
 
         Some may not have answered after ``patience_s``; what they say later is in a later status.
         """

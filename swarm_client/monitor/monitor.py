@@ -140,7 +140,7 @@ class Monitor:
         return True
 
     def _all_silent(self) -> bool:
-        """What can be read may then be no more than what this node was told before."""
+        """What can be read may then be no more than what this node has stored before."""
         servers = [server for model in self._models.values() for server in model.status().servers]
         return bool(servers) and not any(server.answers for server in servers)
 

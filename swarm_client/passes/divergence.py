@@ -1,4 +1,4 @@
-"""Tells training that has diverged from servers that fail: what is sent must be finite, and so must what comes back."""
+"""Distinguishes divergence from servers that fail: what is sent must be finite, and so must what comes back."""
 
 from __future__ import annotations
 

@@ -312,7 +312,7 @@ def _unusable(server: ServerRecord, wanted: Wanted, banned: Mapping[str, str], t
     if server.expires_at < time_s:
         return "not heard of lately"
     if not wanted.admits(server.peer_id):
-        return "that this client is told not to use"
+        return "that this client is configured not to use"
     if wanted.adapter and wanted.adapter not in server.adapters:
         return f"without adapter {wanted.adapter}"
     return banned.get(server.peer_id)

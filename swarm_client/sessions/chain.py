@@ -44,7 +44,7 @@ class Chain:
     Attributes:
         records_past: sliding windows keep what later crops need.
         number: of the last step; ``past``: the steps before the call under way.
-        is_new: no server has been told yet what came before the next call.
+        is_new: what came before the next call has not been sent to any server yet.
         progress_s: when the call last got on.
         busy: held during a call.
     """
@@ -147,13 +147,13 @@ class Chain:
     ) -> Opening:
         """What to ask servers for, if there are ``num_tokens`` positions per row already.
 
-        ``ages``: the hops are as old as the session, and give way to younger ones as little.
+        ``ages``: the hops are as old as the session, so younger ones cannot preempt them.
         """
         if self._asked_s is None:
             self._asked_s = now_s()
         most = math.inf if self._max_positions is None else self._max_positions
         reserve = min(max(self._reserve_tokens, num_tokens), most)
-        # A session whose length nobody has said should not have to give way at once.
+        # A session whose length nobody has said should not be preempted at once.
         spare = 0 if num_tokens <= self._reserve_tokens else min(max(_SPARE_TOKENS, num_tokens // 4), most - reserve)
         asked_s = self._asked_s if ages else None
         return Opening(batch_size, reserve, sent_number, changed_number, self.records_past, spare, asked_s)

@@ -43,7 +43,7 @@ class StartOver(Exception):
 
 
 class Failover:
-    """What becomes of the hops of one chain. ``recovery.py`` decides what new ones are told; here it is done."""
+    """What becomes of the hops of one chain. ``recovery.py`` decides what is replayed to new ones; here it is done."""
 
     def __init__(
         self, chain: Chain, swarm: Swarm, blocks: Span, opener: Opener, copies: StandbyReplicas, reporter: Reporter
@@ -76,10 +76,10 @@ class Failover:
     # ------------------------------------------------------------ a chain where there is none
 
     async def open(self, call: Call) -> None:
-        """Opens hops for all blocks, and tells them everything that came before the call."""
+        """Opens hops for all blocks, and replays everything that came before the call."""
         if call.before.length and not self._chain.is_new:
             self._begin()
-        call.before, call.changes = call.after.cropped(call.start), ()  # new hops are told the rows as they are now
+        call.before, call.changes = call.after.cropped(call.start), ()  # new hops get the rows as they are now
         rows = call.after
         hops = await self._opened(
             self._blocks, rows.batch_size, rows.length, None, None, sent_number=self._chain.number
@@ -186,7 +186,7 @@ class Failover:
         self._begin()
         self._blame(errors)
         failed = dict(errors)
-        if call.watched:  # what a failed hop has sent on it would not tell the client again
+        if call.watched:  # what a failed hop has sent on is not sent to the client again
             self._check_failing(failed)
             abandon(failed)
             raise StartOver
@@ -275,7 +275,7 @@ class Failover:
     async def _connect(
         self, call: Call, replay: Replay, rows: Journal, number: int, before: HopSession | None, new: list[HopSession]
     ) -> None:
-        """Lets the hop before the new ones, or the client, tell them what they must know."""
+        """Lets the hop before the new ones, or the client, replay what they need."""
         limit = min(hop.max_step_tokens for hop in new)
         if any(step.num_positions > limit and step.end - step.start > 1 for step in call.steps):
             raise StartOver
@@ -299,7 +299,7 @@ class Failover:
         known_after: Standing | None,
         call: Call,
     ) -> tuple[list[HopSession], Replay] | None:
-        """The copy that stands by for the failed hop, if it is of use, and what it must still be told."""
+        """The copy that stands by for the failed hop, if it is of use, and what must still be replayed to it."""
         copy = self._copies.take(replaced[0]) if len(replaced) == 1 else None
         if copy is None:
             return None
@@ -366,7 +366,7 @@ class Failover:
 
 
 def _remember(hops: list[HopSession], steps: list[OutgoingStep]) -> None:
-    """What new hops are told: servers that cannot reach one another let the client pass it on, maybe much later."""
+    """What is replayed to new hops: servers that cannot reach one another let the client relay it, maybe much later."""
     told = {step.number: OutgoingStep(step.without_data(), ()) for step in steps}
     for hop in hops:
         hop.told = told

@@ -1,4 +1,4 @@
-"""What a client has sent to its chain: enough to tell everything again to a server that takes another's place."""
+"""What a client has sent to its chain: enough to replay the session to a server that takes another's place."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Opens a session's hops: finds servers, asks them for room, and tells each where its outputs go."""
+"""Opens a session's hops: finds servers, asks them for room, and gives each the address for its outputs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What must be told to servers that take the place of others in the middle of a session. Pure."""
+"""What must be replayed to servers that take the place of others in the middle of a session. Pure."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Replay:
 
     Attributes:
         after_changes: rows come as they are after the reorders and crops that the call begins with.
-        history: positions from before the call that are told again, from the first to before the second.
+        history: positions from before the call that are replayed, from the first to before the second.
         resend: steps of the call that the hop before has computed.
         sent_number: what the new hops compute of steps up to this number, nobody else needs.
         changed_number: steps up to this number must not change the rows again.

@@ -26,8 +26,8 @@ from swarm_protocol.wire.block_input import BlockInput
 class RemoteSession:
     """Keys and values of one batch in a span of remote blocks.
 
-    Servers are asked for room at the first step. When some fail, others take their place and are told what they must
-    know; the outputs are the same. Closing, or losing the last reference, frees the room.
+    Servers are asked for room at the first step. When some fail, others take their place and the session is
+    replayed to them; the outputs are the same. Closing, or losing the last reference, frees the room.
 
     ``on_event`` is called with what happens to the session (see ``swarm_client.core.events``), on the thread of the
     network, which it must not hold up.
@@ -82,8 +82,8 @@ class RemoteSession:
     def fork(self) -> RemoteSession:
         """A session of its own that goes on from here, with the same adapter; this one is as it was.
 
-        Its servers are chosen at its first step, and told then what came before; those that have it in their prefix
-        cache compute nothing again.
+        Its servers are chosen at its first step, and what came before is replayed to them; those that have it in
+        their prefix cache compute nothing again.
         """
         with self._lock:
             other = RemoteSession(
@@ -194,7 +194,7 @@ class RemoteSession:
         self.length, self.batch_size = 0, None
 
     def close(self) -> None:
-        """Frees the room on the servers. The session goes on if it is used again: it tells them everything anew."""
+        """Frees the room on the servers. The session goes on if it is used again: it is replayed."""
         with self._lock:
             background.run(self._chain.close())
 

@@ -26,7 +26,7 @@ class Discovery:
     libp2p daemon is. All methods run on the background loop."""
 
     def __init__(self, config: ClientConfig, join: Join, dht: Dht | None = None) -> None:
-        """``join`` finds the swarm through initial peers, or through the servers noted on this machine."""
+        """``join`` finds the swarm through initial peers, or through the servers registered on this machine."""
         self._config = config
         self._join = join
         self._dht = dht
@@ -43,10 +43,10 @@ class Discovery:
     async def view(self, model: str, num_blocks: int, part: Span | None) -> SwarmView | None:
         """What the DHT says; None if it cannot be read."""
         if not self._dht.is_alive:
-            _logger.warning("the libp2p daemon of this client has ended; joining the swarm anew")
+            _logger.warning("the libp2p daemon of this client has ended; joining the swarm again")
             await self._rejoin()
         view = await self._read(model, num_blocks, part)
-        # What can be read without others is only what this node was told before.
+        # What can be read without others is only what this node has stored before.
         if (view is None or self._dht.is_alone) and await self._rejoin():
             view = await self._read(model, num_blocks, part)
         return view
@@ -87,5 +87,5 @@ class Discovery:
         closing = asyncio.ensure_future(old.shutdown())
         self._closing.add(closing)
         closing.add_done_callback(self._closing.discard)
-        _logger.info("joined the swarm anew")
+        _logger.info("joined the swarm again")
         return True

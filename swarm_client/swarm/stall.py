@@ -32,7 +32,7 @@ class Stall:
         peer_id: of the server that failed first.
         tried: what has happened since, one sentence each.
         full: servers without room, by peer id.
-        waits: the user was told that nobody can take over at present.
+        waits: it was reported that nobody can take over at present.
     """
 
     start_s: float

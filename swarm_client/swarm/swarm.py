@@ -57,7 +57,7 @@ async def join_as_client(config: ClientConfig) -> Dht:
         except JoinRefused:
             raise
         except NoSwarm:
-            what = "answered, though servers of it are noted on this machine"
+            what = "answered, though servers of it are registered on this machine"
     elif servers:
         what += ", only in another container or on another machine, where it cannot be reached"
     flag = "" if config.swarm == DEFAULT_SWARM else f" --swarm {config.swarm}"
@@ -194,7 +194,7 @@ class Swarm:
             timeout_s: how long to wait; by default ``wait_timeout_s``.
             like: servers that compute as this one does are preferred. A chain is wanted at once then: what is known of
                 the swarm is good enough as long as it leads somewhere.
-            on_wait: told why there is no chain, and for how many seconds there may be none.
+            on_wait: called with why there is no chain, and for how many seconds there may be none.
             pushes: whether servers will send hidden states straight to one another.
 
         Raises:
@@ -334,7 +334,7 @@ class Swarm:
             return None
 
     def failed(self, error: PeerError) -> None:
-        """Leaves the server out for a while, longer each time, and reads the DHT anew."""
+        """Leaves the server out for a while, longer each time, and reads the DHT again."""
         if error.peer_id:
             self._leave_out(error)
         self._view_time = float("-inf")
@@ -350,7 +350,7 @@ class Swarm:
         self._servers.pop(error.peer_id, None)  # not closed: other sessions may still go through it
 
     def served(self, peer_id: str) -> None:
-        """The server works: what it did before is forgiven."""
+        """The server works: its backoff is reset."""
         self._backoff.reset(peer_id)
 
     def _usable(self, banned: dict[str, str]) -> tuple[SwarmView, Sequence[str]]:

@@ -37,7 +37,7 @@ async def translated(
         if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
             details = f"server {server.short_id} at {server.addresses[0]} does not answer"
         raise from_status(error.code(), details, server.peer_id, span) from None
-    except asyncio.InvalidStateError:  # the server has ended the stream before it was told everything
+    except asyncio.InvalidStateError:  # the server has ended the stream before everything was sent
         code = await call.code()
         if code is grpc.StatusCode.OK:
             details = f"the stream to server {server.short_id} has ended"

@@ -79,7 +79,7 @@ class HopSession:
         number: tells the hops of a session apart.
         session_key: by which other servers and calls find the session.
         changed_number: the rows came with the changes of steps up to this number in them.
-        told: steps by which the server learns what came before it, by number.
+        told: steps that replay to the server what came before it, by number.
         seen_number: how far the server was when it was last asked.
         refused: a step that the server has not taken because of the one before.
         next_number: which hop the outputs go to; None: to the client.

@@ -55,7 +55,7 @@ PER_BLOCK_PROPERTIES = ("layer_types", "layers_block_type")  # which some config
 MODEL_ARGUMENTS = ("inputs_embeds", "attention_mask", "use_cache")
 CACHE_ARGUMENTS = ("past_key_values", "cache_params")
 
-# They insist on a cache class of their own if told to use a cache, and use any that they are given if not.
+# They insist on a cache class of their own if asked to use a cache, and use any that they are given if not.
 OWN_CACHE_CLASS = {"minimax"}
 
 # Linear layers by whose weights a family's own code multiplies: they must stay plain (mamba, falcon_mamba, jamba).
@@ -119,7 +119,7 @@ class Family:
         return Span(0, self.num_blocks)
 
     def cache_arguments(self, cache: Any, use_cache: bool) -> dict[str, Any]:
-        """What the base model's ``forward`` is told so that it uses this cache, or none."""
+        """Arguments of the base model's ``forward`` by which it uses this cache, or none."""
         return {self.cache_argument: cache, "use_cache": use_cache and self.model_type not in OWN_CACHE_CLASS}
 
     def owner_of(self, base: nn.Module) -> nn.Module:

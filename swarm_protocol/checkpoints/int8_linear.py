@@ -266,7 +266,7 @@ class Int8Linear(torch.nn.Module):
 
     @property
     def weight(self) -> torch.Tensor:
-        """The dequantised weight, [out, in] fp32, made anew at each access: for model code that looks at it."""
+        """The dequantised weight, [out, in] fp32, made again at each access: for model code that looks at it."""
         return self.int8.dequantize()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -62,8 +62,8 @@ async def join_through(
     """Has the node join the DHT of those at the addresses; returns whether one of them answered.
 
     Peers that are there and do not answer, being frozen or busy, are asked again and again for ``timeout_s``: all if
-    they ``are_alive`` for all that is known, else those to whom libp2p has a connection. ``on_wait`` is told once, and
-    for how long it may take.
+    they ``are_alive`` for all that is known, else those to whom libp2p has a connection. ``on_wait`` is called once,
+    with how long it may take.
 
     Raises:
         ValidationError: the clock of this machine is not that of the swarm.

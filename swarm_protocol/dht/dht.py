@@ -164,7 +164,7 @@ class Dht:
                 await bootstrap(self._node, self._peers)
 
     async def remember_peers(self) -> None:
-        """Notes the addresses of some that are connected: who they are is lost with the daemon."""
+        """Saves the addresses of some that are connected: who they are is lost with the daemon."""
         with suppress(P2PDaemonError, ControlFailure, OSError, asyncio.IncompleteReadError, asyncio.TimeoutError):
             peers = await asyncio.wait_for(self._node.p2p.list_peers(), CONNECT_TIMEOUT_S)
             known = [peer for peer in peers if peer.peer_id in self._node.protocol.routing_table and peer.addrs]

@@ -1,8 +1,8 @@
 """A registry in the user's cache directory, by which peers of one machine find their swarm without flags.
 
 The directory may be shared with containers and other machines, where a pid means nothing and a loopback address leads
-elsewhere. So a note says on which host its process runs and in which network its addresses hold, and its server renews
-it as long as it lives.
+elsewhere. So an entry says on which host its process runs and in which network its addresses hold, and its server
+renews it as long as it lives.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ import platformdirs
 
 DEFAULT_SWARM = "default"
 RENEW_S = 5.0
-FRESH_S = 60.0  # a server of another host that has not renewed its note for so long is hardly alive
-STALE_S = 600.0  # after which such a note is deleted; a server that wakes up writes it again
+FRESH_S = 60.0  # a server of another host that has not renewed its entry for so long is hardly alive
+STALE_S = 600.0  # after which such an entry is deleted; a server that wakes up writes it again
 _LOCK_POLL_S = 0.05
 _LOOPBACK = re.compile(r"/(?:ip4/127\.|ip6/::1/|dns[46]?/localhost/)")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
@@ -43,11 +43,11 @@ def checked_name(swarm: str) -> str:
 
 @dataclass(frozen=True)
 class RegistryEntry:
-    """A server that has noted itself.
+    """A server that has registered itself.
 
     Attributes:
         addresses: multiaddrs that may lead to it from here; none if it listens on the loopback of another network only.
-        is_alive: its process lives, or has renewed the note a short time ago. Others may be dead.
+        is_alive: its process lives, or has renewed the entry a short time ago. Others may be dead.
     """
 
     peer_id: str
@@ -58,7 +58,7 @@ class RegistryEntry:
 class LocalRegistry:
     """One file per running server of a named swarm.
 
-    A note is deleted by its server, or by others when its process is gone for certain, or when it is stale.
+    An entry is deleted by its server, or by others when its process is gone for certain, or when it is stale.
     """
 
     def __init__(self, swarm: str = DEFAULT_SWARM, directory: Path | None = None) -> None:
@@ -138,7 +138,7 @@ class LocalRegistry:
         partial.rename(path)
 
     def renew(self, peer_id: str, addresses: Sequence[str]) -> None:
-        """Says that the server still lives; its note may have been deleted while it was frozen."""
+        """Says that the server still lives; its entry may have been deleted while it was frozen."""
         try:
             os.utime(self._directory / f"{peer_id}.json")
         except FileNotFoundError:

@@ -21,7 +21,7 @@ _SHUTDOWN_TIMEOUT_S = 5.0
 
 @dataclass(frozen=True)
 class Listening:
-    """Where a node listens, and the address that others are told; without ``host`` it does not, and only asks."""
+    """Where a node listens, and the address it announces; without ``host`` it does not, and only asks."""
 
     host: str | None = None
     port: int = 0

@@ -33,7 +33,7 @@ def unwind_on_signals() -> None:
 
 
 def ending_signals() -> list[signal.Signals]:
-    """Those besides Ctrl-C that tell a process to end: SIGHUP is not among them under ``nohup``."""
+    """Those besides Ctrl-C that end a process: SIGHUP is not among them under ``nohup``."""
     asked = (signal.SIGTERM, signal.SIGHUP)
     return [number for number in asked if signal.getsignal(number) is not signal.SIG_IGN]
 

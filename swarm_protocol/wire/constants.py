@@ -7,7 +7,7 @@ WIRE_VERSION = 5
 PAGE_TOKENS = 32  # servers recognise equal prompts in pages of so many positions; chunks that begin at one share best
 
 # Ordinary steps of a session are numbered from here on; lower numbers are for what it had computed before, when another
-# server takes its place and must be told.
+# server takes its place and the session is replayed.
 FIRST_STEP = 1 << 32
 
 MIB = 1 << 20

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # malloc.h
 LOADING_BYTES = 128 * 1024  # larger pieces are mapped on their own and unmapped when freed; glibc's initial value
-SERVING_BYTES = 32 * 1024 * 1024  # the largest value; keeps activations from being mapped anew at every step
+SERVING_BYTES = 32 * 1024 * 1024  # the largest value; keeps activations from being mapped again at every step
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Everything a server can be told, in one frozen value; the command line takes its defaults from here."""
+"""The server's configuration, in one frozen value; the command line takes its defaults from here."""
 
 from __future__ import annotations
 

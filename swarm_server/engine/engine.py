@@ -37,7 +37,7 @@ _SAME = 5e-3  # relative; rounding in int8 and bfloat16 amplifies differences of
 
 
 class BatchMeter(Protocol):
-    """Is told of every batch how many blocks, rows and new tokens it had, and how long it took."""
+    """Records of every batch how many blocks, rows and new tokens it had, and how long it took."""
 
     def add(self, num_blocks: int, num_rows: int, num_tokens: int, seconds: float) -> None: ...
 

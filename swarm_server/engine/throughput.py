@@ -1,4 +1,4 @@
-"""How fast this server computes: measured when it starts, noted for the next start, followed while it works."""
+"""How fast this server computes: measured when it starts, cached for the next start, followed while it works."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ class SpeedCache:
         self._directory = directory or platformdirs.user_cache_path("swarm") / "speeds"
 
     def read(self) -> Speeds | None:
-        """None if nothing, or nothing sensible, has been noted lately."""
+        """None if nothing, or nothing sensible, has been cached lately."""
         path = self._path()
         try:
             if time.time() - path.stat().st_mtime > _NOTE_LIFETIME_S:
@@ -157,7 +157,7 @@ class SpeedCache:
             partial.write_text(json.dumps({"setting": self._key(), **asdict(per_block)}))
             partial.rename(path)
         except OSError as error:
-            _logger.debug("the speeds could not be noted: %s", error)
+            _logger.debug("the speeds could not be cached: %s", error)
 
     def _key(self) -> list[str]:
         return [*self._setting, torch.__version__, f"{self._cores.threads()} threads"]

@@ -38,7 +38,7 @@ class CacheBudget:
     """
 
     def __init__(self, capacity_bytes: int, token_bytes: int) -> None:
-        """``token_bytes``: what one position takes in all hosted blocks; only for what is told to people."""
+        """``token_bytes``: what one position takes in all hosted blocks; only for log lines and records."""
         self.capacity_bytes = capacity_bytes
         self._token_bytes = max(1, token_bytes)
         self._charged = 0
@@ -226,7 +226,7 @@ class Charge:
         self.size_bytes = size_bytes
 
     def release(self) -> None:
-        """Once is as good as twice. Takes no lock: garbage collection may call it in a thread that holds another."""
+        """Idempotent. Takes no lock: garbage collection may call it in a thread that holds another."""
         self.lease._budget._released.append(self)
 
     def shrink(self, size_bytes: int) -> None:

@@ -32,8 +32,8 @@ def listening_host(host: str | None, initial_peers: Sequence[str], noted: Sequen
     """The address to listen on: ``host``, else the one of this machine from which the swarm is reached.
 
     Args:
-        initial_peers: multiaddrs of members of the swarm; or else those ``noted`` on this machine. Without any, or if
-            they are on the loopback, it is the loopback.
+        initial_peers: multiaddrs of members of the swarm; or else those registered on this machine, ``noted``. Without
+            any, or if they are on the loopback, it is the loopback.
 
     Raises:
         ValueError: ``host`` is not known, or is the loopback, which peers elsewhere cannot reach.

@@ -26,7 +26,7 @@ _logger = logging.getLogger(__name__)
 
 
 class Membership:
-    """A server's place in its swarm: its DHT node, and the note by which others of this machine find it.
+    """A server's place in its swarm: its DHT node, and the registry entry by which others of this machine find it.
 
     Two halves of one swarm come about when servers start while others are frozen, cut off or too busy to answer.
     Whoever finds the way to the other half makes them one.
@@ -47,9 +47,9 @@ class Membership:
         self._keep_note(lambda: registry.write(dht.peer_id, addresses))
 
     async def keep(self) -> bool:
-        """Renews the note, and joins again what has fallen apart; returns whether anybody was met.
+        """Renews the registry entry, and merges a swarm that was partitioned; returns whether anybody was met.
 
-        Does little if all noted servers and initial peers are known.
+        Does little if all registered servers and initial peers are known.
         """
         self._keep_note(lambda: self._notes.renew(self.dht.peer_id, self._addresses))
         await self.dht.remember_peers()
@@ -86,7 +86,7 @@ class Membership:
         self._keep_note(lambda: self._notes.remove(self.dht.peer_id))
 
     def _others(self) -> list[str]:
-        """Addresses of initial peers, and of noted servers that are reached as this one is.
+        """Addresses of initial peers, and of registered servers that are reached as this one is.
 
         Servers for this machine alone would be of no use to those who join over the network, and stay apart from them.
         """

@@ -187,7 +187,7 @@ class Server:
         return choose_span(view, self._checkpoint.family.num_blocks, num_hosted, tokens_per_s)
 
     async def _settle(self) -> None:
-        """Chooses anew if others have chosen at the same time."""
+        """Chooses again if others have chosen at the same time."""
         num_hosted = len(self._record.span)
         for _ in range(_MAX_SETTLING):
             await asyncio.sleep(_SETTLE_S)
@@ -214,7 +214,7 @@ class Server:
             await hosting.close()
 
     async def _serve(self) -> None:
-        """Until the server is told to stop."""
+        """Until ``stop``."""
         tasks = [
             asyncio.ensure_future(_repeat(self._publish, (REFRESH_S, REFRESH_S))),
             asyncio.ensure_future(_repeat(self._look_around, _NEIGHBOURS_S)),
@@ -276,7 +276,7 @@ class Server:
         host.leaving = True
         if host.num_sessions:
             _logger.info(
-                "leaving: waiting up to %g s for %d %s to end or move; told again to end, it leaves at once",
+                "leaving: waiting up to %g s for %d %s to end or move; a second signal exits at once",
                 timeout_s,
                 host.num_sessions,
                 "session" if host.num_sessions == 1 else "sessions",
@@ -285,7 +285,7 @@ class Server:
             await host.leave(timeout_s)
             await publishing
 
-    # ------------------------------------------------------------ what others are told
+    # ------------------------------------------------------------ the record
 
     def _current_record(self) -> ServerRecord:
         self._tell_speeds()
@@ -317,7 +317,7 @@ class Server:
             _logger.warning("the swarm did not take this server's record; trying again in %g s", REFRESH_S)
 
     async def _keep_membership(self) -> None:
-        """Those who are met are told at once, not only when the record is due to be published."""
+        """Publishes to those who are met at once, not only when the record is due."""
         if await self._membership.keep():
             await self._publish()
 

@@ -24,7 +24,7 @@ URGENT_DRAIN_S = 5.0  # for sessions to end or move when blocks are missing else
 _MAX_MOVES = 2048  # of one plan; what is left to do then is planned later
 _MAX_CANDIDATES = 512  # moves that are compared with one another
 _WINDOWS_EACH = 4  # of one server, where not all can be tried
-_MAX_TOGETHER = 256  # moves taken without comparing anew
+_MAX_TOGETHER = 256  # moves taken without comparing again
 _MAX_PAIRS = 2048
 
 
@@ -59,7 +59,7 @@ def others_first(view: SwarmView, peer_id: str) -> SwarmView:
     """What decides for a server that joins together with others, so that they do not all choose the same blocks.
 
     Of those that join, each heeds the ones with a lower peer id; when all have read what the others chose and chosen
-    anew, each has a place of its own.
+    again, each has a place of its own.
     """
     return SwarmView(
         tuple(

@@ -25,7 +25,7 @@ _REFUSALS = (RequestRejected, AccessDenied, PeerError)
 
 @asynccontextmanager
 async def _errors_as_status(context: grpc.aio.ServicerContext) -> AsyncIterator[None]:
-    """Answers our errors with their gRPC status; anything else is logged here and told in one sentence there."""
+    """Answers our errors with their gRPC status; anything else is logged here and answered with one sentence."""
     try:
         yield
     except _REFUSALS as error:

@@ -1,4 +1,4 @@
-"""Who gets room for keys and values when it is short: newcomers queue, and the youngest sessions give way."""
+"""Who gets room for keys and values when it is short: newcomers queue, and the youngest sessions are preempted."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from swarm_server.kv.kv_cache import CacheBudget, Lease, NoRoom
 
 _MOMENT_S = 1e-3
 _MAX_WAITING = 1024
-_POLL_S = 0.1  # memory may also come back when a tensor dies, of which nobody tells
+_POLL_S = 0.1  # memory may also come back when a tensor is freed, which sends no event
 
 
 @dataclass(eq=False)
@@ -81,9 +81,9 @@ class Holder:
 
 
 def choose_victims(missing_bytes: int, holders: Sequence[Holder], seniority: tuple[float, int]) -> list[Holder]:
-    """Who must give way so that a session of this seniority gets so much more: the youngest, as few as will do.
+    """Who is preempted so that a session of this seniority gets so much more: the youngest, as few as will do.
 
-    None if all that are younger would not do: the session itself must give way then. So nobody waits for one another
+    None if all that are younger would not do: the session itself is preempted then. So nobody waits for one another
     in a circle, and the oldest session always goes on.
     """
     younger = sorted((h for h in holders if h.seniority > seniority), key=lambda h: h.seniority, reverse=True)

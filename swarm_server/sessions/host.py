@@ -24,7 +24,7 @@ from swarm_server.sessions.sessions import HostedSession, Reply
 from swarm_server.training.training_memory import TrainingMemory
 
 MIN_KEY_BYTES, MAX_KEY_BYTES = 16, 64
-_END_TIMEOUT_S = 5.0  # for sessions that are told to end
+_END_TIMEOUT_S = 5.0  # for sessions that are asked to end
 _MAX_WAIT_S = 24 * 3600.0  # for room
 T = TypeVar("T")
 
@@ -101,10 +101,10 @@ class SessionManager:
         return hosted
 
     async def with_room(self, hosted: HostedSession, work: Callable[[], Awaitable[T]]) -> T:
-        """What ``work`` returns, which is tried again when it finds no room and younger sessions can give way.
+        """What ``work`` returns, which is tried again when it finds no room and younger sessions can be preempted.
 
         Raises:
-            NoRoom: this session itself must give way; its client may ask for room again.
+            NoRoom: this session itself is preempted; its client may ask for room again.
         """
         try:
             return await work()

@@ -80,7 +80,7 @@ class HostedSession:
         return self._giving_way.is_set()
 
     def give_way(self) -> None:
-        """An older session needs the room: this one's client must wait for room, and tell everything anew."""
+        """An older session preempts this one: its client must wait for room, and replay the session."""
         self._giving_way.set()
 
     async def until_it_gives_way(self) -> None:
@@ -103,7 +103,7 @@ class HostedSession:
         """Computes the step from its hidden states and sends its outputs on, or stores what was computed elsewhere.
 
         A step that has begun is finished even if the stream it came through breaks: it may come again through another,
-        and must be known then. The client is told why a step is refused; False is returned then.
+        and must be known then. If a step is refused, the client gets the reason, and False is returned.
         """
         finishing = asyncio.ensure_future(self._finish(request, payload))
         finishing.add_done_callback(_heed)
@@ -137,7 +137,7 @@ class HostedSession:
             return True
 
     async def _compute(self, request: pb.Step, payload: torch.Tensor) -> torch.Tensor | None:
-        """The outputs; None if they were computed elsewhere. Younger sessions may have to give way."""
+        """The outputs; None if they were computed elsewhere. Younger sessions may be preempted."""
         return await self.host.with_room(self, lambda: self._try_to_compute(request, payload))
 
     async def _try_to_compute(self, request: pb.Step, payload: torch.Tensor) -> torch.Tensor | None:

@@ -158,7 +158,7 @@ def test_notes_that_lead_nowhere_do_no_harm(machine, observe):
 
 
 def test_a_closed_terminal_drains_a_server(cluster, cache_home):
-    """It may say so more than once: that is not being told again."""
+    """It may say so more than once: that is no second signal."""
     server = cluster.start("--swarm", "hangup", "--num-blocks", "2")
     cluster.wait_ready([server])
     note = cache_home / "swarm" / "swarms" / "hangup" / f"{server.peer_id}.json"

@@ -301,7 +301,7 @@ def test_only_usable_servers_are_used_and_the_rest_is_accounted_for() -> None:
         [
             "1 server not heard of lately",
             "1 server that failed a moment ago",
-            "1 server that this client is told not to use",
+            "1 server that this client is configured not to use",
             "1 server with model revision other where this client has revision",
             "1 server with model revision revision where this client has revision",
             f"1 server of wire version {WIRE_VERSION + 1} where this client speaks {WIRE_VERSION}",

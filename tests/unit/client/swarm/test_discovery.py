@@ -96,7 +96,7 @@ def test_a_daemon_that_has_ended_is_replaced_and_the_user_is_told(caplog) -> Non
         with caplog.at_level(logging.WARNING):
             assert [await seen(client) for _ in range(2)] == ["second"] * 2
         assert [record.message for record in caplog.records] == [
-            "the libp2p daemon of this client has ended; joining the swarm anew"
+            "the libp2p daemon of this client has ended; joining the swarm again"
         ]
 
     play(story)

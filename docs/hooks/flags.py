@@ -1,0 +1,65 @@
+"""A hook of MkDocs: tables of a command's flags, made from its parser where a page says ``{{ flags PACKAGE }}``."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Iterator
+from importlib import import_module
+from pathlib import Path
+from unittest.mock import patch
+
+PACKAGES = ("swarm_server", "swarm_client")
+
+
+def on_page_markdown(markdown: str, **_page: object) -> str:
+    """Called by MkDocs for every page."""
+    return re.sub(r"\{\{ flags (\w+) \}\}", lambda found: "\n".join(lines(found[1])), markdown)
+
+
+def parser_of(package: str) -> argparse.ArgumentParser:
+    """The parser that ``parse_args`` of the package's command line makes."""
+    with patch.object(argparse.ArgumentParser, "parse_args", lambda parser, _argv=None: parser):
+        return import_module(f"{package}.command_line").parse_args([])
+
+
+def commands(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:
+    """Its subcommands by name."""
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            return dict(action.choices)
+    return {}
+
+
+def lines(package: str) -> Iterator[str]:
+    parser = parser_of(package)
+    subparsers = commands(parser)
+    if not subparsers:
+        yield from _table(parser)
+    for name, command in subparsers.items():
+        yield from (f"### `{name}`", "", *_table(command), "")
+
+
+def _table(parser: argparse.ArgumentParser) -> Iterator[str]:
+    yield from ("| | | default |", "|---|---|---|")
+    for action in parser._actions:
+        if isinstance(action, argparse._HelpAction):
+            continue
+        cells = (f"`{_usage(action)}`", (action.help or "").replace("%%", "%"), _default(action.default))
+        yield f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
+
+
+def _usage(action: argparse.Action) -> str:
+    value = action.metavar or ("{" + ",".join(action.choices) + "}" if action.choices else action.dest.upper())
+    if not action.option_strings:
+        return action.dest.upper()
+    if action.nargs == 0:
+        return action.option_strings[-1]
+    value = {"+": f"{value} …", "?": f"[{value}]"}.get(action.nargs, value)
+    return f"{action.option_strings[-1]} {value}"
+
+
+def _default(value: object) -> str:
+    if value is None or value is False or value == [] or value is argparse.SUPPRESS:
+        return ""
+    return f"`{value if not isinstance(value, Path) else value.name}`"

@@ -1,0 +1,140 @@
+"""What the documentation names is there: files, flags, messages, exported names, links. Needs no MkDocs."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import re
+from collections.abc import Iterator
+from functools import lru_cache
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+import swarm_client
+
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+PAGES = sorted(DOCS.rglob("*.md"))
+TEXTS = [*PAGES, ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
+PACKAGES = ("swarm_protocol", "swarm_client", "swarm_server")
+OTHERS_FLAGS = {"--help", "--strict"}  # of argparse itself, and of tools that are not ours
+
+
+def names(paths: list[Path]) -> list[str]:
+    return [str(path.relative_to(ROOT)) for path in paths]
+
+
+def hook(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, DOCS / "hooks" / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def flags_of(package: str) -> set[str]:
+    flags = hook("flags")
+    parser = flags.parser_of(package)
+    parsers = [parser, *flags.commands(parser).values()]
+    return {option for each in parsers for action in each._actions for option in action.option_strings}
+
+
+@lru_cache
+def known_flags() -> frozenset[str]:
+    return frozenset().union(*map(flags_of, hook("flags").PACKAGES), OTHERS_FLAGS)
+
+
+def flags_in(text: str) -> set[str]:
+    """Of the package's own commands: those of ``python benchmarks/….py``, ``git``, ``pip`` and the like are others'."""
+    lines = [line for line in text.splitlines() if not re.search(r"benchmarks/|pip install|\bgit |pytest", line)]
+    return set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]*", "\n".join(lines)))
+
+
+@lru_cache
+def messages() -> tuple[str, ...]:
+    """All strings of the packages, with … for what is filled in."""
+    found = []
+    for package in PACKAGES:
+        for path in (ROOT / package).rglob("*.py"):
+            if path.parent.name != "pb":
+                found += map(_text, ast.walk(ast.parse(path.read_text())))
+    return tuple(text for text in found if text)
+
+
+def _text(node: ast.AST) -> str:
+    if isinstance(node, ast.JoinedStr):
+        return "".join(_text(part) or "…" for part in node.values)
+    return node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else ""
+
+
+def anchors(page: Path) -> set[str]:
+    """As MkDocs names its headings."""
+    titles = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[-\s]+", "-", re.sub(r"[^\w\s-]", "", title).strip().lower()) for title in titles}
+
+
+def broken_links(page: Path) -> Iterator[str]:
+    text = re.sub(r"```.*?```|`[^`]*`", "", page.read_text(), flags=re.DOTALL)
+    for link in re.findall(r"\]\(([^)\s]+)\)", text):
+        if re.match(r"[a-z]+:", link):
+            continue
+        target, _, anchor = link.partition("#")
+        found = (page.parent / target).resolve() if target else page
+        if not found.exists() or (anchor and anchor not in anchors(found)):
+            yield link
+
+
+def test_files_named_by_the_architecture_exist() -> None:
+    named = set(re.findall(r"`((?:\w+/)+(?:\w+\.\w+)?)`", (DOCS / "architecture.md").read_text()))
+    assert len(named) > 60
+    assert not [path for path in sorted(named) if not (ROOT / path).exists()]
+
+
+def test_the_architecture_names_every_room() -> None:
+    text = (DOCS / "architecture.md").read_text()
+    rooms = [
+        f"{init.parent.relative_to(ROOT)}/" for package in PACKAGES for init in (ROOT / package).glob("*/__init__.py")
+    ]
+    assert not [room for room in rooms if f"`{room}`" not in text]
+
+
+@pytest.mark.parametrize("path", names(TEXTS))
+def test_flags_exist(path: str) -> None:
+    assert not flags_in((ROOT / path).read_text()) - known_flags()
+
+
+def test_every_flag_has_a_row_in_its_table() -> None:
+    flags = hook("flags")
+    page = flags.on_page_markdown((DOCS / "reference" / "commands.md").read_text())
+    assert not [flag for flag in known_flags() - OTHERS_FLAGS if f"`{flag}" not in page and flag != "-h"]
+    assert "{{" not in page
+
+
+@pytest.mark.parametrize("path", names(TEXTS))
+def test_links_resolve(path: str) -> None:
+    assert not list(broken_links(ROOT / path))
+
+
+def test_every_page_is_in_the_navigation() -> None:
+    config = (ROOT / "mkdocs.yml").read_text()
+    assert not [path for path in PAGES if f": {path.relative_to(DOCS)}\n" not in config]
+
+
+def test_every_message_of_the_troubleshooting_page_is_in_the_code() -> None:
+    page = (DOCS / "how-to" / "troubleshooting.md").read_text()
+    cells = [line.split(" | ")[0] for line in page.splitlines() if line.startswith("| `")]
+    quoted = [message for cell in cells for message in re.findall(r"`([^`]+)`", cell)]
+    assert len(quoted) > 60
+    missing = [
+        (message, part)
+        for message in quoted
+        for part in map(str.strip, message.split("…"))
+        if len(part) > 3 and not any(part in text for text in messages())
+    ]
+    assert not missing
+
+
+def test_every_exported_name_is_in_the_reference() -> None:
+    pages = "".join(page.read_text() for page in (DOCS / "reference").glob("*.md"))
+    assert not [name for name in swarm_client.__all__ if name not in pages]
