@@ -68,7 +68,7 @@ class Failover:
         if stall is None:
             return
         seconds = now_s() - stall.start_s
-        for number, repair in enumerate(stall.failover):
+        for number, repair in enumerate(stall.repairs):
             self._reporter.report(Recovery(**vars(repair), stall_s=seconds if number == 0 else 0.0))
         for hop in self._chain.hops:
             self._swarm.served(hop.hop.server.peer_id)
@@ -92,7 +92,7 @@ class Failover:
         if self._stall is not None:
             replacements = tuple(hop.hop.server.peer_id for hop in hops)
             reason = self._stall.tried[0] if self._stall.tried else "the session's servers were let go"
-            self._stall.failover[:] = [Repair(self._blocks, (), reason, replacements, call.start, False)]
+            self._stall.repairs[:] = [Repair(self._blocks, (), reason, replacements, call.start, False)]
 
     async def _opened(
         self,
@@ -261,7 +261,8 @@ class Failover:
         abandon(replaced)
         self._chain.hops[gap.start : gap.stop] = new
         self._copies.drop(replaced)
-        self._stall.failover.append(
+        assert self._stall is not None
+        self._stall.repairs.append(
             Repair(
                 Span(replaced[0].span.start, replaced[-1].span.end),
                 tuple(hop.hop.server.peer_id for hop in replaced),
@@ -279,7 +280,8 @@ class Failover:
         limit = min(hop.max_step_tokens for hop in new)
         if any(step.num_positions > limit and step.end - step.start > 1 for step in call.steps):
             raise StartOver
-        resend = [call.step(step.number) for step in replay.resend]
+        numbers = [step.number for step in replay.resend]
+        resend = [step for step in map(call.step, numbers) if step is not None]
         steps = [*self._history(rows, replay.history, new, number), *resend]
         _remember(new, steps)
         if before is None:
@@ -336,6 +338,7 @@ class Failover:
 
     def _blame(self, errors: Mapping[HopSession, SwarmError]) -> None:
         """Avoids servers for a while, but not if it may be the client's own network that failed."""
+        assert self._stall is not None
         all_at_once = len(errors) == len(self._chain.hops) > 1
         for hop, error in errors.items():
             self._note(error)
@@ -360,6 +363,7 @@ class Failover:
 
     def _report_waiting(self, reason: str, timeout_s: float) -> None:
         """Once in a stall: servers that are gone are still in the DHT for a while, and tried again and again."""
+        assert self._stall is not None
         if not self._stall.waits:
             self._stall.waits = True
             self._reporter.report(Waiting(reason, timeout_s))
