@@ -115,7 +115,7 @@ class RecoveryFailed(PeerError):
         self.tried = tried
 
 
-_BY_STATUS = {
+_BY_STATUS: dict[grpc.StatusCode, type[SwarmError]] = {
     grpc.StatusCode.UNAVAILABLE: PeerUnavailable,
     grpc.StatusCode.DEADLINE_EXCEEDED: PeerUnavailable,
     grpc.StatusCode.CANCELLED: PeerUnavailable,

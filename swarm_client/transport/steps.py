@@ -70,7 +70,7 @@ def split(
     start: int,
     number: int,
     size: int,
-    codec: int,
+    codec: pb.Codec,
     changes: Sequence[pb.Change] = (),
     num_wanted: int = 0,
     every_block: bool = False,

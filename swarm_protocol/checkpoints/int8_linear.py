@@ -10,7 +10,8 @@ from __future__ import annotations
 import functools
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch.autograd.function import once_differentiable
@@ -42,8 +43,16 @@ class Int8Weight(ABC):
     """One frozen weight [out, in] in int8 with an fp32 scale per output channel."""
 
     shape: torch.Size
-    size_bytes: int
-    transpose_bytes = 0  # that ``keep_transpose`` takes; 0: gradients are fast without
+
+    @property
+    @abstractmethod
+    def size_bytes(self) -> int:
+        """What the weight takes in memory."""
+
+    @property
+    def transpose_bytes(self) -> int:
+        """What ``keep_transpose`` takes; 0: gradients are fast without."""
+        return 0
 
     @classmethod
     @abstractmethod
@@ -177,7 +186,8 @@ class FbgemmWeight(Int8Weight):
 
     def _unpack(self) -> torch.Tensor:
         """Quantised tensor [out, in]."""
-        return torch.ops.quantized.linear_unpack(self._packed)[0]
+        weight: torch.Tensor = torch.ops.quantized.linear_unpack(self._packed)[0]
+        return weight
 
 
 class PlainWeight(Int8Weight):
@@ -223,18 +233,20 @@ class _Matmul(torch.autograd.Function):
     """``x @ weight.T``, differentiable in x alone: the weight is frozen, so nothing needs to be saved."""
 
     @staticmethod
-    def forward(ctx, x: torch.Tensor, weight: Int8Weight) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, weight: Int8Weight) -> torch.Tensor:
         ctx.weight = weight
         return weight.matmul(x)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
         return ctx.weight.matmul_grad(grad), None
 
 
 class Int8Linear(torch.nn.Module):
     """A frozen linear layer over an ``Int8Weight``: [..., in] of any float dtype -> [..., out] of that dtype."""
+
+    bias: torch.nn.Parameter | None
 
     def __init__(self, int8: Int8Weight, bias: torch.Tensor | None = None) -> None:
         """bias: [out]; copied."""
@@ -271,7 +283,8 @@ class Int8Linear(torch.nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         rows = x.reshape(-1, self.in_features).float()
-        y = _Matmul.apply(rows, self.int8) if rows.requires_grad else self.int8.matmul(rows)
+        multiply: Callable[[torch.Tensor, Int8Weight], torch.Tensor] = _Matmul.apply
+        y = multiply(rows, self.int8) if rows.requires_grad else self.int8.matmul(rows)
         if self.bias is not None:
             y += self.bias
         return y.view(*x.shape[:-1], self.out_features).to(x.dtype)

@@ -115,7 +115,8 @@ async def _meets(node: DHTNode, address: str, joins: bool) -> bool:
 async def _connect(node: DHTNode, peer: PeerID, transport: Multiaddr) -> None:
     while True:
         try:
-            return await node.p2p._client.connect(peer, [transport])
+            await node.p2p._client.connect(peer, [transport])
+            return
         except ControlFailure as error:
             if "dial backoff" not in str(error):
                 raise

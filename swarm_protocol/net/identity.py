@@ -108,7 +108,8 @@ def peer_id_of(public_key: bytes) -> str:
     )
     message = crypto_pb2.PublicKey(key_type=crypto_pb2.RSA, data=der).SerializeToString()
     multihash = b"\x12\x20" + hashlib.sha256(message).digest()  # 0x12: SHA-256, 0x20: 32 bytes
-    return PeerID(multihash).to_base58()
+    peer_id: str = PeerID(multihash).to_base58()
+    return peer_id
 
 
 def _rsa_key(message: crypto_pb2.PrivateKey) -> RSAPrivateKey:

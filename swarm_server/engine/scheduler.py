@@ -10,12 +10,14 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 
 from swarm_protocol.errors import PeerBusy
 from swarm_server.engine.session_state import Session, SessionStep
+
+T = TypeVar("T")
 
 _logger = logging.getLogger(__name__)
 _DELAY_HALF_LIFE_S = 10.0
@@ -153,17 +155,19 @@ class Scheduler:
         kind = Kind.DECODE if num_tokens == 1 or rows * num_tokens <= _FEW_POSITIONS else Kind.PREFILL
         return await self._submit(Work(kind, _future(), session=session, step=step))
 
-    async def train(self, call: Callable[[], Any]) -> Any:
+    async def train(self, call: Callable[[], T]) -> T:
         """Calls a function on the compute thread when training has its turn.
 
         Raises:
             PeerBusy: too much training waits already.
         """
-        return await self._submit(Work(Kind.TRAINING, _future(), call=call))
+        result: T = await self._submit(Work(Kind.TRAINING, _future(), call=call))
+        return result
 
-    async def call(self, call: Callable[[], Any]) -> Any:
+    async def call(self, call: Callable[[], T]) -> T:
         """Calls a short function on the compute thread, soon."""
-        return await self._submit(Work(Kind.DECODE, _future(), call=call))
+        result: T = await self._submit(Work(Kind.DECODE, _future(), call=call))
+        return result
 
     def stop(self) -> None:
         """Finishes the work in progress, fails what waits, and ends the thread."""
