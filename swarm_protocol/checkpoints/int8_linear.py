@@ -11,10 +11,12 @@ import functools
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.autograd.function import once_differentiable
+
+L = TypeVar("L", bound="Int8Linear")
 
 TILE = 256  # rows of a weight, or of the input, that are expanded to fp32 at a time
 TINY = 1e-30  # scale of output channels of zeros
@@ -259,19 +261,22 @@ class Int8Linear(torch.nn.Module):
 
     @classmethod
     def from_float(
-        cls, weight: torch.Tensor, bias: torch.Tensor | None = None, implementation: type[Int8Weight] | None = None
-    ) -> Int8Linear:
+        cls: type[L],
+        weight: torch.Tensor,
+        bias: torch.Tensor | None = None,
+        implementation: type[Int8Weight] | None = None,
+    ) -> L:
         """Quantises weight [out, in]; ``implementation`` is the fastest that runs here unless given."""
         return cls.from_int8(*quantize_rows(weight.detach()), bias, implementation)
 
     @classmethod
     def from_int8(
-        cls,
+        cls: type[L],
         q: torch.Tensor,
         scale: torch.Tensor,
         bias: torch.Tensor | None = None,
         implementation: type[Int8Weight] | None = None,
-    ) -> Int8Linear:
+    ) -> L:
         """From the result of ``quantize_rows``."""
         implementation = implementation or (FbgemmWeight if FbgemmWeight.is_available() else PlainWeight)
         return cls(implementation(q, scale), bias)

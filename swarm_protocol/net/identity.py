@@ -8,7 +8,7 @@ import fcntl
 import hashlib
 import os
 import ssl
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -161,7 +161,7 @@ class Certificate:
 
 
 async def pinned_channel(
-    address: str, fingerprint: bytes, options: list[tuple[str, object]], timeout_s: float = 5.0
+    address: str, fingerprint: bytes, options: Sequence[tuple[str, object]], timeout_s: float = 5.0
 ) -> grpc.aio.Channel:
     """A channel to ``HOST:PORT`` that trusts only the certificate with this SHA-256 fingerprint.
 

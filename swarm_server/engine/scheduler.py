@@ -46,12 +46,17 @@ class Work:
     submitted_s: float = 0.0
 
     @property
+    def session_step(self) -> tuple[Session, SessionStep]:
+        assert self.session is not None and self.step is not None
+        return self.session, self.step
+
+    @property
     def num_rows(self) -> int:
-        return self.step.inputs.hidden.shape[0]
+        return self.session_step[1].inputs.hidden.shape[0]
 
     @property
     def num_tokens(self) -> int:
-        return self.step.inputs.hidden.shape[1]
+        return self.session_step[1].inputs.hidden.shape[1]
 
 
 class WorkQueue:
@@ -220,7 +225,7 @@ class Scheduler:
         try:
             if batch[0].call is not None:
                 return [batch[0].call()]
-            return self._engine.run([(work.session, work.step) for work in batch])
+            return self._engine.run([work.session_step for work in batch])
         except Exception as error:
             if len(batch) == 1:
                 return [error]
