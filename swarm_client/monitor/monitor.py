@@ -126,11 +126,13 @@ class Monitor:
 
     async def _read_models(self) -> bool:
         """Returns False, and all stays as it was, if there is nothing where something has been."""
-        models = await self._dht.models()
+        dht = self._dht
+        assert dht is not None  # the swarm was joined
+        models = await dht.models()
         if not models and self._models:
             return False
         models = {name: count for name, count in models.items() if self._model in (None, name)}
-        views = await asyncio.gather(*(self._dht.view(name, count) for name, count in models.items()))
+        views = await asyncio.gather(*(dht.view(name, count) for name, count in models.items()))
         for name in [name for name, known in self._models.items() if models.get(name) != known.num_blocks]:
             await self._models.pop(name).close()
         for (name, num_blocks), view in zip(models.items(), views, strict=True):
@@ -155,4 +157,5 @@ class Monitor:
             _logger.info("%s", error)
             return
         old, self._dht = self._dht, dht
-        await old.shutdown()
+        if old is not None:
+            await old.shutdown()

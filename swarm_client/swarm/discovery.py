@@ -42,12 +42,12 @@ class Discovery:
 
     async def view(self, model: str, num_blocks: int, part: Span | None) -> SwarmView | None:
         """What the DHT says; None if it cannot be read."""
-        if not self._dht.is_alive:
+        if not self._joined.is_alive:
             _logger.warning("the libp2p daemon of this client has ended; joining the swarm anew")
             await self._rejoin()
         view = await self._read(model, num_blocks, part)
         # What can be read without others is only what this node was told before.
-        if (view is None or self._dht.is_alone) and await self._rejoin():
+        if (view is None or self._joined.is_alone) and await self._rejoin():
             view = await self._read(model, num_blocks, part)
         return view
 
@@ -56,12 +56,17 @@ class Discovery:
         if self._joining is not None:
             self._joining.cancel()  # it may wait for long for servers that are frozen
             await asyncio.wait([self._joining])
-        await self._dht.shutdown()
+        await self._joined.shutdown()
         await asyncio.gather(*self._closing)
+
+    @property
+    def _joined(self) -> Dht:
+        assert self._dht is not None, "join first"
+        return self._dht
 
     async def _read(self, model: str, num_blocks: int, part: Span | None) -> SwarmView | None:
         try:
-            return await asyncio.wait_for(self._dht.view(model, num_blocks, part), _READ_TIMEOUT_S)
+            return await asyncio.wait_for(self._joined.view(model, num_blocks, part), _READ_TIMEOUT_S)
         except (asyncio.TimeoutError, OSError) as error:
             _logger.info("the DHT cannot be read: %r", error)
             return None
@@ -83,7 +88,7 @@ class Discovery:
             return False
         finally:
             self._tried_s = now_s()
-        old, self._dht = self._dht, dht
+        old, self._dht = self._joined, dht
         closing = asyncio.ensure_future(old.shutdown())
         self._closing.add(closing)
         closing.add_done_callback(self._closing.discard)

@@ -288,6 +288,7 @@ class Swarm:
                 if not unknown or not hopeful or like is not None:
                     return chains
                 silent |= await self._rtts.measure(unknown, servers.servers)
+        assert error is not None  # the last round was not hopeful
         raise error
 
     def replica(self, span: Span, need_tokens: int, avoid: Collection[str], like: ServerRecord) -> ServerRecord | None:

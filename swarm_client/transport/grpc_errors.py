@@ -33,6 +33,7 @@ async def translated(
             details = f"server {server.short_id} at {server.addresses[0]} does not answer"
         raise from_status(error.code(), details, server.peer_id, span) from None
     except asyncio.InvalidStateError:  # the server has ended the stream before it was told everything
+        assert call is not None, "only streams are told something"
         code = await call.code()
         if code is grpc.StatusCode.OK:
             details = f"the stream to server {server.short_id} has ended"

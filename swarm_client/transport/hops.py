@@ -6,7 +6,7 @@ import asyncio
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import grpc
 
@@ -287,13 +287,14 @@ class HopSession:
         return WireTensor(header, tuple(parts))
 
     async def _read(self) -> pb.SessionReply:
-        reply = await self._call.read()
+        reply: Any = await self._call.read()
         if reply is grpc.aio.EOF:
             server, span = self.hop.server, self.hop.span
             code, details = await self._call.code(), await self._call.details()
             if code is grpc.StatusCode.OK:
                 raise self._ended_error()
             raise from_status(code, details, server.peer_id, span)
+        assert isinstance(reply, pb.SessionReply)
         return reply
 
     def _out_of_turn(self) -> BadReply:
