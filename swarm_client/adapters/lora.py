@@ -56,7 +56,8 @@ class LoraMixin(StockModel):
         """
         if "_peft_config" not in self.__dict__:
             raise AttributeError("peft_config")
-        return self.__dict__["_peft_config"]
+        configs: dict[str, Any] = self.__dict__["_peft_config"]
+        return configs
 
     @peft_config.setter
     def peft_config(self, configs: dict[str, Any]) -> None:

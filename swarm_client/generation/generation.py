@@ -99,6 +99,6 @@ class _TimedStreamer(TextStreamer):
         is_prompt = self.next_tokens_are_prompt
         if not is_prompt:
             self._times.append(time.perf_counter())
-        super().put(value)
+        super().put(value)  # type: ignore[no-untyped-call]
         if not is_prompt and self._on_token is not None:
             self._on_token(len(self._times))

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import ceil, inf
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from swarm_client.core.background import now_s
 from swarm_client.core.config import ClientConfig
@@ -92,7 +92,7 @@ class ModelMonitor:
         self._seen = _Seen()
         self._swarm: Swarm | None = None
         self._answers: dict[str, _Answer] = {}  # by peer id
-        self._asking: dict[str, asyncio.Task] = {}
+        self._asking: dict[str, asyncio.Task[Any]] = {}
         self._limit = asyncio.Semaphore(_AT_ONCE)
         self._chain: Route = ()
         self._no_chain = ""

@@ -7,6 +7,7 @@ import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from math import inf
+from typing import Any
 
 from swarm_client.core.background import now_s
 from swarm_client.core.config import ClientConfig
@@ -56,8 +57,8 @@ class Monitor:
         self._join = join
         self._connect = connect
         self._models: dict[str, ModelMonitor] = {}
-        self._reading: asyncio.Task | None = None
-        self._asking: asyncio.Task | None = None
+        self._reading: asyncio.Task[Any] | None = None
+        self._asking: asyncio.Task[Any] | None = None
         self._readable = True
         self._read_s = -inf  # when the DHT was last read
         self._began_s = inf  # when the reading under way began

@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 from math import inf
+from typing import Any
 
 from swarm_client.core.background import now_s
 from swarm_client.core.config import ClientConfig
@@ -33,7 +34,7 @@ class Discovery:
         self._joining: asyncio.Task[bool] | None = None
         self._tried_s = -inf
         self._closed = False
-        self._closing: set[asyncio.Task] = set()
+        self._closing: set[asyncio.Task[Any]] = set()
 
     async def join(self) -> None:
         """Raises NoSwarm if nobody answers."""

@@ -91,7 +91,7 @@ class HopSession:
         self,
         number: int,
         hop: Hop,
-        call: grpc.aio.StreamStreamCall,
+        call: grpc.aio.StreamStreamCall[Any, Any],
         inbox: Inbox,
         request: pb.Open,
         server: ServerConnection,
@@ -112,10 +112,10 @@ class HopSession:
         self._server = server
         self._call = call
         self._inbox = inbox
-        self._reading: asyncio.Task | None = None
+        self._reading: asyncio.Task[Any] | None = None
         self._writing = asyncio.Lock()  # gRPC breaks a call that is given a message while it takes another
         self._outbox: deque[tuple[pb.Step, Sequence[bytes]]] = deque()
-        self._posting: asyncio.Task | None = None
+        self._posting: asyncio.Task[Any] | None = None
 
     @property
     def span(self) -> Span:

@@ -45,16 +45,8 @@ class Int8Weight(ABC):
     """One frozen weight [out, in] in int8 with an fp32 scale per output channel."""
 
     shape: torch.Size
-
-    @property
-    @abstractmethod
-    def size_bytes(self) -> int:
-        """What the weight takes in memory."""
-
-    @property
-    def transpose_bytes(self) -> int:
-        """What ``keep_transpose`` takes; 0: gradients are fast without."""
-        return 0
+    size_bytes: int
+    transpose_bytes: int = 0  # that ``keep_transpose`` takes; 0: gradients are fast without
 
     @classmethod
     @abstractmethod
@@ -119,6 +111,8 @@ class FbgemmWeight(Int8Weight):
 
     def __init__(self, q: torch.Tensor, scale: torch.Tensor) -> None:
         self.shape = q.shape
+        channels, width = q.shape
+        self.size_bytes, self.transpose_bytes = self._packed_bytes(channels, width), self._packed_bytes(width, channels)
         self._scale = scale
         self._keeps_transpose = False
         self._transpose: FbgemmWeight | None = None  # without the scales
@@ -133,17 +127,8 @@ class FbgemmWeight(Int8Weight):
         finally:
             torch.backends.quantized.engine = engine
 
-    @property
-    def size_bytes(self) -> int:
-        """Packed weight, padded; per channel two fp32 scales, an int32 zero point and an int32 sum."""
-        return self._packed_bytes(*self.shape)
-
-    @property
-    def transpose_bytes(self) -> int:
-        channels, width = self.shape
-        return self._packed_bytes(width, channels)
-
     def _packed_bytes(self, channels: int, width: int) -> int:
+        """Packed weight, padded; per channel two fp32 scales, an int32 zero point and an int32 sum."""
         return channels * (-(-width // self.BLOCK) * self.BLOCK + 16)
 
     def matmul(self, x: torch.Tensor) -> torch.Tensor:
@@ -211,11 +196,8 @@ class PlainWeight(Int8Weight):
         self._q, self._scale = q, scale
         # scales would be rounded to bf16: the operator gets ones, fp32 scales follow
         self._ones = torch.ones(len(q), dtype=torch.bfloat16)
+        self.size_bytes = q.nbytes + scale.nbytes + self._ones.nbytes
         self._has_few_rows_kernel = hasattr(torch, "_weight_int8pack_mm") and q.shape[1] % self.ALIGNMENT == 0
-
-    @property
-    def size_bytes(self) -> int:
-        return self._q.nbytes + self._scale.nbytes + self._ones.nbytes
 
     def matmul(self, x: torch.Tensor) -> torch.Tensor:
         if self._has_few_rows_kernel and 0 < len(x) <= self.FEW_ROWS:

@@ -39,7 +39,7 @@ class Work:
     """A step of a session, or a call, and the future that its caller awaits."""
 
     kind: Kind
-    done: asyncio.Future = field(repr=False)
+    done: asyncio.Future[Any] = field(repr=False)
     session: Session | None = None
     step: SessionStep | None = None
     call: Callable[[], Any] | None = None
@@ -152,13 +152,15 @@ class Scheduler:
     def queue_delay_s(self) -> float:
         """How long work has waited lately: an exponential average, which fades while there is none."""
         idle_s = time.monotonic() - self._delay_time
-        return self._delay_s * 0.5 ** (idle_s / _DELAY_HALF_LIFE_S)
+        faded: float = 0.5 ** (idle_s / _DELAY_HALF_LIFE_S)
+        return self._delay_s * faded
 
     async def step(self, session: Session, step: SessionStep) -> torch.Tensor:
         """The step's output, [batch, tokens, hidden_size]; raises what refused it (see ``Engine.run``)."""
         rows, num_tokens, _ = step.inputs.hidden.shape
         kind = Kind.DECODE if num_tokens == 1 or rows * num_tokens <= _FEW_POSITIONS else Kind.PREFILL
-        return await self._submit(Work(kind, _future(), session=session, step=step))
+        output: torch.Tensor = await self._submit(Work(kind, _future(), session=session, step=step))
+        return output
 
     async def train(self, call: Callable[[], T]) -> T:
         """Calls a function on the compute thread when training has its turn.
@@ -233,11 +235,11 @@ class Scheduler:
             return [result for work in batch for result in self._run([work])]
 
 
-def _future() -> asyncio.Future:
+def _future() -> asyncio.Future[Any]:
     return asyncio.get_running_loop().create_future()
 
 
-def _resolve(future: asyncio.Future, result: Any) -> None:
+def _resolve(future: asyncio.Future[Any], result: Any) -> None:
     if future.done():
         return
     if isinstance(result, Exception):

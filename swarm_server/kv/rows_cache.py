@@ -94,7 +94,7 @@ class RowsCache(StatesCache):
 
     def attend(
         self,
-        attention: Callable,
+        attention: Callable[..., Any],
         module: nn.Module,
         query: torch.Tensor,
         mask: torch.Tensor | None,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable
+from typing import Any
 
 import grpc
 
@@ -43,7 +44,8 @@ class ChannelPool:
                     self._connect(address, hop.tls_fingerprint, CLIENT_OPTIONS, _CONNECT_TIMEOUT_S)
                 )
             try:
-                return BlocksStub(await asyncio.shield(self._channels[key]))
+                channel = await asyncio.shield(self._channels[key])
+                return BlocksStub(channel)  # type: ignore[no-untyped-call]
             except (PeerUnavailable, BadReply) as failure:
                 self._channels.pop(key, None)
                 error = failure
@@ -73,9 +75,9 @@ class Pusher:
         self._broken = False
         self.retired = False
         self._stub: BlocksStub | None = None
-        self._call: grpc.aio.StreamStreamCall | None = None
+        self._call: grpc.aio.StreamStreamCall[Any, Any] | None = None
         self._connecting = asyncio.ensure_future(self._connect(channels))
-        self._reading: asyncio.Task | None = None
+        self._reading: asyncio.Task[Any] | None = None
 
     async def send(self, step: pb.Step, parts: Parts) -> None:
         """Returns once the step is on its way; waits while the next hop has too many to take."""
@@ -142,7 +144,7 @@ class Pusher:
         self._broken = True
         _logger.info("steps cannot be pushed to server %s: %s", short_id(self._hop.peer_id), error)
 
-    async def _read(self, call: grpc.aio.StreamStreamCall) -> None:
+    async def _read(self, call: grpc.aio.StreamStreamCall[Any, Any]) -> None:
         try:
             async for reply in call:
                 async with self._taken:
