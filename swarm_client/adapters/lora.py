@@ -13,6 +13,9 @@ from swarm_protocol.checkpoints.hollow_model import hf_loader
 
 if TYPE_CHECKING:
     from peft import LoraConfig
+    from transformers import PreTrainedModel as StockModel  # what the mixin becomes part of
+else:
+    StockModel = object
 
 INITS = (True, False, "gaussian", "orthogonal")  # those that do not look at the model's weights
 _OTHER_FORMULAS = (  # options of LoraConfig that compute something else than scaling * B(A(dropout(x)))
@@ -39,8 +42,10 @@ def require_supported(config: Any) -> None:
         )
 
 
-class LoraMixin:
+class LoraMixin(StockModel):
     """transformers' ``PeftAdapterMixin`` for a model whose blocks are remote, and what PEFT's own wrappers need."""
+
+    _remote_blocks: list[Any]
 
     @property
     def peft_config(self) -> dict[str, Any]:
@@ -51,7 +56,8 @@ class LoraMixin:
         """
         if "_peft_config" not in self.__dict__:
             raise AttributeError("peft_config")
-        return self.__dict__["_peft_config"]
+        configs: dict[str, Any] = self.__dict__["_peft_config"]
+        return configs
 
     @peft_config.setter
     def peft_config(self, configs: dict[str, Any]) -> None:
@@ -96,7 +102,7 @@ class LoraMixin:
                     self.delete_adapter(name)
                 raise
 
-    def load_adapter(
+    def load_adapter(  # type: ignore[override]
         self,
         peft_model_id: str | PathLike[str],
         adapter_name: str | None = None,
@@ -126,7 +132,7 @@ class LoraMixin:
         with torch.random.fork_rng(devices=()):  # of what is overwritten
             self.add_adapter(config, adapter_name)
         try:
-            result = set_peft_model_state_dict(self, tensors, adapter_name=adapter_name)
+            result: Any = set_peft_model_state_dict(self, tensors, adapter_name=adapter_name)
             wrong = [*result.unexpected_keys, *(key for key in result.missing_keys if f".{adapter_name}." in key)]
             if wrong:
                 raise ValueError(f"tensor {wrong[0]} is not in both")

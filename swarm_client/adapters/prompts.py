@@ -5,16 +5,21 @@ from __future__ import annotations
 from collections.abc import Iterator
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import nn
-from transformers import PreTrainedModel
 
+from swarm_protocol.checkpoints.families import Family
 from swarm_protocol.errors import RequestRejected
 from swarm_protocol.wire.adapters import Prompt
+
+if TYPE_CHECKING:  # what the mixin becomes part of
+    from transformers import PreTrainedModel as StockModel
+else:
+    StockModel = object
 
 TUNING_MODES = ("prompt", "deep_prompt")
 NEW_HEADS = ("score.", "classifier.")  # of classifiers that are still to be trained
@@ -86,8 +91,11 @@ class Prompts(nn.Module):
         return output
 
 
-class PromptsMixin:
+class PromptsMixin(StockModel):
     """Prompts of a model whose blocks are remote."""
+
+    _remote_blocks: list[Any]
+    _family: Family
 
     def add_prompts(self, tuning_mode: str, num_tokens: int) -> None:
         """From now on there is nothing else to train, unless a classifier's new head.
@@ -105,7 +113,8 @@ class PromptsMixin:
             raise ValueError(f"tuning_mode {tuning_mode!r} is unknown: expected one of {', '.join(TUNING_MODES)}")
         if not isinstance(num_tokens, int) or num_tokens < 1:
             raise ValueError(f"num_prompt_tokens is {num_tokens!r}: expected a number of at least 1")
-        remote, vocabulary = self._remote_blocks[0], self.get_input_embeddings().weight
+        remote, embeddings = self._remote_blocks[0], cast(nn.Embedding, self.get_input_embeddings())
+        vocabulary = embeddings.weight
         if tuning_mode == "deep_prompt" and remote.adapter_name:
             raise ValueError(
                 f"the model uses adapter {remote.adapter_name!r} of the servers: deep prompts cannot be added"
@@ -120,7 +129,8 @@ class PromptsMixin:
 
     @property
     def prompts(self) -> Prompts | None:
-        return self._remote_blocks[0].prompts
+        prompts: Prompts | None = self._remote_blocks[0].prompts
+        return prompts
 
     def load_prompts(self, directory: str | PathLike[str]) -> None:
         """Takes the values that ``save_pretrained`` has written, or PEFT for its prompt tuning.
@@ -156,11 +166,11 @@ class PromptsMixin:
         if getattr(self, "_hf_peft_config_loaded", False):
             return super().save_pretrained(save_directory, *args, **kwargs)
         if self.prompts.deep is None and self.can_generate():
-            _save_for_peft(self, Path(save_directory))
+            _save_for_peft(self, self.prompts.embedding, Path(save_directory))
         return None
 
 
-def _saved(model: PreTrainedModel) -> Iterator[tuple[str, torch.Tensor]]:
+def _saved(model: PromptsMixin) -> Iterator[tuple[str, torch.Tensor]]:
     prompts = model.prompts
     if prompts is not None:
         yield from ((name, parameter.detach()) for name, parameter in prompts.named_parameters())
@@ -169,10 +179,10 @@ def _saved(model: PreTrainedModel) -> Iterator[tuple[str, torch.Tensor]]:
             yield name, parameter.detach()
 
 
-def _save_for_peft(model: PreTrainedModel, directory: Path) -> None:
+def _save_for_peft(model: PromptsMixin, embedding: nn.Parameter, directory: Path) -> None:
     from peft import PromptTuningConfig, TaskType
 
-    text, embedding = model.config, model.prompts.embedding
+    text = model.config
     PromptTuningConfig(
         task_type=TaskType.CAUSAL_LM,
         base_model_name_or_path=model.name_or_path,
@@ -182,5 +192,5 @@ def _save_for_peft(model: PreTrainedModel, directory: Path) -> None:
         num_transformer_submodules=1,
         num_attention_heads=text.num_attention_heads,
         num_layers=text.num_hidden_layers,
-    ).save_pretrained(directory)
+    ).save_pretrained(str(directory))
     save_file({_PEFT_KEY: embedding.detach().contiguous()}, directory / _PEFT_FILE, {"format": "pt"})

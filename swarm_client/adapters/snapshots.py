@@ -86,7 +86,8 @@ class Snapshot:
     def begins(self, span: Span) -> int:
         """The first block of ``span`` that has a tensor with a gradient; the end of the span if there is none."""
         over = self._adapter.over(span)
-        return min([span.end, *(part.block for part in (*over.low_rank, *over.prompts))])
+        blocks = [*(part.block for part in over.low_rank), *(prompt.block for prompt in over.prompts)]
+        return min([span.end, *blocks])
 
     def sums(self, span: Span) -> GradientSums:
         """For gradients of the tensors over ``span``, in their order."""

@@ -13,13 +13,13 @@ import torch
 from swarm_protocol.dht.local_registry import DEFAULT_SWARM
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from swarm_client.adapters.prompts import PromptsMixin
 
 _TRAINER_CHECKPOINT = re.compile(r"checkpoint-\d+")
 PROMPTS_FILE, PEFT_CONFIG = "prompts.safetensors", "adapter_config.json"
 
 
-def add_trained(model: PreTrainedModel, directory: str | PathLike[str]) -> None:
+def add_trained(model: PromptsMixin, directory: str | PathLike[str]) -> None:
     """Gives a distributed model the adapter or the prompts that ``finetune`` or PEFT has written.
 
     Raises:
@@ -45,7 +45,7 @@ def add_trained(model: PreTrainedModel, directory: str | PathLike[str]) -> None:
         raise ValueError(f"{directory} has neither {PEFT_CONFIG} nor {PROMPTS_FILE}: expected a trained adapter")
 
 
-def restore_trained(model: PreTrainedModel, directory: str | PathLike[str]) -> None:
+def restore_trained(model: PromptsMixin, directory: str | PathLike[str]) -> None:
     """Sets the model's own adapter or prompts to the values in a directory; an optimizer of theirs stays valid."""
     if model.prompts is not None:
         model.load_prompts(directory)
@@ -58,7 +58,7 @@ def restore_trained(model: PreTrainedModel, directory: str | PathLike[str]) -> N
             tensor.copy_(saved[f"base_model.model.{name.removeprefix('base_model.model.')}"])
 
 
-def save_for_trainer(model: PreTrainedModel, directory: str | PathLike[str]) -> None:
+def save_for_trainer(model: PromptsMixin, directory: str | PathLike[str]) -> None:
     """Adds what was trained to a checkpoint of Hugging Face's Trainer, under the model's own names.
 
     There it looks for what ``resume_from_checkpoint`` and ``load_best_model_at_end`` load; for PEFT's files it looks in

@@ -13,6 +13,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from swarm_protocol.errors import SwarmError
 from swarm_protocol.process.scratch import scratch_directory
@@ -83,12 +84,13 @@ class LocalCluster:
     def start(self, *arguments: str, cores: Sequence[int] | None = None) -> LocalServer:
         """Starts ``python -m swarm_server ARGUMENTS`` and returns at once; see ``wait_ready``."""
         place = Path(self._directory.name) / str(len(self._servers))
-        job = {
+        job: dict[str, Any] = {
             "arguments": list(arguments),
             "stdout": f"{place}.out",
             "stderr": f"{place}.err",
             "cores": None if cores is None else list(cores),
         }
+        assert self._process.stdin is not None and self._process.stdout is not None
         try:
             self._process.stdin.write(json.dumps(job) + "\n")
             self._process.stdin.flush()
@@ -122,6 +124,7 @@ class LocalCluster:
             if not server.wait_gone(_STOP_TIMEOUT_S):
                 server.kill()
                 server.wait_gone()
+        assert self._process.stdin is not None and self._process.stdout is not None
         self._process.stdin.close()
         self._process.wait()
         self._process.stdout.close()

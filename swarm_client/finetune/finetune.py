@@ -14,7 +14,9 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from datasets import Dataset
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainingArguments
+    from transformers import PreTrainedTokenizerBase, TrainingArguments
+
+    from swarm_client.model.hf_model import RemoteModelMixin
 
 EXTRAS = ("accelerate", "datasets", "matplotlib")
 RUN, TOKENS, CURVE = "run.json", "tokens", "loss.png"
@@ -125,7 +127,7 @@ def sequence_length(settings: FinetuneSettings) -> int:
     return settings.sequence_length or int(min(DEFAULT_LENGTH, room))
 
 
-def connect(settings: FinetuneSettings) -> PreTrainedModel:
+def connect(settings: FinetuneSettings) -> RemoteModelMixin:
     from swarm_client.model.model import DistributedModel
     from swarm_protocol.dht.local_registry import checked_name
 
@@ -139,7 +141,7 @@ def connect(settings: FinetuneSettings) -> PreTrainedModel:
     )
 
 
-def add_parameters(model: PreTrainedModel, settings: FinetuneSettings) -> None:
+def add_parameters(model: RemoteModelMixin, settings: FinetuneSettings) -> None:
     """Those that are trained; the model has no others with gradients afterwards."""
     if settings.method != "lora":
         model.add_prompts(settings.method.replace("-", "_"), settings.num_prompt_tokens)
@@ -149,7 +151,7 @@ def add_parameters(model: PreTrainedModel, settings: FinetuneSettings) -> None:
     targets = list(settings.target_modules) or None
     config = LoraConfig(
         r=settings.rank,
-        lora_alpha=settings.alpha,
+        lora_alpha=settings.alpha,  # type: ignore[arg-type]  # any number will do
         lora_dropout=settings.lora_dropout,
         target_modules="all-linear" if targets == ["all-linear"] else targets,
         task_type="CAUSAL_LM",
@@ -195,7 +197,7 @@ def training_arguments(settings: FinetuneSettings, validates: bool, validates_fi
 def _train(
     settings: FinetuneSettings,
     command: str,
-    model: PreTrainedModel,
+    model: RemoteModelMixin,
     tokenizer: PreTrainedTokenizerBase,
     training: Dataset,
     validation: Dataset | None,

@@ -17,7 +17,7 @@ def draw_loss_curve(history: list[dict[str, Any]], path: Path) -> None:
         if points:
             axes.plot(*zip(*points, strict=True), style, label=label)
     axes.set(xlabel="step", ylabel="loss per token (nats)")
-    axes.xaxis.get_major_locator().set_params(integer=True)
+    axes.xaxis.get_major_locator().set_params(integer=True)  # type: ignore[call-arg]  # of the locator that plots begin with
     axes.grid(alpha=0.3)
     axes.legend()
     figure.savefig(path, dpi=120)

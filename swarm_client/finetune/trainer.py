@@ -7,7 +7,7 @@ import signal
 import sys
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -20,22 +20,29 @@ from swarm_client.adapters.trained import restore_trained
 from swarm_client.passes.divergence import require_finite
 from swarm_protocol.process.signals import ending_signals, leave_terminal
 
+if TYPE_CHECKING:
+    from swarm_client.adapters.prompts import PromptsMixin
+
 
 class AdapterTrainer(Trainer):
     """Saves and loads the adapter or the prompts alone; the rest of the model never changes."""
 
+    model: PromptsMixin
     _is_evaluating = False
 
     def compute_loss(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         return super().compute_loss(model, {**inputs, "use_cache": False}, *args, **kwargs)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        self.model.save_pretrained(output_dir or self.args.output_dir)
+        directory = output_dir or self.args.output_dir
+        assert directory is not None
+        self.model.save_pretrained(directory)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         restore_trained(self.model, resume_from_checkpoint)
 
     def _load_best_model(self) -> None:
+        assert self.state.best_model_checkpoint is not None
         restore_trained(self.model, self.state.best_model_checkpoint)
 
     def save_last_step(self, after_step: RandomState) -> int:
@@ -43,6 +50,7 @@ class AdapterTrainer(Trainer):
 
         What is not finite any more is not saved. Returns the number of the last step that is saved; 0 if none is.
         """
+        assert self.args.output_dir is not None
         step, (_, saved) = self.state.global_step, last_checkpoint(Path(self.args.output_dir))
         if saved >= step or not all(bool(p.isfinite().all()) for p in self.model.parameters() if p.requires_grad):
             return saved
@@ -78,14 +86,18 @@ def misses_evaluation(checkpoint: Path) -> bool:
 class StaysFinite(TrainerCallback):
     """Raises TrainingDiverged after a step that made weights infinite, before they are saved."""
 
-    def on_step_end(self, _args: Any, _state: Any, _control: Any, *, model: Any, **_others: Any) -> None:
+    def on_step_end(  # type: ignore[override]  # it is always told the model
+        self, _args: Any, _state: Any, _control: Any, *, model: Any, **_others: Any
+    ) -> None:
         require_finite([parameter for parameter in model.parameters() if parameter.requires_grad], "weights")
 
 
 class Lines(TrainerCallback):
     """A line for each loss, above the progress bar if there is one."""
 
-    def on_log(self, _args: Any, state: TrainerState, _control: Any, logs: dict[str, Any], **_others: Any) -> None:
+    def on_log(  # type: ignore[override]  # it is always told the logs
+        self, _args: Any, state: TrainerState, _control: Any, logs: dict[str, Any], **_others: Any
+    ) -> None:
         if "eval_loss" in logs:
             tqdm.write(f"step {state.global_step}/{state.max_steps}: validation loss {logs['eval_loss']:.3f}")
         elif "loss" in logs:
@@ -161,7 +173,7 @@ class Interrupt(TrainerCallback):
         self.asked = True
         print("\nending after this step, with a checkpoint; once more to end now", file=sys.stderr, flush=True)
 
-    def on_step_end(self, _args: Any, _state: Any, control: TrainerControl, **_others: Any) -> None:
+    def on_step_end(self, args: Any, state: Any, control: TrainerControl, **_others: Any) -> None:
         if self.asked:
             control.should_save = control.should_training_stop = True
 

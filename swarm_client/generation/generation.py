@@ -5,14 +5,18 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
-from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase, TextStreamer
+from transformers import AutoTokenizer, PreTrainedTokenizerBase, TextStreamer
 
 from swarm_client.generation.text_options import TextOptions
 from swarm_client.model.cache import RemoteCache
 from swarm_protocol.checkpoints.default_model import DEFAULT_MODEL, locate
 from swarm_protocol.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from swarm_client.model.hf_model import RemoteModelMixin
 
 
 @dataclass(frozen=True)
@@ -37,7 +41,7 @@ def load_tokenizer(name_or_path: str = DEFAULT_MODEL, revision: str | None = Non
 
 
 def stream_text(
-    model: PreTrainedModel,
+    model: RemoteModelMixin,
     tokenizer: PreTrainedTokenizerBase,
     prompt: str,
     options: TextOptions,
@@ -74,7 +78,7 @@ def stream_text(
         raise
     token_ids = output[0, prompt_length:].tolist()
     if streamer is None:
-        print(prompt + tokenizer.decode(token_ids, skip_special_tokens=True))
+        print(f"{prompt}{tokenizer.decode(token_ids, skip_special_tokens=True)}")
         return Continuation(token_ids, 0.0)
     return Continuation(token_ids, streamer.decode_s)
 
@@ -95,6 +99,6 @@ class _TimedStreamer(TextStreamer):
         is_prompt = self.next_tokens_are_prompt
         if not is_prompt:
             self._times.append(time.perf_counter())
-        super().put(value)
+        super().put(value)  # type: ignore[no-untyped-call]
         if not is_prompt and self._on_token is not None:
             self._on_token(len(self._times))

@@ -80,7 +80,9 @@ class RemoteCache(Cache):
 
     @property
     def session(self) -> RemoteSession:
-        return self.layers[0].session
+        layer = self.layers[0]
+        assert isinstance(layer, RemoteLayer)
+        return layer.session
 
 
 def session_of(cache: Cache, remote: RemoteSpan, num_virtual: int = 0) -> RemoteSession:
@@ -100,5 +102,6 @@ def session_of(cache: Cache, remote: RemoteSpan, num_virtual: int = 0) -> Remote
             "expected an empty DynamicCache or StaticCache, or one that this distributed model has filled"
         )
     cache.layer_class_to_replicate = None
-    cache.layers = [RemoteLayer(remote.open_session(), num_virtual)]
-    return cache.layers[0].session
+    layer = RemoteLayer(remote.open_session(), num_virtual)
+    cache.layers = [layer]
+    return layer.session

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import nn
@@ -40,7 +41,8 @@ def quantize_head_(model: PreTrainedModel) -> None:
             f"the head of this model is a {type(head).__name__}, expected a Linear: choose head_quant 'none'"
         )
     int8 = Int8Head.from_float(head.weight, head.bias)
-    int8.tied = head.weight is model.get_input_embeddings().weight
+    embeddings: Any = model.get_input_embeddings()
+    int8.tied = head.weight is embeddings.weight
     _replace(model, head, int8)
 
 
@@ -51,7 +53,8 @@ def float_head(model: PreTrainedModel) -> Iterator[None]:
     if not isinstance(int8, Int8Head):
         yield
         return
-    embedding = model.get_input_embeddings().weight
+    embeddings: Any = model.get_input_embeddings()
+    embedding = embeddings.weight
     head = nn.Linear(int8.in_features, int8.out_features, bias=int8.bias is not None, device="meta")
     head.weight = embedding if int8.tied else nn.Parameter(int8.weight.to(embedding.dtype))
     if int8.bias is not None:

@@ -6,7 +6,7 @@ import functools
 import inspect
 from collections.abc import AsyncIterable, Iterable
 from os import PathLike
-from typing import Any
+from typing import Any, SupportsIndex, TypeVar
 
 import torch
 from torch import nn
@@ -28,6 +28,8 @@ from swarm_client.swarm.swarm import Swarm
 from swarm_protocol.checkpoints.families import Family
 from swarm_protocol.checkpoints.hollow_model import hf_loader, hosted_alone
 from swarm_protocol.errors import RequestRejected
+
+B = TypeVar("B", bound=BlockModule)
 
 ATTENTION = "swarm_remote"
 
@@ -83,13 +85,13 @@ class RemoteModelMixin(PromptsMixin, LoraMixin):
         """Leaves the swarm; the model cannot compute afterwards."""
         background.run(self.blocks.swarm.close())
 
-    def __enter__(self):
+    def __enter__(self) -> RemoteModelMixin:
         return self
 
     def __exit__(self, *_exception: object) -> None:
         self.close()
 
-    def __reduce_ex__(self, _protocol: int) -> Any:
+    def __reduce_ex__(self, _protocol: SupportsIndex) -> Any:
         raise TypeError(
             "a distributed model cannot be copied or pickled: from_pretrained connects another, and save_pretrained "
             "saves what was trained"
@@ -100,10 +102,10 @@ class RemoteModelMixin(PromptsMixin, LoraMixin):
         if kwargs.get("cache_implementation") == "paged":
             self.generate_batch()
         try:
-            return super().generate(*args, streamer=streamer, **kwargs)
+            return super().generate(*args, streamer=streamer, **kwargs)  # type: ignore[misc]  # of GenerationMixin
         except BaseException:
             if isinstance(streamer, Iterable | AsyncIterable):
-                streamer.end()
+                streamer.end()  # type: ignore[union-attr]
             raise
 
     def generate_batch(self, *_args: Any, **_kwargs: Any) -> Any:
@@ -135,7 +137,7 @@ class RemoteModelMixin(PromptsMixin, LoraMixin):
         save_for_trainer(self, save_directory)
         return result
 
-    def push_to_hub(self, *args: Any, **kwargs: Any) -> Any:
+    def push_to_hub(self, *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]
         """As ``save_pretrained``."""
         self._require_something_to_save()
         return super().push_to_hub(*args, **kwargs)
@@ -163,7 +165,7 @@ class RemoteModelMixin(PromptsMixin, LoraMixin):
             _require_exact(generation_config.cache_implementation)
             generation_config.cache_implementation = None  # of this call's own copy
             model_kwargs[argument] = self.new_cache(max_cache_length + num_virtual)
-        super()._prepare_cache_for_generation(
+        super()._prepare_cache_for_generation(  # type: ignore[misc]  # of GenerationMixin
             generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
         )
         if fresh:
@@ -186,17 +188,17 @@ def _refuse_to_save(*_args: Any, **_kwargs: Any) -> None:
     )
 
 
-def client_class(hf_class: type[PreTrainedModel], family: Family) -> type[PreTrainedModel]:
+def client_class(hf_class: type[PreTrainedModel], family: Family) -> type[RemoteModelMixin]:
     """The stock class with remote blocks in the place of its own."""
 
     names = list(inspect.signature(hf_class.forward).parameters)[1:]
 
-    class Client(RemoteModelMixin, hf_class):
+    class Client(RemoteModelMixin, hf_class):  # type: ignore[valid-type,misc]
         _family = family
 
         def __init__(self, config: PreTrainedConfig, *args: Any, **kwargs: Any) -> None:
             super().__init__(config, *args, **kwargs)
-            base = next(module for module in self.modules() if isinstance(module, family.base_class))
+            base: Any = next(module for module in self.modules() if isinstance(module, family.base_class))
             owner = family.owner_of(base)
             first = getattr(owner, family.blocks)[0]
             block_class = type(first)
@@ -213,7 +215,7 @@ def client_class(hf_class: type[PreTrainedModel], family: Family) -> type[PreTra
             owner.register_forward_hook(lambda _owner, _inputs, output: blocks.end(output), always_call=True)
 
         @functools.wraps(hf_class.forward)  # transformers looks at its signature
-        def forward(self, *args: Any, **kwargs: Any) -> Any:
+        def forward(self, *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]
             owner = self._owners[0]
             kwargs |= without_router_logits(names, {**dict(zip(names, args, strict=False)), **kwargs}, self.config)
             is_watched = any(map(has_hooks, (self.base_model, owner, *owner.children())))
@@ -244,12 +246,12 @@ def _num_wanted(config: PreTrainedConfig, arguments: dict[str, Any]) -> int | No
     return num_kept if isinstance(num_kept, int) and num_kept > 0 else None
 
 
-def _as(block_class: type[nn.Module], module_class: type[BlockModule]) -> type[BlockModule]:
+def _as(block_class: type[nn.Module], module_class: type[B]) -> type[B]:
     """A subclass that also is a ``block_class``: transformers records hidden states of modules by their class."""
     return type(module_class.__name__, (module_class, block_class), {})
 
 
-def _context_hook(owner: nn.Module, blocks: RemoteBlocks, family: Family, no_dropout: NoDropout):
+def _context_hook(owner: Any, blocks: RemoteBlocks, family: Family, no_dropout: NoDropout):
     """Hands the remote blocks mask, positions and cache of each forward of their owner; puts prompts before its input.
 
     They are caught at the owner because what it hands to a block differs between families.
@@ -296,7 +298,7 @@ def _context_hook(owner: nn.Module, blocks: RemoteBlocks, family: Family, no_dro
     return hook
 
 
-def _uses_cache(owner: nn.Module, given: dict[str, Any]) -> bool:
+def _uses_cache(owner: Any, given: dict[str, Any]) -> bool:
     """Whether the stock model returns a cache from a forward with these arguments, and makes one if none is given."""
     if getattr(owner, "gradient_checkpointing", False) and owner.training:
         return False

@@ -28,9 +28,10 @@ INSTEAD = (
     "its hidden states can be had with output_hidden_states=True, by hooks on the block as a whole, or from "
     "model.blocks[a:b](hidden)"
 )
+_DEVICE, _DTYPE = (getattr(torch.Tensor, name).__get__ for name in ("device", "dtype"))
 _METADATA = {
-    *(torch.Tensor.shape.__get__, torch.Tensor.ndim.__get__, torch.Tensor.size, torch.Tensor.dim, torch.Tensor.numel),
-    *(torch.Tensor.requires_grad.__get__, torch.Tensor.is_leaf.__get__),
+    *(getattr(torch.Tensor, name).__get__ for name in ("shape", "ndim", "requires_grad", "is_leaf")),
+    *(torch.Tensor.size, torch.Tensor.dim, torch.Tensor.numel),
 }
 
 
@@ -63,7 +64,7 @@ class HollowBlocks:
         """Fills the modules ``in_place``, which stand for the blocks; ``hf_loader`` must be held."""
         base = _on_meta(family.base_class, config)
         self.model = model
-        self.layers: dict[tuple[int, str], nn.Module] = {}
+        self.layers: dict[tuple[int, str], Any] = {}
         self._originals: dict[tuple[int, str], nn.Module] = {}
         self._trained_before: list[tuple[nn.Parameter, bool]] | None = None
         for index, (block, stands_for_it) in enumerate(
@@ -100,7 +101,7 @@ class HollowBlocks:
         self._trained_before = None
         for module in self.model.modules() if self.layers else ():
             if isinstance(module, BaseTunerLayer):
-                module.merge = _refuse_merging
+                vars(module)["merge"] = _refuse_merging
 
     def refuse(self, reason: str) -> NoReturn:
         """Raises RequestRejected; while PEFT adds the model's first adapter, none of its layers is left."""
@@ -246,10 +247,10 @@ class WeightOnServers(torch.Tensor):
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        weight = next((argument for argument in args if isinstance(argument, cls)), None)
-        if function == torch.Tensor.device.__get__:
+        weight: Any = next((argument for argument in args if isinstance(argument, cls)), None)
+        if function == _DEVICE:
             return weight.place.blocks.model.device
-        if function == torch.Tensor.dtype.__get__:
+        if function == _DTYPE:
             return weight.place.blocks.model.dtype
         if function in _METADATA:
             return super().__torch_function__(function, types, args, kwargs or {})
@@ -262,7 +263,7 @@ class WeightOnServers(torch.Tensor):
             raise RequestRejected(reason)
         return weight.place.blocks.refuse(reason)
 
-    def __repr__(self) -> str:
+    def __repr__(self) -> str:  # type: ignore[override]
         return f"WeightOnServers({self.place}, shape={tuple(self.shape)})"
 
 
@@ -281,7 +282,7 @@ def _hollow_out(module: nn.Module, place: Place) -> None:
     for name in list(module._buffers):
         del module._buffers[name]
     vars(module)["place"] = place
-    module.__class__ = _hollow_class(type(module))
+    module.__class__ = _hollow_class(type(module))  # type: ignore[arg-type]  # classes can be hashed
 
 
 def _on_meta(model_class: type[PreTrainedModel], config: PreTrainedConfig) -> PreTrainedModel:

@@ -5,16 +5,19 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig
 from transformers import initialization as weight_init
 
 from swarm_protocol.checkpoints.families import Family
 from swarm_protocol.checkpoints.hollow_model import hf_loader
 from swarm_protocol.errors import RequestRejected
+
+if TYPE_CHECKING:
+    from swarm_client.model.hf_model import RemoteModelMixin
 
 _logger = logging.getLogger(__name__)
 
@@ -90,7 +93,7 @@ class NoDropout:
             _logger.warning("%s. Pass them as 0 to from_pretrained to end this warning", text)
 
 
-def notes_on_training(model: PreTrainedModel) -> list[str]:
+def notes_on_training(model: RemoteModelMixin) -> list[str]:
     """What is to be said before a distributed model is trained by a command; it leaves out what servers cannot do."""
     notes = [text] if (text := model.no_dropout.said(model.config)) else []
     if getattr(model.config, "output_router_logits", False):

@@ -5,17 +5,17 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from swarm_client.adapters.prompts import NEW_HEADS
 from swarm_client.core import background
 from swarm_client.core.config import ClientConfig
 from swarm_client.core.events import OnEvent
 from swarm_client.model.head import check_head_quant, quantize_head_
-from swarm_client.model.hf_model import ATTENTION, client_class
+from swarm_client.model.hf_model import ATTENTION, RemoteModelMixin, client_class
 from swarm_client.swarm.swarm import Swarm
 from swarm_protocol.checkpoints.checkpoint import Checkpoint
 from swarm_protocol.checkpoints.default_model import DEFAULT_MODEL, locate
@@ -56,7 +56,7 @@ class _Distributed:
         tuning_mode: str | None = None,
         num_prompt_tokens: int = NUM_PROMPT_TOKENS,
         **config_overrides: Any,
-    ) -> PreTrainedModel:
+    ) -> RemoteModelMixin:
         """Loads embeddings, norms and head; the blocks are computed by the swarm.
 
         Args:
@@ -103,8 +103,8 @@ class _Distributed:
             on_event=on_event,
             compression=compression,
             head_quant=head_quant,
-            allowed_servers=allowed_servers if isinstance(allowed_servers, str) else tuple(allowed_servers),
-            blocked_servers=blocked_servers if isinstance(blocked_servers, str) else tuple(blocked_servers),
+            allowed_servers=_names(allowed_servers),
+            blocked_servers=_names(blocked_servers),
             adapter=adapter,
         )
         device = torch.device(device)
@@ -137,13 +137,18 @@ class DistributedModelForSequenceClassification(_Distributed):
     _auto_class = AutoModelForSequenceClassification
 
 
+def _names(peers: Sequence[str]) -> tuple[str, ...]:
+    """Of peers. One name stays what it is: ``ClientConfig`` says what was expected."""
+    return cast("tuple[str, ...]", peers) if isinstance(peers, str) else tuple(peers)
+
+
 def load_client(
     checkpoint: Checkpoint,
     auto_class: Any,
     dtype: torch.dtype | str,
     device: torch.device,
     config_overrides: dict[str, Any] | None = None,
-) -> PreTrainedModel:
+) -> RemoteModelMixin:
     """The client's half of a model, with unconnected remote blocks.
 
     Raises:
@@ -168,7 +173,7 @@ def load_client(
     if hasattr(config, "layer_types"):
         one_block.layer_types = config.layer_types  # rotary embeddings are made for every type of block among them
     with hf_loader():
-        model, info = own_class.from_pretrained(
+        loaded: Any = own_class.from_pretrained(
             None,
             config=one_block,
             state_dict=checkpoint.client_tensors(),
@@ -176,9 +181,12 @@ def load_client(
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # reported, and refused below
         )
+    model: RemoteModelMixin
+    model, info = loaded  # a pair because of output_loading_info, of which transformers' annotations do not know
     for name in checkpoint.require_fit(info, optional=() if auto_class is AutoModelForCausalLM else NEW_HEADS):
         _logger.warning("%s is not in the checkpoint: it starts untrained", name)
     model.fill_blocks(config)
+    module: Any
     for module in model.modules():
         if hasattr(module, "config"):
             module.config = config

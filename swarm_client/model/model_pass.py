@@ -57,6 +57,7 @@ class ModelPass:
     def finish(self) -> None:
         """To be called when the model has come to its end."""
         if self.session is not None and self._snapshot is not None:
+            assert self._first is not None
             inputs = BlockInput(self._first, self.attention_mask, self.position_ids)
             self.session.begin_with(inputs, self._snapshot)
 
@@ -88,6 +89,7 @@ class ModelPass:
         return (nn.functional.pad(wanted, (0, 0, missing, 0)) if missing else wanted,)
 
     def _told(self, block: int, hidden: torch.Tensor) -> torch.Tensor:
+        assert self._outputs is not None
         if block != self.starts[0] and not torch.equal(hidden, self._outputs[block]):
             raise RequestRejected(
                 f"the hidden states that enter block {block} were changed here, but servers go on with theirs where "

@@ -241,9 +241,9 @@ class RemoteBlocks(BlockModule):
             return None
         if ended is not None:
             ended.finish()
-        return self.prompts.without(output) if self._context.has_virtual else output
+        return self.prompts.without(output) if self.prompts is not None and self._context.has_virtual else output
 
-    def through(self, block: int, hidden: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor]:
+    def through(self, block: int, hidden: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, None]:
         """What the module of this block returns."""
         model_pass = getattr(self._context, "value", None)
         if model_pass is None:

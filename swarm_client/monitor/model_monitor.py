@@ -7,7 +7,9 @@ import dataclasses
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import ceil, inf
+from typing import TYPE_CHECKING, Any, cast
 
 from swarm_client.core.background import now_s
 from swarm_client.core.config import ClientConfig
@@ -17,6 +19,9 @@ from swarm_protocol.dht.records import ServerRecord, ServerState, SwarmView, mis
 from swarm_protocol.errors import SwarmError
 from swarm_protocol.span import Span
 from swarm_protocol.wire.constants import WIRE_VERSION
+
+if TYPE_CHECKING:
+    from swarm_protocol.dht.dht import Dht
 
 _AT_ONCE = 32  # servers that are asked together
 _ANSWER_S = 4.0  # after so long a server does not answer
@@ -87,7 +92,7 @@ class ModelMonitor:
         self._seen = _Seen()
         self._swarm: Swarm | None = None
         self._answers: dict[str, _Answer] = {}  # by peer id
-        self._asking: dict[str, asyncio.Task] = {}
+        self._asking: dict[str, asyncio.Task[Any]] = {}
         self._limit = asyncio.Semaphore(_AT_ONCE)
         self._chain: Route = ()
         self._no_chain = ""
@@ -105,7 +110,7 @@ class ModelMonitor:
         servers = self._servers()
         status = ModelStatus(self._model, self.num_blocks, servers, _prevailing_revision(servers))
         chain = _as_now(self._chain, status)
-        if chain:
+        if chain and self._swarm is not None:  # which has found the chain
             tokens_per_s = 1 / seconds(chain, self._swarm.costs())
             return dataclasses.replace(status, chain=chain, tokens_per_s=tokens_per_s)
         return dataclasses.replace(status, no_chain=self._no_chain)
@@ -116,15 +121,19 @@ class ModelMonitor:
         Some may not have answered after ``patience_s``; what they say later is in a later status.
         """
         revision = self.status().revision
-        if self._swarm is None or self._swarm.revision != revision:
-            await self._use(revision)
-        await self._swarm.view(0)
+        swarm = self._swarm
+        if swarm is None or swarm.revision != revision:
+            swarm = await self._use(revision)
+        await swarm.view(0)
         for record in self._to_ask(most):
-            task = self._asking[record.peer_id] = asyncio.ensure_future(self._ask(self._swarm, record))
-            task.add_done_callback(lambda _done, peer_id=record.peer_id: self._asking.pop(peer_id, None))
+            task = self._asking[record.peer_id] = asyncio.ensure_future(self._ask(swarm, record))
+            task.add_done_callback(partial(self._asked, record.peer_id))
         if self._asking:
             await asyncio.wait(list(self._asking.values()), timeout=patience_s)
-        self._chain, self._no_chain = await self._find_chain()
+        self._chain, self._no_chain = await self._find_chain(swarm)
+
+    def _asked(self, peer_id: str, _task: asyncio.Task[None]) -> None:
+        self._asking.pop(peer_id, None)
 
     async def close(self) -> None:
         for task in list(self._asking.values()):
@@ -151,11 +160,15 @@ class ModelMonitor:
         latest = dataclasses.replace(answer.record, expires_at=record.expires_at) if is_newer else record
         return ServerStatus(latest, answer.rtt_s)
 
-    async def _use(self, revision: str) -> None:
+    async def _use(self, revision: str) -> Swarm:
         old, self._chain = self._swarm, ()
-        self._swarm = Swarm(self._config, self._model, revision, self.num_blocks, dht=self._seen, connect=self._connect)
+        dht = cast("Dht", self._seen)  # as far as a client asks it
+        swarm = self._swarm = Swarm(
+            self._config, self._model, revision, self.num_blocks, dht=dht, connect=self._connect
+        )
         if old is not None:
             await old.close()
+        return swarm
 
     def _to_ask(self, most: int) -> list[ServerRecord]:
         """A server that joins does not listen yet."""
@@ -176,18 +189,18 @@ class ModelMonitor:
         async with self._limit:
             try:
                 answer = await asyncio.wait_for(swarm.ask(record), _ANSWER_S)
-            except asyncio.TimeoutError:
+            except TimeoutError:
                 answer = None
         rtt_s = swarm.costs().rtts_s.get(record.peer_id)
         self._answers[record.peer_id] = _Answer(record, answer, rtt_s, now_s())
 
-    async def _find_chain(self) -> tuple[Route, str]:
+    async def _find_chain(self, swarm: Swarm) -> tuple[Route, str]:
         """The chain, or why there is none; blocks that are missing say enough."""
         if self.status().missing:
             return (), ""
         silent = [peer_id for peer_id, answer in self._answers.items() if answer.record is None]
         try:
-            chain = await self._swarm.chain(Span(0, self.num_blocks), _NEED_TOKENS, avoid=silent, timeout_s=0)
+            chain = await swarm.chain(Span(0, self.num_blocks), _NEED_TOKENS, avoid=silent, timeout_s=0)
         except SwarmError as error:  # no chain, or this model is no longer looked at
             return (), str(error)
         return chain, ""

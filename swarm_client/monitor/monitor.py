@@ -7,6 +7,7 @@ import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from math import inf
+from typing import Any
 
 from swarm_client.core.background import now_s
 from swarm_client.core.config import ClientConfig
@@ -56,8 +57,8 @@ class Monitor:
         self._join = join
         self._connect = connect
         self._models: dict[str, ModelMonitor] = {}
-        self._reading: asyncio.Task | None = None
-        self._asking: asyncio.Task | None = None
+        self._reading: asyncio.Task[Any] | None = None
+        self._asking: asyncio.Task[Any] | None = None
         self._readable = True
         self._read_s = -inf  # when the DHT was last read
         self._began_s = inf  # when the reading under way began
@@ -115,7 +116,7 @@ class Monitor:
         self._began_s = now_s()
         try:
             self._readable = await asyncio.wait_for(self._read_models(), _READ_S)
-        except (asyncio.TimeoutError, OSError) as error:
+        except (TimeoutError, OSError) as error:
             _logger.info("the DHT cannot be read: %r", error)
             self._readable = False
         if self._readable:
@@ -126,11 +127,13 @@ class Monitor:
 
     async def _read_models(self) -> bool:
         """Returns False, and all stays as it was, if there is nothing where something has been."""
-        models = await self._dht.models()
+        dht = self._dht
+        assert dht is not None  # the swarm was joined
+        models = await dht.models()
         if not models and self._models:
             return False
         models = {name: count for name, count in models.items() if self._model in (None, name)}
-        views = await asyncio.gather(*(self._dht.view(name, count) for name, count in models.items()))
+        views = await asyncio.gather(*(dht.view(name, count) for name, count in models.items()))
         for name in [name for name, known in self._models.items() if models.get(name) != known.num_blocks]:
             await self._models.pop(name).close()
         for (name, num_blocks), view in zip(models.items(), views, strict=True):
@@ -155,4 +158,5 @@ class Monitor:
             _logger.info("%s", error)
             return
         old, self._dht = self._dht, dht
-        await old.shutdown()
+        if old is not None:
+            await old.shutdown()

@@ -72,7 +72,10 @@ class RetryBudget:
     def renew(self, end: int = 0) -> None:
         """Something has worked: all blocks before ``end``."""
         self._stall, suspected = None, self._suspected
-        if suspected is not None and end >= suspected.span.end:  # others could do it
+        if suspected is None:
+            return
+        assert suspected.span is not None
+        if end >= suspected.span.end:  # others could do it
             self._suspected = None
             self._swarm.failed(suspected)
             self._reporter.report(Retry(suspected.span, suspected.peer_id, str(suspected)))

@@ -207,10 +207,13 @@ def _as_chain(servers: Sequence[ServerRecord], blocks: Span, first: int, onward:
 def _as_in(view: SwarmView, chain: Route) -> Route:
     """The same chain of the servers as they are now; empty if one is gone or holds other blocks."""
     servers = {server.peer_id: server for server in view.servers}
-    found = [(servers.get(hop.server.peer_id), hop.span) for hop in chain]
-    if any(server is None or not server.span.covers(span) for server, span in found):
-        return ()
-    return tuple(Hop(server, span) for server, span in found)
+    found = []
+    for hop in chain:
+        server = servers.get(hop.server.peer_id)
+        if server is None or not server.span.covers(hop.span):
+            return ()
+        found.append(Hop(server, hop.span))
+    return tuple(found)
 
 
 def _is_over(chain: Route, blocks: Span) -> bool:
@@ -255,7 +258,8 @@ def usable(
         banned: servers that failed, by peer id, and the end of a phrase that says how.
         time_s: the time by which records expire.
     """
-    kept, reasons = [], {}
+    kept: list[ServerRecord] = []
+    reasons: dict[str, int] = {}
     for server in view.servers:
         reason = _unusable(server, wanted, banned or {}, time_s)
         if reason is None:

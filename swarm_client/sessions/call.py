@@ -80,4 +80,5 @@ class Call:
 
     def output(self) -> torch.Tensor:
         """[batch, num_wanted, hidden_size], once the call is complete."""
-        return torch.cat([self.outputs[step.number] for step in self.steps if step.message.outputs_wanted], 1)
+        outputs = (self.outputs[step.number] for step in self.steps)
+        return torch.cat([output for output in outputs if output is not None], 1)

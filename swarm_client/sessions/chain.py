@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import math
+import sys
 from collections import deque
 
 import torch
@@ -72,7 +72,7 @@ class Chain:
         self._failover = Failover(self, swarm, blocks, opener, self._copies, reporter)
         self.past: deque[Taken] = deque(maxlen=_PAST_STEPS)
         self._refused: int | None = None  # a step that the first hop has refused
-        self._probing: asyncio.Task | None = None
+        self._probing: asyncio.Task[None] | None = None
         self._asked_s: float | None = None  # when servers were first asked for room
         self.progress_s = 0.0
         self.busy = asyncio.Lock()
@@ -151,7 +151,7 @@ class Chain:
         """
         if self._asked_s is None:
             self._asked_s = now_s()
-        most = math.inf if self._max_positions is None else self._max_positions
+        most = sys.maxsize if self._max_positions is None else self._max_positions
         reserve = min(max(self._reserve_tokens, num_tokens), most)
         # A session whose length nobody has said should not be preempted at once.
         spare = 0 if num_tokens <= self._reserve_tokens else min(max(_SPARE_TOKENS, num_tokens // 4), most - reserve)
@@ -200,7 +200,7 @@ class Chain:
             self.hops[0].post(step.message, step.parts)
 
     @property
-    def codec(self) -> int:
+    def codec(self) -> pb.Codec:
         """Of hidden states."""
         return CODECS[self._swarm.config.compression]
 
@@ -214,7 +214,7 @@ class Chain:
                 if not isinstance(event, Trouble):
                     self.progress_s = now_s()
                 return event
-            except asyncio.TimeoutError:
+            except TimeoutError:
                 if self._probing is None or self._probing.done():
                     self._probing = asyncio.ensure_future(self._probe(call, list(self.hops)))
 
@@ -295,12 +295,12 @@ class Chain:
         step = to.told.get(answer.step) or call.step(answer.step)
         if step is None:
             return
-        ours, theirs = step.message.hidden, answer.hidden and answer.hidden.header
-        if theirs is None or (theirs.dtype, theirs.shape) != (ours.dtype, ours.shape):
+        ours, theirs = step.message.hidden, answer.hidden
+        if theirs is None or (theirs.header.dtype, theirs.header.shape) != (ours.dtype, ours.shape):
             server = sender.hop.server
             error = BadReply(f"server {server.short_id} answered another shape", server.peer_id, sender.span)
             raise HopsFailed({sender: error})
-        onward = step.with_hidden(answer.hidden)
+        onward = step.with_hidden(theirs)
         to.post(onward.message, onward.parts)
 
     def _take_block_output(self, answer: BlockAnswer, hop: HopSession, call: Call) -> None:

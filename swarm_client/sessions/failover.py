@@ -261,6 +261,7 @@ class Failover:
         abandon(replaced)
         self._chain.hops[gap.start : gap.stop] = new
         self._copies.drop(replaced)
+        assert self._stall is not None
         self._stall.repairs.append(
             Repair(
                 Span(replaced[0].span.start, replaced[-1].span.end),
@@ -279,7 +280,8 @@ class Failover:
         limit = min(hop.max_step_tokens for hop in new)
         if any(step.num_positions > limit and step.end - step.start > 1 for step in call.steps):
             raise StartOver
-        resend = [call.step(step.number) for step in replay.resend]
+        numbers = [step.number for step in replay.resend]
+        resend = [step for step in map(call.step, numbers) if step is not None]
         steps = [*self._history(rows, replay.history, new, number), *resend]
         _remember(new, steps)
         if before is None:
@@ -336,6 +338,7 @@ class Failover:
 
     def _blame(self, errors: Mapping[HopSession, SwarmError]) -> None:
         """Avoids servers for a while, but not if it may be the client's own network that failed."""
+        assert self._stall is not None
         all_at_once = len(errors) == len(self._chain.hops) > 1
         for hop, error in errors.items():
             self._note(error)
@@ -360,6 +363,7 @@ class Failover:
 
     def _report_waiting(self, reason: str, timeout_s: float) -> None:
         """Once in a stall: servers that are gone are still in the DHT for a while, and tried again and again."""
+        assert self._stall is not None
         if not self._stall.waits:
             self._stall.waits = True
             self._reporter.report(Waiting(reason, timeout_s))

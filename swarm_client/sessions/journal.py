@@ -90,9 +90,10 @@ class Journal:
         first = self.pool.size
         self.pool.add(inputs.hidden.reshape(-1, hidden_size), positions.expand(batch_size, -1).reshape(-1))
         new = torch.arange(first, self.pool.size).view(batch_size, num_tokens)
+        mask: torch.Tensor | None
         if inputs.attention_mask is not None:
-            mask = inputs.attention_mask.detach().cpu() != 0
-            mask = None if bool(mask.all()) else mask.to(torch.long)
+            attend = inputs.attention_mask.detach().cpu() != 0
+            mask = None if bool(attend.all()) else attend.to(torch.long)
         elif self.mask is not None:
             mask = torch.cat([self.mask, torch.ones(batch_size, num_tokens, dtype=torch.long)], 1)
         else:

@@ -118,7 +118,9 @@ class Opener:
     ) -> list[Coroutine[None, None, HopSession]]:
         """Work that opens each of the chain's hops."""
         keys = [secrets.token_bytes(16) for _ in chain]
-        nexts = [next_hop(hop.server, key) for hop, key in zip(chain[1:], keys[1:], strict=True)]
+        nexts: list[pb.NextHop | None] = [
+            next_hop(hop.server, key) for hop, key in zip(chain[1:], keys[1:], strict=True)
+        ]
         nexts.append(None if after is None else after.as_next())
         return [
             self._open(hop, key, onward, opening, opening.sent_number * (hop is chain[-1]), wait_s)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, SupportsIndex
 
 import torch
 
@@ -105,7 +105,7 @@ class RemoteSession:
     def __deepcopy__(self, _memo: dict[int, Any]) -> RemoteSession:
         return self.fork()
 
-    def __reduce_ex__(self, _protocol: int) -> Any:
+    def __reduce_ex__(self, _protocol: SupportsIndex) -> Any:
         raise TypeError(
             "keys and values on servers cannot be pickled: copy.deepcopy makes a session that goes on alike"
         )
@@ -170,8 +170,7 @@ class RemoteSession:
 
     def reorder(self, indices: torch.Tensor) -> None:
         """New row i is old row ``indices[i]``; the batch may grow or shrink."""
-        indices = indices.tolist()
-        self._change(pb.Change(reorder=pb.Reorder(indices=indices)))
+        self._change(pb.Change(reorder=pb.Reorder(indices=indices.tolist())))
         self.batch_size = len(indices)
 
     def crop(self, num_removed: int) -> None:

@@ -7,6 +7,7 @@ import logging
 import weakref
 from collections.abc import Iterable
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from swarm_client.core.background import now_s
@@ -37,8 +38,8 @@ class StandbyReplicas:
         self._stand_by = stand_by
         self._reporter = reporter
         self._copies: dict[int, HopSession] = {}  # by the number of the hop they copy
-        self._tasks: dict[int, asyncio.Task] = {}
-        self._switching: asyncio.Task | None = None
+        self._tasks: dict[int, asyncio.Task[None]] = {}
+        self._switching: asyncio.Task[None] | None = None
 
     @property
     def num_ready(self) -> int:
@@ -52,7 +53,10 @@ class StandbyReplicas:
             if wanted and hop.number not in self._copies and hop.number not in self._tasks:
                 task = asyncio.ensure_future(self._copy(hop))
                 self._tasks[hop.number] = task
-                task.add_done_callback(lambda _task, number=hop.number: self._tasks.pop(number, None))
+                task.add_done_callback(partial(self._ended, hop.number))
+
+    def _ended(self, number: int, _task: asyncio.Task[None]) -> None:
+        self._tasks.pop(number, None)
 
     def hop_leaves(self) -> None:
         """Called when the server of some hop has said that it wants to leave."""
@@ -141,6 +145,7 @@ class StandbyReplicas:
     async def switch_ready(self) -> None:
         """Replaces hops whose servers leave by their copies. No call may be under way."""
         chain = self._chain()
+        assert chain is not None  # whoever calls holds it
         for index, hop in enumerate(chain.hops):
             copy = self._copies.get(hop.number) if hop.leaving else None
             if copy is None:

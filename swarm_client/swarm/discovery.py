@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 from math import inf
+from typing import Any
 
 from swarm_client.core.background import now_s
 from swarm_client.core.config import ClientConfig
@@ -33,7 +34,7 @@ class Discovery:
         self._joining: asyncio.Task[bool] | None = None
         self._tried_s = -inf
         self._closed = False
-        self._closing: set[asyncio.Task] = set()
+        self._closing: set[asyncio.Task[Any]] = set()
 
     async def join(self) -> None:
         """Raises NoSwarm if nobody answers."""
@@ -42,12 +43,12 @@ class Discovery:
 
     async def view(self, model: str, num_blocks: int, part: Span | None) -> SwarmView | None:
         """What the DHT says; None if it cannot be read."""
-        if not self._dht.is_alive:
+        if not self._joined.is_alive:
             _logger.warning("the libp2p daemon of this client has ended; joining the swarm again")
             await self._rejoin()
         view = await self._read(model, num_blocks, part)
         # What can be read without others is only what this node has stored before.
-        if (view is None or self._dht.is_alone) and await self._rejoin():
+        if (view is None or self._joined.is_alone) and await self._rejoin():
             view = await self._read(model, num_blocks, part)
         return view
 
@@ -56,13 +57,18 @@ class Discovery:
         if self._joining is not None:
             self._joining.cancel()  # it may wait for long for servers that are frozen
             await asyncio.wait([self._joining])
-        await self._dht.shutdown()
+        await self._joined.shutdown()
         await asyncio.gather(*self._closing)
+
+    @property
+    def _joined(self) -> Dht:
+        assert self._dht is not None, "join first"
+        return self._dht
 
     async def _read(self, model: str, num_blocks: int, part: Span | None) -> SwarmView | None:
         try:
-            return await asyncio.wait_for(self._dht.view(model, num_blocks, part), _READ_TIMEOUT_S)
-        except (asyncio.TimeoutError, OSError) as error:
+            return await asyncio.wait_for(self._joined.view(model, num_blocks, part), _READ_TIMEOUT_S)
+        except (TimeoutError, OSError) as error:
             _logger.info("the DHT cannot be read: %r", error)
             return None
 
@@ -83,7 +89,7 @@ class Discovery:
             return False
         finally:
             self._tried_s = now_s()
-        old, self._dht = self._dht, dht
+        old, self._dht = self._joined, dht
         closing = asyncio.ensure_future(old.shutdown())
         self._closing.add(closing)
         closing.add_done_callback(self._closing.discard)

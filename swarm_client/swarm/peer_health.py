@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from itertools import islice
 from math import inf
 from types import MappingProxyType
+from typing import Any
 
 from swarm_protocol.dht.records import ServerRecord
 
@@ -27,7 +28,7 @@ class RttTracker:
         """``ping``: one round trip in seconds; None if there was no answer."""
         self._ping = ping
         self._rtts_s: dict[str, float] = {}
-        self._asking: dict[str, asyncio.Task] = {}
+        self._asking: dict[str, asyncio.Task[Any]] = {}
 
     @property
     def known(self) -> Mapping[str, float]:
@@ -61,7 +62,7 @@ class RttTracker:
         for task in list(self._asking.values()):
             task.cancel()
 
-    def _ask(self, server: ServerRecord) -> asyncio.Task:
+    def _ask(self, server: ServerRecord) -> asyncio.Task[Any]:
         if server.peer_id not in self._asking:
             task = self._asking[server.peer_id] = asyncio.ensure_future(self._answer(server))
             task.add_done_callback(lambda _task: self._asking.pop(server.peer_id, None))

@@ -8,6 +8,7 @@ import logging
 import time
 import weakref
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Sequence
+from typing import Any
 
 from swarm_client.core.background import now_s
 from swarm_client.core.config import ClientConfig
@@ -110,8 +111,8 @@ class Swarm:
         self._rtts = RttTracker(self._ping)
         self._backoff = PeerBackoff()
         self._last_chains: dict[Span, Route] = {}
-        self._tasks: set[asyncio.Task] = set()
-        self.sessions: weakref.WeakSet = weakref.WeakSet()
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self.sessions: weakref.WeakSet[Any] = weakref.WeakSet()
 
     async def connect(self) -> None:
         """Joins the DHT.
@@ -288,6 +289,7 @@ class Swarm:
                 if not unknown or not hopeful or like is not None:
                     return chains
                 silent |= await self._rtts.measure(unknown, servers.servers)
+        assert error is not None  # the last round was not hopeful
         raise error
 
     def replica(self, span: Span, need_tokens: int, avoid: Collection[str], like: ServerRecord) -> ServerRecord | None:
@@ -359,7 +361,7 @@ class Swarm:
     def _banned(self, just_now: bool = False) -> dict[str, str]:
         return self._backoff.now(now_s(), self._view.servers, just_now)
 
-    def _soon(self, coroutine: Coroutine) -> None:
+    def _soon(self, coroutine: Coroutine[Any, Any, Any]) -> None:
         task = asyncio.ensure_future(coroutine)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)

@@ -6,7 +6,7 @@ import asyncio
 import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Generic, TypeVar
+from typing import Generic, TypeVar, cast
 
 import grpc
 
@@ -38,6 +38,7 @@ async def translated(
             details = f"server {server.short_id} at {server.addresses[0]} does not answer"
         raise from_status(error.code(), details, server.peer_id, span) from None
     except asyncio.InvalidStateError:  # the server has ended the stream before everything was sent
+        assert call is not None, "only streams are sent more than one message"
         code = await call.code()
         if code is grpc.StatusCode.OK:
             details = f"the stream to server {server.short_id} has ended"
@@ -51,7 +52,7 @@ class Stream(Generic[Request, Reply]):
     What waits on a stream that is cancelled here raises ``asyncio.CancelledError``.
     """
 
-    def __init__(self, call: grpc.aio.StreamStreamCall, server: ServerRecord, span: Span) -> None:
+    def __init__(self, call: grpc.aio.StreamStreamCall[Request, Reply], server: ServerRecord, span: Span) -> None:
         self._call = call
         self._server = server
         self._span = span
@@ -69,7 +70,7 @@ class Stream(Generic[Request, Reply]):
         async with translated(self._server, self._span, self._call):
             reply = await self._call.read()
             if reply is not grpc.aio.EOF:
-                return reply
+                return cast(Reply, reply)
             code, details = await self._call.code(), await self._call.details()
         if code is grpc.StatusCode.OK:
             raise self.ended_error()

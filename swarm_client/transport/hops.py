@@ -6,7 +6,7 @@ import asyncio
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from swarm_client.routing.routing import Hop
 from swarm_client.transport.grpc_calls import Stream, no_answer
@@ -111,10 +111,10 @@ class HopSession:
         self._server = server
         self._stream = stream
         self._inbox = inbox
-        self._reading: asyncio.Task | None = None
+        self._reading: asyncio.Task[Any] | None = None
         self._writing = asyncio.Lock()  # gRPC breaks a call that is given a message while it takes another
         self._outbox: deque[tuple[pb.Step, Sequence[bytes]]] = deque()
-        self._posting: asyncio.Task | None = None
+        self._posting: asyncio.Task[Any] | None = None
 
     @property
     def span(self) -> Span:
@@ -129,7 +129,7 @@ class HopSession:
         server, span = self.hop.server, self.hop.span
         try:
             reply = await asyncio.wait_for(self._opened(request), timeout_s)
-        except asyncio.TimeoutError:
+        except TimeoutError:
             self._stream.cancel()
             raise no_answer(server, span, timeout_s) from None
         except asyncio.CancelledError:
@@ -171,7 +171,7 @@ class HopSession:
         self._outbox.clear()
         try:
             await asyncio.wait_for(self._say_goodbye(), CLOSE_TIMEOUT_S)
-        except (SwarmError, asyncio.CancelledError, asyncio.TimeoutError):
+        except (TimeoutError, SwarmError, asyncio.CancelledError):
             self._stream.cancel()
 
     def abandon(self) -> None:

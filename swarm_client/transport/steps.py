@@ -70,7 +70,7 @@ def split(
     start: int,
     number: int,
     size: int,
-    codec: int,
+    codec: pb.Codec,
     changes: Sequence[pb.Change] = (),
     num_wanted: int = 0,
     every_block: bool = False,
@@ -81,7 +81,7 @@ def split(
     of every block all.
     """
     num_tokens = inputs.hidden.shape[1]
-    steps = []
+    steps: list[OutgoingStep] = []
     for first in range(0, num_tokens, size):
         last = min(first + size, num_tokens)
         mask, positions = inputs.attention_mask, inputs.position_ids

@@ -38,7 +38,7 @@ class ServerConnection:
     def __init__(self, record: ServerRecord, channel: grpc.aio.Channel, step_timeout_s: float) -> None:
         self.record = record
         self._channel = channel
-        self._stub = BlocksStub(channel)
+        self._stub = BlocksStub(channel)  # type: ignore[no-untyped-call]
         self._step_timeout_s = step_timeout_s
         self._uploader = AdapterUploader(self._put_adapter)
 
@@ -96,7 +96,7 @@ class ServerConnection:
         async def opened(name: pb.AdapterName | None) -> HopSession:
             if name is not None:
                 request.adapter.CopyFrom(name)
-            stream = Stream(self._stub.Session(), self.record, span)
+            stream: Stream[pb.SessionRequest, pb.SessionReply] = Stream(self._stub.Session(), self.record, span)
             hop = HopSession(number, Hop(self.record, span), stream, inbox, request, self)
             await hop.open(request, OPEN_TIMEOUT_S + request.wait_s)
             return hop
@@ -106,15 +106,18 @@ class ServerConnection:
     async def progress(self, request: pb.ProgressRequest, span: Span, timeout_s: float) -> pb.SessionProgress:
         """How far one of the server's sessions is; raises SessionLost if the server does not know it."""
         async with translated(self.record, span):
-            return await self._stub.Progress(request, timeout=timeout_s)
+            progress: pb.SessionProgress = await self._stub.Progress(request, timeout=timeout_s)
+        return progress
 
     async def reroute(self, request: pb.RerouteRequest, span: Span, timeout_s: float) -> pb.SessionProgress:
         async with translated(self.record, span):
-            return await self._stub.Reroute(request, timeout=timeout_s)
+            progress: pb.SessionProgress = await self._stub.Reroute(request, timeout=timeout_s)
+        return progress
 
     async def copy(self, request: pb.CopyRequest, span: Span, timeout_s: float) -> pb.SessionProgress:
         async with translated(self.record, span):
-            return await self._stub.Copy(request, timeout=timeout_s)
+            progress: pb.SessionProgress = await self._stub.Copy(request, timeout=timeout_s)
+        return progress
 
     async def forward(
         self, span: Span, hidden: WireTensor, context: Context, keep_key: bytes = b""
@@ -235,7 +238,7 @@ class ServerConnection:
 
 
 async def _read_tensors(
-    call: grpc.aio.StreamStreamCall, expected: Sequence[pb.Tensor], server: ServerRecord, span: Span
+    call: grpc.aio.StreamStreamCall[Any, Any], expected: Sequence[pb.Tensor], server: ServerRecord, span: Span
 ) -> tuple[list[WireTensor], bool]:
     """The tensors of an answer, which must have these shapes and dtypes, and whether the pass is kept.
 

@@ -24,7 +24,7 @@ class WireTensor:
     parts: tuple[bytes, ...] = ()
 
     @classmethod
-    def of(cls, tensor: torch.Tensor, codec: int = pb.RAW) -> WireTensor:
+    def of(cls, tensor: torch.Tensor, codec: pb.Codec = pb.RAW) -> WireTensor:
         header, parts = encode(tensor, codec)
         return cls(header, tuple(parts))
 

@@ -14,7 +14,7 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import CONFIG_MAPPING, AutoConfig, GenerationConfig, PreTrainedConfig
 
 from swarm_protocol.checkpoints.families import Family, describe
-from swarm_protocol.checkpoints.files import CONFIG, Directory, FileMissing, Files, locate
+from swarm_protocol.checkpoints.files import CONFIG, Directory, FileMissing, HubModel, locate
 from swarm_protocol.checkpoints.safetensors_file import StoredTensor, read_header
 from swarm_protocol.errors import CheckpointError, UnsupportedModel
 
@@ -39,7 +39,7 @@ class Checkpoint:
         config: the model's config.
     """
 
-    def __init__(self, files: Files) -> None:
+    def __init__(self, files: Directory | HubModel) -> None:
         self._files = files
         self.name, self.location = files.name, files.location
         raw = _read_json(files.path(CONFIG))
@@ -203,7 +203,8 @@ def _load_config(raw: dict[str, Any], path: Path) -> PreTrainedConfig:
         method = raw["quantization_config"].get("quant_method", "some method")
         raise CheckpointError(f"{path.parent} is stored quantized ({method}): use the model's unquantized checkpoint")
     try:
-        return AutoConfig.from_pretrained(path.parent)
+        config: PreTrainedConfig = AutoConfig.from_pretrained(path.parent)
     except (StrictDataclassError, ValueError, TypeError, KeyError, AttributeError) as error:
         reason = " ".join(str(error).split())
         raise CheckpointError(f"{path} does not fit a model of type {model_type!r}: {reason}") from error
+    return config

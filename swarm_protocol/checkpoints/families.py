@@ -183,7 +183,7 @@ def describe(config: PreTrainedConfig) -> Family:
 
 def _describe(config: PreTrainedConfig) -> Family:
     _check_config(config)
-    base_class = MODEL_MAPPING[type(config)]
+    base_class: Any = MODEL_MAPPING[type(config)]
     try:
         with weight_init.no_init_weights(), torch.device("meta"):
             base = base_class(copy.deepcopy(config))
@@ -223,7 +223,7 @@ def _read_facts(base: PreTrainedModel, config: PreTrainedConfig) -> Family:
     cache_argument = next((name for name in CACHE_ARGUMENTS if name in arguments), None)
     if cache_argument is None:
         lacking.append(CACHE_ARGUMENTS[0])
-    if lacking:
+    if lacking or cache_argument is None:
         raise _unsupported(config, f"its forward does not accept {', '.join(lacking)}")
     lists = [
         name

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from functools import cached_property
 from pathlib import Path
-from typing import Protocol
 
 from huggingface_hub import hf_hub_download
 from huggingface_hub.errors import (
@@ -26,15 +25,7 @@ class FileMissing(CheckpointError):
     """The checkpoint is there but lacks one file."""
 
 
-class Files(Protocol):
-    name: str
-    location: str
-
-    def path(self, name: str) -> Path:
-        """The file's local path, downloaded if need be. Raises CheckpointError; FileMissing if only it is absent."""
-
-
-def locate(name_or_path: str, revision: str | None, token: str | None) -> Files:
+def locate(name_or_path: str, revision: str | None, token: str | None) -> Directory | HubModel:
     """The files of a directory if there is one of that name, else those of a model on the hub."""
     directory = Path(name_or_path).expanduser()
     try:
@@ -50,6 +41,7 @@ class Directory:
         self.name = directory.resolve().name
 
     def path(self, name: str) -> Path:
+        """The file's path. Raises FileMissing if there is none."""
         path = Path(self.location) / name
         if not path.is_file():
             raise FileMissing(f"{self.location} has no {name}")
@@ -68,6 +60,7 @@ class HubModel:
         return self._download(CONFIG, self._revision).parent.name  # …/snapshots/<commit>/config.json
 
     def path(self, name: str) -> Path:
+        """The file's local path, downloaded if need be. Raises CheckpointError; FileMissing if only it is absent."""
         return self._download(name, self.commit)
 
     def _download(self, name: str, revision: str | None) -> Path:

@@ -23,7 +23,7 @@ class LeftOut(nn.Identity):
     """Stands for a linear layer that is not loaded with its block; a family's weight initialisation may touch it."""
 
     weight = torch.empty(0)
-    weight._is_hf_initialized = True
+    weight._is_hf_initialized = True  # type: ignore[attr-defined]
     bias = None
 
 
@@ -44,7 +44,7 @@ def hollow_class(
     with each hosted block before it gets its weights.
     """
 
-    class HollowModel(family.base_class):
+    class HollowModel(family.base_class):  # type: ignore[name-defined,misc]
         def __init__(self, config: PreTrainedConfig, *args: Any, **kwargs: Any) -> None:
             with weight_init.no_init_weights():  # all is on the meta device as yet, and most of it goes at once
                 super().__init__(config, *args, **kwargs)
@@ -81,7 +81,7 @@ def load_hollow_model(
     Returns the shell and transformers' loading info (missing, unexpected and mismatched keys).
     """
     with hf_loader():
-        return hollow_class(family, hosted, prepare).from_pretrained(
+        loaded: Any = hollow_class(family, hosted, prepare).from_pretrained(
             None,
             config=config,
             state_dict={} if tensors is None else tensors,
@@ -89,6 +89,8 @@ def load_hollow_model(
             ignore_mismatched_sizes=True,  # reported, and refused with a sentence by the caller
             output_loading_info=True,
         )
+    shell, info = loaded  # a pair because of output_loading_info, of which transformers' annotations do not know
+    return shell, info
 
 
 _LOADER = threading.RLock()

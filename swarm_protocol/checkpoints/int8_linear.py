@@ -10,10 +10,13 @@ from __future__ import annotations
 import functools
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
 
 import torch
 from torch.autograd.function import once_differentiable
+
+L = TypeVar("L", bound="Int8Linear")
 
 TILE = 256  # rows of a weight, or of the input, that are expanded to fp32 at a time
 TINY = 1e-30  # scale of output channels of zeros
@@ -43,7 +46,7 @@ class Int8Weight(ABC):
 
     shape: torch.Size
     size_bytes: int
-    transpose_bytes = 0  # that ``keep_transpose`` takes; 0: gradients are fast without
+    transpose_bytes: int = 0  # that ``keep_transpose`` takes; 0: gradients are fast without
 
     @classmethod
     @abstractmethod
@@ -108,6 +111,8 @@ class FbgemmWeight(Int8Weight):
 
     def __init__(self, q: torch.Tensor, scale: torch.Tensor) -> None:
         self.shape = q.shape
+        channels, width = q.shape
+        self.size_bytes, self.transpose_bytes = self._packed_bytes(channels, width), self._packed_bytes(width, channels)
         self._scale = scale
         self._keeps_transpose = False
         self._transpose: FbgemmWeight | None = None  # without the scales
@@ -122,17 +127,8 @@ class FbgemmWeight(Int8Weight):
         finally:
             torch.backends.quantized.engine = engine
 
-    @property
-    def size_bytes(self) -> int:
-        """Packed weight, padded; per channel two fp32 scales, an int32 zero point and an int32 sum."""
-        return self._packed_bytes(*self.shape)
-
-    @property
-    def transpose_bytes(self) -> int:
-        channels, width = self.shape
-        return self._packed_bytes(width, channels)
-
     def _packed_bytes(self, channels: int, width: int) -> int:
+        """Packed weight, padded; per channel two fp32 scales, an int32 zero point and an int32 sum."""
         return channels * (-(-width // self.BLOCK) * self.BLOCK + 16)
 
     def matmul(self, x: torch.Tensor) -> torch.Tensor:
@@ -177,7 +173,8 @@ class FbgemmWeight(Int8Weight):
 
     def _unpack(self) -> torch.Tensor:
         """Quantised tensor [out, in]."""
-        return torch.ops.quantized.linear_unpack(self._packed)[0]
+        weight: torch.Tensor = torch.ops.quantized.linear_unpack(self._packed)[0]
+        return weight
 
 
 class PlainWeight(Int8Weight):
@@ -199,11 +196,8 @@ class PlainWeight(Int8Weight):
         self._q, self._scale = q, scale
         # scales would be rounded to bf16: the operator gets ones, fp32 scales follow
         self._ones = torch.ones(len(q), dtype=torch.bfloat16)
+        self.size_bytes = q.nbytes + scale.nbytes + self._ones.nbytes
         self._has_few_rows_kernel = hasattr(torch, "_weight_int8pack_mm") and q.shape[1] % self.ALIGNMENT == 0
-
-    @property
-    def size_bytes(self) -> int:
-        return self._q.nbytes + self._scale.nbytes + self._ones.nbytes
 
     def matmul(self, x: torch.Tensor) -> torch.Tensor:
         if self._has_few_rows_kernel and 0 < len(x) <= self.FEW_ROWS:
@@ -223,18 +217,20 @@ class _Matmul(torch.autograd.Function):
     """``x @ weight.T``, differentiable in x alone: the weight is frozen, so nothing needs to be saved."""
 
     @staticmethod
-    def forward(ctx, x: torch.Tensor, weight: Int8Weight) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, weight: Int8Weight) -> torch.Tensor:
         ctx.weight = weight
         return weight.matmul(x)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
         return ctx.weight.matmul_grad(grad), None
 
 
 class Int8Linear(torch.nn.Module):
     """A frozen linear layer over an ``Int8Weight``: [..., in] of any float dtype -> [..., out] of that dtype."""
+
+    bias: torch.nn.Parameter | None
 
     def __init__(self, int8: Int8Weight, bias: torch.Tensor | None = None) -> None:
         """bias: [out]; copied."""
@@ -247,19 +243,22 @@ class Int8Linear(torch.nn.Module):
 
     @classmethod
     def from_float(
-        cls, weight: torch.Tensor, bias: torch.Tensor | None = None, implementation: type[Int8Weight] | None = None
-    ) -> Int8Linear:
+        cls: type[L],
+        weight: torch.Tensor,
+        bias: torch.Tensor | None = None,
+        implementation: type[Int8Weight] | None = None,
+    ) -> L:
         """Quantises weight [out, in]; ``implementation`` is the fastest that runs here unless given."""
         return cls.from_int8(*quantize_rows(weight.detach()), bias, implementation)
 
     @classmethod
     def from_int8(
-        cls,
+        cls: type[L],
         q: torch.Tensor,
         scale: torch.Tensor,
         bias: torch.Tensor | None = None,
         implementation: type[Int8Weight] | None = None,
-    ) -> Int8Linear:
+    ) -> L:
         """From the result of ``quantize_rows``."""
         implementation = implementation or (FbgemmWeight if FbgemmWeight.is_available() else PlainWeight)
         return cls(implementation(q, scale), bias)
@@ -271,7 +270,8 @@ class Int8Linear(torch.nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         rows = x.reshape(-1, self.in_features).float()
-        y = _Matmul.apply(rows, self.int8) if rows.requires_grad else self.int8.matmul(rows)
+        multiply: Callable[[torch.Tensor, Int8Weight], torch.Tensor] = _Matmul.apply
+        y = multiply(rows, self.int8) if rows.requires_grad else self.int8.matmul(rows)
         if self.bias is not None:
             y += self.bias
         return y.view(*x.shape[:-1], self.out_features).to(x.dtype)

@@ -62,13 +62,15 @@ def read_adapter(directory: Path, family: Family) -> Adapter:
         matrices.setdefault(_module(key), {})[match[1]] = stored.read().float()
     parts = []
     for module, pair in matrices.items():
+        block = family.block_index(module + ".")
+        assert block is not None  # as found above
         if pair.keys() != {"A", "B"} or pair["A"].shape[0] != pair["B"].shape[1]:
             raise CheckpointError(f"adapter {directory} has no lora_A and lora_B of one rank for {module!r}")
         if not all(bool(torch.isfinite(matrix).all()) for matrix in pair.values()):
             raise CheckpointError(f"adapter {directory} is not finite (it contains NaN or infinity) in {module!r}")
         parts.append(
             LowRank(
-                family.block_index(module + "."),
+                block,
                 family.name_in_block(module + ".").removesuffix("."),
                 _scaling(config, module, pair["A"].shape[0]),
                 pair["A"],
@@ -115,7 +117,8 @@ def _scaling(config: Mapping[str, Any], module: str, rank: int) -> float:
         if re.match(rf"(.*\.)?({pattern})$", module):
             alpha = value
             break
-    return alpha / (sqrt(rank) if config.get("use_rslora") else rank)
+    scaling: float = alpha / (sqrt(rank) if config.get("use_rslora") else rank)
+    return scaling
 
 
 def _module(key: str) -> str:

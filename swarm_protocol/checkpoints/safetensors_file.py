@@ -53,7 +53,7 @@ class StoredTensor:
 
     def read(self) -> torch.Tensor:
         data = torch.empty(self.size_bytes, dtype=torch.uint8)
-        _read_into(self.path, self.offset, memoryview(data.numpy()))
+        _read_into(self.path, self.offset, data.numpy().data)
         return data.view(self.dtype).reshape(self.shape)
 
     def sample(self, max_bytes: int) -> bytes:

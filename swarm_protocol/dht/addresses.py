@@ -85,7 +85,7 @@ async def connects(host: str, port: int) -> bool:
     """Whether somebody accepts a TCP connection there."""
     try:
         _, writer = await asyncio.wait_for(asyncio.open_connection(host, port), CONNECT_TIMEOUT_S)
-    except (OSError, UnicodeError, asyncio.TimeoutError):  # UnicodeError: no possible host name
+    except (TimeoutError, OSError, UnicodeError):  # UnicodeError: no possible host name
         return False
     writer.close()
     return True

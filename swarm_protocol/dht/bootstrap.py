@@ -101,7 +101,7 @@ async def _meets(node: DHTNode, address: str, joins: bool) -> bool:
         connecting = _connect(node, peer, Multiaddr(transport))
         await asyncio.wait_for(connecting, _BACKOFF_S + _CONNECT_TIMEOUT_S)
     # The daemon says that it is somebody else, or does not answer itself.
-    except (ControlFailure, P2PDaemonError, OSError, asyncio.IncompleteReadError, asyncio.TimeoutError):
+    except (TimeoutError, ControlFailure, P2PDaemonError, OSError, asyncio.IncompleteReadError):
         return False
     node.blacklist.register_success(peer)  # it may be back after a silence
     try:
@@ -115,7 +115,8 @@ async def _meets(node: DHTNode, address: str, joins: bool) -> bool:
 async def _connect(node: DHTNode, peer: PeerID, transport: Multiaddr) -> None:
     while True:
         try:
-            return await node.p2p._client.connect(peer, [transport])
+            await node.p2p._client.connect(peer, [transport])
+            return
         except ControlFailure as error:
             if "dial backoff" not in str(error):
                 raise

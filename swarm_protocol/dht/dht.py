@@ -200,7 +200,7 @@ class Dht:
         try:
             stored = await asyncio.wait_for(self._publish(record, lifetime_s), _PUBLISH_TIMEOUT_S)
             return stored and self.is_alive  # without a daemon, only this node itself has taken it
-        except asyncio.TimeoutError:  # hivemind waits for ever for a daemon that is gone
+        except TimeoutError:  # hivemind waits for ever for a daemon that is gone
             return False
 
     async def _publish(self, record: ServerRecord, lifetime_s: float) -> bool:
@@ -284,12 +284,13 @@ class Dht:
 
     async def _store(self, place: _Place, shard: str, record: ServerRecord) -> bool:
         place.standing[shard] = record  # even if it is refused: the nodes that store the key need not agree
-        return await self._node.store(
+        stored: bool = await self._node.store(
             servers_key(self._swarm, record.model, shard),
             record.to_proto().SerializeToString(),
             record.expires_at,
             subkey=self._subkey,
         )
+        return stored
 
     def _next_expiration(self, lifetime_s: float) -> float:
         """Later than all before: a later expiration replaces an earlier one."""
@@ -319,7 +320,7 @@ class _Place:
     standing: dict[str, ServerRecord] = field(default_factory=dict)  # by shard: what readers may find until it expires
 
 
-def _checked(subkey: object, value: object, expires_at: float) -> ServerRecord | None:
+def _checked(subkey: Any, value: Any, expires_at: float) -> ServerRecord | None:
     """The record, if it is well formed and its owner is the peer it speaks of (the DHT has checked the signature)."""
     try:
         owner = _SUBKEY.fullmatch(subkey)

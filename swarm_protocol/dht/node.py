@@ -7,6 +7,7 @@ import socket
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from swarm_protocol.dht.addresses import multiaddr, tcp_target
 from swarm_protocol.dht.stored_records import Validator
@@ -47,7 +48,7 @@ async def start(identity: Identity, listening: Listening, node_id: DHTID | None 
             ),
             _NODE_TIMEOUT_S,
         )
-    except asyncio.TimeoutError:
+    except TimeoutError:
         await _stop_daemon(p2p)
         raise NoSwarm("the libp2p daemon ended as soon as it had started") from None
     except BaseException:
@@ -86,7 +87,7 @@ def is_alive(node: DHTNode) -> bool:
 
 
 async def _start_daemon(identity: Identity, listening: Listening) -> P2P:
-    options = (
+    options: dict[str, Any] = (
         {"host_maddrs": [multiaddr(listening.host, listening.port)]}
         if listening.host is not None
         else {"no_listen": True, "host_maddrs": None, "dht_mode": "client"}

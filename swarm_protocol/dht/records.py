@@ -65,7 +65,7 @@ class ServerRecord:
             revision=self.revision,
             num_blocks=self.num_blocks,
             blocks=pb.Span(start=self.span.start, end=self.span.end),
-            state=int(self.state),
+            state=self.state.name,
             quant=self.quant,
             dtype=self.dtype,
             tokens_per_s=self.tokens_per_s,

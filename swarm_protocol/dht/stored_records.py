@@ -21,7 +21,7 @@ _MAX_RECORD_BYTES = 8192  # signed; a usual one has 1 KB
 _MAX_KNOWN = 100_000  # digests, 10 MB
 
 
-class BoundedStorage(DHTLocalStorage):
+class BoundedStorage(DHTLocalStorage):  # type: ignore[misc]
     """What this node stores for others: no more under one key than fits in a message.
 
     Above 4 MiB hivemind fails silently: to those who ask, the node seems dead.
@@ -38,10 +38,11 @@ class BoundedStorage(DHTLocalStorage):
             now = get_dht_time()
             if not shards.has_room([item.expiration_time - now for _, item in known.value.items()], self.capacity):
                 return False
-        return super().store_subkey(key, subkey, value, expiration_time)
+        stored: bool = super().store_subkey(key, subkey, value, expiration_time)
+        return stored
 
 
-class Validator(RSASignatureValidator):
+class Validator(RSASignatureValidator):  # type: ignore[misc]
     """Refuses records that their owner has not signed, and those that would spoil a key for all its readers."""
 
     def __init__(self, private_key: RSAPrivateKey) -> None:

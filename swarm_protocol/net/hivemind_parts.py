@@ -41,7 +41,8 @@ class _Package(ModuleType):
     def __getattr__(self, name: str) -> Any:
         being_imported = f"{self.__name__}.{name}" in sys.modules
         if not being_imported and (name == "__version__" or not name.startswith("__")):
-            self.__class__ = ModuleType
+            self.__class__ = ModuleType  # type: ignore[assignment]
+            assert self.__spec__ is not None and self.__spec__.loader is not None
             self.__spec__.loader.exec_module(self)
             return getattr(self, name)
         raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
@@ -76,10 +77,11 @@ from hivemind.utils.timed_storage import MAX_DHT_TIME_DISCREPANCY_SECONDS, get_d
 from swarm_protocol.process.scratch import scratch_directory
 
 
-class P2P(AnyP2P):
+class P2P(AnyP2P):  # type: ignore[misc]
     """A libp2p daemon whose sockets are in a directory that does not outlive this process."""
 
     @classmethod
     async def create(cls, *args: Any, **kwargs: Any) -> P2P:
         cls._UNIX_SOCKET_PREFIX = f"/unix{scratch_directory()}/"
-        return await super().create(*args, **kwargs)
+        p2p: P2P = await super().create(*args, **kwargs)
+        return p2p

@@ -8,7 +8,7 @@ import fcntl
 import hashlib
 import os
 import ssl
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -108,7 +108,8 @@ def peer_id_of(public_key: bytes) -> str:
     )
     message = crypto_pb2.PublicKey(key_type=crypto_pb2.RSA, data=der).SerializeToString()
     multihash = b"\x12\x20" + hashlib.sha256(message).digest()  # 0x12: SHA-256, 0x20: 32 bytes
-    return PeerID(multihash).to_base58()
+    peer_id: str = PeerID(multihash).to_base58()
+    return peer_id
 
 
 def _rsa_key(message: crypto_pb2.PrivateKey) -> RSAPrivateKey:
@@ -130,7 +131,7 @@ class Certificate:
     def generate(cls) -> Certificate:
         key = ec.generate_private_key(ec.SECP256R1())
         name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, _TLS_NAME)])
-        now = datetime.datetime.now(datetime.timezone.utc)
+        now = datetime.datetime.now(datetime.UTC)
         certificate = (
             x509.CertificateBuilder()
             .subject_name(name)
@@ -160,7 +161,7 @@ class Certificate:
 
 
 async def pinned_channel(
-    address: str, fingerprint: bytes, options: list[tuple[str, object]], timeout_s: float = 5.0
+    address: str, fingerprint: bytes, options: Sequence[tuple[str, object]], timeout_s: float = 5.0
 ) -> grpc.aio.Channel:
     """A channel to ``HOST:PORT`` that trusts only the certificate with this SHA-256 fingerprint.
 
@@ -176,7 +177,7 @@ async def pinned_channel(
     try:
         connecting = asyncio.open_connection(host.strip("[]"), int(port), ssl=context)
         _, writer = await asyncio.wait_for(connecting, timeout_s)
-    except asyncio.TimeoutError:
+    except TimeoutError:
         raise PeerUnavailable(f"no server answered at {address} within {timeout_s:g} s") from None
     except OSError as error:
         raise PeerUnavailable(f"no server answers at {address}: {error.strerror or error}") from None

@@ -116,9 +116,9 @@ class Adapter:
                 if number == pb.Adapter.SALT_FIELD_NUMBER:
                     salt = bytes(value)
                 elif number == pb.Adapter.LOW_RANK_FIELD_NUMBER:
-                    low_rank.append(_low_rank(pb.LowRank.FromString(value)))
+                    low_rank.append(_low_rank(pb.LowRank.FromString(value)))  # type: ignore[arg-type]
                 elif number == pb.Adapter.PROMPTS_FIELD_NUMBER:
-                    prompt = pb.Prompt.FromString(value)
+                    prompt = pb.Prompt.FromString(value)  # type: ignore[arg-type]
                     prompts.append(Prompt(prompt.block, _decoded(prompt.values, 2)))
                 if len(low_rank) + len(prompts) > MAX_PARTS:
                     raise RequestRejected(f"the adapter has more than {MAX_PARTS} parts")

@@ -11,7 +11,7 @@ from swarm_protocol.errors import RequestRejected
 from swarm_protocol.pb import swarm_pb2 as pb
 from swarm_protocol.wire.constants import MAX_TENSOR_BYTES, PART_BYTES
 
-_TORCH_DTYPES = {
+_TORCH_DTYPES: dict[pb.DType, torch.dtype] = {
     pb.FLOAT32: torch.float32,
     pb.BFLOAT16: torch.bfloat16,
     pb.FLOAT16: torch.float16,
@@ -23,14 +23,14 @@ _BLOCK = 64  # elements that share one scale in INT8_BLOCKS
 MAX_RANK = 4
 
 
-def torch_dtype(dtype: int) -> torch.dtype:
+def torch_dtype(dtype: pb.DType) -> torch.dtype:
     """Of a wire dtype; raises RequestRejected if it is unknown."""
     if dtype not in _TORCH_DTYPES:
         raise RequestRejected(f"tensor dtype {dtype} is unknown: expected one of {sorted(_TORCH_DTYPES)}")
     return _TORCH_DTYPES[dtype]
 
 
-def encode(tensor: torch.Tensor, codec: int = pb.RAW) -> tuple[pb.Tensor, list[bytes]]:
+def encode(tensor: torch.Tensor, codec: pb.Codec = pb.RAW) -> tuple[pb.Tensor, list[bytes]]:
     """Returns the wire tensor with its first part inside, and the parts that follow it.
 
     ``INT8_BLOCKS`` is for floating-point tensors: absolute-maximum int8 in blocks of 64 elements (relative error about
@@ -137,7 +137,7 @@ def split_rows(tensor: torch.Tensor, max_bytes: int = MAX_TENSOR_BYTES) -> Itera
     return iter(tensor.split(max(1, max_bytes // row_bytes)))
 
 
-def _encoded_bytes(numel: int, dtype: torch.dtype, codec: int) -> int:
+def _encoded_bytes(numel: int, dtype: torch.dtype, codec: pb.Codec) -> int:
     if codec == pb.RAW:
         return numel * dtype.itemsize
     if codec == pb.INT8_BLOCKS and dtype.is_floating_point:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from torch import nn
 
@@ -53,7 +54,7 @@ def linear_features(block: nn.Module, path: str, index: int) -> tuple[int, int]:
             f"{place} is among experts, which see some of the positions only: expected a linear layer outside them"
         )
     try:
-        module = block.get_submodule(path)
+        module: Any = block.get_submodule(path)
     except AttributeError:
         raise RequestRejected(f"{place} does not exist: expected one of {_known(block)}") from None
     if getattr(module, "is_quantised", False):

@@ -60,6 +60,7 @@ def load_block(
     for name in sorted(late, key=lambda name: -stored[f"{name}.weight"].size_bytes):  # the last ones need least room
         for kind, tensor in _tensors_of(name, stored).items():
             setattr(late[name], kind, nn.Parameter(tensor.read().to(dtype), requires_grad=False))
+        assert replace is not None
         block.set_submodule(name, replace(late.pop(name)))
     return block
 
@@ -77,7 +78,7 @@ def _tensors_of(name: str, stored: Mapping[str, StoredTensor]) -> dict[str, Stor
 
 def _take_out_linears(block: nn.Module, stored: Mapping[str, StoredTensor]) -> dict[str, nn.Linear]:
     """Linear layers that are stored under their own names, by name; placeholders without weights stand for them."""
-    linears = {}
+    linears: dict[str, nn.Linear] = {}
     if any(hasattr(part, "experts") for part in block.modules()):
         return linears  # next to experts, what a layer is for decides what may be done with it
     for name, part in list(block.named_modules()):
@@ -99,7 +100,7 @@ def _keep_as_stored(block: nn.Module, stored: Mapping[str, torch.dtype]) -> None
     for name, parameter in parameters.items():
         dtypes = {stored[name]} if name in stored else fused
         if len(dtypes) == 1 and dtypes <= NARROW and parameter.is_floating_point():
-            parameter.data = parameter.data.to(*dtypes)
+            parameter.data = parameter.data.to(next(iter(dtypes)))
 
 
 def _odd_one_out(tensors: Mapping[str, StoredTensor]) -> str | None:

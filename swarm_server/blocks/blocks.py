@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -18,6 +19,8 @@ from swarm_protocol.checkpoints.positions import rope_depends_on_length
 from swarm_protocol.span import Span
 from swarm_server.blocks.block_loading import load_block
 from swarm_server.blocks.malloc import freed_memory_returned
+
+M = TypeVar("M", bound=nn.Module)
 
 INDEX_ATTRIBUTES = ("layer_idx", "layer_id")  # where modules keep their block's index in the cache
 
@@ -42,8 +45,11 @@ class BlockStack:
         self.config = slice_config(hosted.shell.config, span)
         self.blocks = nn.ModuleList(hosted.block(index, first=span.start) for index in span)
         self._model = _assemble(hosted.shell, hosted.family, self.config, self.blocks)
-        configs = [self.config, *(module.config for module in self._model.modules() if hasattr(module, "config"))]
-        self.configs = tuple({id(config): config for config in configs}.values())
+        configs: list[Any] = [
+            self.config,
+            *(module.config for module in self._model.modules() if hasattr(module, "config")),
+        ]
+        self.configs: tuple[PreTrainedConfig, ...] = tuple({id(config): config for config in configs}.values())
 
     @property
     def family(self) -> Family:
@@ -178,7 +184,7 @@ def _rebase(module: nn.Module, first: int) -> nn.Module:
     return twin
 
 
-def _twin(module: nn.Module) -> nn.Module:
+def _twin(module: M) -> M:
     """Another module object with the same parameters, buffers and children; hooks of either are hooks of both."""
     twin = copy.copy(module)
     twin._modules = dict(module._modules)
@@ -189,8 +195,9 @@ def _assemble(
     shell: PreTrainedModel, family: Family, config: PreTrainedConfig, blocks: nn.ModuleList
 ) -> PreTrainedModel:
     """The shell with these blocks in it; the shell itself stays as it is."""
-    base = owner = _twin(shell)
+    base = _twin(shell)
     base.config = config
+    owner: Any = base
     for name in filter(None, family.owner.split(".")):
         twin = _twin(getattr(owner, name))
         setattr(owner, name, twin)
@@ -231,7 +238,8 @@ def load_blocks(
     # Tensors born in inference mode could never meet autograd.
     with torch.inference_mode(False), torch.no_grad(), freed_memory_returned():
         shell, _ = load_hollow_model(family, checkpoint.config, dtype=dtype)
-        hosted = _Hosted(family, shell.to(device).requires_grad_(False), {}, dtype, device)
+        shell.to(device)  # type: ignore[arg-type]  # as transformers has wrapped it, mypy does not see self
+        hosted = _Hosted(family, shell.requires_grad_(False), {}, dtype, device)
         for index in span:
             if transform is None:
                 block = load_block(checkpoint, index, dtype).to(device)
@@ -249,8 +257,8 @@ def _transformed(
 ) -> Callable[[nn.Linear], nn.Module]:
     def replace(linear: nn.Linear) -> nn.Module:
         holder = nn.Module()
-        holder.linear = linear.to(device)
+        holder.add_module("linear", linear.to(device))
         transform(holder, index)
-        return holder.linear
+        return holder.get_submodule("linear")
 
     return replace

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
@@ -21,6 +22,7 @@ def use_onednn_(block: nn.Module) -> None:
     """Has the block's frozen fp32 layers on CPU multiply with oneDNN, where this torch can do so."""
     if not is_available():
         return
+    module: Any
     for module in block.modules():
         if type(module).__name__ in KINDS and module.weight.dtype == torch.float32:
             module.forward = partial(_forward, module)

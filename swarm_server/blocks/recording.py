@@ -39,6 +39,7 @@ class Recorded:
             RequestRejected: the gradient is not finite.
         """
         require_finite(grad, "gradients")
+        assert self.output is not None, "the pass is freed"
         hidden_grad, *grads = torch.autograd.grad(
             self.output, self.inputs, grad.to(self.output.dtype), allow_unused=True, materialize_grads=True
         )

@@ -47,6 +47,7 @@ class Prepared:
         """Positions that convolutions have kept so far."""
         if not (self.records and self.step.start):
             return 0
+        assert self.state.states is not None
         return max(tensor.shape[-1] for of_block in self.state.states.states for tensor in of_block)
 
     def slots(self, blocks: Span) -> tuple[tuple[Slot, ...], ...]:
@@ -96,8 +97,9 @@ def block_runs(blocks: Span, batch: list[Prepared]) -> list[BlockRuns]:
     joined: dict[tuple[int, ...], tuple[Run, ...]] = {}  # one object for all blocks that have the same runs
     result = []
     for block in blocks:
-        places = [work.session.layout.blocks[block - work.session.blocks.start] for work in batch]
-        if None in places:
+        found = [work.session.layout.blocks[block - work.session.blocks.start] for work in batch]
+        places = [place for place in found if place is not None]
+        if len(places) < len(found):
             result.append(BlockRuns((), (), ()))
             continue
         key = tuple(place.group for place in places)

@@ -150,12 +150,14 @@ class Engine:
 
     def _run_tokens(self, session: Session, step: SessionStep) -> torch.Tensor | Exception:
         """One position after the other."""
-        before, states, outputs = session.state, None, []
+        before, states = session.state, None
+        outputs: list[torch.Tensor] = []
         try:
             for token in tokens_of(step):
                 (output,) = self._run([(session, token)])
                 if isinstance(output, Exception):
                     raise output
+                assert session.state.states is not None  # only blocks with states are computed like this
                 states = session.state.states.before if not outputs else states
                 outputs.append(output)
         except BaseException as error:
@@ -163,11 +165,12 @@ class Engine:
             if isinstance(error, RequestRejected | PeerBusy):
                 return error.with_traceback(None)
             raise
+        assert session.state.states is not None
         session.state = replace(session.state, states=replace(session.state.states, before=states))
         return torch.cat(outputs, -2)
 
     def _run(self, batch: Sequence[tuple[Session, SessionStep]]) -> list[torch.Tensor | Exception]:
-        results: list[torch.Tensor | Exception | None] = [None] * len(batch)
+        results: dict[int, torch.Tensor | Exception] = {}
         prepared: dict[int, Prepared] = {}
         start_s = time.perf_counter()
         with torch.inference_mode():
@@ -186,7 +189,7 @@ class Engine:
             for number, work in prepared.items():
                 results[number] = self._commit(work, next(outputs) if work.growth else None)
         self._tell_meter(prepared.values(), time.perf_counter() - start_s)
-        return results
+        return [results[number] for number in range(len(batch))]
 
     def _tell_meter(self, batch: Collection[Prepared], seconds: float) -> None:
         computed = [work for work in batch if work.growth]
@@ -265,6 +268,7 @@ class Engine:
             num_pages = max(0, num_tokens - num_wanted) // PAGE_TOKENS
         num_found = 0
         if state.can_match and step.start % PAGE_TOKENS == 0:
+            assert self.prefix_cache is not None  # or there would be no hashes
             found = [self.prefix_cache.longest(digests[:num_pages]) for _, digests in added]
             num_found = min(map(len, found))
         state = replace(
@@ -281,10 +285,11 @@ class Engine:
         num_tokens = step.inputs.hidden.shape[1]
         session.state = work.state
         if session.layout.slots:
-            before = work.state.states
+            old = work.state.states
+            assert old is not None  # they were made sure of
             after = tuple(work.states.get(block, ()) for block in session.blocks)
-            before = replace(before, before=None) if before.length else None
-            states = RowStates(work.state.length, after, work.state.states.room, before)
+            before = replace(old, before=None) if old.length else None
+            states = RowStates(work.state.length, after, old.room, before)
             session.state = replace(work.state, states=states)
         if session.keeps_outputs:
             if output is not None:
@@ -298,9 +303,11 @@ class Engine:
             self._add_pages(work.state, step.start // PAGE_TOKENS)
         if step.every_block:
             output = torch.stack(work.block_outputs)
+        assert output is not None
         return output.to("cpu", step.inputs.hidden.dtype)
 
     def _add_pages(self, state: State, first_page: int) -> None:
+        assert self.prefix_cache is not None
         for row, digests in zip(state.rows, state.digests, strict=True):
             for page in range(first_page, len(digests)):
                 parts = row.slice(page * PAGE_TOKENS, (page + 1) * PAGE_TOKENS)
@@ -314,14 +321,15 @@ class Engine:
     def outputs(self, session: Session, start: int, end: int) -> torch.Tensor:
         """What came out of the session's last block at these positions, [batch, end - start, hidden_size]."""
         group = session.layout.outputs_group
+        assert group is not None, "the session does not keep outputs"
         channel = len(session.layout.groups[group].channels) - 1
         with torch.inference_mode():
             return read(session.state.rows, group, start, end, channel)[:, 0]
 
     def stored(self, session: Session, start: int, end: int) -> Stored:
         """Everything the session keeps of these positions, for ``adopt``."""
-        known = session.state.states is not None and end == session.length
-        states = session.state.states.states if known else ()
+        known = session.state.states
+        states = known.states if known is not None and end == session.length else ()
         with torch.inference_mode():
             return pack(session.state.rows, session.layout, start, end, states)
 
@@ -356,11 +364,13 @@ class Engine:
             states = unpack(stored, growth.rows, session.layout, self._stack.device)
         session.state = replace(state, rows=growth.rows)
         if states is not None:
+            assert room is not None
             session.state = replace(session.state, states=RowStates(session.length, states, room))
 
     def _store_outputs(self, session: Session, output: torch.Tensor) -> None:
-        num_new = output.shape[1]
-        for run in runs(session.state.rows, session.layout.outputs_group, 0):
+        num_new, group = output.shape[1], session.layout.outputs_group
+        assert group is not None
+        for run in runs(session.state.rows, group, 0):
             page, rows, positions = run.parts[-1]
             page.data[-1][rows, 0, positions.stop - num_new : positions.stop] = output[run.rows]
 
@@ -391,7 +401,7 @@ class Engine:
             for i in members:
                 work = batch[i]
                 by_kind.setdefault((work.step.start > 0, work.records, work.num_recorded), []).append(i)
-            kinds = by_kind.values()
+            kinds = list(by_kind.values())
         return iter([kind for kind in kinds if kind])
 
     def _run_part(self, blocks: Span, batch: list[Prepared], hidden: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -449,7 +459,12 @@ class Engine:
             self.run([(session, SessionStep(0, BlockInput(prompt)))])
             token = torch.randn(1, 1, self.hidden_size, generator=generator)
             batch.append((session, SessionStep(length, BlockInput(token))))
-        return torch.cat(self.run(batch))
+        outputs = []
+        for output in self.run(batch):
+            if isinstance(output, Exception):
+                raise output
+            outputs.append(output)
+        return torch.cat(outputs)
 
 
 def _hiding(mask: torch.Tensor | None) -> torch.Tensor | None:

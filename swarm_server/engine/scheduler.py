@@ -10,12 +10,14 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 
 from swarm_protocol.errors import PeerBusy
 from swarm_server.engine.session_state import Session, SessionStep
+
+T = TypeVar("T")
 
 _logger = logging.getLogger(__name__)
 _DELAY_HALF_LIFE_S = 10.0
@@ -37,19 +39,24 @@ class Work:
     """A step of a session, or a call, and the future that its caller awaits."""
 
     kind: Kind
-    done: asyncio.Future = field(repr=False)
+    done: asyncio.Future[Any] = field(repr=False)
     session: Session | None = None
     step: SessionStep | None = None
     call: Callable[[], Any] | None = None
     submitted_s: float = 0.0
 
     @property
+    def session_step(self) -> tuple[Session, SessionStep]:
+        assert self.session is not None and self.step is not None
+        return self.session, self.step
+
+    @property
     def num_rows(self) -> int:
-        return self.step.inputs.hidden.shape[0]
+        return self.session_step[1].inputs.hidden.shape[0]
 
     @property
     def num_tokens(self) -> int:
-        return self.step.inputs.hidden.shape[1]
+        return self.session_step[1].inputs.hidden.shape[1]
 
 
 class WorkQueue:
@@ -145,25 +152,29 @@ class Scheduler:
     def queue_delay_s(self) -> float:
         """How long work has waited lately: an exponential average, which fades while there is none."""
         idle_s = time.monotonic() - self._delay_time
-        return self._delay_s * 0.5 ** (idle_s / _DELAY_HALF_LIFE_S)
+        faded: float = 0.5 ** (idle_s / _DELAY_HALF_LIFE_S)
+        return self._delay_s * faded
 
     async def step(self, session: Session, step: SessionStep) -> torch.Tensor:
         """The step's output, [batch, tokens, hidden_size]; raises what refused it (see ``Engine.run``)."""
         rows, num_tokens, _ = step.inputs.hidden.shape
         kind = Kind.DECODE if num_tokens == 1 or rows * num_tokens <= _FEW_POSITIONS else Kind.PREFILL
-        return await self._submit(Work(kind, _future(), session=session, step=step))
+        output: torch.Tensor = await self._submit(Work(kind, _future(), session=session, step=step))
+        return output
 
-    async def train(self, call: Callable[[], Any]) -> Any:
+    async def train(self, call: Callable[[], T]) -> T:
         """Calls a function on the compute thread when training has its turn.
 
         Raises:
             PeerBusy: too much training waits already.
         """
-        return await self._submit(Work(Kind.TRAINING, _future(), call=call))
+        result: T = await self._submit(Work(Kind.TRAINING, _future(), call=call))
+        return result
 
-    async def call(self, call: Callable[[], Any]) -> Any:
+    async def call(self, call: Callable[[], T]) -> T:
         """Calls a short function on the compute thread, soon."""
-        return await self._submit(Work(Kind.DECODE, _future(), call=call))
+        result: T = await self._submit(Work(Kind.DECODE, _future(), call=call))
+        return result
 
     def stop(self) -> None:
         """Finishes the work in progress, fails what waits, and ends the thread."""
@@ -216,7 +227,7 @@ class Scheduler:
         try:
             if batch[0].call is not None:
                 return [batch[0].call()]
-            return self._engine.run([(work.session, work.step) for work in batch])
+            return self._engine.run([work.session_step for work in batch])
         except Exception as error:
             if len(batch) == 1:
                 return [error]
@@ -224,11 +235,11 @@ class Scheduler:
             return [result for work in batch for result in self._run([work])]
 
 
-def _future() -> asyncio.Future:
+def _future() -> asyncio.Future[Any]:
     return asyncio.get_running_loop().create_future()
 
 
-def _resolve(future: asyncio.Future, result: Any) -> None:
+def _resolve(future: asyncio.Future[Any], result: Any) -> None:
     if future.done():
         return
     if isinstance(result, Exception):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 
@@ -121,7 +122,7 @@ def changed(state: State, change: HistoryChange, layout: PageLayout) -> State:
         highest = max(change.indices)
         if highest >= len(state.rows):
             raise RequestRejected(f"reordering takes row {highest} of a session that has {len(state.rows)} rows")
-        picked = {"rows": tuple(state.rows[i] for i in change.indices)}
+        picked: dict[str, Any] = {"rows": tuple(state.rows[i] for i in change.indices)}
         if state.hashes is not None:
             picked["hashes"] = tuple(state.hashes[i] for i in change.indices)
             picked["digests"] = tuple(state.digests[i] for i in change.indices)
@@ -138,8 +139,8 @@ def cropped(state: State, length: int, layout: PageLayout) -> State:
         raise RequestRejected(f"a step begins at position {length}, but the session has {state.length}")
     if length == state.length:
         return state
-    rows = tuple(row.crop(length, layout) for row in state.rows)
-    if None in rows:
+    rows = tuple(row for row in (row.crop(length, layout) for row in state.rows) if row is not None)
+    if len(rows) < len(state.rows):
         raise RequestRejected(f"{state.length} positions cannot be cropped to {length}: sliding windows have moved on")
     if state.states is not None:
         state = replace(state, states=state.states.cropped(length, layout.slots) if length else None)

@@ -30,6 +30,8 @@ def can_go_on(engine: Engine) -> bool:
         session = engine.open(engine.layout.hosted, 1, CacheBudget(2**62, 1).lease(""), shares=False)
         for start, end in itertools.pairwise(bounds):
             (output,) = engine.run([(session, SessionStep(start, BlockInput(hidden[:, start:end])))])
+        if isinstance(output, Exception):
+            raise output
         outputs.append(output[:, -2:])
     whole, parts = outputs
     return bool((whole - parts).abs().max() <= _SAME * whole.abs().max())

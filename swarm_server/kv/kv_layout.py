@@ -42,14 +42,13 @@ class StackLayout:
 
     @classmethod
     def probe(cls, stack: BlockStack) -> StackLayout:
-        cache = StatesCache(
-            [LinearAttentionAndFullAttentionLayer(_MAX_STATES) for _ in stack.span]
-        )  # takes all there is
+        layers = [LinearAttentionAndFullAttentionLayer(_MAX_STATES) for _ in stack.span]  # they take all there is
+        cache = StatesCache([*layers])
         with torch.inference_mode():
             hidden = torch.zeros(1, 1, stack.hidden_size, dtype=stack.dtype, device=stack.device)
             stack(hidden, None, torch.zeros(1, 1, dtype=torch.long, device=stack.device), cache)
         windows = [getattr(layer, "sliding_window", None) for layer in DynamicCache(config=stack.config).layers]
-        facts = tuple(_facts(layer, window) for layer, window in zip(cache.layers, windows, strict=True))
+        facts = tuple(_facts(layer, window) for layer, window in zip(layers, windows, strict=True))
         return cls(stack.span, facts, Channel(1, stack.hidden_size, stack.dtype))
 
     @property
@@ -67,9 +66,9 @@ class StackLayout:
         facts = self.blocks[span.start - self.hosted.start : span.end - self.hosted.start]
         channels: dict[int | None, list[Channel]] = {}
         numbers: dict[int | None, int] = {}
-        places = []
+        places: list[ChannelPlace | None] = []
         for block in facts:
-            if block.keys is None:
+            if block.keys is None or block.values is None:
                 places.append(None)
                 continue
             window = block.window if windows else None
@@ -93,7 +92,7 @@ def _facts(layer: LinearAttentionAndFullAttentionLayer, window: int | None) -> B
         for index, state in states.items()
         if state is not None
     ]
-    if layer.keys is None:
+    if layer.keys is None or layer.values is None:
         return BlockFacts(None, None, None, tuple(slots))
     return BlockFacts(_channel(layer.keys), _channel(layer.values), window, tuple(slots))
 

@@ -9,7 +9,7 @@ own.
 
 from __future__ import annotations
 
-import math
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
@@ -55,15 +55,15 @@ class Group:
         return sum(channel.token_bytes for channel in self.channels)
 
     @property
-    def most(self) -> float:
+    def most(self) -> int:
         """Positions that a row keeps at most, but for those of one step; more are dropped down to the window."""
-        return math.inf if self.window is None else 2 * self.window + 2 * GROWTH_TOKENS
+        return sys.maxsize if self.window is None else 2 * self.window + 2 * GROWTH_TOKENS
 
     def room(self, num_tokens: int) -> int:
         """Positions that a row of ``num_tokens`` takes room for."""
         if self.window is None or num_tokens <= self.most:
             return num_tokens
-        return int(2 * self.most)  # while positions are dropped, there are two pages
+        return 2 * self.most  # while positions are dropped, there are two pages
 
     def excess(self, length: int, num_kept: int, num_new: int, settled: int) -> int:
         """How many of the oldest positions can go before ``num_new`` are added, if it is time to drop any.
@@ -310,7 +310,7 @@ def _grow_group(
     excess = group.excess(length, kept, count, length if settled is None else settled)
     if excess or max(map(len, all_parts)) > MAX_PARTS:
         all_parts = _compacted(growth, group, all_parts, excess, count, lease, device)
-    grown: list[Parts | None] = [None] * len(all_parts)
+    grown = list(all_parts)
     homeless: dict[bool, list[int]] = {False: [], True: []}  # rows that need a new page; True: they leave another's
     for i, parts in enumerate(all_parts):
         last = parts[-1] if parts else None
@@ -358,7 +358,7 @@ def _compacted(
     length = sum(map(len, kept[0]))
     room = max(GROWTH_TOKENS, length // 4 if group.window is None else group.most - length)
     page = _page(group, len(kept), length + count, length + room, lease, device)
-    compacted = []
+    compacted: list[Parts] = []
     for row, parts in enumerate(kept):
         position = 0
         for part in parts:
@@ -382,10 +382,10 @@ def _given_back(before: Sequence[Row], after: Sequence[Row], lease: Lease) -> It
             key = part.page, part.row
             if key in ends:
                 ends[key] = max(ends[key], part.end)
-    for (page, row), end in ends.items():
-        filled = max(end, page.pinned[row])
-        if filled < page.filled[row]:
-            yield page, row, filled
+    for (page, number), end in ends.items():
+        filled = max(end, page.pinned[number])
+        if filled < page.filled[number]:
+            yield page, number, filled
 
 
 # ---------------------------------------------------------------- where to read and write

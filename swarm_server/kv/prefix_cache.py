@@ -36,7 +36,7 @@ class ContentHash:
     def added(self, content: torch.Tensor) -> tuple[ContentHash, list[bytes]]:
         """After further tokens, content: [tokens, bytes per token] uint8; the digests of pages that became full."""
         twin, digests = self.copy(), []
-        data, token_bytes = memoryview(content.contiguous().numpy()).cast("B"), content.shape[1]
+        data, token_bytes = content.contiguous().numpy().data.cast("B"), content.shape[1]
         start = 0
         while start < len(content):
             end = min(start + PAGE_TOKENS - twin._num_tokens % PAGE_TOKENS, len(content))

@@ -103,7 +103,10 @@ def state_layers(
     """
     layers: list[LinearAttentionLayer | None] = []
     for number, slots in enumerate(blocks):
-        layer = LinearAttentionLayer(number_of_states=1 + max(slot.index for slot in slots)) if slots else None
+        if not slots:
+            layers.append(None)
+            continue
+        layer = LinearAttentionLayer(number_of_states=1 + max(slot.index for slot in slots))
         layers.append(layer)
         for place, slot in enumerate(slots):
             layer.record_past = recording
@@ -119,7 +122,7 @@ def state_layers(
 
 def _fill(layer: LinearAttentionLayer, slot: Slot, state: torch.Tensor) -> None:
     layer.has_previous_state[slot.index] = True
-    layer.dtype, layer.device = state.dtype, state.device
+    layer.dtype, layer.device = state.dtype, state.device  # type: ignore[assignment]
     if slot.is_convolution:
         layer.conv_states[slot.index], layer.is_conv_states_initialized[slot.index] = state, True
         layer.conv_kernel_size[slot.index] = slot.shape[-1]
@@ -144,5 +147,8 @@ def states_after(
     ]
 
 
-def _state(layer: LinearAttentionLayer, slot: Slot) -> torch.Tensor:
-    return (layer.conv_states if slot.is_convolution else layer.recurrent_states)[slot.index]
+def _state(layer: LinearAttentionLayer | None, slot: Slot) -> torch.Tensor:
+    assert layer is not None
+    state = (layer.conv_states if slot.is_convolution else layer.recurrent_states)[slot.index]
+    assert state is not None
+    return state

@@ -13,6 +13,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -70,7 +71,8 @@ class RowsCache(StatesCache):
         states: Sequence[LinearAttentionLayer | None] = (),
     ) -> None:
         """``length``: of the longest row with its ``num_new`` new positions; ``states``: of each block, if any have."""
-        self.layers = list(states)
+        layers: list[Any] = list(states)  # None where transformers expects layers: such blocks do not ask for one
+        self.layers = layers
         self._blocks = blocks
         self._length = length
         self._num_new = num_new
@@ -78,7 +80,7 @@ class RowsCache(StatesCache):
         self._masks: dict[tuple[int, int], tuple[object, object, list[torch.Tensor | None]]] = {}
         self.in_place = in_place
 
-    def update(
+    def update(  # type: ignore[override]  # they come by position
         self, keys: torch.Tensor, values: torch.Tensor, layer_idx: int, *_args: object, **_kwargs: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Stores keys and values [rows, heads, new, width]; returns what attention is to be given."""
@@ -92,18 +94,19 @@ class RowsCache(StatesCache):
 
     def attend(
         self,
-        attention: Callable,
+        attention: Callable[..., Any],
         module: nn.Module,
         query: torch.Tensor,
         mask: torch.Tensor | None,
         piecewise: bool,
-        **options: object,
+        **options: Any,
     ) -> torch.Tensor:
         """Attention of ``query`` [rows, heads, new, width] to all positions; [rows, new, heads, width].
 
         ``piecewise``: scores may be computed part by part, as plain scaled dot products.
         """
         block, outputs = self._current, []
+        assert block is not None
         for number, (run, run_mask) in enumerate(zip(block.runs, self._run_masks(block.runs, mask), strict=True)):
             rows = query if len(block.runs) == 1 else query[run.rows]
             keys, values = list(run.read(block.keys[number])), list(run.read(block.values[number]))
@@ -128,6 +131,7 @@ class RowsCache(StatesCache):
 
     def _aligned(self, channels: tuple[int, ...], new: torch.Tensor) -> torch.Tensor:
         """[rows, heads, length, width], the last positions of every row at the end, zeros before the first."""
+        assert self._current is not None
         runs = self._current.runs
         if len(runs) == 1 and runs[0].length == self._length and len(runs[0].parts) == 1:
             return next(runs[0].read(channels[0]))
@@ -201,6 +205,7 @@ def _attend_parts(
         piece = weights[..., position : position + part.shape[2]] @ part
         output = piece if output is None else output.add_(piece)
         position += part.shape[2]
+    assert output is not None
     return output.view(rows, heads, num_new, -1).transpose(1, 2)
 
 

@@ -12,7 +12,7 @@ from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from fractions import Fraction
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import platformdirs
 
@@ -129,7 +129,7 @@ class CoreShare:
         return others
 
 
-def _is_locked(file) -> bool:
+def _is_locked(file: IO[Any]) -> bool:
     try:
         fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)  # shared: several servers may ask at once
     except BlockingIOError:

@@ -23,7 +23,7 @@ class Incoming:
         """The next message; None at the end of the stream. Raises SessionLost after too long a silence."""
         try:
             return await asyncio.wait_for(anext(self._messages, None), self._idle_timeout_s)
-        except asyncio.TimeoutError:
+        except TimeoutError:
             raise SessionLost(f"the session was closed after {self._idle_timeout_s:g} s without a request") from None
 
     async def first(self, *kinds: str) -> Any:

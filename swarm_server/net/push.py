@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable
+from typing import Any
 
 import grpc
 
@@ -20,7 +21,7 @@ _CONNECT_TIMEOUT_S = 3.0
 _MAX_ADDRESSES = 4  # of one server; the client names them
 _MAX_UNTAKEN = 4  # steps under way to the next hop; more wait, so that a slow hop slows those before it
 
-Connect = Callable[[str, bytes, list, float], Awaitable[grpc.aio.Channel]]
+Connect = Callable[[str, bytes, list[tuple[str, int]], float], Awaitable[grpc.aio.Channel]]
 Parts = list[bytes]
 GiveUp = Callable[[pb.Step, Parts], Awaitable[None]]
 
@@ -43,7 +44,8 @@ class ChannelPool:
                     self._connect(address, hop.tls_fingerprint, CLIENT_OPTIONS, _CONNECT_TIMEOUT_S)
                 )
             try:
-                return BlocksStub(await asyncio.shield(self._channels[key]))
+                channel = await asyncio.shield(self._channels[key])
+                return BlocksStub(channel)  # type: ignore[no-untyped-call]
             except (PeerUnavailable, BadReply) as failure:
                 self._channels.pop(key, None)
                 error = failure
@@ -73,15 +75,16 @@ class Pusher:
         self._broken = False
         self.retired = False
         self._stub: BlocksStub | None = None
-        self._call: grpc.aio.StreamStreamCall | None = None
+        self._call: grpc.aio.StreamStreamCall[Any, Any] | None = None
         self._connecting = asyncio.ensure_future(self._connect(channels))
-        self._reading: asyncio.Task | None = None
+        self._reading: asyncio.Task[Any] | None = None
 
     async def send(self, step: pb.Step, parts: Parts) -> None:
         """Returns once the step is on its way; waits while the next hop has too many to take."""
         await asyncio.wait([self._connecting])
         if self._call is None and not self._broken:
             await self._attach()
+        call = self._call
         async with self._taken:
             await self._taken.wait_for(lambda: self._broken or len(self._untaken) < _MAX_UNTAKEN)
             if not self._broken:
@@ -90,10 +93,11 @@ class Pusher:
             if not self.retired:
                 await self._give_up(step, parts)
             return
+        assert call is not None  # or the stream would be broken
         try:
-            await self._call.write(pb.PushRequest(step=step))
+            await call.write(pb.PushRequest(step=step))
             for part in parts:
-                await self._call.write(pb.PushRequest(more=part))
+                await call.write(pb.PushRequest(more=part))
         except (grpc.RpcError, asyncio.InvalidStateError):
             pass  # the reader notices as well, and gives up what was not taken
         except asyncio.CancelledError:
@@ -125,10 +129,11 @@ class Pusher:
 
     async def _attach(self) -> None:
         """Only with the first step: before, the next hop may not have heard of the session yet."""
-        self._call = self._stub.Push()
+        assert self._stub is not None  # or the stream would be broken
+        self._call = call = self._stub.Push()
         try:
-            await self._call.write(pb.PushRequest(session_key=self._hop.session_key))
-            self._reading = asyncio.ensure_future(self._read())
+            await call.write(pb.PushRequest(session_key=self._hop.session_key))
+            self._reading = asyncio.ensure_future(self._read(call))
         except (grpc.RpcError, asyncio.InvalidStateError) as error:
             self._lost(error)
         except asyncio.CancelledError:
@@ -139,9 +144,9 @@ class Pusher:
         self._broken = True
         _logger.info("steps cannot be pushed to server %s: %s", short_id(self._hop.peer_id), error)
 
-    async def _read(self) -> None:
+    async def _read(self, call: grpc.aio.StreamStreamCall[Any, Any]) -> None:
         try:
-            async for reply in self._call:
+            async for reply in call:
                 async with self._taken:
                     self._untaken.pop(reply.number, None)
                     self._taken.notify_all()

@@ -23,7 +23,7 @@ _ANY_PORT = 9  # which it is does not matter
 def ip_address(host: str) -> str:
     """libp2p listens on addresses only; raises ValueError for a name that does not resolve."""
     try:
-        return socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0]
+        return str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
     except (OSError, UnicodeError):
         raise ValueError(f"host {host!r} is not known: expected an address of this machine") from None
 
@@ -50,8 +50,10 @@ def listening_host(host: str | None, initial_peers: Sequence[str], noted: Sequen
         return address
     reason = ""
     for peer in remote:
+        target = tcp_target(peer)
+        assert target is not None
         try:
-            return _source_address(tcp_target(peer)[0])
+            return _source_address(target[0])
         except OSError as error:
             reason = f"no way leads from this machine to {peer}: {error.strerror or error}"
     if initial_peers and len(remote) == len(initial_peers):
@@ -95,6 +97,7 @@ def _cannot_listen(host: str, port: int) -> str:
 
 def bind(config: ServerConfig, certificate: Certificate) -> tuple[grpc.aio.Server, int]:
     """A gRPC server that is not started yet, and its port; raises ValueError if it cannot listen there."""
+    assert config.host is not None  # since the swarm was joined
     server = grpc.aio.server(options=SERVER_OPTIONS)
     host = f"[{config.host}]" if ":" in config.host else config.host
     try:

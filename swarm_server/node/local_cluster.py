@@ -50,7 +50,7 @@ def _serve(job: dict) -> None:
 
         main()
     except SystemExit as end:
-        code = end.code or 0
+        code = end.code if isinstance(end.code, int) else int(end.code is not None)
     except BaseException:
         import traceback
 

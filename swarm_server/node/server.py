@@ -58,16 +58,18 @@ _WIRE_BYTES = 4  # of one number of a hidden state
 class Server:
     """One server; ``run`` is its whole life."""
 
+    # From the beginning of ``run``, in this order.
+    _checkpoint: Checkpoint
+    _loader: SpanLoader
+    _membership: Membership
+    _record: ServerRecord
+    _service: BlocksService
+
     def __init__(self, config: ServerConfig) -> None:
         self._config = config
         self._stop = asyncio.Event()
-        self._record: ServerRecord | None = None
-        self._membership: Membership | None = None
         self._failure: SwarmError | None = None  # for which the server ends
-        self._checkpoint: Checkpoint | None = None
-        self._loader: SpanLoader | None = None
         self._runtime: SpanRuntime | None = None  # None while blocks are loaded
-        self._service: BlocksService | None = None
         self._channels = ChannelPool()
         self._network_probe = NetworkProbe(self._channels)
         self.ready = False
@@ -171,17 +173,18 @@ class Server:
             )
         return min(affordable, num_blocks)
 
-    async def _view(self) -> SwarmView:
+    async def _view(self, own: ServerRecord | None) -> SwarmView:
         """The servers of the model's revision that is served here, without those that are known to be dead."""
         view = await self._dht.view(self._checkpoint.name, self._checkpoint.family.num_blocks)
         kind = self._checkpoint.revision, WIRE_VERSION
         same = SwarmView(tuple(server for server in view.servers if (server.revision, server.wire_version) == kind))
-        return await self._network_probe.living(same, self._record)
+        return await self._network_probe.living(same, own)
 
-    async def _choose_span(self, num_hosted: int, *, settling: bool = False) -> Span:
-        view = await self._view()
-        if settling:
-            view = others_first(view, self._record.peer_id)
+    async def _choose_span(self, num_hosted: int, own: ServerRecord | None = None) -> Span:
+        """``own``: what this server has published, if it has chosen before."""
+        view = await self._view(own)
+        if own is not None:
+            view = others_first(view, own.peer_id)
         speeds = self._loader.known_speeds(num_hosted)
         tokens_per_s = 0.0 if speeds is None else speeds.forward_tokens_per_s
         return choose_span(view, self._checkpoint.family.num_blocks, num_hosted, tokens_per_s)
@@ -191,10 +194,11 @@ class Server:
         num_hosted = len(self._record.span)
         for _ in range(_MAX_SETTLING):
             await asyncio.sleep(_SETTLE_S)
-            others = [server for server in (await self._view()).servers if server.peer_id != self._record.peer_id]
+            servers = (await self._view(self._record)).servers
+            others = [server for server in servers if server.peer_id != self._record.peer_id]
             if not any(server.state is ServerState.JOINING and not server.pinned for server in others):
                 return
-            span = await self._choose_span(num_hosted, settling=True)
+            span = await self._choose_span(num_hosted, self._record)
             if span != self._record.span:
                 self._record = dataclasses.replace(self._record, span=span)
                 self._tell_speeds()
@@ -228,12 +232,12 @@ class Server:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _look_around(self) -> None:
-        await self._network_probe.measure(await self._view(), self._record)
+        await self._network_probe.measure(await self._view(self._record), self._record)
 
     async def _go_where_needed(self) -> None:
         num_blocks = self._checkpoint.family.num_blocks
         if not self._record.pinned and len(self._record.span) < num_blocks:
-            view, peer_id = await self._view(), self._record.peer_id
+            view, peer_id = await self._view(self._record), self._record.peer_id
             to = await asyncio.to_thread(own_move, view, peer_id, num_blocks, self._config.balance_margin)
             if to is not None:
                 await self._move(to)
@@ -244,7 +248,7 @@ class Server:
         self._record = dataclasses.replace(self._record, next_span=to)
         await self._publish()
         await asyncio.sleep(CONFIRM_S)
-        view, num_blocks = await self._view(), self._checkpoint.family.num_blocks
+        view, num_blocks = await self._view(self._record), self._checkpoint.family.num_blocks
         if not await asyncio.to_thread(may_leave, view, peer_id, num_blocks, self._config.balance_margin):
             self._record = dataclasses.replace(self._record, next_span=None)
             await self._publish()
@@ -253,6 +257,7 @@ class Server:
         await self._publish()
         _logger.info("moving from blocks %s to %s, where the swarm needs it more", old, to)
         limit_s = inf if all(view.replicas(num_blocks)) else URGENT_DRAIN_S
+        assert self._runtime is not None  # as long as there is no other move
         await self._runtime.host.leave(min(self._config.drain_timeout_s, limit_s))
         await self._close_hosting()
         self._record = dataclasses.replace(self._record, state=ServerState.JOINING, span=to, next_span=None)
@@ -350,6 +355,7 @@ class Server:
 
     async def _announce_ready(self) -> None:
         config, record = self._config, self._record
+        assert config.host is not None and self._runtime is not None
         peer = (await self._dht.addresses())[0]
         swarm = "" if config.swarm == DEFAULT_SWARM else f" --swarm {config.swarm}"
         model = "" if config.model == ServerConfig.model else f" --model {config.model}"

@@ -94,7 +94,8 @@ class Coverage:
 
     @property
     def lengths(self) -> np.ndarray:
-        return self.ends - self.starts
+        lengths: np.ndarray = self.ends - self.starts
+        return lengths
 
     def balance(self) -> Balance:
         (throughput,), (bottleneck,) = _throughputs(self._inside()[None], self.speeds.sum())
@@ -133,7 +134,8 @@ class Coverage:
         change = np.zeros(self.num_blocks + 1)
         np.add.at(change, self.starts, self.speeds / self.lengths)
         np.add.at(change, self.ends, -self.speeds / self.lengths)
-        return change.cumsum()[:-1].round(9).tolist()
+        sums: list[float] = change.cumsum()[:-1].round(9).tolist()
+        return sums
 
     def _inside(self) -> np.ndarray:
         """[start, end] -> the speed of all servers whose span lies inside start:end."""

@@ -229,7 +229,8 @@ def _best(throughputs: np.ndarray, bottlenecks: np.ndarray) -> list[int]:
     """Which have the highest throughput, and of these the narrowest bottleneck."""
     sizes = bottlenecks.sum(1)
     highest = throughputs >= throughputs.max() * (1 - EQUAL)
-    return np.flatnonzero(highest & (sizes == sizes[highest].min())).tolist()
+    best: list[int] = np.flatnonzero(highest & (sizes == sizes[highest].min())).tolist()
+    return best
 
 
 def _spread(items: Sequence[T], count: int) -> list[T]:

@@ -61,7 +61,7 @@ def _forward_rows(
 ) -> torch.Tensor:
     """On the compute thread: some rows of the pass, which are added to ``kept`` if there is room."""
     max_bytes = 0 if kept is None else host.training.room(kept)
-    if not max_bytes:
+    if kept is None or not max_bytes:
         if kept is not None:
             host.training.add(kept, None)
         return host.engine.stateless.forward(asked.blocks, inputs, asked.adapter, dropout)
@@ -93,7 +93,8 @@ async def backward(host: SessionManager, incoming: Incoming) -> list[pb.TensorRe
             ways_back = [partial(_recomputing, host, asked, inputs, dropout) for inputs, dropout in few]
         grads = (await _read_grad(host.validator, incoming, shape)).split(num_rows)
         host.training.transpose()
-        hidden_grads, sums = [], []
+        hidden_grads: list[torch.Tensor] = []
+        sums: list[torch.Tensor] = []
         for go_back, grad in zip(ways_back, grads, strict=True):
             hidden_grad, *of_adapter = await host.scheduler.train(partial(go_back, grad))
             hidden_grads.append(hidden_grad)

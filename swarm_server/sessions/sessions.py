@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -330,22 +330,21 @@ class StepReader:
             self._has_refused(step)
             await self._hosted.refuse(step.number, error)
             return
-        await self._finish()
+        await self._finish(step, self._arriving)
 
     async def more(self, part: bytes) -> None:
         """Raises RequestRejected if no step has begun, or if more comes than was announced."""
         if self._refused:
             return
-        if self._arriving is None:
+        if self._step is None or self._arriving is None:
             raise RequestRejected("a part of a tensor came without its beginning")
         self._arriving.add(part)
-        await self._finish()
+        await self._finish(self._step, self._arriving)
 
-    async def _finish(self) -> None:
-        if self._arriving.complete:
-            step, hidden = self._step, self._arriving.tensor()
+    async def _finish(self, step: pb.Step, arriving: Assembler) -> None:
+        if arriving.complete:
             self._step = self._arriving = None
-            if not await self._hosted.step(step, hidden):
+            if not await self._hosted.step(step, arriving.tensor()):
                 self._has_refused(step)
 
     def _has_refused(self, step: pb.Step) -> None:
@@ -353,7 +352,7 @@ class StepReader:
             self._refused_number = step.number
 
 
-def _heed(task: asyncio.Task) -> None:
+def _heed(task: asyncio.Task[Any]) -> None:
     """Whoever waits for the task gets its error; if nobody does any more, nobody needs it."""
     if not task.cancelled():
         task.exception()

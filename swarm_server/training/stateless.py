@@ -49,7 +49,8 @@ class StatelessPasses:
             counted: addresses of memory that counts already, such as that of earlier rows; grows.
         """
         require_finite(inputs.hidden, "hidden states")
-        hidden, tensors, permanent = inputs.hidden.requires_grad_(True), (), self._weight_addresses
+        hidden, permanent = inputs.hidden.requires_grad_(True), self._weight_addresses
+        tensors: tuple[torch.Tensor, ...] = ()
         if adapter is not None and trains_adapter:
             adapter = adapter.trainable(blocks)
             tensors = adapter.adapter.tensors
@@ -78,6 +79,7 @@ class StatelessPasses:
     ) -> tuple[torch.Tensor, ...]:
         """Gradients of ``inputs.hidden``, and of the adapter's tensors as in ``record``; recomputes the forward."""
         _, recorded = self.record(blocks, inputs, adapter, dropout, trains_adapter=trains_adapter)
+        assert recorded is not None  # there is no limit
         return recorded.backward(grad)
 
     def _run_plain(

@@ -154,8 +154,9 @@ class TrainingMemory:
                 raise CacheMiss("this server does not have the pass (any more)")
             if kept.blocks != blocks:
                 raise RequestRejected(f"the pass that was kept went through blocks {kept.blocks}, not {blocks}")
-            num_rows = [len(piece.output) for piece in kept.pieces]
-            return KeptSizes((sum(num_rows), *kept.pieces[0].output.shape[1:]), num_rows)
+            outputs = [piece.output for piece in kept.pieces if piece.output is not None]
+            num_rows = [len(output) for output in outputs]
+            return KeptSizes((sum(num_rows), *outputs[0].shape[1:]), num_rows)
 
     @contextmanager
     def taking(self, key: bytes) -> Iterator[Callable[[], KeptPass]]:
@@ -237,6 +238,7 @@ class TrainingMemory:
             dropped, self._transposed = self._transposed, []
             for transposed in dropped:
                 transposed.weight.keep_transpose(False)
+                assert transposed.charge is not None
                 transposed.charge.release()
             return bool(dropped)
 

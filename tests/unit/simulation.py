@@ -330,7 +330,7 @@ class Channel:
             method = getattr(self._server.service, path.rpartition("/")[2])
             try:
                 return await asyncio.wait_for(stream.answer(method, _copied(request)), timeout)
-            except asyncio.TimeoutError:
+            except TimeoutError:
                 raise _error(grpc.StatusCode.DEADLINE_EXCEEDED, "Deadline Exceeded") from None
 
         return call

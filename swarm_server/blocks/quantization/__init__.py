@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -50,12 +51,14 @@ def quantize_(
     quantizer = _Quantizer(method, device, compute_dtype, int8_weight)
     num_expert_weights = 0
     if method != "none":
-        for name in [name for name, part in module.named_modules() if ExpertLayout.of(part)]:
-            experts = module.get_submodule(name)
-            module.set_submodule(name, QuantizedExperts(experts, ExpertLayout.of(experts), quantizer.linear))
+        layouts = {name: ExpertLayout.of(part) for name, part in module.named_modules()}
+        for name, layout in layouts.items():
+            if layout is not None:
+                experts = module.get_submodule(name)
+                module.set_submodule(name, QuantizedExperts(experts, layout, quantizer.linear))
         num_expert_weights = len(quantizer.layers)
         for name in _linear_names(module):
-            linear = module.get_submodule(name)
+            linear: Any = module.get_submodule(name)
             module.set_submodule(name, quantizer.linear(partial(_take_weight, linear), linear.bias))
     module.to(device)
     return Report(
@@ -83,8 +86,8 @@ class _Quantizer:
     def linear(self, take_weight: Callable[[], torch.Tensor], bias: torch.Tensor | None) -> torch.nn.Module:
         """``take_weight()``: [out, in] of any strides, which is dropped as soon as it can be; bias: [out]."""
         if self.method == "int8" and self.device.type == "cpu":
-            layer = Int8Linear.from_int8(*quantize_rows(take_weight()), bias, self.int8_weight)
-            return self._counted(layer, layer.int8.shape.numel(), layer.int8.size_bytes)
+            rounded = Int8Linear.from_int8(*quantize_rows(take_weight()), bias, self.int8_weight)
+            return self._counted(rounded, rounded.int8.shape.numel(), rounded.int8.size_bytes)
         weight = take_weight()
         if self.method == "nf4":
             layer, size_bytes = bnb.nf4_linear(weight, bias, self.device, self.compute_dtype)
@@ -92,7 +95,7 @@ class _Quantizer:
             layer, size_bytes = bnb.int8_linear(weight, bias, self.device)
         return self._counted(layer, weight.numel(), size_bytes)
 
-    def _counted(self, layer: torch.nn.Module, num_params: int, size_bytes: int) -> torch.nn.Module:
+    def _counted(self, layer: Any, num_params: int, size_bytes: int) -> torch.nn.Module:
         layer.is_quantised = True
         self.layers.add(layer)
         self.num_params += num_params
@@ -100,7 +103,7 @@ class _Quantizer:
         return layer
 
 
-def _take_weight(linear: torch.nn.Module) -> torch.Tensor:
+def _take_weight(linear: Any) -> torch.Tensor:
     """The weight, [out, in], which the layer does not keep."""
     weight = linear.weight.detach()
     linear.weight = None

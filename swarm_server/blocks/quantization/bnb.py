@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import logging
+from typing import Any
 
 import torch
 
@@ -16,7 +17,7 @@ OUTLIER_THRESHOLD = 6.0  # LLM.int8(), https://arxiv.org/abs/2208.07339, section
 
 
 @functools.cache
-def _bitsandbytes():
+def _bitsandbytes() -> Any:
     """The package, without its warning at every product that is not computed in fp16."""
     import bitsandbytes
 
@@ -27,8 +28,8 @@ def _bitsandbytes():
 
 
 @functools.cache
-def _linear_8bit() -> type[torch.nn.Module]:
-    class Linear8bitRows(_bitsandbytes().nn.Linear8bitLt):
+def _linear_8bit() -> Any:
+    class Linear8bitRows(_bitsandbytes().nn.Linear8bitLt):  # type: ignore[misc]
         """Takes inputs of any leading shape; the original fails above three dimensions, which DeepSeek's have."""
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:

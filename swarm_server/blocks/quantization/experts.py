@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
 
@@ -33,16 +35,17 @@ class ExpertLayout:
             return UNDECLARED[type(module).__name__]
         if not (hasattr(module, "is_transposed") and hasattr(module, "has_gate")):
             return None
-        if module.has_gate:
-            return ExpertLayout("gate_up_proj", module.is_transposed, type(module)._apply_gate)
-        return ExpertLayout("up_proj", module.is_transposed, _activate)
+        experts: Any = module
+        if experts.has_gate:
+            return ExpertLayout("gate_up_proj", experts.is_transposed, type(experts)._apply_gate)
+        return ExpertLayout("up_proj", experts.is_transposed, _activate)
 
 
-def _activate(experts: torch.nn.Module, up: torch.Tensor) -> torch.Tensor:
+def _activate(experts: Any, up: torch.Tensor) -> torch.Tensor:
     return experts.act_fn(up)
 
 
-def _activate_gate(experts: torch.nn.Module, gate_up: torch.Tensor) -> torch.Tensor:
+def _activate_gate(experts: Any, gate_up: torch.Tensor) -> torch.Tensor:
     gate, up = gate_up.chunk(2, dim=-1)
     return up * experts.act_fn(gate)
 
@@ -65,7 +68,7 @@ class QuantizedExperts(torch.nn.Module):
         self.layout = layout
         self.up = _take_linears(experts, layout.up, layout.transposed, build)
         self.down = _take_linears(experts, layout.down, layout.transposed, build)
-        self.emptied = experts
+        self.emptied: Any = experts
 
     def forward(
         self,
@@ -80,6 +83,7 @@ class QuantizedExperts(torch.nn.Module):
         """
         if not self.layout.routed:
             return self._forward_copies(hidden)
+        assert top_k_index is not None and top_k_weights is not None
         total = torch.zeros_like(hidden)
         for expert in top_k_index.unique().tolist():
             token, slot = torch.where(top_k_index == expert)
@@ -102,11 +106,15 @@ class QuantizedExperts(torch.nn.Module):
         return output
 
 
+def _out_in(weight: torch.Tensor, transposed: bool) -> torch.Tensor:
+    return weight.T if transposed else weight
+
+
 def _take_linears(experts: torch.nn.Module, name: str, transposed: bool, build: BuildLinear) -> torch.nn.ModuleList:
     """One linear per expert from parameter ``name`` [experts, …, …], which is then deleted with its bias."""
     weights, biases = getattr(experts, name), getattr(experts, f"{name}_bias", None)
     linears = torch.nn.ModuleList(
-        build(lambda weight=weight: weight.T if transposed else weight, None if biases is None else biases[expert])
+        build(partial(_out_in, weight, transposed), None if biases is None else biases[expert])
         for expert, weight in enumerate(weights.detach())
     )
     delattr(experts, name)
