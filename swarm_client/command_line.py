@@ -1,4 +1,4 @@
-"""Command line of the client: ``python -m swarm_client generate "Return a list of"``, ``finetune``, ``status``, …
+"""Command line of the client: ``swarm generate "Return a list of"``, ``finetune``, ``status``, …
 
 A command is a function that checks its arguments, as far as they say for themselves that they are wrong, and returns
 what is to be done: only that imports torch.
@@ -12,8 +12,9 @@ import logging
 import os
 import shlex
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 from swarm_client.core.config import ClientConfig
 from swarm_client.finetune.settings import add_flags, check_file, from_flags
@@ -22,16 +23,21 @@ from swarm_protocol.checkpoints.default_model import DEFAULT_MODEL, check_locati
 from swarm_protocol.dht.local_registry import DEFAULT_SWARM, checked_name
 from swarm_protocol.errors import SwarmError
 from swarm_protocol.process import signals
+from swarm_protocol.process.invocation import add_version, typed
 
 _MIN_INTERVAL_S, _MAX_INTERVAL_S = 0.5, 3600.0  # between two pictures of a swarm
 Command = Callable[[], None]
 
 
-def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
+def parse_args(argv: list[str], others: Mapping[str, str] = MappingProxyType({})) -> argparse.Namespace:
+    """``others``: commands besides the client's, which are not for it to run, and what they do."""
     parser = argparse.ArgumentParser(
-        prog="python -m swarm_client", description="Use a language model whose blocks are served by a swarm."
+        prog=typed(), description="Use a language model whose blocks are served by a swarm."
     )
+    add_version(parser)
     commands = parser.add_subparsers(dest="name", required=True, metavar="COMMAND")
+    for name, text in others.items():
+        commands.add_parser(name, help=text)
     formatter = argparse.ArgumentDefaultsHelpFormatter
 
     common = argparse.ArgumentParser(add_help=False)
@@ -107,6 +113,12 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     demo.add_argument("prompt", nargs="?", default=None)
     demo.add_argument("--max-new-tokens", type=int, default=64, metavar="N")
     demo.add_argument("--log-level", default="warning", choices=("debug", "info", "warning", "error"))
+
+    if not argv:
+        parser.print_help(sys.stderr)
+        parser.exit(2)
+    if argv[0] not in commands.choices and not argv[0].startswith("-"):
+        parser.exit(2, f"error: there is no command {argv[0]!r}: expected {', '.join(commands.choices)}\n")
     return parser.parse_args(argv)
 
 
@@ -171,13 +183,13 @@ def finetune_command(args: argparse.Namespace) -> Command:
     for path in (settings.data, settings.validation):
         if path is not None:
             check_file(path)
-    typed = shlex.join(["python", "-m", "swarm_client", *sys.argv[1:]])
+    command = f"{typed()} {shlex.join(sys.argv[1:])}"
 
     def run() -> None:
         from swarm_client.finetune.finetune import run_finetune
 
         signals.unwind_on_signals()
-        if not run_finetune(settings, typed):
+        if not run_finetune(settings, command):
             sys.exit(signals.INTERRUPTED)
 
     return run
@@ -230,8 +242,8 @@ def demo_command(args: argparse.Namespace) -> Command:
     return run
 
 
-def main() -> None:
-    args = parse_args()
+def main(argv: list[str] | None = None, others: Mapping[str, str] = MappingProxyType({})) -> None:
+    args = parse_args(sys.argv[1:] if argv is None else argv, others)
     logging.basicConfig(stream=sys.stderr, level=args.log_level.upper(), format="%(message)s")
     # Other people's libraries speak up only if something is wrong.
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")

@@ -1,4 +1,4 @@
-"""Command line of the server: ``python -m swarm_server --blocks 10:20``.
+"""Command line of the server: ``swarm server --blocks 10:20``.
 
 What can be told to be wrong from the command line alone is refused before torch is imported.
 """
@@ -20,6 +20,7 @@ from swarm_protocol.dht.addresses import check_peer
 from swarm_protocol.dht.local_registry import DEFAULT_SWARM, checked_name
 from swarm_protocol.errors import SwarmError
 from swarm_protocol.process import signals
+from swarm_protocol.process.invocation import add_version, typed
 from swarm_protocol.process.scratch import remove_scratch
 from swarm_protocol.span import Span
 from swarm_server.core.config import ServerConfig, parse_size
@@ -32,8 +33,8 @@ _LEAVE_S = 20.0  # for all that must be done after draining
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="python -m swarm_server",
-        description="SessionManager transformer blocks of a Hugging Face model for a swarm.",
+        prog=typed("server"),
+        description="Host transformer blocks of a Hugging Face model for a swarm.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     add = parser.add_argument
@@ -81,6 +82,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     )
     add("--throughput", default="auto", metavar="auto|N", help="tokens/s to announce; auto measures")
     add("--log-level", default="info", choices=("debug", "info", "warning", "error"))
+    add_version(parser)
     return parser.parse_args(argv)
 
 
@@ -174,8 +176,8 @@ def run(config: ServerConfig) -> None:
     uvloop.new_event_loop().run_until_complete(serve(Server(config)))
 
 
-def main() -> None:
-    args = parse_args()
+def main(argv: list[str] | None = None) -> None:
+    args = parse_args(argv)
     logging.basicConfig(
         stream=sys.stderr, level=args.log_level.upper(), format="%(asctime)s %(message)s", datefmt="%H:%M:%S"
     )

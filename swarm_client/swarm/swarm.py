@@ -30,6 +30,7 @@ from swarm_protocol.dht.local_registry import DEFAULT_SWARM, LocalRegistry, regi
 from swarm_protocol.dht.records import LIFETIME_S, ServerRecord, SwarmView
 from swarm_protocol.errors import JoinRefused, NoRoute, NoSwarm, PeerError, PeerUnavailable
 from swarm_protocol.net.identity import Identity
+from swarm_protocol.process.invocation import typed
 from swarm_protocol.span import Span
 
 Connect = Callable[[ServerRecord, float], Awaitable[ServerConnection]]
@@ -63,7 +64,7 @@ async def join_as_client(config: ClientConfig) -> Dht:
     flag = "" if config.swarm == DEFAULT_SWARM else f" --swarm {config.swarm}"
     raise NoSwarm(
         f"no swarm named {config.swarm!r} {what}{_others(config.swarm)}: "
-        f"start a server with `python -m swarm_server{flag}`, or give initial peers"
+        f"start a server with `{typed('server')}{flag}`, or give initial peers"
     )
 
 
