@@ -30,6 +30,7 @@ class ClientConfig:
     def __post_init__(self) -> None:
         if isinstance(self.initial_peers, str):
             raise ValueError("initial_peers is a string: expected a list of multiaddrs")
+        object.__setattr__(self, "initial_peers", tuple(self.initial_peers))
         for peer in self.initial_peers:
             check_peer(peer)
         for name in ("allowed_servers", "blocked_servers"):
