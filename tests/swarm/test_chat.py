@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import os
 import signal
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -178,3 +179,33 @@ def test_a_failure_is_said_and_the_next_line_is_answered(remote, local, text_tok
     out, err = capsys.readouterr()
     assert err == "error: nobody answers once\n"
     assert expected[0] in out
+
+
+def test_the_death_of_a_server_does_not_end_it(servers, cluster, local, text_tokenizer, moments):
+    expected = answers_of(local, text_tokenizer, LINES)
+    flags = {"model": servers.model, "swarm": servers.swarm, "blocks": "10:20", "quant": "none", "throughput": 10000}
+    fast = cluster.start(*(part for name, value in flags.items() for part in (f"--{name}", str(value))))
+    cluster.wait_ready([fast])
+    known = {"initial_peers": servers.initial_peers, "swarm": servers.swarm}
+    with DistributedModel.from_pretrained(str(servers.model), **known) as remote:
+        conversation = Conversation(remote, text_tokenizer, OPTIONS)
+        answers = [conversation.answer(LINES[0])]
+        assert conversation.cache.session.hops[-1].server.peer_id == fast.peer_id
+        moments.before_step(OPTIONS.max_new_tokens + 4, fast.kill)
+        answers += [conversation.answer(line) for line in LINES[1:]]
+        assert answers == expected
+        assert conversation.cache.session.stats.recoveries == 1
+
+
+def test_as_a_command(servers, local, text_tokenizer):
+    expected = answers_of(local, text_tokenizer, LINES[:2])
+    flags = ["--swarm", servers.swarm, "--model", str(servers.model), "--max-new-tokens", "8", "--temperature", "0"]
+    result = subprocess.run(
+        [sys.executable, "-m", "swarm_client", "chat", *flags],
+        input="\n".join(LINES[:2]),
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert (result.returncode, result.stderr) == (0, "")
+    assert result.stdout == "".join(f"{answer}\n" for answer in expected)
