@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from swarm_client.adapters.prompts import NEW_HEADS
 from swarm_client.core import background
-from swarm_client.core.config import ClientConfig
+from swarm_client.core.config import ClientConfig, Timeouts
 from swarm_client.core.events import OnEvent
 from swarm_client.model.head import check_head_quant, quantize_head_
 from swarm_client.model.hf_model import ATTENTION, client_class
@@ -53,6 +53,7 @@ class _Distributed:
         allowed_servers: Sequence[str] | None = None,
         blocked_servers: Sequence[str] | None = None,
         adapter: str | None = None,
+        timeouts: Timeouts | None = None,
         tuning_mode: str | None = None,
         num_prompt_tokens: int = NUM_PROMPT_TOKENS,
         **config_overrides: Any,
@@ -84,6 +85,7 @@ class _Distributed:
             allowed_servers, blocked_servers: peer ids, or their ends as ``status`` shows them. If any are allowed, no
                 others are used.
             adapter: name of an adapter that servers have loaded; only those that have are used.
+            timeouts: of single exchanges with servers.
             tuning_mode: "prompt" adds virtual tokens before those of every row, "deep_prompt" others before every block
                 too: so many ``num_prompt_tokens``, and nothing else, are trained. See ``model.prompts``.
             config_overrides: fields of the model's config, such as ``num_labels=3``.
@@ -112,6 +114,7 @@ class _Distributed:
             allowed_servers=allowed_servers,
             blocked_servers=blocked_servers,
             adapter=adapter,
+            timeouts=timeouts,
         )
         device = torch.device(device)
         check_head_quant(config.head_quant, device)

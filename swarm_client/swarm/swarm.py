@@ -33,7 +33,7 @@ from swarm_protocol.net.identity import Identity
 from swarm_protocol.process.invocation import typed
 from swarm_protocol.span import Span
 
-Connect = Callable[[ServerRecord, float], Awaitable[ServerConnection]]
+Connect = Callable[[ServerRecord, ClientConfig], Awaitable[ServerConnection]]
 Choose = Callable[[SwarmView, bool], list[Route]]  # among usable servers; True: those never spoken to may be near
 _logger = logging.getLogger(__name__)
 _POLL_S = 0.5  # while blocks are missing
@@ -303,7 +303,7 @@ class Swarm:
             if known is not None and known.leads_to(record):
                 known.record = record
                 return known
-            server = await self._connect(record, self.config.step_timeout_s)
+            server = await self._connect(record, self.config)
             if known is not None:
                 await known.close()
             self._servers[record.peer_id] = server

@@ -10,6 +10,7 @@ import grpc
 import pytest
 import torch
 
+from swarm_client.core.config import Timeouts
 from swarm_client.routing.routing import Hop
 from swarm_client.transport.hops import Answer, HopSession, Inbox, Trouble
 from swarm_client.transport.wire_tensor import WireTensor
@@ -22,6 +23,7 @@ HIDDEN = torch.randn(1, 2, 4)
 LARGE = torch.randn(1, 3, 2**18)  # travels in two further parts
 OPENED = pb.SessionReply(opened=pb.Opened(tokens_left=100, max_step_tokens=64))
 NUMBER = 7  # of the hop
+DEFAULTS = Timeouts()
 
 
 class FakeCall:
@@ -73,8 +75,8 @@ def events(*replies: pb.SessionReply, code: grpc.StatusCode = grpc.StatusCode.OK
     return run(read())
 
 
-def hop_session(call: FakeCall, inbox: Inbox | None = None) -> HopSession:
-    return HopSession(NUMBER, Hop(server_record("peer"), Span(0, 4)), call, inbox, pb.Open(), None)
+def hop_session(call: FakeCall, inbox: Inbox | None = None, timeouts: Timeouts = DEFAULTS) -> HopSession:
+    return HopSession(NUMBER, Hop(server_record("peer"), Span(0, 4)), call, inbox, pb.Open(), None, timeouts)
 
 
 def output(tensor: torch.Tensor | None, number: int = 3, **fields: object) -> list[pb.SessionReply]:
@@ -126,6 +128,16 @@ class TestOpening:
             run(hop_session(call).open(pb.Open(), timeout_s=0.01))
         assert_of_the_peer(caught.value)
         assert call.cancelled
+
+
+def test_a_goodbye_that_nobody_hears_takes_as_long_as_the_config_says() -> None:
+    class DeafCall(FakeCall):
+        async def done_writing(self) -> None:
+            await asyncio.Event().wait()
+
+    call = DeafCall([])
+    run(asyncio.wait_for(hop_session(call, timeouts=Timeouts(close_s=0.01)).close(), 0.5))
+    assert call.cancelled
 
 
 def test_a_step_is_sent_with_all_its_parts() -> None:
