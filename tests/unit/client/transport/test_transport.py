@@ -135,8 +135,12 @@ def test_a_goodbye_that_nobody_hears_takes_as_long_as_the_config_says() -> None:
         async def done_writing(self) -> None:
             await asyncio.Event().wait()
 
+    async def close() -> None:
+        closing = asyncio.ensure_future(hop_session(call, timeouts=Timeouts(close_s=0.01)).close())
+        assert (await asyncio.wait([closing], timeout=0.5))[0]
+
     call = DeafCall([])
-    run(asyncio.wait_for(hop_session(call, timeouts=Timeouts(close_s=0.01)).close(), 0.5))
+    run(close())
     assert call.cancelled
 
 
