@@ -82,7 +82,7 @@ def main() -> None:
         print(f"\n{HABIT!r} begins {before} of {len(HELD_OUT)} descriptions before, {after} of {len(HELD_OUT)} after.")
         if args.output:
             model.save_pretrained(args.output)
-            print(f'Saved. Use it: python -m swarm_client generate "…" --adapter {args.output}')
+            print(f'Saved. Use it: swarm generate "…" --adapter {args.output}')
 
 
 if __name__ == "__main__":

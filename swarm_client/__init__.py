@@ -6,6 +6,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from swarm_client.core.config import ClientConfig, Timeouts
     from swarm_client.model.model import DistributedModel, DistributedModelForSequenceClassification
     from swarm_protocol.errors import (
         NoRoute,
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     )
 
 __all__ = [
+    "ClientConfig",
     "DistributedModel",
     "DistributedModelForSequenceClassification",
     "NoRoute",
@@ -28,12 +30,15 @@ __all__ = [
     "RecoveryFailed",
     "RequestRejected",
     "SwarmError",
+    "Timeouts",
     "TrainingDiverged",
 ]
 
 
 def __getattr__(name: str) -> Any:
     """Loads classes at their first use: commands such as ``status`` need no transformers."""
+    if name in ("ClientConfig", "Timeouts"):
+        return getattr(import_module("swarm_client.core.config"), name)
     if name in __all__:
         module = "swarm_client.model.model" if name.startswith("Distributed") else "swarm_protocol.errors"
         return getattr(import_module(module), name)

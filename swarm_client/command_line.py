@@ -1,4 +1,4 @@
-"""Command line of the client: ``python -m swarm_client generate "Return a list of"``, ``finetune``, ``status``, …
+"""Command line of the client: ``swarm generate "Return a list of"``, ``finetune``, ``status``, …
 
 A command is a function that checks its arguments, as far as they say for themselves that they are wrong, and returns
 what is to be done: only that imports torch.
@@ -12,70 +12,69 @@ import logging
 import os
 import shlex
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING
 
 from swarm_client.core.config import ClientConfig
 from swarm_client.finetune.settings import add_flags, check_file, from_flags
-from swarm_client.generation.text_options import TextOptions
+from swarm_client.generation.text_options import ANSWER_TOKENS, TextOptions
 from swarm_protocol.checkpoints.default_model import DEFAULT_MODEL, check_location, locate
-from swarm_protocol.dht.local_registry import DEFAULT_SWARM, checked_name
+from swarm_protocol.dht.local_registry import checked_name
 from swarm_protocol.errors import SwarmError
 from swarm_protocol.process import signals
+from swarm_protocol.process.invocation import add_version, typed
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 _MIN_INTERVAL_S, _MAX_INTERVAL_S = 0.5, 3600.0  # between two pictures of a swarm
 Command = Callable[[], None]
 
 
-def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
+def parse_args(argv: list[str], others: Mapping[str, str] = MappingProxyType({})) -> argparse.Namespace:
+    """``others``: commands besides the client's, which are not for it to run, and what they do."""
     parser = argparse.ArgumentParser(
-        prog="python -m swarm_client", description="Use a language model whose blocks are served by a swarm."
+        prog=typed(), description="Use a language model whose blocks are served by a swarm."
     )
+    add_version(parser)
     commands = parser.add_subparsers(dest="name", required=True, metavar="COMMAND")
+    for name, text in others.items():
+        commands.add_parser(name, help=text)
     formatter = argparse.ArgumentDefaultsHelpFormatter
 
     common = argparse.ArgumentParser(add_help=False)
     common.add_argument(
         "--initial-peers", nargs="+", default=[], metavar="MULTIADDR", help="members of the swarm to join through"
     )
-    common.add_argument("--swarm", default=DEFAULT_SWARM, metavar="NAME", help="the swarm's name")
+    common.add_argument("--swarm", default=ClientConfig.swarm, metavar="NAME", help="the swarm's name")
     common.add_argument("--log-level", default="warning", choices=("debug", "info", "warning", "error"))
 
+    model = argparse.ArgumentParser(add_help=False)
+    _add_model_flags(model)
+
     generate = commands.add_parser(
-        "generate", parents=[common], formatter_class=formatter, help="continue a text, printing it as it is written"
+        "generate",
+        parents=[common, model],
+        formatter_class=formatter,
+        help="continue a text, printing it as it is written",
     )
     generate.set_defaults(command=generate_command)
     generate.add_argument("prompt")
-    generate.add_argument("--model", default=DEFAULT_MODEL, metavar="NAME_OR_PATH", help="hub name or directory")
-    generate.add_argument("--revision", help="branch, tag or commit of a hub model")
-    generate.add_argument("--max-new-tokens", type=int, default=64, metavar="N")
-    generate.add_argument("--temperature", type=float, metavar="T", help="0: always the likeliest token")
-    generate.add_argument("--top-p", type=float, metavar="P", help="sample among the likeliest tokens of this total")
-    generate.add_argument("--top-k", type=int, metavar="K", help="sample among this many tokens")
-    generate.add_argument("--seed", type=int, help="makes sampling repeatable")
-    generate.add_argument("--num-beams", type=int, default=1, metavar="N")
-    generate.add_argument(
-        "--head-quant", default=ClientConfig.head_quant, metavar="none|int8", help="of the head that makes logits"
+    generate.add_argument("--max-new-tokens", type=int, default=TextOptions.max_new_tokens, metavar="N")
+    generate.add_argument("--num-beams", type=int, default=TextOptions.num_beams, metavar="N")
+
+    chat = commands.add_parser(
+        "chat",
+        parents=[common, model],
+        formatter_class=formatter,
+        help="a conversation: a line of input each turn",
+        description="Ctrl-D or /exit ends the conversation, /reset starts over, Ctrl-C stops an answer. Turns are put "
+        "together by the model's chat template; a model without one goes on with the text.",
     )
-    generate.add_argument(
-        "--wait",
-        type=float,
-        default=ClientConfig.wait_timeout_s,
-        metavar="SECONDS",
-        help="for servers of all blocks, and for room",
-    )
-    generate.add_argument(
-        "--recovery-timeout",
-        type=float,
-        default=ClientConfig.recovery_timeout_s,
-        metavar="SECONDS",
-        help="for others to take the place of servers that fail",
-    )
-    _add_choice_of_servers(generate)
-    generate.add_argument(
-        "--adapter", metavar="DIR|NAME", help="trained by finetune or PEFT; or the name of one that servers have"
-    )
-    generate.add_argument("--standby", action="store_true", help="keep copies of keys and values on other servers")
+    chat.set_defaults(command=chat_command)
+    chat.add_argument("--max-new-tokens", type=int, default=ANSWER_TOKENS, metavar="N", help="of one answer")
 
     finetune = commands.add_parser(
         "finetune",
@@ -105,79 +104,144 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     demo = commands.add_parser("demo", formatter_class=formatter, help="servers write text together; one is killed")
     demo.set_defaults(command=demo_command)
     demo.add_argument("prompt", nargs="?", default=None)
-    demo.add_argument("--max-new-tokens", type=int, default=64, metavar="N")
+    demo.add_argument("--max-new-tokens", type=int, default=TextOptions.max_new_tokens, metavar="N")
     demo.add_argument("--log-level", default="warning", choices=("debug", "info", "warning", "error"))
+
+    if not argv:
+        parser.print_help(sys.stderr)
+        parser.exit(2)
+    if argv[0] not in commands.choices and not argv[0].startswith("-"):
+        parser.exit(2, f"error: there is no command {argv[0]!r}: expected {', '.join(commands.choices)}\n")
     return parser.parse_args(argv)
 
 
-def _add_choice_of_servers(command: argparse.ArgumentParser) -> None:
-    add = command.add_argument
+def _add_model_flags(command: argparse.ArgumentParser) -> None:
+    """What model writes text, how it chooses tokens, and on which servers."""
+    add, client, options = command.add_argument, ClientConfig, TextOptions
+    add("--model", default=DEFAULT_MODEL, metavar="NAME_OR_PATH", help="hub name or directory")
+    add("--revision", help="branch, tag or commit of a hub model")
+    add("--temperature", type=float, default=options.temperature, metavar="T", help="0: always the likeliest token")
+    add(
+        "--top-p",
+        type=float,
+        default=options.top_p,
+        metavar="P",
+        help="sample among the likeliest tokens of this total",
+    )
+    add("--top-k", type=int, default=options.top_k, metavar="K", help="sample among this many tokens")
+    add("--seed", type=int, default=options.seed, help="makes sampling repeatable")
+    add("--head-quant", default=client.head_quant, metavar="none|int8", help="of the head that makes logits")
+    add(
+        "--wait",
+        type=float,
+        default=client.wait_timeout_s,
+        metavar="SECONDS",
+        help="for servers of all blocks, and for room",
+    )
+    add(
+        "--recovery-timeout",
+        type=float,
+        default=client.recovery_timeout_s,
+        metavar="SECONDS",
+        help="for others to take the place of servers that fail",
+    )
     add("--allow", nargs="+", default=[], metavar="PEER", help="use these servers only; the end of a peer id will do")
     add("--block", nargs="+", default=[], metavar="PEER", help="do not use these servers")
+    add("--adapter", metavar="DIR|NAME", help="trained by finetune or PEFT; or the name of one that servers have")
+    add("--standby", action="store_true", help="keep copies of keys and values on other servers")
 
 
 def generate_command(args: argparse.Namespace) -> Command:
-    options = TextOptions(
-        max_new_tokens=args.max_new_tokens,
-        temperature=args.temperature,
-        top_p=args.top_p,
-        top_k=args.top_k,
-        num_beams=args.num_beams,
-        seed=args.seed,
-    )
+    options = _text_options(args, num_beams=args.num_beams)
     if not args.prompt:
         raise ValueError("the prompt is empty: expected some text to continue")
-    check_location(locate(args.model), args.revision)
-    trained_here = args.adapter is not None and Path(args.adapter).is_dir()
-    if args.adapter and "/" in args.adapter and not trained_here:
-        raise ValueError(f"--adapter {args.adapter} is no directory: expected that of a trained adapter")
-    connection = {
-        "initial_peers": tuple(args.initial_peers),
-        "swarm": checked_name(args.swarm),
-        "wait_timeout_s": args.wait,
-        "recovery_timeout_s": args.recovery_timeout,
-        "standby": args.standby,
-        "head_quant": args.head_quant,
-        "allowed_servers": tuple(args.allow),
-        "blocked_servers": tuple(args.block),
-        "adapter": "" if trained_here else args.adapter or "",
-    }
-    ClientConfig(**connection)
+    connect = _connecting(args)
 
     def run() -> None:
-        from swarm_client.adapters.trained import add_trained
         from swarm_client.generation.generation import load_tokenizer, stream_text
-        from swarm_client.model.model import DistributedModel
 
         signals.unwind_on_signals()
-        with DistributedModel.from_pretrained(args.model, revision=args.revision, **connection) as model:
-            if trained_here:
-                add_trained(model, args.adapter)
-            tokenizer = load_tokenizer(args.model, args.revision)
-            stream_text(model, tokenizer, args.prompt, options)
+        with connect() as model:
+            stream_text(model, load_tokenizer(args.model, args.revision), args.prompt, options)
 
     return run
 
 
+def chat_command(args: argparse.Namespace) -> Command:
+    options = _text_options(args)
+    connect = _connecting(args)
+
+    def run() -> None:
+        from swarm_client.generation.chat import Conversation, chat
+        from swarm_client.generation.generation import load_tokenizer
+
+        signals.unwind_on_signals()
+        with connect() as model:
+            tokenizer = load_tokenizer(args.model, args.revision)
+            chat(Conversation(model, tokenizer, options), interactive=sys.stdin.isatty() and sys.stdout.isatty())
+
+    return run
+
+
+def _text_options(args: argparse.Namespace, **more: int) -> TextOptions:
+    return TextOptions(
+        max_new_tokens=args.max_new_tokens,
+        temperature=args.temperature,
+        top_p=args.top_p,
+        top_k=args.top_k,
+        seed=args.seed,
+        **more,
+    )
+
+
+def _connecting(args: argparse.Namespace) -> Callable[[], PreTrainedModel]:
+    """Connects the model that the flags ask for; they are checked now."""
+    check_location(locate(args.model), args.revision)
+    trained_here = args.adapter is not None and Path(args.adapter).is_dir()
+    if args.adapter and "/" in args.adapter and not trained_here:
+        raise ValueError(f"--adapter {args.adapter} is no directory: expected that of a trained adapter")
+    config = ClientConfig(
+        initial_peers=tuple(args.initial_peers),
+        swarm=checked_name(args.swarm),
+        wait_timeout_s=args.wait,
+        recovery_timeout_s=args.recovery_timeout,
+        standby=args.standby,
+        head_quant=args.head_quant,
+        allowed_servers=tuple(args.allow),
+        blocked_servers=tuple(args.block),
+        adapter="" if trained_here else args.adapter or "",
+    )
+
+    def connect() -> PreTrainedModel:
+        from swarm_client.adapters.trained import add_trained
+        from swarm_client.model.model import DistributedModel
+
+        model = DistributedModel.from_pretrained(args.model, config=config, revision=args.revision)
+        if trained_here:
+            try:
+                add_trained(model, args.adapter)
+            except BaseException:
+                model.close()
+                raise
+        return model
+
+    return connect
+
+
 def finetune_command(args: argparse.Namespace) -> Command:
     settings = from_flags(args)
-    ClientConfig(
-        initial_peers=settings.initial_peers,
-        swarm=checked_name(settings.swarm),
-        wait_timeout_s=settings.wait,
-        recovery_timeout_s=settings.recovery_timeout,
-    )
+    settings.client_config()
     check_location(locate(settings.model), settings.revision)
     for path in (settings.data, settings.validation):
         if path is not None:
             check_file(path)
-    typed = shlex.join(["python", "-m", "swarm_client", *sys.argv[1:]])
+    command = f"{typed()} {shlex.join(sys.argv[1:])}"
 
     def run() -> None:
         from swarm_client.finetune.finetune import run_finetune
 
         signals.unwind_on_signals()
-        if not run_finetune(settings, typed):
+        if not run_finetune(settings, command):
             sys.exit(signals.INTERRUPTED)
 
     return run
@@ -230,8 +294,8 @@ def demo_command(args: argparse.Namespace) -> Command:
     return run
 
 
-def main() -> None:
-    args = parse_args()
+def main(argv: list[str] | None = None, others: Mapping[str, str] = MappingProxyType({})) -> None:
+    args = parse_args(sys.argv[1:] if argv is None else argv, others)
     logging.basicConfig(stream=sys.stderr, level=args.log_level.upper(), format="%(message)s")
     # Other people's libraries speak up only if something is wrong.
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")

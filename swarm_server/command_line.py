@@ -1,4 +1,4 @@
-"""Command line of the server: ``python -m swarm_server --blocks 10:20``.
+"""Command line of the server: ``swarm server --blocks 10:20``.
 
 What is wrong with the command line itself is refused before torch is imported.
 """
@@ -15,11 +15,12 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from swarm_protocol.checkpoints.default_model import DEFAULT_MODEL, check_location, locate
+from swarm_protocol.checkpoints.default_model import check_location, locate
 from swarm_protocol.dht.addresses import check_peer
-from swarm_protocol.dht.local_registry import DEFAULT_SWARM, checked_name
+from swarm_protocol.dht.local_registry import checked_name
 from swarm_protocol.errors import SwarmError
 from swarm_protocol.process import signals
+from swarm_protocol.process.invocation import add_version, typed
 from swarm_protocol.process.scratch import remove_scratch
 from swarm_protocol.span import Span
 from swarm_server.core.config import ServerConfig, parse_size
@@ -32,55 +33,61 @@ _LEAVE_S = 20.0  # for all that must be done after draining
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="python -m swarm_server",
+        prog=typed("server"),
         description="Host transformer blocks of a Hugging Face model for a swarm.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    add = parser.add_argument
-    add("--model", default=DEFAULT_MODEL, metavar="NAME_OR_PATH", help="hub name or directory")
+    add, default = parser.add_argument, ServerConfig
+    add("--model", default=default.model, metavar="NAME_OR_PATH", help="hub name or directory")
     add("--revision", help="branch, tag or commit of a hub model")
     add("--blocks", metavar="START:END", help="blocks to host for good; without it the server chooses")
     add("--initial-blocks", metavar="START:END", help="blocks to host at first; it moves if others need it more")
     add("--num-blocks", type=int, metavar="N", help="how many blocks to host, where the swarm needs them most")
     add("--memory", metavar="SIZE", help="for blocks, keys and values, such as 4GiB; decides how many blocks")
-    add("--quant", default="int8", help="int8, nf4, none, or bnb-int8 (slow on CPU, for comparison)")
-    add("--dtype", default="auto", help="of computation: auto, float32, bfloat16 or float16")
-    add("--device", default="auto", help="auto, cpu, cuda, cuda:1, …")
+    add("--quant", default=default.quant, help="int8, nf4, none, or bnb-int8 (slow on CPU, for comparison)")
+    add("--dtype", default=default.dtype, help="of computation: auto, float32, bfloat16 or float16")
+    add("--device", default=default.device, help="auto, cpu, cuda, cuda:1, …")
     add(
         "--host",
         metavar="ADDRESS",
         help="to listen on; by default the one that leads to the swarm, and for a new swarm the loopback: only this "
         "machine can join",
     )
-    add("--port", type=int, default=0, help="gRPC port; 0 takes a free one")
-    add("--dht-port", type=int, default=0, help="libp2p port; 0 takes a free one")
+    add("--port", type=int, default=default.port, help="gRPC port; 0 takes a free one")
+    add("--dht-port", type=int, default=default.dht_port, help="libp2p port; 0 takes a free one")
     add("--announce-address", metavar="HOST[:PORT]", help="how others reach this server, if not at --host")
     add("--initial-peers", nargs="+", default=[], metavar="MULTIADDR", help="members of the swarm to join")
-    add("--swarm", default=DEFAULT_SWARM, metavar="NAME", help="name of the swarm to join or start on this machine")
+    add("--swarm", default=default.swarm, metavar="NAME", help="name of the swarm to join or start on this machine")
     add("--identity", type=Path, metavar="FILE", help="key file; keeps the peer id over restarts")
     add("--cache-tokens", type=int, metavar="N", help="KV-cache room over all sessions; default from free memory")
     add("--cache-memory", metavar="SIZE", help="the same as memory, such as 2GiB or 500MB")
     add("--no-prefix-cache", action="store_true", help="do not reuse the keys and values of shared prefixes of prompts")
     add("--adapters", type=Path, nargs="+", default=[], metavar="PATH", help="LoRA adapters of PEFT's format to offer")
-    add("--adapter-memory", default="256MiB", metavar="SIZE", help="for adapters that clients send")
+    add(
+        "--adapter-memory",
+        default=f"{default.adapter_bytes >> 20}MiB",
+        metavar="SIZE",
+        help="for adapters that clients send",
+    )
     add("--chunk-tokens", type=int, metavar="N", help="positions of a prompt computed at a time; default by device")
-    add("--max-sessions", type=int, default=512, metavar="N", help="generations at a time")
+    add("--max-sessions", type=int, default=default.max_sessions, metavar="N", help="generations at a time")
     add(
         "--drain-timeout",
         type=float,
-        default=30.0,
+        default=default.drain_timeout_s,
         metavar="SECONDS",
         help="for generations to end or move when the server drains; a second signal exits at once",
     )
     add(
         "--balance-margin",
         type=float,
-        default=0.03,
+        default=default.balance_margin,
         metavar="SHARE",
         help="move to other blocks only if the swarm can then carry so much more, 0.03 being 3 %%",
     )
     add("--throughput", default="auto", metavar="auto|N", help="tokens/s to announce; auto measures")
     add("--log-level", default="info", choices=("debug", "info", "warning", "error"))
+    add_version(parser)
     return parser.parse_args(argv)
 
 
@@ -174,8 +181,8 @@ def run(config: ServerConfig) -> None:
     uvloop.new_event_loop().run_until_complete(serve(Server(config)))
 
 
-def main() -> None:
-    args = parse_args()
+def main(argv: list[str] | None = None) -> None:
+    args = parse_args(argv)
     logging.basicConfig(
         stream=sys.stderr, level=args.log_level.upper(), format="%(asctime)s %(message)s", datefmt="%H:%M:%S"
     )

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from swarm_protocol.dht.local_registry import DEFAULT_SWARM
+from swarm_protocol.process.invocation import typed
 
 if TYPE_CHECKING:
     from swarm_client.adapters.prompts import PromptsMixin
@@ -76,7 +77,7 @@ def how_to_use(model_name: str, directory: str | PathLike[str], swarm: str = DEF
     """The commands and lines of Python that load the directory."""
     flag, argument = ("", "") if swarm == DEFAULT_SWARM else (f" --swarm {swarm}", f", swarm={swarm!r}")
     return (
-        f'  python -m swarm_client generate "…" --model {model_name}{flag} --adapter {directory}\n'
+        f'  {typed("generate")} "…" --model {model_name}{flag} --adapter {directory}\n'
         f"  add_trained(DistributedModel.from_pretrained({model_name!r}{argument}), {str(directory)!r})"
         "  # from swarm_client.adapters.trained"
     )

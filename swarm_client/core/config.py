@@ -1,12 +1,33 @@
-"""The client's configuration, in one frozen value."""
+"""The client's configuration, in frozen values."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from math import inf
 
 from swarm_client.core.events import OnEvent
 from swarm_protocol.dht.addresses import check_peer
 from swarm_protocol.dht.local_registry import DEFAULT_SWARM
+
+
+@dataclass(frozen=True)
+class Timeouts:
+    """Of single exchanges with a server or the DHT. Raises ValueError at construction if a field is no time."""
+
+    connect_s: float = 4.0
+    open_s: float = 5.0  # for a session, besides the wait for room
+    close_s: float = 1.0
+    probe_after_s: float = 1.0  # without an answer, a server is asked whether it is still there
+    probe_s: float = 3.0
+    read_s: float = 10.0  # for the DHT to say who is there
+    rejoin_after_s: float = 1.0  # between two attempts to join anew: while nobody is there, they cost little
+    rejoin_s: float = 3.0  # for an attempt; one that takes longer goes on by itself
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            seconds = getattr(self, field.name)
+            if not isinstance(seconds, int | float) or not 0 <= seconds < inf:
+                raise ValueError(f"timeouts.{field.name} is {seconds!r}: expected a number of seconds")
 
 
 @dataclass(frozen=True)
@@ -26,10 +47,12 @@ class ClientConfig:
     allowed_servers: tuple[str, ...] = ()  # peer ids or their ends; none: all that are not blocked
     blocked_servers: tuple[str, ...] = ()
     adapter: str = ""  # that servers have loaded at their start; empty: none
+    timeouts: Timeouts = Timeouts()
 
     def __post_init__(self) -> None:
         if isinstance(self.initial_peers, str):
             raise ValueError("initial_peers is a string: expected a list of multiaddrs")
+        object.__setattr__(self, "initial_peers", tuple(self.initial_peers))
         for peer in self.initial_peers:
             check_peer(peer)
         for name in ("allowed_servers", "blocked_servers"):
@@ -49,5 +72,7 @@ class ClientConfig:
             seconds = getattr(self, name)
             if not isinstance(seconds, int | float) or not seconds >= 0:
                 raise ValueError(f"{name} is {seconds!r}: expected a number of seconds")
+        if not isinstance(self.timeouts, Timeouts):
+            raise ValueError(f"timeouts is {self.timeouts!r}: expected Timeouts(connect_s=…, …)")
         if self.on_event is not None and not callable(self.on_event):
             raise ValueError(f"on_event is {self.on_event!r}: expected a function of one event")

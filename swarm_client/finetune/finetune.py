@@ -129,16 +129,8 @@ def sequence_length(settings: FinetuneSettings) -> int:
 
 def connect(settings: FinetuneSettings) -> RemoteModelMixin:
     from swarm_client.model.model import DistributedModel
-    from swarm_protocol.dht.local_registry import checked_name
 
-    return DistributedModel.from_pretrained(
-        settings.model,
-        initial_peers=settings.initial_peers,
-        swarm=checked_name(settings.swarm),
-        revision=settings.revision,
-        wait_timeout_s=settings.wait,
-        recovery_timeout_s=settings.recovery_timeout,
-    )
+    return DistributedModel.from_pretrained(settings.model, config=settings.client_config(), revision=settings.revision)
 
 
 def add_parameters(model: RemoteModelMixin, settings: FinetuneSettings) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from swarm_client.core.config import ClientConfig
 from swarm_protocol.checkpoints.default_model import DEFAULT_MODEL
-from swarm_protocol.dht.local_registry import DEFAULT_SWARM
+from swarm_protocol.dht.local_registry import checked_name
 
 METHODS = ("lora", "prompt", "deep-prompt")
 SCHEDULES = ("linear", "cosine", "constant")
@@ -43,7 +43,7 @@ class FinetuneSettings:
     model: str = DEFAULT_MODEL
     revision: str | None = None
     initial_peers: tuple[str, ...] = ()
-    swarm: str = DEFAULT_SWARM
+    swarm: str = ClientConfig.swarm
     wait: float = ClientConfig.wait_timeout_s
     recovery_timeout: float = ClientConfig.recovery_timeout_s
     rank: int = 8
@@ -91,6 +91,15 @@ class FinetuneSettings:
             raise ValueError("early_stopping and eval_every need a validation file, or a validation_share above 0")
         if self.early_stopping and self.save_interval != self.eval_interval:
             raise ValueError("early_stopping keeps the best checkpoint: save_every and eval_every must be equal")
+
+    def client_config(self) -> ClientConfig:
+        """Raises ValueError if one of its fields is out of its range."""
+        return ClientConfig(
+            initial_peers=self.initial_peers,
+            swarm=checked_name(self.swarm),
+            wait_timeout_s=self.wait,
+            recovery_timeout_s=self.recovery_timeout,
+        )
 
     @property
     def validates(self) -> bool:
@@ -153,7 +162,7 @@ def add_flags(command: argparse.ArgumentParser) -> None:
     add("--output", type=Path, required=True, metavar="DIR", help="for the adapter, checkpoints and the loss curve")
     add("--method", default=default.method, metavar="|".join(METHODS))
     add("--model", default=default.model, metavar="NAME_OR_PATH", help="hub name or directory")
-    add("--revision", help="branch, tag or commit of a hub model")
+    add("--revision", default=default.revision, help="branch, tag or commit of a hub model")
     add("--wait", type=float, default=default.wait, metavar="SECONDS", help="for blocks nobody serves")
     add(
         "--recovery-timeout",

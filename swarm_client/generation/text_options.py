@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+ANSWER_TOKENS = 256  # of a turn in a conversation, at most
+
 
 @dataclass(frozen=True)
 class TextOptions:

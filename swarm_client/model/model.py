@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from swarm_client.adapters.prompts import NEW_HEADS
 from swarm_client.core import background
-from swarm_client.core.config import ClientConfig
+from swarm_client.core.config import ClientConfig, Timeouts
 from swarm_client.core.events import OnEvent
 from swarm_client.model.head import check_head_quant, quantize_head_
 from swarm_client.model.hf_model import ATTENTION, RemoteModelMixin, client_class
@@ -22,7 +22,6 @@ from swarm_protocol.checkpoints.default_model import DEFAULT_MODEL, locate
 from swarm_protocol.checkpoints.families import slice_config
 from swarm_protocol.checkpoints.hollow_model import hf_loader
 from swarm_protocol.checkpoints.positions import max_positions
-from swarm_protocol.dht.local_registry import DEFAULT_SWARM
 from swarm_protocol.errors import UnsupportedModel
 from swarm_protocol.span import Span
 
@@ -40,29 +39,35 @@ class _Distributed:
         initial_peers: list[str] | tuple[str, ...] | None = None,
         swarm: str | None = None,
         *,
+        config: ClientConfig | None = None,
         revision: str | None = None,
         dtype: torch.dtype | str = "auto",
         device: torch.device | str = "cpu",
-        wait_timeout_s: float = ClientConfig.wait_timeout_s,
-        step_timeout_s: float = ClientConfig.step_timeout_s,
-        recovery_timeout_s: float = ClientConfig.recovery_timeout_s,
-        standby: bool = ClientConfig.standby,
+        wait_timeout_s: float | None = None,
+        step_timeout_s: float | None = None,
+        recovery_timeout_s: float | None = None,
+        standby: bool | None = None,
         on_event: OnEvent | None = None,
-        compression: str = ClientConfig.compression,
-        head_quant: str = ClientConfig.head_quant,
-        allowed_servers: Sequence[str] = (),
-        blocked_servers: Sequence[str] = (),
-        adapter: str = ClientConfig.adapter,
+        compression: str | None = None,
+        head_quant: str | None = None,
+        allowed_servers: Sequence[str] | None = None,
+        blocked_servers: Sequence[str] | None = None,
+        adapter: str | None = None,
+        timeouts: Timeouts | None = None,
         tuning_mode: str | None = None,
         num_prompt_tokens: int = NUM_PROMPT_TOKENS,
         **config_overrides: Any,
     ) -> RemoteModelMixin:
         """Loads embeddings, norms and head; the blocks are computed by the swarm.
 
+        What concerns the swarm is given as a ``ClientConfig``, or by the keywords that are named like its fields, whose
+        defaults are there.
+
         Args:
             name_or_path: hub name, directory, or the name of the model that ships with this package.
             initial_peers: multiaddrs of members of the swarm; by default the swarm registered on this machine.
             swarm: the swarm's name.
+            config: instead of the keywords that are named like its fields.
             revision: branch, tag or commit of a hub model. Servers must serve the same.
             dtype: of the client's part; "auto" is float32 on the CPU and the checkpoint's own elsewhere.
             wait_timeout_s: how long to wait for servers that hold every block before ``NoRoute``, and for room on them
@@ -80,6 +85,7 @@ class _Distributed:
             allowed_servers: peer ids, or their ends as ``status`` shows them. If any are given, no others are used.
             blocked_servers: the same of servers that are not used.
             adapter: name of an adapter that servers have loaded; only those that have are used.
+            timeouts: of single exchanges with servers.
             tuning_mode: "prompt" adds virtual tokens before those of every row, "deep_prompt" others before every block
                 too: so many ``num_prompt_tokens``, and nothing else, are trained. See ``model.prompts``.
             config_overrides: fields of the model's config, such as ``num_labels=3``.
@@ -89,13 +95,15 @@ class _Distributed:
             a context manager.
 
         Raises:
+            ValueError: a value is out of its range, or ``config`` comes with one of its fields beside it.
             CheckpointError: the model cannot be read; UnsupportedModel: it cannot be split.
             NoSwarm: no member of the swarm answers.
             NoRoute: no server has ``adapter``, or is one of ``allowed_servers``, though there are others.
         """
-        config = ClientConfig(
-            initial_peers=tuple(initial_peers or ()) if not isinstance(initial_peers, str) else initial_peers,
-            swarm=swarm or DEFAULT_SWARM,
+        config = _client_config(
+            config,
+            initial_peers=initial_peers,
+            swarm=swarm or None,
             wait_timeout_s=wait_timeout_s,
             step_timeout_s=step_timeout_s,
             recovery_timeout_s=recovery_timeout_s,
@@ -106,15 +114,16 @@ class _Distributed:
             allowed_servers=_names(allowed_servers),
             blocked_servers=_names(blocked_servers),
             adapter=adapter,
+            timeouts=timeouts,
         )
         device = torch.device(device)
-        check_head_quant(head_quant, device)
+        check_head_quant(config.head_quant, device)
         checkpoint = Checkpoint.open(locate(name_or_path), revision)
         connection = Swarm(config, checkpoint.name, checkpoint.revision, checkpoint.family.num_blocks)
         background.run(connection.connect())
         try:
             model = load_client(checkpoint, cls._auto_class, dtype, device, config_overrides)
-            if head_quant == "int8":
+            if config.head_quant == "int8":
                 quantize_head_(model)
             model.connect(connection, max_positions(checkpoint.config))
             if tuning_mode is not None:
@@ -140,6 +149,22 @@ class DistributedModelForSequenceClassification(_Distributed):
 def _names(peers: Sequence[str]) -> tuple[str, ...]:
     """Of peers. One name stays what it is: ``ClientConfig`` says what was expected."""
     return cast("tuple[str, ...]", peers) if isinstance(peers, str) else tuple(peers)
+
+
+def _client_config(config: ClientConfig | None, **keywords: Any) -> ClientConfig:
+    """``config``, or the one that the keywords fill, of which those that are None were not given."""
+    given = {name: value for name, value in keywords.items() if value is not None}
+    if config is None:
+        return ClientConfig(**given)
+    if not isinstance(config, ClientConfig):
+        raise ValueError(
+            f"config is a {type(config).__name__}: expected a swarm_client.ClientConfig. Fields of the model's own "
+            "config are keyword arguments, such as num_labels=3"
+        )
+    if given:
+        name = next(iter(given))
+        raise ValueError(f"config and {name} are both given: expected ClientConfig({name}=…), or {name} without config")
+    return config
 
 
 def load_client(

@@ -16,6 +16,7 @@ from swarm_client.monitor.monitor import Monitor, SwarmSnapshot
 from swarm_client.monitor.status_map import ON_CHAIN, ON_CHAIN_STYLE, blocks_table, printable
 from swarm_protocol.checkpoints.default_model import DEFAULT_MODEL
 from swarm_protocol.dht.local_registry import DEFAULT_SWARM
+from swarm_protocol.process.invocation import typed
 
 
 async def read_status(config: ClientConfig, model: str | None = None) -> SwarmSnapshot:
@@ -84,7 +85,7 @@ def _remark(swarm: str, status: ModelStatus) -> Text:
         spans = ", ".join(map(str, status.missing))
         model = "" if status.model == DEFAULT_MODEL else f" --model {printable(status.model)}"
         name = "" if swarm == DEFAULT_SWARM else f" --swarm {swarm}"
-        command = f"; to help: python -m swarm_server{model}{name}"
+        command = f"; to help: {typed('server')}{model}{name}"
         return Text.assemble((f"no server holds blocks {spans}", "bold red"), command)
     if not status.chain:
         return Text(f"this client has no chain: {printable(status.no_chain) or 'it is looking for one'}", "bold red")

@@ -19,7 +19,6 @@ from swarm_client.sessions.standby import StandbyReplicas
 from swarm_client.swarm.swarm import Swarm, closed_error
 from swarm_client.transport.hops import Answer, BlockAnswer, HopEvent, HopSession, Inbox, Trouble
 from swarm_client.transport.steps import OutgoingStep, chunk_size, split
-from swarm_client.transport.transport import PROBE_AFTER_S, PROBE_TIMEOUT_S
 from swarm_client.transport.wire_tensor import CODECS
 from swarm_protocol.errors import (
     AccessDenied,
@@ -210,7 +209,7 @@ class Chain:
         """Asks all hops whether they are there when nothing comes for a while."""
         while True:
             try:
-                event = await asyncio.wait_for(self._inbox.get(), PROBE_AFTER_S)
+                event = await asyncio.wait_for(self._inbox.get(), self._swarm.config.timeouts.probe_after_s)
                 if not isinstance(event, Trouble):
                     self.progress_s = now_s()
                 return event
@@ -221,7 +220,7 @@ class Chain:
     async def _probe(self, call: Call, hops: list[HopSession]) -> None:
         """Trouble for hops that do not answer, or that have what they need and do not get on."""
         asked_s = now_s()
-        asking = (hop.progress(timeout_s=PROBE_TIMEOUT_S) for hop in hops)
+        asking = (hop.progress(timeout_s=self._swarm.config.timeouts.probe_s) for hop in hops)
         results = await asyncio.gather(*asking, return_exceptions=True)
         timeout_s = self._swarm.config.step_timeout_s
         expected = call.steps[-1].number

@@ -19,7 +19,6 @@ from swarm_client.swarm.stall import Repair, Stall
 from swarm_client.swarm.swarm import Swarm
 from swarm_client.transport.hops import HopSession
 from swarm_client.transport.steps import OutgoingStep, chunk_size, split
-from swarm_client.transport.transport import PROBE_TIMEOUT_S
 from swarm_protocol.errors import NoRoute, PeerBusy, PeerError, SessionLost, SwarmError
 from swarm_protocol.pb import swarm_pb2 as pb
 from swarm_protocol.span import Span
@@ -211,7 +210,7 @@ class Failover:
         while True:
             asked = [hop for hop in self._chain.hops if hop not in failed]
             held = {hop for hop, following in pairwise(self._chain.hops) if following in failed}
-            asking = (hop.progress(hold=hop in held, timeout_s=PROBE_TIMEOUT_S) for hop in asked)
+            asking = (hop.progress(hold=hop in held, timeout_s=self._swarm.config.timeouts.probe_s) for hop in asked)
             results = await asyncio.gather(*asking, return_exceptions=True)
             standings, errors = {}, {}
             for hop, result in zip(asked, results, strict=True):
@@ -307,7 +306,7 @@ class Failover:
             return None
         replay = None
         try:
-            known = _standing(copy, await copy.progress(timeout_s=PROBE_TIMEOUT_S))
+            known = _standing(copy, await copy.progress(timeout_s=self._swarm.config.timeouts.probe_s))
             # Steps whose outputs the copy has, and the failed hop did not get through with.
             received = call.answered if known_after is None else known_after.number
             lost = [step for step in call.steps if received < step.number <= known.number]

@@ -17,9 +17,6 @@ from swarm_protocol.span import Span
 
 Join = Callable[[ClientConfig], Awaitable[Dht]]
 _logger = logging.getLogger(__name__)
-_READ_TIMEOUT_S = 10.0
-_REJOIN_S = 1.0  # between two attempts: while nobody is there, they cost little
-_WAIT_S = 3.0  # for an attempt; one that takes longer goes on by itself
 
 
 class Discovery:
@@ -67,7 +64,7 @@ class Discovery:
 
     async def _read(self, model: str, num_blocks: int, part: Span | None) -> SwarmView | None:
         try:
-            return await asyncio.wait_for(self._joined.view(model, num_blocks, part), _READ_TIMEOUT_S)
+            return await asyncio.wait_for(self._joined.view(model, num_blocks, part), self._config.timeouts.read_s)
         except (TimeoutError, OSError) as error:
             _logger.info("the DHT cannot be read: %r", error)
             return None
@@ -75,10 +72,10 @@ class Discovery:
     async def _rejoin(self) -> bool:
         """Whether the node was replaced by now."""
         if self._joining is None or self._joining.done():
-            if now_s() - self._tried_s < _REJOIN_S or self._closed:
+            if now_s() - self._tried_s < self._config.timeouts.rejoin_after_s or self._closed:
                 return False
             self._joining = asyncio.ensure_future(self._replace())
-        await asyncio.wait([self._joining], timeout=_WAIT_S)
+        await asyncio.wait([self._joining], timeout=self._config.timeouts.rejoin_s)
         return self._joining.done() and not self._joining.cancelled() and self._joining.result()
 
     async def _replace(self) -> bool:

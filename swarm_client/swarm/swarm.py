@@ -31,9 +31,10 @@ from swarm_protocol.dht.local_registry import DEFAULT_SWARM, LocalRegistry, regi
 from swarm_protocol.dht.records import LIFETIME_S, ServerRecord, SwarmView
 from swarm_protocol.errors import JoinRefused, NoRoute, NoSwarm, PeerError, PeerUnavailable
 from swarm_protocol.net.identity import Identity
+from swarm_protocol.process.invocation import typed
 from swarm_protocol.span import Span
 
-Connect = Callable[[ServerRecord, float], Awaitable[ServerConnection]]
+Connect = Callable[[ServerRecord, ClientConfig], Awaitable[ServerConnection]]
 Choose = Callable[[SwarmView, bool], list[Route]]  # among usable servers; True: those never spoken to may be near
 _logger = logging.getLogger(__name__)
 _POLL_S = 0.5  # while blocks are missing
@@ -64,7 +65,7 @@ async def join_as_client(config: ClientConfig) -> Dht:
     flag = "" if config.swarm == DEFAULT_SWARM else f" --swarm {config.swarm}"
     raise NoSwarm(
         f"no swarm named {config.swarm!r} {what}{_others(config.swarm)}: "
-        f"start a server with `python -m swarm_server{flag}`, or give initial peers"
+        f"start a server with `{typed('server')}{flag}`, or give initial peers"
     )
 
 
@@ -304,7 +305,7 @@ class Swarm:
             if known is not None and known.leads_to(record):
                 known.record = record
                 return known
-            server = await self._connect(record, self.config.step_timeout_s)
+            server = await self._connect(record, self.config)
             if known is not None:
                 await known.close()
             self._servers[record.peer_id] = server

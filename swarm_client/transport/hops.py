@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from swarm_client.core.config import Timeouts
 from swarm_client.routing.routing import Hop
 from swarm_client.transport.grpc_calls import Stream, no_answer
 from swarm_client.transport.steps import OutgoingStep
@@ -21,9 +22,6 @@ from swarm_protocol.wire.status import from_status
 
 if TYPE_CHECKING:
     from swarm_client.transport.transport import ServerConnection
-
-OPEN_TIMEOUT_S = 5.0
-CLOSE_TIMEOUT_S = 1.0
 
 
 @dataclass(frozen=True)
@@ -94,6 +92,7 @@ class HopSession:
         inbox: Inbox,
         request: pb.Open,
         server: ServerConnection,
+        timeouts: Timeouts,
     ) -> None:
         self.number = number
         self.hop = hop
@@ -108,7 +107,7 @@ class HopSession:
         self.leaving = False
         self.held = False
         self.ended = False
-        self._server = server
+        self._server, self._timeouts = server, timeouts
         self._stream = stream
         self._inbox = inbox
         self._reading: asyncio.Task[Any] | None = None
@@ -170,7 +169,7 @@ class HopSession:
         self.ended = True
         self._outbox.clear()
         try:
-            await asyncio.wait_for(self._say_goodbye(), CLOSE_TIMEOUT_S)
+            await asyncio.wait_for(self._say_goodbye(), self._timeouts.close_s)
         except (TimeoutError, SwarmError, asyncio.CancelledError):
             self._stream.cancel()
 
@@ -180,25 +179,25 @@ class HopSession:
         self._outbox.clear()
         self._stream.cancel()
 
-    async def progress(self, hold: bool = False, timeout_s: float = OPEN_TIMEOUT_S) -> pb.SessionProgress:
+    async def progress(self, hold: bool = False, timeout_s: float | None = None) -> pb.SessionProgress:
         """How far the server is. ``hold``: it goes no further until ``reroute``."""
         request = pb.ProgressRequest(session_key=self.session_key, hold=hold)
         self.held |= hold
-        return await self._server.progress(request, self.span, timeout_s)
+        return await self._server.progress(request, self.span, timeout_s or self._timeouts.open_s)
 
     async def reroute(self, to: HopSession, resend: Sequence[pb.Step]) -> None:
         """Outputs go to another hop from now on, those of the steps of ``resend`` first."""
         self.route += 1  # even if it fails: the server may have heard of it
         key, route = self.session_key, self.route
         request = pb.RerouteRequest(session_key=key, next=to.as_next(), resend=resend, route=route)
-        await self._server.reroute(request, self.span, OPEN_TIMEOUT_S)
+        await self._server.reroute(request, self.span, self._timeouts.open_s)
         self.held = False
         self.next_number = to.number
 
     async def copy(self, to: HopSession, timeout_s: float) -> None:
         """Another session gets all keys and values, and those of every later step."""
         request = pb.CopyRequest(session_key=self.session_key, to=to.as_next())
-        await self._server.copy(request, self.span, timeout_s)
+        await self._server.copy(request, self.span, timeout_s or self._timeouts.open_s)
 
     def as_next(self) -> pb.NextHop:
         """How other servers reach this session."""

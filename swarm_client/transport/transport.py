@@ -11,9 +11,10 @@ import grpc
 
 from swarm_client.adapters.snapshots import AdapterUploader, Part
 from swarm_client.core.background import exact_s
+from swarm_client.core.config import ClientConfig
 from swarm_client.routing.routing import Hop
 from swarm_client.transport.grpc_calls import Stream, translated
-from swarm_client.transport.hops import OPEN_TIMEOUT_S, HopSession, Inbox
+from swarm_client.transport.hops import HopSession, Inbox
 from swarm_client.transport.wire_tensor import Context, WireTensor
 from swarm_protocol.dht.records import ServerRecord
 from swarm_protocol.errors import BadReply, CacheMiss, PeerUnavailable, RequestRejected
@@ -26,30 +27,28 @@ from swarm_protocol.wire.codec import Assembler
 from swarm_protocol.wire.constants import CLIENT_OPTIONS, PART_BYTES, WIRE_VERSION
 
 T = TypeVar("T")
-CONNECT_TIMEOUT_S = 4.0
-PROBE_AFTER_S = 1.0  # without an answer, a server is asked whether it is still there
-PROBE_TIMEOUT_S = 3.0
 _PINGS = 3
 
 
 class ServerConnection:
     """A connection to one server of one model."""
 
-    def __init__(self, record: ServerRecord, channel: grpc.aio.Channel, step_timeout_s: float) -> None:
+    def __init__(self, record: ServerRecord, channel: grpc.aio.Channel, config: ClientConfig) -> None:
         self.record = record
         self._channel = channel
         self._stub = BlocksStub(channel)  # type: ignore[no-untyped-call]
-        self._step_timeout_s = step_timeout_s
+        self._config, self._timeouts = config, config.timeouts
         self._uploader = AdapterUploader(self._put_adapter)
 
     @classmethod
-    async def connect(cls, record: ServerRecord, step_timeout_s: float) -> ServerConnection:
+    async def connect(cls, record: ServerRecord, config: ClientConfig) -> ServerConnection:
         """Raises PeerUnavailable if none of its addresses answers, BadReply if somebody else does."""
         error: PeerUnavailable | None = None
         for address in record.addresses:
             try:
-                channel = await pinned_channel(address, record.tls_fingerprint, CLIENT_OPTIONS, CONNECT_TIMEOUT_S)
-                return cls(record, channel, step_timeout_s)
+                timeout_s = config.timeouts.connect_s
+                channel = await pinned_channel(address, record.tls_fingerprint, CLIENT_OPTIONS, timeout_s)
+                return cls(record, channel, config)
             except PeerUnavailable as failure:
                 error = failure
         reason = error or "it announces no address"
@@ -69,14 +68,14 @@ class ServerConnection:
         async with translated(self.record):
             for _ in range(_PINGS):
                 start_s = exact_s()
-                await self._stub.Echo(pb.EchoRequest(), timeout=CONNECT_TIMEOUT_S)
+                await self._stub.Echo(pb.EchoRequest(), timeout=self._timeouts.connect_s)
                 rtts_s.append(exact_s() - start_s)
         return min(rtts_s)
 
     async def describe(self) -> ServerRecord:
         """What the server says of itself now; raises BadReply if it is no record of this server."""
         async with translated(self.record):
-            answer = await self._stub.Describe(pb.DescribeRequest(), timeout=PROBE_TIMEOUT_S)
+            answer = await self._stub.Describe(pb.DescribeRequest(), timeout=self._timeouts.probe_s)
         try:
             record = ServerRecord.from_proto(answer)
             if record.peer_id != self.record.peer_id:
@@ -97,8 +96,8 @@ class ServerConnection:
             if name is not None:
                 request.adapter.CopyFrom(name)
             stream: Stream[pb.SessionRequest, pb.SessionReply] = Stream(self._stub.Session(), self.record, span)
-            hop = HopSession(number, Hop(self.record, span), stream, inbox, request, self)
-            await hop.open(request, OPEN_TIMEOUT_S + request.wait_s)
+            hop = HopSession(number, Hop(self.record, span), stream, inbox, request, self, self._timeouts)
+            await hop.open(request, self._timeouts.open_s + request.wait_s)
             return hop
 
         return await self._uploader.use(adapter, span, opened)
@@ -160,9 +159,9 @@ class ServerConnection:
         """Asks the server whether it is there while it works."""
         task = asyncio.ensure_future(work)
         try:
-            while not (await asyncio.wait([task], timeout=PROBE_AFTER_S))[0]:
+            while not (await asyncio.wait([task], timeout=self._timeouts.probe_after_s))[0]:
                 async with translated(self.record, span):
-                    await self._stub.Describe(pb.DescribeRequest(), timeout=PROBE_TIMEOUT_S)
+                    await self._stub.Describe(pb.DescribeRequest(), timeout=self._timeouts.probe_s)
             return task.result()
         finally:
             task.cancel()
@@ -171,7 +170,7 @@ class ServerConnection:
         await self._watched(self._put(data, span), span)
 
     async def _put(self, data: bytes, span: Span) -> None:
-        call = self._stub.PutAdapter(timeout=self._step_timeout_s)
+        call = self._stub.PutAdapter(timeout=self._config.step_timeout_s)
         async with translated(self.record, span, call):
             for start in range(0, len(data), PART_BYTES):
                 await call.write(pb.PutAdapterRequest(part=data[start : start + PART_BYTES]))
@@ -185,7 +184,7 @@ class ServerConnection:
     ) -> tuple[WireTensor, bool]:
         message = self._forward_message(span, hidden, context, adapter)
         message.keep_key = keep_key
-        call = self._stub.Forward(timeout=self._step_timeout_s)
+        call = self._stub.Forward(timeout=self._config.step_timeout_s)
         async with translated(self.record, span, call):
             await call.write(pb.ForwardRequest(forward=message))
             for part in hidden.parts:
@@ -203,7 +202,7 @@ class ServerConnection:
         expected: Sequence[pb.Tensor],
     ) -> tuple[WireTensor, list[WireTensor]]:
         """``parts``: of the hidden states that ``first`` begins."""
-        call = self._stub.Backward(timeout=self._step_timeout_s)
+        call = self._stub.Backward(timeout=self._config.step_timeout_s)
         async with translated(self.record, span, call):
             await call.write(first)
             for part in parts:

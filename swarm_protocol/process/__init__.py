@@ -1,1 +1,1 @@
-"""What a process leaves behind and how it ends: scratch directories and signals."""
+"""How a process is called, what it leaves behind and how it ends: command names, scratch directories and signals."""

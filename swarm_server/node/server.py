@@ -22,6 +22,7 @@ from swarm_protocol.dht.records import REFRESH_S, ServerRecord, ServerState, Swa
 from swarm_protocol.errors import SwarmError
 from swarm_protocol.net.identity import Certificate
 from swarm_protocol.pb.swarm_pb2_grpc import add_BlocksServicer_to_server
+from swarm_protocol.process.invocation import typed
 from swarm_protocol.span import Span
 from swarm_protocol.wire.constants import WIRE_VERSION
 from swarm_server.blocks.blocks import BlockStack
@@ -373,8 +374,8 @@ class Server:
         if ipaddress.ip_address(config.host).is_loopback:
             _logger.info("only this machine can join; to let others in, start servers with --host ADDRESS")
         else:
-            _logger.info("on the next machine: python -m swarm_server%s%s --initial-peers %s", model, swarm, peer)
-        _logger.info('try it: python -m swarm_client generate%s%s "Return a list of"', model, swarm)
+            _logger.info("on the next machine: %s%s%s --initial-peers %s", typed("server"), model, swarm, peer)
+        _logger.info('try it: %s%s%s "Return a list of"', typed("generate"), model, swarm)
 
 
 async def _repeat(action: Callable[[], Awaitable[None]], pause_s: tuple[float, float]) -> None:

@@ -95,9 +95,11 @@ WRONG, FAILED = 2, 1  # exit codes: the command line is wrong; what it asks for 
 MISTAKES = {
     "status-of-no-swarm": (["status"], "no swarm named 'default' runs on this machine", FAILED),
     "generate-without-swarm": (["generate", "x"], "no swarm named 'default' runs on this machine", FAILED),
+    "chat-without-swarm": (["chat"], "no swarm named 'default' runs on this machine", FAILED),
     "hint": (["status", "--swarm", "mine"], "start a server with `python -m swarm_server --swarm mine`", FAILED),
     "no-prompt": (["generate", ""], "the prompt is empty", WRONG),
     "no-tokens": (["generate", "x", "--max-new-tokens", "0"], "max_new_tokens is 0: expected at least 1", WRONG),
+    "top-p": (["chat", "--top-p", "2"], "top_p is 2.0: expected a probability above 0 and at most 1", WRONG),
     "temperature": (["generate", "x", "--temperature", "-1"], "temperature is -1.0: expected 0 or more", WRONG),
     "no-model": (["generate", "x", "--model", "/nowhere/model"], "/nowhere/model does not exist", WRONG),
     "swarm-name": (["status", "--swarm", "a/b"], "swarm name 'a/b' is not usable", WRONG),

@@ -6,28 +6,40 @@ import json
 import os
 import subprocess
 import sys
+from importlib.metadata import version
 
 import pytest
 
 HEAVY = ["torch", "transformers", "hivemind", "huggingface_hub", "datasets"]
 
+# Starts a command in this process.
+START = """
+import runpy, sys
+def start(name, arguments):
+    if name == "swarm":  # the console script
+        from swarm_command.entry import main
+        sys.argv = ["/usr/bin/swarm", *arguments]
+        main()
+    else:
+        sys.argv = [name, *arguments]
+        runpy.run_module(name, run_name="__main__", alter_sys=True)
+"""
 # Runs command lines one after the other in one process; says how each ended and what is imported in the end.
-RUN = """
-import json, runpy, sys
+RUN = f"""{START}
+import json
 package, commands, heavy = json.loads(sys.argv[1])
 codes = []
 for arguments in commands:
-    sys.argv = [package, *arguments]
     try:
-        runpy.run_module(package, run_name="__main__", alter_sys=True)
+        start(package, arguments)
     except SystemExit as end:
         codes.append(end.code)
 sys.stdout.write("\\n" + json.dumps([codes, [name for name in heavy if name in sys.modules]]))
 """
 
 # Runs a command line that gets SIGINT when a module begins to be imported.
-INTERRUPTED = """
-import os, runpy, signal, sys
+INTERRUPTED = f"""{START}
+import os, signal
 signal.signal(signal.SIGINT, signal.default_int_handler)
 module, package, *arguments = sys.argv[1:]
 assert module not in sys.modules
@@ -37,8 +49,7 @@ class Finder:
         if name == module:
             os.kill(os.getpid(), signal.SIGINT)
 sys.meta_path.insert(0, Finder)
-sys.argv = [package, *arguments]
-runpy.run_module(package, run_name="__main__", alter_sys=True)
+start(package, arguments)
 """
 
 
@@ -48,7 +59,7 @@ def python(script: str, *arguments: str, cache: os.PathLike[str]) -> subprocess.
     return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120)
 
 
-WRONG = {
+WRONG = {  # the first is right
     "swarm_server": [
         ["--help"],
         ["--blocks", "10:5"],
@@ -80,6 +91,17 @@ WRONG = {
         ["status", "--initial-peers", "/ip4/1.2.3/tcp/1/p2p/Qm"],
         ["demo", "--max-new-tokens", "0"],
     ],
+    "swarm": [
+        ["--help"],
+        ["generate", ""],
+        ["chat", "--max-new-tokens", "0"],
+        ["chat", "hello"],
+        ["generate", "x", "--no-such-flag"],
+        ["server", "--quant", "int3"],
+        ["server", "--no-such-flag"],
+        ["serve"],
+        ["--no-such-flag"],
+    ],
 }
 
 
@@ -94,13 +116,69 @@ def test_what_is_wrong_is_said_before_anything_heavy_is_imported(package, tmp_pa
     assert result.stderr.count("error: ") == len(codes) - 1
 
 
+def run_in_one_process(package: str, *commands: list[str], cache: os.PathLike[str]) -> tuple[list[int], str, str]:
+    """Their exit codes, and what they print and say."""
+    result = python(RUN, json.dumps([package, commands, HEAVY]), cache=cache)
+    *printed, last = result.stdout.splitlines()
+    return json.loads(last)[0], "\n".join(printed), result.stderr
+
+
+@pytest.mark.parametrize(
+    ("package", "arguments", "usage"),
+    [
+        ("swarm", ["server"], "swarm server"),
+        ("swarm", ["generate"], "swarm generate"),
+        ("swarm", [], "swarm"),
+        ("swarm_server", [], "python -m swarm_server"),
+        ("swarm_client", ["generate"], "python -m swarm_client generate"),
+        ("swarm_client", [], "python -m swarm_client"),
+    ],
+)
+def test_help_is_for_the_command_that_was_typed(package, arguments, usage, tmp_path):
+    codes, printed, _ = run_in_one_process(package, [*arguments, "--help"], cache=tmp_path)
+    assert codes == [0]
+    assert printed.startswith(f"usage: {usage} [-h]")
+
+
+@pytest.mark.parametrize("package", ["swarm", "swarm_client"])
+def test_a_command_is_wanted(package, tmp_path):
+    codes, printed, said = run_in_one_process(package, [], cache=tmp_path)
+    assert (codes, printed) == ([2], "")
+    assert said.startswith("usage: ") and " status " in said
+    assert (" server " in said) == (package == "swarm")
+
+
+def test_an_unknown_command_is_told_which_there_are(tmp_path):
+    codes, _, said = run_in_one_process("swarm", ["serve"], cache=tmp_path)
+    assert codes == [2]
+    assert said == "error: there is no command 'serve': expected server, generate, chat, finetune, status, demo\n"
+    codes, _, said = run_in_one_process("swarm_client", ["serve"], cache=tmp_path)
+    assert said == "error: there is no command 'serve': expected generate, chat, finetune, status, demo\n"
+
+
+@pytest.mark.parametrize(
+    ("package", "arguments"), [("swarm", []), ("swarm", ["server"]), ("swarm_client", []), ("swarm_server", [])]
+)
+def test_version(package, arguments, tmp_path):
+    codes, printed, _ = run_in_one_process(package, [*arguments, "--version"], cache=tmp_path)
+    assert (codes, printed.strip()) == ([0], f"swarm {version('swarm-lm')}")
+
+
+def test_hints_are_for_the_command_that_was_typed(tmp_path):
+    hint = "start a server with `{} --swarm mine`"
+    for package, command in (("swarm", "swarm server"), ("swarm_client", "python -m swarm_server")):
+        _, _, said = run_in_one_process(package, ["status", "--swarm", "mine"], cache=tmp_path)
+        assert hint.format(command) in said
+
+
 @pytest.mark.parametrize("module", ["argparse", "swarm_protocol.errors", "torch", "transformers"])
 def test_interrupted_while_a_server_is_imported(module, tmp_path):
     result = python(INTERRUPTED, module, "swarm_server", cache=tmp_path)
     assert (result.returncode, result.stdout, result.stderr) == (130, "", "")
 
 
+@pytest.mark.parametrize("package", ["swarm", "swarm_client"])
 @pytest.mark.parametrize("module", ["argparse", "swarm_protocol.errors", "torch"])
-def test_interrupted_while_a_client_is_imported(module, tmp_path):
-    result = python(INTERRUPTED, module, "swarm_client", "status", cache=tmp_path)
+def test_interrupted_while_a_client_is_imported(package, module, tmp_path):
+    result = python(INTERRUPTED, module, package, "status", cache=tmp_path)
     assert (result.returncode, result.stdout, result.stderr) == (130, "", "")

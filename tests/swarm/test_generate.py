@@ -18,7 +18,13 @@ from transformers import (
     TextIteratorStreamer,
 )
 
-from swarm_client import DistributedModel, DistributedModelForSequenceClassification, NoSwarm, RequestRejected
+from swarm_client import (
+    ClientConfig,
+    DistributedModel,
+    DistributedModelForSequenceClassification,
+    NoSwarm,
+    RequestRejected,
+)
 from swarm_client.sessions.session import RemoteSession
 from tests.swarm.harness import InProcessServers, Numbers
 from tests.swarm.pair import NEW_TOKENS, Pair, ends_only_at_its_length, random_ids, started
@@ -366,3 +372,14 @@ def test_an_initial_peer_that_is_not_there(pair):
     peer_id = pair.servers.initial_peers[0].rpartition("/")[2]
     with pytest.raises(NoSwarm, match="no initial peer answered: /ip4/127"):
         DistributedModel.from_pretrained(pair.servers.model, initial_peers=[f"/ip4/127.0.0.1/tcp/1/p2p/{peer_id}"])
+
+
+def test_a_config_is_what_the_keywords_fill(pair):
+    keywords = {"initial_peers": pair.servers.initial_peers, "swarm": pair.servers.swarm, "wait_timeout_s": 7}
+    config = ClientConfig(**keywords)
+    ids, tokens = random_ids(1, 5, seed=9), []
+    for options in ({"config": config}, keywords):
+        with DistributedModel.from_pretrained(str(pair.servers.model), **options) as remote:
+            assert remote.blocks.swarm.config == config
+            tokens.append(remote.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=2, do_sample=False))
+    assert torch.equal(*tokens)

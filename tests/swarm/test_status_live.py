@@ -153,7 +153,7 @@ def test_a_server_that_was_killed_does_not_answer_and_the_chain_avoids_it(server
 
 def test_a_server_describes_itself_and_nobody_else(servers):
     async def described(record: ServerRecord) -> ServerRecord:
-        server = await ServerConnection.connect(record, DEADLINE_S)
+        server = await ServerConnection.connect(record, ClientConfig(step_timeout_s=DEADLINE_S))
         try:
             return await server.describe()
         finally:

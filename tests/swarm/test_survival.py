@@ -10,8 +10,8 @@ import torch
 from transformers import DynamicCache
 
 from swarm_client import RecoveryFailed
+from swarm_client.core.config import Timeouts
 from swarm_client.core.events import Waiting
-from swarm_client.sessions import chain
 from swarm_client.sessions.call import Call
 from swarm_client.sessions.chain import Chain
 from swarm_client.transport.hops import BlockAnswer, HopSession
@@ -74,10 +74,9 @@ def test_killed_in_the_middle_of_a_step(client, moments, hop):
 
 
 @each_hop(1)
-def test_hangs(client, moments, hop, monkeypatch):
+def test_hangs(connect, moments, hop):
     """Its machine still holds the connection."""
-    monkeypatch.setattr(chain, "PROBE_AFTER_S", 0.2)
-    monkeypatch.setattr(chain, "PROBE_TIMEOUT_S", 2.0)
+    client = connect(timeouts=Timeouts(probe_after_s=0.2, probe_s=2.0))
     moments.before_step(5, lambda: client.server(hop).signal(signal.SIGSTOP))
     client.generate(PROMPT)
     assert client.moved_blocks == [SPANS[hop]]

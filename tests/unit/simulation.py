@@ -17,6 +17,7 @@ from typing import Any
 import grpc
 import torch
 
+from swarm_client.core.config import ClientConfig
 from swarm_client.transport.transport import ServerConnection
 from swarm_protocol.dht.records import ServerRecord, SwarmView
 from swarm_protocol.errors import PeerUnavailable, RequestRejected
@@ -306,9 +307,9 @@ class Net:
             raise PeerUnavailable(f"nobody answers at {name}", name)
         return Channel(self, client, server)
 
-    async def connect_client(self, record: ServerRecord, step_timeout_s: float) -> ServerConnection:
+    async def connect_client(self, record: ServerRecord, config: ClientConfig) -> ServerConnection:
         await asyncio.sleep(0.001)
-        return ServerConnection(record, self.connect("client", record.peer_id), step_timeout_s)
+        return ServerConnection(record, self.connect("client", record.peer_id), config)
 
 
 # ---------------------------------------------------------------- gRPC

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
+
 import pytest
 
-from swarm_client.core.config import ClientConfig
+from swarm_client.core.config import ClientConfig, Timeouts
 
 
 @pytest.mark.parametrize(
@@ -14,6 +16,7 @@ from swarm_client.core.config import ClientConfig
         ({"recovery_timeout_s": "soon"}, "recovery_timeout_s is 'soon': expected a number of seconds"),
         ({"wait_timeout_s": float("nan")}, "wait_timeout_s is nan: expected a number of seconds"),
         ({"step_timeout_s": None}, "step_timeout_s is None: expected a number of seconds"),
+        ({"timeouts": 3}, "timeouts is 3: expected Timeouts(connect_s=…, …)"),
         ({"on_event": 3}, "on_event is 3: expected a function of one event"),
         ({"compression": "zip"}, "compression 'zip' is unknown: expected none or int8"),
         ({"initial_peers": "/ip4/1"}, "initial_peers is a string: expected a list of multiaddrs"),
@@ -28,3 +31,10 @@ def test_a_sentence_says_what_was_expected(fields, sentence):
     with pytest.raises(ValueError) as caught:
         ClientConfig(**fields)
     assert str(caught.value) == sentence
+
+
+@pytest.mark.parametrize("field", fields(Timeouts), ids=lambda field: field.name)
+@pytest.mark.parametrize("seconds", [-1, float("nan"), float("inf"), None, "soon"])
+def test_a_timeout_is_a_number_of_seconds(field, seconds):
+    with pytest.raises(ValueError, match=f"timeouts.{field.name} is {seconds!r}: expected a number of seconds"):
+        Timeouts(**{field.name: seconds})

@@ -42,7 +42,7 @@ class Net:
     async def shutdown(self) -> None:
         pass
 
-    async def connect(self, record: ServerRecord, _step_timeout_s: float) -> FakeServer:
+    async def connect(self, record: ServerRecord, _config: ClientConfig) -> FakeServer:
         self.connections += 1
         return FakeServer(self, record)
 
@@ -96,9 +96,9 @@ def monitor(net: Net, model: str | None = None, *others: Net) -> Monitor:
             raise NoSwarm("nobody answers")
         return found
 
-    async def connect(record: ServerRecord, step_timeout_s: float) -> FakeServer:
+    async def connect(record: ServerRecord, config: ClientConfig) -> FakeServer:
         owner = next(net for net in (net, *others) if record.peer_id in net.records)
-        return await owner.connect(record, step_timeout_s)
+        return await owner.connect(record, config)
 
     return Monitor(ClientConfig(), model, join=join, connect=connect)
 

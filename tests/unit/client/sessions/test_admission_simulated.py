@@ -76,9 +76,9 @@ class Crowd(Scenario):
     async def client(self, name: str, wait_timeout_s: float, **options: Any) -> Swarm:
         config = ClientConfig(wait_timeout_s=wait_timeout_s, step_timeout_s=20.0, **options)
 
-        async def connect(record: ServerRecord, step_timeout_s: float) -> ServerConnection:
+        async def connect(record: ServerRecord, config: ClientConfig) -> ServerConnection:
             await asyncio.sleep(0.001)
-            return ServerConnection(record, self.net.connect(name, record.peer_id), step_timeout_s)
+            return ServerConnection(record, self.net.connect(name, record.peer_id), config)
 
         swarm = Swarm(config, MODEL, REVISION, NUM_BLOCKS, dht=self.net, connect=connect)
         await swarm.connect()

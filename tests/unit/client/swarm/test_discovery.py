@@ -8,10 +8,7 @@ from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import Any
 
-import pytest
-
-from swarm_client.core.config import ClientConfig
-from swarm_client.swarm import discovery
+from swarm_client.core.config import ClientConfig, Timeouts
 from swarm_client.swarm.discovery import Discovery
 from swarm_protocol.dht.records import SwarmView
 from swarm_protocol.errors import NoSwarm
@@ -55,19 +52,14 @@ async def seen(client: Discovery) -> str | None:
     return None if view is None else view.servers[0].peer_id
 
 
-def play(story: Callable[[Discovery, FakeDht, Ways], Coroutine[Any, Any, None]]) -> None:
+def play(story: Callable[[Discovery, FakeDht, Ways], Coroutine[Any, Any, None]], **timeouts: float) -> None:
     async def told() -> None:
         first, ways = FakeDht("first"), Ways()
-        client = Discovery(ClientConfig(), ways.join, first)
+        client = Discovery(ClientConfig(timeouts=Timeouts(rejoin_after_s=0, **timeouts)), ways.join, first)
         await story(client, first, ways)
         await client.close()
 
     run(told())
-
-
-@pytest.fixture(autouse=True)
-def at_once(monkeypatch) -> None:
-    monkeypatch.setattr(discovery, "_REJOIN_S", 0.0)
 
 
 def test_as_long_as_somebody_answers_nothing_is_joined() -> None:
@@ -115,9 +107,7 @@ def test_a_dht_that_cannot_be_read_is_left() -> None:
     play(story)
 
 
-def test_nobody_waits_long_for_those_who_do_not_answer(monkeypatch) -> None:
-    monkeypatch.setattr(discovery, "_WAIT_S", 0.01)
-
+def test_nobody_waits_long_for_those_who_do_not_answer() -> None:
     async def story(client: Discovery, first: FakeDht, ways: Ways) -> None:
         first.is_alone, answer = True, asyncio.Event()
         ways.come = [answer, FakeDht("second")]
@@ -129,4 +119,4 @@ def test_nobody_waits_long_for_those_who_do_not_answer(monkeypatch) -> None:
 
         await until(arrived)
 
-    play(story)
+    play(story, rejoin_s=0.01)

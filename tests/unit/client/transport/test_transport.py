@@ -10,6 +10,7 @@ import grpc
 import pytest
 import torch
 
+from swarm_client.core.config import Timeouts
 from swarm_client.routing.routing import Hop
 from swarm_client.transport.grpc_calls import Stream
 from swarm_client.transport.hops import Answer, HopSession, Inbox, Trouble
@@ -23,6 +24,7 @@ HIDDEN = torch.randn(1, 2, 4)
 LARGE = torch.randn(1, 3, 2**18)  # travels in two further parts
 OPENED = pb.SessionReply(opened=pb.Opened(tokens_left=100, max_step_tokens=64))
 NUMBER = 7  # of the hop
+DEFAULTS = Timeouts()
 
 
 class FakeCall:
@@ -74,9 +76,9 @@ def events(*replies: pb.SessionReply, code: grpc.StatusCode = grpc.StatusCode.OK
     return run(read())
 
 
-def hop_session(call: FakeCall, inbox: Inbox | None = None) -> HopSession:
+def hop_session(call: FakeCall, inbox: Inbox | None = None, timeouts: Timeouts = DEFAULTS) -> HopSession:
     hop = Hop(server_record("peer"), Span(0, 4))
-    return HopSession(NUMBER, hop, Stream(call, hop.server, hop.span), inbox, pb.Open(), None)
+    return HopSession(NUMBER, hop, Stream(call, hop.server, hop.span), inbox, pb.Open(), None, timeouts)
 
 
 def output(tensor: torch.Tensor | None, number: int = 3, **fields: object) -> list[pb.SessionReply]:
@@ -128,6 +130,20 @@ class TestOpening:
             run(hop_session(call).open(pb.Open(), timeout_s=0.01))
         assert_of_the_peer(caught.value)
         assert call.cancelled
+
+
+def test_a_goodbye_that_nobody_hears_takes_as_long_as_the_config_says() -> None:
+    class DeafCall(FakeCall):
+        async def done_writing(self) -> None:
+            await asyncio.Event().wait()
+
+    async def close() -> None:
+        closing = asyncio.ensure_future(hop_session(call, timeouts=Timeouts(close_s=0.01)).close())
+        assert (await asyncio.wait([closing], timeout=0.5))[0]
+
+    call = DeafCall([])
+    run(close())
+    assert call.cancelled
 
 
 def test_a_step_is_sent_with_all_its_parts() -> None:

@@ -1,0 +1,211 @@
+"""A conversation in the terminal is the text that the local model would write, computed once."""
+
+from __future__ import annotations
+
+import io
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from swarm_client import DistributedModel
+from swarm_client.generation.chat import Conversation, chat
+from swarm_client.generation.text_options import TextOptions
+from swarm_protocol.checkpoints.default_model import DEFAULT_MODEL, locate
+from swarm_protocol.errors import PeerUnavailable
+from tests.swarm.harness import InProcessServers
+
+OPTIONS = TextOptions(max_new_tokens=8, temperature=0)
+LINES = ["Return a list of", "The first argument", "Raises"]
+TEMPLATE = (
+    "{% for turn in messages %}<{{ turn.role }}>{{ turn.content }}</s>{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+FORMATS = {None: ("{}", "\n{}"), TEMPLATE: ("<user>{}</s><assistant>", "</s><user>{}</s><assistant>")}
+
+
+@pytest.fixture(scope="module")
+def servers() -> Iterator[InProcessServers]:
+    with InProcessServers(Path(locate(DEFAULT_MODEL))) as servers:
+        servers.start("0:10", "10:20")
+        yield servers
+
+
+@pytest.fixture(scope="module")
+def remote(servers) -> Iterator[PreTrainedModel]:
+    known = {"initial_peers": servers.initial_peers, "swarm": servers.swarm}
+    with DistributedModel.from_pretrained(str(servers.model), **known) as model:
+        yield model
+
+
+@pytest.fixture(scope="module")
+def local() -> PreTrainedModel:
+    return AutoModelForCausalLM.from_pretrained(locate(DEFAULT_MODEL), dtype=torch.float32).eval()
+
+
+@pytest.fixture(params=[None, TEMPLATE], ids=["text", "template"])
+def tokenizer(request) -> PreTrainedTokenizerBase:
+    tokenizer = AutoTokenizer.from_pretrained(locate(DEFAULT_MODEL))
+    tokenizer.chat_template = request.param
+    return tokenizer
+
+
+@pytest.fixture
+def text_tokenizer() -> PreTrainedTokenizerBase:
+    return AutoTokenizer.from_pretrained(locate(DEFAULT_MODEL))
+
+
+def answers_of(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, lines: list[str]) -> list[str]:
+    """What a model in this process answers, computing the whole conversation anew each time."""
+    first, further = FORMATS[tokenizer.chat_template]
+    ids, answers = tokenizer("", return_tensors="pt").input_ids.long(), []
+    if tokenizer.chat_template:
+        ids = ids[:, :0]
+    for line in lines:
+        text = (further if answers else first).format(line)
+        ids = torch.cat([ids, tokenizer(text, add_special_tokens=False, return_tensors="pt").input_ids], 1)
+        length = ids.shape[1]
+        ids = model.generate(ids, attention_mask=torch.ones_like(ids), **OPTIONS.as_arguments())
+        answers.append(tokenizer.decode(ids[0, length:], skip_special_tokens=True))
+    return answers
+
+
+@pytest.fixture
+def typed(monkeypatch):
+    def typed(*lines: str) -> None:
+        monkeypatch.setattr(sys, "stdin", io.StringIO("".join(f"{line}\n" for line in lines)))
+
+    return typed
+
+
+def test_a_conversation_is_that_of_the_local_model(remote, local, tokenizer, typed, capsys):
+    expected = answers_of(local, tokenizer, LINES)
+    conversation = Conversation(remote, tokenizer, OPTIONS)
+    typed(LINES[0], "", *LINES[1:])
+    chat(conversation, interactive=False)
+    assert capsys.readouterr().out == "".join(f"{answer}\n" for answer in expected)
+    assert conversation.cache.session.stats.tokens == conversation.cache.get_seq_length()  # each was computed once
+
+
+def test_a_template_may_change_earlier_turns(remote, local, text_tokenizer):
+    """As those do that leave out what a model has thought."""
+    text_tokenizer.chat_template = TEMPLATE.replace("turn.content", "turn.content[:5]")
+    conversation, messages = Conversation(remote, text_tokenizer, OPTIONS), []
+    for line in LINES:
+        messages.append({"role": "user", "content": line})
+        ids = text_tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+        expected = local.generate(torch.tensor([ids]), **OPTIONS.as_arguments())[0, len(ids) :]
+        messages.append({"role": "assistant", "content": conversation.answer(line)})
+        assert messages[-1]["content"] == text_tokenizer.decode(expected, skip_special_tokens=True)
+
+
+def test_a_template_that_refuses(remote, text_tokenizer):
+    text_tokenizer.chat_template = "{{ raise_exception('no users') }}"
+    with pytest.raises(ValueError, match="the model's chat template refuses this: no users"):
+        Conversation(remote, text_tokenizer, OPTIONS).answer(LINES[0])
+
+
+def test_reset_and_exit(remote, local, tokenizer, typed, capsys):
+    one, two = answers_of(local, tokenizer, LINES[:1]), answers_of(local, tokenizer, LINES[1:2])
+    typed(LINES[0], "/reset", LINES[1], "/exit", LINES[2])
+    chat(Conversation(remote, tokenizer, OPTIONS), interactive=False)
+    assert capsys.readouterr().out == "".join(f"{answer}\n" for answer in one + two)
+
+
+def test_what_is_wrong_is_said_and_the_conversation_goes_on(remote, local, text_tokenizer, typed, capsys):
+    expected = answers_of(local, text_tokenizer, LINES[:2])
+    typed(LINES[0], "/quit", "very long " * 1000, LINES[1])
+    chat(Conversation(remote, text_tokenizer, OPTIONS), interactive=True)
+    out, err = capsys.readouterr()
+    unknown, too_long = err.splitlines()
+    assert unknown == "error: there is no command /quit: expected /exit or /reset"
+    assert too_long.startswith("error: with this, the conversation has ")
+    assert too_long.endswith("tokens, and the model only 1024 positions: /reset starts over")
+    assert out.partition("\n")[2] == f"> {expected[0]}\n> > > {expected[1]}\n> \n"
+
+
+def test_without_a_terminal_a_mistake_ends_it(remote, text_tokenizer, typed):
+    typed("/quit", LINES[0])
+    with pytest.raises(ValueError, match="there is no command /quit"):
+        chat(Conversation(remote, text_tokenizer, OPTIONS), interactive=False)
+
+
+def test_an_answer_takes_no_more_than_the_positions_that_are_left(remote, text_tokenizer):
+    limit = remote.blocks.max_positions
+    conversation = Conversation(remote, text_tokenizer, TextOptions(max_new_tokens=2 * limit, temperature=0))
+    line = text_tokenizer.decode([509] * (limit - 3))
+    num_tokens = len(text_tokenizer(line).input_ids)
+    conversation.answer(line)
+    assert num_tokens < len(conversation.token_ids) <= limit
+
+
+@pytest.mark.parametrize("moment", [1, 4])
+def test_an_answer_that_is_stopped_stays_as_far_as_it_came(remote, local, text_tokenizer, moments, moment):
+    """Ctrl-C comes while servers compute; before the first token, the turn is as if it had not been."""
+    conversation = Conversation(remote, text_tokenizer, OPTIONS)
+    conversation.answer(LINES[0])
+    before = conversation.token_ids
+    moments.after_sending(OPTIONS.max_new_tokens + moment, lambda: os.kill(os.getpid(), signal.SIGINT))
+    with pytest.raises(KeyboardInterrupt):
+        conversation.answer(LINES[1])
+    if moment == 1:
+        assert conversation.token_ids == before
+    else:
+        line = text_tokenizer("\n" + LINES[1], add_special_tokens=False).input_ids
+        assert len(conversation.token_ids) == len(before) + len(line) + moment - 1
+    text = conversation.token_ids + text_tokenizer("\n" + LINES[2], add_special_tokens=False).input_ids
+    expected = local.generate(torch.tensor([text]), **OPTIONS.as_arguments())[0].tolist()
+    conversation.answer(LINES[2])
+    assert conversation.token_ids == expected
+
+
+def test_a_failure_is_said_and_the_next_line_is_answered(remote, local, text_tokenizer, typed, capsys, monkeypatch):
+    expected, generate, failures = answers_of(local, text_tokenizer, LINES[1:2]), remote.generate, ["once"]
+
+    def failing(*args, **kwargs):
+        if failures:
+            raise PeerUnavailable(f"nobody answers {failures.pop()}")
+        return generate(*args, **kwargs)
+
+    monkeypatch.setattr(remote, "generate", failing)
+    typed(*LINES[:2])
+    chat(Conversation(remote, text_tokenizer, OPTIONS), interactive=True)
+    out, err = capsys.readouterr()
+    assert err == "error: nobody answers once\n"
+    assert expected[0] in out
+
+
+def test_the_death_of_a_server_does_not_end_it(servers, cluster, local, text_tokenizer, moments):
+    expected = answers_of(local, text_tokenizer, LINES)
+    flags = {"model": servers.model, "swarm": servers.swarm, "blocks": "10:20", "quant": "none", "throughput": 10000}
+    fast = cluster.start(*(part for name, value in flags.items() for part in (f"--{name}", str(value))))
+    cluster.wait_ready([fast])
+    known = {"initial_peers": servers.initial_peers, "swarm": servers.swarm}
+    with DistributedModel.from_pretrained(str(servers.model), **known) as remote:
+        conversation = Conversation(remote, text_tokenizer, OPTIONS)
+        answers = [conversation.answer(LINES[0])]
+        assert conversation.cache.session.hops[-1].server.peer_id == fast.peer_id
+        moments.before_step(OPTIONS.max_new_tokens + 4, fast.kill)
+        answers += [conversation.answer(line) for line in LINES[1:]]
+        assert answers == expected
+        assert conversation.cache.session.stats.recoveries == 1
+
+
+def test_as_a_command(servers, local, text_tokenizer):
+    expected = answers_of(local, text_tokenizer, LINES[:2])
+    flags = ["--swarm", servers.swarm, "--model", str(servers.model), "--max-new-tokens", "8", "--temperature", "0"]
+    result = subprocess.run(
+        [sys.executable, "-m", "swarm_client", "chat", *flags],
+        input="\n".join(LINES[:2]),
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert (result.returncode, result.stderr) == (0, "")
+    assert result.stdout == "".join(f"{answer}\n" for answer in expected)
