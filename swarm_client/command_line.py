@@ -27,7 +27,7 @@ from swarm_protocol.process import signals
 from swarm_protocol.process.invocation import add_version, typed
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from swarm_client.model.hf_model import RemoteModelMixin
 
 _MIN_INTERVAL_S, _MAX_INTERVAL_S = 0.5, 3600.0  # between two pictures of a swarm
 Command = Callable[[], None]
@@ -194,7 +194,7 @@ def _text_options(args: argparse.Namespace, **more: int) -> TextOptions:
     )
 
 
-def _connecting(args: argparse.Namespace) -> Callable[[], PreTrainedModel]:
+def _connecting(args: argparse.Namespace) -> Callable[[], RemoteModelMixin]:
     """Connects the model that the flags ask for; they are checked now."""
     check_location(locate(args.model), args.revision)
     trained_here = args.adapter is not None and Path(args.adapter).is_dir()
@@ -212,7 +212,7 @@ def _connecting(args: argparse.Namespace) -> Callable[[], PreTrainedModel]:
         adapter="" if trained_here else args.adapter or "",
     )
 
-    def connect() -> PreTrainedModel:
+    def connect() -> RemoteModelMixin:
         from swarm_client.adapters.trained import add_trained
         from swarm_client.model.model import DistributedModel
 

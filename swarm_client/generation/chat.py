@@ -5,14 +5,17 @@ from __future__ import annotations
 import contextlib
 import re
 import sys
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from jinja2 import TemplateError
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, TextStreamer
+from transformers import PreTrainedTokenizerBase, TextStreamer
 
 from swarm_client.generation.text_options import TextOptions
 from swarm_protocol.errors import SwarmError
+
+if TYPE_CHECKING:
+    from swarm_client.model.hf_model import RemoteModelMixin
 
 EXIT, RESET = "/exit", "/reset"
 
@@ -28,7 +31,7 @@ class Conversation:
         cache: what the model has computed of them.
     """
 
-    def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, options: TextOptions) -> None:
+    def __init__(self, model: RemoteModelMixin, tokenizer: PreTrainedTokenizerBase, options: TextOptions) -> None:
         self._model, self._tokenizer, self._options = model, tokenizer, options
         self._messages: list[dict[str, str]] = []
         self._text = ""  # of these
@@ -53,17 +56,17 @@ class Conversation:
         arguments = self._arguments(len(prompt))
         known = self.cache.get_seq_length()
         if known >= len(prompt) or prompt[:known] != self._sent[:known]:
-            self.cache.reset()  # a turn was taken back, or the template has changed earlier ones
+            self.cache.session.reset()  # a turn was taken back, or the template has changed earlier ones
         ids = torch.tensor([prompt], device=self._model.device)
         answer = _Answer(self._tokenizer)
         try:
             self._model.generate(ids, attention_mask=torch.ones_like(ids), streamer=answer, **arguments)
         except BaseException:
-            answer.end()  # whatever is said next begins on a line of its own
+            answer.end()  # type: ignore[no-untyped-call]  # whatever is said next begins on a line of its own
             raise
         finally:
             self._sent = prompt + answer.token_ids
-            content = self._tokenizer.decode(answer.token_ids, skip_special_tokens=True)
+            content = str(self._tokenizer.decode(answer.token_ids, skip_special_tokens=True))
             if answer.token_ids:
                 self.token_ids, self._text = self._sent, text + content
                 self._messages = [*messages, {"role": "assistant", "content": content}]
@@ -72,13 +75,13 @@ class Conversation:
     def reset(self) -> None:
         """Forgets all turns."""
         self._messages, self._text, self._sent, self.token_ids = [], "", [], []
-        self.cache.reset()
+        self.cache.session.reset()
 
     def _rendered(self, messages: list[dict[str, str]]) -> str:
         """The text of all turns, of which the last waits for an answer."""
         if self._tokenizer.chat_template:
             try:
-                return self._tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+                return str(self._tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False))
             except TemplateError as error:
                 raise ValueError(f"the model's chat template refuses this: {error}") from None
         return "".join(f"\n{turn['content']}" if turn["role"] == "user" else turn["content"] for turn in messages)[1:]
@@ -86,11 +89,11 @@ class Conversation:
     def _tokens(self, text: str) -> list[int]:
         """Of all turns: those that the model has chosen stay, though a tokenizer might cut its answers otherwise."""
         if not self._text or not text.startswith(self._text):  # templates may shorten earlier turns
-            return self._tokenizer(text, add_special_tokens=not self._tokenizer.chat_template).input_ids
+            return list(self._tokenizer(text, add_special_tokens=not self._tokenizer.chat_template).input_ids)
         known = self.token_ids
         if known[-1] in self._tokenizer.all_special_ids:  # the end of the answer: the template says how a turn ends
             known = known[:-1]
-        return known + self._tokenizer(text.removeprefix(self._text), add_special_tokens=False).input_ids
+        return known + list(self._tokenizer(text.removeprefix(self._text), add_special_tokens=False).input_ids)
 
     def _arguments(self, num_tokens: int) -> dict[str, Any]:
         """For ``generate``: an answer takes what positions are left at most."""
@@ -119,7 +122,7 @@ class _Answer(TextStreamer):
     def put(self, value: torch.Tensor) -> None:
         if not self.next_tokens_are_prompt:
             self.token_ids += value.tolist()
-        super().put(value)
+        super().put(value)  # type: ignore[no-untyped-call]
 
 
 def chat(conversation: Conversation, *, interactive: bool) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
@@ -111,8 +111,8 @@ class _Distributed:
             on_event=on_event,
             compression=compression,
             head_quant=head_quant,
-            allowed_servers=_names(allowed_servers),
-            blocked_servers=_names(blocked_servers),
+            allowed_servers=allowed_servers,
+            blocked_servers=blocked_servers,
             adapter=adapter,
             timeouts=timeouts,
         )
@@ -144,11 +144,6 @@ class DistributedModelForSequenceClassification(_Distributed):
     """``AutoModelForSequenceClassification`` for a swarm."""
 
     _auto_class = AutoModelForSequenceClassification
-
-
-def _names(peers: Sequence[str]) -> tuple[str, ...]:
-    """Of peers. One name stays what it is: ``ClientConfig`` says what was expected."""
-    return cast("tuple[str, ...]", peers) if isinstance(peers, str) else tuple(peers)
 
 
 def _client_config(config: ClientConfig | None, **keywords: Any) -> ClientConfig:

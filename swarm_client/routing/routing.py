@@ -186,8 +186,8 @@ def _links(servers: Sequence[ServerRecord], starts: np.ndarray, ends: np.ndarray
         for peer_id, rtt_s in server.next_hop_rtts_s.items()
         if (other := numbers.get(peer_id)) is not None
     ]
-    one, other, rtt = np.array(measured, float).reshape(-1, 3).T
-    since, to = np.concatenate([one, other]).astype(int), np.concatenate([other, one]).astype(int)
+    left, right, rtt = np.array(measured, float).reshape(-1, 3).T
+    since, to = np.concatenate([left, right]).astype(int), np.concatenate([right, left]).astype(int)
     lowest, highest = np.maximum(starts[since] + 1, starts[to]), np.minimum(ends[since] + 1, ends[to])
     half = np.concatenate([rtt, rtt]) / 2
     use = (lowest < highest) & (half < half_rtt[since] + half_rtt[to])
