@@ -20,7 +20,7 @@ def on_page_markdown(markdown: str, **_page: object) -> str:
 def parser_of(package: str) -> argparse.ArgumentParser:
     """The parser that ``parse_args`` of the package's command line makes."""
     with patch.object(argparse.ArgumentParser, "parse_args", lambda parser, _argv=None: parser):
-        return import_module(f"{package}.command_line").parse_args([])
+        return import_module(f"{package}.command_line").parse_args(["demo"])  # an empty command line prints the help
 
 
 def commands(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:
@@ -43,7 +43,7 @@ def lines(package: str) -> Iterator[str]:
 def _table(parser: argparse.ArgumentParser) -> Iterator[str]:
     yield from ("| | | default |", "|---|---|---|")
     for action in parser._actions:
-        if isinstance(action, argparse._HelpAction):
+        if isinstance(action, argparse._HelpAction | argparse._VersionAction):
             continue
         cells = (f"`{_usage(action)}`", (action.help or "").replace("%%", "%"), _default(action.default))
         yield f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
