@@ -287,7 +287,8 @@ ALIKE = (
     *("nanochat", "gemma4_unified_text", "lfm2_moe", "lfm3", "qwen3_5_text", "qwen3_5_moe_text", "olmo_hybrid"),
     *("kimi_linear", "bailing_hybrid", "bamba", "granitemoehybrid", "mamba", "falcon_mamba"),
     *("opt", "gpt_neox", "qwen2", "qwen2_moe", "qwen3", "gemma", "gemma2", "phi3", "olmo3", "stablelm", "starcoder2"),
-    *("cohere", "glm", "glm4", "granite", "smollm3", "nemotron"),
+    *("cohere", "glm", "glm4", "granite", "smollm3", "nemotron", "falcon-40b", "gptj", "qwen2-sliding", "qwen3_moe"),
+    *("phi", "olmo2", "exaone4"),
 )
 
 _TASKS = {"causal-lm": AutoModelForCausalLM, "sequence-classification": AutoModelForSequenceClassification}

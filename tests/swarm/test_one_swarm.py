@@ -95,7 +95,8 @@ def test_who_starts_while_the_others_are_frozen_waits_for_them_and_says_so(tmp_p
     assert "starting without them" not in newcomer.stderr
 
 
-@pytest.mark.parametrize("is_whole", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("is_whole", [False, True])
 def test_many_clients_that_come_while_the_servers_are_frozen_all_join(is_whole, tmp_path, start, caplog):
     """Its libp2p daemon takes connections still; or all of it is, as a container, and the registry says it lives."""
     server = start(tmp_path)

@@ -23,6 +23,7 @@ def servers(tmp_path) -> Iterator[InProcessServers]:
         yield servers
 
 
+@pytest.mark.slow
 def test_servers_of_so_many_blocks_cover_the_model(servers):
     for _ in range(BLOCKS // 2):
         servers.start(ANYWHERE, blocks=None, num_blocks=2)

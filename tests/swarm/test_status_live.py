@@ -211,6 +211,7 @@ def test_a_terminal_that_is_closed_ends_watching(servers, watch):
     wait_for(lambda: not any(map(is_alive, [terminal, *daemons])), "the client and its libp2p daemon have ended")
 
 
+@pytest.mark.slow
 def test_watching_as_json_prints_lines(servers, watch):
     servers.start("0:20")
     watching = watch("--json")
