@@ -230,11 +230,13 @@ def test_training_that_diverges_is_no_fault_of_servers(servers, place, cache_hom
     options = [*LORA, "--learning-rate", "1000", "--validation-share", "0"]
     (outcome,) = run_commands("swarm_client", [command(servers, place, "diverged", *options)], cache_home)
     assert outcome.code == 1, outcome
-    (line,) = [line for line in outcome.stderr.splitlines() if not line.startswith("loading blocks:")]
+    *others, line = [line for line in outcome.stderr.splitlines() if not line.startswith("loading blocks:")]
+    assert not any(re.search("not finite|Traceback|error: ", other) for other in others), outcome.stderr
     found = re.match(
         r"error: after (\d+) steps, .* not finite .*: training has diverged; lower the learning rate", line
     )
-    assert found and f"(--learning-rate is 1000); step {found[1]} is saved in {place / 'diverged'}" in line
+    assert found, outcome.stderr
+    assert f"(--learning-rate is 1000); step {found[1]} is saved in {place / 'diverged'}" in line
     (checkpoint,) = (place / "diverged").glob(f"checkpoint-{found[1]}")
     assert all(tensor.isfinite().all() for tensor in load_file(checkpoint / "adapter_model.safetensors").values())
 
