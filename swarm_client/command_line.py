@@ -15,7 +15,7 @@ import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 from swarm_client.core.config import ClientConfig
 from swarm_client.finetune.settings import add_flags, check_file, from_flags
@@ -30,7 +30,9 @@ if TYPE_CHECKING:
     from swarm_client.model.hf_model import RemoteModelMixin
 
 _MIN_INTERVAL_S, _MAX_INTERVAL_S = 0.5, 3600.0  # between two pictures of a swarm
+_WITH_DEFAULTS = argparse.ArgumentDefaultsHelpFormatter
 Command = Callable[[], None]
+Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 
 def parse_args(argv: list[str], others: Mapping[str, str] = MappingProxyType({})) -> argparse.Namespace:
@@ -42,58 +44,62 @@ def parse_args(argv: list[str], others: Mapping[str, str] = MappingProxyType({})
     commands = parser.add_subparsers(dest="name", required=True, metavar="COMMAND")
     for name, text in others.items():
         commands.add_parser(name, help=text)
-    formatter = argparse.ArgumentDefaultsHelpFormatter
+    for add in (_add_generate, _add_chat, _add_finetune, _add_status, _add_demo):
+        add(commands)
+    if not argv:
+        parser.print_help(sys.stderr)
+        parser.exit(2)
+    if argv[0] not in commands.choices and not argv[0].startswith("-"):
+        parser.exit(2, f"error: there is no command {argv[0]!r}: expected {', '.join(commands.choices)}\n")
+    return parser.parse_args(argv)
 
-    common = argparse.ArgumentParser(add_help=False)
-    common.add_argument(
-        "--initial-peers", nargs="+", default=[], metavar="MULTIADDR", help="members of the swarm to join through"
+
+def _add_generate(commands: Commands) -> None:
+    parser = commands.add_parser(
+        "generate", formatter_class=_WITH_DEFAULTS, help="continue a text, printing it as it is written"
     )
-    common.add_argument("--swarm", default=ClientConfig.swarm, metavar="NAME", help="the swarm's name")
-    common.add_argument("--log-level", default="warning", choices=("debug", "info", "warning", "error"))
+    parser.set_defaults(command=generate_command)
+    _add_swarm_flags(parser)
+    _add_model_flags(parser)
+    parser.add_argument("prompt")
+    parser.add_argument("--max-new-tokens", type=int, default=TextOptions.max_new_tokens, metavar="N")
+    parser.add_argument("--num-beams", type=int, default=TextOptions.num_beams, metavar="N")
 
-    model = argparse.ArgumentParser(add_help=False)
-    _add_model_flags(model)
 
-    generate = commands.add_parser(
-        "generate",
-        parents=[common, model],
-        formatter_class=formatter,
-        help="continue a text, printing it as it is written",
-    )
-    generate.set_defaults(command=generate_command)
-    generate.add_argument("prompt")
-    generate.add_argument("--max-new-tokens", type=int, default=TextOptions.max_new_tokens, metavar="N")
-    generate.add_argument("--num-beams", type=int, default=TextOptions.num_beams, metavar="N")
-
-    chat = commands.add_parser(
+def _add_chat(commands: Commands) -> None:
+    parser = commands.add_parser(
         "chat",
-        parents=[common, model],
-        formatter_class=formatter,
+        formatter_class=_WITH_DEFAULTS,
         help="a conversation: a line of input each turn",
         description="Ctrl-D or /exit ends the conversation, /reset starts over, Ctrl-C stops an answer. Turns are put "
         "together by the model's chat template; a model without one goes on with the text.",
     )
-    chat.set_defaults(command=chat_command)
-    chat.add_argument("--max-new-tokens", type=int, default=ANSWER_TOKENS, metavar="N", help="of one answer")
+    parser.set_defaults(command=chat_command)
+    _add_swarm_flags(parser)
+    _add_model_flags(parser)
+    parser.add_argument("--max-new-tokens", type=int, default=ANSWER_TOKENS, metavar="N", help="of one answer")
 
-    finetune = commands.add_parser(
+
+def _add_finetune(commands: Commands) -> None:
+    parser = commands.add_parser(
         "finetune",
-        parents=[common],
         formatter_class=argparse.RawDescriptionHelpFormatter,
         help="train an adapter or prompts on a file of text",
         epilog='A line of .jsonl is {"text": "…"}, or {"prompt": "…", "completion": "…"}, of which the completion is '
         "learned.",
     )
-    finetune.set_defaults(command=finetune_command)
-    add_flags(finetune)
+    parser.set_defaults(command=finetune_command)
+    _add_swarm_flags(parser)
+    add_flags(parser)
 
-    status = commands.add_parser(
-        "status", parents=[common], formatter_class=formatter, help="show the swarm's servers and blocks"
-    )
-    status.set_defaults(command=status_command)
-    status.add_argument("--model", metavar="NAME", help="this model only")
-    status.add_argument("--json", action="store_true", help="print JSON; with --watch, a line of it each time")
-    status.add_argument(
+
+def _add_status(commands: Commands) -> None:
+    parser = commands.add_parser("status", formatter_class=_WITH_DEFAULTS, help="show the swarm's servers and blocks")
+    parser.set_defaults(command=status_command)
+    _add_swarm_flags(parser)
+    parser.add_argument("--model", metavar="NAME", help="this model only")
+    parser.add_argument("--json", action="store_true", help="print JSON; with --watch, a line of it each time")
+    parser.add_argument(
         "--watch",
         nargs="?",
         const="2",
@@ -101,18 +107,28 @@ def parse_args(argv: list[str], others: Mapping[str, str] = MappingProxyType({})
         help="show it live, refreshed after so many seconds (2 if not given), until Ctrl-C",
     )
 
-    demo = commands.add_parser("demo", formatter_class=formatter, help="servers write text together; one is killed")
-    demo.set_defaults(command=demo_command)
-    demo.add_argument("prompt", nargs="?", default=None)
-    demo.add_argument("--max-new-tokens", type=int, default=TextOptions.max_new_tokens, metavar="N")
-    demo.add_argument("--log-level", default="warning", choices=("debug", "info", "warning", "error"))
 
-    if not argv:
-        parser.print_help(sys.stderr)
-        parser.exit(2)
-    if argv[0] not in commands.choices and not argv[0].startswith("-"):
-        parser.exit(2, f"error: there is no command {argv[0]!r}: expected {', '.join(commands.choices)}\n")
-    return parser.parse_args(argv)
+def _add_demo(commands: Commands) -> None:
+    parser = commands.add_parser(
+        "demo", formatter_class=_WITH_DEFAULTS, help="servers write text together; one is killed"
+    )
+    parser.set_defaults(command=demo_command)
+    parser.add_argument("prompt", nargs="?", default=None)
+    parser.add_argument("--max-new-tokens", type=int, default=TextOptions.max_new_tokens, metavar="N")
+    _add_log_level(parser)
+
+
+def _add_swarm_flags(command: argparse.ArgumentParser) -> None:
+    """Which swarm, and how it is joined."""
+    command.add_argument(
+        "--initial-peers", nargs="+", default=[], metavar="MULTIADDR", help="members of the swarm to join through"
+    )
+    command.add_argument("--swarm", default=ClientConfig.swarm, metavar="NAME", help="the swarm's name")
+    _add_log_level(command)
+
+
+def _add_log_level(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--log-level", default="warning", choices=("debug", "info", "warning", "error"))
 
 
 def _add_model_flags(command: argparse.ArgumentParser) -> None:

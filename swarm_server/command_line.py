@@ -142,15 +142,15 @@ def check_files(config: ServerConfig) -> None:
 async def serve(server: Server) -> None:
     """Until it ends, or has drained after a signal."""
     running = asyncio.ensure_future(server.run())
-    told: list[signal.Signals] = []
+    received: list[signal.Signals] = []
 
     def leave(number: signal.Signals) -> None:
         if number is signal.SIGHUP:
             signals.leave_terminal()
-            if told:  # a terminal that closes may say so twice
+            if received:  # a terminal that closes may say so twice
                 return
-        told.append(number)
-        if len(told) > 1:
+        received.append(number)
+        if len(received) > 1:
             os._exit(signals.INTERRUPTED)
         server.stop()
         # Whatever hangs: a server that got a signal ends.
@@ -163,7 +163,7 @@ async def serve(server: Server) -> None:
     try:
         await running
     except asyncio.CancelledError:
-        if not told:
+        if not received:
             raise
 
 

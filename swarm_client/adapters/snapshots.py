@@ -16,7 +16,7 @@ from swarm_protocol.span import Span
 from swarm_protocol.wire.adapters import Adapter
 
 T = TypeVar("T")
-_MAX_GIFTS = 4  # of one adapter for one request, by servers that forget it again and again
+_MAX_UPLOADS = 4  # of one adapter for one request, by servers that forget it again and again
 _REMEMBERED = 256  # keys that a server was given; what it forgets, it says
 
 
@@ -133,7 +133,7 @@ class AdapterUploader:
         """
         if part is None or part.data is None:
             return await request(None if part is None else part.name)
-        for attempt in range(_MAX_GIFTS):
+        for attempt in range(_MAX_UPLOADS):
             async with self._giving:
                 if part.name.key not in self._given:
                     await self._put(part.data, span)
@@ -144,7 +144,7 @@ class AdapterUploader:
                 return await request(part.name)
             except CacheMiss:
                 self._given.pop(part.name.key, None)
-                if attempt == _MAX_GIFTS - 1:
+                if attempt == _MAX_UPLOADS - 1:
                     raise
         raise AssertionError
 

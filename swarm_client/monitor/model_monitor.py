@@ -115,10 +115,10 @@ class ModelMonitor:
             return dataclasses.replace(status, chain=chain, tokens_per_s=tokens_per_s)
         return dataclasses.replace(status, no_chain=self._no_chain)
 
-    async def ask(self, most: int, patience_s: float) -> None:
+    async def ask(self, most: int, timeout_s: float) -> None:
         """Asks servers how they are, the chain's first and then those asked longest ago, and finds the chain again.
 
-        Some may not have answered after ``patience_s``; what they say later is in a later status.
+        Some may not have answered after ``timeout_s``; what they say later is in a later status.
         """
         revision = self.status().revision
         swarm = self._swarm
@@ -129,7 +129,7 @@ class ModelMonitor:
             task = self._asking[record.peer_id] = asyncio.ensure_future(self._ask(swarm, record))
             task.add_done_callback(partial(self._asked, record.peer_id))
         if self._asking:
-            await asyncio.wait(list(self._asking.values()), timeout=patience_s)
+            await asyncio.wait(list(self._asking.values()), timeout=timeout_s)
         self._chain, self._no_chain = await self._find_chain(swarm)
 
     def _asked(self, peer_id: str, _task: asyncio.Task[None]) -> None:

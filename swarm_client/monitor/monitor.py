@@ -73,14 +73,14 @@ class Monitor:
         if self._dht is None:
             self._dht, self._joined_s = await self._join(self._config), now_s()
         await self._read()
-        if self._model is not None and not self._sight().models:
+        if self._model is not None and not self._snapshot().models:
             hosted = ", ".join(await self._dht.models())
             raise NoSwarm(
                 f"no server of swarm {self._config.swarm!r} hosts model {self._model!r}"
                 + (f"; its models: {hosted}" if hosted else "")
             )
         await self._ask(MOST, _EVERYBODY_S)
-        return self._sight()
+        return self._snapshot()
 
     async def look_again(self, wait_s: float) -> SwarmSnapshot:
         """What is known after ``wait_s`` or sooner; meanwhile the DHT is read, and some servers are asked."""
@@ -91,7 +91,7 @@ class Monitor:
         done, _ = await asyncio.wait([self._reading, self._asking], timeout=wait_s)
         for task in done:
             task.result()
-        return self._sight()
+        return self._snapshot()
 
     async def close(self) -> None:
         for task in (self._reading, self._asking):
@@ -102,15 +102,15 @@ class Monitor:
         if self._dht is not None:
             await self._dht.shutdown()
 
-    def _sight(self) -> SwarmSnapshot:
+    def _snapshot(self) -> SwarmSnapshot:
         statuses = [model.status() for model in self._models.values()]
         is_late = not self._readable or now_s() - self._began_s > _LATE_S
         return SwarmSnapshot(
             tuple(status for status in statuses if status.servers), now_s() - self._read_s if is_late else None
         )
 
-    async def _ask(self, most: int, patience_s: float) -> None:
-        await asyncio.gather(*(model.ask(most, patience_s) for model in self._models.values()))
+    async def _ask(self, most: int, timeout_s: float) -> None:
+        await asyncio.gather(*(model.ask(most, timeout_s) for model in self._models.values()))
 
     async def _read(self) -> None:
         self._began_s = now_s()

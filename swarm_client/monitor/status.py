@@ -36,25 +36,25 @@ def show(console: Console, swarm: str, snapshot: SwarmSnapshot, height: int | No
 
 def picture(swarm: str, snapshot: SwarmSnapshot, width: int, height: int | None = None) -> list[RenderableType]:
     """Tables that are ``width`` wide at most, and text; with ``height``, as many servers as there are lines for."""
-    registry = []
+    notices = []
     if not snapshot.models:
-        registry.append(Text(f"swarm {swarm} has no servers"))
+        notices.append(Text(f"swarm {swarm} has no servers"))
     if snapshot.stale_s is not None:
         ago = f"{snapshot.stale_s:.0f} s ago"
-        registry.append(Text(f"the DHT cannot be read at present; who is there was read {ago}", "bold red"))
+        notices.append(Text(f"the DHT cannot be read at present; who is there was read {ago}", "bold red"))
     titles = [_title(swarm, status) for status in snapshot.models]
     remarks = [_remark(swarm, status) for status in snapshot.models]
     rows = [len(status.servers) for status in snapshot.models]
     if height is not None:
         tables = 2 * len(rows)  # lines of rulers and replicas
-        rows = _shares(rows, height - tables - _num_lines([*titles, *remarks, *registry], width))
+        rows = _shares(rows, height - tables - _num_lines([*titles, *remarks, *notices], width))
     parts: list[RenderableType] = []
     for status, title, remark, count in zip(snapshot.models, titles, remarks, rows, strict=True):
         parts += [title, blocks_table(status, count, width)]
         if count < len(status.servers):
             parts.append(Text(f"… and {len(status.servers) - count} more", "dim"))
         parts.append(remark)
-    return [*parts, *registry]
+    return [*parts, *notices]
 
 
 def _num_lines(texts: Sequence[Text], width: int) -> int:

@@ -291,7 +291,7 @@ class Chain:
         raise HopsFailed(errors)
 
     def _relay(self, answer: Answer, sender: HopSession, to: HopSession, call: Call) -> None:
-        step = to.told.get(answer.step) or call.step(answer.step)
+        step = to.replayed.get(answer.step) or call.step(answer.step)
         if step is None:
             return
         ours, theirs = step.message.hidden, answer.hidden

@@ -218,7 +218,7 @@ class Failover:
                     errors[hop] = result
                 elif isinstance(result, BaseException):
                     raise result
-                elif result.number >= max((number for number in hop.told if number < call.first_number), default=0):
+                elif result.number >= max((number for number in hop.replayed if number < call.first_number), default=0):
                     standings[hop] = _standing(hop, result)
                 else:
                     server = hop.hop.server
@@ -370,9 +370,9 @@ class Failover:
 
 def _remember(hops: list[HopSession], steps: list[OutgoingStep]) -> None:
     """What is replayed to new hops: servers that cannot reach one another let the client relay it, maybe much later."""
-    told = {step.number: OutgoingStep(step.without_data(), ()) for step in steps}
+    replayed = {step.number: OutgoingStep(step.without_data(), ()) for step in steps}
     for hop in hops:
-        hop.told = told
+        hop.replayed = replayed
 
 
 def _standing(hop: HopSession, progress: pb.SessionProgress) -> Standing:

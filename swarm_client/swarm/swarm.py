@@ -27,7 +27,7 @@ from swarm_client.swarm.discovery import Discovery, Join
 from swarm_client.swarm.peer_health import FAILED, SILENT, PeerBackoff, RttTracker
 from swarm_client.transport.transport import ServerConnection
 from swarm_protocol.dht.dht import Dht
-from swarm_protocol.dht.local_registry import DEFAULT_SWARM, LocalRegistry, registered_swarms
+from swarm_protocol.dht.local_registry import DEFAULT_SWARM, LocalRegistry, addresses_of, registered_swarms
 from swarm_protocol.dht.records import LIFETIME_S, ServerRecord, SwarmView
 from swarm_protocol.errors import JoinRefused, NoRoute, NoSwarm, PeerError, PeerUnavailable
 from swarm_protocol.net.identity import Identity
@@ -49,13 +49,12 @@ async def join_as_client(config: ClientConfig) -> Dht:
     """
     if config.initial_peers:
         return await Dht.join(config.swarm, config.initial_peers, Identity.generate())
-    notes = LocalRegistry(config.swarm)
-    servers = notes.servers()
-    noted, what = notes.read(), "runs on this machine"
-    if noted:
-        are_alive = any(note.is_alive for note in servers if note.addresses)
+    servers = LocalRegistry(config.swarm).servers()
+    addresses, what = addresses_of(servers), "runs on this machine"
+    if addresses:
+        are_alive = any(server.is_alive for server in servers if server.addresses)
         try:
-            return await Dht.join(config.swarm, noted, Identity.generate(), are_alive=are_alive)
+            return await Dht.join(config.swarm, addresses, Identity.generate(), are_alive=are_alive)
         except JoinRefused:
             raise
         except NoSwarm:

@@ -77,7 +77,7 @@ class HopSession:
         number: tells the hops of a session apart.
         session_key: by which other servers and calls find the session.
         changed_number: the rows came with the changes of steps up to this number in them.
-        told: steps that replay to the server what came before it, by number.
+        replayed: steps that replay to the server what came before it, by number.
         seen_number: how far the server was when it was last asked.
         refused: a step that the server has not taken because of the one before.
         next_number: which hop the outputs go to; None: to the client.
@@ -99,7 +99,7 @@ class HopSession:
         self.max_step_tokens = 0
         self.session_key = request.session_key
         self.changed_number = request.changed_number
-        self.told: dict[int, OutgoingStep] = {}
+        self.replayed: dict[int, OutgoingStep] = {}
         self.seen_number = 0
         self.refused: int | None = None
         self.next_number: int | None = None

@@ -13,7 +13,7 @@ import json
 import os
 import re
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import ExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
 from math import inf
@@ -106,20 +106,19 @@ class LocalRegistry:
 
     def servers(self) -> list[RegistryEntry]:
         """All that may be alive, those that are surely dead being forgotten."""
-        registry = []
+        entries = []
         for path in sorted(self._directory.glob("*.json")):
             with suppress(OSError):  # it is gone at this moment, or not ours to read or to delete
-                note = _parse(path.stem, path.read_text(), time.time() - path.stat().st_mtime)
-                if note is None:
+                entry = _parse(path.stem, path.read_text(), time.time() - path.stat().st_mtime)
+                if entry is None:
                     path.unlink(missing_ok=True)
                 else:
-                    registry.append(note)
-        return registry
+                    entries.append(entry)
+        return entries
 
     def read(self) -> list[str]:
         """Multiaddrs that may lead to a server from here, those of living servers first."""
-        registry = sorted(self.servers(), key=lambda note: not note.is_alive)
-        return [address for note in registry for address in note.addresses]
+        return addresses_of(self.servers())
 
     def write(self, peer_id: str, addresses: Sequence[str]) -> None:
         """Says that this process is a server of the swarm."""
@@ -127,14 +126,14 @@ class LocalRegistry:
         path = self._directory / f"{peer_id}.json"
         partial = path.with_suffix(f".{os.getpid()}")
         pid = os.getpid()
-        note = {
+        fields = {
             "addresses": list(addresses),
             "pid": pid,
             "started": _start_ticks(pid),
             "host": host_id(),
             "network": network_id(),
         }
-        partial.write_text(json.dumps(note))
+        partial.write_text(json.dumps(fields))
         partial.rename(path)
 
     def renew(self, peer_id: str, addresses: Sequence[str]) -> None:
@@ -146,6 +145,11 @@ class LocalRegistry:
 
     def remove(self, peer_id: str) -> None:
         (self._directory / f"{peer_id}.json").unlink(missing_ok=True)
+
+
+def addresses_of(entries: Iterable[RegistryEntry]) -> list[str]:
+    """Multiaddrs that may lead to these servers from here, those of living ones first."""
+    return [address for entry in sorted(entries, key=lambda entry: not entry.is_alive) for address in entry.addresses]
 
 
 def is_loopback(address: str) -> bool:
@@ -166,11 +170,11 @@ def network_id() -> str:
 def _parse(peer_id: str, text: str, age_s: float) -> RegistryEntry | None:
     """None if it is damaged, its process is gone, or it is stale."""
     try:
-        note: dict[str, Any] = json.loads(text)
-        addresses = tuple(map(str, note["addresses"]))
-        is_here = str(note["host"]) == host_id()
-        is_alive = _is_alive(int(note["pid"]), note["started"]) if is_here else age_s < FRESH_S
-        is_near = str(note["network"]) == network_id()
+        fields: dict[str, Any] = json.loads(text)
+        addresses = tuple(map(str, fields["addresses"]))
+        is_here = str(fields["host"]) == host_id()
+        is_alive = _is_alive(int(fields["pid"]), fields["started"]) if is_here else age_s < FRESH_S
+        is_near = str(fields["network"]) == network_id()
     except (ValueError, KeyError, TypeError, OverflowError):
         return None
     if not is_alive and (is_here or age_s > STALE_S):

@@ -28,18 +28,19 @@ def ip_address(host: str) -> str:
         raise ValueError(f"host {host!r} is not known: expected an address of this machine") from None
 
 
-def listening_host(host: str | None, initial_peers: Sequence[str], noted: Sequence[str] = ()) -> str:
+def listening_host(host: str | None, initial_peers: Sequence[str], registered: Sequence[str] = ()) -> str:
     """The address to listen on: ``host``, else the one of this machine from which the swarm is reached.
 
     Args:
-        initial_peers: multiaddrs of members of the swarm; or else those registered on this machine, ``noted``. Without
-            any, or if they are on the loopback, it is the loopback.
+        initial_peers: multiaddrs of members of the swarm.
+        registered: of those on this machine, where there are no ``initial_peers``. Without any, or if they are on the
+            loopback, it is the loopback.
 
     Raises:
         ValueError: ``host`` is not known, or is the loopback, which peers elsewhere cannot reach.
         NoSwarm: no way leads to the initial peers.
     """
-    remote = [peer for peer in initial_peers or noted if tcp_target(peer) and not is_loopback(peer)]
+    remote = [peer for peer in initial_peers or registered if tcp_target(peer) and not is_loopback(peer)]
     if host is not None:
         address = ip_address(host)
         if ipaddress.ip_address(address).is_loopback and remote and len(remote) == len(initial_peers):

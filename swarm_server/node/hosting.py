@@ -79,13 +79,13 @@ class SpanLoader:
         self._device = device
         self._dtype = dtype
         setting = [checkpoint.name, checkpoint.revision, config.quant, str(dtype), hardware_name(device)]
-        self._notes = SpeedCache(setting, cores)
+        self._speed_cache = SpeedCache(setting, cores)
 
     def known_speeds(self, num_blocks: int) -> Speeds | None:
         """What so many blocks would be computed at; None if this machine has never measured it."""
         if self._config.throughput is not None:
             return Speeds(self._config.throughput, self._config.throughput)
-        per_block = self._notes.read()
+        per_block = self._speed_cache.read()
         return None if per_block is None else per_block.through(num_blocks)
 
     def start_loading(self, span: Span) -> asyncio.Task[BlockStack]:
@@ -100,9 +100,9 @@ class SpanLoader:
         speeds = self.known_speeds(len(span))
         if speeds is None:
             speeds = await asyncio.to_thread(measure, engine, span)
-            self._notes.write(speeds.per_block(len(span)))
+            self._speed_cache.write(speeds.per_block(len(span)))
         budget = self._cache_budget(engine, len(span))
-        meter = Meter(speeds, len(span), None if config.throughput else self._notes.write)
+        meter = Meter(speeds, len(span), None if config.throughput else self._speed_cache.write)
         engine.meter = meter
         scheduler = Scheduler(engine, config.queue_size, engine.mixes_rows)
         validator = RequestValidator(

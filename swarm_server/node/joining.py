@@ -12,7 +12,13 @@ from math import inf
 
 from swarm_protocol.dht.addresses import split_address
 from swarm_protocol.dht.dht import Dht
-from swarm_protocol.dht.local_registry import LocalRegistry, RegistryEntry, is_loopback, remove_ended_swarms
+from swarm_protocol.dht.local_registry import (
+    LocalRegistry,
+    RegistryEntry,
+    addresses_of,
+    is_loopback,
+    remove_ended_swarms,
+)
 from swarm_protocol.errors import JoinRefused, NoSwarm
 from swarm_protocol.net.identity import Identity
 from swarm_server.core.config import ServerConfig
@@ -38,20 +44,20 @@ class Membership:
         """``host`` is the address that the server listens on."""
         self.dht = dht
         self.host = host
-        self._notes = registry
+        self._registry = registry
         self._addresses = addresses
         self._initial_peers = config.initial_peers
         self._note_fails = False
         self._num_failures = 0
         self._restarted_s = -inf
-        self._keep_note(lambda: registry.write(dht.peer_id, addresses))
+        self._keep_entry(lambda: registry.write(dht.peer_id, addresses))
 
     async def keep(self) -> bool:
         """Renews the registry entry, and merges a swarm that was partitioned; returns whether anybody was met.
 
         Does little if all registered servers and initial peers are known.
         """
-        self._keep_note(lambda: self._notes.renew(self.dht.peer_id, self._addresses))
+        self._keep_entry(lambda: self._registry.renew(self.dht.peer_id, self._addresses))
         await self.dht.remember_peers()
         strangers = [peer for peer in self._others() if not self.dht.knows(peer.rpartition("/p2p/")[2])]
         return bool(strangers) and await self.dht.connect_to(random.sample(strangers, min(len(strangers), _MAX_MET)))
@@ -78,28 +84,32 @@ class Membership:
             if addresses != self._addresses:
                 _logger.warning("others reach this server's libp2p daemon at %s from now on", addresses[0])
                 self._addresses = addresses
-            self._keep_note(lambda: self._notes.write(self.dht.peer_id, self._addresses))
+            self._keep_entry(lambda: self._registry.write(self.dht.peer_id, self._addresses))
             return
         raise NoSwarm(f"the libp2p daemon ended and cannot be started again: {reason}")
 
     def leave(self) -> None:
-        self._keep_note(lambda: self._notes.remove(self.dht.peer_id))
+        self._keep_entry(lambda: self._registry.remove(self.dht.peer_id))
 
     def _others(self) -> list[str]:
         """Addresses of initial peers, and of registered servers that are reached as this one is.
 
         Servers for this machine alone would be of no use to those who join over the network, and stay apart from them.
         """
-        noted = [
-            note.addresses[0] for note in self._notes.servers() if note.addresses and _is_local(note) == self._is_local
+        registered = [
+            entry.addresses[0]
+            for entry in self._registry.servers()
+            if entry.addresses and _is_local(entry) == self._is_local
         ]
-        return [address for address in (*self._initial_peers, *noted) if not address.endswith(f"/{self.dht.peer_id}")]
+        return [
+            address for address in (*self._initial_peers, *registered) if not address.endswith(f"/{self.dht.peer_id}")
+        ]
 
     @property
     def _is_local(self) -> bool:
         return all(map(is_loopback, self._addresses))
 
-    def _keep_note(self, action: Callable[[], None]) -> None:
+    def _keep_entry(self, action: Callable[[], None]) -> None:
         try:
             action()
         except OSError as error:
@@ -120,8 +130,8 @@ async def join(config: ServerConfig, cleanup: AsyncExitStack) -> Membership:
     registry = LocalRegistry(config.swarm)
     announce_host = config.announce_address and split_address(config.announce_address, 0)[0]
     async with registry.locked(_LOCK_TIMEOUT_S):
-        noted = [] if config.initial_peers else registry.read()
-        host = await asyncio.to_thread(listening_host, config.host, config.initial_peers, noted)
+        registered = [] if config.initial_peers else registry.read()
+        host = await asyncio.to_thread(listening_host, config.host, config.initial_peers, registered)
         port = config.dht_port or (free_port(host) if announce_host else 0)
         cleanup.enter_context(claimed(host, port))
 
@@ -148,22 +158,22 @@ async def join(config: ServerConfig, cleanup: AsyncExitStack) -> Membership:
 
 async def _join_registered(config: ServerConfig, registry: LocalRegistry, join_through: Callable) -> Dht:
     """Joins through a server of this machine; founds the swarm if there is none, or none that answers in time."""
-    noted = registry.servers()
-    reached = [note for note in noted if note.addresses]
+    servers = registry.servers()
+    reached = [server for server in servers if server.addresses]
     if reached:
         try:
-            return await join_through(registry.read(), any(note.is_alive for note in reached))
+            return await join_through(addresses_of(reached), any(server.is_alive for server in reached))
         except JoinRefused:
             raise
         except NoSwarm:
             pass
-    if any(note.is_alive for note in reached):
+    if any(server.is_alive for server in reached):
         _logger.warning(
             "no server of swarm %s answers: starting without them, and joining them as soon as they do; "
             "to start a swarm of its own, choose another name with --swarm",
             config.swarm,
         )
-    elif any(note.is_alive for note in noted):
+    elif any(server.is_alive for server in servers):
         _logger.warning(
             "swarm %s has servers in another container or on another machine that cannot be reached from here: "
             "starting without them; to be one swarm, start all with --host ADDRESS",
@@ -172,5 +182,5 @@ async def _join_registered(config: ServerConfig, registry: LocalRegistry, join_t
     return await join_through([])
 
 
-def _is_local(note: RegistryEntry) -> bool:
-    return all(map(is_loopback, note.addresses))
+def _is_local(entry: RegistryEntry) -> bool:
+    return all(map(is_loopback, entry.addresses))

@@ -16,14 +16,15 @@ import traceback
 from pathlib import Path
 
 HEAVY = [
-    *(
-        "swarm_server.node.server",
-        "swarm_client.generation.generation",
-        "swarm_client.model.model",
-        "hivemind.dht.node",
-        "uvloop",
-    ),
-    *("swarm_client.finetune.trainer", "swarm_client.finetune.training_data", "datasets", "matplotlib.figure"),
+    "swarm_server.node.server",
+    "swarm_client.generation.generation",
+    "swarm_client.model.model",
+    "swarm_client.finetune.trainer",
+    "swarm_client.finetune.training_data",
+    "hivemind.dht.node",
+    "uvloop",
+    "datasets",
+    "matplotlib.figure",
 ]
 AT_ONCE = 4
 DEADLINE_S = 60.0
