@@ -36,16 +36,14 @@ _TLS_NAME = "swarm"
 class Identity:
     """An RSA key in libp2p's file format. Records are signed with it and the peer id is derived from it."""
 
-    def __init__(self, serialized: bytes, lock: IO[bytes] | None = None) -> None:
-        self._serialized = serialized
+    def __init__(self, private_key: RSAPrivateKey, lock: IO[bytes] | None = None) -> None:
         self._lock = lock  # held open as long as this process uses a key file
-        self.private_key = _rsa_key(crypto_pb2.PrivateKey.FromString(serialized))
-        self.peer_id: str = PeerID.from_identity(serialized).to_base58()
+        self.private_key = private_key
+        self.peer_id = _peer_id(private_key.get_public_key())
 
     @classmethod
     def generate(cls) -> Identity:
-        data = RSAPrivateKey().to_bytes()
-        return cls(crypto_pb2.PrivateKey(key_type=crypto_pb2.KeyType.RSA, data=data).SerializeToString())
+        return cls(RSAPrivateKey())
 
     @classmethod
     def load_or_create(cls, path: Path) -> Identity:
@@ -60,7 +58,7 @@ class Identity:
             raise ValueError(f"identity {path} is a directory, expected a key file")
         try:
             if not path.exists():
-                _write_key(path, cls.generate()._serialized)
+                _write_key(path, cls.generate()._serialized())
             lock = open(path, "rb")  # noqa: SIM115  (closing it would release the lock)
         except OSError as error:
             raise ValueError(f"cannot use the identity file {path}: {error.strerror}") from None
@@ -70,7 +68,7 @@ class Identity:
             lock.close()
             raise ValueError(f"identity {path} is in use by another server of this machine: use another") from None
         try:
-            return cls(lock.read(), lock)
+            return cls(_rsa_key(lock.read()), lock)
         except (DecodeError, ValueError, TypeError):  # TypeError: the key is encrypted
             lock.close()
             raise ValueError(f"{path} is no identity file: expected a libp2p RSA private key") from None
@@ -80,9 +78,14 @@ class Identity:
         """The path of a private copy in memory for the libp2p daemon, which reads it when it starts."""
         with open(os.memfd_create("identity"), "wb") as file:
             os.fchmod(file.fileno(), 0o600)
-            file.write(self._serialized)
+            file.write(self._serialized())
             file.flush()
             yield f"/proc/{os.getpid()}/fd/{file.fileno()}"
+
+    def _serialized(self) -> bytes:
+        message = crypto_pb2.PrivateKey(key_type=crypto_pb2.KeyType.RSA, data=self.private_key.to_bytes())
+        serialized: bytes = message.SerializeToString()
+        return serialized
 
 
 def _write_key(path: Path, data: bytes) -> None:
@@ -103,7 +106,11 @@ def peer_id_of(public_key: bytes) -> str:
     Raises:
         ValueError: if it is no such key.
     """
-    der = RSAPublicKey.from_bytes(public_key)._public_key.public_bytes(
+    return _peer_id(RSAPublicKey.from_bytes(public_key))
+
+
+def _peer_id(public_key: RSAPublicKey) -> str:
+    der = public_key._public_key.public_bytes(
         encoding=serialization.Encoding.DER, format=serialization.PublicFormat.SubjectPublicKeyInfo
     )
     message = crypto_pb2.PublicKey(key_type=crypto_pb2.RSA, data=der).SerializeToString()
@@ -112,7 +119,8 @@ def peer_id_of(public_key: bytes) -> str:
     return peer_id
 
 
-def _rsa_key(message: crypto_pb2.PrivateKey) -> RSAPrivateKey:
+def _rsa_key(serialized: bytes) -> RSAPrivateKey:
+    message = crypto_pb2.PrivateKey.FromString(serialized)
     if message.key_type != crypto_pb2.KeyType.RSA:
         raise ValueError("the key is not an RSA key")
     key = RSAPrivateKey.__new__(RSAPrivateKey)
@@ -170,7 +178,7 @@ async def pinned_channel(
         BadReply: somebody else answers there.
     """
     host, _, port = address.rpartition(":")
-    context = ssl.create_default_context()
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)  # the default context would read the system's authorities
     context.check_hostname = False
     context.verify_mode = ssl.CERT_NONE  # the fingerprint below decides
     context.set_alpn_protocols(["h2"])

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import json
 import os
 import signal
@@ -16,11 +17,7 @@ _PR_SET_PDEATHSIG = 1  # prctl(2): the signal a process gets when its parent die
 
 
 def main() -> None:
-    import hivemind.dht.node  # noqa: F401
-    import uvloop  # noqa: F401
-
-    import swarm_server.node.server  # noqa: F401
-
+    _warm_up()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for them
     for number in (signal.SIGINT, signal.SIGHUP):  # from the terminal: whoever started the servers ends them
         signal.signal(number, signal.SIG_IGN)
@@ -30,6 +27,23 @@ def main() -> None:
         if pid == 0:
             _serve(job)
         print(pid, flush=True)
+
+
+def _warm_up() -> None:
+    """Does once what every server would: imports, also those that the first model and the first address ask for."""
+    import uvloop  # noqa: F401
+
+    import swarm_server.command_line
+    import swarm_server.node.server  # noqa: F401
+    from swarm_protocol.checkpoints.checkpoint import Checkpoint
+    from swarm_protocol.checkpoints.default_model import DEFAULT_MODEL, locate
+    from swarm_protocol.checkpoints.families import describe
+    from swarm_protocol.net.hivemind_parts import Multiaddr
+
+    describe(Checkpoint.open(locate(DEFAULT_MODEL)).config)
+    str(Multiaddr("/ip4/127.0.0.1/tcp/1/p2p/QmR4TDUsi3uun3zmW681rpWdk4avvY9jhyfFH5E55pPZNm"))
+    gc.collect()
+    gc.freeze()  # the collector of a fork would write to every object, and so copy the page it is on
 
 
 def _serve(job: dict) -> None:

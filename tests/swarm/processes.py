@@ -126,7 +126,6 @@ class Outcome:
     """How a command ended."""
 
     code: int
-    seconds: float
     left_behind: list[str]
     stdout: str
     stderr: str

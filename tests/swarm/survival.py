@@ -29,6 +29,7 @@ from swarm_protocol.errors import SwarmError
 from swarm_protocol.pb import swarm_pb2 as pb
 from swarm_protocol.span import Span
 from swarm_protocol.wire.constants import FIRST_STEP
+from tests.marks import SLOW
 from tests.swarm.pair import NEW_TOKENS, ends_only_at_its_length
 from tests.swarm.raw_client import RawClient
 from tests.swarm.waiting import wait_for
@@ -36,7 +37,6 @@ from tests.zoo import BLOCKS, save_checkpoint
 
 SPANS = ("0:2", "2:4", "4:6")
 ROOM = 2048  # tokens of each server
-SLOW = pytest.mark.slow
 Action = Callable[[], object]  # or a coroutine function, but not before a step
 
 

@@ -15,6 +15,7 @@ from swarm_client.core import background
 from swarm_client.demo.local_cluster import LocalCluster, LocalServer
 from swarm_protocol.dht.records import SwarmView
 from swarm_server.placement.placement import plan_moves
+from tests.marks import SLOW
 from tests.swarm.delay import DelayedPort
 from tests.swarm.pair import NEW_TOKENS, ends_only_at_its_length, random_ids
 from tests.swarm.survival import ROOM, Client, Moments
@@ -103,6 +104,7 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
+@SLOW
 def test_traffic_takes_the_fast_chain_and_then_the_next_best(volunteers, connect, moments):
     """Near and fast servers for both halves, a slow one, one far away, and one that is neither."""
     fast, left = volunteers.start(400, "--blocks", RIGHT), volunteers.start(400, "--blocks", LEFT)
@@ -131,7 +133,7 @@ def connect_to_the_living(connect: Callable[..., Client], volunteers: Volunteers
     return connect(initial_peers=peers)
 
 
-@pytest.mark.parametrize("quiet_s", [10, pytest.param(60, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("quiet_s", [10, pytest.param(60, marks=SLOW)])
 def test_a_gap_closes_and_a_quiet_swarm_rests(volunteers, connect, moments: Moments, quiet_s):
     """The two servers of the right half die in mid-sentence; others come over from the left, and stay there."""
     for throughput, blocks in ((100, LEFT), (50, LEFT), (2, LEFT), (100, RIGHT), (50, RIGHT)):

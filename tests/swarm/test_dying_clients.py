@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 
+from tests.marks import SLOW
 from tests.swarm.lone_client import LoneClient
 from tests.swarm.pair import random_ids
-from tests.swarm.survival import ROOM, SLOW, Fleet, room_left
+from tests.swarm.survival import ROOM, Fleet, room_left
 from tests.swarm.waiting import wait_for
 
 IDS = random_ids(1, 30, seed=40)

@@ -10,14 +10,12 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from swarm_client import DistributedModel, RequestRejected
+from tests.marks import always
 from tests.swarm.harness import InProcessServers
 from tests.swarm.tuning import assert_close
 from tests.zoo import PAD, SUPPORTED, VOCAB, save_checkpoint
 
-COMMON = (
-    *("llama", "bloom", "mixtral", "gemma3_text", "gpt2", "gpt_oss"),
-    *("qwen3_next", "jamba", "mamba2"),
-)
+COMMON = ("llama", "bloom", "mixtral", "gemma3_text", "gpt2", "jamba")
 SPANS = ("0:2", "2:6")
 PADDED = 4
 FORGETS_BEAMS = ("MiniMaxForCausalLM",)  # with a cache: transformers does not reorder the states of linear attention
@@ -37,10 +35,7 @@ class Pair:
         assert torch.equal(self.remote.generate(ids, use_cache=True, **options), whole)
 
 
-@pytest.fixture(
-    scope="module",
-    params=[pytest.param(name, marks=() if name in COMMON else pytest.mark.slow) for name in SUPPORTED],
-)
+@pytest.fixture(scope="module", params=always(*COMMON, among=SUPPORTED))
 def pair(request, tmp_path_factory) -> Iterator[Pair]:
     directory = tmp_path_factory.mktemp(request.param)
     save_checkpoint(request.param, directory)

@@ -22,6 +22,7 @@ from transformers import AutoModelForCausalLM
 from swarm_client.generation.generation import load_tokenizer
 from swarm_protocol.checkpoints.default_model import DEFAULT_MODEL, locate
 from swarm_server.training.stateless import StatelessPasses
+from tests.marks import SLOW
 from tests.swarm.harness import InProcessServers
 from tests.swarm.processes import Outcome, run_commands
 from tests.zoo import save_checkpoint
@@ -194,7 +195,7 @@ def test_ctrl_c_saves_and_the_resumed_run_ends_as_if_nothing_had_happened(outcom
 
 @pytest.mark.parametrize(
     "line_begins",
-    [pytest.param("step [1-9]", marks=pytest.mark.slow), "step 4/12: validation"],
+    [pytest.param("step [1-9]", marks=SLOW), "step 4/12: validation"],
     ids=["step", "validation"],
 )
 def test_when_all_servers_go_the_last_step_is_saved_and_the_run_goes_on_with_others(

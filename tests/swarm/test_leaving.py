@@ -10,8 +10,9 @@ import torch
 
 from swarm_client import NoRoute
 from swarm_client.demo.local_cluster import LocalServer
+from tests.marks import SLOW
 from tests.swarm.pair import random_ids
-from tests.swarm.survival import SLOW, SPANS, Client, Fleet, each_hop
+from tests.swarm.survival import SPANS, Client, Fleet, each_hop
 from tests.swarm.waiting import wait_for
 
 PROMPT = random_ids(1, 40, seed=20)

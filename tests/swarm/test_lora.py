@@ -13,6 +13,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
 from swarm_client import DistributedModelForSequenceClassification, NoRoute
+from tests.marks import always
 from tests.swarm.harness import InProcessServers
 from tests.swarm.pair import connected, random_ids
 from tests.swarm.tuning import assert_close, lora, loss_of, padded_batch, trained, tuned, whole_model
@@ -29,7 +30,7 @@ FAMILIES = {
     "gpt_oss": r".*\.(q_proj|o_proj)",
     "qwen3": "all-linear",
 }
-COMMON = ("llama", "gpt2", "mixtral", "qwen3")
+COMMON = ("llama", "gpt2", "mixtral")
 
 
 def served(name: str, directory) -> InProcessServers:
@@ -47,7 +48,7 @@ def servers(tmp_path_factory) -> Iterator[InProcessServers]:
 
 @pytest.fixture(
     scope="module",
-    params=[pytest.param(name, marks=() if name in COMMON else pytest.mark.slow) for name in FAMILIES],
+    params=always(*COMMON, among=FAMILIES),
 )
 def family(request, tmp_path_factory) -> Iterator[tuple[InProcessServers, LoraConfig]]:
     with served(request.param, tmp_path_factory.mktemp(request.param)) as servers:

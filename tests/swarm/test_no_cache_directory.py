@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from swarm_client.demo.local_cluster import LocalCluster
+from tests.marks import always
 from tests.swarm.test_command_line import run
 
 
@@ -28,10 +29,7 @@ def full_disk(tmp_path) -> Iterator[Path]:
         subprocess.run(["umount", "--lazy", place], check=True)
 
 
-SLOW = [pytest.param(home, marks=pytest.mark.slow) for home in ("file", "full")]
-
-
-@pytest.mark.parametrize("home", ["/proc/nowhere", *SLOW])
+@pytest.mark.parametrize("home", always("/proc/nowhere", among=("/proc/nowhere", "file", "full")))
 def test_a_swarm_without_a_home(home, tmp_path, request):
     place = Path(home) if home.startswith("/") else tmp_path / home
     if home == "file":
@@ -40,7 +38,7 @@ def test_a_swarm_without_a_home(home, tmp_path, request):
         place = request.getfixturevalue("full_disk")
     environment = {"HOME": str(place), "XDG_CACHE_HOME": str(place / "cache"), "HF_HOME": str(place / "hf")}
     with LocalCluster(environment) as cluster:
-        server = cluster.start("--blocks", "0:20")
+        server = cluster.start("--blocks", "0:20", "--throughput", "100")
         cluster.wait_ready([server])
         peer = server.ready["peer"]
         told = run("generate", "Return a", "--max-new-tokens", "4", "--initial-peers", peer, cache="", **environment)

@@ -10,6 +10,7 @@ from peft import LoraConfig
 from transformers import DataCollatorWithFlattening
 
 from swarm_client import RequestRejected
+from tests.marks import always
 from tests.swarm.harness import InProcessServers
 from tests.swarm.pair import connected, random_ids
 from tests.swarm.tuning import Tuned, assert_close, lora, trained, tuned
@@ -32,7 +33,7 @@ NO_DROPOUT = {"gpt2": dict(attn_pdrop=0.0, embd_pdrop=0.0, resid_pdrop=0.0)}
 
 @pytest.fixture(
     scope="module",
-    params=[pytest.param(name, marks=() if name == "llama" else pytest.mark.slow) for name in FAMILIES],
+    params=always("llama", among=FAMILIES),
 )
 def family(request, tmp_path_factory) -> Iterator[tuple[InProcessServers, LoraConfig]]:
     directory = tmp_path_factory.mktemp(request.param)

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from swarm_client import DistributedModelForSequenceClassification, RequestRejected
 from swarm_protocol.checkpoints.checkpoint import Checkpoint
+from tests.marks import always
 from tests.swarm.harness import InProcessServers
 from tests.swarm.pair import connected, random_ids
 from tests.swarm.tuning import assert_close, lora, padded_batch, trained, whole_model
@@ -82,7 +83,7 @@ class Prompted:
 
 @pytest.fixture(
     scope="module",
-    params=["llama", *(pytest.param(name, marks=pytest.mark.slow) for name in ("gpt2", "opt-projected")), "bloom"],
+    params=always("llama", among=("llama", "gpt2", "opt-projected", "bloom")),
 )
 def servers(request, tmp_path_factory) -> Iterator[InProcessServers]:
     directory = tmp_path_factory.mktemp(request.param)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from tests.marks import SLOW
 from tests.swarm.pair import random_ids
 from tests.swarm.survival import SPANS, Client, each_hop
 from tests.swarm.waiting import wait_for
@@ -55,6 +56,7 @@ def test_the_copy_is_killed_as_well(fleet, client, moments):
     assert not recovery.from_copy and recovery.replacements == (third.peer_id,)
 
 
+@SLOW
 def test_there_is_another_copy_after_one_has_taken_over(fleet, client, moments):
     third = fleet.add("2:4", "--throughput", "1")
     fleet.wait_ready(third)

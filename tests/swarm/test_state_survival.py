@@ -13,23 +13,15 @@ from transformers import AutoModelForCausalLM
 
 from swarm_client import DistributedModel
 from swarm_client.demo.local_cluster import LocalCluster
+from tests.marks import SLOW, always
 from tests.zoo import PAD, VOCAB, save_checkpoint
 
 PROMPT = torch.randint(3, VOCAB, (2, 9), generator=torch.Generator().manual_seed(0))
 NEW_TOKENS = 12
-SLOW = pytest.mark.slow
 ENDINGS = {"killed": signal.SIGKILL, "leaving": signal.SIGTERM}
 
 
-@pytest.fixture(
-    params=[
-        "qwen3_next",
-        "jamba",
-        pytest.param("lfm2", marks=SLOW),
-        pytest.param("falcon_h1", marks=SLOW),
-        pytest.param("mamba2", marks=SLOW),
-    ]
-)
+@pytest.fixture(params=always("qwen3_next", "jamba", among=("qwen3_next", "jamba", "lfm2", "falcon_h1", "mamba2")))
 def name(request) -> str:
     return request.param
 
@@ -55,7 +47,7 @@ def servers(cluster: LocalCluster, checkpoint: str, name: str) -> Iterator[dict]
         server.kill()
 
 
-@pytest.mark.parametrize("ending", ENDINGS)
+@pytest.mark.parametrize("ending", always("killed", among=ENDINGS))
 @pytest.mark.parametrize("options", [{}, pytest.param({"num_beams": 3}, marks=SLOW)], ids=["greedy", "beams"])
 def test_a_server_ends_in_the_midst(servers, checkpoint, name, ending, options):
     whole = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)

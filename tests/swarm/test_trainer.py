@@ -11,6 +11,7 @@ import torch
 from peft import get_peft_model
 from transformers import Trainer, TrainingArguments
 
+from tests.marks import SLOW, always
 from tests.swarm.harness import InProcessServers
 from tests.swarm.pair import connected, random_ids
 from tests.swarm.tuning import assert_close, lora, trained, tuned
@@ -64,7 +65,7 @@ def adapted(remote: Any, kind: str, seed: int = 1) -> Any:
 KINDS = ("adapter", "peft", "prompts")
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", always("peft", among=KINDS))
 def test_a_resumed_run_ends_as_one_that_was_not_interrupted(servers, tmp_path, kind):
     with connected(servers) as remote:
         model = adapted(remote, kind)
@@ -84,7 +85,7 @@ class FirstIsBest(Trainer):
         return {**super().evaluate(*args, **kwargs), "eval_step": self.state.global_step}
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", always("adapter", among=KINDS))
 def test_the_best_weights_are_loaded_at_the_end(servers, tmp_path, kind):
     with connected(servers) as remote:
         model = adapted(remote, kind)
@@ -97,7 +98,7 @@ def test_the_best_weights_are_loaded_at_the_end(servers, tmp_path, kind):
         assert all(abs(later - losses[0]) > 1e-3 for later in losses[1:])
 
 
-@pytest.mark.parametrize("wraps", [False, True], ids=["adapter", "peft"])
+@pytest.mark.parametrize("wraps", [pytest.param(False, marks=SLOW), True], ids=["adapter", "peft"])
 def test_resumed_on_the_whole_model_and_on_servers(servers, tmp_path, wraps):
     ends = []
     with tuned(servers, lora(), wraps=wraps) as pair:

@@ -8,8 +8,9 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
+from tests.marks import SLOW
 from tests.swarm.pair import random_ids
-from tests.swarm.survival import SLOW, SPANS, Client, Fleet, Moments, each_hop
+from tests.swarm.survival import SPANS, Client, Fleet, Moments, each_hop
 
 IDS = random_ids(2, 12, seed=30)
 

@@ -10,8 +10,9 @@ import torch
 from swarm_client.core.events import Recovery
 from swarm_protocol.span import Span
 from swarm_server.engine.engine import Engine
+from tests.marks import SLOW
 from tests.swarm.pair import Pair, random_ids, started
-from tests.swarm.survival import SLOW, SPANS, each_hop
+from tests.swarm.survival import SPANS, each_hop
 
 PROMPTS = {"in-a-prompt": random_ids(1, 150, seed=50), "later": random_ids(1, 8, seed=51)}
 

@@ -6,7 +6,6 @@ import asyncio
 import dataclasses
 import subprocess
 import sys
-import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -292,11 +291,9 @@ class TestJoining:
 
         run(join())
 
-    def test_a_dead_initial_peer_is_reported_within_10_s(self, run: Run, unused_peer: str) -> None:
-        start = time.monotonic()
+    def test_a_dead_initial_peer_is_reported(self, run: Run, unused_peer: str) -> None:
         with pytest.raises(NoSwarm, match=f"no initial peer answered: {unused_peer}"):
             run(Dht.join(SWARM, [unused_peer], Identity.generate()))
-        assert time.monotonic() - start < 10
 
     def test_a_peer_that_accepts_connections_and_says_nothing_is_given_up(self, run: Run) -> None:
         async def join() -> None:

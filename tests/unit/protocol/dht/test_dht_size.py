@@ -14,6 +14,7 @@ from swarm_protocol.dht.records import ServerRecord, ServerState
 from swarm_protocol.net.hivemind_parts import MSGPackSerializer, get_dht_time
 from swarm_protocol.net.identity import Identity
 from swarm_protocol.span import Span
+from tests.marks import SLOW
 from tests.unit.crowd import Crowd
 
 MODEL = "meta-llama/Llama-3.1-70B"
@@ -261,10 +262,11 @@ async def _read_correctly(count: int, spans: list[Span], *, settled: bool = Fals
 
 
 class TestSize:
-    def test_4000_that_host_the_whole_model(self, run: Run) -> None:
-        run(_read_correctly(4000, WHOLE, settled=True))
+    @pytest.mark.parametrize("count", [1000, pytest.param(4000, marks=SLOW)])
+    def test_many_that_host_the_whole_model(self, count: int, run: Run) -> None:
+        run(_read_correctly(count, WHOLE, settled=True))
 
-    @pytest.mark.slow
+    @SLOW
     @pytest.mark.timeout(600)
     @pytest.mark.parametrize("spans", [WHOLE, SPREAD], ids=["whole", "spread"])
     def test_10_000_who_join_at_once(self, spans: list[Span], run: Run) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.marks import SLOW
 from tests.zoo import save_checkpoint
 
 MIB = 2**20
@@ -62,7 +63,9 @@ print(peak() - before, held, 4 * max(large.family.block_parameters))
 
 
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="reads resident memory from /proc")
-@pytest.mark.parametrize(("name", "dtype"), [("llama", torch.float32), ("mixtral", torch.bfloat16)])
+@pytest.mark.parametrize(
+    ("name", "dtype"), [("llama", torch.float32), pytest.param("mixtral", torch.bfloat16, marks=SLOW)]
+)
 def test_peak_while_loading(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
     sizes = {
         "llama": dict(hidden_size=768, intermediate_size=3072),

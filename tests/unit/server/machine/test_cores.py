@@ -8,8 +8,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -176,14 +174,10 @@ def test_servers_of_other_machines_that_share_the_directory_do_not_count(tmp_pat
             assert here.threads() == 2
 
 
-def test_reading_is_cheap(tmp_path):
-    with ExitStack() as servers:
-        shares = [servers.enter_context(share(tmp_path, FOUR)) for _ in range(20)]
-        start = time.perf_counter()
-        shares[0].threads()
-        assert time.perf_counter() - start < 0.5
-        (note, *_) = tmp_path.glob("*.json")
-        assert json.loads(note.read_text())["pid"] == os.getpid()
+def test_the_file_says_which_process(tmp_path):
+    with share(tmp_path, FOUR):
+        (file,) = tmp_path.glob("*.json")
+        assert json.loads(file.read_text())["pid"] == os.getpid()
 
 
 # ------------------------------------------------------------ what the machine says
