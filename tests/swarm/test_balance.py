@@ -174,6 +174,7 @@ def living(volunteers: Volunteers, client: Client) -> SwarmView:
     return SwarmView(tuple(server for server in view(client).servers if server.peer_id in peer_ids))
 
 
+@SLOW
 def test_a_session_goes_on_when_its_server_moves(volunteers, connect, moments):
     """A second server comes to the left half: the first is needed more in the right one, and hands its session over."""
     first = volunteers.start(100, "--initial-blocks", LEFT)

@@ -193,11 +193,8 @@ def test_ctrl_c_saves_and_the_resumed_run_ends_as_if_nothing_had_happened(outcom
     assert_as_if_nothing_had_happened(place / "interrupted", place / "lora")
 
 
-@pytest.mark.parametrize(
-    "line_begins",
-    [pytest.param("step [1-9]", marks=SLOW), "step 4/12: validation"],
-    ids=["step", "validation"],
-)
+@SLOW
+@pytest.mark.parametrize("line_begins", ["step [1-9]", "step 4/12: validation"], ids=["step", "validation"])
 def test_when_all_servers_go_the_last_step_is_saved_and_the_run_goes_on_with_others(
     outcomes, servers, place, cache_home, line_begins, request
 ):

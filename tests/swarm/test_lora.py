@@ -30,7 +30,7 @@ FAMILIES = {
     "gpt_oss": r".*\.(q_proj|o_proj)",
     "qwen3": "all-linear",
 }
-COMMON = ("llama", "gpt2", "mixtral")
+COMMON = ("llama", "gpt2")
 
 
 def served(name: str, directory) -> InProcessServers:

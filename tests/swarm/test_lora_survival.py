@@ -49,7 +49,7 @@ def used(fleet: Fleet, hop: int):
     return fleet.replicas(SPANS[hop])[0]
 
 
-@each_hop(0, 1)
+@each_hop(0)
 def test_killed_between_forward_and_backward(fleet, assert_same_gradients, hop):
     assert_same_gradients(between=lambda: used(fleet, hop).kill())
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from swarm_client.demo.local_cluster import LocalCluster
-from tests.marks import always
+from tests.marks import SLOW
 from tests.swarm.test_command_line import run
 
 
@@ -29,7 +29,8 @@ def full_disk(tmp_path) -> Iterator[Path]:
         subprocess.run(["umount", "--lazy", place], check=True)
 
 
-@pytest.mark.parametrize("home", always("/proc/nowhere", among=("/proc/nowhere", "file", "full")))
+@SLOW
+@pytest.mark.parametrize("home", ["/proc/nowhere", "file", "full"])
 def test_a_swarm_without_a_home(home, tmp_path, request):
     place = Path(home) if home.startswith("/") else tmp_path / home
     if home == "file":

@@ -14,6 +14,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
 
 from swarm_client import RequestRejected
+from tests.marks import always
 from tests.swarm.harness import InProcessServers
 from tests.swarm.pair import connected
 from tests.swarm.tuning import Tuned, assert_close, lora, loss_of, padded_batch, trained, tuned, whole_model
@@ -50,7 +51,7 @@ CONFIGS = {
 }
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", always("attention", "all-linear", "with-a-head-of-its-own", among=CONFIGS))
 def test_get_peft_model(servers, name, tmp_path):
     """Names, gradients, weights, tokens and files are those of PEFT on the whole model."""
     with in_peft(servers, CONFIGS[name]) as pair:

@@ -172,7 +172,7 @@ def wired(tmp_path) -> Iterator[tuple[Pair, Wires]]:
         pair.servers.wait_until_all_room_is_free()
 
 
-@pytest.mark.parametrize("way", always("greedy", "speculation", among=WAYS))
+@pytest.mark.parametrize("way", always("speculation", among=WAYS))
 def test_streams_that_break_between_two_steps(wired, sent, monkeypatch, way):
     pair, wires = wired
     ids, options = WAYS[way]
@@ -191,7 +191,7 @@ def test_streams_that_break_between_two_steps(wired, sent, monkeypatch, way):
     assert sent.keys() == {0, 1, 2}
 
 
-@pytest.mark.parametrize("way", always("beams", "chunks", among=WAYS))
+@pytest.mark.parametrize("way", always("beams", among=WAYS))
 def test_streams_that_break_while_a_step_is_computed(wired, sent, monkeypatch, way):
     """The step comes again by the client, and is not made twice."""
     pair, wires = wired
