@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+import sys
 from collections.abc import Callable, Collection, Coroutine, Iterable
 from dataclasses import dataclass
 from itertools import count
@@ -17,6 +18,8 @@ from swarm_client.transport.wire_tensor import CODECS
 from swarm_protocol.dht.records import ServerRecord
 from swarm_protocol.pb import swarm_pb2 as pb
 from swarm_protocol.span import Span
+
+_SPARE_TOKENS = 64  # positions per row that are asked for besides
 
 
 @dataclass(frozen=True)
@@ -41,6 +44,38 @@ class Opening:
     def need_tokens(self) -> int:
         """Room that a server should have."""
         return self.batch_size * (self.reserve_tokens + self.spare_tokens)
+
+
+class Terms:
+    """What all hops of one session are asked for.
+
+    Attributes:
+        records_past: sliding windows keep what later crops need.
+        asked_s: when servers were first asked for room; None: not yet.
+    """
+
+    def __init__(self, max_positions: int | None, reserve_tokens: int) -> None:
+        """``max_positions`` of the model; ``reserve_tokens``: positions per row that the session is known to need."""
+        self._max_positions = max_positions
+        self._reserve_tokens = reserve_tokens
+        self.records_past = False
+        self.asked_s: float | None = None
+
+    def opening(
+        self, batch_size: int, num_tokens: int, sent_number: int = 0, changed_number: int = 0, *, ages: bool = True
+    ) -> Opening:
+        """What to ask servers for, if there are ``num_tokens`` positions per row already.
+
+        ``ages``: the hops are as old as the session, so younger ones cannot preempt them.
+        """
+        if self.asked_s is None:
+            self.asked_s = now_s()
+        most = sys.maxsize if self._max_positions is None else self._max_positions
+        reserve = min(max(self._reserve_tokens, num_tokens), most)
+        # A session whose length nobody has said should not be preempted at once.
+        spare = 0 if num_tokens <= self._reserve_tokens else min(max(_SPARE_TOKENS, num_tokens // 4), most - reserve)
+        asked_s = self.asked_s if ages else None
+        return Opening(batch_size, reserve, sent_number, changed_number, self.records_past, spare, asked_s)
 
 
 class Opener:

@@ -181,7 +181,7 @@ class RemoteSession:
 
     def record_past(self) -> None:
         """Lets sliding-window blocks keep what a later ``crop`` needs."""
-        self._chain.records_past = True
+        self._chain.record_past()
         self._change(pb.Change(record_past=pb.RecordPast()))
 
     def reset(self) -> None:

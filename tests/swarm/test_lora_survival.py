@@ -94,7 +94,7 @@ def test_copies_that_stand_by_have_the_adapter(fleet, client, adapted):
     expected = local.generate(input_ids=IDS, **known)
     cache = remote.new_cache(standby=True)
     first = remote.generate(IDS, past_key_values=cache, **{**known, "max_new_tokens": 5})
-    wait_for(lambda: client.chain._copies.num_ready == 3, "every hop has a copy")
+    wait_for(lambda: client.chain.num_replicas == 3, "every hop has a copy")
     client.kill(1)
     known = {**known, "attention_mask": torch.ones_like(first), "max_new_tokens": 7}
     assert torch.equal(remote.generate(first, past_key_values=cache, **known), expected)

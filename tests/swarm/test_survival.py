@@ -13,7 +13,7 @@ from swarm_client import RecoveryFailed
 from swarm_client.core.config import Timeouts
 from swarm_client.core.events import Waiting
 from swarm_client.sessions.call import Call
-from swarm_client.sessions.chain import Chain
+from swarm_client.sessions.listener import Failures, Listener
 from swarm_client.transport.hops import BlockAnswer, HopSession
 from swarm_protocol.span import Span
 from tests.marks import SLOW
@@ -87,20 +87,20 @@ def test_hangs(connect, moments, hop):
 @pytest.mark.parametrize("moment", ["before_step", pytest.param("before-they-come", marks=SLOW)])
 def test_killed_while_hidden_states_of_every_block_are_wanted(client, moments, monkeypatch, hop, moment):
     """Also when its outputs have gone on to the next server, and those of its blocks have not come to the client."""
-    take, lost = Chain._take_block_output, []
+    take, lost = Listener._take_block_output, []
 
-    def lose(chain: Chain, answer: BlockAnswer, sender: HopSession, call: Call) -> None:
-        if call.start == PROMPT.shape[1] + 3 and sender is chain.hops[hop] and (not lost or sender is lost[0]):
+    def lose(listener: Listener, answer: BlockAnswer, sender: HopSession, call: Call) -> Failures:
+        if call.start == PROMPT.shape[1] + 3 and sender is client.chain.hops[hop] and (not lost or sender is lost[0]):
             if not lost:
                 lost.append(sender)
                 client.kill(hop)
-        else:
-            take(chain, answer, sender, call)
+            return {}
+        return take(listener, answer, sender, call)
 
     if moment == "before_step":
         moments.before_step(5, lambda: client.kill(hop))
     else:
-        monkeypatch.setattr(Chain, "_take_block_output", lose)
+        monkeypatch.setattr(Listener, "_take_block_output", lose)
     output = client.generate(PROMPT, output_hidden_states=True)
     expected = client.fleet.whole.generate(
         PROMPT,

@@ -30,7 +30,7 @@ LAYERS = {  # from the top: a room imports from those below it only
         ["sessions", "passes", "monitor"],
         ["swarm"],
         ["transport"],
-        ["core", "routing", "adapters"],
+        ["core", "routing", "failover", "adapters"],
     ],
     "swarm_server": [
         [DOOR],
@@ -49,7 +49,9 @@ LAYERS = {  # from the top: a room imports from those below it only
 }
 UPWARDS = {("swarm_server/node/local_cluster.py", "swarm_server.command_line")}  # it runs servers as a user does
 POLICIES = [
-    "swarm_client/sessions/recovery.py",
+    "swarm_client/failover/failover.py",
+    "swarm_client/failover/messages.py",
+    "swarm_client/failover/replay.py",
     "swarm_client/routing/routing.py",
     "swarm_server/placement/capacity.py",
     "swarm_server/placement/placement.py",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from swarm_client.sessions.recovery import Replay, Standing, Taken, gaps, plan_catching_up, plan_replay
+from swarm_client.failover.replay import Replay, Standing, Taken, gaps, plan_catching_up, plan_replay
 
 START = 10
 FIRST = (1 << 32) + 5

@@ -1,0 +1,233 @@
+"""Failover of a session's hops in the middle of a call: a state machine without a socket or a clock. Pure.
+
+``decide(state, event)`` answers what has happened with what is to be done, and with the state after it. The chain
+carries the instructions out, one after the other; the last one ends the failover, or brings about the next event::
+
+    Failed ─► Ask ─► Asked ─► AskReplica ─► ReplicaAsked ─► UseReplica ─► Opened ─► Connect ─► Connected ─► Splice
+                              Open ─────────────────────────────────────► Opened
+
+From ``Asked`` on, this is done for each run of failed hops, the last one first; ``Resume`` follows the last splice.
+Hops are told apart by their numbers, which are never used twice in a session.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+
+from swarm_client.failover.messages import (
+    Abandon,
+    AbandonNew,
+    Ask,
+    Asked,
+    AskReplica,
+    Blame,
+    Connect,
+    Connected,
+    Event,
+    Failed,
+    GiveUp,
+    Instruction,
+    Link,
+    NoRoom,
+    NotConnected,
+    Open,
+    Opened,
+    ReplicaAsked,
+    ReplicaLost,
+    Resume,
+    Splice,
+    StartOver,
+    UseReplica,
+)
+from swarm_client.failover.replay import Replay, Standing, Taken, gaps, plan_catching_up, plan_replay
+from swarm_protocol.errors import PeerBusy, SessionLost, SwarmError
+from swarm_protocol.span import Span
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far the call is that has been interrupted.
+
+    Attributes:
+        steps: of the call; ``past``: the last ones before it.
+        start: position at which the call begins.
+        answered: number of the last step whose outputs the client has.
+        batch_size: rows that a hop must replay.
+        is_watched: the client wants outputs that only the failed hops had.
+    """
+
+    steps: tuple[Taken, ...]
+    start: int
+    answered: int
+    past: tuple[Taken, ...] = ()
+    batch_size: int = 1
+    is_watched: bool = False
+
+
+@dataclass(frozen=True)
+class State:
+    """Where a failover is.
+
+    Attributes:
+        links: the chain's hops, first blocks first.
+        failed: those of them that are to be replaced, and why.
+        standings: where the others stand.
+        gaps: runs of failed hops that are still to be replaced, last first: the first one is being replaced.
+        replay: how its new hops come to where they are needed; ``is_replica``: there is one, a replica of the old.
+    """
+
+    progress: Progress
+    links: tuple[Link, ...]
+    failed: Mapping[int, SwarmError] = field(default_factory=dict)
+    standings: Mapping[int, Standing] = field(default_factory=dict)
+    gaps: tuple[range, ...] = ()
+    replay: Replay | None = None
+    is_replica: bool = False
+
+    @property
+    def before(self) -> Link | None:
+        """The hop before the gap; None: the client."""
+        return self.links[self.gaps[0].start - 1] if self.gaps[0].start else None
+
+    @property
+    def after(self) -> Link | None:
+        """The hop after the gap; None: the client."""
+        return self.links[self.gaps[0].stop] if self.gaps[0].stop < len(self.links) else None
+
+    @property
+    def replaced(self) -> tuple[Link, ...]:
+        return self.links[self.gaps[0].start : self.gaps[0].stop]
+
+    def standing(self, link: Link | None) -> Standing | None:
+        return None if link is None else self.standings[link.number]
+
+
+Decision = tuple[State, list[Instruction]]
+
+
+def decide(state: State, event: Event) -> Decision:
+    """What is to be done after ``event``, and the state until the next one."""
+    match event:
+        case Failed(errors, is_late):
+            return _after_failure(state, errors, is_late)
+        case Asked():
+            return _after_asking(state, event)
+        case ReplicaAsked():
+            return _after_asking_replica(state, event)
+        case ReplicaLost():
+            return _open(replace(state, is_replica=False), [AbandonNew()])
+        case Opened():
+            assert state.replay is not None
+            number = state.progress.steps[0].number - 1 if state.is_replica else 1
+            return state, [Connect(_number(state.before), state.replay, number)]
+        case NoRoom():
+            return state, [StartOver()]
+        case Connected(links):
+            return _after_connecting(state, links)
+        case NotConnected(errors, is_late):
+            if not errors:
+                return state, [AbandonNew(), StartOver()]
+            state, instructions = _after_failure(state, errors, is_late)
+            return state, [AbandonNew(), *instructions]
+
+
+def _after_failure(state: State, errors: Mapping[int, SwarmError], is_late: bool) -> Decision:
+    present = {link.number for link in state.links}
+    failed = {number: error for number, error in state.failed.items() if number in present} | dict(errors)
+    state = replace(state, failed=failed)
+    instructions: list[Instruction] = [_blame(state, errors)]
+    if is_late and not _are_full(failed):
+        return state, [*instructions, GiveUp(_span(state))]
+    if state.progress.is_watched:  # what a failed hop has sent on is not sent to the client again
+        return state, [*instructions, Abandon(tuple(failed)), StartOver()]
+    return state, [*instructions, _ask(state)]
+
+
+def _after_asking(state: State, event: Asked) -> Decision:
+    errors = dict(event.errors)
+    for link in state.links:
+        standing = event.standings.get(link.number)
+        if standing is not None and standing.number < link.replayed_number:
+            errors[link.number] = SessionLost(f"server {link.name} was not ready yet", link.peer_id, link.span)
+    if errors:
+        return _after_failure(state, errors, event.is_late)
+    runs = tuple(gaps([link.number in state.failed for link in state.links]))
+    return _next_gap(replace(state, standings=event.standings, gaps=runs), [])
+
+
+def _next_gap(state: State, instructions: list[Instruction]) -> Decision:
+    if not state.gaps:
+        return state, [*instructions, Resume()]
+    state = replace(state, replay=None, is_replica=False)
+    if len(state.replaced) == 1:
+        return state, [*instructions, AskReplica(state.replaced[0].number)]
+    return _open(state, instructions)
+
+
+def _after_asking_replica(state: State, event: ReplicaAsked) -> Decision:
+    if event.standing is None:
+        return _open(state, [])
+    progress, after = state.progress, state.after
+    before = state.standing(state.before)
+    replay = plan_catching_up(event.standing, progress.steps, progress.start, progress.past, before)
+    # Steps whose outputs the replica has, and the failed hop did not get through with.
+    standing_after = state.standing(after)
+    received = progress.answered if standing_after is None else standing_after.number
+    lost = tuple(step.number for step in progress.steps if received < step.number <= event.standing.number)
+    if replay is None or (after is None and lost) or not _fits(replay, progress, event.max_step_tokens):
+        return _open(state, [AbandonNew()])
+    reroute = after is not None and (bool(lost) or event.next_number != after.number)
+    state = replace(state, replay=replay, is_replica=True)
+    return state, [UseReplica(_number(after), reroute, lost)]
+
+
+def _fits(replay: Replay, progress: Progress, max_step_tokens: int) -> bool:
+    """Whether the history fits into the one step whose number is free for it."""
+    start, end = replay.history
+    return (end - start) * progress.batch_size <= max(1, max_step_tokens)
+
+
+def _open(state: State, instructions: list[Instruction]) -> Decision:
+    progress, after = state.progress, state.after
+    replay = plan_replay(
+        progress.steps, progress.start, state.standing(state.before), state.standing(after), progress.answered
+    )
+    span = Span(state.replaced[0].span.start, state.replaced[-1].span.end)
+    opening = Open(span, state.replaced[0].number, _number(after), replay)
+    return replace(state, replay=replay), [*instructions, opening]
+
+
+def _after_connecting(state: State, new: tuple[Link, ...]) -> Decision:
+    assert state.replay is not None
+    gap, replaced = state.gaps[0], state.replaced
+    start, end = state.replay.history
+    splice = Splice(gap, state.failed[replaced[0].number], end - start, state.is_replica)
+    links = (*state.links[: gap.start], *new, *state.links[gap.stop :])
+    return _next_gap(replace(state, links=links, gaps=state.gaps[1:]), [splice])
+
+
+def _ask(state: State) -> Ask:
+    """Hops before a failed one get no further until they are rerouted."""
+    held = {link.number for link, following in pairwise(state.links) if following.number in state.failed}
+    asked = tuple(link.number for link in state.links if link.number not in state.failed)
+    return Ask(asked, frozenset(held.intersection(asked)))
+
+
+def _blame(state: State, errors: Mapping[int, SwarmError]) -> Blame:
+    """If all hops fail at once, it may be the client's own network that does."""
+    return Blame(errors, avoid=not len(errors) == len(state.links) > 1)
+
+
+def _are_full(failed: Mapping[int, SwarmError]) -> bool:
+    """Servers without room have not failed."""
+    return all(isinstance(error, PeerBusy) for error in failed.values())
+
+
+def _span(state: State) -> Span:
+    return next(link.span for link in state.links if link.number in state.failed)
+
+
+def _number(link: Link | None) -> int | None:
+    return None if link is None else link.number

@@ -1,0 +1,190 @@
+"""What the hops of a chain say to the client, and what their silence means."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+
+from swarm_client.core.background import now_s
+from swarm_client.sessions.call import Call
+from swarm_client.swarm.swarm import Swarm
+from swarm_client.transport.hops import Answer, BlockAnswer, HopEvent, HopSession, Inbox, Trouble
+from swarm_protocol.errors import AccessDenied, BadReply, PeerBusy, PeerError, PeerUnavailable, SwarmError
+from swarm_protocol.pb import swarm_pb2 as pb
+from swarm_protocol.wire.constants import FIRST_STEP
+
+_MAX_REFUSALS = 3  # of one call's steps by servers that blame the one before
+Failures = Mapping[HopSession, SwarmError]
+
+
+class Listener:
+    """Takes the answers of one chain's hops, and finds those that must be replaced.
+
+    Attributes:
+        progress_s: when the call last got on.
+        refused: number of a step that the first hop has refused; None: of none.
+    """
+
+    def __init__(
+        self,
+        hops: Sequence[HopSession],
+        swarm: Swarm,
+        inbox: Inbox,
+        on_answer: Callable[[], None],
+        on_other: Callable[[HopEvent], None],
+    ) -> None:
+        """
+        Args:
+            hops: of the chain, as they are at any time.
+            on_answer: called when outputs of a step have come.
+            on_other: gets the events of those that are not in the chain.
+        """
+        self._hops = hops
+        self._swarm = swarm
+        self._inbox = inbox
+        self._on_answer = on_answer
+        self._on_other = on_other
+        self._probing: asyncio.Task[None] | None = None
+        self.progress_s = 0.0
+        self.refused: int | None = None
+
+    def got_on(self) -> None:
+        """There has been progress."""
+        self.progress_s, self.refused = now_s(), None
+
+    def end_call(self) -> None:
+        if self._probing is not None:
+            self._probing.cancel()
+
+    async def next_event(self, call: Call) -> HopEvent:
+        """Asks all hops whether they are there when nothing comes for a while."""
+        while True:
+            try:
+                event = await asyncio.wait_for(self._inbox.get(), self._swarm.config.timeouts.probe_after_s)
+                if not isinstance(event, Trouble):
+                    self.progress_s = now_s()
+                return event
+            except TimeoutError:
+                if self._probing is None or self._probing.done():
+                    self._probing = asyncio.ensure_future(self._probe(call, list(self._hops)))
+
+    async def _probe(self, call: Call, hops: list[HopSession]) -> None:
+        """Trouble for hops that do not answer, or that have what they need and do not get on."""
+        asked_s = now_s()
+        asking = (hop.progress(timeout_s=self._swarm.config.timeouts.probe_s) for hop in hops)
+        results = await asyncio.gather(*asking, return_exceptions=True)
+        timeout_s = self._swarm.config.step_timeout_s
+        expected = call.steps[-1].number
+        for hop, result in zip(hops, results, strict=True):
+            if isinstance(result, SwarmError):
+                self._inbox.put_nowait(Trouble(hop.number, None, result))
+            if not isinstance(result, pb.SessionProgress):
+                continue
+            if result.number != hop.seen_number:
+                hop.seen_number = result.number
+                self.progress_s = max(self.progress_s, asked_s)
+            if result.number < expected and now_s() - self.progress_s > timeout_s:
+                server = hop.hop.server
+                reason = f"server {server.short_id} did not finish a step within {timeout_s:g} s"
+                error = PeerUnavailable(reason, server.peer_id, hop.span)
+                self._inbox.put_nowait(Trouble(hop.number, None, error))
+                return
+            expected = result.number
+
+    def handle(self, event: HopEvent, call: Call) -> Failures:
+        """Hops that must be replaced, and why.
+
+        Raises:
+            SwarmError: what the user must know.
+        """
+        index = next((i for i, hop in enumerate(self._hops) if hop.number == event.hop), None)
+        if index is None:
+            self._on_other(event)
+        elif isinstance(event, Trouble):
+            return self._handle_trouble(event, index, call)
+        elif isinstance(event, BlockAnswer):
+            return self._take_block_output(event, self._hops[index], call)
+        elif isinstance(event, Answer) and event.relay:
+            if index + 1 < len(self._hops) and event.route == self._hops[index].route:
+                return self._relay(event, self._hops[index], self._hops[index + 1], call)
+        elif isinstance(event, Answer) and index == len(self._hops) - 1:
+            return self._take_output(event, self._hops[index], call)
+        return {}
+
+    def _handle_trouble(self, event: Trouble, index: int, call: Call) -> Failures:
+        hop, error = self._hops[index], event.error
+        if event.step is None or event.step < FIRST_STEP:
+            if isinstance(error, AccessDenied):
+                raise error
+            return {hop: error}
+        if event.step <= call.answered:
+            return {}
+        if index == 0 and not call.outputs:
+            self.refused = event.step
+        if isinstance(error, PeerBusy):
+            return {hop: error}
+        if index == 0:
+            raise error
+        if hop.refused is not None and event.step > hop.refused:
+            return {}  # in the wake of the one that is refused already
+        hop.refused = event.step
+        # The input came from the server before: that one is not right, or else this one.
+        call.num_refusals += 1
+        if call.num_refusals > _MAX_REFUSALS:
+            raise error
+        before = self._hops[index - 1]
+        server = before.hop.server
+        reason = f"server {server.short_id} sent on what is wrong: {error}"
+        errors: dict[HopSession, SwarmError] = {before: BadReply(reason, server.peer_id, before.span)}
+        if call.num_refusals > 1:
+            errors[hop] = PeerError(str(error), hop.hop.server.peer_id, hop.span)
+        return errors
+
+    def _relay(self, answer: Answer, sender: HopSession, to: HopSession, call: Call) -> Failures:
+        step = to.replayed.get(answer.step) or call.step(answer.step)
+        if step is None:
+            return {}
+        ours, theirs = step.message.hidden, answer.hidden
+        if theirs is None or (theirs.header.dtype, theirs.header.shape) != (ours.dtype, ours.shape):
+            return _bad_reply(sender, f"server {sender.hop.server.short_id} answered another shape")
+        onward = step.with_hidden(theirs)
+        to.post(onward.message, onward.parts)
+        return {}
+
+    def _take_block_output(self, answer: BlockAnswer, hop: HopSession, call: Call) -> Failures:
+        step = call.step(answer.step)
+        if step is None or answer.block not in call.watched:
+            return {}
+        if answer.block not in hop.span:
+            return _bad_reply(hop, f"server {hop.hop.server.short_id} answered for block {answer.block}")
+        like = call.inputs.hidden
+        shape = like.shape[0], step.end - step.start, like.shape[2]
+        try:
+            call.block_outputs[answer.block, step.number] = answer.hidden.decode(shape, like.dtype)
+        except BadReply as error:
+            return _bad_reply(hop, str(error))
+        return {}
+
+    def _take_output(self, answer: Answer, last: HopSession, call: Call) -> Failures:
+        step = call.step(answer.step)
+        if step is None or step.number in call.outputs:
+            return {}
+        like, num_wanted = call.inputs.hidden, step.message.outputs_wanted
+        if num_wanted and answer.hidden is None:
+            return _bad_reply(last, f"server {last.hop.server.short_id} answered nothing")
+        output = None
+        if num_wanted and answer.hidden is not None:
+            try:
+                output = answer.hidden.decode((like.shape[0], num_wanted, like.shape[2]), like.dtype)
+            except BadReply as error:
+                return _bad_reply(last, str(error))
+        call.outputs[step.number] = output
+        for hop in self._hops:
+            if hop.refused == step.number:
+                hop.refused = None
+        self._on_answer()
+        return {}
+
+
+def _bad_reply(hop: HopSession, reason: str) -> Failures:
+    return {hop: BadReply(reason, hop.hop.server.peer_id, hop.span)}

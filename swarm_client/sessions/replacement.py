@@ -1,0 +1,368 @@
+"""Opens the hops of a chain, and carries out what ``swarm_client.failover`` decides when some of them fail."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable, Mapping, Sequence
+
+from swarm_client.core.background import now_s
+from swarm_client.core.events import Recovery, Reporter, Waiting
+from swarm_client.failover import messages
+from swarm_client.failover.failover import Progress, State
+from swarm_client.failover.replay import Standing, Taken
+from swarm_client.sessions.admission import AdmissionWait
+from swarm_client.sessions.call import Call
+from swarm_client.sessions.journal import Journal
+from swarm_client.sessions.opening import Opener, Opening, Terms, abandon
+from swarm_client.sessions.standby import StandbyReplicas
+from swarm_client.swarm.stall import Repair, Stall
+from swarm_client.swarm.swarm import Swarm
+from swarm_client.transport.hops import HopSession
+from swarm_client.transport.steps import OutgoingStep, chunk_size, split
+from swarm_client.transport.wire_tensor import CODECS
+from swarm_protocol.errors import NoRoute, PeerBusy, PeerError, SessionLost, SwarmError
+from swarm_protocol.pb import swarm_pb2 as pb
+from swarm_protocol.span import Span
+
+_RETRY_S = 0.2
+
+
+class HopReplacer:
+    """New hops for one chain: for all of it, or in the place of those that fail. Only the chain puts them in."""
+
+    def __init__(
+        self,
+        hops: Sequence[HopSession],
+        swarm: Swarm,
+        opener: Opener,
+        terms: Terms,
+        standby: StandbyReplicas,
+        reporter: Reporter,
+    ) -> None:
+        """``hops``: of the chain, as they are at any time."""
+        self._hops = hops
+        self._swarm = swarm
+        self._opener = opener
+        self._terms = terms
+        self._standby = standby
+        self._reporter = reporter
+        self._stall: Stall | None = None
+        self._room = AdmissionWait(swarm, opener, reporter)
+        self._new: list[HopSession] = []  # that are not in the chain yet
+
+    @property
+    def is_recovering(self) -> bool:
+        """Whether no answer has come since a failure."""
+        return self._stall is not None
+
+    def begin_call(self) -> None:
+        self._stall = None
+        self._room.over()
+
+    def begin_recovery(self, progress_s: float) -> None:
+        """Generation stands still since ``progress_s``, unless it did before."""
+        if self._stall is None:
+            timeout_s = self._swarm.config.recovery_timeout_s
+            self._stall = Stall(progress_s, now_s() + timeout_s, timeout_s)
+
+    def answered(self) -> None:
+        """The stall, if there was one, is over."""
+        self._room.over()
+        stall, self._stall = self._stall, None
+        if stall is None:
+            return
+        seconds = now_s() - stall.start_s
+        for number, repair in enumerate(stall.repairs):
+            self._reporter.report(Recovery(**vars(repair), stall_s=seconds if number == 0 else 0.0))
+        for hop in self._hops:
+            self._swarm.served(hop.hop.server.peer_id)
+
+    # ------------------------------------------------------------ hops where there are none
+
+    async def open_all(self, blocks: Span, rows: Journal, sent_number: int) -> list[HopSession]:
+        """Hops over all blocks, with room for ``rows``; what comes before is still to be replayed to them.
+
+        Raises:
+            NoRoute, PeerBusy, RecoveryFailed: see ``_opened``.
+        """
+        hops = await self._opened(blocks, self._terms.opening(rows.batch_size, rows.length, sent_number), None, None)
+        assert hops is not None  # nothing had to be given up
+        if self._stall is not None:
+            replacements = tuple(hop.hop.server.peer_id for hop in hops)
+            reason = self._stall.tried[0] if self._stall.tried else "the session's servers were let go"
+            self._stall.repairs[:] = [Repair(blocks, (), reason, replacements, 0, False)]
+        return hops
+
+    def replay_all(self, call: Call, hops: list[HopSession]) -> list[OutgoingStep]:
+        """The steps by which new hops learn everything, the call's last."""
+        steps = [*self._history(call.after, (0, call.start), hops), *call.steps]
+        _remember(hops, steps)
+        if self._stall is not None:
+            self._stall.repairs[0].replayed_tokens = call.start
+        return steps
+
+    async def _opened(
+        self, span: Span, opening: Opening, after: HopSession | None, instead: HopSession | None
+    ) -> list[HopSession] | None:
+        """Hops over ``span``; takes other servers if some refuse or are gone.
+
+        Returns:
+            None: servers are full, and the session must give up what it has before it waits for them.
+
+        Raises:
+            NoRoute: at first, if there are no servers.
+            PeerBusy: there has been no room for ``wait_timeout_s``, or there never is.
+            RecoveryFailed: in a stall, if there is no time left.
+        """
+        full = {} if self._stall is None else self._stall.full
+        while True:
+            try:
+                return await self._opener.open_span(
+                    span,
+                    opening,
+                    after,
+                    avoid=full,
+                    timeout_s=None if self._stall is None else self._stall.time_left_s,
+                    like=None if instead is None else instead.hop.server,
+                    on_wait=None if self._stall is None else self._report_waiting,
+                )
+            except NoRoute as error:
+                if full:
+                    shortage = next(iter(full.values()))
+                    full.clear()
+                    if instead is not None:
+                        await self._room.begin(shortage)
+                        return None
+                    hops = await self._wait_for_room(span, opening, shortage)
+                    if hops:
+                        return hops
+                    continue
+                if self._stall is None:
+                    raise
+                self._stall.tried.append(str(error))
+                self._stall.check_time(span)
+                await asyncio.sleep(_RETRY_S)
+            except PeerBusy as error:
+                full[error.peer_id] = error
+                self._add_to_tried(error)
+            except PeerError as error:
+                self._failed_to_open(error, span)
+
+    async def _wait_for_room(self, span: Span, opening: Opening, shortage: PeerBusy) -> list[HopSession]:
+        """None if a server has failed: there may be others."""
+        start_s = now_s()
+        try:
+            return await self._room.hops(span, opening, shortage)
+        except PeerBusy:
+            raise
+        except PeerError as error:
+            self._failed_to_open(error, span)
+            return []
+        finally:
+            if self._stall is not None:  # which is about servers that fail
+                self._stall.deadline_s += now_s() - start_s
+
+    def _failed_to_open(self, error: PeerError, span: Span) -> None:
+        """Raises RecoveryFailed if there is no time left for others."""
+        self._swarm.failed(error)
+        self._add_to_tried(error)
+        if self._stall is not None:
+            self._stall.check_time(span)
+
+    def _report_waiting(self, reason: str, timeout_s: float) -> None:
+        """Once in a stall: servers that are gone are still in the DHT for a while, and tried again and again."""
+        assert self._stall is not None
+        if not self._stall.waits:
+            self._stall.waits = True
+            self._reporter.report(Waiting(reason, timeout_s))
+
+    def _add_to_tried(self, error: SwarmError) -> None:
+        if self._stall is not None:
+            self._stall.tried.append(str(error))
+
+    # ------------------------------------------------------------ hops that fail
+
+    def begin_failover(self, call: Call, past: Iterable[Taken]) -> State:
+        """Where it starts, in a stall that has begun."""
+        batch_size, is_watched = call.before.batch_size, bool(call.watched)
+        progress = Progress(tuple(call.taken), call.start, call.answered, tuple(past), batch_size, is_watched)
+        return State(progress, tuple(_link(hop, call.first_number) for hop in self._hops))
+
+    def failure(self, errors: Mapping[HopSession, SwarmError]) -> messages.Failed:
+        return messages.Failed({hop.number: error for hop, error in errors.items()}, self._is_late)
+
+    async def carry_out(self, instruction: messages.Instruction, call: Call) -> messages.Event | None:
+        """Does what is to be done, and tells what came of it if that is to be known.
+
+        Raises:
+            RecoveryFailed, PeerBusy: see ``_opened``.
+        """
+        match instruction:
+            case messages.Blame(errors, avoid):
+                self._blame(errors, avoid)
+            case messages.GiveUp(span):
+                self._current_stall.check_time(span)
+            case messages.Abandon(numbers):
+                abandon(self._hop(number) for number in numbers)
+            case messages.AbandonNew():
+                self.abandon_new()
+            case messages.Ask(numbers, hold):
+                return await self._ask([self._hop(number) for number in numbers], hold)
+            case messages.AskReplica(of):
+                return await self._ask_replica(self._hop(of))
+            case messages.UseReplica(after, reroute, resend):
+                return await self._use_replica(None if after is None else self._hop(after), reroute, resend, call)
+            case messages.Open():
+                return await self._open(instruction, call)
+            case messages.Connect():
+                return await self._connect(instruction, call)
+            case _:
+                raise AssertionError(f"{instruction} is the chain's own")
+        return None
+
+    def splice(self, instruction: messages.Splice) -> list[HopSession]:
+        """The hops that are to be in the place of ``gap`` from now on; those that were there are let go."""
+        replaced, (new, self._new) = self._hops[instruction.gap.start : instruction.gap.stop], (self._new, [])
+        abandon(replaced)
+        self._standby.drop(replaced)
+        self._current_stall.repairs.append(
+            Repair(
+                Span(replaced[0].span.start, replaced[-1].span.end),
+                tuple(hop.hop.server.peer_id for hop in replaced),
+                str(instruction.error),
+                tuple(hop.hop.server.peer_id for hop in new),
+                instruction.replayed_tokens,
+                instruction.from_replica,
+            )
+        )
+        return new
+
+    def abandon_new(self) -> None:
+        """Nobody else knows of hops that are not in the chain yet."""
+        new, self._new = self._new, []
+        abandon(new)
+
+    @property
+    def _current_stall(self) -> Stall:
+        assert self._stall is not None
+        return self._stall
+
+    @property
+    def _is_late(self) -> bool:
+        return not self._current_stall.time_left_s
+
+    def _hop(self, number: int) -> HopSession:
+        return next(hop for hop in self._hops if hop.number == number)
+
+    def _blame(self, errors: Mapping[int, SwarmError], avoid: bool) -> None:
+        stall = self._current_stall
+        for number, error in errors.items():
+            server = self._hop(number).hop.server
+            stall.tried.append(str(error))
+            stall.peer_id = stall.peer_id or server.peer_id
+            if isinstance(error, PeerBusy):
+                stall.full[server.peer_id] = error
+            elif isinstance(error, PeerError) and not isinstance(error, SessionLost) and avoid:
+                self._swarm.failed(error)
+
+    async def _ask(self, hops: list[HopSession], hold: Iterable[int]) -> messages.Asked:
+        asking = (hop.progress(hop.number in hold, self._swarm.config.timeouts.probe_s) for hop in hops)
+        results = await asyncio.gather(*asking, return_exceptions=True)
+        standings, errors = {}, {}
+        for hop, result in zip(hops, results, strict=True):
+            if isinstance(result, SwarmError):
+                errors[hop.number] = result
+            elif isinstance(result, BaseException):
+                raise result
+            else:
+                standings[hop.number] = _standing(hop, result)
+        return messages.Asked(standings, errors, self._is_late)
+
+    async def _ask_replica(self, of: HopSession) -> messages.ReplicaAsked:
+        replica = self._standby.take(of)
+        if replica is None:
+            return messages.ReplicaAsked(None)
+        self._new = [replica]
+        try:
+            standing = _standing(replica, await replica.progress(timeout_s=self._swarm.config.timeouts.probe_s))
+        except SwarmError:  # it is gone as well
+            self.abandon_new()
+            return messages.ReplicaAsked(None)
+        return messages.ReplicaAsked(standing, replica.next_number, replica.max_step_tokens)
+
+    async def _use_replica(
+        self, after: HopSession | None, reroute: bool, resend: Iterable[int], call: Call
+    ) -> messages.Opened | messages.ReplicaLost:
+        (replica,) = self._new
+        try:
+            if reroute and after is not None:
+                await replica.reroute(after, [step.without_data() for step in _steps(call, resend)])
+        except SwarmError:
+            return messages.ReplicaLost()
+        return messages.Opened()
+
+    async def _open(self, instruction: messages.Open, call: Call) -> messages.Opened | messages.NoRoom:
+        replay = instruction.replay
+        rows = call.after if replay.after_changes else call.before
+        num_tokens = max(rows.length, call.after.length)
+        opening = self._terms.opening(rows.batch_size, num_tokens, replay.sent_number, replay.changed_number)
+        after = None if instruction.after is None else self._hop(instruction.after)
+        hops = await self._opened(instruction.span, opening, after, self._hop(instruction.instead))
+        if hops is None:
+            return messages.NoRoom()
+        self._new = hops
+        return messages.Opened()
+
+    async def _connect(self, instruction: messages.Connect, call: Call) -> messages.Connected | messages.NotConnected:
+        """Lets the hop before the new ones, or the client, replay what they need."""
+        new, replay = self._new, instruction.replay
+        limit = min(hop.max_step_tokens for hop in new)
+        if any(step.num_positions > limit and step.end - step.start > 1 for step in call.steps):
+            return messages.NotConnected()
+        rows = call.after if replay.after_changes else call.before
+        history = self._history(rows, replay.history, new, instruction.number)
+        steps = [*history, *_steps(call, (step.number for step in replay.resend))]
+        _remember(new, steps)
+        links = tuple(_link(hop, call.first_number) for hop in new)
+        if instruction.before is None:
+            for step in steps:
+                new[0].post(step.message, step.parts)
+            return messages.Connected(links)
+        try:
+            await self._hop(instruction.before).reroute(new[0], [step.without_data() for step in steps])
+        except SwarmError as error:
+            return messages.NotConnected({instruction.before: error}, self._is_late)
+        return messages.Connected(links)
+
+    def _history(
+        self, rows: Journal, history: tuple[int, int], hops: list[HopSession], number: int = 1
+    ) -> list[OutgoingStep]:
+        """The steps, numbered from ``number``, by which hops learn these positions."""
+        start, end = history
+        if end <= start:
+            return []
+        size = chunk_size(end - start, rows.batch_size, [hop.max_step_tokens for hop in hops])
+        codec = CODECS[self._swarm.config.compression]
+        return split(rows.read(start, end), start=start, number=number, size=size, codec=codec)
+
+
+def _steps(call: Call, numbers: Iterable[int]) -> list[OutgoingStep]:
+    return [step for step in map(call.step, numbers) if step is not None]
+
+
+def _remember(hops: list[HopSession], steps: list[OutgoingStep]) -> None:
+    """What is replayed to new hops: servers that cannot reach one another let the client relay it, maybe much later."""
+    replayed = {step.number: OutgoingStep(step.without_data(), ()) for step in steps}
+    for hop in hops:
+        hop.replayed = replayed
+
+
+def _link(hop: HopSession, first_number: int) -> messages.Link:
+    """``first_number``: of the call's steps."""
+    server = hop.hop.server
+    replayed = max((number for number in hop.replayed if number < first_number), default=0)
+    return messages.Link(hop.number, hop.span, server.peer_id, server.short_id, replayed)
+
+
+def _standing(hop: HopSession, progress: pb.SessionProgress) -> Standing:
+    return Standing(progress.number, progress.length, hop.changed_number)
