@@ -37,6 +37,19 @@ CHUNK_TOKENS_CPU, CHUNK_TOKENS_CUDA = 64, 512
 _SHARE_CORES_S = 5.0
 
 
+def device_and_dtype(config: ServerConfig) -> tuple[torch.device, torch.dtype]:
+    """Of the blocks and of computation; raises ValueError if there is no such device."""
+    name = ("cuda" if torch.cuda.is_available() else "cpu") if config.device == "auto" else config.device
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise ValueError(f"device {name!r} cannot be used: {str(error).splitlines()[0]}") from None
+    if config.dtype != "auto":
+        return device, getattr(torch, config.dtype)
+    return device, torch.bfloat16 if device.type == "cuda" else torch.float32
+
+
 class SpanRuntime:
     """One span while it is hosted.
 
@@ -59,6 +72,14 @@ class SpanRuntime:
     def cache_tokens(self) -> int:
         """Room for keys and values, in all."""
         return self.host.budget.capacity_tokens
+
+    @property
+    def cache_tokens_left(self) -> int:
+        return self.host.budget.tokens_left
+
+    @property
+    def queue_delay_s(self) -> float:
+        return self.host.scheduler.queue_delay_s
 
     async def close(self) -> None:
         """Ends the sessions that are left."""

@@ -40,16 +40,16 @@ async def _errors_as_status(context: grpc.aio.ServicerContext) -> AsyncIterator[
 
 
 class BlocksService(BlocksServicer):
-    """Requests are refused before memory is taken for them; none can end the server.
-
-    Attributes:
-        host: of the sessions; None while the server loads other blocks.
-    """
+    """Requests are refused before memory is taken for them; none can end the server."""
 
     def __init__(
-        self, host: SessionManager | None, record: Callable[[], pb.ServerRecord], idle_timeout_s: float
+        self,
+        hosted: Callable[[], SessionManager | None],
+        record: Callable[[], pb.ServerRecord],
+        idle_timeout_s: float,
     ) -> None:
-        self.host = host
+        """``hosted``: the sessions of the blocks that are hosted at present; None while others are loaded."""
+        self._hosted = hosted
         self._record = record
         self._idle_timeout_s = idle_timeout_s
 
@@ -160,9 +160,10 @@ class BlocksService(BlocksServicer):
 
     def _present(self) -> SessionManager:
         """Raises PeerMoved if there is none at present."""
-        if self.host is None:
+        host = self._hosted()
+        if host is None:
             raise PeerMoved("the server is about to host other blocks")
-        return self.host
+        return host
 
     def _staying(self) -> SessionManager:
         """Raises PeerMoved if there is none at present, or it is about to leave."""
@@ -172,9 +173,10 @@ class BlocksService(BlocksServicer):
 
     def _find(self, session_key: bytes) -> HostedSession:
         """Raises SessionLost if there is no such session."""
-        if self.host is None:
+        host = self._hosted()
+        if host is None:
             raise SessionLost("this server does not know the session")
-        return self.host.find(session_key)
+        return host.find(session_key)
 
     def _incoming(self, requests: AsyncIterator) -> Incoming:
         return Incoming(requests, self._idle_timeout_s)

@@ -244,7 +244,7 @@ class ToyServer:
         scheduler = ToyScheduler(self.engine, net.chance)
         training = TrainingMemory(self.budget)
         self.host = SessionManager(self.engine, scheduler, self.budget, validator, ChannelPool(connect), 100, training)
-        self.service = BlocksService(self.host, self.record().to_proto, 1e9)
+        self.service = BlocksService(lambda: self.host, self.record().to_proto, 1e9)
 
     def record(self) -> ServerRecord:
         return ServerRecord(self.name, (self.name,), MODEL, REVISION, NUM_BLOCKS, self.span, tokens_per_s=100.0)
