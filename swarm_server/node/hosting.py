@@ -30,6 +30,7 @@ from swarm_server.net.push import ChannelPool
 from swarm_server.net.validation import RequestValidator
 from swarm_server.node.preloaded import load_adapters
 from swarm_server.sessions.host import SessionManager
+from swarm_server.sessions.services import SpanServices
 from swarm_server.training.training_memory import TrainingMemory
 
 _logger = logging.getLogger(__name__)
@@ -61,7 +62,7 @@ class SpanRuntime:
         self.span = span
         self.host = host
         self._meter = meter
-        self._sharing = asyncio.ensure_future(_share_cores(cores, host.scheduler))
+        self._sharing = asyncio.ensure_future(_share_cores(cores, host.services.scheduler))
 
     @property
     def speeds(self) -> Speeds:
@@ -71,21 +72,21 @@ class SpanRuntime:
     @property
     def cache_tokens(self) -> int:
         """Room for keys and values, in all."""
-        return self.host.budget.capacity_tokens
+        return self.host.services.budget.capacity_tokens
 
     @property
     def cache_tokens_left(self) -> int:
-        return self.host.budget.tokens_left
+        return self.host.services.budget.tokens_left
 
     @property
     def queue_delay_s(self) -> float:
-        return self.host.scheduler.queue_delay_s
+        return self.host.services.scheduler.queue_delay_s
 
     async def close(self) -> None:
         """Ends the sessions that are left."""
         self._sharing.cancel()
         await self.host.close()
-        await asyncio.to_thread(self.host.scheduler.stop)
+        await asyncio.to_thread(self.host.services.scheduler.stop)
 
 
 class SpanLoader:
@@ -139,8 +140,8 @@ class SpanLoader:
         evict = (lambda: False) if prefix_cache is None else prefix_cache.reclaim
         training = TrainingMemory(budget, engine.int8_weights, evict)
         budget.reclaim = lambda: training.reclaim() or evict()
-        host = SessionManager(engine, scheduler, budget, validator, channels, config.max_sessions, training, adapters)
-        return SpanRuntime(span, host, meter, self._cores)
+        services = SpanServices(engine, scheduler, budget, validator, channels, training, adapters)
+        return SpanRuntime(span, SessionManager(services, config.max_sessions), meter, self._cores)
 
     def _load(self, span: Span) -> BlockStack:
         gc.collect()  # what was hosted before

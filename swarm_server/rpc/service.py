@@ -17,6 +17,7 @@ from swarm_protocol.wire.status import status_of
 from swarm_server.net.incoming import Incoming
 from swarm_server.rpc import passes
 from swarm_server.sessions.host import SessionManager
+from swarm_server.sessions.services import SpanServices
 from swarm_server.sessions.sessions import HostedSession, StepReader
 
 _logger = logging.getLogger(__name__)
@@ -70,12 +71,13 @@ class BlocksService(BlocksServicer):
                 return
             if request.WhichOneof("kind") != "open":
                 raise SessionLost("this server does not know the session: it must be opened first")
-            hosted = await self._present().open(request.open, _client_of(context), reply)
+            host = self._present()
+            hosted = await host.open(request.open, _client_of(context), reply)
             try:
                 await hosted.announce()
-                await self._serve(hosted, requests)
+                await self._serve(host, hosted, requests)
             finally:
-                await asyncio.shield(hosted.close())
+                await asyncio.shield(host.end(hosted))
 
     async def Push(self, requests: AsyncIterator[pb.PushRequest], context: grpc.aio.ServicerContext) -> None:
         async with _errors_as_status(context):
@@ -107,17 +109,19 @@ class BlocksService(BlocksServicer):
         async with _errors_as_status(context):
             return await self._find(request.session_key).copy(request.to)
 
-    async def _serve(self, hosted: HostedSession, requests: AsyncIterator[pb.SessionRequest]) -> None:
+    async def _serve(
+        self, host: SessionManager, hosted: HostedSession, requests: AsyncIterator[pb.SessionRequest]
+    ) -> None:
         """Until the client closes the session, its stream ends, nothing comes for too long, or the host ends it."""
         reading = asyncio.ensure_future(_read(hosted, requests))
-        ending = asyncio.ensure_future(hosted.host.ended.wait())
-        giving_way = asyncio.ensure_future(hosted.until_it_gives_way())
-        waiting = [reading, ending, giving_way]
+        ending = asyncio.ensure_future(host.ended.wait())
+        preempting = asyncio.ensure_future(hosted.claim.until_preempted())
+        waiting = [reading, ending, preempting]
         try:
             while not reading.done():
                 if ending.done():
                     raise PeerMoved("the server has left these blocks")
-                if giving_way.done():
+                if preempting.done():
                     raise PeerBusy("no room in the KV cache: an older session needs it")
                 silent_s = hosted.silent_s
                 if silent_s >= self._idle_timeout_s:
@@ -165,11 +169,11 @@ class BlocksService(BlocksServicer):
             raise PeerMoved("the server is about to host other blocks")
         return host
 
-    def _staying(self) -> SessionManager:
-        """Raises PeerMoved if there is none at present, or it is about to leave."""
+    def _staying(self) -> SpanServices:
+        """For passes without a session. Raises PeerMoved if there is none at present, or it is about to leave."""
         host = self._present()
         host.require_staying()
-        return host
+        return host.services
 
     def _find(self, session_key: bytes) -> HostedSession:
         """Raises SessionLost if there is no such session."""
