@@ -66,7 +66,8 @@ def _source_address(host: str) -> str:
     family, kind, protocol, _, target = socket.getaddrinfo(host, _ANY_PORT, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind, protocol) as probe:
         probe.connect(target)
-        return probe.getsockname()[0]
+        address: str = probe.getsockname()[0]
+    return address
 
 
 @contextmanager
@@ -126,13 +127,15 @@ def _lan_address() -> str:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect(("192.0.2.1", _ANY_PORT))  # TEST-NET-1: routed like any outside address
-            return probe.getsockname()[0]
+            address: str = probe.getsockname()[0]
         except OSError:
-            return "127.0.0.1"
+            return LOOPBACK
+    return address
 
 
 def free_port(host: str) -> int:
     """One that nobody uses at this moment."""
     with socket.socket() as probe:
         probe.bind((host, 0))
-        return probe.getsockname()[1]
+        port: int = probe.getsockname()[1]
+    return port

@@ -6,6 +6,7 @@ import asyncio
 import gc
 import logging
 import sys
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -137,7 +138,7 @@ class SpanLoader:
         )
         named = await asyncio.to_thread(load_adapters, config.adapters, self._checkpoint.family, engine, span)
         adapters = AdapterStore(config.adapter_bytes, named)
-        evict = (lambda: False) if prefix_cache is None else prefix_cache.reclaim
+        evict: Callable[[], bool] = (lambda: False) if prefix_cache is None else prefix_cache.reclaim
         training = TrainingMemory(budget, engine.int8_weights, evict)
         budget.reclaim = lambda: training.reclaim() or evict()
         services = SpanServices(engine, scheduler, budget, validator, channels, training, adapters)

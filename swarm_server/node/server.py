@@ -78,7 +78,7 @@ class Server:
                 loading = await mover.settle(loading)
             idle_timeout_s = self.config.session_idle_timeout_s
             service = BlocksService(lambda: presence.sessions, lambda: presence.record().to_proto(), idle_timeout_s)
-            add_BlocksServicer_to_server(service, joined.grpc_server)
+            add_BlocksServicer_to_server(service, joined.grpc_server)  # type: ignore[no-untyped-call]
             cleanup.push_async_callback(mover.close)
             serving = await mover.host(loading, starting.loading)
             await joined.grpc_server.start()

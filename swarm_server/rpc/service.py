@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, Any
 
 import grpc
 
@@ -20,12 +21,14 @@ from swarm_server.sessions.host import SessionManager
 from swarm_server.sessions.services import SpanServices
 from swarm_server.sessions.sessions import HostedSession, StepReader
 
+if TYPE_CHECKING:
+    _Context = grpc.aio.ServicerContext[Any, Any]
 _logger = logging.getLogger(__name__)
 _REFUSALS = (RequestRejected, AccessDenied, PeerError)
 
 
 @asynccontextmanager
-async def _errors_as_status(context: grpc.aio.ServicerContext) -> AsyncIterator[None]:
+async def _errors_as_status(context: _Context) -> AsyncIterator[None]:
     """Answers our errors with their gRPC status; anything else is logged here and answered with one sentence."""
     try:
         yield
@@ -54,7 +57,7 @@ class BlocksService(BlocksServicer):
         self._record = record
         self._idle_timeout_s = idle_timeout_s
 
-    async def Session(self, requests: AsyncIterator[pb.SessionRequest], context: grpc.aio.ServicerContext) -> None:
+    async def Session(self, requests: AsyncIterator[pb.SessionRequest], context: _Context) -> None:
         writing = asyncio.Lock()  # an output's parts stay together
 
         async def reply(replies: list[pb.SessionReply]) -> None:
@@ -79,7 +82,7 @@ class BlocksService(BlocksServicer):
             finally:
                 await asyncio.shield(host.end(hosted))
 
-    async def Push(self, requests: AsyncIterator[pb.PushRequest], context: grpc.aio.ServicerContext) -> None:
+    async def Push(self, requests: AsyncIterator[pb.PushRequest], context: _Context) -> None:
         async with _errors_as_status(context):
             request = await self._incoming(requests).first("session_key")
             hosted = self._find(request.session_key)
@@ -97,15 +100,15 @@ class BlocksService(BlocksServicer):
                 if not reader.is_reading:
                     await context.write(pb.PushReply(number=number))
 
-    async def Progress(self, request: pb.ProgressRequest, context: grpc.aio.ServicerContext) -> pb.SessionProgress:
+    async def Progress(self, request: pb.ProgressRequest, context: _Context) -> pb.SessionProgress:
         async with _errors_as_status(context):
             return await self._find(request.session_key).progress(request.hold)
 
-    async def Reroute(self, request: pb.RerouteRequest, context: grpc.aio.ServicerContext) -> pb.SessionProgress:
+    async def Reroute(self, request: pb.RerouteRequest, context: _Context) -> pb.SessionProgress:
         async with _errors_as_status(context):
             return await self._find(request.session_key).reroute(request)
 
-    async def Copy(self, request: pb.CopyRequest, context: grpc.aio.ServicerContext) -> pb.SessionProgress:
+    async def Copy(self, request: pb.CopyRequest, context: _Context) -> pb.SessionProgress:
         async with _errors_as_status(context):
             return await self._find(request.session_key).copy(request.to)
 
@@ -133,30 +136,28 @@ class BlocksService(BlocksServicer):
             for task in waiting:
                 task.cancel()
 
-    async def PutAdapter(
-        self, requests: AsyncIterator[pb.PutAdapterRequest], context: grpc.aio.ServicerContext
-    ) -> pb.PutAdapterReply:
+    async def PutAdapter(self, requests: AsyncIterator[pb.PutAdapterRequest], context: _Context) -> pb.PutAdapterReply:
         async with _errors_as_status(context):
             return pb.PutAdapterReply(key=await passes.put_adapter(self._staying(), self._incoming(requests)))
 
     async def Forward(
-        self, requests: AsyncIterator[pb.ForwardRequest], context: grpc.aio.ServicerContext
+        self, requests: AsyncIterator[pb.ForwardRequest], context: _Context
     ) -> AsyncIterator[pb.TensorReply]:
         async with _errors_as_status(context):
             for reply in await passes.forward(self._staying(), self._incoming(requests)):
                 yield reply
 
     async def Backward(
-        self, requests: AsyncIterator[pb.BackwardRequest], context: grpc.aio.ServicerContext
+        self, requests: AsyncIterator[pb.BackwardRequest], context: _Context
     ) -> AsyncIterator[pb.TensorReply]:
         async with _errors_as_status(context):
             for reply in await passes.backward(self._staying(), self._incoming(requests)):
                 yield reply
 
-    async def Describe(self, request: pb.DescribeRequest, context: grpc.aio.ServicerContext) -> pb.ServerRecord:
+    async def Describe(self, request: pb.DescribeRequest, context: _Context) -> pb.ServerRecord:
         return self._record()
 
-    async def Echo(self, request: pb.EchoRequest, context: grpc.aio.ServicerContext) -> pb.EchoReply:
+    async def Echo(self, request: pb.EchoRequest, context: _Context) -> pb.EchoReply:
         async with _errors_as_status(context):
             if max(len(request.payload), request.reply_bytes) > MAX_ECHO_BYTES:
                 raise RequestRejected(f"an echo is too long: expected at most {MAX_ECHO_BYTES} bytes each way")
@@ -182,7 +183,7 @@ class BlocksService(BlocksServicer):
             raise SessionLost("this server does not know the session")
         return host.find(session_key)
 
-    def _incoming(self, requests: AsyncIterator) -> Incoming:
+    def _incoming(self, requests: AsyncIterator[Any]) -> Incoming:
         return Incoming(requests, self._idle_timeout_s)
 
 
@@ -202,6 +203,6 @@ async def _read(hosted: HostedSession, requests: AsyncIterator[pb.SessionRequest
             raise RequestRejected("a request of unknown kind")
 
 
-def _client_of(context: grpc.aio.ServicerContext) -> str:
+def _client_of(context: _Context) -> str:
     """Whose memory a session is: the address without its port."""
     return context.peer().rpartition(":")[0]
