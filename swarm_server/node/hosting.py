@@ -103,6 +103,7 @@ class SpanLoader:
         self._dtype = dtype
         setting = [checkpoint.name, checkpoint.revision, config.quant, str(dtype), hardware_name(device)]
         self._speed_cache = SpeedCache(setting, cores)
+        self._prefetching: dict[Span, asyncio.Task[BlockStack]] = {}
 
     def known_speeds(self, num_blocks: int) -> Speeds | None:
         """What so many blocks would be computed at; None if this machine has never measured it."""
@@ -111,9 +112,19 @@ class SpanLoader:
         per_block = self._speed_cache.read()
         return None if per_block is None else per_block.through(num_blocks)
 
-    def start_loading(self, span: Span) -> asyncio.Task[BlockStack]:
-        """In a thread, which goes on if the task is cancelled; nobody waits for it if the process ends."""
-        return asyncio.ensure_future(asyncio.to_thread(self._load, span))
+    def prefetch(self, span: Span) -> None:
+        """Starts what ``load`` will wait for: in a thread, which goes on if nobody does."""
+        self._prefetching[span] = asyncio.ensure_future(asyncio.to_thread(self._load, span))
+
+    async def load(self, span: Span) -> BlockStack:
+        if span not in self._prefetching:
+            self.prefetch(span)
+        return await self._prefetching.pop(span)
+
+    def cancel(self) -> None:
+        """Nobody will wait for what is prefetched."""
+        for loading in self._prefetching.values():
+            loading.cancel()
 
     async def start(self, stack: BlockStack, channels: ChannelPool) -> SpanRuntime:
         """Hosts what was loaded."""

@@ -10,7 +10,6 @@ from swarm_protocol.dht.records import ServerRecord, ServerState, SwarmView
 from swarm_protocol.errors import SwarmError
 from swarm_protocol.span import Span
 from swarm_protocol.wire.constants import WIRE_VERSION
-from swarm_server.blocks.blocks import BlockStack
 from swarm_server.machine.memory import available_bytes, hosted_bytes_per_block
 from swarm_server.net.network_probe import NetworkProbe
 from swarm_server.node.presence import Presence
@@ -109,9 +108,8 @@ class Mover:
                 await self._presence.publish()
         return state
 
-    async def host(self, state: Loading, loading: asyncio.Task[BlockStack] | None = None) -> Serving:
-        """``loading``: of the blocks, if it has begun."""
-        stack = await (loading or self._loader.start_loading(state.record.span))
+    async def host(self, state: Loading) -> Serving:
+        stack = await self._loader.load(state.record.span)
         serving = state.serve(await self._loader.start(stack, self._channels))
         self._presence.enter(serving)
         return serving
@@ -120,17 +118,25 @@ class Mover:
         await self._surroundings.measure_network(self._presence.state.record)
 
     async def go_where_needed(self) -> None:
+        old = self._presence.state.record.span
+        loading = await self._leave_if_needed()  # no name here holds the old blocks: their memory is for the new ones
+        if loading is not None:
+            await self._host_instead(loading, old)
+
+    async def _leave_if_needed(self) -> Loading | None:
+        """What the server does next if it has left its blocks for others."""
         state = self._presence.state
         if not isinstance(state, Serving | Draining):  # Draining: the last move failed half-way
-            return
-        if not state.record.pinned and len(state.record.span) < self._num_blocks:
-            view, peer_id = await self._surroundings.view(state.record), state.record.peer_id
-            to = await asyncio.to_thread(own_move, view, peer_id, self._num_blocks, self._margin)
-            if to is not None:
-                await self._move(state, to)
+            return None
+        if state.record.pinned or len(state.record.span) == self._num_blocks:
+            return None
+        view, peer_id = await self._surroundings.view(state.record), state.record.peer_id
+        to = await asyncio.to_thread(own_move, view, peer_id, self._num_blocks, self._margin)
+        return None if to is None else await self._leave(state, to)
 
-    async def _move(self, hosting: Serving | Draining, to: Span) -> None:
-        planning, old, peer_id = hosting.plan_move(to), hosting.record.span, hosting.record.peer_id
+    async def _leave(self, hosting: Serving | Draining, to: Span) -> Loading | None:
+        """None if others do not let it go."""
+        planning, peer_id = hosting.plan_move(to), hosting.record.peer_id
         self._presence.enter(planning)
         await self._presence.publish()
         await asyncio.sleep(CONFIRM_S)
@@ -138,25 +144,29 @@ class Mover:
         if not await asyncio.to_thread(may_leave, view, peer_id, self._num_blocks, self._margin):
             self._presence.enter(planning.stay())
             await self._presence.publish()
-            return
+            return None
         draining = planning.drain(to)
         self._presence.enter(draining)
         await self._presence.publish()
-        _logger.info("moving from blocks %s to %s, where the swarm needs it more", old, to)
+        _logger.info("moving from blocks %s to %s, where the swarm needs it more", planning.record.span, to)
         limit_s = inf if all(view.replicas(self._num_blocks)) else URGENT_DRAIN_S
         await draining.runtime.host.leave(min(self._drain_timeout_s, limit_s))
-        loading = (await self._unload(draining)).load(to)
+        return (await self._unload(draining)).load(to)
+
+    async def _host_instead(self, loading: Loading, old: Span) -> None:
+        """Other blocks than the ``old``, or those again if the others cannot be loaded."""
         self._presence.enter(loading)
         await self._presence.publish()
+        to = loading.record.span
         try:
-            serving = await self.host(loading)
+            await self.host(loading)
         except (SwarmError, ValueError, OSError) as error:
             _logger.warning("blocks %s could not be loaded: %s; going back to %s and staying there", to, error, old)
             loading = loading.stay_with(old)
             self._presence.enter(loading)
-            serving = await self.host(loading)
+            await self.host(loading)
         await self._presence.publish()
-        _logger.info("hosting blocks %s", serving.record.span)
+        _logger.info("hosting blocks %s", self._presence.state.record.span)
 
     async def drain(self) -> None:
         """Lets generations end or move to other servers, and hosts no other blocks."""

@@ -17,7 +17,6 @@ from swarm_protocol.errors import SwarmError
 from swarm_protocol.net.identity import Certificate
 from swarm_protocol.pb.swarm_pb2_grpc import add_BlocksServicer_to_server
 from swarm_protocol.process.invocation import typed
-from swarm_protocol.span import Span
 from swarm_server.core.config import ServerConfig
 from swarm_server.machine.cores import CoreShare
 from swarm_server.net.network_probe import NetworkProbe
@@ -64,8 +63,7 @@ class Server:
             joined = await _join(starting, cleanup)
             network_probe = NetworkProbe(starting.channels)
             surroundings = Surroundings(joined, network_probe)
-            span = _given(self.config) or await surroundings.choose_span(num_hosted(starting))
-            loading = joined.load(span)
+            loading = joined.load(starting.span or await surroundings.choose_span(num_hosted(starting)))
             presence = Presence(joined, network_probe, loading)
             losing_daemon = asyncio.ensure_future(presence.keep_daemon(self._stop.is_set))
             cleanup.callback(losing_daemon.cancel)
@@ -74,17 +72,17 @@ class Server:
             keeping: asyncio.Task[None] = asyncio.ensure_future(repeat(presence.keep_membership, (RENEW_S, RENEW_S)))
             cleanup.callback(keeping.cancel)
             mover = Mover(starting, surroundings, presence)
-            if starting.loading is None:
+            if starting.span is None:
                 loading = await mover.settle(loading)
             idle_timeout_s = self.config.session_idle_timeout_s
             service = BlocksService(lambda: presence.sessions, lambda: presence.record().to_proto(), idle_timeout_s)
             add_BlocksServicer_to_server(service, joined.grpc_server)  # type: ignore[no-untyped-call]
             cleanup.push_async_callback(mover.close)
-            serving = await mover.host(loading, starting.loading)
+            cache_tokens = (await mover.host(loading)).runtime.cache_tokens
             await joined.grpc_server.start()
             await presence.publish()
             self.ready = True
-            await _announce_ready(joined, presence.record(), serving.runtime.cache_tokens)
+            await _announce_ready(joined, presence.record(), cache_tokens)
             await self._serve(presence, mover, losing_daemon)
             await mover.drain()
         if losing_daemon.done() and not losing_daemon.cancelled():
@@ -110,25 +108,19 @@ class Server:
 async def _start(config: ServerConfig, cleanup: AsyncExitStack) -> Starting:
     checkpoint = await asyncio.to_thread(Checkpoint.open, locate(config.model), config.model_revision)
     await asyncio.to_thread(check_adapters, config.adapters, checkpoint.family, checkpoint.config)
-    given = _given(config)
+    given = config.blocks or config.initial_blocks
     if given is not None:
         given.within(checkpoint.family.num_blocks)
     device, dtype = device_and_dtype(config)
     cores = cleanup.enter_context(CoreShare())
     torch.set_num_threads(cores.threads())  # of threads that have not computed yet
     loader = SpanLoader(config, checkpoint, cores, device, dtype)
-    loading = None
     if given is not None:  # nothing to find out first: load while joining
-        loading = loader.start_loading(given)
-        cleanup.callback(loading.cancel)
+        loader.prefetch(given)
+        cleanup.callback(loader.cancel)
     channels = ChannelPool()
     cleanup.push_async_callback(channels.close)
-    return Starting(config, checkpoint, device, dtype, channels, loader, loading)
-
-
-def _given(config: ServerConfig) -> Span | None:
-    """The blocks to host at first, if the server does not choose them."""
-    return config.blocks or config.initial_blocks
+    return Starting(config, checkpoint, device, dtype, channels, loader)
 
 
 async def _join(starting: Starting, cleanup: AsyncExitStack) -> Joined:

@@ -6,7 +6,6 @@ Loading; one that is stopped while it loads goes from Loading to Unloaded.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from importlib import metadata
@@ -18,7 +17,6 @@ import torch
 from swarm_protocol.checkpoints.checkpoint import Checkpoint
 from swarm_protocol.dht.records import ServerRecord, ServerState
 from swarm_protocol.span import Span
-from swarm_server.blocks.blocks import BlockStack
 from swarm_server.core.config import ServerConfig
 from swarm_server.engine.throughput import Speeds
 from swarm_server.net.push import ChannelPool
@@ -29,11 +27,7 @@ from swarm_server.node.preloaded import adapter_names
 
 @dataclass(frozen=True)
 class Starting:
-    """The model is found, and the swarm is about to be joined.
-
-    Attributes:
-        loading: the blocks that the configuration names; None: the server chooses once it sees the swarm.
-    """
+    """The model is found, and the swarm is about to be joined."""
 
     config: ServerConfig
     checkpoint: Checkpoint
@@ -41,7 +35,11 @@ class Starting:
     dtype: torch.dtype
     channels: ChannelPool
     loader: SpanLoader
-    loading: asyncio.Task[BlockStack] | None
+
+    @property
+    def span(self) -> Span | None:
+        """The blocks that the configuration names; None: the server chooses once it sees the swarm."""
+        return self.config.blocks or self.config.initial_blocks
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
+import gc
+import weakref
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 
@@ -92,17 +93,17 @@ class FakeLoader:
 
     def __init__(self, *broken: Span) -> None:
         self.broken = broken
+        self.before: weakref.ref | None = None  # what was hosted, and must be gone
 
     def known_speeds(self, _num_blocks: int) -> Speeds | None:
         return None
 
-    def start_loading(self, span: Span) -> asyncio.Task[Span]:
-        async def load() -> Span:
-            if span in self.broken:
-                raise OSError("no such file")
-            return span
-
-        return asyncio.ensure_future(load())
+    async def load(self, span: Span) -> Span:
+        gc.collect()
+        assert self.before is None or self.before() is None, "the old blocks are still in memory"
+        if span in self.broken:
+            raise OSError("no such file")
+        return span
 
     async def start(self, span: Span, _channels: object) -> FakeRuntime:
         return FakeRuntime(span)
@@ -116,7 +117,8 @@ class Life:
         checkpoint = SimpleNamespace(name="model", revision="revision", family=family)
         self.dht = FakeDht(list(others))
         self.membership = FakeMembership(self.dht)
-        starting = Starting(ServerConfig(**config), checkpoint, None, "torch.float32", None, FakeLoader(*broken), None)
+        self.loader = FakeLoader(*broken)
+        starting = Starting(ServerConfig(**config), checkpoint, None, "torch.float32", None, self.loader)
         self.joined = Joined(starting, self.membership, None, "127.0.0.1:1", b"")
         self.surroundings = Surroundings(self.joined, FakeProbe())
         self.loading = self.joined.load(HERE)
@@ -175,6 +177,12 @@ class TestMove:
         num_published = len(life.dht.published)
         run(life.mover.go_where_needed())
         assert len(life.dht.published) == num_published
+
+    def test_the_old_blocks_are_gone_before_others_are_loaded(self) -> None:
+        life = Life(*needed_there())
+        life.loader.before = weakref.ref(life.serve())
+        run(life.mover.go_where_needed())
+        assert life.dht.said[-1] == (ONLINE, THERE, None)
 
     def test_a_server_without_blocks_does_not_move(self) -> None:
         life = Life(*needed_there())
