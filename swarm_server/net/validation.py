@@ -13,6 +13,7 @@ from swarm_protocol.wire.codec import Assembler, decode, decode_mask
 from swarm_protocol.wire.constants import MAX_TENSOR_BYTES, WIRE_VERSION
 
 MAX_BATCH_SIZE = 4096
+MIN_KEY_BYTES, MAX_KEY_BYTES = 16, 64
 
 
 @dataclass(frozen=True)
@@ -113,3 +114,9 @@ class RequestValidator:
     def at_most(self, num_positions: int) -> int:
         """So many positions, or all that the model has if they are fewer."""
         return num_positions if self.max_positions is None else min(num_positions, self.max_positions)
+
+
+def require_key(key: bytes, what: str) -> None:
+    """Raises RequestRejected if a key of the client's choice is too short to be a secret, or too long to be kept."""
+    if not MIN_KEY_BYTES <= len(key) <= MAX_KEY_BYTES:
+        raise RequestRejected(f"{what} has {len(key)} bytes: expected {MIN_KEY_BYTES} to {MAX_KEY_BYTES}")

@@ -14,7 +14,6 @@ from swarm_protocol.dht.local_registry import is_loopback
 from swarm_protocol.errors import NoSwarm
 from swarm_protocol.net.identity import Certificate
 from swarm_protocol.wire.constants import SERVER_OPTIONS
-from swarm_server.core.config import ServerConfig
 
 LOOPBACK = "127.0.0.1"
 _ANY_PORT = 9  # which it is does not matter
@@ -67,7 +66,8 @@ def _source_address(host: str) -> str:
     family, kind, protocol, _, target = socket.getaddrinfo(host, _ANY_PORT, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind, protocol) as probe:
         probe.connect(target)
-        return probe.getsockname()[0]
+        address: str = probe.getsockname()[0]
+    return address
 
 
 @contextmanager
@@ -96,28 +96,30 @@ def _cannot_listen(host: str, port: int) -> str:
     return f"cannot listen on {host}:{port}: the port is in use or the address is not this machine's"
 
 
-def bind(config: ServerConfig, certificate: Certificate) -> tuple[grpc.aio.Server, int]:
-    """A gRPC server that is not started yet, and its port; raises ValueError if it cannot listen there."""
-    assert config.host is not None  # since the swarm was joined
+def bind(host: str, port: int, certificate: Certificate) -> tuple[grpc.aio.Server, int]:
+    """A gRPC server that is not started yet, and its port; raises ValueError if it cannot listen there.
+
+    Port 0 stands for a free one.
+    """
     server = grpc.aio.server(options=SERVER_OPTIONS)
-    host = f"[{config.host}]" if ":" in config.host else config.host
+    host = f"[{host}]" if ":" in host else host
     try:
-        port = server.add_secure_port(f"{host}:{config.port}", certificate.server_credentials())
+        bound = server.add_secure_port(f"{host}:{port}", certificate.server_credentials())
     except RuntimeError:
-        port = 0
-    if port == 0:
-        raise ValueError(_cannot_listen(host, config.port))
-    return server, port
+        bound = 0
+    if bound == 0:
+        raise ValueError(_cannot_listen(host, port))
+    return server, bound
 
 
-def announced(config: ServerConfig, port: int) -> str:
-    """Where others reach this server."""
-    if config.announce_address is not None:
-        host, port = split_address(config.announce_address, port)
+def announced(host: str, port: int, announce_address: str | None) -> str:
+    """Where others reach a server that listens there."""
+    if announce_address is not None:
+        host, port = split_address(announce_address, port)
         return f"{host}:{port}"
-    if config.host in ("0.0.0.0", "::"):
+    if host in ("0.0.0.0", "::"):
         return f"{_lan_address()}:{port}"
-    return f"{config.host}:{port}"
+    return f"{host}:{port}"
 
 
 def _lan_address() -> str:
@@ -125,13 +127,15 @@ def _lan_address() -> str:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect(("192.0.2.1", _ANY_PORT))  # TEST-NET-1: routed like any outside address
-            return probe.getsockname()[0]
+            address: str = probe.getsockname()[0]
         except OSError:
-            return "127.0.0.1"
+            return LOOPBACK
+    return address
 
 
 def free_port(host: str) -> int:
     """One that nobody uses at this moment."""
     with socket.socket() as probe:
         probe.bind((host, 0))
-        return probe.getsockname()[1]
+        port: int = probe.getsockname()[1]
+    return port

@@ -6,6 +6,7 @@ import asyncio
 import gc
 import logging
 import sys
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -30,11 +31,25 @@ from swarm_server.net.push import ChannelPool
 from swarm_server.net.validation import RequestValidator
 from swarm_server.node.preloaded import load_adapters
 from swarm_server.sessions.host import SessionManager
+from swarm_server.sessions.services import SpanServices
 from swarm_server.training.training_memory import TrainingMemory
 
 _logger = logging.getLogger(__name__)
 CHUNK_TOKENS_CPU, CHUNK_TOKENS_CUDA = 64, 512
 _SHARE_CORES_S = 5.0
+
+
+def device_and_dtype(config: ServerConfig) -> tuple[torch.device, torch.dtype]:
+    """Of the blocks and of computation; raises ValueError if there is no such device."""
+    name = ("cuda" if torch.cuda.is_available() else "cpu") if config.device == "auto" else config.device
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise ValueError(f"device {name!r} cannot be used: {str(error).splitlines()[0]}") from None
+    if config.dtype != "auto":
+        return device, getattr(torch, config.dtype)
+    return device, torch.bfloat16 if device.type == "cuda" else torch.float32
 
 
 class SpanRuntime:
@@ -48,7 +63,7 @@ class SpanRuntime:
         self.span = span
         self.host = host
         self._meter = meter
-        self._sharing = asyncio.ensure_future(_share_cores(cores, host.scheduler))
+        self._sharing = asyncio.ensure_future(_share_cores(cores, host.services.scheduler))
 
     @property
     def speeds(self) -> Speeds:
@@ -58,13 +73,21 @@ class SpanRuntime:
     @property
     def cache_tokens(self) -> int:
         """Room for keys and values, in all."""
-        return self.host.budget.capacity_tokens
+        return self.host.services.budget.capacity_tokens
+
+    @property
+    def cache_tokens_left(self) -> int:
+        return self.host.services.budget.tokens_left
+
+    @property
+    def queue_delay_s(self) -> float:
+        return self.host.services.scheduler.queue_delay_s
 
     async def close(self) -> None:
         """Ends the sessions that are left."""
         self._sharing.cancel()
         await self.host.close()
-        await asyncio.to_thread(self.host.scheduler.stop)
+        await asyncio.to_thread(self.host.services.scheduler.stop)
 
 
 class SpanLoader:
@@ -80,6 +103,7 @@ class SpanLoader:
         self._dtype = dtype
         setting = [checkpoint.name, checkpoint.revision, config.quant, str(dtype), hardware_name(device)]
         self._speed_cache = SpeedCache(setting, cores)
+        self._prefetching: dict[Span, asyncio.Task[BlockStack]] = {}
 
     def known_speeds(self, num_blocks: int) -> Speeds | None:
         """What so many blocks would be computed at; None if this machine has never measured it."""
@@ -88,9 +112,19 @@ class SpanLoader:
         per_block = self._speed_cache.read()
         return None if per_block is None else per_block.through(num_blocks)
 
-    def start_loading(self, span: Span) -> asyncio.Task[BlockStack]:
-        """In a thread, which goes on if the task is cancelled; nobody waits for it if the process ends."""
-        return asyncio.ensure_future(asyncio.to_thread(self._load, span))
+    def prefetch(self, span: Span) -> None:
+        """Starts what ``load`` will wait for: in a thread, which goes on if nobody does."""
+        self._prefetching[span] = asyncio.ensure_future(asyncio.to_thread(self._load, span))
+
+    async def load(self, span: Span) -> BlockStack:
+        if span not in self._prefetching:
+            self.prefetch(span)
+        return await self._prefetching.pop(span)
+
+    def cancel(self) -> None:
+        """Nobody will wait for what is prefetched."""
+        for loading in self._prefetching.values():
+            loading.cancel()
 
     async def start(self, stack: BlockStack, channels: ChannelPool) -> SpanRuntime:
         """Hosts what was loaded."""
@@ -115,11 +149,11 @@ class SpanLoader:
         )
         named = await asyncio.to_thread(load_adapters, config.adapters, self._checkpoint.family, engine, span)
         adapters = AdapterStore(config.adapter_bytes, named)
-        evict = (lambda: False) if prefix_cache is None else prefix_cache.reclaim
+        evict: Callable[[], bool] = (lambda: False) if prefix_cache is None else prefix_cache.reclaim
         training = TrainingMemory(budget, engine.int8_weights, evict)
         budget.reclaim = lambda: training.reclaim() or evict()
-        host = SessionManager(engine, scheduler, budget, validator, channels, config.max_sessions, training, adapters)
-        return SpanRuntime(span, host, meter, self._cores)
+        services = SpanServices(engine, scheduler, budget, validator, channels, training, adapters)
+        return SpanRuntime(span, SessionManager(services, config.max_sessions), meter, self._cores)
 
     def _load(self, span: Span) -> BlockStack:
         gc.collect()  # what was hosted before

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack
 from math import inf
 
@@ -156,7 +156,9 @@ async def join(config: ServerConfig, cleanup: AsyncExitStack) -> Membership:
     return membership
 
 
-async def _join_registered(config: ServerConfig, registry: LocalRegistry, join_through: Callable) -> Dht:
+async def _join_registered(
+    config: ServerConfig, registry: LocalRegistry, join_through: Callable[..., Awaitable[Dht]]
+) -> Dht:
     """Joins through a server of this machine; founds the swarm if there is none, or none that answers in time."""
     servers = registry.servers()
     reached = [server for server in servers if server.addresses]

@@ -12,6 +12,7 @@ import json
 import os
 import signal
 import sys
+from typing import Any
 
 _PR_SET_PDEATHSIG = 1  # prctl(2): the signal a process gets when its parent dies
 
@@ -46,7 +47,7 @@ def _warm_up() -> None:
     gc.freeze()  # the collector of a fork would write to every object, and so copy the page it is on
 
 
-def _serve(job: dict) -> None:
+def _serve(job: dict[str, Any]) -> None:
     """Becomes a server; does not return."""
     code = 99
     try:

@@ -21,8 +21,8 @@ from swarm_server.adapters.lora import PlacedAdapter
 from swarm_server.adapters.store import Arriving
 from swarm_server.engine.engine import Engine
 from swarm_server.net.incoming import Incoming
-from swarm_server.net.validation import RequestValidator
-from swarm_server.sessions.host import SessionManager, require_key
+from swarm_server.net.validation import RequestValidator, require_key
+from swarm_server.sessions.services import SpanServices
 from swarm_server.training.training_memory import KeptPass
 
 
@@ -43,29 +43,29 @@ class _Pass:
     keep_key: bytes
 
 
-async def forward(host: SessionManager, incoming: Incoming) -> list[pb.TensorReply]:
+async def forward(services: SpanServices, incoming: Incoming) -> list[pb.TensorReply]:
     with ExitStack() as uses:
-        asked = await _read(host, (await incoming.first("forward")).forward, incoming, uses)
-        kept = uses.enter_context(host.training.keeping(asked.blocks)) if asked.keep_key else None
+        asked = await _read(services, (await incoming.first("forward")).forward, incoming, uses)
+        kept = uses.enter_context(services.training.keeping(asked.blocks)) if asked.keep_key else None
         outputs = [
-            await host.scheduler.train(partial(_forward_rows, host, asked, inputs, dropout, kept))
-            for inputs, dropout in _few_rows(host.validator, asked)
+            await services.scheduler.train(partial(_forward_rows, services, asked, inputs, dropout, kept))
+            for inputs, dropout in _few_rows(services.validator, asked)
         ]
         first, *more = _in_parts(torch.cat(outputs))
-        first.kept = kept is not None and host.training.keep(asked.keep_key, kept)
+        first.kept = kept is not None and services.training.keep(asked.keep_key, kept)
         return [first, *more]
 
 
 def _forward_rows(
-    host: SessionManager, asked: _Pass, inputs: BlockInput, dropout: Dropout | None, kept: KeptPass | None
+    services: SpanServices, asked: _Pass, inputs: BlockInput, dropout: Dropout | None, kept: KeptPass | None
 ) -> torch.Tensor:
     """On the compute thread: some rows of the pass, which are added to ``kept`` if there is room."""
-    max_bytes = 0 if kept is None else host.training.room(kept)
+    max_bytes = 0 if kept is None else services.training.room(kept)
     if kept is None or not max_bytes:
         if kept is not None:
-            host.training.add(kept, None)
-        return host.engine.stateless.forward(asked.blocks, inputs, asked.adapter, dropout)
-    output, piece = host.engine.stateless.record(
+            services.training.add(kept, None)
+        return services.engine.stateless.forward(asked.blocks, inputs, asked.adapter, dropout)
+    output, piece = services.engine.stateless.record(
         asked.blocks,
         inputs,
         asked.adapter,
@@ -74,29 +74,29 @@ def _forward_rows(
         max_bytes=max_bytes,
         counted=kept.counted,
     )
-    host.training.add(kept, piece)
+    services.training.add(kept, piece)
     return output
 
 
-async def backward(host: SessionManager, incoming: Incoming) -> list[pb.TensorReply]:
+async def backward(services: SpanServices, incoming: Incoming) -> list[pb.TensorReply]:
     with ExitStack() as uses:
         message = await incoming.first("forward", "kept")
         if message.WhichOneof("kind") == "kept":
-            sizes = host.training.look(message.kept.key, host.validator.blocks(message.kept.contract))
+            sizes = services.training.look(message.kept.key, services.validator.blocks(message.kept.contract))
             shape, num_rows = sizes.shape, sizes.num_rows
-            take = uses.enter_context(host.training.taking(message.kept.key))
+            take = uses.enter_context(services.training.taking(message.kept.key))
             ways_back = [partial(_through_kept, take, number) for number in range(len(num_rows))]
         else:
-            asked = await _read(host, message.forward, incoming, uses)
-            few = list(_few_rows(host.validator, asked))
+            asked = await _read(services, message.forward, incoming, uses)
+            few = list(_few_rows(services.validator, asked))
             shape, num_rows = asked.inputs.hidden.shape, [len(inputs.hidden) for inputs, _ in few]
-            ways_back = [partial(_recomputing, host, asked, inputs, dropout) for inputs, dropout in few]
-        grads = (await _read_grad(host.validator, incoming, shape)).split(num_rows)
-        host.training.transpose()
+            ways_back = [partial(_recomputing, services, asked, inputs, dropout) for inputs, dropout in few]
+        grads = (await _read_grad(services.validator, incoming, shape)).split(num_rows)
+        services.training.transpose()
         hidden_grads: list[torch.Tensor] = []
         sums: list[torch.Tensor] = []
         for go_back, grad in zip(ways_back, grads, strict=True):
-            hidden_grad, *of_adapter = await host.scheduler.train(partial(go_back, grad))
+            hidden_grad, *of_adapter = await services.scheduler.train(partial(go_back, grad))
             hidden_grads.append(hidden_grad)
             sums = [total + more for total, more in zip(sums, of_adapter, strict=True)] if sums else of_adapter
         return [reply for tensor in (torch.cat(hidden_grads), *sums) for reply in _in_parts(tensor)]
@@ -108,9 +108,9 @@ def _through_kept(take: Callable[[], KeptPass], number: int, grad: torch.Tensor)
 
 
 def _recomputing(
-    host: SessionManager, asked: _Pass, inputs: BlockInput, dropout: Dropout | None, grad: torch.Tensor
+    services: SpanServices, asked: _Pass, inputs: BlockInput, dropout: Dropout | None, grad: torch.Tensor
 ) -> tuple[torch.Tensor, ...]:
-    return host.engine.stateless.backward(
+    return services.engine.stateless.backward(
         asked.blocks, inputs, grad, asked.adapter, dropout, trains_adapter=asked.trains_adapter
     )
 
@@ -124,13 +124,13 @@ async def _read_grad(validator: RequestValidator, incoming: Incoming, shape: Seq
     return await incoming.collect(validator.hidden(message))
 
 
-async def put_adapter(host: SessionManager, incoming: Incoming) -> bytes:
+async def put_adapter(services: SpanServices, incoming: Incoming) -> bytes:
     """Keeps an adapter; returns its key."""
-    with Arriving(host.adapters) as arriving:
+    with Arriving(services.adapters) as arriving:
         while (message := await incoming.next()) is not None:
             arriving.add(message.part)
-        async with host.placing:  # while it is read, an adapter takes twice its size
-            placed = await asyncio.to_thread(_place, host.engine, arriving.data)
+        async with services.placing:  # while it is read, an adapter takes twice its size
+            placed = await asyncio.to_thread(_place, services.engine, arriving.data)
         arriving.keep(placed)
         return placed.key
 
@@ -139,14 +139,14 @@ def _place(engine: Engine, data: bytearray) -> PlacedAdapter:
     return engine.place(adapter_key(data), Adapter.parse(data))
 
 
-async def _read(host: SessionManager, message: pb.Forward, incoming: Incoming, uses: ExitStack) -> _Pass:
-    validator = host.validator
+async def _read(services: SpanServices, message: pb.Forward, incoming: Incoming, uses: ExitStack) -> _Pass:
+    validator = services.validator
     if message.keep_key:
         require_key(message.keep_key, "the key to keep the pass under")
     blocks = validator.blocks(message.contract)
     arriving = validator.hidden(message.hidden)
     validator.length(arriving.shape[1])
-    adapter = uses.enter_context(host.adapters.using(message.adapter)) if message.HasField("adapter") else None
+    adapter = uses.enter_context(services.adapters.using(message.adapter)) if message.HasField("adapter") else None
     inputs = _block_input(validator, message, await incoming.collect(arriving))
     dropout = Dropout(message.dropout_seed) if message.dropout_seed else None
     trains_adapter = message.adapter.WhichOneof("kind") == "key"

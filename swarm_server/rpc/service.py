@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, Any
 
 import grpc
 
@@ -17,14 +18,17 @@ from swarm_protocol.wire.status import status_of
 from swarm_server.net.incoming import Incoming
 from swarm_server.rpc import passes
 from swarm_server.sessions.host import SessionManager
+from swarm_server.sessions.services import SpanServices
 from swarm_server.sessions.sessions import HostedSession, StepReader
 
+if TYPE_CHECKING:
+    _Context = grpc.aio.ServicerContext[Any, Any]
 _logger = logging.getLogger(__name__)
 _REFUSALS = (RequestRejected, AccessDenied, PeerError)
 
 
 @asynccontextmanager
-async def _errors_as_status(context: grpc.aio.ServicerContext) -> AsyncIterator[None]:
+async def _errors_as_status(context: _Context) -> AsyncIterator[None]:
     """Answers our errors with their gRPC status; anything else is logged here and answered with one sentence."""
     try:
         yield
@@ -40,20 +44,20 @@ async def _errors_as_status(context: grpc.aio.ServicerContext) -> AsyncIterator[
 
 
 class BlocksService(BlocksServicer):
-    """Requests are refused before memory is taken for them; none can end the server.
-
-    Attributes:
-        host: of the sessions; None while the server loads other blocks.
-    """
+    """Requests are refused before memory is taken for them; none can end the server."""
 
     def __init__(
-        self, host: SessionManager | None, record: Callable[[], pb.ServerRecord], idle_timeout_s: float
+        self,
+        hosted: Callable[[], SessionManager | None],
+        record: Callable[[], pb.ServerRecord],
+        idle_timeout_s: float,
     ) -> None:
-        self.host = host
+        """``hosted``: the sessions of the blocks that are hosted at present; None while others are loaded."""
+        self._hosted = hosted
         self._record = record
         self._idle_timeout_s = idle_timeout_s
 
-    async def Session(self, requests: AsyncIterator[pb.SessionRequest], context: grpc.aio.ServicerContext) -> None:
+    async def Session(self, requests: AsyncIterator[pb.SessionRequest], context: _Context) -> None:
         writing = asyncio.Lock()  # an output's parts stay together
 
         async def reply(replies: list[pb.SessionReply]) -> None:
@@ -70,14 +74,15 @@ class BlocksService(BlocksServicer):
                 return
             if request.WhichOneof("kind") != "open":
                 raise SessionLost("this server does not know the session: it must be opened first")
-            hosted = await self._present().open(request.open, _client_of(context), reply)
+            host = self._present()
+            hosted = await host.open(request.open, _client_of(context), reply)
             try:
                 await hosted.announce()
-                await self._serve(hosted, requests)
+                await self._serve(host, hosted, requests)
             finally:
-                await asyncio.shield(hosted.close())
+                await asyncio.shield(host.end(hosted))
 
-    async def Push(self, requests: AsyncIterator[pb.PushRequest], context: grpc.aio.ServicerContext) -> None:
+    async def Push(self, requests: AsyncIterator[pb.PushRequest], context: _Context) -> None:
         async with _errors_as_status(context):
             request = await self._incoming(requests).first("session_key")
             hosted = self._find(request.session_key)
@@ -95,29 +100,31 @@ class BlocksService(BlocksServicer):
                 if not reader.is_reading:
                     await context.write(pb.PushReply(number=number))
 
-    async def Progress(self, request: pb.ProgressRequest, context: grpc.aio.ServicerContext) -> pb.SessionProgress:
+    async def Progress(self, request: pb.ProgressRequest, context: _Context) -> pb.SessionProgress:
         async with _errors_as_status(context):
             return await self._find(request.session_key).progress(request.hold)
 
-    async def Reroute(self, request: pb.RerouteRequest, context: grpc.aio.ServicerContext) -> pb.SessionProgress:
+    async def Reroute(self, request: pb.RerouteRequest, context: _Context) -> pb.SessionProgress:
         async with _errors_as_status(context):
             return await self._find(request.session_key).reroute(request)
 
-    async def Copy(self, request: pb.CopyRequest, context: grpc.aio.ServicerContext) -> pb.SessionProgress:
+    async def Copy(self, request: pb.CopyRequest, context: _Context) -> pb.SessionProgress:
         async with _errors_as_status(context):
             return await self._find(request.session_key).copy(request.to)
 
-    async def _serve(self, hosted: HostedSession, requests: AsyncIterator[pb.SessionRequest]) -> None:
+    async def _serve(
+        self, host: SessionManager, hosted: HostedSession, requests: AsyncIterator[pb.SessionRequest]
+    ) -> None:
         """Until the client closes the session, its stream ends, nothing comes for too long, or the host ends it."""
         reading = asyncio.ensure_future(_read(hosted, requests))
-        ending = asyncio.ensure_future(hosted.host.ended.wait())
-        giving_way = asyncio.ensure_future(hosted.until_it_gives_way())
-        waiting = [reading, ending, giving_way]
+        ending = asyncio.ensure_future(host.ended.wait())
+        preempting = asyncio.ensure_future(hosted.claim.until_preempted())
+        waiting = [reading, ending, preempting]
         try:
             while not reading.done():
                 if ending.done():
                     raise PeerMoved("the server has left these blocks")
-                if giving_way.done():
+                if preempting.done():
                     raise PeerBusy("no room in the KV cache: an older session needs it")
                 silent_s = hosted.silent_s
                 if silent_s >= self._idle_timeout_s:
@@ -129,30 +136,28 @@ class BlocksService(BlocksServicer):
             for task in waiting:
                 task.cancel()
 
-    async def PutAdapter(
-        self, requests: AsyncIterator[pb.PutAdapterRequest], context: grpc.aio.ServicerContext
-    ) -> pb.PutAdapterReply:
+    async def PutAdapter(self, requests: AsyncIterator[pb.PutAdapterRequest], context: _Context) -> pb.PutAdapterReply:
         async with _errors_as_status(context):
             return pb.PutAdapterReply(key=await passes.put_adapter(self._staying(), self._incoming(requests)))
 
     async def Forward(
-        self, requests: AsyncIterator[pb.ForwardRequest], context: grpc.aio.ServicerContext
+        self, requests: AsyncIterator[pb.ForwardRequest], context: _Context
     ) -> AsyncIterator[pb.TensorReply]:
         async with _errors_as_status(context):
             for reply in await passes.forward(self._staying(), self._incoming(requests)):
                 yield reply
 
     async def Backward(
-        self, requests: AsyncIterator[pb.BackwardRequest], context: grpc.aio.ServicerContext
+        self, requests: AsyncIterator[pb.BackwardRequest], context: _Context
     ) -> AsyncIterator[pb.TensorReply]:
         async with _errors_as_status(context):
             for reply in await passes.backward(self._staying(), self._incoming(requests)):
                 yield reply
 
-    async def Describe(self, request: pb.DescribeRequest, context: grpc.aio.ServicerContext) -> pb.ServerRecord:
+    async def Describe(self, request: pb.DescribeRequest, context: _Context) -> pb.ServerRecord:
         return self._record()
 
-    async def Echo(self, request: pb.EchoRequest, context: grpc.aio.ServicerContext) -> pb.EchoReply:
+    async def Echo(self, request: pb.EchoRequest, context: _Context) -> pb.EchoReply:
         async with _errors_as_status(context):
             if max(len(request.payload), request.reply_bytes) > MAX_ECHO_BYTES:
                 raise RequestRejected(f"an echo is too long: expected at most {MAX_ECHO_BYTES} bytes each way")
@@ -160,23 +165,25 @@ class BlocksService(BlocksServicer):
 
     def _present(self) -> SessionManager:
         """Raises PeerMoved if there is none at present."""
-        if self.host is None:
+        host = self._hosted()
+        if host is None:
             raise PeerMoved("the server is about to host other blocks")
-        return self.host
+        return host
 
-    def _staying(self) -> SessionManager:
-        """Raises PeerMoved if there is none at present, or it is about to leave."""
+    def _staying(self) -> SpanServices:
+        """For passes without a session. Raises PeerMoved if there is none at present, or it is about to leave."""
         host = self._present()
         host.require_staying()
-        return host
+        return host.services
 
     def _find(self, session_key: bytes) -> HostedSession:
         """Raises SessionLost if there is no such session."""
-        if self.host is None:
+        host = self._hosted()
+        if host is None:
             raise SessionLost("this server does not know the session")
-        return self.host.find(session_key)
+        return host.find(session_key)
 
-    def _incoming(self, requests: AsyncIterator) -> Incoming:
+    def _incoming(self, requests: AsyncIterator[Any]) -> Incoming:
         return Incoming(requests, self._idle_timeout_s)
 
 
@@ -196,6 +203,6 @@ async def _read(hosted: HostedSession, requests: AsyncIterator[pb.SessionRequest
             raise RequestRejected("a request of unknown kind")
 
 
-def _client_of(context: grpc.aio.ServicerContext) -> str:
+def _client_of(context: _Context) -> str:
     """Whose memory a session is: the address without its port."""
     return context.peer().rpartition(":")[0]

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import partial
-from typing import TYPE_CHECKING
 
 from swarm_protocol.errors import PeerUnavailable
 from swarm_protocol.pb import swarm_pb2 as pb
 from swarm_protocol.wire.codec import encode
 from swarm_protocol.wire.constants import MIB
+from swarm_server.engine.session_state import Session
 from swarm_server.net.push import Parts, Pusher
-
-if TYPE_CHECKING:
-    from swarm_server.sessions.sessions import HostedSession
+from swarm_server.sessions.services import SpanServices
 
 _logger = logging.getLogger(__name__)
 _CHUNK_TOKENS = 64  # copied at a time; steps are computed in between
@@ -26,9 +24,10 @@ _MAX_BYTES = 256 * MIB  # of steps on their way: the other server is too slow to
 class Replicator:
     """Sends what a session has stored, then what each further step adds, as steps that need no computing."""
 
-    def __init__(self, hosted: HostedSession, to: pb.NextHop) -> None:
-        self._hosted = hosted
-        self._pusher = Pusher(hosted.host.channels, to, self._lost)
+    def __init__(self, services: SpanServices, session: Session, to: pb.NextHop) -> None:
+        self._services = services
+        self._session = session
+        self._pusher = Pusher(services.channels, to, self._lost)
         self._queue: asyncio.Queue[tuple[pb.Step, Parts]] = asyncio.Queue()
         self._queued_bytes = 0
         self._sent = asyncio.Condition()
@@ -38,8 +37,12 @@ class Replicator:
         self._closed = False
         self._sending = asyncio.ensure_future(self._send_all())
 
-    async def copy_all(self, turn: asyncio.Lock) -> None:
-        """Returns once the other session has everything. ``turn``: held while the session must not change.
+    async def copy_all(self, turn: asyncio.Lock, last_number: Callable[[], int]) -> None:
+        """Returns once the other session has everything.
+
+        Args:
+            turn: held while the session must not change.
+            last_number: that of the session's last step.
 
         Raises:
             PeerUnavailable: the other server cannot be reached.
@@ -49,16 +52,16 @@ class Replicator:
             async with turn:
                 changes: list[pb.Change] = []
                 if self._start_again:  # with as many rows as there are now
-                    batch_size = self._hosted.session.batch_size
+                    batch_size = self._session.batch_size
                     changes = [pb.Change(crop=pb.Crop()), pb.Change(reorder=pb.Reorder(indices=[0] * batch_size))]
                     self._copied, self._start_again = 0, False
-                length = self._hosted.session.length
-                has_states = bool(self._hosted.session.layout.slots)  # known after the last position only
+                length = self._session.length
+                has_states = bool(self._session.layout.slots)  # known after the last position only
                 end = length if has_states else min(self._copied + _CHUNK_TOKENS, length)
                 self._follows = end == length
                 number += 1
                 if end > self._copied:
-                    await self._add(self._hosted.number if self._follows else number, changes, self._copied, end)
+                    await self._add(last_number() if self._follows else number, changes, self._copied, end)
                 self._copied = end
             async with self._sent:
                 await self._sent.wait_for(lambda: self._closed or self._queue.qsize() < _FEW)
@@ -72,7 +75,7 @@ class Replicator:
         if self._closed:
             return
         if self._follows:
-            await self._add(step.number, step.changes, step.start_position, self._hosted.session.length)
+            await self._add(step.number, step.changes, step.start_position, self._session.length)
         elif step.start_position < self._copied or any(
             change.WhichOneof("kind") == "reorder" for change in step.changes
         ):
@@ -86,8 +89,8 @@ class Replicator:
             self._sent.notify_all()
 
     async def _add(self, number: int, changes: Iterable[pb.Change], start: int, end: int) -> None:
-        host, session = self._hosted.host, self._hosted.session
-        stored = await host.scheduler.call(partial(host.engine.stored, session, start, end))
+        read = partial(self._services.engine.stored, self._session, start, end)
+        stored = await self._services.scheduler.call(read)
         header, parts = encode(stored.data)
         message = pb.Stored(num_tokens=stored.num_tokens, num_kept=stored.num_kept, data=header)
         self._queue.put_nowait((pb.Step(number=number, changes=changes, start_position=start, stored=message), parts))

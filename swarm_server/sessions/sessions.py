@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -18,34 +18,30 @@ from swarm_protocol.wire.status import number_of
 from swarm_server.engine.session_state import Crop, HistoryChange, RecordPast, Reorder, Session, SessionStep
 from swarm_server.kv.kv_transfer import Stored
 from swarm_server.net.push import Pusher
+from swarm_server.sessions.preemption import Claim, Preemption
 from swarm_server.sessions.replicator import Replicator
-
-if TYPE_CHECKING:
-    from swarm_server.sessions.host import SessionManager
+from swarm_server.sessions.services import SpanServices
 
 Reply = Callable[[list[pb.SessionReply]], Awaitable[None]]
 
 
 class HostedSession:
-    """One session on the wire. A refused step leaves it as it was.
-
-    Attributes:
-        seniority: the lower, the longer it has been here.
-        closed: nothing is computed any more.
-    """
+    """One session on the wire. A refused step leaves it as it was."""
 
     def __init__(
         self,
-        host: SessionManager,
+        services: SpanServices,
+        preemption: Preemption,
+        claim: Claim,
         request: pb.Open,
         session: Session,
         reply: Reply,
-        seniority: tuple[float, int] = (0.0, 0),
     ) -> None:
-        self.seniority = seniority
         self.key = request.session_key
         self.session = session
-        self.host = host
+        self.claim = claim
+        self._services = services
+        self._preemption = preemption
         self._reply = reply
         self._codec = request.codec
         self._sent_number = request.sent_number
@@ -55,13 +51,11 @@ class HostedSession:
         self._computing = asyncio.Lock()  # inside a turn
         self._routed = asyncio.Event()  # cleared: nothing is computed or sent until there is another next hop
         self._routed.set()
-        self.closed = False
-        self._giving_way = asyncio.Event()
         self._last_time = time.monotonic()
         self._copier: Replicator | None = None
         self._pusher = None
         if request.HasField("next"):
-            self._pusher = Pusher(host.channels, request.next, partial(self._relay, 0))
+            self._pusher = Pusher(services.channels, request.next, partial(self._relay, 0))
 
     @property
     def silent_s(self) -> float:
@@ -75,22 +69,14 @@ class HostedSession:
         return self._progress.number
 
     @property
-    def gives_way(self) -> bool:
-        """Whether it is about to be ended."""
-        return self._giving_way.is_set()
-
-    def give_way(self) -> None:
-        """An older session preempts this one: its client must wait for room, and replay the session."""
-        self._giving_way.set()
-
-    async def until_it_gives_way(self) -> None:
-        """Returns if the session is to be ended."""
-        await self._giving_way.wait()
+    def closed(self) -> bool:
+        """Whether nothing is computed any more."""
+        return self.claim.closed
 
     async def announce(self) -> None:
         """Tells the client that the session is open."""
         opened = pb.Opened(
-            tokens_left=self.host.budget.tokens_left, max_step_tokens=self.host.validator.max_step_tokens
+            tokens_left=self._services.budget.tokens_left, max_step_tokens=self._services.validator.max_step_tokens
         )
         await self._reply([pb.SessionReply(opened=opened)])
 
@@ -138,7 +124,7 @@ class HostedSession:
 
     async def _compute(self, request: pb.Step, payload: torch.Tensor) -> torch.Tensor | None:
         """The outputs; None if they were computed elsewhere. Younger sessions may be preempted."""
-        return await self.host.with_room(self, lambda: self._try_to_compute(request, payload))
+        return await self._preemption.with_room(self.claim, lambda: self._try_to_compute(request, payload))
 
     async def _try_to_compute(self, request: pb.Step, payload: torch.Tensor) -> torch.Tensor | None:
         if self.closed:  # while it waited for room, which it must not be promised any more
@@ -147,26 +133,26 @@ class HostedSession:
         if request.HasField("stored"):
             self._require_room(request.start_position + request.stored.num_tokens, self.session.batch_size)
             stored = Stored(request.stored.num_tokens, tuple(request.stored.num_kept), payload)
-            adopt = partial(self.host.engine.adopt, self.session, request.start_position, changes, stored)
-            return await self.host.scheduler.call(adopt)
-        return await self.host.scheduler.step(self.session, self._checked(request, payload, changes))
+            adopt = partial(self._services.engine.adopt, self.session, request.start_position, changes, stored)
+            return await self._services.scheduler.call(adopt)
+        return await self._services.scheduler.step(self.session, self._checked(request, payload, changes))
 
     async def refuse(self, number: int, error: RequestRejected | PeerBusy) -> None:
         failure = pb.Failure(status=number_of(error), message=str(error), number=number)
         await self._reply([pb.SessionReply(failure=failure)])
 
     async def close(self) -> None:
-        self.closed = True
+        """Nothing is computed or sent any more; what the session has stored is still there."""
+        self.claim.close()
         self._routed.set()
         if self._copier is not None:
             await self._copier.close()
         if self._pusher is not None:
             await self._pusher.retire()
-        await self.host.forget(self)
 
     def start(self, step: pb.Step) -> Assembler:
         """Checks a step's header before memory is taken for what it carries."""
-        validator = self.host.validator
+        validator = self._services.validator
         if step.HasField("stored"):
             validator.length(step.start_position + step.stored.num_tokens)
             return validator.stored(step.stored.data)
@@ -175,7 +161,7 @@ class HostedSession:
         return arriving
 
     def _checked(self, request: pb.Step, hidden: torch.Tensor, changes: tuple[HistoryChange, ...]) -> SessionStep:
-        validator, (batch_size, num_tokens, _) = self.host.validator, hidden.shape
+        validator, (batch_size, num_tokens, _) = self._services.validator, hidden.shape
         mask = positions = None
         if request.HasField("attention_mask"):
             mask = validator.mask(request.attention_mask, batch_size, request.start_position + num_tokens)
@@ -205,7 +191,7 @@ class HostedSession:
             elif kind == "crop":
                 yield Crop(change.crop.length)
             else:
-                self.host.validator.batch_size(len(change.reorder.indices))
+                self._services.validator.batch_size(len(change.reorder.indices))
                 yield Reorder(tuple(change.reorder.indices))
 
     # ------------------------------------------------------------ outputs
@@ -268,16 +254,16 @@ class HostedSession:
                 raise RequestRejected(f"outputs of a step of shape {list(shape)} are not kept: sessions keep positions")
             torch_dtype(step.hidden.dtype)
         self._sent_number = progress.number  # up to here, the client has named what the next hop needs
-        self._pusher = Pusher(self.host.channels, request.next, partial(self._relay, request.route))
+        self._pusher = Pusher(self._services.channels, request.next, partial(self._relay, request.route))
         resending = asyncio.ensure_future(self._resend(self._pusher, request.resend))
         resending.add_done_callback(_heed)
         return progress
 
     async def _resend(self, pusher: Pusher, resend: Sequence[pb.Step]) -> None:
-        engine = self.host.engine
+        engine = self._services.engine
         for step in resend:
             start, end = step.start_position, step.start_position + step.hidden.shape[1]
-            output = await self.host.scheduler.call(partial(engine.outputs, self.session, start, end))
+            output = await self._services.scheduler.call(partial(engine.outputs, self.session, start, end))
             header, parts = encode(output.to("cpu", torch_dtype(step.hidden.dtype)), self._codec)
             await pusher.send(_with_hidden(step, header), parts)
             if pusher.retired:  # that hop is gone too
@@ -293,8 +279,8 @@ class HostedSession:
         """
         if self._copier is not None:
             await self._copier.close()
-        self._copier = Replicator(self, to)
-        await self._copier.copy_all(self._turn)
+        self._copier = Replicator(self._services, self.session, to)
+        await self._copier.copy_all(self._turn, lambda: self.number)
         return self._progress
 
 

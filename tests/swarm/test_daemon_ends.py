@@ -75,10 +75,18 @@ def test_a_server_whose_daemon_cannot_be_restarted_ends_with_an_error(checkpoint
 
     monkeypatch.setattr(joining, "_RESTARTS_S", (0.0, 0.01))
     monkeypatch.setattr(Dht, "restart", fail)
+    members: list[joining.Membership] = []
+
+    class Member(joining.Membership):
+        def __init__(self, *args: object) -> None:
+            super().__init__(*args)
+            members.append(self)
+
+    monkeypatch.setattr(joining, "Membership", Member)
     with InProcessServers(checkpoint) as servers:
         (server,) = servers.start(f"0:{BLOCKS}")
         running = servers._running.pop(server)
-        server._dht._node.p2p._child.kill()
+        members[0].dht._node.p2p._child.kill()
         with pytest.raises(NoSwarm, match="cannot be started again: the libp2p daemon did not start: no memory"):
             running.result(DEADLINE_S)
 

@@ -29,6 +29,7 @@ from swarm_server.net.push import ChannelPool
 from swarm_server.net.validation import RequestValidator
 from swarm_server.rpc.service import BlocksService
 from swarm_server.sessions.host import SessionManager
+from swarm_server.sessions.services import SpanServices
 from swarm_server.training.training_memory import TrainingMemory
 
 MODEL, REVISION, NUM_BLOCKS = "toy", "0", 6
@@ -243,8 +244,9 @@ class ToyServer:
 
         scheduler = ToyScheduler(self.engine, net.chance)
         training = TrainingMemory(self.budget)
-        self.host = SessionManager(self.engine, scheduler, self.budget, validator, ChannelPool(connect), 100, training)
-        self.service = BlocksService(self.host, self.record().to_proto, 1e9)
+        services = SpanServices(self.engine, scheduler, self.budget, validator, ChannelPool(connect), training)
+        self.host = SessionManager(services, 100)
+        self.service = BlocksService(lambda: self.host, self.record().to_proto, 1e9)
 
     def record(self) -> ServerRecord:
         return ServerRecord(self.name, (self.name,), MODEL, REVISION, NUM_BLOCKS, self.span, tokens_per_s=100.0)

@@ -6,7 +6,7 @@ import ast
 import re
 import subprocess
 import sys
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
 import pytest
@@ -48,6 +48,7 @@ LAYERS = {  # from the top: a room imports from those below it only
     "swarm_command": [[DOOR]],
 }
 UPWARDS = {("swarm_server/node/local_cluster.py", "swarm_server.command_line")}  # it runs servers as a user does
+ACYCLIC = ["swarm_server/node", "swarm_server/rpc", "swarm_server/sessions"]  # rooms whose modules import one way
 POLICIES = [
     "swarm_client/failover/failover.py",
     "swarm_client/failover/messages.py",
@@ -112,6 +113,20 @@ def wrong_arrows(path: str, source: str) -> list[str]:
     return wrong
 
 
+def circle(graph: Mapping[str, Collection[str]]) -> list[str]:
+    """Some modules of which each imports the next, and the last the first; empty if there are none."""
+
+    def from_here(way: list[str]) -> list[str]:
+        for name in graph.get(way[-1], ()):
+            if name in way:
+                return way[way.index(name) :]
+            if found := from_here([*way, name]):
+                return found
+        return []
+
+    return next((found for module in graph if (found := from_here([module]))), [])
+
+
 def impurities(path: str, source: str, allowed: Collection[str] = POLICY_IMPORTS) -> list[str]:
     return [
         f"{path}:{line} imports {name}: a policy decides from data alone"
@@ -131,6 +146,18 @@ def test_dependencies_point_one_way(package: str) -> None:
     assert files
     wrong = [arrow for path, source in files.items() for arrow in wrong_arrows(path, source)]
     assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize("room", ACYCLIC)
+def test_modules_of_a_room_import_one_way(room: str) -> None:
+    modules = {module_of(path): text for path, text in sources(room).items()}
+    graph = {module: [name for _, name in imports(text, module) if name in modules] for module, text in modules.items()}
+    assert any(graph.values()) and circle(graph) == []
+
+
+def test_a_circle_is_named() -> None:
+    assert circle({"a": ["b"], "b": ["c", "d"], "c": [], "d": ["b"]}) == ["b", "d"]
+    assert circle({"a": ["b", "c"], "b": ["c"], "c": []}) == []
 
 
 @pytest.mark.parametrize("package", PACKAGES)

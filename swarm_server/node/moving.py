@@ -1,0 +1,205 @@
+"""Which span a server hosts: it chooses the first, and moves when the swarm needs others more."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from math import inf
+
+from swarm_protocol.dht.records import ServerRecord, ServerState, SwarmView
+from swarm_protocol.errors import SwarmError
+from swarm_protocol.span import Span
+from swarm_protocol.wire.constants import WIRE_VERSION
+from swarm_server.machine.memory import available_bytes, hosted_bytes_per_block
+from swarm_server.net.network_probe import NetworkProbe
+from swarm_server.node.presence import Presence
+from swarm_server.node.states import Draining, Joined, Loading, Serving, Starting, Unloaded
+from swarm_server.placement.placement import (
+    CONFIRM_S,
+    URGENT_DRAIN_S,
+    choose_span,
+    may_leave,
+    others_first,
+    own_move,
+)
+
+_logger = logging.getLogger(__name__)
+_BLOCKS_OF_FREE, _BLOCKS_OF_GIVEN = 0.6, 0.8  # of memory; what is left is for keys and values
+_SETTLE_S = 0.3  # servers that join together have read each other's choices after so long
+_MAX_SETTLING = 10  # times that a choice is looked at again
+
+
+def num_hosted(starting: Starting) -> int:
+    """How many blocks a server chooses.
+
+    Raises:
+        ValueError: there is no room for one block, or the model has fewer than asked for.
+    """
+    config, num_blocks = starting.config, starting.checkpoint.family.num_blocks
+    if config.num_blocks is not None:
+        if config.num_blocks > num_blocks:
+            raise ValueError(f"{config.num_blocks} blocks are more than the model's {num_blocks}")
+        return config.num_blocks
+    block_bytes = hosted_bytes_per_block(starting.checkpoint, config.quant)
+    share = _BLOCKS_OF_FREE if config.memory_bytes is None else _BLOCKS_OF_GIVEN
+    affordable = int((config.memory_bytes or available_bytes(starting.device)) * share // block_bytes)
+    if affordable < 1:
+        given = "free memory" if config.memory_bytes is None else f"memory in {config.memory_bytes >> 20} MiB"
+        raise ValueError(
+            f"not enough {given} for one block, which takes {block_bytes / 2**20:.1f} MiB beside keys and values"
+        )
+    return min(affordable, num_blocks)
+
+
+class Surroundings:
+    """The servers of the model's revision that is served here, without those that are known to be dead."""
+
+    def __init__(self, joined: Joined, network_probe: NetworkProbe) -> None:
+        self._dht = joined.membership.dht
+        self._checkpoint = joined.starting.checkpoint
+        self._known_speeds = joined.starting.loader.known_speeds
+        self._network_probe = network_probe
+
+    async def view(self, own: ServerRecord | None = None) -> SwarmView:
+        """``own``: what this server has published, if it has."""
+        view = await self._dht.view(self._checkpoint.name, self._checkpoint.family.num_blocks)
+        kind = self._checkpoint.revision, WIRE_VERSION
+        same = SwarmView(tuple(server for server in view.servers if (server.revision, server.wire_version) == kind))
+        return await self._network_probe.living(same, own)
+
+    async def choose_span(self, num_hosted: int, own: ServerRecord | None = None) -> Span:
+        """``own``: what this server has published, if it has chosen before."""
+        view = await self.view(own)
+        if own is not None:
+            view = others_first(view, own.peer_id)
+        speeds = self._known_speeds(num_hosted)
+        tokens_per_s = 0.0 if speeds is None else speeds.forward_tokens_per_s
+        return choose_span(view, self._checkpoint.family.num_blocks, num_hosted, tokens_per_s)
+
+    async def measure_network(self, own: ServerRecord) -> None:
+        await self._network_probe.measure(await self.view(own), own)
+
+
+class Mover:
+    """Hosts one span after the other, and has the record say so."""
+
+    def __init__(self, starting: Starting, surroundings: Surroundings, presence: Presence) -> None:
+        self._loader = starting.loader
+        self._channels = starting.channels
+        self._num_blocks = starting.checkpoint.family.num_blocks
+        self._margin = starting.config.balance_margin
+        self._drain_timeout_s = starting.config.drain_timeout_s
+        self._surroundings = surroundings
+        self._presence = presence
+
+    async def settle(self, state: Loading) -> Loading:
+        """Chooses again if others have chosen at the same time."""
+        for _ in range(_MAX_SETTLING):
+            await asyncio.sleep(_SETTLE_S)
+            own = state.record
+            servers = (await self._surroundings.view(own)).servers
+            others = [server for server in servers if server.peer_id != own.peer_id]
+            if not any(server.state is ServerState.JOINING and not server.pinned for server in others):
+                break
+            span = await self._surroundings.choose_span(len(own.span), own)
+            if span != own.span:
+                state = state.choose(span)
+                self._presence.enter(state)
+                await self._presence.publish()
+        return state
+
+    async def host(self, state: Loading) -> Serving:
+        stack = await self._loader.load(state.record.span)
+        serving = state.serve(await self._loader.start(stack, self._channels))
+        self._presence.enter(serving)
+        return serving
+
+    async def look_around(self) -> None:
+        await self._surroundings.measure_network(self._presence.state.record)
+
+    async def go_where_needed(self) -> None:
+        old = self._presence.state.record.span
+        loading = await self._leave_if_needed()  # no name here holds the old blocks: their memory is for the new ones
+        if loading is not None:
+            await self._host_instead(loading, old)
+
+    async def _leave_if_needed(self) -> Loading | None:
+        """What the server does next if it has left its blocks for others."""
+        state = self._presence.state
+        if not isinstance(state, Serving | Draining):  # Draining: the last move failed half-way
+            return None
+        if state.record.pinned or len(state.record.span) == self._num_blocks:
+            return None
+        view, peer_id = await self._surroundings.view(state.record), state.record.peer_id
+        to = await asyncio.to_thread(own_move, view, peer_id, self._num_blocks, self._margin)
+        return None if to is None else await self._leave(state, to)
+
+    async def _leave(self, hosting: Serving | Draining, to: Span) -> Loading | None:
+        """None if others do not let it go."""
+        planning, peer_id = hosting.plan_move(to), hosting.record.peer_id
+        self._presence.enter(planning)
+        await self._presence.publish()
+        await asyncio.sleep(CONFIRM_S)
+        view = await self._surroundings.view(planning.record)
+        if not await asyncio.to_thread(may_leave, view, peer_id, self._num_blocks, self._margin):
+            self._presence.enter(planning.stay())
+            await self._presence.publish()
+            return None
+        draining = planning.drain(to)
+        self._presence.enter(draining)
+        await self._presence.publish()
+        _logger.info("moving from blocks %s to %s, where the swarm needs it more", planning.record.span, to)
+        limit_s = inf if all(view.replicas(self._num_blocks)) else URGENT_DRAIN_S
+        await draining.runtime.host.leave(min(self._drain_timeout_s, limit_s))
+        return (await self._unload(draining)).load(to)
+
+    async def _host_instead(self, loading: Loading, old: Span) -> None:
+        """Other blocks than the ``old``, or those again if the others cannot be loaded."""
+        self._presence.enter(loading)
+        await self._presence.publish()
+        to = loading.record.span
+        try:
+            await self.host(loading)
+        except (SwarmError, ValueError, OSError) as error:
+            _logger.warning("blocks %s could not be loaded: %s; going back to %s and staying there", to, error, old)
+            loading = loading.stay_with(old)
+            self._presence.enter(loading)
+            await self.host(loading)
+        await self._presence.publish()
+        _logger.info("hosting blocks %s", self._presence.state.record.span)
+
+    async def drain(self) -> None:
+        """Lets generations end or move to other servers, and hosts no other blocks."""
+        match self._presence.state:
+            case Serving() | Draining() as hosting:
+                await self._drain(hosting.drain())
+            case Loading() | Unloaded() as state:  # stopped in the middle of a move
+                self._presence.enter(state.drain())
+
+    async def _drain(self, draining: Draining) -> None:
+        self._presence.enter(draining)
+        host, timeout_s = draining.runtime.host, self._drain_timeout_s
+        if not host.num_sessions:
+            await host.leave(timeout_s)
+            return
+        _logger.info(
+            "leaving: waiting up to %g s for %d %s to end or move; a second signal exits at once",
+            timeout_s,
+            host.num_sessions,
+            "session" if host.num_sessions == 1 else "sessions",
+        )
+        publishing = asyncio.ensure_future(self._presence.publish())
+        await host.leave(timeout_s)
+        await publishing
+
+    async def close(self) -> None:
+        """Ends the sessions that are left."""
+        state = self._presence.state
+        if isinstance(state, Serving | Draining):
+            await self._unload(state)
+
+    async def _unload(self, hosting: Serving | Draining) -> Unloaded:
+        unloaded = hosting.unload()
+        self._presence.enter(unloaded)  # first: nothing is opened while the sessions end
+        await hosting.runtime.close()
+        return unloaded

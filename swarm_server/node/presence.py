@@ -1,0 +1,106 @@
+"""What the swarm knows of a server: its record follows its state, and stays in the DHT while libp2p daemons end."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from typing import TypeVar
+
+from swarm_protocol.dht.records import REFRESH_S, ServerRecord
+from swarm_protocol.errors import SwarmError
+from swarm_server.net.network_probe import NetworkProbe
+from swarm_server.node.states import Draining, Joined, Loading, Serving, State, end, with_speeds
+from swarm_server.sessions.host import SessionManager
+
+_logger = logging.getLogger(__name__)
+_POLL_S = 0.1  # after a libp2p daemon was restarted, before the next is watched
+_WIRE_BYTES = 4  # of one number of a hidden state
+T = TypeVar("T")
+
+
+class Presence:
+    """The state of a server, and its record in the DHT."""
+
+    def __init__(self, joined: Joined, network_probe: NetworkProbe, state: Loading) -> None:
+        self._membership = joined.membership
+        self._dht = joined.membership.dht
+        self._known_speeds = joined.starting.loader.known_speeds
+        self._hidden_bytes = _WIRE_BYTES * joined.starting.checkpoint.family.hidden_size
+        self._measures_network = joined.starting.config.throughput is None
+        self._network_probe = network_probe
+        self._state: State = state
+
+    @property
+    def state(self) -> State:
+        return self._state
+
+    def enter(self, state: State) -> None:
+        """Others hear of it with the next ``publish``."""
+        self._state = state
+
+    @property
+    def sessions(self) -> SessionManager | None:
+        """Those of the hosted blocks; None while there are none."""
+        return self._state.runtime.host if isinstance(self._state, Serving | Draining) else None
+
+    def record(self) -> ServerRecord:
+        """As it is at this moment."""
+        state = self._state
+        if not isinstance(state, Serving | Draining):
+            return with_speeds(state.record, self._known_speeds(len(state.record.span)))
+        network = self._network_probe.bytes_per_s / self._hidden_bytes if self._measures_network else 0.0
+        return state.measured(self._network_probe.rtts_s, network)
+
+    async def publish(self) -> None:
+        if not await self._dht.publish(self.record()):
+            _logger.warning("the swarm did not take this server's record; trying again in %g s", REFRESH_S)
+
+    async def keep_membership(self) -> None:
+        """Publishes to those who are met at once, not only when the record is due."""
+        if await self._membership.keep():
+            await self.publish()
+
+    async def keep_daemon(self, is_stopping: Callable[[], bool]) -> SwarmError:
+        """Starts another libp2p daemon whenever one has ended; returns why that is not possible any more."""
+
+        async def restart() -> SwarmError | None:
+            await self._dht.daemon_ended()
+            level = logging.INFO if is_stopping() else logging.WARNING  # Ctrl-C in a terminal ends both
+            _logger.log(level, "the libp2p daemon has ended, nobody can find this server: starting it again")
+            try:
+                await self._membership.restart_daemon()
+            except SwarmError as error:
+                return error
+            await self._membership.keep()
+            if not await self._dht.publish(self.record()):  # one that waits for the old daemon is in the way
+                await self.publish()
+            return None
+
+        return await repeat(restart, (_POLL_S, _POLL_S))
+
+    async def withdraw(self, may_restart: bool) -> None:
+        """``may_restart``: if the libp2p daemon has ended, another may be started for it."""
+        self.enter(end(self._state))
+        withdrawn = await self._dht.publish(self.record())
+        if not withdrawn and not self._dht.is_alive and may_restart:
+            with suppress(SwarmError):
+                await self._dht.restart()
+                withdrawn = await self._dht.publish(self.record())
+        if not withdrawn:
+            _logger.info("the record could not be withdrawn; it expires by itself")
+
+
+async def repeat(action: Callable[[], Awaitable[T | None]], pause_s: tuple[float, float]) -> T:
+    """After pauses of random length, until it returns something. What goes wrong once must not end a server."""
+    while True:
+        await asyncio.sleep(random.uniform(*pause_s))
+        try:
+            result = await action()
+        except Exception:
+            _logger.exception("a server's routine failed; it is tried again")
+        else:
+            if result is not None:
+                return result

@@ -1,0 +1,175 @@
+"""The states of a server's life, each with exactly what there is in it; transitions are pure.
+
+Starting → Joined → Loading → Serving → Draining → Unloaded → Ended. A server that moves goes from Unloaded back to
+Loading; one that is stopped while it loads goes from Loading to Unloaded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from importlib import metadata
+from typing import Self
+
+import grpc
+import torch
+
+from swarm_protocol.checkpoints.checkpoint import Checkpoint
+from swarm_protocol.dht.records import ServerRecord, ServerState
+from swarm_protocol.span import Span
+from swarm_server.core.config import ServerConfig
+from swarm_server.engine.throughput import Speeds
+from swarm_server.net.push import ChannelPool
+from swarm_server.node.hosting import SpanLoader, SpanRuntime
+from swarm_server.node.joining import Membership
+from swarm_server.node.preloaded import adapter_names
+
+
+@dataclass(frozen=True)
+class Starting:
+    """The model is found, and the swarm is about to be joined."""
+
+    config: ServerConfig
+    checkpoint: Checkpoint
+    device: torch.device
+    dtype: torch.dtype
+    channels: ChannelPool
+    loader: SpanLoader
+
+    @property
+    def span(self) -> Span | None:
+        """The blocks that the configuration names; None: the server chooses once it sees the swarm."""
+        return self.config.blocks or self.config.initial_blocks
+
+
+@dataclass(frozen=True)
+class Joined:
+    """The server has its place in the DHT and a port, and the swarm does not know yet what it will host.
+
+    Attributes:
+        address: where others reach ``grpc_server``, which is not started yet.
+    """
+
+    starting: Starting
+    membership: Membership
+    grpc_server: grpc.aio.Server
+    address: str
+    tls_fingerprint: bytes
+
+    def load(self, span: Span) -> Loading:
+        config, checkpoint = self.starting.config, self.starting.checkpoint
+        record = ServerRecord(
+            peer_id=self.membership.dht.peer_id,
+            addresses=(self.address,),
+            model=checkpoint.name,
+            revision=checkpoint.revision,
+            num_blocks=checkpoint.family.num_blocks,
+            span=span,
+            state=ServerState.JOINING,
+            quant=config.quant,
+            dtype=str(self.starting.dtype).removeprefix("torch."),
+            tls_fingerprint=self.tls_fingerprint,
+            software_version=metadata.version("swarm-lm"),
+            pinned=config.blocks is not None,
+            adapters=adapter_names(config.adapters),
+        )
+        return Loading(record)
+
+
+# ------------------------------------------------------------ states that the swarm knows of
+
+
+@dataclass(frozen=True)
+class Loading:
+    """The record names blocks that will be hosted."""
+
+    record: ServerRecord
+
+    def choose(self, span: Span) -> Loading:
+        """Others have chosen at the same time."""
+        return Loading(replace(self.record, span=span))
+
+    def stay_with(self, span: Span) -> Loading:
+        """For good: other blocks could not be loaded."""
+        return Loading(replace(self.record, span=span, pinned=True))
+
+    def serve(self, runtime: SpanRuntime) -> Serving:
+        return Serving(replace(self.record, span=runtime.span, state=ServerState.ONLINE), runtime)
+
+    def drain(self) -> Unloaded:
+        return Unloaded(replace(self.record, state=ServerState.DRAINING, next_span=None))
+
+
+@dataclass(frozen=True)
+class _Hosting:
+    record: ServerRecord
+    runtime: SpanRuntime
+
+    def measured(self, next_hop_rtts_s: Mapping[str, float], network_tokens_per_s: float) -> ServerRecord:
+        """The record with what is measured at this moment."""
+        return replace(
+            with_speeds(self.record, self.runtime.speeds),
+            cache_tokens_left=self.runtime.cache_tokens_left,
+            queue_delay_s=self.runtime.queue_delay_s,
+            next_hop_rtts_s=next_hop_rtts_s,
+            network_tokens_per_s=network_tokens_per_s,
+        )
+
+    def plan_move(self, to: Span) -> Self:
+        """Others may want to leave the same blocks: the record says so before the server drains."""
+        return replace(self, record=replace(self.record, next_span=to))
+
+    def stay(self) -> Self:
+        """Others need the server where it is."""
+        return replace(self, record=replace(self.record, next_span=None))
+
+    def drain(self, next_span: Span | None = None) -> Draining:
+        """``next_span``: where the server moves; None: it leaves."""
+        return Draining(replace(self.record, state=ServerState.DRAINING, next_span=next_span), self.runtime)
+
+    def unload(self) -> Unloaded:
+        return Unloaded(with_speeds(self.record, self.runtime.speeds))
+
+
+@dataclass(frozen=True)
+class Serving(_Hosting):
+    """Sessions are opened."""
+
+
+@dataclass(frozen=True)
+class Draining(_Hosting):
+    """The sessions that are left end, or move to other servers."""
+
+
+@dataclass(frozen=True)
+class Unloaded:
+    """No blocks are hosted; the record still names those that were."""
+
+    record: ServerRecord
+
+    def load(self, span: Span) -> Loading:
+        return Loading(replace(self.record, state=ServerState.JOINING, span=span, next_span=None))
+
+    def drain(self) -> Unloaded:
+        return Unloaded(replace(self.record, state=ServerState.DRAINING, next_span=None))
+
+
+@dataclass(frozen=True)
+class Ended:
+    """The record is withdrawn."""
+
+    record: ServerRecord
+
+
+State = Loading | Serving | Draining | Unloaded | Ended
+
+
+def end(state: State) -> Ended:
+    return Ended(replace(state.record, state=ServerState.OFFLINE))
+
+
+def with_speeds(record: ServerRecord, speeds: Speeds | None) -> ServerRecord:
+    """The record as it is if they are not known."""
+    if speeds is None:
+        return record
+    return replace(record, tokens_per_s=speeds.decode_tokens_per_s, forward_tokens_per_s=speeds.forward_tokens_per_s)
