@@ -29,7 +29,7 @@ from swarm_client.core.events import Event, SessionStats
 from swarm_client.demo.local_cluster import LocalCluster, LocalServer
 from swarm_client.sessions.session import RemoteSession
 from swarm_protocol.checkpoints.default_model import locate
-from swarm_protocol.checkpoints.families import describe
+from swarm_protocol.checkpoints.describing import describe
 from swarm_protocol.errors import SwarmError
 from swarm_protocol.span import Span
 from swarm_protocol.wire.block_input import BlockInput

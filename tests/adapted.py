@@ -12,7 +12,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from swarm_protocol.checkpoints.checkpoint import Checkpoint
-from swarm_protocol.checkpoints.families import Family
+from swarm_protocol.checkpoints.family import Family
 from swarm_protocol.span import Span
 from swarm_protocol.wire.adapters import Adapter, LowRank
 from tests.zoo import VOCAB

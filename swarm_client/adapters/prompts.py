@@ -12,7 +12,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import nn
 
-from swarm_protocol.checkpoints.families import Family
+from swarm_protocol.checkpoints.family import Family
 from swarm_protocol.errors import RequestRejected
 from swarm_protocol.wire.adapters import Prompt
 

@@ -116,7 +116,7 @@ def sequence_length(settings: FinetuneSettings) -> int:
     """Raises ValueError if the model cannot take as many tokens as were asked for."""
     from swarm_protocol.checkpoints.checkpoint import Checkpoint
     from swarm_protocol.checkpoints.default_model import locate
-    from swarm_protocol.checkpoints.positions import max_positions
+    from swarm_protocol.checkpoints.family import max_positions
 
     limit = max_positions(Checkpoint.open(locate(settings.model), settings.revision).config)
     num_virtual = 0 if settings.method == "lora" else settings.num_prompt_tokens

@@ -25,7 +25,7 @@ from swarm_client.model.left_out import NoDropout, refuse_inner_outputs, wants, 
 from swarm_client.model.model_pass import has_hooks
 from swarm_client.model.remote_blocks import BlockModule, RemoteBlocks, RemoteSpan
 from swarm_client.swarm.swarm import Swarm
-from swarm_protocol.checkpoints.families import Family
+from swarm_protocol.checkpoints.family import Family
 from swarm_protocol.checkpoints.hollow_model import hf_loader, hosted_alone
 from swarm_protocol.errors import RequestRejected
 

@@ -19,9 +19,8 @@ from swarm_client.model.hf_model import ATTENTION, RemoteModelMixin, client_clas
 from swarm_client.swarm.swarm import Swarm
 from swarm_protocol.checkpoints.checkpoint import Checkpoint
 from swarm_protocol.checkpoints.default_model import DEFAULT_MODEL, locate
-from swarm_protocol.checkpoints.families import slice_config
+from swarm_protocol.checkpoints.family import max_positions, slice_config
 from swarm_protocol.checkpoints.hollow_model import hf_loader
-from swarm_protocol.checkpoints.positions import max_positions
 from swarm_protocol.errors import UnsupportedModel
 from swarm_protocol.span import Span
 

@@ -13,7 +13,8 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 from transformers import CONFIG_MAPPING, AutoConfig, GenerationConfig, PreTrainedConfig
 
-from swarm_protocol.checkpoints.families import Family, describe
+from swarm_protocol.checkpoints.describing import describe
+from swarm_protocol.checkpoints.family import Family
 from swarm_protocol.checkpoints.files import CONFIG, Directory, FileMissing, HubModel, locate
 from swarm_protocol.checkpoints.safetensors_file import StoredTensor, read_header
 from swarm_protocol.errors import CheckpointError, UnsupportedModel

@@ -16,7 +16,7 @@ from transformers.utils import logging
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from swarm_protocol.checkpoints.families import Family
+    from swarm_protocol.checkpoints.family import Family
 
 
 class LeftOut(nn.Identity):
@@ -74,11 +74,11 @@ def load_hollow_model(
     dtype: torch.dtype = torch.float32,
     prepare: Callable[[nn.Module], None] | None = None,
 ) -> tuple[PreTrainedModel, dict[str, Any]]:
-    """Builds a shell on the CPU and loads ``tensors`` into it through the stock loader.
+    """Builds a hollow model on the CPU and loads ``tensors`` into it through the stock loader.
 
     ``prepare`` may take some out of ``tensors``.
 
-    Returns the shell and transformers' loading info (missing, unexpected and mismatched keys).
+    Returns the model and transformers' loading info (missing, unexpected and mismatched keys).
     """
     with hf_loader():
         loaded: Any = hollow_class(family, hosted, prepare).from_pretrained(
@@ -89,8 +89,8 @@ def load_hollow_model(
             ignore_mismatched_sizes=True,  # reported, and refused with a sentence by the caller
             output_loading_info=True,
         )
-    shell, info = loaded  # a pair because of output_loading_info, of which transformers' annotations do not know
-    return shell, info
+    hollow, info = loaded  # a pair because of output_loading_info, of which transformers' annotations do not know
+    return hollow, info
 
 
 _LOADER = threading.RLock()

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from swarm_protocol.checkpoints.families import Family
+from swarm_protocol.checkpoints.family import Family
 from swarm_protocol.checkpoints.safetensors_file import read_header
 from swarm_protocol.errors import CheckpointError
 from swarm_protocol.wire.adapters import Adapter, LowRank

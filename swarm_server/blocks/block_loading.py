@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from swarm_protocol.checkpoints.checkpoint import Checkpoint
-from swarm_protocol.checkpoints.families import WEIGHT_IS_READ
+from swarm_protocol.checkpoints.family import WEIGHT_IS_READ
 from swarm_protocol.checkpoints.hollow_model import LeftOut, load_hollow_model
 from swarm_protocol.checkpoints.safetensors_file import StoredTensor
 from swarm_protocol.errors import CheckpointError

@@ -13,9 +13,8 @@ from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin, LinearAttentionAndFullAttentionLayer
 
 from swarm_protocol.checkpoints.checkpoint import Checkpoint
-from swarm_protocol.checkpoints.families import Family, slice_config
+from swarm_protocol.checkpoints.family import Family, rope_depends_on_length, slice_config
 from swarm_protocol.checkpoints.hollow_model import load_hollow_model
-from swarm_protocol.checkpoints.positions import rope_depends_on_length
 from swarm_protocol.span import Span
 from swarm_server.blocks.block_loading import load_block
 from swarm_server.blocks.malloc import freed_memory_returned

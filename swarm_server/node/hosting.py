@@ -13,7 +13,7 @@ import torch
 from tqdm import tqdm
 
 from swarm_protocol.checkpoints.checkpoint import Checkpoint
-from swarm_protocol.checkpoints.positions import max_positions
+from swarm_protocol.checkpoints.family import max_positions
 from swarm_protocol.span import Span
 from swarm_server.adapters.store import AdapterStore
 from swarm_server.blocks.blocks import BlockStack, load_blocks

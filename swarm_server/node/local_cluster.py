@@ -38,7 +38,7 @@ def _warm_up() -> None:
     import swarm_server.node.server  # noqa: F401
     from swarm_protocol.checkpoints.checkpoint import Checkpoint
     from swarm_protocol.checkpoints.default_model import DEFAULT_MODEL, locate
-    from swarm_protocol.checkpoints.families import describe
+    from swarm_protocol.checkpoints.describing import describe
     from swarm_protocol.net.hivemind_parts import Multiaddr
 
     describe(Checkpoint.open(locate(DEFAULT_MODEL)).config)

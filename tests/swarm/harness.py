@@ -14,7 +14,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from swarm_client.core import background
 from swarm_protocol.checkpoints.checkpoint import Checkpoint
-from swarm_protocol.checkpoints.families import describe
+from swarm_protocol.checkpoints.describing import describe
 from swarm_protocol.dht.dht import Dht
 from swarm_protocol.dht.local_registry import LocalRegistry
 from swarm_protocol.dht.records import ServerRecord

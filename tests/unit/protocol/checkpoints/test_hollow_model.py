@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from transformers import AutoModel
 
-from swarm_protocol.checkpoints.families import describe
+from swarm_protocol.checkpoints.describing import describe
 from tests.zoo import SUPPORTED, make_config
 
 

@@ -13,7 +13,7 @@ from torch.nn import functional
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from swarm_protocol.checkpoints.checkpoint import Checkpoint
-from swarm_protocol.checkpoints.families import Family, slice_config
+from swarm_protocol.checkpoints.family import Family, slice_config
 from swarm_protocol.span import Span
 from swarm_server.blocks.blocks import BlockStack, load_blocks
 from tests.families import FAMILIES

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from swarm_protocol.checkpoints.checkpoint import Checkpoint
-from swarm_protocol.checkpoints.families import describe
+from swarm_protocol.checkpoints.describing import describe
 from swarm_protocol.checkpoints.peft_files import read_adapter
 from swarm_protocol.errors import CheckpointError
 from swarm_protocol.span import Span

@@ -13,7 +13,8 @@ from transformers import AutoModel, PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache
 
 from swarm_protocol.checkpoints.checkpoint import Checkpoint
-from swarm_protocol.checkpoints.families import CACHE_ARGUMENTS, slice_config
+from swarm_protocol.checkpoints.describing import CACHE_ARGUMENTS
+from swarm_protocol.checkpoints.family import slice_config
 from swarm_protocol.span import Span
 from swarm_server.blocks.blocks import BlockStack, load_blocks
 from tests.families import families

@@ -1,8 +1,8 @@
-"""How a Hugging Face decoder splits into embeddings | blocks | head.
+"""Finds out how a Hugging Face decoder splits: from a config to its ``Family``.
 
-A family is described by facts read off the stock base-model class, built on the meta device, and by a probe: without
-its blocks the base model must hand hidden states through unchanged, else this rule does not fit and the model is
-refused. What cannot be read off stands in the tables below.
+Facts are read off the stock base-model class, built on the meta device, and then probed: without its blocks the base
+model must hand hidden states through unchanged, else the model cannot be split so and is refused. What cannot be read
+off stands in the tables below.
 """
 
 from __future__ import annotations
@@ -10,8 +10,7 @@ from __future__ import annotations
 import copy
 import inspect
 import re
-from dataclasses import dataclass, replace
-from functools import lru_cache
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,9 +18,9 @@ from torch import nn
 from transformers import MODEL_MAPPING, PreTrainedConfig
 from transformers import initialization as weight_init
 
+from swarm_protocol.checkpoints.family import Family
 from swarm_protocol.checkpoints.hollow_model import hf_loader, load_hollow_model
 from swarm_protocol.errors import UnsupportedModel
-from swarm_protocol.span import Span
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -49,17 +48,10 @@ ATTENTION_TYPES = {"full_attention", "sliding_attention", "chunked_attention"}
 STATE_TYPES = {"conv", "linear_attention", "hybrid"}  # blocks with a state of fixed size, beside attention or without
 NO_CACHE_TYPES = {"mlp", "moe"}
 LAYER_TYPES = ATTENTION_TYPES | STATE_TYPES | NO_CACHE_TYPES
-PER_BLOCK_PROPERTIES = ("layer_types", "layers_block_type")  # which some configs compute from the block's number
 
 # What a base model must accept for a server to run it, and under which name it takes its cache.
 MODEL_ARGUMENTS = ("inputs_embeds", "attention_mask", "use_cache")
 CACHE_ARGUMENTS = ("past_key_values", "cache_params")
-
-# They insist on a cache class of their own if asked to use a cache, and use any that they are given if not.
-OWN_CACHE_CLASS = {"minimax"}
-
-# Linear layers by whose weights a family's own code multiplies: they must stay plain (mamba, falcon_mamba, jamba).
-WEIGHT_IS_READ = {"dt_proj"}
 
 # What a base model may hand to a block besides the hidden states: functions of positions, mask, cache and flags.
 BLOCK_ARGUMENTS = {
@@ -76,93 +68,6 @@ BLOCK_ARGUMENTS = {
     "position_ids",
     "use_cache",
 }
-
-
-@dataclass(frozen=True)
-class Family:
-    """Where the parts of one model are. Names are attributes of the owner: the module that holds the block list.
-
-    Attributes:
-        model_type: Hugging Face's name for the architecture.
-        base_class: the stock model without head, such as ``LlamaModel``.
-        owner: path of the owner inside the base model; empty if it is the base model itself.
-        blocks: attribute of the owner that holds the ``nn.ModuleList`` of blocks.
-        embedding: attribute that holds the token embedding; client only.
-        positions: learned position embeddings; client only, a server adds zero instead.
-        identities: embedding norm, final norm, projections; client only, a server passes through.
-        neutral: plain attributes that a server sets to the given value, such as an embedding multiplier.
-        returns_tuple: a block returns ``(hidden, attentions)`` rather than ``hidden``.
-        takes_positions: the base model's ``forward`` accepts ``position_ids``.
-        cache_argument: name under which the base model's ``forward`` takes the cache.
-        num_blocks: how many blocks the model has.
-        hidden_size: width of the hidden states between blocks.
-        block_parameters: how many parameters each block has.
-    """
-
-    model_type: str
-    base_class: type[PreTrainedModel]
-    owner: str
-    blocks: str
-    embedding: str
-    positions: tuple[str, ...]
-    identities: tuple[str, ...]
-    neutral: tuple[tuple[str, Any], ...]
-    returns_tuple: bool
-    takes_positions: bool
-    cache_argument: str
-    num_blocks: int
-    hidden_size: int
-    block_parameters: tuple[int, ...]
-
-    @property
-    def all_blocks(self) -> Span:
-        return Span(0, self.num_blocks)
-
-    def cache_arguments(self, cache: Any, use_cache: bool) -> dict[str, Any]:
-        """Arguments of the base model's ``forward`` by which it uses this cache, or none."""
-        return {self.cache_argument: cache, "use_cache": use_cache and self.model_type not in OWN_CACHE_CLASS}
-
-    def owner_of(self, base: nn.Module) -> nn.Module:
-        """The module inside ``base`` (an instance of ``base_class``) that holds the block list."""
-        return base.get_submodule(self.owner)
-
-    def block_index(self, tensor_name: str) -> int | None:
-        """Which block a checkpoint tensor belongs to; None for embeddings, norms and heads.
-
-        Checkpoints of some models hold extra blocks past ``num_blocks`` (for multi-token prediction).
-        """
-        match = _block_pattern(self.blocks).search(tensor_name)
-        return None if match is None else int(match[1])
-
-    def name_in_block(self, tensor_name: str) -> str:
-        """``self_attn.q_proj.weight`` of ``model.layers.3.self_attn.q_proj.weight``; itself outside the blocks."""
-        match = _block_pattern(self.blocks).search(tensor_name)
-        return tensor_name if match is None else tensor_name[match.end() :]
-
-
-@lru_cache
-def _block_pattern(blocks: str) -> re.Pattern[str]:
-    return re.compile(rf"(?:^|\.){re.escape(blocks)}\.(\d+)\.")
-
-
-def slice_config(config: PreTrainedConfig, span: Span) -> PreTrainedConfig:
-    """A copy of ``config`` for a model of the blocks of ``span`` alone: every per-block list is cut accordingly."""
-    sliced = copy.deepcopy(config)
-    for name, value in vars(config).items():
-        per_block = isinstance(value, list | tuple) and len(value) == config.num_hidden_layers
-        if per_block and not name.startswith("_") and not name.endswith(("token_id", "architectures")):
-            setattr(sliced, name, value[span.start : span.end])
-    computed = {}
-    for name in PER_BLOCK_PROPERTIES:
-        if isinstance(getattr(type(config), name, None), property):
-            computed[name] = getattr(config, name)[span.start : span.end]
-    if computed:
-        sliced.__class__ = type(type(config).__name__, (type(config),), computed)
-    sliced.num_hidden_layers = len(span)
-    return sliced
-
-
-# ---------------------------------------------------------------- reading the facts off
 
 
 _DESCRIBED: dict[tuple[type, str], Family] = {}
@@ -304,9 +209,9 @@ def _probe(base: PreTrainedModel, family: Family, config: PreTrainedConfig) -> F
 
     Also finds out whether it expects blocks to return tuples.
     """
-    shell, _ = load_hollow_model(family, config)
+    hollow, _ = load_hollow_model(family, config)
     blocks = getattr(family.owner_of(base), family.blocks)
-    setattr(family.owner_of(shell), family.blocks, blocks)
+    setattr(family.owner_of(hollow), family.blocks, blocks)
     hidden = torch.randn(2, 3, family.hidden_size, generator=torch.Generator().manual_seed(0))
     mask = torch.ones(2, 3, dtype=torch.long)
     problem = None
@@ -316,8 +221,8 @@ def _probe(base: PreTrainedModel, family: Family, config: PreTrainedConfig) -> F
             block.forward = recorder
         try:
             with torch.inference_mode():
-                output = shell(inputs_embeds=hidden, attention_mask=mask, use_cache=False).last_hidden_state
-        except Exception as error:  # a stranger's modelling code: whatever it raises means that the rule does not fit
+                output = hollow(inputs_embeds=hidden, attention_mask=mask, use_cache=False).last_hidden_state
+        except Exception as error:  # a stranger's modelling code: whatever it raises means that it cannot be split so
             problem = problem or f"without its blocks it fails with {_one_line(error)}"
             continue
         unknown = sorted(recorder.arguments - BLOCK_ARGUMENTS)

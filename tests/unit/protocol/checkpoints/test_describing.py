@@ -14,7 +14,7 @@ from transformers import (
     ZayaConfig,
 )
 
-from swarm_protocol.checkpoints.families import describe, slice_config
+from swarm_protocol.checkpoints.describing import describe
 from swarm_protocol.errors import UnsupportedModel
 from swarm_protocol.span import Span
 from tests.zoo import BLOCKS, HIDDEN, REJECTED, SUPPORTED, make_config
@@ -52,39 +52,6 @@ def test_families_outside_the_list_are_tried() -> None:
     assert describe(config).neutral == (("embedding_multiplier", 1.0),)
 
 
-@pytest.mark.parametrize(
-    ("name", "index", "rest"),
-    [
-        ("model.layers.3.self_attn.q_proj.weight", 3, "self_attn.q_proj.weight"),
-        ("layers.12.mlp.experts.4.w1.weight", 12, "mlp.experts.4.w1.weight"),
-        ("model.language_model.layers.0.input_layernorm.weight", 0, "input_layernorm.weight"),
-        ("model.embed_tokens.weight", None, "model.embed_tokens.weight"),
-        ("lm_head.weight", None, "lm_head.weight"),
-        ("model.my_layers.3.weight", None, "model.my_layers.3.weight"),
-    ],
-)
-def test_names_in_a_checkpoint(name: str, index: int | None, rest: str) -> None:
-    family = describe(make_config("llama"))
-    assert (family.block_index(name), family.name_in_block(name)) == (index, rest)
-
-
-def test_slice_config_cuts_every_list_per_block() -> None:
-    config = make_config("llama4_text")
-    sliced = slice_config(config, Span(1, 4))
-    assert sliced.num_hidden_layers == 3 and config.num_hidden_layers == BLOCKS
-    assert sliced.layer_types == config.layer_types[1:4]
-    assert sliced.no_rope_layers == config.no_rope_layers[1:4]
-    gpt_neo = slice_config(make_config("gpt_neo", eos_token_id=[1, 2, 3, 4, 5, 6]), Span(1, 4))
-    assert gpt_neo.attention_layers == ["local", "global", "local"]
-    assert gpt_neo.eos_token_id == [1, 2, 3, 4, 5, 6]
-
-
-def test_slice_config_cuts_lists_that_are_computed() -> None:
-    config = make_config("jamba")
-    assert slice_config(config, Span(1, 4)).layer_types == config.layer_types[1:4]
-    assert slice_config(config, Span(1, 4)).layers_block_type == config.layers_block_type[1:4]
-
-
 class HomeMadeConfig(PreTrainedConfig):
     model_type = "home-made"
     num_hidden_layers = 2
@@ -115,7 +82,7 @@ def test_refused_with_the_reason(model_type: str) -> None:
 
 
 def test_an_unknown_multiplier_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("swarm_protocol.checkpoints.families.NEUTRAL_ATTRIBUTES", {})
+    monkeypatch.setattr("swarm_protocol.checkpoints.describing.NEUTRAL_ATTRIBUTES", {})
     with pytest.raises(UnsupportedModel, match="changes hidden states outside its blocks"):
         describe(make_config("granite", embedding_multiplier=7.0))
 
