@@ -250,18 +250,18 @@ def run_leave(args: argparse.Namespace, cluster: LocalCluster) -> tuple[Any, Tal
 def leave(
     model: PreTrainedModel, replicas: Replicas, prompt: torch.Tensor, right: list[int], hop: int, tally: Tally
 ) -> dict[str, Any]:
-    told: list[tuple[LocalServer, float]] = []
+    draining: list[tuple[LocalServer, float]] = []
 
     def on_token(session: RemoteSession, num_tokens: int) -> None:
         if num_tokens == LEAVE_TOKENS // 4:
             server = replicas.find(session.hops[hop].server.peer_id)
             server.signal(signal.SIGTERM)
-            told.append((server, time.monotonic()))
+            draining.append((server, time.monotonic()))
 
     with generation(model, prompt, LEAVE_TOKENS, on_token) as result:
-        server, told_s = told[0]
+        server, signalled_s = draining[0]
         gone = server.wait_gone(LEAVE_TIMEOUT_S)  # while the session is still open
-        ended_s = time.monotonic() - told_s if gone else None
+        ended_s = time.monotonic() - signalled_s if gone else None
     tally.add(model, replicas.quant, prompt, result, right)
     replicas.replace(server)
     replicas.wait_ready()

@@ -1,4 +1,4 @@
-"""Who comes to a simulated swarm and who goes, and when: drawn once, the same for every rule that is compared."""
+"""Who comes to a simulated swarm and who goes, and when: drawn once, the same for every policy that is compared."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from math import cos, inf, pi, sin
 
 import numpy as np
-from petals_rule import best_window
+from petals_policy import best_window
 
 from swarm_protocol.span import Span
 

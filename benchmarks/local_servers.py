@@ -52,7 +52,7 @@ def local_servers(
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     with tempfile.TemporaryDirectory() as directory, _terminated_as_interrupt(), contextlib.ExitStack() as cleanup:
         starting = []
-        told: set[int] = set()  # that got a signal; after a second one, a server would exit at once
+        signalled: set[int] = set()  # after a second one, a server would exit at once
         for number, span in enumerate(spans):
             log = cleanup.enter_context(open(Path(directory) / str(number), "w+"))
             pin = [] if cores is None else ["taskset", "--cpu-list", str(cores[number])]
@@ -60,9 +60,9 @@ def local_servers(
             process = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=log, text=True, env=environment
             )
-            cleanup.callback(_stop, process, told)
+            cleanup.callback(_stop, process, signalled)
             starting.append((process, log))
-        cleanup.callback(lambda: [_terminate(process, told) for process, _ in starting])
+        cleanup.callback(lambda: [_terminate(process, signalled) for process, _ in starting])
         yield _wait_until_ready(starting)
 
 
@@ -91,14 +91,14 @@ def _wait_until_ready(starting: list) -> list[LocalServer]:
     return [ready[number] for number in range(len(starting))]
 
 
-def _terminate(process: subprocess.Popen, told: set[int]) -> None:
-    if process.pid not in told:
-        told.add(process.pid)
+def _terminate(process: subprocess.Popen, signalled: set[int]) -> None:
+    if process.pid not in signalled:
+        signalled.add(process.pid)
         process.terminate()
 
 
-def _stop(process: subprocess.Popen, told: set[int]) -> None:
-    _terminate(process, told)
+def _stop(process: subprocess.Popen, signalled: set[int]) -> None:
+    _terminate(process, signalled)
     try:
         process.wait(_STOP_TIMEOUT_S)
     except subprocess.TimeoutExpired:

@@ -2,12 +2,12 @@
 
     python benchmarks/simulate_swarm.py [--quick] [--sizes 10 …] [--hours H] [--seed N] [--json FILE] [--plot FILE.png]
 
-The same servers come and go (``churn.py``) under three rules (``rules.py``): our placement without moving later, our
-placement, and the rule Petals documents, by our reading of its code. Placement and routing are the real code. A server
-that moves takes its time: it says so, looks again after 2 s, drains for 1 to 10 s in which it counts as gone, and loads
-for 2 s and 1 s per block; under Petals' rule it only loads. Others see of a server what it was 1 s before, and one that
-crashed for 5 s more: failed contacts end a ghost, not the 120 s of its record. From 1000 servers on, those who ask
-whether to move read a view up to 5 s older, so that all who read it share one plan.
+The same servers come and go (``churn.py``) under three policies (``policies.py``): our placement without moving later,
+our placement, and the policy Petals documents, by our reading of its code. Placement and routing are the real code. A
+server that moves takes its time: it says so, looks again after 2 s, drains for 1 to 10 s in which it counts as gone,
+and loads for 2 s and 1 s per block; under Petals' policy it only loads. Others see of a server what it was 1 s before,
+and one that crashed for 5 s more: failed contacts end a ghost, not the 120 s of its record. From 1000 servers on, those
+who ask whether to move read a view up to 5 s older, so that all who read it share one plan.
 
 Throughput is what the servers that are ONLINE carry if clients spread as well as possible (``capacity.py``), averaged
 over the time with churn, in proportion to the optimum for the servers present: of 10, by exact search; of more, what no
@@ -29,12 +29,12 @@ from typing import Any
 
 from churn import Scenario, first_spans, lives
 from common import json_row, write_json
-from diary import Diary
+from metrics import Metrics
 from optimum import exact_optimum, routed, throughput_by_linear_program
+from policies import NoRebalancing, Petals, Swarm, shared_plans
 from rich.console import Console
 from rich.table import Table
-from rules import NoRebalancing, Petals, Swarm, shared_plans
-from virtual_swarm import Rule, VirtualSwarm
+from virtual_swarm import Policy, VirtualSwarm
 
 from swarm_server.placement.capacity import Coverage
 
@@ -47,7 +47,7 @@ SCENARIOS = {
     10_000: replace(_FLEETS, num_servers=10_000, hours=0.2, burst_every_h=0.1, back_after_s=(300, 600), rest_s=900),
 }
 QUICK = {10: 3.0, 100: 0.2}  # hours
-# Servers: up to there the optimum is searched for, and under Petals' rule each imagines others' moves by itself.
+# Servers: up to there the optimum is searched for, and under Petals' policy each imagines others' moves by itself.
 EXACT_UP_TO = 10
 OPTIMUM_TARGET, NO_REBALANCING, HEAL_TARGET_S = 0.97, 0.85, 60.0
 
@@ -83,36 +83,36 @@ class Checks:
             self.alone.append(on_routes.alone / carried)
 
 
-def simulate(scenario: Scenario, seed: int, num_checks: int) -> tuple[dict[str, Diary], Checks]:
-    """The same events under each rule."""
+def simulate(scenario: Scenario, seed: int, num_checks: int) -> tuple[dict[str, Metrics], Checks]:
+    """The same events under each policy."""
     everybody, checks = lives(scenario, seed), Checks()
     large = scenario.num_servers >= _LARGE
-    diaries = {}
-    rules: Sequence[Rule] = (NoRebalancing(), Swarm(), Petals(EXACT_UP_TO))
-    for rule in rules:
+    by_policy = {}
+    policies: Sequence[Policy] = (NoRebalancing(), Swarm(), Petals(EXACT_UP_TO))
+    for policy in policies:
         swarm = VirtualSwarm(
             scenario,
             everybody,
             first_spans(scenario, everybody),
-            rule,
+            policy,
             seed,
             view_s=5.0 if large else 0.0,
             sample_s=5.0 if large else 2.0,
             optimum=exact_optimum if scenario.num_servers <= EXACT_UP_TO else Coverage.upper_bound,
         )
-        if isinstance(rule, Swarm):
+        if isinstance(policy, Swarm):
             for number in range(num_checks):
                 swarm.at((number + 0.5) * scenario.churn_s / num_checks, lambda swarm=swarm: checks.look(swarm))
         with shared_plans():
-            diaries[rule.name] = swarm.run()
-    return diaries, checks
+            by_policy[policy.name] = swarm.run()
+    return by_policy, checks
 
 
 # ---------------------------------------------------------------- results
 
 
 def print_results(
-    console: Console, scenario: Scenario, diaries: dict[str, Diary], checks: Checks, wall_s: float
+    console: Console, scenario: Scenario, by_policy: dict[str, Metrics], checks: Checks, wall_s: float
 ) -> None:
     table = Table(box=None, title=str(scenario), title_justify="left")
     for column in (
@@ -120,20 +120,20 @@ def print_results(
         *("impossible to cover", "moves per server and hour", "at rest"),
     ):
         table.add_column(column, justify="left" if not column else "right")
-    for name, diary in diaries.items():
-        healed = diary.heal_s()
+    for name, metrics in by_policy.items():
+        healed = metrics.heal_s()
         table.add_row(
             name,
-            f"{diary.of_optimum:.1%}",
-            f"{diary.of_mean_block:.1%}",
+            f"{metrics.of_optimum:.1%}",
+            f"{metrics.of_mean_block:.1%}",
             str(len(healed)),
             f"{median(healed):.0f}, at most {max(healed):.0f}" if healed else "–",
-            str(sum(gap.by_move for gap in diary.gaps)),
-            str(len(diary.heal_s(coverable=False))),
-            f"{diary.moves_per_hour:.2f}",
-            f"{diary.moves_per_hour_at_rest:g}",
+            str(sum(gap.by_move for gap in metrics.gaps)),
+            str(len(metrics.heal_s(coverable=False))),
+            f"{metrics.moves_per_hour:.2f}",
+            f"{metrics.moves_per_hour_at_rest:g}",
         )
-    ours, without = diaries[Swarm.name], diaries[NoRebalancing.name]
+    ours, without = by_policy[Swarm.name], by_policy[NoRebalancing.name]
     table.add_row(
         *("target", f"≥ {OPTIMUM_TARGET:.0%}", "", "", f"≤ {HEAL_TARGET_S:.0f}", "0", "", "", "0"), style="dim"
     )
@@ -161,23 +161,23 @@ def print_results(
     console.print(f"{'; '.join(notes)}; {wall_s:.0f} s\n")
 
 
-def plot(file: Path, results: dict[int, dict[str, Diary]], bin_s: float = 60.0) -> None:
-    """Throughput relative to the optimum over time, in means of ``bin_s``: a panel per size, a line per rule."""
+def plot(file: Path, results: dict[int, dict[str, Metrics]], bin_s: float = 60.0) -> None:
+    """Throughput relative to the optimum over time, in means of ``bin_s``: a panel per size, a line per policy."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
     figure, panels = plt.subplots(len(results), figsize=(10, 2.4 * len(results)), squeeze=False, layout="constrained")
-    for panel, (size, diaries) in zip(panels[:, 0], results.items(), strict=True):
-        for name, diary in diaries.items():
-            step = max(1, round(bin_s / (diary.times[1] - diary.times[0])))
-            firsts = range(0, len(diary.times) - step + 1, step)
+    for panel, (size, by_policy) in zip(panels[:, 0], results.items(), strict=True):
+        for name, metrics in by_policy.items():
+            step = max(1, round(bin_s / (metrics.times[1] - metrics.times[0])))
+            firsts = range(0, len(metrics.times) - step + 1, step)
             values = [
-                sum(diary.carried[first : first + step]) / max(1e-9, sum(diary.optimum[first : first + step]))
+                sum(metrics.carried[first : first + step]) / max(1e-9, sum(metrics.optimum[first : first + step]))
                 for first in firsts
             ]
-            panel.plot([diary.times[first] / 3600 for first in firsts], values, label=name, linewidth=0.9)
+            panel.plot([metrics.times[first] / 3600 for first in firsts], values, label=name, linewidth=0.9)
         panel.set(title=f"{size} servers", ylim=(0, 1.02), ylabel="of the optimum")
         panel.axhline(OPTIMUM_TARGET, color="gray", linewidth=0.5, linestyle=":")
     panels[0, 0].legend(loc="lower left", fontsize="small")
@@ -185,17 +185,17 @@ def plot(file: Path, results: dict[int, dict[str, Diary]], bin_s: float = 60.0) 
     figure.savefig(file, dpi=90)
 
 
-def json_rows(size: int, diaries: dict[str, Diary]) -> list[dict[str, Any]]:
-    """Throughput of each rule beside the optimum, and what else has a target."""
-    ours = diaries[Swarm.name]
+def json_rows(size: int, by_policy: dict[str, Metrics]) -> list[dict[str, Any]]:
+    """Throughput of each policy beside the optimum, and what else has a target."""
+    ours = by_policy[Swarm.name]
     shares = [
         json_row(
             f"{size} servers, {name}: share of the optimum",
-            diary.of_optimum,
-            OPTIMUM_TARGET if diary is ours else None,
+            metrics.of_optimum,
+            OPTIMUM_TARGET if metrics is ours else None,
             beside=1.0,
         )
-        for name, diary in diaries.items()
+        for name, metrics in by_policy.items()
     ]
     bounds = {
         "seconds until a gap is healed, at most": (max(ours.heal_s(), default=0.0), HEAL_TARGET_S),
@@ -208,18 +208,18 @@ def json_rows(size: int, diaries: dict[str, Diary]) -> list[dict[str, Any]]:
     ]
 
 
-def as_json(scenario: Scenario, diaries: dict[str, Diary], checks: Checks) -> dict[str, Any]:
+def as_json(scenario: Scenario, by_policy: dict[str, Metrics], checks: Checks) -> dict[str, Any]:
     series = {
         name: {
-            "times_s": diary.times,
-            "carried": [round(value, 3) for value in diary.carried],
-            "optimum": [round(value, 3) for value in diary.optimum],
+            "times_s": metrics.times,
+            "carried": [round(value, 3) for value in metrics.carried],
+            "optimum": [round(value, 3) for value in metrics.optimum],
         }
-        for name, diary in diaries.items()
+        for name, metrics in by_policy.items()
     }
     return {
         "scenario": vars(scenario),
-        "rules": {name: diary.summary() for name, diary in diaries.items()},
+        "policies": {name: metrics.summary() for name, metrics in by_policy.items()},
         "checks": vars(checks),
         "series": series,
     }
@@ -232,7 +232,7 @@ def main() -> None:
     args = parse()
     console = Console(highlight=False, width=None if Console().is_terminal else 150)
     console.print(
-        "Petals' rule is our reading of what Petals documents. The optimum for 10 servers is exact, else a bound.\n"
+        "Petals' policy is our reading of what Petals documents. The optimum for 10 servers is exact, else a bound.\n"
     )
     results, written = {}, {}
     for size in args.sizes:
@@ -240,13 +240,13 @@ def main() -> None:
         if hours := args.hours or (QUICK[size] if args.quick else None):
             scenario = replace(scenario, hours=hours)
         start = time.perf_counter()
-        diaries, checks = simulate(scenario, args.seed, num_checks=2 if args.quick else 24)
-        print_results(console, scenario, diaries, checks, time.perf_counter() - start)
-        results[size], written[str(size)] = diaries, as_json(scenario, diaries, checks)
+        by_policy, checks = simulate(scenario, args.seed, num_checks=2 if args.quick else 24)
+        print_results(console, scenario, by_policy, checks, time.perf_counter() - start)
+        results[size], written[str(size)] = by_policy, as_json(scenario, by_policy, checks)
     if args.plot:
         plot(args.plot, results)
     if args.json:
-        rows = [row for size, diaries in results.items() for row in json_rows(size, diaries)]
+        rows = [row for size, by_policy in results.items() for row in json_rows(size, by_policy)]
         write_json(args.json, vars(args), rows=rows, sizes=written)
 
 

@@ -1,4 +1,4 @@
-"""A swarm in virtual time: servers come, load, serve, move and go as a rule says; what it can carry is written down.
+"""A swarm in virtual time: servers come, load, serve, move and go as a policy says; what it can carry is measured.
 
 What others see of a server is ``SEEN_AFTER_S`` old; a server that crashed stays in everybody's view for ``GHOST_S``.
 """
@@ -14,7 +14,7 @@ from math import inf
 
 import numpy as np
 from churn import HOUR_S, Life, Scenario
-from diary import Diary, Gap
+from metrics import Gap, Metrics
 
 from swarm_protocol.dht.records import ServerRecord, ServerState, SwarmView
 from swarm_protocol.span import Span
@@ -44,7 +44,7 @@ class Server:
         return self.life.speed / self.life.num_hosted
 
 
-class Rule(ABC):
+class Policy(ABC):
     """Where servers go, and when they go elsewhere."""
 
     name: str
@@ -61,12 +61,12 @@ class Rule(ABC):
 
 
 class VirtualSwarm:
-    """Runs one scenario under one rule.
+    """Runs one scenario under one policy.
 
     Args:
         first_spans: where those are that are there when the run begins, by peer id.
         view_s: those who ask whether to move read the same view for so long, so that they find the same plan.
-        sample_s: how often the throughput is written down.
+        sample_s: how often the throughput is measured.
         optimum: what servers of these lengths and speeds could carry, wherever they were.
     """
 
@@ -75,7 +75,7 @@ class VirtualSwarm:
         scenario: Scenario,
         lives: Sequence[Life],
         first_spans: dict[str, Span],
-        rule: Rule,
+        policy: Policy,
         seed: int,
         view_s: float = 0.0,
         sample_s: float = 2.0,
@@ -85,8 +85,8 @@ class VirtualSwarm:
         self.num_blocks = scenario.num_blocks
         self.chance = random.Random(seed)
         self.now = 0.0
-        self.diary = Diary()
-        self._rule, self._find_optimum = rule, optimum
+        self.metrics = Metrics()
+        self._policy, self._find_optimum = policy, optimum
         self._view_s, self._sample_s = view_s, sample_s
         self._queue: list[tuple[float, int, Callable[[], None]]] = []
         self._numbers = count()
@@ -99,26 +99,26 @@ class VirtualSwarm:
         self._sampled: tuple[float, float] | None = None  # throughput and lowest block; None: to be computed
         self._there: set[Life] = set()
         self._optimum: float | None = None
-        rule.begin(self)
+        policy.begin(self)
         for life in lives:
             self.at(life.born_s, lambda life=life: self._be_born(life, first_spans.get(life.peer_id)))
             if life.gone_s < inf:
                 self.at(life.gone_s, lambda life=life: self._end(self._servers[life.peer_id]))
         self.at(0.0, self._sample)
 
-    def run(self) -> Diary:
+    def run(self) -> Metrics:
         end_s = self.scenario.end_s
         while self._queue and self._queue[0][0] < end_s:
             self.now, _, action = heapq.heappop(self._queue)
             action()
         if self._gap:
             self._gap.until = end_s
-        return self.diary
+        return self.metrics
 
     def at(self, time: float, action: Callable[[], None]) -> None:
         heapq.heappush(self._queue, (time, next(self._numbers), action))
 
-    # ------------------------------------------------------------ for rules
+    # ------------------------------------------------------------ for policies
 
     def later(self, server: Server, delay_s: float, action: Callable[[], None]) -> None:
         """Unless the server is gone by then."""
@@ -160,8 +160,8 @@ class VirtualSwarm:
         self.later(server, server.life.loading_s, lambda: self._come_online(server))
 
     def count_move(self) -> None:
-        self.diary.moves += self.now < self.scenario.churn_s
-        self.diary.moves_at_rest += self.now > self.scenario.end_s - AT_REST_S
+        self.metrics.moves += self.now < self.scenario.churn_s
+        self.metrics.moves_at_rest += self.now > self.scenario.end_s - AT_REST_S
 
     # ------------------------------------------------------------ births and ends
 
@@ -169,7 +169,7 @@ class VirtualSwarm:
         server = self._servers[life.peer_id] = Server(life)
         if span is None:
             self.at(self.now + life.loading_s, lambda: server.alive and self._count_in(life))
-            self._rule.join(server)
+            self._policy.join(server)
         else:
             server.span = span
             self._count_in(life)
@@ -178,7 +178,7 @@ class VirtualSwarm:
     def _come_online(self, server: Server) -> None:
         self.set_state(server, ServerState.ONLINE)
         self.publish(server)
-        self._rule.serve(server)
+        self._policy.serve(server)
 
     def _count_in(self, life: Life) -> None:
         self._there.add(life)
@@ -226,7 +226,7 @@ class VirtualSwarm:
         missing = not self._replicas.all() and self.now > 0
         if missing and self._gap is None:
             self._gap = Gap(self.now, coverable=self._could_cover(), by_move=by_move)
-            self.diary.gaps.append(self._gap)
+            self.metrics.gaps.append(self._gap)
         elif not missing and self._gap:
             self._gap.until, self._gap = self.now, None
 
@@ -254,7 +254,7 @@ class VirtualSwarm:
         )
 
     def there(self) -> Coverage:
-        """Those that the optimum may place: who is here and has had time to load, whatever it does under this rule."""
+        """Those that the optimum may place: who is here and has had time to load, whatever its policy."""
         servers = sorted(self._there, key=lambda life: life.peer_id)
         return self.layout([(Span(0, life.num_hosted), life.speed) for life in servers])
 
@@ -264,16 +264,16 @@ class VirtualSwarm:
             self._sampled = layout.balance().tokens_per_s, min(layout.block_sums())
         if self._optimum is None:
             self._optimum = self._find_optimum(self.there()) if self._could_cover() else 0.0
-        diary, step_h = self.diary, self._sample_s / HOUR_S
+        metrics, step_h = self.metrics, self._sample_s / HOUR_S
         if self.now < self.scenario.churn_s:
-            diary.num_measured += 1
-            diary.server_hours += len(self._servers) * step_h
+            metrics.num_measured += 1
+            metrics.server_hours += len(self._servers) * step_h
         elif self.now > self.scenario.end_s - AT_REST_S:
-            diary.server_hours_at_rest += len(self._servers) * step_h
+            metrics.server_hours_at_rest += len(self._servers) * step_h
         carried, lowest_block = self._sampled
-        diary.times.append(self.now)
-        diary.carried.append(carried)
-        diary.optimum.append(self._optimum)
-        diary.lowest_block.append(lowest_block)
-        diary.mean_block.append(sum(life.speed for life in self._there) / self.num_blocks)
+        metrics.times.append(self.now)
+        metrics.carried.append(carried)
+        metrics.optimum.append(self._optimum)
+        metrics.lowest_block.append(lowest_block)
+        metrics.mean_block.append(sum(life.speed for life in self._there) / self.num_blocks)
         self.at(self.now + self._sample_s, self._sample)

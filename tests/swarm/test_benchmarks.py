@@ -66,7 +66,7 @@ def test_routing_finds_the_best_chain(tmp_path: Path) -> None:
     assert results["rows"]["slower than the best chain, at most"]["met"] == "yes"
 
 
-def test_simulate_swarm_simulates_every_rule(tmp_path: Path) -> None:
+def test_simulate_swarm_simulates_every_policy(tmp_path: Path) -> None:
     results = run_quick("simulate_swarm.py", tmp_path)
     assert results["exit code"] == 0, results["output"]
     assert results["rows"]["10 servers, gaps opened by moves"]["met"] == "yes"

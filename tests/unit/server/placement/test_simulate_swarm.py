@@ -1,4 +1,4 @@
-"""The simulation that placement is measured with: same events for every rule, gaps seen, rest when nothing happens."""
+"""The simulation that placement is measured with: the same events for all, gaps seen, rest when nothing happens."""
 
 from __future__ import annotations
 
@@ -10,35 +10,35 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[4] / "benchmarks"))
 
 from churn import Scenario, first_spans, lives
-from petals_rule import Placed, best_window, block_sums, settled, wants_to_move
-from rules import NoRebalancing, Petals, Swarm, shared_plans
-from virtual_swarm import Rule, VirtualSwarm
+from petals_policy import Placed, best_window, block_sums, settled, wants_to_move
+from policies import NoRebalancing, Petals, Swarm, shared_plans
+from virtual_swarm import Policy, VirtualSwarm
 
 from swarm_protocol.span import Span
 
 SMALL = Scenario(10, 16, 3, 6, hours=1, lifetime_h=1, zones=2, burst_every_h=0.3)
 
 
-def run(rule: Rule, seed: int = 1) -> VirtualSwarm:
+def run(policy: Policy, seed: int = 1) -> VirtualSwarm:
     everybody = lives(SMALL, seed)
-    swarm = VirtualSwarm(SMALL, everybody, first_spans(SMALL, everybody), rule, seed)
+    swarm = VirtualSwarm(SMALL, everybody, first_spans(SMALL, everybody), policy, seed)
     with shared_plans():
         swarm.run()
     return swarm
 
 
-def test_the_optimum_does_not_depend_on_the_rule_and_is_not_exceeded() -> None:
-    diaries = [run(rule).diary for rule in (NoRebalancing(), Swarm(), Petals(10))]
-    for diary in diaries:
-        assert diary.optimum == diaries[0].optimum
+def test_the_optimum_does_not_depend_on_the_policy_and_is_not_exceeded() -> None:
+    runs = [run(policy).metrics for policy in (NoRebalancing(), Swarm(), Petals(10))]
+    for metrics in runs:
+        assert metrics.optimum == runs[0].optimum
         assert all(
-            carried <= optimum * (1 + 1e-5) for carried, optimum in zip(diary.carried, diary.optimum, strict=True)
+            carried <= optimum * (1 + 1e-5) for carried, optimum in zip(metrics.carried, metrics.optimum, strict=True)
         )
-        assert not diary.moves_at_rest
+        assert not metrics.moves_at_rest
 
 
 def test_a_run_can_be_repeated() -> None:
-    assert run(Swarm()).diary.summary() == run(Swarm()).diary.summary()
+    assert run(Swarm()).metrics.summary() == run(Swarm()).metrics.summary()
 
 
 @pytest.mark.parametrize(

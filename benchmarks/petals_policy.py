@@ -1,9 +1,9 @@
-"""The rule Petals documents for choosing blocks, as we read its code: what our placement is compared with. Pure.
+"""The policy Petals documents for choosing blocks, as we read its code: what our placement is compared with. Pure.
 
 A server takes the window whose block throughputs, sorted, are lexicographically lowest; a block's throughput is the sum
-over the servers that hold it, each through its whole span. Now and then it imagines that it takes the best window anew,
-then all others in random order until nobody would move, and moves if the lowest block's throughput is now less than
-``BALANCE_QUALITY`` of what it would then be; never if that would leave a block without a server.
+over the servers that hold it, each through its whole span. Now and then it imagines that it takes the best window once
+more, then all others in random order until nobody would move, and moves if the lowest block's throughput is now less
+than ``BALANCE_QUALITY`` of what it would then be; never if that would leave a block without a server.
 """
 
 from __future__ import annotations

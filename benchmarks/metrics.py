@@ -1,4 +1,4 @@
-"""What is written down while a simulated swarm runs, and what it comes to."""
+"""What is measured while a simulated swarm runs, and what it comes to."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class Gap:
 
 
 @dataclass
-class Diary:
-    """What happened under one rule. The lists have one number per sample, the first ``num_measured`` under churn.
+class Metrics:
+    """What happened under one policy. The lists have one number per sample, the first ``num_measured`` under churn.
 
     Attributes:
         carried: tokens per second that clients can get.

@@ -1,4 +1,4 @@
-"""How simulated servers find their blocks: by our placement, with and without moving later, and by Petals' rule."""
+"""How simulated servers find their blocks: by our placement, with and without moving later, and by Petals' policy."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
 
-import petals_rule
-from petals_rule import Placed
-from virtual_swarm import DRAIN_S, Rule, Server, VirtualSwarm
+import petals_policy
+from petals_policy import Placed
+from virtual_swarm import DRAIN_S, Policy, Server, VirtualSwarm
 
 from swarm_protocol.dht.records import ServerState, SwarmView
 from swarm_protocol.span import Span
@@ -25,7 +25,7 @@ from swarm_server.placement.placement import (
 )
 
 
-class NoRebalancing(Rule):
+class NoRebalancing(Policy):
     """Servers choose with ``choose_span`` when they come, and stay."""
 
     name = "no rebalancing"
@@ -87,14 +87,14 @@ class Swarm(NoRebalancing):
             self.serve(server)
 
 
-class Petals(Rule):
+class Petals(Policy):
     """Petals' servers, by our reading of its code; they move without draining.
 
     Args:
         exact_up_to: in larger swarms, where all others would settle is imagined once per view, not by each server.
     """
 
-    name = "Petals' rule"
+    name = "Petals' policy"
 
     def __init__(self, exact_up_to: int) -> None:
         self._exact_up_to = exact_up_to
@@ -107,13 +107,13 @@ class Petals(Rule):
 
     def join(self, server: Server) -> None:
         def choose() -> None:
-            sums = petals_rule.block_sums(_placed(self.swarm.view()), self.swarm.num_blocks)
-            self.swarm.load(server, petals_rule.best_window(sums, server.life.num_hosted))
+            sums = petals_policy.block_sums(_placed(self.swarm.view()), self.swarm.num_blocks)
+            self.swarm.load(server, petals_policy.best_window(sums, server.life.num_hosted))
 
-        self.swarm.later(server, self.swarm.chance.uniform(*petals_rule.CHOICE_S), choose)
+        self.swarm.later(server, self.swarm.chance.uniform(*petals_policy.CHOICE_S), choose)
 
     def serve(self, server: Server) -> None:
-        self.swarm.later(server, self.swarm.chance.uniform(*petals_rule.CHECK_S), lambda: self._check(server))
+        self.swarm.later(server, self.swarm.chance.uniform(*petals_policy.CHECK_S), lambda: self._check(server))
 
     def _check(self, server: Server) -> None:
         swarm = self.swarm
@@ -130,13 +130,13 @@ class Petals(Rule):
         swarm, view = self.swarm, self.swarm.shared_view()
         if view is not self._view:
             self._view, self._servers, self._settled = view, _placed(view), None
-            self._sums = petals_rule.block_sums(self._servers, swarm.num_blocks)
+            self._sums = petals_policy.block_sums(self._servers, swarm.num_blocks)
         servers = self._servers
-        if server.peer_id not in servers or not petals_rule.wants_to_move(servers, server.peer_id, self._sums):
+        if server.peer_id not in servers or not petals_policy.wants_to_move(servers, server.peer_id, self._sums):
             return False
         if self._settled is None or len(servers) <= self._exact_up_to:
-            self._settled = petals_rule.settled(servers, server.peer_id, swarm.num_blocks, swarm.chance)
-        return petals_rule.is_unbalanced(float(self._sums.min()), self._settled)
+            self._settled = petals_policy.settled(servers, server.peer_id, swarm.num_blocks, swarm.chance)
+        return petals_policy.is_unbalanced(float(self._sums.min()), self._settled)
 
 
 def _placed(view: SwarmView) -> dict[str, Placed]:
