@@ -20,7 +20,7 @@ class Timeouts:
     probe_after_s: float = 1.0  # without an answer, a server is asked whether it is still there
     probe_s: float = 3.0
     read_s: float = 10.0  # for the DHT to say who is there
-    rejoin_after_s: float = 1.0  # between two attempts to join anew: while nobody is there, they cost little
+    rejoin_after_s: float = 1.0  # between two attempts to join again: while nobody is there, they cost little
     rejoin_s: float = 3.0  # for an attempt; one that takes longer goes on by itself
 
     def __post_init__(self) -> None:

@@ -50,7 +50,7 @@ class ModelPass:
         if self._snapshot is None and self._outputs is None:
             self._begin(hidden)
         if self._outputs is not None:
-            return self._told(block, hidden)
+            return self._computed(block, hidden)
         blocks = self.remote[block : self._end(block)]
         return blocks(hidden, self.attention_mask, self.position_ids, snapshot=self._snapshot, packed=self.packed)
 
@@ -88,7 +88,7 @@ class ModelPass:
         missing = hidden.shape[1] - wanted.shape[1]  # nobody looks at these
         return (nn.functional.pad(wanted, (0, 0, missing, 0)) if missing else wanted,)
 
-    def _told(self, block: int, hidden: torch.Tensor) -> torch.Tensor:
+    def _computed(self, block: int, hidden: torch.Tensor) -> torch.Tensor:
         assert self._outputs is not None
         if block != self.starts[0] and not torch.equal(hidden, self._outputs[block]):
             raise RequestRejected(

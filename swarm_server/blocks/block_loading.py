@@ -43,7 +43,7 @@ def load_block(
 
     everything = dict(tensors)
     try:
-        shell, info = load_hollow_model(
+        hollow, info = load_hollow_model(
             family, checkpoint.config, hosted=(index,), tensors=tensors, dtype=dtype, prepare=prepare
         )
     except RuntimeError as error:  # transformers could not fuse tensors; it only logs which
@@ -52,7 +52,7 @@ def load_block(
             raise
         raise CheckpointError(f"{checkpoint.location} {problem}") from error
     checkpoint.require_fit(info)
-    block = getattr(family.owner_of(shell), family.blocks)[index]
+    block = getattr(family.owner_of(hollow), family.blocks)[index]
     if dtype == torch.float32:
         for parameter in block.parameters():
             if parameter.dtype in NARROW:

@@ -41,9 +41,9 @@ class BlockStack:
     def __init__(self, hosted: _Hosted, span: Span) -> None:
         self._hosted = hosted
         self.span = span
-        self.config = slice_config(hosted.shell.config, span)
+        self.config = slice_config(hosted.hollow.config, span)
         self.blocks = nn.ModuleList(hosted.block(index, first=span.start) for index in span)
-        self._model = _assemble(hosted.shell, hosted.family, self.config, self.blocks)
+        self._model = _assemble(hosted.hollow, hosted.family, self.config, self.blocks)
         configs: list[Any] = [
             self.config,
             *(module.config for module in self._model.modules() if hasattr(module, "config")),
@@ -97,7 +97,7 @@ class BlockStack:
 
     def weight_addresses(self) -> set[int]:
         """Of the memory that parameters and buffers are in, also those that all blocks share."""
-        modules = (*self.modules(), *self._hosted.shell.modules())
+        modules = (*self.modules(), *self._hosted.hollow.modules())
         tensors = (tensor for module in modules for tensor in (*module._parameters.values(), *module._buffers.values()))
         return {tensor.untyped_storage().data_ptr() for tensor in tensors if tensor is not None}
 
@@ -150,7 +150,7 @@ class _Hosted:
     """What all stacks over the same weights share."""
 
     family: Family
-    shell: PreTrainedModel  # its config is the whole model's
+    hollow: PreTrainedModel  # its config is the whole model's
     originals: dict[int, nn.Module]
     dtype: torch.dtype
     device: torch.device
@@ -176,31 +176,31 @@ def _rebase(module: nn.Module, first: int) -> nn.Module:
     indices = {name: getattr(module, name) for name in INDEX_ATTRIBUTES if isinstance(getattr(module, name, None), int)}
     if not indices and all(children[name] is child for name, child in module.named_children()):
         return module
-    twin = _twin(module)
-    twin._modules.update(children)
+    copied = _shallow_copy(module)
+    copied._modules.update(children)
     for name, index in indices.items():
-        setattr(twin, name, index - first)
-    return twin
+        setattr(copied, name, index - first)
+    return copied
 
 
-def _twin(module: M) -> M:
+def _shallow_copy(module: M) -> M:
     """Another module object with the same parameters, buffers and children; hooks of either are hooks of both."""
-    twin = copy.copy(module)
-    twin._modules = dict(module._modules)
-    return twin
+    copied = copy.copy(module)
+    copied._modules = dict(module._modules)
+    return copied
 
 
 def _assemble(
-    shell: PreTrainedModel, family: Family, config: PreTrainedConfig, blocks: nn.ModuleList
+    hollow: PreTrainedModel, family: Family, config: PreTrainedConfig, blocks: nn.ModuleList
 ) -> PreTrainedModel:
-    """The shell with these blocks in it; the shell itself stays as it is."""
-    base = _twin(shell)
+    """The hollow model with these blocks in it; itself it stays as it is."""
+    base = _shallow_copy(hollow)
     base.config = config
     owner: Any = base
     for name in filter(None, family.owner.split(".")):
-        twin = _twin(getattr(owner, name))
-        setattr(owner, name, twin)
-        owner = twin
+        copied = _shallow_copy(getattr(owner, name))
+        setattr(owner, name, copied)
+        owner = copied
         owner.config = config
     setattr(owner, family.blocks, blocks)
     return base
@@ -236,9 +236,9 @@ def load_blocks(
     device = torch.device(device)
     # Tensors born in inference mode could never meet autograd.
     with torch.inference_mode(False), torch.no_grad(), freed_memory_returned():
-        shell, _ = load_hollow_model(family, checkpoint.config, dtype=dtype)
-        shell.to(device)  # type: ignore[arg-type]  # as transformers has wrapped it, mypy does not see self
-        hosted = _Hosted(family, shell.requires_grad_(False), {}, dtype, device)
+        hollow, _ = load_hollow_model(family, checkpoint.config, dtype=dtype)
+        hollow.to(device)  # type: ignore[arg-type]  # as transformers has wrapped it, mypy does not see self
+        hosted = _Hosted(family, hollow.requires_grad_(False), {}, dtype, device)
         for index in span:
             if transform is None:
                 block = load_block(checkpoint, index, dtype).to(device)

@@ -27,7 +27,7 @@ _MIN_TIME_S = 0.2
 _CONTEXT_TOKENS = 32
 _FORWARD_TOKENS = 64
 _WEIGHT = 0.02  # of one batch in the average
-_NOTE_LIFETIME_S = 7 * 24 * 3600.0  # then the machine is measured again
+_CACHE_LIFETIME_S = 7 * 24 * 3600.0  # then the machine is measured again
 _WORTH_TELLING = 0.25  # relative: what changes less is noise, which must not make servers move
 
 
@@ -93,33 +93,33 @@ class Meter:
     Decoding is measured per batch: a session waits for the whole batch it is in.
     """
 
-    def __init__(self, measured: Speeds, num_blocks: int, note: Callable[[Speeds], None] | None) -> None:
-        """``note``: is given the speeds of one block whenever they have changed; None: nothing is to be followed."""
-        self._told = measured.per_block(num_blocks)
-        self._decode_s = 1 / self._told.decode_tokens_per_s  # of one block
-        self._forward_s = 1 / self._told.forward_tokens_per_s
+    def __init__(self, measured: Speeds, num_blocks: int, on_change: Callable[[Speeds], None] | None) -> None:
+        """``on_change``: gets the speeds of one block whenever they have changed; None: nothing is to be followed."""
+        self._announced = measured.per_block(num_blocks)
+        self._decode_s = 1 / self._announced.decode_tokens_per_s  # of one block
+        self._forward_s = 1 / self._announced.forward_tokens_per_s
         self._num_blocks = num_blocks
-        self._note = note
+        self._on_change = on_change
 
     @property
     def speeds(self) -> Speeds:
         """Through all hosted blocks."""
-        return self._told.through(self._num_blocks)
+        return self._announced.through(self._num_blocks)
 
     def add(self, num_blocks: int, num_rows: int, num_tokens: int, seconds: float) -> None:
         """A batch of so many rows of new tokens went through so many blocks."""
-        if self._note is None or seconds <= 0:
+        if self._on_change is None or seconds <= 0:
             return
         if num_tokens == 1:
             self._decode_s += _WEIGHT * (seconds / num_blocks - self._decode_s)
         elif num_rows * num_tokens >= _FORWARD_TOKENS:
             self._forward_s += _WEIGHT * (seconds / (num_blocks * num_rows * num_tokens) - self._forward_s)
         now = Speeds(1 / self._decode_s, 1 / self._forward_s)
-        if _differ(now.decode_tokens_per_s, self._told.decode_tokens_per_s) or _differ(
-            now.forward_tokens_per_s, self._told.forward_tokens_per_s
+        if _differ(now.decode_tokens_per_s, self._announced.decode_tokens_per_s) or _differ(
+            now.forward_tokens_per_s, self._announced.forward_tokens_per_s
         ):
-            self._told = now
-            self._note(now)
+            self._announced = now
+            self._on_change(now)
 
 
 def _differ(new: float, old: float) -> bool:
@@ -141,10 +141,10 @@ class SpeedCache:
         """None if nothing, or nothing sensible, has been cached lately."""
         path = self._path()
         try:
-            if time.time() - path.stat().st_mtime > _NOTE_LIFETIME_S:
+            if time.time() - path.stat().st_mtime > _CACHE_LIFETIME_S:
                 return None
-            note = json.loads(path.read_text())
-            speeds = Speeds(float(note["decode_tokens_per_s"]), float(note["forward_tokens_per_s"]))
+            cached = json.loads(path.read_text())
+            speeds = Speeds(float(cached["decode_tokens_per_s"]), float(cached["forward_tokens_per_s"]))
         except (OSError, ValueError, KeyError, TypeError):
             return None
         return speeds if 0 < speeds.decode_tokens_per_s < 1e12 and 0 < speeds.forward_tokens_per_s < 1e12 else None

@@ -29,23 +29,23 @@ class ContentHash:
         self._num_tokens = 0
 
     def copy(self) -> ContentHash:
-        twin = object.__new__(ContentHash)
-        twin._digest, twin._num_tokens = self._digest.copy(), self._num_tokens
-        return twin
+        other = object.__new__(ContentHash)
+        other._digest, other._num_tokens = self._digest.copy(), self._num_tokens
+        return other
 
     def added(self, content: torch.Tensor) -> tuple[ContentHash, list[bytes]]:
         """After further tokens, content: [tokens, bytes per token] uint8; the digests of pages that became full."""
-        twin, digests = self.copy(), []
+        other, digests = self.copy(), []
         data, token_bytes = content.contiguous().numpy().data.cast("B"), content.shape[1]
         start = 0
         while start < len(content):
-            end = min(start + PAGE_TOKENS - twin._num_tokens % PAGE_TOKENS, len(content))
-            twin._digest.update(data[start * token_bytes : end * token_bytes])
-            twin._num_tokens += end - start
-            if twin._num_tokens % PAGE_TOKENS == 0:
-                digests.append(twin._digest.digest())
+            end = min(start + PAGE_TOKENS - other._num_tokens % PAGE_TOKENS, len(content))
+            other._digest.update(data[start * token_bytes : end * token_bytes])
+            other._num_tokens += end - start
+            if other._num_tokens % PAGE_TOKENS == 0:
+                digests.append(other._digest.digest())
             start = end
-        return twin, digests
+        return other, digests
 
 
 def token_content(hidden: torch.Tensor, position_ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:

@@ -30,10 +30,10 @@ def fair_threads(mine: set[int], others: Sequence[set[int]], num_earlier: int | 
     before this one. Rounded down and at least 1; among servers with equal cores, the earlier get what rounding leaves.
     """
     share = sum((Fraction(1, 1 + sum(core in other for other in others)) for core in mine), Fraction())
-    twins = [index for index, other in enumerate(others) if other == mine]
-    later = 0 if num_earlier is None else sum(index >= num_earlier for index in twins)
-    # floor(share + i / n), summed over i < n, is floor(n * share): together, n twins never exceed what they share
-    return max(1, math.floor(share + Fraction(later, 1 + len(twins))))
+    equals = [index for index, other in enumerate(others) if other == mine]
+    later = 0 if num_earlier is None else sum(index >= num_earlier for index in equals)
+    # floor(share + i / n), summed over i < n, is floor(n * share): together, n servers never exceed what they share
+    return max(1, math.floor(share + Fraction(later, 1 + len(equals))))
 
 
 class CoreShare:
@@ -119,9 +119,9 @@ class CoreShare:
             try:
                 with open(path) as file:
                     if _is_locked(file):
-                        note = json.load(file)
-                        if note["boot"] == _boot_id():  # home directories are shared between machines
-                            others[path] = set(note["cores"])
+                        entry = json.load(file)
+                        if entry["boot"] == _boot_id():  # home directories are shared between machines
+                            others[path] = set(entry["cores"])
                     else:
                         path.unlink(missing_ok=True)
             except (OSError, ValueError, KeyError, TypeError):  # it just ended, or is not ours

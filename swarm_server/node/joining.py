@@ -47,7 +47,7 @@ class Membership:
         self._registry = registry
         self._addresses = addresses
         self._initial_peers = config.initial_peers
-        self._note_fails = False
+        self._entry_fails = False
         self._num_failures = 0
         self._restarted_s = -inf
         self._keep_entry(lambda: registry.write(dht.peer_id, addresses))
@@ -113,9 +113,9 @@ class Membership:
         try:
             action()
         except OSError as error:
-            if not self._note_fails:
+            if not self._entry_fails:
                 _logger.warning("others of this machine will not find this server by themselves: %s", error)
-            self._note_fails = True
+            self._entry_fails = True
 
 
 async def join(config: ServerConfig, cleanup: AsyncExitStack) -> Membership:

@@ -150,7 +150,7 @@ class Client:
     """A client of the fleet whose tokens are compared with those of the whole model.
 
     Attributes:
-        events: what it was told of its sessions.
+        events: what has happened to its sessions.
     """
 
     def __init__(self, fleet: Fleet, **options: Any) -> None:
@@ -193,7 +193,7 @@ class Client:
         for server in [self.server(hop) for hop in hops]:
             server.kill()
 
-    def when_told(self, listener: Callable[[Event], None]) -> None:
+    def listen(self, listener: Callable[[Event], None]) -> None:
         """``listener`` hears of further events, on the thread of the network."""
         self._listeners.append(listener)
 

@@ -123,7 +123,7 @@ def test_step_longer_than_the_model_in_all(target):
 
 
 def test_step_longer_than_a_chunk(target):
-    """Longer ones would hold up others; the session is told at its start."""
+    """Longer ones would hold up others; the session learns of it at its start."""
     (opened,) = target.talk(target.open(), CLOSE).replies
     longest = opened.opened.max_step_tokens
     answer = target.talk(target.open(), target.step(hidden=header(1, longest + 1, HIDDEN)), target.step(), CLOSE)

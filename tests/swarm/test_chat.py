@@ -62,7 +62,7 @@ def text_tokenizer() -> PreTrainedTokenizerBase:
 
 
 def answers_of(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, lines: list[str]) -> list[str]:
-    """What a model in this process answers, computing the whole conversation anew each time."""
+    """What a model in this process answers, computing the whole conversation each time."""
     first, further = FORMATS[tokenizer.chat_template]
     ids, answers = tokenizer("", return_tensors="pt").input_ids.long(), []
     if tokenizer.chat_template:

@@ -91,10 +91,10 @@ def test_a_copy_with_padding_rows_in_another_order_and_fewer_positions(pair):
         cache = prefilled(model, ids, DynamicCache(), attention_mask=mask)
         cache.reorder_cache(torch.tensor([2, 1, 1]))
         cache.crop(-4)
-        twin = copy.deepcopy(cache)
+        fork = copy.deepcopy(cache)
         later = mask[[2, 1, 1], :17]
         found = []
-        for one, seed in ((twin, 3), (cache, 4)):
+        for one, seed in ((fork, 3), (cache, 4)):
             with torch.no_grad():
                 found.append(
                     model(random_ids(3, 1, seed), attention_mask=later, past_key_values=one, use_cache=True).logits
@@ -107,9 +107,9 @@ def test_a_copy_with_padding_rows_in_another_order_and_fewer_positions(pair):
 def test_a_copy_of_an_empty_cache(pair):
     ids = random_ids(1, 9, seed=5)
     cache = pair.remote.new_cache()
-    twin = copy.deepcopy(cache)
-    assert twin.session is not cache.session
-    assert torch.equal(pair.remote.generate(ids, past_key_values=twin, **OPTIONS), pair.whole.generate(ids, **OPTIONS))
+    fork = copy.deepcopy(cache)
+    assert fork.session is not cache.session
+    assert torch.equal(pair.remote.generate(ids, past_key_values=fork, **OPTIONS), pair.whole.generate(ids, **OPTIONS))
     assert cache.get_seq_length() == 0
 
 

@@ -72,7 +72,7 @@ def test_all_sessions_finish_that_have_begun_in_a_room_for_fewer(connect, whole)
         results = list(threads.map(finish, prompts, caches))
     for prompt, result in zip(prompts, results, strict=True):
         assert torch.equal(result, continued(whole, prompt))
-    assert any(cache.session.stats.replayed_tokens for cache in caches)  # let in, made to give way, and told anew
+    assert any(cache.session.stats.replayed_tokens for cache in caches)  # admitted, preempted and replayed
 
 
 class Waits:

@@ -44,7 +44,7 @@ def test_a_server_listens_where_the_swarm_reaches_it(network, clusters):
     one = clusters["one"].start("--num-blocks", "10", "--host", network.addresses["one"])
     clusters["one"].wait_ready([one])
     two = clusters["two"].start("--num-blocks", "10", "--initial-peers", one.ready["peer"])
-    beside_one = clusters["one"].start("--num-blocks", "5")  # finds its swarm through a note
+    beside_one = clusters["one"].start("--num-blocks", "5")  # finds its swarm through the registry
     for host, server in (("two", two), ("one", beside_one)):
         clusters[host].wait_ready([server])
         assert server.ready["grpc"].startswith(f"{network.addresses[host]}:")

@@ -130,13 +130,13 @@ def test_it_does_not_wait_for_ever(fleet, client):
     chat = client.generate(PROMPT)
     server.signal(signal.SIGTERM)
     wait_gone(server)
-    client.when_told(lambda _event: fleet.replicas("2:4") or fleet.add("2:4"))
+    client.listen(lambda _event: fleet.replicas("2:4") or fleet.add("2:4"))
     client.generate(torch.cat([chat.sequences, LINE], 1), past_key_values=chat.past_key_values)
     assert len(client.waits) == 1 and client.moved_blocks == ["2:4"]
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=SLOW)], ids=["sigterm", "sigint"])
-def test_told_twice_it_leaves_at_once(fleet, client, number):
+def test_at_a_second_signal_it_leaves_at_once(fleet, client, number):
     server = lonely(fleet, 100)
     _chat = client.generate(PROMPT)
     server.signal(number)

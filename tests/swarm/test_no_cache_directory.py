@@ -42,10 +42,10 @@ def test_a_swarm_without_a_home(home, tmp_path, request):
         server = cluster.start("--blocks", "0:20", "--throughput", "100")
         cluster.wait_ready([server])
         peer = server.ready["peer"]
-        told = run("generate", "Return a", "--max-new-tokens", "4", "--initial-peers", peer, cache="", **environment)
+        given = run("generate", "Return a", "--max-new-tokens", "4", "--initial-peers", peer, cache="", **environment)
         words = server.stderr.read_text()
         alone = run("status", cache="", **environment)
-    assert (told.returncode, told.stderr) == (0, "")
+    assert (given.returncode, given.stderr) == (0, "")
     assert alone.returncode == 1
     assert alone.stderr.startswith("error: no swarm named 'default' runs on this machine")
     assert "Traceback" not in words

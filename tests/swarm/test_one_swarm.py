@@ -58,8 +58,8 @@ def peer_id(server: ServerProcess) -> str:
     return server.ready["peer"].rpartition("/p2p/")[2]
 
 
-def noted(cache: Path, swarm: str = "default") -> set[str]:
-    return {note.peer_id for note in LocalRegistry(swarm, cache / "swarm" / "swarms").servers()}
+def registered(cache: Path, swarm: str = "default") -> set[str]:
+    return {entry.peer_id for entry in LocalRegistry(swarm, cache / "swarm" / "swarms").servers()}
 
 
 def seen_by_way_of(server: ServerProcess) -> set[str]:
@@ -86,11 +86,11 @@ def test_who_starts_while_the_others_are_frozen_waits_for_them_and_says_so(tmp_p
     server.freeze()
     newcomer = start(tmp_path, wait=False)
     wait_for(lambda: IS_SILENT.search(newcomer.stderr), "the newcomer says what it waits for")
-    assert noted(tmp_path) == {peer_id(server)}
+    assert registered(tmp_path) == {peer_id(server)}
     server.resume()
     newcomer.wait_ready()
     assert_one_swarm(server, newcomer)
-    assert noted(tmp_path) == {peer_id(server), peer_id(newcomer)}
+    assert registered(tmp_path) == {peer_id(server), peer_id(newcomer)}
     assert len(IS_SILENT.findall(newcomer.stderr)) == 1
     assert "starting without them" not in newcomer.stderr
 
@@ -123,16 +123,16 @@ def test_who_starts_while_the_others_are_frozen_joins_them_when_they_wake(tmp_pa
     newcomer = start(tmp_path)
     assert len(re.findall("starting without them, and joining them as soon as they do", newcomer.stderr)) == 1
     everybody = set(map(peer_id, (first, second, newcomer)))
-    assert noted(tmp_path) == everybody
+    assert registered(tmp_path) == everybody
     assert seen_by_way_of(newcomer) == {peer_id(newcomer)}
     for server in (first, second):
         server.resume()
     assert_one_swarm(first, second, newcomer)
-    assert noted(tmp_path) == everybody
+    assert registered(tmp_path) == everybody
 
 
 def test_two_halves_that_learn_of_one_another_become_one(tmp_path, start):
-    """Founded with caches of their own; then one note of one half lies in the cache of the other."""
+    """Founded with caches of their own; then an entry of one half lies in the registry of the other."""
     caches = tmp_path / "one", tmp_path / "two"
     for cache in caches:
         cache.mkdir()
@@ -149,12 +149,12 @@ def test_a_container_that_shares_the_cache(tmp_path, start):
         here = start(tmp_path)
         there = network.run("container", lambda: start(tmp_path))
         assert "cannot be reached from here: starting without them" in there.stderr
-        assert noted(tmp_path) == {peer_id(here), peer_id(there)}
+        assert registered(tmp_path) == {peer_id(here), peer_id(there)}
         open_here = start(tmp_path, "--host", network.addresses[ME])
         open_there = network.run("container", lambda: start(tmp_path, "--host", network.addresses["container"]))
         everybody = set(map(peer_id, (here, there, open_here, open_there)))
-        assert noted(tmp_path) == everybody
+        assert registered(tmp_path) == everybody
         wait_for(lambda: seen_by_way_of(open_here) == everybody, "the two that reach each other bring all together")
         for server in (here, there, open_here, open_there):
             server.terminate()
-        assert noted(tmp_path) == set()
+        assert registered(tmp_path) == set()

@@ -285,7 +285,7 @@ def test_a_step_that_comes_twice_changes_nothing(target):
     assert_close(outputs, target.expected)
 
 
-def test_a_refused_step_is_told_to_the_client(target):
+def test_a_refused_step_is_reported_to_the_client(target):
     opening = target.open()
     with target.client.stream("Session") as session, target.client.stream("Push") as pushed:
         session.send(opening)

@@ -137,7 +137,7 @@ def test_a_failure_ends_the_stream_that_another_thread_reads(servers, connect):
         assert isinstance(generation.exception(), NoRoute)
 
 
-def test_a_session_left_alone_is_given_up_and_told_again_when_it_goes_on(servers, connect, checkpoint, expected):
+def test_an_idle_session_is_evicted_and_replayed_when_it_goes_on(servers, connect, checkpoint, expected):
     """Nothing is wrong with the server."""
     servers.start("0:6", session_idle_timeout_s=2.0)
     model = connect(wait_timeout_s=0)

@@ -92,17 +92,17 @@ class Survivor:
             threading.Thread(target=action).start()  # this one belongs to the network
 
 
-@pytest.fixture(scope="module", params=["noted-on-this-machine", "bootstrap-node-at-its-old-address"])
+@pytest.fixture(scope="module", params=["registered-on-this-machine", "bootstrap-node-at-its-old-address"])
 def met(request, cluster, tmp_path_factory) -> Iterator[tuple[Generations, Survivor]]:
     """Servers and a client that has found them, through what is to lead it to others later."""
     directory = tmp_path_factory.mktemp("rejoining")
     model, swarm = directory / "llama", f"rejoining-{os.getpid()}-{directory.name}"
     save_checkpoint("llama", model)
-    is_noted = request.param == "noted-on-this-machine"
-    first = [] if is_noted else ["--dht-port", str(free_port("127.0.0.1")), "--identity", str(directory / "identity")]
-    servers = Generations(cluster, model, swarm, first)
+    is_registered = request.param == "registered-on-this-machine"
+    bootstrap = ["--dht-port", str(free_port("127.0.0.1")), "--identity", str(directory / "identity")]
+    servers = Generations(cluster, model, swarm, [] if is_registered else bootstrap)
     servers.start()
-    peers = {} if is_noted else {"initial_peers": [servers.servers[0].ready["peer"]]}
+    peers = {} if is_registered else {"initial_peers": [servers.servers[0].ready["peer"]]}
     survivor = Survivor(model, **{"swarm": swarm, "recovery_timeout_s": 60.0, "wait_timeout_s": 60.0, **peers})
     yield servers, survivor
     survivor.remote.close()

@@ -50,7 +50,7 @@ class Machine:
         return self._cache / "swarm" / "swarms" / swarm
 
     def registry(self, swarm: str) -> dict[str, dict]:
-        """What is noted of a swarm, by peer id."""
+        """What is registered of a swarm, by peer id."""
         return {path.stem: json.loads(path.read_text()) for path in self.directory(swarm).glob("*.json")}
 
 
@@ -93,9 +93,9 @@ def peer_id(server: ServerProcess) -> str:
     return server.ready["peer"].rpartition("/p2p/")[2]
 
 
-def assert_noted(machine: Machine, swarm: str, *servers: ServerProcess) -> None:
+def assert_registered(machine: Machine, swarm: str, *servers: ServerProcess) -> None:
     """These servers and no others are."""
-    registry = {peer_id: (note["addresses"], note["pid"]) for peer_id, note in machine.registry(swarm).items()}
+    registry = {peer_id: (entry["addresses"], entry["pid"]) for peer_id, entry in machine.registry(swarm).items()}
     assert registry == {peer_id(server): ([server.ready["peer"]], server.pid) for server in servers}
 
 
@@ -109,8 +109,8 @@ def test_servers_find_each_other_and_leave_without_trace(machine, observe):
         assert READY_LINE.fullmatch(line)
 
     # They find each other through the registry, and only within their swarm.
-    assert_noted(machine, "default", first, second)
-    assert_noted(machine, "mine", third)
+    assert_registered(machine, "default", first, second)
+    assert_registered(machine, "mine", third)
     default, mine = observe(first), observe(third, "mine")
     assert default.peers() == [peer_id(first), peer_id(second)]
     assert mine.peers() == [peer_id(third)]
@@ -133,7 +133,7 @@ def test_servers_find_each_other_and_leave_without_trace(machine, observe):
     assert len(second.children()) == len(third.children()) == 1
     assert second.terminate() == 0
     assert default.peers() == [peer_id(first)]
-    assert_noted(machine, "default", first)
+    assert_registered(machine, "default", first)
     assert first.interrupt() == 0
     assert machine.registry("default") == {}
     assert third.kill() != 0
@@ -142,8 +142,8 @@ def test_servers_find_each_other_and_leave_without_trace(machine, observe):
 
 
 @pytest.mark.slow
-def test_notes_that_lead_nowhere_do_no_harm(machine, observe):
-    """One of a process that is gone, one of a process that lives but no longer serves, and one that is no note."""
+def test_entries_that_lead_nowhere_do_no_harm(machine, observe):
+    """One of a process that is gone, one of a process that lives but no longer serves, and one that is no entry."""
     closed_port, mute, gone = unused_port(), Identity.generate().peer_id, Identity.generate().peer_id
     registry = LocalRegistry("default", machine.directory("default").parent)
     for name in (mute, gone):
@@ -161,12 +161,12 @@ def test_a_closed_terminal_drains_a_server(cluster, cache_home):
     """It may say so more than once: that is no second signal."""
     server = cluster.start("--swarm", "hangup", "--num-blocks", "2")
     cluster.wait_ready([server])
-    note = cache_home / "swarm" / "swarms" / "hangup" / f"{server.peer_id}.json"
-    assert note.exists()
+    entry = cache_home / "swarm" / "swarms" / "hangup" / f"{server.peer_id}.json"
+    assert entry.exists()
     for _ in range(3):
         server.signal(signal.SIGHUP)
     assert server.wait_gone(DEADLINE_S)
-    assert not note.exists()  # which only a server deletes that has left in order
+    assert not entry.exists()  # which only a server deletes that has left in order
     assert "Traceback" not in server.stderr.read_text()
 
 

@@ -135,19 +135,19 @@ def test_several_killed_at_once(client, moments, hops, moved):
     assert client.moved_blocks == moved
 
 
-@pytest.mark.parametrize("moment", [pytest.param("before-it-is-told", marks=SLOW), "while-it-is-told"])
+@pytest.mark.parametrize("moment", [pytest.param("before-the-replay", marks=SLOW), "during-the-replay"])
 def test_the_one_that_takes_over_is_killed_too(fleet, client, moments, monkeypatch, moment):
     third = fleet.add("2:4", "--throughput", "1")
     fleet.wait_ready(third)
     reroute, killed = HopSession.reroute, []
 
     async def deadly(hop: HopSession, to: HopSession, resend) -> None:
-        if moment == "while-it-is-told":
+        if moment == "during-the-replay":
             await reroute(hop, to, resend)
         if not killed:
             killed.append(to.hop.server.peer_id)
             fleet.find(killed[0]).kill()
-        if moment == "before-it-is-told":
+        if moment == "before-the-replay":
             await reroute(hop, to, resend)
 
     monkeypatch.setattr(HopSession, "reroute", deadly)
@@ -181,7 +181,7 @@ def test_everybody_is_gone_and_somebody_comes_later(fleet, client, moments, hop,
         if isinstance(event, Waiting) and not came:
             came.append(fleet.restart(killed[0]) if who == "the-same" else fleet.add(SPANS[hop]))
 
-    client.when_told(start)
+    client.listen(start)
     moments.before_step(5, lambda: killed.extend(fleet.kill_replicas(SPANS[hop])))
     client.generate(PROMPT)
     assert len(client.waits) == 1 and SPANS[hop] in client.waits[0].reason
@@ -189,7 +189,7 @@ def test_everybody_is_gone_and_somebody_comes_later(fleet, client, moments, hop,
 
 
 @SLOW
-def test_the_server_of_a_chat_has_been_started_anew_meanwhile(fleet, client):
+def test_the_server_of_a_chat_was_restarted_meanwhile(fleet, client):
     """There is no other."""
     chat = client.generate(PROMPT)
     its_server = client.server(1)
@@ -212,7 +212,7 @@ def test_the_member_through_which_the_client_joined_is_gone(fleet, connect, mome
         if isinstance(event, Waiting) and not came:
             came.append(fleet.add("2:4"))
 
-    client.when_told(start)
+    client.listen(start)
     moments.before_step(3, entrance.kill)
     moments.before_step(6, lambda: fleet.kill_replicas("2:4"))
     client.generate(PROMPT)

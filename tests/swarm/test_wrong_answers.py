@@ -27,7 +27,7 @@ def pair(tmp_path_factory) -> Iterator[Pair]:
 
 @pytest.fixture
 def events(pair) -> Iterator[list]:
-    """What the client is told. Servers that failed are forgiven after the test, and have their room back."""
+    """What the client reports. After the test, the backoff of servers that failed is reset, and their room is free."""
     events: list = []
     config = pair.remote.blocks.swarm.config
     object.__setattr__(config, "on_event", events.append)

@@ -11,12 +11,12 @@ from swarm_protocol.dht.records import ServerRecord
 from swarm_protocol.span import Span
 
 T = TypeVar("T")
-PATIENCE_S = 30.0  # after which a test that still waits has failed
+TIMEOUT_S = 30.0  # after which a test that still waits has failed
 
 
 def run(coroutine: Coroutine[Any, Any, T]) -> T:
     async def limited() -> T:
-        return await asyncio.wait_for(coroutine, PATIENCE_S)
+        return await asyncio.wait_for(coroutine, TIMEOUT_S)
 
     return asyncio.run(limited())
 
@@ -31,7 +31,7 @@ async def until(condition: Callable[[], Any]) -> None:
                 return
             await asyncio.sleep(0.01)
 
-    await asyncio.wait_for(poll(), PATIENCE_S)
+    await asyncio.wait_for(poll(), TIMEOUT_S)
 
 
 def server_record(peer_id: str = "peer", blocks: str = "0:4", **fields: Any) -> ServerRecord:

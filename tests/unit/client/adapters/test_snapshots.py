@@ -100,18 +100,18 @@ class Forgetful:
         return "done"
 
 
-def gift(text: bytes = b"data") -> Part:
+def part(text: bytes = b"data") -> Part:
     return Part(pb.AdapterName(key=text), text)
 
 
 @pytest.mark.parametrize("times", [0, 1, 3])
-def test_a_server_that_forgets_is_given_it_again(times):
+def test_a_cache_miss_uploads_it_again(times):
     server = Forgetful(times)
 
     async def scenario() -> None:
         uploader = AdapterUploader(server.put)
         for _ in range(3):
-            assert await uploader.use(gift(), Span(0, 1), server.request) == "done"
+            assert await uploader.use(part(), Span(0, 1), server.request) == "done"
 
     run(scenario())
     assert server.puts == [b"data"] * (1 + times)
@@ -120,16 +120,16 @@ def test_a_server_that_forgets_is_given_it_again(times):
 def test_a_server_that_forgets_everything_is_given_up():
     server = Forgetful(1000)
     with pytest.raises(CacheMiss):
-        run(AdapterUploader(server.put).use(gift(), Span(0, 1), server.request))
+        run(AdapterUploader(server.put).use(part(), Span(0, 1), server.request))
     assert 2 <= len(server.puts) <= 5
 
 
-def test_requests_at_once_share_a_gift():
+def test_requests_at_once_share_an_upload():
     server = Forgetful(0)
 
     async def scenario() -> None:
         uploader = AdapterUploader(server.put)
-        await asyncio.gather(*(uploader.use(gift(), Span(0, 1), server.request) for _ in range(8)))
+        await asyncio.gather(*(uploader.use(part(), Span(0, 1), server.request) for _ in range(8)))
 
     run(scenario())
     assert server.puts == [b"data"]

@@ -1,4 +1,4 @@
-"""What servers that take others' places are told."""
+"""What is replayed to servers that take others' places."""
 
 from __future__ import annotations
 
@@ -26,22 +26,22 @@ def test_runs_of_failed_hops_last_first(failed, expected):
     assert gaps([mark == "x" for mark in failed]) == expected
 
 
-def test_the_client_tells_everything_with_the_rows_as_they_are_now():
+def test_the_client_replays_everything_with_the_rows_as_they_are_now():
     assert plan_replay(STEPS, START, None, BEFORE_CALL, 0) == Replay(True, (0, 10), tuple(STEPS), FIRST - 1, FIRST + 2)
 
 
-def test_a_hop_that_has_not_heard_of_the_call_tells_the_rows_as_they_were():
+def test_a_hop_that_has_not_heard_of_the_call_replays_the_rows_as_they_were():
     replay = plan_replay(STEPS, START, BEFORE_CALL, BEFORE_CALL, 0)
     assert replay == Replay(False, (0, 10), (), FIRST - 1, FIRST - 1)
 
 
-def test_a_hop_in_the_middle_of_the_call_tells_what_it_has():
+def test_a_hop_in_the_middle_of_the_call_replays_what_it_has():
     before, after = Standing(FIRST + 1, 18), Standing(FIRST, 14)
     assert plan_replay(STEPS, START, before, after, 0) == Replay(True, (0, 10), tuple(STEPS[:2]), FIRST, FIRST + 1)
 
 
 def test_a_hop_that_is_new_itself_has_rows_as_they_were_when_it_came():
-    """It was told its history after the call had changed the rows, and has not seen the call's first step yet."""
+    """It was given its history after the call had changed the rows, and has not seen the call's first step yet."""
     before = Standing(number=3, length=10, changed_number=FIRST + 2)
     assert plan_replay(STEPS, START, before, None, FIRST) == Replay(True, (0, 10), (), FIRST, FIRST + 2)
 
@@ -60,7 +60,7 @@ PLAIN = [Taken(FIRST, 10, 11)]
     ],
     ids=["in-the-call", "up-to-date", "one-behind", "two-behind"],
 )
-def test_a_copy_that_lags_behind_is_told_what_it_has_missed(copy, history, resent):
+def test_a_copy_that_lags_behind_gets_what_it_has_missed(copy, history, resent):
     replay = plan_catching_up(copy, PLAIN, START, PAST, None)
     assert (replay.history, len(replay.resend)) == (history, resent)
 

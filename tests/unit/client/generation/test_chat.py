@@ -82,7 +82,7 @@ def test_the_end_of_an_answer_stands_there_as_the_template_has_it(tokenizer, tem
 
 
 def test_tokens_that_the_model_has_chosen_stay(tokenizer):
-    """Though the tokenizer would write the same text in one: otherwise all after them would be computed anew."""
+    """Though the tokenizer would write the same text in one: otherwise all after them would be computed again."""
     split = [tokenizer.convert_tokens_to_ids(letter) for letter in "list"]
     assert tokenizer.encode("list", add_special_tokens=False) != split
     model = Model(split, split)

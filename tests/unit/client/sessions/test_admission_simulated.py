@@ -63,7 +63,7 @@ class Writer:
 
 
 class Crowd(Scenario):
-    """Several clients at once. ``faults``: servers fail meanwhile, and users lose their patience."""
+    """Several clients at once. ``faults``: servers fail meanwhile, and users stop waiting."""
 
     def __init__(self, seed: int, faults: bool) -> None:
         super().__init__(seed)
@@ -94,7 +94,7 @@ class Crowd(Scenario):
         one_address = chance.random() < 0.5
         writers = []
         for number in range(chance.randint(4, 8)):
-            # Nobody loses their patience but those who try again.
+            # Only those who try again stop waiting soon.
             swarm = await self.client(
                 "client" if one_address else f"client{number}",
                 wait_timeout_s=5.0 if self.with_faults and chance.random() < 0.3 else 10_000.0,
@@ -175,12 +175,12 @@ class Quiet(Crowd):
 
 
 def quiet(story: Any, **options: Any) -> None:
-    async def told() -> None:
+    async def scenario() -> None:
         swarm = Quiet(**options)
         await story(swarm)
         await swarm.end()
 
-    run(told())
+    run(scenario())
 
 
 def test_a_session_waits_its_turn_and_small_ones_do_not_overtake_a_large_one():
@@ -212,7 +212,7 @@ def test_a_session_waits_its_turn_and_small_ones_do_not_overtake_a_large_one():
     quiet(story)
 
 
-def test_who_waits_too_long_is_told_of_the_room_and_goes_on_later():
+def test_who_waits_too_long_gets_an_error_and_goes_on_later():
     async def story(swarm: Quiet) -> None:
         first, second = await swarm.writer(10), await swarm.writer(0, wait_timeout_s=5.0)
         await second.extend(3)

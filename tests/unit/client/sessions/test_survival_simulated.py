@@ -59,7 +59,7 @@ class Scenario:
         await session._chain.close()
         await asyncio.sleep(20.0)
         await swarm.close()
-        if self.all_honest:  # nobody was told anything that did not fit
+        if self.all_honest:  # nobody was sent anything that did not fit
             assert not any(re.search("what is wrong|another shape", str(event)) for event in self.events)
         for server in self.net.servers.values():
             assert server.host.num_sessions == 0
@@ -240,19 +240,19 @@ class Quiet(Scenario):
 
 
 def quiet(story: Callable[[Quiet], Coroutine], seed: int = 0) -> None:
-    async def told() -> None:
+    async def scenario() -> None:
         swarm = Quiet(seed)
         await story(swarm)
         await swarm.session._chain.close()
         await swarm.close()
 
-    run(told())
+    run(scenario())
 
 
 @pytest.mark.parametrize("index", [0, 1])
 @pytest.mark.parametrize("indices", [[1, 0], [1, 1, 0], [0]])
 def test_rows_that_change_while_a_server_is_dead(index, indices):
-    """The hop before has not heard of the change when it must tell the new one its history."""
+    """The hop before has not heard of the change when it must replay its history to the new one."""
 
     async def story(swarm: Quiet) -> None:
         session = await swarm.started()
@@ -266,7 +266,7 @@ def test_rows_that_change_while_a_server_is_dead(index, indices):
         assert session.stats.replayed_tokens == 2
         await swarm.extend(session, *([4.0 + i] for i in range(len(indices))))
 
-    for seed in range(8):  # the hop before is told of both in either order
+    for seed in range(8):  # the hop before hears of both in either order
         quiet(story, seed)
 
 
@@ -305,7 +305,7 @@ def test_a_copy_stands_by():
             await swarm.extend(session, [5.0], [6.0])
             await swarm.extend(session, [8.0], [9.0])
             swarm.net.start(name, swarm.net.servers[name].span)
-            await asyncio.sleep(70.0)  # until it is forgiven
+            await asyncio.sleep(70.0)  # until its backoff has ended
         assert session.stats.standbys_used == session.stats.recoveries == 3
         assert session.stats.replayed_tokens == 0
 

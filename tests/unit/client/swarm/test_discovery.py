@@ -53,13 +53,13 @@ async def seen(client: Discovery) -> str | None:
 
 
 def play(story: Callable[[Discovery, FakeDht, Ways], Coroutine[Any, Any, None]], **timeouts: float) -> None:
-    async def told() -> None:
+    async def scenario() -> None:
         first, ways = FakeDht("first"), Ways()
         client = Discovery(ClientConfig(timeouts=Timeouts(rejoin_after_s=0, **timeouts)), ways.join, first)
         await story(client, first, ways)
         await client.close()
 
-    run(told())
+    run(scenario())
 
 
 def test_as_long_as_somebody_answers_nothing_is_joined() -> None:
@@ -69,7 +69,7 @@ def test_as_long_as_somebody_answers_nothing_is_joined() -> None:
     play(story)
 
 
-def test_who_is_alone_joins_anew() -> None:
+def test_who_is_alone_joins_again() -> None:
     async def story(client: Discovery, first: FakeDht, ways: Ways) -> None:
         first.is_alone = True
         ways.come = [NoSwarm("nobody is there"), FakeDht("second")]
@@ -81,7 +81,7 @@ def test_who_is_alone_joins_anew() -> None:
     play(story)
 
 
-def test_a_daemon_that_has_ended_is_replaced_and_the_user_is_told(caplog) -> None:
+def test_a_daemon_that_has_ended_is_replaced_with_a_warning(caplog) -> None:
     async def story(client: Discovery, first: FakeDht, ways: Ways) -> None:
         first.is_alive = False
         ways.come = [FakeDht("second")]

@@ -68,7 +68,7 @@ def test_of_many_only_some_are_asked_at_a_time() -> None:
     assert max(map(int, (name[1:] for name in pings.asked[1:]))) > 400  # of all blocks
 
 
-def test_who_failed_is_measured_anew() -> None:
+def test_who_failed_is_measured_again() -> None:
     pings = Pings({"a": 0.1})
     trips = RttTracker(pings)
 
@@ -104,14 +104,14 @@ def test_a_ban_ends_and_grows() -> None:
     assert backoff.now(259.0, []) == {"a": FAILED} and backoff.now(261.0, []) == {}
 
 
-def test_a_server_that_works_is_forgiven() -> None:
+def test_a_server_that_works_has_its_backoff_reset() -> None:
     backoff = PeerBackoff()
     for _ in range(5):
         backoff.add("a", 100.0, 500.0)
     backoff.reset("a")
     assert backoff.now(100.0, [server_record("a", expires_at=500.0)]) == {}
     backoff.add("a", 200.0, None)
-    assert backoff.now(205.1, []) == {}  # it starts anew
+    assert backoff.now(205.1, []) == {}  # as short as the first
 
 
 def test_who_did_not_answer_stays_out_until_it_is_heard_of() -> None:

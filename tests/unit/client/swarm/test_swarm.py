@@ -73,7 +73,7 @@ class FakeNet:
 
 
 def play(net: FakeNet, story: Callable[[Swarm], Coroutine[Any, Any, None]], **options: Any) -> None:
-    async def told() -> None:
+    async def scenario() -> None:
         config = ClientConfig(wait_timeout_s=0, **options)
         swarm = Swarm(config, "model", "revision", 8, dht=net, connect=net.connect)
         try:
@@ -81,7 +81,7 @@ def play(net: FakeNet, story: Callable[[Swarm], Coroutine[Any, Any, None]], **op
         finally:
             await swarm.close()
 
-    run(told())
+    run(scenario())
 
 
 def servers(*spans: tuple[str, str], **fields: Any) -> list[ServerRecord]:

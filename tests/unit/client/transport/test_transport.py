@@ -63,7 +63,7 @@ class SilentCall(FakeCall):
 
 
 def events(*replies: pb.SessionReply, code: grpc.StatusCode = grpc.StatusCode.OK) -> list[Answer | Trouble]:
-    """What the session is told of a hop that opens, answers this, and ends the stream."""
+    """What comes into the session's inbox from a hop that opens, answers this, and ends the stream."""
 
     async def read() -> list[Answer | Trouble]:
         inbox: Inbox = asyncio.Queue()

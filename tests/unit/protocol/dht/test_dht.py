@@ -23,7 +23,7 @@ from swarm_protocol.dht.dht import Dht
 from swarm_protocol.dht.records import ServerRecord, ServerState, models_key, servers_key
 from swarm_protocol.errors import NoSwarm
 from swarm_protocol.net.identity import Identity
-from tests.unit.support import PATIENCE_S, server_record, until
+from tests.unit.support import TIMEOUT_S, server_record, until
 
 SWARM = "test"
 Run = Callable[[Coroutine[Any, Any, Any]], Any]
@@ -43,7 +43,7 @@ class Nodes:
 @pytest.fixture(scope="module")
 def run() -> Iterator[Run]:
     loop = asyncio.new_event_loop()
-    yield lambda coroutine: loop.run_until_complete(asyncio.wait_for(coroutine, PATIENCE_S))
+    yield lambda coroutine: loop.run_until_complete(asyncio.wait_for(coroutine, TIMEOUT_S))
     loop.close()
 
 

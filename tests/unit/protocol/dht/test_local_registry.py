@@ -32,7 +32,7 @@ def address(peer_id: str) -> str:
 
 
 def change(directory: Path, peer_id: str, **fields: object) -> Path:
-    """Rewrites what the note says, as others would have written it."""
+    """Rewrites what the entry says, as others would have written it."""
     (path,) = directory.rglob(f"{peer_id}.json")
     path.write_text(json.dumps({**json.loads(path.read_text()), **fields}))
     return path
@@ -49,7 +49,7 @@ def make_older(path: Path, age_s: float) -> None:
 
 @pytest.fixture
 def registry(tmp_path: Path) -> LocalRegistry:
-    """Two servers of this process are noted."""
+    """Two servers of this process are registered."""
     registry = LocalRegistry("mine", tmp_path)
     registry.write("good", [address("good")])
     registry.write("other", [address("other")])
@@ -67,53 +67,53 @@ def test_what_is_written_is_read(tmp_path: Path, registry: LocalRegistry) -> Non
     assert LocalRegistry("mine", tmp_path / "elsewhere").read() == []
 
 
-def test_a_later_note_of_a_server_replaces_its_earlier_one(registry: LocalRegistry) -> None:
+def test_a_later_entry_of_a_server_replaces_its_earlier_one(registry: LocalRegistry) -> None:
     registry.write("other", ["/new/p2p/other"])
     assert registry.read() == [address("good"), "/new/p2p/other"]
 
 
 class TestWhoIsDead:
     def test_a_process_that_is_gone(self, tmp_path: Path, registry: LocalRegistry, process: subprocess.Popen) -> None:
-        note = change(tmp_path, "other", pid=process.pid, started=started(process.pid))
+        entry = change(tmp_path, "other", pid=process.pid, started=started(process.pid))
         assert registry.servers()[1] == RegistryEntry("other", (address("other"),), True)
         process.communicate(b"\n")
         assert registry.read() == [address("good")]
-        assert not note.exists()
+        assert not entry.exists()
 
     def test_a_process_that_has_ended_and_is_not_reaped(
         self, tmp_path: Path, registry: LocalRegistry, process: subprocess.Popen
     ) -> None:
-        note = change(tmp_path, "other", pid=process.pid, started=started(process.pid))
+        entry = change(tmp_path, "other", pid=process.pid, started=started(process.pid))
         process.kill()
         wait_for(lambda: " Z " in Path(f"/proc/{process.pid}/stat").read_text(), "the process is a zombie")
         assert registry.read() == [address("good")]
-        assert not note.exists()
+        assert not entry.exists()
 
     def test_another_process_that_got_its_pid(self, tmp_path: Path, registry: LocalRegistry) -> None:
-        note = change(tmp_path, "other", started=started(os.getpid()) - 1)
+        entry = change(tmp_path, "other", started=started(os.getpid()) - 1)
         assert registry.read() == [address("good")]
-        assert not note.exists()
+        assert not entry.exists()
 
     def test_not_one_that_is_frozen(self, tmp_path: Path, registry: LocalRegistry, process: subprocess.Popen) -> None:
-        note = change(tmp_path, "other", pid=process.pid, started=started(process.pid))
+        entry = change(tmp_path, "other", pid=process.pid, started=started(process.pid))
         process.send_signal(signal.SIGSTOP)
-        make_older(note, 10 * STALE_S)
+        make_older(entry, 10 * STALE_S)
         assert registry.servers()[1].is_alive
         process.send_signal(signal.SIGCONT)
 
     def test_another_host_says_nothing_by_a_pid(self, tmp_path: Path, registry: LocalRegistry) -> None:
-        note = change(tmp_path, "other", pid=2**30, host="another kernel or container")
+        entry = change(tmp_path, "other", pid=2**30, host="another kernel or container")
         assert registry.servers()[1] == RegistryEntry("other", (address("other"),), True)
-        make_older(note, FRESH_S + 1)
+        make_older(entry, FRESH_S + 1)
         assert registry.servers()[1] == RegistryEntry("other", (address("other"),), False)
         registry.renew("other", [])
         assert registry.servers()[1].is_alive
-        make_older(note, STALE_S + 1)
+        make_older(entry, STALE_S + 1)
         assert registry.read() == [address("good")]
-        assert not note.exists()
+        assert not entry.exists()
 
 
-def test_a_server_that_was_taken_for_dead_writes_its_note_again(tmp_path: Path, registry: LocalRegistry) -> None:
+def test_a_server_that_was_taken_for_dead_writes_its_entry_again(tmp_path: Path, registry: LocalRegistry) -> None:
     (tmp_path / "mine" / "other.json").unlink()
     assert registry.read() == [address("good")]
     registry.renew("other", [address("other")])
@@ -165,16 +165,16 @@ def test_the_living_come_first(tmp_path: Path, registry: LocalRegistry) -> None:
         '{"addresses": [], "pid": 0, "started": 1, "host": "HOST", "network": ""}',
     ],
 )
-def test_a_damaged_note_is_deleted(content: str, tmp_path: Path, registry: LocalRegistry) -> None:
+def test_a_damaged_entry_is_deleted(content: str, tmp_path: Path, registry: LocalRegistry) -> None:
     path = change(tmp_path, "other")
     path.write_text(content.replace("HOST", json.loads(path.read_text())["host"]))
     assert registry.read() == [address("good")]
     assert not path.exists()
 
 
-def test_a_note_can_be_removed(registry: LocalRegistry) -> None:
+def test_an_entry_can_be_removed(registry: LocalRegistry) -> None:
     registry.remove("good")
-    registry.remove("never-noted")
+    registry.remove("never-registered")
     assert registry.read() == [address("other")]
 
 

@@ -14,7 +14,7 @@ from swarm_protocol.errors import PeerBusy, RequestRejected
 from swarm_protocol.wire.block_input import BlockInput
 from swarm_server.engine.scheduler import Scheduler
 from swarm_server.engine.session_state import SessionStep
-from tests.unit.support import PATIENCE_S, run, until
+from tests.unit.support import TIMEOUT_S, run, until
 
 TRAINING = 3  # passes that may wait
 
@@ -39,7 +39,7 @@ class Engine:
         self.batches.append(names)
         self.threads.add(threading.get_ident())
         self.entered.set()
-        assert self.gate.wait(PATIENCE_S)
+        assert self.gate.wait(TIMEOUT_S)
         if self.fails(names):
             raise ZeroDivisionError(names)
         return [RequestRejected(name) if name in self.refused else name for name in names]

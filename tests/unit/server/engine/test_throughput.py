@@ -1,4 +1,4 @@
-"""Speeds: measured on a real engine, noted for the next start, followed while the server works."""
+"""Speeds: measured on a real engine, cached for the next start, followed while the server works."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from swarm_server.machine.cores import CoreShare
 from tests.zoo import save_checkpoint
 
 
-class Noted(list):
-    """What a meter wants to be noted."""
+class Changes(list):
+    """What a meter reports."""
 
     def __call__(self, speeds: Speeds) -> None:
         self.append(speeds)
@@ -45,24 +45,24 @@ def test_speeds_are_of_one_block_or_of_several() -> None:
     assert speeds.per_block(4).through(8) == Speeds(5.0, 150.0)
 
 
-# ------------------------------------------------------------ notes
+# ------------------------------------------------------------ the cache
 
 
-def notes(tmp_path, *setting: str) -> SpeedCache:
+def cache(tmp_path, *setting: str) -> SpeedCache:
     return SpeedCache(setting or ("model", "int8"), CoreShare(tmp_path / "cores", {0}, {}), tmp_path / "speeds")
 
 
 def test_what_was_measured_is_known_at_the_next_start(tmp_path) -> None:
-    assert notes(tmp_path).read() is None
-    notes(tmp_path).write(Speeds(40.0, 1200.0))
-    assert notes(tmp_path).read() == Speeds(40.0, 1200.0)
-    assert notes(tmp_path, "model", "nf4").read() is None
+    assert cache(tmp_path).read() is None
+    cache(tmp_path).write(Speeds(40.0, 1200.0))
+    assert cache(tmp_path).read() == Speeds(40.0, 1200.0)
+    assert cache(tmp_path, "model", "nf4").read() is None
 
 
 def test_another_share_of_the_machine_is_another_matter(tmp_path) -> None:
     share = CoreShare(tmp_path / "cores", {0, 1}, {"OMP_NUM_THREADS": "2"})
     SpeedCache(["model", "int8"], share, tmp_path / "speeds").write(Speeds(40.0, 1200.0))
-    assert notes(tmp_path).read() is None
+    assert cache(tmp_path).read() is None
 
 
 @pytest.mark.parametrize(
@@ -78,25 +78,25 @@ def test_another_share_of_the_machine_is_another_matter(tmp_path) -> None:
         '{"decode_tokens_per_s": "x", "forward_tokens_per_s": 1}',
     ],
 )
-def test_a_damaged_note_is_measured_anew(tmp_path, content: str) -> None:
-    notes(tmp_path).write(Speeds(40.0, 1200.0))
+def test_a_damaged_entry_is_measured_again(tmp_path, content: str) -> None:
+    cache(tmp_path).write(Speeds(40.0, 1200.0))
     (path,) = (tmp_path / "speeds").glob("*.json")
     assert json.loads(path.read_text())["forward_tokens_per_s"] == 1200.0
     path.write_text(content)
-    assert notes(tmp_path).read() is None
+    assert cache(tmp_path).read() is None
 
 
-def test_an_old_note_is_measured_anew(tmp_path) -> None:
-    notes(tmp_path).write(Speeds(40.0, 1200.0))
+def test_an_old_entry_is_measured_again(tmp_path) -> None:
+    cache(tmp_path).write(Speeds(40.0, 1200.0))
     (path,) = (tmp_path / "speeds").glob("*.json")
     os.utime(path, (0, 0))
-    assert notes(tmp_path).read() is None
+    assert cache(tmp_path).read() is None
 
 
-def test_where_nothing_can_be_noted_nothing_is_lost(tmp_path) -> None:
+def test_where_nothing_can_be_cached_nothing_is_lost(tmp_path) -> None:
     (tmp_path / "speeds").write_text("in the way")
-    notes(tmp_path).write(Speeds(40.0, 1200.0))
-    assert notes(tmp_path).read() is None
+    cache(tmp_path).write(Speeds(40.0, 1200.0))
+    assert cache(tmp_path).read() is None
 
 
 def test_the_hardware_has_a_name() -> None:
@@ -114,33 +114,33 @@ def fed(meter: Meter, times: int, **batch: float) -> Meter:
 
 def test_real_traffic_replaces_what_was_measured() -> None:
     """Four blocks, measured at 100 tokens/s, take 20 ms a step, and prompts pass at 1000 tokens/s."""
-    noted = Noted()
-    meter = Meter(Speeds(100.0, 3000.0), 4, noted)
+    changes = Changes()
+    meter = Meter(Speeds(100.0, 3000.0), 4, changes)
     assert meter.speeds == Speeds(100.0, 3000.0)
     fed(meter, 1000, num_blocks=4, num_rows=1, num_tokens=1, seconds=0.02)
     fed(meter, 1000, num_blocks=4, num_rows=1, num_tokens=64, seconds=0.064)
     assert meter.speeds.decode_tokens_per_s == pytest.approx(50.0, rel=throughput._WORTH_TELLING)
     assert meter.speeds.forward_tokens_per_s == pytest.approx(1000.0, rel=throughput._WORTH_TELLING)
-    assert noted[-1].through(4) == meter.speeds
+    assert changes[-1].through(4) == meter.speeds
 
 
 def test_half_the_blocks_take_half_the_time() -> None:
-    meter = fed(Meter(Speeds(100.0, 3000.0), 4, Noted()), 1000, num_blocks=2, num_rows=1, num_tokens=1, seconds=0.005)
+    meter = fed(Meter(Speeds(100.0, 3000.0), 4, Changes()), 1000, num_blocks=2, num_rows=1, num_tokens=1, seconds=0.005)
     assert meter.speeds == Speeds(100.0, 3000.0)
 
 
 def test_a_few_slow_batches_and_noise_change_nothing() -> None:
     """Servers would move for it."""
-    noted = Noted()
-    meter = Meter(Speeds(100.0, 3000.0), 4, noted)
+    changes = Changes()
+    meter = Meter(Speeds(100.0, 3000.0), 4, changes)
     fed(meter, 2, num_blocks=4, num_rows=1, num_tokens=1, seconds=0.05)
     for number in range(1000):
         meter.add(num_blocks=4, num_rows=1, num_tokens=1, seconds=0.01 * (1.1 if number % 2 else 0.9))
-    assert meter.speeds == Speeds(100.0, 3000.0) and not noted
+    assert meter.speeds == Speeds(100.0, 3000.0) and not changes
 
 
 def test_short_prompts_say_little_about_long_ones() -> None:
-    meter = fed(Meter(Speeds(100.0, 3000.0), 4, Noted()), 1000, num_blocks=4, num_rows=1, num_tokens=3, seconds=0.01)
+    meter = fed(Meter(Speeds(100.0, 3000.0), 4, Changes()), 1000, num_blocks=4, num_rows=1, num_tokens=3, seconds=0.01)
     assert meter.speeds == Speeds(100.0, 3000.0)
 
 

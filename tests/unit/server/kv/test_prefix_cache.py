@@ -14,7 +14,7 @@ from swarm_server.kv.kv_cache import CacheBudget, Lease
 from swarm_server.kv.kv_rows import PageLayout, Row, grow
 from swarm_server.kv.prefix_cache import ContentHash, PrefixCache, token_content
 from tests.unit.rows import CPU, LAYOUTS
-from tests.unit.support import PATIENCE_S
+from tests.unit.support import TIMEOUT_S
 
 HIDDEN = 5
 TOKENS = 3 * PAGE_TOKENS + 7
@@ -217,7 +217,7 @@ def test_memory_may_die_while_room_is_asked_back() -> None:
 
         def __hash__(self) -> int:
             inside.set()
-            asked.wait(PATIENCE_S)
+            asked.wait(TIMEOUT_S)
             rows.clear()
             return 0
 
@@ -228,7 +228,7 @@ def test_memory_may_die_while_room_is_asked_back() -> None:
     memory.budget.reclaim = reclaim
     searching = threading.Thread(target=memory.prefixes.longest, args=([Digest()],), daemon=True)
     searching.start()
-    assert inside.wait(PATIENCE_S)
+    assert inside.wait(TIMEOUT_S)
     asking = threading.Thread(target=memory.row, args=(memory.lease(), 6), daemon=True)
     asking.start()
     for thread in (searching, asking):

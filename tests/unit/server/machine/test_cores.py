@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from swarm_server.machine import cores
 from swarm_server.machine.cores import CoreShare, cpu_quota, fair_threads, physical_cores
-from tests.unit.support import PATIENCE_S
+from tests.unit.support import TIMEOUT_S
 
 TWO, THREE, FOUR = {0, 1}, {0, 1, 2}, {0, 1, 2, 3}
 core_sets = st.sets(st.integers(0, 9), min_size=1)
@@ -137,7 +137,7 @@ def test_killed_server_counts_no_more(tmp_path):
         with share(tmp_path, TWO) as mine:
             assert mine.threads() == 1
             other.send_signal(signal.SIGKILL)
-            other.wait(PATIENCE_S)
+            other.wait(TIMEOUT_S)
             assert mine.threads() == 2
             assert len(list(tmp_path.glob("*.json"))) == 1  # what it left is tidied up
     finally:
@@ -160,7 +160,7 @@ def test_many_processes_at_once(tmp_path):
     with share(tmp_path, set(range(10))) as mine:
         assert mine.threads() == 8  # eight cores, and a fifth of two
         for other in others:
-            other.communicate(timeout=PATIENCE_S)
+            other.communicate(timeout=TIMEOUT_S)
             assert other.returncode == 0
         assert mine.threads() == 10
 

@@ -15,7 +15,7 @@ from swarm_protocol.wire.constants import WIRE_VERSION
 from swarm_server.net.validation import MAX_BATCH_SIZE, RequestValidator
 
 HIDDEN = 8
-RULES = RequestValidator("model", "revision", Span(10, 20), HIDDEN, max_positions=100, max_tensor_bytes=4096)
+VALIDATOR = RequestValidator("model", "revision", Span(10, 20), HIDDEN, max_positions=100, max_tensor_bytes=4096)
 UNLIMITED = RequestValidator("model", "revision", Span(10, 20), HIDDEN, max_positions=None)
 
 
@@ -27,7 +27,7 @@ def contract(start: int = 10, end: int = 20, **fields: object) -> pb.Contract:
 class TestContract:
     @pytest.mark.parametrize(("start", "end"), [(10, 20), (12, 13), (10, 11), (19, 20)])
     def test_any_span_of_the_hosted_blocks_is_served(self, start: int, end: int) -> None:
-        assert RULES.blocks(contract(start, end)) == Span(start, end)
+        assert VALIDATOR.blocks(contract(start, end)) == Span(start, end)
 
     @pytest.mark.parametrize(
         ("refused", "reason"),
@@ -43,23 +43,23 @@ class TestContract:
     )
     def test_what_is_served_elsewhere_or_no_longer_sends_the_client_on(self, refused: pb.Contract, reason: str) -> None:
         with pytest.raises(PeerMoved, match=reason):
-            RULES.blocks(refused)
+            VALIDATOR.blocks(refused)
 
     @pytest.mark.parametrize(("start", "end"), [(0, 0), (12, 12), (15, 12)])
     def test_no_span_is_the_clients_mistake(self, start: int, end: int) -> None:
         with pytest.raises(RequestRejected, match=f"blocks {start}:{end} are no range of blocks"):
-            RULES.blocks(contract(start, end))
+            VALIDATOR.blocks(contract(start, end))
 
 
 @pytest.mark.parametrize("size", [1, 7, MAX_BATCH_SIZE])
 def test_batch_sizes(size: int) -> None:
-    assert RULES.batch_size(size) == size
+    assert VALIDATOR.batch_size(size) == size
 
 
 @pytest.mark.parametrize("size", [0, -1, MAX_BATCH_SIZE + 1, 2**32 - 1])
 def test_other_batch_sizes_are_refused(size: int) -> None:
     with pytest.raises(RequestRejected, match=f"batch size {size} is out of range: expected 1 to 4096"):
-        RULES.batch_size(size)
+        VALIDATOR.batch_size(size)
 
 
 class TestHidden:
@@ -67,7 +67,7 @@ class TestHidden:
     @pytest.mark.parametrize("batch_size", [2, None])
     def test_good_ones_arrive(self, dtype: torch.dtype, batch_size: int | None) -> None:
         tensor = torch.randn(2, 3, HIDDEN).to(dtype)
-        assembler = RULES.hidden(encode(tensor)[0], batch_size)
+        assembler = VALIDATOR.hidden(encode(tensor)[0], batch_size)
         assert assembler.complete
         assert torch.equal(assembler.tensor(), tensor)
 
@@ -77,7 +77,7 @@ class TestHidden:
     )
     def test_other_shapes_are_refused(self, shape: tuple[int, ...]) -> None:
         with pytest.raises(RequestRejected) as caught:
-            RULES.hidden(encode(torch.zeros(shape))[0], 2)
+            VALIDATOR.hidden(encode(torch.zeros(shape))[0], 2)
         assert str(caught.value) == f"hidden states have shape {list(shape)}: expected [2, tokens, {HIDDEN}]"
 
     @pytest.mark.parametrize("rows", [0, MAX_BATCH_SIZE + 1])
@@ -87,33 +87,33 @@ class TestHidden:
 
     def test_whole_numbers_are_refused(self) -> None:
         with pytest.raises(RequestRejected, match="no floating-point tensor"):
-            RULES.hidden(encode(torch.zeros(2, 3, HIDDEN, dtype=torch.int64))[0])
+            VALIDATOR.hidden(encode(torch.zeros(2, 3, HIDDEN, dtype=torch.int64))[0])
 
     def test_too_many_bytes_are_refused(self) -> None:
-        RULES.hidden(encode(torch.zeros(1, 128, HIDDEN))[0])
+        VALIDATOR.hidden(encode(torch.zeros(1, 128, HIDDEN))[0])
         with pytest.raises(RequestRejected, match="over the limit of 4096 bytes"):
-            RULES.hidden(encode(torch.zeros(1, 129, HIDDEN))[0])
+            VALIDATOR.hidden(encode(torch.zeros(1, 129, HIDDEN))[0])
 
 
 class TestPositions:
     @pytest.mark.parametrize("rows", [1, 2])
     def test_good_ones_arrive(self, rows: int) -> None:
         ids = torch.tensor([[0, 50, 99]]).repeat(rows, 1)
-        assert torch.equal(RULES.positions(encode(ids)[0], 2, 3), ids)
+        assert torch.equal(VALIDATOR.positions(encode(ids)[0], 2, 3), ids)
 
     @pytest.mark.parametrize("shape", [(3,), (2, 2), (3, 3), (1, 2, 3), ()])
     def test_other_shapes_are_refused(self, shape: tuple[int, ...]) -> None:
         with pytest.raises(RequestRejected, match=r"position ids have shape .*: expected int64"):
-            RULES.positions(encode(torch.zeros(shape, dtype=torch.int64))[0], 2, 3)
+            VALIDATOR.positions(encode(torch.zeros(shape, dtype=torch.int64))[0], 2, 3)
 
     def test_other_dtypes_are_refused(self) -> None:
         with pytest.raises(RequestRejected, match="expected int64"):
-            RULES.positions(encode(torch.zeros(2, 3))[0], 2, 3)
+            VALIDATOR.positions(encode(torch.zeros(2, 3))[0], 2, 3)
 
     @pytest.mark.parametrize("ids", [[0, 100], [-1, 5], [2**62, 0]])
     def test_positions_the_model_does_not_have_are_refused(self, ids: list[int]) -> None:
         with pytest.raises(RequestRejected, match=f"from {min(ids)} to {max(ids)} are outside the model's 100"):
-            RULES.positions(encode(torch.tensor([ids]))[0], 1, 2)
+            VALIDATOR.positions(encode(torch.tensor([ids]))[0], 1, 2)
 
     def test_a_model_without_limit_takes_any_but_negative_ones(self) -> None:
         assert UNLIMITED.positions(encode(torch.tensor([[10**9]]))[0], 1, 1).item() == 10**9
@@ -124,44 +124,44 @@ class TestPositions:
         wire = encode(torch.tensor([[1, 2, 3]]))[0]
         wire.data = wire.data[:-1]
         with pytest.raises(RequestRejected, match="only 23 of 24 bytes"):
-            RULES.positions(wire, 1, 3)
+            VALIDATOR.positions(wire, 1, 3)
 
 
 def test_masks_must_cover_all_positions() -> None:
-    assert RULES.mask(pb.AttentionMask(values=b"\0\1\1\1"), 2, 2).tolist() == [[0, 1], [1, 1]]
-    assert RULES.mask(pb.AttentionMask(), 1, 3).tolist() == [[1, 1, 1]]
+    assert VALIDATOR.mask(pb.AttentionMask(values=b"\0\1\1\1"), 2, 2).tolist() == [[0, 1], [1, 1]]
+    assert VALIDATOR.mask(pb.AttentionMask(), 1, 3).tolist() == [[1, 1, 1]]
     with pytest.raises(RequestRejected, match="attention mask has 4 entries"):
-        RULES.mask(pb.AttentionMask(values=b"\0\1\1\1"), 2, 3)
+        VALIDATOR.mask(pb.AttentionMask(values=b"\0\1\1\1"), 2, 3)
 
 
 def test_length_is_the_models() -> None:
-    RULES.length(100)
+    VALIDATOR.length(100)
     UNLIMITED.length(10**9)
     with pytest.raises(RequestRejected, match="101 positions are more than the model's 100: shorten the prompt"):
-        RULES.length(101)
+        VALIDATOR.length(101)
 
 
 def test_positions_already_there_count_as_well() -> None:
     """Before memory is taken for the new ones."""
     wire = encode(torch.zeros(1, 3, HIDDEN))[0]
-    assert RULES.new_positions(wire, past=97).complete
+    assert VALIDATOR.new_positions(wire, past=97).complete
     with pytest.raises(RequestRejected, match="101 positions are more than the model's 100"):
-        RULES.new_positions(wire, past=98)
+        VALIDATOR.new_positions(wire, past=98)
     with pytest.raises(RequestRejected, match="hidden states have shape"):
-        RULES.new_positions(encode(torch.zeros(200, HIDDEN))[0], past=98)
+        VALIDATOR.new_positions(encode(torch.zeros(200, HIDDEN))[0], past=98)
 
 
 class TestStepTokens:
-    RULES = dataclasses.replace(RULES, max_step_tokens=64)
+    VALIDATOR = dataclasses.replace(VALIDATOR, max_step_tokens=64)
 
     @pytest.mark.parametrize(("batch_size", "num_tokens"), [(1, 64), (2, 32), (5, 12), (64, 1), (100, 1), (4096, 1)])
     def test_a_chunk_or_one_position_of_any_batch(self, batch_size: int, num_tokens: int) -> None:
-        self.RULES.step_tokens(batch_size, num_tokens)
+        self.VALIDATOR.step_tokens(batch_size, num_tokens)
 
     @pytest.mark.parametrize(("batch_size", "num_tokens"), [(1, 65), (2, 33), (5, 13), (33, 2), (100, 2)])
     def test_more_must_come_in_several_steps(self, batch_size: int, num_tokens: int) -> None:
         with pytest.raises(RequestRejected) as caught:
-            self.RULES.step_tokens(batch_size, num_tokens)
+            self.VALIDATOR.step_tokens(batch_size, num_tokens)
         assert str(caught.value) == (
             f"a step of {batch_size} × {num_tokens} positions is too long: expected at most 64 in all; "
             "send it in several steps"

@@ -1,4 +1,4 @@
-"""How a server stays in one swarm with those who are noted beside it and with its initial peers."""
+"""How a server stays in one swarm with those who are registered beside it and with its initial peers."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def met(registry: LocalRegistry, dht: FakeDht, own: str = OWN, **config: object)
     return dht.known - before
 
 
-def test_those_who_are_noted_and_not_known_are_met(registry: LocalRegistry) -> None:
+def test_those_who_are_registered_and_not_known_are_met(registry: LocalRegistry) -> None:
     assert met(registry, FakeDht()) == {"near"}
     assert met(registry, FakeDht("near")) == set()
 
@@ -73,7 +73,7 @@ def test_in_a_large_swarm_few_strangers_are_asked_at_a_time(registry: LocalRegis
     assert counts == [3, 6, 9, 12, 15, 18, 21]
 
 
-def test_the_note_is_kept_until_the_server_leaves(registry: LocalRegistry) -> None:
+def test_the_entry_is_kept_until_the_server_leaves(registry: LocalRegistry) -> None:
     membership = Membership(ServerConfig(), registry, FakeDht(), [OWN])
     assert OWN in registry.read()
     registry.remove("own")
@@ -83,7 +83,7 @@ def test_the_note_is_kept_until_the_server_leaves(registry: LocalRegistry) -> No
     assert OWN not in registry.read()
 
 
-def test_a_server_that_cannot_be_noted_says_so_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_server_that_cannot_be_registered_says_so_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "mine").write_text("no directory")
     membership = Membership(ServerConfig(), LocalRegistry("mine", tmp_path), FakeDht(), [OWN])
     run(membership.keep())
