@@ -59,3 +59,21 @@ def test_the_mask_is_the_last_that_was_given():
     assert journal.cropped(1).read(0, 1).attention_mask.tolist() == [[0], [1]]
     journal = journal.appended(inputs([[4.0]] * 2, [[3]] * 2, [[1] * 4] * 2))
     assert journal.read(0, 4).attention_mask is None
+
+
+def test_what_becomes_of_the_inputs_later_changes_nothing():
+    hidden = torch.ones(1, 2, HIDDEN, requires_grad=True)
+    journal = Journal.empty(1).appended(BlockInput(hidden))
+    with torch.no_grad():
+        hidden.zero_()
+    read = journal.read(0, 2).hidden
+    assert not read.requires_grad and torch.equal(read, torch.ones(1, 2, HIDDEN))
+
+
+def test_a_copy_goes_on_by_itself():
+    journal = Journal.empty(1).appended(inputs([[1.0]], [[0]]))
+    one = journal.copy().appended(inputs([[2.0]], [[1]]))
+    assert journal.pool.size == 1  # it keeps nothing of what the copy is given
+    other = journal.appended(inputs([[3.0]], [[1]]))
+    assert one.read(0, 2).hidden[0, :, 0].tolist() == [1.0, 2.0]
+    assert other.read(0, 2).hidden[0, :, 0].tolist() == [1.0, 3.0]

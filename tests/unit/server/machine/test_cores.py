@@ -27,7 +27,7 @@ def no_quota(monkeypatch):
     monkeypatch.setattr(cores, "cpu_quota", lambda: math.inf)
 
 
-# ------------------------------------------------------------ the rule
+# ------------------------------------------------------------ the share
 
 
 @pytest.mark.parametrize(

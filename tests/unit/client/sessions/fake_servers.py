@@ -1,0 +1,169 @@
+"""Servers that open sessions and do nothing in them, behind the real client's DHT and channels, on a virtual clock."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import grpc
+
+from swarm_client.core.config import ClientConfig
+from swarm_client.swarm.swarm import Swarm
+from swarm_client.transport.transport import ServerConnection
+from swarm_protocol.dht.records import ServerRecord, SwarmView
+from swarm_protocol.pb import swarm_pb2 as pb
+from tests.unit.simulation import VirtualLoop
+from tests.unit.support import server_record
+
+NUM_BLOCKS = 6
+LIMIT_S = 1000.0  # of virtual time
+FULL = "no room at present"
+
+
+class FakeCall:
+    """The stream of one session, as the server sees it.
+
+    Attributes:
+        request: what the session was opened with; None: it has not arrived.
+        closed: the client has ended it politely; ``cancelled``: it has dropped it.
+    """
+
+    def __init__(self, servers: FakeServers, peer_id: str) -> None:
+        self.peer_id = peer_id
+        self.request: pb.Open | None = None
+        self.is_open = self.closed = self.cancelled = False
+        self._servers = servers
+        self._ended = asyncio.Event()
+
+    async def write(self, request: pb.SessionRequest) -> None:
+        await asyncio.sleep(0)
+        if request.HasField("open"):
+            self.request = pb.Open.FromString(request.open.SerializeToString())
+            self._servers.calls.append(self)
+        self.closed |= request.HasField("close")
+
+    async def read(self) -> pb.SessionReply | object:
+        if not self.is_open:
+            assert self.request is not None
+            await self._servers.admit(self.peer_id, self.request)
+            self.is_open = True
+            return pb.SessionReply(opened=pb.Opened(max_step_tokens=64))
+        await self._ended.wait()
+        if self.cancelled:
+            raise asyncio.CancelledError
+        return grpc.aio.EOF
+
+    async def done_writing(self) -> None:
+        self._ended.set()
+
+    def cancel(self) -> None:
+        self.cancelled = True
+        self._ended.set()
+
+    async def code(self) -> grpc.StatusCode:
+        return grpc.StatusCode.OK
+
+    async def details(self) -> str:
+        return ""
+
+
+class FakeChannel:
+    """What generated stubs need of a gRPC channel."""
+
+    def __init__(self, servers: FakeServers, peer_id: str) -> None:
+        self._servers, self._peer_id = servers, peer_id
+
+    def stream_stream(self, _path: str, **_options: Any) -> Callable[[], FakeCall]:
+        return lambda: FakeCall(self._servers, self._peer_id)
+
+    def unary_unary(self, _path: str, **_options: Any) -> Callable[..., Coroutine[Any, Any, pb.EchoReply]]:
+        async def echo(_request: Any, timeout: float) -> pb.EchoReply:
+            await asyncio.sleep(0.001)
+            return pb.EchoReply()
+
+        return echo
+
+    def stream_unary(self, _path: str, **_options: Any) -> None:
+        """Sessions here use no adapter of the client's own."""
+
+    async def close(self) -> None:
+        pass
+
+
+class FakeServers:
+    """Stands for the DHT and the servers.
+
+    Attributes:
+        calls: the sessions they were asked for, in this order.
+        refusals: with what a server refuses at once, by peer id.
+        silent: who never answers, by peer id.
+        room: set once a server has room, by peer id; those that are not there have room.
+    """
+
+    is_alive, is_alone = True, False  # as a node of the DHT
+
+    def __init__(self, **blocks: str) -> None:
+        self.records = {name: record(name, span) for name, span in blocks.items()}
+        self.calls: list[FakeCall] = []
+        self.refusals: dict[str, grpc.StatusCode] = {}
+        self.silent: set[str] = set()
+        self.room: dict[str, asyncio.Event] = {}
+
+    def fill(self, *names: str) -> None:
+        """These have no room until ``room`` says so."""
+        self.room.update({name: asyncio.Event() for name in names})
+
+    async def admit(self, name: str, request: pb.Open) -> None:
+        """As servers do: a request waits for room for as long as it says."""
+        if name in self.refusals:
+            raise _error(self.refusals[name], "refused")
+        if name in self.silent:
+            await asyncio.Event().wait()
+        room = self.room.get(name)
+        if room is not None and not room.is_set():
+            try:
+                await asyncio.wait_for(room.wait(), request.wait_s)
+            except TimeoutError:
+                raise _error(grpc.StatusCode.RESOURCE_EXHAUSTED, FULL) from None
+
+    def asked(self) -> list[str]:
+        return [call.peer_id for call in self.calls]
+
+    async def view(self, _model: str, *_options: object) -> SwarmView:
+        return SwarmView.of(self.records.values())
+
+    async def shutdown(self) -> None:
+        pass
+
+    async def connect(self, record: ServerRecord, config: ClientConfig) -> ServerConnection:
+        return ServerConnection(record, FakeChannel(self, record.peer_id), config)
+
+
+def record(name: str, span: str) -> ServerRecord:
+    return server_record(name, span, num_blocks=NUM_BLOCKS, cache_tokens_left=1000)
+
+
+def _error(code: grpc.StatusCode, details: str) -> grpc.aio.AioRpcError:
+    return grpc.aio.AioRpcError(code, grpc.aio.Metadata(), grpc.aio.Metadata(), details=details)
+
+
+def play(servers: FakeServers, story: Callable[[Swarm], Coroutine[Any, Any, None]], **options: Any) -> None:
+    """Runs the story with a client of these servers."""
+
+    async def scenario() -> None:
+        swarm = Swarm(ClientConfig(**options), "model", "revision", NUM_BLOCKS, dht=servers, connect=servers.connect)
+        await swarm.connect()
+        try:
+            await asyncio.wait_for(story(swarm), LIMIT_S)
+        finally:
+            await swarm.close()
+
+    loop = VirtualLoop()
+    try:
+        loop.run_until_complete(scenario())
+    finally:
+        for task in asyncio.all_tasks(loop):
+            task.cancel()
+        loop.run_until_complete(asyncio.sleep(1.0))
+        loop.close()

@@ -1,0 +1,155 @@
+"""What a session does while servers are full: it waits in their queues, looks elsewhere, and gives up in time."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import grpc
+import pytest
+
+from swarm_client.core.background import now_s
+from swarm_client.core.events import Event, Reporter, Waiting
+from swarm_client.sessions.admission import AdmissionWait
+from swarm_client.sessions.opening import Opener, Opening
+from swarm_client.swarm.swarm import Swarm
+from swarm_client.transport.hops import HopSession, Inbox
+from swarm_protocol.errors import NoRoute, PeerBusy
+from swarm_protocol.span import Span
+from tests.unit.client.sessions.fake_servers import FULL, NUM_BLOCKS, FakeServers, play, record
+
+ALL = Span(0, NUM_BLOCKS)
+OPENING = Opening(batch_size=1, reserve_tokens=8)
+SHORTAGE = PeerBusy("all are full", "a", ALL)
+WAIT_S = 50.0
+
+
+class Session:
+    """What waits, and what it has reported."""
+
+    def __init__(self, swarm: Swarm) -> None:
+        self.events: list[Event] = []
+        self.wait = AdmissionWait(swarm, Opener(swarm, Inbox()), Reporter(self.events.append))
+
+    async def hops(self) -> list[HopSession]:
+        return await self.wait.hops(ALL, OPENING, SHORTAGE)
+
+
+def admission(servers: FakeServers, story: Callable[[Session], Coroutine[Any, Any, None]], **options: Any) -> None:
+    play(servers, lambda swarm: story(Session(swarm)), **{"wait_timeout_s": WAIT_S, **options})
+
+
+def names(hops: list[HopSession]) -> list[str]:
+    return [hop.hop.server.peer_id for hop in hops]
+
+
+async def later(delay_s: float, action: Callable[[], None]) -> None:
+    await asyncio.sleep(delay_s)
+    action()
+
+
+@pytest.mark.parametrize(("after_s", "is_reported"), [(0.1, False), (3.0, True), (WAIT_S - 1.0, True)])
+def test_it_gets_room_when_its_turn_has_come(after_s: float, is_reported: bool) -> None:
+    servers = FakeServers(a="0:3", b="3:6")
+
+    async def story(session: Session) -> None:
+        servers.fill("a")
+        start_s = now_s()
+        hops, _ = await asyncio.gather(session.hops(), later(after_s, servers.room["a"].set))
+        assert names(hops) == ["a", "b"]
+        assert now_s() - start_s == pytest.approx(after_s, abs=0.2)
+        reasons = [event.reason for event in session.events if isinstance(event, Waiting)]
+        assert reasons == ([str(SHORTAGE)] if is_reported else [])
+
+    admission(servers, story)
+
+
+def test_who_gets_no_room_in_time_gives_up() -> None:
+    servers = FakeServers(a="0:6")
+
+    async def story(session: Session) -> None:
+        servers.fill("a")
+        start_s = now_s()
+        with pytest.raises(PeerBusy, match=f"{FULL}; waited 50 s for room. Nothing is lost") as caught:
+            await session.hops()
+        assert caught.value.peer_id == "a"
+        assert now_s() - start_s == pytest.approx(WAIT_S, abs=0.2)
+        assert all(call.peer_id == "a" and not call.is_open for call in servers.calls)
+
+    admission(servers, story)
+
+
+def test_the_time_is_for_all_waits_until_there_was_room() -> None:
+    servers = FakeServers(a="0:6")
+
+    async def story(session: Session) -> None:
+        await session.wait.begin(SHORTAGE)
+        await asyncio.sleep(WAIT_S)
+        with pytest.raises(PeerBusy, match="all are full; waited 50 s"):
+            await session.wait.begin(SHORTAGE)
+        session.wait.over()
+        await session.wait.begin(SHORTAGE)
+        assert names(await session.hops()) == ["a"]
+
+    admission(servers, story)
+
+
+def test_a_server_that_comes_meanwhile_is_taken() -> None:
+    servers = FakeServers(a="0:6")
+
+    async def story(session: Session) -> None:
+        servers.fill("a")
+        hops, _ = await asyncio.gather(session.hops(), later(3.0, lambda: servers.records.update(b=record("b", "0:6"))))
+        assert names(hops) == ["b"]
+        await asyncio.sleep(1.0)
+        (queued, opened) = servers.calls
+        assert queued.cancelled and opened.is_open and not opened.cancelled
+
+    admission(servers, story, view_max_age_s=1.0)
+
+
+@pytest.mark.parametrize("others", [{}, {"b": "0:6"}])
+def test_a_server_that_never_has_so_much_room_is_left_out(others: dict[str, str]) -> None:
+    """It refuses at once instead of letting wait."""
+    servers = FakeServers(a="0:6", **others)
+    servers.refusals["a"] = grpc.StatusCode.RESOURCE_EXHAUSTED
+
+    async def story(session: Session) -> None:
+        start_s = now_s()
+        if others:
+            servers.fill("b")
+            hops, _ = await asyncio.gather(session.hops(), later(3.0, servers.room["b"].set))
+            assert names(hops) == ["b"]
+        else:
+            with pytest.raises(PeerBusy, match="refused"):
+                await session.hops()
+            assert now_s() - start_s < 1.0
+
+    admission(servers, story)
+
+
+def test_nobody_holds_the_blocks_any_more() -> None:
+    servers = FakeServers(a="0:3")
+
+    async def story(session: Session) -> None:
+        with pytest.raises(NoRoute) as caught:
+            await session.hops()
+        assert caught.value.missing == (Span(3, 6),)
+
+    admission(servers, story, wait_timeout_s=1.0)
+
+
+def test_who_is_interrupted_leaves_the_queue() -> None:
+    servers = FakeServers(a="0:3", b="3:6")
+
+    async def story(session: Session) -> None:
+        servers.fill("b")
+        waiting = asyncio.ensure_future(session.hops())
+        await asyncio.sleep(5.0)
+        waiting.cancel()
+        await asyncio.wait([waiting])
+        await asyncio.sleep(0.1)
+        assert waiting.cancelled() and all(call.cancelled or call.closed for call in servers.calls)
+
+    admission(servers, story)

@@ -1,0 +1,234 @@
+"""Hops are opened together or not at all, each with the address for its outputs."""
+
+from __future__ import annotations
+
+import asyncio
+
+import grpc
+import pytest
+
+from swarm_client.adapters.snapshots import Added, Snapshot
+from swarm_client.core.background import now_s
+from swarm_client.routing.routing import Hop, Route
+from swarm_client.sessions.opening import Opener, Opening, Terms, abandon
+from swarm_client.swarm.swarm import Swarm
+from swarm_client.transport.hops import HopSession, Inbox
+from swarm_protocol.errors import PeerBusy, PeerUnavailable
+from swarm_protocol.pb import swarm_pb2 as pb
+from swarm_protocol.span import Span
+from tests.unit.client.sessions.fake_servers import NUM_BLOCKS, FakeServers, play, record
+
+ALL = Span(0, NUM_BLOCKS)
+OPENING = Opening(batch_size=2, reserve_tokens=8)
+
+
+def three() -> FakeServers:
+    """Their order of peer ids is not that of their blocks."""
+    return FakeServers(b="0:2", c="2:4", a="4:6")
+
+
+def chain_of(servers: FakeServers) -> Route:
+    return tuple(Hop(server, server.span) for server in servers.records.values())
+
+
+def requests(servers: FakeServers) -> dict[str, pb.Open]:
+    return {call.peer_id: call.request for call in servers.calls}
+
+
+def test_room_is_for_all_rows() -> None:
+    assert Opening(batch_size=3, reserve_tokens=8, spare_tokens=2).need_tokens == 3 * (8 + 2)
+
+
+@pytest.mark.parametrize(
+    ("max_positions", "reserve_tokens", "num_tokens", "room"),
+    [
+        (None, 40, 10, (40, 0)),
+        (None, 40, 40, (40, 0)),
+        (None, 0, 10, (10, 64)),  # who does not know how long it gets asks for more
+        (None, 0, 1000, (1000, 250)),
+        (1100, 0, 1000, (1000, 100)),  # but never beyond the model's longest sequence
+        (100, 500, 10, (100, 0)),
+    ],
+)
+def test_how_much_room_a_session_asks_for(
+    max_positions: int | None, reserve_tokens: int, num_tokens: int, room: tuple[int, int]
+) -> None:
+    async def story(_swarm: Swarm) -> None:
+        opening = Terms(max_positions, reserve_tokens).opening(2, num_tokens, 7, 9)
+        assert (opening.reserve_tokens, opening.spare_tokens) == room
+        assert (opening.batch_size, opening.sent_number, opening.changed_number) == (2, 7, 9)
+
+    play(three(), story)
+
+
+def test_hops_are_as_old_as_their_session() -> None:
+    async def story(_swarm: Swarm) -> None:
+        terms, start_s = Terms(None, 8), now_s()
+        asked_s = []
+        for ages in (True, True, False):
+            asked_s.append(terms.opening(1, 8, ages=ages).asked_s)
+            await asyncio.sleep(3.0)
+        assert asked_s == [start_s, start_s, None]
+
+    play(three(), story)
+
+
+def test_each_hop_is_given_the_address_of_the_next() -> None:
+    servers = three()
+
+    async def story(swarm: Swarm) -> None:
+        hops = await Opener(swarm, Inbox()).open_span(ALL, OPENING, None)
+        assert [(hop.hop.server.peer_id, str(hop.span)) for hop in hops] == [("b", "0:2"), ("c", "2:4"), ("a", "4:6")]
+        keys = [hop.session_key for hop in hops]
+        assert len(set(keys)) == 3 and all(len(key) >= 16 for key in keys)
+        sent = requests(servers)
+        assert [sent[hop.hop.server.peer_id].session_key for hop in hops] == keys
+        assert [(sent[name].next.peer_id, sent[name].next.session_key) for name in "bc"] == [
+            ("c", keys[1]),
+            ("a", keys[2]),
+        ]
+        assert not sent["a"].HasField("next")  # its outputs go to the client
+        assert [hop.next_number for hop in hops] == [hops[1].number, hops[2].number, None]
+        assert all(hop.max_step_tokens == 64 and not hop.gone for hop in hops)
+
+    play(servers, story)
+
+
+def test_new_hops_lead_to_one_that_is_there() -> None:
+    servers = three()
+
+    async def story(swarm: Swarm) -> None:
+        opener = Opener(swarm, Inbox())
+        (after,) = await opener.open_span(Span(4, 6), OPENING, None)
+        hops = await opener.open_span(Span(0, 4), OPENING, after)
+        assert requests(servers)["c"].next.session_key == after.session_key
+        assert hops[-1].next_number == after.number
+        assert len({hop.number for hop in (*hops, after)}) == 3
+
+    play(servers, story)
+
+
+@pytest.mark.parametrize(("compression", "codec"), [("none", pb.RAW), ("int8", pb.INT8_BLOCKS)])
+def test_what_a_server_is_asked_for(compression: str, codec: pb.Codec) -> None:
+    servers = three()
+
+    async def story(swarm: Swarm) -> None:
+        await asyncio.sleep(10.0)
+        opener = Opener(swarm, Inbox())
+        opener.adapter = Snapshot(Added(name="polite"))
+        opening = Opening(2, 8, 7, 9, records_past=True, spare_tokens=3, asked_s=now_s() - 5.0)
+        await opener.open_span(ALL, opening, None)
+        for name, request in requests(servers).items():
+            assert (request.batch_size, request.reserve_tokens, request.spare_tokens) == (2, 8, 3)
+            assert (request.changed_number, request.records_past, request.codec) == (9, True, codec)
+            # Those in the middle must send what the last one need not.
+            assert request.sent_number == (7 if name == "a" else 0)
+            assert request.adapter.name == "polite"
+            assert request.age_s == pytest.approx(5.0, abs=0.1) and request.wait_s == 0.0
+            blocks = servers.records[name].span
+            assert request.contract.blocks == pb.Span(start=blocks.start, end=blocks.end)
+
+    play(servers, story, compression=compression)
+
+
+@pytest.mark.parametrize(
+    ("status", "error"),
+    [(grpc.StatusCode.RESOURCE_EXHAUSTED, PeerBusy), (grpc.StatusCode.UNAVAILABLE, PeerUnavailable)],
+)
+def test_if_one_refuses_none_is_opened(status: grpc.StatusCode, error: type[Exception]) -> None:
+    servers = three()
+    servers.refusals["c"] = status
+
+    async def story(swarm: Swarm) -> None:
+        with pytest.raises(error) as caught:
+            await Opener(swarm, Inbox()).open_span(ALL, OPENING, None)
+        assert (caught.value.peer_id, caught.value.span) == ("c", Span(2, 4))
+        assert {call.peer_id for call in servers.calls if call.closed} == {"a", "b"}
+
+    play(servers, story)
+
+
+@pytest.mark.parametrize("in_turn", [False, True])
+def test_who_is_interrupted_leaves_no_session_behind(in_turn: bool) -> None:
+    servers = three()
+    servers.silent.add("c")
+
+    async def story(swarm: Swarm) -> None:
+        opener = Opener(swarm, Inbox())
+        opening = asyncio.ensure_future(
+            opener.open_in_turn(chain_of(servers), OPENING, 100.0, [])
+            if in_turn
+            else opener.open_span(ALL, OPENING, None)
+        )
+        await asyncio.sleep(1.0)
+        assert {call.peer_id for call in servers.calls if call.is_open} == {"a", "b"}
+        opening.cancel()
+        await asyncio.wait([opening])
+        assert opening.cancelled() and all(call.cancelled for call in servers.calls)
+
+    play(servers, story)
+
+
+def test_in_turn_servers_are_asked_in_the_order_of_their_ids_once_the_one_before_has_room() -> None:
+    servers = three()
+
+    async def story(swarm: Swarm) -> None:
+        servers.fill("a", "b")
+        asked: list[str] = []
+        opening = asyncio.ensure_future(Opener(swarm, Inbox()).open_in_turn(chain_of(servers), OPENING, 100.0, asked))
+        for name, then in (("a", ["a", "b"]), ("b", ["a", "b", "c"])):
+            await asyncio.sleep(10.0)
+            assert servers.asked() == asked == then[:-1]
+            servers.room[name].set()
+            await asyncio.sleep(0.1)
+            assert servers.asked() == asked == then
+        hops = await opening
+        assert [hop.hop.server.peer_id for hop in hops] == ["b", "c", "a"]  # as the blocks go
+        assert [hop.next_number for hop in hops] == [hops[1].number, hops[2].number, None]
+        waits_s = [call.request.wait_s for call in servers.calls]
+        assert waits_s == pytest.approx([100.0, 90.0, 80.0], abs=1.0)  # the time is for all of them together
+
+    play(servers, story)
+
+
+def test_in_turn_those_after_one_that_has_no_room_are_not_asked() -> None:
+    servers = three()
+
+    async def story(swarm: Swarm) -> None:
+        servers.fill("b")
+        asked: list[str] = []
+        with pytest.raises(PeerBusy):
+            await Opener(swarm, Inbox()).open_in_turn(chain_of(servers), OPENING, 5.0, asked)
+        assert servers.asked() == asked == ["a", "b"]
+        assert servers.calls[0].cancelled
+
+    play(servers, story)
+
+
+@pytest.mark.parametrize("is_last", [False, True])
+def test_a_copy_stands_where_the_original_does(is_last: bool) -> None:
+    servers = three()
+
+    async def story(swarm: Swarm) -> None:
+        opener = Opener(swarm, Inbox())
+        hops = await opener.open_span(ALL, OPENING, None)
+        original, after = (hops[2], None) if is_last else (hops[1], hops[2])
+        copy = await opener.open_copy(original, OPENING, after, record("d", "0:6"))
+        assert (copy.hop.server.peer_id, copy.span) == ("d", original.span)
+        assert copy.session_key != original.session_key and copy.number not in [hop.number for hop in hops]
+        assert copy.next_number == (None if after is None else after.number)
+        request = servers.calls[-1].request
+        assert request.next == (pb.NextHop() if after is None else after.as_next())
+
+    play(servers, story)
+
+
+def test_abandoned_hops_are_dropped_at_once() -> None:
+    servers = three()
+
+    async def story(swarm: Swarm) -> None:
+        hops: list[HopSession] = await Opener(swarm, Inbox()).open_span(ALL, OPENING, None)
+        abandon(hops)
+        assert all(call.cancelled and not call.closed for call in servers.calls)
+
+    play(servers, story)

@@ -1,0 +1,123 @@
+"""How inputs are cut into steps: nothing is lost or doubled, and each step fits every hop."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from swarm_client.transport.steps import OutgoingStep, chunk_size, split
+from swarm_client.transport.wire_tensor import WireTensor
+from swarm_protocol.pb import swarm_pb2 as pb
+from swarm_protocol.wire.block_input import BlockInput
+from swarm_protocol.wire.codec import decode, decode_mask
+from swarm_protocol.wire.constants import PAGE_TOKENS, PART_BYTES
+
+UNLIMITED = 1 << 31  # of a hop that must be given a prompt in one piece
+START, NUMBER, BATCH, NEW, HIDDEN = 3, 40, 2, 10, 4
+CROP = pb.Change(crop=pb.Crop(length=START))
+
+
+# ---------------------------------------------------------------- how large steps are
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "batch_size", "limits", "size"),
+    [
+        (1000, 1, [64], 64),
+        (1000, 1, [100], 96),  # whole pages
+        (1000, 1, [20], 20),  # less than one
+        (1000, 3, [64], 21),
+        (1000, 4, [2], 1),
+        (1024, 1, [512, 512], 128),  # 4 for each of two hops
+        (1024, 1, [512, 64], 64),
+        (1024, 2, [512, 512, 512], 96),  # 1024 / 12, in whole pages
+        (7, 1, [512, 512], 32),
+        (5000, 2, [UNLIMITED], UNLIMITED // 2),
+        (5000, 1, [UNLIMITED, UNLIMITED], UNLIMITED),
+        (5000, 1, [UNLIMITED, 256], 256),
+    ],
+)
+def test_how_many_positions_a_step_has(num_tokens: int, batch_size: int, limits: list[int], size: int) -> None:
+    assert chunk_size(num_tokens, batch_size, limits) == size
+
+
+@given(st.integers(1, 5000), st.integers(1, 8), st.lists(st.integers(8, 4096), min_size=1, max_size=6))
+def test_a_step_fits_every_hop_and_is_of_whole_pages(num_tokens: int, batch_size: int, limits: list[int]) -> None:
+    size = chunk_size(num_tokens, batch_size, limits)
+    assert 1 <= size * batch_size <= min(limits)
+    assert size < PAGE_TOKENS or size % PAGE_TOKENS == 0
+
+
+# ---------------------------------------------------------------- what is in them
+
+
+def cut(inputs: BlockInput, size: int, **options: object) -> list[OutgoingStep]:
+    return split(inputs, start=START, number=NUMBER, size=size, codec=pb.RAW, **options)
+
+
+def hidden_of(step: OutgoingStep) -> torch.Tensor:
+    return WireTensor(step.message.hidden, step.parts).decode(step.message.hidden.shape, torch.float32)
+
+
+@pytest.mark.parametrize("size", [1, 3, 5, 9, 10, 100])
+def test_together_they_are_the_inputs(size: int) -> None:
+    mask = torch.randint(0, 2, (BATCH, START + NEW))
+    mask[:, 0] = 0
+    positions = torch.randint(0, 99, (BATCH, NEW))
+    inputs = BlockInput(torch.randn(BATCH, NEW, HIDDEN), mask, positions)
+    steps = cut(inputs, size)
+    assert len(steps) == -(-NEW // size)
+    assert [step.number for step in steps] == list(range(NUMBER, NUMBER + len(steps)))
+    assert [step.start for step in steps] == list(range(START, START + NEW, size))
+    assert [step.end for step in steps] == [*(step.start for step in steps[1:]), START + NEW]
+    assert sum(step.num_positions for step in steps) == BATCH * NEW
+    assert torch.equal(torch.cat([hidden_of(step) for step in steps], 1), inputs.hidden)
+    assert torch.equal(torch.cat([decode(step.message.position_ids) for step in steps], 1), positions)
+    for step in steps:  # over everything so far
+        assert torch.equal(decode_mask(step.message.attention_mask, BATCH, step.end), mask[:, : step.end])
+
+
+def test_what_does_not_come_with_the_inputs_is_not_sent() -> None:
+    for step in cut(BlockInput(torch.randn(BATCH, NEW, HIDDEN)), 4):
+        assert not step.message.HasField("attention_mask") and not step.message.HasField("position_ids")
+
+
+@pytest.mark.parametrize("size", [1, 3, 10])
+@pytest.mark.parametrize("num_wanted", range(NEW + 1))
+def test_the_last_outputs_are_wanted(num_wanted: int, size: int) -> None:
+    steps = cut(BlockInput(torch.randn(BATCH, NEW, HIDDEN)), size, num_wanted=num_wanted)
+    wanted = [position for step in steps for position in range(step.end - step.message.outputs_wanted, step.end)]
+    assert wanted == list(range(START + NEW))[START + NEW - num_wanted :]
+    assert all(step.message.HasField("outputs_wanted") for step in steps)  # absent, it would mean all
+
+
+def test_rows_change_before_the_first_step() -> None:
+    steps = cut(BlockInput(torch.randn(BATCH, NEW, HIDDEN)), 4, changes=[CROP], every_block=True)
+    assert [list(step.message.changes) for step in steps] == [[CROP], [], []]
+    assert all(step.message.every_block for step in steps)
+
+
+def test_large_hidden_states_have_further_parts() -> None:
+    inputs = BlockInput(torch.randn(1, 3, PART_BYTES // 4))
+    (step,) = cut(inputs, 3)
+    assert [len(step.message.hidden.data), *map(len, step.parts)] == [PART_BYTES] * 3
+    assert torch.equal(hidden_of(step), inputs.hidden)
+
+
+def test_a_step_for_another_hop_has_other_hidden_states() -> None:
+    step, _ = cut(BlockInput(torch.randn(BATCH, NEW, HIDDEN)), 5, changes=[CROP], num_wanted=1)
+    before, output = hidden_of(step), torch.randn(BATCH, 5, HIDDEN)
+    relayed = step.with_hidden(WireTensor.of(output))
+    assert torch.equal(hidden_of(relayed), output) and torch.equal(hidden_of(step), before)
+    relayed.message.hidden.CopyFrom(step.message.hidden)
+    assert relayed.message == step.message
+
+
+def test_a_step_without_data_keeps_everything_else() -> None:
+    step, _ = cut(BlockInput(torch.randn(BATCH, NEW, HIDDEN)), 5, changes=[CROP], num_wanted=1)
+    bare, data = step.without_data(), step.message.hidden.data
+    assert data and not bare.hidden.data
+    bare.hidden.data = data
+    assert bare == step.message
