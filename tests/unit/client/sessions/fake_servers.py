@@ -1,4 +1,4 @@
-"""Servers that open sessions and do nothing in them, behind the real client's DHT and channels, on a virtual clock."""
+"""Servers that open sessions and compute nothing, behind the DHT and channels of a real client, on a virtual clock."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class FakeCall:
         self.request: pb.Open | None = None
         self.is_open = self.closed = self.cancelled = False
         self._servers = servers
-        self._ended = asyncio.Event()
+        self._replies: asyncio.Queue[pb.SessionReply | None] = asyncio.Queue()  # None: the end
 
     async def write(self, request: pb.SessionRequest) -> None:
         await asyncio.sleep(0)
@@ -49,17 +49,21 @@ class FakeCall:
             await self._servers.admit(self.peer_id, self.request)
             self.is_open = True
             return pb.SessionReply(opened=pb.Opened(max_step_tokens=64))
-        await self._ended.wait()
+        reply = await self._replies.get()
         if self.cancelled:
             raise asyncio.CancelledError
-        return grpc.aio.EOF
+        return grpc.aio.EOF if reply is None else reply
+
+    def say(self, reply: pb.SessionReply) -> None:
+        """The server says this to the client."""
+        self._replies.put_nowait(reply)
 
     async def done_writing(self) -> None:
-        self._ended.set()
+        self._replies.put_nowait(None)
 
     def cancel(self) -> None:
         self.cancelled = True
-        self._ended.set()
+        self._replies.put_nowait(None)
 
     async def code(self) -> grpc.StatusCode:
         return grpc.StatusCode.OK
@@ -77,12 +81,12 @@ class FakeChannel:
     def stream_stream(self, _path: str, **_options: Any) -> Callable[[], FakeCall]:
         return lambda: FakeCall(self._servers, self._peer_id)
 
-    def unary_unary(self, _path: str, **_options: Any) -> Callable[..., Coroutine[Any, Any, pb.EchoReply]]:
-        async def echo(_request: Any, timeout: float) -> pb.EchoReply:
+    def unary_unary(self, path: str, **_options: Any) -> Callable[..., Coroutine[Any, Any, Any]]:
+        async def call(request: Any, timeout: float) -> Any:
             await asyncio.sleep(0.001)
-            return pb.EchoReply()
+            return self._servers.answer(path.rpartition("/")[2], request)
 
-        return echo
+        return call
 
     def stream_unary(self, _path: str, **_options: Any) -> None:
         """Sessions here use no adapter of the client's own."""
@@ -98,6 +102,8 @@ class FakeServers:
         calls: the sessions they were asked for, in this order.
         refusals: with what a server refuses at once, by peer id.
         silent: who never answers, by peer id.
+        progress: of sessions, by key; ``nexts``: the keys of those that their outputs were rerouted to.
+        copy_failures: how many copies of sessions still fail.
         room: set once a server has room, by peer id; those that are not there have room.
     """
 
@@ -108,6 +114,9 @@ class FakeServers:
         self.calls: list[FakeCall] = []
         self.refusals: dict[str, grpc.StatusCode] = {}
         self.silent: set[str] = set()
+        self.progress: dict[bytes, pb.SessionProgress] = {}
+        self.nexts: dict[bytes, bytes] = {}
+        self.copy_failures = 0
         self.room: dict[str, asyncio.Event] = {}
 
     def fill(self, *names: str) -> None:
@@ -126,6 +135,19 @@ class FakeServers:
                 await asyncio.wait_for(room.wait(), request.wait_s)
             except TimeoutError:
                 raise _error(grpc.StatusCode.RESOURCE_EXHAUSTED, FULL) from None
+
+    def answer(self, method: str, request: Any) -> Any:
+        """Calls beside the streams."""
+        if method == "Echo":
+            return pb.EchoReply()
+        if method == "Reroute":
+            self.nexts[request.session_key] = request.next.session_key
+        if method == "Copy":
+            if self.copy_failures:
+                self.copy_failures -= 1
+                raise _error(grpc.StatusCode.UNAVAILABLE, "the copy failed")
+            self.progress[request.to.session_key] = self.progress[request.session_key]
+        return self.progress.get(request.session_key, pb.SessionProgress())
 
     def asked(self) -> list[str]:
         return [call.peer_id for call in self.calls]
