@@ -168,7 +168,7 @@ def measure(path: Path, quant: str, rounds: int, local: dict[str, nn.Module]) ->
         memory_mb = client_memory_mb(path, servers.swarm)
     for name in remote:
         values, beside = measured[f"remote {name}"], measured[f"local {name}"]
-        yield Row(f"local fp32, {name}", statistics.median(beside))
+        yield Row(f"local fp32, {name}, beside swarm {kind}", statistics.median(beside))
         ratio = median_ratio(values, beside)
         yield Row(
             f"swarm {kind}, {name}", statistics.median(values), statistics.median(beside), ratio, TARGET, traffic[name]

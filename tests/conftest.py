@@ -3,6 +3,8 @@
 import os
 import signal
 
+import pytest
+
 os.environ["OMP_NUM_THREADS"] = "1"  # servers inside the process obey it too
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
@@ -18,3 +20,8 @@ torch.set_num_threads(1)
 logging.disable_progress_bar()
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in the background of a shell: processes would inherit that
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("cuda") and not torch.cuda.is_available():
+        pytest.skip("there is no CUDA device")

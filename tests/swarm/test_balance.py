@@ -107,8 +107,8 @@ def free_port() -> int:
 @SLOW
 def test_traffic_takes_the_fast_chain_and_then_the_next_best(volunteers, connect, moments):
     """Near and fast servers for both halves, a slow one, one far away, and one that is neither."""
-    fast, left = volunteers.start(400, "--blocks", RIGHT), volunteers.start(400, "--blocks", LEFT)
-    second, _slow = volunteers.start(100, "--blocks", RIGHT), volunteers.start(2, "--blocks", LEFT)
+    fast, left = volunteers.start(1000, "--blocks", RIGHT), volunteers.start(1000, "--blocks", LEFT)
+    second, _slow = volunteers.start(15, "--blocks", RIGHT), volunteers.start(2, "--blocks", LEFT)
     port = free_port()
     with DelayedPort(port, delay_s=0.2) as far_away:
         announced = ["--port", str(port), "--announce-address", f"127.0.0.1:{far_away.port}"]
