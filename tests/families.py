@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import pytest
-
+from tests.marks import always
 from tests.zoo import ALIKE, SUPPORTED
 
 
 def families(*but: str) -> list:
     """All but those named."""
     names = [name for name in SUPPORTED if name not in but]
-    return [pytest.param(name, marks=pytest.mark.slow if name in ALIKE else ()) for name in names]
+    return always(*(name for name in names if name not in ALIKE), among=names)
 
 
 FAMILIES = families()

@@ -26,7 +26,7 @@ from swarm_protocol.errors import SwarmError
 from swarm_protocol.span import Span
 from swarm_protocol.wire.constants import FIRST_STEP
 
-_PAST_STEPS = 256  # that a copy may lag behind
+_PAST_STEPS = 256  # that a replica may lag behind
 
 
 class Chain:
@@ -34,7 +34,7 @@ class Chain:
 
     Attributes:
         hops: first blocks first. Only the chain changes this list, which others read.
-        number: of the last step; ``past``: the steps before the call under way.
+        number: of the last step.
         is_new: what came before the next call has not been sent to any server yet.
         busy: held during a call.
     """
@@ -61,7 +61,7 @@ class Chain:
         self._standby = StandbyReplicas(self.hops, swarm, opener, terms, standby, self._move_between_calls)
         self._replacer = HopReplacer(self.hops, swarm, opener, terms, self._standby, reporter)
         self._listener = Listener(self.hops, swarm, inbox, self._replacer.answered, self._standby.handle)
-        self.past: deque[Taken] = deque(maxlen=_PAST_STEPS)
+        self._past: deque[Taken] = deque(maxlen=_PAST_STEPS)  # the steps before the call under way
         self._moving: asyncio.Task[None] | None = None
         self.busy = asyncio.Lock()
         swarm.sessions.add(self)
@@ -108,7 +108,7 @@ class Chain:
         async with self.busy:
             if self._swarm.closed:
                 raise closed_error()
-            self._listener.got_on()
+            self._listener.made_progress()
             self._replacer.begin_call()
             try:
                 await self._run(call)
@@ -116,13 +116,13 @@ class Chain:
                 if self._listener.refused is not None and self._listener.refused == call.first_number:
                     self.hops[0].unpost()  # the servers are as they were before
                 else:
-                    await asyncio.shield(self.forget())
+                    await asyncio.shield(self._forget())
                 raise
             finally:
                 self._listener.end_call()
                 if call.steps:
                     self.number = call.steps[-1].number
-            self.past.extend(call.taken)
+            self._past.extend(call.taken)
         self._standby.arrange()
         return call.output()
 
@@ -130,14 +130,14 @@ class Chain:
         """Lets the servers go once no call is under way."""
         async with self.busy:
             self._terms.asked_s = None
-            await self.forget()
+            await self._forget()
 
-    async def forget(self) -> None:
+    async def _forget(self) -> None:
         """Lets the servers go; the next call starts with others."""
         hops = list(self.hops)
         self.hops.clear()
         self._listener.refused = None
-        self.past.clear()
+        self._past.clear()
         await close([*hops, *self._standby.forget()])
 
     async def _run(self, call: Call) -> None:
@@ -145,8 +145,8 @@ class Chain:
             await self._move()
         while True:
             if self.hops:
-                self.cut(call)
-                self.post(call.steps)
+                self._cut(call)
+                self._post(call.steps)
             else:
                 await self._open(call)
             self._listener.progress_s = now_s()
@@ -154,7 +154,7 @@ class Chain:
                 return
             call.forget_outputs()
             self.number = call.steps[-1].number
-            await self.forget()
+            await self._forget()
 
     async def _open(self, call: Call) -> None:
         """Opens hops for all blocks, and replays everything that came before the call."""
@@ -163,8 +163,8 @@ class Chain:
         call.before, call.changes = call.after.cropped(call.start), ()  # new hops get the rows as they are now
         self.hops[:] = await self._replacer.open_all(self._blocks, call.after, self.number)
         self.is_new = False
-        self.cut(call)
-        self.post(self._replacer.replay_all(call, self.hops))
+        self._cut(call)
+        self._post(self._replacer.replay_all(call, self.hops))
 
     async def _complete(self, call: Call) -> bool:
         """Waits for all outputs. False: the call must begin again, with other hops."""
@@ -177,7 +177,7 @@ class Chain:
     async def _recover(self, call: Call, errors: Failures) -> bool:
         """Replaces failed hops, and any that fail meanwhile. False: the call must begin again."""
         self._replacer.begin_recovery(self._listener.progress_s)
-        state = self._replacer.begin_failover(call, self.past)
+        state = self._replacer.begin_failover(call, self._past)
         event: Event = self._replacer.failure(errors)
         try:
             while True:
@@ -187,7 +187,7 @@ class Chain:
                         case Splice(gap):
                             self.hops[gap.start : gap.stop] = self._replacer.splice(instruction)
                         case Resume():
-                            self._listener.got_on()
+                            self._listener.made_progress()
                             return True
                         case StartOver():
                             return False
@@ -197,7 +197,7 @@ class Chain:
             self._replacer.abandon_new()
             raise
 
-    def cut(self, call: Call) -> None:
+    def _cut(self, call: Call) -> None:
         """Into steps that no hop finds too long."""
         batch_size, num_tokens, _ = call.inputs.hidden.shape
         call.steps = split(
@@ -211,7 +211,7 @@ class Chain:
             every_block=bool(call.watched),
         )
 
-    def post(self, steps: list[OutgoingStep]) -> None:
+    def _post(self, steps: list[OutgoingStep]) -> None:
         """To the first hop."""
         for step in steps:
             self.hops[0].post(step.message, step.parts)
@@ -241,7 +241,7 @@ class Chain:
                 if index:
                     await self.hops[index - 1].reroute(replica, [])
             except SwarmError:  # nobody knows where its outputs go
-                await self.forget()
+                await self._forget()
                 return
             self._standby.take(hop)
             self.hops[index] = replica

@@ -48,8 +48,7 @@ class Listener:
         self.progress_s = 0.0
         self.refused: int | None = None
 
-    def got_on(self) -> None:
-        """There has been progress."""
+    def made_progress(self) -> None:
         self.progress_s, self.refused = now_s(), None
 
     def end_call(self) -> None:

@@ -51,7 +51,7 @@ def num_hosted(starting: Starting) -> int:
     return min(affordable, num_blocks)
 
 
-class Surroundings:
+class PeerMonitor:
     """The servers of the model's revision that is served here, without those that are known to be dead."""
 
     def __init__(self, joined: Joined, network_probe: NetworkProbe) -> None:
@@ -83,13 +83,13 @@ class Surroundings:
 class Mover:
     """Hosts one span after the other, and has the record say so."""
 
-    def __init__(self, starting: Starting, surroundings: Surroundings, presence: Presence) -> None:
+    def __init__(self, starting: Starting, monitor: PeerMonitor, presence: Presence) -> None:
         self._loader = starting.loader
         self._channels = starting.channels
         self._num_blocks = starting.checkpoint.family.num_blocks
         self._margin = starting.config.balance_margin
         self._drain_timeout_s = starting.config.drain_timeout_s
-        self._surroundings = surroundings
+        self._monitor = monitor
         self._presence = presence
 
     async def settle(self, state: Loading) -> Loading:
@@ -97,11 +97,11 @@ class Mover:
         for _ in range(_MAX_SETTLING):
             await asyncio.sleep(_SETTLE_S)
             own = state.record
-            servers = (await self._surroundings.view(own)).servers
+            servers = (await self._monitor.view(own)).servers
             others = [server for server in servers if server.peer_id != own.peer_id]
             if not any(server.state is ServerState.JOINING and not server.pinned for server in others):
                 break
-            span = await self._surroundings.choose_span(len(own.span), own)
+            span = await self._monitor.choose_span(len(own.span), own)
             if span != own.span:
                 state = state.choose(span)
                 self._presence.enter(state)
@@ -114,10 +114,10 @@ class Mover:
         self._presence.enter(serving)
         return serving
 
-    async def look_around(self) -> None:
-        await self._surroundings.measure_network(self._presence.state.record)
+    async def measure_network(self) -> None:
+        await self._monitor.measure_network(self._presence.state.record)
 
-    async def go_where_needed(self) -> None:
+    async def rebalance(self) -> None:
         old = self._presence.state.record.span
         loading = await self._leave_if_needed()  # no name here holds the old blocks: their memory is for the new ones
         if loading is not None:
@@ -130,7 +130,7 @@ class Mover:
             return None
         if state.record.pinned or len(state.record.span) == self._num_blocks:
             return None
-        view, peer_id = await self._surroundings.view(state.record), state.record.peer_id
+        view, peer_id = await self._monitor.view(state.record), state.record.peer_id
         to = await asyncio.to_thread(own_move, view, peer_id, self._num_blocks, self._margin)
         return None if to is None else await self._leave(state, to)
 
@@ -140,7 +140,7 @@ class Mover:
         self._presence.enter(planning)
         await self._presence.publish()
         await asyncio.sleep(CONFIRM_S)
-        view = await self._surroundings.view(planning.record)
+        view = await self._monitor.view(planning.record)
         if not await asyncio.to_thread(may_leave, view, peer_id, self._num_blocks, self._margin):
             self._presence.enter(planning.stay())
             await self._presence.publish()

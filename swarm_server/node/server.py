@@ -24,7 +24,7 @@ from swarm_server.net.push import ChannelPool
 from swarm_server.node.addresses import announced, bind
 from swarm_server.node.hosting import SpanLoader, device_and_dtype
 from swarm_server.node.joining import join
-from swarm_server.node.moving import Mover, Surroundings, num_hosted
+from swarm_server.node.moving import Mover, PeerMonitor, num_hosted
 from swarm_server.node.preloaded import check_adapters
 from swarm_server.node.presence import Presence, repeat
 from swarm_server.node.states import Joined, Starting
@@ -33,7 +33,7 @@ from swarm_server.rpc.service import BlocksService
 
 _logger = logging.getLogger(__name__)
 _GRACE_S = 2.0  # for streams that are open when the server stops
-_NEIGHBOURS_S = (10.0, 40.0)  # between two rounds of measuring the network
+_PROBE_S = (10.0, 40.0)  # between two rounds of measuring the network
 
 
 class Server:
@@ -62,8 +62,8 @@ class Server:
             starting = await _start(self.config, cleanup)
             joined = await _join(starting, cleanup)
             network_probe = NetworkProbe(starting.channels)
-            surroundings = Surroundings(joined, network_probe)
-            loading = joined.load(starting.span or await surroundings.choose_span(num_hosted(starting)))
+            monitor = PeerMonitor(joined, network_probe)
+            loading = joined.load(starting.span or await monitor.choose_span(num_hosted(starting)))
             presence = Presence(joined, network_probe, loading)
             losing_daemon = asyncio.ensure_future(presence.keep_daemon(self._stop.is_set))
             cleanup.callback(losing_daemon.cancel)
@@ -71,7 +71,7 @@ class Server:
             await presence.publish()
             keeping: asyncio.Task[None] = asyncio.ensure_future(repeat(presence.keep_membership, (RENEW_S, RENEW_S)))
             cleanup.callback(keeping.cancel)
-            mover = Mover(starting, surroundings, presence)
+            mover = Mover(starting, monitor, presence)
             if starting.span is None:
                 loading = await mover.settle(loading)
             idle_timeout_s = self.config.session_idle_timeout_s
@@ -94,8 +94,8 @@ class Server:
         tasks = [
             stopping,
             asyncio.ensure_future(repeat(presence.publish, (REFRESH_S, REFRESH_S))),
-            asyncio.ensure_future(repeat(mover.look_around, _NEIGHBOURS_S)),
-            asyncio.ensure_future(repeat(mover.go_where_needed, CHECK_S)),
+            asyncio.ensure_future(repeat(mover.measure_network, _PROBE_S)),
+            asyncio.ensure_future(repeat(mover.rebalance, CHECK_S)),
         ]
         try:
             await asyncio.wait([stopping, losing_daemon], return_when=asyncio.FIRST_COMPLETED)

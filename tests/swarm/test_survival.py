@@ -16,7 +16,7 @@ from swarm_client.sessions.call import Call
 from swarm_client.sessions.listener import Failures, Listener
 from swarm_client.transport.hops import BlockAnswer, HopSession
 from swarm_protocol.span import Span
-from tests.marks import SLOW
+from tests.marks import SLOW, always
 from tests.swarm.pair import NEW_TOKENS, random_ids
 from tests.swarm.survival import SPANS, each_hop
 from tests.swarm.tuning import assert_close
@@ -263,7 +263,7 @@ WAYS = {
 OFTEN = "beams", "speculation"
 
 
-@pytest.mark.parametrize("way", [pytest.param(way, marks=() if way in OFTEN else SLOW) for way in WAYS])
+@pytest.mark.parametrize("way", always(*OFTEN, among=WAYS))
 def test_whatever_way_of_generating(client, moments, way):
     ids, options = WAYS[way]
     moments.before_step(5, lambda: client.kill(1))

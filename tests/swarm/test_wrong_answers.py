@@ -10,7 +10,7 @@ import torch
 from swarm_client.core.events import Recovery
 from swarm_protocol.span import Span
 from swarm_server.engine.engine import Engine
-from tests.marks import SLOW
+from tests.marks import always
 from tests.swarm.pair import Pair, random_ids, started
 from tests.swarm.survival import SPANS, each_hop
 
@@ -73,7 +73,7 @@ def spoil(monkeypatch: pytest.MonkeyPatch, blocks: Span, good_runs: int, mistake
 
 @each_hop(0, 1, 2)
 @pytest.mark.parametrize("when", PROMPTS)
-@pytest.mark.parametrize("mistake", [pytest.param(name, marks=() if name in OFTEN else SLOW) for name in MISTAKES])
+@pytest.mark.parametrize("mistake", always(*OFTEN, among=MISTAKES))
 def test_another_takes_its_place(pair, events, monkeypatch, mistake, when, hop):
     """Only that one is replaced."""
     spoil(monkeypatch, Span.parse(SPANS[hop]), 3, MISTAKES[mistake])

@@ -15,7 +15,7 @@ from swarm_protocol.span import Span
 from swarm_server.core.config import ServerConfig
 from swarm_server.engine.throughput import Speeds
 from swarm_server.node import moving
-from swarm_server.node.moving import Mover, Surroundings, num_hosted
+from swarm_server.node.moving import Mover, PeerMonitor, num_hosted
 from swarm_server.node.presence import Presence, repeat
 from swarm_server.node.states import Draining, Ended, Joined, Serving, Starting, Unloaded
 from tests.unit.support import run, server_record
@@ -120,10 +120,10 @@ class Life:
         self.loader = FakeLoader(*broken)
         starting = Starting(ServerConfig(**config), checkpoint, None, "torch.float32", None, self.loader)
         self.joined = Joined(starting, self.membership, None, "127.0.0.1:1", b"")
-        self.surroundings = Surroundings(self.joined, FakeProbe())
+        self.monitor = PeerMonitor(self.joined, FakeProbe())
         self.loading = self.joined.load(HERE)
         self.presence = Presence(self.joined, FakeProbe(), self.loading)
-        self.mover = Mover(starting, self.surroundings, self.presence)
+        self.mover = Mover(starting, self.monitor, self.presence)
 
     def serve(self, num_sessions: int = 0) -> FakeRuntime:
         """In the swarm's eyes too."""
@@ -149,7 +149,7 @@ class TestMove:
     def test_the_swarm_hears_of_every_state(self) -> None:
         life = Life(*needed_there())
         old = life.serve()
-        run(life.mover.go_where_needed())
+        run(life.mover.rebalance())
         assert life.dht.said == [
             (ONLINE, HERE, None),
             (ONLINE, HERE, THERE),
@@ -164,29 +164,29 @@ class TestMove:
         life = Life(*needed_there())
         runtime = life.serve()
         monkeypatch.setattr(moving, "may_leave", lambda *_view: False)
-        run(life.mover.go_where_needed())
+        run(life.mover.rebalance())
         assert life.dht.said[1:] == [(ONLINE, HERE, THERE), (ONLINE, HERE, None)]
         assert not runtime.is_closed and life.presence.sessions is runtime.host
 
     def test_it_goes_back_for_good_if_the_other_blocks_cannot_be_loaded(self) -> None:
         life = Life(*needed_there(), broken=(THERE,))
         life.serve()
-        run(life.mover.go_where_needed())
+        run(life.mover.rebalance())
         assert life.dht.said[-2:] == [(JOINING, THERE, None), (ONLINE, HERE, None)]
         assert life.dht.published[-1].pinned
         num_published = len(life.dht.published)
-        run(life.mover.go_where_needed())
+        run(life.mover.rebalance())
         assert len(life.dht.published) == num_published
 
     def test_the_old_blocks_are_gone_before_others_are_loaded(self) -> None:
         life = Life(*needed_there())
         life.loader.before = weakref.ref(life.serve())
-        run(life.mover.go_where_needed())
+        run(life.mover.rebalance())
         assert life.dht.said[-1] == (ONLINE, THERE, None)
 
     def test_a_server_without_blocks_does_not_move(self) -> None:
         life = Life(*needed_there())
-        run(life.mover.go_where_needed())
+        run(life.mover.rebalance())
         assert life.dht.published == []
 
     def test_nobody_finds_sessions_while_other_blocks_load(self) -> None:
@@ -232,8 +232,8 @@ class TestChoice:
 
     def test_servers_of_another_revision_are_not_counted(self) -> None:
         life = Life(server_record("a", "0:4"), server_record("b", "4:8", revision="older"))
-        assert [server.peer_id for server in run(life.surroundings.view()).servers] == ["a"]
-        assert run(life.surroundings.choose_span(4)) == THERE
+        assert [server.peer_id for server in run(life.monitor.view()).servers] == ["a"]
+        assert run(life.monitor.choose_span(4)) == THERE
 
     def test_more_blocks_than_the_model_has_are_refused(self) -> None:
         assert num_hosted(Life(num_blocks=3).joined.starting) == 3
