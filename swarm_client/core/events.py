@@ -21,7 +21,7 @@ class Recovery:
         failed: ids of the servers that computed them until now, and ``reason``, why not any more.
         replacements: ids of those that do now.
         replayed_tokens: positions that were computed again, of every row.
-        from_copy: a copy stood by, which had all or nearly all keys and values.
+        from_copy: a standby replica took over, which had all or nearly all keys and values.
         stall_s: from the last sign of progress, or from the call that found the failure, to the next answer.
     """
 
@@ -34,7 +34,7 @@ class Recovery:
     stall_s: float
 
     def __str__(self) -> str:
-        what = "a copy stood by" if self.from_copy else f"replayed {self.replayed_tokens} tokens"
+        what = "a standby replica took over" if self.from_copy else f"replayed {self.replayed_tokens} tokens"
         return f"{self.reason}; blocks {self.span} move to {_names(self.replacements)}; {what} in {self.stall_s:.2g} s"
 
 
