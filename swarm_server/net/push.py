@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from typing import Any
 
 import grpc
@@ -78,6 +79,7 @@ class Pusher:
         self._call: grpc.aio.StreamStreamCall[Any, Any] | None = None
         self._connecting = asyncio.ensure_future(self._connect(channels))
         self._reading: asyncio.Task[Any] | None = None
+        self._writing: asyncio.Task[Any] | None = None
 
     async def send(self, step: pb.Step, parts: Parts) -> None:
         """Returns once the step is on its way; waits while the next hop has too many to take."""
@@ -94,15 +96,8 @@ class Pusher:
                 await self._give_up(step, parts)
             return
         assert call is not None  # or the stream would be broken
-        try:
-            await call.write(pb.PushRequest(step=step))
-            for part in parts:
-                await call.write(pb.PushRequest(more=part))
-        except (grpc.RpcError, asyncio.InvalidStateError):
-            pass  # the reader notices as well, and gives up what was not taken
-        except asyncio.CancelledError:
-            if not self.retired:  # to cancel the call cancels its writer as well
-                raise
+        # If it breaks, the reader notices as well, and gives up what was not taken.
+        await self._write(call, [pb.PushRequest(step=step), *(pb.PushRequest(more=part) for part in parts)])
 
     async def drain(self) -> bool:
         """Waits until everything is taken; False if it never will be."""
@@ -118,6 +113,7 @@ class Pusher:
         self._connecting.cancel()
         if self._call is not None:
             self._call.cancel()  # which ends the reader, unless it is in the middle of giving something up
+        self._stop_writing()
         async with self._taken:
             self._taken.notify_all()
 
@@ -131,14 +127,24 @@ class Pusher:
         """Only with the first step: before, the next hop may not have heard of the session yet."""
         assert self._stub is not None  # or the stream would be broken
         self._call = call = self._stub.Push()
+        self._reading = asyncio.ensure_future(self._read(call))
+        await self._write(call, [pb.PushRequest(session_key=self._hop.session_key)])
+
+    async def _write(self, call: grpc.aio.StreamStreamCall[Any, Any], requests: Iterable[pb.PushRequest]) -> None:
+        """Returns once they are on their way, or the stream is broken.
+
+        In a task of its own, which can be cancelled: gRPC lets a writer wait for ever whose call ends before it began.
+        """
+        self._writing = asyncio.ensure_future(_write_all(call, requests))
         try:
-            await call.write(pb.PushRequest(session_key=self._hop.session_key))
-            self._reading = asyncio.ensure_future(self._read(call))
-        except (grpc.RpcError, asyncio.InvalidStateError) as error:
-            self._lost(error)
+            await asyncio.wait([self._writing])
         except asyncio.CancelledError:
-            if not self.retired:
-                raise
+            self._stop_writing()
+            raise
+
+    def _stop_writing(self) -> None:
+        if self._writing is not None:
+            self._writing.cancel()
 
     def _lost(self, error: Exception) -> None:
         self._broken = True
@@ -155,6 +161,7 @@ class Pusher:
         except asyncio.CancelledError:
             if not self.retired:
                 raise
+        self._stop_writing()
         async with self._taken:
             self._broken = True
             untaken, self._untaken = self._untaken, {}
@@ -162,3 +169,9 @@ class Pusher:
                 if not self.retired:
                     await self._give_up(step, parts)
             self._taken.notify_all()
+
+
+async def _write_all(call: grpc.aio.StreamStreamCall[Any, Any], requests: Iterable[pb.PushRequest]) -> None:
+    with contextlib.suppress(grpc.RpcError, asyncio.InvalidStateError):
+        for request in requests:
+            await call.write(request)

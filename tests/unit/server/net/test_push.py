@@ -1,0 +1,136 @@
+"""What a session sends to another server: over real gRPC, which has ways of its own to end a stream."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import grpc
+import pytest
+
+from swarm_protocol.pb import swarm_pb2 as pb
+from swarm_protocol.pb.swarm_pb2_grpc import BlocksServicer, BlocksStub, add_BlocksServicer_to_server
+from swarm_server.net.push import Pusher
+from tests.unit.support import run
+
+TIMEOUT_S = 60.0  # of what would otherwise never end
+
+
+class OtherServer(BlocksServicer):
+    """Takes the first ``num_taken`` steps, and no more."""
+
+    def __init__(self, num_taken: int) -> None:
+        self.taken: list[int] = []
+        self.asked = asyncio.Event()
+        self._num_taken = num_taken
+
+    async def Push(self, requests: AsyncIterator[pb.PushRequest], context: grpc.aio.ServicerContext) -> None:
+        self.asked.set()
+        async for request in requests:
+            if request.HasField("step") and len(self.taken) < self._num_taken:
+                self.taken.append(request.step.number)
+                await context.write(pb.PushReply(number=request.step.number))
+
+
+class Channels:
+    """The way to the other server; ``called`` hears when a stream to it begins."""
+
+    def __init__(self, channel: grpc.aio.Channel) -> None:
+        self.called = asyncio.Event()
+        self._stub = BlocksStub(channel)
+
+    async def stub(self, _hop: pb.NextHop) -> Channels:
+        return self
+
+    def Push(self) -> grpc.aio.StreamStreamCall:
+        self.called.set()
+        return self._stub.Push()
+
+
+@asynccontextmanager
+async def connected(other: OtherServer) -> AsyncIterator[tuple[grpc.aio.Server, Channels]]:
+    server = grpc.aio.server()
+    add_BlocksServicer_to_server(other, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+        await channel.channel_ready()
+        try:
+            yield server, Channels(channel)
+        finally:
+            await server.stop(None)
+
+
+def step(number: int) -> tuple[pb.Step, list[bytes]]:
+    return pb.Step(number=number), [b"part"]
+
+
+@pytest.mark.parametrize("num_turns", range(6))
+def test_a_sender_is_let_go_however_early_its_stream_is_retired(num_turns):
+    """In particular before gRPC has begun the call: it leaves its own writers waiting then."""
+
+    async def scenario() -> None:
+        async with connected(OtherServer(num_taken=9)) as (_server, channels):
+            pusher = Pusher(channels, pb.NextHop(), never)
+            sending = asyncio.ensure_future(pusher.send(*step(1)))
+            await channels.called.wait()
+            for _ in range(num_turns):
+                await asyncio.sleep(0)
+            await pusher.retire()
+            await ended(sending)
+
+    run(scenario())
+
+
+def test_one_that_waits_for_a_slow_server_is_let_go():
+    async def scenario() -> None:
+        other = OtherServer(num_taken=1)
+        async with connected(other) as (_server, channels):
+            pusher = Pusher(channels, pb.NextHop(), never)
+            sending = asyncio.ensure_future(send_all(pusher, 9))
+            await asyncio.wait_for(other.asked.wait(), TIMEOUT_S)
+            await pusher.retire()
+            await ended(sending)
+
+    run(scenario())
+
+
+def test_what_a_server_that_ends_has_not_taken_is_given_up_in_order():
+    async def scenario() -> None:
+        given_up: list[int] = []
+
+        async def give_up(step: pb.Step, parts: list[bytes]) -> None:
+            assert parts == [b"part"]
+            given_up.append(step.number)
+
+        other = OtherServer(num_taken=2)
+        async with connected(other) as (server, channels):
+            pusher = Pusher(channels, pb.NextHop(), give_up)
+            sending = asyncio.ensure_future(send_all(pusher, 9))
+            await asyncio.wait_for(other.asked.wait(), TIMEOUT_S)
+            await server.stop(None)
+            await ended(sending)
+            await send_all(pusher, 10, first=10)
+            known = sorted({*other.taken, *given_up})
+            assert known == list(range(1, 11))
+            assert given_up == sorted(given_up)
+            assert not await pusher.drain()
+
+    run(scenario())
+
+
+async def send_all(pusher: Pusher, last: int, first: int = 1) -> None:
+    for number in range(first, last + 1):
+        await pusher.send(*step(number))
+
+
+async def never(step: pb.Step, _parts: list[bytes]) -> None:
+    raise AssertionError(f"step {step.number} was given up")
+
+
+async def ended(task: asyncio.Task) -> None:
+    """Not ``wait_for``, which would cancel the task, and thus let it go."""
+    done, _ = await asyncio.wait([task], timeout=TIMEOUT_S)
+    assert done
+    task.result()
