@@ -74,9 +74,14 @@ class InProcessServers:
 
     def records(self) -> list[ServerRecord]:
         """What the DHT says about the servers, first blocks first."""
+        return list(background.run(self.dht.view(self.model.name, self._num_blocks)).servers)
+
+    @property
+    def dht(self) -> Dht:
+        """A node that only asks."""
         if self._dht is None:
             self._dht = background.run(Dht.join(self.swarm, self.initial_peers, Identity.generate()))
-        return list(background.run(self._dht.view(self.model.name, self._num_blocks)).servers)
+        return self._dht
 
     def describe(self) -> list[ServerRecord]:
         """The records of the servers in this process as they are now, asked of the servers themselves."""

@@ -5,13 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from swarm_client import DistributedModel
+from swarm_client import ClientConfig, DistributedModel
+from swarm_client.model import model as loading
+from swarm_client.swarm.swarm import Swarm
+from swarm_protocol.dht.dht import Dht
 from tests.swarm.harness import InProcessServers
 from tests.zoo import VOCAB, save_checkpoint
 
@@ -37,7 +42,8 @@ class Pair:
 
 
 def ends_only_at_its_length(model: PreTrainedModel) -> PreTrainedModel:
-    model.generation_config.eos_token_id = None
+    if model.can_generate():
+        model.generation_config.eos_token_id = None
     return model.eval()
 
 
@@ -58,11 +64,31 @@ def started(directory: Path, *spans: str, config: dict[str, Any] | None = None, 
 
 
 @contextmanager
-def connected(servers: InProcessServers, **options: Any) -> Iterator[PreTrainedModel]:
-    """A client of its own."""
-    known = {"initial_peers": servers.initial_peers, "swarm": servers.swarm}
-    with DistributedModel.from_pretrained(str(servers.model), **(known | options)) as remote:
+def connected(servers: InProcessServers, kind: Any = DistributedModel, **options: Any) -> Iterator[PreTrainedModel]:
+    """A client of its own, but for the DHT node: to start one takes a second of a processor."""
+    dht = servers.dht
+
+    async def join(_config: ClientConfig) -> SharedDht:
+        return SharedDht(dht)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loading, "Swarm", partial(Swarm, join=join))
+        remote = kind.from_pretrained(str(servers.model), swarm=servers.swarm, **options)
+    with remote:
         yield ends_only_at_its_length(remote)
+
+
+class SharedDht:
+    """Lives on when one of its users leaves."""
+
+    def __init__(self, dht: Dht) -> None:
+        self._dht = dht
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._dht, name)
+
+    async def shutdown(self) -> None:
+        pass
 
 
 def random_ids(batch_size: int, length: int, seed: int) -> torch.Tensor:

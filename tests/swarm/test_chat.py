@@ -205,7 +205,6 @@ def test_as_a_command(servers, local, text_tokenizer):
         input="\n".join(LINES[:2]),
         capture_output=True,
         text=True,
-        timeout=120,
     )
     assert (result.returncode, result.stderr) == (0, "")
     assert result.stdout == "".join(f"{answer}\n" for answer in expected)

@@ -17,10 +17,10 @@ from tests.swarm.processes import Outcome, run_commands
 from tests.swarm.waiting import wait_for
 
 
-def run(*arguments: str, cache: str, timeout: float = 120, **more: str) -> subprocess.CompletedProcess:
+def run(*arguments: str, cache: str, **more: str) -> subprocess.CompletedProcess:
     environment = {**os.environ, "XDG_CACHE_HOME": str(cache), "OMP_NUM_THREADS": "1", **more}
     command = [sys.executable, "-m", "swarm_client", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=timeout, env=environment)
+    return subprocess.run(command, capture_output=True, text=True, env=environment)
 
 
 def processes_with(text: str) -> list[int]:

@@ -56,7 +56,7 @@ start(package, arguments)
 def python(script: str, *arguments: str, cache: os.PathLike[str]) -> subprocess.CompletedProcess:
     command = [sys.executable, "-c", script, *arguments]
     environment = {**os.environ, "XDG_CACHE_HOME": str(cache)}
-    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120)
+    return subprocess.run(command, capture_output=True, text=True, env=environment)
 
 
 WRONG = {  # the first is right

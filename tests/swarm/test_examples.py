@@ -22,7 +22,6 @@ def run(name: str, *arguments: str, cache: Path, stdin: str = "") -> str:
         input=stdin,
         capture_output=True,
         text=True,
-        timeout=280,
         env={**os.environ, "XDG_CACHE_HOME": str(cache), "PYTHONPATH": str(ROOT)},
     )
     assert result.returncode == 0, result.stderr

@@ -9,9 +9,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from swarm_client import DistributedModel, RequestRejected
+from swarm_client import RequestRejected
 from tests.marks import always
 from tests.swarm.harness import InProcessServers
+from tests.swarm.pair import connected
 from tests.swarm.tuning import assert_close
 from tests.zoo import PAD, SUPPORTED, VOCAB, save_checkpoint
 
@@ -42,13 +43,10 @@ def pair(request, tmp_path_factory) -> Iterator[Pair]:
     with InProcessServers(directory, cache_tokens=16384) as servers:
         servers.start(*SPANS)
         whole = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
-        remote = DistributedModel.from_pretrained(
-            str(directory), initial_peers=servers.initial_peers, swarm=servers.swarm
-        )
-        for model in (whole, remote):
-            model.generation_config.eos_token_id = None
-            model.generation_config.pad_token_id = PAD
-        with remote:
+        with connected(servers) as remote:
+            for model in (whole, remote):
+                model.generation_config.eos_token_id = None
+                model.generation_config.pad_token_id = PAD
             yield Pair(whole, remote)
 
 

@@ -181,7 +181,7 @@ def test_ctrl_c_saves_and_the_resumed_run_ends_as_if_nothing_had_happened(outcom
     arguments = command(servers, place, "interrupted", *RUNS["lora"])
     with begun(arguments, cache_home) as process:
         os.killpg(process.pid, signal.SIGINT)
-        stdout, stderr = process.communicate(timeout=60)
+        stdout, stderr = process.communicate()
     assert process.returncode == 130, stderr
     assert "Traceback" not in stderr
     assert "which is saved; go on with" in stdout and "--resume" in stdout
@@ -204,7 +204,7 @@ def test_when_all_servers_go_the_last_step_is_saved_and_the_run_goes_on_with_oth
         arguments = command(leaving, place, name, *RUNS["lora"], "--recovery-timeout", "1", "--wait", "1")
         with begun(arguments, cache_home, line_begins) as process:
             leaving.stop(*running)
-            stdout, stderr = process.communicate(timeout=60)
+            stdout, stderr = process.communicate()
     assert process.returncode == 1, stdout
     assert "Traceback" not in stderr and "error: " in stderr.splitlines()[-1]
     step = int(re.search(r"step (\d+) was the last, and is saved; go on with", stderr)[1])

@@ -27,7 +27,7 @@ from swarm_client import (
 )
 from swarm_client.sessions.session import RemoteSession
 from tests.swarm.harness import InProcessServers, Numbers
-from tests.swarm.pair import NEW_TOKENS, Pair, ends_only_at_its_length, random_ids, started
+from tests.swarm.pair import NEW_TOKENS, Pair, connected, ends_only_at_its_length, random_ids, started
 from tests.zoo import BLOCKS, HIDDEN, PAD, POSITIONS, save_checkpoint
 
 PADDED = 4
@@ -176,10 +176,8 @@ def test_two_models_in_one_process(pair, padded, tmp_path):
     other = ends_only_at_its_length(AutoModelForCausalLM.from_pretrained(tmp_path / "other", dtype=torch.float32))
     with InProcessServers(tmp_path / "other") as servers:
         servers.start("0:6")
-        with DistributedModel.from_pretrained(
-            str(tmp_path / "other"), initial_peers=servers.initial_peers, swarm=servers.swarm
-        ) as remote:
-            both = Pair(other, ends_only_at_its_length(remote), servers)
+        with connected(servers) as remote:
+            both = Pair(other, remote, servers)
             for models in (both, pair, both):
                 whole, through_swarm = models.both(ids, attention_mask=mask, do_sample=False)
                 assert torch.equal(through_swarm, whole)
@@ -304,12 +302,7 @@ def test_sequence_classification(tmp_path, padded):
     whole = AutoModelForSequenceClassification.from_pretrained(tmp_path, dtype=torch.float32).eval()
     with InProcessServers(tmp_path) as servers:
         servers.start("0:4", "4:6")
-        with (
-            DistributedModelForSequenceClassification.from_pretrained(
-                str(tmp_path), initial_peers=servers.initial_peers, swarm=servers.swarm
-            ) as remote,
-            torch.no_grad(),
-        ):
+        with connected(servers, DistributedModelForSequenceClassification) as remote, torch.no_grad():
             assert torch.equal(remote(ids, attention_mask=mask).logits, whole(ids, attention_mask=mask).logits)
             labels = torch.tensor([2, 0])
             loss = remote(ids, attention_mask=mask, labels=labels).loss
@@ -318,15 +311,7 @@ def test_sequence_classification(tmp_path, padded):
 
 def test_compressed_hidden_states_are_close(pair, padded):
     ids, mask = padded
-    with (
-        DistributedModel.from_pretrained(
-            pair.servers.model,
-            initial_peers=pair.servers.initial_peers,
-            swarm=pair.servers.swarm,
-            compression="int8",
-        ) as compressing,
-        torch.no_grad(),
-    ):
+    with connected(pair.servers, compression="int8") as compressing, torch.no_grad():
         whole = pair.whole(ids, attention_mask=mask).logits[mask.bool()]
         remote = compressing(ids, attention_mask=mask).logits[mask.bool()]
     assert 0 < (remote - whole).norm() / whole.norm() < 0.05

@@ -8,9 +8,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from swarm_client import DistributedModel
 from swarm_client.model.head import Int8Head, quantize_head_
 from tests.swarm.harness import InProcessServers
+from tests.swarm.pair import connected
 from tests.zoo import VOCAB, save_checkpoint
 
 NEW_TOKENS = 12
@@ -25,9 +25,7 @@ def models(tmp_path_factory, request) -> Iterator[tuple[PreTrainedModel, PreTrai
     quantize_head_(whole)
     with InProcessServers(directory) as servers:
         servers.start("0:6")
-        with DistributedModel.from_pretrained(
-            str(directory), initial_peers=servers.initial_peers, swarm=servers.swarm, head_quant="int8"
-        ) as remote:
+        with connected(servers, head_quant="int8") as remote:
             assert isinstance(remote.lm_head, Int8Head) and remote.lm_head.tied == request.param
             for model in (exact, whole, remote):
                 model.generation_config.eos_token_id = None

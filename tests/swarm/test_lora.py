@@ -445,9 +445,7 @@ def test_a_classifier_keeps_its_head(tmp_path):
     batch = {"input_ids": random_ids(4, 9, seed=5), "labels": torch.tensor([0, 1, 2, 1])}
     with InProcessServers(directory) as servers:
         servers.start(*SPANS)
-        with DistributedModelForSequenceClassification.from_pretrained(
-            str(directory), initial_peers=servers.initial_peers, swarm=servers.swarm
-        ) as remote:
+        with connected(servers, DistributedModelForSequenceClassification) as remote:
             whole = AutoModelForSequenceClassification.from_pretrained(directory, dtype=torch.float32)
             torch.manual_seed(0)
             local = get_peft_model(whole, copy.deepcopy(config))

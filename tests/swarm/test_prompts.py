@@ -230,9 +230,8 @@ def test_a_classifier_with_prompts(llama, tmp_path):
     ids = random_ids(4, 9, seed=4)
     ids[1, 7:] = 0
     labels = torch.tensor([0, 1, 2, 1])
-    known = {"initial_peers": llama.initial_peers, "swarm": llama.swarm}
     options = {"tuning_mode": "deep_prompt", "num_prompt_tokens": NUM}
-    with DistributedModelForSequenceClassification.from_pretrained(str(llama.model), **known, **options) as remote:
+    with connected(llama, DistributedModelForSequenceClassification, **options) as remote:
         names = [name for name, parameter in remote.named_parameters() if parameter.requires_grad]
         assert [name.rpartition(".")[2] for name in names] == [
             "embedding",
@@ -249,7 +248,7 @@ def test_a_classifier_with_prompts(llama, tmp_path):
             losses.append(float(loss.detach()))
         assert losses[-1] < losses[0] / 2
         remote.save_pretrained(tmp_path)
-        with DistributedModelForSequenceClassification.from_pretrained(str(llama.model), **known, **options) as other:
+        with connected(llama, DistributedModelForSequenceClassification, **options) as other:
             other.load_prompts(tmp_path)
             with torch.no_grad():
                 assert torch.equal(other(ids).logits, remote(ids).logits)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 T = TypeVar("T")
-DEADLINE_S = 120.0  # for anything that must happen; the machine may be busy
+DEADLINE_S = 240.0  # for anything that must happen; the machine may be busy
 POLL_S = 0.02
 
 

@@ -17,6 +17,7 @@ from swarm_client.model.model import load_client
 from swarm_protocol.checkpoints.checkpoint import Checkpoint
 from swarm_protocol.checkpoints.default_model import DEFAULT_MODEL, locate
 from tests.families import families
+from tests.marks import SLOW
 from tests.zoo import HIDDEN, VOCAB, save_checkpoint
 
 CPU = torch.device("cpu")
@@ -68,7 +69,7 @@ def test_logits_of_the_shipped_model(shipped, tied):
 
 
 @pytest.mark.parametrize("name", families())
-@TIES
+@pytest.mark.parametrize("tied", [pytest.param(True, marks=SLOW), False], ids=["tied", "untied"])
 def test_head_of_every_family(tmp_path, name, tied):
     save_checkpoint(name, tmp_path, tie_word_embeddings=tied)
     stock, model = AutoModelForCausalLM.from_pretrained(tmp_path), load(tmp_path)

@@ -80,7 +80,6 @@ def test_peak_while_loading(name: str, dtype: torch.dtype, tmp_path: Path) -> No
         capture_output=True,
         text=True,
         check=True,
-        timeout=120,
     )
     growth_bytes, held_bytes, block_bytes = map(int, result.stdout.split())
     assert block_bytes * NUM_BLOCKS > 100 * MIB

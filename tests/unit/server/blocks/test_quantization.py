@@ -18,7 +18,7 @@ from swarm_server.blocks.quantization import METHODS, Left, Report, quantize_
 from swarm_server.blocks.quantization.experts import QuantizedExperts
 from tests.families import families
 from tests.unit.support import resident_bytes
-from tests.zoo import BLOCKS, SUPPORTED, VOCAB, WITH_STATES, make_config
+from tests.zoo import BLOCKS, VOCAB, WITH_STATES, make_config
 
 CPU = torch.device("cpu")
 BOUND = 0.02  # relative error of one block, or of one linear, in int8
@@ -324,7 +324,7 @@ def round_weights(block: nn.Module) -> nn.Module:
     return block
 
 
-@pytest.mark.parametrize("name", [name for name in SUPPORTED if name not in WITH_STATES])
+@pytest.mark.parametrize("name", families(*WITH_STATES))
 def test_int8_blocks_of_every_family(name):
     original = family(name)
     for index, block in enumerate(original.blocks):

@@ -19,6 +19,7 @@ from swarm_server.engine.session_state import Crop, HistoryChange, RecordPast, R
 from swarm_server.kv.kv_cache import CacheBudget
 from swarm_server.kv.prefix_cache import PrefixCache
 from tests.families import FAMILIES
+from tests.marks import SLOW
 from tests.zoo import BLOCKS, HIDDEN, SLIDING, save_checkpoint
 
 TOLERANCE = 1e-5  # relative
@@ -166,7 +167,7 @@ class TestEveryFamily:
         for num_tokens in (7, SLIDING, 1, 2 * SLIDING + 1, 4):
             advance(engine, [generation], num_tokens)
 
-    @pytest.mark.parametrize("keeps_outputs", [False, True])
+    @pytest.mark.parametrize("keeps_outputs", [pytest.param(False, marks=SLOW), True])
     def test_a_copy_of_a_session_goes_on_like_it(
         self, engine: Engine, budget: CacheBudget, keeps_outputs: bool
     ) -> None:
