@@ -26,12 +26,14 @@ class FakeCall:
 
     Attributes:
         request: what the session was opened with; None: it has not arrived.
+        steps: that have arrived.
         closed: the client has ended it politely; ``cancelled``: it has dropped it.
     """
 
     def __init__(self, servers: FakeServers, peer_id: str) -> None:
         self.peer_id = peer_id
         self.request: pb.Open | None = None
+        self.steps: list[pb.Step] = []
         self.is_open = self.closed = self.cancelled = False
         self._servers = servers
         self._replies: asyncio.Queue[pb.SessionReply | None] = asyncio.Queue()  # None: the end
@@ -41,6 +43,8 @@ class FakeCall:
         if request.HasField("open"):
             self.request = pb.Open.FromString(request.open.SerializeToString())
             self._servers.calls.append(self)
+        if request.HasField("step"):
+            self.steps.append(request.step)
         self.closed |= request.HasField("close")
 
     async def read(self) -> pb.SessionReply | object:
@@ -101,7 +105,7 @@ class FakeServers:
     Attributes:
         calls: the sessions they were asked for, in this order.
         refusals: with what a server refuses at once, by peer id.
-        silent: who never answers, by peer id.
+        silent: who never answers, by peer id; ``unreachable``: sessions that cannot be asked any more, by key.
         progress: of sessions, by key; ``nexts``: the keys of those that their outputs were rerouted to.
         copy_failures: how many copies of sessions still fail.
         room: set once a server has room, by peer id; those that are not there have room.
@@ -114,6 +118,7 @@ class FakeServers:
         self.calls: list[FakeCall] = []
         self.refusals: dict[str, grpc.StatusCode] = {}
         self.silent: set[str] = set()
+        self.unreachable: set[bytes] = set()
         self.progress: dict[bytes, pb.SessionProgress] = {}
         self.nexts: dict[bytes, bytes] = {}
         self.copy_failures = 0
@@ -140,6 +145,8 @@ class FakeServers:
         """Calls beside the streams."""
         if method == "Echo":
             return pb.EchoReply()
+        if request.session_key in self.unreachable:
+            raise _error(grpc.StatusCode.UNAVAILABLE, "gone")
         if method == "Reroute":
             self.nexts[request.session_key] = request.next.session_key
         if method == "Copy":

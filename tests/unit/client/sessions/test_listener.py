@@ -1,0 +1,263 @@
+"""What hops say, and what their silence means: who is replaced, what the user hears, and what is passed on."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import pytest
+import torch
+
+from swarm_client.sessions.call import Call
+from swarm_client.sessions.journal import Journal
+from swarm_client.sessions.listener import Listener
+from swarm_client.sessions.opening import Opener, Opening
+from swarm_client.swarm.swarm import Swarm
+from swarm_client.transport.hops import Answer, BlockAnswer, HopEvent, HopSession, Inbox, Trouble
+from swarm_client.transport.steps import split
+from swarm_client.transport.wire_tensor import WireTensor
+from swarm_protocol.errors import AccessDenied, BadReply, PeerBusy, PeerError, PeerUnavailable, RequestRejected
+from swarm_protocol.pb import swarm_pb2 as pb
+from swarm_protocol.span import Span
+from swarm_protocol.wire.block_input import BlockInput
+from swarm_protocol.wire.constants import FIRST_STEP
+from tests.unit.client.sessions.fake_servers import NUM_BLOCKS, FakeServers, play
+
+NEW, SIZE, HIDDEN = 5, 2, 3  # steps of 2, 2 and 1 positions
+FIRST, SECOND, LAST = FIRST_STEP, FIRST_STEP + 1, FIRST_STEP + 2
+SILENCE_S, STEP_S = 1.0, 20.0
+
+
+class Session:
+    """Three hops, and a call of three steps, of whose outputs the last is wanted."""
+
+    def __init__(self, servers: FakeServers, swarm: Swarm, hops: list[HopSession], inbox: Inbox) -> None:
+        inputs = BlockInput(torch.randn(1, NEW, HIDDEN))
+        before = Journal.empty(1)
+        steps = split(inputs, start=0, number=FIRST, size=SIZE, codec=pb.RAW, num_wanted=1)
+        self.call = Call(inputs, 1, before, before.copy().appended(inputs), (), steps)
+        self.servers, self.hops, self.inbox = servers, hops, inbox
+        self.num_answers = 0
+        self.others: list[HopEvent] = []
+        self.listener = Listener(hops, swarm, inbox, self._answered, self.others.append)
+        self.listener.made_progress()
+
+    def handle(self, event: HopEvent) -> dict[int, Exception]:
+        """Who is to be replaced, and why, by their places."""
+        failures = self.listener.handle(event, self.call)
+        return {self.hops.index(hop): error for hop, error in failures.items()}
+
+    def says(self, index: int, step: int, hidden: torch.Tensor | None = None, **relay: Any) -> dict[int, Exception]:
+        wire = None if hidden is None else WireTensor.of(hidden)
+        return self.handle(Answer(self.hops[index].number, step, wire, bool(relay), **relay))
+
+    def refuses(self, index: int, step: int | None, error: Exception | None = None) -> dict[int, Exception]:
+        return self.handle(Trouble(self.hops[index].number, step, error or RequestRejected("it is wrong")))
+
+    def stands(self, *numbers: int) -> None:
+        """Where the hops say that they are."""
+        for hop, number in zip(self.hops, numbers, strict=True):
+            self.servers.progress[hop.session_key] = pb.SessionProgress(number=number)
+
+    async def sent_to(self, index: int) -> list[pb.Step]:
+        await asyncio.sleep(1.0)
+        (call,) = [call for call in self.servers.calls if call.request.session_key == self.hops[index].session_key]
+        return call.steps
+
+    def _answered(self) -> None:
+        self.num_answers += 1
+
+
+def session(story: Callable[[Session], Coroutine[Any, Any, None]]) -> None:
+    servers = FakeServers(a="0:2", b="2:4", c="4:6")
+
+    async def scenario(swarm: Swarm) -> None:
+        inbox = Inbox()
+        hops = await Opener(swarm, inbox).open_span(Span(0, NUM_BLOCKS), Opening(batch_size=1, reserve_tokens=8), None)
+        made = Session(servers, swarm, hops, inbox)
+        await story(made)
+        made.listener.end_call()
+
+    play(servers, scenario, step_timeout_s=STEP_S)
+
+
+# ------------------------------------------------------------ answers
+
+
+def test_outputs_are_those_of_the_last_hop() -> None:
+    async def story(session: Session) -> None:
+        output = torch.randn(1, 1, HIDDEN)
+        assert session.says(2, FIRST) == session.says(2, SECOND) == session.says(1, LAST, output) == {}
+        assert not session.call.complete
+        assert session.says(2, LAST, output) == {}
+        assert session.call.complete and torch.equal(session.call.output(), output)
+        assert session.num_answers == 3
+        assert session.says(2, LAST, output + 1) == {}  # it comes again
+        assert torch.equal(session.call.output(), output) and session.num_answers == 3
+
+    session(story)
+
+
+@pytest.mark.parametrize(
+    "hidden",
+    [None, torch.zeros(1, 2, HIDDEN), torch.zeros(1, 1, HIDDEN + 1), torch.full((1, 1, HIDDEN), float("nan"))],
+    ids=["nothing", "of-two-positions", "too-wide", "nan"],
+)
+def test_a_wrong_output_is_blamed_on_its_server(hidden: torch.Tensor | None) -> None:
+    async def story(session: Session) -> None:
+        ((index, error),) = session.says(2, LAST, hidden).items()
+        assert index == 2 and isinstance(error, BadReply) and error.peer_id == "c"
+        assert not session.call.outputs and not session.num_answers
+
+    session(story)
+
+
+def test_outputs_of_blocks_are_taken_from_who_has_the_block() -> None:
+    async def story(session: Session) -> None:
+        session.call.watched = range(0, 6)
+        output = torch.randn(1, 2, HIDDEN)
+        b = session.hops[1].number
+        assert session.handle(BlockAnswer(b, FIRST, 3, WireTensor.of(output))) == {}
+        assert torch.equal(session.call.block_outputs[3, FIRST], output)
+        for wrong in (BlockAnswer(b, FIRST, 4, WireTensor.of(output)), BlockAnswer(b, LAST, 3, WireTensor.of(output))):
+            assert isinstance(session.handle(wrong)[1], BadReply)
+        assert list(session.call.block_outputs) == [(3, FIRST)]
+
+    session(story)
+
+
+def test_what_servers_cannot_send_to_one_another_is_relayed() -> None:
+    async def story(session: Session) -> None:
+        hidden = torch.randn(1, 2, HIDDEN)
+        assert session.says(0, SECOND, hidden, route=0) == {}
+        assert session.says(0, SECOND, hidden, route=1) == {}  # to a hop that is not there any more
+        assert session.says(2, SECOND, hidden, route=0) == {}  # there is nobody after it
+        (step,) = await session.sent_to(1)
+        assert (step.number, step.start_position) == (SECOND, SIZE)
+        assert step.hidden == WireTensor.of(hidden).header
+        assert not session.call.outputs
+
+        ((index, error),) = session.says(0, SECOND, hidden[:, :1], route=0).items()
+        assert index == 0 and isinstance(error, BadReply)
+        assert len(await session.sent_to(1)) == 1
+
+    session(story)
+
+
+def test_what_others_say_is_theirs() -> None:
+    async def story(session: Session) -> None:
+        stranger = Trouble(99, None, PeerUnavailable("gone"))
+        assert session.handle(stranger) == {}
+        assert session.others == [stranger]
+
+    session(story)
+
+
+# ------------------------------------------------------------ trouble
+
+
+def test_a_hop_that_is_gone_is_replaced() -> None:
+    async def story(session: Session) -> None:
+        error = PeerUnavailable("gone", "b")
+        assert session.refuses(1, None, error) == session.refuses(1, FIRST_STEP - 1, error) == {1: error}
+        full = PeerBusy("no room", "b")
+        assert session.refuses(1, SECOND, full) == {1: full}
+
+    session(story)
+
+
+def test_who_may_not_come_in_hears_it() -> None:
+    async def story(session: Session) -> None:
+        with pytest.raises(AccessDenied):
+            session.refuses(1, None, AccessDenied("not a member"))
+
+    session(story)
+
+
+def test_what_the_first_hop_refuses_is_the_users_mistake() -> None:
+    async def story(session: Session) -> None:
+        with pytest.raises(RequestRejected, match="it is wrong"):
+            session.refuses(0, FIRST)
+        assert session.listener.refused == FIRST  # nothing of the call has been taken
+        session.listener.made_progress()
+        assert session.listener.refused is None
+        session.says(2, FIRST)
+        with pytest.raises(RequestRejected):
+            session.refuses(0, SECOND)
+        assert session.listener.refused is None
+        assert session.refuses(0, FIRST) == {}  # which is answered already
+
+    session(story)
+
+
+def test_what_a_later_hop_refuses_is_blamed_on_the_one_before_then_on_both_and_is_told_in_the_end() -> None:
+    async def story(session: Session) -> None:
+        ((index, error),) = session.refuses(1, FIRST).items()
+        assert index == 0 and isinstance(error, BadReply) and error.peer_id == "a"
+        assert session.refuses(1, SECOND) == {}  # builds on the one that was refused
+        assert session.refuses(1, FIRST).keys() == {0, 1}
+        third = session.refuses(1, FIRST)
+        assert third.keys() == {0, 1} and isinstance(third[1], PeerError) and third[1].peer_id == "b"
+        with pytest.raises(RequestRejected, match="it is wrong"):
+            session.refuses(1, FIRST)
+
+    session(story)
+
+
+def test_a_refusal_is_over_once_the_step_is_answered() -> None:
+    async def story(session: Session) -> None:
+        session.refuses(1, FIRST)
+        session.says(2, FIRST)
+        assert session.refuses(1, SECOND).keys() == {0, 1}  # not in the wake of the first one
+
+    session(story)
+
+
+# ------------------------------------------------------------ silence
+
+
+async def next_trouble(session: Session) -> tuple[int, Exception]:
+    event = await session.listener.next_event(session.call)
+    assert isinstance(event, Trouble) and event.step is None
+    ((index, error),) = session.handle(event).items()
+    return index, error
+
+
+def test_a_hop_that_does_not_say_where_it_is_is_replaced_soon() -> None:
+    async def story(session: Session) -> None:
+        session.stands(LAST, FIRST, 0)
+        session.servers.unreachable.add(session.hops[1].session_key)
+        start_s = asyncio.get_running_loop().time()
+        index, error = await next_trouble(session)
+        assert index == 1 and isinstance(error, PeerUnavailable)
+        assert asyncio.get_running_loop().time() - start_s < 2 * SILENCE_S
+
+    session(story)
+
+
+@pytest.mark.parametrize(
+    ("numbers", "slow"),
+    [((FIRST, FIRST, 0), 0), ((LAST, FIRST, FIRST), 1), ((LAST, LAST, SECOND), 2), ((SECOND, FIRST, 0), 0)],
+)
+def test_who_has_what_it_needs_and_does_not_get_on_is_replaced_late(numbers: tuple[int, ...], slow: int) -> None:
+    async def story(session: Session) -> None:
+        session.stands(*numbers)
+        start_s = asyncio.get_running_loop().time()
+        index, error = await next_trouble(session)
+        assert index == slow and "did not finish a step within 20 s" in str(error)
+        assert asyncio.get_running_loop().time() - start_s > STEP_S
+
+    session(story)
+
+
+def test_who_gets_on_slowly_is_let_be() -> None:
+    async def story(session: Session) -> None:
+        waiting = asyncio.ensure_future(session.listener.next_event(session.call))
+        for number in (FIRST, SECOND, LAST):
+            session.stands(number, 0, 0)
+            await asyncio.sleep(STEP_S - 2 * SILENCE_S)
+        assert not waiting.done()
+        waiting.cancel()
+
+    session(story)
