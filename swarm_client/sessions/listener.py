@@ -73,7 +73,6 @@ class Listener:
         asking = (hop.progress(timeout_s=self._swarm.config.timeouts.probe_s) for hop in hops)
         results = await asyncio.gather(*asking, return_exceptions=True)
         timeout_s = self._swarm.config.step_timeout_s
-        expected = call.steps[-1].number
         for hop, result in zip(hops, results, strict=True):
             if isinstance(result, SwarmError):
                 self._inbox.put_nowait(Trouble(hop.number, None, result))
@@ -82,13 +81,12 @@ class Listener:
             if result.number != hop.seen_number:
                 hop.seen_number = result.number
                 self.progress_s = max(self.progress_s, asked_s)
-            if result.number < expected and now_s() - self.progress_s > timeout_s:
+            if result.number < call.steps[-1].number and now_s() - self.progress_s > timeout_s:
                 server = hop.hop.server
                 reason = f"server {server.short_id} did not finish a step within {timeout_s:g} s"
                 error = PeerUnavailable(reason, server.peer_id, hop.span)
                 self._inbox.put_nowait(Trouble(hop.number, None, error))
                 return
-            expected = result.number
 
     def handle(self, event: HopEvent, call: Call) -> Failures:
         """Hops that must be replaced, and why.

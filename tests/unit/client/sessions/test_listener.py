@@ -238,7 +238,7 @@ def test_a_hop_that_does_not_say_where_it_is_is_replaced_soon() -> None:
 
 @pytest.mark.parametrize(
     ("numbers", "slow"),
-    [((FIRST, FIRST, 0), 0), ((LAST, FIRST, FIRST), 1), ((LAST, LAST, SECOND), 2), ((SECOND, FIRST, 0), 0)],
+    [((FIRST, FIRST, 0), 0), ((LAST, FIRST, FIRST), 1), ((LAST, LAST, SECOND), 2), ((LAST + 9, LAST, SECOND), 2)],
 )
 def test_who_has_what_it_needs_and_does_not_get_on_is_replaced_late(numbers: tuple[int, ...], slow: int) -> None:
     async def story(session: Session) -> None:
