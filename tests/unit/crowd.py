@@ -37,7 +37,7 @@ class Crowd:
     def _member(self, identity: Identity) -> Dht:
         return Dht(self._host._node, self._host._swarm, identity, Listening(), **self._options)
 
-    async def publish(self, records: Sequence[ServerRecord], at_once: int = 1000) -> None:
+    async def publish(self, records: Sequence[ServerRecord], at_once: int = 200) -> None:
         """The records last until the test is over: publishing takes longer in one process than in thousands."""
         for start in range(0, len(records), at_once):
             coming = list(zip(self.members[start : start + at_once], records[start : start + at_once], strict=True))
