@@ -5,11 +5,22 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from os import PathLike
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from swarm_protocol.checkpoints.files import Directory
 from swarm_protocol.checkpoints.hollow_model import hf_loader
+from swarm_protocol.checkpoints.peft_files import (
+    CONFIG_NAME,
+    WEIGHTS_NAME,
+    adapted_modules,
+    named_patterns,
+    read_config,
+    require_names,
+)
+from swarm_protocol.checkpoints.safetensors_file import read_header
 
 if TYPE_CHECKING:
     from peft import LoraConfig
@@ -113,19 +124,24 @@ class LoraMixin(StockModel):
     ) -> None:
         """Adds an adapter that was saved by PEFT, by ``save_pretrained`` here or anywhere.
 
+        Its config may come from a stranger: regular expressions in it are not run by ``re``, and what they say of
+        target modules is read off the tensors instead.
+
         Args:
             trainable: it is to be trained on.
             is_trainable: the same, as PEFT calls it.
-            hub_options: see ``PeftConfig.from_pretrained``.
+            hub_options: of ``huggingface_hub.hf_hub_download``, if it is no directory: ``revision``, ``token``, …
 
         Raises:
             ValueError: as ``add_adapter``, or the files do not fit their config or this model.
+            CheckpointError: they cannot be read, or have numbers or patterns that make no sense.
         """
-        from peft import PeftConfig, load_peft_weights, set_peft_model_state_dict
+        from peft import set_peft_model_state_dict
 
-        config = PeftConfig.from_pretrained(str(peft_model_id), **hub_options)
-        tensors = load_peft_weights(str(peft_model_id), device="cpu", **hub_options)
-        tensors = {name.removeprefix("base_model.model."): tensor for name, tensor in tensors.items()}
+        directory = _directory(str(peft_model_id), **hub_options)
+        stored = read_header(Directory(directory).path(WEIGHTS_NAME))
+        config = _config(directory, adapted_modules(stored))
+        tensors = {name.removeprefix("base_model.model."): tensor.read() for name, tensor in stored.items()}
         trainable = trainable or is_trainable
         config.inference_mode = not trainable
         adapter_name = adapter_name or "default"
@@ -162,6 +178,41 @@ class LoraMixin(StockModel):
         if not isinstance(adapter_name, str) and len(adapter_name) != 1:
             raise ValueError(f"adapters {adapter_name} cannot all be active: choose one")
         super().set_adapter(adapter_name)
+
+
+def _directory(name_or_path: str, subfolder: str | None = None, **hub_options: Any) -> Path:
+    """Where the adapter's files are, downloaded if they are on the hub."""
+    from huggingface_hub import hf_hub_download
+
+    directory = Path(name_or_path, subfolder or "")
+    if directory.is_dir():
+        return directory
+    try:
+        for name in (CONFIG_NAME, WEIGHTS_NAME):
+            path = Path(hf_hub_download(name_or_path, name, subfolder=subfolder, **hub_options))
+    except (OSError, ValueError) as error:  # includes every error of huggingface_hub
+        reason = str(error).strip().partition("\n")[0]
+        raise ValueError(f"adapter {name_or_path} is neither a directory nor one on the hub: {reason}") from None
+    return path.parent
+
+
+def _config(directory: Path, modules: list[str]) -> Any:
+    """PEFT's config for an adapter of these modules, which gives PEFT nothing that it could hang on."""
+    from peft import PeftConfig
+
+    written = read_config(directory)
+    for name in ("modules_to_save", "layers_pattern", "target_modules", "exclude_modules"):
+        if name.startswith(("modules", "layers")) or not isinstance(written.get(name), str):
+            require_names(written.get(name), directory, name)
+    try:
+        config: Any = PeftConfig.from_pretrained(str(directory))
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise ValueError(f"{directory / CONFIG_NAME} is no config of PEFT: {' '.join(str(error).split())}") from None
+    if isinstance(config.target_modules, str) or isinstance(config.exclude_modules, str):
+        config.target_modules, config.exclude_modules = set(modules), None
+    config.rank_pattern = named_patterns(config.rank_pattern or {}, modules, directory)
+    config.alpha_pattern = named_patterns(config.alpha_pattern or {}, modules, directory)
+    return config
 
 
 def _require_no_other(of_servers: str) -> None:

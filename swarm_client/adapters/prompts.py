@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
-from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import nn
 
 from swarm_protocol.checkpoints.family import Family
+from swarm_protocol.checkpoints.safetensors_file import read_header
 from swarm_protocol.errors import RequestRejected
 from swarm_protocol.wire.adapters import Prompt
 
@@ -23,7 +23,7 @@ else:
 
 TUNING_MODES = ("prompt", "deep_prompt")
 NEW_HEADS = ("score.", "classifier.")  # of classifiers that are still to be trained
-_FILE, _PEFT_FILE, _PEFT_KEY = "prompts.safetensors", "adapter_model.safetensors", "prompt_embeddings"
+PROMPTS_FILE, PEFT_FILE, PEFT_KEY = "prompts.safetensors", "adapter_model.safetensors", "prompt_embeddings"
 
 
 class Prompts(nn.Module):
@@ -139,20 +139,20 @@ class PromptsMixin(StockModel):
             ValueError: the model has other prompts, or none.
         """
         tensors = dict(_saved(self))
-        path = Path(directory) / _FILE
+        path = Path(directory) / PROMPTS_FILE
         if path.exists():
             names = {name: name for name in tensors}
         else:
-            path, names = Path(directory) / _PEFT_FILE, {"embedding": _PEFT_KEY}
-        with safe_open(path, "pt") as file:
-            found = {name: file.get_tensor(stored) for name, stored in names.items() if stored in file.keys()}  # noqa: SIM118
+            path, names = Path(directory) / PEFT_FILE, {"embedding": PEFT_KEY}
+        stored = read_header(path)
+        found = {name: stored[written] for name, written in names.items() if written in stored}
         shapes = {name: list(tensor.shape) for name, tensor in found.items()}
         expected = {name: list(tensors[name].shape) for name in names}
         if shapes != expected or "embedding" not in expected:
             raise ValueError(f"{path} has prompts of shapes {shapes}, expected {expected}")
         with torch.no_grad():
             for name, tensor in found.items():
-                tensors[name].copy_(tensor)
+                tensors[name].copy_(tensor.read())
 
     def save_pretrained(self, save_directory: str | PathLike[str], *args: Any, **kwargs: Any) -> Any:
         """The stock method; of a model with prompts it writes these, and its other adapter if it has one.
@@ -162,7 +162,7 @@ class PromptsMixin(StockModel):
         if self.prompts is None:
             return super().save_pretrained(save_directory, *args, **kwargs)
         Path(save_directory).mkdir(parents=True, exist_ok=True)
-        save_file({name: tensor.contiguous() for name, tensor in _saved(self)}, Path(save_directory) / _FILE)
+        save_file({name: tensor.contiguous() for name, tensor in _saved(self)}, Path(save_directory) / PROMPTS_FILE)
         if getattr(self, "_hf_peft_config_loaded", False):
             return super().save_pretrained(save_directory, *args, **kwargs)
         if self.prompts.deep is None and self.can_generate():
@@ -193,4 +193,4 @@ def _save_for_peft(model: PromptsMixin, embedding: nn.Parameter, directory: Path
         num_attention_heads=text.num_attention_heads,
         num_layers=text.num_hidden_layers,
     ).save_pretrained(str(directory))
-    save_file({_PEFT_KEY: embedding.detach().contiguous()}, directory / _PEFT_FILE, {"format": "pt"})
+    save_file({PEFT_KEY: embedding.detach().contiguous()}, directory / PEFT_FILE, {"format": "pt"})

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from os import PathLike
 from pathlib import Path
@@ -10,14 +9,19 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from swarm_client.adapters.prompts import PEFT_FILE, PEFT_KEY, PROMPTS_FILE
+from swarm_protocol.checkpoints.files import Directory
+from swarm_protocol.checkpoints.safetensors_file import read_header
 from swarm_protocol.dht.local_registry import DEFAULT_SWARM
+from swarm_protocol.errors import CheckpointError
 from swarm_protocol.process.invocation import typed
+from swarm_protocol.untrusted.json_file import read_object
 
 if TYPE_CHECKING:
     from swarm_client.adapters.prompts import PromptsMixin
 
 _TRAINER_CHECKPOINT = re.compile(r"checkpoint-\d+")
-PROMPTS_FILE, PEFT_CONFIG = "prompts.safetensors", "adapter_config.json"
+PEFT_CONFIG = "adapter_config.json"
 
 
 def add_trained(model: PromptsMixin, directory: str | PathLike[str]) -> None:
@@ -25,25 +29,30 @@ def add_trained(model: PromptsMixin, directory: str | PathLike[str]) -> None:
 
     Raises:
         ValueError: there are none, or they do not fit the model.
+        CheckpointError: they cannot be read.
     """
-    from safetensors import safe_open
-
-    directory = Path(directory)
-    if (directory / PROMPTS_FILE).exists():
-        with safe_open(directory / PROMPTS_FILE, "pt") as file:
-            names = set(file.keys())
-            num_tokens = file.get_slice("embedding").get_shape()[0] if "embedding" in names else 0
-        model.add_prompts("deep_prompt" if "deep" in names else "prompt", num_tokens)
+    files = Directory(Path(directory))
+    if (Path(directory) / PROMPTS_FILE).exists():
+        path = files.path(PROMPTS_FILE)
+        mode = "deep_prompt" if "deep" in read_header(path) else "prompt"
+        model.add_prompts(mode, _num_tokens(path, "embedding"))
         model.load_prompts(directory)
-    elif (directory / PEFT_CONFIG).exists():
-        config = json.loads((directory / PEFT_CONFIG).read_text())
-        if config.get("peft_type") == "PROMPT_TUNING":
-            model.add_prompts("prompt", config["num_virtual_tokens"])
+    elif (Path(directory) / PEFT_CONFIG).exists():
+        if read_object(files.path(PEFT_CONFIG)).get("peft_type") == "PROMPT_TUNING":
+            model.add_prompts("prompt", _num_tokens(files.path(PEFT_FILE), PEFT_KEY))
             model.load_prompts(directory)
         else:
             model.load_adapter(str(directory))
     else:
         raise ValueError(f"{directory} has neither {PEFT_CONFIG} nor {PROMPTS_FILE}: expected a trained adapter")
+
+
+def _num_tokens(path: Path, name: str) -> int:
+    """How many virtual tokens the file holds under this name."""
+    stored = read_header(path).get(name)
+    if stored is None or len(stored.shape) != 2 or not stored.size_bytes:
+        raise CheckpointError(f"{path} has no matrix {name!r} of virtual tokens")
+    return stored.shape[0]
 
 
 def restore_trained(model: PromptsMixin, directory: str | PathLike[str]) -> None:

@@ -143,6 +143,8 @@ def _from_json(line: str, where: str) -> Text:
         fields = json.loads(line)
     except json.JSONDecodeError as error:
         raise ValueError(f"{where} is not JSON: {error.msg} at character {error.pos + 1}") from None
+    except RecursionError:
+        raise ValueError(f"{where} is not JSON that can be read: it is nested too deeply") from None
     names = ("prompt", "completion") if isinstance(fields, dict) and "text" not in fields else ("text",)
     if not isinstance(fields, dict) or not all(isinstance(fields.get(name), str) for name in names):
         raise ValueError(f'{where} is no object with a string "text", or strings "prompt" and "completion"')

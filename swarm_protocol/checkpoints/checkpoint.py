@@ -10,17 +10,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub.errors import StrictDataclassError
 from transformers import CONFIG_MAPPING, AutoConfig, GenerationConfig, PreTrainedConfig
 
 from swarm_protocol.checkpoints.describing import describe
 from swarm_protocol.checkpoints.family import Family
-from swarm_protocol.checkpoints.files import CONFIG, Directory, FileMissing, HubModel, locate
-from swarm_protocol.checkpoints.safetensors_file import StoredTensor, read_header
+from swarm_protocol.checkpoints.files import CONFIG, Directory, FileMissing, HubModel, is_plain, locate
+from swarm_protocol.checkpoints.safetensors_file import MAX_NAME, StoredTensor, read_header
 from swarm_protocol.errors import CheckpointError, UnsupportedModel
+from swarm_protocol.untrusted.json_file import read_object
+from swarm_protocol.untrusted.numbers import require_finite, require_model_numbers
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 GENERATION_CONFIG = "generation_config.json"
+MAX_INDEX_BYTES = 64 << 20  # those of the largest models have 10 MiB
 OLD_WEIGHTS = ("*.bin", "*.pt", "*.pth", "*.h5", "*.msgpack")
 
 # Fields of config.json that say how it was written, not what the model computes.
@@ -43,7 +45,7 @@ class Checkpoint:
     def __init__(self, files: Directory | HubModel) -> None:
         self._files = files
         self.name, self.location = files.name, files.location
-        raw = _read_json(files.path(CONFIG))
+        raw = read_object(files.path(CONFIG))
         self.config = _load_config(raw, files.path(CONFIG))
         self._shards = self._find_shards()
         self._headers: dict[str, dict[str, StoredTensor]] = {}
@@ -73,12 +75,17 @@ class Checkpoint:
 
     @cached_property
     def generation_config(self) -> GenerationConfig | None:
-        """The model's own generation defaults, if it has any."""
+        """The model's own generation defaults, if it has any. Raises CheckpointError if they make no sense."""
         try:
             path = self._files.path(GENERATION_CONFIG)
         except FileMissing:
             return None
-        return GenerationConfig.from_dict(_read_json(path))
+        raw = read_object(path)
+        require_finite(raw, path)
+        try:
+            return GenerationConfig.from_dict(raw)
+        except Exception as error:  # it compares and calls whatever it is given
+            raise CheckpointError(f"{path} is no generation config: {_one_line(error)}") from error
 
     # ------------------------------------------------------------ tensors
 
@@ -146,9 +153,14 @@ class Checkpoint:
             index = self._files.path(INDEX)
         except FileMissing:
             return self._single_shard()
-        shards = _read_json(index).get("weight_map")
+        shards = read_object(index, MAX_INDEX_BYTES).get("weight_map")
         if not isinstance(shards, dict) or not all(isinstance(shard, str) for shard in shards.values()):
             raise CheckpointError(f"{index} is no index of shards: it has no weight_map from tensors to files")
+        for shard in sorted(set(shards.values())):
+            if not is_plain(shard):
+                raise CheckpointError(f"{index} names a file {shard[:MAX_NAME]!r}: expected one in the same directory")
+        if any(len(name) > MAX_NAME for name in shards):
+            raise CheckpointError(f"{index} has names of tensors with more than {MAX_NAME} characters")
         return shards
 
     def _single_shard(self) -> dict[str, str]:
@@ -182,30 +194,25 @@ class Checkpoint:
         return digest.hexdigest()[:FINGERPRINT_HEX]
 
 
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise CheckpointError(f"{path} is no valid JSON: {error}") from error
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
-    if not isinstance(content, dict):
-        raise CheckpointError(f"{path} holds a JSON {type(content).__name__}, expected an object")
-    return content
-
-
 def _load_config(raw: dict[str, Any], path: Path) -> PreTrainedConfig:
     model_type = raw.get("model_type")
     if model_type is None:
         raise CheckpointError(f"{path} does not say its model_type")
-    if model_type not in CONFIG_MAPPING:
+    if not isinstance(model_type, str) or model_type not in CONFIG_MAPPING:
         raise UnsupportedModel(f"models of type {model_type!r} are not known to the installed transformers")
     if "quantization_config" in raw:
-        method = raw["quantization_config"].get("quant_method", "some method")
-        raise CheckpointError(f"{path.parent} is stored quantized ({method}): use the model's unquantized checkpoint")
+        quantization = raw["quantization_config"]
+        method = quantization.get("quant_method") if isinstance(quantization, dict) else None
+        raise CheckpointError(
+            f"{path.parent} is stored quantized ({method or 'some method'}): use the model's unquantized checkpoint"
+        )
+    require_model_numbers(raw, path, CONFIG_MAPPING[model_type].attribute_map)
     try:
-        config: PreTrainedConfig = AutoConfig.from_pretrained(path.parent)
-    except (StrictDataclassError, ValueError, TypeError, KeyError, AttributeError) as error:
-        reason = " ".join(str(error).split())
-        raise CheckpointError(f"{path} does not fit a model of type {model_type!r}: {reason}") from error
+        config: PreTrainedConfig = AutoConfig.from_pretrained(path.parent, trust_remote_code=False)
+    except Exception as error:  # each config class has its own ways to dislike a file
+        raise CheckpointError(f"{path} does not fit a model of type {model_type!r}: {_one_line(error)}") from error
     return config
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split()) or type(error).__name__

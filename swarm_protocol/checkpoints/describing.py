@@ -209,7 +209,10 @@ def _probe(base: PreTrainedModel, family: Family, config: PreTrainedConfig) -> F
 
     Also finds out whether it expects blocks to return tuples.
     """
-    hollow, _ = load_hollow_model(family, config)
+    try:
+        hollow, _ = load_hollow_model(family, config)
+    except Exception as error:  # as above, or there is no memory for tables of that size
+        raise _unsupported(config, f"transformers cannot build it from this config ({_one_line(error)})") from error
     blocks = getattr(family.owner_of(base), family.blocks)
     setattr(family.owner_of(hollow), family.blocks, blocks)
     hidden = torch.randn(2, 3, family.hidden_size, generator=torch.Generator().manual_seed(0))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from functools import cached_property
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from swarm_protocol.checkpoints.default_model import check_location
 from swarm_protocol.errors import CheckpointError
 
 CONFIG = "config.json"
+MAX_NAME = 255  # characters, as most file systems allow
 
 
 class FileMissing(CheckpointError):
@@ -35,17 +37,40 @@ def locate(name_or_path: str, revision: str | None, token: str | None) -> Direct
     return Directory(directory) if directory.is_dir() else HubModel(name_or_path, revision, token)
 
 
+def is_plain(name: str) -> bool:
+    """Whether the path can only lead to a file in the directory it is relative to, on any system."""
+    parts = re.split(r"[/\\]", name)
+    return len(name) <= MAX_NAME and not any(
+        part in ("", ".", "..") or ":" in part or not part.isprintable() for part in parts
+    )
+
+
 class Directory:
     def __init__(self, directory: Path) -> None:
         self.location = str(directory)
         self.name = directory.resolve().name
 
     def path(self, name: str) -> Path:
-        """The file's path. Raises FileMissing if there is none."""
+        """The file's path. Raises FileMissing if there is none, CheckpointError if it is a link to somewhere else."""
         path = Path(self.location) / name
         if not path.is_file():
             raise FileMissing(f"{self.location} has no {name}")
+        self._require_inside(path)
         return path
+
+    def check_links(self) -> None:
+        """Raises CheckpointError if a file is a link to somewhere else: for what others read without asking here."""
+        for path in Path(self.location).iterdir():
+            if path.is_symlink():
+                self._require_inside(path)
+
+    def _require_inside(self, path: Path) -> None:
+        target, home = path.resolve(), Path(self.location).resolve()
+        inside = [home]
+        if home.parent.name == "snapshots" and home.parents[1].name.startswith("models--"):
+            inside.append(home.parents[1] / "blobs")  # of a hub cache, where snapshots are links
+        if not any(target.is_relative_to(directory) for directory in inside):
+            raise CheckpointError(f"{path} is a link to {target}, outside {self.location}: expected the file itself")
 
 
 class HubModel:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from math import sqrt
 from pathlib import Path
 from typing import Any
@@ -12,13 +11,28 @@ from typing import Any
 import torch
 
 from swarm_protocol.checkpoints.family import Family
+from swarm_protocol.checkpoints.files import Directory
 from swarm_protocol.checkpoints.safetensors_file import read_header
 from swarm_protocol.errors import CheckpointError
+from swarm_protocol.untrusted.json_file import read_object, shown
+from swarm_protocol.untrusted.numbers import Expected, require_finite, require_number
+from swarm_protocol.untrusted.patterns import Pattern
 from swarm_protocol.wire.adapters import Adapter, LowRank
 
 CONFIG_NAME, WEIGHTS_NAME = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."
 _MATRIX = re.compile(r"\.lora_([AB])\.weight$")
+_NAME = re.compile(r"[\w.-]+")
+MAX_CONFIG_BYTES = 4 << 20
+MAX_PATTERNS, MAX_EXPRESSIONS = 4096, 64
+
+_RANK, _ALPHA = Expected(1, 1 << 16, whole=True), Expected(0, 1e6, above=True)
+_NUMBERS: dict[str, tuple[float, Expected]] = {  # with PEFT's default
+    "r": (8, _RANK),
+    "lora_alpha": (8, _ALPHA),
+    "lora_dropout": (0.0, Expected(0, 1, below=True)),
+}
+_MAY_BE_NULL = ("lora_dropout",)
 
 _SCALED = "which scales weights by their magnitude: expected plain LoRA"
 _BASE = "which changes the model's own weights: expected true, false, gaussian, eva or orthogonal"
@@ -46,9 +60,11 @@ def read_adapter(directory: Path, family: Family) -> Adapter:
     Raises:
         CheckpointError: it cannot be read, or is more than low-rank matrices inside blocks; one sentence says why.
     """
-    config = _read_config(directory)
+    config = read_config(directory)
+    _require_low_rank(config, directory)
+    alphas = _matchers(config.get("alpha_pattern") or {}, directory)
     matrices: dict[str, dict[str, torch.Tensor]] = {}
-    for key, stored in read_header(directory / WEIGHTS_NAME).items():
+    for key, stored in read_header(Directory(directory).path(WEIGHTS_NAME)).items():
         match = _MATRIX.search(key)
         if match is None:
             raise CheckpointError(f"adapter {directory} has a tensor {key!r}: expected lora_A and lora_B of modules")
@@ -57,7 +73,7 @@ def read_adapter(directory: Path, family: Family) -> Adapter:
                 f"adapter {directory} changes {_module(key)!r}, which is not inside the model's blocks: "
                 "servers hold nothing else"
             )
-        if len(stored.shape) != 2:
+        if len(stored.shape) != 2 or not all(stored.shape):
             raise CheckpointError(f"adapter {directory} has a tensor {key!r} of shape {list(stored.shape)}: no matrix")
         matrices.setdefault(_module(key), {})[match[1]] = stored.read().float()
     parts = []
@@ -68,11 +84,13 @@ def read_adapter(directory: Path, family: Family) -> Adapter:
             raise CheckpointError(f"adapter {directory} has no lora_A and lora_B of one rank for {module!r}")
         if not all(bool(torch.isfinite(matrix).all()) for matrix in pair.values()):
             raise CheckpointError(f"adapter {directory} is not finite (it contains NaN or infinity) in {module!r}")
+        rank = pair["A"].shape[0]  # as rank_pattern may have set it
+        alpha = next((value for _, matches, value in alphas if matches(module)), config.get("lora_alpha", 8))
         parts.append(
             LowRank(
                 block,
                 family.name_in_block(module + ".").removesuffix("."),
-                _scaling(config, module, pair["A"].shape[0]),
+                alpha / (sqrt(rank) if config.get("use_rslora") else rank),  # as PEFT's LoraLayer.update_layer
                 pair["A"],
                 pair["B"],
                 float(config.get("lora_dropout") or 0.0),
@@ -83,42 +101,93 @@ def read_adapter(directory: Path, family: Family) -> Adapter:
     return Adapter(b"", tuple(sorted(parts, key=lambda part: (part.block, part.module))))
 
 
-def _read_config(directory: Path) -> Mapping[str, Any]:
-    path = directory / CONFIG_NAME
+def read_config(directory: Path) -> Mapping[str, Any]:
+    """What adapter_config.json of a LoRA adapter says: its numbers are checked, its regular expressions are not run.
+
+    Raises:
+        CheckpointError: there is none, or it is of another type, or has numbers that make no sense.
+    """
+    path = Directory(directory).path(CONFIG_NAME)
+    config = read_object(path, MAX_CONFIG_BYTES)
+    if config.get("peft_type") != "LORA":
+        raise CheckpointError(f"adapter {directory} is of PEFT's type {shown(config.get('peft_type'))}: expected LORA")
+    require_finite(config, path)
+    for name, (default, expected) in _NUMBERS.items():
+        value = config.get(name, default)
+        require_number(default if value is None and name in _MAY_BE_NULL else value, expected, path, name)
+    for name, expected in (("rank_pattern", _RANK), ("alpha_pattern", _ALPHA)):
+        patterns = config.get(name) or {}
+        if not isinstance(patterns, dict):
+            raise CheckpointError(f"{path} has {name}={shown(patterns)}: expected an object of names and numbers")
+        for key, value in patterns.items():
+            require_number(value, expected, path, f"{name}[{shown(key)}]")
+    if not isinstance(config.get("use_rslora"), bool | None):
+        raise CheckpointError(f"{path} has use_rslora={shown(config['use_rslora'])}: expected true or false")
+    return config
+
+
+def adapted_modules(tensor_names: Iterable[str]) -> list[str]:
+    """The modules that have low-rank matrices among these tensors, by their names in the model; sorted."""
+    return sorted({_module(name) for name in tensor_names if _MATRIX.search(name)})
+
+
+def require_names(value: object, directory: Path, option: str) -> None:
+    """Raises CheckpointError unless an option that PEFT makes expressions of is a name, some names, or nothing."""
+    names = value if isinstance(value, list) else [value] if value is not None else []
+    for name in names:
+        if not isinstance(name, str) or not _NAME.fullmatch(name):
+            raise CheckpointError(f"adapter {directory} has {option} {shown(name)}: expected names of modules")
+
+
+def named_patterns(patterns: Mapping[str, Any], modules: Iterable[str], directory: Path) -> dict[str, Any]:
+    """The same ``rank_pattern`` or ``alpha_pattern`` for these modules, without what ``re`` could hang on.
+
+    Keys that are names stay. Others become an expression that lists the modules for which they are meant.
+
+    Raises:
+        CheckpointError: a key cannot be matched in linear time.
+    """
+    modules, named = list(modules), {}
+    for key, matches, value in _matchers(patterns, directory):
+        if _NAME.fullmatch(key):
+            named[key] = value
+        elif meant := [re.escape(module) for module in modules if matches(module)]:
+            named[f"^(?:{'|'.join(meant)})"] = value
+    return named
+
+
+def _matchers(patterns: Mapping[str, Any], directory: Path) -> list[tuple[str, Callable[[str], object], Any]]:
+    """Each key, whether it is meant for a module of some name, and its value."""
+    if len(patterns) > MAX_PATTERNS or sum(_NAME.fullmatch(key) is None for key in patterns) > MAX_EXPRESSIONS:
+        raise CheckpointError(
+            f"adapter {directory} has too many patterns: expected at most {MAX_PATTERNS}, "
+            f"of which {MAX_EXPRESSIONS} are no names"
+        )
+    return [(key, _matcher(key, directory), value) for key, value in patterns.items()]
+
+
+def _matcher(key: str, directory: Path) -> Callable[[str], object]:
+    """As PEFT's ``get_pattern_key``, in linear time."""
+    whole = rf"(.*\.)?({key})$"
+    if _NAME.fullmatch(key):
+        return re.compile(whole).match  # there is nothing in it to try in several ways
     try:
-        config = json.loads(path.read_text())
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise CheckpointError(f"adapter {directory} has no readable {CONFIG_NAME} ({type(error).__name__})") from None
-    if not isinstance(config, dict) or config.get("peft_type") != "LORA":
-        kind = config.get("peft_type") if isinstance(config, dict) else None
-        raise CheckpointError(f"adapter {directory} is of PEFT's type {kind!r}: expected LORA")
+        return Pattern(whole).match
+    except ValueError as error:
+        raise CheckpointError(f"adapter {directory} has a pattern {shown(key)} that cannot be used: {error}") from None
+
+
+def _require_low_rank(config: Mapping[str, Any], directory: Path) -> None:
+    """Raises CheckpointError if it is more than low-rank matrices beside linear layers."""
     for name, why in _REFUSED.items():
         if config.get(name):
             raise CheckpointError(f"adapter {directory} uses {name}, {why}")
     if config.get("bias", "none") != "none":
-        raise CheckpointError(f"adapter {directory} trains biases (bias={config['bias']!r}): expected 'none'")
+        raise CheckpointError(f"adapter {directory} trains biases (bias={shown(config['bias'])}): expected 'none'")
     if config.get("init_lora_weights") not in _BEGINNINGS:
-        raise CheckpointError(f"adapter {directory} has init_lora_weights={config['init_lora_weights']!r}, {_BASE}")
-    numbers = [config.get("lora_alpha", 8), config.get("lora_dropout") or 0.0]
-    patterns = config.get("alpha_pattern") or {}
-    if not isinstance(patterns, dict) or not all(
-        isinstance(number, int | float) for number in [*numbers, *patterns.values()]
-    ):
-        raise CheckpointError(f"adapter {directory} has a {CONFIG_NAME} whose lora_alpha or lora_dropout is no number")
-    if not 0 <= numbers[1] < 1:
-        raise CheckpointError(f"adapter {directory} has lora_dropout={numbers[1]}: expected at least 0, less than 1")
-    return config
-
-
-def _scaling(config: Mapping[str, Any], module: str, rank: int) -> float:
-    """As PEFT's ``LoraLayer.update_layer``; the rank, which ``rank_pattern`` may have set, is that of the matrices."""
-    alpha = config.get("lora_alpha", 8)
-    for pattern, value in (config.get("alpha_pattern") or {}).items():
-        if re.match(rf"(.*\.)?({pattern})$", module):
-            alpha = value
-            break
-    scaling: float = alpha / (sqrt(rank) if config.get("use_rslora") else rank)
-    return scaling
+        raise CheckpointError(
+            f"adapter {directory} has init_lora_weights={shown(config['init_lora_weights'])}, {_BASE}"
+        )
 
 
 def _module(key: str) -> str:

@@ -6,18 +6,21 @@ rewrites the file and cannot tell its own memory from the page cache. Format: ht
 
 from __future__ import annotations
 
-import json
 import os
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 
 from swarm_protocol.errors import CheckpointError
+from swarm_protocol.untrusted.json_file import parse_object
 
-MAX_HEADER_BYTES = 100_000_000  # the format's own limit
+MAX_HEADER_BYTES = 32 << 20  # of 300 000 tensors; the format allows 100 MB, which can take gigabytes to read
+MAX_NAME = 512  # characters of a tensor's name
+MAX_DIMS = 16
+MAX_SIZE = 1 << 48  # of one dimension, and offsets
 LENGTH_BYTES = 8  # the file begins with the header's length, little endian
 
 DTYPES = {
@@ -77,35 +80,53 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
                 raise CheckpointError(f"{path} is no safetensors file")
             if LENGTH_BYTES + header_bytes > size_bytes:
                 raise CheckpointError(f"{path} is truncated: it ends inside its header")
-            header = json.loads(file.read(header_bytes))
-        tensors = {
-            name: _entry(name, path, LENGTH_BYTES + header_bytes, fields)
-            for name, fields in header.items()
-            if name != "__metadata__"
-        }
+            header = file.read(header_bytes)
     except FileNotFoundError:
         raise CheckpointError(f"{path} is missing") from None
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        if isinstance(error, CheckpointError):
-            raise
-        raise CheckpointError(f"{path} is no safetensors file: its header is damaged") from error
-    expected = max((tensor.offset + tensor.size_bytes for tensor in tensors.values()), default=size_bytes)
-    if expected != size_bytes:
-        state = "truncated" if size_bytes < expected else "damaged"
-        raise CheckpointError(f"{path} is {state}: its header speaks of {expected} bytes, the file has {size_bytes}")
+    entries = parse_object(header, f"{path} is no safetensors file: its header")
+    entries.pop("__metadata__", None)
+    tensors = {name: _entry(name, path, LENGTH_BYTES + header_bytes, fields) for name, fields in entries.items()}
+    _require_whole(path, LENGTH_BYTES + header_bytes, size_bytes, tensors)
     return tensors
 
 
-def _entry(name: str, path: Path, data_start: int, fields: dict[str, Any]) -> StoredTensor:
-    dtype, shape = DTYPES.get(fields["dtype"]), tuple(fields["shape"])
+def _entry(name: str, path: Path, data_start: int, fields: Any) -> StoredTensor:
+    damaged = f"{path} is damaged: the header's entry of {name[:MAX_NAME]!r}"
+    if len(name) > MAX_NAME:
+        raise CheckpointError(f"{damaged} has a name of more than {MAX_NAME} characters")
+    if not isinstance(fields, dict) or not isinstance(fields.get("dtype"), str):
+        raise CheckpointError(f"{damaged} has no dtype")
+    dtype, shape, offsets = DTYPES.get(fields["dtype"]), fields.get("shape"), fields.get("data_offsets")
     if dtype is None:
-        raise CheckpointError(f"{path} holds {name!r} as {fields['dtype']}, which is not supported")
-    begin, end = fields["data_offsets"]
-    if end - begin != prod(shape) * dtype.itemsize or begin < 0:
-        raise CheckpointError(f"{path} is damaged: the size of {name!r} does not fit its shape {list(shape)}")
-    return StoredTensor(name, path, dtype, shape, data_start + begin, end - begin)
+        raise CheckpointError(f"{path} holds {name!r} as {fields['dtype'][:MAX_NAME]!r}, which is not supported")
+    if not _are_sizes(shape) or len(shape) > MAX_DIMS:
+        raise CheckpointError(f"{damaged} has no shape of at most {MAX_DIMS} sizes")
+    if not _are_sizes(offsets) or len(offsets) != 2:
+        raise CheckpointError(f"{damaged} does not say where its data begin and end")
+    begin, end = offsets
+    if end - begin != prod(shape) * dtype.itemsize:
+        raise CheckpointError(f"{path} is damaged: the size of {name!r} does not fit its shape {shape}")
+    return StoredTensor(name, path, dtype, tuple(shape), data_start + begin, end - begin)
+
+
+def _are_sizes(values: Any) -> TypeGuard[list[int]]:
+    return isinstance(values, list) and all(type(value) is int and 0 <= value < MAX_SIZE for value in values)
+
+
+def _require_whole(path: Path, data_start: int, size_bytes: int, tensors: dict[str, StoredTensor]) -> None:
+    """Raises CheckpointError unless the tensors' data follow one another to the end of the file."""
+    expected = max((tensor.offset + tensor.size_bytes for tensor in tensors.values()), default=data_start)
+    if expected != size_bytes:
+        state = "truncated" if size_bytes < expected else "damaged"
+        raise CheckpointError(f"{path} is {state}: its header speaks of {expected} bytes, the file has {size_bytes}")
+    end = data_start
+    for tensor in sorted(tensors.values(), key=lambda tensor: (tensor.offset, tensor.size_bytes)):
+        if tensor.offset != end:
+            what = "overlap those of another tensor" if tensor.offset < end else "begin after a gap"
+            raise CheckpointError(f"{path} is damaged: the data of {tensor.name!r} {what}")
+        end += tensor.size_bytes
 
 
 def _read_into(path: Path, offset: int, data: memoryview) -> None:

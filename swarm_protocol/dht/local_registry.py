@@ -18,15 +18,18 @@ from contextlib import ExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
 from math import inf
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 import platformdirs
+
+from swarm_protocol.untrusted.json_file import parse_object
 
 DEFAULT_SWARM = "default"
 RENEW_S = 5.0
 FRESH_S = 60.0  # a server of another host that has not renewed its entry for so long is hardly alive
 STALE_S = 600.0  # after which such an entry is deleted; a server that wakes up writes it again
 _LOCK_POLL_S = 0.05
+_MAX_ENTRY_BYTES = 1 << 16
 _LOOPBACK = re.compile(r"/(?:ip4/127\.|ip6/::1/|dns[46]?/localhost/)")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
@@ -109,7 +112,7 @@ class LocalRegistry:
         entries = []
         for path in sorted(self._directory.glob("*.json")):
             with suppress(OSError):  # it is gone at this moment, or not ours to read or to delete
-                entry = _parse(path.stem, path.read_text(), time.time() - path.stat().st_mtime)
+                entry = _parse(path.stem, _beginning(path), time.time() - path.stat().st_mtime)
                 if entry is None:
                     path.unlink(missing_ok=True)
                 else:
@@ -167,10 +170,10 @@ def network_id() -> str:
     return f"{_boot_id()}/{_namespace('net')}"
 
 
-def _parse(peer_id: str, text: str, age_s: float) -> RegistryEntry | None:
+def _parse(peer_id: str, data: bytes, age_s: float) -> RegistryEntry | None:
     """None if it is damaged, its process is gone, or it is stale."""
     try:
-        fields: dict[str, Any] = json.loads(text)
+        fields = parse_object(data, peer_id)
         addresses = tuple(map(str, fields["addresses"]))
         is_here = str(fields["host"]) == host_id()
         is_alive = _is_alive(int(fields["pid"]), fields["started"]) if is_here else age_s < FRESH_S
@@ -182,6 +185,12 @@ def _parse(peer_id: str, text: str, age_s: float) -> RegistryEntry | None:
     return RegistryEntry(
         peer_id, tuple(address for address in addresses if is_near or not is_loopback(address)), is_alive
     )
+
+
+def _beginning(path: Path) -> bytes:
+    """So much of an entry as a real one can have."""
+    with path.open("rb") as file:
+        return file.read(_MAX_ENTRY_BYTES)
 
 
 def _is_alive(pid: int, started: object) -> bool:

@@ -21,7 +21,15 @@ PACKAGES = {  # what each may import of the others
 }
 DOOR = "door"  # the modules of a package that are in no room: its command line, and what `import` of it gives
 LAYERS = {  # from the top: a room imports from those below it only
-    "swarm_protocol": [[DOOR], ["dht"], ["net"], ["process", "checkpoints"], ["wire"], ["errors"], ["span", "pb"]],
+    "swarm_protocol": [
+        [DOOR],
+        ["dht"],
+        ["net"],
+        ["process", "checkpoints"],
+        ["wire", "untrusted"],
+        ["errors"],
+        ["span", "pb"],
+    ],
     "swarm_client": [
         [DOOR],
         ["finetune", "demo"],

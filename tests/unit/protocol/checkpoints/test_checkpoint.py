@@ -218,13 +218,19 @@ def test_config_is_no_json(sharded: Path, text: str) -> None:
     ("edit", "message"),
     [
         (lambda config: config.clear(), "does not say its model_type"),
-        (lambda config: config.update(hidden_size="wide"), "does not fit a model of type 'llama'.*hidden_size"),
+        (
+            lambda config: config.update(hidden_size="wide"),
+            r"config\.json has hidden_size='wide': expected a whole number",
+        ),
+        (lambda config: config.update(hidden_act=3), "does not fit a model of type 'llama'.*hidden_act"),
+        (lambda config: config.update(model_type=["llama"]), r"models of type \['llama'\] are not known"),
+        (lambda config: config.update(quantization_config=[4]), r"stored quantized \(some method\)"),
         (lambda config: config.update(quantization_config={"quant_method": "fp8"}), r"stored quantized \(fp8\)"),
     ],
 )
 def test_config_makes_no_sense(sharded: Path, edit: Callable, message: str) -> None:
     edit_json(sharded / "config.json", edit)
-    with pytest.raises(CheckpointError, match=message) as caught:
+    with pytest.raises((CheckpointError, UnsupportedModel), match=message) as caught:
         Checkpoint.open(sharded)
     assert "\n" not in str(caught.value)
 

@@ -1,0 +1,1 @@
+"""What strangers wrote, read within limits: JSON, numbers of configs, regular expressions."""
