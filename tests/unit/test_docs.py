@@ -17,7 +17,7 @@ import swarm_client
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 PAGES = sorted(DOCS.rglob("*.md"))
-TEXTS = [*PAGES, ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
+TEXTS = [*PAGES, ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md"]
 PACKAGES = ("swarm_protocol", "swarm_client", "swarm_server")
 OTHERS_FLAGS = {"--help", "--strict"}  # of argparse itself, and of tools that are not ours
 

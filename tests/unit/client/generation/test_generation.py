@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import shutil
+from pathlib import Path
+
 import pytest
 
 from swarm_client.generation.generation import load_tokenizer
 from swarm_client.generation.text_options import TextOptions
+from swarm_protocol.checkpoints.default_model import DEFAULT_MODEL, locate
 from swarm_protocol.errors import CheckpointError
 
 
@@ -37,3 +42,41 @@ def test_values_out_of_range_say_what_was_expected(options):
 def test_model_without_tokenizer(tmp_path):
     with pytest.raises(CheckpointError, match="no tokenizer can be read from"):
         load_tokenizer(str(tmp_path))
+
+
+TOKENIZER, CONFIG = "tokenizer.json", "tokenizer_config.json"
+CODE = {"auto_map": {"AutoTokenizer": ["code.Tokenizer", None]}, "tokenizer_class": "Tokenizer"}
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        (TOKENIZER, "{"),
+        (TOKENIZER, "[" * 100_000),
+        (TOKENIZER, '{"model": {"type": "BPE", "vocab": 3}}'),
+        (CONFIG, "[" * 100_000),
+        (CONFIG, "[]"),
+        (CONFIG, json.dumps(CODE)),
+    ],
+)
+def test_tokenizers_that_are_damaged_or_need_code_of_their_own(tmp_path, name, content):
+    for path in Path(locate(DEFAULT_MODEL)).iterdir():
+        shutil.copy(path, tmp_path)
+    assert load_tokenizer(str(tmp_path))("def").input_ids
+    (tmp_path / name).write_text(content)
+    (tmp_path / "code.py").write_text("raise SystemExit('it was run')")
+    if content == json.dumps(CODE):  # there is nothing else to fall back on
+        (tmp_path / "config.json").unlink()
+    with pytest.raises(CheckpointError, match="no tokenizer can be read from") as caught:
+        load_tokenizer(str(tmp_path))
+    assert "\n" not in str(caught.value)
+
+
+def test_a_tokenizer_does_not_lead_out_of_the_directory(tmp_path):
+    (tmp_path / "model").mkdir()
+    for path in Path(locate(DEFAULT_MODEL)).iterdir():
+        shutil.copy(path, tmp_path / "model")
+    (tmp_path / "model" / TOKENIZER).rename(tmp_path / TOKENIZER)
+    (tmp_path / "model" / TOKENIZER).symlink_to(tmp_path / TOKENIZER)
+    with pytest.raises(CheckpointError, match=r"tokenizer\.json is a link to .*: expected the file itself"):
+        load_tokenizer(str(tmp_path / "model"))

@@ -163,11 +163,14 @@ def test_the_living_come_first(tmp_path: Path, registry: LocalRegistry) -> None:
         '{"addresses": [], "pid": "x", "started": 1, "host": "HOST", "network": ""}',
         '{"addresses": [], "pid": 1000000000000000000000, "started": 1, "host": "HOST", "network": ""}',
         '{"addresses": [], "pid": 0, "started": 1, "host": "HOST", "network": ""}',
+        '{"addresses": [], "pid": 1, "started": 1, "host": "HOST", "network": ""' + 100_000 * " " + "}",
+        "[" * 50_000,
+        "\udcff",
     ],
 )
 def test_a_damaged_entry_is_deleted(content: str, tmp_path: Path, registry: LocalRegistry) -> None:
     path = change(tmp_path, "other")
-    path.write_text(content.replace("HOST", json.loads(path.read_text())["host"]))
+    path.write_text(content.replace("HOST", json.loads(path.read_text())["host"]), errors="surrogateescape")
     assert registry.read() == [address("good")]
     assert not path.exists()
 
