@@ -163,9 +163,7 @@ def test_a_link_to_somewhere_else_is_refused(models: dict[str, Path], tmp_path: 
     directory = copy_of(models["llama"], tmp_path / "model")
     (directory / "config.json").rename(tmp_path / "config.json")
     (directory / "config.json").symlink_to(Path("..") / "config.json")
-    with pytest.raises(
-        CheckpointError, match=r"config\.json is a link to .*, outside .*: expected the file itself"
-    ):
+    with pytest.raises(CheckpointError, match=r"config\.json is a link to .*, outside .*: expected the file itself"):
         Checkpoint.open(directory)
 
 
