@@ -34,7 +34,7 @@ def long_prompt(seed: int) -> torch.Tensor:
 # ------------------------------------------------------------ one server dies
 
 
-@each_hop(0, 1, 2)
+@each_hop(0, 1)
 def test_killed_between_two_steps(client, moments, hop):
     moments.before_step(5, lambda: client.kill(hop))
     output = client.generate(PROMPT)

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from swarm_protocol.checkpoints.checkpoint import Checkpoint
 from swarm_protocol.checkpoints.describing import describe
-from swarm_protocol.checkpoints.peft_files import named_patterns, read_adapter
+from swarm_protocol.checkpoints.peft_files import CONFIG_NAME, WEIGHTS_NAME, named_patterns, read_adapter
 from swarm_protocol.errors import CheckpointError
 from swarm_protocol.span import Span
 from swarm_server.node.preloaded import check_adapters
@@ -175,14 +175,17 @@ def test_what_is_no_adapter(saved, tmp_path):
         read_adapter(tmp_path, FAMILY)
 
 
-@pytest.mark.parametrize("name", ["adapter_config.json", "adapter_model.safetensors"])
-def test_a_link_to_somewhere_else_is_refused(saved, tmp_path, name):
+def test_a_link_to_somewhere_else_is_refused_but_for_weights(saved, tmp_path):
     directory = tmp_path / "adapter"
     directory.mkdir()
     changed(saved, directory)
-    (directory / name).rename(tmp_path / name)
-    (directory / name).symlink_to(tmp_path / name)
-    with pytest.raises(CheckpointError, match=rf"{name} is a link to .*, outside .*adapter: expected the file itself"):
+    num_modules = len(read_adapter(directory, FAMILY).low_rank)
+    for name in (WEIGHTS_NAME, CONFIG_NAME):
+        assert len(read_adapter(directory, FAMILY).low_rank) == num_modules
+        (directory / name).rename(tmp_path / name)
+        (directory / name).symlink_to(tmp_path / name)
+    message = rf"{CONFIG_NAME} is a link to .*, outside .*adapter: expected the file itself"
+    with pytest.raises(CheckpointError, match=message):
         read_adapter(directory, FAMILY)
 
 
