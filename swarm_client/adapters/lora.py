@@ -201,8 +201,10 @@ def _config(directory: Path, modules: list[str]) -> Any:
     from peft import PeftConfig
 
     written = read_config(directory)
-    for name in ("modules_to_save", "layers_pattern", "target_modules", "exclude_modules"):
-        if name.startswith(("modules", "layers")) or not isinstance(written.get(name), str):
+    for name in ("modules_to_save", "layers_pattern"):
+        require_names(written.get(name), directory, name)
+    for name in ("target_modules", "exclude_modules"):
+        if not isinstance(written.get(name), str):  # an expression, which is replaced below
             require_names(written.get(name), directory, name)
     try:
         config: Any = PeftConfig.from_pretrained(str(directory))

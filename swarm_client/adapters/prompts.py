@@ -12,6 +12,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from swarm_protocol.checkpoints.family import Family
+from swarm_protocol.checkpoints.peft_files import WEIGHTS_NAME
 from swarm_protocol.checkpoints.safetensors_file import read_header
 from swarm_protocol.errors import RequestRejected
 from swarm_protocol.wire.adapters import Prompt
@@ -23,7 +24,7 @@ else:
 
 TUNING_MODES = ("prompt", "deep_prompt")
 NEW_HEADS = ("score.", "classifier.")  # of classifiers that are still to be trained
-PROMPTS_FILE, PEFT_FILE, PEFT_KEY = "prompts.safetensors", "adapter_model.safetensors", "prompt_embeddings"
+PROMPTS_FILE, PEFT_KEY = "prompts.safetensors", "prompt_embeddings"
 
 
 class Prompts(nn.Module):
@@ -143,7 +144,7 @@ class PromptsMixin(StockModel):
         if path.exists():
             names = {name: name for name in tensors}
         else:
-            path, names = Path(directory) / PEFT_FILE, {"embedding": PEFT_KEY}
+            path, names = Path(directory) / WEIGHTS_NAME, {"embedding": PEFT_KEY}
         stored = read_header(path)
         found = {name: stored[written] for name, written in names.items() if written in stored}
         shapes = {name: list(tensor.shape) for name, tensor in found.items()}
@@ -193,4 +194,4 @@ def _save_for_peft(model: PromptsMixin, embedding: nn.Parameter, directory: Path
         num_attention_heads=text.num_attention_heads,
         num_layers=text.num_hidden_layers,
     ).save_pretrained(str(directory))
-    save_file({PEFT_KEY: embedding.detach().contiguous()}, directory / PEFT_FILE, {"format": "pt"})
+    save_file({PEFT_KEY: embedding.detach().contiguous()}, directory / WEIGHTS_NAME, {"format": "pt"})

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from swarm_client.adapters.prompts import PEFT_FILE, PEFT_KEY, PROMPTS_FILE
+from swarm_client.adapters.prompts import PEFT_KEY, PROMPTS_FILE
 from swarm_protocol.checkpoints.files import Directory
+from swarm_protocol.checkpoints.peft_files import CONFIG_NAME, WEIGHTS_NAME
 from swarm_protocol.checkpoints.safetensors_file import read_header
 from swarm_protocol.dht.local_registry import DEFAULT_SWARM
 from swarm_protocol.errors import CheckpointError
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
     from swarm_client.adapters.prompts import PromptsMixin
 
 _TRAINER_CHECKPOINT = re.compile(r"checkpoint-\d+")
-PEFT_CONFIG = "adapter_config.json"
 
 
 def add_trained(model: PromptsMixin, directory: str | PathLike[str]) -> None:
@@ -37,14 +37,14 @@ def add_trained(model: PromptsMixin, directory: str | PathLike[str]) -> None:
         mode = "deep_prompt" if "deep" in read_header(path) else "prompt"
         model.add_prompts(mode, _num_tokens(path, "embedding"))
         model.load_prompts(directory)
-    elif (Path(directory) / PEFT_CONFIG).exists():
-        if read_object(files.path(PEFT_CONFIG)).get("peft_type") == "PROMPT_TUNING":
-            model.add_prompts("prompt", _num_tokens(files.path(PEFT_FILE), PEFT_KEY))
+    elif (Path(directory) / CONFIG_NAME).exists():
+        if read_object(files.path(CONFIG_NAME)).get("peft_type") == "PROMPT_TUNING":
+            model.add_prompts("prompt", _num_tokens(files.path(WEIGHTS_NAME), PEFT_KEY))
             model.load_prompts(directory)
         else:
             model.load_adapter(str(directory))
     else:
-        raise ValueError(f"{directory} has neither {PEFT_CONFIG} nor {PROMPTS_FILE}: expected a trained adapter")
+        raise ValueError(f"{directory} has neither {CONFIG_NAME} nor {PROMPTS_FILE}: expected a trained adapter")
 
 
 def _num_tokens(path: Path, name: str) -> int:

@@ -21,7 +21,7 @@ from swarm_protocol.errors import CheckpointError
 
 CONFIG = "config.json"
 WEIGHTS = ".safetensors"
-MAX_NAME = 255  # characters, as most file systems allow
+_MAX_NAME = 255  # characters, as most file systems allow
 
 
 class FileMissing(CheckpointError):
@@ -41,7 +41,7 @@ def locate(name_or_path: str, revision: str | None, token: str | None) -> Direct
 def is_plain(name: str) -> bool:
     """Whether the path can only lead to a file in the directory it is relative to, on any system."""
     parts = re.split(r"[/\\]", name)
-    return len(name) <= MAX_NAME and not any(
+    return len(name) <= _MAX_NAME and not any(
         part in ("", ".", "..") or ":" in part or not part.isprintable() for part in parts
     )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Iterator
 from typing import Any
 
 import grpc
@@ -97,7 +97,7 @@ class Pusher:
             return
         assert call is not None  # or the stream would be broken
         # If it breaks, the reader notices as well, and gives up what was not taken.
-        await self._write(call, [pb.PushRequest(step=step), *(pb.PushRequest(more=part) for part in parts)])
+        await self._write(call, _requests(step, parts))
 
     async def drain(self) -> bool:
         """Waits until everything is taken; False if it never will be."""
@@ -169,6 +169,13 @@ class Pusher:
                 if not self.retired:
                     await self._give_up(step, parts)
             self._taken.notify_all()
+
+
+def _requests(step: pb.Step, parts: Parts) -> Iterator[pb.PushRequest]:
+    """One by one: each copies its part."""
+    yield pb.PushRequest(step=step)
+    for part in parts:
+        yield pb.PushRequest(more=part)
 
 
 async def _write_all(call: grpc.aio.StreamStreamCall[Any, Any], requests: Iterable[pb.PushRequest]) -> None:

@@ -37,18 +37,22 @@ class Crowd:
     def _member(self, identity: Identity) -> Dht:
         return Dht(self._host._node, self._host._swarm, identity, Listening(), **self._options)
 
-    async def publish(self, records: Sequence[ServerRecord], at_once: int = 200) -> None:
-        """The records last until the test is over: publishing takes longer in one process than in thousands."""
+    async def publish(self, records: Sequence[ServerRecord], at_once: int = 200, first: int = 0) -> None:
+        """The records last until the test is over: publishing takes longer in one process than in thousands.
+
+        They are those of the member ``first`` and the ones after it.
+        """
         for start in range(0, len(records), at_once):
-            coming = list(zip(self.members[start : start + at_once], records[start : start + at_once], strict=True))
+            batch = records[start : start + at_once]
+            coming = list(zip(self.members[first + start :][: len(batch)], batch, strict=True))
             while coming:  # as servers do, who publishes in vain, for lack of time or room, does so again
                 stored = await asyncio.gather(*(member.publish(record, 3600) for member, record in coming))
                 coming = [late for late, in_time in zip(coming, stored, strict=True) if not in_time]
 
     def settle(self, records: Sequence[ServerRecord]) -> None:
-        """Each knows its place, as if it had joined long ago, so that it need not look for one."""
+        """The first know their places, as if they had joined long ago, so that they need not look for them."""
         sizes: Counter[str] = Counter()
-        for member, record in zip(self.members, records, strict=True):
+        for member, record in zip(self.members, records, strict=False):
             route = path(record.peer_id, record.span, record.num_blocks)
             depth = next(depth for depth, shard in enumerate(route) if sizes[shard] < member._capacity)
             sizes[route[depth]] += 1

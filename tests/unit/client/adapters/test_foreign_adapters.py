@@ -100,7 +100,7 @@ REFUSED = {
         dict(target_modules=[["q_proj"]]),
         r"has target_modules \['q_proj'\]: expected names of modules",
     ),
-    "pattern": (dict(alpha_pattern={r"(?=q)q_proj": 2}), "has a pattern .* that cannot be used: .*not supported"),
+    "pattern": (dict(alpha_pattern={r"(?=q)q_proj": 2}), "has a pattern .* that cannot be used: .*RE2's syntax"),
     "type": (dict(peft_type="LO"), "is of PEFT's type 'LO': expected LORA"),
     "alpha": (dict(lora_alpha=float("nan")), r"adapter_config\.json has lora_alpha=nan: expected a finite number"),
     "rank": (dict(r=-1), r"adapter_config\.json has r=-1: expected a whole number"),
