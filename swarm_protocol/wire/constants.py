@@ -13,6 +13,8 @@ FIRST_STEP = 1 << 32
 MIB = 1 << 20
 PART_BYTES = 1 * MIB  # larger tensors travel in parts of this size
 MAX_TENSOR_BYTES = 256 * MIB  # of one tensor, encoded; clients split larger batches
+MAX_ADDRESSES = 16  # of one server
+MAX_NAME_CHARS = 512  # of models, revisions, peers, addresses, adapters
 
 MAX_ECHO_BYTES = 1 * MIB
 MAX_ADAPTER_BYTES = 256 * MIB  # of one adapter over one span, serialised
