@@ -69,6 +69,12 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         metavar="SIZE",
         help="for adapters that clients send",
     )
+    add(
+        "--incoming-memory",
+        default=f"{default.incoming_bytes >> 20}MiB",
+        metavar="SIZE",
+        help="for requests that are arriving, in all; more are refused",
+    )
     add("--chunk-tokens", type=int, metavar="N", help="positions of a prompt computed at a time; default by device")
     add("--max-sessions", type=int, default=default.max_sessions, metavar="N", help="generations at a time")
     add(
@@ -106,6 +112,7 @@ def read_config(args: argparse.Namespace) -> ServerConfig:
         prefix_cache=not args.no_prefix_cache,
         adapters=tuple(args.adapters),
         adapter_bytes=parse_size(args.adapter_memory),
+        incoming_bytes=parse_size(args.incoming_memory),
         chunk_tokens=args.chunk_tokens,
         max_sessions=args.max_sessions,
         model=args.model,

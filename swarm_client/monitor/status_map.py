@@ -12,6 +12,7 @@ from rich.text import Text
 from swarm_client.monitor.model_monitor import ModelStatus, ServerStatus
 from swarm_protocol.dht.records import ServerState
 from swarm_protocol.wire.constants import WIRE_VERSION
+from swarm_protocol.wire.printable import printable
 
 ON_CHAIN, HOSTED, SILENT, ELSEWHERE = "█▒░·"
 ON_CHAIN_STYLE = "bold green"
@@ -44,11 +45,6 @@ def blocks_table(status: ModelStatus, rows: int, width: int) -> Table:
         table.add_row(*cells, style="" if server.answers else "dim")
     table.add_row(_REPLICAS, "", _replica_bar(status.replicas, map_width))
     return table
-
-
-def printable(text: str) -> str:
-    """What strangers say, without what would steer the terminal."""
-    return "".join(character if character.isprintable() else "?" for character in text)
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,7 @@ from swarm_protocol.errors import BadReply, PeerError
 from swarm_protocol.span import Span
 from swarm_protocol.wire.block_input import BlockInput
 from swarm_protocol.wire.codec import split_rows, torch_dtype
+from swarm_protocol.wire.constants import MAX_BATCH_SIZE, MAX_POSITION_IDS
 
 T = TypeVar("T")
 _MICRO_BATCH_TOKENS = 64  # at least, unless there are not so many
@@ -234,6 +235,7 @@ def _micro_batches(inputs: BlockInput) -> list[BlockInput]:
     """The batch in pieces of whole rows: each fits into one request, and all servers have something to do."""
     batch_size, num_tokens, _ = inputs.hidden.shape
     num_rows = max(math.ceil(_MICRO_BATCH_TOKENS / num_tokens), math.ceil(batch_size / _MAX_MICRO_BATCHES))
+    num_rows = min(num_rows, MAX_BATCH_SIZE, max(1, MAX_POSITION_IDS // num_tokens))
     pieces, first_row = [], 0
     for piece in split_rows(inputs.hidden):
         end = first_row + len(piece)

@@ -210,6 +210,7 @@ class Chain:
             num_wanted=call.num_wanted,
             every_block=bool(call.watched),
         )
+        self._terms.last_number = call.steps[-1].number
 
     def _post(self, steps: list[OutgoingStep]) -> None:
         """To the first hop."""

@@ -18,6 +18,7 @@ from swarm_client.transport.wire_tensor import CODECS
 from swarm_protocol.dht.records import ServerRecord
 from swarm_protocol.pb import swarm_pb2 as pb
 from swarm_protocol.span import Span
+from swarm_protocol.wire.constants import FIRST_STEP
 
 _SPARE_TOKENS = 64  # positions per row that are asked for besides
 
@@ -29,7 +30,7 @@ class Opening:
     Attributes:
         reserve_tokens: positions per row to lease at once; ``spare_tokens`` besides.
         asked_s: when the session was first asked for; None: now.
-        sent_number, changed_number, records_past: see ``Open`` in protos/swarm.proto.
+        sent_number, changed_number, records_past, last_number: see ``Open`` in protos/swarm.proto.
     """
 
     batch_size: int
@@ -39,6 +40,7 @@ class Opening:
     records_past: bool = False
     spare_tokens: int = 0
     asked_s: float | None = None
+    last_number: int = 0
 
     @property
     def need_tokens(self) -> int:
@@ -52,6 +54,7 @@ class Terms:
     Attributes:
         records_past: sliding windows keep what later crops need.
         asked_s: when servers were first asked for room; None: not yet.
+        last_number: of the steps so far.
     """
 
     def __init__(self, max_positions: int | None, reserve_tokens: int) -> None:
@@ -60,6 +63,7 @@ class Terms:
         self._reserve_tokens = reserve_tokens
         self.records_past = False
         self.asked_s: float | None = None
+        self.last_number = FIRST_STEP - 1
 
     def opening(
         self, batch_size: int, num_tokens: int, sent_number: int = 0, changed_number: int = 0, *, ages: bool = True
@@ -75,7 +79,9 @@ class Terms:
         # A session whose length nobody has said should not be preempted at once.
         spare = 0 if num_tokens <= self._reserve_tokens else min(max(_SPARE_TOKENS, num_tokens // 4), most - reserve)
         asked_s = self.asked_s if ages else None
-        return Opening(batch_size, reserve, sent_number, changed_number, self.records_past, spare, asked_s)
+        return Opening(
+            batch_size, reserve, sent_number, changed_number, self.records_past, spare, asked_s, self.last_number
+        )
 
 
 class Opener:
@@ -191,6 +197,7 @@ class Opener:
             changed_number=opening.changed_number,
             records_past=opening.records_past,
             spare_tokens=opening.spare_tokens,
+            last_number=opening.last_number,
         )
         server = await self._swarm.server(hop.server)
         request.wait_s = wait_s()

@@ -18,7 +18,7 @@ from swarm_client.sessions.standby import StandbyReplicas
 from swarm_client.swarm.stall import Repair, Stall
 from swarm_client.swarm.swarm import Swarm
 from swarm_client.transport.hops import HopSession
-from swarm_client.transport.steps import OutgoingStep, chunk_size, split
+from swarm_client.transport.steps import OutgoingStep, chunk_size, may_be_resent, split
 from swarm_client.transport.wire_tensor import CODECS
 from swarm_protocol.errors import NoRoute, PeerBusy, PeerError, SessionLost, SwarmError
 from swarm_protocol.pb import swarm_pb2 as pb
@@ -322,6 +322,9 @@ class HopReplacer:
         rows = call.after if replay.after_changes else call.before
         history = self._history(rows, replay.history, new, instruction.number)
         steps = [*history, *_steps(call, (step.number for step in replay.resend))]
+        bare = [step.without_data() for step in steps]
+        if instruction.before is not None and not may_be_resent(bare):
+            return messages.NotConnected()
         _remember(new, steps)
         links = tuple(_link(hop, call.first_number) for hop in new)
         if instruction.before is None:
@@ -329,7 +332,7 @@ class HopReplacer:
                 new[0].post(step.message, step.parts)
             return messages.Connected(links)
         try:
-            await self._hop(instruction.before).reroute(new[0], [step.without_data() for step in steps])
+            await self._hop(instruction.before).reroute(new[0], bare)
         except SwarmError as error:
             return messages.NotConnected({instruction.before: error}, self._is_late)
         return messages.Connected(links)

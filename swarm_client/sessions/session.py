@@ -17,10 +17,12 @@ from swarm_client.sessions.call import Call
 from swarm_client.sessions.chain import Chain
 from swarm_client.sessions.journal import Journal
 from swarm_client.swarm.swarm import Swarm
+from swarm_client.transport.changes import merged
 from swarm_protocol.errors import RequestRejected
 from swarm_protocol.pb import swarm_pb2 as pb
 from swarm_protocol.span import Span
 from swarm_protocol.wire.block_input import BlockInput
+from swarm_protocol.wire.constants import MAX_BATCH_SIZE
 
 
 class RemoteSession:
@@ -142,6 +144,7 @@ class RemoteSession:
         batch_size, num_tokens, _ = inputs.hidden.shape
         total = self.length + num_tokens
         check_length(total, self._max_positions)
+        check_batch_size(batch_size)
         num_wanted = num_tokens if num_wanted is None else min(num_wanted, num_tokens)
         if self._journal is None and not self._chain.hops:
             self._chain.adapter = self._adapter()
@@ -200,7 +203,7 @@ class RemoteSession:
     def _change(self, change: pb.Change) -> None:
         """Travels with the next step; there is nothing to change before the first."""
         if self._journal is not None:
-            self._changes.append(change)
+            self._changes = merged(self._changes, change)
 
 
 def check_length(num_positions: int, max_positions: int | None) -> None:
@@ -210,6 +213,12 @@ def check_length(num_positions: int, max_positions: int | None) -> None:
             f"{num_positions} positions are more than the model's {max_positions}: "
             "shorten the prompt or generate fewer tokens"
         )
+
+
+def check_batch_size(batch_size: int) -> None:
+    """Raises RequestRejected if servers do not take so many rows."""
+    if batch_size > MAX_BATCH_SIZE:
+        raise RequestRejected(f"{batch_size} rows are more than a session may have: expected at most {MAX_BATCH_SIZE}")
 
 
 def _changed(journal: Journal, changes: list[pb.Change]) -> Journal:

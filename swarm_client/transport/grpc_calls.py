@@ -11,7 +11,7 @@ from typing import Generic, TypeVar, cast
 import grpc
 
 from swarm_protocol.dht.records import ServerRecord
-from swarm_protocol.errors import PeerUnavailable
+from swarm_protocol.errors import BadReply, PeerUnavailable
 from swarm_protocol.span import Span
 from swarm_protocol.wire.status import from_status
 
@@ -21,6 +21,11 @@ Reply = TypeVar("Reply")
 
 def no_answer(server: ServerRecord, span: Span, timeout_s: float) -> PeerUnavailable:
     return PeerUnavailable(f"server {server.short_id} did not answer within {timeout_s:g} s", server.peer_id, span)
+
+
+def unreadable(server: ServerRecord, span: Span | None = None) -> BadReply:
+    """What gRPC stands None for: bytes that are no message."""
+    return BadReply(f"server {server.short_id} answered what is no message", server.peer_id, span)
 
 
 @asynccontextmanager
@@ -69,6 +74,8 @@ class Stream(Generic[Request, Reply]):
         """The next reply. Raises the error that the stream ended with; PeerUnavailable if it ended without."""
         async with translated(self._server, self._span, self._call):
             reply = await self._call.read()
+            if reply is None:
+                raise unreadable(self._server, self._span)
             if reply is not grpc.aio.EOF:
                 return cast(Reply, reply)
             code, details = await self._call.code(), await self._call.details()

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from swarm_client.core.config import Timeouts
 from swarm_client.routing.routing import Hop
 from swarm_client.transport.grpc_calls import Stream, no_answer
-from swarm_client.transport.steps import OutgoingStep
+from swarm_client.transport.steps import OutgoingStep, in_messages
 from swarm_client.transport.wire_tensor import WireTensor
 from swarm_protocol.dht.records import ServerRecord
 from swarm_protocol.errors import BadReply, RequestRejected, SwarmError
@@ -189,8 +189,9 @@ class HopSession:
         """Outputs go to another hop from now on, those of the steps of ``resend`` first."""
         self.route += 1  # even if it fails: the server may have heard of it
         key, route = self.session_key, self.route
-        request = pb.RerouteRequest(session_key=key, next=to.as_next(), resend=resend, route=route)
-        await self._server.reroute(request, self.span, self._timeouts.open_s)
+        first = pb.RerouteRequest(session_key=key, next=to.as_next(), route=route)
+        more = [pb.RerouteRequest(resend=steps) for steps in in_messages(resend)]
+        await self._server.reroute([first, *more], self.span, self._timeouts.open_s)
         self.held = False
         self.next_number = to.number
 

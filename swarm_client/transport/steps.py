@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from swarm_client.transport.wire_tensor import Context, WireTensor
 from swarm_protocol.pb import swarm_pb2 as pb
 from swarm_protocol.wire.block_input import BlockInput
-from swarm_protocol.wire.constants import PAGE_TOKENS
+from swarm_protocol.wire.constants import MAX_RESENT, MAX_RESENT_BYTES, MAX_RESENT_STEPS, PAGE_TOKENS, PART_BYTES
 
 _CHUNKS_PER_HOP = 4  # of a prompt: the pipeline is full for all but one part in so many of the time
 _IN_ONE_PIECE = 1 << 30  # a hop that takes so many at once must be given them at once
@@ -105,3 +105,23 @@ def split(
         )
         steps.append(OutgoingStep(message, hidden.parts))
     return steps
+
+
+def may_be_resent(steps: Sequence[pb.Step]) -> bool:
+    """Whether a server takes so many steps without data in a reroute."""
+    return len(steps) <= MAX_RESENT_STEPS and sum(step.ByteSize() for step in steps) <= MAX_RESENT_BYTES
+
+
+def in_messages(steps: Sequence[pb.Step]) -> Iterator[list[pb.Step]]:
+    """Steps without data, as many together as one message may have."""
+    message: list[pb.Step] = []
+    size_bytes = 0
+    for step in steps:
+        step_bytes = step.ByteSize()
+        if message and (len(message) == MAX_RESENT or size_bytes + step_bytes > PART_BYTES):
+            yield message
+            message, size_bytes = [], 0
+        message.append(step)
+        size_bytes += step_bytes
+    if message:
+        yield message

@@ -13,7 +13,7 @@ from swarm_client.adapters.snapshots import AdapterUploader, Part
 from swarm_client.core.background import exact_s
 from swarm_client.core.config import ClientConfig
 from swarm_client.routing.routing import Hop
-from swarm_client.transport.grpc_calls import Stream, translated
+from swarm_client.transport.grpc_calls import Stream, translated, unreadable
 from swarm_client.transport.hops import HopSession, Inbox
 from swarm_client.transport.wire_tensor import Context, WireTensor
 from swarm_protocol.dht.records import ServerRecord
@@ -76,6 +76,8 @@ class ServerConnection:
         """What the server says of itself now; raises BadReply if it is no record of this server."""
         async with translated(self.record):
             answer = await self._stub.Describe(pb.DescribeRequest(), timeout=self._timeouts.probe_s)
+        if answer is None:
+            raise unreadable(self.record)
         try:
             record = ServerRecord.from_proto(answer)
             if record.peer_id != self.record.peer_id:
@@ -105,17 +107,22 @@ class ServerConnection:
     async def progress(self, request: pb.ProgressRequest, span: Span, timeout_s: float) -> pb.SessionProgress:
         """How far one of the server's sessions is; raises SessionLost if the server does not know it."""
         async with translated(self.record, span):
-            progress: pb.SessionProgress = await self._stub.Progress(request, timeout=timeout_s)
-        return progress
+            progress: pb.SessionProgress | None = await self._stub.Progress(request, timeout=timeout_s)
+        return self._readable(progress, span)
 
-    async def reroute(self, request: pb.RerouteRequest, span: Span, timeout_s: float) -> pb.SessionProgress:
+    async def reroute(self, requests: Sequence[pb.RerouteRequest], span: Span, timeout_s: float) -> pb.SessionProgress:
         async with translated(self.record, span):
-            progress: pb.SessionProgress = await self._stub.Reroute(request, timeout=timeout_s)
-        return progress
+            progress: pb.SessionProgress | None = await self._stub.Reroute(iter(requests), timeout=timeout_s)
+        return self._readable(progress, span)
 
     async def copy(self, request: pb.CopyRequest, span: Span, timeout_s: float) -> pb.SessionProgress:
         async with translated(self.record, span):
-            progress: pb.SessionProgress = await self._stub.Copy(request, timeout=timeout_s)
+            progress: pb.SessionProgress | None = await self._stub.Copy(request, timeout=timeout_s)
+        return self._readable(progress, span)
+
+    def _readable(self, progress: pb.SessionProgress | None, span: Span) -> pb.SessionProgress:
+        if progress is None:
+            raise unreadable(self.record, span)
         return progress
 
     async def forward(
@@ -176,7 +183,7 @@ class ServerConnection:
                 await call.write(pb.PutAdapterRequest(part=data[start : start + PART_BYTES]))
             await call.done_writing()
             reply = await call
-        if reply.key != adapter_key(data):
+        if reply is None or reply.key != adapter_key(data):
             raise BadReply(f"server {self.record.short_id} understood another adapter", self.record.peer_id, span)
 
     async def _forward(

@@ -11,7 +11,7 @@ from swarm_client.adapters.snapshots import NOTHING, Snapshot
 from swarm_protocol.errors import BadReply, NotFinite, RequestRejected
 from swarm_protocol.pb import swarm_pb2 as pb
 from swarm_protocol.wire.block_input import BlockInput
-from swarm_protocol.wire.codec import Assembler, encode, encode_mask
+from swarm_protocol.wire.codec import Assembler, encode, encode_mask, encode_positions
 
 CODECS = {"none": pb.RAW, "int8": pb.INT8_BLOCKS}  # by the names of ``ClientConfig.compression``
 
@@ -62,5 +62,6 @@ class Context:
 
     @classmethod
     def of(cls, inputs: BlockInput, adapter: Snapshot = NOTHING, dropout_seed: int = 0) -> Context:
-        positions = None if inputs.position_ids is None else encode(inputs.position_ids.to(torch.int64))[0]
-        return cls(encode_mask(inputs.attention_mask), positions, adapter, dropout_seed, inputs.packed)
+        """Raises RequestRejected if mask or positions are too many for a message."""
+        mask, positions = encode_mask(inputs.attention_mask), encode_positions(inputs.position_ids)
+        return cls(mask, positions, adapter, dropout_seed, inputs.packed)

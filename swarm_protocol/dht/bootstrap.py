@@ -18,6 +18,7 @@ from swarm_protocol.net.hivemind_parts import (
     PeerID,
     ValidationError,
 )
+from swarm_protocol.wire.printable import printable
 
 _CONNECT_TIMEOUT_S = 3.0
 _BACKOFF_S = 6.0  # libp2p does not dial an address again for 5 s, or more, after it has failed
@@ -30,7 +31,7 @@ def refused(error: ValidationError) -> JoinRefused:
     """What hivemind's reason for not joining means to the user."""
     clocks = re.search(r"local: ([\d.]+), peer: ([\d.]+)", str(error))
     if clocks is None:
-        return JoinRefused(f"the initial peer refuses this node: {error}")
+        return JoinRefused(f"the initial peer refuses this node: {printable(str(error))}")
     offset_s = float(clocks[1]) - float(clocks[2])
     size_s = abs(offset_s)
     size = f"{size_s:.0f} s" if size_s < 120 else f"{size_s / 60:.0f} min"

@@ -38,6 +38,8 @@ from swarm_protocol.net.hivemind_parts import (
 )
 from swarm_protocol.net.identity import Identity, peer_id_of
 from swarm_protocol.span import Span
+from swarm_protocol.wire.constants import MAX_NAME_CHARS
+from swarm_protocol.wire.printable import printable
 
 JOIN_TIMEOUT_S = 30.0  # for peers that are there, but frozen or too busy to answer
 _PUBLISH_TIMEOUT_S = 10.0
@@ -249,7 +251,7 @@ class Dht:
         models = {
             name: item.value
             for name, item in entry.value.items()
-            if isinstance(name, str) and isinstance(item.value, int) and 0 < item.value < 10_000
+            if _is_name(name) and isinstance(item.value, int) and 0 < item.value < 10_000
         }
         return dict(sorted(models.items()))
 
@@ -320,6 +322,11 @@ class _Place:
     standing: dict[str, ServerRecord] = field(default_factory=dict)  # by shard: what readers may find until it expires
 
 
+def _is_name(name: Any) -> bool:
+    """Whether it may be a model's: whoever knows the swarm may write into the list of models."""
+    return isinstance(name, str) and 0 < len(name) <= MAX_NAME_CHARS and name.isprintable()
+
+
 def _checked(subkey: Any, value: Any, expires_at: float) -> ServerRecord | None:
     """The record, if it is well formed and its owner is the peer it speaks of (the DHT has checked the signature)."""
     try:
@@ -328,6 +335,6 @@ def _checked(subkey: Any, value: Any, expires_at: float) -> ServerRecord | None:
         if owner is None or not owner[1] == record.peer_id == peer_id_of(owner[2].encode()):
             raise ValueError("its owner is somebody else")
     except (ValueError, TypeError) as error:
-        _logger.debug("ignored a record under %s: %s", subkey, error)
+        _logger.debug("ignored a record under %s: %s", printable(str(subkey)), printable(str(error)))
         return None
     return dataclasses.replace(record, expires_at=expires_at)

@@ -11,7 +11,8 @@ from google.protobuf.message import DecodeError
 
 from swarm_protocol.pb import swarm_pb2 as pb
 from swarm_protocol.span import Span
-from swarm_protocol.wire.constants import MAX_TENSOR_BYTES, WIRE_VERSION
+from swarm_protocol.wire.constants import MAX_ADDRESSES, MAX_NAME_CHARS, MAX_TENSOR_BYTES, WIRE_VERSION
+from swarm_protocol.wire.printable import printable
 
 REFRESH_S = 20.0  # nodes that store a record may die with it
 LIFETIME_S = 120.0
@@ -94,6 +95,12 @@ class ServerRecord:
         for number in (*speeds, message.queue_delay_s, *message.next_hop_rtts_s.values()):
             if not 0 <= number < inf:
                 raise ValueError(f"a measurement is {number}: expected a finite number of at least 0")
+        if len(message.addresses) > MAX_ADDRESSES:
+            raise ValueError(f"there are {len(message.addresses)} addresses: expected at most {MAX_ADDRESSES}")
+        texts = message.peer_id, message.model, message.revision, message.quant, message.dtype, message.software_version
+        for text in (*texts, *message.addresses, *message.adapters, *message.next_hop_rtts_s):
+            if len(text) > MAX_NAME_CHARS or not text.isprintable():
+                raise ValueError(f"{printable(text, 40)!r} is no name: expected {MAX_NAME_CHARS} printable characters")
         return cls(
             peer_id=message.peer_id,
             addresses=tuple(message.addresses),
@@ -130,7 +137,7 @@ class ServerRecord:
 
 def short_id(peer_id: str) -> str:
     """The end of the peer id: enough to tell servers apart in a log line."""
-    return "…" + peer_id[-6:]
+    return "…" + printable(peer_id[-6:])
 
 
 @dataclass(frozen=True)

@@ -28,9 +28,11 @@ from swarm_protocol.net.hivemind_parts import (
     RSAPublicKey,
     crypto_pb2,
 )
+from swarm_protocol.wire.printable import printable
 
 # The name in every peer's certificate. Trust comes from the fingerprint in the signed record, not from this name.
 _TLS_NAME = "swarm"
+_SHOWN_CHARS = 80  # of an address
 
 
 class Identity:
@@ -178,6 +180,7 @@ async def pinned_channel(
         BadReply: somebody else answers there.
     """
     host, _, port = address.rpartition(":")
+    shown = printable(address, _SHOWN_CHARS)
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)  # the default context would read the system's authorities
     context.check_hostname = False
     context.verify_mode = ssl.CERT_NONE  # the fingerprint below decides
@@ -186,15 +189,15 @@ async def pinned_channel(
         connecting = asyncio.open_connection(host.strip("[]"), int(port), ssl=context)
         _, writer = await asyncio.wait_for(connecting, timeout_s)
     except TimeoutError:
-        raise PeerUnavailable(f"no server answered at {address} within {timeout_s:g} s") from None
+        raise PeerUnavailable(f"no server answered at {shown} within {timeout_s:g} s") from None
     except OSError as error:
-        raise PeerUnavailable(f"no server answers at {address}: {error.strerror or error}") from None
+        raise PeerUnavailable(f"no server answers at {shown}: {error.strerror or error}") from None
     except (ValueError, OverflowError):  # addresses come from strangers
-        raise PeerUnavailable(f"no server answers at {address!r}: it is no address, expected HOST:PORT") from None
+        raise PeerUnavailable(f"no server answers at {shown!r}: it is no address, expected HOST:PORT") from None
     der = writer.get_extra_info("ssl_object").getpeercert(binary_form=True)
     writer.transport.abort()  # close() would wait for a goodbye that gRPC does not send, and keep the server waiting
     if hashlib.sha256(der).digest() != fingerprint:
-        raise BadReply(f"the server at {address} shows another TLS certificate than its record promises")
+        raise BadReply(f"the server at {shown} shows another TLS certificate than its record promises")
     credentials = grpc.ssl_channel_credentials(ssl.DER_cert_to_PEM_cert(der).encode())
     return grpc.aio.secure_channel(
         address, credentials, options=[*options, ("grpc.ssl_target_name_override", _TLS_NAME)]

@@ -15,6 +15,7 @@ class DType(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     FLOAT16: _ClassVar[DType]
     INT64: _ClassVar[DType]
     UINT8: _ClassVar[DType]
+    INT32: _ClassVar[DType]
 
 class Codec(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -34,6 +35,7 @@ BFLOAT16: DType
 FLOAT16: DType
 INT64: DType
 UINT8: DType
+INT32: DType
 RAW: Codec
 INT8_BLOCKS: Codec
 STATE_UNSPECIFIED: ServerState
@@ -95,7 +97,7 @@ class SessionRequest(_message.Message):
     def __init__(self, open: _Optional[_Union[Open, _Mapping]] = ..., step: _Optional[_Union[Step, _Mapping]] = ..., more: _Optional[bytes] = ..., close: _Optional[_Union[Close, _Mapping]] = ...) -> None: ...
 
 class Open(_message.Message):
-    __slots__ = ("contract", "session_key", "batch_size", "reserve_tokens", "next", "codec", "sent_number", "changed_number", "records_past", "adapter", "wait_s", "age_s", "spare_tokens")
+    __slots__ = ("contract", "session_key", "batch_size", "reserve_tokens", "next", "codec", "sent_number", "changed_number", "records_past", "adapter", "wait_s", "age_s", "spare_tokens", "last_number")
     CONTRACT_FIELD_NUMBER: _ClassVar[int]
     SESSION_KEY_FIELD_NUMBER: _ClassVar[int]
     BATCH_SIZE_FIELD_NUMBER: _ClassVar[int]
@@ -109,6 +111,7 @@ class Open(_message.Message):
     WAIT_S_FIELD_NUMBER: _ClassVar[int]
     AGE_S_FIELD_NUMBER: _ClassVar[int]
     SPARE_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    LAST_NUMBER_FIELD_NUMBER: _ClassVar[int]
     contract: Contract
     session_key: bytes
     batch_size: int
@@ -122,7 +125,8 @@ class Open(_message.Message):
     wait_s: float
     age_s: float
     spare_tokens: int
-    def __init__(self, contract: _Optional[_Union[Contract, _Mapping]] = ..., session_key: _Optional[bytes] = ..., batch_size: _Optional[int] = ..., reserve_tokens: _Optional[int] = ..., next: _Optional[_Union[NextHop, _Mapping]] = ..., codec: _Optional[_Union[Codec, str]] = ..., sent_number: _Optional[int] = ..., changed_number: _Optional[int] = ..., records_past: bool = ..., adapter: _Optional[_Union[AdapterName, _Mapping]] = ..., wait_s: _Optional[float] = ..., age_s: _Optional[float] = ..., spare_tokens: _Optional[int] = ...) -> None: ...
+    last_number: int
+    def __init__(self, contract: _Optional[_Union[Contract, _Mapping]] = ..., session_key: _Optional[bytes] = ..., batch_size: _Optional[int] = ..., reserve_tokens: _Optional[int] = ..., next: _Optional[_Union[NextHop, _Mapping]] = ..., codec: _Optional[_Union[Codec, str]] = ..., sent_number: _Optional[int] = ..., changed_number: _Optional[int] = ..., records_past: bool = ..., adapter: _Optional[_Union[AdapterName, _Mapping]] = ..., wait_s: _Optional[float] = ..., age_s: _Optional[float] = ..., spare_tokens: _Optional[int] = ..., last_number: _Optional[int] = ...) -> None: ...
 
 class NextHop(_message.Message):
     __slots__ = ("peer_id", "addresses", "tls_fingerprint", "session_key")
@@ -293,16 +297,16 @@ class SessionProgress(_message.Message):
     def __init__(self, number: _Optional[int] = ..., length: _Optional[int] = ..., batch_size: _Optional[int] = ...) -> None: ...
 
 class RerouteRequest(_message.Message):
-    __slots__ = ("session_key", "next", "resend", "route")
+    __slots__ = ("session_key", "next", "route", "resend")
     SESSION_KEY_FIELD_NUMBER: _ClassVar[int]
     NEXT_FIELD_NUMBER: _ClassVar[int]
-    RESEND_FIELD_NUMBER: _ClassVar[int]
     ROUTE_FIELD_NUMBER: _ClassVar[int]
+    RESEND_FIELD_NUMBER: _ClassVar[int]
     session_key: bytes
     next: NextHop
-    resend: _containers.RepeatedCompositeFieldContainer[Step]
     route: int
-    def __init__(self, session_key: _Optional[bytes] = ..., next: _Optional[_Union[NextHop, _Mapping]] = ..., resend: _Optional[_Iterable[_Union[Step, _Mapping]]] = ..., route: _Optional[int] = ...) -> None: ...
+    resend: _containers.RepeatedCompositeFieldContainer[Step]
+    def __init__(self, session_key: _Optional[bytes] = ..., next: _Optional[_Union[NextHop, _Mapping]] = ..., route: _Optional[int] = ..., resend: _Optional[_Iterable[_Union[Step, _Mapping]]] = ...) -> None: ...
 
 class CopyRequest(_message.Message):
     __slots__ = ("session_key", "to")

@@ -49,7 +49,7 @@ class BlocksStub(object):
                 request_serializer=swarm__protocol_dot_pb_dot_swarm__pb2.ProgressRequest.SerializeToString,
                 response_deserializer=swarm__protocol_dot_pb_dot_swarm__pb2.SessionProgress.FromString,
                 _registered_method=True)
-        self.Reroute = channel.unary_unary(
+        self.Reroute = channel.stream_unary(
                 '/swarm.v1.Blocks/Reroute',
                 request_serializer=swarm__protocol_dot_pb_dot_swarm__pb2.RerouteRequest.SerializeToString,
                 response_deserializer=swarm__protocol_dot_pb_dot_swarm__pb2.SessionProgress.FromString,
@@ -110,7 +110,7 @@ class BlocksServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def Reroute(self, request, context):
+    def Reroute(self, request_iterator, context):
         """Gives a session another next hop, and sends it what it must know.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -178,7 +178,7 @@ def add_BlocksServicer_to_server(servicer, server):
                     request_deserializer=swarm__protocol_dot_pb_dot_swarm__pb2.ProgressRequest.FromString,
                     response_serializer=swarm__protocol_dot_pb_dot_swarm__pb2.SessionProgress.SerializeToString,
             ),
-            'Reroute': grpc.unary_unary_rpc_method_handler(
+            'Reroute': grpc.stream_unary_rpc_method_handler(
                     servicer.Reroute,
                     request_deserializer=swarm__protocol_dot_pb_dot_swarm__pb2.RerouteRequest.FromString,
                     response_serializer=swarm__protocol_dot_pb_dot_swarm__pb2.SessionProgress.SerializeToString,
@@ -306,7 +306,7 @@ class Blocks(object):
             _registered_method=True)
 
     @staticmethod
-    def Reroute(request,
+    def Reroute(request_iterator,
             target,
             options=(),
             channel_credentials=None,
@@ -316,8 +316,8 @@ class Blocks(object):
             wait_for_ready=None,
             timeout=None,
             metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
+        return grpc.experimental.stream_unary(
+            request_iterator,
             target,
             '/swarm.v1.Blocks/Reroute',
             swarm__protocol_dot_pb_dot_swarm__pb2.RerouteRequest.SerializeToString,

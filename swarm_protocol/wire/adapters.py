@@ -14,6 +14,7 @@ from swarm_protocol.errors import RequestRejected
 from swarm_protocol.pb import swarm_pb2 as pb
 from swarm_protocol.span import Span
 from swarm_protocol.wire.codec import Assembler, encode
+from swarm_protocol.wire.parsing import read_varint
 
 MIN_SALT_BYTES = 16
 MAX_PARTS = 1 << 16
@@ -136,25 +137,12 @@ def _fields(data: memoryview) -> Iterator[tuple[int, memoryview]]:
     """
     position = 0
     while position < len(data):
-        tag, position = _varint(data, position)
-        size, position = _varint(data, position)
+        tag, position = read_varint(data, position)
+        size, position = read_varint(data, position)
         if tag & 7 != 2 or size > len(data) - position:
             raise IndexError
         yield tag >> 3, data[position : position + size]
         position += size
-
-
-def _varint(data: memoryview, position: int) -> tuple[int, int]:
-    """The number that begins there, and where it ends."""
-    value = shift = 0
-    while shift < 64:
-        byte = data[position]
-        position += 1
-        value |= (byte & 127) << shift
-        if byte < 128:
-            return value, position
-        shift += 7
-    raise IndexError
 
 
 def _low_rank(message: pb.LowRank) -> LowRank:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
+import numpy as np
 import torch
 
 from swarm_protocol.errors import RequestRejected
 from swarm_protocol.pb import swarm_pb2 as pb
-from swarm_protocol.wire.constants import MAX_TENSOR_BYTES, PART_BYTES
+from swarm_protocol.wire.constants import MAX_MASK_BYTES, MAX_POSITION_IDS, MAX_TENSOR_BYTES, PART_BYTES
 
 _TORCH_DTYPES: dict[pb.DType, torch.dtype] = {
     pb.FLOAT32: torch.float32,
@@ -17,10 +18,12 @@ _TORCH_DTYPES: dict[pb.DType, torch.dtype] = {
     pb.FLOAT16: torch.float16,
     pb.INT64: torch.int64,
     pb.UINT8: torch.uint8,
+    pb.INT32: torch.int32,
 }
 _WIRE_DTYPES = {dtype: wire for wire, dtype in _TORCH_DTYPES.items()}
 _BLOCK = 64  # elements that share one scale in INT8_BLOCKS
 MAX_RANK = 4
+_SHOWN_DIMS = 8
 
 
 def torch_dtype(dtype: pb.DType) -> torch.dtype:
@@ -63,11 +66,11 @@ class Assembler:
     """
 
     def __init__(self, wire: pb.Tensor, max_bytes: int = MAX_TENSOR_BYTES) -> None:
+        if len(wire.shape) > MAX_RANK or any(size < 0 for size in wire.shape):
+            raise RequestRejected(f"tensor shape {shown_shape(wire)} is no shape of at most {MAX_RANK} dimensions")
         self.shape = tuple(wire.shape)
         self.dtype = torch_dtype(wire.dtype)
         self.codec = wire.codec
-        if len(self.shape) > MAX_RANK or any(size < 0 for size in self.shape):
-            raise RequestRejected(f"tensor shape {list(self.shape)} is no shape of at most {MAX_RANK} dimensions")
         if wire.size_bytes > max_bytes:
             raise RequestRejected(f"tensor of {wire.size_bytes} bytes is over the limit of {max_bytes} bytes")
         expected = _encoded_bytes(math.prod(self.shape), self.dtype, self.codec)
@@ -77,17 +80,21 @@ class Assembler:
             )
         if math.prod(filter(None, self.shape)) > max_bytes:  # possible if it is empty; torch's strides overflow
             raise RequestRejected(f"tensor shape {list(self.shape)} is over the limit of {max_bytes} bytes")
-        self._size_bytes = wire.size_bytes
+        self.size_bytes = wire.size_bytes
         self._data = bytearray()
         self.add(wire.data)
 
     @property
+    def received_bytes(self) -> int:
+        return len(self._data)
+
+    @property
     def complete(self) -> bool:
-        return len(self._data) == self._size_bytes
+        return len(self._data) == self.size_bytes
 
     def add(self, part: bytes) -> None:
-        if len(self._data) + len(part) > self._size_bytes:
-            raise RequestRejected(f"more than the announced {self._size_bytes} bytes of a tensor arrived")
+        if len(self._data) + len(part) > self.size_bytes:
+            raise RequestRejected(f"more than the announced {self.size_bytes} bytes of a tensor arrived")
         self._data += part
 
     def tensor(self) -> torch.Tensor:
@@ -108,27 +115,53 @@ def decode(wire: pb.Tensor, max_bytes: int = MAX_TENSOR_BYTES) -> torch.Tensor:
     return assembler.tensor()
 
 
+def shown_shape(wire: pb.Tensor) -> str:
+    """For error messages, however many dimensions somebody has sent."""
+    shown = ", ".join(map(str, wire.shape[:_SHOWN_DIMS]))
+    return f"[{shown}, …]" if len(wire.shape) > _SHOWN_DIMS else f"[{shown}]"
+
+
 def encode_mask(mask: torch.Tensor | None) -> pb.AttentionMask | None:
-    """2D mask [batch, positions]; a mask of ones only travels empty."""
+    """2D mask [batch, positions]; a mask of ones only travels empty. Raises RequestRejected if it is too large."""
     if mask is None:
         return None
     attend = mask.detach().cpu() != 0
-    return pb.AttentionMask(values=b"" if bool(attend.all()) else attend.to(torch.uint8).numpy().tobytes())
+    if bool(attend.all()):
+        return pb.AttentionMask()
+    if attend.numel() > 8 * MAX_MASK_BYTES:
+        raise RequestRejected(
+            f"an attention mask over {' × '.join(map(str, attend.shape))} positions is too large to be sent: expected "
+            f"at most {8 * MAX_MASK_BYTES} in all; use fewer rows, or none that are padded"
+        )
+    return pb.AttentionMask(values=np.packbits(attend.numpy(), bitorder="little").tobytes())
 
 
 def decode_mask(wire: pb.AttentionMask, batch_size: int, num_positions: int) -> torch.Tensor:
     """int64 [batch_size, num_positions]; raises RequestRejected if the size is another."""
     if not wire.values:
         return torch.ones(batch_size, num_positions, dtype=torch.int64)
-    if len(wire.values) != batch_size * num_positions:
+    num_entries = batch_size * num_positions
+    if len(wire.values) != -(-num_entries // 8):
         raise RequestRejected(
-            f"attention mask has {len(wire.values)} entries, but batch size {batch_size} and "
-            f"{num_positions} positions need {batch_size * num_positions}"
+            f"attention mask has {len(wire.values)} bytes, but batch size {batch_size} and "
+            f"{num_positions} positions need {-(-num_entries // 8)}"
         )
-    values = torch.frombuffer(bytearray(wire.values), dtype=torch.uint8).view(batch_size, num_positions)
-    if bool((values > 1).any()):
-        raise RequestRejected("attention mask has entries other than 0 and 1")
-    return values.to(torch.int64)
+    bits = np.unpackbits(np.frombuffer(wire.values, np.uint8), count=num_entries, bitorder="little")
+    return torch.from_numpy(bits).view(batch_size, num_positions).to(torch.int64)
+
+
+def encode_positions(ids: torch.Tensor | None) -> pb.Tensor | None:
+    """Position ids [batch or 1, tokens], in one part; raises RequestRejected if they are too many, or too large."""
+    if ids is None:
+        return None
+    if ids.numel() > MAX_POSITION_IDS:
+        raise RequestRejected(
+            f"{' × '.join(map(str, ids.shape))} positions are too many to be sent at once: expected at most "
+            f"{MAX_POSITION_IDS} in all; use fewer rows or shorter ones"
+        )
+    if ids.numel() and int(ids.abs().max()) > torch.iinfo(torch.int32).max:
+        raise RequestRejected(f"position ids from {int(ids.min())} to {int(ids.max())} are outside any model")
+    return encode(ids.to(torch.int32))[0]
 
 
 def split_rows(tensor: torch.Tensor, max_bytes: int = MAX_TENSOR_BYTES) -> Iterator[torch.Tensor]:

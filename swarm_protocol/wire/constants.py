@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-WIRE_VERSION = 5
+WIRE_VERSION = 6
 
 PAGE_TOKENS = 32  # servers recognise equal prompts in pages of so many positions; chunks that begin at one share best
 
@@ -14,6 +14,20 @@ MIB = 1 << 20
 PART_BYTES = 1 * MIB  # larger tensors travel in parts of this size
 MAX_TENSOR_BYTES = 256 * MIB  # of one tensor, encoded; clients split larger batches
 
+# A message has the first part of a tensor, what accompanies it, and little else.
+MAX_MESSAGE_BYTES = 2 * MIB
+MAX_MASK_BYTES = MIB // 2  # of bits: 128 rows with 32k positions
+MAX_POSITION_IDS = 3 * MIB // 32  # of one message, four bytes each
+MAX_BATCH_SIZE = 4096
+MAX_CHANGES = 8  # of a session before one step; clients merge them into three
+MAX_WINDOWS = 64  # kinds of them among the blocks of a server
+MAX_ADDRESSES = 16  # of one server
+MAX_NAME_CHARS = 512  # of models, revisions, peers, addresses, adapters
+MAX_RESENT = 64  # steps in one message; in all:
+MAX_RESENT_STEPS = 1 << 15
+MAX_RESENT_BYTES = 64 * MIB
+MAX_NUMBER_JUMP = 1 << 20  # from one step to the next; a call that fails may have had so many
+
 MAX_ECHO_BYTES = 1 * MIB
 MAX_ADAPTER_BYTES = 256 * MIB  # of one adapter over one span, serialised
 
@@ -22,8 +36,8 @@ _KEEPALIVE = [
     ("grpc.keepalive_time_ms", 10_000),
     ("grpc.keepalive_timeout_ms", 5_000),
     ("grpc.http2.ping_timeout_ms", 5_000),
-    ("grpc.max_send_message_length", 64 * MIB),
-    ("grpc.max_receive_message_length", 64 * MIB),
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
 ]
 CLIENT_OPTIONS = [*_KEEPALIVE, ("grpc.use_local_subchannel_pool", 1), ("grpc.enable_retries", 0)]
 SERVER_OPTIONS = [*_KEEPALIVE, ("grpc.http2.min_ping_interval_without_data_ms", 5_000), ("grpc.so_reuseport", 0)]

@@ -16,6 +16,7 @@ from swarm_protocol.errors import (
     SwarmError,
 )
 from swarm_protocol.span import Span
+from swarm_protocol.wire.printable import printable
 
 _STATUS_OF: dict[type[SwarmError], grpc.StatusCode] = {
     RequestRejected: grpc.StatusCode.INVALID_ARGUMENT,
@@ -52,5 +53,5 @@ def from_status(status: grpc.StatusCode | int, details: str, peer_id: str = "", 
     """The error that a status, or its number, stands for; an unexpected one becomes a plain PeerError."""
     code = status if isinstance(status, grpc.StatusCode) else _BY_NUMBER.get(status, grpc.StatusCode.UNKNOWN)
     error = _ERROR_OF.get(code, PeerError)
-    message = details or f"the server answered {code.name}"
+    message = printable(details) or f"the server answered {code.name}"
     return error(message, peer_id, span) if issubclass(error, PeerError) else error(message)

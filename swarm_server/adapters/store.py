@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from swarm_protocol.errors import CacheMiss, PeerBusy, RequestRejected
 from swarm_protocol.pb import swarm_pb2 as pb
 from swarm_protocol.wire.constants import MAX_ADAPTER_BYTES
+from swarm_protocol.wire.printable import printable
 from swarm_server.adapters.lora import PlacedAdapter
 
 UNUSED_S = 120.0  # after which an adapter that nobody uses is dropped
@@ -109,7 +110,9 @@ class AdapterStore:
     def _find_named(self, name: str) -> PlacedAdapter:
         if name not in self._named:
             known = ", ".join(sorted(self._named)) or "none"
-            raise RequestRejected(f"this server has loaded no adapter {name[:60]!a}: expected one of its own, {known}")
+            raise RequestRejected(
+                f"this server has loaded no adapter {printable(name, 60)!r}: expected one of its own, {known}"
+            )
         return self._named[name]
 
     def _touch(self, key: bytes) -> None:

@@ -11,7 +11,7 @@ from swarm_protocol.checkpoints.default_model import DEFAULT_MODEL
 from swarm_protocol.dht.addresses import split_address
 from swarm_protocol.dht.local_registry import DEFAULT_SWARM
 from swarm_protocol.span import Span
-from swarm_protocol.wire.constants import MAX_ADAPTER_BYTES
+from swarm_protocol.wire.constants import MAX_ADAPTER_BYTES, MIB
 from swarm_server.placement.placement import MARGIN
 
 METHODS = ("int8", "nf4", "none", "bnb-int8")  # of quantisation
@@ -47,7 +47,10 @@ class ServerConfig:
     max_sessions: int = 512
     throughput: float | None = None  # tokens per second to announce; None: measured
     queue_size: int = 64  # training passes waiting for the compute thread; more are refused
-    session_idle_timeout_s: float = 600.0
+    incoming_bytes: int = 512 * MIB  # of requests that are arriving, in all; more are refused
+    session_idle_timeout_s: float = 600.0  # between two steps
+    stall_timeout_s: float = 20.0  # within a request, beyond what its next part takes at min_bytes_per_s
+    min_bytes_per_s: float = 16 * 1024.0  # several streams share a line of 1 Mbit/s
     drain_timeout_s: float = 30.0  # for generations to end or move when the server leaves, also for other blocks
     balance_margin: float = MARGIN  # what the swarm must gain, relative, for servers to move
 
@@ -69,6 +72,7 @@ class ServerConfig:
             "cache_tokens",
             "cache_bytes",
             "adapter_bytes",
+            "incoming_bytes",
             "chunk_tokens",
             "max_sessions",
         ):
@@ -84,6 +88,9 @@ class ServerConfig:
             raise ValueError(f"{given[0]} and {given[1]} are both given: expected one of them")
         if not 0 <= self.drain_timeout_s < inf:
             raise ValueError(f"drain_timeout_s is {self.drain_timeout_s}: expected a number of seconds")
+        for name in ("stall_timeout_s", "min_bytes_per_s"):
+            if not 0 < getattr(self, name) < inf:
+                raise ValueError(f"{name} is {getattr(self, name)}: expected a number above 0")
         if not 0 < self.balance_margin < inf:
             raise ValueError(f"balance_margin is {self.balance_margin}: expected a number above 0, such as {MARGIN}")
         names = [path.resolve().name for path in self.adapters]

@@ -10,21 +10,44 @@ import torch
 
 from swarm_protocol.errors import RequestRejected, SessionLost
 from swarm_protocol.wire.codec import Assembler
+from swarm_server.net.arrivals import Arrivals, ArrivingTensor
 
 
 class Incoming:
-    """Reads a client's stream, in which silence may last ``idle_timeout_s``."""
+    """Reads a client's stream. Within a request, what comes counts among ``arrivals``, and must not come too slowly."""
 
-    def __init__(self, messages: AsyncIterator[Any], idle_timeout_s: float) -> None:
+    def __init__(self, messages: AsyncIterator[Any], arrivals: Arrivals) -> None:
         self._messages = messages
-        self._idle_timeout_s = idle_timeout_s
+        self._arrivals = arrivals
+        self._pace = arrivals.pace()
+
+    async def begin(self, idle_timeout_s: float | None) -> Any:
+        """The next request, before which there may be silence; None at the end of the stream.
+
+        Raises SessionLost after ``idle_timeout_s``; None: never.
+        """
+        self._pace = self._arrivals.pace()
+        try:
+            async with asyncio.timeout(idle_timeout_s):
+                return await anext(self._messages, None)
+        except TimeoutError:
+            raise SessionLost(f"the session was closed after {idle_timeout_s:g} s without a request") from None
 
     async def next(self) -> Any:
-        """The next message; None at the end of the stream. Raises SessionLost after too long a silence."""
+        """The next message of a request; None at the end of the stream. Raises SessionLost if it is late."""
+        clock = asyncio.get_running_loop().time
+        start_s = clock()
         try:
-            return await asyncio.wait_for(anext(self._messages, None), self._idle_timeout_s)
+            async with asyncio.timeout(self._pace.left_s):
+                message = await anext(self._messages, None)
         except TimeoutError:
-            raise SessionLost(f"the session was closed after {self._idle_timeout_s:g} s without a request") from None
+            raise SessionLost(
+                f"a request came too slowly: expected {self._arrivals.min_bytes_per_s:g} bytes per second, and no "
+                f"pause beyond {self._arrivals.stall_timeout_s:g} s"
+            ) from None
+        if message is not None:
+            self._pace.received(message.ByteSize(), clock() - start_s)
+        return message
 
     async def first(self, *kinds: str) -> Any:
         """The next message, which must be of one of these kinds; raises RequestRejected if it is not."""
@@ -34,10 +57,8 @@ class Incoming:
         return message
 
     async def collect(self, assembler: Assembler) -> torch.Tensor:
-        """The tensor that begins in ``assembler``, with its further parts."""
-        while not assembler.complete:
-            part = (await self.first("more")).more
-            if not part:
-                raise RequestRejected("a part of a tensor is empty")
-            assembler.add(part)
-        return assembler.tensor()
+        """The tensor that begins in ``assembler``, with its further parts. Raises PeerBusy if there is no room."""
+        with ArrivingTensor(self._arrivals, assembler) as arriving:
+            while not arriving.complete:
+                arriving.add((await self.first("more")).more)
+            return arriving.tensor()

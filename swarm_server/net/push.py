@@ -16,6 +16,7 @@ from swarm_protocol.net.identity import pinned_channel
 from swarm_protocol.pb import swarm_pb2 as pb
 from swarm_protocol.pb.swarm_pb2_grpc import BlocksStub
 from swarm_protocol.wire.constants import CLIENT_OPTIONS
+from swarm_protocol.wire.printable import printable
 
 _logger = logging.getLogger(__name__)
 _CONNECT_TIMEOUT_S = 3.0
@@ -148,7 +149,7 @@ class Pusher:
 
     def _lost(self, error: Exception) -> None:
         self._broken = True
-        _logger.info("steps cannot be pushed to server %s: %s", short_id(self._hop.peer_id), error)
+        _logger.info("steps cannot be pushed to server %s: %s", short_id(self._hop.peer_id), printable(str(error)))
 
     async def _read(self, call: grpc.aio.StreamStreamCall[Any, Any]) -> None:
         try:
@@ -157,7 +158,8 @@ class Pusher:
                     self._untaken.pop(reply.number, None)
                     self._taken.notify_all()
         except grpc.RpcError as error:
-            _logger.info("the stream to server %s broke: %s", short_id(self._hop.peer_id), error.details())
+            details = printable(error.details() or "no details")
+            _logger.info("the stream to server %s broke: %s", short_id(self._hop.peer_id), details)
         except asyncio.CancelledError:
             if not self.retired:
                 raise

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -9,11 +10,20 @@ import torch
 from swarm_protocol.errors import PeerMoved, RequestRejected
 from swarm_protocol.pb import swarm_pb2 as pb
 from swarm_protocol.span import Span
-from swarm_protocol.wire.codec import Assembler, decode, decode_mask
-from swarm_protocol.wire.constants import MAX_TENSOR_BYTES, WIRE_VERSION
+from swarm_protocol.wire.codec import Assembler, decode, decode_mask, shown_shape
+from swarm_protocol.wire.constants import (
+    MAX_ADDRESSES,
+    MAX_BATCH_SIZE,
+    MAX_CHANGES,
+    MAX_NAME_CHARS,
+    MAX_TENSOR_BYTES,
+    MAX_WINDOWS,
+    WIRE_VERSION,
+)
+from swarm_protocol.wire.printable import printable
 
-MAX_BATCH_SIZE = 4096
 MIN_KEY_BYTES, MAX_KEY_BYTES = 16, 64
+_SHOWN_CHARS = 60
 
 
 @dataclass(frozen=True)
@@ -42,8 +52,8 @@ class RequestValidator:
             )
         if (contract.model, contract.revision) != (self.model, self.revision):
             raise PeerMoved(
-                f"this server serves {self.model} at revision {self.revision}, "
-                f"the client expects {contract.model} at revision {contract.revision}"
+                f"this server serves {self.model} at revision {self.revision}, the client expects "
+                f"{printable(contract.model, _SHOWN_CHARS)} at revision {printable(contract.revision, _SHOWN_CHARS)}"
             )
         try:
             blocks = Span(contract.blocks.start, contract.blocks.end)
@@ -61,10 +71,10 @@ class RequestValidator:
 
     def hidden(self, wire: pb.Tensor, batch_size: int | None = None) -> Assembler:
         """Checks the header of hidden states [batch, tokens, hidden_size] and starts to collect them."""
-        shape = tuple(wire.shape)
+        shape = wire.shape
         expected = f"[{'batch' if batch_size is None else batch_size}, tokens, {self.hidden_size}]"
         if len(shape) != 3 or shape[2] != self.hidden_size or batch_size not in (None, shape[0]) or shape[1] < 1:
-            raise RequestRejected(f"hidden states have shape {list(shape)}: expected {expected}")
+            raise RequestRejected(f"hidden states have shape {shown_shape(wire)}: expected {expected}")
         self.batch_size(shape[0])
         if wire.dtype not in (pb.FLOAT32, pb.BFLOAT16, pb.FLOAT16):
             raise RequestRejected("hidden states are no floating-point tensor: expected float32, bfloat16 or float16")
@@ -76,11 +86,37 @@ class RequestValidator:
             self.length(past + wire.shape[1])
         return self.hidden(wire, batch_size)
 
-    def stored(self, wire: pb.Tensor) -> Assembler:
+    def stored(self, stored: pb.Stored) -> Assembler:
         """Starts to collect keys and values, which the session checks against what it keeps."""
+        if len(stored.num_kept) > MAX_WINDOWS:
+            raise RequestRejected(
+                f"keys and values come with {len(stored.num_kept)} kinds of windows: expected at most {MAX_WINDOWS}"
+            )
+        wire = stored.data
         if wire.dtype != pb.UINT8 or wire.codec != pb.RAW or len(wire.shape) != 1:
             raise RequestRejected("keys and values come as one row of bytes")
         return Assembler(wire, self.max_tensor_bytes)
+
+    def changes(self, changes: Sequence[pb.Change]) -> None:
+        """Of a session before a step."""
+        if len(changes) > MAX_CHANGES:
+            raise RequestRejected(f"a step comes with {len(changes)} changes: expected at most {MAX_CHANGES}")
+        for change in changes:
+            if change.HasField("reorder"):
+                self.batch_size(len(change.reorder.indices))
+
+    def next_hop(self, hop: pb.NextHop) -> None:
+        """Where a session's outputs go, or its copy."""
+        require_key(hop.session_key, "the next session's key")
+        if len(hop.addresses) > MAX_ADDRESSES:
+            raise RequestRejected(
+                f"the next server has {len(hop.addresses)} addresses: expected at most {MAX_ADDRESSES}"
+            )
+        longest = max(map(len, (hop.peer_id, hop.tls_fingerprint, *hop.addresses)))
+        if longest > MAX_NAME_CHARS:
+            raise RequestRejected(
+                f"the next server's name or address has {longest} characters: expected at most {MAX_NAME_CHARS}"
+            )
 
     def step_tokens(self, batch_size: int, num_tokens: int) -> None:
         """No step may hold up the others for long."""
@@ -92,11 +128,11 @@ class RequestValidator:
 
     def positions(self, wire: pb.Tensor, batch_size: int, num_tokens: int) -> torch.Tensor:
         """int64 [batch or 1, num_tokens]."""
-        if tuple(wire.shape) not in ((batch_size, num_tokens), (1, num_tokens)) or wire.dtype != pb.INT64:
+        if list(wire.shape[:3]) not in ([batch_size, num_tokens], [1, num_tokens]) or wire.dtype != pb.INT32:
             raise RequestRejected(
-                f"position ids have shape {list(wire.shape)}: expected int64 [{batch_size}, {num_tokens}]"
+                f"position ids have shape {shown_shape(wire)}: expected int32 [{batch_size}, {num_tokens}]"
             )
-        ids = decode(wire)
+        ids = decode(wire).to(torch.int64)
         low, high = int(ids.min()), int(ids.max())
         if low < 0 or (self.max_positions is not None and high >= self.max_positions):
             raise RequestRejected(f"position ids from {low} to {high} are outside the model's {self.max_positions}")

@@ -15,10 +15,10 @@ from swarm_protocol.dht.local_registry import DEFAULT_SWARM, RENEW_S
 from swarm_protocol.dht.records import REFRESH_S, ServerRecord
 from swarm_protocol.errors import SwarmError
 from swarm_protocol.net.identity import Certificate
-from swarm_protocol.pb.swarm_pb2_grpc import add_BlocksServicer_to_server
 from swarm_protocol.process.invocation import typed
 from swarm_server.core.config import ServerConfig
 from swarm_server.machine.cores import CoreShare
+from swarm_server.net.arrivals import Arrivals
 from swarm_server.net.network_probe import NetworkProbe
 from swarm_server.net.push import ChannelPool
 from swarm_server.node.addresses import announced, bind
@@ -29,6 +29,7 @@ from swarm_server.node.preloaded import check_adapters
 from swarm_server.node.presence import Presence, repeat
 from swarm_server.node.states import Joined, Starting
 from swarm_server.placement.placement import CHECK_S
+from swarm_server.rpc.registration import add_service
 from swarm_server.rpc.service import BlocksService
 
 _logger = logging.getLogger(__name__)
@@ -75,8 +76,11 @@ class Server:
             if starting.span is None:
                 loading = await mover.settle(loading)
             idle_timeout_s = self.config.session_idle_timeout_s
-            service = BlocksService(lambda: presence.sessions, lambda: presence.record().to_proto(), idle_timeout_s)
-            add_BlocksServicer_to_server(service, joined.grpc_server)  # type: ignore[no-untyped-call]
+            arrivals = Arrivals(self.config.incoming_bytes, self.config.stall_timeout_s, self.config.min_bytes_per_s)
+            service = BlocksService(
+                lambda: presence.sessions, lambda: presence.record().to_proto(), idle_timeout_s, arrivals
+            )
+            add_service(service, joined.grpc_server)
             cleanup.push_async_callback(mover.close)
             cache_tokens = (await mover.host(loading)).runtime.cache_tokens
             await joined.grpc_server.start()

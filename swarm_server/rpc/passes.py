@@ -15,7 +15,7 @@ from swarm_protocol.pb import swarm_pb2 as pb
 from swarm_protocol.span import Span
 from swarm_protocol.wire.adapters import Adapter, adapter_key
 from swarm_protocol.wire.block_input import BlockInput
-from swarm_protocol.wire.codec import encode
+from swarm_protocol.wire.codec import encode, shown_shape
 from swarm_server.adapters.dropout import Dropout
 from swarm_server.adapters.lora import PlacedAdapter
 from swarm_server.adapters.store import Arriving
@@ -117,9 +117,9 @@ def _recomputing(
 
 async def _read_grad(validator: RequestValidator, incoming: Incoming, shape: Sequence[int]) -> torch.Tensor:
     message = (await incoming.first("grad")).grad
-    if tuple(message.shape) != tuple(shape):
+    if len(message.shape) != len(shape) or tuple(message.shape) != tuple(shape):
         raise RequestRejected(
-            f"gradient has shape {list(message.shape)}: expected that of the hidden states, {list(shape)}"
+            f"gradient has shape {shown_shape(message)}: expected that of the hidden states, {list(shape)}"
         )
     return await incoming.collect(validator.hidden(message))
 
@@ -128,6 +128,8 @@ async def put_adapter(services: SpanServices, incoming: Incoming) -> bytes:
     """Keeps an adapter; returns its key."""
     with Arriving(services.adapters) as arriving:
         while (message := await incoming.next()) is not None:
+            if not message.part:
+                raise RequestRejected("a part of the adapter is empty")
             arriving.add(message.part)
         async with services.placing:  # while it is read, an adapter takes twice its size
             placed = await asyncio.to_thread(_place, services.engine, arriving.data)

@@ -14,12 +14,15 @@ from swarm_protocol.errors import AccessDenied, PeerBusy, PeerError, PeerMoved, 
 from swarm_protocol.pb import swarm_pb2 as pb
 from swarm_protocol.pb.swarm_pb2_grpc import BlocksServicer
 from swarm_protocol.wire.constants import MAX_ECHO_BYTES
+from swarm_protocol.wire.printable import printable
 from swarm_protocol.wire.status import status_of
+from swarm_server.net.arrivals import Arrivals, Reservation
 from swarm_server.net.incoming import Incoming
 from swarm_server.rpc import passes
 from swarm_server.sessions.host import SessionManager
+from swarm_server.sessions.reading import StepReader, read_resent
 from swarm_server.sessions.services import SpanServices
-from swarm_server.sessions.sessions import HostedSession, StepReader
+from swarm_server.sessions.sessions import HostedSession
 
 if TYPE_CHECKING:
     _Context = grpc.aio.ServicerContext[Any, Any]
@@ -28,13 +31,13 @@ _REFUSALS = (RequestRejected, AccessDenied, PeerError)
 
 
 @asynccontextmanager
-async def _errors_as_status(context: _Context) -> AsyncIterator[None]:
+async def errors_as_status(context: _Context) -> AsyncIterator[None]:
     """Answers our errors with their gRPC status; anything else is logged here and answered with one sentence."""
     try:
         yield
     except _REFUSALS as error:
         error.with_traceback(None)  # gRPC keeps the error for a while, and its frames would keep the request's memory
-        await context.abort(status_of(error), str(error))
+        await context.abort(status_of(error), printable(str(error)))
     except grpc.aio.BaseError as error:
         _logger.debug("a client went away: %s", error)
     except Exception as error:
@@ -51,11 +54,13 @@ class BlocksService(BlocksServicer):
         hosted: Callable[[], SessionManager | None],
         record: Callable[[], pb.ServerRecord],
         idle_timeout_s: float,
+        arrivals: Arrivals | None = None,
     ) -> None:
         """``hosted``: the sessions of the blocks that are hosted at present; None while others are loaded."""
         self._hosted = hosted
         self._record = record
         self._idle_timeout_s = idle_timeout_s
+        self._arrivals = arrivals or Arrivals()
 
     async def Session(self, requests: AsyncIterator[pb.SessionRequest], context: _Context) -> None:
         writing = asyncio.Lock()  # an output's parts stay together
@@ -68,8 +73,9 @@ class BlocksService(BlocksServicer):
                 except grpc.aio.BaseError as error:  # whoever reads the stream notices too
                     _logger.debug("a client went away: %s", error)
 
-        async with _errors_as_status(context):
-            request = await self._incoming(requests).next()
+        async with errors_as_status(context):
+            incoming = self._incoming(requests)
+            request = await incoming.next()
             if request is None:
                 return
             if request.WhichOneof("kind") != "open":
@@ -78,45 +84,54 @@ class BlocksService(BlocksServicer):
             hosted = await host.open(request.open, _client_of(context), reply)
             try:
                 await hosted.announce()
-                await self._serve(host, hosted, requests)
+                await self._serve(host, hosted, incoming)
             finally:
                 await asyncio.shield(host.end(hosted))
 
     async def Push(self, requests: AsyncIterator[pb.PushRequest], context: _Context) -> None:
-        async with _errors_as_status(context):
-            request = await self._incoming(requests).first("session_key")
+        async with errors_as_status(context):
+            incoming = self._incoming(requests)
+            request = await incoming.first("session_key")
             hosted = self._find(request.session_key)
             # The client blames this stream's sender for one refusal, and would blame who takes its place for more.
-            reader = StepReader(hosted, one_refusal=True)
-            async for request in requests:
-                kind = request.WhichOneof("kind")
-                if kind == "step":
-                    number = request.step.number
-                    await reader.start(request.step)
-                elif kind == "more":
-                    await reader.more(request.more)
-                else:
-                    raise RequestRejected("a request of unknown kind")
-                if not reader.is_reading:
-                    await context.write(pb.PushReply(number=number))
+            with StepReader(hosted, self._arrivals, one_refusal=True) as reader:
+                while (request := await reader.next(incoming, self._idle_timeout_s)) is not None:
+                    kind = request.WhichOneof("kind")
+                    if kind == "step":
+                        number = request.step.number
+                        await reader.start(request.step)
+                    elif kind == "more":
+                        await reader.more(request.more)
+                    else:
+                        raise RequestRejected("a request of unknown kind")
+                    if not reader.is_reading:
+                        await context.write(pb.PushReply(number=number))
 
     async def Progress(self, request: pb.ProgressRequest, context: _Context) -> pb.SessionProgress:
-        async with _errors_as_status(context):
+        async with errors_as_status(context):
             return await self._find(request.session_key).progress(request.hold)
 
-    async def Reroute(self, request: pb.RerouteRequest, context: _Context) -> pb.SessionProgress:
-        async with _errors_as_status(context):
-            return await self._find(request.session_key).reroute(request)
+    async def Reroute(self, requests: AsyncIterator[pb.RerouteRequest], context: _Context) -> pb.SessionProgress:
+        async with errors_as_status(context):
+            incoming = self._incoming(requests)
+            first = await incoming.next()
+            if first is None:
+                raise RequestRejected("a reroute has no messages: expected one with the session's key")
+            hosted = self._find(first.session_key)
+            reservation = Reservation(self._arrivals)  # closed when the steps have been sent
+            try:
+                return await hosted.reroute(first, await read_resent(incoming, first, reservation), reservation.close)
+            except BaseException:
+                reservation.close()
+                raise
 
     async def Copy(self, request: pb.CopyRequest, context: _Context) -> pb.SessionProgress:
-        async with _errors_as_status(context):
+        async with errors_as_status(context):
             return await self._find(request.session_key).copy(request.to)
 
-    async def _serve(
-        self, host: SessionManager, hosted: HostedSession, requests: AsyncIterator[pb.SessionRequest]
-    ) -> None:
+    async def _serve(self, host: SessionManager, hosted: HostedSession, incoming: Incoming) -> None:
         """Until the client closes the session, its stream ends, nothing comes for too long, or the host ends it."""
-        reading = asyncio.ensure_future(_read(hosted, requests))
+        reading = asyncio.ensure_future(_read(hosted, incoming, self._arrivals))
         ending = asyncio.ensure_future(host.ended.wait())
         preempting = asyncio.ensure_future(hosted.claim.until_preempted())
         waiting = [reading, ending, preempting]
@@ -137,20 +152,20 @@ class BlocksService(BlocksServicer):
                 task.cancel()
 
     async def PutAdapter(self, requests: AsyncIterator[pb.PutAdapterRequest], context: _Context) -> pb.PutAdapterReply:
-        async with _errors_as_status(context):
+        async with errors_as_status(context):
             return pb.PutAdapterReply(key=await passes.put_adapter(self._staying(), self._incoming(requests)))
 
     async def Forward(
         self, requests: AsyncIterator[pb.ForwardRequest], context: _Context
     ) -> AsyncIterator[pb.TensorReply]:
-        async with _errors_as_status(context):
+        async with errors_as_status(context):
             for reply in await passes.forward(self._staying(), self._incoming(requests)):
                 yield reply
 
     async def Backward(
         self, requests: AsyncIterator[pb.BackwardRequest], context: _Context
     ) -> AsyncIterator[pb.TensorReply]:
-        async with _errors_as_status(context):
+        async with errors_as_status(context):
             for reply in await passes.backward(self._staying(), self._incoming(requests)):
                 yield reply
 
@@ -158,7 +173,7 @@ class BlocksService(BlocksServicer):
         return self._record()
 
     async def Echo(self, request: pb.EchoRequest, context: _Context) -> pb.EchoReply:
-        async with _errors_as_status(context):
+        async with errors_as_status(context):
             if max(len(request.payload), request.reply_bytes) > MAX_ECHO_BYTES:
                 raise RequestRejected(f"an echo is too long: expected at most {MAX_ECHO_BYTES} bytes each way")
             return pb.EchoReply(payload=bytes(request.reply_bytes))
@@ -184,23 +199,23 @@ class BlocksService(BlocksServicer):
         return host.find(session_key)
 
     def _incoming(self, requests: AsyncIterator[Any]) -> Incoming:
-        return Incoming(requests, self._idle_timeout_s)
+        return Incoming(requests, self._arrivals)
 
 
-async def _read(hosted: HostedSession, requests: AsyncIterator[pb.SessionRequest]) -> None:
-    reader = StepReader(hosted)
-    async for request in requests:
-        kind = request.WhichOneof("kind")
-        if kind == "step":
-            await reader.start(request.step)
-        elif kind == "more":
-            await reader.more(request.more)
-        elif kind == "close":
-            return
-        elif kind == "open":
-            raise RequestRejected("the session is open already")
-        else:
-            raise RequestRejected("a request of unknown kind")
+async def _read(hosted: HostedSession, incoming: Incoming, arrivals: Arrivals) -> None:
+    with StepReader(hosted, arrivals) as reader:
+        while (request := await reader.next(incoming, None)) is not None:
+            kind = request.WhichOneof("kind")
+            if kind == "step":
+                await reader.start(request.step)
+            elif kind == "more":
+                await reader.more(request.more)
+            elif kind == "close":
+                return
+            elif kind == "open":
+                raise RequestRejected("the session is open already")
+            else:
+                raise RequestRejected("a request of unknown kind")
 
 
 def _client_of(context: _Context) -> str:

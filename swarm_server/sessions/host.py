@@ -53,6 +53,8 @@ class SessionManager:
         validator.length(request.reserve_tokens)
         require_key(request.session_key, "the session key")
         keeps_outputs = request.HasField("next")
+        if keeps_outputs:
+            validator.next_hop(request.next)
         layout = engine.layout_of(blocks, keeps_outputs)
         wanted_tokens = validator.at_most(request.reserve_tokens + request.spare_tokens)
         born_s = asyncio.get_running_loop().time() - _seconds(request.age_s)

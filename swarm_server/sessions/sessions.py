@@ -13,7 +13,9 @@ import torch
 from swarm_protocol.errors import PeerBusy, RequestRejected
 from swarm_protocol.pb import swarm_pb2 as pb
 from swarm_protocol.wire.block_input import BlockInput
-from swarm_protocol.wire.codec import Assembler, encode, torch_dtype
+from swarm_protocol.wire.codec import Assembler, encode, shown_shape, torch_dtype
+from swarm_protocol.wire.constants import FIRST_STEP, MAX_NUMBER_JUMP
+from swarm_protocol.wire.printable import printable
 from swarm_protocol.wire.status import number_of
 from swarm_server.engine.session_state import Crop, HistoryChange, RecordPast, Reorder, Session, SessionStep
 from swarm_server.kv.kv_transfer import Stored
@@ -46,6 +48,7 @@ class HostedSession:
         self._codec = request.codec
         self._sent_number = request.sent_number
         self._changed_number = request.changed_number
+        self._last_number = request.last_number or FIRST_STEP
         self._progress = pb.SessionProgress(batch_size=request.batch_size)
         self._turn = asyncio.Lock()  # steps may come from the client and from the hop before
         self._computing = asyncio.Lock()  # inside a turn
@@ -130,6 +133,10 @@ class HostedSession:
         if self.closed:  # while it waited for room, which it must not be promised any more
             raise RequestRejected("the session is closed")
         changes = tuple(self._changes(request))
+        if request.start_position > self.session.length:
+            raise RequestRejected(
+                f"a step begins at position {request.start_position}, but the session has {self.session.length}"
+            )
         if request.HasField("stored"):
             self._require_room(request.start_position + request.stored.num_tokens, self.session.batch_size)
             stored = Stored(request.stored.num_tokens, tuple(request.stored.num_kept), payload)
@@ -138,7 +145,7 @@ class HostedSession:
         return await self._services.scheduler.step(self.session, self._checked(request, payload, changes))
 
     async def refuse(self, number: int, error: RequestRejected | PeerBusy) -> None:
-        failure = pb.Failure(status=number_of(error), message=str(error), number=number)
+        failure = pb.Failure(status=number_of(error), message=printable(str(error)), number=number)
         await self._reply([pb.SessionReply(failure=failure)])
 
     async def close(self) -> None:
@@ -150,12 +157,24 @@ class HostedSession:
         if self._pusher is not None:
             await self._pusher.retire()
 
+    def heard(self) -> None:
+        """Called when part of a step has come."""
+        self._last_time = time.monotonic()
+
+    def require_number(self, number: int) -> None:
+        """Raises RequestRejected if the step's number is far ahead: all honest ones would be ignored after it."""
+        if number > max(self.number, self._last_number) + MAX_NUMBER_JUMP:
+            raise RequestRejected(
+                f"step {number} is far ahead of the session's last one, {self.number}: expected the next number"
+            )
+
     def start(self, step: pb.Step) -> Assembler:
         """Checks a step's header before memory is taken for what it carries."""
         validator = self._services.validator
+        validator.changes(step.changes)
         if step.HasField("stored"):
             validator.length(step.start_position + step.stored.num_tokens)
-            return validator.stored(step.stored.data)
+            return validator.stored(step.stored)
         arriving = validator.new_positions(step.hidden, past=step.start_position)
         validator.step_tokens(*arriving.shape[:2])
         return arriving
@@ -191,7 +210,6 @@ class HostedSession:
             elif kind == "crop":
                 yield Crop(change.crop.length)
             else:
-                self._services.validator.batch_size(len(change.reorder.indices))
                 yield Reorder(tuple(change.reorder.indices))
 
     # ------------------------------------------------------------ outputs
@@ -241,22 +259,29 @@ class HostedSession:
                 pass
         return self._progress
 
-    async def reroute(self, request: pb.RerouteRequest) -> pb.SessionProgress:
+    async def reroute(
+        self, request: pb.RerouteRequest, resend: Sequence[pb.Step], on_sent: Callable[[], None]
+    ) -> pb.SessionProgress:
         """Sends these steps' outputs, which were kept, and all that come from now on, to another hop.
 
+        ``on_sent`` is called when the steps are on their way, or never will be.
+
         Raises:
-            RequestRejected: the session has not kept them.
+            RequestRejected: the session has not kept them, or the next hop has no address.
         """
+        self._services.validator.next_hop(request.next)
         progress = await self.progress(hold=True)
-        for step in request.resend:
-            shape = tuple(step.hidden.shape)
+        for step in resend:
+            shape = step.hidden.shape
             if len(shape) != 3 or step.start_position + shape[1] > progress.length or shape[1] < 1:
-                raise RequestRejected(f"outputs of a step of shape {list(shape)} are not kept: sessions keep positions")
+                shown = shown_shape(step.hidden)
+                raise RequestRejected(f"outputs of a step of shape {shown} are not kept: sessions keep positions")
             torch_dtype(step.hidden.dtype)
         self._sent_number = progress.number  # up to here, the client has named what the next hop needs
         self._pusher = Pusher(self._services.channels, request.next, partial(self._relay, request.route))
-        resending = asyncio.ensure_future(self._resend(self._pusher, request.resend))
+        resending = asyncio.ensure_future(self._resend(self._pusher, resend))
         resending.add_done_callback(_heed)
+        resending.add_done_callback(lambda _done: on_sent())
         return progress
 
     async def _resend(self, pusher: Pusher, resend: Sequence[pb.Step]) -> None:
@@ -275,67 +300,14 @@ class HostedSession:
         """Copies everything to another session, and every step from now on; returns once that has caught up.
 
         Raises:
-            PeerUnavailable: the other server cannot be reached.
+            RequestRejected: that is no session's address. PeerUnavailable: the other server cannot be reached.
         """
+        self._services.validator.next_hop(to)
         if self._copier is not None:
             await self._copier.close()
         self._copier = Replicator(self._services, self.session, to)
         await self._copier.copy_all(self._turn, lambda: self.number)
         return self._progress
-
-
-class StepReader:
-    """Puts the steps of one stream together from their parts."""
-
-    def __init__(self, hosted: HostedSession, one_refusal: bool = False) -> None:
-        """``one_refusal``: what comes after a refused step builds on it, and is ignored until that step comes again."""
-        self._hosted = hosted
-        self._one_refusal = one_refusal
-        self._refused_number: int | None = None
-        self._step: pb.Step | None = None  # whose hidden states are arriving
-        self._arriving: Assembler | None = None
-        self._refused = False  # parts of a refused step are still to come
-
-    @property
-    def is_reading(self) -> bool:
-        """Parts of a step are still to come."""
-        return self._arriving is not None
-
-    async def start(self, step: pb.Step) -> None:
-        """Raises RequestRejected if the one before is not complete."""
-        if self._arriving is not None:
-            raise RequestRejected("a request came before all parts of the one before it")
-        self._refused = self._refused_number is not None and step.number > self._refused_number
-        if self._refused:
-            return
-        self._refused_number = None
-        try:
-            self._step, self._arriving = step, self._hosted.start(step)
-        except RequestRejected as error:
-            self._refused = True
-            self._has_refused(step)
-            await self._hosted.refuse(step.number, error)
-            return
-        await self._finish(step, self._arriving)
-
-    async def more(self, part: bytes) -> None:
-        """Raises RequestRejected if no step has begun, or if more comes than was announced."""
-        if self._refused:
-            return
-        if self._step is None or self._arriving is None:
-            raise RequestRejected("a part of a tensor came without its beginning")
-        self._arriving.add(part)
-        await self._finish(self._step, self._arriving)
-
-    async def _finish(self, step: pb.Step, arriving: Assembler) -> None:
-        if arriving.complete:
-            self._step = self._arriving = None
-            if not await self._hosted.step(step, arriving.tensor()):
-                self._has_refused(step)
-
-    def _has_refused(self, step: pb.Step) -> None:
-        if self._one_refusal:
-            self._refused_number = step.number
 
 
 def _heed(task: asyncio.Task[Any]) -> None:

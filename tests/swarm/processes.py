@@ -21,19 +21,19 @@ _numbers = itertools.count()
 
 
 class ServerProcess:
-    """``python -m swarm_server`` as a process of its own; a context manager.
+    """``python -m swarm_server``, or another module that starts a server, as a process of its own; a context manager.
 
     Attributes:
         ready: the fields of its ready line.
         stdout: the lines it has printed so far; complete once it has ended.
     """
 
-    def __init__(self, *arguments: str, cache: Path, wait: bool = True) -> None:
+    def __init__(self, *arguments: str, cache: Path, wait: bool = True, module: str = "swarm_server") -> None:
         self._log = cache / f"server-{next(_numbers)}.log"
         environment = {**os.environ, "XDG_CACHE_HOME": str(cache), "OMP_NUM_THREADS": "1"}
         with self._log.open("w") as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "swarm_server", *arguments],
+                [sys.executable, "-m", module, *arguments],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=log,

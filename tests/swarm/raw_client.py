@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -23,7 +24,8 @@ class RawClient:
 
     def __init__(self, record: ServerRecord) -> None:
         self.record = record
-        self._channel = background.run(pinned_channel(record.addresses[0], record.tls_fingerprint, CLIENT_OPTIONS))
+        options = [*{**dict(CLIENT_OPTIONS), "grpc.max_send_message_length": -1}.items()]
+        self._channel = background.run(pinned_channel(record.addresses[0], record.tls_fingerprint, options))
         self._stub = BlocksStub(self._channel)
 
     def describe(self) -> ServerRecord:
@@ -40,6 +42,10 @@ class RawClient:
         """Sends all requests, then ends the stream."""
         return background.run(_put(self._stub.PutAdapter, requests))
 
+    def reroute(self, *requests: pb.RerouteRequest) -> Answer:
+        """Sends all requests, then ends the stream."""
+        return background.run(_put(self._stub.Reroute, requests))
+
     def session(self, *requests: pb.SessionRequest) -> Answer:
         """Sends all requests, then reads until the server ends the stream."""
         return background.run(_talk(self._stub.Session, requests))
@@ -47,9 +53,14 @@ class RawClient:
     def push(self, *requests: pb.PushRequest) -> Answer:
         return background.run(_talk(self._stub.Push, requests))
 
+    def send_bytes(self, method: str, data: bytes) -> Answer:
+        """What the server answers to bytes that need be no message."""
+        path = f"/swarm.v1.Blocks/{method}"
+        return background.run(_talk(self._channel.stream_stream(path), (data,)))
+
     @contextmanager
     def stream(self, method: str) -> Iterator[RawStream]:
-        """An open stream of ``Session`` or ``Push``; it ends without a goodbye."""
+        """An open stream of a method with streams in both directions; it ends without a goodbye."""
         stream = RawStream(background.run(_called(getattr(self._stub, method))))
         try:
             yield stream
@@ -87,6 +98,20 @@ class RawStream:
     def read(self) -> Any:
         """The next reply; ``grpc.aio.EOF`` at the end."""
         return background.run(_read(self.call))
+
+    @property
+    def ended(self) -> bool:
+        return self.call.done()
+
+    def offer(self, request: Any) -> bool:
+        """Sends a request, unless the server ends the stream, and returns whether it has."""
+        with contextlib.suppress(grpc.RpcError, asyncio.InvalidStateError):
+            self.send(request)
+        return self.ended
+
+    def answer(self) -> Answer:
+        """Waits until the server ends the stream; what comes before is not kept."""
+        return background.run(_ended(self.call))
 
 
 class Answer:
@@ -150,6 +175,10 @@ async def _put(method: Callable, requests: tuple) -> Answer:
     except grpc.RpcError:
         replies = []
     return Answer(replies, await call.code(), await call.details())
+
+
+async def _ended(call: grpc.aio.StreamStreamCall) -> Answer:
+    return Answer([], await call.code(), await call.details())
 
 
 async def _cancel(call: grpc.aio.Call) -> None:

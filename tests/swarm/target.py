@@ -75,6 +75,10 @@ def wire(tensor: torch.Tensor) -> pb.Tensor:
     return encode(tensor)[0]
 
 
+def positions(start: int, end: int) -> pb.Tensor:
+    return wire(torch.arange(start, end, dtype=torch.int32)[None])
+
+
 def header(*shape: int, dtype: int = pb.FLOAT32, size_bytes: int | None = None, **fields) -> pb.Tensor:
     """A tensor that is announced but does not come."""
     size_bytes = 4 * torch.Size(shape).numel() if size_bytes is None else size_bytes
@@ -139,13 +143,15 @@ BAD_HIDDEN = {
 }
 
 BAD_CONTEXT = {
-    "mask-too-small": ({"attention_mask": pb.AttentionMask(values=b"\1" * 5)}, "5 entries, .* 6 positions need 6"),
-    "mask-too-big": ({"attention_mask": pb.AttentionMask(values=b"\1" * 12)}, "12 entries, .* 6 positions need 6"),
-    "mask-of-twos": ({"attention_mask": pb.AttentionMask(values=b"\2" * 6)}, "entries other than 0 and 1"),
-    "too-few-positions": ({"position_ids": wire(torch.arange(5)[None])}, r"shape \[1, 5\]: expected int64 \[1, 6\]"),
-    "positions-of-two-rows": ({"position_ids": wire(torch.zeros(2, 6, dtype=torch.long))}, r"expected int64 \[1, 6\]"),
-    "fractional-positions": ({"position_ids": wire(torch.zeros(1, 6))}, "expected int64"),
-    "negative-positions": ({"position_ids": wire(torch.arange(-1, 5)[None])}, "from -1 to 4 are outside"),
-    "far-positions": ({"position_ids": wire(torch.arange(251, 257)[None])}, "from 251 to 256 are outside"),
-    "positions-that-do-not-come": ({"position_ids": header(1, 6, dtype=pb.INT64, size_bytes=48)}, "only 0 of 48 bytes"),
+    "mask-too-big": ({"attention_mask": pb.AttentionMask(values=b"\1" * 2)}, "2 bytes, .* 6 positions need 1"),
+    "too-few-positions": ({"position_ids": positions(0, 5)}, r"shape \[1, 5\]: expected int32 \[1, 6\]"),
+    "positions-of-two-rows": (
+        {"position_ids": wire(torch.zeros(2, 6, dtype=torch.int32))},
+        r"expected int32 \[1, 6\]",
+    ),
+    "wide-positions": ({"position_ids": wire(torch.arange(6)[None])}, "expected int32"),
+    "fractional-positions": ({"position_ids": wire(torch.zeros(1, 6))}, "expected int32"),
+    "negative-positions": ({"position_ids": positions(-1, 5)}, "from -1 to 4 are outside"),
+    "far-positions": ({"position_ids": positions(251, 257)}, "from 251 to 256 are outside"),
+    "positions-that-do-not-come": ({"position_ids": header(1, 6, dtype=pb.INT32, size_bytes=24)}, "only 0 of 24 bytes"),
 }

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from operator import mul
@@ -332,14 +332,21 @@ class Channel:
             stream = Stream(self._net, self._client, self._server, None)
             method = getattr(self._server.service, path.rpartition("/")[2])
             try:
-                return await asyncio.wait_for(stream.answer(method, _copied(request)), timeout)
+                copied = _all_of(request) if isinstance(request, list) else _copied(request)
+                return await asyncio.wait_for(stream.answer(method, copied), timeout)
             except TimeoutError:
                 raise _error(grpc.StatusCode.DEADLINE_EXCEEDED, "Deadline Exceeded") from None
 
         return call
 
-    def stream_unary(self, _path: str, **_options: Any) -> None:
-        """Toy blocks take no adapters."""
+    def stream_unary(self, path: str, **_options: Any) -> Callable:
+        """For ``Reroute``: toy blocks take no adapters."""
+        answered = self.unary_unary(path)
+
+        async def call(requests: Iterable[Any], timeout: float = 1e9) -> Any:
+            return await answered(list(requests), timeout)
+
+        return call
 
     async def close(self) -> None:
         pass
@@ -505,6 +512,11 @@ class Stream:
         if self.code_value is None:
             self._cancelled = True
             self.end(grpc.StatusCode.CANCELLED, "Locally cancelled")
+
+
+async def _all_of(messages: Iterable[Any]) -> AsyncIterator[Any]:
+    for message in messages:
+        yield _copied(message)
 
 
 def _copied(message: Any) -> Any:

@@ -92,8 +92,10 @@ class FakeChannel:
 
         return call
 
-    def stream_unary(self, _path: str, **_options: Any) -> None:
-        """Sessions here use no adapter of the client's own."""
+    def stream_unary(self, path: str, **_options: Any) -> Callable[..., Coroutine[Any, Any, Any]]:
+        """For ``Reroute``: sessions here use no adapter of the client's own."""
+        answered = self.unary_unary(path)
+        return lambda requests, timeout: answered(next(iter(requests)), timeout)
 
     async def close(self) -> None:
         pass

@@ -7,12 +7,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swarm_client.transport.steps import OutgoingStep, chunk_size, split
+from swarm_client.transport.steps import OutgoingStep, chunk_size, in_messages, may_be_resent, split
 from swarm_client.transport.wire_tensor import WireTensor
 from swarm_protocol.pb import swarm_pb2 as pb
 from swarm_protocol.wire.block_input import BlockInput
 from swarm_protocol.wire.codec import decode, decode_mask
-from swarm_protocol.wire.constants import PAGE_TOKENS, PART_BYTES
+from swarm_protocol.wire.constants import MAX_RESENT, MAX_RESENT_STEPS, MIB, PAGE_TOKENS, PART_BYTES
 
 UNLIMITED = 1 << 31  # of a hop that must be given a prompt in one piece
 START, NUMBER, BATCH, NEW, HIDDEN = 3, 40, 2, 10, 4
@@ -74,7 +74,7 @@ def test_together_they_are_the_inputs(size: int) -> None:
     assert [step.end for step in steps] == [*(step.start for step in steps[1:]), START + NEW]
     assert sum(step.num_positions for step in steps) == BATCH * NEW
     assert torch.equal(torch.cat([hidden_of(step) for step in steps], 1), inputs.hidden)
-    assert torch.equal(torch.cat([decode(step.message.position_ids) for step in steps], 1), positions)
+    assert torch.equal(torch.cat([decode(step.message.position_ids).long() for step in steps], 1), positions)
     for step in steps:  # over everything so far
         assert torch.equal(decode_mask(step.message.attention_mask, BATCH, step.end), mask[:, : step.end])
 
@@ -121,3 +121,42 @@ def test_a_step_without_data_keeps_everything_else() -> None:
     assert data and not bare.hidden.data
     bare.hidden.data = data
     assert bare == step.message
+
+
+# ---------------------------------------------------------------- what a server is to send again
+
+
+@pytest.mark.parametrize(
+    ("num_steps", "mask_bytes", "counts"),
+    [
+        (0, 0, []),
+        (1, 0, [1]),
+        (MAX_RESENT, 0, [MAX_RESENT]),
+        (2 * MAX_RESENT + 1, 0, [MAX_RESENT, MAX_RESENT, 1]),
+        (3, MIB // 2 - 100, [2, 1]),
+        (3, MIB // 2, [1, 1, 1]),
+    ],
+)
+def test_steps_to_be_resent_travel_in_messages(num_steps: int, mask_bytes: int, counts: list[int]) -> None:
+    mask = pb.AttentionMask(values=bytes(mask_bytes))
+    steps = [pb.Step(number=number, attention_mask=mask) for number in range(num_steps)]
+    messages = list(in_messages(steps))
+    assert list(map(len, messages)) == counts
+    assert [step for message in messages for step in message] == steps
+
+
+def test_very_many_are_not_resent() -> None:
+    assert may_be_resent([pb.Step()] * MAX_RESENT_STEPS)
+    assert not may_be_resent([pb.Step()] * (MAX_RESENT_STEPS + 1))
+    large = pb.Step(attention_mask=pb.AttentionMask(values=bytes(MIB // 2)))
+    assert may_be_resent([large] * 120) and not may_be_resent([large] * 129)
+
+
+def test_a_prompt_of_32k_positions_can_be_resent() -> None:
+    tokens, chunk = 32 * 1024, 64
+    mask = torch.ones(2, tokens, dtype=torch.long)
+    mask[0, :7] = 0
+    inputs = BlockInput(torch.zeros(2, tokens, 1), mask, torch.arange(tokens)[None].expand(2, -1))
+    steps = [step.without_data() for step in split(inputs, start=0, number=1, size=chunk // 2, codec=pb.RAW)]
+    assert len(steps) == 1024 and may_be_resent(steps)
+    assert max(pb.RerouteRequest(resend=message).ByteSize() for message in in_messages(steps)) <= PART_BYTES + 1000

@@ -86,7 +86,7 @@ def test_the_context_is_what_the_blocks_need_beside_hidden_states() -> None:
     adapter = Snapshot(Added(name="polite"))
     context = Context.of(BlockInput(HIDDEN, mask, positions, packed=True), adapter, dropout_seed=3)
     assert torch.equal(decode_mask(context.attention_mask, 1, 3), mask)
-    assert torch.equal(decode(context.position_ids), positions.long())
+    assert torch.equal(decode(context.position_ids), positions.int())
     assert (context.adapter, context.dropout_seed, context.packed) == (adapter, 3, True)
 
 

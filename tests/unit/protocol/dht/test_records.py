@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from swarm_protocol.dht.records import ServerRecord, ServerState, SwarmView, missing_spans, models_key, servers_key
 from swarm_protocol.pb import swarm_pb2 as pb
 from swarm_protocol.span import Span
+from swarm_protocol.wire.constants import MAX_ADDRESSES, MAX_NAME_CHARS
 from tests.unit.support import server_record
 
 texts = st.text("aZ0/:é漢", max_size=5)
@@ -21,7 +22,7 @@ spans = st.tuples(st.integers(0, 30), st.integers(0, 30)).filter(lambda ends: en
 records = st.builds(
     ServerRecord,
     peer_id=texts,
-    addresses=st.lists(texts).map(tuple),
+    addresses=st.lists(texts, max_size=MAX_ADDRESSES).map(tuple),
     model=texts,
     revision=texts,
     num_blocks=st.integers(30, 2**32 - 1),
@@ -92,6 +93,12 @@ def malformed(**fields: object) -> bytes:
         (malformed(queue_delay_s=math.nan), "measurement"),
         (malformed(queue_delay_s=-60.0), "measurement"),
         (malformed(next_hop_rtts_s={"other": -0.5}), "measurement"),
+        (malformed(next_hop_rtts_s={"other\n": 0.5}), "is no name"),
+        (malformed(model="m" * (MAX_NAME_CHARS + 1)), "is no name: expected 512 printable characters"),
+        *((malformed(**{name: "\x1b[2J"}), r"x1b\[2J' is no name") for name in ("peer_id", "model", "quant", "dtype")),
+        (server_record(addresses=("a\n",)).to_proto().SerializeToString(), "is no name"),
+        (server_record(addresses=("a",) * 17).to_proto().SerializeToString(), "17 addresses: expected at most 16"),
+        (server_record(adapters=("a\u2028",)).to_proto().SerializeToString(), "is no name"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )

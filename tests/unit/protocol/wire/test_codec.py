@@ -15,8 +15,26 @@ from hypothesis import strategies as st
 
 from swarm_protocol.errors import RequestRejected
 from swarm_protocol.pb import swarm_pb2 as pb
-from swarm_protocol.wire.codec import Assembler, decode, decode_mask, encode, encode_mask, split_rows
-from swarm_protocol.wire.constants import MAX_TENSOR_BYTES, MIB, PART_BYTES
+from swarm_protocol.wire.codec import (
+    Assembler,
+    decode,
+    decode_mask,
+    encode,
+    encode_mask,
+    encode_positions,
+    split_rows,
+)
+from swarm_protocol.wire.constants import (
+    MAX_BATCH_SIZE,
+    MAX_CHANGES,
+    MAX_MASK_BYTES,
+    MAX_MESSAGE_BYTES,
+    MAX_POSITION_IDS,
+    MAX_TENSOR_BYTES,
+    MIB,
+    PART_BYTES,
+)
+from swarm_protocol.wire.parsing import parse
 
 FLOATS = [torch.float32, torch.bfloat16, torch.float16]
 DTYPES = [*FLOATS, torch.int64]
@@ -239,16 +257,57 @@ class TestMasks:
         assert encode_mask(None) is None
 
     def test_anything_but_zero_attends(self) -> None:
-        assert encode_mask(torch.tensor([[True, False], [True, True]])).values == b"\1\0\1\1"
-        assert encode_mask(torch.tensor([[0.5, 0.0]])).values == b"\1\0"
+        assert encode_mask(torch.tensor([[True, False], [True, True]])).values == b"\x0d"
+        assert encode_mask(torch.tensor([[0.5, 0.0]])).values == b"\1"
 
     def test_another_size_is_refused(self) -> None:
-        with pytest.raises(RequestRejected, match="has 5 entries, but batch size 2 and 3 positions need 6"):
-            decode_mask(pb.AttentionMask(values=bytes(5)), 2, 3)
+        with pytest.raises(RequestRejected, match="has 5 bytes, but batch size 3 and 3 positions need 2"):
+            decode_mask(pb.AttentionMask(values=bytes(5)), 3, 3)
 
-    def test_other_values_are_refused(self) -> None:
-        with pytest.raises(RequestRejected, match="other than 0 and 1"):
-            decode_mask(pb.AttentionMask(values=b"\0\1\2"), 1, 3)
+    def test_what_is_too_large_for_a_message_is_not_sent(self) -> None:
+        rows, columns = 128, MAX_MASK_BYTES // 16  # 32k positions
+        mask = torch.ones(rows, columns, dtype=torch.int8)
+        mask[0, 0] = 0
+        assert len(encode_mask(mask).values) == MAX_MASK_BYTES
+        assert torch.equal(decode_mask(encode_mask(mask), rows, columns), mask.long())
+        with pytest.raises(RequestRejected, match=r"129 × 32768 positions is too large .* most 4194304 in all"):
+            encode_mask(torch.cat([mask, mask[:1]]))
+
+
+class TestPositions:
+    @pytest.mark.parametrize("shape", [(1, 5), (3, 2), (4096, 24)])
+    def test_round_trip(self, shape: tuple[int, int]) -> None:
+        ids = torch.randint(2**31 - 1, shape)
+        assert torch.equal(decode(encode_positions(ids)).long(), ids)
+
+    def test_none_are_none(self) -> None:
+        assert encode_positions(None) is None
+
+    @pytest.mark.parametrize("ids", [[[2**31]], [[0, -(2**40)]]])
+    def test_what_no_model_has_is_not_sent(self, ids: list[list[int]]) -> None:
+        with pytest.raises(RequestRejected, match="are outside any model"):
+            encode_positions(torch.tensor(ids))
+
+    def test_what_is_too_large_for_a_message_is_not_sent(self) -> None:
+        with pytest.raises(RequestRejected, match=r"1 × 98305 positions are too many .* expected at most 98304"):
+            encode_positions(torch.arange(MAX_POSITION_IDS + 1)[None])
+
+
+def test_the_largest_step_of_all_is_one_message() -> None:
+    mask = torch.zeros(1, 8 * MAX_MASK_BYTES)
+    header, parts = encode(torch.zeros(PART_BYTES))
+    reorder = pb.Change(reorder=pb.Reorder(indices=[MAX_BATCH_SIZE - 1] * MAX_BATCH_SIZE))
+    step = pb.Step(
+        number=2**64 - 1,
+        changes=[reorder] * MAX_CHANGES,
+        start_position=2**64 - 1,
+        hidden=header,
+        attention_mask=encode_mask(mask),
+        position_ids=encode_positions(torch.full((MAX_BATCH_SIZE, MAX_POSITION_IDS // MAX_BATCH_SIZE), 2**31 - 1)),
+    )
+    assert parts
+    assert MAX_MESSAGE_BYTES * 0.9 < pb.SessionRequest(step=step).ByteSize() <= MAX_MESSAGE_BYTES
+    parse(pb.SessionRequest, pb.SessionRequest(step=step).SerializeToString())
 
 
 @given(st.integers(1, 40), st.integers(1, 5), st.integers(1, 300))

@@ -10,9 +10,16 @@ import torch
 from swarm_protocol.errors import PeerMoved, RequestRejected
 from swarm_protocol.pb import swarm_pb2 as pb
 from swarm_protocol.span import Span
-from swarm_protocol.wire.codec import encode
-from swarm_protocol.wire.constants import WIRE_VERSION
-from swarm_server.net.validation import MAX_BATCH_SIZE, RequestValidator
+from swarm_protocol.wire.codec import encode, encode_positions
+from swarm_protocol.wire.constants import (
+    MAX_ADDRESSES,
+    MAX_BATCH_SIZE,
+    MAX_CHANGES,
+    MAX_NAME_CHARS,
+    MAX_WINDOWS,
+    WIRE_VERSION,
+)
+from swarm_server.net.validation import RequestValidator
 
 HIDDEN = 8
 VALIDATOR = RequestValidator("model", "revision", Span(10, 20), HIDDEN, max_positions=100, max_tensor_bytes=4096)
@@ -99,39 +106,40 @@ class TestPositions:
     @pytest.mark.parametrize("rows", [1, 2])
     def test_good_ones_arrive(self, rows: int) -> None:
         ids = torch.tensor([[0, 50, 99]]).repeat(rows, 1)
-        assert torch.equal(VALIDATOR.positions(encode(ids)[0], 2, 3), ids)
+        assert torch.equal(VALIDATOR.positions(encode_positions(ids), 2, 3), ids)
 
     @pytest.mark.parametrize("shape", [(3,), (2, 2), (3, 3), (1, 2, 3), ()])
     def test_other_shapes_are_refused(self, shape: tuple[int, ...]) -> None:
-        with pytest.raises(RequestRejected, match=r"position ids have shape .*: expected int64"):
-            VALIDATOR.positions(encode(torch.zeros(shape, dtype=torch.int64))[0], 2, 3)
+        with pytest.raises(RequestRejected, match=r"position ids have shape .*: expected int32"):
+            VALIDATOR.positions(encode(torch.zeros(shape, dtype=torch.int32))[0], 2, 3)
 
-    def test_other_dtypes_are_refused(self) -> None:
-        with pytest.raises(RequestRejected, match="expected int64"):
-            VALIDATOR.positions(encode(torch.zeros(2, 3))[0], 2, 3)
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.int64])
+    def test_other_dtypes_are_refused(self, dtype: torch.dtype) -> None:
+        with pytest.raises(RequestRejected, match="expected int32"):
+            VALIDATOR.positions(encode(torch.zeros(2, 3, dtype=dtype))[0], 2, 3)
 
-    @pytest.mark.parametrize("ids", [[0, 100], [-1, 5], [2**62, 0]])
+    @pytest.mark.parametrize("ids", [[0, 100], [-1, 5], [2**31 - 1, 0]])
     def test_positions_the_model_does_not_have_are_refused(self, ids: list[int]) -> None:
         with pytest.raises(RequestRejected, match=f"from {min(ids)} to {max(ids)} are outside the model's 100"):
-            VALIDATOR.positions(encode(torch.tensor([ids]))[0], 1, 2)
+            VALIDATOR.positions(encode_positions(torch.tensor([ids])), 1, 2)
 
     def test_a_model_without_limit_takes_any_but_negative_ones(self) -> None:
-        assert UNLIMITED.positions(encode(torch.tensor([[10**9]]))[0], 1, 1).item() == 10**9
+        assert UNLIMITED.positions(encode_positions(torch.tensor([[10**9]])), 1, 1).item() == 10**9
         with pytest.raises(RequestRejected, match="from -1 to -1"):
-            UNLIMITED.positions(encode(torch.tensor([[-1]]))[0], 1, 1)
+            UNLIMITED.positions(encode_positions(torch.tensor([[-1]])), 1, 1)
 
     def test_incomplete_ones_are_refused(self) -> None:
-        wire = encode(torch.tensor([[1, 2, 3]]))[0]
+        wire = encode_positions(torch.tensor([[1, 2, 3]]))
         wire.data = wire.data[:-1]
-        with pytest.raises(RequestRejected, match="only 23 of 24 bytes"):
+        with pytest.raises(RequestRejected, match="only 11 of 12 bytes"):
             VALIDATOR.positions(wire, 1, 3)
 
 
 def test_masks_must_cover_all_positions() -> None:
-    assert VALIDATOR.mask(pb.AttentionMask(values=b"\0\1\1\1"), 2, 2).tolist() == [[0, 1], [1, 1]]
+    assert VALIDATOR.mask(pb.AttentionMask(values=b"\x0e"), 2, 2).tolist() == [[0, 1], [1, 1]]
     assert VALIDATOR.mask(pb.AttentionMask(), 1, 3).tolist() == [[1, 1, 1]]
-    with pytest.raises(RequestRejected, match="attention mask has 4 entries"):
-        VALIDATOR.mask(pb.AttentionMask(values=b"\0\1\1\1"), 2, 3)
+    with pytest.raises(RequestRejected, match="attention mask has 2 bytes"):
+        VALIDATOR.mask(pb.AttentionMask(values=b"\0\1"), 2, 3)
 
 
 def test_length_is_the_models() -> None:
@@ -166,3 +174,51 @@ class TestStepTokens:
             f"a step of {batch_size} × {num_tokens} positions is too long: expected at most 64 in all; "
             "send it in several steps"
         )
+
+
+class TestRepeatedFields:
+    """What may be in a message many times has a bound, checked before anything is done with it."""
+
+    def test_changes(self) -> None:
+        VALIDATOR.changes([pb.Change(crop=pb.Crop())] * MAX_CHANGES)
+        with pytest.raises(RequestRejected, match="comes with 9 changes: expected at most 8"):
+            VALIDATOR.changes([pb.Change()] * (MAX_CHANGES + 1))
+
+    @pytest.mark.parametrize("count", [0, MAX_BATCH_SIZE + 1])
+    def test_rows_of_a_reorder(self, count: int) -> None:
+        VALIDATOR.changes([pb.Change(reorder=pb.Reorder(indices=[0] * MAX_BATCH_SIZE))])
+        with pytest.raises(RequestRejected, match=f"batch size {count} is out of range"):
+            VALIDATOR.changes([pb.Change(crop=pb.Crop()), pb.Change(reorder=pb.Reorder(indices=[0] * count))])
+
+    def test_windows_of_stored_positions(self) -> None:
+        data = pb.Tensor(dtype=pb.UINT8, shape=[1], size_bytes=1, data=b"x")
+        assert VALIDATOR.stored(pb.Stored(num_kept=[1] * MAX_WINDOWS, data=data)).complete
+        with pytest.raises(RequestRejected, match="65 kinds of windows: expected at most 64"):
+            VALIDATOR.stored(pb.Stored(num_kept=[1] * (MAX_WINDOWS + 1), data=data))
+
+    @pytest.mark.parametrize("shape", [[1] * 100_000, [3] * 9])
+    def test_dimensions_are_not_all_repeated_in_the_answer(self, shape: list[int]) -> None:
+        wire = pb.Tensor(dtype=pb.FLOAT32, shape=shape)
+        for refused in (VALIDATOR.hidden, lambda wire: VALIDATOR.positions(wire, 2, 3)):
+            with pytest.raises(RequestRejected) as caught:
+                refused(wire)
+            assert len(str(caught.value)) < 150
+
+    def test_next_hops(self) -> None:
+        known = dict(peer_id="p" * MAX_NAME_CHARS, addresses=["a"] * MAX_ADDRESSES, session_key=bytes(16))
+        VALIDATOR.next_hop(pb.NextHop(**known))
+        for wrong, sentence in (
+            ({"addresses": ["a"] * (MAX_ADDRESSES + 1)}, "17 addresses: expected at most 16"),
+            ({"addresses": ["a", "a" * (MAX_NAME_CHARS + 1)]}, "513 characters: expected at most 512"),
+            ({"tls_fingerprint": bytes(MAX_NAME_CHARS + 1)}, "513 characters"),
+            ({"session_key": b""}, "the next session's key has 0 bytes"),
+        ):
+            with pytest.raises(RequestRejected, match=sentence):
+                VALIDATOR.next_hop(pb.NextHop(**{**known, **wrong}))
+
+
+def test_names_of_strangers_are_shown_on_one_line() -> None:
+    wrong = contract(model="other\n12:00:00 \x1b[2Jall is well" + "x" * 1000)
+    with pytest.raises(PeerMoved) as caught:
+        VALIDATOR.blocks(wrong)
+    assert str(caught.value).isprintable() and len(str(caught.value)) < 250

@@ -1,0 +1,133 @@
+"""What is on its way to this server: bounded in all, and none of it may come too slowly."""
+
+from __future__ import annotations
+
+from typing import Self
+
+import torch
+
+from swarm_protocol.errors import PeerBusy, RequestRejected
+from swarm_protocol.wire.codec import Assembler
+from swarm_protocol.wire.constants import MIB, PART_BYTES
+
+CAPACITY_BYTES = 512 * MIB
+STALL_TIMEOUT_S = 20.0
+MIN_BYTES_PER_S = 16 * 1024.0  # several streams share a line of 1 Mbit/s
+_FEW_PARTS = 16  # of a tensor of any size
+_LEAST_PART_BYTES = PART_BYTES // 16  # on average; peers cut tensors at PART_BYTES
+
+
+class Arrivals:
+    """The bytes of all requests of which more is to come. Used on one event loop.
+
+    Each stream gets this object from whoever knows whose it is: a share for each client is another ``Arrivals``.
+    """
+
+    def __init__(
+        self,
+        capacity_bytes: int = CAPACITY_BYTES,
+        stall_timeout_s: float = STALL_TIMEOUT_S,
+        min_bytes_per_s: float = MIN_BYTES_PER_S,
+    ) -> None:
+        self.capacity_bytes = capacity_bytes
+        self.stall_timeout_s = stall_timeout_s
+        self.min_bytes_per_s = min_bytes_per_s
+        self.used_bytes = 0
+
+    def take(self, size_bytes: int) -> None:
+        """Raises PeerBusy if there is no room."""
+        if self.used_bytes + size_bytes > self.capacity_bytes:
+            raise PeerBusy(
+                f"no room for {size_bytes} bytes more of requests that are arriving: {self.used_bytes} of "
+                f"{self.capacity_bytes} bytes are in use"
+            )
+        self.used_bytes += size_bytes
+
+    def give_back(self, size_bytes: int) -> None:
+        self.used_bytes -= size_bytes
+
+    def pace(self) -> Pace:
+        """For one request."""
+        return Pace(self.stall_timeout_s, self.min_bytes_per_s)
+
+
+class Pace:
+    """How long the rest of a request may be waited for.
+
+    A sender may fall silent for ``stall_timeout_s`` longer than one part takes at the lowest rate. What comes at that
+    rate or faster may go on for ever.
+
+    Attributes:
+        left_s: how long to wait for the next message.
+    """
+
+    def __init__(self, stall_timeout_s: float, min_bytes_per_s: float) -> None:
+        self._most_s = self.left_s = stall_timeout_s + PART_BYTES / min_bytes_per_s
+        self._min_bytes_per_s = min_bytes_per_s
+
+    def received(self, size_bytes: int, waited_s: float) -> None:
+        self.left_s = min(self._most_s, self.left_s - waited_s + size_bytes / self._min_bytes_per_s)
+
+
+class Reservation:
+    """Bytes that count until it is closed. A context manager."""
+
+    def __init__(self, arrivals: Arrivals) -> None:
+        self._arrivals = arrivals
+        self._size_bytes = 0
+
+    def take(self, size_bytes: int) -> None:
+        """Raises PeerBusy if there is no room."""
+        self._arrivals.take(size_bytes)
+        self._size_bytes += size_bytes
+
+    def close(self) -> None:
+        self._arrivals.give_back(self._size_bytes)
+        self._size_bytes = 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_exception: object) -> None:
+        self.close()
+
+
+class ArrivingTensor:
+    """A tensor whose parts count as they come, until it is closed; one that came in one part does not.
+
+    A context manager. Raises:
+        PeerBusy: at construction and in ``add``, if there is no room.
+    """
+
+    def __init__(self, arrivals: Arrivals, assembler: Assembler) -> None:
+        self._assembler = assembler
+        self._reservation = Reservation(arrivals)
+        if not assembler.complete:
+            self._reservation.take(assembler.received_bytes)
+        self._parts_left = _FEW_PARTS + assembler.size_bytes // _LEAST_PART_BYTES
+
+    @property
+    def complete(self) -> bool:
+        return self._assembler.complete
+
+    def add(self, part: bytes) -> None:
+        """Raises RequestRejected if the part is empty, there are very many, or more comes than was announced."""
+        self._parts_left -= 1
+        if not part:
+            raise RequestRejected("a part of a tensor is empty")
+        if self._parts_left < 0:
+            raise RequestRejected(f"a tensor comes in very many parts: expected parts of {PART_BYTES} bytes")
+        self._reservation.take(len(part))
+        self._assembler.add(part)
+
+    def tensor(self) -> torch.Tensor:
+        return self._assembler.tensor()
+
+    def close(self) -> None:
+        self._reservation.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_exception: object) -> None:
+        self.close()

@@ -1,0 +1,58 @@
+"""What comes over real gRPC: bytes that are no message are refused in one sentence, and nothing is logged of them."""
+
+from __future__ import annotations
+
+import logging
+
+import grpc
+import pytest
+
+from swarm_protocol.pb import swarm_pb2 as pb
+from swarm_protocol.pb.swarm_pb2_grpc import BlocksStub
+from swarm_protocol.wire.constants import MAX_MESSAGE_BYTES, SERVER_OPTIONS
+from swarm_server.rpc.registration import add_service
+from swarm_server.rpc.service import BlocksService
+from tests.unit.support import run
+
+METHODS = pb.DESCRIPTOR.services_by_name["Blocks"].methods_by_name
+UNREAD = {"PutAdapter", "Forward", "Backward"}  # by a server that hosts nothing
+
+
+def asked(method: str, data: bytes) -> tuple[grpc.StatusCode, str]:
+    """How a server that hosts nothing answers these bytes."""
+
+    async def scenario() -> tuple[grpc.StatusCode, str]:
+        server = grpc.aio.server(options=SERVER_OPTIONS)
+        add_service(BlocksService(lambda: None, lambda: pb.ServerRecord(model="model"), 60.0), server)
+        port = server.add_insecure_port("127.0.0.1:0")
+        await server.start()
+        options = [("grpc.max_send_message_length", -1)]
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}", options=options) as channel:
+            record = await BlocksStub(channel).Describe(pb.DescribeRequest())
+            assert record.model == "model"
+            call = channel.stream_stream(f"/swarm.v1.Blocks/{method}")()
+            await call.write(data)
+            found = await call.code(), await call.details()
+            await server.stop(None)
+            return found
+
+    return run(scenario())
+
+
+@pytest.mark.parametrize("method", sorted(set(METHODS) - UNREAD))
+def test_bytes_that_are_no_message(method: str, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO):
+        code, details = asked(method, b"\xff\xff\n")
+    assert code is grpc.StatusCode.INVALID_ARGUMENT
+    assert details == f"the bytes sent are no message: expected a {METHODS[method].input_type.name}"
+    assert caplog.records == []
+
+
+def test_messages_are_handled() -> None:
+    for method, status in (("Session", grpc.StatusCode.NOT_FOUND), ("Progress", grpc.StatusCode.NOT_FOUND)):
+        assert asked(method, b"")[0] is status
+
+
+def test_a_message_that_is_too_large_is_not_read() -> None:
+    code, details = asked("Session", pb.SessionRequest(more=bytes(MAX_MESSAGE_BYTES)).SerializeToString())
+    assert code is grpc.StatusCode.RESOURCE_EXHAUSTED and "larger than max" in details
