@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import grpc
 
 from swarm_protocol.errors import AccessDenied, PeerBusy, PeerError, PeerMoved, RequestRejected, SessionLost
+from swarm_protocol.net.tls import peer_of
 from swarm_protocol.pb import swarm_pb2 as pb
 from swarm_protocol.pb.swarm_pb2_grpc import BlocksServicer
 from swarm_protocol.wire.constants import MAX_ECHO_BYTES
@@ -27,20 +28,8 @@ _logger = logging.getLogger(__name__)
 _REFUSALS = (RequestRejected, AccessDenied, PeerError)
 
 
-@asynccontextmanager
-async def _errors_as_status(context: _Context) -> AsyncIterator[None]:
-    """Answers our errors with their gRPC status; anything else is logged here and answered with one sentence."""
-    try:
-        yield
-    except _REFUSALS as error:
-        error.with_traceback(None)  # gRPC keeps the error for a while, and its frames would keep the request's memory
-        await context.abort(status_of(error), str(error))
-    except grpc.aio.BaseError as error:
-        _logger.debug("a client went away: %s", error)
-    except Exception as error:
-        _logger.exception("a request failed")
-        error.with_traceback(None)
-        await context.abort(grpc.StatusCode.INTERNAL, "the server failed while it computed; its log says why")
+def _client_of(context: _Context) -> str:
+    return peer_of(context.auth_context())
 
 
 class BlocksService(BlocksServicer):
@@ -51,11 +40,16 @@ class BlocksService(BlocksServicer):
         hosted: Callable[[], SessionManager | None],
         record: Callable[[], pb.ServerRecord],
         idle_timeout_s: float,
+        client_of: Callable[[_Context], str] = _client_of,
     ) -> None:
-        """``hosted``: the sessions of the blocks that are hosted at present; None while others are loaded."""
+        """``hosted``: the sessions of the blocks that are hosted at present; None while others are loaded.
+
+        ``client_of`` stands for the network: the peer id of whoever calls.
+        """
         self._hosted = hosted
         self._record = record
         self._idle_timeout_s = idle_timeout_s
+        self._client_of = client_of
 
     async def Session(self, requests: AsyncIterator[pb.SessionRequest], context: _Context) -> None:
         writing = asyncio.Lock()  # an output's parts stay together
@@ -68,14 +62,14 @@ class BlocksService(BlocksServicer):
                 except grpc.aio.BaseError as error:  # whoever reads the stream notices too
                     _logger.debug("a client went away: %s", error)
 
-        async with _errors_as_status(context):
+        async with self._answering(context) as client:
             request = await self._incoming(requests).next()
             if request is None:
                 return
             if request.WhichOneof("kind") != "open":
                 raise SessionLost("this server does not know the session: it must be opened first")
             host = self._present()
-            hosted = await host.open(request.open, _client_of(context), reply)
+            hosted = await host.open(request.open, client, reply)
             try:
                 await hosted.announce()
                 await self._serve(host, hosted, requests)
@@ -83,7 +77,7 @@ class BlocksService(BlocksServicer):
                 await asyncio.shield(host.end(hosted))
 
     async def Push(self, requests: AsyncIterator[pb.PushRequest], context: _Context) -> None:
-        async with _errors_as_status(context):
+        async with self._answering(context):
             request = await self._incoming(requests).first("session_key")
             hosted = self._find(request.session_key)
             # The client blames this stream's sender for one refusal, and would blame who takes its place for more.
@@ -101,15 +95,15 @@ class BlocksService(BlocksServicer):
                     await context.write(pb.PushReply(number=number))
 
     async def Progress(self, request: pb.ProgressRequest, context: _Context) -> pb.SessionProgress:
-        async with _errors_as_status(context):
+        async with self._answering(context):
             return await self._find(request.session_key).progress(request.hold)
 
     async def Reroute(self, request: pb.RerouteRequest, context: _Context) -> pb.SessionProgress:
-        async with _errors_as_status(context):
+        async with self._answering(context):
             return await self._find(request.session_key).reroute(request)
 
     async def Copy(self, request: pb.CopyRequest, context: _Context) -> pb.SessionProgress:
-        async with _errors_as_status(context):
+        async with self._answering(context):
             return await self._find(request.session_key).copy(request.to)
 
     async def _serve(
@@ -137,31 +131,50 @@ class BlocksService(BlocksServicer):
                 task.cancel()
 
     async def PutAdapter(self, requests: AsyncIterator[pb.PutAdapterRequest], context: _Context) -> pb.PutAdapterReply:
-        async with _errors_as_status(context):
+        async with self._answering(context):
             return pb.PutAdapterReply(key=await passes.put_adapter(self._staying(), self._incoming(requests)))
 
     async def Forward(
         self, requests: AsyncIterator[pb.ForwardRequest], context: _Context
     ) -> AsyncIterator[pb.TensorReply]:
-        async with _errors_as_status(context):
+        async with self._answering(context):
             for reply in await passes.forward(self._staying(), self._incoming(requests)):
                 yield reply
 
     async def Backward(
         self, requests: AsyncIterator[pb.BackwardRequest], context: _Context
     ) -> AsyncIterator[pb.TensorReply]:
-        async with _errors_as_status(context):
+        async with self._answering(context):
             for reply in await passes.backward(self._staying(), self._incoming(requests)):
                 yield reply
 
     async def Describe(self, request: pb.DescribeRequest, context: _Context) -> pb.ServerRecord:
-        return self._record()
+        async with self._answering(context):
+            return self._record()
 
     async def Echo(self, request: pb.EchoRequest, context: _Context) -> pb.EchoReply:
-        async with _errors_as_status(context):
+        async with self._answering(context):
             if max(len(request.payload), request.reply_bytes) > MAX_ECHO_BYTES:
                 raise RequestRejected(f"an echo is too long: expected at most {MAX_ECHO_BYTES} bytes each way")
             return pb.EchoReply(payload=bytes(request.reply_bytes))
+
+    @asynccontextmanager
+    async def _answering(self, context: _Context) -> AsyncIterator[str]:
+        """Gives the client's peer id, and answers our errors with their gRPC status.
+
+        Anything else is logged here and answered with one sentence.
+        """
+        try:
+            yield self._client_of(context)
+        except _REFUSALS as error:
+            error.with_traceback(None)  # gRPC keeps the error for a while, and its frames would keep the request
+            await context.abort(status_of(error), str(error))
+        except grpc.aio.BaseError as error:
+            _logger.debug("a client went away: %s", error)
+        except Exception as error:
+            _logger.exception("a request failed")
+            error.with_traceback(None)
+            await context.abort(grpc.StatusCode.INTERNAL, "the server failed while it computed; its log says why")
 
     def _present(self) -> SessionManager:
         """Raises PeerMoved if there is none at present."""
@@ -201,8 +214,3 @@ async def _read(hosted: HostedSession, requests: AsyncIterator[pb.SessionRequest
             raise RequestRejected("the session is open already")
         else:
             raise RequestRejected("a request of unknown kind")
-
-
-def _client_of(context: _Context) -> str:
-    """Whose memory a session is: the address without its port."""
-    return context.peer().rpartition(":")[0]

@@ -39,7 +39,7 @@ class SessionManager:
         self._leaving = False
 
     async def open(self, request: pb.Open, client: str, reply: Reply) -> HostedSession:
-        """A session, to be ended by ``end``. Waits for room as long as the request says.
+        """A session of a client, to be ended by ``end``. Waits for room as long as the request says.
 
         Raises:
             PeerMoved, RequestRejected: see ``RequestValidator``; PeerMoved also if the server is about to leave.

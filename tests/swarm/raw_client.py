@@ -5,25 +5,35 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import grpc
 
 from swarm_client.core import background
 from swarm_protocol.dht.records import ServerRecord
-from swarm_protocol.net.identity import pinned_channel
+from swarm_protocol.net.identity import Identity
+from swarm_protocol.net.tls import ClientCredentials, pinned_channel
 from swarm_protocol.pb import swarm_pb2 as pb
 from swarm_protocol.pb.swarm_pb2_grpc import BlocksStub
 from swarm_protocol.wire.constants import CLIENT_OPTIONS
 from tests.swarm.waiting import DEADLINE_S
 
 
+@cache
+def own_credentials() -> ClientCredentials:
+    """Those of the tests of this process."""
+    return ClientCredentials(Identity.generate())
+
+
 class RawClient:
     """Sends hand-made messages to one server."""
 
-    def __init__(self, record: ServerRecord) -> None:
+    def __init__(self, record: ServerRecord, credentials: ClientCredentials | None = None) -> None:
         self.record = record
-        self._channel = background.run(pinned_channel(record.addresses[0], record.tls_fingerprint, CLIENT_OPTIONS))
+        address, fingerprint = record.addresses[0], record.tls_fingerprint
+        connecting = pinned_channel(credentials or own_credentials(), address, fingerprint, CLIENT_OPTIONS)
+        self._channel = background.run(connecting)
         self._stub = BlocksStub(self._channel)
 
     def describe(self) -> ServerRecord:
