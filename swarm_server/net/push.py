@@ -127,7 +127,7 @@ class Pusher:
         assert self._stub is not None  # or the stream would be broken
         self._call = call = self._stub.Push()
         self._reading = asyncio.ensure_future(self._read(call))
-        await self._write(call, [pb.PushRequest(session_key=self._hop.session_key)])
+        await self._write(call, [pb.PushRequest(push_key=self._hop.push_key)])
 
     async def _write(self, call: grpc.aio.StreamStreamCall[Any, Any], requests: Iterable[pb.PushRequest]) -> None:
         """Returns once they are on their way, or the stream is broken.

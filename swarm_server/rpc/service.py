@@ -78,8 +78,8 @@ class BlocksService(BlocksServicer):
 
     async def Push(self, requests: AsyncIterator[pb.PushRequest], context: _Context) -> None:
         async with self._answering(context):
-            request = await self._incoming(requests).first("session_key")
-            hosted = self._find(request.session_key)
+            request = await self._incoming(requests).first("push_key")
+            hosted = self._sessions().find_pushed(request.push_key)
             # The client blames this stream's sender for one refusal, and would blame who takes its place for more.
             reader = StepReader(hosted, one_refusal=True)
             async for request in requests:
@@ -95,16 +95,16 @@ class BlocksService(BlocksServicer):
                     await context.write(pb.PushReply(number=number))
 
     async def Progress(self, request: pb.ProgressRequest, context: _Context) -> pb.SessionProgress:
-        async with self._answering(context):
-            return await self._find(request.session_key).progress(request.hold)
+        async with self._answering(context) as client:
+            return await self._sessions().find(request.session_key, client).progress(request.hold)
 
     async def Reroute(self, request: pb.RerouteRequest, context: _Context) -> pb.SessionProgress:
-        async with self._answering(context):
-            return await self._find(request.session_key).reroute(request)
+        async with self._answering(context) as client:
+            return await self._sessions().find(request.session_key, client).reroute(request)
 
     async def Copy(self, request: pb.CopyRequest, context: _Context) -> pb.SessionProgress:
-        async with self._answering(context):
-            return await self._find(request.session_key).copy(request.to)
+        async with self._answering(context) as client:
+            return await self._sessions().find(request.session_key, client).copy(request.to)
 
     async def _serve(
         self, host: SessionManager, hosted: HostedSession, requests: AsyncIterator[pb.SessionRequest]
@@ -189,12 +189,12 @@ class BlocksService(BlocksServicer):
         host.require_staying()
         return host.services
 
-    def _find(self, session_key: bytes) -> HostedSession:
-        """Raises SessionLost if there is no such session."""
+    def _sessions(self) -> SessionManager:
+        """To find one that was opened before. Raises SessionLost if there are none at present."""
         host = self._hosted()
         if host is None:
             raise SessionLost("this server does not know the session")
-        return host.find(session_key)
+        return host
 
     def _incoming(self, requests: AsyncIterator[Any]) -> Incoming:
         return Incoming(requests, self._idle_timeout_s)

@@ -40,6 +40,10 @@ class RawClient:
         """The server's record as it is now."""
         return ServerRecord.from_proto(background.run(_unary(self._stub.Describe, pb.DescribeRequest())))
 
+    def ask(self, method: str, request: Any) -> Answer:
+        """A call with one request and one reply, such as ``Progress``."""
+        return background.run(_asked(getattr(self._stub, method), request))
+
     def forward(self, *requests: pb.ForwardRequest) -> Answer:
         return background.run(_talk(self._stub.Forward, requests))
 
@@ -111,6 +115,15 @@ class Answer:
 
 async def _unary(method: Callable, request: Any) -> Any:
     return await method(request, timeout=DEADLINE_S)
+
+
+async def _asked(method: Callable, request: Any) -> Answer:
+    call = method(request, timeout=DEADLINE_S)
+    try:
+        replies = [await call]
+    except grpc.RpcError:
+        replies = []
+    return Answer(replies, await call.code(), await call.details())
 
 
 async def _called(method: Callable) -> grpc.aio.StreamStreamCall:
