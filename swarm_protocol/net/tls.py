@@ -86,7 +86,8 @@ class ClientCredentials:
         except (ValueError, OverflowError):  # addresses come from strangers
             raise PeerUnavailable(f"no server answers at {address!r}: it is no address, expected HOST:PORT") from None
         der: bytes = writer.get_extra_info("ssl_object").getpeercert(binary_form=True)
-        writer.transport.abort()  # close() would wait for a goodbye that gRPC does not send, as would the server
+        # close() would wait for a goodbye that gRPC does not send, and keep the server waiting
+        writer.transport.abort()
         return der
 
     def for_server(self, certificate_pem: bytes) -> grpc.ChannelCredentials:
