@@ -20,6 +20,7 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -33,7 +34,8 @@ from swarm_client.core import background
 from swarm_client.core.config import ClientConfig
 from swarm_client.monitor.status import read_status
 from swarm_protocol.dht.records import ServerRecord
-from swarm_protocol.net.identity import pinned_channel
+from swarm_protocol.net.identity import Identity
+from swarm_protocol.net.tls import ClientCredentials, pinned_channel
 from swarm_protocol.pb import swarm_pb2 as pb
 from swarm_protocol.pb.swarm_pb2_grpc import BlocksStub
 from swarm_protocol.wire.constants import CLIENT_OPTIONS
@@ -64,8 +66,14 @@ def free_room(records: list[ServerRecord]) -> list[int]:
     return [background.run(_describe(record)).cache_tokens_left for record in records]
 
 
+@cache
+def _credentials() -> ClientCredentials:
+    return ClientCredentials(Identity.generate())
+
+
 async def _describe(record: ServerRecord) -> pb.ServerRecord:
-    channel = await pinned_channel(record.addresses[0], record.tls_fingerprint, CLIENT_OPTIONS, ASK_TIMEOUT_S)
+    address, fingerprint = record.addresses[0], record.tls_fingerprint
+    channel = await pinned_channel(_credentials(), address, fingerprint, CLIENT_OPTIONS, ASK_TIMEOUT_S)
     try:
         return await BlocksStub(channel).Describe(pb.DescribeRequest(), timeout=ASK_TIMEOUT_S)
     finally:

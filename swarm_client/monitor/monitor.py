@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from math import inf
 from typing import Any
@@ -12,12 +11,12 @@ from typing import Any
 from swarm_client.core.background import now_s
 from swarm_client.core.config import ClientConfig
 from swarm_client.monitor.model_monitor import MOST, ModelMonitor, ModelStatus
-from swarm_client.swarm.swarm import Connect, join_as_client
-from swarm_client.transport.transport import ServerConnection
+from swarm_client.swarm.caller import Caller
+from swarm_client.swarm.discovery import Join
+from swarm_client.swarm.swarm import Connect
 from swarm_protocol.dht.dht import Dht
 from swarm_protocol.errors import NoSwarm
 
-Join = Callable[[ClientConfig], Awaitable[Dht]]
 _logger = logging.getLogger(__name__)
 _SOME = 32  # servers of each model that are asked in a round
 _EVERYBODY_S = 6.0  # that asking everybody may take
@@ -47,15 +46,16 @@ class Monitor:
         config: ClientConfig,
         model: str | None = None,
         *,
-        join: Join = join_as_client,
-        connect: Connect = ServerConnection.connect,
+        join: Join | None = None,
+        connect: Connect | None = None,
     ) -> None:
         """``join`` and ``connect`` stand for the network."""
+        caller = Caller()
         self._config = config
         self._model = model
         self._dht: Dht | None = None
-        self._join = join
-        self._connect = connect
+        self._join = join or caller.join
+        self._connect = connect or caller.connect
         self._models: dict[str, ModelMonitor] = {}
         self._reading: asyncio.Task[Any] | None = None
         self._asking: asyncio.Task[Any] | None = None

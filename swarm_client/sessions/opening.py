@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import secrets
 import sys
 from collections.abc import Callable, Collection, Coroutine, Iterable
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from swarm_protocol.dht.records import ServerRecord
 from swarm_protocol.pb import swarm_pb2 as pb
 from swarm_protocol.span import Span
 from swarm_protocol.wire.constants import FIRST_STEP
+from swarm_protocol.wire.session_keys import new_session_key
 
 _SPARE_TOKENS = 64  # positions per row that are asked for besides
 
@@ -158,7 +158,7 @@ class Opener:
         self, chain: Route, opening: Opening, after: HopSession | None, wait_s: Callable[[], float] = lambda: 0.0
     ) -> list[Coroutine[None, None, HopSession]]:
         """Work that opens each of the chain's hops."""
-        keys = [secrets.token_bytes(16) for _ in chain]
+        keys = [new_session_key() for _ in chain]
         nexts: list[pb.NextHop | None] = [
             next_hop(hop.server, key) for hop, key in zip(chain[1:], keys[1:], strict=True)
         ]
@@ -173,7 +173,7 @@ class Opener:
     ) -> HopSession:
         """A session on ``server`` like that of ``of``, with nothing in it yet."""
         onward = None if after is None else after.as_next()
-        hop = await self._open(Hop(server, of.span), secrets.token_bytes(16), onward, opening, 0)
+        hop = await self._open(Hop(server, of.span), new_session_key(), onward, opening, 0)
         hop.next_number = None if after is None else after.number
         return hop
 

@@ -23,15 +23,13 @@ from swarm_client.routing.routing import (
     unknown_names,
     usable,
 )
+from swarm_client.swarm.caller import Caller
 from swarm_client.swarm.discovery import Discovery, Join
 from swarm_client.swarm.peer_health import FAILED, SILENT, PeerBackoff, RttTracker
 from swarm_client.transport.transport import ServerConnection
 from swarm_protocol.dht.dht import Dht
-from swarm_protocol.dht.local_registry import DEFAULT_SWARM, LocalRegistry, addresses_of, registered_swarms
 from swarm_protocol.dht.records import LIFETIME_S, ServerRecord, SwarmView
-from swarm_protocol.errors import JoinRefused, NoRoute, NoSwarm, PeerError, PeerUnavailable
-from swarm_protocol.net.identity import Identity
-from swarm_protocol.process.invocation import typed
+from swarm_protocol.errors import NoRoute, NoSwarm, PeerError, PeerUnavailable
 from swarm_protocol.span import Span
 
 Connect = Callable[[ServerRecord, ClientConfig], Awaitable[ServerConnection]]
@@ -39,39 +37,6 @@ Choose = Callable[[SwarmView, bool], list[Route]]  # among usable servers; True:
 _logger = logging.getLogger(__name__)
 _POLL_S = 0.5  # while blocks are missing
 _MAX_MEASURING = 5  # rounds of measuring round trips before a chain is taken as it is
-
-
-async def join_as_client(config: ClientConfig) -> Dht:
-    """A DHT node that only asks.
-
-    Raises:
-        NoSwarm: no member of the swarm answers, or none is known.
-    """
-    if config.initial_peers:
-        return await Dht.join(config.swarm, config.initial_peers, Identity.generate())
-    servers = LocalRegistry(config.swarm).servers()
-    addresses, what = addresses_of(servers), "runs on this machine"
-    if addresses:
-        are_alive = any(server.is_alive for server in servers if server.addresses)
-        try:
-            return await Dht.join(config.swarm, addresses, Identity.generate(), are_alive=are_alive)
-        except JoinRefused:
-            raise
-        except NoSwarm:
-            what = "answered, though servers of it are registered on this machine"
-    elif servers:
-        what += ", only in another container or on another machine, where it cannot be reached"
-    flag = "" if config.swarm == DEFAULT_SWARM else f" --swarm {config.swarm}"
-    raise NoSwarm(
-        f"no swarm named {config.swarm!r} {what}{_others(config.swarm)}: "
-        f"start a server with `{typed('server')}{flag}`, or give initial peers"
-    )
-
-
-def _others(swarm: str) -> str:
-    """Which other swarms there are, as the end of a sentence."""
-    names = [name for name in registered_swarms() if name != swarm]
-    return f" (there {'is' if len(names) == 1 else 'are'} {', '.join(map(repr, names))})" if names else ""
 
 
 def closed_error() -> NoSwarm:
@@ -89,17 +54,18 @@ class Swarm:
         num_blocks: int,
         *,
         dht: Dht | None = None,
-        join: Join = join_as_client,
-        connect: Connect = ServerConnection.connect,
+        join: Join | None = None,
+        connect: Connect | None = None,
     ) -> None:
         """``dht``, ``join`` and ``connect`` stand for the network; without ``dht``, ``connect()`` joins."""
+        caller = Caller()
         self.config = config
         self.model = model
         self.revision = revision
         self.num_blocks = num_blocks
         self.wanted = Wanted(revision, num_blocks, config.allowed_servers, config.blocked_servers, config.adapter)
-        self._connect = connect
-        self._discovery = Discovery(config, join, dht)
+        self._connect = connect or caller.connect
+        self._discovery = Discovery(config, join or caller.join, dht)
         self.closed = dht is None
         self._view = SwarmView()
         self._part: Span | None = None  # of the model, that the view is of; None: all of it

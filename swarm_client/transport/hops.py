@@ -18,6 +18,7 @@ from swarm_protocol.errors import BadReply, RequestRejected, SwarmError
 from swarm_protocol.pb import swarm_pb2 as pb
 from swarm_protocol.span import Span
 from swarm_protocol.wire.codec import Assembler
+from swarm_protocol.wire.session_keys import push_key_of
 from swarm_protocol.wire.status import from_status
 
 if TYPE_CHECKING:
@@ -75,7 +76,7 @@ class HopSession:
 
     Attributes:
         number: tells the hops of a session apart.
-        session_key: by which other servers and calls find the session.
+        session_key: by which this client's calls find the session.
         changed_number: the rows came with the changes of steps up to this number in them.
         replayed: steps that replay to the server what came before it, by number.
         seen_number: how far the server was when it was last asked.
@@ -283,10 +284,10 @@ class HopSession:
 
 
 def next_hop(server: ServerRecord, session_key: bytes) -> pb.NextHop:
-    """How another server reaches a session on this one."""
+    """How another server reaches a session on this one; it is not told the session's key."""
     return pb.NextHop(
         peer_id=server.peer_id,
         addresses=server.addresses,
         tls_fingerprint=server.tls_fingerprint,
-        session_key=session_key,
+        push_key=push_key_of(session_key),
     )

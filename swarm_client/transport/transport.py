@@ -18,7 +18,7 @@ from swarm_client.transport.hops import HopSession, Inbox
 from swarm_client.transport.wire_tensor import Context, WireTensor
 from swarm_protocol.dht.records import ServerRecord
 from swarm_protocol.errors import BadReply, CacheMiss, PeerUnavailable, RequestRejected
-from swarm_protocol.net.identity import pinned_channel
+from swarm_protocol.net.tls import ClientCredentials, pinned_channel
 from swarm_protocol.pb import swarm_pb2 as pb
 from swarm_protocol.pb.swarm_pb2_grpc import BlocksStub
 from swarm_protocol.span import Span
@@ -41,13 +41,15 @@ class ServerConnection:
         self._uploader = AdapterUploader(self._put_adapter)
 
     @classmethod
-    async def connect(cls, record: ServerRecord, config: ClientConfig) -> ServerConnection:
+    async def connect(
+        cls, record: ServerRecord, config: ClientConfig, credentials: ClientCredentials
+    ) -> ServerConnection:
         """Raises PeerUnavailable if none of its addresses answers, BadReply if somebody else does."""
         error: PeerUnavailable | None = None
         for address in record.addresses:
             try:
                 timeout_s = config.timeouts.connect_s
-                channel = await pinned_channel(address, record.tls_fingerprint, CLIENT_OPTIONS, timeout_s)
+                channel = await pinned_channel(credentials, address, record.tls_fingerprint, CLIENT_OPTIONS, timeout_s)
                 return cls(record, channel, config)
             except PeerUnavailable as failure:
                 error = failure

@@ -129,16 +129,16 @@ class Open(_message.Message):
     def __init__(self, contract: _Optional[_Union[Contract, _Mapping]] = ..., session_key: _Optional[bytes] = ..., batch_size: _Optional[int] = ..., reserve_tokens: _Optional[int] = ..., next: _Optional[_Union[NextHop, _Mapping]] = ..., codec: _Optional[_Union[Codec, str]] = ..., sent_number: _Optional[int] = ..., changed_number: _Optional[int] = ..., records_past: bool = ..., adapter: _Optional[_Union[AdapterName, _Mapping]] = ..., wait_s: _Optional[float] = ..., age_s: _Optional[float] = ..., spare_tokens: _Optional[int] = ..., last_number: _Optional[int] = ...) -> None: ...
 
 class NextHop(_message.Message):
-    __slots__ = ("peer_id", "addresses", "tls_fingerprint", "session_key")
+    __slots__ = ("peer_id", "addresses", "tls_fingerprint", "push_key")
     PEER_ID_FIELD_NUMBER: _ClassVar[int]
     ADDRESSES_FIELD_NUMBER: _ClassVar[int]
     TLS_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
-    SESSION_KEY_FIELD_NUMBER: _ClassVar[int]
+    PUSH_KEY_FIELD_NUMBER: _ClassVar[int]
     peer_id: str
     addresses: _containers.RepeatedScalarFieldContainer[str]
     tls_fingerprint: bytes
-    session_key: bytes
-    def __init__(self, peer_id: _Optional[str] = ..., addresses: _Optional[_Iterable[str]] = ..., tls_fingerprint: _Optional[bytes] = ..., session_key: _Optional[bytes] = ...) -> None: ...
+    push_key: bytes
+    def __init__(self, peer_id: _Optional[str] = ..., addresses: _Optional[_Iterable[str]] = ..., tls_fingerprint: _Optional[bytes] = ..., push_key: _Optional[bytes] = ...) -> None: ...
 
 class Step(_message.Message):
     __slots__ = ("number", "changes", "start_position", "hidden", "attention_mask", "position_ids", "outputs_wanted", "stored", "every_block")
@@ -263,14 +263,14 @@ class Failure(_message.Message):
     def __init__(self, status: _Optional[int] = ..., message: _Optional[str] = ..., number: _Optional[int] = ...) -> None: ...
 
 class PushRequest(_message.Message):
-    __slots__ = ("session_key", "step", "more")
-    SESSION_KEY_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("push_key", "step", "more")
+    PUSH_KEY_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     MORE_FIELD_NUMBER: _ClassVar[int]
-    session_key: bytes
+    push_key: bytes
     step: Step
     more: bytes
-    def __init__(self, session_key: _Optional[bytes] = ..., step: _Optional[_Union[Step, _Mapping]] = ..., more: _Optional[bytes] = ...) -> None: ...
+    def __init__(self, push_key: _Optional[bytes] = ..., step: _Optional[_Union[Step, _Mapping]] = ..., more: _Optional[bytes] = ...) -> None: ...
 
 class PushReply(_message.Message):
     __slots__ = ("number",)

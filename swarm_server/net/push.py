@@ -12,7 +12,6 @@ import grpc
 
 from swarm_protocol.dht.records import short_id
 from swarm_protocol.errors import BadReply, PeerUnavailable
-from swarm_protocol.net.identity import pinned_channel
 from swarm_protocol.pb import swarm_pb2 as pb
 from swarm_protocol.pb.swarm_pb2_grpc import BlocksStub
 from swarm_protocol.wire.constants import CLIENT_OPTIONS
@@ -31,9 +30,9 @@ GiveUp = Callable[[pb.Step, Parts], Awaitable[None]]
 class ChannelPool:
     """Connections to other servers, kept open for all sessions."""
 
-    def __init__(self, connect: Connect | None = None) -> None:
-        """``connect`` stands for the network; by default it is ``pinned_channel``."""
-        self._connect = connect or pinned_channel
+    def __init__(self, connect: Connect) -> None:
+        """``connect`` stands for the network: ``pinned_channel``, with the server's credentials."""
+        self._connect = connect
         self._channels: dict[tuple[str, bytes], asyncio.Task[grpc.aio.Channel]] = {}
 
     async def stub(self, hop: pb.NextHop) -> BlocksStub:
@@ -129,7 +128,7 @@ class Pusher:
         assert self._stub is not None  # or the stream would be broken
         self._call = call = self._stub.Push()
         self._reading = asyncio.ensure_future(self._read(call))
-        await self._write(call, [pb.PushRequest(session_key=self._hop.session_key)])
+        await self._write(call, [pb.PushRequest(push_key=self._hop.push_key)])
 
     async def _write(self, call: grpc.aio.StreamStreamCall[Any, Any], requests: Iterable[pb.PushRequest]) -> None:
         """Returns once they are on their way, or the stream is broken.

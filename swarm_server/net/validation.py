@@ -107,7 +107,7 @@ class RequestValidator:
 
     def next_hop(self, hop: pb.NextHop) -> None:
         """Where a session's outputs go, or its copy."""
-        require_key(hop.session_key, "the next session's key")
+        require_key(hop.push_key, "the next session's push key")
         if len(hop.addresses) > MAX_ADDRESSES:
             raise RequestRejected(
                 f"the next server has {len(hop.addresses)} addresses: expected at most {MAX_ADDRESSES}"

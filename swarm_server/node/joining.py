@@ -118,14 +118,12 @@ class Membership:
             self._entry_fails = True
 
 
-async def join(config: ServerConfig, cleanup: AsyncExitStack) -> Membership:
+async def join(config: ServerConfig, identity: Identity, cleanup: AsyncExitStack) -> Membership:
     """A DHT node that stores records for others, and that others of this machine find until ``cleanup``.
 
     Raises:
-        NoSwarm: no initial peer answers. ValueError: one is no multiaddr, the DHT's port is in use, or the identity
-            cannot be used.
+        NoSwarm: no initial peer answers. ValueError: one is no multiaddr, or the DHT's port is in use.
     """
-    identity = Identity.load_or_create(config.identity) if config.identity else Identity.generate()
     remove_ended_swarms()
     registry = LocalRegistry(config.swarm)
     announce_host = config.announce_address and split_address(config.announce_address, 0)[0]

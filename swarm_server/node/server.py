@@ -6,6 +6,7 @@ import asyncio
 import ipaddress
 import logging
 from contextlib import AsyncExitStack
+from functools import partial
 
 import torch
 
@@ -14,7 +15,8 @@ from swarm_protocol.checkpoints.default_model import locate
 from swarm_protocol.dht.local_registry import DEFAULT_SWARM, RENEW_S
 from swarm_protocol.dht.records import REFRESH_S, ServerRecord
 from swarm_protocol.errors import SwarmError
-from swarm_protocol.net.identity import Certificate
+from swarm_protocol.net.identity import Identity
+from swarm_protocol.net.tls import Certificate, ClientCredentials, pinned_channel
 from swarm_protocol.process.invocation import typed
 from swarm_server.core.config import ServerConfig
 from swarm_server.machine.cores import CoreShare
@@ -122,14 +124,15 @@ async def _start(config: ServerConfig, cleanup: AsyncExitStack) -> Starting:
     if given is not None:  # nothing to find out first: load while joining
         loader.prefetch(given)
         cleanup.callback(loader.cancel)
-    channels = ChannelPool()
+    identity = Identity.load_or_create(config.identity) if config.identity else Identity.generate()
+    channels = ChannelPool(partial(pinned_channel, ClientCredentials(identity)))
     cleanup.push_async_callback(channels.close)
-    return Starting(config, checkpoint, device, dtype, channels, loader)
+    return Starting(config, identity, checkpoint, device, dtype, channels, loader)
 
 
 async def _join(starting: Starting, cleanup: AsyncExitStack) -> Joined:
     config = starting.config
-    membership = await join(config, cleanup)
+    membership = await join(config, starting.identity, cleanup)
     certificate = Certificate.generate()
     grpc_server, port = bind(membership.host, config.port, certificate)
     cleanup.push_async_callback(grpc_server.stop, _GRACE_S)

@@ -16,6 +16,7 @@ import torch
 
 from swarm_protocol.checkpoints.checkpoint import Checkpoint
 from swarm_protocol.dht.records import ServerRecord, ServerState
+from swarm_protocol.net.identity import Identity
 from swarm_protocol.span import Span
 from swarm_server.core.config import ServerConfig
 from swarm_server.engine.throughput import Speeds
@@ -30,6 +31,7 @@ class Starting:
     """The model is found, and the swarm is about to be joined."""
 
     config: ServerConfig
+    identity: Identity
     checkpoint: Checkpoint
     device: torch.device
     dtype: torch.dtype

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import grpc
 
 from swarm_protocol.errors import AccessDenied, PeerBusy, PeerError, PeerMoved, RequestRejected, SessionLost
+from swarm_protocol.net.tls import peer_of
 from swarm_protocol.pb import swarm_pb2 as pb
 from swarm_protocol.pb.swarm_pb2_grpc import BlocksServicer
 from swarm_protocol.wire.constants import MAX_ECHO_BYTES
@@ -46,6 +47,10 @@ async def errors_as_status(context: _Context) -> AsyncIterator[None]:
         await context.abort(grpc.StatusCode.INTERNAL, "the server failed while it computed; its log says why")
 
 
+def _client_of(context: _Context) -> str:
+    return peer_of(context.auth_context())
+
+
 class BlocksService(BlocksServicer):
     """Requests are refused before memory is taken for them; none can end the server."""
 
@@ -55,12 +60,17 @@ class BlocksService(BlocksServicer):
         record: Callable[[], pb.ServerRecord],
         idle_timeout_s: float,
         arrivals: Arrivals | None = None,
+        client_of: Callable[[_Context], str] = _client_of,
     ) -> None:
-        """``hosted``: the sessions of the blocks that are hosted at present; None while others are loaded."""
+        """``hosted``: the sessions of the blocks that are hosted at present; None while others are loaded.
+
+        ``client_of`` stands for the network: the peer id of whoever calls.
+        """
         self._hosted = hosted
         self._record = record
         self._idle_timeout_s = idle_timeout_s
         self._arrivals = arrivals or Arrivals()
+        self._client_of = client_of
 
     async def Session(self, requests: AsyncIterator[pb.SessionRequest], context: _Context) -> None:
         writing = asyncio.Lock()  # an output's parts stay together
@@ -73,7 +83,7 @@ class BlocksService(BlocksServicer):
                 except grpc.aio.BaseError as error:  # whoever reads the stream notices too
                     _logger.debug("a client went away: %s", error)
 
-        async with errors_as_status(context):
+        async with self._answering(context) as client:
             incoming = self._incoming(requests)
             request = await incoming.next()
             if request is None:
@@ -81,7 +91,7 @@ class BlocksService(BlocksServicer):
             if request.WhichOneof("kind") != "open":
                 raise SessionLost("this server does not know the session: it must be opened first")
             host = self._present()
-            hosted = await host.open(request.open, _client_of(context), reply)
+            hosted = await host.open(request.open, client, reply)
             try:
                 await hosted.announce()
                 await self._serve(host, hosted, incoming)
@@ -89,10 +99,10 @@ class BlocksService(BlocksServicer):
                 await asyncio.shield(host.end(hosted))
 
     async def Push(self, requests: AsyncIterator[pb.PushRequest], context: _Context) -> None:
-        async with errors_as_status(context):
+        async with self._answering(context):
             incoming = self._incoming(requests)
-            request = await incoming.first("session_key")
-            hosted = self._find(request.session_key)
+            request = await incoming.first("push_key")
+            hosted = self._sessions().find_pushed(request.push_key)
             # The client blames this stream's sender for one refusal, and would blame who takes its place for more.
             with StepReader(hosted, self._arrivals, one_refusal=True) as reader:
                 while (request := await reader.next(incoming, self._idle_timeout_s)) is not None:
@@ -108,16 +118,16 @@ class BlocksService(BlocksServicer):
                         await context.write(pb.PushReply(number=number))
 
     async def Progress(self, request: pb.ProgressRequest, context: _Context) -> pb.SessionProgress:
-        async with errors_as_status(context):
-            return await self._find(request.session_key).progress(request.hold)
+        async with self._answering(context) as client:
+            return await self._sessions().find(request.session_key, client).progress(request.hold)
 
     async def Reroute(self, requests: AsyncIterator[pb.RerouteRequest], context: _Context) -> pb.SessionProgress:
-        async with errors_as_status(context):
+        async with self._answering(context) as client:
             incoming = self._incoming(requests)
             first = await incoming.next()
             if first is None:
                 raise RequestRejected("a reroute has no messages: expected one with the session's key")
-            hosted = self._find(first.session_key)
+            hosted = self._sessions().find(first.session_key, client)
             reservation = Reservation(self._arrivals)  # closed when the steps have been sent
             try:
                 return await hosted.reroute(first, await read_resent(incoming, first, reservation), reservation.close)
@@ -126,8 +136,8 @@ class BlocksService(BlocksServicer):
                 raise
 
     async def Copy(self, request: pb.CopyRequest, context: _Context) -> pb.SessionProgress:
-        async with errors_as_status(context):
-            return await self._find(request.session_key).copy(request.to)
+        async with self._answering(context) as client:
+            return await self._sessions().find(request.session_key, client).copy(request.to)
 
     async def _serve(self, host: SessionManager, hosted: HostedSession, incoming: Incoming) -> None:
         """Until the client closes the session, its stream ends, nothing comes for too long, or the host ends it."""
@@ -152,31 +162,38 @@ class BlocksService(BlocksServicer):
                 task.cancel()
 
     async def PutAdapter(self, requests: AsyncIterator[pb.PutAdapterRequest], context: _Context) -> pb.PutAdapterReply:
-        async with errors_as_status(context):
+        async with self._answering(context):
             return pb.PutAdapterReply(key=await passes.put_adapter(self._staying(), self._incoming(requests)))
 
     async def Forward(
         self, requests: AsyncIterator[pb.ForwardRequest], context: _Context
     ) -> AsyncIterator[pb.TensorReply]:
-        async with errors_as_status(context):
+        async with self._answering(context):
             for reply in await passes.forward(self._staying(), self._incoming(requests)):
                 yield reply
 
     async def Backward(
         self, requests: AsyncIterator[pb.BackwardRequest], context: _Context
     ) -> AsyncIterator[pb.TensorReply]:
-        async with errors_as_status(context):
+        async with self._answering(context):
             for reply in await passes.backward(self._staying(), self._incoming(requests)):
                 yield reply
 
     async def Describe(self, request: pb.DescribeRequest, context: _Context) -> pb.ServerRecord:
-        return self._record()
+        async with self._answering(context):
+            return self._record()
 
     async def Echo(self, request: pb.EchoRequest, context: _Context) -> pb.EchoReply:
-        async with errors_as_status(context):
+        async with self._answering(context):
             if max(len(request.payload), request.reply_bytes) > MAX_ECHO_BYTES:
                 raise RequestRejected(f"an echo is too long: expected at most {MAX_ECHO_BYTES} bytes each way")
             return pb.EchoReply(payload=bytes(request.reply_bytes))
+
+    @asynccontextmanager
+    async def _answering(self, context: _Context) -> AsyncIterator[str]:
+        """Gives the client's peer id; see ``errors_as_status``."""
+        async with errors_as_status(context):
+            yield self._client_of(context)
 
     def _present(self) -> SessionManager:
         """Raises PeerMoved if there is none at present."""
@@ -191,12 +208,12 @@ class BlocksService(BlocksServicer):
         host.require_staying()
         return host.services
 
-    def _find(self, session_key: bytes) -> HostedSession:
-        """Raises SessionLost if there is no such session."""
+    def _sessions(self) -> SessionManager:
+        """To find one that was opened before. Raises SessionLost if there are none at present."""
         host = self._hosted()
         if host is None:
             raise SessionLost("this server does not know the session")
-        return host.find(session_key)
+        return host
 
     def _incoming(self, requests: AsyncIterator[Any]) -> Incoming:
         return Incoming(requests, self._arrivals)
@@ -216,8 +233,3 @@ async def _read(hosted: HostedSession, incoming: Incoming, arrivals: Arrivals) -
                 raise RequestRejected("the session is open already")
             else:
                 raise RequestRejected("a request of unknown kind")
-
-
-def _client_of(context: _Context) -> str:
-    """Whose memory a session is: the address without its port."""
-    return context.peer().rpartition(":")[0]

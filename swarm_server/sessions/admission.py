@@ -20,6 +20,7 @@ class Applicant:
     """A session that wants to be let in.
 
     Attributes:
+        client: whose share it is part of, by peer id.
         size_bytes: what it is to be promised.
         born_s: since when its client has asked, by this server's clock.
         lease: what it was given.

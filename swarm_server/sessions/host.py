@@ -1,4 +1,4 @@
-"""All sessions of one server, by the keys under which peers find them."""
+"""All sessions of one server, by the keys under which peers find them: one for the client, one for who pushes."""
 
 from __future__ import annotations
 
@@ -35,11 +35,12 @@ class SessionManager:
         self._numbers = count()  # of sessions, as they were let in
         self._uses: dict[bytes, ExitStack] = {}  # of adapters, by session
         self._sessions: dict[bytes, HostedSession] = {}
+        self._pushed: dict[bytes, HostedSession] = {}  # the same, by push key
         self._closed = asyncio.Event()  # some session, since somebody looked
         self._leaving = False
 
     async def open(self, request: pb.Open, client: str, reply: Reply) -> HostedSession:
-        """A session, to be ended by ``end``. Waits for room as long as the request says.
+        """A session of a client, to be ended by ``end``. Waits for room as long as the request says.
 
         Raises:
             PeerMoved, RequestRejected: see ``RequestValidator``; PeerMoved also if the server is about to leave.
@@ -81,14 +82,14 @@ class SessionManager:
                     adapter=adapter,
                 )
                 claim = Claim(lease, (born_s, next(self._numbers)))
-                hosted = HostedSession(self.services, self._preemption, claim, request, session, reply)
+                hosted = HostedSession(self.services, self._preemption, claim, client, request, session, reply)
             except BaseException:
                 lease.close()
                 self.admission.left()
                 raise
-            self._sessions[request.session_key] = hosted
+            self._sessions[hosted.key] = self._pushed[hosted.push_key] = hosted
             self._preemption.add(claim)
-            self._uses[request.session_key] = uses.pop_all()
+            self._uses[hosted.key] = uses.pop_all()
         return hosted
 
     def _require_new(self, session_key: bytes) -> None:
@@ -100,17 +101,24 @@ class SessionManager:
         if self._leaving:
             raise PeerMoved("the server is leaving the swarm")
 
-    def find(self, session_key: bytes) -> HostedSession:
-        """Raises SessionLost if there is none."""
-        try:
-            return self._sessions[session_key]
-        except KeyError:
-            raise SessionLost("this server does not know the session") from None
+    def find(self, session_key: bytes, client: str) -> HostedSession:
+        """Raises SessionLost if the client has no such session; whether somebody else has, it does not learn."""
+        hosted = self._sessions.get(session_key)
+        if hosted is None or hosted.client != client:
+            raise SessionLost("this server does not know the session")
+        return hosted
+
+    def find_pushed(self, push_key: bytes) -> HostedSession:
+        """For whoever has been given the key. Raises SessionLost if there is no such session."""
+        hosted = self._pushed.get(push_key)
+        if hosted is None:
+            raise SessionLost("this server does not know the session")
+        return hosted
 
     async def end(self, hosted: HostedSession) -> None:
         """Gives back what the session had."""
         await hosted.close()
-        del self._sessions[hosted.key]
+        del self._sessions[hosted.key], self._pushed[hosted.push_key]
         self._preemption.remove(hosted.claim)
         uses = self._uses.pop(hosted.key)
         self._closed.set()

@@ -16,6 +16,7 @@ from swarm_protocol.wire.block_input import BlockInput
 from swarm_protocol.wire.codec import Assembler, encode, shown_shape, torch_dtype
 from swarm_protocol.wire.constants import FIRST_STEP, MAX_NUMBER_JUMP
 from swarm_protocol.wire.printable import printable
+from swarm_protocol.wire.session_keys import push_key_of
 from swarm_protocol.wire.status import number_of
 from swarm_server.engine.session_state import Crop, HistoryChange, RecordPast, Reorder, Session, SessionStep
 from swarm_server.kv.kv_transfer import Stored
@@ -28,18 +29,26 @@ Reply = Callable[[list[pb.SessionReply]], Awaitable[None]]
 
 
 class HostedSession:
-    """One session on the wire. A refused step leaves it as it was."""
+    """One session on the wire. A refused step leaves it as it was.
+
+    Attributes:
+        client: its peer id.
+        key: the client's own; ``push_key``: for whoever may push steps.
+    """
 
     def __init__(
         self,
         services: SpanServices,
         preemption: Preemption,
         claim: Claim,
+        client: str,
         request: pb.Open,
         session: Session,
         reply: Reply,
     ) -> None:
+        self.client = client
         self.key = request.session_key
+        self.push_key = push_key_of(request.session_key)
         self.session = session
         self.claim = claim
         self._services = services

@@ -12,6 +12,7 @@ import torch
 from swarm_protocol.pb import swarm_pb2 as pb
 from swarm_protocol.wire.codec import decode, encode
 from swarm_protocol.wire.constants import MAX_RESENT, MAX_RESENT_STEPS, MAX_TENSOR_BYTES, MIB
+from swarm_protocol.wire.session_keys import push_key_of
 from tests.attack.attacked import INCOMING_BYTES, Attacked, attacked
 from tests.swarm.raw_client import Answer
 from tests.swarm.waiting import wait_for
@@ -61,8 +62,10 @@ def test_empty_changes(target: Attacked) -> None:
 def test_reroutes_of_very_many_steps(target: Attacked) -> None:
     """Of which 60 MiB took 8.5 GiB."""
     attacker = target.attacker
-    first = pb.RerouteRequest(session_key=KEY, next=pb.NextHop(session_key=KEY), resend=[pb.Step()] * MAX_RESENT)
-    with attacker.open_session(target.opening(KEY, next=pb.NextHop(session_key=KEY))):
+    first = pb.RerouteRequest(
+        session_key=KEY, next=pb.NextHop(push_key=push_key_of(KEY)), resend=[pb.Step()] * MAX_RESENT
+    )
+    with attacker.open_session(target.opening(KEY, next=pb.NextHop(push_key=push_key_of(KEY)))):
         many = pb.RerouteRequest(session_key=KEY, resend=[pb.Step()] * MANY)
         assert_refused(attacker.reroute(many), INVALID, "very many fields")
         some = pb.RerouteRequest(session_key=KEY, resend=[pb.Step()] * (MAX_RESENT + 1))
@@ -112,7 +115,7 @@ def test_text_that_would_steer_a_log_or_terminal(target: Attacked) -> None:
     attacker, evil = target.attacker, "evil\n00:00:00 all is well \x1b[2J"
     model = target.opening(contract=target.contract(model=evil * 1000))
     assert_refused(attacker.session(model), grpc.StatusCode.FAILED_PRECONDITION, r"expects evil\n00:00:00 all")
-    hop = pb.NextHop(peer_id=evil, addresses=[f"{evil}:1"], session_key=KEY)
+    hop = pb.NextHop(peer_id=evil, addresses=[f"{evil}:1"], push_key=push_key_of(KEY))
     close = pb.SessionRequest(close=pb.Close())
     attacker.session(target.opening(next=hop), step(1), close)
     wait_for(lambda: r"evil\n00:00:00 all" in target.server.stderr, "the server has logged that there is no next hop")
@@ -130,7 +133,7 @@ def test_a_step_that_is_numbered_far_ahead(target: Attacked) -> None:
         session.read()
         for number in (2**64 - 1, 2**63, 1 << 40):
             push = pb.PushRequest(step=step(number, 3).step)
-            answer = attacker.push(pb.PushRequest(session_key=KEY), push)
+            answer = attacker.push(pb.PushRequest(push_key=push_key_of(KEY)), push)
             assert_refused(answer, INVALID, f"step {number} is far ahead of the session's last one, 1")
         session.send(step(2, 3))
         assert torch.equal(decode(session.read().output.hidden), decode(expected.output.hidden))

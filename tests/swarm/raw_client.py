@@ -6,31 +6,45 @@ import asyncio
 import contextlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import grpc
 
 from swarm_client.core import background
 from swarm_protocol.dht.records import ServerRecord
-from swarm_protocol.net.identity import pinned_channel
+from swarm_protocol.net.identity import Identity
+from swarm_protocol.net.tls import ClientCredentials, pinned_channel
 from swarm_protocol.pb import swarm_pb2 as pb
 from swarm_protocol.pb.swarm_pb2_grpc import BlocksStub
 from swarm_protocol.wire.constants import CLIENT_OPTIONS
 from tests.swarm.waiting import DEADLINE_S
 
 
+@cache
+def own_credentials() -> ClientCredentials:
+    """Those of the tests of this process."""
+    return ClientCredentials(Identity.generate())
+
+
 class RawClient:
     """Sends hand-made messages to one server."""
 
-    def __init__(self, record: ServerRecord) -> None:
+    def __init__(self, record: ServerRecord, credentials: ClientCredentials | None = None) -> None:
         self.record = record
+        address, fingerprint = record.addresses[0], record.tls_fingerprint
         options = [*{**dict(CLIENT_OPTIONS), "grpc.max_send_message_length": -1}.items()]
-        self._channel = background.run(pinned_channel(record.addresses[0], record.tls_fingerprint, options))
+        connecting = pinned_channel(credentials or own_credentials(), address, fingerprint, options)
+        self._channel = background.run(connecting)
         self._stub = BlocksStub(self._channel)
 
     def describe(self) -> ServerRecord:
         """The server's record as it is now."""
         return ServerRecord.from_proto(background.run(_unary(self._stub.Describe, pb.DescribeRequest())))
+
+    def ask(self, method: str, request: Any) -> Answer:
+        """A call with one request and one reply, such as ``Progress``."""
+        return background.run(_asked(getattr(self._stub, method), request))
 
     def forward(self, *requests: pb.ForwardRequest) -> Answer:
         return background.run(_talk(self._stub.Forward, requests))
@@ -126,6 +140,15 @@ class Answer:
 
 async def _unary(method: Callable, request: Any) -> Any:
     return await method(request, timeout=DEADLINE_S)
+
+
+async def _asked(method: Callable, request: Any) -> Answer:
+    call = method(request, timeout=DEADLINE_S)
+    try:
+        replies = [await call]
+    except grpc.RpcError:
+        replies = []
+    return Answer(replies, await call.code(), await call.details())
 
 
 async def _called(method: Callable) -> grpc.aio.StreamStreamCall:

@@ -36,7 +36,7 @@ def test_step_before_open(target):
         assert_one_sentence(answer.details, "does not know the session")
 
 
-NEXT = pb.NextHop(peer_id="next", session_key=bytes(16))
+NEXT = pb.NextHop(peer_id="next", push_key=bytes(16))
 
 
 @pytest.mark.parametrize(

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 
 import pytest
 
 from swarm_client.core import background
 from swarm_protocol.dht.records import ServerRecord, ServerState, SwarmView
+from swarm_protocol.net.identity import Identity
+from swarm_protocol.net.tls import ClientCredentials, pinned_channel
 from swarm_protocol.span import Span
 from swarm_server.net.network_probe import MAX_ANNOUNCED, NetworkProbe, may_follow
 from swarm_server.net.push import ChannelPool
@@ -36,7 +39,7 @@ def records(servers) -> tuple[ServerRecord, ServerRecord]:
 
 @pytest.fixture
 def network_probe() -> Iterator[NetworkProbe]:
-    channels = ChannelPool()
+    channels = ChannelPool(partial(pinned_channel, ClientCredentials(Identity.generate())))
     yield NetworkProbe(channels)
     background.run(channels.close())
 

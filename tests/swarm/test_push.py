@@ -18,6 +18,7 @@ from swarm_protocol.errors import PeerUnavailable
 from swarm_protocol.pb import swarm_pb2 as pb
 from swarm_protocol.span import Span
 from swarm_protocol.wire.codec import decode
+from swarm_protocol.wire.session_keys import push_key_of
 from swarm_server.engine.engine import Engine
 from swarm_server.engine.session_state import HistoryChange, Reorder
 from swarm_server.net.push import ChannelPool, Pusher
@@ -140,18 +141,18 @@ class Streams:
         self._wires = wires
         self._senders: list[Pusher] = []
         self._receivers: list[asyncio.Task] = []
-        init, find = Pusher.__init__, SessionManager.find
+        init, find = Pusher.__init__, SessionManager.find_pushed
 
         def created(pusher: Pusher, *args) -> None:
             init(pusher, *args)
             self._senders.append(pusher)
 
-        def found(host: SessionManager, session_key: bytes):
+        def found(host: SessionManager, push_key: bytes):
             self._receivers.append(asyncio.current_task())
-            return find(host, session_key)
+            return find(host, push_key)
 
         monkeypatch.setattr(Pusher, "__init__", created)
-        monkeypatch.setattr(SessionManager, "find", found)
+        monkeypatch.setattr(SessionManager, "find_pushed", found)
 
     def clear(self) -> None:
         self._senders.clear()
@@ -228,7 +229,7 @@ def push(**fields) -> pb.PushRequest:
 
 
 def test_an_unknown_session(target):
-    answer = target.client.push(pb.PushRequest(session_key=bytes(16)))
+    answer = target.client.push(pb.PushRequest(push_key=bytes(32)))
     assert (answer.replies, answer.status) == ([], UNKNOWN)
     assert_one_sentence(answer.details, "this server does not know the session")
 
@@ -237,7 +238,7 @@ def test_an_unknown_session(target):
 def test_a_stream_that_does_not_begin_with_its_session(target, first):
     answer = target.client.push(first)
     assert (answer.replies, answer.status) == ([], INVALID)
-    assert_one_sentence(answer.details, "expected a message of kind 'session_key'")
+    assert_one_sentence(answer.details, "expected a message of kind 'push_key'")
 
 
 @pytest.mark.parametrize(
@@ -245,7 +246,7 @@ def test_a_stream_that_does_not_begin_with_its_session(target, first):
     [
         ([pb.PushRequest()], "a request of unknown kind"),
         ([pb.PushRequest(more=b"x")], "without its beginning"),
-        ([pb.PushRequest(session_key=bytes(16))], "a request of unknown kind"),
+        ([pb.PushRequest(push_key=bytes(32))], "a request of unknown kind"),
         ([push(hidden=header(1, 1, HIDDEN)), push()], "before all parts of the one before it"),
     ],
     ids=["nothing", "part-without-beginning", "another-session", "step-inside-a-step"],
@@ -255,7 +256,7 @@ def test_messages_that_make_no_sense_end_the_stream_and_not_the_session(target, 
     with target.client.stream("Session") as session:
         session.send(opening)
         session.read()
-        answer = target.client.push(pb.PushRequest(session_key=opening.open.session_key), *requests)
+        answer = target.client.push(pb.PushRequest(push_key=push_key_of(opening.open.session_key)), *requests)
         assert (answer.replies, answer.status) == ([], INVALID)
         assert_one_sentence(answer.details, sentence)
         session.send(target.step(number=1))
@@ -270,7 +271,7 @@ def test_a_step_that_comes_twice_changes_nothing(target):
     with target.client.stream("Session") as session, target.client.stream("Push") as pushed:
         session.send(opening)
         session.read()
-        pushed.send(pb.PushRequest(session_key=opening.open.session_key))
+        pushed.send(pb.PushRequest(push_key=push_key_of(opening.open.session_key)))
         for step in (one, one, two, one, two):
             pushed.send(pb.PushRequest(step=step))
         assert [pushed.read().number for _ in range(5)] == [1, 1, 2, 1, 2]  # taken, all of them
@@ -290,7 +291,7 @@ def test_a_refused_step_is_reported_to_the_client(target):
     with target.client.stream("Session") as session, target.client.stream("Push") as pushed:
         session.send(opening)
         session.read()
-        pushed.send(pb.PushRequest(session_key=opening.open.session_key))
+        pushed.send(pb.PushRequest(push_key=push_key_of(opening.open.session_key)))
         pushed.send(push(number=1, hidden=header(1, 3, HIDDEN + 1)))
         failure = session.read().failure
         assert (failure.number, failure.status) == (1, INVALID.value[0])

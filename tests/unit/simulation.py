@@ -246,7 +246,7 @@ class ToyServer:
         training = TrainingMemory(self.budget)
         services = SpanServices(self.engine, scheduler, self.budget, validator, ChannelPool(connect), training)
         self.host = SessionManager(services, 100)
-        self.service = BlocksService(lambda: self.host, self.record().to_proto, 1e9)
+        self.service = BlocksService(lambda: self.host, self.record().to_proto, 1e9, client_of=Context.client)
 
     def record(self) -> ServerRecord:
         return ServerRecord(self.name, (self.name,), MODEL, REVISION, NUM_BLOCKS, self.span, tokens_per_s=100.0)
@@ -358,8 +358,8 @@ class Context:
     def __init__(self, stream: Stream) -> None:
         self._stream = stream
 
-    def peer(self) -> str:
-        return f"{self._stream.client}:1"
+    def client(self) -> str:
+        return self._stream.client
 
     async def write(self, message: Any) -> None:
         if self._stream.code_value is not None:

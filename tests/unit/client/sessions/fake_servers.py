@@ -13,6 +13,7 @@ from swarm_client.swarm.swarm import Swarm
 from swarm_client.transport.transport import ServerConnection
 from swarm_protocol.dht.records import ServerRecord, SwarmView
 from swarm_protocol.pb import swarm_pb2 as pb
+from swarm_protocol.wire.session_keys import push_key_of
 from tests.unit.simulation import VirtualLoop
 from tests.unit.support import server_record
 
@@ -108,7 +109,7 @@ class FakeServers:
         calls: the sessions they were asked for, in this order.
         refusals: with what a server refuses at once, by peer id.
         silent: who never answers, by peer id; ``unreachable``: sessions that cannot be asked any more, by key.
-        progress: of sessions, by key; ``nexts``: the keys of those that their outputs were rerouted to.
+        progress: of sessions, by key; ``nexts``: the push keys of those that their outputs were rerouted to.
         copy_failures: how many copies of sessions still fail.
         room: set once a server has room, by peer id; those that are not there have room.
     """
@@ -150,12 +151,14 @@ class FakeServers:
         if request.session_key in self.unreachable:
             raise _error(grpc.StatusCode.UNAVAILABLE, "gone")
         if method == "Reroute":
-            self.nexts[request.session_key] = request.next.session_key
+            self.nexts[request.session_key] = request.next.push_key
         if method == "Copy":
             if self.copy_failures:
                 self.copy_failures -= 1
                 raise _error(grpc.StatusCode.UNAVAILABLE, "the copy failed")
-            self.progress[request.to.session_key] = self.progress[request.session_key]
+            keys = [call.request.session_key for call in self.calls if call.request is not None]
+            (copy,) = [key for key in keys if push_key_of(key) == request.to.push_key]
+            self.progress[copy] = self.progress[request.session_key]
         return self.progress.get(request.session_key, pb.SessionProgress())
 
     def asked(self) -> list[str]:

@@ -16,6 +16,7 @@ from swarm_client.transport.hops import HopSession, Inbox
 from swarm_protocol.errors import PeerBusy, PeerUnavailable
 from swarm_protocol.pb import swarm_pb2 as pb
 from swarm_protocol.span import Span
+from swarm_protocol.wire.session_keys import push_key_of
 from tests.unit.client.sessions.fake_servers import NUM_BLOCKS, FakeServers, play, record
 
 ALL = Span(0, NUM_BLOCKS)
@@ -83,10 +84,11 @@ def test_each_hop_is_given_the_address_of_the_next() -> None:
         assert len(set(keys)) == 3 and all(len(key) >= 16 for key in keys)
         sent = requests(servers)
         assert [sent[hop.hop.server.peer_id].session_key for hop in hops] == keys
-        assert [(sent[name].next.peer_id, sent[name].next.session_key) for name in "bc"] == [
-            ("c", keys[1]),
-            ("a", keys[2]),
+        assert [(sent[name].next.peer_id, sent[name].next.push_key) for name in "bc"] == [
+            ("c", push_key_of(keys[1])),
+            ("a", push_key_of(keys[2])),
         ]
+        assert not any(key in sent[name].next.SerializeToString() for key in keys for name in "bc")
         assert not sent["a"].HasField("next")  # its outputs go to the client
         assert [hop.next_number for hop in hops] == [hops[1].number, hops[2].number, None]
         assert all(hop.max_step_tokens == 64 and not hop.gone for hop in hops)
@@ -101,7 +103,7 @@ def test_new_hops_lead_to_one_that_is_there() -> None:
         opener = Opener(swarm, Inbox())
         (after,) = await opener.open_span(Span(4, 6), OPENING, None)
         hops = await opener.open_span(Span(0, 4), OPENING, after)
-        assert requests(servers)["c"].next.session_key == after.session_key
+        assert requests(servers)["c"].next == after.as_next()
         assert hops[-1].next_number == after.number
         assert len({hop.number for hop in (*hops, after)}) == 3
 

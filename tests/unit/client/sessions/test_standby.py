@@ -194,7 +194,7 @@ def test_it_sends_where_the_hop_does_by_now() -> None:
         hop, replica = session.hops[0], session.replicas.of(session.hops[0])
         session.hops[1] = after = session.replicas.take(session.hops[1])
         assert await session.replicas.catch_up(hop) == PROGRESS.length
-        assert session.servers.nexts == {replica.session_key: after.session_key}
+        assert session.servers.nexts == {replica.session_key: after.as_next().push_key}
         assert replica.next_number == after.number
 
     standby(story)

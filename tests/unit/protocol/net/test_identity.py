@@ -1,30 +1,21 @@
-"""Who a peer is: its key file, its peer id, and the TLS certificate that its record vouches for."""
+"""Who a peer is: its key file, and its peer id."""
 
 from __future__ import annotations
 
-import asyncio
 import fcntl
 import os
 import stat
 import subprocess
 import sys
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
 
-import grpc
 import pytest
 from cryptography.hazmat.primitives import serialization
-from cryptography.hazmat.primitives.asymmetric import ed25519
+from cryptography.hazmat.primitives.asymmetric import ed25519, rsa
 from hivemind.p2p.p2p_daemon_bindings.datastructures import PeerID
 from hivemind.proto import crypto_pb2
 
-from swarm_protocol.errors import BadReply, PeerUnavailable
-from swarm_protocol.net.identity import Certificate, Identity, peer_id_of, pinned_channel
-from swarm_protocol.pb import swarm_pb2 as pb
-from swarm_protocol.pb.swarm_pb2_grpc import BlocksServicer, BlocksStub, add_BlocksServicer_to_server
-from swarm_protocol.wire.constants import CLIENT_OPTIONS, SERVER_OPTIONS
-from tests.unit.support import run
+from swarm_protocol.net.identity import MIN_KEY_BITS, Identity, peer_id_of
 
 LOCK_IN_ANOTHER_PROCESS = """
 import fcntl, sys
@@ -102,6 +93,15 @@ class TestKeyFile:
                 Identity.load_or_create(path)
             assert path.read_bytes() == content
 
+    def test_a_short_key_is_refused(self, tmp_path: Path) -> None:
+        key = rsa.generate_private_key(public_exponent=65537, key_size=MIN_KEY_BITS // 2).private_bytes(
+            serialization.Encoding.DER, serialization.PrivateFormat.TraditionalOpenSSL, serialization.NoEncryption()
+        )
+        path = tmp_path / "short"
+        path.write_bytes(crypto_pb2.PrivateKey(key_type=crypto_pb2.RSA, data=key).SerializeToString())
+        with pytest.raises(ValueError, match=f"the key in {path} has 1024 bits: expected at least 2048"):
+            Identity.load_or_create(path)
+
     def test_a_path_that_cannot_be_a_key_file_is_refused(self, tmp_path: Path) -> None:
         with pytest.raises(ValueError, match=f"directory {tmp_path / 'missing'} does not exist"):
             Identity.load_or_create(tmp_path / "missing" / "key")
@@ -130,85 +130,3 @@ class TestPeerId:
         ):
             with pytest.raises(ValueError):
                 peer_id_of(key)
-
-
-class Named(BlocksServicer):
-    def __init__(self, name: str) -> None:
-        self._name = name
-
-    async def Describe(self, request: pb.DescribeRequest, context: grpc.aio.ServicerContext) -> pb.ServerRecord:
-        return pb.ServerRecord(peer_id=self._name)
-
-
-@asynccontextmanager
-async def tls_server(certificate: Certificate, name: str = "server", port: int = 0) -> AsyncIterator[int]:
-    server = grpc.aio.server(options=SERVER_OPTIONS)
-    add_BlocksServicer_to_server(Named(name), server)
-    bound = server.add_secure_port(f"127.0.0.1:{port}", certificate.server_credentials())
-    await server.start()
-    try:
-        yield bound
-    finally:
-        await server.stop(0)
-
-
-class TestPinning:
-    def test_the_promised_certificate_is_trusted(self) -> None:
-        async def answer() -> str:
-            certificate = Certificate.generate()
-            async with tls_server(certificate) as port:
-                channel = await pinned_channel(f"127.0.0.1:{port}", certificate.fingerprint, CLIENT_OPTIONS)
-                async with channel:
-                    return (await BlocksStub(channel).Describe(pb.DescribeRequest())).peer_id
-
-        assert run(answer()) == "server"
-
-    def test_another_certificate_is_a_bad_reply(self) -> None:
-        async def connect() -> None:
-            async with tls_server(Certificate.generate()) as port:
-                for fingerprint in (Certificate.generate().fingerprint, b"", bytes(32)):
-                    with pytest.raises(BadReply, match="another TLS certificate"):
-                        await pinned_channel(f"127.0.0.1:{port}", fingerprint, CLIENT_OPTIONS)
-
-        run(connect())
-
-    def test_an_impostor_who_takes_over_the_port_gets_nothing(self) -> None:
-        async def call_after_takeover() -> None:
-            certificate = Certificate.generate()
-            async with tls_server(certificate) as port:
-                channel = await pinned_channel(f"127.0.0.1:{port}", certificate.fingerprint, CLIENT_OPTIONS)
-            async with channel, tls_server(Certificate.generate(), "impostor", port) as taken:
-                assert taken == port
-                await BlocksStub(channel).Describe(pb.DescribeRequest())
-
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
-            run(call_after_takeover())
-        assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
-
-    def test_nobody_there(self) -> None:
-        async def connect() -> None:
-            async with tls_server(Certificate.generate()) as port:
-                pass
-            await pinned_channel(f"127.0.0.1:{port}", bytes(32), CLIENT_OPTIONS)
-
-        with pytest.raises(PeerUnavailable, match=r"no server answers at 127\.0\.0\.1"):
-            run(connect())
-
-    @pytest.mark.parametrize("greeting", [b"", b"HTTP/1.1 400 Bad Request\r\n\r\n"])
-    def test_somebody_who_does_not_speak_tls(self, greeting: bytes) -> None:
-        async def connect() -> None:
-            def answer(_reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-                writer.write(greeting)  # or stays silent
-
-            server = await asyncio.start_server(answer, "127.0.0.1", 0)
-            async with server:
-                port = server.sockets[0].getsockname()[1]
-                await pinned_channel(f"127.0.0.1:{port}", bytes(32), CLIENT_OPTIONS, timeout_s=0.2)
-
-        with pytest.raises(PeerUnavailable):
-            run(connect())
-
-    @pytest.mark.parametrize("address", ["", "host", "host:", "host:x", "127.0.0.1:70000", "x" * 70 + ".org:1", "\0:1"])
-    def test_what_is_no_address_is_an_unavailable_peer(self, address: str) -> None:
-        with pytest.raises(PeerUnavailable, match=r"no server answers at .*: it is no address, expected HOST:PORT"):
-            run(pinned_channel(address, bytes(32), CLIENT_OPTIONS))

@@ -118,7 +118,7 @@ class Life:
         self.dht = FakeDht(list(others))
         self.membership = FakeMembership(self.dht)
         self.loader = FakeLoader(*broken)
-        starting = Starting(ServerConfig(**config), checkpoint, None, "torch.float32", None, self.loader)
+        starting = Starting(ServerConfig(**config), None, checkpoint, None, "torch.float32", None, self.loader)
         self.joined = Joined(starting, self.membership, None, "127.0.0.1:1", b"")
         self.monitor = PeerMonitor(self.joined, FakeProbe())
         self.loading = self.joined.load(HERE)

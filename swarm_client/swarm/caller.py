@@ -1,0 +1,63 @@
+"""Who a client is: one identity, by which the DHT and servers know it as long as it lives."""
+
+from __future__ import annotations
+
+from functools import cached_property
+
+from swarm_client.core.config import ClientConfig
+from swarm_client.transport.transport import ServerConnection
+from swarm_protocol.dht.dht import Dht
+from swarm_protocol.dht.local_registry import DEFAULT_SWARM, LocalRegistry, addresses_of, registered_swarms
+from swarm_protocol.dht.records import ServerRecord
+from swarm_protocol.errors import JoinRefused, NoSwarm
+from swarm_protocol.net.identity import Identity
+from swarm_protocol.net.tls import ClientCredentials
+from swarm_protocol.process.invocation import typed
+
+
+class Caller:
+    """Joins the DHT and connects to servers. Its key is made when it is first needed."""
+
+    @cached_property
+    def identity(self) -> Identity:
+        return Identity.generate()
+
+    @cached_property
+    def credentials(self) -> ClientCredentials:
+        return ClientCredentials(self.identity)
+
+    async def connect(self, record: ServerRecord, config: ClientConfig) -> ServerConnection:
+        """See ``ServerConnection.connect``."""
+        return await ServerConnection.connect(record, config, self.credentials)
+
+    async def join(self, config: ClientConfig) -> Dht:
+        """A DHT node that only asks.
+
+        Raises:
+            NoSwarm: no member of the swarm answers, or none is known.
+        """
+        if config.initial_peers:
+            return await Dht.join(config.swarm, config.initial_peers, self.identity)
+        servers = LocalRegistry(config.swarm).servers()
+        addresses, what = addresses_of(servers), "runs on this machine"
+        if addresses:
+            are_alive = any(server.is_alive for server in servers if server.addresses)
+            try:
+                return await Dht.join(config.swarm, addresses, self.identity, are_alive=are_alive)
+            except JoinRefused:
+                raise
+            except NoSwarm:
+                what = "answered, though servers of it are registered on this machine"
+        elif servers:
+            what += ", only in another container or on another machine, where it cannot be reached"
+        flag = "" if config.swarm == DEFAULT_SWARM else f" --swarm {config.swarm}"
+        raise NoSwarm(
+            f"no swarm named {config.swarm!r} {what}{_others(config.swarm)}: "
+            f"start a server with `{typed('server')}{flag}`, or give initial peers"
+        )
+
+
+def _others(swarm: str) -> str:
+    """Which other swarms there are, as the end of a sentence."""
+    names = [name for name in registered_swarms() if name != swarm]
+    return f" (there {'is' if len(names) == 1 else 'are'} {', '.join(map(repr, names))})" if names else ""
