@@ -36,6 +36,7 @@ LAYERS = {  # from the top: a room imports from those below it only
         ["generation"],
         ["model"],
         ["sessions", "passes", "monitor"],
+        ["verification"],
         ["swarm"],
         ["transport"],
         ["core", "routing", "failover", "adapters"],
