@@ -9,6 +9,8 @@ from swarm_client.core.events import OnEvent
 from swarm_protocol.dht.addresses import check_peer
 from swarm_protocol.dht.local_registry import DEFAULT_SWARM
 
+CHECK_SHARE = 0.03  # benchmarks/verification.py: less than 2 % of throughput
+
 
 @dataclass(frozen=True)
 class Timeouts:
@@ -21,6 +23,7 @@ class Timeouts:
     probe_s: float = 3.0
     read_s: float = 10.0  # for the DHT to say who is there
     rejoin_after_s: float = 1.0  # between two attempts to join again: while nobody is there, they cost little
+    check_s: float = 10.0  # that the first answers of a new server are held back at most, to be checked
     rejoin_s: float = 3.0  # for an attempt; one that takes longer goes on by itself
 
     def __post_init__(self) -> None:
@@ -47,6 +50,7 @@ class ClientConfig:
     allowed_servers: tuple[str, ...] = ()  # peer ids or their ends; none: all that are not blocked
     blocked_servers: tuple[str, ...] = ()
     adapter: str = ""  # that servers have loaded at their start; empty: none
+    check_share: float | None = None  # of positions, that others compute again; None: 0.03, on this machine alone 0
     timeouts: Timeouts = Timeouts()
 
     def __post_init__(self) -> None:
@@ -72,6 +76,9 @@ class ClientConfig:
             seconds = getattr(self, name)
             if not isinstance(seconds, int | float) or not seconds >= 0:
                 raise ValueError(f"{name} is {seconds!r}: expected a number of seconds")
+        share = self.check_share
+        if share is not None and not (isinstance(share, int | float) and 0 <= share <= 1):
+            raise ValueError(f"check_share is {share!r}: expected a number from 0 (servers are not checked) to 1")
         if not isinstance(self.timeouts, Timeouts):
             raise ValueError(f"timeouts is {self.timeouts!r}: expected Timeouts(connect_s=…, …)")
         if self.on_event is not None and not callable(self.on_event):

@@ -53,16 +53,21 @@ class Swarm:
         revision: str,
         num_blocks: int,
         *,
+        routed: bool = False,
         dht: Dht | None = None,
         join: Join | None = None,
         connect: Connect | None = None,
     ) -> None:
-        """``dht``, ``join`` and ``connect`` stand for the network; without ``dht``, ``connect()`` joins."""
+        """``dht``, ``join`` and ``connect`` stand for the network; without ``dht``, ``connect()`` joins.
+
+        ``routed``: the model's blocks choose among experts.
+        """
         caller = Caller()
         self.config = config
         self.model = model
         self.revision = revision
         self.num_blocks = num_blocks
+        self.routed = routed
         self.wanted = Wanted(revision, num_blocks, config.allowed_servers, config.blocked_servers, config.adapter)
         self._connect = connect or caller.connect
         self._discovery = Discovery(config, join or caller.join, dht)
@@ -316,6 +321,18 @@ class Swarm:
         self._backoff.add(error.peer_id, now_s(), expires_at)
         self._rtts.forget(error.peer_id)
         self._servers.pop(error.peer_id, None)  # not closed: other sessions may still go through it
+
+    def ban(self, peer_id: str, duration_s: float = float("inf")) -> None:
+        """The server has answered wrongly: it is not used, whether there are others or not."""
+        self._backoff.ban(peer_id, now_s() + duration_s)
+
+    def is_banned(self, peer_id: str) -> bool:
+        return self._backoff.is_banned(peer_id, now_s())
+
+    async def usable_servers(self) -> Sequence[ServerRecord]:
+        """Those that are there and have not failed lately."""
+        await self.view(self.config.view_max_age_s)
+        return self._usable(self._banned())[0].servers
 
     def served(self, peer_id: str) -> None:
         """The server works: its backoff is reset."""

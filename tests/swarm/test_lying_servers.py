@@ -1,0 +1,169 @@
+"""Servers that answer what looks right and is not: the client finds out which, and nobody else is blamed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+
+from swarm_client.core.events import DoubtfulTokens, WrongAnswers
+from swarm_client.sessions.session import RemoteSession
+from swarm_client.verification.checker import checker_of
+from swarm_protocol.span import Span
+from swarm_protocol.wire.block_input import BlockInput
+from swarm_server.engine.engine import Engine
+from swarm_server.training.stateless import StatelessPasses
+from tests.marks import always
+from tests.swarm.pair import NEW_TOKENS, Pair, connected, random_ids, started
+from tests.swarm.waiting import wait_for
+from tests.zoo import HIDDEN
+
+SPANS = "0:3", "3:6"
+FIRST_ONLY = 1e-9  # of what comes after the first answers, next to nothing is checked
+PROMPT = random_ids(1, 12, seed=60)
+
+Lie = Callable[[torch.Tensor], torch.Tensor]
+LIES: dict[str, Lie] = {
+    "scaled": lambda output: 1.01 * output,
+    "zeros": torch.zeros_like,
+    "other-weights": lambda output: output + 0.3 * output.flip(-1),
+    "less": lambda output: 0.97 * output,
+}
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory) -> Iterator[Pair]:
+    """Three servers for each span, one of which is the fastest."""
+    with started(tmp_path_factory.mktemp("llama"), *SPANS, throughput=200.0) as pair:
+        pair.servers.start(*SPANS, *SPANS)
+        yield pair
+
+
+@contextmanager
+def client(pair: Pair, share: float) -> Iterator[tuple[Pair, list]]:
+    """Another client, which knows no server yet; and what it reports."""
+    events: list = []
+    with connected(pair.servers, check_share=share, on_event=events.append) as remote:
+        yield Pair(pair.whole, remote, pair.servers), events
+
+
+class Liar:
+    """The fastest server of a span: it lies from so many steps on."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, blocks: str, lie: Lie, *, good_runs: int = 0, always: bool = True):
+        """``always``: also when it is asked for a pass without a session."""
+        self.engine: Engine | None = None
+        self.runs = 0
+        run, forward, span = Engine.run, StatelessPasses.forward, Span.parse(blocks)
+
+        def lying_run(engine: Engine, batch) -> list:
+            outputs = run(engine, batch)
+            if self.engine is None and batch[0][0].blocks == span:
+                self.engine = engine
+            if engine is not self.engine:
+                return outputs
+            self.runs += 1
+            return [lie(output) for output in outputs] if self.runs > good_runs else outputs
+
+        def lying_forward(passes: StatelessPasses, *arguments, **options) -> torch.Tensor:
+            output = forward(passes, *arguments, **options)
+            is_liar = self.engine is not None and passes is self.engine.stateless
+            return lie(output) if is_liar and always and self.runs > good_runs else output
+
+        patch.setattr(Engine, "run", lying_run)
+        patch.setattr(StatelessPasses, "forward", lying_forward)
+
+
+def of(kind: type, events: list) -> list:
+    return [event for event in events if isinstance(event, kind)]
+
+
+def finish_checks(session: RemoteSession) -> None:
+    wait_for(lambda: not checker_of(session._swarm).is_busy, "all checks are made")
+
+
+@pytest.mark.parametrize("hop", [0, 1])
+@pytest.mark.parametrize("lie", always("scaled", "zeros", "other-weights", among=LIES))
+def test_the_first_answers_of_a_liar_are_taken_back(pair, monkeypatch, lie, hop):
+    """Its first answers are checked before they are used, so that the tokens are those of the model."""
+    Liar(monkeypatch, SPANS[hop], LIES[lie])
+    with client(pair, FIRST_ONLY) as (pair, events):
+        whole, remote = pair.both(PROMPT, do_sample=False)
+        assert torch.equal(remote, whole)
+        (found,) = of(WrongAnswers, events)
+        assert str(found.span) == SPANS[hop] and len(found.witnesses) == 2
+        assert not of(DoubtfulTokens, events)
+        fastest = {record.peer_id for record in pair.servers.records() if record.tokens_per_s == 200.0}
+        assert found.server in fastest and pair.remote.blocks.swarm.is_banned(found.server)
+
+
+def test_who_lies_in_sessions_only_is_left_out_with_its_chain(pair, monkeypatch):
+    Liar(monkeypatch, SPANS[1], LIES["scaled"], always=False)
+    with client(pair, FIRST_ONLY) as (pair, events):
+        whole, remote = pair.both(PROMPT, do_sample=False)
+        assert torch.equal(remote, whole)
+        fastest = {record.peer_id for record in pair.servers.records() if record.tokens_per_s == 200.0}
+        assert {peer_id for peer_id in fastest if pair.remote.blocks.swarm.is_banned(peer_id)} == fastest
+        assert not of(WrongAnswers, events)
+
+
+def test_tokens_that_passed_through_a_later_liar_are_named(pair, monkeypatch):
+    """It answers rightly at first; every step is checked afterwards."""
+    good_runs = 5
+    liar = Liar(monkeypatch, SPANS[0], LIES["zeros"], good_runs=good_runs)
+    with client(pair, 1.0) as (pair, events):
+        session = pair.remote.blocks.open_session()
+        torch.manual_seed(0)
+        session.step(BlockInput(torch.randn(1, 8, HIDDEN)))
+        first_wrong = 8 + good_runs - 1
+        while not of(WrongAnswers, events):
+            assert session.length < 200, "the liar is found"
+            session.step(BlockInput(torch.randn(1, 1, HIDDEN)))
+        finish_checks(session)
+        length = session.length
+        runs = liar.runs
+        session.step(BlockInput(torch.randn(1, 1, HIDDEN)))
+        assert liar.runs == runs  # others go on
+        (doubtful,) = of(DoubtfulTokens, events)
+        assert doubtful.first <= first_wrong < doubtful.end <= length + 1
+        assert session.stats.doubtful_tokens == doubtful.end - doubtful.first
+        session.close()
+
+
+def test_honest_servers_of_all_kinds_are_never_banned(pair):
+    """Every step is checked, by servers of other quantisations where chance has it."""
+    int8 = pair.servers.start(*SPANS, quant="int8", throughput=400.0)
+    try:
+        with client(pair, 1.0) as (pair, events):
+            checks = 0
+            for seed in range(6):
+                torch.manual_seed(seed)
+                batch_size = 1 + seed % 3
+                mask = torch.ones(batch_size, 24, dtype=torch.long)
+                mask[-1, :seed] = 0
+                session = pair.remote.blocks.open_session()
+                session.step(BlockInput(torch.randn(batch_size, 24, HIDDEN), mask))
+                finish_checks(session)
+                for number in range(NEW_TOKENS):
+                    if number % 4 == 3:
+                        session.reorder(torch.arange(batch_size).flip(0))
+                    if number % 5 == 4:
+                        session.crop(2)
+                    session.step(BlockInput(torch.randn(batch_size, 1, HIDDEN)))
+                    finish_checks(session)
+                checks += session.stats.checks
+                session.close()
+            assert checks >= 30
+            assert not events
+    finally:
+        for server in int8:
+            pair.servers.stop(server)
+
+
+def test_blocks_of_one_server_are_said_to_be_unchecked(tmp_path, caplog):
+    with started(tmp_path, "0:6") as lone, client(lone, 1.0) as (pair, events):
+        whole, remote = pair.both(PROMPT, do_sample=False)
+        assert torch.equal(remote, whole) and not events
+        assert caplog.text.count("blocks 0:6 cannot be checked: no second server has them") == 1
