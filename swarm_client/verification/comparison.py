@@ -30,7 +30,8 @@ class Bounds:
 
     Attributes:
         error: of the median position.
-        outlier: error of a position that counts as an outlier; ``outlier_share`` of them, and one more, are allowed.
+        outlier: error of a position that counts as an outlier.
+        outlier_share: of positions that may be outliers, and one more; 0: none may.
         gain: systematic difference in size, beyond what noise explains.
     """
 
@@ -47,11 +48,11 @@ class Bounds:
         position and of those after it differ.
         """
         if one == other and one.dtype == "float32":
-            return cls(error=0.004, outlier=0.05, outlier_share=0.02, gain=0.002)
+            return cls(error=0.004, outlier=0.05, outlier_share=0.02 if routed else 0.0, gain=0.002)
         if "nf4" in (one.quant, other.quant) and one.quant != other.quant:
             return None
         error = min(0.5, 0.06 * 1.6 ** (num_blocks - 1))
-        return cls(error=error, outlier=0.6, outlier_share=0.5 if routed else 0.02, gain=0.004)
+        return cls(error=error, outlier=0.6, outlier_share=0.5 if routed else 0.0, gain=0.004)
 
 
 @dataclass(frozen=True)
@@ -85,7 +86,7 @@ class Comparison:
 
     def excess(self, bounds: Bounds) -> float:
         """How many times what honest servers may differ by; they differ by less than 1."""
-        most = 1 + int(bounds.outlier_share * len(self.errors))
+        most = 1 + int(bounds.outlier_share * len(self.errors)) if bounds.outlier_share else 0
         outliers = self.errors.sort(descending=True).values
         rare = float(outliers[most]) if most < len(outliers) else 0.0
         # Noise in one of the two makes it larger by half its square.

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 
+from swarm_client.core import background
 from swarm_client.core.events import DoubtfulTokens, WrongAnswers
 from swarm_client.sessions.session import RemoteSession
 from swarm_client.verification.checker import checker_of
@@ -35,22 +36,24 @@ LIES: dict[str, Lie] = {
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory) -> Iterator[Pair]:
-    """Three servers for each span, one of which is the fastest."""
-    with started(tmp_path_factory.mktemp("llama"), *SPANS, throughput=200.0) as pair:
+    """Three servers for each span."""
+    with started(tmp_path_factory.mktemp("llama"), *SPANS) as pair:
         pair.servers.start(*SPANS, *SPANS)
         yield pair
 
 
 @contextmanager
-def client(pair: Pair, share: float) -> Iterator[tuple[Pair, list]]:
-    """Another client, which knows no server yet; and what it reports."""
+def client(pair: Pair, *, every_step: bool = False) -> Iterator[tuple[Pair, list]]:
+    """Another client, which knows no server yet; and what it reports. It checks first answers, or every step."""
     events: list = []
-    with connected(pair.servers, check_share=share, on_event=events.append) as remote:
+    with connected(pair.servers, check_share=FIRST_ONLY, on_event=events.append) as remote:
+        if every_step:
+            checker_of(remote.blocks.swarm).share = 1e9
         yield Pair(pair.whole, remote, pair.servers), events
 
 
 class Liar:
-    """The fastest server of a span: it lies from so many steps on."""
+    """Whichever server computes these blocks first: it lies from so many steps on."""
 
     def __init__(self, patch: pytest.MonkeyPatch, blocks: str, lie: Lie, *, good_runs: int = 0, always: bool = True):
         """``always``: also when it is asked for a pass without a session."""
@@ -80,48 +83,62 @@ def of(kind: type, events: list) -> list:
     return [event for event in events if isinstance(event, kind)]
 
 
+def banned(pair: Pair) -> dict[str, str]:
+    """The blocks of servers that the client does not use any more, by peer id."""
+    swarm, records = pair.remote.blocks.swarm, pair.servers.records()
+
+    async def find() -> dict[str, str]:
+        return {record.peer_id: str(record.span) for record in records if swarm.is_banned(record.peer_id)}
+
+    return background.run(find())
+
+
 def finish_checks(session: RemoteSession) -> None:
     wait_for(lambda: not checker_of(session._swarm).is_busy, "all checks are made")
 
 
 @pytest.mark.parametrize("hop", [0, 1])
-@pytest.mark.parametrize("lie", always("scaled", "zeros", "other-weights", among=LIES))
+@pytest.mark.parametrize("lie", always("scaled", among=LIES))
 def test_the_first_answers_of_a_liar_are_taken_back(pair, monkeypatch, lie, hop):
     """Its first answers are checked before they are used, so that the tokens are those of the model."""
-    Liar(monkeypatch, SPANS[hop], LIES[lie])
-    with client(pair, FIRST_ONLY) as (pair, events):
+    liar = Liar(monkeypatch, SPANS[hop], LIES[lie])
+    with client(pair) as (pair, events):
         whole, remote = pair.both(PROMPT, do_sample=False)
         assert torch.equal(remote, whole)
         (found,) = of(WrongAnswers, events)
         assert str(found.span) == SPANS[hop] and len(found.witnesses) == 2
         assert not of(DoubtfulTokens, events)
-        fastest = {record.peer_id for record in pair.servers.records() if record.tokens_per_s == 200.0}
-        assert found.server in fastest and pair.remote.blocks.swarm.is_banned(found.server)
+        assert banned(pair) == {found.server: SPANS[hop]}
+        runs = liar.runs
+        assert torch.equal(*pair.both(PROMPT, do_sample=False))
+        assert liar.runs == runs > 0
 
 
 def test_who_lies_in_sessions_only_is_left_out_with_its_chain(pair, monkeypatch):
-    Liar(monkeypatch, SPANS[1], LIES["scaled"], always=False)
-    with client(pair, FIRST_ONLY) as (pair, events):
+    liar = Liar(monkeypatch, SPANS[1], LIES["scaled"], always=False)
+    with client(pair) as (pair, events):
         whole, remote = pair.both(PROMPT, do_sample=False)
         assert torch.equal(remote, whole)
-        fastest = {record.peer_id for record in pair.servers.records() if record.tokens_per_s == 200.0}
-        assert {peer_id for peer_id in fastest if pair.remote.blocks.swarm.is_banned(peer_id)} == fastest
+        assert sorted(banned(pair).values()) == list(SPANS)
         assert not of(WrongAnswers, events)
+        runs = liar.runs
+        assert torch.equal(*pair.both(PROMPT, do_sample=False))
+        assert liar.runs == runs > 0
 
 
 def test_tokens_that_passed_through_a_later_liar_are_named(pair, monkeypatch):
     """It answers rightly at first; every step is checked afterwards."""
     good_runs = 5
     liar = Liar(monkeypatch, SPANS[0], LIES["zeros"], good_runs=good_runs)
-    with client(pair, 1.0) as (pair, events):
+    with client(pair, every_step=True) as (pair, events):
         session = pair.remote.blocks.open_session()
         torch.manual_seed(0)
         session.step(BlockInput(torch.randn(1, 8, HIDDEN)))
         first_wrong = 8 + good_runs - 1
         while not of(WrongAnswers, events):
-            assert session.length < 200, "the liar is found"
+            assert session.length < 30, "the liar is found"
             session.step(BlockInput(torch.randn(1, 1, HIDDEN)))
-        finish_checks(session)
+            finish_checks(session)
         length = session.length
         runs = liar.runs
         session.step(BlockInput(torch.randn(1, 1, HIDDEN)))
@@ -136,9 +153,9 @@ def test_honest_servers_of_all_kinds_are_never_banned(pair):
     """Every step is checked, by servers of other quantisations where chance has it."""
     int8 = pair.servers.start(*SPANS, quant="int8", throughput=400.0)
     try:
-        with client(pair, 1.0) as (pair, events):
+        with client(pair, every_step=True) as (pair, events):
             checks = 0
-            for seed in range(6):
+            for seed in (1, 2):
                 torch.manual_seed(seed)
                 batch_size = 1 + seed % 3
                 mask = torch.ones(batch_size, 24, dtype=torch.long)
@@ -147,23 +164,17 @@ def test_honest_servers_of_all_kinds_are_never_banned(pair):
                 session.step(BlockInput(torch.randn(batch_size, 24, HIDDEN), mask))
                 finish_checks(session)
                 for number in range(NEW_TOKENS):
-                    if number % 4 == 3:
+                    if number == NEW_TOKENS // 2:
                         session.reorder(torch.arange(batch_size).flip(0))
-                    if number % 5 == 4:
                         session.crop(2)
-                    session.step(BlockInput(torch.randn(batch_size, 1, HIDDEN)))
+                        mask = mask.flip(0)[:, :-2]
+                    mask = torch.cat([mask, torch.ones(batch_size, 1, dtype=torch.long)], 1)
+                    session.step(BlockInput(torch.randn(batch_size, 1, HIDDEN), mask))
                     finish_checks(session)
                 checks += session.stats.checks
                 session.close()
-            assert checks >= 30
+            assert checks >= 15
             assert not events
     finally:
         for server in int8:
             pair.servers.stop(server)
-
-
-def test_blocks_of_one_server_are_said_to_be_unchecked(tmp_path, caplog):
-    with started(tmp_path, "0:6") as lone, client(lone, 1.0) as (pair, events):
-        whole, remote = pair.both(PROMPT, do_sample=False)
-        assert torch.equal(remote, whole) and not events
-        assert caplog.text.count("blocks 0:6 cannot be checked: no second server has them") == 1
