@@ -59,6 +59,7 @@ LIES = (
 )
 LIES += ("another model's weights", "zeros in one answer of ten")
 TOKENS = 24
+LIE_ROWS = 2  # of those that honest servers are compared over
 
 
 @dataclass
@@ -178,7 +179,7 @@ def measure(family: str, directory: Path, num_rows: int, tally: Tally) -> None:
                 tally.num_honest += 1
             length = "1 block" if len(span) == 1 else "2 to 3 blocks" if len(span) < 4 else "more blocks"
             for name, tensors in lies.get(ours, ()):
-                for x, a, b in zip(inputs, tensors, outputs[theirs][number], strict=True):
+                for x, a, b, _ in zip(inputs, tensors, outputs[theirs][number], range(LIE_ROWS), strict=False):
                     tally.lies[group, name, length].append(Comparison.of(x, a, b).excess(bounds))
 
 

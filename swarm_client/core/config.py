@@ -9,7 +9,7 @@ from swarm_client.core.events import OnEvent
 from swarm_protocol.dht.addresses import check_peer
 from swarm_protocol.dht.local_registry import DEFAULT_SWARM
 
-CHECK_SHARE = 0.03  # benchmarks/verification.py: less than 2 % of throughput
+CHECK_SHARE = 0.02  # less than 2 % of throughput, also of full servers: computing many positions at once is cheaper
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class ClientConfig:
     allowed_servers: tuple[str, ...] = ()  # peer ids or their ends; none: all that are not blocked
     blocked_servers: tuple[str, ...] = ()
     adapter: str = ""  # that servers have loaded at their start; empty: none
-    check_share: float | None = None  # of positions, that others compute again; None: 0.03, on this machine alone 0
+    check_share: float | None = None  # of positions, that others compute again; None: 0.02, on this machine alone 0
     timeouts: Timeouts = Timeouts()
 
     def __post_init__(self) -> None:

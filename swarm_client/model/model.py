@@ -87,7 +87,7 @@ class _Distributed:
             blocked_servers: the same of servers that are not used.
             adapter: name of an adapter that servers have loaded; only those that have are used.
             check_share: how much of what servers compute in generations is computed again by others, who are compared
-                with them; 0 checks nothing. By default 0.03, and 0 in the swarm registered on this machine.
+                with them; 0 checks nothing. By default 0.02, and 0 in the swarm registered on this machine.
             timeouts: of single exchanges with servers.
             tuning_mode: "prompt" adds virtual tokens before those of every row, "deep_prompt" others before every block
                 too: so many ``num_prompt_tokens``, and nothing else, are trained. See ``model.prompts``.
