@@ -90,6 +90,7 @@ class Acquaintance:
         self._since_s: dict[str, float] = {}  # when it first saw them
         self._worked: set[str] = set()
         self._is_first = True
+        self._wary_until_s = -inf
 
     @property
     def worked(self) -> Set[str]:
@@ -117,9 +118,14 @@ class Acquaintance:
         """It has failed."""
         self._worked.discard(peer_id)
 
+    def be_wary(self, now_s: float) -> None:
+        """How long somebody has been there says nothing for a while."""
+        self._wary_until_s = now_s + NEWCOMER_S
+
     def newcomers(self, now_s: float) -> set[str]:
         """Who came lately and has not been seen to work."""
-        return {p for p, since_s in self._since_s.items() if p not in self._worked and now_s - since_s < NEWCOMER_S}
+        since_s = -inf if now_s < self._wary_until_s else now_s - NEWCOMER_S
+        return {p for p, came_s in self._since_s.items() if p not in self._worked and came_s >= since_s}
 
 
 class PeerBackoff:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import random
 import secrets
 import time
 import weakref
@@ -39,6 +40,7 @@ Connect = Callable[[ServerRecord, ClientConfig], Awaitable[ServerConnection]]
 Choose = Callable[[SwarmView, bool], list[Route]]  # among usable servers; True: those never spoken to may be near
 _logger = logging.getLogger(__name__)
 _POLL_S = 0.5  # while blocks are missing
+_MAX_TRIED = 64  # servers at a time
 _MAX_MEASURING = 5  # rounds of measuring round trips before a chain is taken as it is
 
 
@@ -340,6 +342,31 @@ class Swarm:
     def has_worked(self, peer_id: str) -> bool:
         """Whether the server has computed something for this client, and has not failed since."""
         return peer_id in self._acquaintance.worked
+
+    def be_wary(self) -> None:
+        """Some server has accepted work and done nothing: for a while all are newcomers who were not seen to work."""
+        self._acquaintance.be_wary(now_s())
+
+    def unproven(self) -> set[str]:
+        """Servers that have not computed anything for this client."""
+        return {server.peer_id for server in self._view.servers} - self._acquaintance.worked
+
+    def is_covered(self, span: Span, avoid: Collection[str]) -> bool:
+        """Whether servers hold these blocks that can be used, and are none of those to avoid."""
+        servers, _ = self._usable(self._banned() | dict.fromkeys(avoid, FAILED))
+        return all(servers.replicas(span.end)[span.start :])
+
+    def can_replace(self, span: Span, peer_id: str) -> bool:
+        """Whether others hold the blocks that this server computes."""
+        return self.is_covered(span, (peer_id,))
+
+    def to_try(self, span: Span, avoid: Collection[str]) -> list[ServerRecord]:
+        """Servers of some of these blocks that have not been seen to work: all of them, or any if they are many."""
+        servers, _ = self._usable(
+            self._banned() | dict.fromkeys(avoid, FAILED) | dict.fromkeys(self._acquaintance.worked, "")
+        )
+        found = [s for s in servers.servers if s.span.start < span.end and span.start < s.span.end]
+        return random.sample(found, min(len(found), _MAX_TRIED))
 
     def _newcomers(self, servers: SwarmView) -> Newcomers:
         return Newcomers.among(servers, self._acquaintance.newcomers(now_s()))

@@ -1,4 +1,14 @@
-"""How many servers are counted that announce one address: an identity costs nothing, an address costs something."""
+"""What is believed of records that strangers can write as many of as they like: how many of one address, and which
+models there are.
+
+An identity costs nothing, an address costs something: so few servers of one public address are counted.
+
+The list of models has signed entries, one for a server: its record, under a key of the list. The list has a few keys,
+two of which a model uses, so that it can be read at once however many servers there are. Of a model's servers only
+those few write whose peer ids hash lowest; but if some entry of the model contradicts, all do. So the list says what
+most of a model's servers say, as far as there is room, and who would say otherwise needs more identities than the model
+has servers.
+"""
 
 from __future__ import annotations
 
@@ -7,11 +17,15 @@ from collections import Counter
 from collections.abc import Collection, Iterable
 from hashlib import sha256
 
-from swarm_protocol.dht.records import ServerRecord
+from swarm_protocol.dht.records import ServerRecord, ServerState
 
 # Servers of one machine with many GPUs, or of one household or laboratory behind a router.
 MAX_PER_ADDRESS = 32
 _IPV6_NETWORK_BITS = 64  # what one household is given
+NUM_SHARDS = 8  # keys of the list
+WRITERS = 8  # servers of a model
+MAX_MODELS = 100  # those of most servers; each is looked at by who shows all
+_SHARDS_PER_MODEL = 2
 
 
 def within_addresses(
@@ -65,3 +79,36 @@ def _public_host(address: str) -> str:
     if isinstance(ip, ipaddress.IPv6Address):
         return str(ipaddress.ip_network(f"{ip}/{_IPV6_NETWORK_BITS}", strict=False))
     return str(ip)
+
+
+# ---------------------------------------------------------------- the list of models
+
+
+def shards_of(model: str) -> tuple[int, ...]:
+    """The parts of the list in which a model stands."""
+    start, apart = sha256(model.encode()).digest()[:2]
+    first = start % NUM_SHARDS
+    return tuple((first + number * (1 + apart % (NUM_SHARDS - 1))) % NUM_SHARDS for number in range(_SHARDS_PER_MODEL))
+
+
+def should_write(own: ServerRecord, entries: Iterable[ServerRecord]) -> bool:
+    """Whether a server needs to be on the list, beside the ``entries`` that others have there."""
+    others = [entry for entry in entries if entry.model == own.model and entry.peer_id != own.peer_id]
+    if any(entry.num_blocks != own.num_blocks for entry in others):
+        return True
+    return sum(_order(entry.peer_id) < _order(own.peer_id) for entry in others) < WRITERS
+
+
+def models_of(entries: Iterable[ServerRecord]) -> dict[str, int]:
+    """Names of models, sorted, with the number of blocks that most of their servers say; ``MAX_MODELS`` at most."""
+    says = {entry.peer_id: entry for entry in entries if entry.state is not ServerState.OFFLINE}
+    claims = Counter((entry.model, entry.num_blocks) for entry in says.values())
+    models: dict[str, int] = {}
+    for (model, num_blocks), _ in sorted(claims.items(), key=lambda claim: (-claim[1], claim[0])):
+        if len(models) < MAX_MODELS:
+            models.setdefault(model, num_blocks)
+    return dict(sorted(models.items()))
+
+
+def _order(peer_id: str) -> bytes:
+    return sha256(peer_id.encode()).digest()

@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from swarm_protocol.dht import model_list, shards
+from swarm_protocol.dht import claims, shards
 from swarm_protocol.dht import node as dht_node
 from swarm_protocol.dht.addresses import CONNECT_TIMEOUT_S, require_answer, tcp_target
 from swarm_protocol.dht.bootstrap import bootstrap, join_through, refused
@@ -225,11 +225,11 @@ class Dht:
     async def _list(self, place: _Place, record: ServerRecord, looks: bool) -> None:
         """Adds the server to the list of models if it is needed there; ``looks``: finds that out again."""
         if record.state is not ServerState.OFFLINE and looks:
-            entries = await self._read_list(model_list.shards_of(record.model))
-            place.is_listed = model_list.should_write(record, entries)
+            entries = await self._read_list(claims.shards_of(record.model))
+            place.is_listed = claims.should_write(record, entries)
         if place.is_listed:
             entry = dataclasses.replace(record, next_hop_rtts_s={}, adapters=()).to_proto().SerializeToString()
-            keys = [models_key(self._swarm, shard) for shard in model_list.shards_of(record.model)]
+            keys = [models_key(self._swarm, shard) for shard in claims.shards_of(record.model)]
             storing = (self._node.store(key, entry, record.expires_at, subkey=self._subkey) for key in keys)
             await asyncio.gather(*storing)
 
@@ -256,7 +256,7 @@ class Dht:
 
     async def models(self) -> dict[str, int]:
         """Names of the models served in this swarm, with their numbers of blocks, as most of their servers say."""
-        return model_list.models_of(await self._read_list(range(model_list.NUM_SHARDS)))
+        return claims.models_of(await self._read_list(range(claims.NUM_SHARDS)))
 
     async def _read_list(self, parts: Sequence[int]) -> list[ServerRecord]:
         found = await asyncio.gather(*(self._items_of(models_key(self._swarm, part)) for part in parts))

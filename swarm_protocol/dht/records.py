@@ -209,5 +209,5 @@ def servers_key(swarm: str, model: str, shard: str = ROOT_SHARD) -> str:
 
 
 def models_key(swarm: str, shard: int) -> str:
-    """DHT key of one part of the list of models, see ``swarm_protocol.dht.model_list``; its subkeys are servers."""
+    """DHT key of one part of the list of models, see ``swarm_protocol.dht.claims``; its subkeys are servers."""
     return f"swarm.v1/{swarm}/models/{shard}"

@@ -20,7 +20,7 @@ from hivemind.p2p import PeerID
 from hivemind.utils.serializer import MSGPackSerializer
 from hivemind.utils.timed_storage import get_dht_time
 
-from swarm_protocol.dht import model_list
+from swarm_protocol.dht import claims
 from swarm_protocol.dht.addresses import multiaddr
 from swarm_protocol.dht.dht import Dht
 from swarm_protocol.dht.records import MAX_LIFETIME_S, ServerRecord, ServerState, models_key, servers_key
@@ -293,7 +293,7 @@ class TestStrangers:
                 (subkey_of(own), packed(wrong), 110),  # is one voice
             ]
             async with stranger(nodes, own) as node:
-                for shard in range(model_list.NUM_SHARDS):
+                for shard in range(claims.NUM_SHARDS):
                     key = models_key(SWARM, shard)
                     for subkey, value, lifetime_s in junk:
                         await node.store(key, value, get_dht_time() + lifetime_s, subkey=subkey)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from swarm_protocol.dht.model_list import MAX_MODELS, NUM_SHARDS, WRITERS, models_of, shards_of, should_write
+from swarm_protocol.dht.claims import MAX_MODELS, NUM_SHARDS, WRITERS, models_of, shards_of, should_write
 from swarm_protocol.dht.records import ServerRecord, ServerState
 from tests.unit.support import server_record
 
