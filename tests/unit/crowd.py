@@ -32,7 +32,7 @@ class Crowd:
     """
 
     def __init__(self, host: Dht, count: int, **options: Any) -> None:
-        self.identities = list(itertools.islice(_identities(count), count))
+        self.identities = list(itertools.islice(identities(count), count))
         self._host, self._options = host, {"max_lifetime_s": MAX_LIFETIME_S, **options}
         host._node.protocol.record_validator = _Notary(self.identities)
         self.members = [self._member(identity) for identity in self.identities]
@@ -98,7 +98,7 @@ class _Notary(Validator):
         return self._signers[owner[0]].sign_value(record) if owner else record.value
 
 
-def _identities(count: int) -> Iterator[Identity]:
+def identities(count: int) -> Iterator[Identity]:
     num_primes = next(number for number in itertools.count(2) if number * (number - 1) // 2 >= count)
     primes = []
     while len(primes) < num_primes:

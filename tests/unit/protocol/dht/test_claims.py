@@ -1,10 +1,21 @@
-"""The list of models: few servers write it, and most of a model's servers must lie before it does."""
+"""What many identities of one stranger can claim: few of an address count, and they do not make the list of models."""
 
 from __future__ import annotations
 
 import random
 
-from swarm_protocol.dht.claims import MAX_MODELS, NUM_SHARDS, WRITERS, models_of, shards_of, should_write
+import pytest
+
+from swarm_protocol.dht.claims import (
+    MAX_MODELS,
+    MAX_PER_ADDRESS,
+    NUM_SHARDS,
+    WRITERS,
+    models_of,
+    shards_of,
+    should_write,
+    within_addresses,
+)
 from swarm_protocol.dht.records import ServerRecord, ServerState
 from tests.unit.support import server_record
 
@@ -32,7 +43,6 @@ def test_few_of_many_servers_write_the_list_and_always_the_same() -> None:
     results = [settled(crowd, [], random.Random(seed)) for seed in range(3)]
     assert len(results[0]) == WRITERS
     assert len({frozenset(server.peer_id for server in listed) for listed in results}) == 1
-    assert all(should_write(server, crowd) for server in servers(1)) or len(crowd) > WRITERS
     assert settled(servers(3), [], random.Random(0)) == servers(3)
 
 
@@ -70,3 +80,46 @@ def test_a_model_has_two_places() -> None:
     places = [shards_of(f"model {number}") for number in range(1000)]
     assert all(len(set(place)) == 2 and set(place) <= set(range(NUM_SHARDS)) for place in places)
     assert {shard for place in places for shard in place} == set(range(NUM_SHARDS))
+
+
+def at(count: int, *addresses: str, name: str = "sybil") -> list[ServerRecord]:
+    return servers(count, name, addresses=addresses)
+
+
+@pytest.mark.parametrize(
+    "addresses",
+    [
+        ("8.8.8.8:1",),
+        ("192.168.0.1:1", "8.8.8.8:2"),
+        ("[2a00:1450::1]:1",),
+        ("example.org:1",),
+        ("[::ffff:8.8.8.8]:1",),
+    ],
+)
+def test_few_servers_of_a_public_address_count(addresses: tuple[str, ...]) -> None:
+    others = at(3, "9.9.9.9:1", name="honest")
+    counted = within_addresses([*at(200, *addresses), *others])
+    assert len(counted) == MAX_PER_ADDRESS + 3 and set(others) < set(counted)
+
+
+def test_addresses_of_one_network_of_ipv6_are_one() -> None:
+    spread = [server for number in range(200) for server in at(1, f"[2a00:1450::{number + 1:x}]:1", name=f"s{number}-")]
+    assert len(within_addresses(spread)) == MAX_PER_ADDRESS
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "10.1.2.3", "192.168.0.1", "[::1]", "[fe80::1%eth0]", "localhost"])
+def test_addresses_that_are_not_public_are_not_counted(host: str) -> None:
+    crowd = at(200, f"{host}:1")
+    assert within_addresses(crowd) == tuple(crowd)
+
+
+def test_a_false_address_beside_the_true_one_does_not_help() -> None:
+    crowd = [server for n in range(200) for server in at(1, f"11.0.0.{n}:1", "8.8.8.8:1", name=f"s{n}-")]
+    assert len(within_addresses(crowd)) == MAX_PER_ADDRESS
+
+
+def test_those_that_were_used_count_first_and_strangers_cannot_choose_who_is_next() -> None:
+    honest, crowd = at(1, "8.8.8.8:1", name="honest"), at(200, "8.8.8.8:1")
+    for salt in map(str.encode, "abcdefgh"):
+        assert honest[0] in within_addresses([*crowd, *honest], {"honest0"}, salt)
+    assert len({within_addresses(crowd, salt=salt) for salt in map(str.encode, "abcdefgh")}) == 8
