@@ -47,7 +47,7 @@ class Watchdog:
         sizes = [(step.num_positions, step.end - step.start) for step in known if step.number > number]
         expected_s = max((self._expected_s(hop, *size) for size in sizes), default=0.0) + rtt_s
         usual_s = max(self._config.timeouts.stall_s, _TIMES_EXPECTED * expected_s, _TIMES_SEEN * self._longest_s)
-        return min(self._config.step_timeout_s, usual_s * 2 ** min(alarms, _MAX_DOUBLINGS))
+        return min(self._config.step_timeout_s, usual_s * float(1 << min(alarms, _MAX_DOUBLINGS)))
 
     @staticmethod
     def _expected_s(hop: HopSession, num_positions: int, length: int) -> float:
