@@ -19,6 +19,8 @@ class Timeouts:
     close_s: float = 1.0
     probe_after_s: float = 1.0  # without an answer, a server is asked whether it is still there
     probe_s: float = 3.0
+    stall_s: float = 5.0  # that a step may take, however fast it should be, before another server is tried
+    trial_s: float = 3.0  # for a server that is tried out, after another one has stalled
     read_s: float = 10.0  # for the DHT to say who is there
     rejoin_after_s: float = 1.0  # between two attempts to join again: while nobody is there, they cost little
     rejoin_s: float = 3.0  # for an attempt; one that takes longer goes on by itself
@@ -37,7 +39,7 @@ class ClientConfig:
     initial_peers: tuple[str, ...] = ()  # none: the swarm registered on this machine
     swarm: str = DEFAULT_SWARM
     wait_timeout_s: float = 30.0  # for servers that hold every block, and have room
-    step_timeout_s: float = 120.0  # for one server's answer, as long as it says that it is there
+    step_timeout_s: float = 120.0  # for one server's answer, as long as it says that it is there and nobody else is
     recovery_timeout_s: float = 120.0  # for others to take the place of servers that failed, until the next answer
     standby: bool = False  # sessions keep copies of their keys and values on other servers
     on_event: OnEvent | None = None  # called with what happens to sessions

@@ -21,7 +21,7 @@ from swarm_protocol.net.hivemind_parts import (
     crypto_pb2,
 )
 
-MIN_KEY_BITS = 2048
+MIN_KEY_BITS, MAX_KEY_BITS = 2048, 8192  # libp2p's own bounds
 
 
 class Identity:
@@ -109,9 +109,12 @@ def peer_id_of(public_key: bytes) -> str:
     """The libp2p peer id of an OpenSSH-encoded RSA public key.
 
     Raises:
-        ValueError: if it is no such key.
+        ValueError: if it is no such key, or one that is too short to be trusted.
     """
-    return peer_id_of_key(RSAPublicKey.from_bytes(public_key)._public_key)
+    key: rsa.RSAPublicKey = RSAPublicKey.from_bytes(public_key)._public_key
+    if not MIN_KEY_BITS <= key.key_size <= MAX_KEY_BITS:
+        raise ValueError(f"the RSA key has {key.key_size} bits: expected {MIN_KEY_BITS} to {MAX_KEY_BITS}")
+    return peer_id_of_key(key)
 
 
 def peer_id_of_key(public_key: rsa.RSAPublicKey) -> str:

@@ -6,6 +6,7 @@ import asyncio
 import logging
 from math import inf
 
+from swarm_protocol.dht.claims import within_addresses
 from swarm_protocol.dht.records import ServerRecord, ServerState, SwarmView
 from swarm_protocol.errors import SwarmError
 from swarm_protocol.span import Span
@@ -64,7 +65,9 @@ class PeerMonitor:
         """``own``: what this server has published, if it has."""
         view = await self._dht.view(self._checkpoint.name, self._checkpoint.family.num_blocks)
         kind = self._checkpoint.revision, WIRE_VERSION
-        same = SwarmView(tuple(server for server in view.servers if (server.revision, server.wire_version) == kind))
+        same = SwarmView(
+            within_addresses(server for server in view.servers if (server.revision, server.wire_version) == kind)
+        )
         return await self._network_probe.living(same, own)
 
     async def choose_span(self, num_hosted: int, own: ServerRecord | None = None) -> Span:

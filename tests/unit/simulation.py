@@ -208,14 +208,17 @@ class ToyEngine:
 
 
 class ToyScheduler:
-    """Computes where it is called, after a while."""
+    """Computes where it is called, after a while; not at all while ``computes`` is not set."""
 
     def __init__(self, engine: ToyEngine, chance: random.Random) -> None:
+        self.computes = asyncio.Event()
+        self.computes.set()
         self._engine = engine
         self._chance = chance
 
     async def step(self, session: ToySession, step: SessionStep) -> torch.Tensor:
         await asyncio.sleep(self._chance.uniform(0.001, 0.02))
+        await self.computes.wait()
         return self._engine.run(session, step)
 
     async def call(self, call: Callable[[], Any]) -> Any:
@@ -242,7 +245,7 @@ class ToyServer:
         async def connect(address: str, *_options: Any) -> Channel:
             return net.connect(name, address)
 
-        scheduler = ToyScheduler(self.engine, net.chance)
+        self.scheduler = scheduler = ToyScheduler(self.engine, net.chance)
         training = TrainingMemory(self.budget)
         services = SpanServices(self.engine, scheduler, self.budget, validator, ChannelPool(connect), training)
         self.host = SessionManager(services, 100)
