@@ -67,7 +67,7 @@ class HostedSession:
         self._copier: Replicator | None = None
         self._pusher = None
         if request.HasField("next"):
-            self._pusher = Pusher(services.channels, request.next, partial(self._relay, 0))
+            self._pusher = Pusher(services.neighbours, request.next, partial(self._relay, 0))
 
     @property
     def silent_s(self) -> float:
@@ -287,7 +287,7 @@ class HostedSession:
                 raise RequestRejected(f"outputs of a step of shape {shown} are not kept: sessions keep positions")
             torch_dtype(step.hidden.dtype)
         self._sent_number = progress.number  # up to here, the client has named what the next hop needs
-        self._pusher = Pusher(self._services.channels, request.next, partial(self._relay, request.route))
+        self._pusher = Pusher(self._services.neighbours, request.next, partial(self._relay, request.route))
         resending = asyncio.ensure_future(self._resend(self._pusher, resend))
         resending.add_done_callback(_heed)
         resending.add_done_callback(lambda _done: on_sent())

@@ -115,7 +115,7 @@ def test_text_that_would_steer_a_log_or_terminal(target: Attacked) -> None:
     attacker, evil = target.attacker, "evil\n00:00:00 all is well \x1b[2J"
     model = target.opening(contract=target.contract(model=evil * 1000))
     assert_refused(attacker.session(model), grpc.StatusCode.FAILED_PRECONDITION, r"expects evil\n00:00:00 all")
-    hop = pb.NextHop(peer_id=evil, addresses=[f"{evil}:1"], push_key=push_key_of(KEY))
+    hop = pb.NextHop(peer_id=evil, push_key=push_key_of(KEY))
     close = pb.SessionRequest(close=pb.Close())
     attacker.session(target.opening(next=hop), step(1), close)
     wait_for(lambda: r"evil\n00:00:00 all" in target.server.stderr, "the server has logged that there is no next hop")

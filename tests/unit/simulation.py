@@ -25,6 +25,7 @@ from swarm_protocol.span import Span
 from swarm_server.engine.session_state import Crop, HistoryChange, RecordPast, Reorder, SessionStep
 from swarm_server.kv.kv_cache import CacheBudget, Lease
 from swarm_server.kv.kv_transfer import Stored
+from swarm_server.net.neighbours import Neighbours
 from swarm_server.net.push import ChannelPool
 from swarm_server.net.validation import RequestValidator
 from swarm_server.rpc.service import BlocksService
@@ -244,7 +245,8 @@ class ToyServer:
 
         scheduler = ToyScheduler(self.engine, net.chance)
         training = TrainingMemory(self.budget)
-        services = SpanServices(self.engine, scheduler, self.budget, validator, ChannelPool(connect), training)
+        neighbours = Neighbours(ChannelPool(connect), lambda: net.view(MODEL))
+        services = SpanServices(self.engine, scheduler, self.budget, validator, neighbours, training)
         self.host = SessionManager(services, 100)
         self.service = BlocksService(lambda: self.host, self.record().to_proto, 1e9, client_of=Context.client)
 
