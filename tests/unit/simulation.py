@@ -215,11 +215,11 @@ class ToyScheduler:
         self._engine = engine
         self._chance = chance
 
-    async def step(self, session: ToySession, step: SessionStep) -> torch.Tensor:
+    async def step(self, session: ToySession, step: SessionStep, _client: str) -> torch.Tensor:
         await asyncio.sleep(self._chance.uniform(0.001, 0.02))
         return self._engine.run(session, step)
 
-    async def call(self, call: Callable[[], Any]) -> Any:
+    async def call(self, call: Callable[[], Any], _client: str = "") -> Any:
         await asyncio.sleep(self._chance.uniform(0, 0.002))
         return call()
 
@@ -362,6 +362,9 @@ class Context:
 
     def client(self) -> str:
         return self._stream.client
+
+    def peer(self) -> str:
+        return ""
 
     async def write(self, message: Any) -> None:
         if self._stream.code_value is not None:
