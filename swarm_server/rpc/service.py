@@ -154,7 +154,7 @@ class BlocksService(BlocksServicer):
                 if ending.done():
                     raise PeerMoved("the server has left these blocks")
                 if preempting.done():
-                    raise PeerBusy("no room in the KV cache: an older session needs it")
+                    raise PeerBusy("no room in the KV cache: others need it")
                 silent_s = hosted.silent_s
                 if silent_s >= self._idle_timeout_s:
                     raise SessionLost(f"the session was closed after {self._idle_timeout_s:g} s without a request")
