@@ -44,9 +44,12 @@ class _Pass:
     keep_key: bytes
 
 
-async def forward(services: SpanServices, client: Caller, incoming: Incoming) -> list[pb.TensorReply]:
+async def forward(
+    services: SpanServices, client: Caller, incoming: Incoming, request: ExitStack
+) -> list[pb.TensorReply]:
+    """``request``: until it is closed, the pass counts among what arrives; its output is about as large."""
     with ExitStack() as uses:
-        asked = await _read(services, (await incoming.first("forward")).forward, incoming, uses)
+        asked = await _read(services, (await incoming.first("forward")).forward, incoming, uses, request)
         kept = uses.enter_context(services.training.keeping(asked.blocks)) if asked.keep_key else None
         outputs = [
             await services.scheduler.train(
@@ -81,7 +84,10 @@ def _forward_rows(
     return output
 
 
-async def backward(services: SpanServices, client: Caller, incoming: Incoming) -> list[pb.TensorReply]:
+async def backward(
+    services: SpanServices, client: Caller, incoming: Incoming, request: ExitStack
+) -> list[pb.TensorReply]:
+    """See ``forward``."""
     with ExitStack() as uses:
         message = await incoming.first("forward", "kept")
         if message.WhichOneof("kind") == "kept":
@@ -90,11 +96,11 @@ async def backward(services: SpanServices, client: Caller, incoming: Incoming) -
             take = uses.enter_context(services.training.taking(message.kept.key))
             ways_back = [partial(_through_kept, take, number) for number in range(len(num_rows))]
         else:
-            asked = await _read(services, message.forward, incoming, uses)
+            asked = await _read(services, message.forward, incoming, uses, request)
             few = list(_few_rows(services.validator, asked))
             shape, num_rows = asked.inputs.hidden.shape, [len(inputs.hidden) for inputs, _ in few]
             ways_back = [partial(_recomputing, services, asked, inputs, dropout) for inputs, dropout in few]
-        grads = (await _read_grad(services.validator, incoming, shape, uses)).split(num_rows)
+        grads = (await _read_grad(services.validator, incoming, shape, request)).split(num_rows)
         services.training.transpose()
         hidden_grads: list[torch.Tensor] = []
         sums: list[torch.Tensor] = []
@@ -121,14 +127,14 @@ def _recomputing(
 
 
 async def _read_grad(
-    validator: RequestValidator, incoming: Incoming, shape: Sequence[int], uses: ExitStack
+    validator: RequestValidator, incoming: Incoming, shape: Sequence[int], request: ExitStack
 ) -> torch.Tensor:
     message = (await incoming.first("grad")).grad
     if len(message.shape) != len(shape) or tuple(message.shape) != tuple(shape):
         raise RequestRejected(
             f"gradient has shape {shown_shape(message)}: expected that of the hidden states, {list(shape)}"
         )
-    return await incoming.collect(validator.hidden(message), uses)
+    return await incoming.collect(validator.hidden(message), request)
 
 
 def _num_positions(hidden: torch.Tensor) -> int:
@@ -153,7 +159,9 @@ def _place(engine: Engine, data: bytearray) -> PlacedAdapter:
     return engine.place(adapter_key(data), Adapter.parse(data))
 
 
-async def _read(services: SpanServices, message: pb.Forward, incoming: Incoming, uses: ExitStack) -> _Pass:
+async def _read(
+    services: SpanServices, message: pb.Forward, incoming: Incoming, uses: ExitStack, request: ExitStack
+) -> _Pass:
     validator = services.validator
     if message.keep_key:
         require_key(message.keep_key, "the key to keep the pass under")
@@ -161,7 +169,7 @@ async def _read(services: SpanServices, message: pb.Forward, incoming: Incoming,
     arriving = validator.hidden(message.hidden)
     validator.length(arriving.shape[1])
     adapter = uses.enter_context(services.adapters.using(message.adapter)) if message.HasField("adapter") else None
-    inputs = _block_input(validator, message, await incoming.collect(arriving, uses))
+    inputs = _block_input(validator, message, await incoming.collect(arriving, request))
     dropout = Dropout(message.dropout_seed) if message.dropout_seed else None
     trains_adapter = message.adapter.WhichOneof("kind") == "key"
     return _Pass(blocks, inputs, adapter, dropout, trains_adapter, message.keep_key)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
 import grpc
@@ -175,16 +175,18 @@ class BlocksService(BlocksServicer):
     ) -> AsyncIterator[pb.TensorReply]:
         async with self._answering(context) as client:
             incoming = Incoming(requests, self._arrivals.of(client))
-            for reply in await passes.forward(self._staying(), client, incoming):
-                yield reply
+            with ExitStack() as request:
+                for reply in await passes.forward(self._staying(), client, incoming, request):
+                    yield reply
 
     async def Backward(
         self, requests: AsyncIterator[pb.BackwardRequest], context: _Context
     ) -> AsyncIterator[pb.TensorReply]:
         async with self._answering(context) as client:
             incoming = Incoming(requests, self._arrivals.of(client))
-            for reply in await passes.backward(self._staying(), client, incoming):
-                yield reply
+            with ExitStack() as request:
+                for reply in await passes.backward(self._staying(), client, incoming, request):
+                    yield reply
 
     async def Describe(self, request: pb.DescribeRequest, context: _Context) -> pb.ServerRecord:
         async with self._answering(context):
