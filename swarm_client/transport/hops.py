@@ -287,9 +287,4 @@ class HopSession:
 
 def next_hop(server: ServerRecord, session_key: bytes) -> pb.NextHop:
     """How another server reaches a session on this one; it is not told the session's key."""
-    return pb.NextHop(
-        peer_id=server.peer_id,
-        addresses=server.addresses,
-        tls_fingerprint=server.tls_fingerprint,
-        push_key=push_key_of(session_key),
-    )
+    return pb.NextHop(peer_id=server.peer_id, push_key=push_key_of(session_key))

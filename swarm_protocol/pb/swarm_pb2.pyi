@@ -129,16 +129,12 @@ class Open(_message.Message):
     def __init__(self, contract: _Optional[_Union[Contract, _Mapping]] = ..., session_key: _Optional[bytes] = ..., batch_size: _Optional[int] = ..., reserve_tokens: _Optional[int] = ..., next: _Optional[_Union[NextHop, _Mapping]] = ..., codec: _Optional[_Union[Codec, str]] = ..., sent_number: _Optional[int] = ..., changed_number: _Optional[int] = ..., records_past: bool = ..., adapter: _Optional[_Union[AdapterName, _Mapping]] = ..., wait_s: _Optional[float] = ..., age_s: _Optional[float] = ..., spare_tokens: _Optional[int] = ..., last_number: _Optional[int] = ...) -> None: ...
 
 class NextHop(_message.Message):
-    __slots__ = ("peer_id", "addresses", "tls_fingerprint", "push_key")
+    __slots__ = ("peer_id", "push_key")
     PEER_ID_FIELD_NUMBER: _ClassVar[int]
-    ADDRESSES_FIELD_NUMBER: _ClassVar[int]
-    TLS_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     PUSH_KEY_FIELD_NUMBER: _ClassVar[int]
     peer_id: str
-    addresses: _containers.RepeatedScalarFieldContainer[str]
-    tls_fingerprint: bytes
     push_key: bytes
-    def __init__(self, peer_id: _Optional[str] = ..., addresses: _Optional[_Iterable[str]] = ..., tls_fingerprint: _Optional[bytes] = ..., push_key: _Optional[bytes] = ...) -> None: ...
+    def __init__(self, peer_id: _Optional[str] = ..., push_key: _Optional[bytes] = ...) -> None: ...
 
 class Step(_message.Message):
     __slots__ = ("number", "changes", "start_position", "hidden", "attention_mask", "position_ids", "outputs_wanted", "stored", "every_block")

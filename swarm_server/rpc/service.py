@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
 import grpc
@@ -19,6 +19,7 @@ from swarm_protocol.wire.printable import printable
 from swarm_protocol.wire.status import status_of
 from swarm_server.net.arrivals import Arrivals, Reservation
 from swarm_server.net.incoming import Incoming
+from swarm_server.net.shares import Caller, address_of
 from swarm_server.rpc import passes
 from swarm_server.sessions.host import SessionManager
 from swarm_server.sessions.reading import StepReader, read_resent
@@ -84,7 +85,8 @@ class BlocksService(BlocksServicer):
                     _logger.debug("a client went away: %s", error)
 
         async with self._answering(context) as client:
-            incoming = self._incoming(requests)
+            arrivals = self._arrivals.of(client)
+            incoming = Incoming(requests, arrivals)
             request = await incoming.next()
             if request is None:
                 return
@@ -94,17 +96,18 @@ class BlocksService(BlocksServicer):
             hosted = await host.open(request.open, client, reply)
             try:
                 await hosted.announce()
-                await self._serve(host, hosted, incoming)
+                await self._serve(host, hosted, incoming, arrivals)
             finally:
                 await asyncio.shield(host.end(hosted))
 
     async def Push(self, requests: AsyncIterator[pb.PushRequest], context: _Context) -> None:
         async with self._answering(context):
-            incoming = self._incoming(requests)
+            incoming = Incoming(requests, self._arrivals)
             request = await incoming.first("push_key")
             hosted = self._sessions().find_pushed(request.push_key)
             # The client blames this stream's sender for one refusal, and would blame who takes its place for more.
-            with StepReader(hosted, self._arrivals, one_refusal=True) as reader:
+            # What it pushes is part of the share of the client whose session it is.
+            with StepReader(hosted, self._arrivals.of(hosted.client), one_refusal=True) as reader:
                 while (request := await reader.next(incoming, self._idle_timeout_s)) is not None:
                     kind = request.WhichOneof("kind")
                     if kind == "step":
@@ -123,12 +126,13 @@ class BlocksService(BlocksServicer):
 
     async def Reroute(self, requests: AsyncIterator[pb.RerouteRequest], context: _Context) -> pb.SessionProgress:
         async with self._answering(context) as client:
-            incoming = self._incoming(requests)
+            arrivals = self._arrivals.of(client)
+            incoming = Incoming(requests, arrivals)
             first = await incoming.next()
             if first is None:
                 raise RequestRejected("a reroute has no messages: expected one with the session's key")
             hosted = self._sessions().find(first.session_key, client)
-            reservation = Reservation(self._arrivals)  # closed when the steps have been sent
+            reservation = Reservation(arrivals)  # closed when the steps have been sent
             try:
                 return await hosted.reroute(first, await read_resent(incoming, first, reservation), reservation.close)
             except BaseException:
@@ -139,9 +143,9 @@ class BlocksService(BlocksServicer):
         async with self._answering(context) as client:
             return await self._sessions().find(request.session_key, client).copy(request.to)
 
-    async def _serve(self, host: SessionManager, hosted: HostedSession, incoming: Incoming) -> None:
+    async def _serve(self, host: SessionManager, hosted: HostedSession, incoming: Incoming, arrivals: Arrivals) -> None:
         """Until the client closes the session, its stream ends, nothing comes for too long, or the host ends it."""
-        reading = asyncio.ensure_future(_read(hosted, incoming, self._arrivals))
+        reading = asyncio.ensure_future(_read(hosted, incoming, arrivals))
         ending = asyncio.ensure_future(host.ended.wait())
         preempting = asyncio.ensure_future(hosted.claim.until_preempted())
         waiting = [reading, ending, preempting]
@@ -150,7 +154,7 @@ class BlocksService(BlocksServicer):
                 if ending.done():
                     raise PeerMoved("the server has left these blocks")
                 if preempting.done():
-                    raise PeerBusy("no room in the KV cache: an older session needs it")
+                    raise PeerBusy("no room in the KV cache: others need it")
                 silent_s = hosted.silent_s
                 if silent_s >= self._idle_timeout_s:
                     raise SessionLost(f"the session was closed after {self._idle_timeout_s:g} s without a request")
@@ -162,22 +166,27 @@ class BlocksService(BlocksServicer):
                 task.cancel()
 
     async def PutAdapter(self, requests: AsyncIterator[pb.PutAdapterRequest], context: _Context) -> pb.PutAdapterReply:
-        async with self._answering(context):
-            return pb.PutAdapterReply(key=await passes.put_adapter(self._staying(), self._incoming(requests)))
+        async with self._answering(context) as client:
+            incoming = Incoming(requests, self._arrivals.of(client))
+            return pb.PutAdapterReply(key=await passes.put_adapter(self._staying(), client, incoming))
 
     async def Forward(
         self, requests: AsyncIterator[pb.ForwardRequest], context: _Context
     ) -> AsyncIterator[pb.TensorReply]:
-        async with self._answering(context):
-            for reply in await passes.forward(self._staying(), self._incoming(requests)):
-                yield reply
+        async with self._answering(context) as client:
+            incoming = Incoming(requests, self._arrivals.of(client))
+            with ExitStack() as request:
+                for reply in await passes.forward(self._staying(), client, incoming, request):
+                    yield reply
 
     async def Backward(
         self, requests: AsyncIterator[pb.BackwardRequest], context: _Context
     ) -> AsyncIterator[pb.TensorReply]:
-        async with self._answering(context):
-            for reply in await passes.backward(self._staying(), self._incoming(requests)):
-                yield reply
+        async with self._answering(context) as client:
+            incoming = Incoming(requests, self._arrivals.of(client))
+            with ExitStack() as request:
+                for reply in await passes.backward(self._staying(), client, incoming, request):
+                    yield reply
 
     async def Describe(self, request: pb.DescribeRequest, context: _Context) -> pb.ServerRecord:
         async with self._answering(context):
@@ -190,10 +199,10 @@ class BlocksService(BlocksServicer):
             return pb.EchoReply(payload=bytes(request.reply_bytes))
 
     @asynccontextmanager
-    async def _answering(self, context: _Context) -> AsyncIterator[str]:
-        """Gives the client's peer id; see ``errors_as_status``."""
+    async def _answering(self, context: _Context) -> AsyncIterator[Caller]:
+        """Gives the client; see ``errors_as_status``."""
         async with errors_as_status(context):
-            yield self._client_of(context)
+            yield Caller(self._client_of(context), address_of(context.peer()))
 
     def _present(self) -> SessionManager:
         """Raises PeerMoved if there is none at present."""
@@ -214,9 +223,6 @@ class BlocksService(BlocksServicer):
         if host is None:
             raise SessionLost("this server does not know the session")
         return host
-
-    def _incoming(self, requests: AsyncIterator[Any]) -> Incoming:
-        return Incoming(requests, self._arrivals)
 
 
 async def _read(hosted: HostedSession, incoming: Incoming, arrivals: Arrivals) -> None:

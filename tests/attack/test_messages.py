@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from contextlib import ExitStack
 
 import grpc
@@ -13,7 +12,7 @@ from swarm_protocol.pb import swarm_pb2 as pb
 from swarm_protocol.wire.codec import decode, encode
 from swarm_protocol.wire.constants import MAX_RESENT, MAX_RESENT_STEPS, MAX_TENSOR_BYTES, MIB
 from swarm_protocol.wire.session_keys import push_key_of
-from tests.attack.attacked import INCOMING_BYTES, Attacked, attacked
+from tests.attack.attacked import INCOMING_BYTES, Attacked
 from tests.swarm.raw_client import Answer
 from tests.swarm.waiting import wait_for
 from tests.zoo import HIDDEN, POSITIONS
@@ -24,18 +23,6 @@ UNKNOWN = grpc.StatusCode.NOT_FOUND
 TYPES = pb.DESCRIPTOR.services_by_name["Blocks"].methods_by_name
 MANY = 100_000
 KEY = bytes(range(16))
-
-
-@pytest.fixture(scope="module")
-def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Attacked]:
-    with attacked(tmp_path_factory.mktemp("attacked")) as target:
-        yield target
-
-
-@pytest.fixture
-def target(running: Attacked) -> Iterator[Attacked]:
-    with running.while_an_honest_client_generates():
-        yield running
 
 
 def step(number: int, start: int = 0, num_tokens: int = 1, **fields: object) -> pb.SessionRequest:
@@ -115,10 +102,11 @@ def test_text_that_would_steer_a_log_or_terminal(target: Attacked) -> None:
     attacker, evil = target.attacker, "evil\n00:00:00 all is well \x1b[2J"
     model = target.opening(contract=target.contract(model=evil * 1000))
     assert_refused(attacker.session(model), grpc.StatusCode.FAILED_PRECONDITION, r"expects evil\n00:00:00 all")
-    hop = pb.NextHop(peer_id=evil, addresses=[f"{evil}:1"], push_key=push_key_of(KEY))
+    hop = pb.NextHop(peer_id=evil, push_key=push_key_of(KEY))
     close = pb.SessionRequest(close=pb.Close())
     attacker.session(target.opening(next=hop), step(1), close)
-    wait_for(lambda: r"evil\n00:00:00 all" in target.server.stderr, "the server has logged that there is no next hop")
+    wait_for(lambda: "the swarm has no record of it" in target.server.stderr, "the server has logged it")
+    assert r"\x1b[2J" in target.server.stderr
     assert "\n00:00:00" not in target.server.stderr and "\x1b[2J" not in target.server.stderr
 
 

@@ -40,7 +40,7 @@ class Channels:
         self.called = asyncio.Event()
         self._stub = BlocksStub(channel)
 
-    async def stub(self, _hop: pb.NextHop) -> Channels:
+    async def stub(self, _peer_id: str) -> Channels:
         return self
 
     def Push(self) -> grpc.aio.StreamStreamCall:

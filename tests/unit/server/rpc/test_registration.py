@@ -23,7 +23,8 @@ def asked(method: str, data: bytes) -> tuple[grpc.StatusCode, str]:
 
     async def scenario() -> tuple[grpc.StatusCode, str]:
         server = grpc.aio.server(options=SERVER_OPTIONS)
-        add_service(BlocksService(lambda: None, lambda: pb.ServerRecord(model="model"), 60.0), server)
+        record = pb.ServerRecord(model="model")
+        add_service(BlocksService(lambda: None, lambda: record, 60.0, client_of=lambda _context: "client"), server)
         port = server.add_insecure_port("127.0.0.1:0")
         await server.start()
         options = [("grpc.max_send_message_length", -1)]
