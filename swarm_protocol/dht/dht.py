@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import logging
-import re
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
+from swarm_protocol.access.access_control import AccessControl
 from swarm_protocol.dht import node as dht_node
 from swarm_protocol.dht import shards
 from swarm_protocol.dht.addresses import CONNECT_TIMEOUT_S, require_answer, tcp_target
@@ -26,7 +26,8 @@ from swarm_protocol.dht.records import (
     servers_key,
     short_id,
 )
-from swarm_protocol.dht.stored_records import BoundedStorage
+from swarm_protocol.dht.revocations import Revocations
+from swarm_protocol.dht.stored_records import SUBKEY, BoundedStorage
 from swarm_protocol.errors import NoSwarm
 from swarm_protocol.net.hivemind_parts import (
     ControlFailure,
@@ -46,8 +47,6 @@ _PUBLISH_TIMEOUT_S = 10.0
 _MAX_NAMED = 3  # servers in a message
 _MAX_REMEMBERED = 8  # peers
 _PARALLEL_READS = 8  # of shards: all that is on its way at once must arrive within hivemind's 3 s for a reply
-# The whole subkey, which leaves no room for a second owner: hivemind asks for the signature of the first it finds.
-_SUBKEY = re.compile(r"([1-9A-HJ-NP-Za-km-z]+)\[owner:(ssh-rsa [A-Za-z0-9+/]+=*)\]")
 _logger = logging.getLogger(__name__)
 
 # hivemind reports every hiccup of its daemon on stderr; what matters reaches the user through our own errors.
@@ -65,9 +64,11 @@ class Dht:
         listening: Listening,
         capacity: int = shards.CAPACITY,
         climb_every: int = shards.CLIMB_EVERY,
+        access: AccessControl | None = None,
     ) -> None:
         node.protocol.storage.__class__ = BoundedStorage  # not a new one: joining, the node may have been given records
         node.protocol.storage.capacity = capacity
+        node.protocol.storage.access = access
         self._node = node
         self._swarm = swarm
         self._identity = identity
@@ -77,6 +78,7 @@ class Dht:
         self._subkey = f"{identity.peer_id}[owner:{identity.private_key.get_public_key().to_bytes().decode()}]"
         self._capacity = capacity
         self._climb_every = climb_every
+        self._access = access
         self._expiration = 0.0
         self._places: dict[str, _Place] = {}  # by model
         self._publishing = asyncio.Lock()
@@ -95,6 +97,7 @@ class Dht:
         capacity: int = shards.CAPACITY,
         climb_every: int = shards.CLIMB_EVERY,
         are_alive: bool = False,
+        access: AccessControl | None = None,
     ) -> Dht:
         """Joins through ``initial_peers``, or starts a new DHT if there are none.
 
@@ -102,7 +105,8 @@ class Dht:
         ``announce_host`` is the address others should use, with ``port``, which must then not be 0.
         ``capacity`` is how many servers may stand under one key, for all nodes of the DHT the same; a server looks for
         room nearer to the root once in ``climb_every`` publications. Initial peers that ``are_alive`` for all that is
-        known, or that libp2p has a connection to, are asked for ``JOIN_TIMEOUT_S`` if they do not answer.
+        known, or that libp2p has a connection to, are asked for ``JOIN_TIMEOUT_S`` if they do not answer. ``access`` is
+        that of a private swarm: nothing is stored or read but the records of servers that are members.
 
         Raises:
             NoSwarm: no initial peer answered; where nobody listens, within 4 s. JoinRefused: one did, but see there.
@@ -129,11 +133,16 @@ class Dht:
         except BaseException:
             await dht_node.stop(node)
             raise
-        return cls(node, swarm, identity, listening, capacity, climb_every)
+        return cls(node, swarm, identity, listening, capacity, climb_every, access)
 
     @property
     def peer_id(self) -> str:
         return self._identity.peer_id
+
+    @property
+    def revocations(self) -> Revocations | None:
+        """Those of a private swarm; None in others."""
+        return None if self._access is None else Revocations(self._node, self._swarm, self._access)
 
     async def addresses(self) -> list[str]:
         """Multiaddrs under which others can join through this node."""
@@ -216,17 +225,23 @@ class Dht:
                 storing = self._overwrite(place, list(place.standing), record)
             else:
                 storing = self._settle(place, record, withdrawn)
-            stored, _ = await asyncio.gather(
-                storing,
-                self._node.store(models_key(self._swarm), record.num_blocks, record.expires_at, subkey=record.model),
-            )
+            stored, _ = await asyncio.gather(storing, self._store_model(record))
         return stored
+
+    async def _store_model(self, record: ServerRecord) -> None:
+        value: Any = record.num_blocks
+        subkey = record.model
+        if self._access is not None:  # nobody takes it unsigned
+            value, subkey = record.to_proto().SerializeToString(), self._subkey
+        await self._node.store(models_key(self._swarm), value, record.expires_at, subkey=subkey)
 
     async def view(self, model: str, num_blocks: int, part: Span | None = None) -> SwarmView:
         """The servers of a model, or those that hold some block of ``part``; withdrawn ones are left out.
 
         One DHT read while they are few, else one after the other for every level of the tree of shards.
         """
+        if self.revocations is not None:
+            await self.revocations.read()
         latest: dict[str, ServerRecord] = {}
         level: Sequence[str] = (ROOT_SHARD,)
         while level:
@@ -248,6 +263,9 @@ class Dht:
         entry = await self._node.get(models_key(self._swarm), latest=True)
         if entry is None or not isinstance(entry.value, dict):
             return {}
+        if self._access is not None:
+            records = self._admitted(entry.value)
+            return {record.model: record.num_blocks for record in sorted(records, key=lambda record: record.model)}
         models = {
             name: item.value
             for name, item in entry.value.items()
@@ -308,8 +326,15 @@ class Dht:
     async def _read_servers(self, model: str, shard: str) -> tuple[list[ServerRecord], bool]:
         """The valid records in a shard, and whether there may be more below it."""
         items = await self._read(model, shard)
-        records = [_checked(subkey, item.value, item.expiration_time) for subkey, item in items.items()]
-        return [record for record in records if record is not None], shards.is_split(len(items), self._capacity)
+        return self._admitted(items), shards.is_split(len(items), self._capacity)
+
+    def _admitted(self, items: dict[Any, Any]) -> list[ServerRecord]:
+        """The valid records among them; in a private swarm, those of members."""
+        checked = [_checked(subkey, item.value, item.expiration_time) for subkey, item in items.items()]
+        records = [record for record in checked if record is not None]
+        if self._access is None:
+            return records
+        return [record for record in records if self._access.is_server(record.peer_id, record.token)]
 
 
 @dataclass
@@ -330,7 +355,7 @@ def _is_name(name: Any) -> bool:
 def _checked(subkey: Any, value: Any, expires_at: float) -> ServerRecord | None:
     """The record, if it is well formed and its owner is the peer it speaks of (the DHT has checked the signature)."""
     try:
-        owner = _SUBKEY.fullmatch(subkey)
+        owner = SUBKEY.fullmatch(subkey)
         record = ServerRecord.parse(value)
         if owner is None or not owner[1] == record.peer_id == peer_id_of(owner[2].encode()):
             raise ValueError("its owner is somebody else")

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from typing import Any
 
+from google.protobuf.message import DecodeError
+
+from swarm_protocol.access.access_control import AccessControl
 from swarm_protocol.dht import shards
 from swarm_protocol.net.hivemind_parts import (
     DHTLocalStorage,
@@ -16,7 +20,11 @@ from swarm_protocol.net.hivemind_parts import (
     RSASignatureValidator,
     get_dht_time,
 )
+from swarm_protocol.net.identity import peer_id_of
+from swarm_protocol.pb import swarm_pb2 as pb
 
+# The whole subkey, which leaves no room for a second owner: hivemind asks for the signature of the first it finds.
+SUBKEY = re.compile(r"([1-9A-HJ-NP-Za-km-z]+)\[owner:(ssh-rsa [A-Za-z0-9+/]+=*)\]")
 _MAX_RECORD_BYTES = 8192  # signed; a usual one has 1 KB
 _MAX_KNOWN = 100_000  # digests, 10 MB
 
@@ -28,10 +36,13 @@ class BoundedStorage(DHTLocalStorage):  # type: ignore[misc]
     """
 
     capacity: int
+    access: AccessControl | None = None  # of a private swarm, for which nothing else is stored
 
     def store_subkey(self, key: Any, subkey: object, value: bytes, expiration_time: float) -> bool:
         """Returns False if there is no room; a record that stands there can always be replaced."""
         if len(value) > _MAX_RECORD_BYTES:
+            return False
+        if self.access is not None and not is_admitted(self.access, subkey, value):
             return False
         known = self.get(key)
         if known is not None and isinstance(known.value, DictionaryDHTValue) and subkey not in known.value:
@@ -40,6 +51,25 @@ class BoundedStorage(DHTLocalStorage):  # type: ignore[misc]
                 return False
         stored: bool = super().store_subkey(key, subkey, value, expiration_time)
         return stored
+
+
+def is_admitted(access: AccessControl, subkey: object, value: bytes) -> bool:
+    """Whether a value, as it travels, is the record of a server that is a member, or a revocation, which is noted.
+
+    Not for the validator to say: hivemind refuses all that a node answers for one record that is not valid, and it may
+    have become so a moment ago.
+    """
+    try:
+        data = MSGPackSerializer.loads(RSASignatureValidator._SIGNATURE_RE.sub(b"", value))
+        if not isinstance(subkey, str) or not isinstance(data, bytes):
+            return False
+        owner = SUBKEY.fullmatch(subkey)
+        if owner is not None:
+            return access.is_server(peer_id_of(owner[2].encode()), pb.ServerRecord.FromString(data).token)
+        access.revoke(data)
+        return access.is_revocation(bytes.fromhex(subkey), data)
+    except (ValueError, TypeError, DecodeError):
+        return False
 
 
 class Validator(RSASignatureValidator):  # type: ignore[misc]
