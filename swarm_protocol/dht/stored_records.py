@@ -37,6 +37,7 @@ class BoundedStorage(DHTLocalStorage):  # type: ignore[misc]
 
     capacity: int
     access: AccessControl | None = None  # of a private swarm, for which nothing else is stored
+    _is_storing = False
 
     def store_subkey(self, key: Any, subkey: object, value: bytes, expiration_time: float) -> bool:
         """Returns False if there is no room; a record that stands there can always be replaced."""
@@ -49,8 +50,22 @@ class BoundedStorage(DHTLocalStorage):  # type: ignore[misc]
             now = get_dht_time()
             if not shards.has_room([item.expiration_time - now for _, item in known.value.items()], self.capacity):
                 return False
-        stored: bool = super().store_subkey(key, subkey, value, expiration_time)
+        self._is_storing = True
+        try:
+            stored: bool = super().store_subkey(key, subkey, value, expiration_time)
+        finally:
+            self._is_storing = False
         return stored
+
+    def get(self, key: Any) -> Any:
+        """In a private swarm a copy: hivemind adds all that it reads elsewhere to what it has got here."""
+        found = super().get(key)
+        if self.access is None or self._is_storing or found is None or not isinstance(found.value, DictionaryDHTValue):
+            return found
+        copied = DictionaryDHTValue(found.value.maxsize)
+        for subkey, item in found.value.items():
+            copied.store(subkey, item.value, item.expiration_time)
+        return type(found)(copied, found.expiration_time)
 
 
 def is_admitted(access: AccessControl, subkey: object, value: bytes) -> bool:
