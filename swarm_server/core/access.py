@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import logging
 import os
-from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -83,7 +82,7 @@ class KnownRevocations:
     def __init__(self, control: AccessControl) -> None:
         self._control = control
         self._path = platformdirs.user_cache_path("swarm") / "revocations" / str(control.swarm_key)
-        self._saved: Iterable[bytes] = ()
+        self._saved: set[bytes] = set()
 
     def load(self) -> None:
         """Whoever could write there can only add what the organiser has signed."""
@@ -95,7 +94,7 @@ class KnownRevocations:
     def save(self) -> None:
         """If there are others than last time."""
         known = self._control.revocations()
-        if known.keys() == self._saved:
+        if set(known) == self._saved:
             return
         partial = Path(f"{self._path}.{os.getpid()}")
         try:
@@ -104,4 +103,4 @@ class KnownRevocations:
             partial.rename(self._path)
         except OSError as error:
             _logger.info("revocations cannot be kept on disk: %s", error)
-        self._saved = known.keys()
+        self._saved = set(known)

@@ -144,9 +144,9 @@ def test_a_revoked_server_is_not_seen_any_more_and_what_was_said_lasts(run: Run,
     async def lapse_and_keep() -> dict[str, float]:
         """As if everybody had forgotten it but one server, which publishes it again when it looks."""
         key = DHTID.generate(revocations_key(SWARM))
-        for server in (*servers, stranger):
-            with server._node.protocol.storage.freeze():
-                server._node.protocol.storage.data.pop(key, None)
+        for dht in (*servers, reader, stranger):
+            for storage in (dht._node.protocol.storage, dht._node.protocol.cache):
+                storage.data.pop(key, None)
         assert await Revocations(reader._node, SWARM, AccessControl(KEY.public)).read() == {}
         await servers[0].revocations.keep()
         fresh = AccessControl(KEY.public)
