@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 from math import inf
+from pathlib import Path
 
 from swarm_client.core.events import OnEvent
+from swarm_protocol.access.organiser import SwarmKey
 from swarm_protocol.dht.addresses import check_peer
 from swarm_protocol.dht.local_registry import DEFAULT_SWARM
 
@@ -50,6 +52,9 @@ class ClientConfig:
     blocked_servers: tuple[str, ...] = ()
     adapter: str = ""  # that servers have loaded at their start; empty: none
     timeouts: Timeouts = Timeouts()
+    swarm_key: str = ""  # of a private swarm: only servers that are its members are used; empty: that of membership
+    membership: Path | None = None  # file that makes this client a member; None: SWARM_MEMBERSHIP of the environment
+    identity: Path | None = None  # key file of the peer that the membership is for, if it does not have it
 
     def __post_init__(self) -> None:
         if isinstance(self.initial_peers, str):
@@ -74,6 +79,13 @@ class ClientConfig:
             seconds = getattr(self, name)
             if not isinstance(seconds, int | float) or not seconds >= 0:
                 raise ValueError(f"{name} is {seconds!r}: expected a number of seconds")
+        if self.swarm_key:
+            object.__setattr__(self, "swarm_key", str(SwarmKey.parse(str(self.swarm_key))))
+        for name in ("membership", "identity"):
+            path = getattr(self, name)
+            if not isinstance(path, str | Path | None):
+                raise ValueError(f"{name} is a {type(path).__name__}: expected the path of a file")
+            object.__setattr__(self, name, None if path is None else Path(path))
         if not isinstance(self.timeouts, Timeouts):
             raise ValueError(f"timeouts is {self.timeouts!r}: expected Timeouts(connect_s=…, …)")
         if self.on_event is not None and not callable(self.on_event):

@@ -18,7 +18,7 @@ _ENOUGH_S = 1.0  # that a round of questions may take; who answers later is know
 _FAR_S = 10.0
 _WEIGHT = 0.3  # of one round trip in the average
 _BAN_S, _MAX_BAN_S = 5.0, 60.0
-FAILED, SILENT = "that failed a moment ago", "that did not answer"
+FAILED, SILENT, DENIED = "that failed a moment ago", "that did not answer", "that do not accept this client"
 _JUST_NOW_S = 1.0  # so long a server that failed is left alone even if there is no other
 
 

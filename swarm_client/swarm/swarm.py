@@ -28,12 +28,12 @@ from swarm_client.routing.routing import (
 )
 from swarm_client.swarm.caller import Caller
 from swarm_client.swarm.discovery import Discovery, Join
-from swarm_client.swarm.peer_health import FAILED, SILENT, Acquaintance, PeerBackoff, RttTracker
+from swarm_client.swarm.peer_health import DENIED, FAILED, SILENT, Acquaintance, PeerBackoff, RttTracker
 from swarm_client.transport.transport import ServerConnection
 from swarm_protocol.dht.claims import within_addresses
 from swarm_protocol.dht.dht import Dht
 from swarm_protocol.dht.records import LIFETIME_S, ServerRecord, SwarmView
-from swarm_protocol.errors import NoRoute, NoSwarm, PeerError, PeerUnavailable
+from swarm_protocol.errors import AccessDenied, NoRoute, NoSwarm, PeerError, PeerUnavailable
 from swarm_protocol.span import Span
 
 Connect = Callable[[ServerRecord, ClientConfig], Awaitable[ServerConnection]]
@@ -63,7 +63,7 @@ class Swarm:
         connect: Connect | None = None,
     ) -> None:
         """``dht``, ``join`` and ``connect`` stand for the network; without ``dht``, ``connect()`` joins."""
-        caller = Caller()
+        caller = Caller(config)
         self.config = config
         self.model = model
         self.revision = revision
@@ -80,6 +80,7 @@ class Swarm:
         self._servers: dict[str, ServerConnection] = {}
         self._connecting: dict[str, asyncio.Lock] = {}
         self._rtts = RttTracker(self._ping)
+        self._denials: dict[str, AccessDenied] = {}  # by servers, who are not asked again
         self._backoff = PeerBackoff()
         self._acquaintance = Acquaintance()
         self._salt = secrets.token_bytes(16)  # strangers cannot know which of many identities this client counts
@@ -175,6 +176,7 @@ class Swarm:
 
         Raises:
             NoRoute: some block is still not served after that time, or only by servers to avoid; the message names it.
+            AccessDenied: without those that do not accept this client, some block is not served.
         """
         is_session = like is None and need_tokens > 0
         keep = self._last_chains.get(blocks, ()) if is_session else ()
@@ -258,6 +260,8 @@ class Swarm:
                     chains = _choose_kind(choose, servers, like, hopeful and like is None)
                 except NoRoute:
                     error = error or no_route(servers, blocks, left_out)
+                    if self._denials:
+                        raise next(iter(self._denials.values())) from None
                     if not silent:
                         break
                     silent.clear()
@@ -311,7 +315,9 @@ class Swarm:
         except PeerError as error:
             _logger.info("%s", error)
             self._leave_out(error)
-            return None
+        except AccessDenied as error:
+            self._denials[record.peer_id] = error
+        return None
 
     def failed(self, error: PeerError) -> None:
         """Leaves the server out for a while, longer each time, and reads the DHT again."""
@@ -381,7 +387,7 @@ class Swarm:
         return SwarmView(counted), left_out
 
     def _banned(self, just_now: bool = False) -> dict[str, str]:
-        return self._backoff.now(now_s(), self._view.servers, just_now)
+        return self._backoff.now(now_s(), self._view.servers, just_now) | dict.fromkeys(self._denials, DENIED)
 
     def _soon(self, coroutine: Coroutine[Any, Any, Any]) -> None:
         task = asyncio.ensure_future(coroutine)

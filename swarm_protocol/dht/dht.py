@@ -10,6 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
+from swarm_protocol.access.access_control import AccessControl
 from swarm_protocol.dht import claims, shards
 from swarm_protocol.dht import node as dht_node
 from swarm_protocol.dht.addresses import CONNECT_TIMEOUT_S, require_answer, tcp_target
@@ -26,6 +27,7 @@ from swarm_protocol.dht.records import (
     servers_key,
     short_id,
 )
+from swarm_protocol.dht.revocations import Revocations
 from swarm_protocol.dht.stored_records import BoundedStorage, owner_of, subkey_of
 from swarm_protocol.errors import NoSwarm
 from swarm_protocol.net.hivemind_parts import (
@@ -64,9 +66,12 @@ class Dht:
         capacity: int = shards.CAPACITY,
         climb_every: int = shards.CLIMB_EVERY,
         max_lifetime_s: float = MAX_LIFETIME_S,
+        access: AccessControl | None = None,
     ) -> None:
         node.protocol.storage.__class__ = BoundedStorage  # not a new one: joining, the node may have been given records
         node.protocol.storage.capacity = capacity
+        node.protocol.storage.access = access
+        node.protocol.record_validator.takes_revocations = access is not None
         node.protocol.record_validator.max_lifetime_s = max_lifetime_s
         self._node = node
         self._swarm = swarm
@@ -77,6 +82,7 @@ class Dht:
         self._subkey = subkey_of(identity)
         self._capacity = capacity
         self._climb_every = climb_every
+        self._access = access
         self._expiration = 0.0
         self._places: dict[str, _Place] = {}  # by model
         self._publishing = asyncio.Lock()
@@ -96,6 +102,7 @@ class Dht:
         climb_every: int = shards.CLIMB_EVERY,
         max_lifetime_s: float = MAX_LIFETIME_S,
         are_alive: bool = False,
+        access: AccessControl | None = None,
     ) -> Dht:
         """Joins through ``initial_peers``, or starts a new DHT if there are none.
 
@@ -104,7 +111,8 @@ class Dht:
         ``capacity`` is how many servers may stand under one key, for all nodes of the DHT the same; a server looks for
         room nearer to the root once in ``climb_every`` publications. Records that expire later than in
         ``max_lifetime_s`` are neither stored nor read. Initial peers that ``are_alive`` for all that is
-        known, or that libp2p has a connection to, are asked for ``JOIN_TIMEOUT_S`` if they do not answer.
+        known, or that libp2p has a connection to, are asked for ``JOIN_TIMEOUT_S`` if they do not answer. ``access`` is
+        that of a private swarm: nothing is stored or read but the records of servers that are members.
 
         Raises:
             NoSwarm: no initial peer answered; where nobody listens, within 4 s. JoinRefused: one did, but see there.
@@ -131,11 +139,16 @@ class Dht:
         except BaseException:
             await dht_node.stop(node)
             raise
-        return cls(node, swarm, identity, listening, capacity, climb_every, max_lifetime_s)
+        return cls(node, swarm, identity, listening, capacity, climb_every, max_lifetime_s, access)
 
     @property
     def peer_id(self) -> str:
         return self._identity.peer_id
+
+    @property
+    def revocations(self) -> Revocations | None:
+        """Those of a private swarm; None in others."""
+        return None if self._access is None else Revocations(self._node, self._swarm, self._access)
 
     async def addresses(self) -> list[str]:
         """Multiaddrs under which others can join through this node."""
@@ -238,6 +251,8 @@ class Dht:
 
         One DHT read while they are few, else one after the other for every level of the tree of shards.
         """
+        if self.revocations is not None:
+            await self.revocations.read()
         latest: dict[str, ServerRecord] = {}
         level: Sequence[str] = (ROOT_SHARD,)
         while level:
@@ -260,7 +275,7 @@ class Dht:
 
     async def _read_list(self, parts: Sequence[int]) -> list[ServerRecord]:
         found = await asyncio.gather(*(self._items_of(models_key(self._swarm, part)) for part in parts))
-        return [record for items in found for record in _valid(items)]
+        return [record for items in found for record in self._admitted(items)]
 
     async def shutdown(self) -> None:
         await dht_node.stop(self._node)
@@ -318,8 +333,17 @@ class Dht:
     async def _read_servers(self, model: str, num_blocks: int, shard: str) -> tuple[list[ServerRecord], bool]:
         """The valid records in a shard, and whether there may be more below it."""
         items = await self._read(model, shard)
-        records = [record for record in _valid(items) if (record.model, record.num_blocks) == (model, num_blocks)]
+        records = [
+            record for record in self._admitted(items) if (record.model, record.num_blocks) == (model, num_blocks)
+        ]
         return records, shards.is_split(len(items), self._capacity)
+
+    def _admitted(self, items: Mapping[Any, Any]) -> list[ServerRecord]:
+        """The valid records among them; in a private swarm, those of members."""
+        records = _valid(items)
+        if self._access is None:
+            return records
+        return [record for record in records if self._access.is_server(record.peer_id, record.token)]
 
 
 @dataclass

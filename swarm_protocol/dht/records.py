@@ -63,6 +63,7 @@ class ServerRecord:
     network_tokens_per_s: float = 0.0
     pinned: bool = False
     next_span: Span | None = None
+    token: bytes = field(default=b"", repr=False)  # of a member of a private swarm
     expires_at: float = field(default=inf, compare=False)  # DHT time (Unix, in seconds); known from the DHT, not sent
 
     @property
@@ -92,6 +93,7 @@ class ServerRecord:
             forward_tokens_per_s=self.forward_tokens_per_s,
             network_tokens_per_s=self.network_tokens_per_s,
             pinned=self.pinned,
+            token=self.token,
             next_blocks=None if self.next_span is None else pb.Span(start=self.next_span.start, end=self.next_span.end),
         )
 
@@ -151,6 +153,7 @@ class ServerRecord:
             network_tokens_per_s=min(message.network_tokens_per_s, MAX_NETWORK_TOKENS_PER_S),
             pinned=message.pinned,
             next_span=next_span,
+            token=message.token,
         )
 
     @classmethod
@@ -206,6 +209,11 @@ def missing_spans(replicas: list[int]) -> tuple[Span, ...]:
 def servers_key(swarm: str, model: str, shard: str = ROOT_SHARD) -> str:
     """DHT key whose subkeys are servers of one model."""
     return f"swarm.v1/{swarm}/servers/{shard}/{model}"
+
+
+def revocations_key(swarm: str) -> str:
+    """DHT key whose subkeys are the ids of grants that the organiser of a private swarm has revoked."""
+    return f"swarm.v1/{swarm}/revocations"
 
 
 def models_key(swarm: str, shard: int) -> str:

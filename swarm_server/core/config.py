@@ -38,6 +38,9 @@ class ServerConfig:
     initial_peers: tuple[str, ...] = ()
     swarm: str = DEFAULT_SWARM
     identity: Path | None = None  # None: a new one each start
+    membership: Path | None = None  # of a private swarm; None: SWARM_MEMBERSHIP of the environment, if there is any
+    swarm_key: str = ""  # of a private swarm; empty: that of the membership
+    open_to_clients: bool = False  # members alone are servers, and anybody is a client
     cache_tokens: int | None = None  # over all sessions; None: cache_bytes
     cache_bytes: int | None = None  # keys and values of all sessions, and what training keeps; None: from free memory
     prefix_cache: bool = True  # sessions that start with the same content compute it once

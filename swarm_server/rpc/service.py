@@ -10,8 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 import grpc
 
+from swarm_protocol.access.access_control import AccessControl
+from swarm_protocol.access.tokens import Role
 from swarm_protocol.errors import AccessDenied, PeerBusy, PeerError, PeerMoved, RequestRejected, SessionLost
-from swarm_protocol.net.tls import peer_of
+from swarm_protocol.net.tls import peer_of, token_of
 from swarm_protocol.pb import swarm_pb2 as pb
 from swarm_protocol.pb.swarm_pb2_grpc import BlocksServicer
 from swarm_protocol.wire.constants import MAX_ECHO_BYTES
@@ -29,6 +31,7 @@ from swarm_server.sessions.sessions import HostedSession
 if TYPE_CHECKING:
     _Context = grpc.aio.ServicerContext[Any, Any]
 _logger = logging.getLogger(__name__)
+_ADMITTED_S = 5.0  # between two looks whether the client of a silent session is still a member
 _REFUSALS = (RequestRejected, AccessDenied, PeerError)
 
 
@@ -62,16 +65,18 @@ class BlocksService(BlocksServicer):
         idle_timeout_s: float,
         arrivals: Arrivals | None = None,
         client_of: Callable[[_Context], str] = _client_of,
+        access: AccessControl | None = None,
     ) -> None:
         """``hosted``: the sessions of the blocks that are hosted at present; None while others are loaded.
 
-        ``client_of`` stands for the network: the peer id of whoever calls.
+        ``client_of`` stands for the network: the peer id of whoever calls. ``access`` is that of a private swarm.
         """
         self._hosted = hosted
         self._record = record
         self._idle_timeout_s = idle_timeout_s
         self._arrivals = arrivals or Arrivals()
         self._client_of = client_of
+        self._access = access
 
     async def Session(self, requests: AsyncIterator[pb.SessionRequest], context: _Context) -> None:
         writing = asyncio.Lock()  # an output's parts stay together
@@ -96,12 +101,12 @@ class BlocksService(BlocksServicer):
             hosted = await host.open(request.open, client, reply)
             try:
                 await hosted.announce()
-                await self._serve(host, hosted, incoming, arrivals)
+                await self._serve(host, hosted, incoming, arrivals, lambda: self._admitted(context))
             finally:
                 await asyncio.shield(host.end(hosted))
 
     async def Push(self, requests: AsyncIterator[pb.PushRequest], context: _Context) -> None:
-        async with self._answering(context):
+        async with self._answering(context, Role.SERVER):
             incoming = Incoming(requests, self._arrivals)
             request = await incoming.first("push_key")
             hosted = self._sessions().find_pushed(request.push_key)
@@ -109,6 +114,7 @@ class BlocksService(BlocksServicer):
             # What it pushes is part of the share of the client whose session it is.
             with StepReader(hosted, self._arrivals.of(hosted.client), one_refusal=True) as reader:
                 while (request := await reader.next(incoming, self._idle_timeout_s)) is not None:
+                    self._admitted(context, Role.SERVER)
                     kind = request.WhichOneof("kind")
                     if kind == "step":
                         number = request.step.number
@@ -143,9 +149,19 @@ class BlocksService(BlocksServicer):
         async with self._answering(context) as client:
             return await self._sessions().find(request.session_key, client).copy(request.to)
 
-    async def _serve(self, host: SessionManager, hosted: HostedSession, incoming: Incoming, arrivals: Arrivals) -> None:
-        """Until the client closes the session, its stream ends, nothing comes for too long, or the host ends it."""
-        reading = asyncio.ensure_future(_read(hosted, incoming, arrivals))
+    async def _serve(
+        self,
+        host: SessionManager,
+        hosted: HostedSession,
+        incoming: Incoming,
+        arrivals: Arrivals,
+        admitted: Callable[[], object],
+    ) -> None:
+        """Until the client closes the session, its stream ends, nothing comes for too long, or the host ends it.
+
+        ``admitted`` raises AccessDenied once the client is no member any more.
+        """
+        reading = asyncio.ensure_future(_read(hosted, incoming, arrivals, admitted))
         ending = asyncio.ensure_future(host.ended.wait())
         preempting = asyncio.ensure_future(hosted.claim.until_preempted())
         waiting = [reading, ending, preempting]
@@ -158,7 +174,8 @@ class BlocksService(BlocksServicer):
                 silent_s = hosted.silent_s
                 if silent_s >= self._idle_timeout_s:
                     raise SessionLost(f"the session was closed after {self._idle_timeout_s:g} s without a request")
-                timeout_s = self._idle_timeout_s - silent_s
+                admitted()
+                timeout_s = min(self._idle_timeout_s - silent_s, _ADMITTED_S)
                 await asyncio.wait(waiting, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
             reading.result()
         finally:
@@ -182,7 +199,7 @@ class BlocksService(BlocksServicer):
     async def Backward(
         self, requests: AsyncIterator[pb.BackwardRequest], context: _Context
     ) -> AsyncIterator[pb.TensorReply]:
-        async with self._answering(context) as client:
+        async with self._answering(context, Role.TRAINER) as client:
             incoming = Incoming(requests, self._arrivals.of(client))
             with ExitStack() as request:
                 for reply in await passes.backward(self._staying(), client, incoming, request):
@@ -199,10 +216,17 @@ class BlocksService(BlocksServicer):
             return pb.EchoReply(payload=bytes(request.reply_bytes))
 
     @asynccontextmanager
-    async def _answering(self, context: _Context) -> AsyncIterator[Caller]:
-        """Gives the client; see ``errors_as_status``."""
+    async def _answering(self, context: _Context, role: Role = Role.CLIENT) -> AsyncIterator[Caller]:
+        """Gives the client if it may do what takes this role; see ``errors_as_status``."""
         async with errors_as_status(context):
-            yield Caller(self._client_of(context), address_of(context.peer()))
+            yield Caller(self._admitted(context, role), address_of(context.peer()))
+
+    def _admitted(self, context: _Context, role: Role = Role.CLIENT) -> str:
+        """The client's peer id. Raises AccessDenied if it may not do what takes this role."""
+        client = self._client_of(context)
+        if self._access is not None:
+            self._access.require(role, client, token_of(context.auth_context()))
+        return client
 
     def _present(self) -> SessionManager:
         """Raises PeerMoved if there is none at present."""
@@ -225,9 +249,10 @@ class BlocksService(BlocksServicer):
         return host
 
 
-async def _read(hosted: HostedSession, incoming: Incoming, arrivals: Arrivals) -> None:
+async def _read(hosted: HostedSession, incoming: Incoming, arrivals: Arrivals, admitted: Callable[[], object]) -> None:
     with StepReader(hosted, arrivals) as reader:
         while (request := await reader.next(incoming, None)) is not None:
+            admitted()
             kind = request.WhichOneof("kind")
             if kind == "step":
                 await reader.start(request.step)
