@@ -1,0 +1,63 @@
+"""Messages, records and files that were changed at random are refused, or answered rightly; nothing is left of them."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.attack.attacked import Attacked, attacked
+from tests.attack.attacks import attack
+from tests.attack.fuzzed import fuzz
+from tests.attack.fuzzing.conversations import RPCS
+from tests.attack.fuzzing.files import Files
+from tests.attack.fuzzing.records import RECORDS
+from tests.marks import SLOW
+
+SEED = 15
+
+
+@pytest.fixture(scope="module")
+def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Attacked]:
+    with attacked(tmp_path_factory.mktemp("fuzzed")) as target:
+        yield target
+
+
+@pytest.fixture
+def target(running: Attacked) -> Iterator[Attacked]:
+    with running.while_an_honest_client_generates():
+        yield running
+
+
+@attack("a few hundred fuzzed messages")
+def test_a_few_hundred(target: Attacked) -> None:
+    fuzzer = fuzz(target, SEED, 300)
+    assert fuzzer.failures == []
+
+
+@SLOW
+@pytest.mark.timeout(1800)
+def test_twenty_thousand(target: Attacked) -> None:
+    fuzzer = fuzz(target, SEED + 1, 20_000)
+    assert fuzzer.failures == []
+    assert {*RPCS, *RECORDS} < set(fuzzer.tallies)
+    for kind in RPCS:  # some were right, and some were not
+        answers = fuzzer.tallies[kind].answers
+        assert answers["OK"] > 10, (kind, answers)
+        assert answers.total() - answers["OK"] > 10, (kind, answers)
+
+
+@pytest.mark.parametrize("kind", RECORDS)
+def test_records(kind: str) -> None:
+    answers = {RECORDS[kind](random.Random(f"{SEED}/{number}")) for number in range(200)}
+    assert "accepted" in answers and len(answers) > 1
+
+
+@SLOW
+def test_files(tmp_path: Path) -> None:
+    files = Files(tmp_path)
+    for kind, tried in files.kinds.items():
+        answers = {tried(random.Random(f"{kind}/{number}")) for number in range(100)}
+        assert answers == {"read", "refused"}, kind
