@@ -58,7 +58,9 @@ class Attacked:
         wait_for(lambda: describe().cache_tokens_left == _CACHE_TOKENS, "the room of sessions has come back")
         after: list[Resources] = []
         try:
-            wait_for(lambda: after.append(self.resources()) or after[-1].are_back(before), "all is back that was in use")
+            wait_for(
+                lambda: after.append(self.resources()) or after[-1].are_back(before), "all is back that was in use"
+            )
         except AssertionError as error:
             raise AssertionError(f"{error}; before: {before}; after: {after[-1]}") from None
         assert "Traceback" not in self.server.stderr

@@ -1,6 +1,6 @@
 """A server with other limits than a user can give, which says at SIGUSR1 what it has in use.
 
-    python -m tests.attack.attacked_server JSON
+python -m tests.attack.attacked_server JSON
 """
 
 from __future__ import annotations

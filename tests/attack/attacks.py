@@ -1,11 +1,11 @@
 """The attacks that tests repeat and ``benchmarks/attack.py`` measures.
 
-An attack is a test function of this package that takes a server under attack, asserts that it is refused, and has a name::
+An attack is a test function of this package that takes a server under attack, asserts that it fails, and has a name::
 
     @attack("empty changes")
     def test_empty_changes(target: Attacked) -> None: ...
 
-One that needs another server than ``attacked`` starts says so by ``servers``, which is called with a directory of its own.
+One that needs another server than ``attacked`` starts says so by ``servers``, which is given a directory of its own.
 """
 
 from __future__ import annotations

@@ -13,6 +13,7 @@ from swarm_protocol.wire.constants import CLIENT_OPTIONS
 from tests.attack.attacked import Attacked
 from tests.attack.fuzzing.files import Files
 from tests.attack.fuzzing.fuzzer import Fuzzer
+from tests.attack.fuzzing.honest_requests import HonestRequests
 from tests.swarm.raw_client import own_credentials
 from tests.zoo import HIDDEN
 
@@ -25,7 +26,7 @@ def fuzzer_of(target: Attacked, seed: int) -> Iterator[Fuzzer]:
     connecting = pinned_channel(own_credentials(), record.addresses[0], record.tls_fingerprint, options)
     channel = background.run(connecting)
     with TemporaryDirectory() as directory:
-        fuzzer = Fuzzer(seed, record, HIDDEN, channel, target.blocks, Files(Path(directory)))
+        fuzzer = Fuzzer(seed, HonestRequests(record, HIDDEN), channel, target.blocks, Files(Path(directory)))
         try:
             yield fuzzer
         finally:

@@ -1,1 +1,1 @@
-"""A seeded fuzzer that knows the structure of what peers send: calls, records in the DHT, files of models and adapters."""
+"""A seeded fuzzer that knows the structure of what it changes: calls, records in the DHT, and files."""

@@ -224,7 +224,8 @@ def _forward(honest: HonestRequests, chance: Random) -> Conversation:
     if not is_plain or message.HasField("attention_mask"):
         return Conversation("Forward", (Call("Forward", requests),))
     hidden = random_tensor((2, 7, honest.hidden_size), chance)
-    plain = pb.ForwardRequest(forward=pb.Forward(contract=honest.contract(), hidden=honest.plain_step(1, 0, hidden).hidden))
+    message = pb.Forward(contract=honest.contract(), hidden=honest.plain_step(1, 0, hidden).hidden)
+    plain = pb.ForwardRequest(forward=message)
     return Conversation("Forward", (Call("Forward", (plain,)),), hidden=hidden)
 
 

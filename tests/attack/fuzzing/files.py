@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import logging
 import shutil
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from random import Random
@@ -38,6 +40,8 @@ class Files:
     """A model of each of some families, and an adapter, in a directory of the fuzzer's own."""
 
     def __init__(self, directory: Path) -> None:
+        logging.getLogger("transformers").setLevel(logging.CRITICAL)  # it reports what makes no sense at length
+        warnings.filterwarnings("ignore", module="transformers")
         self._directory = directory
         self._models = {name: directory / name for name in _FAMILIES}
         for name, path in self._models.items():
@@ -107,7 +111,7 @@ def _tried(read: Callable[[], Any]) -> str:
 def _load(model: Path) -> None:
     checkpoint = Checkpoint.open(model)
     _tried(lambda: checkpoint.generation_config)
-    checkpoint.family  # noqa: B018: read for its errors
+    describe(checkpoint.config)
     max_positions(checkpoint.config)
     slice_config(checkpoint.config, Span(0, 1))
     load_blocks(checkpoint, Span(0, 1))

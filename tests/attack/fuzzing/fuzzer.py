@@ -4,23 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import logging
 import time
-import warnings
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from pathlib import Path
 from random import Random
 
 import grpc
 
-from swarm_protocol.dht.records import ServerRecord
 from tests.attack.fuzzing.conversations import Conversation, conversation
 from tests.attack.fuzzing.files import Files
 from tests.attack.fuzzing.honest_requests import HonestRequests
 from tests.attack.fuzzing.records import RECORDS
-from tests.attack.fuzzing.talking import Outputs, Talker, WrongAnswer
+from tests.attack.fuzzing.talking import DEADLINE_S, Outputs, Talker, WrongAnswer
 
 _AT_ONCE = 8  # conversations
 _CONVERSATIONS, _RECORDS = 0.9, 0.98  # of the cases; what is beyond are files
@@ -62,16 +58,21 @@ class Fuzzer:
     """
 
     def __init__(
-        self, seed: int, record: ServerRecord, hidden_size: int, channel: grpc.aio.Channel, outputs: Outputs, files: Files
+        self, seed: int, honest: HonestRequests, channel: grpc.aio.Channel, outputs: Outputs, files: Files
     ) -> None:
         """``outputs``: what the blocks of the server behind the channel make of hidden states."""
         self._seed = seed
-        self._honest = HonestRequests(record, hidden_size)
+        self._honest = honest
         self._talker = Talker(channel, outputs)
         self._files = files
         self._thread = ThreadPoolExecutor(1)
         self.tallies: dict[str, Tally] = {}
         self.failures: list[Failure] = []
+
+    @property
+    def gave_up(self) -> bool:
+        """Whether so many cases have failed that more would tell nothing."""
+        return len(self.failures) >= _MOST_FAILURES
 
     @property
     def num_messages(self) -> int:
@@ -86,7 +87,7 @@ class Fuzzer:
         enough = self.num_messages + num_messages
 
         async def work() -> None:
-            while self.num_messages < enough and len(self.failures) < _MOST_FAILURES:
+            while self.num_messages < enough and not self.gave_up:
                 await self.run_one(next(numbers))
 
         await asyncio.gather(*(work() for _ in range(_AT_ONCE)))
@@ -106,9 +107,12 @@ class Fuzzer:
         tally.messages += 1
         start_s = time.perf_counter()
         try:
-            answer = await asyncio.get_running_loop().run_in_executor(self._thread, kinds[kind], chance)
+            answering = asyncio.get_running_loop().run_in_executor(self._thread, kinds[kind], chance)
+            answer = await asyncio.wait_for(answering, DEADLINE_S)
         except Exception as error:  # whatever it is, it is no answer
             answer = type(error).__name__
+            if isinstance(error, TimeoutError):
+                self._thread = ThreadPoolExecutor(1)  # the old one will not come back
             self._failed(number, kind, f"{answer}: {error}")
         tally.add(number, answer, time.perf_counter() - start_s)
         return kind
@@ -130,14 +134,3 @@ class Fuzzer:
 def _described(talk: Conversation) -> str:
     calls = [f"{call.method} × {len(call.messages)} messages, then {call.ending.name}" for call in talk.calls]
     return f"{talk.kind} beside {len(talk.sessions)} sessions: {'; '.join(calls)}"
-
-
-def quiet_libraries() -> None:
-    """Configs that make no sense are reported by transformers at length."""
-    logging.getLogger("transformers").setLevel(logging.CRITICAL)
-    warnings.filterwarnings("ignore")
-
-
-def new_files(directory: Path) -> Files:
-    quiet_libraries()
-    return Files(directory)

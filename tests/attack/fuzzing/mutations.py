@@ -24,7 +24,26 @@ EVIL_TEXTS = (
     "%s%n{0}",
     "𝔘" * 40,
 )
-_WHOLE = (0, 1, 2, 3, 7, 64, 255, 256, 4096, 2**16, 2**31 - 1, 2**31, 2**32 - 1, 2**32, 2**53, 2**63 - 1, 2**63, 2**64 - 1)
+_WHOLE = (
+    0,
+    1,
+    2,
+    3,
+    7,
+    64,
+    255,
+    256,
+    4096,
+    2**16,
+    2**31 - 1,
+    2**31,
+    2**32 - 1,
+    2**32,
+    2**53,
+    2**63 - 1,
+    2**63,
+    2**64 - 1,
+)
 _FLOATS = (0.0, -0.0, -1.0, 0.5, 1.0, 1e-45, 1e30, 3.4e38, math.inf, -math.inf, math.nan)
 _KINDS = FieldDescriptor
 _RANGES = {
@@ -37,7 +56,16 @@ _MANY = (2, 9, 100, 5000)  # of one field: some, more than is allowed, very many
 _JSON_VALUES: tuple[Any, ...] = (
     *(None, True, False, "", "auto", "1", "x" * 1000, [], {}, [[]], [1, -1], {"a": {"b": 1}}),
     *(0, -1, 1, 3, 2**31, 2**63, 10**400, 0.5, -0.0, 1e308, math.inf, -math.inf, math.nan),
-    *("/etc/passwd", "../model.safetensors", "a\0b", "C:\\a", "a\nb", r"((a+)+)+$", "torch.nn.Linear", "full_attention"),
+    *(
+        "/etc/passwd",
+        "../model.safetensors",
+        "a\0b",
+        "C:\\a",
+        "a\nb",
+        r"((a+)+)+$",
+        "torch.nn.Linear",
+        "full_attention",
+    ),
 )
 
 
