@@ -3,8 +3,8 @@
     python benchmarks/attack.py [--quick] [--only NAME …] [--json FILE]
 
 The attacks are those of ``tests/attack``, where ``attack`` names them; each is repeated for a while. The longest wait
-of the client is compared with that of a generation when nothing else happens, the median of some. Ends with exit code 1 if
-it waited more than two seconds longer, if a generation of it failed, or if the server did not withstand an attack.
+of the client is compared with that of a generation when nothing else happens, the median of some. Ends with exit code 1
+if it waited more than two seconds longer, if a generation failed, or if the server did not withstand an attack.
 """
 
 from __future__ import annotations

@@ -98,14 +98,14 @@ def test_streams_that_fall_silent_or_drip(target: Attacked) -> None:
             silent[number % len(silent)].offer(pb.ForwardRequest(more=bytes(MIB)))
         wait_for(lambda: sum(stream.ended for stream in silent) > 0, "there is no room for all of them")
         answers = [stream.answer() for stream in silent]
-        for answer in answers:
+        for answer in (answer for answer in answers if not answer.is_cut_off):
             no_room = answer.status is FULL
             assert_refused(
                 answer, FULL if no_room else UNKNOWN, "requests that are arriving" if no_room else "came too slowly"
             )
-        assert {answer.status for answer in answers} == {FULL, UNKNOWN}
+        assert UNKNOWN in {answer.status for answer in answers} > {UNKNOWN}
         wait_for(lambda: drip.offer(pb.SessionRequest(more=b"x")), "a stream that drips has ended")
-        assert drip.answer().status in (UNKNOWN, grpc.StatusCode.INTERNAL)  # if it ends while it is written to
+        assert drip.answer().status is UNKNOWN or drip.answer().is_cut_off
 
 
 @pytest.mark.parametrize("method", TYPES)

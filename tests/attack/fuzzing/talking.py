@@ -18,6 +18,7 @@ from swarm_protocol.errors import RequestRejected
 from swarm_protocol.pb import swarm_pb2 as pb
 from swarm_protocol.wire.codec import Assembler
 from tests.attack.fuzzing.conversations import Call, Conversation, Ending
+from tests.swarm.raw_client import CUT_OFF
 
 DEADLINE_S = 120.0  # for any answer; the machine may be busy
 _PATIENCE_S = 0.05  # of who leaves, for a first reply
@@ -64,10 +65,10 @@ class Talker:
         async with contextlib.AsyncExitStack() as stack:
             for requests in conversation.sessions:
                 await stack.enter_async_context(self._session(requests))
-            calls = [self._call(call, conversation.hidden) for call in conversation.calls]
+            calls, hidden = conversation.calls, conversation.hidden
             if conversation.at_once:
-                return list(await asyncio.gather(*calls))
-            return [await call for call in calls]
+                return list(await asyncio.gather(*(self._call(call, hidden) for call in calls)))
+            return [await self._call(call, hidden) for call in calls]
 
     @contextlib.asynccontextmanager
     async def _session(self, requests: Sequence[pb.SessionRequest]) -> AsyncIterator[None]:
@@ -92,26 +93,28 @@ class Talker:
             async for reply in rpc:
                 replies.append(reply)
 
-        reading = asyncio.ensure_future(read())
-        try:
-            for data in call.data:
-                if rpc.done():
-                    break
-                await rpc.write(data)
-            if call.ending is Ending.FINISH:
-                await rpc.done_writing()
-        except (grpc.RpcError, asyncio.InvalidStateError):
-            pass  # the server has ended the stream
+        async def send() -> None:
+            with contextlib.suppress(grpc.RpcError, asyncio.InvalidStateError):  # the server has ended the stream
+                for data in call.data:
+                    await rpc.write(data)
+                if call.ending is Ending.FINISH:
+                    await rpc.done_writing()
+
+        reading, sending = asyncio.ensure_future(read()), asyncio.ensure_future(send())
+        await asyncio.wait([reading, sending], return_when=asyncio.FIRST_COMPLETED)
         sent_s = clock()
         await asyncio.wait([reading], timeout=_PATIENCE_S if call.ending is Ending.LEAVE else None)
         seconds = clock() - sent_s
-        if not reading.done():
-            rpc.cancel()
-        await asyncio.wait([reading])
-        reading.exception()
+        rpc.cancel()  # unless it has ended
+        sending.cancel()  # which would wait for ever, had the call ended before it began
+        await asyncio.wait([reading, sending])
+        if not reading.cancelled():
+            reading.exception()
         status, details = await rpc.code(), await rpc.details() or ""
         if call.ending is Ending.LEAVE and status is _Code.CANCELLED:
             return Answered(call.method, "left", seconds)
+        if (status, details) == CUT_OFF:
+            return Answered(call.method, "cut off", seconds)
         _judge(call.method, status, details)
         parsed = _parsed(call.method, replies)
         if status is _Code.OK and hidden is not None:
