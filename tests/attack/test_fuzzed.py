@@ -6,8 +6,13 @@ import random
 from collections.abc import Iterator
 from pathlib import Path
 
+import grpc
 import pytest
+import torch
 
+from swarm_protocol.pb import swarm_pb2 as pb
+from swarm_protocol.wire.codec import encode
+from swarm_protocol.wire.session_keys import push_key_of
 from tests.attack.attacked import Attacked, attacked
 from tests.attack.attacks import attack
 from tests.attack.fuzzed import fuzz
@@ -15,6 +20,7 @@ from tests.attack.fuzzing.conversations import RPCS
 from tests.attack.fuzzing.files import Files
 from tests.attack.fuzzing.records import RECORDS
 from tests.marks import SLOW
+from tests.zoo import HIDDEN
 
 SEED = 15
 
@@ -47,6 +53,21 @@ def test_twenty_thousand(target: Attacked) -> None:
         answers = fuzzer.tallies[kind].answers
         assert answers["OK"] > 10, (kind, answers)
         assert answers.total() - answers["OK"] > 10, (kind, answers)
+
+
+def test_outputs_that_are_to_be_sent_again_as_whole_numbers(target: Attacked) -> None:
+    """The session waited for ever for the next hop to have them."""
+    key, hidden = bytes(range(16)), encode(torch.ones(1, 1, HIDDEN))[0]
+    nowhere = pb.NextHop(addresses=["127.0.0.1:1"], push_key=push_key_of(key))
+    opening = target.opening(key, next=nowhere, codec=pb.INT8_BLOCKS)
+    resent = pb.Step(number=1, hidden=pb.Tensor(dtype=pb.INT64, shape=[1, 1, HIDDEN]))
+    with target.attacker.stream("Session") as session:
+        session.send(opening)
+        session.read()
+        session.send(pb.SessionRequest(step=pb.Step(number=1, hidden=hidden)))
+        session.read()
+        answer = target.attacker.reroute(pb.RerouteRequest(session_key=key, next=nowhere, resend=[resent]))
+        assert answer.status is grpc.StatusCode.INVALID_ARGUMENT and "no floating-point tensor" in answer.details
 
 
 @pytest.mark.parametrize("kind", RECORDS)

@@ -20,7 +20,6 @@ from swarm_protocol.pb.swarm_pb2_grpc import BlocksStub
 from swarm_protocol.wire.constants import CLIENT_OPTIONS
 from tests.swarm.waiting import DEADLINE_S
 
-
 CUT_OFF = grpc.StatusCode.INTERNAL, "Internal error from Core"
 
 

@@ -52,6 +52,7 @@ _RANGES = {
     _KINDS.CPPTYPE_UINT32: (0, 2**32 - 1),
     _KINDS.CPPTYPE_UINT64: (0, 2**64 - 1),
 }
+_GIVEN = 0.75  # of the changed fields are among those that an honest peer has set
 _MANY = (2, 9, 100, 5000)  # of one field: some, more than is allowed, very many
 _JSON_VALUES: tuple[Any, ...] = (
     *(None, True, False, "", "auto", "1", "x" * 1000, [], {}, [[]], [1, -1], {"a": {"b": 1}}),
@@ -75,11 +76,12 @@ def mutated(message: T, chance: Random) -> T:
     changed.CopyFrom(message)
     holder: Message = changed
     while True:
-        field = chance.choice(holder.DESCRIPTOR.fields or [None])
+        given = [field for field, _ in holder.ListFields()]
+        field = chance.choice(given if given and chance.random() < _GIVEN else holder.DESCRIPTOR.fields or [None])
         if field is None:
             return changed
         is_inner = field.cpp_type == _KINDS.CPPTYPE_MESSAGE and not field.is_repeated
-        if not (is_inner and holder.HasField(field.name) and chance.random() < 0.8):
+        if not (is_inner and holder.HasField(field.name) and chance.random() < 0.9):
             break
         holder = getattr(holder, field.name)
     if field.is_repeated:
