@@ -130,7 +130,7 @@ def main() -> None:
     attacks = [attack for attack in attacks if not args.only or attack.name in args.only]
     seconds, num_quiet = (QUICK_SECONDS, QUICK_GENERATIONS) if args.quick else (args.seconds, QUIET_GENERATIONS)
     measured = list(losses(attacks, seconds, num_quiet))
-    console = Console(soft_wrap=True)
+    console = Console(width=120, soft_wrap=True)
     console.print(table_of(measured))
     for loss in measured:
         for problem in loss.problems:

@@ -100,7 +100,7 @@ def main() -> None:
     args = parser.parse_args()
     if args.quick:
         args.messages = QUICK_MESSAGES
-    console = Console(soft_wrap=True)
+    console = Console(width=120, soft_wrap=True)
     found = run(args, console)
     console.print(table_of(found[0]))
     fuzzer, complaints, num_generations, wrong = found

@@ -1,4 +1,4 @@
-"""Messages of an honest client of the attacked server, from which those of the fuzzer are made."""
+"""Messages as honest clients of the attacked server make them, or nearly so; the fuzzer changes them further."""
 
 from __future__ import annotations
 
@@ -49,27 +49,26 @@ class HonestRequests:
         return pb.Step(number=FIRST_STEP + number, start_position=start, hidden=encode(hidden)[0])
 
     def step(self, number: int, start: int, num_tokens: int, chance: Random) -> tuple[pb.Step, list[bytes]]:
-        """With this and that, and the parts that follow it."""
+        """With this and that, which does not always fit the session, and the parts that follow it."""
         length = start + num_tokens
-        hidden, parts = self.hidden(1, num_tokens, chance)
-        step = pb.Step(number=FIRST_STEP + number, start_position=start, hidden=hidden)
+        hidden, parts = self.hidden(chance.choice((1, 1, 1, 1, 1, 2)), num_tokens, chance)
+        step = pb.Step(number=FIRST_STEP + number, start_position=max(0, start + _slip(chance)), hidden=hidden)
         if chance.random() < 0.3:
-            step.attention_mask.CopyFrom(encode_mask(random_mask(1, length, chance)))
+            step.attention_mask.CopyFrom(encode_mask(random_mask(1, max(1, length + _slip(chance)), chance)))
         if chance.random() < 0.3:
-            step.position_ids.CopyFrom(encode_positions(torch.arange(start, length)[None]))
+            first = start + _slip(chance)
+            step.position_ids.CopyFrom(encode_positions(torch.arange(first, first + num_tokens)[None]))
         if chance.random() < 0.3:
-            step.outputs_wanted = chance.randint(0, num_tokens)
+            step.outputs_wanted = max(0, chance.randint(0, num_tokens) + _slip(chance))
         step.every_block = chance.random() < 0.1
         for _ in range(chance.choice((0, 0, 0, 1, 2))):
-            step.changes.append(
-                chance.choice(
-                    (
-                        pb.Change(reorder=pb.Reorder(indices=[0])),
-                        pb.Change(crop=pb.Crop(length=start)),
-                        pb.Change(record_past=pb.RecordPast()),
-                    )
-                )
+            rows = chance.choices((0, 0, 0, 0, 1, 5), k=chance.choice((1, 1, 1, 2)))
+            changes = (
+                pb.Change(reorder=pb.Reorder(indices=rows)),
+                pb.Change(crop=pb.Crop(length=chance.choice((start, start // 2, start + 1)))),
+                pb.Change(record_past=pb.RecordPast()),
             )
+            step.changes.append(chance.choice(changes))
         return step, parts
 
     def forward(self, chance: Random, keep_key: bytes = b"") -> tuple[pb.Forward, list[bytes]]:
@@ -111,6 +110,10 @@ class HonestRequests:
         cuts = sorted(chance.sample(range(len(wire.data)), 2))
         data, wire.data = wire.data, wire.data[: cuts[0]]
         return wire, [data[cuts[0] : cuts[1]], data[cuts[1] :]]
+
+
+def _slip(chance: Random) -> int:
+    return chance.choice((*[0] * 12, -1, 1, 40))
 
 
 def random_tensor(shape: tuple[int, ...], chance: Random) -> torch.Tensor:
