@@ -16,10 +16,12 @@ from swarm_protocol.wire.session_keys import push_key_of
 from tests.attack.attacked import Attacked, attacked
 from tests.attack.attacks import attack
 from tests.attack.fuzzed import fuzz
-from tests.attack.fuzzing.conversations import RPCS
+from tests.attack.fuzzing.conversations import RPCS, conversation
 from tests.attack.fuzzing.files import Files
+from tests.attack.fuzzing.honest_requests import HonestRequests
 from tests.attack.fuzzing.records import RECORDS
 from tests.marks import SLOW
+from tests.unit.support import server_record
 from tests.zoo import HIDDEN
 
 SEED = 15
@@ -70,10 +72,26 @@ def test_outputs_that_are_to_be_sent_again_as_whole_numbers(target: Attacked) ->
         assert answer.status is grpc.StatusCode.INVALID_ARGUMENT and "no floating-point tensor" in answer.details
 
 
+def test_outputs_in_a_codec_that_there_is_not(running: Attacked) -> None:
+    """They were sent, marked as in that codec."""
+    answer = running.attacker.session(running.opening(codec=77))
+    assert answer.status is grpc.StatusCode.INVALID_ARGUMENT and answer.details.startswith("codec 77 is unknown")
+
+
 @pytest.mark.parametrize("kind", RECORDS)
 def test_records(kind: str) -> None:
     answers = {RECORDS[kind](random.Random(f"{SEED}/{number}")) for number in range(200)}
     assert "accepted" in answers and len(answers) > 1
+
+
+def test_a_number_stands_for_the_same_messages_every_time() -> None:
+    honest = HonestRequests(server_record(tls_fingerprint=b"f" * 32), HIDDEN)
+
+    def said(number: int) -> list[list[bytes]]:
+        return [call.data for call in conversation(honest, random.Random(f"{SEED}/{number}")).calls]
+
+    assert [said(number) for number in range(50)] == [said(number) for number in range(50)]
+    assert len({str(said(number)) for number in range(50)}) > 40
 
 
 @SLOW
