@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Awaitable, Callable, Iterable, Iterator
+from functools import partial
 from typing import Any, Protocol
 
 import grpc
@@ -47,19 +48,24 @@ class ChannelPool:
         for address in server.addresses[:_MAX_ADDRESSES]:
             key = address, server.tls_fingerprint
             if key not in self._channels:
-                self._channels[key] = asyncio.ensure_future(
+                self._channels[key] = connecting = asyncio.ensure_future(
                     self._connect(address, server.tls_fingerprint, CLIENT_OPTIONS, _CONNECT_TIMEOUT_S)
                 )
+                connecting.add_done_callback(partial(self._forget_failure, key))
             try:
                 channel = await asyncio.shield(self._channels[key])
                 return BlocksStub(channel)  # type: ignore[no-untyped-call]
             except (PeerUnavailable, BadReply) as failure:
-                self._channels.pop(key, None)
                 error = failure
         raise error
 
+    def _forget_failure(self, key: tuple[str, bytes], connecting: asyncio.Task[grpc.aio.Channel]) -> None:
+        """Even if nobody waits for the connection any more: the next who wants it tries again."""
+        if (connecting.cancelled() or connecting.exception() is not None) and self._channels.get(key) is connecting:
+            del self._channels[key]
+
     async def close(self) -> None:
-        for connecting in self._channels.values():
+        for connecting in list(self._channels.values()):
             connecting.cancel()
             if connecting.done() and not connecting.cancelled() and connecting.exception() is None:
                 await connecting.result().close()

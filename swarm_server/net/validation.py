@@ -68,6 +68,11 @@ class RequestValidator:
             raise RequestRejected(f"batch size {batch_size} is out of range: expected 1 to {MAX_BATCH_SIZE}")
         return batch_size
 
+    def codec(self, codec: pb.Codec) -> None:
+        """Of what a session sends. Raises RequestRejected if there is none of that number."""
+        if codec not in pb.Codec.values():
+            raise RequestRejected(f"codec {codec} is unknown: expected one of {sorted(pb.Codec.values())}")
+
     def hidden(self, wire: pb.Tensor, batch_size: int | None = None) -> Assembler:
         """Checks the header of hidden states [batch, tokens, hidden_size] and starts to collect them."""
         shape = wire.shape

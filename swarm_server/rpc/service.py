@@ -215,6 +215,13 @@ class BlocksService(BlocksServicer):
                 raise RequestRejected(f"an echo is too long: expected at most {MAX_ECHO_BYTES} bytes each way")
             return pb.EchoReply(payload=bytes(request.reply_bytes))
 
+    async def only_request(self, requests: AsyncIterator[Any]) -> Any:
+        """Of a call with one message. Raises RequestRejected if there is none, SessionLost if it does not come."""
+        request = await Incoming(requests, self._arrivals).next()
+        if request is None:
+            raise RequestRejected("a call came without its message")
+        return request
+
     @asynccontextmanager
     async def _answering(self, context: _Context, role: Role = Role.CLIENT) -> AsyncIterator[Caller]:
         """Gives the client if it may do what takes this role; see ``errors_as_status``."""

@@ -54,6 +54,7 @@ class SessionManager:
         batch_size = validator.batch_size(request.batch_size)
         validator.length(request.reserve_tokens)
         require_key(request.session_key, "the session key")
+        validator.codec(request.codec)
         keeps_outputs = request.HasField("next")
         if keeps_outputs:
             validator.next_hop(request.next)

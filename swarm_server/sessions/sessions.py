@@ -301,7 +301,8 @@ class HostedSession:
             if len(shape) != 3 or step.start_position + shape[1] > progress.length or shape[1] < 1:
                 shown = shown_shape(step.hidden)
                 raise RequestRejected(f"outputs of a step of shape {shown} are not kept: sessions keep positions")
-            torch_dtype(step.hidden.dtype)
+            if not torch_dtype(step.hidden.dtype).is_floating_point:
+                raise RequestRejected("outputs are no floating-point tensor: expected float32, bfloat16 or float16")
         self._sent_number = progress.number  # up to here, the client has named what the next hop needs
         self._pusher = Pusher(self._services.neighbours, request.next, partial(self._relay, request.route))
         resending = asyncio.ensure_future(self._resend(self._pusher, resend))

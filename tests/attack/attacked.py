@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import json
 import secrets
-import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 
 import torch
@@ -20,7 +19,9 @@ from swarm_protocol.net.identity import Identity
 from swarm_protocol.net.tls import ClientCredentials
 from swarm_protocol.pb import swarm_pb2 as pb
 from swarm_protocol.wire.constants import MIB, WIRE_VERSION
-from tests.swarm.pair import ends_only_at_its_length, random_ids
+from tests.attack.honest import OPTIONS, PROMPT, Generation, HonestClient
+from tests.attack.resources import Resources, resources_of
+from tests.swarm.pair import ends_only_at_its_length
 from tests.swarm.processes import ServerProcess
 from tests.swarm.raw_client import RawClient
 from tests.swarm.waiting import wait_for
@@ -30,27 +31,25 @@ INCOMING_BYTES = 16 * MIB
 STALL_TIMEOUT_S = 2.0
 MAX_SESSIONS = 32
 ADAPTER_BYTES = 1 * MIB
-_MIN_BYTES_PER_S = 1.0 * MIB
-_SLACK_BYTES = 160 * MIB  # of the server's memory: its C library keeps up to 64 MiB for a thread that freed them
-_PROMPT = random_ids(1, 9, seed=7)
-_NEW_TOKENS = 6
 CACHE_TOKENS = 2048
+_MIN_BYTES_PER_S = 1.0 * MIB
 
 
 class Attacked:
     """The server, an honest client of it, and an attacker's.
 
     Attributes:
+        honest: whose tokens must stay right.
         attacker: sends what it likes.
         others: clients with keys of their own, to attack with or to see who else gets in.
+        blocks: what the server's blocks make of hidden states, [batch, tokens, hidden_size].
     """
 
     def __init__(
-        self, server: ServerProcess, remote: PreTrainedModel, expected: torch.Tensor, logits: torch.Tensor
+        self, server: ServerProcess, remote: PreTrainedModel, honest: HonestClient, blocks: Callable[..., torch.Tensor]
     ) -> None:
-        self.server = server
-        self._remote, self._expected, self._logits = remote, expected, logits
-        self._num_rounds = 0
+        self.server, self.honest, self.blocks = server, honest, blocks
+        self._generations: list[Generation] = []
         self.record: ServerRecord = background.run(remote.blocks.swarm.view(0.0)).servers[0]
         self.attacker = RawClient(self.record)
 
@@ -60,43 +59,31 @@ class Attacked:
 
     def honest_client_goes_on(self, rounds: int = 2) -> None:
         """Returns when it has done so much from now on: in the last round, all was asked for after the call."""
-        before = self._num_rounds
-        wait_for(lambda: self._num_rounds >= before + rounds or self._has_ended, "the honest client is served")
-        assert self._num_rounds >= before + rounds
+        enough = len(self._generations) + rounds
+        wait_for(lambda: len(self._generations) >= enough, "the honest client is served")
 
     @contextmanager
-    def while_an_honest_client_generates(self) -> Iterator[None]:
-        """Its tokens are right. Afterwards the server has its memory and its room back, and no error in its log."""
-        self._generate()
-        memory_bytes = self.memory_bytes
-        over = threading.Event()
-        rounds: list[bool] = []
-        self._has_ended = False
-
-        def generate() -> None:
-            try:
-                while not (rounds and over.is_set()):
-                    rounds.append(self._generate())
-                    self._num_rounds += 1
-            finally:
-                self._has_ended = True
-
-        thread = threading.Thread(target=generate)
-        thread.start()
-        try:
-            yield
-        finally:
-            over.set()
-            thread.join()
-        assert rounds and all(rounds)
+    def while_an_honest_client_generates(self) -> Iterator[list[Generation]]:
+        """Its tokens are right. Afterwards the server has back what it had, and no error in its log."""
+        assert not self.honest.generate().problem
+        before = self.resources()
+        with self.honest.generating() as generations:
+            self._generations = generations
+            yield generations
+        assert [generation.problem for generation in generations if generation.problem] == []
         describe = self.attacker.describe
         wait_for(lambda: describe().cache_tokens_left == CACHE_TOKENS, "the room of sessions has come back")
-        wait_for(lambda: self.memory_bytes < memory_bytes + _SLACK_BYTES, "the server's memory has come back")
+        after: list[Resources] = []
+        try:
+            wait_for(
+                lambda: after.append(self.resources()) or after[-1].are_back(before), "all is back that was in use"
+            )
+        except AssertionError as error:
+            raise AssertionError(f"{error}; before: {before}; after: {after[-1]}") from None
         assert "Traceback" not in self.server.stderr
 
-    @property
-    def memory_bytes(self) -> int:
-        return int(Path(f"/proc/{self.server.pid}/statm").read_text().split()[1]) * 4096
+    def resources(self) -> Resources:
+        return resources_of(self.server)
 
     def contract(self, **fields: object) -> pb.Contract:
         record = self.attacker.record
@@ -108,20 +95,14 @@ class Attacked:
         known = dict(contract=self.contract(), session_key=key or secrets.token_bytes(16), batch_size=1)
         return pb.SessionRequest(open=pb.Open(**(known | fields)))
 
-    def _generate(self) -> bool:
-        options = dict(attention_mask=torch.ones_like(_PROMPT), max_new_tokens=_NEW_TOKENS, do_sample=False)
-        tokens = self._remote.generate(_PROMPT, **options)
-        logits = self._remote(_PROMPT, use_cache=False).logits  # a pass without a session
-        return torch.equal(tokens, self._expected) and torch.allclose(logits, self._logits, atol=1e-4)
-
 
 @contextmanager
-def attacked(directory: Path) -> Iterator[Attacked]:
+def attacked(directory: Path, **options: object) -> Iterator[Attacked]:
+    """``options``: more fields of the server's config."""
     model = directory / "llama"
     save_checkpoint("llama", model)
     whole = ends_only_at_its_length(AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32))
-    options = dict(attention_mask=torch.ones_like(_PROMPT), max_new_tokens=_NEW_TOKENS, do_sample=False)
-    expected, logits = whole.generate(_PROMPT, **options), whole(_PROMPT).logits
+    expected, logits = whole.generate(PROMPT, **OPTIONS), whole(PROMPT).logits
     fields = {
         "model": str(model),
         "blocks": f"0:{whole.config.num_hidden_layers}",
@@ -130,18 +111,32 @@ def attacked(directory: Path) -> Iterator[Attacked]:
         "cache_tokens": CACHE_TOKENS,
         "incoming_bytes": INCOMING_BYTES,
         "stall_timeout_s": STALL_TIMEOUT_S,
+        "min_bytes_per_s": _MIN_BYTES_PER_S,
         "max_sessions": MAX_SESSIONS,
         "adapter_bytes": ADAPTER_BYTES,
-        "min_bytes_per_s": _MIN_BYTES_PER_S,
+        **options,
     }
     with (
         ServerProcess(json.dumps(fields), cache=directory, module="tests.attack.attacked_server") as server,
         DistributedModel.from_pretrained(str(model), initial_peers=[server.ready["peer"]]) as remote,
     ):
-        target = Attacked(server, ends_only_at_its_length(remote), expected, logits)
+        honest = HonestClient(ends_only_at_its_length(remote), expected, logits)
+        target = Attacked(server, remote, honest, partial(_through_blocks, whole))
         try:
             yield target
         finally:
             for client in (target.attacker, *target.others):
                 client.close()
             server.kill()  # nobody is left who would have to be let go
+
+
+@torch.inference_mode()
+def _through_blocks(whole: PreTrainedModel, hidden: torch.Tensor) -> torch.Tensor:
+    """Of the model as it is without servers."""
+    outputs: list[torch.Tensor] = []
+    hook = whole.model.layers[-1].register_forward_hook(lambda _module, _inputs, output: outputs.append(output))
+    try:
+        whole.model(inputs_embeds=hidden, use_cache=False)
+    finally:
+        hook.remove()
+    return outputs[0]
