@@ -124,5 +124,5 @@ def _server_json(server: ServerStatus) -> dict[str, Any]:
     fields["expires_at"] = record.expires_at if isfinite(record.expires_at) else None
     fields["rtt_s"] = server.rtt_s
     fields["answers"] = server.answers
-    del fields["span"]
+    del fields["span"], fields["token"]
     return fields

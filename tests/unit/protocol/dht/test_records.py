@@ -56,6 +56,7 @@ records = st.builds(
     network_tokens_per_s=speeds,
     pinned=st.booleans(),
     next_span=st.none() | spans.map(lambda ends: Span(*ends)),
+    token=st.binary(max_size=100),
 )
 
 
@@ -68,7 +69,7 @@ def test_every_field_of_the_contract_is_written() -> None:
     record = server_record(
         revision="r", quant="int8", cache_tokens_left=1, queue_delay_s=0.5, tls_fingerprint=b"f", adapters=("a",),
         next_hop_rtts_s={"other": 0.25}, software_version="1", forward_tokens_per_s=2.0, network_tokens_per_s=3.0,
-        pinned=True, next_span=Span(1, 2),
+        pinned=True, next_span=Span(1, 2), token=b"t",
     )  # fmt: skip
     written = {field.name for field, _ in record.to_proto().ListFields()}
     assert written == {field.name for field in pb.ServerRecord.DESCRIPTOR.fields}
