@@ -56,7 +56,8 @@ def test_empty_sessions_in_all_places(target: Attacked) -> None:
 
 
 def test_ten_sessions_that_promise_themselves_all_room(target: Attacked) -> None:
-    greedy = [target.opening(reserve_tokens=POSITIONS, batch_size=1, wait_s=100.0) for _ in range(10)]
+    sizes = [(CACHE_TOKENS - 48) // 10] * 10 + [4] * 12  # so that nothing is left
+    greedy = [target.opening(reserve_tokens=size, wait_s=100.0) for size in sizes]
     wide = target.opening(reserve_tokens=POSITIONS, batch_size=CACHE_TOKENS // POSITIONS, age_s=1e30, wait_s=100.0)
     for requests in (greedy, [wide]):
         with opened([target.attacker], requests) as streams:
