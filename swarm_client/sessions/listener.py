@@ -109,20 +109,23 @@ class Listener:
             allowed_s = self._swarm.config.step_timeout_s
         if now_s() - self.progress_s <= allowed_s:
             return
-        late = [hop]
         index = self._hops.index(hop) if hop in self._hops else 0
         before = self._hops[index - 1] if index else None
-        if before is not None and before.doubted == call.first_number:
-            late.append(before)  # which says that it has sent on what nobody gets
-        elif before is not None:
+        late = hop
+        if before is not None:  # it says that it has sent on what this one waits for; which of them is to blame?
+            is_less_known = self._has_worked(hop) and not self._has_worked(before)
+            if is_less_known or before.doubted == call.first_number:
+                late = before
             before.doubted = call.first_number
-        call.num_alarms += self._swarm.has_worked(server.peer_id)
-        for one in late:
-            who = one.hop.server
-            reason = f"server {who.short_id} did not finish a step within {allowed_s:.3g} s"
-            error = Stalled(reason, who.peer_id, one.span)
-            error.since_s = self.progress_s
-            self._inbox.put_nowait(Trouble(one.number, None, error))
+        call.num_alarms += self._has_worked(late)
+        who = late.hop.server
+        reason = f"server {who.short_id} did not finish a step within {allowed_s:.3g} s"
+        error = Stalled(reason, who.peer_id, late.span)
+        error.since_s = self.progress_s
+        self._inbox.put_nowait(Trouble(late.number, None, error))
+
+    def _has_worked(self, hop: HopSession) -> bool:
+        return self._swarm.has_worked(hop.hop.server.peer_id)
 
     def handle(self, event: HopEvent, call: Call) -> Failures:
         """Hops that must be replaced, and why.
