@@ -23,10 +23,10 @@ from swarm_client.generation.text_options import ANSWER_TOKENS, TextOptions
 from swarm_client.keys.command import add_keys
 from swarm_protocol.access.member_flags import ENVIRONMENT, add_member_flags
 from swarm_protocol.checkpoints.default_model import DEFAULT_MODEL, check_location, locate
-from swarm_protocol.dht.local_registry import checked_name
 from swarm_protocol.errors import SwarmError
 from swarm_protocol.process import signals
 from swarm_protocol.process.invocation import add_version, typed
+from swarm_protocol.process.local_registry import checked_name
 
 if TYPE_CHECKING:
     from swarm_client.model.hf_model import RemoteModelMixin

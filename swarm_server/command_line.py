@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING
 from swarm_protocol.access.member_flags import ENVIRONMENT, add_member_flags
 from swarm_protocol.checkpoints.default_model import check_location, locate
 from swarm_protocol.dht.addresses import check_peer
-from swarm_protocol.dht.local_registry import checked_name
 from swarm_protocol.errors import SwarmError
 from swarm_protocol.process import signals
 from swarm_protocol.process.invocation import add_version, typed
+from swarm_protocol.process.local_registry import checked_name
 from swarm_protocol.process.scratch import remove_scratch
 from swarm_protocol.span import Span
 from swarm_server.core.config import ServerConfig, parse_size

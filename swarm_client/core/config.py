@@ -9,7 +9,7 @@ from pathlib import Path
 from swarm_client.core.events import OnEvent
 from swarm_protocol.access.organiser import SwarmKey
 from swarm_protocol.dht.addresses import check_peer
-from swarm_protocol.dht.local_registry import DEFAULT_SWARM
+from swarm_protocol.process.local_registry import DEFAULT_SWARM
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from swarm_client.core.config import ClientConfig
 from swarm_protocol.checkpoints.default_model import DEFAULT_MODEL
-from swarm_protocol.dht.local_registry import checked_name
+from swarm_protocol.process.local_registry import checked_name
 
 METHODS = ("lora", "prompt", "deep-prompt")
 SCHEDULES = ("linear", "cosine", "constant")

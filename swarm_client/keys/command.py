@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
 from swarm_client.core.config import ClientConfig
-from swarm_protocol.dht.local_registry import checked_name
+from swarm_protocol.process.local_registry import checked_name
 
 if TYPE_CHECKING:
     from swarm_client.keys.grants import GrantEntry

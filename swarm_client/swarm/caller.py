@@ -9,12 +9,12 @@ from swarm_client.core.config import ClientConfig
 from swarm_client.transport.transport import ServerConnection
 from swarm_protocol.access.access_control import AccessControl
 from swarm_protocol.dht.dht import Dht
-from swarm_protocol.dht.local_registry import DEFAULT_SWARM, LocalRegistry, addresses_of, registered_swarms
 from swarm_protocol.dht.records import ServerRecord
 from swarm_protocol.errors import JoinRefused, NoSwarm
 from swarm_protocol.net.identity import Identity
 from swarm_protocol.net.tls import ClientCredentials
 from swarm_protocol.process.invocation import typed
+from swarm_protocol.process.local_registry import DEFAULT_SWARM, LocalRegistry, addresses_of, registered_swarms
 
 
 class Caller:

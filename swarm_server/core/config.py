@@ -9,7 +9,7 @@ from pathlib import Path
 
 from swarm_protocol.checkpoints.default_model import DEFAULT_MODEL
 from swarm_protocol.dht.addresses import split_address
-from swarm_protocol.dht.local_registry import DEFAULT_SWARM
+from swarm_protocol.process.local_registry import DEFAULT_SWARM
 from swarm_protocol.span import Span
 from swarm_protocol.wire.constants import MIB
 from swarm_server.placement.placement import MARGIN

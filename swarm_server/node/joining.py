@@ -12,14 +12,14 @@ from math import inf
 
 from swarm_protocol.dht.addresses import split_address
 from swarm_protocol.dht.dht import Dht
-from swarm_protocol.dht.local_registry import (
+from swarm_protocol.errors import JoinRefused, NoSwarm
+from swarm_protocol.process.local_registry import (
     LocalRegistry,
     RegistryEntry,
     addresses_of,
     is_loopback,
     remove_ended_swarms,
 )
-from swarm_protocol.errors import JoinRefused, NoSwarm
 from swarm_server.core.access import ServerAccess
 from swarm_server.core.config import ServerConfig
 from swarm_server.node.addresses import LOOPBACK, claimed, free_port, listening_host

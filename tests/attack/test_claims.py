@@ -23,7 +23,6 @@ from swarm_client.core.config import ClientConfig, Timeouts
 from swarm_client.core.events import Event, Recovery
 from swarm_protocol.dht.claims import MAX_PER_ADDRESS, NUM_SHARDS
 from swarm_protocol.dht.dht import Dht
-from swarm_protocol.dht.local_registry import DEFAULT_SWARM
 from swarm_protocol.dht.records import ServerRecord, ServerState, models_key, servers_key
 from swarm_protocol.dht.stored_records import subkey_of
 from swarm_protocol.net.hivemind_parts import (
@@ -39,6 +38,7 @@ from swarm_protocol.net.identity import Identity, peer_id_of_key
 from swarm_protocol.net.tls import Certificate
 from swarm_protocol.pb import swarm_pb2 as pb
 from swarm_protocol.pb.swarm_pb2_grpc import BlocksServicer, add_BlocksServicer_to_server
+from swarm_protocol.process.local_registry import DEFAULT_SWARM
 from tests.swarm.pair import ends_only_at_its_length, random_ids
 from tests.swarm.processes import ServerProcess
 from tests.unit.crowd import identities

@@ -11,6 +11,7 @@ import pytest
 from swarm_protocol.access.access_control import AccessControl
 from swarm_protocol.access.organiser import OrganiserKey
 from swarm_protocol.access.tokens import Grant, Revocation, Role
+from swarm_protocol.dht import claims
 from swarm_protocol.dht.dht import Dht
 from swarm_protocol.dht.records import ServerRecord, models_key, revocations_key, servers_key
 from swarm_protocol.dht.revocations import Revocations
@@ -120,7 +121,7 @@ def test_who_is_no_member_is_not_seen_and_writes_nothing(run: Run, swarm) -> Non
     assert [peers_of(run, dht) for dht in (reader, *servers)] == [members] * 3
     assert "lure" not in run(reader.models())
     for server in servers:
-        for key in (servers_key(SWARM, MODEL), models_key(SWARM)):
+        for key in (servers_key(SWARM, MODEL), *(models_key(SWARM, shard) for shard in claims.shards_of("lure"))):
             stored = server._node.protocol.storage.get(DHTID.generate(key))
             subkeys = [] if stored is None else [subkey for subkey, _ in stored.value.items()]
             assert not [subkey for subkey in subkeys if stranger.peer_id in subkey or subkey == "lure"]
