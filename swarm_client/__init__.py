@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from swarm_client.core.config import ClientConfig, Timeouts
     from swarm_client.model.model import DistributedModel, DistributedModelForSequenceClassification
     from swarm_protocol.errors import (
+        AccessDenied,
         NoRoute,
         NoSwarm,
         PeerBusy,
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     )
 
 __all__ = [
+    "AccessDenied",
     "ClientConfig",
     "DistributedModel",
     "DistributedModelForSequenceClassification",

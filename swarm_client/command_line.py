@@ -15,16 +15,18 @@ import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from swarm_client.core.config import ClientConfig
 from swarm_client.finetune.settings import add_flags, check_file, from_flags
 from swarm_client.generation.text_options import ANSWER_TOKENS, TextOptions
+from swarm_client.keys.command import add_keys
+from swarm_protocol.access.member_flags import ENVIRONMENT, add_member_flags
 from swarm_protocol.checkpoints.default_model import DEFAULT_MODEL, check_location, locate
-from swarm_protocol.dht.local_registry import checked_name
 from swarm_protocol.errors import SwarmError
 from swarm_protocol.process import signals
 from swarm_protocol.process.invocation import add_version, typed
+from swarm_protocol.process.local_registry import checked_name
 
 if TYPE_CHECKING:
     from swarm_client.model.hf_model import RemoteModelMixin
@@ -44,7 +46,7 @@ def parse_args(argv: list[str], others: Mapping[str, str] = MappingProxyType({})
     commands = parser.add_subparsers(dest="name", required=True, metavar="COMMAND")
     for name, text in others.items():
         commands.add_parser(name, help=text)
-    for add in (_add_generate, _add_chat, _add_finetune, _add_status, _add_demo):
+    for add in (_add_generate, _add_chat, _add_finetune, _add_status, _add_demo, add_keys):
         add(commands)
     if not argv:
         parser.print_help(sys.stderr)
@@ -124,6 +126,7 @@ def _add_swarm_flags(command: argparse.ArgumentParser) -> None:
         "--initial-peers", nargs="+", default=[], metavar="MULTIADDR", help="members of the swarm to join through"
     )
     command.add_argument("--swarm", default=ClientConfig.swarm, metavar="NAME", help="the swarm's name")
+    add_member_flags(command, "the key of the peer that the membership is for, if it came without one")
     _add_log_level(command)
 
 
@@ -226,7 +229,9 @@ def _connecting(args: argparse.Namespace) -> Callable[[], RemoteModelMixin]:
         allowed_servers=tuple(args.allow),
         blocked_servers=tuple(args.block),
         adapter="" if trained_here else args.adapter or "",
+        **_member_fields(args),
     )
+    check_access(config)
 
     def connect() -> RemoteModelMixin:
         from swarm_client.adapters.trained import add_trained
@@ -244,9 +249,21 @@ def _connecting(args: argparse.Namespace) -> Callable[[], RemoteModelMixin]:
     return connect
 
 
+def _member_fields(args: argparse.Namespace) -> dict[str, Any]:
+    return {"swarm_key": args.swarm_key, "membership": args.membership, "identity": args.identity}
+
+
+def check_access(config: ClientConfig) -> None:
+    """Raises ValueError if the client cannot come as the member that it is to be."""
+    if config.swarm_key or config.membership or config.identity or os.environ.get(ENVIRONMENT):
+        from swarm_client.core.access import ClientAccess
+
+        ClientAccess.of(config)
+
+
 def finetune_command(args: argparse.Namespace) -> Command:
     settings = from_flags(args)
-    settings.client_config()
+    check_access(settings.client_config())
     check_location(locate(settings.model), settings.revision)
     for path in (settings.data, settings.validation):
         if path is not None:
@@ -264,7 +281,10 @@ def finetune_command(args: argparse.Namespace) -> Command:
 
 
 def status_command(args: argparse.Namespace) -> Command:
-    config = ClientConfig(initial_peers=tuple(args.initial_peers), swarm=checked_name(args.swarm))
+    config = ClientConfig(
+        initial_peers=tuple(args.initial_peers), swarm=checked_name(args.swarm), **_member_fields(args)
+    )
+    check_access(config)
     interval_s = None if args.watch is None else parse_interval(args.watch)
 
     def run() -> None:

@@ -15,12 +15,13 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from swarm_protocol.access.member_flags import ENVIRONMENT, add_member_flags
 from swarm_protocol.checkpoints.default_model import check_location, locate
 from swarm_protocol.dht.addresses import check_peer
-from swarm_protocol.dht.local_registry import checked_name
 from swarm_protocol.errors import SwarmError
 from swarm_protocol.process import signals
 from swarm_protocol.process.invocation import add_version, typed
+from swarm_protocol.process.local_registry import checked_name
 from swarm_protocol.process.scratch import remove_scratch
 from swarm_protocol.span import Span
 from swarm_server.core.config import ServerConfig, parse_size
@@ -58,7 +59,10 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--announce-address", metavar="HOST[:PORT]", help="how others reach this server, if not at --host")
     add("--initial-peers", nargs="+", default=[], metavar="MULTIADDR", help="members of the swarm to join")
     add("--swarm", default=default.swarm, metavar="NAME", help="name of the swarm to join or start on this machine")
-    add("--identity", type=Path, metavar="FILE", help="key file; keeps the peer id over restarts")
+    add_member_flags(parser, "key file; keeps the peer id over restarts")
+    add(
+        "--open-to-clients", action="store_true", help="of a private swarm: members alone are servers, anybody a client"
+    )
     add("--cache-tokens", type=int, metavar="N", help="KV-cache room over all sessions; default from free memory")
     add("--cache-memory", metavar="SIZE", help="the same as memory, such as 2GiB or 500MB")
     add("--no-prefix-cache", action="store_true", help="do not reuse the keys and values of shared prefixes of prompts")
@@ -129,6 +133,9 @@ def read_config(args: argparse.Namespace) -> ServerConfig:
         initial_peers=tuple(args.initial_peers),
         swarm=checked_name(args.swarm),
         identity=args.identity,
+        membership=args.membership,
+        swarm_key=args.swarm_key,
+        open_to_clients=args.open_to_clients,
         cache_tokens=args.cache_tokens,
         throughput=throughput,
         drain_timeout_s=args.drain_timeout,
@@ -141,6 +148,10 @@ def check_files(config: ServerConfig) -> None:
     check_location(locate(config.model), config.model_revision)
     if config.identity is not None and not config.identity.parent.is_dir():
         raise ValueError(f"identity {config.identity} cannot be made: {config.identity.parent} is no directory")
+    if config.swarm_key or config.membership or config.open_to_clients or os.environ.get(ENVIRONMENT):
+        from swarm_server.core.access import read_member
+
+        read_member(config)
     for path in config.adapters:
         if not path.is_dir():
             raise ValueError(f"adapter {path} is no directory: expected one in PEFT's format")

@@ -18,8 +18,11 @@ import swarm_protocol  # noqa: F401  (sets grpc up before anything imports it)
 
 torch.set_num_threads(1)
 logging.disable_progress_bar()
-if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in the background of a shell: processes would inherit that
+# Processes would inherit that a signal is ignored, as in the background of a shell or under nohup.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

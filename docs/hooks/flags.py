@@ -24,11 +24,14 @@ def parser_of(package: str) -> argparse.ArgumentParser:
 
 
 def commands(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:
-    """Its subcommands by name."""
+    """Its subcommands by name; those of subcommands as "keys create"."""
+    found = {}
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):
-            return dict(action.choices)
-    return {}
+            for name, command in action.choices.items():
+                below = commands(command)
+                found |= {f"{name} {other}": each for other, each in below.items()} if below else {name: command}
+    return found
 
 
 def lines(package: str) -> Iterator[str]:

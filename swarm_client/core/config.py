@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 from math import inf
+from pathlib import Path
 
 from swarm_client.core.events import OnEvent
+from swarm_protocol.access.organiser import SwarmKey
 from swarm_protocol.dht.addresses import check_peer
-from swarm_protocol.dht.local_registry import DEFAULT_SWARM
+from swarm_protocol.process.local_registry import DEFAULT_SWARM
 
 CHECK_SHARE = 0.02  # less than 2 % of throughput, also of full servers: computing many positions at once is cheaper
 
@@ -21,6 +23,8 @@ class Timeouts:
     close_s: float = 1.0
     probe_after_s: float = 1.0  # without an answer, a server is asked whether it is still there
     probe_s: float = 3.0
+    stall_s: float = 5.0  # that a step may take, however fast it should be, before another server is tried
+    trial_s: float = 3.0  # for a server that is tried out, after another one has stalled
     read_s: float = 10.0  # for the DHT to say who is there
     rejoin_after_s: float = 1.0  # between two attempts to join again: while nobody is there, they cost little
     check_s: float = 10.0  # that the first answers of a new server are held back at most, to be checked
@@ -40,7 +44,7 @@ class ClientConfig:
     initial_peers: tuple[str, ...] = ()  # none: the swarm registered on this machine
     swarm: str = DEFAULT_SWARM
     wait_timeout_s: float = 30.0  # for servers that hold every block, and have room
-    step_timeout_s: float = 120.0  # for one server's answer, as long as it says that it is there
+    step_timeout_s: float = 120.0  # for one server's answer, as long as it says that it is there and nobody else is
     recovery_timeout_s: float = 120.0  # for others to take the place of servers that failed, until the next answer
     standby: bool = False  # sessions keep copies of their keys and values on other servers
     on_event: OnEvent | None = None  # called with what happens to sessions
@@ -52,6 +56,9 @@ class ClientConfig:
     adapter: str = ""  # that servers have loaded at their start; empty: none
     check_share: float | None = None  # of positions, that others compute again; None: 0.02, on this machine alone 0
     timeouts: Timeouts = Timeouts()
+    swarm_key: str = ""  # of a private swarm: only servers that are its members are used; empty: that of membership
+    membership: Path | None = None  # file that makes this client a member; None: SWARM_MEMBERSHIP of the environment
+    identity: Path | None = None  # key file of the peer that the membership is for, if it does not have it
 
     def __post_init__(self) -> None:
         if isinstance(self.initial_peers, str):
@@ -76,6 +83,13 @@ class ClientConfig:
             seconds = getattr(self, name)
             if not isinstance(seconds, int | float) or not seconds >= 0:
                 raise ValueError(f"{name} is {seconds!r}: expected a number of seconds")
+        if self.swarm_key:
+            object.__setattr__(self, "swarm_key", str(SwarmKey.parse(str(self.swarm_key))))
+        for name in ("membership", "identity"):
+            path = getattr(self, name)
+            if not isinstance(path, str | Path | None):
+                raise ValueError(f"{name} is a {type(path).__name__}: expected the path of a file")
+            object.__setattr__(self, name, None if path is None else Path(path))
         share = self.check_share
         if share is not None and not (isinstance(share, int | float) and 0 <= share <= 1):
             raise ValueError(f"check_share is {share!r}: expected a number from 0 (servers are not checked) to 1")

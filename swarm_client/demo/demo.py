@@ -22,7 +22,7 @@ from swarm_client.model.model import DistributedModel
 from swarm_client.monitor.status import read_status, show
 from swarm_protocol.checkpoints.default_model import DEFAULT_MODEL, locate
 from swarm_protocol.checkpoints.hollow_model import hf_loader
-from swarm_protocol.dht.local_registry import LocalRegistry
+from swarm_protocol.process.local_registry import LocalRegistry
 from swarm_protocol.process.scratch import remove_dead
 
 DEFAULT_PROMPT = "Return a list of"

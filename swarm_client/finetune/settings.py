@@ -11,7 +11,7 @@ from pathlib import Path
 
 from swarm_client.core.config import ClientConfig
 from swarm_protocol.checkpoints.default_model import DEFAULT_MODEL
-from swarm_protocol.dht.local_registry import checked_name
+from swarm_protocol.process.local_registry import checked_name
 
 METHODS = ("lora", "prompt", "deep-prompt")
 SCHEDULES = ("linear", "cosine", "constant")
@@ -20,7 +20,7 @@ OPTIMIZERS = ("adamw", "adamw-8bit")
 _LARGEST = 1e30  # optimizers compute in float32
 _MAY_CHANGE = {  # when a run is resumed
     *("data", "output", "validation", "resume", "initial_peers", "swarm", "wait", "epochs", "max_steps"),
-    *("recovery_timeout", "save_every", "eval_every"),
+    *("recovery_timeout", "save_every", "eval_every", "swarm_key", "membership", "identity"),
 }
 
 
@@ -46,6 +46,9 @@ class FinetuneSettings:
     swarm: str = ClientConfig.swarm
     wait: float = ClientConfig.wait_timeout_s
     recovery_timeout: float = ClientConfig.recovery_timeout_s
+    swarm_key: str = ClientConfig.swarm_key
+    membership: Path | None = None
+    identity: Path | None = None
     rank: int = 8
     alpha: float = 16
     target_modules: tuple[str, ...] = ()
@@ -99,6 +102,9 @@ class FinetuneSettings:
             swarm=checked_name(self.swarm),
             wait_timeout_s=self.wait,
             recovery_timeout_s=self.recovery_timeout,
+            swarm_key=self.swarm_key,
+            membership=self.membership,
+            identity=self.identity,
         )
 
     @property

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -54,6 +55,9 @@ class _Distributed:
         adapter: str | None = None,
         check_share: float | None = None,
         timeouts: Timeouts | None = None,
+        swarm_key: str | None = None,
+        membership: str | os.PathLike[str] | None = None,
+        identity: str | os.PathLike[str] | None = None,
         tuning_mode: str | None = None,
         num_prompt_tokens: int = NUM_PROMPT_TOKENS,
         **config_overrides: Any,
@@ -89,6 +93,10 @@ class _Distributed:
             check_share: how much of what servers compute in generations is computed again by others, who are compared
                 with them; 0 checks nothing. By default 0.02, and 0 in the swarm registered on this machine.
             timeouts: of single exchanges with servers.
+            swarm_key: of a private swarm, whose members alone are taken for servers. A membership has it already.
+            membership: file that makes this client a member of a private swarm; by default, what the environment
+                variable SWARM_MEMBERSHIP has in it.
+            identity: key file of the peer that the membership is for, if that came without one.
             tuning_mode: "prompt" adds virtual tokens before those of every row, "deep_prompt" others before every block
                 too: so many ``num_prompt_tokens``, and nothing else, are trained. See ``model.prompts``.
             config_overrides: fields of the model's config, such as ``num_labels=3``.
@@ -101,6 +109,7 @@ class _Distributed:
             ValueError: a value is out of its range, or ``config`` comes with one of its fields beside it.
             CheckpointError: the model cannot be read; UnsupportedModel: it cannot be split.
             NoSwarm: no member of the swarm answers.
+            AccessDenied: the swarm is private, and this client is no member of it; raised by the first pass.
             NoRoute: no server has ``adapter``, or is one of ``allowed_servers``, though there are others.
         """
         config = _client_config(
@@ -119,6 +128,9 @@ class _Distributed:
             adapter=adapter,
             check_share=check_share,
             timeouts=timeouts,
+            swarm_key=swarm_key,
+            membership=membership,
+            identity=identity,
         )
         device = torch.device(device)
         check_head_quant(config.head_quant, device)

@@ -50,7 +50,7 @@ class Monitor:
         connect: Connect | None = None,
     ) -> None:
         """``join`` and ``connect`` stand for the network."""
-        caller = Caller()
+        caller = Caller(config)
         self._config = config
         self._model = model
         self._dht: Dht | None = None

@@ -15,8 +15,8 @@ from swarm_client.monitor.model_monitor import ModelStatus, ServerStatus
 from swarm_client.monitor.monitor import Monitor, SwarmSnapshot
 from swarm_client.monitor.status_map import ON_CHAIN, ON_CHAIN_STYLE, blocks_table
 from swarm_protocol.checkpoints.default_model import DEFAULT_MODEL
-from swarm_protocol.dht.local_registry import DEFAULT_SWARM
 from swarm_protocol.process.invocation import typed
+from swarm_protocol.process.local_registry import DEFAULT_SWARM
 from swarm_protocol.wire.printable import printable
 
 
@@ -124,5 +124,5 @@ def _server_json(server: ServerStatus) -> dict[str, Any]:
     fields["expires_at"] = record.expires_at if isfinite(record.expires_at) else None
     fields["rtt_s"] = server.rtt_s
     fields["answers"] = server.answers
-    del fields["span"]
+    del fields["span"], fields["token"]
     return fields

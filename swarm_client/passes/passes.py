@@ -135,6 +135,7 @@ async def _forward_hop(
     output, kept = await server.forward(hop.span, hidden, context, keep_key)
     with _blamed_on(hop):
         output.decode(hidden.header.shape, torch_dtype(output.header.dtype))
+    swarm.worked([hop.server.peer_id])
     return output, kept
 
 

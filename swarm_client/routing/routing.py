@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from math import exp, inf
+from statistics import median
 
 import numpy as np
 
@@ -18,6 +19,7 @@ ASSUMED_TOKENS_PER_S = 1.0  # of a server that announced none
 NO_ROOM_S = 30.0  # cost of a server whose KV cache looks too full
 _STEEPNESS, _MAX_EXCESS = 16.0, 3.0  # of prices; [0.97 of the optimum with 100 micro-batches, 0.91 with 16]
 _MAX_LISTED = 30  # servers or adapters in a sentence
+NEWCOMER_FACTOR = 2.0  # by which a server that has not been seen to work is taken for slower than usual
 KEEP_MARGIN = 0.15  # relative: so much faster another chain must be to be taken instead of the last one
 
 
@@ -33,6 +35,35 @@ Route = tuple[Hop, ...]
 
 
 @dataclass(frozen=True)
+class Newcomers:
+    """Servers whose speed is a claim that nobody here has seen yet, and what is usual of the others.
+
+    They are taken for slower than usual by ``NEWCOMER_FACTOR``, or than they say if that is slower; so what they do
+    until they are seen is little, whatever they claim.
+
+    Attributes:
+        decode_block_s, forward_block_s: that the others usually take for one block and position (the medians).
+    """
+
+    peer_ids: frozenset[str] = frozenset()
+    decode_block_s: float = 0.0
+    forward_block_s: float = 0.0
+
+    @classmethod
+    def among(cls, view: SwarmView, peer_ids: Collection[str]) -> Newcomers:
+        """Nobody, if all of the servers are new: then each is as good as its word."""
+        known = [server for server in view.servers if server.peer_id not in peer_ids]
+        if not known or len(known) == len(view.servers):
+            return cls()
+        decode, forward = (Costs({}, num_tokens=num_tokens) for num_tokens in (1, 2))
+        return cls(
+            frozenset(peer_ids),
+            median(decode.block_s(server) for server in known),
+            median(forward.block_s(server) for server in known) / 2,
+        )
+
+
+@dataclass(frozen=True)
 class Costs:
     """What a client knows of the time that things take, in seconds.
 
@@ -43,6 +74,7 @@ class Costs:
         pushes: servers send hidden states straight to one another; otherwise the client is between any two.
         num_tokens: positions that pass at a time: one in decoding.
         prices: by which the time of computing is multiplied, by peer id; 1 if there is none.
+        newcomers: servers that are not as good as their word.
     """
 
     rtts_s: Mapping[str, float]
@@ -51,6 +83,7 @@ class Costs:
     pushes: bool = True
     num_tokens: int = 1
     prices: Mapping[str, float] = field(default_factory=dict)
+    newcomers: Newcomers = Newcomers()
 
     def rtt_s(self, server: ServerRecord) -> float:
         return self.rtts_s.get(server.peer_id, self.unknown_rtt_s)
@@ -65,6 +98,10 @@ class Costs:
         if self.num_tokens > 1:
             tokens_per_s = server.forward_tokens_per_s or tokens_per_s
         block_s = self.num_tokens / (tokens_per_s or ASSUMED_TOKENS_PER_S) / len(server.span)
+        if server.peer_id in self.newcomers.peer_ids:
+            is_decode, newcomers = self.num_tokens == 1, self.newcomers
+            usual_s = newcomers.decode_block_s if is_decode else newcomers.forward_block_s * self.num_tokens
+            block_s = NEWCOMER_FACTOR * max(block_s, usual_s)
         return block_s * self.prices.get(server.peer_id, 1.0)
 
     def between_s(self, server: ServerRecord, onward: ServerRecord) -> float:

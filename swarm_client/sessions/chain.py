@@ -123,6 +123,7 @@ class Chain:
                 if call.steps:
                     self.number = call.steps[-1].number
             self._past.extend(call.taken)
+            self._swarm.worked(hop.hop.server.peer_id for hop in self.hops)
         self._standby.arrange()
         return call.output()
 

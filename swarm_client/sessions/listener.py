@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from itertools import chain
 
 from swarm_client.core.background import now_s
 from swarm_client.sessions.call import Call
 from swarm_client.swarm.swarm import Swarm
+from swarm_client.swarm.watchdog import Stalled, Watchdog
 from swarm_client.transport.hops import Answer, BlockAnswer, HopEvent, HopSession, Inbox, Trouble
-from swarm_protocol.errors import AccessDenied, BadReply, PeerBusy, PeerError, PeerUnavailable, SwarmError
+from swarm_protocol.errors import AccessDenied, BadReply, PeerBusy, PeerError, SwarmError
 from swarm_protocol.pb import swarm_pb2 as pb
 from swarm_protocol.wire.constants import FIRST_STEP
 
@@ -45,6 +48,9 @@ class Listener:
         self._on_answer = on_answer
         self._on_other = on_other
         self._probing: asyncio.Task[None] | None = None
+        self._probed_s = 0.0
+        self._watchdog = Watchdog(swarm.config)
+        self._relayed: set[tuple[int, int, int]] = set()  # hop, route and step, in this call
         self.progress_s = 0.0
         self.refused: int | None = None
 
@@ -52,41 +58,74 @@ class Listener:
         self.progress_s, self.refused = now_s(), None
 
     def end_call(self) -> None:
+        self._relayed.clear()
         if self._probing is not None:
             self._probing.cancel()
 
     async def next_event(self, call: Call) -> HopEvent:
-        """Asks all hops whether they are there when nothing comes for a while."""
+        """Asks all hops how far they are when the call does not get on for a while, whatever they say meanwhile."""
+        after_s = self._swarm.config.timeouts.probe_after_s
         while True:
-            try:
-                event = await asyncio.wait_for(self._inbox.get(), self._swarm.config.timeouts.probe_after_s)
-                if not isinstance(event, Trouble):
-                    self.progress_s = now_s()
+            event = None
+            with suppress(TimeoutError):
+                event = await asyncio.wait_for(self._inbox.get(), after_s)
+            is_asking = self._probing is not None and not self._probing.done()
+            if not is_asking and (event is None or now_s() - max(self.progress_s, self._probed_s) > after_s):
+                self._probed_s = now_s()
+                self._probing = asyncio.ensure_future(self._probe(call, list(self._hops)))
+            if event is not None:
                 return event
-            except TimeoutError:
-                if self._probing is None or self._probing.done():
-                    self._probing = asyncio.ensure_future(self._probe(call, list(self._hops)))
 
     async def _probe(self, call: Call, hops: list[HopSession]) -> None:
-        """Trouble for hops that do not answer, or that have what they need and do not get on."""
+        """Trouble for hops that do not answer, or that have what they need and do not get on.
+
+        What a hop says of its progress counts as far as it has been sent steps: nobody gets on for ever.
+        """
         asked_s = now_s()
         asking = (hop.progress(timeout_s=self._swarm.config.timeouts.probe_s) for hop in hops)
         results = await asyncio.gather(*asking, return_exceptions=True)
-        timeout_s = self._swarm.config.step_timeout_s
+        behind: tuple[HopSession, int] | None = None
+        last_number = call.steps[-1].number
         for hop, result in zip(hops, results, strict=True):
             if isinstance(result, SwarmError):
                 self._inbox.put_nowait(Trouble(hop.number, None, result))
             if not isinstance(result, pb.SessionProgress):
-                continue
-            if result.number != hop.seen_number:
-                hop.seen_number = result.number
+                return  # the first that has failed is the one to replace
+            number = max((n for n in _numbers(hop, call) if n <= result.number), default=0)
+            if number > hop.seen_number:
+                hop.seen_number = number
                 self.progress_s = max(self.progress_s, asked_s)
-            if result.number < call.steps[-1].number and now_s() - self.progress_s > timeout_s:
-                server = hop.hop.server
-                reason = f"server {server.short_id} did not finish a step within {timeout_s:g} s"
-                error = PeerUnavailable(reason, server.peer_id, hop.span)
-                self._inbox.put_nowait(Trouble(hop.number, None, error))
-                return
+            if behind is None and number < last_number:
+                behind = hop, number
+        if hops:
+            self._check_time(call, *(behind or (hops[-1], call.answered)))  # who has finished has sent nothing
+
+    def _check_time(self, call: Call, hop: HopSession, number: int) -> None:
+        """Trouble if the hop has had what it needs for too long, and somebody else can try."""
+        server = hop.hop.server
+        rtt_s = self._swarm.costs().rtts_s.get(server.peer_id, 0.0)
+        allowed_s = self._watchdog.allowed_s(hop, number, call.steps, rtt_s, call.num_alarms)
+        if not self._swarm.can_replace(hop.span, server.peer_id):
+            allowed_s = self._swarm.config.step_timeout_s
+        if now_s() - self.progress_s <= allowed_s:
+            return
+        index = self._hops.index(hop) if hop in self._hops else 0
+        before = self._hops[index - 1] if index else None
+        late = hop
+        if before is not None:  # it says that it has sent on what this one waits for; which of them is to blame?
+            is_less_known = self._has_worked(hop) and not self._has_worked(before)
+            if is_less_known or before.doubted == call.first_number:
+                late = before
+            before.doubted = call.first_number
+        call.num_alarms += self._has_worked(late)
+        who = late.hop.server
+        reason = f"server {who.short_id} did not finish a step within {allowed_s:.3g} s"
+        error = Stalled(reason, who.peer_id, late.span)
+        error.since_s = self.progress_s
+        self._inbox.put_nowait(Trouble(late.number, None, error))
+
+    def _has_worked(self, hop: HopSession) -> bool:
+        return self._swarm.has_worked(hop.hop.server.peer_id)
 
     def handle(self, event: HopEvent, call: Call) -> Failures:
         """Hops that must be replaced, and why.
@@ -110,6 +149,8 @@ class Listener:
 
     def _handle_trouble(self, event: Trouble, index: int, call: Call) -> Failures:
         hop, error = self._hops[index], event.error
+        if isinstance(error, Stalled) and self.progress_s > error.since_s:
+            return {}  # it has got on at the last moment
         if event.step is None or event.step < FIRST_STEP:
             if isinstance(error, AccessDenied):
                 raise error
@@ -144,6 +185,10 @@ class Listener:
         ours, theirs = step.message.hidden, answer.hidden
         if theirs is None or (theirs.header.dtype, theirs.header.shape) != (ours.dtype, ours.shape):
             return _bad_reply(sender, f"server {sender.hop.server.short_id} answered another shape")
+        relayed = sender.number, answer.route, answer.step
+        if relayed not in self._relayed:  # once: who says the same again and again does not get on
+            self._relayed.add(relayed)
+            self.progress_s = now_s()
         onward = step.with_hidden(theirs)
         to.post(onward.message, onward.parts)
         return {}
@@ -156,6 +201,8 @@ class Listener:
             return _bad_reply(hop, f"server {hop.hop.server.short_id} answered for block {answer.block}")
         like = call.inputs.hidden
         shape = like.shape[0], step.end - step.start, like.shape[2]
+        if (answer.block, step.number) not in call.block_outputs:
+            self.progress_s = now_s()
         try:
             call.block_outputs[answer.block, step.number] = answer.hidden.decode(shape, like.dtype)
         except BadReply as error:
@@ -176,11 +223,18 @@ class Listener:
             except BadReply as error:
                 return _bad_reply(last, str(error))
         call.outputs[step.number] = output
+        self._watchdog.answered(now_s() - self.progress_s)
+        self.progress_s = now_s()
         for hop in self._hops:
             if hop.refused == step.number:
                 hop.refused = None
         self._on_answer()
         return {}
+
+
+def _numbers(hop: HopSession, call: Call) -> Iterable[int]:
+    """Of the steps that a hop knows of."""
+    return chain(hop.replayed, (step.number for step in call.steps))
 
 
 def _bad_reply(hop: HopSession, reason: str) -> Failures:

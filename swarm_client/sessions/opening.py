@@ -8,18 +8,24 @@ from collections.abc import Callable, Collection, Coroutine, Iterable
 from dataclasses import dataclass
 from itertools import count
 
+import torch
+
 from swarm_client.adapters.snapshots import NOTHING
 from swarm_client.core.background import now_s
 from swarm_client.routing.routing import Hop, Route
 from swarm_client.swarm.swarm import Swarm
-from swarm_client.transport.hops import HopSession, Inbox, next_hop
+from swarm_client.transport.hops import Answer, HopSession, Inbox, Trouble, next_hop
+from swarm_client.transport.steps import split
 from swarm_client.transport.wire_tensor import CODECS
 from swarm_protocol.dht.records import ServerRecord
+from swarm_protocol.errors import BadReply, PeerBusy, PeerError, PeerUnavailable
 from swarm_protocol.pb import swarm_pb2 as pb
 from swarm_protocol.span import Span
+from swarm_protocol.wire.block_input import BlockInput
 from swarm_protocol.wire.constants import FIRST_STEP
 from swarm_protocol.wire.session_keys import new_session_key
 
+_TRIAL_GRACE_S = 0.5  # for others, once enough servers that were tried out have answered
 _SPARE_TOKENS = 64  # positions per row that are asked for besides
 
 
@@ -125,6 +131,60 @@ class Opener:
             await close(hops)
             raise errors[0]
         return _linked(hops, after)
+
+    async def try_out(self, span: Span, avoid: Collection[str], hidden_size: int) -> bool:
+        """Has servers that hold some of the blocks and have not been seen to work compute a step each, all at once.
+
+        What they get is noise, in a session of its own. Who does not answer is left out like any server that fails, if
+        somebody else has answered; if nobody has, it may be the client's own network. Returns whether somebody has.
+        """
+        asked = self._swarm.to_try(span, avoid)
+        inputs = BlockInput(torch.randn(1, 1, hidden_size), None, torch.zeros(1, 1, dtype=torch.int64))
+        tasks = {asyncio.ensure_future(self._computes(server, span, inputs)): server for server in asked}
+        waiting = set(tasks)
+        deadline_s = now_s() + self._swarm.config.timeouts.trial_s
+        passed: list[str] = []
+        try:
+            while waiting and (left_s := deadline_s - now_s()) > 0:
+                done, waiting = await asyncio.wait(waiting, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
+                passed += [tasks[task].peer_id for task in done if task.exception() is None]
+                self._swarm.worked(passed)
+                if passed and self._swarm.is_covered(span, {*avoid, *self._swarm.unproven()}):
+                    deadline_s = min(deadline_s, now_s() + _TRIAL_GRACE_S)
+        finally:
+            for task in waiting:
+                task.cancel()
+            if tasks:
+                await asyncio.wait(tasks)
+        for task, server in tasks.items() if passed else ():
+            error = None if task.cancelled() else task.exception()
+            if task.cancelled():
+                error = PeerUnavailable(f"server {server.short_id} computed nothing when it was tried", server.peer_id)
+            if isinstance(error, PeerError) and not isinstance(error, PeerBusy):
+                self._swarm.failed(error)
+        return bool(passed)
+
+    async def _computes(self, server: ServerRecord, span: Span, inputs: BlockInput) -> None:
+        """Returns once the server has computed a step; raises SwarmError if it refuses."""
+        part = Span(max(span.start, server.span.start), min(span.end, server.span.end))
+        inbox = Inbox()
+        request = pb.Open(session_key=new_session_key(), batch_size=1, reserve_tokens=1)
+        hop = await (await self._swarm.server(server)).open(next(self._numbers), part, request, inbox)
+        try:
+            (step,) = split(inputs, start=0, number=FIRST_STEP, size=1, codec=request.codec, num_wanted=1)
+            hop.post(step.message, step.parts)
+            event = await inbox.get()
+            while not isinstance(event, Answer | Trouble):
+                event = await inbox.get()
+            if isinstance(event, Trouble):
+                raise event.error
+            if event.hidden is None:
+                raise BadReply(f"server {server.short_id} answered nothing", server.peer_id, part)
+            event.hidden.decode(inputs.hidden.shape, inputs.hidden.dtype)
+        except asyncio.CancelledError:
+            hop.abandon()
+            raise
+        await hop.close()
 
     async def open_in_turn(self, chain: Route, opening: Opening, wait_s: float, asked: list[str]) -> list[HopSession]:
         """Hops for all of this chain, each asked for once there is room for the one before.

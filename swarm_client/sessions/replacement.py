@@ -17,6 +17,7 @@ from swarm_client.sessions.opening import Opener, Opening, Terms, abandon
 from swarm_client.sessions.standby import StandbyReplicas
 from swarm_client.swarm.stall import Repair, Stall
 from swarm_client.swarm.swarm import Swarm
+from swarm_client.swarm.watchdog import Stalled
 from swarm_client.transport.hops import HopSession
 from swarm_client.transport.steps import OutgoingStep, chunk_size, may_be_resent, split
 from swarm_client.transport.wire_tensor import CODECS
@@ -25,6 +26,7 @@ from swarm_protocol.pb import swarm_pb2 as pb
 from swarm_protocol.span import Span
 
 _RETRY_S = 0.2
+_MAX_TRIALS = 4  # rounds, before servers are taken that were not tried out
 
 
 class HopReplacer:
@@ -49,6 +51,8 @@ class HopReplacer:
         self._stall: Stall | None = None
         self._room = AdmissionWait(swarm, opener, reporter)
         self._new: list[HopSession] = []  # that are not in the chain yet
+        self._hidden_size = 0
+        self._stalled: set[str] = set()  # peer ids of those left out for the rest of the session
 
     @property
     def is_recovering(self) -> bool:
@@ -117,16 +121,20 @@ class HopReplacer:
         full = {} if self._stall is None else self._stall.full
         while True:
             try:
+                cautious = await self._who_may_stall(span)
                 return await self._opener.open_span(
                     span,
                     opening,
                     after,
-                    avoid=full,
+                    avoid={*full, *cautious},
                     timeout_s=None if self._stall is None else self._stall.time_left_s,
                     like=None if instead is None else instead.hop.server,
                     on_wait=None if self._stall is None else self._report_waiting,
                 )
             except NoRoute as error:
+                if cautious and not self._swarm.is_covered(span, {*full, *cautious}):
+                    self._stalled.clear()  # there is nobody else
+                    continue
                 if full:
                     shortage = next(iter(full.values()))
                     full.clear()
@@ -147,6 +155,22 @@ class HopReplacer:
                 self._add_to_tried(error)
             except PeerError as error:
                 self._failed_to_open(error, span)
+
+    async def _who_may_stall(self, span: Span) -> set[str]:
+        """Servers that should not be taken, since some have accepted steps in this session and computed nothing.
+
+        Everybody is left out who has not been seen to work, if the others hold the blocks. For that, all candidates are
+        tried out together: one after the other, many such servers would cost a stall each.
+        """
+        if not self._stalled or self._stall is None:
+            return set()
+        for _ in range(_MAX_TRIALS):
+            avoid = self._stalled | self._swarm.unproven()
+            if self._swarm.is_covered(span, avoid):
+                return avoid
+            if not await self._opener.try_out(span, self._stalled, self._hidden_size):
+                break
+        return set(self._stalled) if self._swarm.is_covered(span, self._stalled) else set()
 
     async def _wait_for_room(self, span: Span, opening: Opening, shortage: PeerBusy) -> list[HopSession]:
         """None if a server has failed: there may be others."""
@@ -184,6 +208,7 @@ class HopReplacer:
 
     def begin_failover(self, call: Call, past: Iterable[Taken]) -> State:
         """Where it starts, in a stall that has begun."""
+        self._hidden_size = call.inputs.hidden.shape[-1]
         batch_size, is_watched = call.before.batch_size, bool(call.watched)
         progress = Progress(tuple(call.taken), call.start, call.answered, tuple(past), batch_size, is_watched)
         return State(progress, tuple(_link(hop, call.first_number) for hop in self._hops))
@@ -260,6 +285,9 @@ class HopReplacer:
             server = self._hop(number).hop.server
             stall.tried.append(str(error))
             stall.peer_id = stall.peer_id or server.peer_id
+            if isinstance(error, Stalled):
+                self._stalled.add(server.peer_id)
+                self._swarm.be_wary()
             if isinstance(error, PeerBusy):
                 stall.full[server.peer_id] = error
             elif isinstance(error, PeerError) and not isinstance(error, SessionLost) and avoid:

@@ -4,57 +4,73 @@ from __future__ import annotations
 
 from functools import cached_property
 
+from swarm_client.core.access import ClientAccess
 from swarm_client.core.config import ClientConfig
 from swarm_client.transport.transport import ServerConnection
+from swarm_protocol.access.access_control import AccessControl
 from swarm_protocol.dht.dht import Dht
-from swarm_protocol.dht.local_registry import DEFAULT_SWARM, LocalRegistry, addresses_of, registered_swarms
 from swarm_protocol.dht.records import ServerRecord
 from swarm_protocol.errors import JoinRefused, NoSwarm
 from swarm_protocol.net.identity import Identity
 from swarm_protocol.net.tls import ClientCredentials
 from swarm_protocol.process.invocation import typed
+from swarm_protocol.process.local_registry import DEFAULT_SWARM, LocalRegistry, addresses_of, registered_swarms
 
 
 class Caller:
-    """Joins the DHT and connects to servers. Its key is made when it is first needed."""
+    """Joins the DHT and connects to servers. Its key is made, or read, when it is first needed."""
+
+    def __init__(self, config: ClientConfig) -> None:
+        self._config = config
+
+    @cached_property
+    def access(self) -> ClientAccess:
+        """Raises ValueError, see ``ClientAccess.of``."""
+        return ClientAccess.of(self._config)
 
     @cached_property
     def identity(self) -> Identity:
-        return Identity.generate()
+        """In the DHT. Several processes may have one membership, but no two nodes of the DHT one key."""
+        return Identity.generate() if self.access.token else self.access.identity
 
     @cached_property
     def credentials(self) -> ClientCredentials:
-        return ClientCredentials(self.identity)
+        return ClientCredentials(self.access.identity, self.access.token)
 
     async def connect(self, record: ServerRecord, config: ClientConfig) -> ServerConnection:
         """See ``ServerConnection.connect``."""
         return await ServerConnection.connect(record, config, self.credentials)
 
     async def join(self, config: ClientConfig) -> Dht:
-        """A DHT node that only asks.
+        """See ``join_swarm``."""
+        return await join_swarm(config, self.identity, self.access.control)
 
-        Raises:
-            NoSwarm: no member of the swarm answers, or none is known.
-        """
-        if config.initial_peers:
-            return await Dht.join(config.swarm, config.initial_peers, self.identity)
-        servers = LocalRegistry(config.swarm).servers()
-        addresses, what = addresses_of(servers), "runs on this machine"
-        if addresses:
-            are_alive = any(server.is_alive for server in servers if server.addresses)
-            try:
-                return await Dht.join(config.swarm, addresses, self.identity, are_alive=are_alive)
-            except JoinRefused:
-                raise
-            except NoSwarm:
-                what = "answered, though servers of it are registered on this machine"
-        elif servers:
-            what += ", only in another container or on another machine, where it cannot be reached"
-        flag = "" if config.swarm == DEFAULT_SWARM else f" --swarm {config.swarm}"
-        raise NoSwarm(
-            f"no swarm named {config.swarm!r} {what}{_others(config.swarm)}: "
-            f"start a server with `{typed('server')}{flag}`, or give initial peers"
-        )
+
+async def join_swarm(config: ClientConfig, identity: Identity, access: AccessControl | None) -> Dht:
+    """A DHT node that only asks.
+
+    Raises:
+        NoSwarm: no member of the swarm answers, or none is known.
+    """
+    if config.initial_peers:
+        return await Dht.join(config.swarm, config.initial_peers, identity, access=access)
+    servers = LocalRegistry(config.swarm).servers()
+    addresses, what = addresses_of(servers), "runs on this machine"
+    if addresses:
+        are_alive = any(server.is_alive for server in servers if server.addresses)
+        try:
+            return await Dht.join(config.swarm, addresses, identity, are_alive=are_alive, access=access)
+        except JoinRefused:
+            raise
+        except NoSwarm:
+            what = "answered, though servers of it are registered on this machine"
+    elif servers:
+        what += ", only in another container or on another machine, where it cannot be reached"
+    flag = "" if config.swarm == DEFAULT_SWARM else f" --swarm {config.swarm}"
+    raise NoSwarm(
+        f"no swarm named {config.swarm!r} {what}{_others(config.swarm)}: "
+        f"start a server with `{typed('server')}{flag}`, or give initial peers"
+    )
 
 
 def _others(swarm: str) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from itertools import islice
 from math import inf
@@ -12,12 +12,14 @@ from typing import Any
 
 from swarm_protocol.dht.records import ServerRecord
 
+NEWCOMER_S = 600.0  # so long a server that comes while a client is there is new to it, unless it is seen to work
 _AT_ONCE = 16  # servers that are asked together
 _ENOUGH_S = 1.0  # that a round of questions may take; who answers later is known later
 _FAR_S = 10.0
 _WEIGHT = 0.3  # of one round trip in the average
 _BAN_S, _MAX_BAN_S = 5.0, 60.0
 FAILED, SILENT, WRONG = "that failed a moment ago", "that did not answer", "that answered wrongly"
+DENIED = "that do not accept this client"
 _JUST_NOW_S = 1.0  # so long a server that failed is left alone even if there is no other
 
 
@@ -80,6 +82,51 @@ class _Backoff:
     since_s: float
     duration_s: float
     expires_at: float | None  # of the record of a server that does not answer
+
+
+class Acquaintance:
+    """Which servers a client has seen work, and which it has not known for long."""
+
+    def __init__(self) -> None:
+        self._since_s: dict[str, float] = {}  # when it first saw them
+        self._worked: set[str] = set()
+        self._is_first = True
+        self._wary_until_s = -inf
+
+    @property
+    def worked(self) -> Set[str]:
+        """Those that have given answers since they last failed."""
+        return self._worked
+
+    def see(self, servers: Iterable[ServerRecord], now_s: float) -> None:
+        """The servers that there are now. Those of the first view were there before this client."""
+        start_s = -inf if self._is_first else now_s
+        there = {server.peer_id: self._since_s.get(server.peer_id, start_s) for server in servers}
+        self._is_first = self._is_first and not there
+        # Who is gone for a moment does not begin anew, and identities that never come again are not kept for ever.
+        gone = {p: s for p, s in self._since_s.items() if p not in there and p in self._worked}
+        self._since_s = there | gone
+
+    def look_elsewhere(self) -> None:
+        """The next view has servers that this client did not look for before."""
+        self._is_first = True
+
+    def add(self, peer_id: str) -> None:
+        """It has computed what was asked."""
+        self._worked.add(peer_id)
+
+    def remove(self, peer_id: str) -> None:
+        """It has failed."""
+        self._worked.discard(peer_id)
+
+    def be_wary(self, now_s: float) -> None:
+        """How long somebody has been there says nothing for a while."""
+        self._wary_until_s = now_s + NEWCOMER_S
+
+    def newcomers(self, now_s: float) -> set[str]:
+        """Who came lately and has not been seen to work."""
+        since_s = -inf if now_s < self._wary_until_s else now_s - NEWCOMER_S
+        return {p for p, came_s in self._since_s.items() if p not in self._worked and came_s >= since_s}
 
 
 class PeerBackoff:

@@ -5,15 +5,18 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import random
+import secrets
 import time
 import weakref
-from collections.abc import Awaitable, Callable, Collection, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable, Sequence
 from typing import Any
 
 from swarm_client.core.background import now_s
 from swarm_client.core.config import ClientConfig
 from swarm_client.routing.routing import (
     Costs,
+    Newcomers,
     Route,
     Wanted,
     best_replica,
@@ -25,17 +28,19 @@ from swarm_client.routing.routing import (
 )
 from swarm_client.swarm.caller import Caller
 from swarm_client.swarm.discovery import Discovery, Join
-from swarm_client.swarm.peer_health import FAILED, SILENT, PeerBackoff, RttTracker
+from swarm_client.swarm.peer_health import DENIED, FAILED, SILENT, Acquaintance, PeerBackoff, RttTracker
 from swarm_client.transport.transport import ServerConnection
+from swarm_protocol.dht.claims import within_addresses
 from swarm_protocol.dht.dht import Dht
 from swarm_protocol.dht.records import LIFETIME_S, ServerRecord, SwarmView
-from swarm_protocol.errors import NoRoute, NoSwarm, PeerError, PeerUnavailable
+from swarm_protocol.errors import AccessDenied, NoRoute, NoSwarm, PeerError, PeerUnavailable
 from swarm_protocol.span import Span
 
 Connect = Callable[[ServerRecord, ClientConfig], Awaitable[ServerConnection]]
 Choose = Callable[[SwarmView, bool], list[Route]]  # among usable servers; True: those never spoken to may be near
 _logger = logging.getLogger(__name__)
 _POLL_S = 0.5  # while blocks are missing
+_MAX_TRIED = 64  # servers at a time
 _MAX_MEASURING = 5  # rounds of measuring round trips before a chain is taken as it is
 
 
@@ -62,7 +67,7 @@ class Swarm:
 
         ``routed``: the model's blocks choose among experts.
         """
-        caller = Caller()
+        caller = Caller(config)
         self.config = config
         self.model = model
         self.revision = revision
@@ -80,7 +85,10 @@ class Swarm:
         self._servers: dict[str, ServerConnection] = {}
         self._connecting: dict[str, asyncio.Lock] = {}
         self._rtts = RttTracker(self._ping)
+        self._denials: dict[str, AccessDenied] = {}  # by servers, who are not asked again
         self._backoff = PeerBackoff()
+        self._acquaintance = Acquaintance()
+        self._salt = secrets.token_bytes(16)  # strangers cannot know which of many identities this client counts
         self._last_chains: dict[Span, Route] = {}
         self._tasks: set[asyncio.Task[Any]] = set()
         self.sessions: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -131,6 +139,7 @@ class Swarm:
             if view.servers or now_s() - self._filled_time > LIFETIME_S:
                 self._view = view
                 self._filled_time = now_s()
+                self._acquaintance.see(view.servers, now_s())
             self._view_time = now_s()
 
     def _look_at(self, blocks: Span) -> None:
@@ -139,6 +148,7 @@ class Swarm:
         part = Span(min(part.start, blocks.start), max(part.end, blocks.end))
         if part != self._part:
             self._part, self._view_time = part, float("-inf")
+            self._acquaintance.look_elsewhere()
 
     async def _keep_fresh(self) -> None:
         """While there are sessions, so that a replacement is known when one of their servers fails."""
@@ -171,12 +181,14 @@ class Swarm:
 
         Raises:
             NoRoute: some block is still not served after that time, or only by servers to avoid; the message names it.
+            AccessDenied: without those that do not accept this client, some block is not served.
         """
         is_session = like is None and need_tokens > 0
         keep = self._last_chains.get(blocks, ()) if is_session else ()
 
         def choose(servers: SwarmView, hopeful: bool) -> list[Route]:
-            costs = Costs(self._rtts.known, self._rtts.guess_s(hopeful), need_tokens, pushes)
+            newcomers = self._newcomers(servers)
+            costs = Costs(self._rtts.known, self._rtts.guess_s(hopeful), need_tokens, pushes, newcomers=newcomers)
             return [fastest_chain(servers, blocks, costs, keep)]
 
         (chain,) = await self._when_there_is(choose, blocks, avoid, timeout_s, like, on_wait)
@@ -192,7 +204,9 @@ class Swarm:
         """
 
         def choose(servers: SwarmView, hopeful: bool) -> list[Route]:
-            return spread(servers, blocks, sizes, Costs(self._rtts.known, self._rtts.guess_s(hopeful), pushes=False))
+            newcomers = self._newcomers(servers)
+            costs = Costs(self._rtts.known, self._rtts.guess_s(hopeful), pushes=False, newcomers=newcomers)
+            return spread(servers, blocks, sizes, costs)
 
         return await self._when_there_is(choose, blocks)
 
@@ -251,6 +265,8 @@ class Swarm:
                     chains = _choose_kind(choose, servers, like, hopeful and like is None)
                 except NoRoute:
                     error = error or no_route(servers, blocks, left_out)
+                    if self._denials:
+                        raise next(iter(self._denials.values())) from None
                     if not silent:
                         break
                     silent.clear()
@@ -304,7 +320,9 @@ class Swarm:
         except PeerError as error:
             _logger.info("%s", error)
             self._leave_out(error)
-            return None
+        except AccessDenied as error:
+            self._denials[record.peer_id] = error
+        return None
 
     def failed(self, error: PeerError) -> None:
         """Leaves the server out for a while, longer each time, and reads the DHT again."""
@@ -319,6 +337,7 @@ class Swarm:
         if isinstance(error, PeerUnavailable):
             expires_at = max((s.expires_at for s in self._view.servers if s.peer_id == error.peer_id), default=None)
         self._backoff.add(error.peer_id, now_s(), expires_at)
+        self._acquaintance.remove(error.peer_id)
         self._rtts.forget(error.peer_id)
         self._servers.pop(error.peer_id, None)  # not closed: other sessions may still go through it
 
@@ -338,11 +357,54 @@ class Swarm:
         """The server works: its backoff is reset."""
         self._backoff.reset(peer_id)
 
+    def worked(self, peer_ids: Iterable[str]) -> None:
+        """The servers have computed what this client asked for."""
+        for peer_id in peer_ids:
+            self._acquaintance.add(peer_id)
+
+    def has_worked(self, peer_id: str) -> bool:
+        """Whether the server has computed something for this client, and has not failed since."""
+        return peer_id in self._acquaintance.worked
+
+    def be_wary(self) -> None:
+        """Some server has accepted work and done nothing: for a while all are newcomers who were not seen to work."""
+        self._acquaintance.be_wary(now_s())
+
+    def unproven(self) -> set[str]:
+        """Servers that have not computed anything for this client."""
+        return {server.peer_id for server in self._view.servers} - self._acquaintance.worked
+
+    def is_covered(self, span: Span, avoid: Collection[str]) -> bool:
+        """Whether servers hold these blocks that can be used, and are none of those to avoid."""
+        servers, _ = self._usable(self._banned() | dict.fromkeys(avoid, FAILED))
+        return all(servers.replicas(span.end)[span.start :])
+
+    def can_replace(self, span: Span, peer_id: str) -> bool:
+        """Whether others hold the blocks that this server computes."""
+        return self.is_covered(span, (peer_id,))
+
+    def to_try(self, span: Span, avoid: Collection[str]) -> list[ServerRecord]:
+        """Servers of some of these blocks that have not been seen to work: all of them, or any if they are many."""
+        servers, _ = self._usable(
+            self._banned() | dict.fromkeys(avoid, FAILED) | dict.fromkeys(self._acquaintance.worked, "")
+        )
+        found = [s for s in servers.servers if s.span.start < span.end and span.start < s.span.end]
+        return random.sample(found, min(len(found), _MAX_TRIED))
+
+    def _newcomers(self, servers: SwarmView) -> Newcomers:
+        return Newcomers.among(servers, self._acquaintance.newcomers(now_s()))
+
     def _usable(self, banned: dict[str, str]) -> tuple[SwarmView, Sequence[str]]:
-        return usable(self._view, self.wanted, banned, time.time())
+        """Who has failed does not count among those of an address."""
+        servers, left_out = usable(self._view, self.wanted, banned, time.time())
+        counted = within_addresses(servers.servers, self._acquaintance.worked, self._salt)
+        if len(counted) < len(servers.servers):
+            num_left_out = len(servers.servers) - len(counted)
+            left_out = [*left_out, f"{num_left_out} of those that announce the same address as very many others"]
+        return SwarmView(counted), left_out
 
     def _banned(self, just_now: bool = False) -> dict[str, str]:
-        return self._backoff.now(now_s(), self._view.servers, just_now)
+        return self._backoff.now(now_s(), self._view.servers, just_now) | dict.fromkeys(self._denials, DENIED)
 
     def _soon(self, coroutine: Coroutine[Any, Any, Any]) -> None:
         task = asyncio.ensure_future(coroutine)

@@ -11,7 +11,7 @@ from typing import Generic, TypeVar, cast
 import grpc
 
 from swarm_protocol.dht.records import ServerRecord
-from swarm_protocol.errors import BadReply, PeerUnavailable
+from swarm_protocol.errors import AccessDenied, BadReply, PeerError, PeerUnavailable, SwarmError
 from swarm_protocol.span import Span
 from swarm_protocol.wire.status import from_status
 
@@ -28,6 +28,14 @@ def unreadable(server: ServerRecord, span: Span | None = None) -> BadReply:
     return BadReply(f"server {server.short_id} answered what is no message", server.peer_id, span)
 
 
+def error_of(code: grpc.StatusCode, details: str, server: ServerRecord, span: Span | None) -> SwarmError:
+    """A server of a swarm that is open to all does not end a generation by denying access: others are taken instead."""
+    error = from_status(code, details, server.peer_id, span)
+    if isinstance(error, AccessDenied) and not server.token:
+        return PeerError(f"server {server.short_id} does not accept this client: {error}", server.peer_id, span)
+    return error
+
+
 @asynccontextmanager
 async def translated(
     server: ServerRecord, span: Span | None = None, call: grpc.aio.Call | None = None
@@ -41,14 +49,14 @@ async def translated(
             details = f"server {server.short_id} at {server.addresses[0]} cannot be reached: {details}"
         if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
             details = f"server {server.short_id} at {server.addresses[0]} does not answer"
-        raise from_status(error.code(), details, server.peer_id, span) from None
+        raise error_of(error.code(), details, server, span) from None
     except asyncio.InvalidStateError:  # the server has ended the stream before everything was sent
         assert call is not None, "only streams are sent more than one message"
         code = await call.code()
         if code is grpc.StatusCode.OK:
             details = f"the stream to server {server.short_id} has ended"
             raise PeerUnavailable(details, server.peer_id, span) from None
-        raise from_status(code, await call.details(), server.peer_id, span) from None
+        raise error_of(code, await call.details(), server, span) from None
 
 
 class Stream(Generic[Request, Reply]):
@@ -81,7 +89,7 @@ class Stream(Generic[Request, Reply]):
             code, details = await self._call.code(), await self._call.details()
         if code is grpc.StatusCode.OK:
             raise self.ended_error()
-        raise from_status(code, details, self._server.peer_id, self._span)
+        raise error_of(code, details, self._server, self._span)
 
     def cancel(self) -> None:
         self._call.cancel()

@@ -79,7 +79,8 @@ class HopSession:
         session_key: by which this client's calls find the session.
         changed_number: the rows came with the changes of steps up to this number in them.
         replayed: steps that replay to the server what came before it, by number.
-        seen_number: how far the server was when it was last asked.
+        seen_number: how far the server was when it was last asked, among the steps that it was sent.
+        doubted: first number of the call in which the hop after it seemed to stall; 0: of none.
         refused: a step that the server has not taken because of the one before.
         next_number: which hop the outputs go to; None: to the client.
         route: how often that was to change; ``held``: the server does nothing until it changes again.
@@ -102,6 +103,7 @@ class HopSession:
         self.changed_number = request.changed_number
         self.replayed: dict[int, OutgoingStep] = {}
         self.seen_number = 0
+        self.doubted = 0
         self.refused: int | None = None
         self.next_number: int | None = None
         self.route = 0
@@ -285,9 +287,4 @@ class HopSession:
 
 def next_hop(server: ServerRecord, session_key: bytes) -> pb.NextHop:
     """How another server reaches a session on this one; it is not told the session's key."""
-    return pb.NextHop(
-        peer_id=server.peer_id,
-        addresses=server.addresses,
-        tls_fingerprint=server.tls_fingerprint,
-        push_key=push_key_of(session_key),
-    )
+    return pb.NextHop(peer_id=server.peer_id, push_key=push_key_of(session_key))

@@ -5,19 +5,20 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import logging
-import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
+from swarm_protocol.access.access_control import AccessControl
+from swarm_protocol.dht import claims, shards
 from swarm_protocol.dht import node as dht_node
-from swarm_protocol.dht import shards
 from swarm_protocol.dht.addresses import CONNECT_TIMEOUT_S, require_answer, tcp_target
 from swarm_protocol.dht.bootstrap import bootstrap, join_through, refused
 from swarm_protocol.dht.node import Listening
 from swarm_protocol.dht.records import (
     LIFETIME_S,
+    MAX_LIFETIME_S,
     ROOT_SHARD,
     ServerRecord,
     ServerState,
@@ -26,7 +27,8 @@ from swarm_protocol.dht.records import (
     servers_key,
     short_id,
 )
-from swarm_protocol.dht.stored_records import BoundedStorage
+from swarm_protocol.dht.revocations import Revocations
+from swarm_protocol.dht.stored_records import BoundedStorage, owner_of, subkey_of
 from swarm_protocol.errors import NoSwarm
 from swarm_protocol.net.hivemind_parts import (
     ControlFailure,
@@ -36,9 +38,8 @@ from swarm_protocol.net.hivemind_parts import (
     ValidationError,
     get_dht_time,
 )
-from swarm_protocol.net.identity import Identity, peer_id_of
+from swarm_protocol.net.identity import Identity
 from swarm_protocol.span import Span
-from swarm_protocol.wire.constants import MAX_NAME_CHARS
 from swarm_protocol.wire.printable import printable
 
 JOIN_TIMEOUT_S = 30.0  # for peers that are there, but frozen or too busy to answer
@@ -46,8 +47,7 @@ _PUBLISH_TIMEOUT_S = 10.0
 _MAX_NAMED = 3  # servers in a message
 _MAX_REMEMBERED = 8  # peers
 _PARALLEL_READS = 8  # of shards: all that is on its way at once must arrive within hivemind's 3 s for a reply
-# The whole subkey, which leaves no room for a second owner: hivemind asks for the signature of the first it finds.
-_SUBKEY = re.compile(r"([1-9A-HJ-NP-Za-km-z]+)\[owner:(ssh-rsa [A-Za-z0-9+/]+=*)\]")
+_RARELY = 5  # times as seldom servers look at the list of models if the root has no room for them
 _logger = logging.getLogger(__name__)
 
 # hivemind reports every hiccup of its daemon on stderr; what matters reaches the user through our own errors.
@@ -65,18 +65,24 @@ class Dht:
         listening: Listening,
         capacity: int = shards.CAPACITY,
         climb_every: int = shards.CLIMB_EVERY,
+        max_lifetime_s: float = MAX_LIFETIME_S,
+        access: AccessControl | None = None,
     ) -> None:
         node.protocol.storage.__class__ = BoundedStorage  # not a new one: joining, the node may have been given records
         node.protocol.storage.capacity = capacity
+        node.protocol.storage.access = access
+        node.protocol.record_validator.takes_revocations = access is not None
+        node.protocol.record_validator.max_lifetime_s = max_lifetime_s
         self._node = node
         self._swarm = swarm
         self._identity = identity
         self._listening = listening
         self._peers: list[str] = []  # addresses of some that were connected last
         self._restarting = asyncio.Lock()
-        self._subkey = f"{identity.peer_id}[owner:{identity.private_key.get_public_key().to_bytes().decode()}]"
+        self._subkey = subkey_of(identity)
         self._capacity = capacity
         self._climb_every = climb_every
+        self._access = access
         self._expiration = 0.0
         self._places: dict[str, _Place] = {}  # by model
         self._publishing = asyncio.Lock()
@@ -94,15 +100,19 @@ class Dht:
         announce_host: str | None = None,
         capacity: int = shards.CAPACITY,
         climb_every: int = shards.CLIMB_EVERY,
+        max_lifetime_s: float = MAX_LIFETIME_S,
         are_alive: bool = False,
+        access: AccessControl | None = None,
     ) -> Dht:
         """Joins through ``initial_peers``, or starts a new DHT if there are none.
 
         A node that listens (``host`` is given) stores records for others; without ``host`` it only asks.
         ``announce_host`` is the address others should use, with ``port``, which must then not be 0.
         ``capacity`` is how many servers may stand under one key, for all nodes of the DHT the same; a server looks for
-        room nearer to the root once in ``climb_every`` publications. Initial peers that ``are_alive`` for all that is
-        known, or that libp2p has a connection to, are asked for ``JOIN_TIMEOUT_S`` if they do not answer.
+        room nearer to the root once in ``climb_every`` publications. Records that expire later than in
+        ``max_lifetime_s`` are neither stored nor read. Initial peers that ``are_alive`` for all that is
+        known, or that libp2p has a connection to, are asked for ``JOIN_TIMEOUT_S`` if they do not answer. ``access`` is
+        that of a private swarm: nothing is stored or read but the records of servers that are members.
 
         Raises:
             NoSwarm: no initial peer answered; where nobody listens, within 4 s. JoinRefused: one did, but see there.
@@ -129,11 +139,16 @@ class Dht:
         except BaseException:
             await dht_node.stop(node)
             raise
-        return cls(node, swarm, identity, listening, capacity, climb_every)
+        return cls(node, swarm, identity, listening, capacity, climb_every, max_lifetime_s, access)
 
     @property
     def peer_id(self) -> str:
         return self._identity.peer_id
+
+    @property
+    def revocations(self) -> Revocations | None:
+        """Those of a private swarm; None in others."""
+        return None if self._access is None else Revocations(self._node, self._swarm, self._access)
 
     async def addresses(self) -> list[str]:
         """Multiaddrs under which others can join through this node."""
@@ -216,21 +231,32 @@ class Dht:
                 storing = self._overwrite(place, list(place.standing), record)
             else:
                 storing = self._settle(place, record, withdrawn)
-            stored, _ = await asyncio.gather(
-                storing,
-                self._node.store(models_key(self._swarm), record.num_blocks, record.expires_at, subkey=record.model),
-            )
+            looks = place.publications % (self._climb_every * (_RARELY if place.depth else 1)) == 0
+            stored, _ = await asyncio.gather(storing, self._list(place, record, looks))
         return stored
+
+    async def _list(self, place: _Place, record: ServerRecord, looks: bool) -> None:
+        """Adds the server to the list of models if it is needed there; ``looks``: finds that out again."""
+        if record.state is not ServerState.OFFLINE and looks:
+            entries = await self._read_list(claims.shards_of(record.model))
+            place.is_listed = claims.should_write(record, entries)
+        if place.is_listed:
+            entry = dataclasses.replace(record, next_hop_rtts_s={}, adapters=()).to_proto().SerializeToString()
+            keys = [models_key(self._swarm, shard) for shard in claims.shards_of(record.model)]
+            storing = (self._node.store(key, entry, record.expires_at, subkey=self._subkey) for key in keys)
+            await asyncio.gather(*storing)
 
     async def view(self, model: str, num_blocks: int, part: Span | None = None) -> SwarmView:
         """The servers of a model, or those that hold some block of ``part``; withdrawn ones are left out.
 
         One DHT read while they are few, else one after the other for every level of the tree of shards.
         """
+        if self.revocations is not None:
+            await self.revocations.read()
         latest: dict[str, ServerRecord] = {}
         level: Sequence[str] = (ROOT_SHARD,)
         while level:
-            found = await asyncio.gather(*(self._read_servers(model, shard) for shard in level))
+            found = await asyncio.gather(*(self._read_servers(model, num_blocks, shard) for shard in level))
             for record in (record for records, _ in found for record in records):
                 if latest.setdefault(record.peer_id, record).expires_at < record.expires_at:
                     latest[record.peer_id] = record
@@ -244,16 +270,12 @@ class Dht:
         )
 
     async def models(self) -> dict[str, int]:
-        """Names of the models served in this swarm, with their numbers of blocks."""
-        entry = await self._node.get(models_key(self._swarm), latest=True)
-        if entry is None or not isinstance(entry.value, dict):
-            return {}
-        models = {
-            name: item.value
-            for name, item in entry.value.items()
-            if _is_name(name) and isinstance(item.value, int) and 0 < item.value < 10_000
-        }
-        return dict(sorted(models.items()))
+        """Names of the models served in this swarm, with their numbers of blocks, as most of their servers say."""
+        return claims.models_of(await self._read_list(range(claims.NUM_SHARDS)))
+
+    async def _read_list(self, parts: Sequence[int]) -> list[ServerRecord]:
+        found = await asyncio.gather(*(self._items_of(models_key(self._swarm, part)) for part in parts))
+        return [record for items in found for record in self._admitted(items)]
 
     async def shutdown(self) -> None:
         await dht_node.stop(self._node)
@@ -299,17 +321,29 @@ class Dht:
         self._expiration = max(get_dht_time() + lifetime_s, self._expiration + 0.001)
         return self._expiration
 
-    async def _read(self, model: str, shard: str) -> dict[Any, Any]:
+    async def _read(self, model: str, shard: str) -> Mapping[Any, Any]:
         """All that stands in a shard, by subkey, with its expiration."""
+        return await self._items_of(servers_key(self._swarm, model, shard))
+
+    async def _items_of(self, key: str) -> Mapping[Any, Any]:
         async with self._reading:
-            entry = await self._node.get(servers_key(self._swarm, model, shard), latest=True)
+            entry = await self._node.get(key, latest=True)
         return entry.value if entry is not None and isinstance(entry.value, dict) else {}
 
-    async def _read_servers(self, model: str, shard: str) -> tuple[list[ServerRecord], bool]:
+    async def _read_servers(self, model: str, num_blocks: int, shard: str) -> tuple[list[ServerRecord], bool]:
         """The valid records in a shard, and whether there may be more below it."""
         items = await self._read(model, shard)
-        records = [_checked(subkey, item.value, item.expiration_time) for subkey, item in items.items()]
-        return [record for record in records if record is not None], shards.is_split(len(items), self._capacity)
+        records = [
+            record for record in self._admitted(items) if (record.model, record.num_blocks) == (model, num_blocks)
+        ]
+        return records, shards.is_split(len(items), self._capacity)
+
+    def _admitted(self, items: Mapping[Any, Any]) -> list[ServerRecord]:
+        """The valid records among them; in a private swarm, those of members."""
+        records = _valid(items)
+        if self._access is None:
+            return records
+        return [record for record in records if self._access.is_server(record.peer_id, record.token)]
 
 
 @dataclass
@@ -319,22 +353,20 @@ class _Place:
     path: tuple[str, ...] = ()
     depth: int = 0
     publications: int = 0
+    is_listed: bool = False  # as one of those who say that there is the model
     standing: dict[str, ServerRecord] = field(default_factory=dict)  # by shard: what readers may find until it expires
 
 
-def _is_name(name: Any) -> bool:
-    """Whether it may be a model's: whoever knows the swarm may write into the list of models."""
-    return isinstance(name, str) and 0 < len(name) <= MAX_NAME_CHARS and name.isprintable()
-
-
-def _checked(subkey: Any, value: Any, expires_at: float) -> ServerRecord | None:
-    """The record, if it is well formed and its owner is the peer it speaks of (the DHT has checked the signature)."""
-    try:
-        owner = _SUBKEY.fullmatch(subkey)
-        record = ServerRecord.parse(value)
-        if owner is None or not owner[1] == record.peer_id == peer_id_of(owner[2].encode()):
-            raise ValueError("its owner is somebody else")
-    except (ValueError, TypeError) as error:
-        _logger.debug("ignored a record under %s: %s", printable(str(subkey)), printable(str(error)))
-        return None
-    return dataclasses.replace(record, expires_at=expires_at)
+def _valid(items: Mapping[Any, Any]) -> list[ServerRecord]:
+    """The records that are well formed, each of which speaks of its owner: the node's validator has checked who signed
+    it, and when it expires."""
+    records = []
+    for subkey, item in items.items():
+        try:
+            record = ServerRecord.parse(item.value)
+            if owner_of(subkey) != record.peer_id:
+                raise ValueError("its owner is somebody else")
+            records.append(dataclasses.replace(record, expires_at=item.expiration_time))
+        except (ValueError, TypeError) as error:
+            _logger.debug("ignored a record under %s: %s", printable(str(subkey)), printable(str(error)))
+    return records

@@ -65,6 +65,7 @@ async def start_again(ended: DHTNode, identity: Identity, listening: Listening) 
     """
     node = await start(identity, _same_place(listening, ended.p2p), ended.node_id)
     node.protocol.storage = ended.protocol.storage
+    node.protocol.record_validator = ended.protocol.record_validator
     await _stop_daemon(ended.p2p)
     return node
 

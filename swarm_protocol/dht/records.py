@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum
@@ -16,6 +17,16 @@ from swarm_protocol.wire.printable import printable
 
 REFRESH_S = 20.0  # nodes that store a record may die with it
 LIFETIME_S = 120.0
+CLOCK_TOLERANCE_S = 10.0  # by which another's clock may be ahead
+MAX_LIFETIME_S = LIFETIME_S + CLOCK_TOLERANCE_S  # what expires later is neither stored nor read
+MAX_BLOCKS = 4096  # of a model
+MAX_BLOCKS_PER_S = 100_000.0  # decoding: one takes longer than 10 us, of which launching its kernels is most
+MAX_FORWARD_BLOCKS_PER_S = 1e8  # positions x blocks: what a machine with eight of the fastest GPUs comes near
+MAX_NETWORK_TOKENS_PER_S = 1e8  # small hidden states through a link of 400 Gbit/s
+_MAX_NEIGHBOURS = 64  # whose round-trip times are told; servers tell 8
+_MAX_ADAPTERS = 256
+_FINGERPRINT_BYTES = 32
+_KIND = re.compile(r"[\w.-]{0,32}", re.ASCII)  # of quantisation, and of numbers
 ROOT_SHARD = "all"  # where readers begin; swarm_protocol/dht/shards.py has the others
 
 
@@ -52,6 +63,7 @@ class ServerRecord:
     network_tokens_per_s: float = 0.0
     pinned: bool = False
     next_span: Span | None = None
+    token: bytes = field(default=b"", repr=False)  # of a member of a private swarm
     expires_at: float = field(default=inf, compare=False)  # DHT time (Unix, in seconds); known from the DHT, not sent
 
     @property
@@ -81,12 +93,19 @@ class ServerRecord:
             forward_tokens_per_s=self.forward_tokens_per_s,
             network_tokens_per_s=self.network_tokens_per_s,
             pinned=self.pinned,
+            token=self.token,
             next_blocks=None if self.next_span is None else pb.Span(start=self.next_span.start, end=self.next_span.end),
         )
 
     @classmethod
     def from_proto(cls, message: pb.ServerRecord) -> ServerRecord:
-        """Raises ValueError if a field is out of range (records come from strangers)."""
+        """Raises ValueError if a field is out of range: records come from strangers.
+
+        Speeds beyond what hardware can have are cut to that. Nothing that is read from a record takes time in
+        proportion to a number in it.
+        """
+        if message.num_blocks > MAX_BLOCKS:
+            raise ValueError(f"the model has {message.num_blocks} blocks: expected at most {MAX_BLOCKS}")
         span = Span(message.blocks.start, message.blocks.end).within(message.num_blocks)
         next_span = None
         if message.HasField("next_blocks"):
@@ -95,8 +114,18 @@ class ServerRecord:
         for number in (*speeds, message.queue_delay_s, *message.next_hop_rtts_s.values()):
             if not 0 <= number < inf:
                 raise ValueError(f"a measurement is {number}: expected a finite number of at least 0")
-        if len(message.addresses) > MAX_ADDRESSES:
-            raise ValueError(f"there are {len(message.addresses)} addresses: expected at most {MAX_ADDRESSES}")
+        for entries, most, what in (
+            (message.addresses, MAX_ADDRESSES, "addresses"),
+            (message.adapters, _MAX_ADAPTERS, "adapters"),
+            (message.next_hop_rtts_s, _MAX_NEIGHBOURS, "round-trip times"),
+        ):
+            if len(entries) > most:
+                raise ValueError(f"there are {len(entries)} {what}: expected at most {most}")
+        for kind in (message.quant, message.dtype):
+            if not _KIND.fullmatch(kind):
+                raise ValueError(f"{printable(kind, 40)!r} is no name of a kind of numbers: expected one such as int8")
+        if len(message.tls_fingerprint) > _FINGERPRINT_BYTES:
+            raise ValueError(f"the fingerprint has {len(message.tls_fingerprint)} bytes: expected {_FINGERPRINT_BYTES}")
         texts = message.peer_id, message.model, message.revision, message.quant, message.dtype, message.software_version
         for text in (*texts, *message.addresses, *message.adapters, *message.next_hop_rtts_s):
             if len(text) > MAX_NAME_CHARS or not text.isprintable():
@@ -111,7 +140,7 @@ class ServerRecord:
             state=ServerState(message.state),
             quant=message.quant,
             dtype=message.dtype,
-            tokens_per_s=message.tokens_per_s,
+            tokens_per_s=min(message.tokens_per_s, MAX_BLOCKS_PER_S / len(span)),
             cache_tokens_left=message.cache_tokens_left,
             queue_delay_s=message.queue_delay_s,
             tls_fingerprint=message.tls_fingerprint,
@@ -120,10 +149,11 @@ class ServerRecord:
             wire_version=message.wire_version,
             software_version=message.software_version,
             max_request_bytes=message.max_request_bytes,
-            forward_tokens_per_s=message.forward_tokens_per_s,
-            network_tokens_per_s=message.network_tokens_per_s,
+            forward_tokens_per_s=min(message.forward_tokens_per_s, MAX_FORWARD_BLOCKS_PER_S / len(span)),
+            network_tokens_per_s=min(message.network_tokens_per_s, MAX_NETWORK_TOKENS_PER_S),
             pinned=message.pinned,
             next_span=next_span,
+            token=message.token,
         )
 
     @classmethod
@@ -181,6 +211,11 @@ def servers_key(swarm: str, model: str, shard: str = ROOT_SHARD) -> str:
     return f"swarm.v1/{swarm}/servers/{shard}/{model}"
 
 
-def models_key(swarm: str) -> str:
-    """DHT key whose subkeys are the models served in one swarm."""
-    return f"swarm.v1/{swarm}/models"
+def revocations_key(swarm: str) -> str:
+    """DHT key whose subkeys are the ids of grants that the organiser of a private swarm has revoked."""
+    return f"swarm.v1/{swarm}/revocations"
+
+
+def models_key(swarm: str, shard: int) -> str:
+    """DHT key of one part of the list of models, see ``swarm_protocol.dht.claims``; its subkeys are servers."""
+    return f"swarm.v1/{swarm}/models/{shard}"

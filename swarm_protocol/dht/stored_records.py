@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 import hashlib
+import re
+from functools import lru_cache
 from typing import Any
 
+from google.protobuf.message import DecodeError
+
+from swarm_protocol.access.access_control import AccessControl
 from swarm_protocol.dht import shards
+from swarm_protocol.dht.records import MAX_LIFETIME_S
 from swarm_protocol.net.hivemind_parts import (
     DHTLocalStorage,
     DHTProtocol,
@@ -16,9 +22,33 @@ from swarm_protocol.net.hivemind_parts import (
     RSASignatureValidator,
     get_dht_time,
 )
+from swarm_protocol.net.identity import Identity, peer_id_of
+from swarm_protocol.pb import swarm_pb2 as pb
 
 _MAX_RECORD_BYTES = 8192  # signed; a usual one has 1 KB
+_MAX_KEY_BYTES = 3 << 20  # under one key: above 4 MiB hivemind fails silently
 _MAX_KNOWN = 100_000  # digests, 10 MB
+# The whole subkey, which leaves no room for a second owner: hivemind asks for the signature of the first it finds.
+_SUBKEY = re.compile(r"([1-9A-HJ-NP-Za-km-z]+)\[owner:(ssh-rsa [A-Za-z0-9+/]+=*)\]")
+_REVOKED = re.compile(r"(?:[0-9a-f]{2})+")  # the id of a grant
+
+
+def subkey_of(identity: Identity) -> str:
+    """Under which a peer's records stand: one for each key of the DHT."""
+    return f"{identity.peer_id}[owner:{identity.private_key.get_public_key().to_bytes().decode()}]"
+
+
+@lru_cache(maxsize=20_000)
+def owner_of(subkey: object) -> str:
+    """The peer id of the owner of a record.
+
+    Raises:
+        ValueError: there is none, or more than one; the peer id is not that of the owner's key; the key is too short.
+    """
+    owner = _SUBKEY.fullmatch(subkey) if isinstance(subkey, str) else None
+    if owner is None or owner[1] != peer_id_of(owner[2].encode()):
+        raise ValueError("its owner is nobody, or somebody else")
+    return owner[1]
 
 
 class BoundedStorage(DHTLocalStorage):  # type: ignore[misc]
@@ -28,34 +58,89 @@ class BoundedStorage(DHTLocalStorage):  # type: ignore[misc]
     """
 
     capacity: int
+    access: AccessControl | None = None  # of a private swarm, for which nothing else is stored
+    _is_storing = False
 
     def store_subkey(self, key: Any, subkey: object, value: bytes, expiration_time: float) -> bool:
         """Returns False if there is no room; a record that stands there can always be replaced."""
         if len(value) > _MAX_RECORD_BYTES:
             return False
+        if self.access is not None and not is_admitted(self.access, subkey, value):
+            return False
         known = self.get(key)
-        if known is not None and isinstance(known.value, DictionaryDHTValue) and subkey not in known.value:
-            now = get_dht_time()
-            if not shards.has_room([item.expiration_time - now for _, item in known.value.items()], self.capacity):
+        if known is not None and isinstance(known.value, DictionaryDHTValue):
+            others = [(name, item) for name, item in known.value.items() if name != subkey]
+            if sum(len(str(name)) + len(item.value) for name, item in others) + len(value) > _MAX_KEY_BYTES:
                 return False
-        stored: bool = super().store_subkey(key, subkey, value, expiration_time)
+            now = get_dht_time()
+            lifetimes_left_s = [item.expiration_time - now for _, item in others]
+            if subkey not in known.value and not shards.has_room(lifetimes_left_s, self.capacity):
+                return False
+        self._is_storing = True
+        try:
+            stored: bool = super().store_subkey(key, subkey, value, expiration_time)
+        finally:
+            self._is_storing = False
         return stored
+
+    def get(self, key: Any) -> Any:
+        """In a private swarm a copy: hivemind adds all that it reads elsewhere to what it has got here."""
+        found = super().get(key)
+        if self.access is None or self._is_storing or found is None or not isinstance(found.value, DictionaryDHTValue):
+            return found
+        copied = DictionaryDHTValue(found.value.maxsize)
+        for subkey, item in found.value.items():
+            copied.store(subkey, item.value, item.expiration_time)
+        return type(found)(copied, found.expiration_time)
+
+
+def is_admitted(access: AccessControl, subkey: object, value: bytes) -> bool:
+    """Whether a value, as it travels, is the record of a server that is a member, or a revocation, which is noted.
+
+    Not for the validator to say: hivemind refuses all that a node answers for one record that is not valid, and it may
+    have become so a moment ago.
+    """
+    try:
+        data = MSGPackSerializer.loads(RSASignatureValidator._SIGNATURE_RE.sub(b"", value))
+        if not isinstance(subkey, str) or not isinstance(data, bytes):
+            return False
+        if _REVOKED.fullmatch(subkey):
+            access.revoke(data)
+            return access.is_revocation(bytes.fromhex(subkey), data)
+        return access.is_server(owner_of(subkey), pb.ServerRecord.FromString(data).token)
+    except (ValueError, TypeError, DecodeError):
+        return False
 
 
 class Validator(RSASignatureValidator):  # type: ignore[misc]
-    """Refuses records that their owner has not signed, and those that would spoil a key for all its readers."""
+    """Refuses records that their owner has not signed, and those that would spoil a key for all its readers.
+
+    Every record has an owner, of whom there is one under a key; in a private swarm also revocations are taken, which
+    carry their organiser's signature. What is stored and what is read are checked alike.
+
+    Attributes:
+        max_lifetime_s: what expires later than in so many seconds is refused.
+        takes_revocations: it is that of a private swarm.
+    """
 
     def __init__(self, private_key: RSAPrivateKey) -> None:
         super().__init__(private_key)
+        self.max_lifetime_s = MAX_LIFETIME_S
+        self.takes_revocations = False
         self._known: set[bytes] = set()  # digests of what is valid: it comes from five nodes, and next time again
 
     def validate(self, record: DHTRecord) -> bool:
         if record.subkey == DHTProtocol.IS_REGULAR_VALUE:
             return False  # it would replace everybody's
+        if not record.expiration_time <= get_dht_time() + self.max_lifetime_s:
+            return False  # nothing newer could take its place
         try:
             digest = hashlib.sha256(self._serialize_record(record)).digest()
             if digest in self._known:
                 return True
+            subkey = MSGPackSerializer.loads(record.subkey)
+            if not (self.takes_revocations and isinstance(subkey, str) and _REVOKED.fullmatch(subkey)):
+                owner_of(subkey)
             if not super().validate(record):
                 return False
             MSGPackSerializer.loads(self.strip_value(record))  # what cannot be unpacked makes hivemind's search hang

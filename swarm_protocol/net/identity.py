@@ -21,14 +21,14 @@ from swarm_protocol.net.hivemind_parts import (
     crypto_pb2,
 )
 
-MIN_KEY_BITS = 2048
+MIN_KEY_BITS, MAX_KEY_BITS = 2048, 8192  # libp2p's own bounds
 
 
 class Identity:
     """An RSA key in libp2p's file format. Records are signed with it and the peer id is derived from it."""
 
     def __init__(self, private_key: RSAPrivateKey, lock: IO[bytes] | None = None) -> None:
-        self._lock = lock  # held open as long as this process uses a key file
+        self.lock = lock  # held open as long as this process uses a key file
         self.private_key = private_key
         self.rsa_key: rsa.RSAPrivateKey = private_key._private_key
         self.peer_id = peer_id_of_key(self.rsa_key.public_key())
@@ -50,34 +50,45 @@ class Identity:
             raise ValueError(f"identity {path} is a directory, expected a key file")
         try:
             if not path.exists():
-                _write_key(path, cls.generate()._serialized())
-            lock = open(path, "rb")  # noqa: SIM115  (closing it would release the lock)
+                _write_key(path, cls.generate().to_bytes())
         except OSError as error:
             raise ValueError(f"cannot use the identity file {path}: {error.strerror}") from None
+        lock = locked_key_file(path)
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+            return cls.from_bytes(lock.read(), str(path), lock)
+        except ValueError:
             lock.close()
-            raise ValueError(f"identity {path} is in use by another server of this machine: use another") from None
+            raise
+
+    @classmethod
+    def load(cls, path: Path) -> Identity:
+        """Of a client, of whom several processes may use one key file. Raises ValueError if it is none."""
         try:
-            identity = cls(_rsa_key(lock.read()), lock)
+            return cls.from_bytes(path.read_bytes(), str(path))
+        except OSError as error:
+            raise ValueError(f"cannot use the identity file {path}: {error.strerror}") from None
+
+    @classmethod
+    def from_bytes(cls, data: bytes, where: str = "this", lock: IO[bytes] | None = None) -> Identity:
+        """The key in libp2p's format, which was read from ``where``. Raises ValueError if it is none, or too short."""
+        try:
+            identity = cls(_rsa_key(data), lock)
         except (DecodeError, ValueError, TypeError):  # TypeError: the key is encrypted
-            lock.close()
-            raise ValueError(f"{path} is no identity file: expected a libp2p RSA private key") from None
+            raise ValueError(f"{where} is no identity file: expected a libp2p RSA private key") from None
         if identity.rsa_key.key_size < MIN_KEY_BITS:
-            lock.close()
             raise ValueError(
-                f"the key in {path} has {identity.rsa_key.key_size} bits: expected at least {MIN_KEY_BITS}"
+                f"the key in {where} has {identity.rsa_key.key_size} bits: expected at least {MIN_KEY_BITS}"
             )
         return identity
 
     @contextmanager
     def as_file(self) -> Iterator[str]:
         """The path of a private copy in memory for the libp2p daemon, which reads it when it starts."""
-        with file_in_memory(self._serialized()) as path:
+        with file_in_memory(self.to_bytes()) as path:
             yield path
 
-    def _serialized(self) -> bytes:
+    def to_bytes(self) -> bytes:
+        """The private key in libp2p's format."""
         message = crypto_pb2.PrivateKey(key_type=crypto_pb2.KeyType.RSA, data=self.private_key.to_bytes())
         serialized: bytes = message.SerializeToString()
         return serialized
@@ -91,6 +102,20 @@ def file_in_memory(data: bytes) -> Iterator[str]:
         file.write(data)
         file.flush()
         yield f"/proc/{os.getpid()}/fd/{file.fileno()}"
+
+
+def locked_key_file(path: Path) -> IO[bytes]:
+    """Two servers with one key would be one peer. Raises ValueError if another process has it, or it cannot be read."""
+    try:
+        lock = open(path, "rb")  # noqa: SIM115  (closing it would release the lock)
+    except OSError as error:
+        raise ValueError(f"cannot use the identity file {path}: {error.strerror}") from None
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        lock.close()
+        raise ValueError(f"identity {path} is in use by another server of this machine: use another") from None
+    return lock
 
 
 def _write_key(path: Path, data: bytes) -> None:
@@ -109,9 +134,12 @@ def peer_id_of(public_key: bytes) -> str:
     """The libp2p peer id of an OpenSSH-encoded RSA public key.
 
     Raises:
-        ValueError: if it is no such key.
+        ValueError: if it is no such key, or one that is too short to be trusted.
     """
-    return peer_id_of_key(RSAPublicKey.from_bytes(public_key)._public_key)
+    key: rsa.RSAPublicKey = RSAPublicKey.from_bytes(public_key)._public_key
+    if not MIN_KEY_BITS <= key.key_size <= MAX_KEY_BITS:
+        raise ValueError(f"the RSA key has {key.key_size} bits: expected {MIN_KEY_BITS} to {MAX_KEY_BITS}")
+    return peer_id_of_key(key)
 
 
 def peer_id_of_key(public_key: rsa.RSAPublicKey) -> str:

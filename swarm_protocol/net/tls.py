@@ -29,6 +29,8 @@ _TLS_NAME = "swarm"
 _AUTHORITY_NAME = "swarm clients"
 _AUTHORITY_SECRET = hashlib.sha256(b"the key of this authority is public").digest()
 _MOST_KNOWN = 1024  # certificates of clients
+# A client's certificate has its membership token in this extension. The number is a random one, see ITU-T X.667.
+_TOKEN_OID = x509.ObjectIdentifier("2.25.57207744209203973774103382683557686505")
 _SHOWN_CHARS = 80  # of an address
 
 
@@ -59,13 +61,16 @@ class Certificate:
 class ClientCredentials:
     """What a peer shows to the servers it connects to: a certificate over the key of its identity."""
 
-    def __init__(self, identity: Identity) -> None:
-        """Takes a few milliseconds, so that it is made once and not for each connection."""
+    def __init__(self, identity: Identity, token: bytes = b"") -> None:
+        """Takes a few milliseconds, so that it is made once and not for each connection.
+
+        ``token``: that of a member of a private swarm, see ``swarm_protocol.access``; servers find it by ``token_of``.
+        """
         authority_key, _ = _authority()
         self.peer_id = identity.peer_id
         self._key_pem = _key_pem(identity.rsa_key)
         self._certificate_pem = _certificate_pem(
-            identity.peer_id, identity.rsa_key.public_key(), _AUTHORITY_NAME, authority_key
+            identity.peer_id, identity.rsa_key.public_key(), _AUTHORITY_NAME, authority_key, token
         )
         # The default context would read the system's authorities.
         self._context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
@@ -134,6 +139,24 @@ def peer_of(auth_context: Mapping[str, Iterable[bytes]]) -> str:
     return _peer_of(certificate_pem)
 
 
+def token_of(auth_context: Mapping[str, Iterable[bytes]]) -> bytes:
+    """The membership token in the certificate of a client that ``peer_of`` knows; empty if it has shown none.
+
+    Nobody has checked the token. That the client has the key of its certificate, the handshake has proved.
+    """
+    certificate_pem = next(iter(auth_context.get("x509_pem_cert", ())), None)
+    return b"" if certificate_pem is None else _token_of(certificate_pem)
+
+
+@lru_cache(_MOST_KNOWN)
+def _token_of(certificate_pem: bytes) -> bytes:
+    try:
+        found = x509.load_pem_x509_certificate(certificate_pem).extensions.get_extension_for_oid(_TOKEN_OID).value
+    except (ValueError, x509.ExtensionNotFound, x509.DuplicateExtension):
+        return b""
+    return found.value if isinstance(found, x509.UnrecognizedExtension) else b""
+
+
 @lru_cache(_MOST_KNOWN)
 def _peer_of(certificate_pem: bytes) -> str:
     try:
@@ -161,10 +184,14 @@ def _key_pem(key: ec.EllipticCurvePrivateKey | rsa.RSAPrivateKey) -> bytes:
 
 
 def _certificate_pem(
-    name: str, key: ec.EllipticCurvePublicKey | rsa.RSAPublicKey, issuer: str, issuer_key: ec.EllipticCurvePrivateKey
+    name: str,
+    key: ec.EllipticCurvePublicKey | rsa.RSAPublicKey,
+    issuer: str,
+    issuer_key: ec.EllipticCurvePrivateKey,
+    token: bytes = b"",
 ) -> bytes:
     now = datetime.datetime.now(datetime.UTC)
-    certificate = (
+    builder = (
         x509.CertificateBuilder()
         .subject_name(x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)]))
         .issuer_name(x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, issuer)]))
@@ -174,6 +201,7 @@ def _certificate_pem(
         .not_valid_after(now + datetime.timedelta(days=3650))
         .add_extension(x509.SubjectAlternativeName([x509.DNSName(_TLS_NAME)]), critical=False)
         .add_extension(x509.BasicConstraints(ca=name == issuer, path_length=None), critical=True)
-        .sign(issuer_key, hashes.SHA256())
     )
-    return certificate.public_bytes(serialization.Encoding.PEM)
+    if token:
+        builder = builder.add_extension(x509.UnrecognizedExtension(_TOKEN_OID, token), critical=False)
+    return builder.sign(issuer_key, hashes.SHA256()).public_bytes(serialization.Encoding.PEM)

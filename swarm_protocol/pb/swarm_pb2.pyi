@@ -29,6 +29,14 @@ class ServerState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     ONLINE: _ClassVar[ServerState]
     DRAINING: _ClassVar[ServerState]
     OFFLINE: _ClassVar[ServerState]
+
+class Role(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    ROLE_UNSPECIFIED: _ClassVar[Role]
+    ROLE_SERVER: _ClassVar[Role]
+    ROLE_CLIENT: _ClassVar[Role]
+    ROLE_TRAINER: _ClassVar[Role]
+    ROLE_MODERATOR: _ClassVar[Role]
 DTYPE_UNSPECIFIED: DType
 FLOAT32: DType
 BFLOAT16: DType
@@ -43,6 +51,11 @@ JOINING: ServerState
 ONLINE: ServerState
 DRAINING: ServerState
 OFFLINE: ServerState
+ROLE_UNSPECIFIED: Role
+ROLE_SERVER: Role
+ROLE_CLIENT: Role
+ROLE_TRAINER: Role
+ROLE_MODERATOR: Role
 
 class Span(_message.Message):
     __slots__ = ("start", "end")
@@ -129,16 +142,12 @@ class Open(_message.Message):
     def __init__(self, contract: _Optional[_Union[Contract, _Mapping]] = ..., session_key: _Optional[bytes] = ..., batch_size: _Optional[int] = ..., reserve_tokens: _Optional[int] = ..., next: _Optional[_Union[NextHop, _Mapping]] = ..., codec: _Optional[_Union[Codec, str]] = ..., sent_number: _Optional[int] = ..., changed_number: _Optional[int] = ..., records_past: bool = ..., adapter: _Optional[_Union[AdapterName, _Mapping]] = ..., wait_s: _Optional[float] = ..., age_s: _Optional[float] = ..., spare_tokens: _Optional[int] = ..., last_number: _Optional[int] = ...) -> None: ...
 
 class NextHop(_message.Message):
-    __slots__ = ("peer_id", "addresses", "tls_fingerprint", "push_key")
+    __slots__ = ("peer_id", "push_key")
     PEER_ID_FIELD_NUMBER: _ClassVar[int]
-    ADDRESSES_FIELD_NUMBER: _ClassVar[int]
-    TLS_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     PUSH_KEY_FIELD_NUMBER: _ClassVar[int]
     peer_id: str
-    addresses: _containers.RepeatedScalarFieldContainer[str]
-    tls_fingerprint: bytes
     push_key: bytes
-    def __init__(self, peer_id: _Optional[str] = ..., addresses: _Optional[_Iterable[str]] = ..., tls_fingerprint: _Optional[bytes] = ..., push_key: _Optional[bytes] = ...) -> None: ...
+    def __init__(self, peer_id: _Optional[str] = ..., push_key: _Optional[bytes] = ...) -> None: ...
 
 class Step(_message.Message):
     __slots__ = ("number", "changes", "start_position", "hidden", "attention_mask", "position_ids", "outputs_wanted", "stored", "every_block")
@@ -447,7 +456,7 @@ class EchoReply(_message.Message):
     def __init__(self, payload: _Optional[bytes] = ...) -> None: ...
 
 class ServerRecord(_message.Message):
-    __slots__ = ("peer_id", "wire_version", "software_version", "addresses", "model", "revision", "num_blocks", "blocks", "state", "quant", "dtype", "tokens_per_s", "cache_tokens_left", "queue_delay_s", "tls_fingerprint", "next_hop_rtts_s", "adapters", "max_request_bytes", "forward_tokens_per_s", "network_tokens_per_s", "pinned", "next_blocks")
+    __slots__ = ("peer_id", "wire_version", "software_version", "addresses", "model", "revision", "num_blocks", "blocks", "state", "quant", "dtype", "tokens_per_s", "cache_tokens_left", "queue_delay_s", "tls_fingerprint", "next_hop_rtts_s", "adapters", "max_request_bytes", "forward_tokens_per_s", "network_tokens_per_s", "pinned", "next_blocks", "token")
     class NextHopRttsSEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -477,6 +486,7 @@ class ServerRecord(_message.Message):
     NETWORK_TOKENS_PER_S_FIELD_NUMBER: _ClassVar[int]
     PINNED_FIELD_NUMBER: _ClassVar[int]
     NEXT_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_FIELD_NUMBER: _ClassVar[int]
     peer_id: str
     wire_version: int
     software_version: str
@@ -499,4 +509,49 @@ class ServerRecord(_message.Message):
     network_tokens_per_s: float
     pinned: bool
     next_blocks: Span
-    def __init__(self, peer_id: _Optional[str] = ..., wire_version: _Optional[int] = ..., software_version: _Optional[str] = ..., addresses: _Optional[_Iterable[str]] = ..., model: _Optional[str] = ..., revision: _Optional[str] = ..., num_blocks: _Optional[int] = ..., blocks: _Optional[_Union[Span, _Mapping]] = ..., state: _Optional[_Union[ServerState, str]] = ..., quant: _Optional[str] = ..., dtype: _Optional[str] = ..., tokens_per_s: _Optional[float] = ..., cache_tokens_left: _Optional[int] = ..., queue_delay_s: _Optional[float] = ..., tls_fingerprint: _Optional[bytes] = ..., next_hop_rtts_s: _Optional[_Mapping[str, float]] = ..., adapters: _Optional[_Iterable[str]] = ..., max_request_bytes: _Optional[int] = ..., forward_tokens_per_s: _Optional[float] = ..., network_tokens_per_s: _Optional[float] = ..., pinned: bool = ..., next_blocks: _Optional[_Union[Span, _Mapping]] = ...) -> None: ...
+    token: bytes
+    def __init__(self, peer_id: _Optional[str] = ..., wire_version: _Optional[int] = ..., software_version: _Optional[str] = ..., addresses: _Optional[_Iterable[str]] = ..., model: _Optional[str] = ..., revision: _Optional[str] = ..., num_blocks: _Optional[int] = ..., blocks: _Optional[_Union[Span, _Mapping]] = ..., state: _Optional[_Union[ServerState, str]] = ..., quant: _Optional[str] = ..., dtype: _Optional[str] = ..., tokens_per_s: _Optional[float] = ..., cache_tokens_left: _Optional[int] = ..., queue_delay_s: _Optional[float] = ..., tls_fingerprint: _Optional[bytes] = ..., next_hop_rtts_s: _Optional[_Mapping[str, float]] = ..., adapters: _Optional[_Iterable[str]] = ..., max_request_bytes: _Optional[int] = ..., forward_tokens_per_s: _Optional[float] = ..., network_tokens_per_s: _Optional[float] = ..., pinned: bool = ..., next_blocks: _Optional[_Union[Span, _Mapping]] = ..., token: _Optional[bytes] = ...) -> None: ...
+
+class Grant(_message.Message):
+    __slots__ = ("swarm_key", "id", "role", "name", "peer_id", "granted_at", "expires_at")
+    SWARM_KEY_FIELD_NUMBER: _ClassVar[int]
+    ID_FIELD_NUMBER: _ClassVar[int]
+    ROLE_FIELD_NUMBER: _ClassVar[int]
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    PEER_ID_FIELD_NUMBER: _ClassVar[int]
+    GRANTED_AT_FIELD_NUMBER: _ClassVar[int]
+    EXPIRES_AT_FIELD_NUMBER: _ClassVar[int]
+    swarm_key: bytes
+    id: bytes
+    role: Role
+    name: str
+    peer_id: str
+    granted_at: float
+    expires_at: float
+    def __init__(self, swarm_key: _Optional[bytes] = ..., id: _Optional[bytes] = ..., role: _Optional[_Union[Role, str]] = ..., name: _Optional[str] = ..., peer_id: _Optional[str] = ..., granted_at: _Optional[float] = ..., expires_at: _Optional[float] = ...) -> None: ...
+
+class Revocation(_message.Message):
+    __slots__ = ("swarm_key", "grant_id", "expires_at")
+    SWARM_KEY_FIELD_NUMBER: _ClassVar[int]
+    GRANT_ID_FIELD_NUMBER: _ClassVar[int]
+    EXPIRES_AT_FIELD_NUMBER: _ClassVar[int]
+    swarm_key: bytes
+    grant_id: bytes
+    expires_at: float
+    def __init__(self, swarm_key: _Optional[bytes] = ..., grant_id: _Optional[bytes] = ..., expires_at: _Optional[float] = ...) -> None: ...
+
+class Signed(_message.Message):
+    __slots__ = ("content", "signature")
+    CONTENT_FIELD_NUMBER: _ClassVar[int]
+    SIGNATURE_FIELD_NUMBER: _ClassVar[int]
+    content: bytes
+    signature: bytes
+    def __init__(self, content: _Optional[bytes] = ..., signature: _Optional[bytes] = ...) -> None: ...
+
+class MembershipFile(_message.Message):
+    __slots__ = ("token", "identity")
+    TOKEN_FIELD_NUMBER: _ClassVar[int]
+    IDENTITY_FIELD_NUMBER: _ClassVar[int]
+    token: bytes
+    identity: bytes
+    def __init__(self, token: _Optional[bytes] = ..., identity: _Optional[bytes] = ...) -> None: ...

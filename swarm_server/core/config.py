@@ -9,9 +9,9 @@ from pathlib import Path
 
 from swarm_protocol.checkpoints.default_model import DEFAULT_MODEL
 from swarm_protocol.dht.addresses import split_address
-from swarm_protocol.dht.local_registry import DEFAULT_SWARM
+from swarm_protocol.process.local_registry import DEFAULT_SWARM
 from swarm_protocol.span import Span
-from swarm_protocol.wire.constants import MAX_ADAPTER_BYTES, MIB
+from swarm_protocol.wire.constants import MIB
 from swarm_server.placement.placement import MARGIN
 
 METHODS = ("int8", "nf4", "none", "bnb-int8")  # of quantisation
@@ -38,16 +38,19 @@ class ServerConfig:
     initial_peers: tuple[str, ...] = ()
     swarm: str = DEFAULT_SWARM
     identity: Path | None = None  # None: a new one each start
+    membership: Path | None = None  # of a private swarm; None: SWARM_MEMBERSHIP of the environment, if there is any
+    swarm_key: str = ""  # of a private swarm; empty: that of the membership
+    open_to_clients: bool = False  # members alone are servers, and anybody is a client
     cache_tokens: int | None = None  # over all sessions; None: cache_bytes
     cache_bytes: int | None = None  # keys and values of all sessions, and what training keeps; None: from free memory
     prefix_cache: bool = True  # sessions that start with the same content compute it once
     adapters: tuple[Path, ...] = ()  # directories in PEFT's format, loaded at the start, called like the directories
-    adapter_bytes: int = MAX_ADAPTER_BYTES  # of all adapters that clients send
+    adapter_bytes: int = 352 * MIB  # of all adapters that clients send; one client's share has room for the largest
     chunk_tokens: int | None = None  # of a prompt, computed between two decoding steps; None: by device
     max_sessions: int = 512
     throughput: float | None = None  # tokens per second to announce; None: measured
     queue_size: int = 64  # training passes waiting for the compute thread; more are refused
-    incoming_bytes: int = 512 * MIB  # of requests that are arriving, in all; more are refused
+    incoming_bytes: int = 768 * MIB  # of requests that arrive or wait; one client's share has room for two tensors
     session_idle_timeout_s: float = 600.0  # between two steps
     stall_timeout_s: float = 20.0  # within a request, beyond what its next part takes at min_bytes_per_s
     min_bytes_per_s: float = 16 * 1024.0  # several streams share a line of 1 Mbit/s

@@ -6,7 +6,6 @@ import asyncio
 import logging
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
@@ -15,12 +14,15 @@ from typing import Any, Protocol, TypeVar
 import torch
 
 from swarm_protocol.errors import PeerBusy
+from swarm_server.engine.fair_queue import FairQueue
 from swarm_server.engine.session_state import Session, SessionStep
+from swarm_server.net.shares import Caller, Shares
 
 T = TypeVar("T")
 
 _logger = logging.getLogger(__name__)
 _DELAY_HALF_LIFE_S = 10.0
+_NOBODY = Caller("")
 _PREFILLS_PER_TRAINING = 3  # of turns that decoding leaves
 _FEW_POSITIONS = 32  # rows × positions of a step that somebody watches, such as one of speculative decoding
 MAX_ROWS = 256  # of one batch of steps
@@ -36,7 +38,12 @@ class Kind(IntEnum):
 
 @dataclass(eq=False)
 class Work:
-    """A step of a session, or a call, and the future that its caller awaits."""
+    """A step of a session, or a call, and the future that its caller awaits.
+
+    Attributes:
+        client: for whom it is, by peer id; empty: for the server itself.
+        cost: rows × positions, which is roughly what it takes.
+    """
 
     kind: Kind
     done: asyncio.Future[Any] = field(repr=False)
@@ -44,6 +51,8 @@ class Work:
     step: SessionStep | None = None
     call: Callable[[], Any] | None = None
     submitted_s: float = 0.0
+    client: str = ""
+    cost: int = 1
 
     @property
     def session_step(self) -> tuple[Session, SessionStep]:
@@ -62,14 +71,14 @@ class Work:
 class WorkQueue:
     """Whose turn it is. Pure: no clock, no thread.
 
-    First come, first served within a kind. Decoding gets every other turn while anything else waits, and all turns
-    while nothing does; of the others' turns, training gets one in four.
+    Within a kind, clients share the turns, see ``FairQueue``. Decoding gets every other turn while anything else waits,
+    and all turns while nothing does; of the others' turns, training gets one in four.
     """
 
     def __init__(self, mixes_sessions: bool = True) -> None:
         """``mixes_sessions``: steps of several sessions may be computed in one batch."""
         self._mixes_sessions = mixes_sessions
-        self._waiting: dict[Kind, deque[Work]] = {kind: deque() for kind in Kind}
+        self._waiting: dict[Kind, FairQueue[Work]] = {kind: FairQueue() for kind in Kind}
         self._last = Kind.TRAINING
         self._num_prefills = 0  # since the last training
 
@@ -80,12 +89,11 @@ class WorkQueue:
         return len(self._waiting[kind])
 
     def add(self, work: Work) -> None:
-        self._waiting[work.kind].append(work)
+        self._waiting[work.kind].add(work, work.client, work.cost)
 
     def discard(self, work: Work) -> None:
         """Forgets work whose caller has gone."""
-        if work in self._waiting[work.kind]:
-            self._waiting[work.kind].remove(work)
+        self._waiting[work.kind].remove(work)
 
     def next_batch(self) -> list[Work]:
         """What to compute now: one piece of work, or the decoding steps of several sessions. Empty if nothing waits."""
@@ -94,15 +102,12 @@ class WorkQueue:
         self._last = kind = self._next_kind()
         if kind is not Kind.DECODE:
             self._num_prefills = 0 if kind is Kind.TRAINING else self._num_prefills + 1
-            return [self._waiting[kind].popleft()]
+            return [self._waiting[kind].pop()]
         return self._decode_batch()
 
     def clear(self) -> list[Work]:
         """Takes out everything."""
-        everything = [work for waiting in self._waiting.values() for work in waiting]
-        for waiting in self._waiting.values():
-            waiting.clear()
-        return everything
+        return [work for waiting in self._waiting.values() for work in waiting.clear()]
 
     def _next_kind(self) -> Kind:
         decode, prefill, training = (bool(self._waiting[kind]) for kind in Kind)
@@ -114,17 +119,15 @@ class WorkQueue:
 
     def _decode_batch(self) -> list[Work]:
         waiting = self._waiting[Kind.DECODE]
-        first = waiting.popleft()
+        first = waiting.pop()
         if first.step is None or not self._mixes_sessions:
             return [first]
-        batch, rows, later = [first], first.num_rows, []
+        batch, rows = [first], first.num_rows
         for work in waiting:
             if work.step and work.num_tokens == first.num_tokens and rows + work.num_rows <= MAX_ROWS:
                 batch.append(work)
                 rows += work.num_rows
-            else:
-                later.append(work)
-        self._waiting[Kind.DECODE] = deque(later)
+        waiting.remove(*batch[1:])
         return batch
 
 
@@ -140,7 +143,7 @@ class Scheduler:
     def __init__(self, engine: StepRunner, max_training: int, mixes_sessions: bool = True) -> None:
         """``max_training``: passes that may wait; more are refused. Steps are bounded by the sessions there are."""
         self._engine = engine
-        self._max_training = max_training
+        self._training = Shares(max_training, minimum=1)  # used on the event loop
         self._queue = WorkQueue(mixes_sessions)
         self._changed = threading.Condition()
         self._stopping = False
@@ -155,25 +158,37 @@ class Scheduler:
         faded: float = 0.5 ** (idle_s / _DELAY_HALF_LIFE_S)
         return self._delay_s * faded
 
-    async def step(self, session: Session, step: SessionStep) -> torch.Tensor:
+    async def step(self, session: Session, step: SessionStep, client: str = "") -> torch.Tensor:
         """The step's output, [batch, tokens, hidden_size]; raises what refused it (see ``Engine.run``)."""
         rows, num_tokens, _ = step.inputs.hidden.shape
         kind = Kind.DECODE if num_tokens == 1 or rows * num_tokens <= _FEW_POSITIONS else Kind.PREFILL
-        output: torch.Tensor = await self._submit(Work(kind, _future(), session=session, step=step))
+        output: torch.Tensor = await self._submit(
+            Work(kind, _future(), session=session, step=step, client=client, cost=rows * num_tokens)
+        )
         return output
 
-    async def train(self, call: Callable[[], T]) -> T:
+    async def train(self, call: Callable[[], T], client: Caller = _NOBODY, num_positions: int = 1) -> T:
         """Calls a function on the compute thread when training has its turn.
+
+        ``num_positions``: rows × positions that it computes.
 
         Raises:
             PeerBusy: too much training waits already.
         """
-        result: T = await self._submit(Work(Kind.TRAINING, _future(), call=call))
+        if not self._training.fits(client, 1):
+            raise PeerBusy(
+                f"the server's queue is full: {self._training.used} of {self._training.capacity} requests are waiting, "
+                f"{self._training.held(client)} of this client"
+            )
+        work = Work(Kind.TRAINING, _future(), call=call, client=client.peer_id, cost=num_positions)
+        self._training.add(client, 1)
+        work.done.add_done_callback(lambda _done: self._training.add(client, -1))
+        result: T = await self._submit(work)
         return result
 
-    async def call(self, call: Callable[[], T]) -> T:
+    async def call(self, call: Callable[[], T], client: str = "") -> T:
         """Calls a short function on the compute thread, soon."""
-        result: T = await self._submit(Work(Kind.DECODE, _future(), call=call))
+        result: T = await self._submit(Work(Kind.DECODE, _future(), call=call, client=client))
         return result
 
     def stop(self) -> None:
@@ -188,8 +203,6 @@ class Scheduler:
         with self._changed:
             if self._stopping:
                 raise PeerBusy("the server is shutting down")
-            if work.kind is Kind.TRAINING and self._queue.count(Kind.TRAINING) >= self._max_training:
-                raise PeerBusy(f"the server's queue is full ({self._max_training} requests are waiting)")
             self._queue.add(work)
             self._changed.notify()
         try:

@@ -184,6 +184,18 @@ class Lease:
             weakref.finalize(owner, charge.release).atexit = False
             return charge
 
+    @property
+    def held(self) -> int:
+        """Bytes of memory."""
+        with self._budget.lock:
+            self._budget._settle()
+            return self._held
+
+    def release_unused(self) -> None:
+        """Gives back what was promised and is not held."""
+        with self._budget.lock:
+            self._set(0, self._held)
+
     def close(self) -> None:
         """Gives the promise back. Memory that somebody else uses, or that is kept for reuse, stays charged."""
         with self._budget.lock:

@@ -1,4 +1,4 @@
-"""What is on its way to this server: bounded in all, and none of it may come too slowly."""
+"""What is on its way to this server, or waits to be computed: bounded in all, and none may come too slowly."""
 
 from __future__ import annotations
 
@@ -9,18 +9,20 @@ import torch
 from swarm_protocol.errors import PeerBusy, RequestRejected
 from swarm_protocol.wire.codec import Assembler
 from swarm_protocol.wire.constants import MIB, PART_BYTES
+from swarm_server.net.shares import Caller, Shares
 
-CAPACITY_BYTES = 512 * MIB
+CAPACITY_BYTES = 768 * MIB  # a client's share has room for the two tensors of the largest backward pass
 STALL_TIMEOUT_S = 20.0
 MIN_BYTES_PER_S = 16 * 1024.0  # several streams share a line of 1 Mbit/s
+_NOBODY = Caller("")
 _FEW_PARTS = 16  # of a tensor of any size
 _LEAST_PART_BYTES = PART_BYTES // 16  # on average; peers cut tensors at PART_BYTES
 
 
 class Arrivals:
-    """The bytes of all requests of which more is to come. Used on one event loop.
+    """The bytes of all requests of which more is to come, or that wait to be computed. Used on one event loop.
 
-    Each stream gets this object from whoever knows whose it is: a share for each client is another ``Arrivals``.
+    Each stream gets that ``of`` the client for whom it comes.
     """
 
     def __init__(
@@ -32,7 +34,15 @@ class Arrivals:
         self.capacity_bytes = capacity_bytes
         self.stall_timeout_s = stall_timeout_s
         self.min_bytes_per_s = min_bytes_per_s
-        self.used_bytes = 0
+        self._shares = Shares(capacity_bytes)
+
+    @property
+    def used_bytes(self) -> int:
+        return self._shares.used
+
+    def of(self, caller: Caller) -> Arrivals:
+        """What comes from one client counts here, and may not take all the room."""
+        return _ClientArrivals(self, caller)
 
     def take(self, size_bytes: int) -> None:
         """Raises PeerBusy if there is no room."""
@@ -41,14 +51,34 @@ class Arrivals:
                 f"no room for {size_bytes} bytes more of requests that are arriving: {self.used_bytes} of "
                 f"{self.capacity_bytes} bytes are in use"
             )
-        self.used_bytes += size_bytes
+        self._shares.add(_NOBODY, size_bytes)
 
     def give_back(self, size_bytes: int) -> None:
-        self.used_bytes -= size_bytes
+        self._shares.add(_NOBODY, -size_bytes)
 
     def pace(self) -> Pace:
         """For one request."""
         return Pace(self.stall_timeout_s, self.min_bytes_per_s)
+
+
+class _ClientArrivals(Arrivals):
+    """Those of one client."""
+
+    def __init__(self, everything: Arrivals, caller: Caller) -> None:
+        super().__init__(everything.capacity_bytes, everything.stall_timeout_s, everything.min_bytes_per_s)
+        self._shares = everything._shares
+        self._caller = caller
+
+    def take(self, size_bytes: int) -> None:
+        if not self._shares.fits(self._caller, size_bytes):
+            raise PeerBusy(
+                f"no room for {size_bytes} bytes more of requests that are arriving: {self.used_bytes} of "
+                f"{self.capacity_bytes} bytes are in use, {self._shares.held(self._caller)} of them by this client"
+            )
+        self._shares.add(self._caller, size_bytes)
+
+    def give_back(self, size_bytes: int) -> None:
+        self._shares.add(self._caller, -size_bytes)
 
 
 class Pace:
@@ -93,16 +123,17 @@ class Reservation:
 
 
 class ArrivingTensor:
-    """A tensor whose parts count as they come, until it is closed; one that came in one part does not.
+    """A tensor whose parts count as they come, until it is closed.
 
     A context manager. Raises:
         PeerBusy: at construction and in ``add``, if there is no room.
     """
 
-    def __init__(self, arrivals: Arrivals, assembler: Assembler) -> None:
+    def __init__(self, arrivals: Arrivals, assembler: Assembler, waits: bool = False) -> None:
+        """``waits``: it counts even if it came in one part, since it waits to be computed."""
         self._assembler = assembler
         self._reservation = Reservation(arrivals)
-        if not assembler.complete:
+        if waits or not assembler.complete:
             self._reservation.take(assembler.received_bytes)
         self._parts_left = _FEW_PARTS + assembler.size_bytes // _LEAST_PART_BYTES
 

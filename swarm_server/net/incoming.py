@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -56,9 +57,12 @@ class Incoming:
             raise RequestRejected(f"expected a message of kind {' or '.join(map(repr, kinds))}")
         return message
 
-    async def collect(self, assembler: Assembler) -> torch.Tensor:
-        """The tensor that begins in ``assembler``, with its further parts. Raises PeerBusy if there is no room."""
-        with ArrivingTensor(self._arrivals, assembler) as arriving:
-            while not arriving.complete:
-                arriving.add((await self.first("more")).more)
-            return arriving.tensor()
+    async def collect(self, assembler: Assembler, request: ExitStack) -> torch.Tensor:
+        """The tensor that begins in ``assembler``, with its further parts. It counts until ``request`` is closed.
+
+        Raises PeerBusy if there is no room.
+        """
+        arriving = request.enter_context(ArrivingTensor(self._arrivals, assembler, waits=True))
+        while not arriving.complete:
+            arriving.add((await self.first("more")).more)
+        return arriving.tensor()

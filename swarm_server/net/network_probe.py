@@ -103,9 +103,8 @@ class NetworkProbe:
             self.bytes_per_s = best
 
     async def _timed(self, server: ServerRecord, request: pb.EchoRequest) -> float | None:
-        hop = pb.NextHop(peer_id=server.peer_id, addresses=server.addresses, tls_fingerprint=server.tls_fingerprint)
         try:
-            stub = await self._channels.stub(hop)
+            stub = await self._channels.stub(server)
             start_s = time.perf_counter()
             await stub.Echo(request, timeout=_TIMEOUT_S)
             return time.perf_counter() - start_s

@@ -6,11 +6,12 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Awaitable, Callable, Iterable, Iterator
-from typing import Any
+from functools import partial
+from typing import Any, Protocol
 
 import grpc
 
-from swarm_protocol.dht.records import short_id
+from swarm_protocol.dht.records import ServerRecord, short_id
 from swarm_protocol.errors import BadReply, PeerUnavailable
 from swarm_protocol.pb import swarm_pb2 as pb
 from swarm_protocol.pb.swarm_pb2_grpc import BlocksStub
@@ -19,12 +20,18 @@ from swarm_protocol.wire.printable import printable
 
 _logger = logging.getLogger(__name__)
 _CONNECT_TIMEOUT_S = 3.0
-_MAX_ADDRESSES = 4  # of one server; the client names them
+_MAX_ADDRESSES = 4  # of one server, which are tried
 _MAX_UNTAKEN = 4  # steps under way to the next hop; more wait, so that a slow hop slows those before it
 
 Connect = Callable[[str, bytes, list[tuple[str, int]], float], Awaitable[grpc.aio.Channel]]
 Parts = list[bytes]
 GiveUp = Callable[[pb.Step, Parts], Awaitable[None]]
+
+
+class Reachable(Protocol):
+    """Servers by peer id, see ``Neighbours``."""
+
+    async def stub(self, peer_id: str) -> BlocksStub: ...
 
 
 class ChannelPool:
@@ -35,25 +42,30 @@ class ChannelPool:
         self._connect = connect
         self._channels: dict[tuple[str, bytes], asyncio.Task[grpc.aio.Channel]] = {}
 
-    async def stub(self, hop: pb.NextHop) -> BlocksStub:
+    async def stub(self, server: ServerRecord) -> BlocksStub:
         """Raises PeerUnavailable or BadReply if the server cannot be reached or is another one."""
         error: Exception = PeerUnavailable("no address is known")
-        for address in hop.addresses[:_MAX_ADDRESSES]:
-            key = address, hop.tls_fingerprint
+        for address in server.addresses[:_MAX_ADDRESSES]:
+            key = address, server.tls_fingerprint
             if key not in self._channels:
-                self._channels[key] = asyncio.ensure_future(
-                    self._connect(address, hop.tls_fingerprint, CLIENT_OPTIONS, _CONNECT_TIMEOUT_S)
+                self._channels[key] = connecting = asyncio.ensure_future(
+                    self._connect(address, server.tls_fingerprint, CLIENT_OPTIONS, _CONNECT_TIMEOUT_S)
                 )
+                connecting.add_done_callback(partial(self._forget_failure, key))
             try:
                 channel = await asyncio.shield(self._channels[key])
                 return BlocksStub(channel)  # type: ignore[no-untyped-call]
             except (PeerUnavailable, BadReply) as failure:
-                self._channels.pop(key, None)
                 error = failure
         raise error
 
+    def _forget_failure(self, key: tuple[str, bytes], connecting: asyncio.Task[grpc.aio.Channel]) -> None:
+        """Even if nobody waits for the connection any more: the next who wants it tries again."""
+        if (connecting.cancelled() or connecting.exception() is not None) and self._channels.get(key) is connecting:
+            del self._channels[key]
+
     async def close(self) -> None:
-        for connecting in self._channels.values():
+        for connecting in list(self._channels.values()):
             connecting.cancel()
             if connecting.done() and not connecting.cancelled() and connecting.exception() is None:
                 await connecting.result().close()
@@ -67,7 +79,7 @@ class Pusher:
     step that arrives twice is harmless.
     """
 
-    def __init__(self, channels: ChannelPool, hop: pb.NextHop, give_up: GiveUp) -> None:
+    def __init__(self, neighbours: Reachable, hop: pb.NextHop, give_up: GiveUp) -> None:
         """Starts to connect at once."""
         self._hop = hop
         self._give_up = give_up
@@ -77,7 +89,7 @@ class Pusher:
         self.retired = False
         self._stub: BlocksStub | None = None
         self._call: grpc.aio.StreamStreamCall[Any, Any] | None = None
-        self._connecting = asyncio.ensure_future(self._connect(channels))
+        self._connecting = asyncio.ensure_future(self._connect(neighbours))
         self._reading: asyncio.Task[Any] | None = None
         self._writing: asyncio.Task[Any] | None = None
 
@@ -117,9 +129,9 @@ class Pusher:
         async with self._taken:
             self._taken.notify_all()
 
-    async def _connect(self, channels: ChannelPool) -> None:
+    async def _connect(self, neighbours: Reachable) -> None:
         try:
-            self._stub = await channels.stub(self._hop)
+            self._stub = await neighbours.stub(self._hop.peer_id)
         except (PeerUnavailable, BadReply) as error:
             self._lost(error)
 

@@ -12,7 +12,6 @@ from swarm_protocol.pb import swarm_pb2 as pb
 from swarm_protocol.span import Span
 from swarm_protocol.wire.codec import Assembler, decode, decode_mask, shown_shape
 from swarm_protocol.wire.constants import (
-    MAX_ADDRESSES,
     MAX_BATCH_SIZE,
     MAX_CHANGES,
     MAX_NAME_CHARS,
@@ -69,6 +68,11 @@ class RequestValidator:
             raise RequestRejected(f"batch size {batch_size} is out of range: expected 1 to {MAX_BATCH_SIZE}")
         return batch_size
 
+    def codec(self, codec: pb.Codec) -> None:
+        """Of what a session sends. Raises RequestRejected if there is none of that number."""
+        if codec not in pb.Codec.values():
+            raise RequestRejected(f"codec {codec} is unknown: expected one of {sorted(pb.Codec.values())}")
+
     def hidden(self, wire: pb.Tensor, batch_size: int | None = None) -> Assembler:
         """Checks the header of hidden states [batch, tokens, hidden_size] and starts to collect them."""
         shape = wire.shape
@@ -108,14 +112,9 @@ class RequestValidator:
     def next_hop(self, hop: pb.NextHop) -> None:
         """Where a session's outputs go, or its copy."""
         require_key(hop.push_key, "the next session's push key")
-        if len(hop.addresses) > MAX_ADDRESSES:
+        if len(hop.peer_id) > MAX_NAME_CHARS:
             raise RequestRejected(
-                f"the next server has {len(hop.addresses)} addresses: expected at most {MAX_ADDRESSES}"
-            )
-        longest = max(map(len, (hop.peer_id, hop.tls_fingerprint, *hop.addresses)))
-        if longest > MAX_NAME_CHARS:
-            raise RequestRejected(
-                f"the next server's name or address has {longest} characters: expected at most {MAX_NAME_CHARS}"
+                f"the next server's peer id has {len(hop.peer_id)} characters: expected at most {MAX_NAME_CHARS}"
             )
 
     def step_tokens(self, batch_size: int, num_tokens: int) -> None:

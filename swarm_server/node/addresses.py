@@ -10,9 +10,9 @@ from contextlib import contextmanager
 import grpc
 
 from swarm_protocol.dht.addresses import split_address, tcp_target
-from swarm_protocol.dht.local_registry import is_loopback
 from swarm_protocol.errors import NoSwarm
 from swarm_protocol.net.tls import Certificate
+from swarm_protocol.process.local_registry import is_loopback
 from swarm_protocol.wire.constants import SERVER_OPTIONS
 
 LOOPBACK = "127.0.0.1"

@@ -27,7 +27,7 @@ from swarm_server.kv.kv_cache import CacheBudget, default_cache_bytes
 from swarm_server.kv.prefix_cache import PrefixCache
 from swarm_server.machine.cores import CoreShare
 from swarm_server.machine.memory import available_bytes, hosted_bytes_per_block
-from swarm_server.net.push import ChannelPool
+from swarm_server.net.neighbours import Neighbours
 from swarm_server.net.validation import RequestValidator
 from swarm_server.node.preloaded import load_adapters
 from swarm_server.sessions.host import SessionManager
@@ -126,7 +126,7 @@ class SpanLoader:
         for loading in self._prefetching.values():
             loading.cancel()
 
-    async def start(self, stack: BlockStack, channels: ChannelPool) -> SpanRuntime:
+    async def start(self, stack: BlockStack, neighbours: Neighbours) -> SpanRuntime:
         """Hosts what was loaded."""
         config, span = self._config, stack.span
         prefix_cache = PrefixCache() if config.prefix_cache else None
@@ -152,7 +152,7 @@ class SpanLoader:
         evict: Callable[[], bool] = (lambda: False) if prefix_cache is None else prefix_cache.reclaim
         training = TrainingMemory(budget, engine.int8_weights, evict)
         budget.reclaim = lambda: training.reclaim() or evict()
-        services = SpanServices(engine, scheduler, budget, validator, channels, training, adapters)
+        services = SpanServices(engine, scheduler, budget, validator, neighbours, training, adapters)
         return SpanRuntime(span, SessionManager(services, config.max_sessions), meter, self._cores)
 
     def _load(self, span: Span) -> BlockStack:

@@ -12,15 +12,15 @@ from math import inf
 
 from swarm_protocol.dht.addresses import split_address
 from swarm_protocol.dht.dht import Dht
-from swarm_protocol.dht.local_registry import (
+from swarm_protocol.errors import JoinRefused, NoSwarm
+from swarm_protocol.process.local_registry import (
     LocalRegistry,
     RegistryEntry,
     addresses_of,
     is_loopback,
     remove_ended_swarms,
 )
-from swarm_protocol.errors import JoinRefused, NoSwarm
-from swarm_protocol.net.identity import Identity
+from swarm_server.core.access import ServerAccess
 from swarm_server.core.config import ServerConfig
 from swarm_server.node.addresses import LOOPBACK, claimed, free_port, listening_host
 
@@ -118,7 +118,7 @@ class Membership:
             self._entry_fails = True
 
 
-async def join(config: ServerConfig, identity: Identity, cleanup: AsyncExitStack) -> Membership:
+async def join(config: ServerConfig, access: ServerAccess, cleanup: AsyncExitStack) -> Membership:
     """A DHT node that stores records for others, and that others of this machine find until ``cleanup``.
 
     Raises:
@@ -137,11 +137,12 @@ async def join(config: ServerConfig, identity: Identity, cleanup: AsyncExitStack
             return await Dht.join(
                 config.swarm,
                 initial_peers,
-                identity,
+                access.identity,
                 host=host,
                 port=port,
                 announce_host=announce_host,
                 are_alive=are_alive,
+                access=access.control,
             )
 
         if config.initial_peers:

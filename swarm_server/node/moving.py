@@ -6,11 +6,13 @@ import asyncio
 import logging
 from math import inf
 
+from swarm_protocol.dht.claims import within_addresses
 from swarm_protocol.dht.records import ServerRecord, ServerState, SwarmView
 from swarm_protocol.errors import SwarmError
 from swarm_protocol.span import Span
 from swarm_protocol.wire.constants import WIRE_VERSION
 from swarm_server.machine.memory import available_bytes, hosted_bytes_per_block
+from swarm_server.net.neighbours import Neighbours
 from swarm_server.net.network_probe import NetworkProbe
 from swarm_server.node.presence import Presence
 from swarm_server.node.states import Draining, Joined, Loading, Serving, Starting, Unloaded
@@ -60,11 +62,17 @@ class PeerMonitor:
         self._known_speeds = joined.starting.loader.known_speeds
         self._network_probe = network_probe
 
+    async def servers(self) -> SwarmView:
+        """All servers of the model, whether they answer or not."""
+        return await self._dht.view(self._checkpoint.name, self._checkpoint.family.num_blocks)
+
     async def view(self, own: ServerRecord | None = None) -> SwarmView:
         """``own``: what this server has published, if it has."""
-        view = await self._dht.view(self._checkpoint.name, self._checkpoint.family.num_blocks)
+        view = await self.servers()
         kind = self._checkpoint.revision, WIRE_VERSION
-        same = SwarmView(tuple(server for server in view.servers if (server.revision, server.wire_version) == kind))
+        same = SwarmView(
+            within_addresses(server for server in view.servers if (server.revision, server.wire_version) == kind)
+        )
         return await self._network_probe.living(same, own)
 
     async def choose_span(self, num_hosted: int, own: ServerRecord | None = None) -> Span:
@@ -85,7 +93,7 @@ class Mover:
 
     def __init__(self, starting: Starting, monitor: PeerMonitor, presence: Presence) -> None:
         self._loader = starting.loader
-        self._channels = starting.channels
+        self._neighbours = Neighbours(starting.channels, monitor.servers)
         self._num_blocks = starting.checkpoint.family.num_blocks
         self._margin = starting.config.balance_margin
         self._drain_timeout_s = starting.config.drain_timeout_s
@@ -110,7 +118,7 @@ class Mover:
 
     async def host(self, state: Loading) -> Serving:
         stack = await self._loader.load(state.record.span)
-        serving = state.serve(await self._loader.start(stack, self._channels))
+        serving = state.serve(await self._loader.start(stack, self._neighbours))
         self._presence.enter(serving)
         return serving
 

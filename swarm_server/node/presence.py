@@ -11,6 +11,7 @@ from typing import TypeVar
 
 from swarm_protocol.dht.records import REFRESH_S, ServerRecord
 from swarm_protocol.errors import SwarmError
+from swarm_server.core.access import KnownRevocations
 from swarm_server.net.network_probe import NetworkProbe
 from swarm_server.node.states import Draining, Joined, Loading, Serving, State, end, with_speeds
 from swarm_server.sessions.host import SessionManager
@@ -29,6 +30,9 @@ class Presence:
         self._dht = joined.membership.dht
         self._known_speeds = joined.starting.loader.known_speeds
         self._hidden_bytes = _WIRE_BYTES * joined.starting.checkpoint.family.hidden_size
+        self._access = joined.starting.access
+        control = self._access.control
+        self._known_revocations = None if control is None else KnownRevocations(control)
         self._measures_network = joined.starting.config.throughput is None
         self._network_probe = network_probe
         self._state: State = state
@@ -62,6 +66,13 @@ class Presence:
         """Publishes to those who are met at once, not only when the record is due."""
         if await self._membership.keep():
             await self.publish()
+
+    async def keep_revocations(self) -> None:
+        """In a private swarm: learns of them, and keeps them in the DHT and on disk."""
+        if self._dht.revocations is not None and self._known_revocations is not None:
+            await self._dht.revocations.keep()
+            self._known_revocations.save()
+            self._access.warn_if_no_member()
 
     async def keep_daemon(self, is_stopping: Callable[[], bool]) -> SwarmError:
         """Starts another libp2p daemon whenever one has ended; returns why that is not possible any more."""

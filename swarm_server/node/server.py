@@ -12,12 +12,12 @@ import torch
 
 from swarm_protocol.checkpoints.checkpoint import Checkpoint
 from swarm_protocol.checkpoints.default_model import locate
-from swarm_protocol.dht.local_registry import DEFAULT_SWARM, RENEW_S
 from swarm_protocol.dht.records import REFRESH_S, ServerRecord
 from swarm_protocol.errors import SwarmError
-from swarm_protocol.net.identity import Identity
 from swarm_protocol.net.tls import Certificate, ClientCredentials, pinned_channel
 from swarm_protocol.process.invocation import typed
+from swarm_protocol.process.local_registry import DEFAULT_SWARM, RENEW_S
+from swarm_server.core.access import ServerAccess
 from swarm_server.core.config import ServerConfig
 from swarm_server.machine.cores import CoreShare
 from swarm_server.net.arrivals import Arrivals
@@ -80,11 +80,16 @@ class Server:
             idle_timeout_s = self.config.session_idle_timeout_s
             arrivals = Arrivals(self.config.incoming_bytes, self.config.stall_timeout_s, self.config.min_bytes_per_s)
             service = BlocksService(
-                lambda: presence.sessions, lambda: presence.record().to_proto(), idle_timeout_s, arrivals
+                lambda: presence.sessions,
+                lambda: presence.record().to_proto(),
+                idle_timeout_s,
+                arrivals,
+                access=starting.access.control,
             )
             add_service(service, joined.grpc_server)
             cleanup.push_async_callback(mover.close)
             cache_tokens = (await mover.host(loading)).runtime.cache_tokens
+            await presence.keep_revocations()
             await joined.grpc_server.start()
             await presence.publish()
             self.ready = True
@@ -102,6 +107,7 @@ class Server:
             asyncio.ensure_future(repeat(presence.publish, (REFRESH_S, REFRESH_S))),
             asyncio.ensure_future(repeat(mover.measure_network, _PROBE_S)),
             asyncio.ensure_future(repeat(mover.rebalance, CHECK_S)),
+            asyncio.ensure_future(repeat(presence.keep_revocations, (REFRESH_S, REFRESH_S))),
         ]
         try:
             await asyncio.wait([stopping, losing_daemon], return_when=asyncio.FIRST_COMPLETED)
@@ -124,15 +130,15 @@ async def _start(config: ServerConfig, cleanup: AsyncExitStack) -> Starting:
     if given is not None:  # nothing to find out first: load while joining
         loader.prefetch(given)
         cleanup.callback(loader.cancel)
-    identity = Identity.load_or_create(config.identity) if config.identity else Identity.generate()
-    channels = ChannelPool(partial(pinned_channel, ClientCredentials(identity)))
+    access = ServerAccess.of(config)
+    channels = ChannelPool(partial(pinned_channel, ClientCredentials(access.identity, access.token)))
     cleanup.push_async_callback(channels.close)
-    return Starting(config, identity, checkpoint, device, dtype, channels, loader)
+    return Starting(config, access, checkpoint, device, dtype, channels, loader)
 
 
 async def _join(starting: Starting, cleanup: AsyncExitStack) -> Joined:
     config = starting.config
-    membership = await join(config, starting.identity, cleanup)
+    membership = await join(config, starting.access, cleanup)
     certificate = Certificate.generate()
     grpc_server, port = bind(membership.host, config.port, certificate)
     cleanup.push_async_callback(grpc_server.stop, _GRACE_S)
@@ -159,4 +165,6 @@ async def _announce_ready(joined: Joined, record: ServerRecord, cache_tokens: in
         _logger.info("only this machine can join; to let others in, start servers with --host ADDRESS")
     else:
         _logger.info("on the next machine: %s%s%s --initial-peers %s", typed("server"), model, swarm, peer)
+    if joined.starting.access.control is not None:
+        _logger.info("only members of swarm %s are let in", joined.starting.access.control.swarm_key)
     _logger.info('try it: %s%s%s "Return a list of"', typed("generate"), model, swarm)

@@ -16,8 +16,8 @@ import torch
 
 from swarm_protocol.checkpoints.checkpoint import Checkpoint
 from swarm_protocol.dht.records import ServerRecord, ServerState
-from swarm_protocol.net.identity import Identity
 from swarm_protocol.span import Span
+from swarm_server.core.access import ServerAccess
 from swarm_server.core.config import ServerConfig
 from swarm_server.engine.throughput import Speeds
 from swarm_server.net.push import ChannelPool
@@ -31,7 +31,7 @@ class Starting:
     """The model is found, and the swarm is about to be joined."""
 
     config: ServerConfig
-    identity: Identity
+    access: ServerAccess
     checkpoint: Checkpoint
     device: torch.device
     dtype: torch.dtype
@@ -74,6 +74,7 @@ class Joined:
             software_version=metadata.version("swarm-lm"),
             pinned=config.blocks is not None,
             adapters=adapter_names(config.adapters),
+            token=self.starting.access.token,
         )
         return Loading(record)
 

@@ -21,6 +21,7 @@ from swarm_server.adapters.lora import PlacedAdapter
 from swarm_server.adapters.store import Arriving
 from swarm_server.engine.engine import Engine
 from swarm_server.net.incoming import Incoming
+from swarm_server.net.shares import Caller
 from swarm_server.net.validation import RequestValidator, require_key
 from swarm_server.sessions.services import SpanServices
 from swarm_server.training.training_memory import KeptPass
@@ -43,12 +44,17 @@ class _Pass:
     keep_key: bytes
 
 
-async def forward(services: SpanServices, incoming: Incoming) -> list[pb.TensorReply]:
+async def forward(
+    services: SpanServices, client: Caller, incoming: Incoming, request: ExitStack
+) -> list[pb.TensorReply]:
+    """``request``: until it is closed, the pass counts among what arrives; its output is about as large."""
     with ExitStack() as uses:
-        asked = await _read(services, (await incoming.first("forward")).forward, incoming, uses)
+        asked = await _read(services, (await incoming.first("forward")).forward, incoming, uses, request)
         kept = uses.enter_context(services.training.keeping(asked.blocks)) if asked.keep_key else None
         outputs = [
-            await services.scheduler.train(partial(_forward_rows, services, asked, inputs, dropout, kept))
+            await services.scheduler.train(
+                partial(_forward_rows, services, asked, inputs, dropout, kept), client, _num_positions(inputs.hidden)
+            )
             for inputs, dropout in _few_rows(services.validator, asked)
         ]
         first, *more = _in_parts(torch.cat(outputs))
@@ -78,7 +84,10 @@ def _forward_rows(
     return output
 
 
-async def backward(services: SpanServices, incoming: Incoming) -> list[pb.TensorReply]:
+async def backward(
+    services: SpanServices, client: Caller, incoming: Incoming, request: ExitStack
+) -> list[pb.TensorReply]:
+    """See ``forward``."""
     with ExitStack() as uses:
         message = await incoming.first("forward", "kept")
         if message.WhichOneof("kind") == "kept":
@@ -87,16 +96,18 @@ async def backward(services: SpanServices, incoming: Incoming) -> list[pb.Tensor
             take = uses.enter_context(services.training.taking(message.kept.key))
             ways_back = [partial(_through_kept, take, number) for number in range(len(num_rows))]
         else:
-            asked = await _read(services, message.forward, incoming, uses)
+            asked = await _read(services, message.forward, incoming, uses, request)
             few = list(_few_rows(services.validator, asked))
             shape, num_rows = asked.inputs.hidden.shape, [len(inputs.hidden) for inputs, _ in few]
             ways_back = [partial(_recomputing, services, asked, inputs, dropout) for inputs, dropout in few]
-        grads = (await _read_grad(services.validator, incoming, shape)).split(num_rows)
+        grads = (await _read_grad(services.validator, incoming, shape, request)).split(num_rows)
         services.training.transpose()
         hidden_grads: list[torch.Tensor] = []
         sums: list[torch.Tensor] = []
         for go_back, grad in zip(ways_back, grads, strict=True):
-            hidden_grad, *of_adapter = await services.scheduler.train(partial(go_back, grad))
+            hidden_grad, *of_adapter = await services.scheduler.train(
+                partial(go_back, grad), client, _num_positions(grad)
+            )
             hidden_grads.append(hidden_grad)
             sums = [total + more for total, more in zip(sums, of_adapter, strict=True)] if sums else of_adapter
         return [reply for tensor in (torch.cat(hidden_grads), *sums) for reply in _in_parts(tensor)]
@@ -115,18 +126,25 @@ def _recomputing(
     )
 
 
-async def _read_grad(validator: RequestValidator, incoming: Incoming, shape: Sequence[int]) -> torch.Tensor:
+async def _read_grad(
+    validator: RequestValidator, incoming: Incoming, shape: Sequence[int], request: ExitStack
+) -> torch.Tensor:
     message = (await incoming.first("grad")).grad
     if len(message.shape) != len(shape) or tuple(message.shape) != tuple(shape):
         raise RequestRejected(
             f"gradient has shape {shown_shape(message)}: expected that of the hidden states, {list(shape)}"
         )
-    return await incoming.collect(validator.hidden(message))
+    return await incoming.collect(validator.hidden(message), request)
 
 
-async def put_adapter(services: SpanServices, incoming: Incoming) -> bytes:
+def _num_positions(hidden: torch.Tensor) -> int:
+    """Rows × positions of [batch, tokens, hidden_size]."""
+    return hidden.shape[0] * hidden.shape[1]
+
+
+async def put_adapter(services: SpanServices, client: Caller, incoming: Incoming) -> bytes:
     """Keeps an adapter; returns its key."""
-    with Arriving(services.adapters) as arriving:
+    with Arriving(services.adapters, client) as arriving:
         while (message := await incoming.next()) is not None:
             if not message.part:
                 raise RequestRejected("a part of the adapter is empty")
@@ -141,7 +159,9 @@ def _place(engine: Engine, data: bytearray) -> PlacedAdapter:
     return engine.place(adapter_key(data), Adapter.parse(data))
 
 
-async def _read(services: SpanServices, message: pb.Forward, incoming: Incoming, uses: ExitStack) -> _Pass:
+async def _read(
+    services: SpanServices, message: pb.Forward, incoming: Incoming, uses: ExitStack, request: ExitStack
+) -> _Pass:
     validator = services.validator
     if message.keep_key:
         require_key(message.keep_key, "the key to keep the pass under")
@@ -149,7 +169,7 @@ async def _read(services: SpanServices, message: pb.Forward, incoming: Incoming,
     arriving = validator.hidden(message.hidden)
     validator.length(arriving.shape[1])
     adapter = uses.enter_context(services.adapters.using(message.adapter)) if message.HasField("adapter") else None
-    inputs = _block_input(validator, message, await incoming.collect(arriving))
+    inputs = _block_input(validator, message, await incoming.collect(arriving, request))
     dropout = Dropout(message.dropout_seed) if message.dropout_seed else None
     trains_adapter = message.adapter.WhichOneof("kind") == "key"
     return _Pass(blocks, inputs, adapter, dropout, trains_adapter, message.keep_key)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator
 from functools import partial
 from typing import Any
 
@@ -30,10 +31,9 @@ def _handler(service: BlocksService, method: MethodDescriptor) -> grpc.RpcMethod
     if method.client_streaming:
         return grpc.stream_unary_rpc_method_handler(answer, read, write)
 
-    async def parsed(data: bytes, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
-        """A stream is parsed while the service reads it, which answers its errors; one message before it is called."""
+    async def of_one_message(requests: AsyncIterator[Any], context: grpc.aio.ServicerContext[Any, Any]) -> Any:
+        """gRPC itself would never answer a call whose message does not come, nor end it."""
         async with errors_as_status(context):
-            request = read(data)
-        return await answer(request, context)
+            return await answer(await service.only_request(requests), context)
 
-    return grpc.unary_unary_rpc_method_handler(parsed, None, write)
+    return grpc.stream_unary_rpc_method_handler(of_one_message, read, write)

@@ -5,13 +5,15 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
 import grpc
 
+from swarm_protocol.access.access_control import AccessControl
+from swarm_protocol.access.tokens import Role
 from swarm_protocol.errors import AccessDenied, PeerBusy, PeerError, PeerMoved, RequestRejected, SessionLost
-from swarm_protocol.net.tls import peer_of
+from swarm_protocol.net.tls import peer_of, token_of
 from swarm_protocol.pb import swarm_pb2 as pb
 from swarm_protocol.pb.swarm_pb2_grpc import BlocksServicer
 from swarm_protocol.wire.constants import MAX_ECHO_BYTES
@@ -19,6 +21,7 @@ from swarm_protocol.wire.printable import printable
 from swarm_protocol.wire.status import status_of
 from swarm_server.net.arrivals import Arrivals, Reservation
 from swarm_server.net.incoming import Incoming
+from swarm_server.net.shares import Caller, address_of
 from swarm_server.rpc import passes
 from swarm_server.sessions.host import SessionManager
 from swarm_server.sessions.reading import StepReader, read_resent
@@ -28,6 +31,7 @@ from swarm_server.sessions.sessions import HostedSession
 if TYPE_CHECKING:
     _Context = grpc.aio.ServicerContext[Any, Any]
 _logger = logging.getLogger(__name__)
+_ADMITTED_S = 5.0  # between two looks whether the client of a silent session is still a member
 _REFUSALS = (RequestRejected, AccessDenied, PeerError)
 
 
@@ -61,16 +65,18 @@ class BlocksService(BlocksServicer):
         idle_timeout_s: float,
         arrivals: Arrivals | None = None,
         client_of: Callable[[_Context], str] = _client_of,
+        access: AccessControl | None = None,
     ) -> None:
         """``hosted``: the sessions of the blocks that are hosted at present; None while others are loaded.
 
-        ``client_of`` stands for the network: the peer id of whoever calls.
+        ``client_of`` stands for the network: the peer id of whoever calls. ``access`` is that of a private swarm.
         """
         self._hosted = hosted
         self._record = record
         self._idle_timeout_s = idle_timeout_s
         self._arrivals = arrivals or Arrivals()
         self._client_of = client_of
+        self._access = access
 
     async def Session(self, requests: AsyncIterator[pb.SessionRequest], context: _Context) -> None:
         writing = asyncio.Lock()  # an output's parts stay together
@@ -84,7 +90,8 @@ class BlocksService(BlocksServicer):
                     _logger.debug("a client went away: %s", error)
 
         async with self._answering(context) as client:
-            incoming = self._incoming(requests)
+            arrivals = self._arrivals.of(client)
+            incoming = Incoming(requests, arrivals)
             request = await incoming.next()
             if request is None:
                 return
@@ -94,18 +101,20 @@ class BlocksService(BlocksServicer):
             hosted = await host.open(request.open, client, reply)
             try:
                 await hosted.announce()
-                await self._serve(host, hosted, incoming)
+                await self._serve(host, hosted, incoming, arrivals, lambda: self._admitted(context))
             finally:
                 await asyncio.shield(host.end(hosted))
 
     async def Push(self, requests: AsyncIterator[pb.PushRequest], context: _Context) -> None:
-        async with self._answering(context):
-            incoming = self._incoming(requests)
+        async with self._answering(context, Role.SERVER):
+            incoming = Incoming(requests, self._arrivals)
             request = await incoming.first("push_key")
             hosted = self._sessions().find_pushed(request.push_key)
             # The client blames this stream's sender for one refusal, and would blame who takes its place for more.
-            with StepReader(hosted, self._arrivals, one_refusal=True) as reader:
+            # What it pushes is part of the share of the client whose session it is.
+            with StepReader(hosted, self._arrivals.of(hosted.client), one_refusal=True) as reader:
                 while (request := await reader.next(incoming, self._idle_timeout_s)) is not None:
+                    self._admitted(context, Role.SERVER)
                     kind = request.WhichOneof("kind")
                     if kind == "step":
                         number = request.step.number
@@ -123,12 +132,13 @@ class BlocksService(BlocksServicer):
 
     async def Reroute(self, requests: AsyncIterator[pb.RerouteRequest], context: _Context) -> pb.SessionProgress:
         async with self._answering(context) as client:
-            incoming = self._incoming(requests)
+            arrivals = self._arrivals.of(client)
+            incoming = Incoming(requests, arrivals)
             first = await incoming.next()
             if first is None:
                 raise RequestRejected("a reroute has no messages: expected one with the session's key")
             hosted = self._sessions().find(first.session_key, client)
-            reservation = Reservation(self._arrivals)  # closed when the steps have been sent
+            reservation = Reservation(arrivals)  # closed when the steps have been sent
             try:
                 return await hosted.reroute(first, await read_resent(incoming, first, reservation), reservation.close)
             except BaseException:
@@ -139,9 +149,19 @@ class BlocksService(BlocksServicer):
         async with self._answering(context) as client:
             return await self._sessions().find(request.session_key, client).copy(request.to)
 
-    async def _serve(self, host: SessionManager, hosted: HostedSession, incoming: Incoming) -> None:
-        """Until the client closes the session, its stream ends, nothing comes for too long, or the host ends it."""
-        reading = asyncio.ensure_future(_read(hosted, incoming, self._arrivals))
+    async def _serve(
+        self,
+        host: SessionManager,
+        hosted: HostedSession,
+        incoming: Incoming,
+        arrivals: Arrivals,
+        admitted: Callable[[], object],
+    ) -> None:
+        """Until the client closes the session, its stream ends, nothing comes for too long, or the host ends it.
+
+        ``admitted`` raises AccessDenied once the client is no member any more.
+        """
+        reading = asyncio.ensure_future(_read(hosted, incoming, arrivals, admitted))
         ending = asyncio.ensure_future(host.ended.wait())
         preempting = asyncio.ensure_future(hosted.claim.until_preempted())
         waiting = [reading, ending, preempting]
@@ -150,11 +170,12 @@ class BlocksService(BlocksServicer):
                 if ending.done():
                     raise PeerMoved("the server has left these blocks")
                 if preempting.done():
-                    raise PeerBusy("no room in the KV cache: an older session needs it")
+                    raise PeerBusy("no room in the KV cache: others need it")
                 silent_s = hosted.silent_s
                 if silent_s >= self._idle_timeout_s:
                     raise SessionLost(f"the session was closed after {self._idle_timeout_s:g} s without a request")
-                timeout_s = self._idle_timeout_s - silent_s
+                admitted()
+                timeout_s = min(self._idle_timeout_s - silent_s, _ADMITTED_S)
                 await asyncio.wait(waiting, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
             reading.result()
         finally:
@@ -162,22 +183,27 @@ class BlocksService(BlocksServicer):
                 task.cancel()
 
     async def PutAdapter(self, requests: AsyncIterator[pb.PutAdapterRequest], context: _Context) -> pb.PutAdapterReply:
-        async with self._answering(context):
-            return pb.PutAdapterReply(key=await passes.put_adapter(self._staying(), self._incoming(requests)))
+        async with self._answering(context) as client:
+            incoming = Incoming(requests, self._arrivals.of(client))
+            return pb.PutAdapterReply(key=await passes.put_adapter(self._staying(), client, incoming))
 
     async def Forward(
         self, requests: AsyncIterator[pb.ForwardRequest], context: _Context
     ) -> AsyncIterator[pb.TensorReply]:
-        async with self._answering(context):
-            for reply in await passes.forward(self._staying(), self._incoming(requests)):
-                yield reply
+        async with self._answering(context) as client:
+            incoming = Incoming(requests, self._arrivals.of(client))
+            with ExitStack() as request:
+                for reply in await passes.forward(self._staying(), client, incoming, request):
+                    yield reply
 
     async def Backward(
         self, requests: AsyncIterator[pb.BackwardRequest], context: _Context
     ) -> AsyncIterator[pb.TensorReply]:
-        async with self._answering(context):
-            for reply in await passes.backward(self._staying(), self._incoming(requests)):
-                yield reply
+        async with self._answering(context, Role.TRAINER) as client:
+            incoming = Incoming(requests, self._arrivals.of(client))
+            with ExitStack() as request:
+                for reply in await passes.backward(self._staying(), client, incoming, request):
+                    yield reply
 
     async def Describe(self, request: pb.DescribeRequest, context: _Context) -> pb.ServerRecord:
         async with self._answering(context):
@@ -189,11 +215,25 @@ class BlocksService(BlocksServicer):
                 raise RequestRejected(f"an echo is too long: expected at most {MAX_ECHO_BYTES} bytes each way")
             return pb.EchoReply(payload=bytes(request.reply_bytes))
 
+    async def only_request(self, requests: AsyncIterator[Any]) -> Any:
+        """Of a call with one message. Raises RequestRejected if there is none, SessionLost if it does not come."""
+        request = await Incoming(requests, self._arrivals).next()
+        if request is None:
+            raise RequestRejected("a call came without its message")
+        return request
+
     @asynccontextmanager
-    async def _answering(self, context: _Context) -> AsyncIterator[str]:
-        """Gives the client's peer id; see ``errors_as_status``."""
+    async def _answering(self, context: _Context, role: Role = Role.CLIENT) -> AsyncIterator[Caller]:
+        """Gives the client if it may do what takes this role; see ``errors_as_status``."""
         async with errors_as_status(context):
-            yield self._client_of(context)
+            yield Caller(self._admitted(context, role), address_of(context.peer()))
+
+    def _admitted(self, context: _Context, role: Role = Role.CLIENT) -> str:
+        """The client's peer id. Raises AccessDenied if it may not do what takes this role."""
+        client = self._client_of(context)
+        if self._access is not None:
+            self._access.require(role, client, token_of(context.auth_context()))
+        return client
 
     def _present(self) -> SessionManager:
         """Raises PeerMoved if there is none at present."""
@@ -215,13 +255,11 @@ class BlocksService(BlocksServicer):
             raise SessionLost("this server does not know the session")
         return host
 
-    def _incoming(self, requests: AsyncIterator[Any]) -> Incoming:
-        return Incoming(requests, self._arrivals)
 
-
-async def _read(hosted: HostedSession, incoming: Incoming, arrivals: Arrivals) -> None:
+async def _read(hosted: HostedSession, incoming: Incoming, arrivals: Arrivals, admitted: Callable[[], object]) -> None:
     with StepReader(hosted, arrivals) as reader:
         while (request := await reader.next(incoming, None)) is not None:
+            admitted()
             kind = request.WhichOneof("kind")
             if kind == "step":
                 await reader.start(request.step)

@@ -6,9 +6,12 @@ import asyncio
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from math import inf
 
 from swarm_protocol.errors import PeerBusy
 from swarm_server.kv.kv_cache import CacheBudget, Lease, NoRoom
+from swarm_server.net.shares import Caller, Shares
+from swarm_server.sessions.pressure import FairShares, Held, Need
 
 _MOMENT_S = 1e-3
 _MAX_WAITING = 1024
@@ -20,16 +23,18 @@ class Applicant:
     """A session that wants to be let in.
 
     Attributes:
-        client: whose share it is part of, by peer id.
+        client: whose share it is part of.
         size_bytes: what it is to be promised.
-        born_s: since when its client has asked, by this server's clock.
+        born_s: since when its client says that it has asked, by this server's clock.
+        since_s: when it came here.
         lease: what it was given.
         refusal: why it was not let in when it was last looked at.
     """
 
-    client: str
+    client: Caller
     size_bytes: int
     born_s: float
+    since_s: float = 0.0
     lease: Lease | None = None
     refusal: PeerBusy | None = None
 
@@ -37,7 +42,8 @@ class Applicant:
 class RoomQueue:
     """Whose turn it is: the oldest first, and nobody before them, so that small requests cannot starve a large one.
 
-    Only those are passed over whose client has its share already, until it has less. Pure.
+    Those come last whose client would have more than its fair share: how old a session is, its client says. Those are
+    passed over whose client has its share already, until it has less. Pure.
     """
 
     def __init__(self) -> None:
@@ -58,30 +64,49 @@ class RoomQueue:
         if applicant in self._waiting:
             self._waiting.remove(applicant)
 
-    def admit(self, let_in: Callable[[Applicant], PeerBusy | None]) -> None:
-        """Takes out those that ``let_in`` lets in; it says why not of others."""
+    @property
+    def clients(self) -> list[Caller]:
+        return [applicant.client for applicant in self._waiting]
+
+    def in_turn(self, shares: FairShares, held: Held) -> list[Applicant]:
+        """``held``: by sessions that were let in; what is asked for is added."""
+        within: list[Applicant] = []
+        beyond: list[Applicant] = []
+        for applicant in self._waiting:
+            held.add(applicant.client, applicant.size_bytes)
+            (beyond if shares.exceeds(applicant.client, held) else within).append(applicant)
+        return within + beyond
+
+    def admit(
+        self, let_in: Callable[[Applicant], PeerBusy | None], in_turn: Sequence[Applicant] | None = None
+    ) -> Applicant | None:
+        """Takes out those that ``let_in`` lets in; it says why not of others. Returns whose turn it is now, if any's.
+
+        ``in_turn``: all in their order; None: the oldest first.
+        """
         passed_over = set()
-        for applicant in list(self._waiting):
-            if applicant.client in passed_over:
+        for applicant in list(self._waiting if in_turn is None else in_turn):
+            if applicant.client.peer_id in passed_over:
                 continue
             applicant.refusal = let_in(applicant)
             if applicant.refusal is None:
                 self._waiting.remove(applicant)
             elif isinstance(applicant.refusal, NoRoom) and applicant.refusal.has_its_share:
-                passed_over.add(applicant.client)
+                passed_over.add(applicant.client.peer_id)
             else:
-                return
+                return applicant
+        return None
 
 
 @dataclass(frozen=True)
 class Holder:
     """A session that was let in, and what would be free without it. Seniority: the lower, the older."""
 
-    seniority: tuple[float, int]
+    seniority: tuple[float, ...]
     size_bytes: int
 
 
-def choose_victims(missing_bytes: int, holders: Sequence[Holder], seniority: tuple[float, int]) -> list[Holder]:
+def choose_victims(missing_bytes: int, holders: Sequence[Holder], seniority: tuple[float, ...]) -> list[Holder]:
     """Who is preempted so that a session of this seniority gets so much more: the youngest, as few as will do.
 
     None if all that are younger would not do: the session itself is preempted then. So nobody waits for one another
@@ -101,11 +126,16 @@ class Admission:
 
     def __init__(self, budget: CacheBudget, max_sessions: int) -> None:
         self._budget = budget
-        self._max_sessions = max_sessions
+        self._sessions = Shares(max_sessions, minimum=1)
         self._queue = RoomQueue()
-        self._num_admitted = 0
+        self._waiters = Shares(_MAX_WAITING, minimum=1)
+        self._relieved_s = self._looked_s = -inf
+        self._is_new = True  # something has changed since somebody looked
         self._num_growing = 0
         self._changed = asyncio.Event()  # who waits looks again
+        self.relieve: Callable[[Need], None] = lambda need: None  # has others give something back
+        self.held: Callable[[], Held] = Held  # bytes of all sessions
+        self.tenants: Callable[[], list[Caller]] = list  # of all sessions
 
     def __len__(self) -> int:
         """How many wait."""
@@ -113,7 +143,7 @@ class Admission:
 
     async def lease(
         self,
-        client: str,
+        client: Caller,
         size_bytes: int,
         wanted_bytes: int,
         born_s: float,
@@ -132,13 +162,18 @@ class Admission:
         """
         if size_bytes > self._budget.capacity_bytes:
             raise self._budget.never(size_bytes)
-        if len(self._queue) >= _MAX_WAITING:
-            raise PeerBusy(f"the server has {_MAX_WAITING} sessions that wait for room already")
+        if not self._waiters.fits(client, 1):
+            raise PeerBusy(
+                f"the server has {self._waiters.used} sessions that wait for room already, "
+                f"{self._waiters.held(client)} of this client: expected at most {_MAX_WAITING}"
+            )
         promised = max(size_bytes, min(wanted_bytes, self._budget.capacity_bytes // 2))
-        applicant = Applicant(client, promised, born_s)
         clock = asyncio.get_running_loop().time
+        applicant = Applicant(client, promised, born_s, clock())
         deadline_s = clock() + wait_s
         self._queue.add(applicant)
+        self._waiters.add(client, 1)
+        self._is_new = True
         try:
             while True:
                 require()
@@ -152,15 +187,29 @@ class Admission:
                 await self.until_something_changes(left_s)
         finally:
             self._queue.discard(applicant)
+            self._waiters.add(client, -1)
             if applicant.lease is not None:  # somebody has let it in, but it has gone
                 applicant.lease.close()
-                self._num_admitted -= 1
-            self._changed.set()
+                self._sessions.add(client, -1)
+            self._change()
 
-    def left(self) -> None:
-        """A session that was let in is gone, and its lease is closed."""
-        self._num_admitted -= 1
+    def _change(self) -> None:
+        self._is_new = True
         self._changed.set()
+
+    @property
+    def num_admitted(self) -> int:
+        return self._sessions.used
+
+    def left(self, client: Caller) -> None:
+        """A session that was let in is gone, and its lease is closed."""
+        self._sessions.add(client, -1)
+        self._change()
+
+    @property
+    def shares(self) -> FairShares:
+        """Of the room, among those who have some, or wait for it."""
+        return FairShares(self._budget.capacity_bytes, [*self.tenants(), *self._queue.clients])
 
     @contextlib.contextmanager
     def growing(self) -> Iterator[None]:
@@ -170,7 +219,7 @@ class Admission:
             yield
         finally:
             self._num_growing -= 1
-            self._changed.set()
+            self._change()
 
     async def until_something_changes(self, most_s: float = _POLL_S) -> None:
         """Or for a moment."""
@@ -183,19 +232,34 @@ class Admission:
             changing.cancel()
 
     def _admit(self) -> None:
-        if not self._num_growing:
-            self._queue.admit(self._let_in)
+        now_s = asyncio.get_running_loop().time()
+        if self._num_growing or (not self._is_new and now_s < self._looked_s + _POLL_S / 2):
+            return  # all who wait look whenever one does
+        self._is_new, self._looked_s = False, now_s
+        first = self._queue.admit(self._let_in, self._queue.in_turn(self.shares, self.held()))
+        if first is not None and now_s >= self._relieved_s + _POLL_S:
+            self._relieved_s = now_s
+            missing = first.refusal.missing_bytes if isinstance(first.refusal, NoRoom) else 0
+            self.relieve(Need(first.client, first.size_bytes, missing, now_s - first.since_s))
 
     def _let_in(self, applicant: Applicant) -> PeerBusy | None:
-        if self._num_admitted >= self._max_sessions:
-            return PeerBusy(f"the server has {self._max_sessions} sessions already")
+        client, sessions = applicant.client, self._sessions
+        if not sessions.fits(client, 1):
+            if sessions.used >= sessions.capacity:
+                return PeerBusy(f"the server has {sessions.capacity} sessions already")
+            return NoRoom(
+                f"the server has {sessions.used} of {sessions.capacity} sessions, {sessions.held(client)} of them of "
+                "this client, which leaves the others to those who have fewer",
+                0,
+                has_its_share=True,
+            )
         try:
-            applicant.lease = self._budget.lease(applicant.client, applicant.size_bytes)
+            applicant.lease = self._budget.lease(client.peer_id, applicant.size_bytes)
         except NoRoom as error:
             return error
         applicant.lease.is_let_in = True
-        self._num_admitted += 1
-        self._changed.set()
+        sessions.add(client, 1)
+        self._change()
         return None
 
     def _behind_others(self, applicant: Applicant) -> PeerBusy:

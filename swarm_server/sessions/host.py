@@ -10,6 +10,7 @@ from math import isfinite
 
 from swarm_protocol.errors import PeerBusy, PeerMoved, RequestRejected, SessionLost
 from swarm_protocol.pb import swarm_pb2 as pb
+from swarm_server.net.shares import Caller
 from swarm_server.net.validation import require_key
 from swarm_server.sessions.admission import Admission
 from swarm_server.sessions.preemption import Claim, Preemption
@@ -39,7 +40,7 @@ class SessionManager:
         self._closed = asyncio.Event()  # some session, since somebody looked
         self._leaving = False
 
-    async def open(self, request: pb.Open, client: str, reply: Reply) -> HostedSession:
+    async def open(self, request: pb.Open, client: Caller, reply: Reply) -> HostedSession:
         """A session of a client, to be ended by ``end``. Waits for room as long as the request says.
 
         Raises:
@@ -53,6 +54,7 @@ class SessionManager:
         batch_size = validator.batch_size(request.batch_size)
         validator.length(request.reserve_tokens)
         require_key(request.session_key, "the session key")
+        validator.codec(request.codec)
         keeps_outputs = request.HasField("next")
         if keeps_outputs:
             validator.next_hop(request.next)
@@ -81,11 +83,11 @@ class SessionManager:
                     records_past=request.records_past,
                     adapter=adapter,
                 )
-                claim = Claim(lease, (born_s, next(self._numbers)))
+                claim = Claim(lease, (born_s, next(self._numbers)), client)
                 hosted = HostedSession(self.services, self._preemption, claim, client, request, session, reply)
             except BaseException:
                 lease.close()
-                self.admission.left()
+                self.admission.left(client)
                 raise
             self._sessions[hosted.key] = self._pushed[hosted.push_key] = hosted
             self._preemption.add(claim)
@@ -101,10 +103,10 @@ class SessionManager:
         if self._leaving:
             raise PeerMoved("the server is leaving the swarm")
 
-    def find(self, session_key: bytes, client: str) -> HostedSession:
+    def find(self, session_key: bytes, client: Caller) -> HostedSession:
         """Raises SessionLost if the client has no such session; whether somebody else has, it does not learn."""
         hosted = self._sessions.get(session_key)
-        if hosted is None or hosted.client != client:
+        if hosted is None or hosted.client.peer_id != client.peer_id:
             raise SessionLost("this server does not know the session")
         return hosted
 
@@ -128,7 +130,7 @@ class SessionManager:
             hosted.session.lease.close()
         finally:
             uses.close()
-            self.admission.left()
+            self.admission.left(hosted.client)
 
     async def leave(self, timeout_s: float) -> None:
         """Takes no new sessions and asks those there are to move; returns when all have, or after ``timeout_s``."""

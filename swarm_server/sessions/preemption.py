@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+import contextlib
+from collections.abc import Awaitable, Callable, Iterator
 from typing import TypeVar
 
 from swarm_server.kv.kv_cache import Lease, NoRoom
+from swarm_server.net.shares import Caller
 from swarm_server.sessions.admission import Admission, Holder, choose_victims
+from swarm_server.sessions.pressure import Held, Need, Tenant, juniors_last, relief
 
 T = TypeVar("T")
 
@@ -17,14 +20,46 @@ class Claim:
 
     Attributes:
         seniority: the lower, the longer the session has been here.
+        client: whose share it is part of.
         closed: its session has ended: nobody else gives way for it.
+        on_shrunk: called when a promise that it did not use is taken back.
     """
 
-    def __init__(self, lease: Lease, seniority: tuple[float, int]) -> None:
+    def __init__(self, lease: Lease, seniority: tuple[float, int], client: Caller) -> None:
         self.lease = lease
         self.seniority = seniority
+        self.client = client
         self.closed = False
+        self.on_shrunk: Callable[[], None] = lambda: None
         self._preempted = asyncio.Event()
+        self._is_computing = False
+        self._has_begun = False
+        self._used_bytes = 0
+        self._last_s = _now_s()  # when it was let in, or last used
+
+    def heard(self) -> None:
+        """Something has come for the session."""
+        self._last_s = _now_s()
+
+    @contextlib.contextmanager
+    def computing(self, used_bytes: Callable[[], int]) -> Iterator[None]:
+        """While a step is computed. ``used_bytes``: what has something in it, afterwards."""
+        self._is_computing = True
+        try:
+            yield
+        finally:
+            self._is_computing = False
+            self._has_begun, self._used_bytes, self._last_s = True, used_bytes(), _now_s()
+
+    def as_tenant(self) -> Tenant:
+        idle_s = 0.0 if self._is_computing else _now_s() - self._last_s
+        charged, held = self.lease.charged, self.lease.held
+        return Tenant(self.client, self.seniority, charged, held, self._used_bytes, idle_s, self._has_begun)
+
+    def shrink(self) -> None:
+        """Others wait for what was promised and is not used."""
+        self.lease.release_unused()
+        self.on_shrunk()
 
     def close(self) -> None:
         self.closed = True
@@ -48,6 +83,8 @@ class Preemption:
     def __init__(self, admission: Admission) -> None:
         self._admission = admission
         self._claims: list[Claim] = []
+        admission.relieve, admission.held = self._relieve, self._held
+        admission.tenants = lambda: [claim.client for claim in self._claims]
 
     def add(self, claim: Claim) -> None:
         self._claims.append(claim)
@@ -79,10 +116,36 @@ class Preemption:
         if claim.is_preempted or claim.closed:
             raise shortage
         if not any(other.is_preempted for other in self._claims):
-            others = {Holder(other.seniority, other.lease.charged): other for other in self._claims}
-            victims = choose_victims(shortage.missing_bytes, list(others), claim.seniority)
+            seniority = juniors_last(self._admission.shares, self._held(), claim.client, shortage.missing_bytes)
+            others = {
+                Holder(seniority(other.client, other.seniority), other.lease.charged): other for other in self._claims
+            }
+            own = seniority(claim.client, claim.seniority)
+            victims = choose_victims(shortage.missing_bytes, list(others), own)
             if not victims:
                 raise shortage
             for victim in victims:
                 others[victim].preempt()
         await self._admission.until_something_changes()
+
+    def _held(self) -> Held:
+        """Bytes that count."""
+        held = Held()
+        for claim in self._claims:
+            held.add(claim.client, claim.lease.charged)
+        return held
+
+    def _relieve(self, need: Need) -> None:
+        """Has others give something back to whoever waits; what was asked for before must have come first."""
+        if any(claim.is_preempted for claim in self._claims):
+            return
+        claims = {id(tenant): (claim, tenant) for claim in self._claims for tenant in [claim.as_tenant()]}
+        found = relief(need, [tenant for _, tenant in claims.values()], self._admission.shares)
+        for tenant in found.shrunk:
+            claims[id(tenant)][0].shrink()
+        for tenant in found.preempted:
+            claims[id(tenant)][0].preempt()
+
+
+def _now_s() -> float:
+    return asyncio.get_running_loop().time()

@@ -46,7 +46,7 @@ class StepReader:
             return
         self._refused_number = None
         try:
-            self._step, self._arriving = step, ArrivingTensor(self._arrivals, self._hosted.start(step))
+            self._step, self._arriving = step, ArrivingTensor(self._arrivals, self._hosted.start(step), waits=True)
         except (RequestRejected, PeerBusy) as error:
             await self._refuse(step, error)
             return
@@ -75,8 +75,9 @@ class StepReader:
 
     async def _finish(self, step: pb.Step, arriving: ArrivingTensor) -> None:
         if arriving.complete:
-            self.close()
-            if not await self._hosted.step(step, arriving.tensor()):
+            self._step = self._arriving = None
+            # Even if this stream ends, the step waits, and counts, until it is computed.
+            if not await self._hosted.step(step, arriving.tensor(), arriving.close):
                 self._has_refused(step)
 
     async def _refuse(self, step: pb.Step, error: RequestRejected | PeerBusy) -> None:

@@ -27,7 +27,7 @@ class Replicator:
     def __init__(self, services: SpanServices, session: Session, to: pb.NextHop) -> None:
         self._services = services
         self._session = session
-        self._pusher = Pusher(services.channels, to, self._lost)
+        self._pusher = Pusher(services.neighbours, to, self._lost)
         self._queue: asyncio.Queue[tuple[pb.Step, Parts]] = asyncio.Queue()
         self._queued_bytes = 0
         self._sent = asyncio.Condition()

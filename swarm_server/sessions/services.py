@@ -9,7 +9,7 @@ from swarm_server.adapters.store import AdapterStore
 from swarm_server.engine.engine import Engine
 from swarm_server.engine.scheduler import Scheduler
 from swarm_server.kv.kv_cache import CacheBudget
-from swarm_server.net.push import ChannelPool
+from swarm_server.net.neighbours import Neighbours
 from swarm_server.net.validation import RequestValidator
 from swarm_server.training.training_memory import TrainingMemory
 
@@ -20,7 +20,7 @@ class SpanServices:
 
     Attributes:
         engine: is called on the thread of ``scheduler`` only.
-        channels: to other servers; they stay when the server moves.
+        neighbours: other servers; connections to them stay when the server moves.
         placing: held while an adapter is read, which takes twice its size.
     """
 
@@ -28,7 +28,7 @@ class SpanServices:
     scheduler: Scheduler
     budget: CacheBudget
     validator: RequestValidator
-    channels: ChannelPool
+    neighbours: Neighbours
     training: TrainingMemory
     adapters: AdapterStore = field(default_factory=AdapterStore)
     placing: asyncio.Lock = field(default_factory=asyncio.Lock)

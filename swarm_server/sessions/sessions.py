@@ -21,6 +21,7 @@ from swarm_protocol.wire.status import number_of
 from swarm_server.engine.session_state import Crop, HistoryChange, RecordPast, Reorder, Session, SessionStep
 from swarm_server.kv.kv_transfer import Stored
 from swarm_server.net.push import Pusher
+from swarm_server.net.shares import Caller
 from swarm_server.sessions.preemption import Claim, Preemption
 from swarm_server.sessions.replicator import Replicator
 from swarm_server.sessions.services import SpanServices
@@ -32,7 +33,7 @@ class HostedSession:
     """One session on the wire. A refused step leaves it as it was.
 
     Attributes:
-        client: its peer id.
+        client: whose it is.
         key: the client's own; ``push_key``: for whoever may push steps.
     """
 
@@ -41,7 +42,7 @@ class HostedSession:
         services: SpanServices,
         preemption: Preemption,
         claim: Claim,
-        client: str,
+        client: Caller,
         request: pb.Open,
         session: Session,
         reply: Reply,
@@ -64,10 +65,11 @@ class HostedSession:
         self._routed = asyncio.Event()  # cleared: nothing is computed or sent until there is another next hop
         self._routed.set()
         self._last_time = time.monotonic()
+        claim.on_shrunk = self._promised_nothing
         self._copier: Replicator | None = None
         self._pusher = None
         if request.HasField("next"):
-            self._pusher = Pusher(services.channels, request.next, partial(self._relay, 0))
+            self._pusher = Pusher(services.neighbours, request.next, partial(self._relay, 0))
 
     @property
     def silent_s(self) -> float:
@@ -97,14 +99,17 @@ class HostedSession:
 
     # ------------------------------------------------------------ steps
 
-    async def step(self, request: pb.Step, payload: torch.Tensor) -> bool:
+    async def step(self, request: pb.Step, payload: torch.Tensor, on_done: Callable[[], None]) -> bool:
         """Computes the step from its hidden states and sends its outputs on, or stores what was computed elsewhere.
 
         A step that has begun is finished even if the stream it came through breaks: it may come again through another,
         and must be known then. If a step is refused, the client gets the reason, and False is returned.
+
+        ``on_done`` is called when the payload is needed no more.
         """
         finishing = asyncio.ensure_future(self._finish(request, payload))
         finishing.add_done_callback(_heed)
+        finishing.add_done_callback(lambda _done: on_done())
         return await asyncio.shield(finishing)
 
     async def _finish(self, request: pb.Step, payload: torch.Tensor) -> bool:
@@ -114,7 +119,8 @@ class HostedSession:
                 return True
             try:
                 async with self._computing:
-                    output = await self._compute(request, payload)
+                    with self.claim.computing(self._used_bytes):
+                        output = await self._compute(request, payload)
                     self._progress = pb.SessionProgress(
                         number=request.number, length=self.session.length, batch_size=self.session.batch_size
                     )
@@ -150,8 +156,9 @@ class HostedSession:
             self._require_room(request.start_position + request.stored.num_tokens, self.session.batch_size)
             stored = Stored(request.stored.num_tokens, tuple(request.stored.num_kept), payload)
             adopt = partial(self._services.engine.adopt, self.session, request.start_position, changes, stored)
-            return await self._services.scheduler.call(adopt)
-        return await self._services.scheduler.step(self.session, self._checked(request, payload, changes))
+            return await self._services.scheduler.call(adopt, self.client.peer_id)
+        step = self._checked(request, payload, changes)
+        return await self._services.scheduler.step(self.session, step, self.client.peer_id)
 
     async def refuse(self, number: int, error: RequestRejected | PeerBusy) -> None:
         failure = pb.Failure(status=number_of(error), message=printable(str(error)), number=number)
@@ -169,6 +176,7 @@ class HostedSession:
     def heard(self) -> None:
         """Called when part of a step has come."""
         self._last_time = time.monotonic()
+        self.claim.heard()
 
     def require_number(self, number: int) -> None:
         """Raises RequestRejected if the step's number is far ahead: all honest ones would be ignored after it."""
@@ -205,6 +213,14 @@ class HostedSession:
     def _require_room(self, num_positions: int, batch_size: int) -> None:
         if num_positions > self.session.reserved:
             self.session.lease.promise(batch_size * self.session.layout.size_bytes(num_positions))
+
+    def _promised_nothing(self) -> None:
+        """The next step must make sure of room by itself."""
+        self.session.reserved = self.session.length if self.session.batch_size else 0
+
+    def _used_bytes(self) -> int:
+        session = self.session
+        return session.batch_size * session.layout.size_bytes(session.length) if session.batch_size else 0
 
     def _changes(self, request: pb.Step) -> Iterator[HistoryChange]:
         """Those that were not made before the rows came here."""
@@ -285,9 +301,10 @@ class HostedSession:
             if len(shape) != 3 or step.start_position + shape[1] > progress.length or shape[1] < 1:
                 shown = shown_shape(step.hidden)
                 raise RequestRejected(f"outputs of a step of shape {shown} are not kept: sessions keep positions")
-            torch_dtype(step.hidden.dtype)
+            if not torch_dtype(step.hidden.dtype).is_floating_point:
+                raise RequestRejected("outputs are no floating-point tensor: expected float32, bfloat16 or float16")
         self._sent_number = progress.number  # up to here, the client has named what the next hop needs
-        self._pusher = Pusher(self._services.channels, request.next, partial(self._relay, request.route))
+        self._pusher = Pusher(self._services.neighbours, request.next, partial(self._relay, request.route))
         resending = asyncio.ensure_future(self._resend(self._pusher, resend))
         resending.add_done_callback(_heed)
         resending.add_done_callback(lambda _done: on_sent())
@@ -297,7 +314,8 @@ class HostedSession:
         engine = self._services.engine
         for step in resend:
             start, end = step.start_position, step.start_position + step.hidden.shape[1]
-            output = await self._services.scheduler.call(partial(engine.outputs, self.session, start, end))
+            read = partial(engine.outputs, self.session, start, end)
+            output = await self._services.scheduler.call(read, self.client.peer_id)
             header, parts = encode(output.to("cpu", torch_dtype(step.hidden.dtype)), self._codec)
             await pusher.send(_with_hidden(step, header), parts)
             if pusher.retired:  # that hop is gone too

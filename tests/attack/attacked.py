@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import secrets
-import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cached_property, partial
 from pathlib import Path
 
 import torch
@@ -14,9 +14,14 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from swarm_client import DistributedModel
 from swarm_client.core import background
+from swarm_protocol.dht.records import ServerRecord
+from swarm_protocol.net.identity import Identity
+from swarm_protocol.net.tls import ClientCredentials
 from swarm_protocol.pb import swarm_pb2 as pb
 from swarm_protocol.wire.constants import MIB, WIRE_VERSION
-from tests.swarm.pair import ends_only_at_its_length, random_ids
+from tests.attack.honest import OPTIONS, PROMPT, Generation, HonestClient
+from tests.attack.resources import Resources, resources_of
+from tests.swarm.pair import ends_only_at_its_length
 from tests.swarm.processes import ServerProcess
 from tests.swarm.raw_client import RawClient
 from tests.swarm.waiting import wait_for
@@ -24,54 +29,61 @@ from tests.zoo import save_checkpoint
 
 INCOMING_BYTES = 16 * MIB
 STALL_TIMEOUT_S = 2.0
+MAX_SESSIONS = 32
+ADAPTER_BYTES = 1 * MIB
+CACHE_TOKENS = 2048
 _MIN_BYTES_PER_S = 1.0 * MIB
-_SLACK_BYTES = 160 * MIB  # of the server's memory: its C library keeps up to 64 MiB for a thread that freed them
-_PROMPT = random_ids(1, 9, seed=7)
-_NEW_TOKENS = 6
-_CACHE_TOKENS = 2048
 
 
 class Attacked:
     """The server, an honest client of it, and an attacker's.
 
     Attributes:
+        honest: whose tokens must stay right.
         attacker: sends what it likes.
+        others: clients with keys of their own, to attack with or to see who else gets in.
+        blocks: what the server's blocks make of hidden states, [batch, tokens, hidden_size].
     """
 
-    def __init__(self, server: ServerProcess, remote: PreTrainedModel, expected: torch.Tensor) -> None:
-        self.server = server
-        self._remote, self._expected = remote, expected
-        (record,) = background.run(remote.blocks.swarm.view(0.0)).servers
-        self.attacker = RawClient(record)
+    def __init__(
+        self, server: ServerProcess, remote: PreTrainedModel, honest: HonestClient, blocks: Callable[..., torch.Tensor]
+    ) -> None:
+        self.server, self.honest, self.blocks = server, honest, blocks
+        self._generations: list[Generation] = []
+        self.record: ServerRecord = background.run(remote.blocks.swarm.view(0.0)).servers[0]
+        self.attacker = RawClient(self.record)
+
+    @cached_property
+    def others(self) -> list[RawClient]:
+        return [RawClient(self.record, ClientCredentials(Identity.generate())) for _ in range(3)]
+
+    def honest_client_goes_on(self, rounds: int = 2) -> None:
+        """Returns when it has done so much from now on: in the last round, all was asked for after the call."""
+        enough = len(self._generations) + rounds
+        wait_for(lambda: len(self._generations) >= enough, "the honest client is served")
 
     @contextmanager
-    def while_an_honest_client_generates(self) -> Iterator[None]:
-        """Its tokens are right. Afterwards the server has its memory and its room back, and no error in its log."""
-        self._generate()
-        memory_bytes = self.memory_bytes
-        over = threading.Event()
-        rounds: list[bool] = []
-
-        def generate() -> None:
-            while not (rounds and over.is_set()):
-                rounds.append(self._generate())
-
-        thread = threading.Thread(target=generate)
-        thread.start()
-        try:
-            yield
-        finally:
-            over.set()
-            thread.join()
-        assert rounds and all(rounds)
+    def while_an_honest_client_generates(self) -> Iterator[list[Generation]]:
+        """Its tokens are right. Afterwards the server has back what it had, and no error in its log."""
+        assert not self.honest.generate().problem
+        before = self.resources()
+        with self.honest.generating() as generations:
+            self._generations = generations
+            yield generations
+        assert [generation.problem for generation in generations if generation.problem] == []
         describe = self.attacker.describe
-        wait_for(lambda: describe().cache_tokens_left == _CACHE_TOKENS, "the room of sessions has come back")
-        wait_for(lambda: self.memory_bytes < memory_bytes + _SLACK_BYTES, "the server's memory has come back")
+        wait_for(lambda: describe().cache_tokens_left == CACHE_TOKENS, "the room of sessions has come back")
+        after: list[Resources] = []
+        try:
+            wait_for(
+                lambda: after.append(self.resources()) or after[-1].are_back(before), "all is back that was in use"
+            )
+        except AssertionError as error:
+            raise AssertionError(f"{error}; before: {before}; after: {after[-1]}") from None
         assert "Traceback" not in self.server.stderr
 
-    @property
-    def memory_bytes(self) -> int:
-        return int(Path(f"/proc/{self.server.pid}/statm").read_text().split()[1]) * 4096
+    def resources(self) -> Resources:
+        return resources_of(self.server)
 
     def contract(self, **fields: object) -> pb.Contract:
         record = self.attacker.record
@@ -83,35 +95,48 @@ class Attacked:
         known = dict(contract=self.contract(), session_key=key or secrets.token_bytes(16), batch_size=1)
         return pb.SessionRequest(open=pb.Open(**(known | fields)))
 
-    def _generate(self) -> bool:
-        options = dict(attention_mask=torch.ones_like(_PROMPT), max_new_tokens=_NEW_TOKENS, do_sample=False)
-        return torch.equal(self._remote.generate(_PROMPT, **options), self._expected)
-
 
 @contextmanager
-def attacked(directory: Path) -> Iterator[Attacked]:
+def attacked(directory: Path, **options: object) -> Iterator[Attacked]:
+    """``options``: more fields of the server's config."""
     model = directory / "llama"
     save_checkpoint("llama", model)
     whole = ends_only_at_its_length(AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32))
-    options = dict(attention_mask=torch.ones_like(_PROMPT), max_new_tokens=_NEW_TOKENS, do_sample=False)
-    expected = whole.generate(_PROMPT, **options)
+    expected, logits = whole.generate(PROMPT, **OPTIONS), whole(PROMPT).logits
     fields = {
         "model": str(model),
         "blocks": f"0:{whole.config.num_hidden_layers}",
         "quant": "none",
         "throughput": 100.0,
-        "cache_tokens": _CACHE_TOKENS,
+        "cache_tokens": CACHE_TOKENS,
         "incoming_bytes": INCOMING_BYTES,
         "stall_timeout_s": STALL_TIMEOUT_S,
         "min_bytes_per_s": _MIN_BYTES_PER_S,
+        "max_sessions": MAX_SESSIONS,
+        "adapter_bytes": ADAPTER_BYTES,
+        **options,
     }
     with (
         ServerProcess(json.dumps(fields), cache=directory, module="tests.attack.attacked_server") as server,
         DistributedModel.from_pretrained(str(model), initial_peers=[server.ready["peer"]]) as remote,
     ):
-        target = Attacked(server, ends_only_at_its_length(remote), expected)
+        honest = HonestClient(ends_only_at_its_length(remote), expected, logits)
+        target = Attacked(server, remote, honest, partial(_through_blocks, whole))
         try:
             yield target
         finally:
-            target.attacker.close()
+            for client in (target.attacker, *target.others):
+                client.close()
             server.kill()  # nobody is left who would have to be let go
+
+
+@torch.inference_mode()
+def _through_blocks(whole: PreTrainedModel, hidden: torch.Tensor) -> torch.Tensor:
+    """Of the model as it is without servers."""
+    outputs: list[torch.Tensor] = []
+    hook = whole.model.layers[-1].register_forward_hook(lambda _module, _inputs, output: outputs.append(output))
+    try:
+        whole.model(inputs_embeds=hidden, use_cache=False)
+    finally:
+        hook.remove()
+    return outputs[0]

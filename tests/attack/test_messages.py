@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from contextlib import ExitStack
 
 import grpc
@@ -13,7 +12,8 @@ from swarm_protocol.pb import swarm_pb2 as pb
 from swarm_protocol.wire.codec import decode, encode
 from swarm_protocol.wire.constants import MAX_RESENT, MAX_RESENT_STEPS, MAX_TENSOR_BYTES, MIB
 from swarm_protocol.wire.session_keys import push_key_of
-from tests.attack.attacked import INCOMING_BYTES, Attacked, attacked
+from tests.attack.attacked import INCOMING_BYTES, Attacked
+from tests.attack.attacks import attack
 from tests.swarm.raw_client import Answer
 from tests.swarm.waiting import wait_for
 from tests.zoo import HIDDEN, POSITIONS
@@ -26,18 +26,6 @@ MANY = 100_000
 KEY = bytes(range(16))
 
 
-@pytest.fixture(scope="module")
-def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Attacked]:
-    with attacked(tmp_path_factory.mktemp("attacked")) as target:
-        yield target
-
-
-@pytest.fixture
-def target(running: Attacked) -> Iterator[Attacked]:
-    with running.while_an_honest_client_generates():
-        yield running
-
-
 def step(number: int, start: int = 0, num_tokens: int = 1, **fields: object) -> pb.SessionRequest:
     hidden = encode(torch.ones(1, num_tokens, HIDDEN))[0]
     return pb.SessionRequest(step=pb.Step(number=number, start_position=start, hidden=hidden, **fields))
@@ -48,6 +36,7 @@ def assert_refused(answer: Answer, status: grpc.StatusCode, sentence: str) -> No
     assert sentence in answer.details and answer.details.isprintable() and len(answer.details) < 500, answer
 
 
+@attack("very many empty changes")
 def test_empty_changes(target: Attacked) -> None:
     """Of which 4 MiB took 16 s."""
     attacker = target.attacker
@@ -59,6 +48,7 @@ def test_empty_changes(target: Attacked) -> None:
     assert_refused(attacker.send_bytes("Session", too_large), FULL, "SERVER: Received message larger than max")
 
 
+@attack("reroutes of very many steps")
 def test_reroutes_of_very_many_steps(target: Attacked) -> None:
     """Of which 60 MiB took 8.5 GiB."""
     attacker = target.attacker
@@ -75,6 +65,7 @@ def test_reroutes_of_very_many_steps(target: Attacked) -> None:
         assert answer.status in (INVALID, FULL) and "bytes" in answer.details
 
 
+@attack("streams that fall silent or drip")
 def test_streams_that_fall_silent_or_drip(target: Attacked) -> None:
     """Each had up to 256 MiB, for as long as it liked; the rest of the room is the honest client's."""
     attacker = target.attacker
@@ -94,14 +85,14 @@ def test_streams_that_fall_silent_or_drip(target: Attacked) -> None:
             silent[number % len(silent)].offer(pb.ForwardRequest(more=bytes(MIB)))
         wait_for(lambda: sum(stream.ended for stream in silent) > 0, "there is no room for all of them")
         answers = [stream.answer() for stream in silent]
-        for answer in answers:
+        for answer in (answer for answer in answers if not answer.is_cut_off):
             no_room = answer.status is FULL
             assert_refused(
                 answer, FULL if no_room else UNKNOWN, "requests that are arriving" if no_room else "came too slowly"
             )
-        assert {answer.status for answer in answers} == {FULL, UNKNOWN}
+        assert UNKNOWN in {answer.status for answer in answers} > {UNKNOWN}
         wait_for(lambda: drip.offer(pb.SessionRequest(more=b"x")), "a stream that drips has ended")
-        assert drip.answer().status in (UNKNOWN, grpc.StatusCode.INTERNAL)  # if it ends while it is written to
+        assert drip.answer().status is UNKNOWN or drip.answer().is_cut_off
 
 
 @pytest.mark.parametrize("method", TYPES)
@@ -111,17 +102,20 @@ def test_bytes_that_are_no_message(running: Attacked, method: str) -> None:
     assert "Traceback" not in running.server.stderr
 
 
+@attack("text that would steer a log")
 def test_text_that_would_steer_a_log_or_terminal(target: Attacked) -> None:
     attacker, evil = target.attacker, "evil\n00:00:00 all is well \x1b[2J"
     model = target.opening(contract=target.contract(model=evil * 1000))
     assert_refused(attacker.session(model), grpc.StatusCode.FAILED_PRECONDITION, r"expects evil\n00:00:00 all")
-    hop = pb.NextHop(peer_id=evil, addresses=[f"{evil}:1"], push_key=push_key_of(KEY))
+    hop = pb.NextHop(peer_id=evil, push_key=push_key_of(KEY))
     close = pb.SessionRequest(close=pb.Close())
     attacker.session(target.opening(next=hop), step(1), close)
-    wait_for(lambda: r"evil\n00:00:00 all" in target.server.stderr, "the server has logged that there is no next hop")
+    wait_for(lambda: "the swarm has no record of it" in target.server.stderr, "the server has logged it")
+    assert r"\x1b[2J" in target.server.stderr
     assert "\n00:00:00" not in target.server.stderr and "\x1b[2J" not in target.server.stderr
 
 
+@attack("a step numbered far ahead")
 def test_a_step_that_is_numbered_far_ahead(target: Attacked) -> None:
     """All that came after it was taken for steps that had been there already."""
     attacker, close = target.attacker, pb.SessionRequest(close=pb.Close())

@@ -16,9 +16,9 @@ from swarm_client.core import background
 from swarm_protocol.checkpoints.checkpoint import Checkpoint
 from swarm_protocol.checkpoints.describing import describe
 from swarm_protocol.dht.dht import Dht
-from swarm_protocol.dht.local_registry import LocalRegistry
 from swarm_protocol.dht.records import ServerRecord
 from swarm_protocol.net.identity import Identity
+from swarm_protocol.process.local_registry import LocalRegistry
 from swarm_protocol.span import Span
 from swarm_server.core.config import ServerConfig
 from swarm_server.node.server import Server

@@ -36,6 +36,10 @@ class LoneClient:
         )
         self.tokens: list[int] = []
 
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
     def read(self, number: int) -> list[int]:
         """All tokens so far, after so many more."""
         for _ in range(number):

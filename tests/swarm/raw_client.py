@@ -20,6 +20,8 @@ from swarm_protocol.pb.swarm_pb2_grpc import BlocksStub
 from swarm_protocol.wire.constants import CLIENT_OPTIONS
 from tests.swarm.waiting import DEADLINE_S
 
+CUT_OFF = grpc.StatusCode.INTERNAL, "Internal error from Core"
+
 
 @cache
 def own_credentials() -> ClientCredentials:
@@ -133,6 +135,11 @@ class Answer:
 
     def __init__(self, replies: list, status: grpc.StatusCode, details: str) -> None:
         self.replies, self.status, self.details = replies, status, details
+
+    @property
+    def is_cut_off(self) -> bool:
+        """Whether the stream ended while it was written to: gRPC says so here, and not what the server said."""
+        return (self.status, self.details) == CUT_OFF
 
     def __repr__(self) -> str:
         return f"Answer({len(self.replies)} replies, {self.status.name}: {self.details})"

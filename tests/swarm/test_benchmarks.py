@@ -70,3 +70,20 @@ def test_simulate_swarm_simulates_every_policy(tmp_path: Path) -> None:
     results = run_quick("simulate_swarm.py", tmp_path)
     assert results["exit code"] == 0, results["output"]
     assert results["rows"]["10 servers, gaps opened by moves"]["met"] == "yes"
+
+
+def test_attack_measures_what_an_honest_client_loses(tmp_path: Path) -> None:
+    results = run_quick("attack.py", tmp_path)
+    assert "very many empty changes" in results["rows"] and "a few hundred fuzzed messages" in results["rows"]
+    problems = {name: row["problems"] for name, row in results["rows"].items() if row["problems"]}
+    assert problems == {}, results["output"]  # how long the client waited is for quiet machines
+    assert all(row["generations"] and row["peak_bytes"] for row in results["rows"].values())
+
+
+def test_fuzz_finds_nothing_and_repeats_a_case(tmp_path: Path) -> None:
+    results = run_quick("fuzz.py", tmp_path)
+    assert results["exit code"] == 0, results["output"]
+    assert results["rows"]["Session"]["messages"] > 100
+    assert {"wrong answers", "tracebacks", "not as before"} <= results["rows"].keys()
+    again = run_quick("fuzz.py", tmp_path, "--only", "7")
+    assert again["exit code"] == 0 and " beside " in again["output"], again["output"]

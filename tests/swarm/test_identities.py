@@ -45,7 +45,7 @@ def answers(client: RawClient, session_key: bytes) -> list[Answer]:
     return [
         client.ask("Progress", pb.ProgressRequest(session_key=session_key)),
         client.ask("Progress", pb.ProgressRequest(session_key=session_key, hold=True)),
-        client.ask("Reroute", pb.RerouteRequest(session_key=session_key, next=NOBODY)),
+        client.reroute(pb.RerouteRequest(session_key=session_key, next=NOBODY)),
         client.ask("Copy", pb.CopyRequest(session_key=session_key, to=NOBODY)),
     ]
 

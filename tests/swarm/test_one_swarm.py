@@ -10,8 +10,8 @@ import pytest
 
 from swarm_client.core import background
 from swarm_protocol.dht.dht import Dht
-from swarm_protocol.dht.local_registry import LocalRegistry
 from swarm_protocol.net.identity import Identity
+from swarm_protocol.process.local_registry import LocalRegistry
 from tests.swarm.network import ME, Network
 from tests.swarm.processes import ServerProcess
 from tests.swarm.waiting import DEADLINE_S, wait_for

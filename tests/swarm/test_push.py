@@ -14,6 +14,7 @@ import torch
 from swarm_client.sessions.session import RemoteSession
 from swarm_client.transport import transport
 from swarm_client.transport.hops import Answer, HopSession
+from swarm_protocol.dht.records import ServerRecord
 from swarm_protocol.errors import PeerUnavailable
 from swarm_protocol.pb import swarm_pb2 as pb
 from swarm_protocol.span import Span
@@ -120,10 +121,10 @@ def test_servers_that_cannot_reach_each_other(pair, sent, monkeypatch, way, wall
     peers = [record.peer_id for record in pair.servers.records()]
     stub = ChannelPool.stub
 
-    async def walls(channels: ChannelPool, hop: pb.NextHop):
-        if peers.index(hop.peer_id) in walled:
+    async def walls(channels: ChannelPool, record: ServerRecord):
+        if peers.index(record.peer_id) in walled:
             raise PeerUnavailable("a wall stands between")
-        return await stub(channels, hop)
+        return await stub(channels, record)
 
     monkeypatch.setattr(ChannelPool, "stub", walls)
     _, remote = pair.both(ids, **options)

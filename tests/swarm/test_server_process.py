@@ -17,9 +17,9 @@ import pytest
 from swarm_client.core import background
 from swarm_protocol.checkpoints.checkpoint import Checkpoint
 from swarm_protocol.dht.dht import Dht
-from swarm_protocol.dht.local_registry import LocalRegistry
 from swarm_protocol.dht.records import ServerRecord
 from swarm_protocol.net.identity import Identity
+from swarm_protocol.process.local_registry import LocalRegistry
 from tests.swarm.processes import ServerProcess, is_alive
 from tests.swarm.waiting import DEADLINE_S, wait_for
 from tests.zoo import save_checkpoint

@@ -8,6 +8,7 @@ import itertools
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 from cryptography.hazmat.primitives.asymmetric import rsa
 
@@ -20,17 +21,19 @@ from swarm_protocol.net.hivemind_parts import DHTRecord, RSAPrivateKey
 from swarm_protocol.net.identity import Identity, peer_id_of
 from swarm_protocol.span import Span
 
+MAX_LIFETIME_S = 2 * 3600.0  # of records, for all nodes of a DHT with a crowd
+_LIFETIME_S = 3600.0
+
 
 class Crowd:
     """Servers that share the DHT node of one of them, for lack of 10 000 machines; it signs for each with its own key.
 
-    Keys have 1024 bits instead of 2048, and any two of a few primes make one: real ones would take a tenth of a second
-    each. Records are as long as if they had 2048.
+    Any two of a few primes make a key: real ones would take a tenth of a second each.
     """
 
-    def __init__(self, host: Dht, count: int, **options: int) -> None:
-        self.identities = list(itertools.islice(_identities(count), count))
-        self._host, self._options = host, options
+    def __init__(self, host: Dht, count: int, **options: Any) -> None:
+        self.identities = list(itertools.islice(identities(count), count))
+        self._host, self._options = host, {"max_lifetime_s": MAX_LIFETIME_S, **options}
         host._node.protocol.record_validator = _Notary(self.identities)
         self.members = [self._member(identity) for identity in self.identities]
 
@@ -46,7 +49,7 @@ class Crowd:
             batch = records[start : start + at_once]
             coming = list(zip(self.members[first + start :][: len(batch)], batch, strict=True))
             while coming:  # as servers do, who publishes in vain, for lack of time or room, does so again
-                stored = await asyncio.gather(*(member.publish(record, 3600) for member, record in coming))
+                stored = await asyncio.gather(*(member.publish(record, _LIFETIME_S) for member, record in coming))
                 coming = [late for late, in_time in zip(coming, stored, strict=True) if not in_time]
 
     def settle(self, records: Sequence[ServerRecord]) -> None:
@@ -79,7 +82,6 @@ def _realistic(record: ServerRecord, neighbours: list[str]) -> ServerRecord:
         tls_fingerprint=b"f" * 32,
         next_hop_rtts_s=dict.fromkeys(neighbours, 0.0625),
         software_version="0.1.0",
-        adapters=("x" * 340,),  # the difference of a 2048-bit key and its signature
     )
 
 
@@ -96,11 +98,11 @@ class _Notary(Validator):
         return self._signers[owner[0]].sign_value(record) if owner else record.value
 
 
-def _identities(count: int) -> Iterator[Identity]:
+def identities(count: int) -> Iterator[Identity]:
     num_primes = next(number for number in itertools.count(2) if number * (number - 1) // 2 >= count)
     primes = []
     while len(primes) < num_primes:
-        numbers = rsa.generate_private_key(public_exponent=65537, key_size=1024).private_numbers()
+        numbers = rsa.generate_private_key(public_exponent=65537, key_size=2048).private_numbers()
         primes += [numbers.p, numbers.q]
     for p, q in itertools.combinations(primes[:num_primes], 2):
         private = pow(65537, -1, (p - 1) * (q - 1))

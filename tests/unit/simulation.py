@@ -25,6 +25,7 @@ from swarm_protocol.span import Span
 from swarm_server.engine.session_state import Crop, HistoryChange, RecordPast, Reorder, SessionStep
 from swarm_server.kv.kv_cache import CacheBudget, Lease
 from swarm_server.kv.kv_transfer import Stored
+from swarm_server.net.neighbours import Neighbours
 from swarm_server.net.push import ChannelPool
 from swarm_server.net.validation import RequestValidator
 from swarm_server.rpc.service import BlocksService
@@ -208,17 +209,20 @@ class ToyEngine:
 
 
 class ToyScheduler:
-    """Computes where it is called, after a while."""
+    """Computes where it is called, after a while; not at all while ``computes`` is not set."""
 
     def __init__(self, engine: ToyEngine, chance: random.Random) -> None:
+        self.computes = asyncio.Event()
+        self.computes.set()
         self._engine = engine
         self._chance = chance
 
-    async def step(self, session: ToySession, step: SessionStep) -> torch.Tensor:
+    async def step(self, session: ToySession, step: SessionStep, _client: str) -> torch.Tensor:
         await asyncio.sleep(self._chance.uniform(0.001, 0.02))
+        await self.computes.wait()
         return self._engine.run(session, step)
 
-    async def call(self, call: Callable[[], Any]) -> Any:
+    async def call(self, call: Callable[[], Any], _client: str = "") -> Any:
         await asyncio.sleep(self._chance.uniform(0, 0.002))
         return call()
 
@@ -242,9 +246,10 @@ class ToyServer:
         async def connect(address: str, *_options: Any) -> Channel:
             return net.connect(name, address)
 
-        scheduler = ToyScheduler(self.engine, net.chance)
+        self.scheduler = scheduler = ToyScheduler(self.engine, net.chance)
         training = TrainingMemory(self.budget)
-        services = SpanServices(self.engine, scheduler, self.budget, validator, ChannelPool(connect), training)
+        neighbours = Neighbours(ChannelPool(connect), lambda: net.view(MODEL))
+        services = SpanServices(self.engine, scheduler, self.budget, validator, neighbours, training)
         self.host = SessionManager(services, 100)
         self.service = BlocksService(lambda: self.host, self.record().to_proto, 1e9, client_of=Context.client)
 
@@ -360,6 +365,9 @@ class Context:
 
     def client(self) -> str:
         return self._stream.client
+
+    def peer(self) -> str:
+        return ""
 
     async def write(self, message: Any) -> None:
         if self._stream.code_value is not None:

@@ -24,6 +24,7 @@ LAYERS = {  # from the top: a room imports from those below it only
     "swarm_protocol": [
         [DOOR],
         ["dht"],
+        ["access"],
         ["net"],
         ["process", "checkpoints"],
         ["wire", "untrusted"],
@@ -32,7 +33,7 @@ LAYERS = {  # from the top: a room imports from those below it only
     ],
     "swarm_client": [
         [DOOR],
-        ["finetune", "demo"],
+        ["finetune", "demo", "keys"],
         ["generation"],
         ["model"],
         ["sessions", "passes", "monitor"],

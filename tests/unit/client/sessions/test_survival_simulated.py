@@ -239,9 +239,9 @@ class Quiet(Scenario):
         return [hop.hop.server.peer_id for hop in session._chain.hops]
 
 
-def quiet(story: Callable[[Quiet], Coroutine], seed: int = 0) -> None:
+def quiet(story: Callable[[Any], Coroutine], seed: int = 0, kind: type[Quiet] = Quiet) -> None:
     async def scenario() -> None:
-        swarm = Quiet(seed)
+        swarm = kind(seed)
         await story(swarm)
         await swarm.session._chain.close()
         await swarm.close()

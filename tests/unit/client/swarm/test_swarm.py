@@ -14,7 +14,7 @@ from swarm_client.core.config import ClientConfig
 from swarm_client.routing.routing import Route
 from swarm_client.swarm.swarm import Swarm
 from swarm_protocol.dht.records import ServerRecord, SwarmView
-from swarm_protocol.errors import NoRoute, PeerUnavailable
+from swarm_protocol.errors import AccessDenied, NoRoute, PeerUnavailable
 from swarm_protocol.span import Span
 from tests.unit.support import run, server_record
 
@@ -31,6 +31,8 @@ class FakeServer:
 
     async def ping(self) -> float:
         self.net.pinged.append(self.record.peer_id)
+        if self.record.peer_id in self.net.denying:
+            raise AccessDenied("takes only members")
         if self.record.peer_id in self.net.silent:
             await asyncio.Event().wait()
         return self.net.rtts_s.get(self.record.peer_id, 0.001)
@@ -46,6 +48,7 @@ class FakeNet:
     records: list[ServerRecord]
     dead: set[str] = field(default_factory=set)
     silent: set[str] = field(default_factory=set)
+    denying: set[str] = field(default_factory=set)
     rtts_s: dict[str, float] = field(default_factory=dict)
     pinged: list[str] = field(default_factory=list)
     parts: list[Span | None] = field(default_factory=list)  # of the model that were read
@@ -136,6 +139,29 @@ def test_a_server_that_died_is_out_at_once_and_back_when_it_is_heard_of() -> Non
         assert names(await swarm.chain(Span(0, 8), NEED)) == ["a"]
 
     play(net, story)
+
+
+def test_a_client_that_no_server_accepts_hears_it_at_once_and_asks_nobody_twice() -> None:
+    net = FakeNet(servers(("a", "0:8"), ("b", "0:8")), denying={"a", "b"})
+
+    async def story(swarm: Swarm) -> None:
+        for _ in range(3):
+            with pytest.raises(AccessDenied, match="takes only members"):
+                await swarm.chain(Span(0, 8), NEED, timeout_s=1000)
+
+    play(net, story)
+    assert sorted(net.pinged) == ["a", "b"]
+
+
+def test_servers_that_do_not_accept_a_client_are_passed_over() -> None:
+    net = FakeNet(servers(("a", "0:8"), ("b", "0:8"), tokens_per_s=10.0), denying={"a"})
+
+    async def story(swarm: Swarm) -> None:
+        for _ in range(3):
+            assert names(await swarm.chain(Span(0, 8), NEED)) == ["b"]
+
+    play(net, story)
+    assert net.pinged.count("a") == 1
 
 
 def test_an_expired_record_is_no_server() -> None:

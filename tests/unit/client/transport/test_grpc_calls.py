@@ -8,7 +8,7 @@ from collections.abc import Iterable
 import grpc
 import pytest
 
-from swarm_client.transport.grpc_calls import Stream, no_answer, translated
+from swarm_client.transport.grpc_calls import Stream, error_of, no_answer, translated
 from swarm_protocol.errors import (
     AccessDenied,
     CacheMiss,
@@ -23,7 +23,7 @@ from swarm_protocol.errors import (
 from swarm_protocol.span import Span
 from tests.unit.support import run, server_record
 
-SERVER, SPAN = server_record("a-long-peer-id"), Span(0, 4)
+SERVER, SPAN = server_record("a-long-peer-id", token=b"of a member"), Span(0, 4)
 NAME = "server …eer-id"
 Code = grpc.StatusCode
 
@@ -185,3 +185,11 @@ def test_a_stream_can_be_cancelled() -> None:
     call = FakeCall()
     stream(call).cancel()
     assert call.cancelled
+
+
+@pytest.mark.parametrize("code", [Code.PERMISSION_DENIED, Code.UNAUTHENTICATED])
+def test_a_server_of_an_open_swarm_that_denies_access_is_one_that_fails(code: grpc.StatusCode) -> None:
+    error = error_of(code, "why", server_record("a-long-peer-id"), SPAN)
+    assert type(error) is PeerError
+    assert str(error) == f"{NAME} does not accept this client: why"
+    assert_of_the_server(error)

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import math
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 import pytest
+from cryptography.hazmat.primitives.asymmetric import rsa
 from hivemind.dht.crypto import RSASignatureValidator
 from hivemind.dht.node import DHTNode
 from hivemind.dht.routing import DHTID
@@ -18,11 +20,12 @@ from hivemind.p2p import PeerID
 from hivemind.utils.serializer import MSGPackSerializer
 from hivemind.utils.timed_storage import get_dht_time
 
+from swarm_protocol.dht import claims
 from swarm_protocol.dht.addresses import multiaddr
 from swarm_protocol.dht.dht import Dht
-from swarm_protocol.dht.records import ServerRecord, ServerState, models_key, servers_key
+from swarm_protocol.dht.records import MAX_LIFETIME_S, ServerRecord, ServerState, models_key, servers_key
 from swarm_protocol.errors import NoSwarm
-from swarm_protocol.net.identity import Identity
+from swarm_protocol.net.identity import Identity, peer_id_of_key
 from tests.unit.support import TIMEOUT_S, server_record, until
 
 SWARM = "test"
@@ -84,14 +87,16 @@ async def stranger(nodes: Nodes, identity: Identity | None = None) -> AsyncItera
         await node.shutdown()
 
 
-async def force(node: DHTNode, nodes: Nodes, key: str, data: bytes, subkey: object) -> None:
+async def force(
+    node: DHTNode, nodes: Nodes, key: str, data: bytes, subkey: object, expires_at: float | None = None
+) -> None:
     """Asks the servers of the swarm, without regard to what the stranger's own node thinks of it."""
     for server in nodes.identities:
         await node.protocol.call_store(
             PeerID.from_base58(server.peer_id),
             [DHTID.generate(key)],
             [data],
-            [get_dht_time() + 1000],
+            [expires_at or get_dht_time() + 100],
             subkeys=[subkey],
         )
 
@@ -165,8 +170,13 @@ class TestRecords:
 
     def test_lists_the_models_served(self, run: Run, nodes: Nodes, model: str) -> None:
         async def models() -> dict[str, int]:
-            await nodes.member.publish(server_record(nodes.member.peer_id, model=model, num_blocks=12))
-            return await nodes.client.models()
+            server = await Dht.join(SWARM, nodes.peers, Identity.generate())  # one server has one model
+            await server.publish(server_record(server.peer_id, model=model, num_blocks=12))
+            models = await nodes.client.models()
+            await server.publish(server_record(server.peer_id, model=model, num_blocks=12, state=ServerState.OFFLINE))
+            assert model not in await nodes.client.models()
+            await server.shutdown()
+            return models
 
         assert run(models())[model] == 12
 
@@ -202,7 +212,7 @@ class TestStrangers:
         subkey = subkey_of(nodes.identities[0])
 
         async def overwrite(node: DHTNode, forged: ServerRecord) -> None:
-            await node.store(servers_key(SWARM, model), packed(forged), get_dht_time() + 1000, subkey=subkey)
+            await node.store(servers_key(SWARM, model), packed(forged), get_dht_time() + 100, subkey=subkey)
             await force(node, nodes, servers_key(SWARM, model), MSGPackSerializer.dumps(packed(forged)), subkey)
 
         self.seen_after(run, nodes, model, overwrite, own if signed else None)
@@ -214,7 +224,7 @@ class TestStrangers:
             for peer_id in (own.peer_id, forged.peer_id):
                 subkey = subkey_of(own, peer_id)
                 key = servers_key(SWARM, model)
-                assert await node.store(key, packed(forged), get_dht_time() + 1000, subkey=subkey)
+                await node.store(key, packed(forged), get_dht_time() + 100, subkey=subkey)
 
         self.seen_after(run, nodes, model, impersonate, own)
 
@@ -224,7 +234,7 @@ class TestStrangers:
         async def hide(node: DHTNode, forged: ServerRecord) -> None:
             # hivemind's pattern for owners does not reach over a line break, and a key may have a comment.
             for subkey in (b"[owner:" + victim_key + b" \n]", ("[owner:" + victim_key.decode(), "]"), forged.peer_id):
-                await node.store(servers_key(SWARM, model), packed(forged), get_dht_time() + 1000, subkey=subkey)
+                await node.store(servers_key(SWARM, model), packed(forged), get_dht_time() + 100, subkey=subkey)
 
         self.seen_after(run, nodes, model, hide)
 
@@ -242,7 +252,7 @@ class TestStrangers:
             validator = RSASignatureValidator(own.private_key)
             validator._local_public_key = own_key.encode()  # so that it signs what it does not recognise as its own
             node.protocol.record_validator = validator
-            assert await node.store(servers_key(SWARM, model), packed(forged), get_dht_time() + 1000, subkey=subkey)
+            await node.store(servers_key(SWARM, model), packed(forged), get_dht_time() + 100, subkey=subkey)
 
         self.seen_after(run, nodes, model, name_two)
 
@@ -260,23 +270,86 @@ class TestStrangers:
                 await force(node, nodes, servers_key(SWARM, model), data, f"junk {index}")
             key = servers_key(SWARM, model)
             for index, value in enumerate((b"no record", "text", 5, None, [1], {"a": 1}, b"")):
-                await node.store(key, value, get_dht_time() + 1000, subkey=f"odd {index}")
+                await node.store(key, value, get_dht_time() + 100, subkey=f"odd {index}")
             for subkey in (7, 1.5, b"\xff", (1, 2), "[owner:ssh-foo AAAA]", "[owner:]", ""):
-                await node.store(key, packed(forged), get_dht_time() + 1000, subkey=subkey)
+                await node.store(key, packed(forged), get_dht_time() + 100, subkey=subkey)
 
         self.seen_after(run, nodes, model, spoil)
 
-    def test_cannot_break_the_list_of_models(self, run: Run, nodes: Nodes, model: str) -> None:
+    def test_cannot_hide_or_forge_a_model_of_the_list(self, run: Run, nodes: Nodes, model: str) -> None:
+        own = Identity.generate()
+        for_ever = 10**7  # 115 days
+
         async def listed() -> dict[str, int]:
-            await nodes.member.publish(server_record(nodes.member.peer_id, model=model))
-            async with stranger(nodes) as node:
-                for subkey, value in ((5, 3), (b"bytes", 3), ("text", "text"), ("negative", -1), ("huge", 10**9)):
-                    await node.store(models_key(SWARM), value, get_dht_time() + 1000, subkey=subkey)
-                return await nodes.client.models()
+            servers = [await Dht.join(SWARM, nodes.peers, Identity.generate()) for _ in range(2)]
+            for server in servers:
+                await server.publish(server_record(server.peer_id, model=model))
+            wrong = server_record(own.peer_id, model=model, num_blocks=12)
+            junk: list[tuple[Any, Any, float]] = [
+                *((subkey, 3, 100) for subkey in (5, b"bytes", model, "text", (1, 2))),
+                *((subkey_of(own), value, 100) for value in (3, "text", packed(server_record(model="theirs")))),
+                (servers[0]._subkey, packed(wrong), 110),
+                (subkey_of(own), packed(server_record(own.peer_id, model="for ever")), for_ever),
+                (subkey_of(own), packed(wrong), 110),  # is one voice
+            ]
+            async with stranger(nodes, own) as node:
+                for shard in range(claims.NUM_SHARDS):
+                    key = models_key(SWARM, shard)
+                    for subkey, value, lifetime_s in junk:
+                        await node.store(key, value, get_dht_time() + lifetime_s, subkey=subkey)
+                        await force(node, nodes, key, MSGPackSerializer.dumps(value), subkey)
+                models = await nodes.client.models()
+            for server in servers:
+                await server.shutdown()
+            return models
 
         models = run(listed())
         assert models[model] == 8
-        assert not {5, b"bytes", "5", "text", "negative", "huge"} & set(models)
+        assert not {5, b"bytes", "5", "text", "theirs", "for ever"} & set(models)
+
+    @pytest.mark.parametrize("own_key", [False, True])
+    def test_cannot_store_what_lasts_for_ever(self, own_key: bool, run: Run, nodes: Nodes, model: str) -> None:
+        """Nothing newer could take its place: a server was hidden for 115 days."""
+        own = Identity.generate() if own_key else nodes.identities[0]
+
+        async def store(node: DHTNode, forged: ServerRecord) -> None:
+            forged = dataclasses.replace(forged, peer_id=own.peer_id)
+            for lifetime_s in (MAX_LIFETIME_S + 5, 10**7, 1e300, math.inf, math.nan):
+                expires_at = get_dht_time() + lifetime_s
+                await force(node, nodes, servers_key(SWARM, model), packed(forged), subkey_of(own), expires_at)
+                with suppress(Exception):
+                    key = servers_key(SWARM, model)
+                    await node.store(key, packed(forged), expires_at, subkey=subkey_of(own))
+
+        self.seen_after(run, nodes, model, store, own)
+
+    def test_cannot_own_records_by_a_short_key(self, run: Run, nodes: Nodes, model: str) -> None:
+        numbers = rsa.generate_private_key(public_exponent=65537, key_size=1024)
+        own = Identity.generate()
+        own.private_key._private_key = own.rsa_key = numbers
+        own.peer_id = peer_id_of_key(numbers.public_key())
+
+        async def store(node: DHTNode, forged: ServerRecord) -> None:
+            forged = dataclasses.replace(forged, peer_id=own.peer_id)
+            assert (
+                await node.store(servers_key(SWARM, model), packed(forged), get_dht_time() + 100, subkey=subkey_of(own))
+                is False
+            )
+
+        self.seen_after(run, nodes, model, store, own)
+
+    def test_cannot_have_claims_that_contradict_the_model_believed(self, run: Run, nodes: Nodes, model: str) -> None:
+        own = Identity.generate()
+
+        async def store(node: DHTNode, forged: ServerRecord) -> None:
+            forged = dataclasses.replace(forged, peer_id=own.peer_id)
+            wrong: list[dict[str, Any]] = [{"num_blocks": 2**32 - 1}, {"num_blocks": 9}, {"model": model + "-other"}]
+            for number, fields in enumerate(wrong):
+                claim = dataclasses.replace(forged, **fields)
+                expires_at = get_dht_time() + 100 + number
+                assert await node.store(servers_key(SWARM, model), packed(claim), expires_at, subkey=subkey_of(own))
+
+        self.seen_after(run, nodes, model, store, own)
 
 
 class TestJoining:
@@ -337,7 +410,7 @@ right, offset_s = time.time, 0.0
 time.time = lambda: right() + offset_s
 from swarm_protocol.dht.dht import Dht
 from swarm_protocol.errors import NoSwarm
-from swarm_protocol.net.identity import Identity
+from swarm_protocol.net.identity import Identity, peer_id_of_key
 for offset_s, host in ((600.0, None), (-600.0, None), (-20.0, "127.0.0.1")):
     try:
         asyncio.run(Dht.join("test", sys.argv[1:], Identity.generate(), host=host))

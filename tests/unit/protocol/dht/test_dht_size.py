@@ -15,11 +15,12 @@ from swarm_protocol.net.hivemind_parts import MSGPackSerializer, get_dht_time
 from swarm_protocol.net.identity import Identity
 from swarm_protocol.span import Span
 from tests.marks import SLOW
-from tests.unit.crowd import Crowd
+from tests.unit.crowd import MAX_LIFETIME_S, Crowd
 
 MODEL = "meta-llama/Llama-3.1-70B"
 NUM_BLOCKS = 80
 CAPACITY = 4
+OPTIONS: dict[str, Any] = {"capacity": CAPACITY, "max_lifetime_s": MAX_LIFETIME_S}
 WHOLE = [Span(0, NUM_BLOCKS)]
 SPREAD = [Span(start, start + 8) for start in range(NUM_BLOCKS - 7)]
 Run = Callable[[Coroutine[Any, Any, Any]], Any]
@@ -52,10 +53,10 @@ def nodes(run: Run) -> Iterator[tuple[Dht, Dht, Reader]]:
     """Two that store, and one that only asks."""
 
     async def start() -> tuple[Dht, Dht, Reader]:
-        first = await Dht.join("size", [], Identity.generate(), host="127.0.0.1", capacity=CAPACITY)
+        first = await Dht.join("size", [], Identity.generate(), host="127.0.0.1", **OPTIONS)
         peers = await first.addresses()
-        second = await Dht.join("size", peers, Identity.generate(), host="127.0.0.1", capacity=CAPACITY)
-        return first, second, await Reader.join("size", peers, Identity.generate(), capacity=CAPACITY)
+        second = await Dht.join("size", peers, Identity.generate(), host="127.0.0.1", **OPTIONS)
+        return first, second, await Reader.join("size", peers, Identity.generate(), **OPTIONS)
 
     started = run(start())
     yield started
@@ -245,8 +246,9 @@ async def _read_correctly(count: int, spans: list[Span], *, num_new: int = 0) ->
 
     The last ``num_new`` look for their places at once, when all others are there.
     """
-    storing = await Dht.join("size", [], Identity.generate(), host="127.0.0.1")
-    reader = await Reader.join("size", await storing.addresses(), Identity.generate())
+    lasting = {"max_lifetime_s": MAX_LIFETIME_S}
+    storing = await Dht.join("size", [], Identity.generate(), host="127.0.0.1", **lasting)
+    reader = await Reader.join("size", await storing.addresses(), Identity.generate(), **lasting)
     try:
         crowd = Crowd(storing, count)
         records = crowd.records(MODEL, NUM_BLOCKS, spans)

@@ -10,7 +10,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swarm_protocol.dht.records import ServerRecord, ServerState, SwarmView, missing_spans, models_key, servers_key
+from swarm_protocol.dht.records import (
+    MAX_BLOCKS,
+    MAX_BLOCKS_PER_S,
+    MAX_FORWARD_BLOCKS_PER_S,
+    MAX_NETWORK_TOKENS_PER_S,
+    ServerRecord,
+    ServerState,
+    SwarmView,
+    missing_spans,
+    models_key,
+    servers_key,
+)
 from swarm_protocol.pb import swarm_pb2 as pb
 from swarm_protocol.span import Span
 from swarm_protocol.wire.constants import MAX_ADDRESSES, MAX_NAME_CHARS
@@ -18,6 +29,8 @@ from tests.unit.support import server_record
 
 texts = st.text("aZ0/:é漢", max_size=5)
 float32 = st.floats(min_value=0, width=32, allow_infinity=False)
+speeds = st.floats(min_value=0, max_value=1000, width=32)
+kinds = st.text("aZ0_.-", max_size=5)
 spans = st.tuples(st.integers(0, 30), st.integers(0, 30)).filter(lambda ends: ends[0] < ends[1])
 records = st.builds(
     ServerRecord,
@@ -25,12 +38,12 @@ records = st.builds(
     addresses=st.lists(texts, max_size=MAX_ADDRESSES).map(tuple),
     model=texts,
     revision=texts,
-    num_blocks=st.integers(30, 2**32 - 1),
+    num_blocks=st.integers(30, MAX_BLOCKS),
     span=spans.map(lambda ends: Span(*ends)),
     state=st.sampled_from(ServerState),
-    quant=texts,
-    dtype=texts,
-    tokens_per_s=float32,
+    quant=kinds,
+    dtype=kinds,
+    tokens_per_s=speeds,
     cache_tokens_left=st.integers(0, 2**64 - 1),
     queue_delay_s=float32,
     tls_fingerprint=st.binary(max_size=32),
@@ -39,10 +52,11 @@ records = st.builds(
     wire_version=st.integers(0, 2**32 - 1),
     software_version=texts,
     max_request_bytes=st.integers(0, 2**32 - 1),
-    forward_tokens_per_s=float32,
-    network_tokens_per_s=float32,
+    forward_tokens_per_s=speeds,
+    network_tokens_per_s=speeds,
     pinned=st.booleans(),
     next_span=st.none() | spans.map(lambda ends: Span(*ends)),
+    token=st.binary(max_size=100),
 )
 
 
@@ -55,7 +69,7 @@ def test_every_field_of_the_contract_is_written() -> None:
     record = server_record(
         revision="r", quant="int8", cache_tokens_left=1, queue_delay_s=0.5, tls_fingerprint=b"f", adapters=("a",),
         next_hop_rtts_s={"other": 0.25}, software_version="1", forward_tokens_per_s=2.0, network_tokens_per_s=3.0,
-        pinned=True, next_span=Span(1, 2),
+        pinned=True, next_span=Span(1, 2), token=b"t",
     )  # fmt: skip
     written = {field.name for field, _ in record.to_proto().ListFields()}
     assert written == {field.name for field in pb.ServerRecord.DESCRIPTOR.fields}
@@ -96,6 +110,11 @@ def malformed(**fields: object) -> bytes:
         (malformed(next_hop_rtts_s={"other\n": 0.5}), "is no name"),
         (malformed(model="m" * (MAX_NAME_CHARS + 1)), "is no name: expected 512 printable characters"),
         *((malformed(**{name: "\x1b[2J"}), r"x1b\[2J' is no name") for name in ("peer_id", "model", "quant", "dtype")),
+        (malformed(num_blocks=2**32 - 1), "4294967295 blocks: expected at most 4096"),
+        (malformed(quant="q" * 33), "is no name of a kind"),
+        (malformed(tls_fingerprint=b"f" * 33), "33 bytes: expected 32"),
+        (malformed(next_hop_rtts_s={str(number): 0.5 for number in range(65)}), "65 round-trip times"),
+        (server_record(adapters=("a",) * 257).to_proto().SerializeToString(), "257 adapters: expected at most 256"),
         (server_record(addresses=("a\n",)).to_proto().SerializeToString(), "is no name"),
         (server_record(addresses=("a",) * 17).to_proto().SerializeToString(), "17 addresses: expected at most 16"),
         (server_record(adapters=("a\u2028",)).to_proto().SerializeToString(), "is no name"),
@@ -116,6 +135,14 @@ def test_any_bytes_give_a_record_or_a_refusal(junk: bytes, position: int) -> Non
         except ValueError:
             continue
         assert 0 <= record.span.start < record.span.end <= record.num_blocks
+
+
+def test_speeds_that_no_hardware_has_are_cut() -> None:
+    speeds = {name: 1e30 for name in ("tokens_per_s", "forward_tokens_per_s", "network_tokens_per_s")}
+    record = ServerRecord.parse(malformed(**speeds))
+    assert record.tokens_per_s == MAX_BLOCKS_PER_S / 4
+    assert record.forward_tokens_per_s == MAX_FORWARD_BLOCKS_PER_S / 4
+    assert record.network_tokens_per_s == MAX_NETWORK_TOKENS_PER_S
 
 
 def test_short_id_tells_servers_apart() -> None:
@@ -157,4 +184,4 @@ def test_missing_spans_by_example() -> None:
 
 def test_swarms_and_models_have_keys_of_their_own() -> None:
     keys = [servers_key(swarm, model) for swarm in ("a", "b") for model in ("m", "n")]
-    assert len({*keys, models_key("a"), models_key("b")}) == 6
+    assert len({*keys, models_key("a", 0), models_key("a", 1), models_key("b", 0)}) == 7

@@ -14,7 +14,7 @@ from cryptography.hazmat.primitives.asymmetric import ec, rsa
 from swarm_protocol.errors import AccessDenied, BadReply, PeerUnavailable
 from swarm_protocol.net import tls
 from swarm_protocol.net.identity import Identity
-from swarm_protocol.net.tls import Certificate, ClientCredentials, peer_of, pinned_channel
+from swarm_protocol.net.tls import Certificate, ClientCredentials, peer_of, pinned_channel, token_of
 from swarm_protocol.pb import swarm_pb2 as pb
 from swarm_protocol.pb.swarm_pb2_grpc import BlocksServicer, BlocksStub, add_BlocksServicer_to_server
 from swarm_protocol.wire.constants import CLIENT_OPTIONS, SERVER_OPTIONS
@@ -39,7 +39,8 @@ class Named(BlocksServicer):
 
     async def Describe(self, request: pb.DescribeRequest, context: grpc.aio.ServicerContext) -> pb.ServerRecord:
         try:
-            return pb.ServerRecord(peer_id=self._name, model=peer_of(context.auth_context()))
+            who = context.auth_context()
+            return pb.ServerRecord(peer_id=self._name, model=peer_of(who), token=token_of(who))
         except AccessDenied as error:
             await context.abort(grpc.StatusCode.PERMISSION_DENIED, str(error))
 
@@ -219,3 +220,17 @@ class TestClients:
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             run(call_after_takeover())
         assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+
+
+@pytest.mark.parametrize("token", [b"", b"\x00a token", bytes(1024)])
+def test_a_certificate_shows_the_token_of_a_member(identities: tuple[Identity, Identity], token: bytes) -> None:
+    async def answer() -> pb.ServerRecord:
+        certificate = Certificate.generate()
+        async with tls_server(certificate) as port:
+            credentials = ClientCredentials(identities[1], token)
+            channel = await pinned_channel(credentials, f"127.0.0.1:{port}", certificate.fingerprint, CLIENT_OPTIONS)
+            async with channel:
+                return await BlocksStub(channel).Describe(pb.DescribeRequest())
+
+    record = run(answer())
+    assert (record.model, record.token) == (identities[1].peer_id, token)

@@ -56,7 +56,7 @@ def test_what_is_no_message_is_refused(kind: type, data: bytes) -> None:
     [
         (pb.SessionRequest, pb.SessionRequest(step=pb.Step(changes=[pb.Change()] * MANY)).SerializeToString()),
         (pb.RerouteRequest, pb.RerouteRequest(resend=[pb.Step()] * MANY).SerializeToString()),
-        (pb.NextHop, pb.NextHop(addresses=[""] * MANY).SerializeToString()),
+        (pb.ServerRecord, pb.ServerRecord(addresses=[""] * MANY).SerializeToString()),
         (pb.Reorder, b"\x08\x01" * MANY),
         (pb.Reorder, b"\x78\x01" * MANY),
     ],

@@ -12,9 +12,11 @@ from swarm_protocol.pb import swarm_pb2 as pb
 from swarm_protocol.wire.adapters import Adapter
 from swarm_server.adapters.lora import PlacedAdapter
 from swarm_server.adapters.store import AdapterStore, Arriving
+from swarm_server.net.shares import Caller
 from tests.unit.support import run, until
 
 SIZE = 100
+ANNA, BERT = Caller("anna"), Caller("bert")  # each may have three of four
 
 
 def placed(key: bytes) -> PlacedAdapter:
@@ -25,9 +27,9 @@ def named(key: bytes) -> pb.AdapterName:
     return pb.AdapterName(key=key)
 
 
-def put(store: AdapterStore, *keys: bytes, size_bytes: int = SIZE) -> None:
+def put(store: AdapterStore, *keys: bytes, size_bytes: int = SIZE, client: Caller = ANNA) -> None:
     for key in keys:
-        with Arriving(store) as arriving:
+        with Arriving(store, client) as arriving:
             for _ in range(size_bytes // 10):
                 arriving.add(bytes(10))
             arriving.keep(placed(key))
@@ -40,7 +42,7 @@ def known(store: AdapterStore, *keys: bytes) -> str:
 
 def test_the_least_recently_used_makes_room():
     async def scenario() -> None:
-        store = AdapterStore(3 * SIZE)
+        store = AdapterStore(4 * SIZE)
         put(store, b"a", b"b", b"c")
         with store.using(named(b"a")) as found:
             assert found.key == b"a"
@@ -59,14 +61,14 @@ def test_the_least_recently_used_makes_room():
 
 def test_one_in_use_stays():
     async def scenario() -> None:
-        store = AdapterStore(3 * SIZE)
+        store = AdapterStore(4 * SIZE)
         put(store, b"a", b"b", b"c")
         with ExitStack() as uses:
             for key in (b"a", b"b", b"b"):
                 uses.enter_context(store.using(named(key)))
             put(store, b"d", b"e")
             assert known(store, b"a", b"b", b"c", b"d", b"e") == "abe"
-            with pytest.raises(PeerBusy, match="no room for 10 bytes more of adapters: 300 of 300 bytes are in use"):
+            with pytest.raises(PeerBusy, match="no room for 10 bytes more of adapters: 300 of 400 bytes are in"):
                 put(store, b"f", size_bytes=SIZE + 10)
             assert known(store, b"a", b"b", b"e") == "ab" and store.used_bytes == 2 * SIZE
             with store.using(named(b"a")):
@@ -80,18 +82,41 @@ def test_one_in_use_stays():
 
 def test_what_arrives_is_counted_and_given_back():
     async def scenario() -> None:
-        store = AdapterStore(3 * SIZE)
+        store = AdapterStore(4 * SIZE)
         put(store, b"a")
-        with pytest.raises(ZeroDivisionError), Arriving(store) as arriving:
+        with pytest.raises(ZeroDivisionError), Arriving(store, ANNA) as arriving:
             arriving.add(bytes(2 * SIZE))
             assert store.used_bytes == 3 * SIZE
-            with Arriving(store) as other, pytest.raises(PeerBusy):
+            with Arriving(store, ANNA) as other, pytest.raises(PeerBusy):
                 other.add(bytes(2 * SIZE))
             assert len(store) == 0 and store.used_bytes == 2 * SIZE
             raise ZeroDivisionError
         assert store.used_bytes == 0
-        with Arriving(store) as arriving, pytest.raises(RequestRejected, match="larger than 300 bytes, the most"):
+        with Arriving(store, ANNA) as arriving, pytest.raises(RequestRejected, match="larger than 300 bytes, the most"):
             arriving.add(bytes(3 * SIZE + 1))
+        assert store.used_bytes == 0
+
+    run(scenario())
+
+
+def test_one_client_leaves_room_for_others():
+    async def scenario() -> None:
+        store = AdapterStore(8 * SIZE)
+        with ExitStack() as uses:
+            for number in range(6):
+                key = bytes([number])
+                put(store, key)
+                uses.enter_context(store.using(named(key)))
+            with pytest.raises(PeerBusy, match="600 of 800 bytes are in use, 600 of them by this client"):
+                put(store, b"more")
+            put(store, b"bert", client=BERT)
+        assert store.used_bytes == 7 * SIZE
+        for number in range(20):  # who puts one after the other drops its own
+            put(store, b"flood %d" % number)
+        assert b"bert" in store._entries
+        put(store, b"a", b"b", b"c", client=BERT)  # up to a fair part, at the cost of what others do not use
+        assert {b"bert", b"a", b"b", b"c"} <= store._entries.keys()
+        store.close()
         assert store.used_bytes == 0
 
     run(scenario())
@@ -99,7 +124,7 @@ def test_what_arrives_is_counted_and_given_back():
 
 def test_one_that_nobody_uses_is_dropped():
     async def scenario() -> None:
-        store = AdapterStore(3 * SIZE, unused_s=0.0)
+        store = AdapterStore(4 * SIZE, unused_s=0.0)
         put(store, b"a", b"b")
         with store.using(named(b"b")):
             await until(lambda: len(store) == 1)

@@ -14,9 +14,10 @@ from swarm_protocol.errors import PeerBusy, RequestRejected
 from swarm_protocol.wire.block_input import BlockInput
 from swarm_server.engine.scheduler import Scheduler
 from swarm_server.engine.session_state import SessionStep
+from swarm_server.net.shares import Caller, Shares
 from tests.unit.support import TIMEOUT_S, run, until
 
-TRAINING = 3  # passes that may wait
+TRAINING = 8  # passes that may be there
 
 
 class Engine:
@@ -135,12 +136,14 @@ def test_a_chunk_at_a_time(scheduler: Scheduler, engine: Engine) -> None:
 def test_too_much_training_is_refused_at_once(scheduler: Scheduler, engine: Engine) -> None:
     async def overfill() -> None:
         tasks = [await held(scheduler, engine)]
-        tasks += [await submit(scheduler.train(lambda: "trained")) for _ in range(TRAINING)]
-        with pytest.raises(PeerBusy, match=rf"queue is full \({TRAINING} requests are waiting\)"):
+        share = Shares(TRAINING).most()
+        tasks += [await submit(scheduler.train(lambda: "trained")) for _ in range(share)]
+        with pytest.raises(PeerBusy, match=f"is full: {share} of {TRAINING} requests are waiting, {share} of this"):
             await scheduler.train(lambda: "refused")  # the gate is still shut
+        tasks += [await submit(scheduler.train(lambda: "trained", Caller("another")))]
         tasks += [await submit(scheduler.step("a", step()))]  # sessions are not meant
         engine.gate.set()
-        assert await asyncio.gather(*tasks) == ["first"] + ["trained"] * TRAINING + ["a"]
+        assert await asyncio.gather(*tasks) == ["first"] + ["trained"] * (share + 1) + ["a"]
         assert await scheduler.train(lambda: "room again") == "room again"
 
     run(overfill())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Iterable
+from contextlib import ExitStack
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from swarm_protocol.wire.codec import Assembler, encode
 from swarm_protocol.wire.constants import MIB, PART_BYTES
 from swarm_server.net.arrivals import Arrivals, ArrivingTensor, Reservation
 from swarm_server.net.incoming import Incoming
+from swarm_server.net.shares import Caller
 from tests.unit.simulation import VirtualLoop
 
 LINE_BYTES_PER_S = 125_000  # 1 Mbit/s
@@ -60,6 +62,25 @@ class TestRoom:
         first.close()
         assert arrivals.used_bytes == 0
 
+    def test_one_client_does_not_take_all(self) -> None:
+        arrivals = Arrivals(20 * MIB)
+        stalled = []
+        with pytest.raises(PeerBusy, match=f"{15 * MIB} of {20 * MIB} bytes are in use, {15 * MIB} of them by this"):
+            while True:
+                stalled.append(Reservation(arrivals.of(Caller("attacker"))))
+                stalled[-1].take(MIB)
+        with arriving(arrivals.of(Caller("honest")), 2), pytest.raises(PeerBusy):
+            stalled[-1].take(MIB)
+        for reservation in stalled:
+            reservation.close()
+        assert arrivals.used_bytes == 0
+
+    def test_what_waits_to_be_computed_counts_as_well(self) -> None:
+        arrivals, (header, _) = Arrivals(100), encode(torch.ones(7))
+        with ArrivingTensor(arrivals, Assembler(header), waits=True) as tensor:
+            assert tensor.complete and arrivals.used_bytes == 28
+        assert arrivals.used_bytes == 0
+
     def test_a_reservation_gives_back_once(self) -> None:
         arrivals = Arrivals(10)
         with Reservation(arrivals) as reservation:
@@ -92,7 +113,11 @@ def received(arrivals: Arrivals, messages: Iterable[pb.ForwardRequest], pauses_s
     async def read() -> torch.Tensor:
         incoming = Incoming(slowly(messages, pauses_s), arrivals)
         first = await incoming.first("forward")
-        return await incoming.collect(Assembler(first.forward.hidden))
+        with ExitStack() as request:
+            tensor = await incoming.collect(Assembler(first.forward.hidden), request)
+            assert arrivals.used_bytes == TENSOR.nbytes  # until it is computed
+        assert arrivals.used_bytes == 0
+        return tensor
 
     loop = VirtualLoop()
     try:

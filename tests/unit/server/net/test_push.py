@@ -9,9 +9,12 @@ from contextlib import asynccontextmanager
 import grpc
 import pytest
 
+from swarm_protocol.dht.records import ServerRecord
+from swarm_protocol.errors import PeerUnavailable
 from swarm_protocol.pb import swarm_pb2 as pb
 from swarm_protocol.pb.swarm_pb2_grpc import BlocksServicer, BlocksStub, add_BlocksServicer_to_server
-from swarm_server.net.push import Pusher
+from swarm_protocol.span import Span
+from swarm_server.net.push import ChannelPool, Pusher
 from tests.unit.support import run
 
 TIMEOUT_S = 60.0  # of what would otherwise never end
@@ -40,7 +43,7 @@ class Channels:
         self.called = asyncio.Event()
         self._stub = BlocksStub(channel)
 
-    async def stub(self, _hop: pb.NextHop) -> Channels:
+    async def stub(self, _peer_id: str) -> Channels:
         return self
 
     def Push(self) -> grpc.aio.StreamStreamCall:
@@ -134,3 +137,32 @@ async def ended(task: asyncio.Task) -> None:
     done, _ = await asyncio.wait([task], timeout=TIMEOUT_S)
     assert done
     task.result()
+
+
+def test_a_connection_that_failed_when_nobody_waited_for_it_any_more_is_tried_again() -> None:
+    async def scenario() -> None:
+        failing = asyncio.Event()
+        tried: list[str] = []
+
+        async def connect(address: str, *_options: object) -> grpc.aio.Channel:
+            tried.append(address)
+            await failing.wait()
+            raise PeerUnavailable("nobody is there")
+
+        channels, server = (
+            ChannelPool(connect),
+            ServerRecord("peer", ("192.0.2.1:1",), "model", "revision", 1, Span(0, 1)),
+        )
+        waiting = asyncio.ensure_future(channels.stub(server))
+        while not tried:
+            await asyncio.sleep(0)
+        waiting.cancel()
+        failing.set()
+        await asyncio.wait([waiting])
+        for number in (2, 3):
+            with pytest.raises(PeerUnavailable, match="nobody is there"):
+                await channels.stub(server)
+            assert len(tried) == number
+        await channels.close()
+
+    run(scenario())

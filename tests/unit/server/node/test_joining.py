@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from swarm_protocol.dht.local_registry import LocalRegistry
+from swarm_protocol.process.local_registry import LocalRegistry
 from swarm_server.core.config import ServerConfig
 from swarm_server.node.joining import Membership
 from tests.unit.support import run

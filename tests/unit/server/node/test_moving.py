@@ -12,6 +12,7 @@ import pytest
 from swarm_protocol.dht.records import ServerRecord, ServerState, SwarmView
 from swarm_protocol.errors import NoSwarm
 from swarm_protocol.span import Span
+from swarm_server.core.access import ServerAccess
 from swarm_server.core.config import ServerConfig
 from swarm_server.engine.throughput import Speeds
 from swarm_server.node import moving
@@ -118,7 +119,9 @@ class Life:
         self.dht = FakeDht(list(others))
         self.membership = FakeMembership(self.dht)
         self.loader = FakeLoader(*broken)
-        starting = Starting(ServerConfig(**config), None, checkpoint, None, "torch.float32", None, self.loader)
+        starting = Starting(
+            ServerConfig(**config), ServerAccess(None), checkpoint, None, "torch.float32", None, self.loader
+        )
         self.joined = Joined(starting, self.membership, None, "127.0.0.1:1", b"")
         self.monitor = PeerMonitor(self.joined, FakeProbe())
         self.loading = self.joined.load(HERE)

@@ -9,29 +9,36 @@ import pytest
 
 from swarm_protocol.pb import swarm_pb2 as pb
 from swarm_protocol.pb.swarm_pb2_grpc import BlocksStub
-from swarm_protocol.wire.constants import MAX_MESSAGE_BYTES, SERVER_OPTIONS
+from swarm_protocol.wire.constants import MAX_MESSAGE_BYTES, MIB, SERVER_OPTIONS
+from swarm_server.net.arrivals import Arrivals
 from swarm_server.rpc.registration import add_service
 from swarm_server.rpc.service import BlocksService
 from tests.unit.support import run
 
 METHODS = pb.DESCRIPTOR.services_by_name["Blocks"].methods_by_name
+UNARY = [name for name, method in METHODS.items() if not method.client_streaming]
 UNREAD = {"PutAdapter", "Forward", "Backward"}  # by a server that hosts nothing
 
 
-def asked(method: str, data: bytes) -> tuple[grpc.StatusCode, str]:
-    """How a server that hosts nothing answers these bytes."""
+def asked(method: str, *messages: bytes, ends: bool = False) -> tuple[grpc.StatusCode, str]:
+    """How a server that hosts nothing answers these bytes; ``ends``: nothing more comes."""
 
     async def scenario() -> tuple[grpc.StatusCode, str]:
         server = grpc.aio.server(options=SERVER_OPTIONS)
-        add_service(BlocksService(lambda: None, lambda: pb.ServerRecord(model="model"), 60.0), server)
+        arrivals = Arrivals(stall_timeout_s=0.1, min_bytes_per_s=100 * MIB)
+        record = pb.ServerRecord(model="model")
+        service = BlocksService(lambda: None, lambda: record, 60.0, arrivals, client_of=lambda _context: "client")
+        add_service(service, server)
         port = server.add_insecure_port("127.0.0.1:0")
         await server.start()
         options = [("grpc.max_send_message_length", -1)]
         async with grpc.aio.insecure_channel(f"127.0.0.1:{port}", options=options) as channel:
-            record = await BlocksStub(channel).Describe(pb.DescribeRequest())
-            assert record.model == "model"
+            assert await BlocksStub(channel).Describe(pb.DescribeRequest()) == record
             call = channel.stream_stream(f"/swarm.v1.Blocks/{method}")()
-            await call.write(data)
+            for data in messages:
+                await call.write(data)
+            if ends:
+                await call.done_writing()
             found = await call.code(), await call.details()
             await server.stop(None)
             return found
@@ -56,3 +63,10 @@ def test_messages_are_handled() -> None:
 def test_a_message_that_is_too_large_is_not_read() -> None:
     code, details = asked("Session", pb.SessionRequest(more=bytes(MAX_MESSAGE_BYTES)).SerializeToString())
     assert code is grpc.StatusCode.RESOURCE_EXHAUSTED and "larger than max" in details
+
+
+@pytest.mark.parametrize("method", UNARY)
+def test_a_message_that_does_not_come(method: str) -> None:
+    assert asked(method, ends=True) == (grpc.StatusCode.INVALID_ARGUMENT, "a call came without its message")
+    code, details = asked(method)
+    assert code is grpc.StatusCode.NOT_FOUND and "a request came too slowly" in details

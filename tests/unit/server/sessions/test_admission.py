@@ -11,12 +11,16 @@ import pytest
 
 from swarm_protocol.errors import PeerBusy, PeerMoved
 from swarm_server.kv.kv_cache import CacheBudget, NoRoom
+from swarm_server.net.shares import Caller
 from swarm_server.sessions.admission import Admission, Applicant, Holder, RoomQueue, choose_victims
 from tests.unit.simulation import VirtualLoop
 
 
 def applicant(name: str, size_bytes: int = 1, born_s: float = 0.0) -> Applicant:
-    return Applicant(name, size_bytes, born_s)
+    return Applicant(Caller(name), size_bytes, born_s)
+
+
+CLIENT = Caller("client")
 
 
 class Room:
@@ -27,12 +31,12 @@ class Room:
         self.admitted: list[str] = []
 
     def __call__(self, one: Applicant) -> PeerBusy | None:
-        if one.client in self.full:
+        if one.client.peer_id in self.full:
             return NoRoom("it has its share", 1, has_its_share=True)
         if one.size_bytes > self.left:
             return NoRoom("no room", one.size_bytes - self.left)
         self.left -= one.size_bytes
-        self.admitted.append(one.client)
+        self.admitted.append(one.client.peer_id)
         return None
 
 
@@ -122,12 +126,12 @@ class TestAdmission:
     """A room of 100 bytes."""
 
     def lease(self, size: int, wait_s: float = 0.0, born_s: float = 0.0, wanted: int = 0, **options: Any) -> Coroutine:
-        return self.admission.lease("client", size, wanted, born_s, wait_s, **options)
+        return self.admission.lease(CLIENT, size, wanted, born_s, wait_s, **options)
 
     @pytest.fixture(autouse=True)
     def start(self):
         self.budget = CacheBudget(100, 1)
-        self.admission = Admission(self.budget, 3)
+        self.admission = Admission(self.budget, 4)
 
     def test_what_never_fits_is_refused_at_once(self):
         with pytest.raises(PeerBusy, match="no room for 101 tokens in the KV cache, which has 100 in all"):
@@ -141,7 +145,7 @@ class TestAdmission:
             with pytest.raises(PeerBusy, match=r"no room for 1 more tokens .* 40 of 100 are left, and others wait"):
                 await self.lease(1, born_s=1.0)
             first.close()
-            self.admission.left()
+            self.admission.left(CLIENT)
             (await waiting).close()
 
         run(story())
@@ -160,7 +164,7 @@ class TestAdmission:
         """Nobody tells when a tensor dies."""
 
         async def story() -> None:
-            owner = Applicant("somebody", 1, 0.0)
+            owner = Applicant(CLIENT, 1, 0.0)
             lease = await self.lease(0)
             lease.take(60, owner)
             waiting = asyncio.ensure_future(self.lease(50, wait_s=10.0))
@@ -178,12 +182,16 @@ class TestAdmission:
     def test_too_many_sessions_wait_like_too_large_ones(self):
         async def story() -> None:
             leases = [await self.lease(1) for _ in range(3)]
-            with pytest.raises(PeerBusy, match="the server has 3 sessions already"):
+            with pytest.raises(PeerBusy, match="has 3 of 4 sessions, 3 of them of this client"):
                 await self.lease(1)
+            await self.admission.lease(Caller("another"), 1, 0, 0.0, 0.0)
+            with pytest.raises(PeerBusy, match="the server has 4 sessions already"):
+                await self.admission.lease(Caller("a third"), 1, 0, 0.0, 0.0)
+            self.admission.left(Caller("another"))
             waiting = asyncio.ensure_future(self.lease(1, wait_s=10.0))
             await asyncio.sleep(1.0)
             leases[0].close()
-            self.admission.left()
+            self.admission.left(CLIENT)
             await waiting
 
         run(story())
@@ -209,16 +217,16 @@ class TestAdmission:
             await asyncio.sleep(1.0)
             if is_let_in:
                 first.close()
-                self.admission.left()
+                self.admission.left(CLIENT)
                 self.admission._admit()  # as somebody else does who looks
             waiting.cancel()
             await asyncio.wait([waiting])
             assert waiting.cancelled()
             first.close()
             if not is_let_in:
-                self.admission.left()
+                self.admission.left(CLIENT)
             await other
-            assert (len(self.admission), self.budget.bytes_left, self.admission._num_admitted) == (0, 50, 1)
+            assert (len(self.admission), self.budget.bytes_left, self.admission.num_admitted) == (0, 50, 1)
 
         run(story())
 

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
+from functools import partial
 
 import pytest
 
 from swarm_protocol.errors import PeerBusy
 from swarm_server.kv.kv_cache import CacheBudget, NoRoom
+from swarm_server.net.shares import Caller
 from swarm_server.sessions.admission import Admission
 from swarm_server.sessions.preemption import Claim, Preemption
+from tests.unit.simulation import VirtualLoop
 from tests.unit.support import run
+
+ANNA, BERT = Caller("anna"), Caller("bert")
 
 
 class Room:
@@ -19,11 +24,12 @@ class Room:
 
     def __init__(self) -> None:
         self.budget = CacheBudget(100, 1)
-        self.admission = Admission(self.budget, 10)
+        self.admission = Admission(self.budget, 20)
         self.preemption = Preemption(self.admission)
 
-    async def enter(self, born_s: float, size_bytes: int) -> Claim:
-        claim = Claim(await self.admission.lease(f"client{born_s}", size_bytes, 0, born_s, 0.0), (born_s, 0))
+    async def enter(self, born_s: float, size_bytes: int, client: Caller = ANNA, wait_s: float = 0.0) -> Claim:
+        lease = await self.admission.lease(client, size_bytes, 0, born_s, wait_s)
+        claim = Claim(lease, (born_s, 0), client)
         self.preemption.add(claim)
         return claim
 
@@ -31,7 +37,7 @@ class Room:
         claim.close()
         self.preemption.remove(claim)
         claim.lease.close()
-        self.admission.left()
+        self.admission.left(claim.client)
 
     async def grow(self, claim: Claim, size_bytes: int) -> int:
         async def work() -> int:
@@ -103,3 +109,83 @@ def test_one_preemption_at_a_time() -> None:
         assert not claims[2].is_preempted
 
     run(story())
+
+
+def story_on_a_clock(story: Callable[[], Coroutine]) -> None:
+    loop = VirtualLoop()
+    try:
+        loop.run_until_complete(story())
+    finally:
+        loop.close()
+
+
+async def now_s() -> float:
+    return asyncio.get_running_loop().time()
+
+
+def test_who_has_more_than_a_share_counts_as_younger() -> None:
+    """However long ago its client says that it has come."""
+
+    async def story() -> None:
+        room = Room()
+        old, young = await room.enter(1.0, 70), await room.enter(2.0, 30, BERT)
+        with pytest.raises(NoRoom):
+            await room.grow(old, 75)
+        assert not young.is_preempted
+        growing = asyncio.ensure_future(room.grow(young, 40))
+        await old.until_preempted()
+        room.leave(old)
+        assert await growing == 40
+
+    run(story())
+
+
+def test_a_promise_that_is_not_used_is_for_those_who_wait() -> None:
+    async def story() -> None:
+        room = Room()
+        promised = [await room.enter(0.0, 10) for _ in range(10)]
+        shrunk: list[Claim] = []
+        for claim in promised:
+            claim.on_shrunk = partial(shrunk.append, claim)
+        await room.enter(-1e9, 30, BERT, wait_s=60.0)
+        assert 1.5 <= await now_s() < 2.0
+        assert len(shrunk) == 3 and not any(claim.is_preempted for claim in promised)
+        with pytest.raises(NoRoom):  # what it does about it is the client's affair
+            await room.grow(shrunk[0], 10)
+
+    story_on_a_clock(story)
+
+
+def test_promises_are_kept_while_nobody_else_waits() -> None:
+    async def story() -> None:
+        room = Room()
+        promised = await room.enter(0.0, 100)
+        with pytest.raises(NoRoom):
+            await room.enter(0.0, 10, wait_s=60.0)  # its own client's
+        assert promised.lease.charged == 100
+
+    story_on_a_clock(story)
+
+
+def test_room_that_is_used_goes_to_others_when_they_have_waited() -> None:
+    async def story() -> None:
+        room, memory = Room(), [Memory() for _ in range(10)]
+        claims = [await room.enter(float(number), 10) for number in range(10)]
+        for claim, owner in zip(claims, memory, strict=True):
+            with claim.computing(lambda: 10):
+                claim.lease.take(10, owner)
+        waiting = asyncio.ensure_future(room.enter(99.0, 20, BERT, wait_s=60.0))
+        await asyncio.sleep(9.0)
+        assert not any(claim.is_preempted for claim in claims)
+        await asyncio.sleep(2.0)
+        assert [claim.is_preempted for claim in claims] == [False] * 8 + [True] * 2
+        for claim in claims[8:]:
+            room.leave(claim)
+        memory.clear()
+        await waiting
+
+    story_on_a_clock(story)
+
+
+class Memory:
+    """Somebody's keys and values."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 
 import pytest
 import torch
@@ -38,8 +38,9 @@ class FakeSession:
     def heard(self) -> None:
         pass
 
-    async def step(self, step: pb.Step, _payload: torch.Tensor) -> bool:
+    async def step(self, step: pb.Step, _payload: torch.Tensor, on_done: Callable[[], None]) -> bool:
         self.taken.append(step.number)
+        self.on_done = on_done
         return True
 
     async def refuse(self, number: int, error: Exception) -> None:
@@ -54,7 +55,9 @@ def test_a_step_counts_while_it_arrives() -> None:
             for number, part in enumerate(PARTS, start=1):
                 assert reader.is_reading and arrivals.used_bytes == number * MIB
                 await reader.more(part)
-            assert not reader.is_reading and arrivals.used_bytes == 0
+            assert not reader.is_reading and arrivals.used_bytes == (1 + len(PARTS)) * MIB
+            session.on_done()  # it is computed
+            assert arrivals.used_bytes == 0
             await reader.start(pb.Step(number=2, hidden=HEADER))
         assert arrivals.used_bytes == 0  # the stream has ended
         assert session.taken == [1] and session.refused == []

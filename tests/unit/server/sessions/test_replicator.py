@@ -22,7 +22,7 @@ class FakePusher:
 
     is_there = True
 
-    def __init__(self, _channels: object, _to: pb.NextHop, give_up: GiveUp) -> None:
+    def __init__(self, _neighbours: object, _to: pb.NextHop, give_up: GiveUp) -> None:
         self._give_up = give_up
 
     async def send(self, step: pb.Step, parts: list[bytes]) -> None:
@@ -48,7 +48,7 @@ class Source:
         self.session = SimpleNamespace(length=length, batch_size=1, layout=SimpleNamespace(slots=slots))
         self.number = 5
         self.turn = asyncio.Lock()
-        services = SimpleNamespace(channels=None, scheduler=self, engine=self)
+        services = SimpleNamespace(neighbours=None, scheduler=self, engine=self)
         self.replicator = Replicator(services, self.session, pb.NextHop())
 
     async def call(self, function):

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from swarm_protocol.dht.local_registry import (
+from swarm_protocol.process.local_registry import (
     FRESH_S,
     STALE_S,
     LocalRegistry,

@@ -1,0 +1,1 @@
+"""The command `keys`: what the organiser of a private swarm does."""

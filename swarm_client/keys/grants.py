@@ -1,0 +1,118 @@
+"""What an organiser has granted and revoked: a file beside the key, since nobody else knows all members."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+from swarm_protocol.access.access_control import CLOCK_SKEW_S
+from swarm_protocol.access.organiser import OrganiserKey
+from swarm_protocol.access.tokens import Grant, Revocation
+
+
+@dataclass(frozen=True)
+class GrantEntry:
+    """A grant as it stands in the file; there is no secret in it. Times are Unix time in seconds.
+
+    Attributes:
+        id: of the grant, in hexadecimal.
+        revoked_at: None unless it was revoked.
+    """
+
+    id: str
+    name: str
+    role: str
+    peer_id: str
+    granted_at: float
+    expires_at: float
+    revoked_at: float | None = None
+
+    @property
+    def state(self) -> str:
+        if self.revoked_at is not None:
+            return "revoked"
+        return "expired" if self.expires_at < time.time() else "valid"
+
+    @property
+    def matters(self) -> bool:
+        """Whether somebody might still let the member in."""
+        return self.expires_at + CLOCK_SKEW_S >= time.time()
+
+    def revocation(self, key: OrganiserKey) -> Revocation:
+        return Revocation(key.public, bytes.fromhex(self.id), self.expires_at)
+
+
+class GrantsFile:
+    """Lines of JSON, one for each grant, in a file that is called like the key."""
+
+    def __init__(self, key_path: Path) -> None:
+        self.path = key_path.with_suffix(".grants")
+
+    def read(self) -> list[GrantEntry]:
+        """Raises ValueError if the file cannot be read."""
+        try:
+            lines = self.path.read_text().splitlines()
+        except FileNotFoundError:
+            return []
+        except OSError as error:
+            raise ValueError(f"cannot read the list of grants {self.path}: {error.strerror}") from None
+        try:
+            return [GrantEntry(**json.loads(line)) for line in lines if line.strip()]
+        except (ValueError, TypeError):
+            raise ValueError(f"{self.path} is damaged: expected a line of JSON for each grant") from None
+
+    def add(self, grant: Grant) -> None:
+        """Raises ValueError if the file cannot be written."""
+        with self._locked():
+            entry = GrantEntry(
+                grant.id.hex(), grant.name, str(grant.role), grant.peer_id, grant.granted_at, grant.expires_at
+            )
+            self._write([*self.read(), entry])
+
+    def revoke(self, names: list[str]) -> list[GrantEntry]:
+        """Marks grants that have not expired, named by their ids or by the names of members, and returns them.
+
+        Raises:
+            ValueError: there is no such grant, or the file cannot be written.
+        """
+        with self._locked():
+            entries = self.read()
+            chosen: set[str] = set()
+            for name in names:
+                found = {entry.id for entry in entries if name in (entry.id, entry.name) and entry.matters}
+                if not found:
+                    raise ValueError(f"there is no grant of {name!r} that has not expired: see `swarm keys list`")
+                chosen |= found
+            now = time.time()
+            revoked = [
+                replace(entry, revoked_at=entry.revoked_at or now) if entry.id in chosen else entry for entry in entries
+            ]
+            self._write(revoked)
+        return [entry for entry in revoked if entry.id in chosen]
+
+    def revoked(self) -> list[GrantEntry]:
+        """Those whose revocation still matters."""
+        return [entry for entry in self.read() if entry.revoked_at is not None and entry.matters]
+
+    def _write(self, entries: list[GrantEntry]) -> None:
+        partial = self.path.with_suffix(".grants.new")
+        try:
+            partial.write_text("".join(json.dumps(asdict(entry)) + "\n" for entry in entries))
+            partial.rename(self.path)
+        except OSError as error:
+            raise ValueError(f"cannot write the list of grants {self.path}: {error.strerror}") from None
+
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
+        """Two commands at once must not lose what the other has written."""
+        try:
+            with open(self.path.with_suffix(".grants.lock"), "w") as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX)
+                yield
+        except OSError as error:
+            raise ValueError(f"cannot write the list of grants {self.path}: {error.strerror}") from None

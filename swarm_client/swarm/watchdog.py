@@ -1,0 +1,58 @@
+"""How long a step may take until its server is taken for stalled: many times what it should take, and never forever."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from swarm_client.core.config import ClientConfig
+from swarm_client.routing.routing import Costs
+from swarm_client.transport.hops import HopSession
+from swarm_client.transport.steps import OutgoingStep
+from swarm_protocol.errors import PeerUnavailable
+
+_TIMES_EXPECTED = 10.0
+_TIMES_SEEN = 3.0  # the longest wait for an answer so far
+_FADING = 0.9  # of the longest wait, with each further one
+_MAX_SEEN_S = 10.0  # who answers later and later does not win ever more time
+_MAX_QUEUE_S = 3.0  # that a server's word is taken for
+_MAX_DOUBLINGS = 4
+
+
+class Stalled(PeerUnavailable):
+    """The server says that it is there, and computes nothing. ``since_s``: when the call last got on."""
+
+    since_s: float = 0.0
+
+
+class Watchdog:
+    """Knows how long one session's servers have taken."""
+
+    def __init__(self, config: ClientConfig) -> None:
+        self._config = config
+        self._longest_s = 0.0
+
+    def answered(self, waited_s: float) -> None:
+        """A step's outputs have come, so long after what came before."""
+        self._longest_s = max(min(waited_s, _MAX_SEEN_S), _FADING * self._longest_s)
+
+    def allowed_s(
+        self, hop: HopSession, number: int, steps: Iterable[OutgoingStep], rtt_s: float, alarms: int
+    ) -> float:
+        """Without progress, while the hop has taken the steps up to ``number``.
+
+        ``alarms``: how many servers that are known to work were taken for stalled in this call: it may be that all are
+        slow at present, and each time doubles what is allowed.
+        """
+        known = [*hop.replayed.values(), *steps]
+        sizes = [(step.num_positions, step.end - step.start) for step in known if step.number > number]
+        expected_s = max((self._expected_s(hop, *size) for size in sizes), default=0.0) + rtt_s
+        usual_s = max(self._config.timeouts.stall_s, _TIMES_EXPECTED * expected_s, _TIMES_SEEN * self._longest_s)
+        return min(self._config.step_timeout_s, usual_s * float(1 << min(alarms, _MAX_DOUBLINGS)))
+
+    @staticmethod
+    def _expected_s(hop: HopSession, num_positions: int, length: int) -> float:
+        """For one step of ``length`` positions in each row."""
+        server, num_blocks = hop.hop.server, len(hop.span)
+        sizes = {1, num_positions} if length == 1 else {num_positions}
+        computing_s = max(Costs({}, num_tokens=size).block_s(server) for size in sizes) * num_blocks
+        return computing_s + min(server.queue_delay_s, _MAX_QUEUE_S)

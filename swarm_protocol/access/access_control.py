@@ -1,0 +1,105 @@
+"""Decides who is a member of a private swarm, and what each may do there."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from swarm_protocol.access.organiser import SwarmKey
+from swarm_protocol.access.tokens import Grant, Revocation, Role
+from swarm_protocol.errors import AccessDenied
+from swarm_protocol.wire.printable import printable
+
+CLOCK_SKEW_S = 60.0  # a token counts so long before it was granted, and after it has expired
+_MAX_KNOWN = 4096  # tokens, each with the grant that is signed there
+
+
+class AccessControl:
+    """Of one private swarm. Nothing here reads a file or asks anybody: it knows the revocations it was told of."""
+
+    def __init__(
+        self, swarm_key: SwarmKey, *, open_to_clients: bool = False, clock: Callable[[], float] = time.time
+    ) -> None:
+        """``open_to_clients``: what takes the role of a client or trainer, anybody may do.
+
+        ``clock`` gives Unix time in seconds.
+        """
+        self.swarm_key = swarm_key
+        self._open_to_clients = open_to_clients
+        self._clock = clock
+        self._known: dict[bytes, Grant | None] = {}  # by token; None: it is not valid
+        self._revoked: dict[bytes, tuple[float, bytes]] = {}  # when it expires, and its bytes, by grant
+
+    def require(self, role: Role, peer_id: str, token: bytes) -> None:
+        """Returns if the peer may do what takes ``role``, given the token that it shows (none: empty).
+
+        Raises:
+            AccessDenied: it may not; one sentence says why.
+        """
+        if self._open_to_clients and role in (Role.CLIENT, Role.TRAINER):
+            return
+        if not token:
+            raise AccessDenied("this swarm takes only members: ask its organiser, and give --membership FILE")
+        grant = self._grant(token)
+        if grant is None or grant.swarm_key != self.swarm_key:
+            raise AccessDenied("this swarm takes only members: its organiser has not signed the token that was shown")
+        if grant.peer_id != peer_id:
+            raise AccessDenied("the token that was shown is that of another peer")
+        who = f"the membership of {printable(grant.name)}"
+        now = self._clock()
+        if now > grant.expires_at + CLOCK_SKEW_S:
+            raise AccessDenied(f"{who} has expired: ask the organiser of the swarm for another")
+        if now < grant.granted_at - CLOCK_SKEW_S:
+            raise AccessDenied(f"{who} has not begun: a clock is wrong")
+        if grant.id in self._revoked:
+            raise AccessDenied(f"{who} was revoked")
+        if not grant.role.may_act_as(role):
+            raise AccessDenied(f"{who} is for the role {grant.role}: expected {role}")
+
+    def is_server(self, peer_id: str, token: bytes) -> bool:
+        try:
+            self.require(Role.SERVER, peer_id, token)
+        except AccessDenied:
+            return False
+        return True
+
+    def revoke(self, data: bytes) -> bool:
+        """Takes note of a signed revocation of this swarm; returns whether it is valid, has not expired, and is new."""
+        try:
+            revocation = Revocation.parse(data)
+        except ValueError:
+            return False
+        if not self._concerns(revocation) or revocation.grant_id in self._revoked:
+            return False
+        self._revoked[revocation.grant_id] = revocation.expires_at, data
+        return True
+
+    def is_revocation(self, grant_id: bytes, data: bytes) -> bool:
+        """Whether these bytes revoke that grant of this swarm, and still matter."""
+        if grant_id in self._revoked and self._revoked[grant_id][1] == data:
+            return True
+        try:
+            revocation = Revocation.parse(data)
+        except ValueError:
+            return False
+        return revocation.grant_id == grant_id and self._concerns(revocation)
+
+    def revocations(self) -> dict[bytes, bytes]:
+        """Those known that still matter, signed, by the id of the grant."""
+        now = self._clock()
+        self._revoked = {key: known for key, known in self._revoked.items() if known[0] + CLOCK_SKEW_S >= now}
+        return {grant_id: data for grant_id, (_, data) in self._revoked.items()}
+
+    def _concerns(self, revocation: Revocation) -> bool:
+        return revocation.swarm_key == self.swarm_key and revocation.expires_at + CLOCK_SKEW_S >= self._clock()
+
+    def _grant(self, token: bytes) -> Grant | None:
+        """Signatures are checked once."""
+        if token not in self._known:
+            if len(self._known) >= _MAX_KNOWN:
+                self._known.clear()
+            try:
+                self._known[token] = Grant.parse(token)
+            except ValueError:
+                self._known[token] = None
+        return self._known[token]

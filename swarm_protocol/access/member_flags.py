@@ -1,0 +1,25 @@
+"""The flags by which clients and servers join a private swarm."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+ENVIRONMENT = "SWARM_MEMBERSHIP"  # has the content of a membership file
+
+
+def add_member_flags(parser: argparse.ArgumentParser, identity_help: str) -> None:
+    add = parser.add_argument
+    add(
+        "--membership",
+        type=Path,
+        metavar="FILE",
+        help=f"of a private swarm, from its organiser; or the environment variable {ENVIRONMENT} has its content",
+    )
+    add(
+        "--swarm-key",
+        default="",
+        metavar="PUBLIC",
+        help="only members of this organiser's swarm are taken for servers; a membership says it as well",
+    )
+    add("--identity", type=Path, metavar="FILE", help=identity_help)

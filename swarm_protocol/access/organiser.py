@@ -1,0 +1,110 @@
+"""The key of a private swarm: what its organiser signs with, and what all others know of it."""
+
+from __future__ import annotations
+
+import base64
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
+from cryptography.hazmat.primitives import serialization
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
+
+from swarm_protocol.wire.printable import printable
+
+KEY_BYTES = 32
+_PADDING = "===="  # of base32; the 52 characters of a key need as much
+_SHOWN_CHARS = 60
+
+
+@dataclass(frozen=True)
+class SwarmKey:
+    """The organiser's public key: 52 lower-case letters and digits (base32), which name the swarm and are no secret."""
+
+    data: bytes
+
+    def __post_init__(self) -> None:
+        if len(self.data) != KEY_BYTES:
+            raise ValueError(f"a swarm key of {len(self.data)} bytes: expected {KEY_BYTES}")
+
+    @classmethod
+    def parse(cls, text: str) -> SwarmKey:
+        """Raises ValueError if it is none."""
+        try:
+            key = cls(base64.b32decode(text.strip().upper() + _PADDING))
+        except ValueError:  # of base64 as well
+            raise ValueError(
+                f"swarm key {printable(text, _SHOWN_CHARS)!r} is none: expected the 52 letters and digits that "
+                "`swarm keys create` printed"
+            ) from None
+        return key
+
+    def __str__(self) -> str:
+        return base64.b32encode(self.data).decode().lower().rstrip("=")
+
+    def has_signed(self, message: bytes, signature: bytes) -> bool:
+        try:
+            Ed25519PublicKey.from_public_bytes(self.data).verify(signature, message)
+        except (InvalidSignature, ValueError):
+            return False
+        return True
+
+
+class OrganiserKey:
+    """Who has it decides who is a member. It stays on the organiser's machine."""
+
+    def __init__(self, private_key: Ed25519PrivateKey) -> None:
+        self._private_key = private_key
+        raw = serialization.Encoding.Raw, serialization.PublicFormat.Raw
+        self.public = SwarmKey(private_key.public_key().public_bytes(*raw))
+
+    @classmethod
+    def generate(cls) -> OrganiserKey:
+        return cls(Ed25519PrivateKey.generate())
+
+    @classmethod
+    def load(cls, path: Path) -> OrganiserKey:
+        """Raises ValueError if the file cannot be read or has no such key in it."""
+        try:
+            key = serialization.load_pem_private_key(path.read_bytes(), None)
+        except FileNotFoundError:
+            raise ValueError(f"there is no organiser's key {path}: make one with `swarm keys create`") from None
+        except OSError as error:
+            raise ValueError(f"cannot read the organiser's key {path}: {error.strerror}") from None
+        except (ValueError, TypeError, UnsupportedAlgorithm):  # TypeError: it is encrypted
+            key = None
+        if not isinstance(key, Ed25519PrivateKey):
+            raise ValueError(f"{path} is no organiser's key: expected the file that `swarm keys create` has written")
+        return cls(key)
+
+    def save(self, path: Path) -> None:
+        """As PEM, which only this user can read. Raises ValueError if there is a file already, or none can be made."""
+        pem = self._private_key.private_bytes(
+            serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+        )
+        write_secret(path, pem)
+
+    def sign(self, message: bytes) -> bytes:
+        return self._private_key.sign(message)
+
+
+def write_secret(path: Path, data: bytes) -> None:
+    """A new file with mode 600, all of it or none.
+
+    Raises:
+        ValueError: there is a file already, or none can be made.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+            try:
+                file.write(data)
+                file.flush()
+            except OSError:
+                path.unlink(missing_ok=True)
+                raise
+    except FileExistsError:
+        raise ValueError(f"{path} exists already: nothing was written, choose another name") from None
+    except OSError as error:
+        raise ValueError(f"cannot write {path}: {error.strerror}") from None

@@ -1,0 +1,51 @@
+"""The revocations of a private swarm in its DHT, where its servers publish them again as long as they matter."""
+
+from __future__ import annotations
+
+import asyncio
+
+from swarm_protocol.access.access_control import AccessControl
+from swarm_protocol.dht.records import LIFETIME_S, revocations_key
+from swarm_protocol.net.hivemind_parts import DHTNode, get_dht_time
+
+_RENEW_BELOW_S = LIFETIME_S / 2  # the first server that looks renews those of which less is left
+_PUBLISH_TIMEOUT_S = 10.0
+
+
+class Revocations:
+    """What ``access`` knows of them, and what the DHT has."""
+
+    def __init__(self, node: DHTNode, swarm: str, access: AccessControl) -> None:
+        self._node = node
+        self._key = revocations_key(swarm)
+        self._access = access
+
+    async def read(self) -> dict[str, float]:
+        """Notes all there are; returns when they expire in the DHT, by the id of the grant in hexadecimal."""
+        entry = await self._node.get(self._key, latest=True)
+        if entry is None or not isinstance(entry.value, dict):
+            return {}
+        for item in entry.value.values():
+            if isinstance(item.value, bytes):
+                self._access.revoke(item.value)
+        return {subkey: item.expiration_time for subkey, item in entry.value.items() if isinstance(subkey, str)}
+
+    async def keep(self) -> None:
+        """Reads them, and publishes again those known that are missing or about to expire in the DHT."""
+        expirations = await self.read()
+        now = get_dht_time()
+        for grant_id, data in self._access.revocations().items():
+            if expirations.get(grant_id.hex(), now) - now < _RENEW_BELOW_S:
+                await self._store(grant_id, data)
+
+    async def publish(self, grant_id: bytes, data: bytes) -> bool:
+        """Stores a signed revocation; returns whether some node took it."""
+        try:
+            return await asyncio.wait_for(self._store(grant_id, data), _PUBLISH_TIMEOUT_S)
+        except TimeoutError:
+            return False
+
+    async def _store(self, grant_id: bytes, data: bytes) -> bool:
+        expires_at = get_dht_time() + LIFETIME_S
+        stored = await self._node.store(self._key, data, expires_at, subkey=grant_id.hex())
+        return bool(stored) or grant_id.hex() in await self.read()  # the node that answers last may be no member

@@ -1,0 +1,73 @@
+"""Connections to other servers by peer id: at the addresses of their signed records, and nowhere else."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from math import inf
+
+from swarm_protocol.dht.records import ServerRecord, SwarmView
+from swarm_protocol.errors import BadReply, PeerUnavailable
+from swarm_protocol.pb.swarm_pb2_grpc import BlocksStub
+from swarm_server.net.push import ChannelPool
+
+_logger = logging.getLogger(__name__)
+_READ_EVERY_S = 2.0  # at most, however many unknown peers are named
+_READ_TIMEOUT_S = 10.0
+
+
+class Neighbours:
+    """The servers of the swarm that this server may push to, as it has last read them from the DHT.
+
+    Clients name a next hop by its peer id. One that is not known yet has just joined, or does not exist: the swarm is
+    read again, at most once in two seconds, and all who ask meanwhile share what was read.
+    """
+
+    def __init__(self, channels: ChannelPool, read: Callable[[], Awaitable[SwarmView]]) -> None:
+        """``read`` stands for the DHT: the servers of the hosted model."""
+        self._channels = channels
+        self._read = read
+        self._records: dict[str, ServerRecord] = {}
+        self._read_s = -inf  # when the last reading began
+        self._reading = asyncio.Lock()
+
+    async def stub(self, peer_id: str) -> BlocksStub:
+        """Raises PeerUnavailable or BadReply if the server is not in the swarm, or cannot be reached."""
+        record = self._records.get(peer_id)
+        if record is None:
+            await self._read_again()
+            record = self._records.get(peer_id)
+            if record is None:
+                raise PeerUnavailable("the swarm has no record of it")
+            return await self._channels.stub(record)
+        try:
+            return await self._channels.stub(record)
+        except (PeerUnavailable, BadReply):
+            await self._read_again(may_wait=False)  # it may have been started again, at another address
+            newer = self._records.get(peer_id, record)
+            if _place(newer) == _place(record):
+                raise
+            return await self._channels.stub(newer)
+
+    async def _read_again(self, may_wait: bool = True) -> None:
+        """Returns when a reading has ended that began after the call; not ``may_wait``: at once if it is too early."""
+        clock = asyncio.get_running_loop().time
+        asked_s = clock()
+        if not may_wait and asked_s < self._read_s + _READ_EVERY_S:
+            return
+        async with self._reading:
+            if self._read_s >= asked_s:
+                return
+            await asyncio.sleep(max(0.0, self._read_s + _READ_EVERY_S - clock()))
+            self._read_s = clock()
+            try:
+                view = await asyncio.wait_for(self._read(), _READ_TIMEOUT_S)
+            except Exception as error:  # whatever ails the DHT: outputs can go through the client
+                _logger.warning("the servers of the swarm cannot be read: %s", error)
+                return
+            self._records = {record.peer_id: record for record in view.servers}
+
+
+def _place(record: ServerRecord) -> tuple[tuple[str, ...], bytes]:
+    return record.addresses, record.tls_fingerprint

@@ -1,0 +1,95 @@
+"""How much of something one caller may have: much while it is alone, less as others come, never all."""
+
+from __future__ import annotations
+
+import ipaddress
+from collections import Counter
+from collections.abc import Hashable
+from dataclasses import dataclass
+from urllib.parse import unquote
+
+_OF_A_CLIENT = 3  # times what is left: 3/4 of all if it is alone, 3/7 each if there are two
+_OF_AN_ADDRESS = 7  # 7/8 of all for everybody behind one address, if there are no others
+_IPV6_PREFIX = 64  # bits that a provider gives to one customer
+
+
+@dataclass(frozen=True)
+class Caller:
+    """Who calls.
+
+    Attributes:
+        peer_id: of its key.
+        address: IP address or IPv6 network; empty if it says nothing about who calls: identities are free to make,
+            addresses are not.
+    """
+
+    peer_id: str
+    address: str = ""
+
+
+def address_of(peer: str) -> str:
+    """The ``address`` of a caller, given gRPC's name for the other end, such as ``ipv4:192.0.2.1:5000``.
+
+    Empty for this machine itself: proxies and tunnels bring everybody by the same address.
+    """
+    kind, _, rest = peer.partition(":")
+    if kind not in ("ipv4", "ipv6"):
+        return ""
+    try:
+        address = ipaddress.ip_address(unquote(rest).rpartition(":")[0].strip("[]").partition("%")[0])
+    except ValueError:
+        return ""
+    if isinstance(address, ipaddress.IPv6Address):
+        if address.ipv4_mapped is None and not address.is_loopback:
+            return str(ipaddress.ip_network((address, _IPV6_PREFIX), strict=False))
+        address = address.ipv4_mapped or address
+    return "" if address.is_loopback else str(address)
+
+
+class Shares:
+    """Dynamic thresholds: nobody may have more than a few times what is left for the others.
+
+    A fixed share would waste room while one is alone, or leave none to those who come; what is left here is never
+    nothing, whoever comes first (Choudhury and Hahne, "Dynamic queue length thresholds for shared-memory packet
+    switches", 1998). For what cannot be taken back once it was given.
+    """
+
+    def __init__(self, capacity: int, minimum: int = 0) -> None:
+        """``minimum``: so much everybody may have if there is room, however little is left."""
+        self.capacity = capacity
+        self.used = 0
+        self._minimum = minimum
+        self._held: Counter[Hashable] = Counter()  # by caller's peer id, and by address
+
+    def held(self, caller: Caller) -> int:
+        return self._held[caller.peer_id]
+
+    def fits(self, caller: Caller, amount: int) -> bool:
+        """Whether the caller may have so much more."""
+        left = self.capacity - self.used - amount
+        if left < 0:
+            return False
+        return all(
+            self._held[holder] + amount <= max(factor * left, self._minimum)
+            for holder, factor in _holders(caller).items()
+        )
+
+    def most(self) -> int:
+        """What one that is alone may have."""
+        return max(self.capacity * _OF_A_CLIENT // (_OF_A_CLIENT + 1), self._minimum)
+
+    def add(self, caller: Caller, amount: int) -> None:
+        """Counts so much more of the caller's, or less; whether it ``fits`` is known before."""
+        self.used += amount
+        for holder in _holders(caller):
+            self._held[holder] += amount
+            if not self._held[holder]:
+                del self._held[holder]
+
+
+def _holders(caller: Caller) -> dict[Hashable, int]:
+    """For whom something of the caller's counts, and how many times what is left they may have."""
+    holders: dict[Hashable, int] = {caller.peer_id: _OF_A_CLIENT}
+    if caller.address:
+        holders["address", caller.address] = _OF_AN_ADDRESS
+    return holders

@@ -1,0 +1,121 @@
+"""Messages as honest clients of the attacked server make them, or nearly so; the fuzzer changes them further."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from random import Random
+
+import numpy as np
+import torch
+
+from swarm_protocol.dht.records import ServerRecord
+from swarm_protocol.pb import swarm_pb2 as pb
+from swarm_protocol.wire.codec import encode, encode_mask, encode_positions
+from swarm_protocol.wire.constants import FIRST_STEP, WIRE_VERSION
+from swarm_protocol.wire.session_keys import push_key_of
+
+_DTYPES = (torch.float32, torch.float32, torch.float32, torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True)
+class HonestRequests:
+    """What may be asked of one server."""
+
+    record: ServerRecord
+    hidden_size: int
+
+    def contract(self) -> pb.Contract:
+        record = self.record
+        blocks = pb.Span(start=record.span.start, end=record.span.end)
+        return pb.Contract(wire_version=WIRE_VERSION, model=record.model, revision=record.revision, blocks=blocks)
+
+    def opening(self, key: bytes, chance: Random, next_hop: pb.NextHop | None = None) -> pb.SessionRequest:
+        message = pb.Open(contract=self.contract(), session_key=key, batch_size=1, next=next_hop)
+        message.reserve_tokens = chance.choice((0, 0, 4, 16))
+        return pb.SessionRequest(open=message)
+
+    def hop(self, session_key: bytes) -> pb.NextHop:
+        """A session on the server itself."""
+        return pb.NextHop(peer_id=self.record.peer_id, push_key=push_key_of(session_key))
+
+    def plain_step(self, number: int, start: int, hidden: torch.Tensor) -> pb.Step:
+        """Whose outputs are known."""
+        return pb.Step(number=FIRST_STEP + number, start_position=start, hidden=encode(hidden)[0])
+
+    def step(self, number: int, start: int, num_tokens: int, chance: Random) -> tuple[pb.Step, list[bytes]]:
+        """With this and that, which does not always fit the session, and the parts that follow it."""
+        length = start + num_tokens
+        hidden, parts = self.hidden(chance.choice((1, 1, 1, 1, 1, 2)), num_tokens, chance)
+        step = pb.Step(number=FIRST_STEP + number, start_position=max(0, start + _slip(chance)), hidden=hidden)
+        if chance.random() < 0.3:
+            step.attention_mask.CopyFrom(encode_mask(random_mask(1, max(1, length + _slip(chance)), chance)))
+        if chance.random() < 0.3:
+            first = start + _slip(chance)
+            step.position_ids.CopyFrom(encode_positions(torch.arange(first, first + num_tokens)[None]))
+        if chance.random() < 0.3:
+            step.outputs_wanted = max(0, chance.randint(0, num_tokens) + _slip(chance))
+        step.every_block = chance.random() < 0.1
+        for _ in range(chance.choice((0, 0, 0, 1, 2))):
+            rows = chance.choices((0, 0, 0, 0, 1, 5), k=chance.choice((1, 1, 1, 2)))
+            changes = (
+                pb.Change(reorder=pb.Reorder(indices=rows)),
+                pb.Change(crop=pb.Crop(length=chance.choice((start, start // 2, start + 1)))),
+                pb.Change(record_past=pb.RecordPast()),
+            )
+            step.changes.append(chance.choice(changes))
+        return step, parts
+
+    def forward(self, chance: Random, keep_key: bytes = b"") -> tuple[pb.Forward, list[bytes]]:
+        batch_size, num_tokens = chance.choice((1, 1, 2, 3)), chance.randint(1, 9)
+        hidden, parts = self.hidden(batch_size, num_tokens, chance)
+        message = pb.Forward(contract=self.contract(), hidden=hidden, keep_key=keep_key)
+        if chance.random() < 0.3:
+            message.attention_mask.CopyFrom(encode_mask(random_mask(batch_size, num_tokens, chance)))
+        elif chance.random() < 0.3:
+            message.packed = True
+            message.position_ids.CopyFrom(encode_positions(torch.arange(num_tokens).remainder(3)[None]))
+        if chance.random() < 0.2:
+            message.dropout_seed = chance.getrandbits(64)
+        return message, parts
+
+    def adapter(self, chance: Random) -> pb.Adapter:
+        rank, size = chance.choice((1, 2, 8)), self.hidden_size
+        low_rank = [
+            pb.LowRank(
+                block=block,
+                module="self_attn.q_proj",
+                scaling=1.5,
+                dropout=chance.choice((0.0, 0.1)),
+                a=encode(random_tensor((rank, size), chance))[0],
+                b=encode(random_tensor((size, rank), chance))[0],
+            )
+            for block in range(self.record.span.start, self.record.span.end)
+            if chance.random() < 0.5
+        ]
+        prompts = [pb.Prompt(block=self.record.span.start, values=encode(random_tensor((2, size), chance))[0])]
+        return pb.Adapter(salt=chance.randbytes(16), low_rank=low_rank, prompts=prompts[: chance.choice((0, 1))])
+
+    def hidden(self, batch_size: int, num_tokens: int, chance: Random) -> tuple[pb.Tensor, list[bytes]]:
+        """Hidden states, now and then in parts smaller than necessary."""
+        tensor = random_tensor((batch_size, num_tokens, self.hidden_size), chance).to(chance.choice(_DTYPES))
+        wire, _ = encode(tensor, chance.choice((pb.RAW, pb.RAW, pb.RAW, pb.INT8_BLOCKS)))
+        if chance.random() < 0.7:
+            return wire, []
+        cuts = sorted(chance.sample(range(len(wire.data)), 2))
+        data, wire.data = wire.data, wire.data[: cuts[0]]
+        return wire, [data[cuts[0] : cuts[1]], data[cuts[1] :]]
+
+
+def _slip(chance: Random) -> int:
+    return chance.choice((*[0] * 12, -1, 1, 40))
+
+
+def random_tensor(shape: tuple[int, ...], chance: Random) -> torch.Tensor:
+    generator = np.random.default_rng(chance.getrandbits(64))
+    return torch.from_numpy(generator.standard_normal(shape, np.float32))
+
+
+def random_mask(batch_size: int, length: int, chance: Random) -> torch.Tensor:
+    """Rows that are padded on the left."""
+    padding = torch.tensor([[chance.randrange(length)] for _ in range(batch_size)])
+    return (torch.arange(length)[None] >= padding).to(torch.int64)

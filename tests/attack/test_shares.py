@@ -1,0 +1,136 @@
+"""Whoever takes all there is has a share of it soon, and the honest client gets in."""
+
+from __future__ import annotations
+
+import secrets
+import socket
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+
+import grpc
+import torch
+
+from swarm_protocol.pb import swarm_pb2 as pb
+from swarm_protocol.wire.adapters import Adapter, LowRank
+from swarm_protocol.wire.codec import encode
+from swarm_protocol.wire.constants import MIB
+from swarm_protocol.wire.session_keys import push_key_of
+from tests.attack.attacked import CACHE_TOKENS, INCOMING_BYTES, MAX_SESSIONS, Attacked
+from tests.attack.test_messages import FULL, KEY, step
+from tests.swarm.adapter_target import parts
+from tests.swarm.raw_client import RawClient, RawStream
+from tests.swarm.waiting import wait_for
+from tests.zoo import HIDDEN, POSITIONS
+
+OK = grpc.StatusCode.OK
+
+
+@contextmanager
+def opened(clients: Sequence[RawClient], requests: Sequence[pb.SessionRequest]) -> Iterator[list[RawStream]]:
+    """Every client's streams with these requests; those that are refused have ended, others may still wait."""
+    with ExitStack() as streams:
+        yield [send(streams.enter_context(client.stream("Session")), one) for client in clients for one in requests]
+
+
+def send(stream: RawStream, request: pb.SessionRequest) -> RawStream:
+    stream.send(request)
+    return stream
+
+
+def num_open(streams: Sequence[RawStream]) -> int:
+    return sum(not stream.ended for stream in streams)
+
+
+def test_empty_sessions_in_all_places(target: Attacked) -> None:
+    """512 of them kept everybody else out for ten minutes."""
+    attackers = [target.attacker, *target.others]
+    empty = [target.opening(wait_s=0.0) for _ in range(MAX_SESSIONS)]
+    with opened([target.attacker], empty) as streams:
+        wait_for(lambda: num_open(streams) <= MAX_SESSIONS * 3 // 4, "one identity has a share")
+        assert num_open(streams) > MAX_SESSIONS // 2
+        target.honest_client_goes_on()
+    waiting = [target.opening(wait_s=100.0) for _ in range(MAX_SESSIONS)]
+    with opened(attackers, waiting) as streams:  # several identities have all places
+        target.honest_client_goes_on()
+        assert any(stream.ended for stream in streams), "a session that never began has given its place"
+
+
+def test_ten_sessions_that_promise_themselves_all_room(target: Attacked) -> None:
+    sizes = [(CACHE_TOKENS - 48) // 10] * 10 + [4] * 12  # so that nothing is left
+    greedy = [target.opening(reserve_tokens=size, wait_s=100.0) for size in sizes]
+    wide = target.opening(reserve_tokens=POSITIONS, batch_size=CACHE_TOKENS // POSITIONS, age_s=1e30, wait_s=100.0)
+    for requests in (greedy, [wide]):
+        with opened([target.attacker], requests) as streams:
+            target.honest_client_goes_on()
+            lost = [stream.answer() for stream in streams if stream.ended]
+            assert {answer.status for answer in lost} <= {FULL}, lost
+
+
+def test_a_flood_of_passes(target: Attacked) -> None:
+    """Each waits in many pieces."""
+    hidden, more = encode(torch.ones(MIB // (4 * POSITIONS * HIDDEN) - 1, POSITIONS, HIDDEN))
+    assert not more
+    request = pb.ForwardRequest(forward=pb.Forward(contract=target.contract(), hidden=hidden))
+    with ExitStack() as streams:
+        flood = [streams.enter_context(client.stream("Forward")) for client in [target.attacker] * 40]
+        for stream in flood:
+            stream.send(request)
+        target.honest_client_goes_on()
+        wait_for(lambda: any(stream.ended for stream in flood), "there is no room for all of them")
+        refused = [stream.answer() for stream in flood if stream.ended and stream.answer().status is FULL]
+        assert refused and all("this client" in answer.details for answer in refused)
+
+
+def test_stalled_requests_of_one_identity(target: Attacked) -> None:
+    """Six of them had 350 MiB each."""
+    rows = INCOMING_BYTES // (4 * POSITIONS * HIDDEN)
+    header = pb.Tensor(dtype=pb.FLOAT32, shape=[rows, POSITIONS, HIDDEN], size_bytes=INCOMING_BYTES)
+    stalled = pb.ForwardRequest(forward=pb.Forward(contract=target.contract(), hidden=header))
+    hidden, more = encode(torch.ones(2 * MIB // (4 * POSITIONS * HIDDEN), POSITIONS, HIDDEN))
+    honest = [pb.ForwardRequest(forward=pb.Forward(contract=target.contract(), hidden=hidden))]
+    honest += [pb.ForwardRequest(more=part) for part in more]
+    with ExitStack() as streams:
+        silent = [streams.enter_context(target.attacker.stream("Forward")) for _ in range(6)]
+        for stream in silent:
+            stream.send(stalled)
+        for number in range(INCOMING_BYTES // MIB):
+            silent[number % len(silent)].offer(pb.ForwardRequest(more=bytes(MIB)))
+        wait_for(lambda: any(stream.ended for stream in silent), "one identity has no more room")
+        assert target.others[0].forward(*honest).status is OK
+        target.honest_client_goes_on()
+
+
+def test_adapters_that_are_all_in_use(target: Attacked) -> None:
+    def adapter() -> bytes:
+        a, b = torch.zeros(220, HIDDEN), torch.zeros(HIDDEN, 220)
+        return Adapter(secrets.token_bytes(16), (LowRank(2, "self_attn.q_proj", 1.0, a, b),)).serialize()[0]
+
+    with ExitStack() as sessions:
+        while (answer := target.attacker.put_adapter(*parts(adapter()))).status is OK:
+            name = pb.AdapterName(key=answer.replies[0].key)
+            sessions.enter_context(target.attacker.open_session(target.opening(adapter=name)))
+        assert answer.status is FULL and "of them by this client" in answer.details
+        honest = target.others[0]
+        answer = honest.put_adapter(*parts(adapter()))
+        assert answer.status is OK, answer
+        target.honest_client_goes_on()
+
+
+def test_a_next_hop_that_is_no_server(target: Attacked) -> None:
+    """Servers connected to whatever host and port a client named, and told it whether anybody answered."""
+    with socket.socket() as victim, target.attacker.stream("Session") as session:
+        victim.bind(("127.0.0.1", 0))
+        victim.listen()
+        victim.setblocking(False)
+        address = f"127.0.0.1:{victim.getsockname()[1]}"
+        hop = pb.NextHop(peer_id=address, push_key=push_key_of(KEY))
+        session.send(target.opening(KEY, next=hop))
+        assert session.read().HasField("opened")
+        session.send(step(1))
+        assert session.read().output.relay, "the client passes on what the server cannot"
+        target.honest_client_goes_on()
+        try:
+            victim.accept()
+        except BlockingIOError:
+            return
+        raise AssertionError("the server has connected to an address that no record has")

@@ -1,0 +1,148 @@
+"""Servers connect to others by peer id, at the addresses of their records, which are read rarely; on a fake clock."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from swarm_protocol.dht.records import ServerRecord, SwarmView
+from swarm_protocol.errors import PeerUnavailable
+from swarm_server.net.neighbours import Neighbours
+from swarm_server.net.push import ChannelPool
+from tests.unit.simulation import VirtualLoop
+from tests.unit.support import server_record
+
+
+class Swarm:
+    """Its records, and who answers at which address."""
+
+    def __init__(self, *records: ServerRecord) -> None:
+        self.records = list(records)
+        self.dead: set[str] = set()
+        self.read_s: list[float] = []
+        self.connected: list[str] = []
+        self.breaks = False
+        self.neighbours = Neighbours(ChannelPool(self.connect), self.read)
+
+    async def read(self) -> SwarmView:
+        self.read_s.append(asyncio.get_running_loop().time())
+        view = SwarmView.of(self.records)
+        await asyncio.sleep(0.1)
+        if self.breaks:
+            raise OSError("no daemon")
+        return view
+
+    async def connect(self, address: str, *_options: Any) -> Any:
+        self.connected.append(address)
+        if address in self.dead:
+            raise PeerUnavailable("nobody answers")
+        return self
+
+    def stream_stream(self, *_args: Any, **_options: Any) -> None: ...
+
+    async def close(self) -> None: ...
+
+    unary_unary = unary_stream = stream_unary = stream_stream
+
+
+def run(coroutine: Coroutine) -> Any:
+    loop = VirtualLoop()
+    try:
+        return loop.run_until_complete(coroutine)
+    finally:
+        loop.close()
+
+
+def server(name: str, address: str = "") -> ServerRecord:
+    return replace(server_record(name, "0:2"), addresses=(address or f"{name}:1",))
+
+
+def test_a_server_is_reached_at_the_address_of_its_record() -> None:
+    async def story() -> None:
+        swarm = Swarm(server("a"), server("b"))
+        for name in ("a", "b", "a"):
+            await swarm.neighbours.stub(name)
+        assert (swarm.connected, len(swarm.read_s)) == (["a:1", "b:1"], 1)
+
+    run(story())
+
+
+def test_nobody_is_called_whom_the_swarm_does_not_know() -> None:
+    async def story() -> None:
+        swarm = Swarm(server("a"))
+        with pytest.raises(PeerUnavailable, match="the swarm has no record of it"):
+            await swarm.neighbours.stub("127.0.0.1:22")
+        assert swarm.connected == []
+
+    run(story())
+
+
+def test_one_that_has_just_joined_is_found() -> None:
+    async def story() -> None:
+        swarm = Swarm(server("a"))
+        await swarm.neighbours.stub("a")
+        swarm.records.append(server("new"))
+        await swarm.neighbours.stub("new")
+        assert swarm.connected == ["a:1", "new:1"]
+
+    run(story())
+
+
+def test_many_unknown_names_have_the_swarm_read_once_in_two_seconds() -> None:
+    async def story() -> None:
+        swarm = Swarm(server("a"))
+        for _ in range(3):
+            asked = [swarm.neighbours.stub(f"nobody {number}") for number in range(100)]
+            errors = await asyncio.gather(*asked, return_exceptions=True)
+            assert all(isinstance(error, PeerUnavailable) for error in errors)
+        assert swarm.read_s == [0.0, 2.0, 4.0]
+
+    run(story())
+
+
+def test_a_reading_that_had_begun_before_is_not_enough() -> None:
+    """The server may have joined in between."""
+
+    async def story() -> None:
+        swarm = Swarm(server("a"))
+        first = asyncio.ensure_future(swarm.neighbours.stub("a"))
+        await asyncio.sleep(0.05)
+        swarm.records.append(server("new"))
+        await swarm.neighbours.stub("new")
+        await first
+        assert swarm.read_s == [0.0, 2.0]
+
+    run(story())
+
+
+def test_one_that_was_started_again_is_reached_at_its_new_address() -> None:
+    async def story() -> None:
+        swarm = Swarm(server("a"))
+        await swarm.neighbours.stub("a")
+        await swarm.neighbours._channels.close()
+        swarm.dead.add("a:1")
+        with pytest.raises(PeerUnavailable):  # too early to read again, and nobody waits for it
+            await swarm.neighbours.stub("a")
+        await asyncio.sleep(2.0)
+        swarm.records = [server("a", "a:2")]
+        await swarm.neighbours.stub("a")
+        assert swarm.connected == ["a:1", "a:1", "a:1", "a:2"]
+
+    run(story())
+
+
+def test_a_swarm_that_cannot_be_read_is_no_more_than_an_unknown_server(caplog: pytest.LogCaptureFixture) -> None:
+    async def story() -> None:
+        swarm = Swarm(server("a"))
+        swarm.breaks = True
+        with pytest.raises(PeerUnavailable):
+            await swarm.neighbours.stub("a")
+        swarm.breaks = False
+        await swarm.neighbours.stub("a")
+
+    run(story())
+    assert "cannot be read: no daemon" in caplog.text
