@@ -84,7 +84,7 @@ def signed_record(chance: Random) -> str:
 
 
 def models_list(chance: Random) -> str:
-    """The models of a swarm, of whatever anybody writes there; a record of theirs counts only under its owner's name."""
+    """The models of a swarm, of whatever anybody writes there; a record counts only under its owner's name."""
     owner, _ = _peer()
     values = (_NUM_BLOCKS, 0, -1, 2**32 - 1, 10**30, 0.5, float("nan"), True, None, b"", "8", [8], {8: 8})
     names = (_MODEL, *EVIL_TEXTS, 7, None, b"model", (1, 2), float("nan"))
