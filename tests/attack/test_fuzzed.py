@@ -60,7 +60,7 @@ def test_twenty_thousand(target: Attacked) -> None:
 def test_outputs_that_are_to_be_sent_again_as_whole_numbers(target: Attacked) -> None:
     """The session waited for ever for the next hop to have them."""
     key, hidden = bytes(range(16)), encode(torch.ones(1, 1, HIDDEN))[0]
-    nowhere = pb.NextHop(addresses=["127.0.0.1:1"], push_key=push_key_of(key))
+    nowhere = pb.NextHop(peer_id="nobody", push_key=push_key_of(key))
     opening = target.opening(key, next=nowhere, codec=pb.INT8_BLOCKS)
     resent = pb.Step(number=1, hidden=pb.Tensor(dtype=pb.INT64, shape=[1, 1, HIDDEN]))
     with target.attacker.stream("Session") as session:

@@ -250,7 +250,7 @@ class Moments:
 
         async def reading(hop: HopSession):
             event = await read_event(hop)
-            if isinstance(event, Answer):
+            if isinstance(event, Answer) and not event.relay:
                 self._reach("answered")
             return event
 
@@ -274,7 +274,7 @@ class Moments:
         self._actions["replayed", number] = action
 
     def after_answer(self, number: int, action: Action) -> None:
-        """As soon as the client has got so many answers."""
+        """As soon as the client has got so many answers, without those that it is to pass on to the next server."""
         self._actions["answered", number] = action
 
     def after_hop(self, name: str, number: int, action: Action) -> None:

@@ -11,10 +11,11 @@ from types import SimpleNamespace
 from typing import Any
 
 from swarm_client.routing.routing import Costs, Wanted, fastest_chain, no_route, spread, usable
+from swarm_protocol.dht.claims import NUM_SHARDS
 from swarm_protocol.dht.dht import Dht
 from swarm_protocol.dht.node import Listening
-from swarm_protocol.dht.records import ROOT_SHARD, ServerRecord, SwarmView, models_key, servers_key
-from swarm_protocol.dht.stored_records import Validator
+from swarm_protocol.dht.records import MAX_BLOCKS, ROOT_SHARD, ServerRecord, SwarmView, models_key, servers_key
+from swarm_protocol.dht.stored_records import Validator, subkey_of
 from swarm_protocol.errors import NoRoute
 from swarm_protocol.net.hivemind_parts import DHTID, DHTLocalStorage, DHTRecord, MSGPackSerializer, get_dht_time
 from swarm_protocol.net.identity import Identity
@@ -53,7 +54,7 @@ def signed_record(chance: Random) -> str:
     """A signed record that somebody changes on its way: nobody reads anything but what its owner signed."""
     owner, validator = _peer()
     record = _record(owner.peer_id, chance)
-    subkey = f"{owner.peer_id}[owner:{owner.private_key.get_public_key().to_bytes().decode()}]"
+    subkey = subkey_of(owner)
     plain = DHTRecord(
         DHTID.generate(servers_key(_SWARM, _MODEL)).to_bytes(),
         MSGPackSerializer.dumps(subkey),
@@ -83,14 +84,21 @@ def signed_record(chance: Random) -> str:
 
 
 def models_list(chance: Random) -> str:
-    """The models of a swarm, of whatever anybody writes there."""
+    """The models of a swarm, of whatever anybody writes there; a record counts only under its owner's name."""
+    owner, _ = _peer()
     values = (_NUM_BLOCKS, 0, -1, 2**32 - 1, 10**30, 0.5, float("nan"), True, None, b"", "8", [8], {8: 8})
     names = (_MODEL, *EVIL_TEXTS, 7, None, b"model", (1, 2), float("nan"))
     items = {chance.choice(names): (chance.choice(values), get_dht_time() + 1e9) for _ in range(chance.randrange(6))}
-    models = _read({models_key(_SWARM): items}, "models")
+    for peer_id in (owner.peer_id, "another"):
+        data = _record(peer_id, chance).to_proto().SerializeToString()
+        data = mutated_bytes(data, chance) if chance.random() < 0.5 else data
+        items[subkey_of(owner) if chance.random() < 0.5 else "another"] = data, get_dht_time() + _LIFETIME_S
+    models = _read({models_key(_SWARM, shard): items for shard in range(NUM_SHARDS)}, "models")
     for name, num_blocks in models.items():
-        if not (isinstance(name, str) and name.isprintable() and 0 < num_blocks < 10_000):
+        if not (isinstance(name, str) and name.isprintable() and 0 < num_blocks <= MAX_BLOCKS):
             raise WrongRecord(f"the list of models has {name!r} with {num_blocks!r} blocks")
+    if models and items.keys().isdisjoint([subkey_of(owner)]):
+        raise WrongRecord(f"{models} is in the list, and no owner of a record says so")
     return "accepted" if models else "dropped"
 
 
@@ -143,7 +151,9 @@ class _Node:
     """Stands for a node of hivemind's DHT that has found these items, by key and subkey, with their expiration."""
 
     items: dict[str, dict[Any, tuple[Any, float]]]
-    protocol: Any = dataclasses.field(default_factory=lambda: SimpleNamespace(storage=DHTLocalStorage()))
+    protocol: Any = dataclasses.field(
+        default_factory=lambda: SimpleNamespace(storage=DHTLocalStorage(), record_validator=_peer()[1])
+    )
 
     async def get(self, key: str, latest: bool = True) -> Any:
         found = self.items.get(key, {})
