@@ -12,16 +12,16 @@ has servers.
 
 from __future__ import annotations
 
-import ipaddress
 from collections import Counter
 from collections.abc import Collection, Iterable
+from functools import lru_cache
 from hashlib import sha256
 
 from swarm_protocol.dht.records import ServerRecord, ServerState
+from swarm_protocol.net.ip_networks import customer_of, parse_host
 
 # Servers of one machine with many GPUs, or of one household or laboratory behind a router.
 MAX_PER_ADDRESS = 32
-_IPV6_NETWORK_BITS = 64  # what one household is given
 NUM_SHARDS = 8  # keys of the list
 WRITERS = 8  # servers of a model
 MAX_MODELS = 100  # those of most servers; each is looked at by who shows all
@@ -65,20 +65,14 @@ def hosts_of(server: ServerRecord) -> frozenset[str]:
     return frozenset(host for address in server.addresses if (host := _public_host(address)))
 
 
+@lru_cache(maxsize=1 << 15)  # every choice of a chain looks at all servers
 def _public_host(address: str) -> str:
     """Empty if it is not public."""
     host = address.rpartition(":")[0].strip("[]").lower().rstrip(".")
-    try:
-        ip = ipaddress.ip_address(host.partition("%")[0])
-    except ValueError:
+    ip = parse_host(host)
+    if ip is None:
         return "" if host == "localhost" else host
-    if isinstance(ip, ipaddress.IPv6Address) and ip.ipv4_mapped is not None:
-        ip = ip.ipv4_mapped
-    if ip.is_loopback or ip.is_private or ip.is_link_local or ip.is_unspecified:
-        return ""
-    if isinstance(ip, ipaddress.IPv6Address):
-        return str(ipaddress.ip_network(f"{ip}/{_IPV6_NETWORK_BITS}", strict=False))
-    return str(ip)
+    return "" if ip.is_loopback or ip.is_private or ip.is_link_local or ip.is_unspecified else customer_of(ip)
 
 
 # ---------------------------------------------------------------- the list of models

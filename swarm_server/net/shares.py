@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import ipaddress
 from collections import Counter
 from collections.abc import Hashable
 from dataclasses import dataclass
 from urllib.parse import unquote
 
+from swarm_protocol.net.ip_networks import customer_of, parse_host
+
 _OF_A_CLIENT = 3  # times what is left: 3/4 of all if it is alone, 3/7 each if there are two
 _OF_AN_ADDRESS = 7  # 7/8 of all for everybody behind one address, if there are no others
-_IPV6_PREFIX = 64  # bits that a provider gives to one customer
 
 
 @dataclass(frozen=True)
@@ -35,15 +35,8 @@ def address_of(peer: str) -> str:
     kind, _, rest = peer.partition(":")
     if kind not in ("ipv4", "ipv6"):
         return ""
-    try:
-        address = ipaddress.ip_address(unquote(rest).rpartition(":")[0].strip("[]").partition("%")[0])
-    except ValueError:
-        return ""
-    if isinstance(address, ipaddress.IPv6Address):
-        if address.ipv4_mapped is None and not address.is_loopback:
-            return str(ipaddress.ip_network((address, _IPV6_PREFIX), strict=False))
-        address = address.ipv4_mapped or address
-    return "" if address.is_loopback else str(address)
+    address = parse_host(unquote(rest).rpartition(":")[0])
+    return "" if address is None or address.is_loopback else customer_of(address)
 
 
 class Shares:

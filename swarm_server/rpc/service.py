@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable
 from contextlib import ExitStack, asynccontextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import grpc
@@ -101,12 +102,13 @@ class BlocksService(BlocksServicer):
             hosted = await host.open(request.open, client, reply)
             try:
                 await hosted.announce()
-                await self._serve(host, hosted, incoming, arrivals, lambda: self._admitted(context))
+                await self._serve(host, hosted, incoming, arrivals, self._membership(context))
             finally:
                 await asyncio.shield(host.end(hosted))
 
     async def Push(self, requests: AsyncIterator[pb.PushRequest], context: _Context) -> None:
         async with self._answering(context, Role.SERVER):
+            admitted = self._membership(context, Role.SERVER)
             incoming = Incoming(requests, self._arrivals)
             request = await incoming.first("push_key")
             hosted = self._sessions().find_pushed(request.push_key)
@@ -114,7 +116,7 @@ class BlocksService(BlocksServicer):
             # What it pushes is part of the share of the client whose session it is.
             with StepReader(hosted, self._arrivals.of(hosted.client), one_refusal=True) as reader:
                 while (request := await reader.next(incoming, self._idle_timeout_s)) is not None:
-                    self._admitted(context, Role.SERVER)
+                    admitted()
                     kind = request.WhichOneof("kind")
                     if kind == "step":
                         number = request.step.number
@@ -226,14 +228,16 @@ class BlocksService(BlocksServicer):
     async def _answering(self, context: _Context, role: Role = Role.CLIENT) -> AsyncIterator[Caller]:
         """Gives the client if it may do what takes this role; see ``errors_as_status``."""
         async with errors_as_status(context):
-            yield Caller(self._admitted(context, role), address_of(context.peer()))
+            client = Caller(self._client_of(context), address_of(context.peer()))
+            self._membership(context, role)()
+            yield client
 
-    def _admitted(self, context: _Context, role: Role = Role.CLIENT) -> str:
-        """The client's peer id. Raises AccessDenied if it may not do what takes this role."""
-        client = self._client_of(context)
-        if self._access is not None:
-            self._access.require(role, client, token_of(context.auth_context()))
-        return client
+    def _membership(self, context: _Context, role: Role = Role.CLIENT) -> Callable[[], object]:
+        """Raises AccessDenied, whenever it is called, if the client may not do what takes this role (any more)."""
+        if self._access is None:
+            return lambda: None
+        token = token_of(context.auth_context())
+        return partial(self._access.require, role, self._client_of(context), token)
 
     def _present(self) -> SessionManager:
         """Raises PeerMoved if there is none at present."""

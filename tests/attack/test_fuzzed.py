@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 from pathlib import Path
 
 import grpc
@@ -13,7 +12,7 @@ import torch
 from swarm_protocol.pb import swarm_pb2 as pb
 from swarm_protocol.wire.codec import encode
 from swarm_protocol.wire.session_keys import push_key_of
-from tests.attack.attacked import Attacked, attacked
+from tests.attack.attacked import Attacked
 from tests.attack.attacks import attack
 from tests.attack.fuzzed import fuzz
 from tests.attack.fuzzing.conversations import RPCS, conversation
@@ -25,18 +24,6 @@ from tests.unit.support import server_record
 from tests.zoo import HIDDEN
 
 SEED = 15
-
-
-@pytest.fixture(scope="module")
-def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Attacked]:
-    with attacked(tmp_path_factory.mktemp("fuzzed")) as target:
-        yield target
-
-
-@pytest.fixture
-def target(running: Attacked) -> Iterator[Attacked]:
-    with running.while_an_honest_client_generates():
-        yield running
 
 
 @attack("a few hundred fuzzed messages")
