@@ -1,8 +1,9 @@
 """How far honest servers of different kernels and quantisations are apart, beside liars, in units of the bounds.
 
 Honest servers compute the same spans of the same models over the same inputs: float32, bfloat16, int8 by fbgemm with
-the instructions of this machine, with those of AVX2 (in a process of its own), and int8 on plain tensors. Every pair is
-compared as the client's checks do. An honest pair must stay below 1, a lie must come out above.
+the instructions of this machine, with those of AVX2 (in a process of its own), int8 on plain tensors, and LLM.int8() in
+float32 and bfloat16, as on GPUs. Every pair is compared as checks do, and over probes as evidence is judged. An honest
+pair must stay below 1, a lie must come out above.
 """
 
 from __future__ import annotations
@@ -22,11 +23,13 @@ import torch
 from common import json_row, write_json
 from transformers import AutoModelForCausalLM, logging
 
-from swarm_client.verification.comparison import Bounds, Comparison, Kind
 from swarm_protocol.checkpoints.checkpoint import Checkpoint
 from swarm_protocol.checkpoints.default_model import DEFAULT_MODEL, locate
 from swarm_protocol.checkpoints.int8_linear import FbgemmWeight, PlainWeight
 from swarm_protocol.span import Span
+from swarm_protocol.verification.comparison import Bounds, Comparison, Kind
+from swarm_protocol.verification.evidence import SEED_BYTES, probe, sketch_excess
+from swarm_protocol.verification.statements import sketch_of
 from swarm_server.blocks.blocks import BlockStack, load_blocks
 from swarm_server.blocks.quantization import quantize_
 
@@ -39,13 +42,16 @@ AVX2 = {
     "ONEDNN_MAX_CPU_ISA": "AVX2",
     "MKL_ENABLE_INSTRUCTIONS": "AVX2",
 }
-HERE, THERE = ("fp32", "bf16", "int8", "int8-plain"), ("fp32", "int8")
+HERE, THERE = ("fp32", "bf16", "int8", "int8-plain", "llm-int8", "llm-int8-bf16"), ("fp32", "int8")
 KINDS = {
     "fp32": Kind("none", "float32"),
     "bf16": Kind("none", "bfloat16"),
     "int8": Kind("int8", "float32"),
     "int8-plain": Kind("int8", "float32"),
+    "llm-int8": Kind("int8", "float32", "cuda"),  # what GPUs do, here by bitsandbytes on the CPU
+    "llm-int8-bf16": Kind("int8", "bfloat16", "cuda"),
 }
+METHODS = {"llm-int8": "bnb-int8", "llm-int8-bf16": "bnb-int8"}
 FAMILIES = ("shipped", "llama", "bloom", "falcon-7b", "mistral-sliding", "gemma2", "phi", "mixtral", "qwen3_moe")
 FAMILIES += ("gpt_neox", "mamba2", "qwen3")
 LIES = (
@@ -58,7 +64,7 @@ LIES = (
     "last block left out",
 )
 LIES += ("another model's weights", "zeros in one answer of ten")
-TOKENS = 24
+TOKENS, SEED = 24, b"directions"
 LIE_ROWS = 2  # of those that honest servers are compared over
 
 
@@ -77,7 +83,7 @@ def stack_of(path: Path, kind: str) -> BlockStack:
     weight = {"int8": FbgemmWeight, "int8-plain": PlainWeight}.get(kind)
 
     def transform(module: torch.nn.Module, _index: int) -> None:
-        quantize_(module, expected.quant, torch.device("cpu"), dtype, int8_weight=weight)
+        quantize_(module, METHODS.get(kind, expected.quant), torch.device("cpu"), dtype, int8_weight=weight)
 
     return load_blocks(checkpoint, Span(0, checkpoint.family.num_blocks), dtype=dtype, transform=transform)
 
@@ -110,7 +116,9 @@ def cases_of(stack: BlockStack, embedded: torch.Tensor) -> list[tuple[tuple[int,
     """Spans of 1 … n blocks, each with inputs as they come out of the blocks before."""
     num_blocks = stack.num_blocks
     spans = {(0, 1), (1, 2), (1, 3), (num_blocks // 2, num_blocks), (0, num_blocks)}
-    return [(span, through(stack, Span(0, span[0]), embedded) if span[0] else embedded) for span in sorted(spans)]
+    probes = torch.cat([probe(bytes([row] * SEED_BYTES), embedded.shape[-1]).hidden for row in range(len(embedded))])
+    cases = [(span, through(stack, Span(0, span[0]), embedded) if span[0] else embedded) for span in sorted(spans)]
+    return [*cases, *((span, probes) for span in sorted(spans))]
 
 
 def embedded_by(path: Path, num_rows: int) -> tuple[torch.Tensor, bool]:
@@ -144,6 +152,16 @@ def lies_about(
     yield LIES[8], torch.where(rare[:, None], 0.0, true)
 
 
+def excess_in_check(inputs: torch.Tensor, ours: torch.Tensor, theirs: torch.Tensor, bounds: Bounds) -> float:
+    return Comparison.of(inputs, ours, theirs).excess(bounds)
+
+
+def excess_in_evidence(inputs: torch.Tensor, ours: torch.Tensor, theirs: torch.Tensor, bounds: Bounds) -> float:
+    """``ours``: what a server has signed; ``theirs``: what another computes."""
+    change = (theirs - inputs).double().norm(dim=-1)
+    return sketch_excess(sketch_of(theirs, SEED), sketch_of(ours, SEED), change, bounds)
+
+
 def measure(family: str, directory: Path, num_rows: int, tally: Tally) -> None:
     path = checkpoint_of(family, directory)
     embedded, routed = embedded_by(path, num_rows)
@@ -170,17 +188,18 @@ def measure(family: str, directory: Path, num_rows: int, tally: Tally) -> None:
             kinds = [KINDS[name.removesuffix("-avx2")] for name in (ours, theirs)]
             bounds = Bounds.of(kinds[0], kinds[1], len(span), routed)
             assert bounds is not None
-            group = "same kind" if kinds[0] == kinds[1] and kinds[0].dtype == "float32" else "other kind"
+            group = "same kind" if kinds[0] == kinds[1] and kinds[0].is_repeatable else "other kind"
+            is_probe = number >= len(cases) // 2
+            group = f"evidence, {group}" if is_probe else group
+            excess_of = excess_in_evidence if is_probe else excess_in_check
+            pair = f"{group}, {ours} beside {theirs}"
             for x, a, b in zip(inputs, outputs[ours][number], outputs[theirs][number], strict=True):
-                excess = Comparison.of(x, a, b).excess(bounds)
-                tally.honest[f"{group}, {ours} beside {theirs}"] = max(
-                    tally.honest[f"{group}, {ours} beside {theirs}"], excess
-                )
+                tally.honest[pair] = max(tally.honest[pair], excess_of(x, a, b, bounds))
                 tally.num_honest += 1
             length = "1 block" if len(span) == 1 else "2 to 3 blocks" if len(span) < 4 else "more blocks"
             for name, tensors in lies.get(ours, ()):
                 for x, a, b, _ in zip(inputs, tensors, outputs[theirs][number], range(LIE_ROWS), strict=False):
-                    tally.lies[group, name, length].append(Comparison.of(x, a, b).excess(bounds))
+                    tally.lies[group, name, length].append(excess_of(x, a, b, bounds))
 
 
 def main() -> None:

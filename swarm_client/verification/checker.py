@@ -15,6 +15,7 @@ from swarm_client.core.config import CHECK_SHARE
 from swarm_client.core.events import Reporter, WrongAnswers
 from swarm_client.routing.routing import Route
 from swarm_client.swarm.swarm import Swarm
+from swarm_client.verification.accusations import Accusations
 from swarm_client.verification.checks import Check, Sample
 from swarm_client.verification.verdict import Verdict
 from swarm_protocol.dht.records import short_id
@@ -38,8 +39,16 @@ class Checker:
         self._alone: dict[frozenset[str], float] = {}  # chains that nobody can check, and when to look again
         self._said: set[Any] = set()
         self._tasks: set[asyncio.Task[Verdict]] = set()
+        self._accusations = Accusations(swarm)
         given = swarm.config.check_share
         self.share = (CHECK_SHARE if swarm.config.initial_peers else 0.0) if given is None else given
+        self._reads = False
+
+    def start(self) -> None:
+        """Reads from now on of whom others accuse."""
+        if not self._reads:
+            self._reads = True
+            self._swarm.spawn(self._accusations.keep_reading())
 
     @property
     def is_busy(self) -> bool:
@@ -100,6 +109,7 @@ class Checker:
         for lie in verdict.lies:
             self._swarm.ban(lie.server)
             self._known.discard(lie.server)
+            self._swarm.spawn(self._accusations.tell(lie.server, lie.span, sample.inputs.hidden.shape[-1]))
             reporter.report(WrongAnswers(lie.span, lie.server, lie.witnesses))
         for peer_id in verdict.suspects:
             self._swarm.ban(peer_id, _SUSPENDED_S)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -12,12 +12,12 @@ from swarm_client.adapters.snapshots import Snapshot
 from swarm_client.routing.routing import Hop, Route
 from swarm_client.swarm.swarm import Swarm
 from swarm_client.transport.wire_tensor import CODECS, Context, WireTensor
-from swarm_client.verification.comparison import MIN_POSITIONS, Bounds, Comparison, Kind
-from swarm_client.verification.references import Part, others, references
+from swarm_client.verification.references import Part, kind_of, others, references
 from swarm_client.verification.verdict import Disagreement, Lie, Verdict
 from swarm_protocol.dht.records import ServerRecord
 from swarm_protocol.errors import BadReply, PeerError
 from swarm_protocol.span import Span
+from swarm_protocol.verification.comparison import MIN_POSITIONS, Bounds, Comparison, Kind
 from swarm_protocol.wire.block_input import BlockInput
 
 
@@ -148,7 +148,11 @@ class Check:
     async def _answer(self, hop: Hop, hidden: WireTensor) -> _Answer:
         try:
             server = await self._swarm.server(hop.server)
-            outputs, _ = await server.forward(hop.span, hidden, self._context)
+            if self._sample.adapter.part(hop.span) is None:
+                inputs = replace(self._sample.inputs, hidden=self._decoded(hidden)[None])
+                outputs, _ = await server.stated(hop.span, inputs, hidden)
+            else:
+                outputs, _ = await server.forward(hop.span, hidden, self._context)
             self._decoded(outputs)
         except BadReply as error:
             raise BadReply(str(error), hop.server.peer_id, hop.span) from None
@@ -187,7 +191,7 @@ def _bounds(
     ours: Sequence[Hop], theirs: Sequence[Hop], num_blocks: int, routed: bool, compressed: bool = False
 ) -> Bounds | None:
     """The widest that apply to any two of the servers; None if some cannot be compared."""
-    kinds = {Kind(hop.server.quant, hop.server.dtype) for hop in (*ours, *theirs)}
+    kinds = {kind_of(hop.server) for hop in (*ours, *theirs)}
     if compressed:
         kinds.add(Kind("compressed", "float32"))
     found = [Bounds.of(one, other, num_blocks, routed) for one in kinds for other in kinds if one <= other]

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from swarm_client.routing.routing import Hop, Route
 from swarm_protocol.dht.records import ServerRecord
 from swarm_protocol.span import Span
+from swarm_protocol.verification.comparison import Kind
 
 
 @dataclass(frozen=True)
@@ -22,6 +23,10 @@ class Part:
     def route(self) -> Route:
         """Others, or the server itself where there are none: its part of the chain is not checked then."""
         return self.others or (self.hop,)
+
+
+def kind_of(server: ServerRecord) -> Kind:
+    return Kind(server.quant, server.dtype, server.device)
 
 
 def references(servers: Sequence[ServerRecord], hops: Route, chance: random.Random) -> list[Part]:
@@ -43,14 +48,14 @@ def others(servers: Sequence[ServerRecord], hop: Hop, avoid: Collection[str], ch
     Those that round as the hop's server does come first, then those with most of the blocks that are left; among
     equals chance decides, so that nobody knows who checks whom.
     """
-    kind, block, route = (hop.server.quant, hop.server.dtype), hop.span.start, []
+    kind, block, route = kind_of(hop.server), hop.span.start, []
     while block < hop.span.end:
         able = [server for server in servers if block in server.span and server.peer_id not in avoid]
         if not able:
             return None
 
         def merit(server: ServerRecord) -> tuple[bool, int, float]:
-            return (server.quant, server.dtype) == kind, min(server.span.end, hop.span.end), chance.random()
+            return kind_of(server) == kind, min(server.span.end, hop.span.end), chance.random()
 
         server = max(able, key=merit)
         route.append(Hop(server, Span(block, min(server.span.end, hop.span.end))))

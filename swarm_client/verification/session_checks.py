@@ -12,8 +12,8 @@ from swarm_client.routing.routing import Route
 from swarm_client.swarm.swarm import Swarm
 from swarm_client.verification.checker import checker_of
 from swarm_client.verification.checks import Sample
-from swarm_client.verification.comparison import MIN_POSITIONS
 from swarm_client.verification.verdict import Verdict
+from swarm_protocol.verification.comparison import MIN_POSITIONS
 from swarm_protocol.wire.block_input import BlockInput
 
 FIRST_OUTPUTS = 8  # that are asked for at the first step, though fewer may be used
@@ -79,6 +79,7 @@ class SessionChecks:
             num_tokens: positions that the step has added, for every row; ``length``: of the session now.
             changed: rows were reordered or cropped before the step.
         """
+        self._checker.start()
         self._keep(hops, outputs, num_tokens, length, changed)
         if sum(kept.shape[1] for kept in self._outputs) < MIN_POSITIONS:
             return True

@@ -13,6 +13,7 @@ from typing import Any
 from swarm_protocol.access.access_control import AccessControl
 from swarm_protocol.dht import claims, shards
 from swarm_protocol.dht import node as dht_node
+from swarm_protocol.dht.accusations import Accusations
 from swarm_protocol.dht.addresses import CONNECT_TIMEOUT_S, require_answer, tcp_target
 from swarm_protocol.dht.bootstrap import bootstrap, join_through, refused
 from swarm_protocol.dht.node import Listening
@@ -149,6 +150,10 @@ class Dht:
     def revocations(self) -> Revocations | None:
         """Those of a private swarm; None in others."""
         return None if self._access is None else Revocations(self._node, self._swarm, self._access)
+
+    def accusations(self, model: str) -> Accusations:
+        """Those of the servers of a model."""
+        return Accusations(lambda: self._node, self._swarm, model, self._identity, self._access)
 
     async def addresses(self) -> list[str]:
         """Multiaddrs under which others can join through this node."""

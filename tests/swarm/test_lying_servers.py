@@ -11,6 +11,7 @@ import torch
 from swarm_client.core import background
 from swarm_client.core.events import DoubtfulTokens, WrongAnswers
 from swarm_client.sessions.session import RemoteSession
+from swarm_client.verification.accusations import Accusations
 from swarm_client.verification.checker import checker_of
 from swarm_protocol.span import Span
 from swarm_protocol.wire.block_input import BlockInput
@@ -23,6 +24,7 @@ from tests.zoo import HIDDEN
 
 SPANS = "0:3", "3:6"
 FIRST_ONLY = 1e-9  # of what comes after the first answers, next to nothing is checked
+TELL = Accusations.tell
 PROMPT = random_ids(1, 12, seed=60)
 
 Lie = Callable[[torch.Tensor], torch.Tensor]
@@ -40,6 +42,17 @@ def pair(tmp_path_factory) -> Iterator[Pair]:
     with started(tmp_path_factory.mktemp("llama"), *SPANS) as pair:
         pair.servers.start(*SPANS, *SPANS)
         yield pair
+
+
+@pytest.fixture(autouse=True)
+def apart(request, monkeypatch) -> None:
+    """The swarm is not told in most tests: in the next one the same servers are honest."""
+    if request.node.name != "test_a_liar_is_shown_to_the_whole_swarm":
+
+        async def tell_nobody(*_: object) -> bool:
+            return False
+
+        monkeypatch.setattr(Accusations, "tell", tell_nobody)
 
 
 @contextmanager
@@ -178,3 +191,33 @@ def test_honest_servers_of_all_kinds_are_never_banned(pair):
     finally:
         for server in int8:
             pair.servers.stop(server)
+
+
+def test_honest_servers_cannot_be_accused(pair):
+    """Evidence that an attacker makes of what an honest server has signed."""
+    with client(pair) as (pair, _):
+        swarm = pair.remote.blocks.swarm
+        accused = pair.servers.records()[0]
+
+        async def accuse() -> list[bool]:
+            await swarm.view(0.0)
+            return [await TELL(Accusations(swarm), accused.peer_id, accused.span, HIDDEN) for _ in range(10)]
+
+        assert background.run(accuse()) == [False] * 10
+
+
+def test_a_liar_is_shown_to_the_whole_swarm(pair, monkeypatch):
+    """Another client, which never saw it lie, does not use it any more."""
+    with client(pair) as (pair, events):
+        Liar(monkeypatch, SPANS[1], LIES["scaled"])
+        assert torch.equal(*pair.both(PROMPT, do_sample=False))
+        (found,) = of(WrongAnswers, events)
+        swarm = pair.remote.blocks.swarm
+        wait_for(lambda: background.run(swarm.accusations()), "a server has published the evidence")
+    monkeypatch.undo()  # it answers rightly from now on
+    with client(pair) as (pair, events):
+        session = pair.remote.blocks.open_session()
+        session.step(BlockInput(torch.randn(1, 8, HIDDEN)))
+        wait_for(lambda: banned(pair) == {found.server: SPANS[1]}, "who never saw it lie has banned it")
+        session.close()
+        assert not events

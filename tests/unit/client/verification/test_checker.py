@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Coroutine
 
 import pytest
 
@@ -26,10 +27,16 @@ class Swarm(Servers):
         self.config = ClientConfig(check_share=0.5)
         self.failed_ids: list[str] = []
         self.banned: dict[str, float] = {}
+        self.spawned: list[str] = []
 
     def failed(self, error: PeerError) -> None:
         self.failed_ids.append(error.peer_id)
         self.records = [record for record in self.records if record.peer_id != error.peer_id]
+
+    def spawn(self, coroutine: Coroutine) -> None:
+        """What the checker starts beside is not run here."""
+        self.spawned.append(coroutine.__name__)
+        coroutine.close()
 
     def ban(self, peer_id: str, duration_s: float = float("inf")) -> None:
         self.banned[peer_id] = duration_s
@@ -58,6 +65,7 @@ def test_who_lies_is_banned_and_reported_once() -> None:
         checker = Checker(swarm)  # type: ignore[arg-type]
         await checked(checker, swarm.sample("a", lying=scaled, by="a"), events := [])
         assert swarm.banned == {"a": float("inf")}
+        assert swarm.spawned == ["tell"]
         (event,) = events
         assert isinstance(event, WrongAnswers) and event.server == "a" and set(event.witnesses) == {"b", "c"}
 

@@ -11,12 +11,13 @@ import torch
 from swarm_client.adapters.snapshots import NOTHING
 from swarm_client.core.config import ClientConfig
 from swarm_client.routing.routing import Hop, Route
-from swarm_client.transport.wire_tensor import Context, WireTensor
+from swarm_client.transport.wire_tensor import WireTensor
 from swarm_client.verification.checks import Check, Sample
 from swarm_client.verification.references import others, references
 from swarm_client.verification.verdict import Disagreement, Lie, Verdict
 from swarm_protocol.dht.records import ServerRecord
 from swarm_protocol.errors import PeerUnavailable
+from swarm_protocol.pb import swarm_pb2 as pb
 from swarm_protocol.span import Span
 from swarm_protocol.wire.block_input import BlockInput
 from tests.unit.support import run, server_record
@@ -83,13 +84,15 @@ class Connection:
     def __init__(self, servers: Servers, record: ServerRecord) -> None:
         self._servers, self._record = servers, record
 
-    async def forward(self, span: Span, hidden: WireTensor, _context: Context) -> tuple[WireTensor, bool]:
+    async def stated(
+        self, span: Span, _inputs: BlockInput, hidden: WireTensor
+    ) -> tuple[WireTensor, pb.SignedStatement]:
         peer_id = self._record.peer_id
         self._servers.asked.append(peer_id)
         if peer_id == self._servers.gone:
             raise PeerUnavailable("gone")
         output = true(span, hidden.decode((1, TOKENS, HIDDEN), torch.float32))
-        return WireTensor.of(self._servers.lying.get(peer_id, honest)(output)), False
+        return WireTensor.of(self._servers.lying.get(peer_id, honest)(output)), pb.SignedStatement()
 
 
 TWO_OF_EACH = ("0:4", "4:8", "0:4", "4:8")

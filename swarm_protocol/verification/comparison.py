@@ -18,10 +18,19 @@ _SIGMAS = 5.0
 
 
 class Kind(NamedTuple):
-    """How a server rounds, as its record says: its quantisation, and the dtype that it computes in."""
+    """How a server rounds, as its record says: its quantisation, the dtype that it computes in, and on what."""
 
     quant: str
     dtype: str
+    device: str = "cpu"
+
+    @property
+    def is_repeatable(self) -> bool:
+        """Whether two that are of this kind differ by the order of their sums at most.
+
+        Int8 on a GPU is LLM.int8, whose kernels differ from one GPU to the next, and that is not all that does.
+        """
+        return self.dtype == "float32" and self.device == "cpu"
 
 
 @dataclass(frozen=True)
@@ -47,7 +56,7 @@ class Bounds:
         ``routed``: blocks choose among experts. Where two are nearly as good, rounding decides, and the outputs of that
         position and of those after it differ.
         """
-        if one == other and one.dtype == "float32":
+        if one == other and one.is_repeatable:
             return cls(error=0.004, outlier=0.05, outlier_share=0.02 if routed else 0.0, gain=0.002)
         if "nf4" in (one.quant, other.quant) and one.quant != other.quant:
             return None

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from swarm_client.verification.comparison import Bounds, Comparison, Kind
+from swarm_protocol.verification.comparison import Bounds, Comparison, Kind
 
 INT8, FP32, BF16 = Kind("int8", "float32"), Kind("none", "float32"), Kind("none", "bfloat16")
 TOKENS, HIDDEN = 32, 256
