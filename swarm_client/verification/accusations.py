@@ -27,7 +27,7 @@ from swarm_protocol.verification.evidence import Evidence, new_seed, probe
 from swarm_protocol.wire.block_input import BlockInput
 
 _JUDGES = 3  # servers that are told
-_WITNESSES = 2  # who must contradict a statement that others accuse
+_WITNESSES = 2  # who are asked, beside the server that accuses, and must contradict the statement too
 _MAX_READ = 4  # accusations that are looked into, each time they are read
 _MAX_KNOWN = 4096
 _READ_EVERY_S = 30.0
@@ -119,7 +119,7 @@ class Accusations:
                 self._slanderers.add(publisher)
                 return
             contradictions += excess is not None
-        if contradictions == _WITNESSES:
+        if contradictions:
             _logger.warning(
                 "server %s has answered wrongly over blocks %s, as %s has shown: it is not used any more",
                 accused.short_id,

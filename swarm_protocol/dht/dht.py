@@ -13,10 +13,11 @@ from typing import Any
 from swarm_protocol.access.access_control import AccessControl
 from swarm_protocol.dht import claims, shards
 from swarm_protocol.dht import node as dht_node
-from swarm_protocol.dht.accusations import Accusations
 from swarm_protocol.dht.addresses import CONNECT_TIMEOUT_S, require_answer, tcp_target
 from swarm_protocol.dht.bootstrap import bootstrap, join_through, refused
 from swarm_protocol.dht.node import Listening
+from swarm_protocol.dht.notices.accusations import Accusations
+from swarm_protocol.dht.notices.revocations import Revocations
 from swarm_protocol.dht.records import (
     LIFETIME_S,
     MAX_LIFETIME_S,
@@ -28,7 +29,6 @@ from swarm_protocol.dht.records import (
     servers_key,
     short_id,
 )
-from swarm_protocol.dht.revocations import Revocations
 from swarm_protocol.dht.stored_records import BoundedStorage, owner_of, subkey_of
 from swarm_protocol.errors import NoSwarm
 from swarm_protocol.net.hivemind_parts import (

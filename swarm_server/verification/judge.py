@@ -10,7 +10,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from functools import partial
 
-from swarm_protocol.dht.accusations import Accusations
+from swarm_protocol.dht.notices.accusations import Accusations
 from swarm_protocol.dht.records import ServerRecord, short_id
 from swarm_protocol.errors import RequestRejected, SwarmError
 from swarm_protocol.pb import swarm_pb2 as pb

@@ -94,7 +94,7 @@ def test_numbers_are_signed_too(signed: pb.SignedStatement) -> None:
                 content=pb.Statement(blocks=pb.Span(end=1), sketch=[1.0] * DIRECTIONS).SerializeToString(),
                 public_key=b"no key",
             ),
-            "",
+            "no RSA key",
         ),
     ],
 )
