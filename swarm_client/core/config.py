@@ -11,6 +11,8 @@ from swarm_protocol.access.organiser import SwarmKey
 from swarm_protocol.dht.addresses import check_peer
 from swarm_protocol.process.local_registry import DEFAULT_SWARM
 
+CHECK_SHARE = 0.02  # less than 2 % of throughput, also of full servers: computing many positions at once is cheaper
+
 
 @dataclass(frozen=True)
 class Timeouts:
@@ -25,6 +27,7 @@ class Timeouts:
     trial_s: float = 3.0  # for a server that is tried out, after another one has stalled
     read_s: float = 10.0  # for the DHT to say who is there
     rejoin_after_s: float = 1.0  # between two attempts to join again: while nobody is there, they cost little
+    check_s: float = 10.0  # that the first answers of a new server are held back at most, to be checked
     rejoin_s: float = 3.0  # for an attempt; one that takes longer goes on by itself
 
     def __post_init__(self) -> None:
@@ -51,6 +54,7 @@ class ClientConfig:
     allowed_servers: tuple[str, ...] = ()  # peer ids or their ends; none: all that are not blocked
     blocked_servers: tuple[str, ...] = ()
     adapter: str = ""  # that servers have loaded at their start; empty: none
+    check_share: float | None = None  # of positions, that others compute again; None: 0.02, on this machine alone 0
     timeouts: Timeouts = Timeouts()
     swarm_key: str = ""  # of a private swarm: only servers that are its members are used; empty: that of membership
     membership: Path | None = None  # file that makes this client a member; None: SWARM_MEMBERSHIP of the environment
@@ -86,6 +90,9 @@ class ClientConfig:
             if not isinstance(path, str | Path | None):
                 raise ValueError(f"{name} is a {type(path).__name__}: expected the path of a file")
             object.__setattr__(self, name, None if path is None else Path(path))
+        share = self.check_share
+        if share is not None and not (isinstance(share, int | float) and 0 <= share <= 1):
+            raise ValueError(f"check_share is {share!r}: expected a number from 0 (servers are not checked) to 1")
         if not isinstance(self.timeouts, Timeouts):
             raise ValueError(f"timeouts is {self.timeouts!r}: expected Timeouts(connect_s=…, …)")
         if self.on_event is not None and not callable(self.on_event):

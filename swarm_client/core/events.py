@@ -78,7 +78,43 @@ class Retry:
         return f"{self.reason}; blocks {self.span} are computed again"
 
 
-Event = Recovery | Move | Waiting | Retry
+@dataclass(frozen=True)
+class WrongAnswers:
+    """A server has answered wrongly: others say otherwise, or it does itself. This client does not use it any more.
+
+    Attributes:
+        span: the blocks; ``server``: the id of who computed them; ``witnesses``: of those that say otherwise.
+    """
+
+    span: Span
+    server: str
+    witnesses: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return (
+            f"server {short_id(self.server)} answered wrongly over blocks {self.span}, as {_names(self.witnesses)} "
+            "show; it is not used any more"
+        )
+
+
+@dataclass(frozen=True)
+class DoubtfulTokens:
+    """Positions of a session that have passed through servers which have answered wrongly, and were used already.
+
+    Attributes:
+        servers: their ids.
+        first, end: the positions, half-open; all before ``first`` were checked, or came before something that was.
+    """
+
+    servers: tuple[str, ...]
+    first: int
+    end: int
+
+    def __str__(self) -> str:
+        return f"positions {self.first} to {self.end - 1} are doubtful: they passed through {_names(self.servers)}"
+
+
+Event = Recovery | Move | Waiting | Retry | WrongAnswers | DoubtfulTokens
 OnEvent = Callable[[Event], None]
 
 
@@ -93,6 +129,8 @@ class SessionStats:
         stall_s: seconds for which generation stood still.
         moves: how often blocks moved, with keys and values, because a server left; ``copied_tokens`` in all.
         waits: how often there was nobody to move to, or no room, at first.
+        checks: how often its servers' answers were computed again by others.
+        doubtful_tokens: positions, of every row, that passed through servers which were found to answer wrongly later.
     """
 
     steps: int = 0
@@ -104,6 +142,8 @@ class SessionStats:
     moves: int = 0
     copied_tokens: int = 0
     waits: int = 0
+    checks: int = 0
+    doubtful_tokens: int = 0
 
 
 class Reporter:
@@ -125,6 +165,8 @@ class Reporter:
             stats.copied_tokens += event.copied_tokens
         elif isinstance(event, Waiting):
             stats.waits += 1
+        elif isinstance(event, DoubtfulTokens):
+            stats.doubtful_tokens += event.end - event.first
         _logger.warning("%s", event)
         if self._on_event is not None:
             try:

@@ -20,7 +20,7 @@ from swarm_client.model.hf_model import ATTENTION, RemoteModelMixin, client_clas
 from swarm_client.swarm.swarm import Swarm
 from swarm_protocol.checkpoints.checkpoint import Checkpoint
 from swarm_protocol.checkpoints.default_model import DEFAULT_MODEL, locate
-from swarm_protocol.checkpoints.family import max_positions, slice_config
+from swarm_protocol.checkpoints.family import has_experts, max_positions, slice_config
 from swarm_protocol.checkpoints.hollow_model import hf_loader
 from swarm_protocol.errors import UnsupportedModel
 from swarm_protocol.span import Span
@@ -53,6 +53,7 @@ class _Distributed:
         allowed_servers: Sequence[str] | None = None,
         blocked_servers: Sequence[str] | None = None,
         adapter: str | None = None,
+        check_share: float | None = None,
         timeouts: Timeouts | None = None,
         swarm_key: str | None = None,
         membership: str | os.PathLike[str] | None = None,
@@ -80,14 +81,17 @@ class _Distributed:
                 servers that failed, before ``RecoveryFailed``; 0 lets it fail at once.
             standby: keep a copy of each generation's keys and values on other servers, so that next to nothing must be
                 computed again when one fails. It costs their room and the network between them.
-            on_event: called with what happens to generations and training, ``Recovery``, ``Move``, ``Waiting`` or
-                ``Retry`` of ``swarm_client.core.events``. It runs on the network's thread and must not hold it up.
+            on_event: called with what happens to generations and training, an event of ``swarm_client.core.events``:
+                ``Recovery``, ``Move``, ``Waiting``, ``Retry``, ``WrongAnswers`` or ``DoubtfulTokens``. It runs on the
+                network's thread and must not hold it up.
             compression: of hidden states on their way to the servers: "none" or "int8".
             head_quant: of the head that turns hidden states into logits: "none", or "int8" (on the CPU), which is
                 faster and smaller, and frozen. A classifier's head stays as it is.
             allowed_servers: peer ids, or their ends as ``status`` shows them. If any are given, no others are used.
             blocked_servers: the same of servers that are not used.
             adapter: name of an adapter that servers have loaded; only those that have are used.
+            check_share: how much of what servers compute in generations is computed again by others, who are compared
+                with them; 0 checks nothing. By default 0.02, and 0 in the swarm registered on this machine.
             timeouts: of single exchanges with servers.
             swarm_key: of a private swarm, whose members alone are taken for servers. A membership has it already.
             membership: file that makes this client a member of a private swarm; by default, what the environment
@@ -122,6 +126,7 @@ class _Distributed:
             allowed_servers=allowed_servers,
             blocked_servers=blocked_servers,
             adapter=adapter,
+            check_share=check_share,
             timeouts=timeouts,
             swarm_key=swarm_key,
             membership=membership,
@@ -130,7 +135,13 @@ class _Distributed:
         device = torch.device(device)
         check_head_quant(config.head_quant, device)
         checkpoint = Checkpoint.open(locate(name_or_path), revision)
-        connection = Swarm(config, checkpoint.name, checkpoint.revision, checkpoint.family.num_blocks)
+        connection = Swarm(
+            config,
+            checkpoint.name,
+            checkpoint.revision,
+            checkpoint.family.num_blocks,
+            routed=has_experts(checkpoint.config),
+        )
         background.run(connection.connect())
         try:
             model = load_client(checkpoint, cls._auto_class, dtype, device, config_overrides)

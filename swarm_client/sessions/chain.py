@@ -133,6 +133,11 @@ class Chain:
             self._terms.asked_s = None
             await self._forget()
 
+    async def let_go(self) -> None:
+        """Lets the servers go; the next call is made with others, and everything is replayed to them."""
+        async with self.busy:
+            await self._forget()
+
     async def _forget(self) -> None:
         """Lets the servers go; the next call starts with others."""
         hops = list(self.hops)

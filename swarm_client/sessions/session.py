@@ -18,6 +18,7 @@ from swarm_client.sessions.chain import Chain
 from swarm_client.sessions.journal import Journal
 from swarm_client.swarm.swarm import Swarm
 from swarm_client.transport.changes import merged
+from swarm_client.verification.session_checks import SessionChecks
 from swarm_protocol.errors import RequestRejected
 from swarm_protocol.pb import swarm_pb2 as pb
 from swarm_protocol.span import Span
@@ -60,6 +61,7 @@ class RemoteSession:
         self._adapter = adapter
         self._reporter = Reporter(on_event or swarm.config.on_event)
         self._chain = Chain(swarm, blocks, max_positions, reserve_tokens, self._standby, self._reporter)
+        self._checks = SessionChecks(swarm, self._reporter)
         self._journal: Journal | None = None  # what the servers know
         self._changes: list[pb.Change] = []  # since then
         self._lock = threading.Lock()
@@ -138,7 +140,8 @@ class RemoteSession:
 
     async def step_on_loop(self, inputs: BlockInput, num_wanted: int | None = None) -> torch.Tensor:
         """``step`` for code that runs on the background loop; one at a time."""
-        return (await self._advance(inputs, num_wanted)).output()
+        call = await self._advance(inputs, num_wanted)
+        return call.output() if num_wanted is None else call.output()[:, -num_wanted:]
 
     async def _advance(self, inputs: BlockInput, num_wanted: int | None, watched: range = range(0)) -> Call:
         batch_size, num_tokens, _ = inputs.hidden.shape
@@ -152,14 +155,35 @@ class RemoteSession:
         rows = _changed(before, self._changes)
         if rows.batch_size != batch_size:
             raise RequestRejected(f"hidden states of {batch_size} rows came for a session of {rows.batch_size} rows")
-        call = Call(inputs, num_wanted, before, rows.appended(inputs), tuple(self._changes), watched=watched)
-        await self._chain.step(call)
+        changes, after = tuple(self._changes), rows.appended(inputs)
+        if self._checks.distrusts(self.hops):
+            await self._leave_servers()
+        num_asked = self._checks.num_asked(num_wanted, num_tokens)
+        while True:
+            call = Call(inputs, num_asked, before, after, changes, watched=watched)
+            await self._chain.step(call)
+            if not self._checks.are_made or await self._checks.accept(
+                self.hops,
+                lambda row: after.reordered([row]).read(0, total),
+                call.output(),
+                num_tokens,
+                total,
+                self._chain.adapter,
+                bool(changes),
+            ):
+                break
+            await self._leave_servers()
         self._journal = call.after
         self._changes.clear()
         self.length, self.batch_size = total, batch_size
         self.stats.steps += 1
         self.stats.tokens += batch_size * num_tokens
         return call
+
+    async def _leave_servers(self) -> None:
+        """One of them is not believed any more."""
+        await self._chain.let_go()
+        self._checks.begin_again()
 
     def begin_with(self, inputs: BlockInput, adapter: Snapshot) -> None:
         """The session has these positions from now on and no others; servers learn of them with the next step.
@@ -191,6 +215,7 @@ class RemoteSession:
         """Forgets everything; the session can be used again."""
         self.close()
         self._chain.is_new = False
+        self._checks = SessionChecks(self._swarm, self._reporter)
         self._journal = None
         self._changes.clear()
         self.length, self.batch_size = 0, None

@@ -13,6 +13,7 @@ from swarm_client.core.config import ClientConfig
 from swarm_protocol.dht.dht import Dht
 from swarm_protocol.dht.records import SwarmView
 from swarm_protocol.errors import SwarmError
+from swarm_protocol.pb import swarm_pb2 as pb
 from swarm_protocol.span import Span
 
 Join = Callable[[ClientConfig], Awaitable[Dht]]
@@ -48,6 +49,15 @@ class Discovery:
         if (view is None or self._joined.is_alone) and await self._rejoin():
             view = await self._read(model, num_blocks, part)
         return view
+
+    async def accusations(self, model: str) -> list[tuple[str, pb.Evidence]]:
+        """Evidence that nobody has checked, and who has published it; none if the DHT cannot be read."""
+        try:
+            reading = self._joined.accusations(model).read()
+            return await asyncio.wait_for(reading, self._config.timeouts.read_s)
+        except (TimeoutError, OSError) as error:
+            _logger.info("the DHT cannot be read: %r", error)
+            return []
 
     async def close(self) -> None:
         self._closed = True

@@ -18,7 +18,8 @@ _ENOUGH_S = 1.0  # that a round of questions may take; who answers later is know
 _FAR_S = 10.0
 _WEIGHT = 0.3  # of one round trip in the average
 _BAN_S, _MAX_BAN_S = 5.0, 60.0
-FAILED, SILENT, DENIED = "that failed a moment ago", "that did not answer", "that do not accept this client"
+FAILED, SILENT, WRONG = "that failed a moment ago", "that did not answer", "that answered wrongly"
+DENIED = "that do not accept this client"
 _JUST_NOW_S = 1.0  # so long a server that failed is left alone even if there is no other
 
 
@@ -136,12 +137,20 @@ class PeerBackoff:
 
     def __init__(self) -> None:
         self._backoff: dict[str, _Backoff] = {}
+        self._banned_until_s: dict[str, float] = {}  # whatever else there is
 
     def add(self, peer_id: str, now_s: float, expires_at: float | None) -> None:
         """``expires_at``: of its record, if it does not answer."""
         last = self._backoff.get(peer_id)
         duration_s = _BAN_S if last is None else min(2 * last.duration_s, _MAX_BAN_S)
         self._backoff[peer_id] = _Backoff(now_s, duration_s, expires_at)
+
+    def ban(self, peer_id: str, until_s: float) -> None:
+        """Leaves the server out until then, also where there is no other way."""
+        self._banned_until_s[peer_id] = max(until_s, self._banned_until_s.get(peer_id, until_s))
+
+    def is_banned(self, peer_id: str, now_s: float) -> bool:
+        return self._banned_until_s.get(peer_id, -inf) > now_s
 
     def reset(self, peer_id: str) -> None:
         self._backoff.pop(peer_id, None)
@@ -155,4 +164,5 @@ class PeerBackoff:
             is_silent = ban.expires_at is not None and expirations.get(peer_id, inf) <= ban.expires_at < inf
             if is_silent or ban.since_s + duration_s > now_s:
                 banned[peer_id] = FAILED if ban.expires_at is None else SILENT
+        banned |= {peer_id: WRONG for peer_id in self._banned_until_s if self.is_banned(peer_id, now_s)}
         return banned

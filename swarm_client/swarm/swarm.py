@@ -34,6 +34,7 @@ from swarm_protocol.dht.claims import within_addresses
 from swarm_protocol.dht.dht import Dht
 from swarm_protocol.dht.records import LIFETIME_S, ServerRecord, SwarmView
 from swarm_protocol.errors import AccessDenied, NoRoute, NoSwarm, PeerError, PeerUnavailable
+from swarm_protocol.pb import swarm_pb2 as pb
 from swarm_protocol.span import Span
 
 Connect = Callable[[ServerRecord, ClientConfig], Awaitable[ServerConnection]]
@@ -58,16 +59,21 @@ class Swarm:
         revision: str,
         num_blocks: int,
         *,
+        routed: bool = False,
         dht: Dht | None = None,
         join: Join | None = None,
         connect: Connect | None = None,
     ) -> None:
-        """``dht``, ``join`` and ``connect`` stand for the network; without ``dht``, ``connect()`` joins."""
+        """``dht``, ``join`` and ``connect`` stand for the network; without ``dht``, ``connect()`` joins.
+
+        ``routed``: the model's blocks choose among experts.
+        """
         caller = Caller(config)
         self.config = config
         self.model = model
         self.revision = revision
         self.num_blocks = num_blocks
+        self.routed = routed
         self.wanted = Wanted(revision, num_blocks, config.allowed_servers, config.blocked_servers, config.adapter)
         self._connect = connect or caller.connect
         self._discovery = Discovery(config, join or caller.join, dht)
@@ -103,7 +109,7 @@ class Swarm:
             except BaseException:
                 await self.close()
                 raise
-        self._soon(self._keep_fresh())
+        self.spawn(self._keep_fresh())
 
     async def close(self) -> None:
         for task in self._tasks:
@@ -325,7 +331,7 @@ class Swarm:
             self._leave_out(error)
         self._view_time = float("-inf")
         if not self.closed and not self._reading.locked():
-            self._soon(self._read_view())
+            self.spawn(self._read_view())
 
     def _leave_out(self, error: PeerError) -> None:
         expires_at = None
@@ -335,6 +341,26 @@ class Swarm:
         self._acquaintance.remove(error.peer_id)
         self._rtts.forget(error.peer_id)
         self._servers.pop(error.peer_id, None)  # not closed: other sessions may still go through it
+
+    def ban(self, peer_id: str, duration_s: float = float("inf")) -> None:
+        """The server has answered wrongly: it is not used, whether there are others or not."""
+        self._backoff.ban(peer_id, now_s() + duration_s)
+
+    def is_banned(self, peer_id: str) -> bool:
+        return self._backoff.is_banned(peer_id, now_s())
+
+    async def usable_servers(self) -> Sequence[ServerRecord]:
+        """Those that are there and have not failed lately."""
+        await self.view(self.config.view_max_age_s)
+        return self._usable(self._banned())[0].servers
+
+    def record_of(self, peer_id: str) -> ServerRecord | None:
+        """Of a server, as the DHT said last, whether it may be used or not."""
+        return next((server for server in self._view.servers if server.peer_id == peer_id), None)
+
+    async def accusations(self) -> list[tuple[str, pb.Evidence]]:
+        """Evidence that nobody has checked, against servers of this model, and who has published it."""
+        return await self._discovery.accusations(self.model)
 
     def served(self, peer_id: str) -> None:
         """The server works: its backoff is reset."""
@@ -389,7 +415,8 @@ class Swarm:
     def _banned(self, just_now: bool = False) -> dict[str, str]:
         return self._backoff.now(now_s(), self._view.servers, just_now) | dict.fromkeys(self._denials, DENIED)
 
-    def _soon(self, coroutine: Coroutine[Any, Any, Any]) -> None:
+    def spawn(self, coroutine: Coroutine[Any, Any, Any]) -> None:
+        """Runs it until this connection is closed; what it raises is dropped."""
         task = asyncio.ensure_future(coroutine)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)

@@ -22,7 +22,9 @@ from swarm_protocol.net.tls import ClientCredentials, pinned_channel
 from swarm_protocol.pb import swarm_pb2 as pb
 from swarm_protocol.pb.swarm_pb2_grpc import BlocksStub
 from swarm_protocol.span import Span
+from swarm_protocol.verification.statements import Statement
 from swarm_protocol.wire.adapters import adapter_key
+from swarm_protocol.wire.block_input import BlockInput
 from swarm_protocol.wire.codec import Assembler
 from swarm_protocol.wire.constants import CLIENT_OPTIONS, PART_BYTES, WIRE_VERSION
 
@@ -140,6 +142,38 @@ class ServerConnection:
 
         return await self._uploader.use(context.adapter.part(span), span, work)
 
+    async def stated(self, span: Span, inputs: BlockInput, hidden: WireTensor) -> tuple[WireTensor, pb.SignedStatement]:
+        """The output of one row without an adapter, and what the server has signed of it; see ``forward``.
+
+        ``hidden``: that of ``inputs`` as it travels. Raises BadReply if the statement is not about this output.
+        """
+        message = self._forward_message(span, hidden, Context.of(inputs), None)
+        message.sign = True
+
+        async def work() -> tuple[WireTensor, pb.SignedStatement]:
+            output, reply = await self._answer_to(span, message, hidden)
+            return output, reply.statement
+
+        output, signed = await self._watched(work(), span)
+        try:
+            statement = Statement.parse(signed)
+            if not statement.is_by(self.record, span):
+                raise ValueError("it is about other blocks, or another kind of server")
+            if not statement.is_about(inputs, output.decode(inputs.hidden.shape, inputs.hidden.dtype)[0]):
+                raise ValueError("it is about another output")
+        except ValueError as error:
+            reason = f"server {self.record.short_id} has signed no true statement: {error}"
+            raise BadReply(reason, self.record.peer_id, span) from None
+        return output, signed
+
+    async def accuse(self, evidence: pb.Evidence) -> bool:
+        """Whether the server has found the evidence to show that another answers wrongly."""
+        async with translated(self.record):
+            reply: pb.AccuseReply | None = await self._stub.Accuse(evidence, timeout=self._config.step_timeout_s)
+        if reply is None:
+            raise unreadable(self.record)
+        return reply.is_shown
+
     async def backward(
         self, span: Span, hidden: WireTensor, grad: WireTensor, context: Context, kept_key: bytes = b""
     ) -> tuple[WireTensor, list[WireTensor]]:
@@ -193,14 +227,21 @@ class ServerConnection:
     ) -> tuple[WireTensor, bool]:
         message = self._forward_message(span, hidden, context, adapter)
         message.keep_key = keep_key
+        output, reply = await self._answer_to(span, message, hidden)
+        return output, reply.kept
+
+    async def _answer_to(
+        self, span: Span, message: pb.Forward, hidden: WireTensor
+    ) -> tuple[WireTensor, pb.TensorReply]:
+        """The output of a forward pass, and the message that it began with."""
         call = self._stub.Forward(timeout=self._config.step_timeout_s)
         async with translated(self.record, span, call):
             await call.write(pb.ForwardRequest(forward=message))
             for part in hidden.parts:
                 await call.write(pb.ForwardRequest(more=part))
             await call.done_writing()
-            (output,), kept = await _read_tensors(call, [hidden.header], self.record, span)
-        return output, kept
+            ((output, reply),) = await _read_tensors(call, [hidden.header], self.record, span)
+        return output, reply
 
     async def _backward(
         self,
@@ -220,8 +261,8 @@ class ServerConnection:
             for part in grad.parts:
                 await call.write(pb.BackwardRequest(more=part))
             await call.done_writing()
-            (input_grad, *grads), _ = await _read_tensors(call, expected, self.record, span)
-        return input_grad, grads
+            (input_grad, _), *grads = await _read_tensors(call, expected, self.record, span)
+        return input_grad, [grad for grad, _ in grads]
 
     def _forward_message(
         self, span: Span, hidden: WireTensor, context: Context, adapter: pb.AdapterName | None
@@ -247,42 +288,41 @@ class ServerConnection:
 
 async def _read_tensors(
     call: grpc.aio.StreamStreamCall[Any, Any], expected: Sequence[pb.Tensor], server: ServerRecord, span: Span
-) -> tuple[list[WireTensor], bool]:
-    """The tensors of an answer, which must have these shapes and dtypes, and whether the pass is kept.
+) -> list[tuple[WireTensor, pb.TensorReply]]:
+    """The tensors of an answer, which must have these shapes and dtypes, each with the message that it began with.
 
     Raises BadReply.
     """
-    replies, tensors, kept = aiter(call), [], False
+    replies, tensors = aiter(call), []
     for like in expected:
-        tensor, is_kept = await _read_tensor(replies, like, server, span)
+        tensor = await _read_tensor(replies, like, server, span)
         if tensor is None:
             call.cancel()
             raise BadReply(f"server {server.short_id} sent a broken answer", server.peer_id, span)
         tensors.append(tensor)
-        kept |= is_kept
     async for _ in replies:
         call.cancel()
         raise BadReply(f"server {server.short_id} sent a broken answer", server.peer_id, span)
-    return tensors, kept
+    return tensors
 
 
 async def _read_tensor(
     replies: AsyncIterator[pb.TensorReply], like: pb.Tensor, server: ServerRecord, span: Span
-) -> tuple[WireTensor | None, bool]:
-    """None if the answer has no whole tensor; and whether the server says that it keeps the pass."""
-    reply = await anext(replies, None)
-    if reply is None or reply.WhichOneof("kind") != "output":
-        return None, False
-    header, kept, parts = reply.output, reply.kept, []
+) -> tuple[WireTensor, pb.TensorReply] | None:
+    """None if the answer has no whole tensor."""
+    first = await anext(replies, None)
+    if first is None or first.WhichOneof("kind") != "output":
+        return None
+    header, parts = first.output, []
     _require_like(like, header, server, span)
     missing = header.size_bytes - len(header.data)
     while missing > 0:
         reply = await anext(replies, None)
         if reply is None or reply.WhichOneof("kind") != "more" or not reply.more:
-            return None, False
+            return None
         parts.append(reply.more)
         missing -= len(reply.more)
-    return WireTensor(header, tuple(parts)) if missing == 0 else None, kept
+    return (WireTensor(header, tuple(parts)), first) if missing == 0 else None
 
 
 def _require_like(sent: pb.Tensor, received: pb.Tensor, server: ServerRecord, span: Span) -> None:

@@ -121,6 +121,11 @@ def max_positions(config: PreTrainedConfig) -> int | None:
     return None
 
 
+def has_experts(config: PreTrainedConfig) -> bool:
+    """Whether blocks choose among experts, so that the least rounding may decide which of two compute."""
+    return any("expert" in name and bool(value) for name, value in config.to_dict().items())
+
+
 def rope_depends_on_length(config: PreTrainedConfig) -> bool:
     """Whether rotary embeddings are chosen by the longest position of a batch (dynamic NTK, LongRoPE).
 

@@ -16,6 +16,8 @@ from swarm_protocol.dht import node as dht_node
 from swarm_protocol.dht.addresses import CONNECT_TIMEOUT_S, require_answer, tcp_target
 from swarm_protocol.dht.bootstrap import bootstrap, join_through, refused
 from swarm_protocol.dht.node import Listening
+from swarm_protocol.dht.notices.accusations import Accusations
+from swarm_protocol.dht.notices.revocations import Revocations
 from swarm_protocol.dht.records import (
     LIFETIME_S,
     MAX_LIFETIME_S,
@@ -27,7 +29,6 @@ from swarm_protocol.dht.records import (
     servers_key,
     short_id,
 )
-from swarm_protocol.dht.revocations import Revocations
 from swarm_protocol.dht.stored_records import BoundedStorage, owner_of, subkey_of
 from swarm_protocol.errors import NoSwarm
 from swarm_protocol.net.hivemind_parts import (
@@ -149,6 +150,10 @@ class Dht:
     def revocations(self) -> Revocations | None:
         """Those of a private swarm; None in others."""
         return None if self._access is None else Revocations(self._node, self._swarm, self._access)
+
+    def accusations(self, model: str) -> Accusations:
+        """Those of the servers of a model."""
+        return Accusations(lambda: self._node, self._swarm, model, self._identity, self._access)
 
     async def addresses(self) -> list[str]:
         """Multiaddrs under which others can join through this node."""

@@ -50,6 +50,7 @@ class ServerRecord:
     state: ServerState = ServerState.ONLINE
     quant: str = "none"
     dtype: str = "float32"
+    device: str = "cpu"
     tokens_per_s: float = 0.0
     cache_tokens_left: int = 0
     queue_delay_s: float = 0.0
@@ -81,6 +82,7 @@ class ServerRecord:
             state=self.state.name,
             quant=self.quant,
             dtype=self.dtype,
+            device=self.device,
             tokens_per_s=self.tokens_per_s,
             cache_tokens_left=self.cache_tokens_left,
             queue_delay_s=self.queue_delay_s,
@@ -121,7 +123,7 @@ class ServerRecord:
         ):
             if len(entries) > most:
                 raise ValueError(f"there are {len(entries)} {what}: expected at most {most}")
-        for kind in (message.quant, message.dtype):
+        for kind in (message.quant, message.dtype, message.device):
             if not _KIND.fullmatch(kind):
                 raise ValueError(f"{printable(kind, 40)!r} is no name of a kind of numbers: expected one such as int8")
         if len(message.tls_fingerprint) > _FINGERPRINT_BYTES:
@@ -140,6 +142,7 @@ class ServerRecord:
             state=ServerState(message.state),
             quant=message.quant,
             dtype=message.dtype,
+            device=message.device,
             tokens_per_s=min(message.tokens_per_s, MAX_BLOCKS_PER_S / len(span)),
             cache_tokens_left=message.cache_tokens_left,
             queue_delay_s=message.queue_delay_s,
@@ -214,6 +217,11 @@ def servers_key(swarm: str, model: str, shard: str = ROOT_SHARD) -> str:
 def revocations_key(swarm: str) -> str:
     """DHT key whose subkeys are the ids of grants that the organiser of a private swarm has revoked."""
     return f"swarm.v1/{swarm}/revocations"
+
+
+def accusations_key(swarm: str, model: str) -> str:
+    """DHT key whose subkeys are servers that have shown others to answer wrongly."""
+    return f"swarm.v1/{swarm}/accusations/{model}"
 
 
 def models_key(swarm: str, shard: int) -> str:

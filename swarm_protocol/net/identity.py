@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
 
+from cryptography.exceptions import UnsupportedAlgorithm
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import rsa
 from google.protobuf.message import DecodeError
@@ -136,7 +137,10 @@ def peer_id_of(public_key: bytes) -> str:
     Raises:
         ValueError: if it is no such key, or one that is too short to be trusted.
     """
-    key: rsa.RSAPublicKey = RSAPublicKey.from_bytes(public_key)._public_key
+    try:
+        key: rsa.RSAPublicKey = RSAPublicKey.from_bytes(public_key)._public_key
+    except (UnsupportedAlgorithm, AssertionError):
+        raise ValueError("the key is no RSA key") from None
     if not MIN_KEY_BITS <= key.key_size <= MAX_KEY_BITS:
         raise ValueError(f"the RSA key has {key.key_size} bits: expected {MIN_KEY_BITS} to {MAX_KEY_BITS}")
     return peer_id_of_key(key)

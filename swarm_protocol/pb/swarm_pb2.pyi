@@ -388,7 +388,7 @@ class ForwardRequest(_message.Message):
     def __init__(self, forward: _Optional[_Union[Forward, _Mapping]] = ..., more: _Optional[bytes] = ...) -> None: ...
 
 class Forward(_message.Message):
-    __slots__ = ("contract", "hidden", "attention_mask", "position_ids", "adapter", "dropout_seed", "keep_key", "packed")
+    __slots__ = ("contract", "hidden", "attention_mask", "position_ids", "adapter", "dropout_seed", "keep_key", "packed", "sign")
     CONTRACT_FIELD_NUMBER: _ClassVar[int]
     HIDDEN_FIELD_NUMBER: _ClassVar[int]
     ATTENTION_MASK_FIELD_NUMBER: _ClassVar[int]
@@ -397,6 +397,7 @@ class Forward(_message.Message):
     DROPOUT_SEED_FIELD_NUMBER: _ClassVar[int]
     KEEP_KEY_FIELD_NUMBER: _ClassVar[int]
     PACKED_FIELD_NUMBER: _ClassVar[int]
+    SIGN_FIELD_NUMBER: _ClassVar[int]
     contract: Contract
     hidden: Tensor
     attention_mask: AttentionMask
@@ -405,7 +406,8 @@ class Forward(_message.Message):
     dropout_seed: int
     keep_key: bytes
     packed: bool
-    def __init__(self, contract: _Optional[_Union[Contract, _Mapping]] = ..., hidden: _Optional[_Union[Tensor, _Mapping]] = ..., attention_mask: _Optional[_Union[AttentionMask, _Mapping]] = ..., position_ids: _Optional[_Union[Tensor, _Mapping]] = ..., adapter: _Optional[_Union[AdapterName, _Mapping]] = ..., dropout_seed: _Optional[int] = ..., keep_key: _Optional[bytes] = ..., packed: bool = ...) -> None: ...
+    sign: bool
+    def __init__(self, contract: _Optional[_Union[Contract, _Mapping]] = ..., hidden: _Optional[_Union[Tensor, _Mapping]] = ..., attention_mask: _Optional[_Union[AttentionMask, _Mapping]] = ..., position_ids: _Optional[_Union[Tensor, _Mapping]] = ..., adapter: _Optional[_Union[AdapterName, _Mapping]] = ..., dropout_seed: _Optional[int] = ..., keep_key: _Optional[bytes] = ..., packed: bool = ..., sign: bool = ...) -> None: ...
 
 class KeptForward(_message.Message):
     __slots__ = ("contract", "key")
@@ -428,14 +430,74 @@ class BackwardRequest(_message.Message):
     def __init__(self, forward: _Optional[_Union[Forward, _Mapping]] = ..., grad: _Optional[_Union[Tensor, _Mapping]] = ..., more: _Optional[bytes] = ..., kept: _Optional[_Union[KeptForward, _Mapping]] = ...) -> None: ...
 
 class TensorReply(_message.Message):
-    __slots__ = ("output", "more", "kept")
+    __slots__ = ("output", "more", "kept", "statement")
     OUTPUT_FIELD_NUMBER: _ClassVar[int]
     MORE_FIELD_NUMBER: _ClassVar[int]
     KEPT_FIELD_NUMBER: _ClassVar[int]
+    STATEMENT_FIELD_NUMBER: _ClassVar[int]
     output: Tensor
     more: bytes
     kept: bool
-    def __init__(self, output: _Optional[_Union[Tensor, _Mapping]] = ..., more: _Optional[bytes] = ..., kept: bool = ...) -> None: ...
+    statement: SignedStatement
+    def __init__(self, output: _Optional[_Union[Tensor, _Mapping]] = ..., more: _Optional[bytes] = ..., kept: bool = ..., statement: _Optional[_Union[SignedStatement, _Mapping]] = ...) -> None: ...
+
+class Statement(_message.Message):
+    __slots__ = ("peer_id", "model", "revision", "blocks", "quant", "dtype", "device", "input_digest", "sketch", "made_at")
+    PEER_ID_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    REVISION_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    QUANT_FIELD_NUMBER: _ClassVar[int]
+    DTYPE_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_FIELD_NUMBER: _ClassVar[int]
+    INPUT_DIGEST_FIELD_NUMBER: _ClassVar[int]
+    SKETCH_FIELD_NUMBER: _ClassVar[int]
+    MADE_AT_FIELD_NUMBER: _ClassVar[int]
+    peer_id: str
+    model: str
+    revision: str
+    blocks: Span
+    quant: str
+    dtype: str
+    device: str
+    input_digest: bytes
+    sketch: _containers.RepeatedScalarFieldContainer[float]
+    made_at: float
+    def __init__(self, peer_id: _Optional[str] = ..., model: _Optional[str] = ..., revision: _Optional[str] = ..., blocks: _Optional[_Union[Span, _Mapping]] = ..., quant: _Optional[str] = ..., dtype: _Optional[str] = ..., device: _Optional[str] = ..., input_digest: _Optional[bytes] = ..., sketch: _Optional[_Iterable[float]] = ..., made_at: _Optional[float] = ...) -> None: ...
+
+class SignedStatement(_message.Message):
+    __slots__ = ("content", "signature", "public_key")
+    CONTENT_FIELD_NUMBER: _ClassVar[int]
+    SIGNATURE_FIELD_NUMBER: _ClassVar[int]
+    PUBLIC_KEY_FIELD_NUMBER: _ClassVar[int]
+    content: bytes
+    signature: bytes
+    public_key: bytes
+    def __init__(self, content: _Optional[bytes] = ..., signature: _Optional[bytes] = ..., public_key: _Optional[bytes] = ...) -> None: ...
+
+class Evidence(_message.Message):
+    __slots__ = ("statement", "seed", "hidden_size")
+    STATEMENT_FIELD_NUMBER: _ClassVar[int]
+    SEED_FIELD_NUMBER: _ClassVar[int]
+    HIDDEN_SIZE_FIELD_NUMBER: _ClassVar[int]
+    statement: SignedStatement
+    seed: bytes
+    hidden_size: int
+    def __init__(self, statement: _Optional[_Union[SignedStatement, _Mapping]] = ..., seed: _Optional[bytes] = ..., hidden_size: _Optional[int] = ...) -> None: ...
+
+class AccuseReply(_message.Message):
+    __slots__ = ("is_shown",)
+    IS_SHOWN_FIELD_NUMBER: _ClassVar[int]
+    is_shown: bool
+    def __init__(self, is_shown: bool = ...) -> None: ...
+
+class Accusations(_message.Message):
+    __slots__ = ("evidence", "token")
+    EVIDENCE_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_FIELD_NUMBER: _ClassVar[int]
+    evidence: _containers.RepeatedCompositeFieldContainer[Evidence]
+    token: bytes
+    def __init__(self, evidence: _Optional[_Iterable[_Union[Evidence, _Mapping]]] = ..., token: _Optional[bytes] = ...) -> None: ...
 
 class DescribeRequest(_message.Message):
     __slots__ = ()
@@ -456,7 +518,7 @@ class EchoReply(_message.Message):
     def __init__(self, payload: _Optional[bytes] = ...) -> None: ...
 
 class ServerRecord(_message.Message):
-    __slots__ = ("peer_id", "wire_version", "software_version", "addresses", "model", "revision", "num_blocks", "blocks", "state", "quant", "dtype", "tokens_per_s", "cache_tokens_left", "queue_delay_s", "tls_fingerprint", "next_hop_rtts_s", "adapters", "max_request_bytes", "forward_tokens_per_s", "network_tokens_per_s", "pinned", "next_blocks", "token")
+    __slots__ = ("peer_id", "wire_version", "software_version", "addresses", "model", "revision", "num_blocks", "blocks", "state", "quant", "dtype", "tokens_per_s", "cache_tokens_left", "queue_delay_s", "tls_fingerprint", "next_hop_rtts_s", "adapters", "max_request_bytes", "forward_tokens_per_s", "network_tokens_per_s", "pinned", "next_blocks", "device", "token")
     class NextHopRttsSEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -486,6 +548,7 @@ class ServerRecord(_message.Message):
     NETWORK_TOKENS_PER_S_FIELD_NUMBER: _ClassVar[int]
     PINNED_FIELD_NUMBER: _ClassVar[int]
     NEXT_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_FIELD_NUMBER: _ClassVar[int]
     TOKEN_FIELD_NUMBER: _ClassVar[int]
     peer_id: str
     wire_version: int
@@ -509,8 +572,9 @@ class ServerRecord(_message.Message):
     network_tokens_per_s: float
     pinned: bool
     next_blocks: Span
+    device: str
     token: bytes
-    def __init__(self, peer_id: _Optional[str] = ..., wire_version: _Optional[int] = ..., software_version: _Optional[str] = ..., addresses: _Optional[_Iterable[str]] = ..., model: _Optional[str] = ..., revision: _Optional[str] = ..., num_blocks: _Optional[int] = ..., blocks: _Optional[_Union[Span, _Mapping]] = ..., state: _Optional[_Union[ServerState, str]] = ..., quant: _Optional[str] = ..., dtype: _Optional[str] = ..., tokens_per_s: _Optional[float] = ..., cache_tokens_left: _Optional[int] = ..., queue_delay_s: _Optional[float] = ..., tls_fingerprint: _Optional[bytes] = ..., next_hop_rtts_s: _Optional[_Mapping[str, float]] = ..., adapters: _Optional[_Iterable[str]] = ..., max_request_bytes: _Optional[int] = ..., forward_tokens_per_s: _Optional[float] = ..., network_tokens_per_s: _Optional[float] = ..., pinned: bool = ..., next_blocks: _Optional[_Union[Span, _Mapping]] = ..., token: _Optional[bytes] = ...) -> None: ...
+    def __init__(self, peer_id: _Optional[str] = ..., wire_version: _Optional[int] = ..., software_version: _Optional[str] = ..., addresses: _Optional[_Iterable[str]] = ..., model: _Optional[str] = ..., revision: _Optional[str] = ..., num_blocks: _Optional[int] = ..., blocks: _Optional[_Union[Span, _Mapping]] = ..., state: _Optional[_Union[ServerState, str]] = ..., quant: _Optional[str] = ..., dtype: _Optional[str] = ..., tokens_per_s: _Optional[float] = ..., cache_tokens_left: _Optional[int] = ..., queue_delay_s: _Optional[float] = ..., tls_fingerprint: _Optional[bytes] = ..., next_hop_rtts_s: _Optional[_Mapping[str, float]] = ..., adapters: _Optional[_Iterable[str]] = ..., max_request_bytes: _Optional[int] = ..., forward_tokens_per_s: _Optional[float] = ..., network_tokens_per_s: _Optional[float] = ..., pinned: bool = ..., next_blocks: _Optional[_Union[Span, _Mapping]] = ..., device: _Optional[str] = ..., token: _Optional[bytes] = ...) -> None: ...
 
 class Grant(_message.Message):
     __slots__ = ("swarm_key", "id", "role", "name", "peer_id", "granted_at", "expires_at")

@@ -74,6 +74,11 @@ class BlocksStub(object):
                 request_serializer=swarm__protocol_dot_pb_dot_swarm__pb2.BackwardRequest.SerializeToString,
                 response_deserializer=swarm__protocol_dot_pb_dot_swarm__pb2.TensorReply.FromString,
                 _registered_method=True)
+        self.Accuse = channel.unary_unary(
+                '/swarm.v1.Blocks/Accuse',
+                request_serializer=swarm__protocol_dot_pb_dot_swarm__pb2.Evidence.SerializeToString,
+                response_deserializer=swarm__protocol_dot_pb_dot_swarm__pb2.AccuseReply.FromString,
+                _registered_method=True)
         self.Describe = channel.unary_unary(
                 '/swarm.v1.Blocks/Describe',
                 request_serializer=swarm__protocol_dot_pb_dot_swarm__pb2.DescribeRequest.SerializeToString,
@@ -146,6 +151,14 @@ class BlocksServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Accuse(self, request, context):
+        """Shows that a server has answered wrongly over blocks that this one holds too, which computes them again and, if that
+        is so, publishes the evidence.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Describe(self, request, context):
         """The server's own record, for round-trip times and diagnosis.
         """
@@ -202,6 +215,11 @@ def add_BlocksServicer_to_server(servicer, server):
                     servicer.Backward,
                     request_deserializer=swarm__protocol_dot_pb_dot_swarm__pb2.BackwardRequest.FromString,
                     response_serializer=swarm__protocol_dot_pb_dot_swarm__pb2.TensorReply.SerializeToString,
+            ),
+            'Accuse': grpc.unary_unary_rpc_method_handler(
+                    servicer.Accuse,
+                    request_deserializer=swarm__protocol_dot_pb_dot_swarm__pb2.Evidence.FromString,
+                    response_serializer=swarm__protocol_dot_pb_dot_swarm__pb2.AccuseReply.SerializeToString,
             ),
             'Describe': grpc.unary_unary_rpc_method_handler(
                     servicer.Describe,
@@ -430,6 +448,33 @@ class Blocks(object):
             '/swarm.v1.Blocks/Backward',
             swarm__protocol_dot_pb_dot_swarm__pb2.BackwardRequest.SerializeToString,
             swarm__protocol_dot_pb_dot_swarm__pb2.TensorReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Accuse(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/swarm.v1.Blocks/Accuse',
+            swarm__protocol_dot_pb_dot_swarm__pb2.Evidence.SerializeToString,
+            swarm__protocol_dot_pb_dot_swarm__pb2.AccuseReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-WIRE_VERSION = 6
+WIRE_VERSION = 7
 
 PAGE_TOKENS = 32  # servers recognise equal prompts in pages of so many positions; chunks that begin at one share best
 

@@ -24,6 +24,7 @@ from swarm_server.placement.placement import (
     others_first,
     own_move,
 )
+from swarm_server.verification.liars import Liars
 
 _logger = logging.getLogger(__name__)
 _BLOCKS_OF_FREE, _BLOCKS_OF_GIVEN = 0.6, 0.8  # of memory; what is left is for keys and values
@@ -54,13 +55,15 @@ def num_hosted(starting: Starting) -> int:
 
 
 class PeerMonitor:
-    """The servers of the model's revision that is served here, without those that are known to be dead."""
+    """The servers of the model's revision that is served here, without those that are known to be dead, or to
+    answer wrongly."""
 
-    def __init__(self, joined: Joined, network_probe: NetworkProbe) -> None:
+    def __init__(self, joined: Joined, network_probe: NetworkProbe, liars: Liars) -> None:
         self._dht = joined.membership.dht
         self._checkpoint = joined.starting.checkpoint
         self._known_speeds = joined.starting.loader.known_speeds
         self._network_probe = network_probe
+        self._liars = liars
 
     async def servers(self) -> SwarmView:
         """All servers of the model, whether they answer or not."""
@@ -71,7 +74,11 @@ class PeerMonitor:
         view = await self.servers()
         kind = self._checkpoint.revision, WIRE_VERSION
         same = SwarmView(
-            within_addresses(server for server in view.servers if (server.revision, server.wire_version) == kind)
+            within_addresses(
+                server
+                for server in view.servers
+                if (server.revision, server.wire_version) == kind and server.peer_id not in self._liars
+            )
         )
         return await self._network_probe.living(same, own)
 

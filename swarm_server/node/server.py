@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import ipaddress
 import logging
+import time
 from contextlib import AsyncExitStack
 from functools import partial
 
@@ -12,11 +13,13 @@ import torch
 
 from swarm_protocol.checkpoints.checkpoint import Checkpoint
 from swarm_protocol.checkpoints.default_model import locate
+from swarm_protocol.checkpoints.family import has_experts
 from swarm_protocol.dht.records import REFRESH_S, ServerRecord
 from swarm_protocol.errors import SwarmError
 from swarm_protocol.net.tls import Certificate, ClientCredentials, pinned_channel
 from swarm_protocol.process.invocation import typed
 from swarm_protocol.process.local_registry import DEFAULT_SWARM, RENEW_S
+from swarm_protocol.verification.statements import Signer
 from swarm_server.core.access import ServerAccess
 from swarm_server.core.config import ServerConfig
 from swarm_server.machine.cores import CoreShare
@@ -33,6 +36,8 @@ from swarm_server.node.states import Joined, Starting
 from swarm_server.placement.placement import CHECK_S
 from swarm_server.rpc.registration import add_service
 from swarm_server.rpc.service import BlocksService
+from swarm_server.verification.judge import Judge
+from swarm_server.verification.liars import Liars
 
 _logger = logging.getLogger(__name__)
 _GRACE_S = 2.0  # for streams that are open when the server stops
@@ -65,7 +70,8 @@ class Server:
             starting = await _start(self.config, cleanup)
             joined = await _join(starting, cleanup)
             network_probe = NetworkProbe(starting.channels)
-            monitor = PeerMonitor(joined, network_probe)
+            liars = Liars()
+            monitor = PeerMonitor(joined, network_probe, liars)
             loading = joined.load(starting.span or await monitor.choose_span(num_hosted(starting)))
             presence = Presence(joined, network_probe, loading)
             losing_daemon = asyncio.ensure_future(presence.keep_daemon(self._stop.is_set))
@@ -79,12 +85,15 @@ class Server:
                 loading = await mover.settle(loading)
             idle_timeout_s = self.config.session_idle_timeout_s
             arrivals = Arrivals(self.config.incoming_bytes, self.config.stall_timeout_s, self.config.min_bytes_per_s)
+            judge = _judge(joined, presence, liars)
             service = BlocksService(
                 lambda: presence.sessions,
                 lambda: presence.record().to_proto(),
                 idle_timeout_s,
                 arrivals,
                 access=starting.access.control,
+                signer=Signer(starting.access.identity, lambda: presence.record().to_proto(), time.time),
+                judge=judge,
             )
             add_service(service, joined.grpc_server)
             cleanup.push_async_callback(mover.close)
@@ -94,12 +103,14 @@ class Server:
             await presence.publish()
             self.ready = True
             await _announce_ready(joined, presence.record(), cache_tokens)
-            await self._serve(presence, mover, losing_daemon)
+            await self._serve(presence, mover, judge, losing_daemon)
             await mover.drain()
         if losing_daemon.done() and not losing_daemon.cancelled():
             raise losing_daemon.result()
 
-    async def _serve(self, presence: Presence, mover: Mover, losing_daemon: asyncio.Task[SwarmError]) -> None:
+    async def _serve(
+        self, presence: Presence, mover: Mover, judge: Judge, losing_daemon: asyncio.Task[SwarmError]
+    ) -> None:
         """Until ``stop``, or until there is no libp2p daemon any more."""
         stopping = asyncio.ensure_future(self._stop.wait())
         tasks = [
@@ -108,6 +119,7 @@ class Server:
             asyncio.ensure_future(repeat(mover.measure_network, _PROBE_S)),
             asyncio.ensure_future(repeat(mover.rebalance, CHECK_S)),
             asyncio.ensure_future(repeat(presence.keep_revocations, (REFRESH_S, REFRESH_S))),
+            asyncio.ensure_future(repeat(judge.keep, (REFRESH_S, REFRESH_S))),
         ]
         try:
             await asyncio.wait([stopping, losing_daemon], return_when=asyncio.FIRST_COMPLETED)
@@ -144,6 +156,18 @@ async def _join(starting: Starting, cleanup: AsyncExitStack) -> Joined:
     cleanup.push_async_callback(grpc_server.stop, _GRACE_S)
     address = announced(membership.host, port, config.announce_address)
     return Joined(starting, membership, grpc_server, address, certificate.fingerprint)
+
+
+def _judge(joined: Joined, presence: Presence, liars: Liars) -> Judge:
+    checkpoint, access = joined.starting.checkpoint, joined.starting.access
+    return Judge(
+        lambda: None if presence.sessions is None else presence.sessions.services,
+        presence.record,
+        has_experts(checkpoint.config),
+        joined.membership.dht.accusations(checkpoint.name),
+        access.token,
+        liars,
+    )
 
 
 async def _announce_ready(joined: Joined, record: ServerRecord, cache_tokens: int) -> None:

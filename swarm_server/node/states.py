@@ -70,6 +70,7 @@ class Joined:
             state=ServerState.JOINING,
             quant=config.quant,
             dtype=str(self.starting.dtype).removeprefix("torch."),
+            device=self.starting.device.type,
             tls_fingerprint=self.tls_fingerprint,
             software_version=metadata.version("swarm-lm"),
             pinned=config.blocks is not None,

@@ -13,6 +13,7 @@ import torch
 from swarm_protocol.errors import RequestRejected
 from swarm_protocol.pb import swarm_pb2 as pb
 from swarm_protocol.span import Span
+from swarm_protocol.verification.statements import Signer
 from swarm_protocol.wire.adapters import Adapter, adapter_key
 from swarm_protocol.wire.block_input import BlockInput
 from swarm_protocol.wire.codec import encode, shown_shape
@@ -34,6 +35,7 @@ class _Pass:
     Attributes:
         trains_adapter: gradients of the adapter are wanted, not only through it.
         keep_key: under which the backward will name this forward; empty: nobody asks for it.
+        sign: a statement is wanted with the output.
     """
 
     blocks: Span
@@ -42,12 +44,16 @@ class _Pass:
     dropout: Dropout | None
     trains_adapter: bool
     keep_key: bytes
+    sign: bool
 
 
 async def forward(
-    services: SpanServices, client: Caller, incoming: Incoming, request: ExitStack
+    services: SpanServices, client: Caller, incoming: Incoming, request: ExitStack, signer: Signer | None = None
 ) -> list[pb.TensorReply]:
-    """``request``: until it is closed, the pass counts among what arrives; its output is about as large."""
+    """``request``: until it is closed, the pass counts among what arrives; its output is about as large.
+
+    ``signer`` makes the statement that may be asked for.
+    """
     with ExitStack() as uses:
         asked = await _read(services, (await incoming.first("forward")).forward, incoming, uses, request)
         kept = uses.enter_context(services.training.keeping(asked.blocks)) if asked.keep_key else None
@@ -57,7 +63,13 @@ async def forward(
             )
             for inputs, dropout in _few_rows(services.validator, asked)
         ]
-        first, *more = _in_parts(torch.cat(outputs))
+        output = torch.cat(outputs)
+        first, *more = _in_parts(output)
+        if asked.sign:
+            if signer is None:
+                raise RequestRejected("this server makes no statements")
+            statement = await asyncio.to_thread(signer.sign, asked.blocks, asked.inputs, output[0])
+            first.statement.CopyFrom(statement)
         first.kept = kept is not None and services.training.keep(asked.keep_key, kept)
         return [first, *more]
 
@@ -172,7 +184,9 @@ async def _read(
     inputs = _block_input(validator, message, await incoming.collect(arriving, request))
     dropout = Dropout(message.dropout_seed) if message.dropout_seed else None
     trains_adapter = message.adapter.WhichOneof("kind") == "key"
-    return _Pass(blocks, inputs, adapter, dropout, trains_adapter, message.keep_key)
+    if message.sign and (adapter is not None or dropout is not None or len(inputs.hidden) != 1):
+        raise RequestRejected("statements are made about one row, computed without an adapter")
+    return _Pass(blocks, inputs, adapter, dropout, trains_adapter, message.keep_key, message.sign)
 
 
 def _few_rows(validator: RequestValidator, asked: _Pass) -> Iterator[tuple[BlockInput, Dropout | None]]:

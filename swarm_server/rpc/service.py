@@ -17,6 +17,7 @@ from swarm_protocol.errors import AccessDenied, PeerBusy, PeerError, PeerMoved, 
 from swarm_protocol.net.tls import peer_of, token_of
 from swarm_protocol.pb import swarm_pb2 as pb
 from swarm_protocol.pb.swarm_pb2_grpc import BlocksServicer
+from swarm_protocol.verification.statements import Signer
 from swarm_protocol.wire.constants import MAX_ECHO_BYTES
 from swarm_protocol.wire.printable import printable
 from swarm_protocol.wire.status import status_of
@@ -28,6 +29,7 @@ from swarm_server.sessions.host import SessionManager
 from swarm_server.sessions.reading import StepReader, read_resent
 from swarm_server.sessions.services import SpanServices
 from swarm_server.sessions.sessions import HostedSession
+from swarm_server.verification.judge import Judge
 
 if TYPE_CHECKING:
     _Context = grpc.aio.ServicerContext[Any, Any]
@@ -67,10 +69,13 @@ class BlocksService(BlocksServicer):
         arrivals: Arrivals | None = None,
         client_of: Callable[[_Context], str] = _client_of,
         access: AccessControl | None = None,
+        signer: Signer | None = None,
+        judge: Judge | None = None,
     ) -> None:
         """``hosted``: the sessions of the blocks that are hosted at present; None while others are loaded.
 
         ``client_of`` stands for the network: the peer id of whoever calls. ``access`` is that of a private swarm.
+        Without ``signer`` and ``judge`` it makes no statements, and judges nobody.
         """
         self._hosted = hosted
         self._record = record
@@ -78,6 +83,8 @@ class BlocksService(BlocksServicer):
         self._arrivals = arrivals or Arrivals()
         self._client_of = client_of
         self._access = access
+        self._signer = signer
+        self._judge = judge
 
     async def Session(self, requests: AsyncIterator[pb.SessionRequest], context: _Context) -> None:
         writing = asyncio.Lock()  # an output's parts stay together
@@ -195,7 +202,7 @@ class BlocksService(BlocksServicer):
         async with self._answering(context) as client:
             incoming = Incoming(requests, self._arrivals.of(client))
             with ExitStack() as request:
-                for reply in await passes.forward(self._staying(), client, incoming, request):
+                for reply in await passes.forward(self._staying(), client, incoming, request, self._signer):
                     yield reply
 
     async def Backward(
@@ -206,6 +213,13 @@ class BlocksService(BlocksServicer):
             with ExitStack() as request:
                 for reply in await passes.backward(self._staying(), client, incoming, request):
                     yield reply
+
+    async def Accuse(self, request: pb.Evidence, context: _Context) -> pb.AccuseReply:
+        async with self._answering(context) as client:
+            self._present()
+            if self._judge is None:
+                raise RequestRejected("this server judges nobody")
+            return pb.AccuseReply(is_shown=await self._judge.judge(request, client))
 
     async def Describe(self, request: pb.DescribeRequest, context: _Context) -> pb.ServerRecord:
         async with self._answering(context):

@@ -23,6 +23,7 @@ DOOR = "door"  # the modules of a package that are in no room: its command line,
 LAYERS = {  # from the top: a room imports from those below it only
     "swarm_protocol": [
         [DOOR],
+        ["verification"],
         ["dht"],
         ["access"],
         ["net"],
@@ -37,6 +38,7 @@ LAYERS = {  # from the top: a room imports from those below it only
         ["generation"],
         ["model"],
         ["sessions", "passes", "monitor"],
+        ["verification"],
         ["swarm"],
         ["transport"],
         ["core", "routing", "failover", "adapters"],
@@ -45,6 +47,7 @@ LAYERS = {  # from the top: a room imports from those below it only
         [DOOR],
         ["node"],
         ["rpc"],
+        ["verification"],
         ["sessions"],
         ["engine"],
         ["training"],

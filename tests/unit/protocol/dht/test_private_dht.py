@@ -13,8 +13,8 @@ from swarm_protocol.access.organiser import OrganiserKey
 from swarm_protocol.access.tokens import Grant, Revocation, Role
 from swarm_protocol.dht import claims
 from swarm_protocol.dht.dht import Dht
+from swarm_protocol.dht.notices.revocations import Revocations
 from swarm_protocol.dht.records import ServerRecord, models_key, revocations_key, servers_key
-from swarm_protocol.dht.revocations import Revocations
 from swarm_protocol.dht.stored_records import Validator, is_admitted
 from swarm_protocol.net.hivemind_parts import DHTID, DHTRecord, MSGPackSerializer, get_dht_time
 from swarm_protocol.net.identity import Identity

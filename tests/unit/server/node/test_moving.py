@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from swarm_protocol.dht.records import ServerRecord, ServerState, SwarmView
 from swarm_protocol.errors import NoSwarm
@@ -19,6 +20,7 @@ from swarm_server.node import moving
 from swarm_server.node.moving import Mover, PeerMonitor, num_hosted
 from swarm_server.node.presence import Presence, repeat
 from swarm_server.node.states import Draining, Ended, Joined, Serving, Starting, Unloaded
+from swarm_server.verification.liars import Liars
 from tests.unit.support import run, server_record
 
 HERE, THERE = Span(0, 4), Span(4, 8)
@@ -120,10 +122,16 @@ class Life:
         self.membership = FakeMembership(self.dht)
         self.loader = FakeLoader(*broken)
         starting = Starting(
-            ServerConfig(**config), ServerAccess(None), checkpoint, None, "torch.float32", None, self.loader
+            ServerConfig(**config),
+            ServerAccess(None),
+            checkpoint,
+            torch.device("cpu"),
+            "torch.float32",
+            None,
+            self.loader,
         )
         self.joined = Joined(starting, self.membership, None, "127.0.0.1:1", b"")
-        self.monitor = PeerMonitor(self.joined, FakeProbe())
+        self.monitor = PeerMonitor(self.joined, FakeProbe(), Liars())
         self.loading = self.joined.load(HERE)
         self.presence = Presence(self.joined, FakeProbe(), self.loading)
         self.mover = Mover(starting, self.monitor, self.presence)

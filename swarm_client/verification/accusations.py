@@ -1,0 +1,151 @@
+"""What is told of servers that were found to answer wrongly, and what is believed of others who tell so.
+
+A client asks the server once more, with inputs that follow from a seed, and has it sign what it answers. Servers of the
+same blocks compute the same, and publish the evidence if they come to something else. Nobody needs to believe them: who
+reads of it has others compute it again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+import random
+import time
+from collections.abc import Sequence
+
+import torch
+
+from swarm_client.routing.routing import Hop
+from swarm_client.swarm.swarm import Swarm
+from swarm_client.transport.wire_tensor import WireTensor
+from swarm_client.verification.references import kind_of
+from swarm_protocol.dht.records import ServerRecord, short_id
+from swarm_protocol.errors import PeerError, SwarmError
+from swarm_protocol.span import Span
+from swarm_protocol.verification.evidence import Evidence, new_seed, probe
+from swarm_protocol.wire.block_input import BlockInput
+
+_JUDGES = 3  # servers that are told
+_WITNESSES = 2  # who are asked, beside the server that accuses, and must contradict the statement too
+_MAX_READ = 4  # accusations that are looked into, each time they are read
+_MAX_KNOWN = 4096
+_READ_EVERY_S = 30.0
+_logger = logging.getLogger(__name__)
+
+
+class Accusations:
+    """Of one client. Runs on the background loop."""
+
+    def __init__(self, swarm: Swarm) -> None:
+        self._swarm = swarm
+        self._chance = random.SystemRandom()
+        self._known: set[bytes] = set()  # digests of accusations that were looked into
+        self._slanderers: set[str] = set()  # who has published what turned out to be true
+
+    async def tell(self, liar: str, span: Span, hidden_size: int) -> bool:
+        """Shows other servers that this one answers wrongly over ``span``; whether some have found it to be so."""
+        record = self._swarm.record_of(liar)
+        if record is None:
+            return False
+        servers = [server for server in await self._swarm.usable_servers() if server.peer_id != liar]
+        judges = [server for server in servers if _overlap(server.span, span) is not None]
+        self._chance.shuffle(judges)
+        judges.sort(key=lambda server: kind_of(server) != kind_of(record))
+        shown = False
+        for judge in judges[:_JUDGES]:
+            part = _overlap(judge.span, span)
+            assert part is not None
+            try:
+                evidence = await self._evidence(record, part, hidden_size)
+                shown |= await (await self._swarm.server(judge)).accuse(evidence.message)
+            except (SwarmError, ValueError) as error:
+                _logger.info("server %s was not accused before %s: %s", record.short_id, judge.short_id, error)
+        return shown
+
+    async def read(self) -> None:
+        """Bans the servers that others have shown to answer wrongly, if still others say so too."""
+        accusations = await self._swarm.accusations()
+        self._chance.shuffle(accusations)
+        num_left = _MAX_READ
+        for publisher, message in accusations:
+            key = hashlib.sha256(message.SerializeToString(deterministic=True)).digest()
+            if key in self._known or publisher in self._slanderers or not num_left:
+                continue
+            if len(self._known) >= _MAX_KNOWN:
+                self._known.clear()
+            self._known.add(key)
+            num_left -= 1
+            try:
+                evidence = await asyncio.to_thread(Evidence.parse, message, time.time())
+            except ValueError as error:
+                self._slanderers.add(publisher)
+                _logger.info("server %s has published no evidence: %s", short_id(publisher), error)
+                continue
+            await self._judge(evidence, publisher)
+
+    async def keep_reading(self) -> None:
+        """While there are sessions."""
+        while not self._swarm.closed:
+            if self._swarm.sessions:
+                await self.read()
+            await asyncio.sleep(_READ_EVERY_S)
+
+    async def _evidence(self, record: ServerRecord, span: Span, hidden_size: int) -> Evidence:
+        """What the server signs now. Raises PeerError, or ValueError if it signs nothing of use."""
+        seed = new_seed()
+        inputs = probe(seed, hidden_size)
+        connection = await self._swarm.server(record)
+        _, statement = await connection.stated(span, inputs, WireTensor.of(inputs.hidden))
+        return Evidence.of(statement, seed, hidden_size, time.time())
+
+    async def _judge(self, evidence: Evidence, publisher: str) -> None:
+        statement, accused = evidence.statement, self._swarm.record_of(evidence.statement.peer_id)
+        if accused is None or self._swarm.is_banned(accused.peer_id):
+            return
+        if (statement.model, statement.revision) != (self._swarm.model, self._swarm.revision):
+            return
+        servers = [
+            server
+            for server in await self._swarm.usable_servers()
+            if _overlap(server.span, statement.span) == statement.span
+            and server.peer_id not in (accused.peer_id, publisher)
+        ]
+        contradictions = 0
+        for server in _alike_first(servers, accused, self._chance)[:_WITNESSES]:
+            output = await self._answer(Hop(server, statement.span), evidence.inputs)
+            excess = None if output is None else evidence.excess(output, kind_of(server), self._swarm.routed)
+            if excess is not None and excess < 1:
+                self._slanderers.add(publisher)
+                return
+            contradictions += excess is not None
+        if contradictions:
+            _logger.warning(
+                "server %s has answered wrongly over blocks %s, as %s has shown: it is not used any more",
+                accused.short_id,
+                statement.span,
+                short_id(publisher),
+            )
+            self._swarm.ban(accused.peer_id)
+
+    async def _answer(self, hop: Hop, inputs: BlockInput) -> torch.Tensor | None:
+        """[positions, hidden_size]; None if the server fails."""
+        try:
+            server = await self._swarm.server(hop.server)
+            output, _ = await server.stated(hop.span, inputs, WireTensor.of(inputs.hidden))
+            return output.decode(inputs.hidden.shape, inputs.hidden.dtype)[0]
+        except PeerError as error:
+            error.peer_id = error.peer_id or hop.server.peer_id
+            self._swarm.failed(error)
+        except SwarmError as error:
+            _logger.info("an accusation was not looked into: %s", error)
+        return None
+
+
+def _overlap(one: Span, other: Span) -> Span | None:
+    start, end = max(one.start, other.start), min(one.end, other.end)
+    return Span(start, end) if start < end else None
+
+
+def _alike_first(servers: Sequence[ServerRecord], accused: ServerRecord, chance: random.Random) -> list[ServerRecord]:
+    return sorted(servers, key=lambda server: (kind_of(server) != kind_of(accused), chance.random()))

@@ -1,0 +1,137 @@
+"""What one session's servers have answered lately, kept until it may be checked."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from swarm_client.adapters.snapshots import Snapshot
+from swarm_client.core.events import DoubtfulTokens, Reporter
+from swarm_client.routing.routing import Route
+from swarm_client.swarm.swarm import Swarm
+from swarm_client.verification.checker import checker_of
+from swarm_client.verification.checks import Sample
+from swarm_client.verification.verdict import Verdict
+from swarm_protocol.verification.comparison import MIN_POSITIONS
+from swarm_protocol.wire.block_input import BlockInput
+
+FIRST_OUTPUTS = 8  # that are asked for at the first step, though fewer may be used
+_MOST_OUTPUTS = 256  # positions that are kept
+_MOST_ROUNDS = 8  # checks of one step, each of which has shown that some server lies
+
+
+class SessionChecks:
+    """Of one session. Runs on the background loop.
+
+    The first answers of a server are held back until they are checked. A random share of all others is checked
+    meanwhile, beside the session.
+    """
+
+    def __init__(self, swarm: Swarm, reporter: Reporter) -> None:
+        self._swarm = swarm
+        self._reporter = reporter
+        self._checker = checker_of(swarm)
+        self._hops: Route = ()
+        self._is_first_chain = True
+        self._repairs = 0  # recoveries and moves so far
+        self._outputs: list[torch.Tensor] = []  # each [batch, positions, hidden_size], the last ones of the session
+        self._length = 0
+        self._good_length = 0  # positions whose outputs passed, or came before what did
+        self._blamed: frozenset[str] = frozenset()  # whose tokens have been called doubtful already
+
+    @property
+    def are_made(self) -> bool:
+        return self._checker.share > 0
+
+    def num_asked(self, num_wanted: int, num_tokens: int) -> int:
+        """How many outputs to ask for, so that there is enough to compare."""
+        if self.are_made and not self._outputs:
+            return max(num_wanted, min(num_tokens, FIRST_OUTPUTS))
+        return num_wanted
+
+    def distrusts(self, hops: Route) -> bool:
+        """Whether the session must leave its servers: one of them was found to answer wrongly."""
+        found = frozenset(hop.server.peer_id for hop in hops if self._swarm.is_banned(hop.server.peer_id))
+        if found:
+            self._call_doubtful(found)
+        return bool(found)
+
+    def begin_again(self) -> None:
+        """The session's next servers learn everything from the client."""
+        self._hops, self._is_first_chain, self._outputs = (), True, []
+
+    async def accept(
+        self,
+        hops: Route,
+        rows: Callable[[int], BlockInput],
+        outputs: torch.Tensor,
+        num_tokens: int,
+        length: int,
+        adapter: Snapshot,
+        changed: bool,
+    ) -> bool:
+        """Whether a step's outputs may be used; if not, its servers must not go on.
+
+        Args:
+            rows: all inputs of one row of the session, [1, length, hidden_size], the step's among them.
+            outputs: [batch, asked, hidden_size], of the step's last positions.
+            num_tokens: positions that the step has added, for every row; ``length``: of the session now.
+            changed: rows were reordered or cropped before the step.
+        """
+        self._checker.start()
+        self._keep(hops, outputs, num_tokens, length, changed)
+        if sum(kept.shape[1] for kept in self._outputs) < MIN_POSITIONS:
+            return True
+        batch_size = len(outputs)
+        for _ in range(_MOST_ROUNDS):
+            is_new = self._checker.has_new(hops)
+            if not is_new and not self._checker.draws(num_tokens * batch_size, length):
+                return True
+            row = self._checker.row(batch_size)
+            kept = torch.cat([tensor[row] for tensor in self._outputs])
+            sample = Sample(hops, rows(row), kept, adapter, self._is_first_chain)
+            wait_s = self._swarm.config.timeouts.check_s if is_new else 0.0
+            verdict = await self._checker.check(
+                sample, self._reporter, wait_s=wait_s, then=lambda found: self._learn(found, length)
+            )
+            if verdict is None:
+                return True
+            if any(hop.server.peer_id in verdict.distrusted for hop in hops):
+                if self._good_length < length - num_tokens:  # what came before was handed out already
+                    self._call_doubtful(verdict.distrusted, length - num_tokens)
+                return False
+            if not verdict.lies:
+                if verdict.passed:
+                    self._good_length = length
+                return True
+        return True
+
+    def _learn(self, verdict: Verdict, length: int) -> None:
+        found = frozenset(hop.server.peer_id for hop in self._hops) & verdict.distrusted
+        if found:
+            self._call_doubtful(found)
+        elif verdict.passed and not verdict.distrusted:
+            self._good_length = max(self._good_length, length)
+
+    def _call_doubtful(self, servers: frozenset[str], end: int | None = None) -> None:
+        end = self._length if end is None else end
+        if servers <= self._blamed or end <= self._good_length:
+            return
+        self._blamed |= servers
+        self._reporter.report(DoubtfulTokens(tuple(sorted(servers)), self._good_length, end))
+
+    def _keep(self, hops: Route, outputs: torch.Tensor, num_tokens: int, length: int, changed: bool) -> None:
+        stats, before = self._reporter.stats, self._hops
+        repairs, self._repairs = self._repairs, stats.recoveries + stats.moves
+        self._good_length = min(self._good_length, length - num_tokens)
+        self._hops, self._length = hops, length
+        same = [hop.server.peer_id for hop in hops] == [hop.server.peer_id for hop in before]
+        if before and (not same or repairs != self._repairs):
+            self._is_first_chain, self._outputs = False, []
+            return  # nobody knows which of them has answered what
+        if changed or outputs.shape[1] < num_tokens:
+            self._outputs.clear()
+        self._outputs.append(outputs)
+        while sum(kept.shape[1] for kept in self._outputs[1:]) >= _MOST_OUTPUTS:
+            del self._outputs[0]

@@ -1,0 +1,1 @@
+"""What stands in the DHT beside the records of servers: revoked memberships, and servers that answer wrongly."""

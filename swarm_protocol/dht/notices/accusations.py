@@ -1,0 +1,61 @@
+"""Who has shown which servers to answer wrongly, in the DHT: every server publishes what it has found itself."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+
+from google.protobuf.message import DecodeError
+
+from swarm_protocol.access.access_control import AccessControl
+from swarm_protocol.dht.records import LIFETIME_S, accusations_key
+from swarm_protocol.dht.stored_records import owner_of, subkey_of
+from swarm_protocol.net.hivemind_parts import DHTNode, get_dht_time
+from swarm_protocol.net.identity import Identity
+from swarm_protocol.pb import swarm_pb2 as pb
+
+MAX_EVIDENCE = 4  # of one server: what a record of the DHT has room for
+_PUBLISH_TIMEOUT_S = 10.0
+_logger = logging.getLogger(__name__)
+
+
+class Accusations:
+    """Those of the servers of one model."""
+
+    def __init__(
+        self, node: Callable[[], DHTNode], swarm: str, model: str, identity: Identity, access: AccessControl | None
+    ) -> None:
+        """``node``: that of this process at present."""
+        self._node = node
+        self._key = accusations_key(swarm, model)
+        self._subkey = subkey_of(identity)
+        self._access = access
+
+    async def read(self) -> list[tuple[str, pb.Evidence]]:
+        """Evidence, which nobody has checked, and the peer ids of who has published it."""
+        entry = await self._node().get(self._key, latest=True)
+        items = entry.value if entry is not None and isinstance(entry.value, dict) else {}
+        found = []
+        for subkey, item in items.items():
+            try:
+                publisher, message = owner_of(subkey), pb.Accusations.FromString(item.value)
+            except (ValueError, TypeError, DecodeError) as error:
+                _logger.debug("ignored accusations: %r", error)
+                continue
+            if self._access is None or self._access.is_server(publisher, message.token):
+                found += [(publisher, evidence) for evidence in message.evidence[:MAX_EVIDENCE]]
+        return found
+
+    async def publish(self, evidence: Sequence[pb.Evidence], token: bytes) -> bool:
+        """Replaces what this peer has published before; returns whether some node took it.
+
+        ``token``: of a member of a private swarm. The last ``MAX_EVIDENCE`` are published.
+        """
+        message = pb.Accusations(evidence=evidence[-MAX_EVIDENCE:], token=token)
+        expires_at = get_dht_time() + LIFETIME_S
+        storing = self._node().store(self._key, message.SerializeToString(), expires_at, subkey=self._subkey)
+        try:
+            return bool(await asyncio.wait_for(storing, _PUBLISH_TIMEOUT_S))
+        except TimeoutError:  # hivemind waits for ever for a daemon that is gone
+            return False

@@ -1,0 +1,115 @@
+"""Finds out whether other servers answer wrongly over the blocks that are hosted here, and publishes the evidence."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from functools import partial
+
+from swarm_protocol.dht.notices.accusations import Accusations
+from swarm_protocol.dht.records import ServerRecord, short_id
+from swarm_protocol.errors import RequestRejected, SwarmError
+from swarm_protocol.pb import swarm_pb2 as pb
+from swarm_protocol.verification.comparison import Kind
+from swarm_protocol.verification.evidence import Evidence
+from swarm_protocol.verification.statements import SKETCH_POSITIONS
+from swarm_protocol.wire.printable import printable
+from swarm_server.net.shares import Caller
+from swarm_server.sessions.services import SpanServices
+from swarm_server.verification.liars import Liars
+
+_MAX_KNOWN = 4096  # accusations that were judged
+_MAX_READ = 8  # new ones of others, at a time
+_logger = logging.getLogger(__name__)
+
+
+class Judge:
+    """What one server knows of others' wrong answers. It believes what it has computed itself."""
+
+    def __init__(
+        self,
+        services: Callable[[], SpanServices | None],
+        record: Callable[[], ServerRecord],
+        routed: bool,
+        accusations: Accusations,
+        token: bytes,
+        liars: Liars,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        """
+        Args:
+            services: those of the blocks that are hosted at present.
+            record: of this server, as it is now.
+            routed: whether the model's blocks choose among experts.
+            token: of a member of a private swarm.
+            liars: told of those that were shown to answer wrongly.
+            clock: Unix time in seconds.
+        """
+        self._services = services
+        self._record = record
+        self._routed = routed
+        self._accusations = accusations
+        self._token = token
+        self._clock = clock
+        self._liars = liars
+        self._known: OrderedDict[bytes, bool] = OrderedDict()  # digests of what was judged, and how
+
+    async def judge(self, message: pb.Evidence, client: Caller) -> bool:
+        """Whether the evidence shows that a server has answered wrongly; computing it is work for ``client``.
+
+        Raises:
+            RequestRejected: it is no evidence, or about other blocks than those hosted here.
+            PeerBusy: too much work waits.
+        """
+        key = hashlib.sha256(message.SerializeToString(deterministic=True)).digest()
+        if key in self._known:
+            return self._known[key]
+        try:
+            evidence = await asyncio.to_thread(Evidence.parse, message, self._clock())
+        except ValueError as error:
+            raise RequestRejected(str(error)) from None
+        shown = await self._is_shown(evidence, client)
+        self._known[key] = shown
+        if len(self._known) > _MAX_KNOWN:
+            self._known.popitem(last=False)
+        if shown:
+            statement = evidence.statement
+            _logger.warning("server %s answers wrongly over blocks %s", short_id(statement.peer_id), statement.span)
+            self._liars.add(evidence)
+            await self._publish()
+        return shown
+
+    async def keep(self) -> None:
+        """Judges what others have published, and publishes again what this server has found itself."""
+        others = [found for publisher, found in await self._accusations.read() if publisher != self._record().peer_id]
+        for message in others[:_MAX_READ]:
+            try:
+                await self.judge(message, Caller(self._record().peer_id))
+            except SwarmError as error:
+                _logger.debug("an accusation was not judged: %s", printable(str(error)))
+        await self._publish()
+
+    async def _is_shown(self, evidence: Evidence, client: Caller) -> bool:
+        """Raises RequestRejected."""
+        services, own, statement = self._services(), self._record(), evidence.statement
+        if services is None or not (own.span.start <= statement.span.start and statement.span.end <= own.span.end):
+            raise RequestRejected("evidence is about other blocks than this server hosts")
+        if (statement.model, statement.revision) != (own.model, own.revision):
+            raise RequestRejected("evidence is about another model than this server hosts")
+        if evidence.inputs.hidden.shape[-1] != services.engine.hidden_size:
+            raise RequestRejected("evidence is about hidden states of another size than the model's")
+        if statement.peer_id == own.peer_id:
+            raise RequestRejected("evidence is about this server itself")
+        compute = partial(services.engine.stateless.forward, statement.span, evidence.inputs)
+        output = await services.scheduler.train(compute, client, SKETCH_POSITIONS)
+        excess = evidence.excess(output[0], Kind(own.quant, own.dtype, own.device), self._routed)
+        return excess is not None and excess >= 1
+
+    async def _publish(self) -> None:
+        messages = [evidence.message for evidence in self._liars.evidence()]
+        if messages and not await self._accusations.publish(messages, self._token):
+            _logger.info("the swarm did not take this server's accusations; trying again later")

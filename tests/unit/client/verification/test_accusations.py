@@ -1,0 +1,172 @@
+"""Who lies is shown to others with evidence; what others say is believed only if still others compute it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from swarm_client.transport.wire_tensor import WireTensor
+from swarm_client.verification.accusations import Accusations
+from swarm_protocol.dht.records import ServerRecord
+from swarm_protocol.errors import PeerUnavailable
+from swarm_protocol.net.identity import Identity
+from swarm_protocol.pb import swarm_pb2 as pb
+from swarm_protocol.span import Span
+from swarm_protocol.verification.comparison import Kind
+from swarm_protocol.verification.evidence import Evidence, new_seed, probe
+from swarm_protocol.verification.statements import Signer
+from swarm_protocol.wire.block_input import BlockInput
+from tests.unit.client.verification.test_checks import HIDDEN, Lying, honest, scaled, true, zeros
+from tests.unit.support import run, server_record
+
+
+@pytest.fixture(scope="module")
+def identities() -> Iterator[list[Identity]]:
+    yield [Identity.generate() for _ in range(5)]
+
+
+class World:
+    """A swarm of servers, of which some lie, seen by one client; ``banned``: by it."""
+
+    model, revision, routed, closed, sessions = "model", "revision", False, False, ()
+
+    def __init__(self, identities: list[Identity], *blocks: str, lying: dict[int, Lying] | None = None) -> None:
+        self.identities = identities[: len(blocks)]
+        self.records = [
+            server_record(identity.peer_id, span) for identity, span in zip(self.identities, blocks, strict=True)
+        ]
+        self.lying = {self.records[number].peer_id: lie for number, lie in (lying or {}).items()}
+        self.banned: set[str] = set()
+        self.accused: list[tuple[str, Evidence]] = []  # before whom
+        self.published: list[tuple[str, pb.Evidence]] = []
+        self.gone = ""
+        self.failures: list[str] = []
+
+    def peer_id(self, number: int) -> str:
+        return self.records[number].peer_id
+
+    async def usable_servers(self) -> list[ServerRecord]:
+        return [record for record in self.records if record.peer_id not in self.banned]
+
+    def record_of(self, peer_id: str) -> ServerRecord | None:
+        return next((record for record in self.records if record.peer_id == peer_id), None)
+
+    async def server(self, record: ServerRecord) -> Connection:
+        return Connection(self, record)
+
+    async def accusations(self) -> list[tuple[str, pb.Evidence]]:
+        return list(self.published)
+
+    def ban(self, peer_id: str) -> None:
+        self.banned.add(peer_id)
+
+    def is_banned(self, peer_id: str) -> bool:
+        return peer_id in self.banned
+
+    def failed(self, error: PeerUnavailable) -> None:
+        self.failures.append(error.peer_id)
+
+    def tell(self, number: int, span: str) -> bool:
+        accusations = Accusations(self)  # type: ignore[arg-type]
+        return run(accusations.tell(self.peer_id(number), Span.parse(span), HIDDEN))
+
+    def evidence(self, number: int, lie: Lying, span: str = "0:8") -> pb.Evidence:
+        """What a server has signed when it lied."""
+        seed, record, blocks = new_seed(), self.records[number], Span.parse(span)
+        inputs = probe(seed, HIDDEN)
+        signer = Signer(self.identities[number], record.to_proto, time.time)
+        statement = signer.sign(blocks, inputs, lie(true(blocks, inputs.hidden[0])))
+        return pb.Evidence(statement=statement, seed=seed, hidden_size=HIDDEN)
+
+
+class Connection:
+    def __init__(self, world: World, record: ServerRecord) -> None:
+        self._world, self._record = world, record
+
+    async def stated(self, span: Span, inputs: BlockInput, _: WireTensor) -> tuple[WireTensor, pb.SignedStatement]:
+        world, record = self._world, self._record
+        if record.peer_id == world.gone:
+            raise PeerUnavailable("gone")
+        output = world.lying.get(record.peer_id, honest)(true(span, inputs.hidden[0]))
+        identity = world.identities[world.records.index(record)]
+        return WireTensor.of(output[None]), Signer(identity, record.to_proto, time.time).sign(span, inputs, output)
+
+    async def accuse(self, message: pb.Evidence) -> bool:
+        evidence = Evidence.parse(message, time.time())
+        self._world.accused.append((self._record.peer_id, evidence))
+        output = true(evidence.statement.span, evidence.inputs.hidden[0])
+        return (evidence.excess(output, Kind("none", "float32"), False) or 0) >= 1
+
+
+@pytest.mark.parametrize("lie", [scaled, zeros])
+def test_a_liar_is_shown_to_those_who_can_tell(identities, lie: Lying) -> None:
+    """Each hears of the blocks that it holds."""
+    world = World(identities, "0:8", "0:4", "4:8", "6:8", lying={0: lie})
+    assert world.tell(0, "2:8")
+    heard = {judge: str(evidence.statement.span) for judge, evidence in world.accused}
+    assert heard == {world.peer_id(1): "2:4", world.peer_id(2): "4:8", world.peer_id(3): "6:8"}
+    assert all(evidence.statement.peer_id == world.peer_id(0) for _, evidence in world.accused)
+
+
+def test_who_lies_no_more_when_asked_to_sign_is_not_shown(identities) -> None:
+    world = World(identities, "0:8", "0:8")
+    assert not world.tell(0, "0:8")
+
+
+def test_one_that_has_gone_is_not_accused(identities) -> None:
+    world = World(identities, "0:8", "0:8")
+    world.gone = world.peer_id(0)
+    assert not world.tell(0, "0:8") and not world.accused
+    assert not run(Accusations(world).tell("unknown", Span(0, 8), HIDDEN))  # type: ignore[arg-type]
+
+
+def test_what_others_confirm_is_believed(identities) -> None:
+    world = World(identities, "0:8", "0:8", "0:8", "0:8")
+    world.published = [(world.peer_id(1), world.evidence(0, scaled))]
+    run(Accusations(world).read())  # type: ignore[arg-type]
+    assert world.banned == {world.peer_id(0)}
+
+
+def test_a_false_accusation_bans_nobody_and_its_author_is_not_heard_again(identities) -> None:
+    world = World(identities, "0:8", "0:8", "0:8", "0:8")
+    accusations = Accusations(world)  # type: ignore[arg-type]
+    world.published = [(world.peer_id(1), world.evidence(0, honest))]
+    run(accusations.read())
+    world.published = [(world.peer_id(1), world.evidence(2, scaled))]
+    run(accusations.read())
+    assert not world.banned
+    forged = world.evidence(0, scaled)
+    forged.statement.signature = b"forged"
+    world.published = [(world.peer_id(3), forged)]
+    run(accusations.read())
+    assert not world.banned
+
+
+def test_without_another_that_confirms_it_nobody_is_believed(identities) -> None:
+    world = World(identities, "0:8", "0:8", "0:4")
+    world.published = [(world.peer_id(1), world.evidence(0, scaled))]
+    run(Accusations(world).read())  # type: ignore[arg-type]
+    assert not world.banned
+
+
+def test_liars_who_confirm_a_false_accusation_need_to_be_all_who_are_asked(identities) -> None:
+    """One honest witness clears the accused."""
+    world = World(identities, "0:8", "0:8", "0:8", "0:8", lying={2: zeros})
+    world.published = [(world.peer_id(1), world.evidence(0, honest))]
+    run(Accusations(world).read())  # type: ignore[arg-type]
+    assert not world.banned
+
+
+def test_a_witness_that_fails_is_left_out(identities) -> None:
+    world = World(identities, "0:8", "0:8", "0:8", "0:8")
+    world.gone = world.peer_id(2)
+    world.published = [(world.peer_id(1), world.evidence(0, scaled))]
+    run(Accusations(world).read())  # type: ignore[arg-type]
+    assert world.banned == {world.peer_id(0)} and world.failures == [world.gone]
+    world = World(identities, "0:8", "0:8", "0:8")
+    world.gone = world.peer_id(2)
+    world.published = [(world.peer_id(1), world.evidence(0, scaled))]
+    run(Accusations(world).read())  # type: ignore[arg-type]
+    assert not world.banned

@@ -1,0 +1,140 @@
+"""When a check is made, and what is done about what it finds."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Coroutine
+
+import pytest
+
+from swarm_client.core.config import CHECK_SHARE, ClientConfig
+from swarm_client.core.events import Reporter, WrongAnswers
+from swarm_client.verification.checker import Checker
+from swarm_client.verification.verdict import Verdict
+from swarm_protocol.errors import PeerError
+from tests.unit.client.verification.test_checks import Servers, scaled
+from tests.unit.support import run
+
+PEER = "/ip4/127.0.0.1/tcp/1/p2p/QmYyQSo1c1Ym7orWxLYvCrM2EmxFTANf8wXmmE7DWjhx5N"
+
+
+class Swarm(Servers):
+    """``failed``, ``banned``: peer ids that the checker has named."""
+
+    def __init__(self, *blocks: str, **options) -> None:
+        super().__init__(*blocks, **options)
+        self.config = ClientConfig(check_share=0.5)
+        self.failed_ids: list[str] = []
+        self.banned: dict[str, float] = {}
+        self.spawned: list[str] = []
+
+    def failed(self, error: PeerError) -> None:
+        self.failed_ids.append(error.peer_id)
+        self.records = [record for record in self.records if record.peer_id != error.peer_id]
+
+    def spawn(self, coroutine: Coroutine) -> None:
+        """What the checker starts beside is not run here."""
+        self.spawned.append(coroutine.__name__)
+        coroutine.close()
+
+    def ban(self, peer_id: str, duration_s: float = float("inf")) -> None:
+        self.banned[peer_id] = duration_s
+
+
+async def checked(checker: Checker, sample, events: list, wait_s: float = 5.0) -> Verdict | None:
+    return await checker.check(sample, Reporter(events.append), wait_s=wait_s, then=events.append)
+
+
+def test_a_server_is_new_until_it_was_checked() -> None:
+    async def scenario() -> None:
+        swarm = Swarm("0:8", "0:8")
+        checker, sample = Checker(swarm), swarm.sample("a")  # type: ignore[arg-type]
+        assert checker.has_new(sample.hops)
+        events: list = []
+        assert await checked(checker, sample, events) == Verdict(frozenset("a"))
+        assert not checker.has_new(sample.hops) and checker.has_new(swarm.sample("b").hops)
+        assert not events
+
+    run(scenario())
+
+
+def test_who_lies_is_banned_and_reported_once() -> None:
+    async def scenario() -> None:
+        swarm = Swarm("0:8", "0:8", "0:8", lying={"a": scaled})
+        checker = Checker(swarm)  # type: ignore[arg-type]
+        await checked(checker, swarm.sample("a", lying=scaled, by="a"), events := [])
+        assert swarm.banned == {"a": float("inf")}
+        assert swarm.spawned == ["tell"]
+        (event,) = events
+        assert isinstance(event, WrongAnswers) and event.server == "a" and set(event.witnesses) == {"b", "c"}
+
+    run(scenario())
+
+
+def test_suspects_are_left_out_for_a_while() -> None:
+    async def scenario() -> None:
+        swarm = Swarm("0:4", "4:8", "0:4", "4:8")
+        checker = Checker(swarm)  # type: ignore[arg-type]
+        await checked(checker, swarm.sample("a", "b", lying=scaled, by="a"), events := [])
+        assert swarm.banned == {"a": 600.0, "b": 600.0} and not events
+
+    run(scenario())
+
+
+def test_one_that_does_not_answer_is_left_out_and_another_is_asked() -> None:
+    async def scenario() -> None:
+        swarm = Swarm("0:8", "0:8", "0:4", "4:8", gone="b")
+        verdict = await checked(Checker(swarm), swarm.sample("a"), [])  # type: ignore[arg-type]
+        assert verdict == Verdict(frozenset("a")) and swarm.failed_ids == ["b"]
+
+    run(scenario())
+
+
+def test_what_cannot_be_checked_is_said_once(caplog) -> None:
+    async def scenario() -> None:
+        swarm = Swarm("0:8")
+        checker, sample = Checker(swarm), swarm.sample("a")  # type: ignore[arg-type]
+        for _ in range(3):
+            assert not (await checked(checker, sample, []) or Verdict()).passed
+        assert not checker.has_new(sample.hops)  # at present nobody else is there to ask
+
+    with caplog.at_level(logging.WARNING):
+        run(scenario())
+    assert [record.message for record in caplog.records] == ["blocks 0:8 cannot be checked: no second server has them"]
+
+
+def test_a_check_that_takes_long_goes_on_beside() -> None:
+    async def scenario() -> None:
+        swarm = Swarm("0:8", "0:8")
+        released, usable = asyncio.Event(), swarm.usable_servers
+
+        async def late():
+            await released.wait()
+            return await usable()
+
+        swarm.usable_servers = late  # type: ignore[method-assign]
+        checker = Checker(swarm)  # type: ignore[arg-type]
+        events: list = []
+        assert await checked(checker, swarm.sample("a"), events, wait_s=0.01) is None
+        assert checker.is_busy and not checker.draws(1000, 1)
+        released.set()
+        while not events:
+            await asyncio.sleep(0)
+        assert events == [Verdict(frozenset("a"))] and not checker.is_busy
+
+    run(scenario())
+
+
+def test_of_all_positions_a_share_is_computed_again() -> None:
+    checker = Checker(Swarm("0:8", "0:8"))  # type: ignore[arg-type]
+    length, new, steps = 100, 10, 20_000
+    computed = sum(length for _ in range(steps) if checker.draws(new, length))
+    assert computed == pytest.approx(0.5 * new * steps, rel=0.2)  # 6 standard deviations
+
+
+def test_by_default_a_swarm_of_others_is_checked_and_ones_own_is_not() -> None:
+    swarm = Swarm("0:8")
+    for config, share in ((ClientConfig(), 0.0), (ClientConfig(initial_peers=(PEER,)), CHECK_SHARE)):
+        swarm.config = config
+        assert Checker(swarm).share == share  # type: ignore[arg-type]

@@ -1,0 +1,209 @@
+"""Who lies is found, and nobody else: checks against servers that do not exist, of blocks that are rotations."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from swarm_client.adapters.snapshots import NOTHING
+from swarm_client.core.config import ClientConfig
+from swarm_client.routing.routing import Hop, Route
+from swarm_client.transport.wire_tensor import WireTensor
+from swarm_client.verification.checks import Check, Sample
+from swarm_client.verification.references import others, references
+from swarm_client.verification.verdict import Disagreement, Lie, Verdict
+from swarm_protocol.dht.records import ServerRecord
+from swarm_protocol.errors import PeerUnavailable
+from swarm_protocol.pb import swarm_pb2 as pb
+from swarm_protocol.span import Span
+from swarm_protocol.wire.block_input import BlockInput
+from tests.unit.support import run, server_record
+
+Lying = Callable[[torch.Tensor], torch.Tensor]
+HIDDEN, TOKENS = 32, 12
+WEIGHTS = torch.randn(8, HIDDEN, HIDDEN, generator=torch.Generator().manual_seed(0)) / HIDDEN**0.5
+
+
+def true(span: Span, hidden: torch.Tensor) -> torch.Tensor:
+    for block in span:
+        hidden = hidden + torch.tanh(hidden @ WEIGHTS[block])
+    return hidden
+
+
+def honest(hidden: torch.Tensor) -> torch.Tensor:
+    return hidden
+
+
+def scaled(hidden: torch.Tensor) -> torch.Tensor:
+    return 1.01 * hidden
+
+
+def zeros(hidden: torch.Tensor) -> torch.Tensor:
+    return torch.zeros_like(hidden)
+
+
+class Servers:
+    """A swarm as a check sees it. ``lying``: what servers make of their answers, by peer id."""
+
+    config, routed = ClientConfig(), False
+
+    def __init__(self, *blocks: str, lying: dict[str, Lying] | None = None, gone: str = "") -> None:
+        names = "abcdefgh"
+        self.records = [server_record(name, span) for name, span in zip(names, blocks, strict=False)]
+        self.lying, self.gone = lying or {}, gone
+        self.asked: list[str] = []
+
+    async def usable_servers(self) -> list[ServerRecord]:
+        return self.records
+
+    async def server(self, record: ServerRecord) -> Connection:
+        return Connection(self, record)
+
+    def hop(self, name: str, blocks: str | None = None) -> Hop:
+        (record,) = (record for record in self.records if record.peer_id == name)
+        return Hop(record, record.span if blocks is None else Span.parse(blocks))
+
+    def sample(self, *names: str, lying: Lying = honest, by: str = "", is_first_chain: bool = True) -> Sample:
+        """Of a session through these servers; ``by`` lies in it."""
+        hops = tuple(self.hop(name) for name in names)
+        hidden = torch.randn(1, TOKENS, HIDDEN, generator=torch.Generator().manual_seed(1))
+        outputs = hidden
+        for hop in hops:
+            outputs = true(hop.span, outputs)
+            outputs = lying(outputs) if hop.server.peer_id == by else outputs
+        return Sample(hops, BlockInput(hidden), outputs[0, -8:], NOTHING, is_first_chain)
+
+    def verdict(self, sample: Sample) -> Verdict:
+        return run(Check(self, sample, False, random.Random(0)).run())  # type: ignore[arg-type]
+
+
+class Connection:
+    def __init__(self, servers: Servers, record: ServerRecord) -> None:
+        self._servers, self._record = servers, record
+
+    async def stated(
+        self, span: Span, _inputs: BlockInput, hidden: WireTensor
+    ) -> tuple[WireTensor, pb.SignedStatement]:
+        peer_id = self._record.peer_id
+        self._servers.asked.append(peer_id)
+        if peer_id == self._servers.gone:
+            raise PeerUnavailable("gone")
+        output = true(span, hidden.decode((1, TOKENS, HIDDEN), torch.float32))
+        return WireTensor.of(self._servers.lying.get(peer_id, honest)(output)), pb.SignedStatement()
+
+
+TWO_OF_EACH = ("0:4", "4:8", "0:4", "4:8")
+THREE_OF_EACH = (*TWO_OF_EACH, "0:4", "4:8")
+
+
+def test_honest_servers_pass() -> None:
+    servers = Servers(*TWO_OF_EACH)
+    assert servers.verdict(servers.sample("a", "b")) == Verdict(frozenset("ab"))
+    assert servers.asked == ["c", "d"]  # and nobody else
+
+
+@pytest.mark.parametrize("liar", "ab")
+@pytest.mark.parametrize("lie", [scaled, zeros])
+def test_a_liar_in_the_chain_is_shown_by_two_others(liar: str, lie: Lying) -> None:
+    servers = Servers(*THREE_OF_EACH, lying={liar: lie})
+    verdict = servers.verdict(servers.sample("a", "b", lying=lie, by=liar))
+    (found,) = verdict.lies
+    assert (found.server, str(found.span)) == (liar, "0:4" if liar == "a" else "4:8")
+    assert set(found.witnesses) == ({"c", "e"} if liar == "a" else {"d", "f"})
+    assert verdict.distrusted == {liar}
+
+
+@pytest.mark.parametrize("liar", "cd")
+def test_who_computes_again_and_lies_is_found_too(liar: str) -> None:
+    """The chain's servers are not blamed."""
+    servers = Servers(*TWO_OF_EACH, "0:8", lying={liar: scaled})
+    for seed in range(10):  # chance may choose e to compute again, and then the chain passes
+        verdict = run(Check(servers, servers.sample("a", "b"), False, random.Random(seed)).run())  # type: ignore[arg-type]
+        assert verdict.distrusted <= {liar}
+        if verdict.lies:
+            break
+    assert verdict.distrusted == {liar}
+
+
+@pytest.mark.parametrize("liar", "bcd")
+def test_the_one_of_several_that_lies_is_found(liar: str) -> None:
+    servers = Servers("0:8", "0:3", "3:6", "6:8", "0:2", "2:5", "5:7", "7:8", lying={liar: scaled})
+    (lie,) = servers.verdict(servers.sample("a")).lies
+    assert (lie.server, lie.witnesses) == (liar, ("a", "e", "f", "g", "h"))
+    assert lie.span == servers.hop(liar).span
+
+
+def test_two_that_differ_are_not_judged() -> None:
+    servers = Servers("0:8", "0:8", lying={"a": zeros})
+    verdict = servers.verdict(servers.sample("a", lying=zeros, by="a"))
+    assert verdict == Verdict(disagreements=(Disagreement(("a", "b"), Span(0, 8)),))
+    assert not verdict.distrusted
+
+
+def test_blocks_of_one_server_are_not_checked_but_the_others_are() -> None:
+    servers = Servers("0:4", "4:8", "0:4", "0:4", lying={"a": scaled})
+    verdict = servers.verdict(servers.sample("a", "b", lying=scaled, by="a"))
+    assert verdict.distrusted == {"a"}
+    servers.lying = {"b": scaled}
+    assert servers.verdict(servers.sample("a", "b", lying=scaled, by="b")) == Verdict(
+        frozenset("a"), unchecked=(Span(4, 8),)
+    )
+    alone = Servers("0:8", lying={"a": scaled})
+    assert alone.verdict(alone.sample("a", lying=scaled, by="a")) == Verdict(unchecked=(Span(0, 8),))
+    assert alone.asked == []
+
+
+def test_who_lies_in_sessions_only_contradicts_itself() -> None:
+    servers = Servers("0:8", "0:8")
+    sample = servers.sample("a", lying=scaled, by="a")
+    assert servers.verdict(sample).lies == (Lie("a", Span(0, 8), ("b", "a")),)
+    inherited = servers.sample("a", lying=scaled, by="a", is_first_chain=False)  # keys and values may be another's
+    assert servers.verdict(inherited) == Verdict()
+
+
+def test_who_of_a_chain_lies_in_sessions_only_is_not_known() -> None:
+    servers = Servers(*THREE_OF_EACH)
+    verdict = servers.verdict(servers.sample("a", "b", lying=scaled, by="b"))
+    assert verdict == Verdict(suspects=frozenset("ab"))
+
+
+def test_a_server_that_is_gone_is_named() -> None:
+    servers = Servers("0:8", "0:8", gone="b")
+    with pytest.raises(PeerUnavailable) as raised:
+        servers.verdict(servers.sample("a"))
+    assert raised.value.peer_id == "b"
+
+
+def test_a_row_is_compared_where_it_is_no_padding() -> None:
+    servers = Servers("0:8", "0:8")
+    sample = servers.sample("a")
+    mask = torch.ones(1, TOKENS, dtype=torch.long)
+    mask[0, :6] = 0
+    sample.outputs[:2] = 0.0  # positions 4 and 5
+    masked = Sample(sample.hops, BlockInput(sample.inputs.hidden, mask), sample.outputs, NOTHING, True)
+    assert servers.verdict(masked).passed == {"a"}
+    assert servers.verdict(sample).lies
+
+
+def chains(servers: Servers, *names: str) -> set[str]:
+    """Who may compute again, by chance."""
+    hops: Route = tuple(servers.hop(name) for name in names)
+    routes = [references(servers.records, hops, random.Random(seed)) for seed in range(30)]
+    return {" ".join(f"{hop.server.peer_id}{hop.span}" for part in route for hop in part.route) for route in routes}
+
+
+def test_chance_chooses_who_computes_again() -> None:
+    assert chains(Servers(*THREE_OF_EACH), "a", "b") == {"c0:4 d4:8", "c0:4 f4:8", "e0:4 d4:8", "e0:4 f4:8"}
+    assert chains(Servers("0:8", "0:5", "3:8"), "a") == {"b0:5 c5:8"}
+    assert chains(Servers("0:6", "4:8", "0:4"), "c", "b") == {"a0:4 b4:8"}
+
+
+def test_servers_that_round_alike_come_first() -> None:
+    servers = Servers("0:8", "0:8", "0:8")
+    servers.records[1] = server_record("b", "0:8", quant="int8")
+    hop = servers.hop("a")
+    assert {others(servers.records, hop, {"a"}, random.Random(seed))[0].server.peer_id for seed in range(20)} == {"c"}  # type: ignore[index]
+    assert others(servers.records, hop, set("abc"), random.Random(0)) is None

@@ -1,0 +1,154 @@
+"""A server believes what it has computed itself: lies are published, and honest servers are not harmed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from swarm_protocol.dht.records import ServerRecord
+from swarm_protocol.errors import RequestRejected
+from swarm_protocol.net.identity import Identity
+from swarm_protocol.pb import swarm_pb2 as pb
+from swarm_protocol.span import Span
+from swarm_protocol.verification.evidence import LASTS_S, new_seed, probe
+from swarm_protocol.verification.statements import Signer
+from swarm_protocol.wire.block_input import BlockInput
+from swarm_server.net.shares import Caller
+from swarm_server.verification.judge import Judge
+from swarm_server.verification.liars import Liars
+from tests.unit.support import run, server_record
+
+HIDDEN, SPAN = 32, Span(0, 4)
+CLIENT = Caller("client")
+WEIGHT = torch.randn(HIDDEN, HIDDEN, generator=torch.Generator().manual_seed(0)) / HIDDEN**0.5
+
+
+def true(_span: Span, inputs: BlockInput) -> torch.Tensor:
+    return inputs.hidden + torch.tanh(inputs.hidden @ WEIGHT)
+
+
+class Board:
+    """The accusations in the DHT."""
+
+    def __init__(self) -> None:
+        self.others: list[tuple[str, pb.Evidence]] = []
+        self.published: list[pb.Evidence] = []
+        self.times = 0
+
+    async def read(self) -> list[tuple[str, pb.Evidence]]:
+        return self.others
+
+    async def publish(self, evidence: list[pb.Evidence], _token: bytes) -> bool:
+        self.published, self.times = evidence, self.times + 1
+        return True
+
+
+class Scheduler:
+    """``clients``: for whom it has worked."""
+
+    def __init__(self) -> None:
+        self.clients: list[str] = []
+
+    async def train(self, compute, client: Caller, _num_positions: int) -> torch.Tensor:
+        self.clients.append(client.peer_id)
+        return compute()
+
+
+class World:
+    """One judge, over blocks 0:4."""
+
+    def __init__(self) -> None:
+        self.now = 1_000_000.0
+        self.board, self.scheduler, self.liars = Board(), Scheduler(), Liars(lambda: self.now)
+        engine = SimpleNamespace(hidden_size=HIDDEN, stateless=SimpleNamespace(forward=true))
+        services = SimpleNamespace(engine=engine, scheduler=self.scheduler)
+        self.record = server_record("judge")
+        self.judge = Judge(
+            lambda: services,  # type: ignore[arg-type,return-value]
+            lambda: self.record,
+            False,
+            self.board,  # type: ignore[arg-type]
+            b"",
+            self.liars,
+            lambda: self.now,
+        )
+
+    def evidence(
+        self, identity: Identity, lie=lambda output: output, span: Span = SPAN, record: ServerRecord | None = None
+    ) -> pb.Evidence:
+        """What a server signs that makes this of its output."""
+        seed = new_seed()
+        inputs = probe(seed, HIDDEN)
+        record = record or server_record(identity.peer_id, "0:8")
+        statement = Signer(identity, record.to_proto, lambda: self.now).sign(span, inputs, lie(true(span, inputs))[0])
+        return pb.Evidence(statement=statement, seed=seed, hidden_size=HIDDEN)
+
+
+@pytest.fixture(scope="module")
+def accused() -> Iterator[Identity]:
+    yield Identity.generate()
+
+
+def test_who_lies_is_published_once(accused: Identity) -> None:
+    world = World()
+    evidence = world.evidence(accused, lambda output: 1.01 * output)
+    assert run(world.judge.judge(evidence, CLIENT)) and run(world.judge.judge(evidence, CLIENT))
+    assert accused.peer_id in world.liars
+    assert world.board.published == [evidence] and world.board.times == 1
+    assert world.scheduler.clients == ["client"]  # it is work for who accuses, and done once
+
+
+def test_who_is_honest_is_not_harmed(accused: Identity) -> None:
+    world = World()
+    assert not run(world.judge.judge(world.evidence(accused), CLIENT))
+    assert accused.peer_id not in world.liars and not world.board.published
+
+
+def test_what_was_shown_is_published_until_it_has_expired(accused: Identity) -> None:
+    world = World()
+    evidence = world.evidence(accused, torch.zeros_like)
+    run(world.judge.judge(evidence, CLIENT))
+    run(world.judge.keep())
+    assert world.board.times == 2
+    world.now += LASTS_S + 1
+    run(world.judge.keep())
+    assert world.board.times == 2 and accused.peer_id not in world.liars
+
+
+def test_what_others_publish_is_judged_too(accused: Identity) -> None:
+    world, honest = World(), Identity.generate()
+    lie, truth = world.evidence(accused, torch.zeros_like), world.evidence(honest)
+    elsewhere = world.evidence(honest, torch.zeros_like, Span(2, 8))
+    world.board.others = [("slanderer", truth), ("other", elsewhere), ("judge", pb.Evidence()), ("honest", lie)]
+    run(world.judge.keep())
+    assert world.board.published == [lie]
+    assert accused.peer_id in world.liars and honest.peer_id not in world.liars
+
+
+def test_what_cannot_be_judged_is_refused(accused: Identity) -> None:
+    world = World()
+    forged = world.evidence(accused, torch.zeros_like)
+    forged.statement.signature = b"forged"
+    wide = probe(seed := new_seed(), 2 * HIDDEN)
+    signer = Signer(accused, server_record(accused.peer_id).to_proto, lambda: world.now)
+    statement = signer.sign(SPAN, wide, wide.hidden[0])
+    for evidence, expected in (
+        (forged, "signature"),
+        (pb.Evidence(), "no range of blocks"),
+        (world.evidence(accused, torch.zeros_like, Span(2, 6)), "other blocks"),
+        (
+            world.evidence(accused, torch.zeros_like, record=replace(server_record(accused.peer_id), model="x")),
+            "another model",
+        ),
+        (pb.Evidence(statement=statement, seed=seed, hidden_size=2 * HIDDEN), "another size"),
+    ):
+        with pytest.raises(RequestRejected, match=expected):
+            run(world.judge.judge(evidence, CLIENT))
+    world.record = replace(world.record, peer_id=accused.peer_id)
+    with pytest.raises(RequestRejected, match="itself"):
+        run(world.judge.judge(world.evidence(accused, torch.zeros_like), CLIENT))
+    assert not world.scheduler.clients and not world.board.published
