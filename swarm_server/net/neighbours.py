@@ -50,6 +50,12 @@ class Neighbours:
                 raise
             return await self._channels.stub(newer)
 
+    async def knows(self, peer_id: str) -> bool:
+        """Whether it is a server of the swarm."""
+        if peer_id not in self._records:
+            await self._read_again()
+        return peer_id in self._records
+
     async def _read_again(self, may_wait: bool = True) -> None:
         """Returns when a reading has ended that began after the call; not ``may_wait``: at once if it is too early."""
         clock = asyncio.get_running_loop().time

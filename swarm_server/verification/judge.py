@@ -56,6 +56,7 @@ class Judge:
         self._token = token
         self._clock = clock
         self._liars = liars
+        self._publishing: asyncio.Task[None] | None = None
         self._known: OrderedDict[bytes, bool] = OrderedDict()  # digests of what was judged, and how
 
     async def judge(self, message: pb.Evidence, client: Caller) -> bool:
@@ -72,6 +73,8 @@ class Judge:
             evidence = await asyncio.to_thread(Evidence.parse, message, self._clock())
         except ValueError as error:
             raise RequestRejected(str(error)) from None
+        if evidence.statement.peer_id in self._liars:
+            return True
         shown = await self._is_shown(evidence, client)
         self._known[key] = shown
         if len(self._known) > _MAX_KNOWN:
@@ -80,7 +83,8 @@ class Judge:
             statement = evidence.statement
             _logger.warning("server %s answers wrongly over blocks %s", short_id(statement.peer_id), statement.span)
             self._liars.add(evidence)
-            await self._publish()
+            if self._publishing is None or self._publishing.done():  # who comes meanwhile is published later
+                self._publishing = asyncio.ensure_future(self._publish())
         return shown
 
     async def keep(self) -> None:
@@ -104,12 +108,14 @@ class Judge:
             raise RequestRejected("evidence is about hidden states of another size than the model's")
         if statement.peer_id == own.peer_id:
             raise RequestRejected("evidence is about this server itself")
+        if not await services.neighbours.knows(statement.peer_id):
+            raise RequestRejected("evidence is about a peer that is no server of this swarm")
         compute = partial(services.engine.stateless.forward, statement.span, evidence.inputs)
         output = await services.scheduler.train(compute, client, SKETCH_POSITIONS)
         excess = evidence.excess(output[0], Kind(own.quant, own.dtype, own.device), self._routed)
         return excess is not None and excess >= 1
 
     async def _publish(self) -> None:
-        messages = [evidence.message for evidence in self._liars.evidence()]
+        messages = self._liars.evidence()
         if messages and not await self._accusations.publish(messages, self._token):
             _logger.info("the swarm did not take this server's accusations; trying again later")

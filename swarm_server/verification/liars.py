@@ -3,27 +3,36 @@
 from __future__ import annotations
 
 import time
+from collections import OrderedDict
 from collections.abc import Callable
 
+from swarm_protocol.pb import swarm_pb2 as pb
 from swarm_protocol.verification.evidence import LASTS_S, Evidence
+
+_MAX_KNOWN = 256
 
 
 class Liars:
-    """By peer id."""
+    """By peer id, with the last evidence against each. Beyond ``_MAX_KNOWN`` the oldest is forgotten."""
 
     def __init__(self, clock: Callable[[], float] = time.time) -> None:
         """``clock`` gives Unix time in seconds."""
         self._clock = clock
-        self._shown: dict[str, Evidence] = {}
+        self._shown: OrderedDict[str, tuple[float, pb.Evidence]] = OrderedDict()  # until when it counts
 
     def __contains__(self, peer_id: object) -> bool:
-        evidence = self._shown.get(str(peer_id))
-        return evidence is not None and evidence.statement.made_at + LASTS_S > self._clock()
+        known = self._shown.get(str(peer_id))
+        return known is not None and known[0] > self._clock()
 
     def add(self, evidence: Evidence) -> None:
-        self._shown[evidence.statement.peer_id] = evidence
+        statement = evidence.statement
+        self._shown[statement.peer_id] = statement.made_at + LASTS_S, evidence.message
+        self._shown.move_to_end(statement.peer_id)
+        if len(self._shown) > _MAX_KNOWN:
+            self._shown.popitem(last=False)
 
-    def evidence(self) -> list[Evidence]:
-        """One for each of them, the oldest first."""
-        self._shown = {peer_id: evidence for peer_id, evidence in self._shown.items() if peer_id in self}
-        return sorted(self._shown.values(), key=lambda evidence: evidence.statement.made_at)
+    def evidence(self) -> list[pb.Evidence]:
+        """One for each of them, the last one at the end."""
+        for peer_id in [peer_id for peer_id in self._shown if peer_id not in self]:
+            del self._shown[peer_id]
+        return [message for _, message in self._shown.values()]

@@ -244,6 +244,10 @@ def _backward(honest: HonestRequests, chance: Random) -> Conversation:
     return Conversation("Backward", (Call("Forward", forward), *[again] * chance.choice((1, 2))))
 
 
+def _accuse(honest: HonestRequests, chance: Random) -> Conversation:
+    return Conversation("Accuse", (Call("Accuse", (honest.evidence(chance),)),))
+
+
 def _describe(_honest: HonestRequests, _chance: Random) -> Conversation:
     return Conversation("Describe", (Call("Describe", (pb.DescribeRequest(),)),))
 
@@ -262,6 +266,7 @@ _KINDS: dict[str, Callable[[HonestRequests, Random], Conversation]] = {
     "PutAdapter": _put_adapter,
     "Forward": _forward,
     "Backward": _backward,
+    "Accuse": _accuse,
     "Describe": _describe,
     "Echo": _echo,
 }

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import time
+from dataclasses import dataclass, replace
+from functools import cache
 from random import Random
 
 import numpy as np
 import torch
 
 from swarm_protocol.dht.records import ServerRecord
+from swarm_protocol.net.identity import Identity
 from swarm_protocol.pb import swarm_pb2 as pb
+from swarm_protocol.span import Span
+from swarm_protocol.verification.evidence import SEED_BYTES, probe
+from swarm_protocol.verification.statements import Signer
 from swarm_protocol.wire.codec import encode, encode_mask, encode_positions
 from swarm_protocol.wire.constants import FIRST_STEP, WIRE_VERSION
 from swarm_protocol.wire.session_keys import push_key_of
@@ -76,7 +82,19 @@ class HonestRequests:
             message.position_ids.CopyFrom(encode_positions(torch.arange(num_tokens).remainder(3)[None]))
         if chance.random() < 0.2:
             message.dropout_seed = chance.getrandbits(64)
+        message.sign = chance.random() < 0.2
         return message, parts
+
+    def evidence(self, chance: Random) -> pb.Evidence:
+        """Against a server of the fuzzer's own, which has signed nonsense about the blocks, or some of them."""
+        seed = chance.randbytes(SEED_BYTES)
+        size = chance.choice((self.hidden_size, self.hidden_size, self.hidden_size, 1, 4096))
+        inputs, span = probe(seed, size), self.record.span
+        part = Span(chance.randrange(span.start, span.end), span.end)
+        record = replace(self.record, peer_id=_accused().peer_id)
+        made_at = time.time() + chance.choice((0.0, 0.0, 0.0, -1e6, 1e6))
+        statement = Signer(_accused(), record.to_proto, lambda: made_at).sign(part, inputs, inputs.hidden[0])
+        return pb.Evidence(statement=statement, seed=seed, hidden_size=size)
 
     def adapter(self, chance: Random) -> pb.Adapter:
         rank, size = chance.choice((1, 2, 8)), self.hidden_size
@@ -104,6 +122,11 @@ class HonestRequests:
         cuts = sorted(chance.sample(range(len(wire.data)), 2))
         data, wire.data = wire.data, wire.data[: cuts[0]]
         return wire, [data[cuts[0] : cuts[1]], data[cuts[1] :]]
+
+
+@cache
+def _accused() -> Identity:
+    return Identity.generate()
 
 
 def _slip(chance: Random) -> int:

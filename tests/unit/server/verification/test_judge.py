@@ -65,7 +65,8 @@ class World:
         self.now = 1_000_000.0
         self.board, self.scheduler, self.liars = Board(), Scheduler(), Liars(lambda: self.now)
         engine = SimpleNamespace(hidden_size=HIDDEN, stateless=SimpleNamespace(forward=true))
-        services = SimpleNamespace(engine=engine, scheduler=self.scheduler)
+        services = SimpleNamespace(engine=engine, scheduler=self.scheduler, neighbours=self)
+        self.strangers: set[str] = set()
         self.record = server_record("judge")
         self.judge = Judge(
             lambda: services,  # type: ignore[arg-type,return-value]
@@ -76,6 +77,20 @@ class World:
             self.liars,
             lambda: self.now,
         )
+
+    async def knows(self, peer_id: str) -> bool:
+        return peer_id not in self.strangers
+
+    def judge_all(self, *evidence: pb.Evidence) -> list[bool]:
+        """What comes of it, once all that is to be published was published."""
+
+        async def judge() -> list[bool]:
+            shown = [await self.judge.judge(one, CLIENT) for one in evidence]
+            if self.judge._publishing is not None:
+                await self.judge._publishing
+            return shown
+
+        return run(judge())
 
     def evidence(
         self, identity: Identity, lie=lambda output: output, span: Span = SPAN, record: ServerRecord | None = None
@@ -96,7 +111,8 @@ def accused() -> Iterator[Identity]:
 def test_who_lies_is_published_once(accused: Identity) -> None:
     world = World()
     evidence = world.evidence(accused, lambda output: 1.01 * output)
-    assert run(world.judge.judge(evidence, CLIENT)) and run(world.judge.judge(evidence, CLIENT))
+    again = world.evidence(accused, torch.zeros_like)
+    assert world.judge_all(evidence, evidence, again) == [True] * 3
     assert accused.peer_id in world.liars
     assert world.board.published == [evidence] and world.board.times == 1
     assert world.scheduler.clients == ["client"]  # it is work for who accuses, and done once
@@ -104,14 +120,14 @@ def test_who_lies_is_published_once(accused: Identity) -> None:
 
 def test_who_is_honest_is_not_harmed(accused: Identity) -> None:
     world = World()
-    assert not run(world.judge.judge(world.evidence(accused), CLIENT))
+    assert world.judge_all(world.evidence(accused)) == [False]
     assert accused.peer_id not in world.liars and not world.board.published
 
 
 def test_what_was_shown_is_published_until_it_has_expired(accused: Identity) -> None:
     world = World()
     evidence = world.evidence(accused, torch.zeros_like)
-    run(world.judge.judge(evidence, CLIENT))
+    world.judge_all(evidence)
     run(world.judge.keep())
     assert world.board.times == 2
     world.now += LASTS_S + 1
@@ -148,6 +164,9 @@ def test_what_cannot_be_judged_is_refused(accused: Identity) -> None:
     ):
         with pytest.raises(RequestRejected, match=expected):
             run(world.judge.judge(evidence, CLIENT))
+    world.strangers = {accused.peer_id}
+    with pytest.raises(RequestRejected, match="no server of this swarm"):
+        run(world.judge.judge(world.evidence(accused, torch.zeros_like), CLIENT))
     world.record = replace(world.record, peer_id=accused.peer_id)
     with pytest.raises(RequestRejected, match="itself"):
         run(world.judge.judge(world.evidence(accused, torch.zeros_like), CLIENT))

@@ -1,0 +1,72 @@
+"""Who accuses others wastes their time no more than any work does, and harms nobody who is honest."""
+
+from __future__ import annotations
+
+import time
+
+import grpc
+import torch
+
+from swarm_protocol.net.identity import Identity
+from swarm_protocol.pb import swarm_pb2 as pb
+from swarm_protocol.verification.evidence import new_seed, probe
+from swarm_protocol.verification.statements import Signer, Statement
+from swarm_protocol.wire.codec import encode
+from tests.attack.attacked import Attacked
+from tests.attack.attacks import attack
+from tests.zoo import HIDDEN
+
+OK, INVALID = grpc.StatusCode.OK, grpc.StatusCode.INVALID_ARGUMENT
+FLOOD = 200
+
+
+@attack("accusations without end")
+def test_a_flood_of_accusations(target: Attacked) -> None:
+    """Every one about a peer of the attacker's own, which is no server."""
+    record, identity = target.record, Identity.generate()
+    own = pb.ServerRecord(peer_id=identity.peer_id, model=record.model, revision=record.revision)
+    own.quant, own.dtype, own.device = record.quant, record.dtype, record.device
+    signer = Signer(identity, lambda: own, time.time)
+    for _ in range(FLOOD):
+        seed = new_seed()
+        inputs = probe(seed, HIDDEN)
+        statement = signer.sign(record.span, inputs, torch.zeros_like(inputs.hidden[0]))
+        evidence = pb.Evidence(statement=statement, seed=seed, hidden_size=HIDDEN)
+        answer = target.attacker.ask("Accuse", evidence)
+        assert answer.status is INVALID and "no server of this swarm" in answer.details
+    target.honest_client_goes_on()
+
+
+@attack("an honest server is accused")
+def test_what_an_honest_server_has_signed_does_not_harm_it(target: Attacked) -> None:
+    """The attacker has it sign what it likes, and can only change that, or say it is about other inputs."""
+    record, seed = target.record, new_seed()
+    hidden, _ = encode(probe(seed, HIDDEN).hidden)
+    answer = target.attacker.forward(
+        pb.ForwardRequest(forward=pb.Forward(contract=target.contract(), hidden=hidden, sign=True))
+    )
+    assert answer.status is OK
+    signed = answer.replies[0].statement
+    assert Statement.parse(signed).peer_id == record.peer_id
+    content = pb.Statement.FromString(signed.content)
+    content.sketch[0] += 1
+    changed = pb.SignedStatement(
+        content=content.SerializeToString(), signature=signed.signature, public_key=signed.public_key
+    )
+    stranger = Identity.generate()
+    resigned = Signer(stranger, lambda: pb.ServerRecord(peer_id=record.peer_id), time.time).sign(
+        record.span, probe(seed, HIDDEN), torch.zeros(16, HIDDEN)
+    )
+    named = pb.Statement.FromString(resigned.content)
+    named.peer_id = record.peer_id
+    resigned.content = named.SerializeToString()
+    for statement, its_seed, expected in (
+        (signed, seed, "this server itself"),
+        (signed, new_seed(), "other inputs"),
+        (changed, seed, "signature"),
+        (resigned, seed, "another peer"),
+    ):
+        evidence = pb.Evidence(statement=statement, seed=its_seed, hidden_size=HIDDEN)
+        answer = target.attacker.ask("Accuse", evidence)
+        assert answer.status is INVALID and expected in answer.details
+    target.honest_client_goes_on()
