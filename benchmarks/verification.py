@@ -190,6 +190,8 @@ def measure(family: str, directory: Path, num_rows: int, tally: Tally) -> None:
             assert bounds is not None
             group = "same kind" if kinds[0] == kinds[1] and kinds[0].is_repeatable else "other kind"
             is_probe = number >= len(cases) // 2
+            if is_probe and routed:
+                continue  # there is no evidence of such models
             group = f"evidence, {group}" if is_probe else group
             excess_of = excess_in_evidence if is_probe else excess_in_check
             pair = f"{group}, {ours} beside {theirs}"

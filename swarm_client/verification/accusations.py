@@ -46,7 +46,7 @@ class Accusations:
     async def tell(self, liar: str, span: Span, hidden_size: int) -> bool:
         """Shows other servers that this one answers wrongly over ``span``; whether some have found it to be so."""
         record = self._swarm.record_of(liar)
-        if record is None:
+        if record is None or self._swarm.routed:  # see ``Evidence.excess``
             return False
         servers = [server for server in await self._swarm.usable_servers() if server.peer_id != liar]
         judges = [server for server in servers if _overlap(server.span, span) is not None]

@@ -75,11 +75,11 @@ class Evidence:
     def excess(self, output: torch.Tensor, kind: Kind, routed: bool) -> float | None:
         """By how many times what honest servers may differ by, the statement is off; None if that cannot be told.
 
-        output: [SKETCH_POSITIONS, hidden_size] as a server of this ``kind`` has computed it. ``routed``: see
-        ``Bounds.of``. Half of all positions count: who makes seeds may look for one where a router is undecided.
+        output: [SKETCH_POSITIONS, hidden_size] as a server of this ``kind`` has computed it. ``routed``: blocks choose
+        among experts; who makes seeds may then look for one at which rounding decides.
         """
         statement = self.statement
-        bounds = Bounds.of(statement.kind, kind, len(statement.span), routed)
+        bounds = None if routed else Bounds.of(statement.kind, kind, len(statement.span), routed)
         if bounds is None:
             return None
         ours, theirs = sketch_of(output, statement.input_digest), statement.sketch

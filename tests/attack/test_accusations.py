@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import grpc
 import torch
@@ -14,10 +15,11 @@ from swarm_protocol.verification.statements import Signer, Statement
 from swarm_protocol.wire.codec import encode
 from tests.attack.attacked import Attacked
 from tests.attack.attacks import attack
+from tests.swarm.raw_client import Answer
 from tests.zoo import HIDDEN
 
 OK, INVALID = grpc.StatusCode.OK, grpc.StatusCode.INVALID_ARGUMENT
-FLOOD = 200
+FLOOD = 100  # at a time
 
 
 @attack("accusations without end")
@@ -27,14 +29,19 @@ def test_a_flood_of_accusations(target: Attacked) -> None:
     own = pb.ServerRecord(peer_id=identity.peer_id, model=record.model, revision=record.revision)
     own.quant, own.dtype, own.device = record.quant, record.dtype, record.device
     signer = Signer(identity, lambda: own, time.time)
-    for _ in range(FLOOD):
+
+    def accuse(_number: int) -> Answer:
         seed = new_seed()
         inputs = probe(seed, HIDDEN)
         statement = signer.sign(record.span, inputs, torch.zeros_like(inputs.hidden[0]))
-        evidence = pb.Evidence(statement=statement, seed=seed, hidden_size=HIDDEN)
-        answer = target.attacker.ask("Accuse", evidence)
-        assert answer.status is INVALID and "no server of this swarm" in answer.details
-    target.honest_client_goes_on()
+        return target.attacker.ask("Accuse", pb.Evidence(statement=statement, seed=seed, hidden_size=HIDDEN))
+
+    with ThreadPoolExecutor(FLOOD) as pool:
+        accusing = [pool.submit(accuse, number) for number in range(FLOOD)]
+        target.honest_client_goes_on()
+        answers = [future.result() for future in accusing]
+    assert {answer.status for answer in answers} == {INVALID}
+    assert all("no server of this swarm" in answer.details for answer in answers)
 
 
 @attack("an honest server is accused")
