@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cached_property, partial
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
@@ -43,12 +44,18 @@ class Attacked:
         attacker: sends what it likes.
         others: clients with keys of their own, to attack with or to see who else gets in.
         blocks: what the server's blocks make of hidden states, [batch, tokens, hidden_size].
+        model: its directory.
     """
 
     def __init__(
-        self, server: ServerProcess, remote: PreTrainedModel, honest: HonestClient, blocks: Callable[..., torch.Tensor]
+        self,
+        server: ServerProcess,
+        remote: PreTrainedModel,
+        honest: HonestClient,
+        blocks: Callable[..., torch.Tensor],
+        model: Path,
     ) -> None:
-        self.server, self.honest, self.blocks = server, honest, blocks
+        self.server, self.honest, self.blocks, self.model = server, honest, blocks, model
         self._generations: list[Generation] = []
         self.record: ServerRecord = background.run(remote.blocks.swarm.view(0.0)).servers[0]
         self.attacker = RawClient(self.record)
@@ -82,6 +89,11 @@ class Attacked:
             raise AssertionError(f"{error}; before: {before}; after: {after[-1]}") from None
         assert "Traceback" not in self.server.stderr
 
+    def close(self) -> None:
+        """Before the server ends."""
+        for client in (self.attacker, *self.others):
+            client.close()
+
     def resources(self) -> Resources:
         return resources_of(self.server)
 
@@ -96,8 +108,11 @@ class Attacked:
         return pb.SessionRequest(open=pb.Open(**(known | fields)))
 
 
+T = TypeVar("T", bound=Attacked)
+
+
 @contextmanager
-def attacked(directory: Path, **options: object) -> Iterator[Attacked]:
+def attacked(directory: Path, kind: type[T] = Attacked, **options: object) -> Iterator[T]:
     """``options``: more fields of the server's config."""
     model = directory / "llama"
     save_checkpoint("llama", model)
@@ -121,12 +136,11 @@ def attacked(directory: Path, **options: object) -> Iterator[Attacked]:
         DistributedModel.from_pretrained(str(model), initial_peers=[server.ready["peer"]]) as remote,
     ):
         honest = HonestClient(ends_only_at_its_length(remote), expected, logits)
-        target = Attacked(server, remote, honest, partial(_through_blocks, whole))
+        target = kind(server, remote, honest, partial(_through_blocks, whole), model)
         try:
             yield target
         finally:
-            for client in (target.attacker, *target.others):
-                client.close()
+            target.close()
             server.kill()  # nobody is left who would have to be let go
 
 
