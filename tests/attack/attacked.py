@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import secrets
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from functools import cached_property, partial
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -31,6 +31,7 @@ from tests.zoo import save_checkpoint
 INCOMING_BYTES = 16 * MIB
 STALL_TIMEOUT_S = 2.0
 MAX_SESSIONS = 32
+NUM_OTHERS = 10
 ADAPTER_BYTES = 1 * MIB
 CACHE_TOKENS = 2048
 _MIN_BYTES_PER_S = 1.0 * MIB
@@ -43,6 +44,7 @@ class Attacked:
         honest: whose tokens must stay right.
         attacker: sends what it likes.
         others: clients with keys of their own, to attack with or to see who else gets in.
+        cleanup: is closed before the server ends.
         blocks: what the server's blocks make of hidden states, [batch, tokens, hidden_size].
         model: its directory.
     """
@@ -58,11 +60,12 @@ class Attacked:
         self.server, self.honest, self.blocks, self.model = server, honest, blocks, model
         self._generations: list[Generation] = []
         self.record: ServerRecord = background.run(remote.blocks.swarm.view(0.0)).servers[0]
-        self.attacker = RawClient(self.record)
-
-    @cached_property
-    def others(self) -> list[RawClient]:
-        return [RawClient(self.record, ClientCredentials(Identity.generate())) for _ in range(3)]
+        self.cleanup = ExitStack()
+        self.attacker = self.cleanup.enter_context(RawClient(self.record))
+        credentials = [ClientCredentials(Identity.generate()) for _ in range(NUM_OTHERS)]
+        self.others = [self.cleanup.enter_context(RawClient(self.record, each)) for each in credentials]
+        for client in self.others:
+            client.describe()  # its connection is there from now on
 
     def honest_client_goes_on(self, rounds: int = 2) -> None:
         """Returns when it has done so much from now on: in the last round, all was asked for after the call."""
@@ -88,11 +91,6 @@ class Attacked:
         except AssertionError as error:
             raise AssertionError(f"{error}; before: {before}; after: {after[-1]}") from None
         assert "Traceback" not in self.server.stderr
-
-    def close(self) -> None:
-        """Before the server ends."""
-        for client in (self.attacker, *self.others):
-            client.close()
 
     def resources(self) -> Resources:
         return resources_of(self.server)
@@ -138,9 +136,9 @@ def attacked(directory: Path, kind: type[T] = Attacked, **options: object) -> It
         honest = HonestClient(ends_only_at_its_length(remote), expected, logits)
         target = kind(server, remote, honest, partial(_through_blocks, whole), model)
         try:
-            yield target
+            with target.cleanup:
+                yield target
         finally:
-            target.close()
             server.kill()  # nobody is left who would have to be let go
 
 

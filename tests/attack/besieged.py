@@ -71,15 +71,13 @@ class Besieged(Attacked):
 
     @cached_property
     def stranger(self) -> Stranger:
-        return Stranger(self.server.ready["peer"])
+        stranger = Stranger(self.server.ready["peer"])
+        self.cleanup.callback(stranger.close)
+        return stranger
 
     @cached_property
     def _identities(self) -> list[Identity]:
         return list(itertools.islice(identities(_MAX_IDENTITIES), _MAX_IDENTITIES))
-
-    def close(self) -> None:
-        super().close()
-        self.stranger.close()
 
     def owners(self, number: int) -> list[Identity]:
         """Always the same ones: what they have withdrawn still has its place for a while."""

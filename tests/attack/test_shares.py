@@ -49,31 +49,36 @@ def num_open(streams: Sequence[RawStream]) -> int:
 @attack("empty sessions in all places")
 def test_empty_sessions_in_all_places(target: Attacked) -> None:
     """512 of them kept everybody else out for ten minutes."""
-    attackers = [target.attacker, *target.others]
     empty = [partial(target.opening, wait_s=0.0)] * MAX_SESSIONS
+    waiting = [partial(target.opening, wait_s=100.0)]
     with opened([target.attacker], empty) as streams:
         wait_for(lambda: num_open(streams) <= MAX_SESSIONS * 3 // 4, "one identity has a share")
         assert num_open(streams) > MAX_SESSIONS // 2
         target.honest_client_goes_on()
-    waiting = [partial(target.opening, wait_s=100.0)] * (MAX_SESSIONS // 2)
-    with opened(attackers, waiting) as streams:  # several identities have all places, and want them again
-        target.honest_client_goes_on()
-        assert any(stream.ended for stream in streams), "a session that never began has given its place"
+        inside = [stream for stream in streams if not stream.ended]
+        for stream in inside:
+            stream.read()  # that it is open: only then is it known when it ends
+        with opened(target.others, waiting * MAX_SESSIONS):  # who has nothing may have the last place: all are taken
+            wait_for(lambda: num_open(inside) < len(inside), "a session that never began gives its place")
+            target.honest_client_goes_on()
 
 
 @attack("sessions that promise themselves all room")
 def test_sessions_that_promise_themselves_all_room(target: Attacked) -> None:
     """Ten of one client locked everybody out. A client without a session may have all that is left: here are four."""
-    attackers, rows = [target.attacker, *target.others], CACHE_TOKENS // POSITIONS
-    promised = partial(target.opening, reserve_tokens=POSITIONS, wait_s=100.0)
-    for openings in (
-        [partial(promised, batch_size=rows // len(attackers))],  # nothing is left, and each has an equal part of it
-        [partial(promised, batch_size=rows, age_s=1e30)] * 8,  # they have waited longest, by what they say
-    ):
-        with opened(attackers, openings) as streams:
-            target.honest_client_goes_on()
-            lost = [stream.answer() for stream in streams if stream.ended]
-            assert {answer.status for answer in lost} <= {FULL}, lost
+    clients = [target.attacker, *target.others]
+    promised = partial(target.opening, wait_s=100.0)
+    quarter = partial(promised, reserve_tokens=POSITIONS, batch_size=CACHE_TOKENS // POSITIONS // 4)
+    halves = [partial(promised, reserve_tokens=POSITIONS >> number) for number in range(len(clients) - 3)]
+    with ExitStack() as streams:  # three quarters, and then one half of what is left after the other
+        for client in clients[:3]:
+            assert send(streams.enter_context(client.stream("Session")), quarter()).read().HasField("opened")
+        for client, make in zip(clients[3:], halves, strict=True):
+            send(streams.enter_context(client.stream("Session")), make())
+        target.honest_client_goes_on(4)
+    whole = partial(promised, reserve_tokens=POSITIONS, batch_size=CACHE_TOKENS // POSITIONS, age_s=1e30)
+    with opened(clients[:4], [whole] * 8):  # all have waited longer than the honest client, by what they say
+        target.honest_client_goes_on(4)
 
 
 @attack("a flood of passes")
