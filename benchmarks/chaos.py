@@ -324,7 +324,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=1024, help="of each generation of `rates`")
     parser.add_argument("--cap", type=float, default=120.0, help="seconds for a client that starts again and again")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--server-options", default="--no-prefix-cache", help="in one string")
+    parser.add_argument("--server-options", default="--prefix-cache none", help="in one string")
     parser.add_argument("--quick", action="store_true", help="a little of everything, in int8, in one to three minutes")
     parser.add_argument("--json", type=Path, metavar="FILE")
     args = parser.parse_args()

@@ -41,7 +41,7 @@ class SilentNetwork:
         command = ["ip", "netns", "exec", self.name, sys.executable, "-m", "swarm_server", *arguments]
         stdout, stderr = directory / "stdout", directory / "stderr"
         with stdout.open("w") as out, stderr.open("w") as err:
-            process = subprocess.Popen([*command, "--no-prefix-cache"], stdout=out, stderr=err)
+            process = subprocess.Popen([*command, "--prefix-cache", "none"], stdout=out, stderr=err)
         self._server = LocalServer(process.pid, stdout, stderr)
         deadline = time.monotonic() + _START_TIMEOUT_S
         while not self._server.ready:

@@ -65,7 +65,21 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     )
     add("--cache-tokens", type=int, metavar="N", help="KV-cache room over all sessions; default from free memory")
     add("--cache-memory", metavar="SIZE", help="the same as memory, such as 2GiB or 500MB")
-    add("--no-prefix-cache", action="store_true", help="do not reuse the keys and values of shared prefixes of prompts")
+    add(
+        "--prefix-cache",
+        default=default.prefix_cache,
+        metavar="auto|all|own|none",
+        help="share keys and values of equal prefixes of prompts between all clients, or among those of each client; "
+        "auto is all in a private swarm and on one machine, and own among strangers",
+    )
+    add(
+        "--no-prefix-cache",
+        dest="prefix_cache",
+        action="store_const",
+        const="none",
+        default=argparse.SUPPRESS,
+        help="the same as --prefix-cache none",
+    )
     add("--adapters", type=Path, nargs="+", default=[], metavar="PATH", help="LoRA adapters of PEFT's format to offer")
     add(
         "--adapter-memory",
@@ -113,7 +127,7 @@ def read_config(args: argparse.Namespace) -> ServerConfig:
         num_blocks=args.num_blocks,
         memory_bytes=None if args.memory is None else parse_size(args.memory),
         cache_bytes=None if args.cache_memory is None else parse_size(args.cache_memory),
-        prefix_cache=not args.no_prefix_cache,
+        prefix_cache=args.prefix_cache,
         adapters=tuple(args.adapters),
         adapter_bytes=parse_size(args.adapter_memory),
         incoming_bytes=parse_size(args.incoming_memory),

@@ -38,11 +38,13 @@ class ServerStatus:
         record: as the server itself gave it if it was asked lately, else as the DHT has it.
         rtt_s: None if it has not been measured.
         answers: False if it was asked and did not answer.
+        denial: what it answered if it does not let this client in.
     """
 
     record: ServerRecord
     rtt_s: float | None = None
     answers: bool = True
+    denial: str = ""
 
 
 @dataclass(frozen=True)
@@ -68,17 +70,27 @@ class ModelStatus:
         """Whether a client can use it now."""
         record = server.record
         fits = record.revision == (self.revision or record.revision) and record.wire_version == WIRE_VERSION
-        return server.answers and fits and record.state is ServerState.ONLINE
+        return server.answers and fits and record.state is ServerState.ONLINE and not server.denial
 
     @property
     def replicas(self) -> list[int]:
         """For every block, how many servers hold it that a client can use."""
-        usable = tuple(server.record for server in self.servers if self.serves(server))
-        return SwarmView(usable).replicas(self.num_blocks)
+        return self._replicas([server for server in self.servers if self.serves(server)])
 
     @property
     def missing(self) -> tuple[Span, ...]:
-        return missing_spans(self.replicas)
+        """Blocks that no server holds, whether it lets this client in or not."""
+        held = self._replicas([server for server in self.servers if server.denial or self.serves(server)])
+        return missing_spans(held)
+
+    @property
+    def denied(self) -> tuple[Span, ...]:
+        """Blocks of which all servers deny this client access."""
+        here, gone = self.replicas, {block for span in self.missing for block in span}
+        return missing_spans([count or block in gone for block, count in enumerate(here)])
+
+    def _replicas(self, servers: Sequence[ServerStatus]) -> list[int]:
+        return SwarmView(tuple(server.record for server in servers)).replicas(self.num_blocks)
 
 
 class ModelMonitor:
@@ -155,7 +167,7 @@ class ModelMonitor:
         if answer is None or answer.asked.tls_fingerprint != record.tls_fingerprint:  # not since it was started
             return ServerStatus(record)
         if answer.record is None:
-            return ServerStatus(record, answers=False)
+            return ServerStatus(record, answers=bool(answer.denial), denial=answer.denial)
         is_newer = answer.asked.expires_at == record.expires_at
         latest = dataclasses.replace(answer.record, expires_at=record.expires_at) if is_newer else record
         return ServerStatus(latest, answer.rtt_s)
@@ -192,11 +204,13 @@ class ModelMonitor:
             except TimeoutError:
                 answer = None
         rtt_s = swarm.costs().rtts_s.get(record.peer_id)
-        self._answers[record.peer_id] = _Answer(record, answer, rtt_s, now_s())
+        denial = "" if answer is not None else swarm.denial(record.peer_id)
+        self._answers[record.peer_id] = _Answer(record, answer, rtt_s, now_s(), denial)
 
     async def _find_chain(self, swarm: Swarm) -> tuple[Route, str]:
-        """The chain, or why there is none; blocks that are missing say enough."""
-        if self.status().missing:
+        """The chain, or why there is none; blocks that are missing or denied say enough."""
+        status = self.status()
+        if status.missing or status.denied:
             return (), ""
         silent = [peer_id for peer_id, answer in self._answers.items() if answer.record is None]
         try:
@@ -208,12 +222,13 @@ class ModelMonitor:
 
 @dataclass(frozen=True)
 class _Answer:
-    """What a server said when it was asked: its record, or nothing."""
+    """What a server said when it was asked: its record, why it does not let this client in, or nothing."""
 
     asked: ServerRecord  # the DHT's record at that time
     record: ServerRecord | None
     rtt_s: float | None
     time_s: float
+    denial: str
 
 
 class _Seen:

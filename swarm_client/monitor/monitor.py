@@ -32,10 +32,12 @@ class SwarmSnapshot:
     Attributes:
         models: those that have servers.
         stale_s: how long ago the DHT was read, if it cannot be read at present.
+        num_strangers: servers that are there and are not members, if only members of a private swarm were asked for.
     """
 
     models: tuple[ModelStatus, ...]
     stale_s: float | None = None
+    num_strangers: int = 0
 
 
 class Monitor:
@@ -105,9 +107,9 @@ class Monitor:
     def _snapshot(self) -> SwarmSnapshot:
         statuses = [model.status() for model in self._models.values()]
         is_late = not self._readable or now_s() - self._began_s > _LATE_S
-        return SwarmSnapshot(
-            tuple(status for status in statuses if status.servers), now_s() - self._read_s if is_late else None
-        )
+        models = tuple(status for status in statuses if status.servers)
+        num_strangers = 0 if self._dht is None else self._dht.num_strangers
+        return SwarmSnapshot(models, now_s() - self._read_s if is_late else None, num_strangers)
 
     async def _ask(self, most: int, timeout_s: float) -> None:
         await asyncio.gather(*(model.ask(most, timeout_s) for model in self._models.values()))

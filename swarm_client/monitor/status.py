@@ -40,6 +40,9 @@ def picture(swarm: str, snapshot: SwarmSnapshot, width: int, height: int | None 
     notices = []
     if not snapshot.models:
         notices.append(Text(f"swarm {swarm} has no servers"))
+        if snapshot.num_strangers:
+            others = f"{snapshot.num_strangers} that are there are no members of the private swarm that was asked for"
+            notices.append(Text(f"{others}: is --swarm-key or --membership that of another swarm?", "bold red"))
     if snapshot.stale_s is not None:
         ago = f"{snapshot.stale_s:.0f} s ago"
         notices.append(Text(f"the DHT cannot be read at present; who is there was read {ago}", "bold red"))
@@ -82,6 +85,10 @@ def _title(swarm: str, status: ModelStatus) -> Text:
 
 def _remark(swarm: str, status: ModelStatus) -> Text:
     """The chain, or why there is none and what to do."""
+    if status.denied:
+        spans = ", ".join(map(str, status.denied))
+        why = next(server.denial for server in status.servers if server.denial)
+        return Text(f"the servers of blocks {spans} do not let this client in: {printable(why)}", "bold red")
     if status.missing:
         spans = ", ".join(map(str, status.missing))
         model = "" if status.model == DEFAULT_MODEL else f" --model {printable(status.model)}"
@@ -108,6 +115,7 @@ def _model_json(status: ModelStatus) -> dict[str, Any]:
         "num_blocks": status.num_blocks,
         "replicas": status.replicas,
         "missing": [str(span) for span in status.missing],
+        "denied": [str(span) for span in status.denied],
         "chain": chain or None,
         "tokens_per_s_estimate": status.tokens_per_s if chain else None,
         "servers": [_server_json(server) for server in status.servers],
@@ -124,5 +132,6 @@ def _server_json(server: ServerStatus) -> dict[str, Any]:
     fields["expires_at"] = record.expires_at if isfinite(record.expires_at) else None
     fields["rtt_s"] = server.rtt_s
     fields["answers"] = server.answers
+    fields["denial"] = server.denial or None
     del fields["span"], fields["token"]
     return fields

@@ -38,7 +38,8 @@ def blocks_table(status: ModelStatus, rows: int, width: int) -> Table:
     for column in columns:
         table.add_column(column.heading, justify="right" if column.is_number else "left", no_wrap=True)
     for index, server in enumerate(servers):
-        style = _STATE_STYLES.get(server.record.state, "") if server.answers else "red"
+        can_be_used = server.answers and not server.denial
+        style = _STATE_STYLES.get(server.record.state, "") if can_be_used else "red"
         cells = [Text(column.cells[index]) for column in columns]
         cells[2] = _bar(server, on_chain.get(server.record.peer_id, ()), status.num_blocks, map_width, style)
         cells[3].stylize(style)
@@ -89,6 +90,8 @@ def _state(status: ModelStatus, server: ServerStatus) -> str:
     record = server.record
     if not server.answers:
         return "not answering"
+    if server.denial:
+        return "access denied"
     if record.wire_version != WIRE_VERSION:
         return f"wire version {record.wire_version}"
     if status.revision not in ("", record.revision):
@@ -119,7 +122,7 @@ def _bar(server: ServerStatus, on_chain: Collection[int], num_blocks: int, colum
         if any(block in on_chain for block in blocks):
             characters.append((ON_CHAIN, ON_CHAIN_STYLE))
         elif any(block in server.record.span for block in blocks):
-            characters.append((HOSTED if server.answers else SILENT, style))
+            characters.append((HOSTED if server.answers and not server.denial else SILENT, style))
         else:
             characters.append((ELSEWHERE, "dim"))
     return _joined(characters)

@@ -18,7 +18,9 @@ from swarm_client.adapters.snapshots import NOTHING, Snapshot
 from swarm_client.passes.divergence import require_finite
 from swarm_client.passes.retry_budget import RetryBudget
 from swarm_client.routing.routing import Hop, Route
+from swarm_client.swarm.pass_watchdog import BACKWARD
 from swarm_client.swarm.swarm import Swarm
+from swarm_client.transport.transport import Watch
 from swarm_client.transport.wire_tensor import CODECS, Context, WireTensor
 from swarm_protocol.errors import BadReply, PeerError
 from swarm_protocol.span import Span
@@ -117,7 +119,7 @@ async def _forward_rows(
         try:
             for hop in chain:
                 key = secrets.token_bytes(_KEY_BYTES) if hop.span.end > first_grad else b""
-                output, kept = await _forward_hop(swarm, hop, hidden, context, key)
+                output, kept = await _forward_hop(swarm, hop, hidden, context, retry_budget.alarms, key)
                 path.append(Visited(hop, hidden, key if kept else b""))
                 hidden, position = output, hop.span.end
                 retry_budget.renew(position)
@@ -128,11 +130,15 @@ async def _forward_rows(
 
 
 async def _forward_hop(
-    swarm: Swarm, hop: Hop, hidden: WireTensor, context: Context, keep_key: bytes = b""
+    swarm: Swarm, hop: Hop, hidden: WireTensor, context: Context, alarms: int, keep_key: bytes = b""
 ) -> tuple[WireTensor, bool]:
-    """The hop's outputs, and whether it keeps what it needs to go back; raises BadReply if they are wrong."""
+    """The hop's outputs, and whether it keeps what it needs to go back.
+
+    Raises:
+        BadReply: they are wrong. Stalled: they have not come, see ``PassWatchdog``.
+    """
     server = await swarm.server(hop.server)
-    output, kept = await server.forward(hop.span, hidden, context, keep_key)
+    output, kept = await server.forward(hop.span, hidden, context, _watch(swarm, hop, hidden, 1.0, 0, alarms), keep_key)
     with _blamed_on(hop):
         output.decode(hidden.header.shape, torch_dtype(output.header.dtype))
     swarm.worked([hop.server.peer_id])
@@ -140,15 +146,40 @@ async def _forward_hop(
 
 
 async def _backward_hop(
-    swarm: Swarm, part: Visited, grad: WireTensor, context: Context
+    swarm: Swarm, part: Visited, grad: WireTensor, context: Context, alarms: int
 ) -> tuple[WireTensor, list[torch.Tensor]]:
-    """Gradients of the hop's inputs and of the adapter in it, given that of its outputs; raises BadReply."""
+    """Gradients of the hop's inputs and of the adapter in it, given that of its outputs; raises as ``_forward_hop``."""
     hop, hidden = part.hop, part.hidden
     server = await swarm.server(hop.server)
-    input_grad, grads = await server.backward(hop.span, hidden, grad, context, part.kept_key)
+    adapter = context.adapter.part(hop.span)
+    shapes = () if adapter is None else adapter.shapes
+    grads_bytes = sum(math.prod(shape) for shape in shapes) * torch.float32.itemsize
+    watch = _watch(swarm, hop, hidden, BACKWARD, grads_bytes, alarms)
+    input_grad, grads = await server.backward(hop.span, hidden, grad, context, watch, part.kept_key)
     with _blamed_on(hop):
         input_grad.decode(hidden.header.shape, torch_dtype(input_grad.header.dtype))
         return input_grad, [grad.decode(grad.header.shape, torch.float32) for grad in grads]
+
+
+def _watch(swarm: Swarm, hop: Hop, hidden: WireTensor, times: float, more_bytes: int, alarms: int) -> Watch:
+    """Of a pass that takes so many times what the forward pass takes.
+
+    ``more_bytes`` travel besides tensors like ``hidden``: there, in the backward pass also their gradients, and back.
+    """
+    batch_size, num_tokens, _ = hidden.header.shape
+
+    async def watch(job: Coroutine[Any, Any, T], /) -> T:
+        return await swarm.pass_watchdog.watch(
+            job,
+            hop,
+            batch_size * num_tokens,
+            (2 if times == 1.0 else 3) * hidden.header.size_bytes + more_bytes,
+            times,
+            alarms,
+            lambda: swarm.can_replace(hop.span, hop.server.peer_id),
+        )
+
+    return watch
 
 
 @contextmanager
@@ -209,12 +240,12 @@ async def _backward_rows(
                 parts = [Visited(chain[0], part.hidden, part.kept_key if again else b"")]
                 for hop in chain[1:]:
                     last = parts[-1]
-                    output, _ = await _forward_hop(swarm, last.hop, last.hidden, context)
+                    output, _ = await _forward_hop(swarm, last.hop, last.hidden, context, retry_budget.alarms)
                     parts.append(Visited(hop, output))
                     retry_budget.renew()
             result, found = grad, []
             for visited in reversed(parts):
-                result, grads = await _backward_hop(swarm, visited, result, context)
+                result, grads = await _backward_hop(swarm, visited, result, context, retry_budget.alarms)
                 found.append((visited.hop.span, grads))
                 retry_budget.renew()
             retry_budget.renew(part.hop.span.end)

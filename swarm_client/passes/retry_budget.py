@@ -8,6 +8,7 @@ from swarm_client.passes.divergence import overflows_everywhere
 from swarm_client.routing.routing import Route
 from swarm_client.swarm.stall import Stall
 from swarm_client.swarm.swarm import Swarm
+from swarm_client.swarm.watchdog import Stalled
 from swarm_protocol.errors import NoRoute, NotFinite, PeerError
 from swarm_protocol.span import Span
 
@@ -19,11 +20,15 @@ class RetryBudget:
 
     In training, answers that are not finite are computed a second time, by another server if there is one, before it is
     said who is to blame.
+
+    Attributes:
+        alarms: servers that are known to work, and were taken for stalled.
     """
 
     def __init__(self, swarm: Swarm, trains: bool = False) -> None:
         self._swarm = swarm
         self._trains = trains
+        self.alarms = 0
         self._suspected: NotFinite | None = None
         self._reporter = Reporter(swarm.config.on_event)
         self._stall: Stall | None = None
@@ -60,6 +65,9 @@ class RetryBudget:
                 raise overflows_everywhere(self._suspected, error) from None
             self._suspected = error
             return
+        if isinstance(error, Stalled):
+            self.alarms += self._swarm.has_worked(error.peer_id)
+            self._swarm.be_wary()
         self._swarm.failed(error)
         if self._stall is None:
             timeout_s = self._swarm.config.recovery_timeout_s

@@ -28,6 +28,7 @@ from swarm_client.routing.routing import (
 )
 from swarm_client.swarm.caller import Caller
 from swarm_client.swarm.discovery import Discovery, Join
+from swarm_client.swarm.pass_watchdog import PassWatchdog
 from swarm_client.swarm.peer_health import DENIED, FAILED, SILENT, Acquaintance, PeerBackoff, RttTracker
 from swarm_client.transport.transport import ServerConnection
 from swarm_protocol.dht.claims import within_addresses
@@ -89,6 +90,7 @@ class Swarm:
         self._denials: dict[str, AccessDenied] = {}  # by servers, who are not asked again
         self._backoff = PeerBackoff()
         self._acquaintance = Acquaintance()
+        self.pass_watchdog = PassWatchdog(config)
         self._salt = secrets.token_bytes(16)  # strangers cannot know which of many identities this client counts
         self._last_chains: dict[Span, Route] = {}
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -307,8 +309,16 @@ class Swarm:
         except PeerError as error:
             self._leave_out(error)
             return None
+        except AccessDenied as error:
+            self._denials[record.peer_id] = error
+            return None
         self.served(record.peer_id)
         return answer
+
+    def denial(self, peer_id: str) -> str:
+        """What a server of a private swarm said when it did not let this client in; empty if it has not been so."""
+        error = self._denials.get(peer_id)
+        return "" if error is None else str(error)
 
     def costs(self, need_tokens: int = 0) -> Costs:
         """What is known at present of the time that things take; unknown servers are taken for far."""

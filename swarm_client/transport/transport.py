@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Coroutine, Sequence
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import grpc
 
@@ -30,6 +30,12 @@ from swarm_protocol.wire.constants import CLIENT_OPTIONS, PART_BYTES, WIRE_VERSI
 
 T = TypeVar("T")
 _PINGS = 3
+
+
+class Watch(Protocol):
+    """Awaits a pass, or gives it up. What comes before, such as sending an adapter, is not part of it."""
+
+    async def __call__(self, job: Coroutine[Any, Any, T], /) -> T: ...
 
 
 class ServerConnection:
@@ -130,15 +136,15 @@ class ServerConnection:
         return progress
 
     async def forward(
-        self, span: Span, hidden: WireTensor, context: Context, keep_key: bytes = b""
+        self, span: Span, hidden: WireTensor, context: Context, watch: Watch, keep_key: bytes = b""
     ) -> tuple[WireTensor, bool]:
         """The output, and whether the server keeps under ``keep_key`` what ``backward`` needs, for a while.
 
-        Raises PeerUnavailable when the server stops answering, however long the pass takes.
+        Raises PeerUnavailable when the server stops answering, and what ``watch`` raises.
         """
 
         async def work(name: pb.AdapterName | None) -> tuple[WireTensor, bool]:
-            return await self._watched(self._forward(span, hidden, context, name, keep_key), span)
+            return await watch(self._watched(self._forward(span, hidden, context, name, keep_key), span))
 
         return await self._uploader.use(context.adapter.part(span), span, work)
 
@@ -175,7 +181,7 @@ class ServerConnection:
         return reply.is_shown
 
     async def backward(
-        self, span: Span, hidden: WireTensor, grad: WireTensor, context: Context, kept_key: bytes = b""
+        self, span: Span, hidden: WireTensor, grad: WireTensor, context: Context, watch: Watch, kept_key: bytes = b""
     ) -> tuple[WireTensor, list[WireTensor]]:
         """Gradients of ``hidden`` and of the adapter's tensors in these blocks; otherwise like ``forward``.
 
@@ -186,7 +192,7 @@ class ServerConnection:
         expected = [hidden.header, *(pb.Tensor(dtype=pb.FLOAT32, shape=shape) for shape in shapes)]
 
         async def work(first: pb.BackwardRequest, parts: Sequence[bytes] = ()) -> tuple[WireTensor, list[WireTensor]]:
-            return await self._watched(self._backward(span, first, parts, grad, expected), span)
+            return await watch(self._watched(self._backward(span, first, parts, grad, expected), span))
 
         async def whole(name: pb.AdapterName | None) -> tuple[WireTensor, list[WireTensor]]:
             forward = self._forward_message(span, hidden, context, name)

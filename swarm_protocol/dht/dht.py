@@ -56,7 +56,11 @@ logging.getLogger("hivemind").setLevel(logging.CRITICAL)
 
 
 class Dht:
-    """A DHT node inside this process; its libp2p daemon leaves with the process."""
+    """A DHT node inside this process; its libp2p daemon leaves with the process.
+
+    Attributes:
+        num_strangers: servers in the list of models that are no members, when it was last read.
+    """
 
     def __init__(
         self,
@@ -84,6 +88,7 @@ class Dht:
         self._capacity = capacity
         self._climb_every = climb_every
         self._access = access
+        self.num_strangers = 0
         self._expiration = 0.0
         self._places: dict[str, _Place] = {}  # by model
         self._publishing = asyncio.Lock()
@@ -243,7 +248,7 @@ class Dht:
     async def _list(self, place: _Place, record: ServerRecord, looks: bool) -> None:
         """Adds the server to the list of models if it is needed there; ``looks``: finds that out again."""
         if record.state is not ServerState.OFFLINE and looks:
-            entries = await self._read_list(claims.shards_of(record.model))
+            entries = self._members(await self._read_list(claims.shards_of(record.model)))
             place.is_listed = claims.should_write(record, entries)
         if place.is_listed:
             entry = dataclasses.replace(record, next_hop_rtts_s={}, adapters=()).to_proto().SerializeToString()
@@ -276,11 +281,15 @@ class Dht:
 
     async def models(self) -> dict[str, int]:
         """Names of the models served in this swarm, with their numbers of blocks, as most of their servers say."""
-        return claims.models_of(await self._read_list(range(claims.NUM_SHARDS)))
+        records = await self._read_list(range(claims.NUM_SHARDS))
+        members = self._members(records)
+        self.num_strangers = len({record.peer_id for record in records} - {record.peer_id for record in members})
+        return claims.models_of(members)
 
     async def _read_list(self, parts: Sequence[int]) -> list[ServerRecord]:
+        """All that are valid, of whomever."""
         found = await asyncio.gather(*(self._items_of(models_key(self._swarm, part)) for part in parts))
-        return [record for items in found for record in self._admitted(items)]
+        return [record for items in found for record in _valid(items)]
 
     async def shutdown(self) -> None:
         await dht_node.stop(self._node)
@@ -339,13 +348,14 @@ class Dht:
         """The valid records in a shard, and whether there may be more below it."""
         items = await self._read(model, shard)
         records = [
-            record for record in self._admitted(items) if (record.model, record.num_blocks) == (model, num_blocks)
+            record
+            for record in self._members(_valid(items))
+            if (record.model, record.num_blocks) == (model, num_blocks)
         ]
         return records, shards.is_split(len(items), self._capacity)
 
-    def _admitted(self, items: Mapping[Any, Any]) -> list[ServerRecord]:
-        """The valid records among them; in a private swarm, those of members."""
-        records = _valid(items)
+    def _members(self, records: list[ServerRecord]) -> list[ServerRecord]:
+        """Those of servers that are members; all, if the swarm is not known to be private."""
         if self._access is None:
             return records
         return [record for record in records if self._access.is_server(record.peer_id, record.token)]

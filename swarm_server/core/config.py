@@ -16,6 +16,7 @@ from swarm_server.placement.placement import MARGIN
 
 METHODS = ("int8", "nf4", "none", "bnb-int8")  # of quantisation
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+PREFIX_CACHES = ("auto", "all", "own", "none")
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,7 @@ class ServerConfig:
     open_to_clients: bool = False  # members alone are servers, and anybody is a client
     cache_tokens: int | None = None  # over all sessions; None: cache_bytes
     cache_bytes: int | None = None  # keys and values of all sessions, and what training keeps; None: from free memory
-    prefix_cache: bool = True  # sessions that start with the same content compute it once
+    prefix_cache: str = "auto"  # between whose sessions equal prefixes are shared; auto: see ``prefix_sharing``
     adapters: tuple[Path, ...] = ()  # directories in PEFT's format, loaded at the start, called like the directories
     adapter_bytes: int = 352 * MIB  # of all adapters that clients send; one client's share has room for the largest
     chunk_tokens: int | None = None  # of a prompt, computed between two decoding steps; None: by device
@@ -62,6 +63,10 @@ class ServerConfig:
             raise ValueError(f"quantisation {self.quant!r} is unknown: expected one of {', '.join(METHODS)}")
         if self.dtype not in DTYPES:
             raise ValueError(f"dtype {self.dtype!r} is unknown: expected one of {', '.join(DTYPES)}")
+        if self.prefix_cache not in PREFIX_CACHES:
+            raise ValueError(
+                f"prefix cache {self.prefix_cache!r} is unknown: expected one of {', '.join(PREFIX_CACHES)}"
+            )
         if not re.fullmatch(r"auto|(cpu|cuda|xpu|mps)(:\d+)?", self.device):
             raise ValueError(f"device {self.device!r} is unknown: expected auto, cpu, cuda, cuda:1, …")
         if self.announce_address is not None:

@@ -28,7 +28,7 @@ from swarm_server.kv.kv_cache import CacheBudget, Lease
 from swarm_server.kv.kv_layout import StackLayout
 from swarm_server.kv.kv_rows import PageLayout, Parts, Row, grow, runs
 from swarm_server.kv.kv_transfer import Stored, pack, read, unpack
-from swarm_server.kv.prefix_cache import ContentHash, PrefixCache, token_content
+from swarm_server.kv.prefix_cache import PrefixCache, token_content
 from swarm_server.kv.row_states import Room, RowStates, Slot, state_layers, states_after
 from swarm_server.kv.rows_cache import RowsCache, attention_in_place, replaceable
 from swarm_server.training.stateless import StatelessPasses
@@ -107,6 +107,7 @@ class Engine:
         keeps_outputs: bool = False,
         records_past: bool = False,
         shares: bool = True,
+        owner: str = "",
         adapter: PlacedAdapter | None = None,
     ) -> Session:
         """A session without positions.
@@ -116,11 +117,13 @@ class Engine:
             keeps_outputs: what comes out of the last block is stored as well, to be sent again.
             records_past: see RecordPast.
             shares: equal beginnings are computed once for all sessions that share, if there is a prefix cache.
+            owner: peer id of the client; the prefix cache says whether others share with it.
         """
         layout = self.layout_of(blocks, keeps_outputs)
         state = State((Row.empty(layout),) * batch_size, settled=0 if records_past else None)
         if shares and self.prefix_cache is not None and not layout.slots:  # states are known at the end only
-            seed = ContentHash(f"{blocks} {keeps_outputs} ".encode() + (b"" if adapter is None else adapter.key))
+            adapter_key = b"" if adapter is None else adapter.key
+            seed = self.prefix_cache.seed(owner, f"{blocks} {keeps_outputs}", adapter_key)
             state = replace(state, hashes=(seed,) * batch_size, digests=((),) * batch_size)
         return Session(blocks, layout, lease, reserved, state, adapter)
 

@@ -67,12 +67,20 @@ class PrefixCache:
 
     Least recently used goes first. Thread-safe: room is asked back from the network's thread too."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, between_owners: bool = True) -> None:
+        """``between_owners``: otherwise content is another one for each owner of sessions."""
+        self._between_owners = between_owners
         self._entries: OrderedDict[bytes, tuple[Parts, ...]] = OrderedDict()
         self._lock = threading.RLock()
 
     def __len__(self) -> int:
         return len(self._entries)
+
+    def seed(self, owner: str, context: str, adapter_key: bytes) -> ContentHash:
+        """Of an owner's session before its first position; ``context``: what the result depends on besides.
+
+        Neither text has a line break in it."""
+        return ContentHash(f"{'' if self._between_owners else owner}\n{context}\n".encode() + adapter_key)
 
     def longest(self, digests: Sequence[bytes]) -> list[tuple[Parts, ...]]:
         """Where the content with these successive digests is, as far as it is known from the first on."""

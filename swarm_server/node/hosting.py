@@ -126,10 +126,10 @@ class SpanLoader:
         for loading in self._prefetching.values():
             loading.cancel()
 
-    async def start(self, stack: BlockStack, neighbours: Neighbours) -> SpanRuntime:
-        """Hosts what was loaded."""
+    async def start(self, stack: BlockStack, neighbours: Neighbours, sharing: str) -> SpanRuntime:
+        """Hosts what was loaded. ``sharing``: see ``prefix_sharing``."""
         config, span = self._config, stack.span
-        prefix_cache = PrefixCache() if config.prefix_cache else None
+        prefix_cache = None if sharing == "none" else PrefixCache(between_owners=sharing == "all")
         engine = await asyncio.to_thread(Engine, stack, prefix_cache=prefix_cache)
         speeds = self.known_speeds(len(span))
         if speeds is None:

@@ -11,6 +11,7 @@ from swarm_protocol.dht.records import ServerRecord, ServerState, SwarmView
 from swarm_protocol.errors import SwarmError
 from swarm_protocol.span import Span
 from swarm_protocol.wire.constants import WIRE_VERSION
+from swarm_server.core.prefix_sharing import prefix_sharing
 from swarm_server.machine.memory import available_bytes, hosted_bytes_per_block
 from swarm_server.net.neighbours import Neighbours
 from swarm_server.net.network_probe import NetworkProbe
@@ -98,7 +99,8 @@ class PeerMonitor:
 class Mover:
     """Hosts one span after the other, and has the record say so."""
 
-    def __init__(self, starting: Starting, monitor: PeerMonitor, presence: Presence) -> None:
+    def __init__(self, joined: Joined, monitor: PeerMonitor, presence: Presence) -> None:
+        starting = joined.starting
         self._loader = starting.loader
         self._neighbours = Neighbours(starting.channels, monitor.servers)
         self._num_blocks = starting.checkpoint.family.num_blocks
@@ -106,6 +108,7 @@ class Mover:
         self._drain_timeout_s = starting.config.drain_timeout_s
         self._monitor = monitor
         self._presence = presence
+        self._prefix_sharing = prefix_sharing(starting.config, starting.access, joined.membership.host)
 
     async def settle(self, state: Loading) -> Loading:
         """Chooses again if others have chosen at the same time."""
@@ -125,7 +128,8 @@ class Mover:
 
     async def host(self, state: Loading) -> Serving:
         stack = await self._loader.load(state.record.span)
-        serving = state.serve(await self._loader.start(stack, self._neighbours))
+        runtime = await self._loader.start(stack, self._neighbours, self._prefix_sharing)
+        serving = state.serve(runtime)
         self._presence.enter(serving)
         return serving
 

@@ -80,7 +80,7 @@ class Server:
             await presence.publish()
             keeping: asyncio.Task[None] = asyncio.ensure_future(repeat(presence.keep_membership, (RENEW_S, RENEW_S)))
             cleanup.callback(keeping.cancel)
-            mover = Mover(starting, monitor, presence)
+            mover = Mover(joined, monitor, presence)
             if starting.span is None:
                 loading = await mover.settle(loading)
             idle_timeout_s = self.config.session_idle_timeout_s

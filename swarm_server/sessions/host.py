@@ -81,6 +81,7 @@ class SessionManager:
                     reserved=request.reserve_tokens,
                     keeps_outputs=keeps_outputs,
                     records_past=request.records_past,
+                    owner=client.peer_id,
                     adapter=adapter,
                 )
                 claim = Claim(lease, (born_s, next(self._numbers)), client)

@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import secrets
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from functools import cached_property, partial
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
@@ -30,6 +31,7 @@ from tests.zoo import save_checkpoint
 INCOMING_BYTES = 16 * MIB
 STALL_TIMEOUT_S = 2.0
 MAX_SESSIONS = 32
+NUM_OTHERS = 10
 ADAPTER_BYTES = 1 * MIB
 CACHE_TOKENS = 2048
 _MIN_BYTES_PER_S = 1.0 * MIB
@@ -42,20 +44,28 @@ class Attacked:
         honest: whose tokens must stay right.
         attacker: sends what it likes.
         others: clients with keys of their own, to attack with or to see who else gets in.
+        cleanup: is closed before the server ends.
         blocks: what the server's blocks make of hidden states, [batch, tokens, hidden_size].
+        model: its directory.
     """
 
     def __init__(
-        self, server: ServerProcess, remote: PreTrainedModel, honest: HonestClient, blocks: Callable[..., torch.Tensor]
+        self,
+        server: ServerProcess,
+        remote: PreTrainedModel,
+        honest: HonestClient,
+        blocks: Callable[..., torch.Tensor],
+        model: Path,
     ) -> None:
-        self.server, self.honest, self.blocks = server, honest, blocks
+        self.server, self.honest, self.blocks, self.model = server, honest, blocks, model
         self._generations: list[Generation] = []
         self.record: ServerRecord = background.run(remote.blocks.swarm.view(0.0)).servers[0]
-        self.attacker = RawClient(self.record)
-
-    @cached_property
-    def others(self) -> list[RawClient]:
-        return [RawClient(self.record, ClientCredentials(Identity.generate())) for _ in range(3)]
+        self.cleanup = ExitStack()
+        self.attacker = self.cleanup.enter_context(RawClient(self.record))
+        credentials = [ClientCredentials(Identity.generate()) for _ in range(NUM_OTHERS)]
+        self.others = [self.cleanup.enter_context(RawClient(self.record, each)) for each in credentials]
+        for client in self.others:
+            client.describe()  # its connection is there from now on
 
     def honest_client_goes_on(self, rounds: int = 2) -> None:
         """Returns when it has done so much from now on: in the last round, all was asked for after the call."""
@@ -96,8 +106,11 @@ class Attacked:
         return pb.SessionRequest(open=pb.Open(**(known | fields)))
 
 
+T = TypeVar("T", bound=Attacked)
+
+
 @contextmanager
-def attacked(directory: Path, **options: object) -> Iterator[Attacked]:
+def attacked(directory: Path, kind: type[T] = Attacked, **options: object) -> Iterator[T]:
     """``options``: more fields of the server's config."""
     model = directory / "llama"
     save_checkpoint("llama", model)
@@ -121,12 +134,11 @@ def attacked(directory: Path, **options: object) -> Iterator[Attacked]:
         DistributedModel.from_pretrained(str(model), initial_peers=[server.ready["peer"]]) as remote,
     ):
         honest = HonestClient(ends_only_at_its_length(remote), expected, logits)
-        target = Attacked(server, remote, honest, partial(_through_blocks, whole))
+        target = kind(server, remote, honest, partial(_through_blocks, whole), model)
         try:
-            yield target
+            with target.cleanup:
+                yield target
         finally:
-            for client in (target.attacker, *target.others):
-                client.close()
             server.kill()  # nobody is left who would have to be let go
 
 

@@ -5,7 +5,8 @@ An attack is a test function of this package that takes a server under attack, a
     @attack("empty changes")
     def test_empty_changes(target: Attacked) -> None: ...
 
-One that needs another server than ``attacked`` starts says so by ``servers``, which is given a directory of its own.
+One that needs more than ``attacked`` starts says so by ``servers``, which is given a directory of its own. Benchmarks
+repeat an attack on the same servers.
 """
 
 from __future__ import annotations
@@ -14,12 +15,12 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from tests.attack.attacked import Attacked, attacked
 
 Servers = Callable[[Path], AbstractContextManager[Attacked]]
-Run = Callable[[Attacked], None]
+Run = Callable[[Any], None]  # given what its ``servers`` start
 R = TypeVar("R", bound=Run)
 
 

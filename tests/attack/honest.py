@@ -36,18 +36,19 @@ class HonestClient:
 
     def __init__(self, remote: PreTrainedModel, expected: torch.Tensor, logits: torch.Tensor) -> None:
         """``expected``: the tokens, [1, tokens]; ``logits``: of the prompt, [1, tokens, vocabulary]."""
-        self._remote, self._expected, self._logits = remote, expected, logits
+        self.expected, self.logits = expected, logits
+        self._remote = remote
 
     def generate(self) -> Generation:
         waits = _Waits()
         problem = ""
         try:
-            if not torch.equal(self._remote.generate(PROMPT, streamer=waits, **OPTIONS), self._expected):
+            if not torch.equal(self._remote.generate(PROMPT, streamer=waits, **OPTIONS), self.expected):
                 problem = "its tokens are wrong"
             with torch.no_grad():
                 logits = self._remote(PROMPT, use_cache=False).logits  # a pass without a session
             waits.put(PROMPT)
-            if not torch.allclose(logits, self._logits, atol=1e-4):
+            if not torch.allclose(logits, self.logits, atol=1e-4):
                 problem = "its logits are wrong"
         except Exception as error:  # the client's failure is what attacks are after
             problem = f"{type(error).__name__}: {error}"

@@ -2,84 +2,46 @@
 
 from __future__ import annotations
 
-import itertools
-import json
+import asyncio
 import math
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
-from pathlib import Path
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import grpc
 import pytest
 import torch
 from cryptography.hazmat.primitives.asymmetric import rsa
-from transformers import AutoModelForCausalLM
 
-from swarm_client import DistributedModel
 from swarm_client.core import background
-from swarm_client.core.config import ClientConfig, Timeouts
+from swarm_client.core.config import Timeouts
 from swarm_client.core.events import Event, Recovery
 from swarm_protocol.dht.claims import MAX_PER_ADDRESS, NUM_SHARDS
 from swarm_protocol.dht.dht import Dht
-from swarm_protocol.dht.records import ServerRecord, ServerState, models_key, servers_key
-from swarm_protocol.dht.stored_records import subkey_of
-from swarm_protocol.net.hivemind_parts import (
-    DHTID,
-    DHTNode,
-    DHTRecord,
-    MSGPackSerializer,
-    PeerID,
-    RSASignatureValidator,
-    get_dht_time,
-)
+from swarm_protocol.dht.records import ServerState, models_key
 from swarm_protocol.net.identity import Identity, peer_id_of_key
 from swarm_protocol.net.tls import Certificate
 from swarm_protocol.pb import swarm_pb2 as pb
 from swarm_protocol.pb.swarm_pb2_grpc import BlocksServicer, add_BlocksServicer_to_server
 from swarm_protocol.process.local_registry import DEFAULT_SWARM
-from tests.swarm.pair import ends_only_at_its_length, random_ids
-from tests.swarm.processes import ServerProcess
-from tests.unit.crowd import identities
-from tests.zoo import save_checkpoint
+from tests.attack.attacks import attack
+from tests.attack.besieged import Besieged, besieged
+from tests.attack.honest import OPTIONS, PROMPT
 
-PROMPT = random_ids(1, 9, seed=7)
-NEW_TOKENS = 6
-LIFETIME_S = 100.0
 FOR_EVER_S = 10**7  # 115 days
 NOWHERE = "nowhere.invalid:1"  # a public address as far as anybody can tell
-OPTIONS = dict(attention_mask=torch.ones_like(PROMPT), max_new_tokens=NEW_TOKENS, do_sample=False)
-
-
-class Stranger:
-    """A node of the DHT with as many identities as it likes."""
-
-    def __init__(self, initial_peer: str) -> None:
-        self._target = PeerID.from_base58(initial_peer.rpartition("/p2p/")[2])
-        joining = DHTNode.create(initial_peers=[initial_peer], host_maddrs=["/ip4/127.0.0.1/tcp/0"])
-        self._node = background.run(joining)
-
-    def store(self, keys: Sequence[str], owner: Identity, value: bytes, lifetime_s: float = LIFETIME_S) -> list[bool]:
-        """Has the server store a value, signed by its owner; returns for each key whether it has."""
-        signer, subkey = RSASignatureValidator(owner.private_key), subkey_of(owner)
-        packed, expires_at = MSGPackSerializer.dumps(value), get_dht_time() + lifetime_s
-        ids = [DHTID.generate(key) for key in keys]
-        names = MSGPackSerializer.dumps(subkey)
-        signed = [signer.sign_value(DHTRecord(one.to_bytes(), names, packed, expires_at)) for one in ids]
-        storing = self._node.protocol.call_store(
-            self._target, ids, signed, [expires_at] * len(ids), subkeys=[subkey] * len(ids)
-        )
-        return list(background.run(storing) or [False] * len(ids))
-
-    def close(self) -> None:
-        background.run(self._node.shutdown())
 
 
 class Staller(BlocksServicer):
-    """Takes sessions and steps, answers pings, and computes nothing."""
+    """Takes sessions, steps and passes, answers pings, and computes nothing."""
 
-    num_steps = 0
+    num_steps = num_passes = 0
+
+    async def Forward(self, requests: AsyncIterator[Any], _context: Any) -> None:
+        async for _ in requests:
+            pass
+        self.num_passes += 1
+        await asyncio.Event().wait()
 
     async def Session(self, requests: AsyncIterator[Any], context: Any) -> None:
         await context.write(pb.SessionReply(opened=pb.Opened(max_step_tokens=1 << 20)))
@@ -96,58 +58,16 @@ class Staller(BlocksServicer):
         return pb.ServerRecord()
 
 
-@dataclass(frozen=True)
-class Besieged:
-    """An honest server with the whole model, and what strangers need to know of it."""
-
-    server: ServerProcess
-    model: Path
-    record: ServerRecord
-    expected: torch.Tensor
-    stranger: Stranger
-
-    @property
-    def key(self) -> str:
-        return servers_key(DEFAULT_SWARM, self.record.model)
-
-    @contextmanager
-    def client(self, **options: Any) -> Iterator[Any]:
-        """A new one, which knows nobody."""
-        config = ClientConfig(initial_peers=(self.server.ready["peer"],), **options)
-        with DistributedModel.from_pretrained(str(self.model), config=config) as remote:
-            yield ends_only_at_its_length(remote)
-
-    def forged(self, owner: Identity, **fields: Any) -> pb.ServerRecord:
-        """Of a server that is better than the honest one, by what it says."""
-        claims = dict(peer_id=owner.peer_id, tokens_per_s=1e6, forward_tokens_per_s=1e6, addresses=("127.0.0.1:1",))
-        message = replace(self.record, **claims).to_proto()
-        for name, value in fields.items():
-            setattr(message, name, value)
-        return message
-
-    def publish(self, owner: Identity, message: pb.ServerRecord, lifetime_s: float = LIFETIME_S) -> bool:
-        return self.stranger.store([self.key], owner, message.SerializeToString(), lifetime_s)[0]
-
-    def withdraw(self, owners: Sequence[Identity]) -> None:
-        for owner in owners:
-            self.publish(owner, self.forged(owner, state=ServerState.OFFLINE.value), LIFETIME_S + 20)
-
-
 @pytest.fixture(scope="module")
-def besieged(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Besieged]:
-    directory = tmp_path_factory.mktemp("besieged")
-    model = directory / "llama"
-    save_checkpoint("llama", model)
-    whole = ends_only_at_its_length(AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32))
-    fields = dict(model=str(model), blocks=f"0:{whole.config.num_hidden_layers}", quant="none", throughput=100.0)
-    with ExitStack() as stack:
-        server = ServerProcess(json.dumps(fields), cache=directory, module="tests.attack.attacked_server")
-        stack.callback(server.kill)
-        stranger = Stranger(server.ready["peer"])
-        stack.callback(stranger.close)
-        with DistributedModel.from_pretrained(str(model), initial_peers=[server.ready["peer"]]) as remote:
-            (record,) = background.run(remote.blocks.swarm.view(0.0)).servers
-        yield Besieged(server, model, record, whole.generate(PROMPT, **OPTIONS), stranger)
+def besieged_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Besieged]:
+    with besieged(tmp_path_factory.mktemp("besieged")) as target:
+        yield target
+
+
+@pytest.fixture
+def target(besieged_server: Besieged) -> Iterator[Besieged]:
+    with besieged_server.while_an_honest_client_generates():
+        yield besieged_server
 
 
 def short_key() -> Identity:
@@ -158,12 +78,13 @@ def short_key() -> Identity:
     return owner
 
 
-def test_records_that_contradict_the_model_or_hardware(besieged: Besieged) -> None:
+@attack("records that contradict the model", besieged)
+def test_records_that_contradict_the_model_or_hardware(target: Besieged) -> None:
     """One with 2^32-1 blocks stalled every server."""
-    owners = list(itertools.islice(identities(8), 8))
+    owners = target.owners(8)
     claims: list[dict[str, Any]] = [
         {"num_blocks": 2**32 - 1},
-        {"num_blocks": besieged.record.num_blocks + 1},
+        {"num_blocks": target.record.num_blocks + 1},
         {"model": "another"},
         {"tokens_per_s": 1e30, "forward_tokens_per_s": 1e30},
         {"tokens_per_s": math.inf},
@@ -172,60 +93,62 @@ def test_records_that_contradict_the_model_or_hardware(besieged: Besieged) -> No
         {"queue_delay_s": -1e9},
     ]
     stored = [
-        besieged.publish(owner, besieged.forged(owner, **fields)) for owner, fields in zip(owners, claims, strict=True)
+        target.publish(owner, target.forged(owner, **fields)) for owner, fields in zip(owners, claims, strict=True)
     ]
     assert all(stored)
-    assert not besieged.publish(owners[0], besieged.forged(owners[0]), FOR_EVER_S)
+    assert not target.publish(owners[0], target.forged(owners[0]), FOR_EVER_S)
     short = short_key()
-    assert not besieged.publish(short, besieged.forged(short))
-    with besieged.client() as remote:
+    assert not target.publish(short, target.forged(short))
+    with target.client() as remote:
         view = background.run(remote.blocks.swarm.view(0.0))
-        believed = {owners[3].peer_id, owners[6].peer_id, besieged.record.peer_id}
+        believed = {owners[3].peer_id, owners[6].peer_id, target.record.peer_id}
         assert {server.peer_id for server in view.servers} == believed
         assert max(server.tokens_per_s for server in view.servers) < 1e6
-        assert torch.equal(remote.generate(PROMPT, **OPTIONS), besieged.expected)
-    besieged.withdraw(owners)
+        assert torch.equal(remote.generate(PROMPT, **OPTIONS), target.honest.expected)
+    target.withdraw(owners)
 
 
-def test_a_models_list_that_strangers_write(besieged: Besieged) -> None:
+@attack("a false list of models", besieged)
+def test_a_models_list_that_strangers_write(target: Besieged) -> None:
     """An unsigned entry hid the swarm for 115 days."""
     keys = [models_key(DEFAULT_SWARM, shard) for shard in range(NUM_SHARDS)]
-    owners = list(itertools.islice(identities(20), 20))
+    owners = target.owners(20)
     for number, owner in enumerate(owners):
-        forged = besieged.forged(owner, model=f"invented {number}").SerializeToString()
-        assert not any(besieged.stranger.store(keys, owner, forged, FOR_EVER_S))
-        assert all(besieged.stranger.store(keys, owner, forged))
-    liar = besieged.forged(owners[0], num_blocks=99).SerializeToString()
-    assert all(besieged.stranger.store(keys, owners[0], liar, LIFETIME_S + 5))
+        forged = target.forged(owner, model=f"invented {number}").SerializeToString()
+        assert not any(target.stranger.store(keys, owner, forged, FOR_EVER_S))
+        assert all(target.stranger.store(keys, owner, forged))
+    liar = target.forged(owners[0], num_blocks=99).SerializeToString()
+    assert all(target.stranger.store(keys, owners[0], liar))
 
     async def listed() -> dict[str, int]:
-        dht = await Dht.join(DEFAULT_SWARM, [besieged.server.ready["peer"]], Identity.generate())
+        dht = await Dht.join(DEFAULT_SWARM, [target.server.ready["peer"]], Identity.generate())
         try:
             return await dht.models()
         finally:
             await dht.shutdown()
 
     models = background.run(listed())
-    assert besieged.record.model in models  # one voice against one: either number, but it is there
+    assert target.record.model in models  # one voice against one: either number, but it is there
     assert len(models) == 20  # all but the one that the first identity no longer speaks of
     for number, owner in enumerate(owners):
-        gone = besieged.forged(owner, model=f"invented {number}", state=ServerState.OFFLINE.value)
-        besieged.stranger.store(keys, owner, gone.SerializeToString(), LIFETIME_S + 10)
-    assert background.run(listed()) == {besieged.record.model: besieged.record.num_blocks}
+        gone = target.forged(owner, model=f"invented {number}", state=ServerState.OFFLINE.value)
+        target.stranger.store(keys, owner, gone.SerializeToString())
+    assert background.run(listed()) == {target.record.model: target.record.num_blocks}
 
 
-def test_two_hundred_identities_of_one_address(besieged: Besieged) -> None:
-    owners = list(itertools.islice(identities(200), 200))
+@attack("two hundred identities of one address", besieged)
+def test_two_hundred_identities_of_one_address(target: Besieged) -> None:
+    owners = target.owners(200)
     for owner in owners:
-        message = besieged.forged(owner)
+        message = target.forged(owner)
         message.addresses[:] = [NOWHERE]
-        besieged.publish(owner, message)
-    with besieged.client(timeouts=Timeouts(connect_s=0.5)) as remote:
+        target.publish(owner, message)
+    with target.client(timeouts=Timeouts(connect_s=0.5)) as remote:
         swarm = remote.blocks.swarm
         assert len(background.run(swarm.view(0.0)).servers) == 201
         assert len(swarm._usable({})[0].servers) == MAX_PER_ADDRESS + 1
-        assert torch.equal(remote.generate(PROMPT, **OPTIONS), besieged.expected)
-    besieged.withdraw(owners)
+        assert torch.equal(remote.generate(PROMPT, **OPTIONS), target.honest.expected)
+    target.withdraw(owners)
 
 
 @contextmanager
@@ -247,20 +170,39 @@ def served(service: BlocksServicer) -> Iterator[tuple[str, bytes]]:
         background.run(server.stop(0))
 
 
-def test_forty_servers_that_answer_pings_and_no_step(besieged: Besieged) -> None:
+@attack("servers that answer pings and no step", besieged)
+def test_forty_servers_that_answer_pings_and_no_step(target: Besieged) -> None:
     """They cost one generation 246 s and its life."""
-    owners, staller, events = list(itertools.islice(identities(40), 40)), Staller(), []
+    owners, staller, events = target.owners(40), Staller(), []
     on_event: Callable[[Event], None] = events.append
     with served(staller) as (address, fingerprint):
         for owner in owners:
-            message = besieged.forged(owner, tls_fingerprint=fingerprint)
+            message = target.forged(owner, tls_fingerprint=fingerprint)
             message.addresses[:] = [address]
-            assert besieged.publish(owner, message)
-        with besieged.client(timeouts=Timeouts(stall_s=1.5), on_event=on_event) as remote:
-            assert torch.equal(remote.generate(PROMPT, **OPTIONS), besieged.expected)
+            assert target.publish(owner, message)
+        with target.client(timeouts=Timeouts(stall_s=1.5), on_event=on_event) as remote:
+            assert torch.equal(remote.generate(PROMPT, **OPTIONS), target.honest.expected)
             recoveries = [event for event in events if isinstance(event, Recovery)]
             assert len(recoveries) == 1 and staller.num_steps > 1
             steps = staller.num_steps
-            assert torch.equal(remote.generate(PROMPT, **OPTIONS), besieged.expected)
+            assert torch.equal(remote.generate(PROMPT, **OPTIONS), target.honest.expected)
             assert staller.num_steps == steps and len(events) == len(recoveries)  # it has learned whom to take
-        besieged.withdraw(owners)
+        target.withdraw(owners)
+
+
+@attack("servers that answer pings and no pass", besieged)
+def test_servers_that_answer_pings_and_no_pass_of_training(target: Besieged) -> None:
+    """One of them had a micro-batch wait for two minutes."""
+    owners, staller = target.owners(3), Staller()
+    with served(staller) as (address, fingerprint):
+        for owner in owners:
+            message = target.forged(owner, tls_fingerprint=fingerprint)
+            message.addresses[:] = [address]
+            assert target.publish(owner, message)
+        retries: list[Event] = []
+        with target.client(timeouts=Timeouts(stall_s=1.5), on_event=retries.append, step_timeout_s=1e6) as remote:
+            with torch.no_grad():
+                logits = remote(PROMPT, use_cache=False).logits
+            assert torch.allclose(logits, target.honest.logits, atol=1e-4)
+        assert staller.num_passes and all("did not finish a pass within" in event.reason for event in retries)
+    target.withdraw(owners)

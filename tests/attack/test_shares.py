@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import secrets
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 
 import grpc
 import torch
@@ -16,6 +17,7 @@ from swarm_protocol.wire.codec import encode
 from swarm_protocol.wire.constants import MIB
 from swarm_protocol.wire.session_keys import push_key_of
 from tests.attack.attacked import CACHE_TOKENS, INCOMING_BYTES, MAX_SESSIONS, Attacked
+from tests.attack.attacks import attack
 from tests.attack.test_messages import FULL, KEY, step
 from tests.swarm.adapter_target import parts
 from tests.swarm.raw_client import RawClient, RawStream
@@ -25,11 +27,14 @@ from tests.zoo import HIDDEN, POSITIONS
 OK = grpc.StatusCode.OK
 
 
+Opening = Callable[[], pb.SessionRequest]
+
+
 @contextmanager
-def opened(clients: Sequence[RawClient], requests: Sequence[pb.SessionRequest]) -> Iterator[list[RawStream]]:
-    """Every client's streams with these requests; those that are refused have ended, others may still wait."""
+def opened(clients: Sequence[RawClient], openings: Sequence[Opening]) -> Iterator[list[RawStream]]:
+    """Every client's sessions, each with a key of its own; those refused have ended, others may still wait."""
     with ExitStack() as streams:
-        yield [send(streams.enter_context(client.stream("Session")), one) for client in clients for one in requests]
+        yield [send(streams.enter_context(client.stream("Session")), make()) for make in openings for client in clients]
 
 
 def send(stream: RawStream, request: pb.SessionRequest) -> RawStream:
@@ -41,31 +46,42 @@ def num_open(streams: Sequence[RawStream]) -> int:
     return sum(not stream.ended for stream in streams)
 
 
+@attack("empty sessions in all places")
 def test_empty_sessions_in_all_places(target: Attacked) -> None:
     """512 of them kept everybody else out for ten minutes."""
-    attackers = [target.attacker, *target.others]
-    empty = [target.opening(wait_s=0.0) for _ in range(MAX_SESSIONS)]
+    empty = [partial(target.opening, wait_s=0.0)] * MAX_SESSIONS
+    waiting = [partial(target.opening, wait_s=100.0)]
     with opened([target.attacker], empty) as streams:
         wait_for(lambda: num_open(streams) <= MAX_SESSIONS * 3 // 4, "one identity has a share")
         assert num_open(streams) > MAX_SESSIONS // 2
         target.honest_client_goes_on()
-    waiting = [target.opening(wait_s=100.0) for _ in range(MAX_SESSIONS)]
-    with opened(attackers, waiting) as streams:  # several identities have all places
-        target.honest_client_goes_on()
-        assert any(stream.ended for stream in streams), "a session that never began has given its place"
-
-
-def test_ten_sessions_that_promise_themselves_all_room(target: Attacked) -> None:
-    sizes = [(CACHE_TOKENS - 48) // 10] * 10 + [4] * 12  # so that nothing is left
-    greedy = [target.opening(reserve_tokens=size, wait_s=100.0) for size in sizes]
-    wide = target.opening(reserve_tokens=POSITIONS, batch_size=CACHE_TOKENS // POSITIONS, age_s=1e30, wait_s=100.0)
-    for requests in (greedy, [wide]):
-        with opened([target.attacker], requests) as streams:
+        inside = [stream for stream in streams if not stream.ended]
+        for stream in inside:
+            stream.read()  # that it is open: only then is it known when it ends
+        with opened(target.others, waiting * MAX_SESSIONS):  # who has nothing may have the last place: all are taken
+            wait_for(lambda: num_open(inside) < len(inside), "a session that never began gives its place")
             target.honest_client_goes_on()
-            lost = [stream.answer() for stream in streams if stream.ended]
-            assert {answer.status for answer in lost} <= {FULL}, lost
 
 
+@attack("sessions that promise themselves all room")
+def test_sessions_that_promise_themselves_all_room(target: Attacked) -> None:
+    """Ten of one client locked everybody out. A client without a session may have all that is left: here are four."""
+    clients = [target.attacker, *target.others]
+    promised = partial(target.opening, wait_s=100.0)
+    quarter = partial(promised, reserve_tokens=POSITIONS, batch_size=CACHE_TOKENS // POSITIONS // 4)
+    halves = [partial(promised, reserve_tokens=POSITIONS >> number) for number in range(len(clients) - 3)]
+    with ExitStack() as streams:  # three quarters, and then one half of what is left after the other
+        for client in clients[:3]:
+            assert send(streams.enter_context(client.stream("Session")), quarter()).read().HasField("opened")
+        for client, make in zip(clients[3:], halves, strict=True):
+            send(streams.enter_context(client.stream("Session")), make())
+        target.honest_client_goes_on(4)
+    whole = partial(promised, reserve_tokens=POSITIONS, batch_size=CACHE_TOKENS // POSITIONS, age_s=1e30)
+    with opened(clients[:4], [whole] * 8):  # all have waited longer than the honest client, by what they say
+        target.honest_client_goes_on(4)
+
+
+@attack("a flood of passes")
 def test_a_flood_of_passes(target: Attacked) -> None:
     """Each waits in many pieces."""
     hidden, more = encode(torch.ones(MIB // (4 * POSITIONS * HIDDEN) - 1, POSITIONS, HIDDEN))
@@ -81,6 +97,7 @@ def test_a_flood_of_passes(target: Attacked) -> None:
         assert refused and all("this client" in answer.details for answer in refused)
 
 
+@attack("stalled requests of one identity")
 def test_stalled_requests_of_one_identity(target: Attacked) -> None:
     """Six of them had 350 MiB each."""
     rows = INCOMING_BYTES // (4 * POSITIONS * HIDDEN)
@@ -100,6 +117,7 @@ def test_stalled_requests_of_one_identity(target: Attacked) -> None:
         target.honest_client_goes_on()
 
 
+@attack("adapters that are all in use")
 def test_adapters_that_are_all_in_use(target: Attacked) -> None:
     def adapter() -> bytes:
         a, b = torch.zeros(220, HIDDEN), torch.zeros(HIDDEN, 220)
@@ -116,6 +134,7 @@ def test_adapters_that_are_all_in_use(target: Attacked) -> None:
         target.honest_client_goes_on()
 
 
+@attack("a next hop that is no server")
 def test_a_next_hop_that_is_no_server(target: Attacked) -> None:
     """Servers connected to whatever host and port a client named, and told it whether anybody answered."""
     with socket.socket() as victim, target.attacker.stream("Session") as session:

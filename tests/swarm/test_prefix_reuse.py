@@ -4,16 +4,20 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
 from transformers import DynamicCache
 
+from swarm_client.core import background
 from swarm_client.transport.hops import HopSession
 from swarm_protocol.span import Span
 from swarm_protocol.wire.constants import PAGE_TOKENS
 from swarm_server.engine.engine import Engine
-from tests.swarm.pair import NEW_TOKENS, Pair, random_ids, started
+from swarm_server.sessions.preemption import Claim, Preemption
+from tests.swarm.pair import NEW_TOKENS, Pair, connected, random_ids, started
+from tests.swarm.waiting import wait_for
 
 SPANS = ("0:3", "3:6")
 SHARED, REST = 5 * PAGE_TOKENS, 21
@@ -57,6 +61,10 @@ def generated(pair: Pair, ids: torch.Tensor, **options) -> None:
 
 def everywhere(num_positions: int) -> dict[Span, int]:
     return {Span.parse(span): num_positions for span in SPANS}
+
+
+async def preempt(claim: Claim) -> None:
+    claim.preempt()
 
 
 @pytest.mark.parametrize("batch_size", [1, 2])
@@ -144,11 +152,47 @@ def test_other_ways_to_decode_share_as_well(pair, computed):
 
 
 def test_nothing_is_shared_if_the_server_does_not_want_it(tmp_path, computed):
-    with started(tmp_path, "0:6", prefix_cache=False) as pair:
+    with started(tmp_path, "0:6", prefix_cache="none") as pair:
         for prompt in prompts(2):
             computed.clear()
             generated(pair, prompt)
             assert computed == {Span(0, 6): SHARED + REST}
+
+
+@pytest.mark.parametrize("sharing", ["own", "all"])
+def test_two_clients_share_only_if_they_may(tmp_path, computed, sharing):
+    """Each shares with itself, also after it was away."""
+    whole_prompt, rest = {Span(0, 6): SHARED + REST}, {Span(0, 6): REST}
+    first, second, third = prompts(3, seed=60)
+    with started(tmp_path, "0:6", prefix_cache=sharing) as pair, connected(pair.servers) as other:
+        stranger = replace(pair, remote=other)
+        for client, prompt, expected in (
+            (pair, first, whole_prompt),
+            (stranger, second, rest if sharing == "all" else whole_prompt),
+            (stranger, third, rest),
+            (pair, third, rest),
+        ):
+            computed.clear()
+            generated(client, prompt)
+            assert computed == expected
+
+
+def test_a_session_that_is_preempted_is_replayed_from_its_own_pages(tmp_path, computed, monkeypatch):
+    """Whatever others may see: the key of a client stays the same from one session to the next."""
+    claims: list[Claim] = []
+    add = Preemption.add
+    monkeypatch.setattr(Preemption, "add", lambda self, claim: (claims.append(claim), add(self, claim))[1])
+    (talk,) = prompts(1, seed=61)
+    with started(tmp_path, "0:6", prefix_cache="own") as pair:
+        cache = DynamicCache()
+        talk = pair.remote.generate(talk, past_key_values=cache, **OPTIONS)
+        computed.clear()
+        background.run(preempt(claims[0]))
+        wait_for(lambda: claims[0].closed, "the session is preempted")
+        longer = torch.cat([talk, random_ids(1, 3, seed=0)], 1)
+        result = pair.remote.generate(longer, past_key_values=cache, **OPTIONS)
+        assert torch.equal(result, pair.whole.generate(longer, **OPTIONS))
+        assert len(claims) == 2 and computed[Span(0, 6)] < SHARED
 
 
 def test_what_is_kept_for_reuse_makes_room(tmp_path, computed):

@@ -141,6 +141,26 @@ def test_a_member_generates_the_right_tokens(private):
         assert torch.equal(model.generate(ids, max_new_tokens=NEW_TOKENS, do_sample=False), expected)
 
 
+def status(private: Private, capsys: pytest.CaptureFixture[str], *flags: str) -> str:
+    """As the user types it."""
+    main(["status", "--swarm", SWARM, "--initial-peers", private.server.ready["peer"], *flags])
+    return capsys.readouterr().out
+
+
+def test_status_says_why_who_is_no_member_cannot_use_the_servers(private, capsys):
+    for flags in ((), ("--swarm-key", str(private.key.public))):
+        last = status(private, capsys, *flags).splitlines()[-1]
+        assert last.startswith(
+            f"the servers of blocks 0:{BLOCKS} do not let this client in: this swarm takes only members"
+        )
+        assert "--membership FILE" in last
+    member = str(private.membership(Role.CLIENT, "looker"))
+    assert "this client's chain: " in status(private, capsys, "--membership", member)
+    other = status(private, capsys, "--swarm-key", str(OrganiserKey.generate().public))
+    assert other.splitlines()[0] == f"swarm {SWARM} has no servers"
+    assert other.splitlines()[1].startswith("1 that are there are no members of the private swarm")
+
+
 @pytest.mark.parametrize("knows_key", [False, True])
 def test_who_is_no_member_is_denied_at_once(private, knows_key):
     """It would wait for servers for an hour."""

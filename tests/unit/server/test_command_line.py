@@ -29,10 +29,10 @@ def test_every_flag_reaches_the_config() -> None:
         f"/ip4/192.0.2.{number}/tcp/31337/p2p/QmWuXJM1v3RHh9tF3Sy7Xrrn2zvhDQQpuBLRU7QLR5PaMd" for number in (1, 2)
     )
     argv = [part for name, value in flags.items() for part in (f"--{name}", value)]
-    assert config(*argv, "--no-prefix-cache", "--initial-peers", *peers) == ServerConfig(
+    assert config(*argv, "--prefix-cache", "own", "--initial-peers", *peers) == ServerConfig(
         model="name/model", model_revision="main", blocks=Span(10, 20), quant="none", dtype="bfloat16", device="cpu",
         host="::", port=1, dht_port=2, announce_address="host:3", swarm="mine", identity=Path("key"), cache_tokens=4,
-        throughput=5.5, chunk_tokens=6, max_sessions=7, prefix_cache=False, initial_peers=peers,
+        throughput=5.5, chunk_tokens=6, max_sessions=7, prefix_cache="own", initial_peers=peers,
     )  # fmt: skip
 
 
@@ -46,6 +46,7 @@ def test_every_flag_reaches_the_config() -> None:
         (["--balance-margin", "0.2"], ServerConfig(balance_margin=0.2)),
         (["--adapters", "a/poet", "b/cook/"], ServerConfig(adapters=(Path("a/poet"), Path("b/cook")))),
         (["--adapter-memory", "1GiB"], ServerConfig(adapter_bytes=1 << 30)),
+        (["--no-prefix-cache"], ServerConfig(prefix_cache="none")),
     ],
 )
 def test_other_flags(argv: list[str], expected: ServerConfig) -> None:
@@ -59,6 +60,7 @@ def test_other_flags(argv: list[str], expected: ServerConfig) -> None:
         (["--num-blocks", "2", "--memory", "1GiB"], "num_blocks and memory_bytes are both given"),
         (["--num-blocks", "0"], "num_blocks is 0: expected at least 1"),
         (["--memory", "much"], "size 'much' is not understood"),
+        (["--prefix-cache", "some"], "prefix cache 'some' is unknown: expected one of auto, all, own, none"),
         (["--drain-timeout", "-1"], "drain_timeout_s is -1.0: expected a number of seconds"),
         (["--balance-margin", "0"], "balance_margin is 0.0: expected a number above 0, such as 0.03"),
         (["--adapters", "a/poet", "b/poet"], r"adapters are called like their directories: \['poet', 'poet'\] are no"),

@@ -13,7 +13,8 @@ from swarm_client.core.config import ClientConfig
 from swarm_client.monitor.model_monitor import ModelStatus, ServerStatus
 from swarm_client.monitor.monitor import Monitor, SwarmSnapshot
 from swarm_protocol.dht.records import ServerRecord, ServerState, SwarmView
-from swarm_protocol.errors import NoSwarm, PeerUnavailable
+from swarm_protocol.errors import AccessDenied, NoSwarm, PeerUnavailable
+from swarm_protocol.span import Span
 from tests.unit.simulation import VirtualLoop
 from tests.unit.support import server_record
 
@@ -28,6 +29,8 @@ class Net:
         self.records = {record.peer_id: record for record in records}  # in the DHT
         self.alive = dict(self.records)  # what the servers themselves say
         self.delays_s: dict[str, float] = {}
+        self.closed: set[str] = set()  # servers that let in members only
+        self.num_strangers = 0
         self.under_way = self.most_under_way = self.connections = 0
 
     def publish(self, record: ServerRecord) -> None:
@@ -53,6 +56,8 @@ class Net:
         self.under_way -= 1
         if peer_id not in self.alive:
             raise PeerUnavailable("it is gone", peer_id)
+        if peer_id in self.closed:
+            raise AccessDenied("members only")
         return self.alive[peer_id]
 
 
@@ -258,6 +263,28 @@ def test_others_are_found_when_all_are_gone():
         assert [server.record.peer_id for server in only(await watcher.look_again(2.0)).servers] == ["z"]
 
     run(test())
+
+
+def test_servers_that_let_in_members_only():
+    """They are no servers that are gone: they say who they are for."""
+    net = Net(server_record("ada", "0:4"), server_record("bob", "2:8"), server_record("eve", "4:6"))
+    net.closed = {"ada", "bob"}
+
+    async def look() -> None:
+        seen = monitor(net)
+        status = only(await seen.look())
+        assert [(s.record.peer_id, s.answers, s.denial) for s in status.servers] == [
+            ("ada", True, "members only"),
+            ("bob", True, "members only"),
+            ("eve", True, ""),
+        ]
+        assert status.denied == (Span(0, 4), Span(6, 8)) and not status.missing and not status.chain
+        net.closed.clear()  # whoever can be used now is seen to be so
+        status = only(await seen.look_again(1.0))
+        assert not status.denied and status.replicas == [1, 1, 2, 2, 2, 2, 1, 1]
+        await seen.close()
+
+    run(look())
 
 
 def test_a_view_without_servers_is_believed_when_nobody_answers():

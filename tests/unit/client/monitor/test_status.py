@@ -59,6 +59,34 @@ def line_of(lines: list[str], beginning: str) -> str:
 
 
 @pytest.fixture
+def private() -> ModelStatus:
+    """Of a swarm that this client is no member of."""
+    why = "members only:\x1b[2J ask"
+    servers = server("aaaaaa", "0:8"), server("bbbbbb", "4:16")
+    return model(*(dataclasses.replace(one, denial=why) for one in servers), server("cccccc", "0:2"))
+
+
+def test_servers_that_do_not_let_this_client_in(private):
+    lines = shown(private, width=140)
+    assert lines[0] == "swarm home · model some-model · 20 blocks · 3 servers"
+    assert line_of(lines, "…aaaaaa").split()[2:5] == ["░" * 8 + "·" * 12, "access", "denied"]
+    assert lines[-1] == r"the servers of blocks 2:16 do not let this client in: members only:\x1b[2J ask"
+    found = as_json("home", SwarmSnapshot((private,)))["models"][0]
+    assert (found["denied"], found["missing"]) == (["2:16"], ["16:20"])
+    assert [one["denial"] for one in found["servers"]] == [private.servers[0].denial] * 2 + [None]
+
+
+def test_a_private_swarm_of_which_nobody_is_there():
+    output = io.StringIO()
+    show(Console(file=output, width=200), "home", SwarmSnapshot((), num_strangers=3))
+    assert output.getvalue().splitlines() == [
+        "swarm home has no servers",
+        "3 that are there are no members of the private swarm that was asked for: "
+        "is --swarm-key or --membership that of another swarm?",
+    ]
+
+
+@pytest.fixture
 def gap() -> ModelStatus:
     return model(server("aaaaaa", "0:8"), server("bbbbbb", "4:12"), server("cccccc", "12:20", state=JOINING))
 

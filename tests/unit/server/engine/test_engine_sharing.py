@@ -38,18 +38,22 @@ def budget() -> CacheBudget:
     return CacheBudget(PLENTY, 1)
 
 
-@pytest.fixture
-def computed(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+def counted(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many positions of each row go through the blocks, batch by batch."""
     counts: list[int] = []
     run_part = engine._run_part
 
-    def counted(blocks, batch, hidden):
+    def run_counted(blocks, batch, hidden):
         counts.append(hidden[0].shape[1])
         return run_part(blocks, batch, hidden)
 
-    monkeypatch.setattr(engine, "_run_part", counted)
+    monkeypatch.setattr(engine, "_run_part", run_counted)
     return counts
+
+
+@pytest.fixture
+def computed(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    return counted(engine, monkeypatch)
 
 
 @pytest.fixture
@@ -99,6 +103,22 @@ def test_equal_prompts_in_pieces_of_whole_pages(
             (output,) = run(engine, (generation, generation.step(0, hidden=piece, num_wanted=int(is_last))))
         generation.check(output, 1)
     assert computed == [1]
+
+
+@pytest.mark.parametrize("between_owners", [False, True])
+def test_between_whom_content_is_shared(
+    llama: BlockStack, budget: CacheBudget, monkeypatch: pytest.MonkeyPatch, between_owners: bool
+) -> None:
+    """Session by session: those of one owner share always, and each owner's first with others only if they may."""
+    engine = Engine(llama, prefix_cache=PrefixCache(between_owners=between_owners))
+    counts = counted(engine, monkeypatch)
+    prompt = torch.randn(1, 2 * PAGE_TOKENS + 3, HIDDEN)
+    for owner in ("ada", "ada", "bob", "bob", "ada"):
+        generation = Generation.open(engine, budget, owner=owner)
+        generation.check(*run(engine, (generation, generation.step(0, hidden=prompt, num_wanted=1))), 1)
+        engine.close(generation.session)
+    whole = 2 * PAGE_TOKENS + 3
+    assert counts == [whole, 3, 3 if between_owners else whole, 3, 3]
 
 
 @pytest.mark.usefixtures("no_garbage_collection")

@@ -51,6 +51,7 @@ class FakeDht:
 @dataclass
 class FakeMembership:
     dht: FakeDht
+    host = "127.0.0.1"
     daemons: list[NoSwarm | None] = field(default_factory=list)  # what comes of starting another
 
     async def keep(self) -> bool:
@@ -108,7 +109,7 @@ class FakeLoader:
             raise OSError("no such file")
         return span
 
-    async def start(self, span: Span, _channels: object) -> FakeRuntime:
+    async def start(self, span: Span, _channels: object, _sharing: str) -> FakeRuntime:
         return FakeRuntime(span)
 
 
@@ -134,7 +135,7 @@ class Life:
         self.monitor = PeerMonitor(self.joined, FakeProbe(), Liars())
         self.loading = self.joined.load(HERE)
         self.presence = Presence(self.joined, FakeProbe(), self.loading)
-        self.mover = Mover(starting, self.monitor, self.presence)
+        self.mover = Mover(self.joined, self.monitor, self.presence)
 
     def serve(self, num_sessions: int = 0) -> FakeRuntime:
         """In the swarm's eyes too."""

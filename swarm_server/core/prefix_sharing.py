@@ -1,0 +1,20 @@
+"""Between whom a server shares the keys and values of equal prefixes: the time of an answer shows that it did."""
+
+from __future__ import annotations
+
+import ipaddress
+
+from swarm_server.core.access import ServerAccess
+from swarm_server.core.config import ServerConfig
+
+
+def prefix_sharing(config: ServerConfig, access: ServerAccess, host: str) -> str:
+    """``all``, ``own`` or ``none``, for a server that listens on the IP address ``host``.
+
+    By default it is ``all`` where clients are known to be members of a private swarm, or on this machine.
+    """
+    if config.prefix_cache != "auto":
+        return config.prefix_cache
+    is_private = access.control is not None and not config.open_to_clients
+    is_local = ipaddress.ip_address(host).is_loopback and config.announce_address is None
+    return "all" if is_private or is_local else "own"
