@@ -38,6 +38,11 @@ class Watch(Protocol):
     async def __call__(self, job: Coroutine[Any, Any, T], /) -> T: ...
 
 
+async def unwatched(job: Coroutine[Any, Any, T], /) -> T:
+    """Waits for a pass as long as the server says that it is there."""
+    return await job
+
+
 class ServerConnection:
     """A connection to one server of one model."""
 

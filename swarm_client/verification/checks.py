@@ -11,6 +11,7 @@ import torch
 from swarm_client.adapters.snapshots import Snapshot
 from swarm_client.routing.routing import Hop, Route
 from swarm_client.swarm.swarm import Swarm
+from swarm_client.transport.transport import unwatched
 from swarm_client.transport.wire_tensor import CODECS, Context, WireTensor
 from swarm_client.verification.references import Part, kind_of, others, references
 from swarm_client.verification.verdict import Disagreement, Lie, Verdict
@@ -152,7 +153,7 @@ class Check:
                 inputs = replace(self._sample.inputs, hidden=self._decoded(hidden)[None])
                 outputs, _ = await server.stated(hop.span, inputs, hidden)
             else:
-                outputs, _ = await server.forward(hop.span, hidden, self._context)
+                outputs, _ = await server.forward(hop.span, hidden, self._context, unwatched)
             self._decoded(outputs)
         except BadReply as error:
             raise BadReply(str(error), hop.server.peer_id, hop.span) from None
