@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import time
-from dataclasses import dataclass, replace
-from functools import cache
+from dataclasses import dataclass
 from random import Random
 
 import numpy as np
 import torch
+from cryptography.hazmat.primitives.asymmetric.rsa import RSAPublicNumbers
+from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 
 from swarm_protocol.dht.records import ServerRecord
-from swarm_protocol.net.identity import Identity
+from swarm_protocol.net.identity import peer_id_of
 from swarm_protocol.pb import swarm_pb2 as pb
-from swarm_protocol.span import Span
 from swarm_protocol.verification.evidence import SEED_BYTES, probe
-from swarm_protocol.verification.statements import Signer
+from swarm_protocol.verification.statements import DIRECTIONS, SKETCH_POSITIONS, digest_of
 from swarm_protocol.wire.codec import encode, encode_mask, encode_positions
 from swarm_protocol.wire.constants import FIRST_STEP, WIRE_VERSION
 from swarm_protocol.wire.session_keys import push_key_of
@@ -86,14 +85,24 @@ class HonestRequests:
         return message, parts
 
     def evidence(self, chance: Random) -> pb.Evidence:
-        """Against a server of the fuzzer's own, which has signed nonsense about the blocks, or some of them."""
-        seed = chance.randbytes(SEED_BYTES)
+        """About the blocks, or some of them, signed by nobody: the key is none that anybody has."""
+        seed, span = chance.randbytes(SEED_BYTES), self.record.span
         size = chance.choice((self.hidden_size, self.hidden_size, self.hidden_size, 1, 4096))
-        inputs, span = probe(seed, size), self.record.span
-        part = Span(chance.randrange(span.start, span.end), span.end)
-        record = replace(self.record, peer_id=_accused().peer_id)
-        made_at = time.time() + chance.choice((0.0, 0.0, 0.0, -1e6, 1e6))
-        statement = Signer(_accused(), record.to_proto, lambda: made_at).sign(part, inputs, inputs.hidden[0])
+        numbers = RSAPublicNumbers(65537, chance.getrandbits(2048) | 1 << 2047 | 1)
+        public_key = numbers.public_key().public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH)
+        content = pb.Statement(
+            peer_id=peer_id_of(public_key),
+            model=self.record.model,
+            revision=self.record.revision,
+            blocks=pb.Span(start=chance.randrange(span.start, span.end), end=span.end),
+            quant=self.record.quant,
+            dtype=self.record.dtype,
+            device=self.record.device,
+            input_digest=digest_of(probe(seed, size)),
+            sketch=[chance.gauss(0, 1) for _ in range(DIRECTIONS * SKETCH_POSITIONS)],
+            made_at=chance.choice((0.0, 2e9, 1e300)),
+        ).SerializeToString(deterministic=True)
+        statement = pb.SignedStatement(content=content, signature=chance.randbytes(344), public_key=public_key)
         return pb.Evidence(statement=statement, seed=seed, hidden_size=size)
 
     def adapter(self, chance: Random) -> pb.Adapter:
@@ -122,11 +131,6 @@ class HonestRequests:
         cuts = sorted(chance.sample(range(len(wire.data)), 2))
         data, wire.data = wire.data, wire.data[: cuts[0]]
         return wire, [data[cuts[0] : cuts[1]], data[cuts[1] :]]
-
-
-@cache
-def _accused() -> Identity:
-    return Identity.generate()
 
 
 def _slip(chance: Random) -> int:
