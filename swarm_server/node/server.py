@@ -23,6 +23,7 @@ from swarm_protocol.verification.statements import Signer
 from swarm_server.core.access import ServerAccess
 from swarm_server.core.config import ServerConfig
 from swarm_server.machine.cores import CoreShare
+from swarm_server.machine.heap import HeapTrimmer
 from swarm_server.net.arrivals import Arrivals
 from swarm_server.net.network_probe import NetworkProbe
 from swarm_server.net.push import ChannelPool
@@ -41,6 +42,7 @@ from swarm_server.verification.liars import Liars
 
 _logger = logging.getLogger(__name__)
 _GRACE_S = 2.0  # for streams that are open when the server stops
+_TRIM_S = 10.0  # between two looks whether the heap has grown
 _PROBE_S = (10.0, 40.0)  # between two rounds of measuring the network
 
 
@@ -120,6 +122,7 @@ class Server:
             asyncio.ensure_future(repeat(mover.rebalance, CHECK_S)),
             asyncio.ensure_future(repeat(presence.keep_revocations, (REFRESH_S, REFRESH_S))),
             asyncio.ensure_future(repeat(judge.keep, (REFRESH_S, REFRESH_S))),
+            asyncio.ensure_future(repeat(HeapTrimmer().trim, (_TRIM_S, _TRIM_S))),
         ]
         try:
             await asyncio.wait([stopping, losing_daemon], return_when=asyncio.FIRST_COMPLETED)

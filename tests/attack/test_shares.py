@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import secrets
 import socket
 from collections.abc import Callable, Iterator, Sequence
@@ -25,6 +26,7 @@ from tests.swarm.waiting import wait_for
 from tests.zoo import HIDDEN, POSITIONS
 
 OK = grpc.StatusCode.OK
+FLOODS = 5  # what each of them would leave in memory adds up
 
 
 Opening = Callable[[], pb.SessionRequest]
@@ -83,18 +85,30 @@ def test_sessions_that_promise_themselves_all_room(target: Attacked) -> None:
 
 @attack("a flood of passes")
 def test_a_flood_of_passes(target: Attacked) -> None:
-    """Each waits in many pieces."""
+    """Each waits in many pieces, and leaves nothing in memory."""
     hidden, more = encode(torch.ones(MIB // (4 * POSITIONS * HIDDEN) - 1, POSITIONS, HIDDEN))
     assert not more
     request = pb.ForwardRequest(forward=pb.Forward(contract=target.contract(), hidden=hidden))
+    for _ in range(FLOODS):
+        with opened_passes(target, request, 40) as flood:
+            target.honest_client_goes_on()
+            wait_for(partial(some_ended, flood), "there is no room for all of them")
+            refused = [stream.answer() for stream in flood if stream.ended and stream.answer().status is FULL]
+            held = [re.search(r"(\d+) of them by this client", answer.details) for answer in refused]
+            assert held and all(one is not None and int(one[1]) <= INCOMING_BYTES * 3 // 4 for one in held)
+
+
+@contextmanager
+def opened_passes(target: Attacked, request: pb.ForwardRequest, number: int) -> Iterator[list[RawStream]]:
     with ExitStack() as streams:
-        flood = [streams.enter_context(client.stream("Forward")) for client in [target.attacker] * 40]
+        flood = [streams.enter_context(target.attacker.stream("Forward")) for _ in range(number)]
         for stream in flood:
             stream.send(request)
-        target.honest_client_goes_on()
-        wait_for(lambda: any(stream.ended for stream in flood), "there is no room for all of them")
-        refused = [stream.answer() for stream in flood if stream.ended and stream.answer().status is FULL]
-        assert refused and all("this client" in answer.details for answer in refused)
+        yield flood
+
+
+def some_ended(streams: Sequence[RawStream]) -> bool:
+    return any(stream.ended for stream in streams)
 
 
 @attack("stalled requests of one identity")

@@ -1,0 +1,56 @@
+"""Gives memory back to the system that nobody uses any more.
+
+Requests that were cut off leave tensors in cycles of references, which Python finds late: it counts objects, not bytes.
+And what is freed, the C library keeps for itself.
+
+Until version 2.38, glibc does not use the pieces again that are left of aligned allocations, as all tensors are
+(https://sourceware.org/bugzilla/show_bug.cgi?id=14581): a server that computes large passes grows by 50 MB with every
+few of them. The pages of such pieces can be given back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import gc
+import os
+from collections.abc import Callable
+from functools import partial
+
+GROWN_BYTES, MUCH_BYTES = 64 << 20, 16 << 20
+
+
+class HeapTrimmer:
+    """Of this process."""
+
+    def __init__(
+        self,
+        resident_bytes: Callable[[], int] | None = None,
+        trim: Callable[[], object] | None = None,
+    ) -> None:
+        """``resident_bytes`` and ``trim`` stand for the system. Does nothing where there is no glibc."""
+        self._resident_bytes = resident_bytes or _resident_bytes
+        self._trim = trim or _glibc_trim()
+        self._last_bytes = 0  # once it was trimmed
+        self._gave_much = False  # the last time; there may be more now, if much was in use
+
+    async def trim(self) -> None:
+        """If the process has grown since the last time, or gave back much then; takes about 0.2 s."""
+        before_bytes = self._resident_bytes()
+        if self._trim is not None and (self._gave_much or before_bytes >= self._last_bytes + GROWN_BYTES):
+            gc.collect()
+            await asyncio.to_thread(self._trim)
+            self._last_bytes = self._resident_bytes()
+            self._gave_much = before_bytes - self._last_bytes >= MUCH_BYTES
+
+
+def _resident_bytes() -> int:
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def _glibc_trim() -> Callable[[], object] | None:
+    try:
+        return partial(ctypes.CDLL("libc.so.6").malloc_trim, 0)
+    except (OSError, AttributeError):
+        return None

@@ -1,0 +1,69 @@
+"""The heap is trimmed when the process has grown, and then only."""
+
+from __future__ import annotations
+
+import ctypes
+import subprocess
+import sys
+
+import pytest
+
+from swarm_server.machine.heap import GROWN_BYTES, MUCH_BYTES, HeapTrimmer
+from tests.unit.support import run
+
+MIB = 1 << 20
+PROGRAM = """
+import asyncio, torch
+from swarm_server.machine.heap import HeapTrimmer, _resident_bytes
+from swarm_server.blocks.malloc import freed_memory_returned
+with freed_memory_returned():
+    pass
+trimmer = HeapTrimmer()
+asyncio.run(trimmer.trim())
+pieces = [torch.ones(1 << 16) for _ in range(2000)]
+full = _resident_bytes()
+pieces = pieces[::20]  # what stays keeps the heap from shrinking at its end
+kept = _resident_bytes()
+asyncio.run(trimmer.trim())
+print(full, kept, _resident_bytes())
+"""
+
+
+def test_only_if_it_has_grown() -> None:
+    sizes, trims = [100 * MIB], []
+    trimmer = HeapTrimmer(lambda: sizes[-1], lambda: trims.append(sizes[-1]))
+    run(trimmer.trim())
+    assert trims == [100 * MIB]
+    sizes.append(100 * MIB + GROWN_BYTES - 1)
+    run(trimmer.trim())
+    assert len(trims) == 1
+    sizes.append(100 * MIB + GROWN_BYTES)
+    run(trimmer.trim())
+    assert len(trims) == 2
+    run(trimmer.trim())
+    assert len(trims) == 2
+
+
+def test_again_after_it_has_given_much() -> None:
+    """What was in use then may be free now."""
+    sizes, given = [500 * MIB], [100 * MIB, MUCH_BYTES, MUCH_BYTES - 1, 0]
+    trims: list[int] = []
+
+    def trim() -> None:
+        trims.append(sizes[-1])
+        sizes.append(sizes[-1] - given[len(trims) - 1])
+
+    trimmer = HeapTrimmer(lambda: sizes[-1], trim)
+    for _ in range(10):
+        run(trimmer.trim())
+    assert len(trims) == 3
+
+
+def test_the_system_gets_the_memory_back() -> None:
+    """Nearly all of 500 MB, of which a twentieth is in use."""
+    if not hasattr(ctypes.CDLL(None), "malloc_trim"):
+        pytest.skip("needs glibc")
+    output = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=True).stdout
+    full, kept, after = map(int, output.split())
+    assert kept > full - 100 * MIB
+    assert after < full - 350 * MIB
