@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -74,7 +75,7 @@ class _Link:
     source: str
     target: str
     inner: LocalTalk[Any, Any]
-    _last_s: float = 0.0
+    _on_way: deque[Any] = field(default_factory=deque)
 
     async def send(self, message: Any) -> None:
         if self.inner.is_broken or self.source in self.world.dead:
@@ -84,9 +85,14 @@ class _Link:
         now = asyncio.get_running_loop().time()
         self.world.log.append((now, self.source, self.target, kind))
         if self.world.passes(self.source, self.target):
-            asyncio.get_running_loop().call_later(self.world.latency_s, self._arrive, message)
+            self._deliver(message)
 
-    def _arrive(self, message: Any) -> None:
+    def _deliver(self, message: Any) -> None:
+        self._on_way.append(message)
+        asyncio.get_running_loop().call_later(self.world.latency_s, self._arrive)
+
+    def _arrive(self) -> None:
+        message = self._on_way.popleft()  # timers of one moment fire in any order
         if not self.inner.is_broken:
             self.inner._outbox.put_nowait(message)
 
@@ -95,7 +101,7 @@ class _Link:
 
     async def finish(self) -> None:
         if self.world.passes(self.source, self.target):
-            asyncio.get_running_loop().call_later(self.world.latency_s, self._arrive, None)
+            self._deliver(None)
 
 
 @dataclass
@@ -132,8 +138,9 @@ class SimulatedNetwork:
 
         async def serve() -> None:
             try:
-                await getattr(called.peer, kind)(self.own, _Link(self.world, peer.peer_id, self.own, far))
-                await _Link(self.world, peer.peer_id, self.own, far).finish()
+                link = _Link(self.world, peer.peer_id, self.own, far)
+                await getattr(called.peer, kind)(self.own, link)
+                await link.finish()
             except (SwarmError, ValueError, TimeoutError):
                 near.break_off()
 
