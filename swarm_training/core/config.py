@@ -13,6 +13,11 @@ CHUNK_ELEMENTS = 1 << 18  # of a vector, in one message: 1 MiB in fp32
 class TrainingConfig:
     """How a peer takes part. ``codec`` and ``chunk_elements`` must be the same for all peers of a run.
 
+    A step needs a quorum of those who took the last one together. Who leaves, or whose process ends, does not count; of
+    who is merely silent nobody can say whether it has ended or the network is cut in two. With a finite
+    ``presume_gone_s`` a run goes on without those after that time, and both parts of a network that is cut for longer
+    do: the smaller one loses its steps when they meet again.
+
     Raises:
         ValueError: a setting is out of its range.
     """
@@ -29,6 +34,7 @@ class TrainingConfig:
     gossip_s: float = 0.25  # between two exchanges of progress
     heartbeat_s: float = 1.0
     silence_s: float = 4.0  # after which a peer is no longer waited for
+    presume_gone_s: float = inf  # after which a peer that is silent no longer counts for a quorum; see below
     straggler_s: float = 5.0  # the least deadline of a round; usually twice as long as a round takes
     max_meeting_s: float = 60.0  # that the others wait for one that is alive and does not come
 
@@ -36,6 +42,8 @@ class TrainingConfig:
         for name in ("join_timeout_s", "gossip_s", "heartbeat_s", "silence_s", "straggler_s", "max_meeting_s"):
             if not 0 < getattr(self, name) < inf:
                 raise ValueError(f"{name} is {getattr(self, name)}: expected seconds, more than 0")
+        if not self.presume_gone_s > self.silence_s:
+            raise ValueError(f"presume_gone_s is {self.presume_gone_s}: expected more than silence_s, {self.silence_s}")
         if not 0 <= self.share < inf:
             raise ValueError(f"share is {self.share}: expected a number of at least 0")
         if not 1 <= self.chunk_elements <= CHUNK_ELEMENTS:

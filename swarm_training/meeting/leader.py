@@ -19,7 +19,7 @@ from swarm_training.averaging.group import MAX_MEMBERS
 from swarm_training.averaging.repair import repair
 from swarm_training.core.record import Progress
 from swarm_training.pb import training_pb2 as pb
-from swarm_training.progress.policy import has_quorum, is_most, rank
+from swarm_training.progress.policy import has_quorum, rank
 
 _MAX_ATTEMPTS = 6
 _REPORT_DEADLINES = 2.0  # for an attempt; a member gives it up after 1.5
@@ -33,11 +33,12 @@ class Outlook:
 
     Attributes:
         expected: who is waited for, for ``wait_s`` at most.
-        roster, gone: see ``swarm_training.progress.policy``.
+        known, roster, gone: see ``swarm_training.progress.policy``.
         deadline_s: for stragglers of the averaging.
     """
 
     expected: Collection[str]
+    known: Collection[str]
     roster: Collection[str]
     gone: Collection[str]
     wait_s: float
@@ -128,14 +129,16 @@ class Leader:
         return replies
 
     def _is_full(self, outlook: Outlook, now: float) -> bool:
-        """Nobody goes on in a group that has no quorum, or is no more than half of those who are waited for."""
+        """Nobody goes on in a group that has no quorum: of the roster, so that a run cannot fork, and of all that are
+        known to be at this step, so that no step is taken in a group of a few."""
         present = self._joined.keys()
         joined = self._joined.values()
         if self._began_s is None or not any(peer.record.is_reachable for peer in joined):
             return False
         if not any(peer.join.samples for peer in joined):
             return False
-        if not has_quorum(present, outlook.roster, outlook.gone) or not is_most(present, outlook.expected):
+        electorates = outlook.roster, {*outlook.known, *present}
+        if not all(has_quorum(present, electorate, outlook.gone) for electorate in electorates):
             return False
         is_late = now - self._began_s >= outlook.wait_s
         return is_late or set(outlook.expected) <= present or len(present) >= MAX_MEMBERS

@@ -24,11 +24,13 @@ class View:
     Attributes:
         own: its own record.
         others: those it has heard of lately that are part of the run, and not just joining.
+        silent: those it has not heard of for a moment.
         gone: ids of those that have left, or whose process has evidently ended.
     """
 
     own: Progress
     others: tuple[Progress, ...] = ()
+    silent: tuple[Progress, ...] = ()
     gone: frozenset[str] = frozenset()
 
     @property
@@ -82,7 +84,7 @@ def leader_of(view: View, unreachable: Collection[str] = ()) -> Progress | None:
 
 
 def has_quorum(present: Collection[str], roster: Iterable[str], gone: Collection[str]) -> bool:
-    """Whether those who are present may decide for all of the roster."""
+    """Whether those who are present may decide for all of the roster, less those that are gone."""
     electorate = sorted(set(roster) - set(gone))
     votes = sum(peer in present for peer in electorate)
     if not electorate or 2 * votes > len(electorate):
@@ -90,29 +92,29 @@ def has_quorum(present: Collection[str], roster: Iterable[str], gone: Collection
     return 2 * votes == len(electorate) and electorate[0] in present
 
 
-def is_most(present: Collection[str], expected: Collection[str]) -> bool:
-    """Whether a group is more than half of those who are waited for: no step is taken in a group of a few."""
-    return 2 * len(set(present) & set(expected)) > len(set(expected))
+def known_at(view: View, step: int) -> frozenset[str]:
+    """All that are at this step, silent ones too: newcomers, who are in no roster yet, count as much as others when a
+    group is formed."""
+    silent = (peer.peer_id for peer in view.silent if peer.step == step)
+    return frozenset(peer.peer_id for peer in view.at(step)).union(silent)
 
 
-def is_behind(view: View) -> bool:
-    """Whether the others have gone on: half of them at least are at a later step."""
-    later = sum(peer.step > view.own.step for peer in view.others)
-    return later > 0 and 2 * later >= len(view.others)
+def is_behind(view: View, roster: Collection[str]) -> bool:
+    """Whether the others have gone on: a quorum of this step's roster, or half of all others, are at a later step."""
+    later = {peer.peer_id for peer in view.others if peer.step > view.own.step}
+    return bool(later) and (has_quorum(later, roster, view.gone) or 2 * len(later) >= len(view.others))
 
 
 def sources_of_state(view: View) -> tuple[Progress, ...]:
-    """Who can be asked for the state of the run: those at the newest step that half of the others have reached, with
-    the digest that most of them have."""
-    steps = sorted((peer.step for peer in view.others), reverse=True)
-    if not steps:
-        return ()
-    newest = steps[(len(steps) + 1) // 2 - 1]
-    peers = [peer for peer in view.others if peer.step >= newest and peer.is_reachable]
-    at_most = max((peer.step for peer in peers), default=0)
-    peers = [peer for peer in peers if peer.step == at_most]
-    digest = _majority(peers)
-    return tuple(peer for peer in peers if digest is None or peer.state_digest == digest)
+    """Who can be asked for the state of the run: the most that agree on a step and a digest, none of them behind this
+    peer; of two groups that are equally large, the one that is further."""
+    least = view.own.step if view.own.state in PRESENT else 0
+    groups: dict[tuple[int, bytes], list[Progress]] = {}
+    for peer in view.others:
+        is_own_state = (peer.step, peer.state_digest) == (view.own.step, view.own.state_digest)
+        if peer.is_reachable and peer.state_digest and peer.step >= least and not is_own_state:
+            groups.setdefault((peer.step, peer.state_digest), []).append(peer)
+    return tuple(max(groups.items(), key=lambda group: (len(group[1]), group[0]))[1]) if groups else ()
 
 
 def is_in_minority(view: View) -> bool:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import inf
 
 from swarm_training.core.record import LEFT, PRESENT, Progress
 from swarm_training.pb import training_pb2 as pb
 from swarm_training.progress.policy import View
 
 MAX_PEERS = 4096
+_SILENT_S = 60.0  # so long those that are silent are missed
 _FORGET_S = 600.0  # records of those that are long silent
 
 
@@ -23,12 +25,13 @@ class _Entry:
 class ProgressTable:
     """Times are those of one clock, in seconds."""
 
-    def __init__(self, run: str, model: bytes, own_id: str, silence_s: float) -> None:
+    def __init__(self, run: str, model: bytes, own_id: str, silence_s: float, presume_gone_s: float = inf) -> None:
         """``model``: the digest of what is trained; records of others are refused."""
         self._run = run
         self._model = model
         self._own_id = own_id
         self._silence_s = silence_s
+        self._presume_gone_s = presume_gone_s
         self._entries: dict[str, _Entry] = {}
         self._gone: dict[str, int] = {}  # the version with which a peer was last seen to be gone
         self._suspects: dict[str, int] = {}
@@ -85,23 +88,30 @@ class ProgressTable:
             self._gone[peer_id] = self._entries[peer_id].record.version
 
     def view(self, own: Progress, now: float) -> View:
-        others, gone = [], set()
+        others, silent, gone = [], [], set()
         for peer_id, entry in self._entries.items():
             if peer_id == self._own_id:
                 continue
-            if entry.record.state == LEFT or self._is_noted(self._gone, entry):
+            silence_s = now - entry.heard_s
+            if self._has_ended(entry) or silence_s > self._presume_gone_s:
                 gone.add(peer_id)
             elif entry.record.state in PRESENT and self._is_heard(entry, now):
                 others.append(entry.record)
-        return View(own, tuple(sorted(others, key=lambda peer: peer.peer_id)), frozenset(gone))
+            elif entry.record.state in PRESENT and silence_s < _SILENT_S:
+                silent.append(entry.record)
+        others.sort(key=lambda peer: peer.peer_id)
+        return View(own, tuple(others), tuple(silent), frozenset(gone))
 
     def known(self) -> list[Progress]:
         """All others, silent ones too, but not those that are gone."""
         return [
             entry.record
             for peer_id, entry in self._entries.items()
-            if peer_id != self._own_id and entry.record.state != LEFT and not self._is_noted(self._gone, entry)
+            if peer_id != self._own_id and not self._has_ended(entry)
         ]
+
+    def _has_ended(self, entry: _Entry) -> bool:
+        return entry.record.state == LEFT or self._is_noted(self._gone, entry)
 
     def _is_heard(self, entry: _Entry, now: float) -> bool:
         return now - entry.heard_s <= self._silence_s and not self._is_noted(self._suspects, entry)

@@ -72,7 +72,7 @@ class TrainingPeer:
     ) -> None:
         self.own = dataclasses.replace(own, version=time.time_ns() // 1_000_000)
         self.roster: tuple[str, ...] = (own.peer_id,)
-        self.table = ProgressTable(own.run, own.model, own.peer_id, config.silence_s)
+        self.table = ProgressTable(own.run, own.model, own.peer_id, config.silence_s, config.presume_gone_s)
         self._config = config
         self._identity = identity
         self._network = network
@@ -310,6 +310,7 @@ class TrainingPeer:
         straggler_s = self._config.straggler_s
         return Outlook(
             expected,
+            policy.known_at(view, self.own.step),
             self.roster,
             view.gone,
             wait_s=min(straggler_s + 2 * slowest_s, self._config.max_meeting_s),
@@ -335,7 +336,7 @@ class TrainingPeer:
         return None
 
     def _is_lost(self, view: View) -> bool:
-        return policy.is_behind(view) or policy.is_in_minority(view)
+        return policy.is_behind(view, self.roster) or policy.is_in_minority(view)
 
     def _has_shrunk(self, view: View) -> bool:
         """Somebody has left before the meeting, and nobody waits at it."""

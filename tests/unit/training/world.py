@@ -185,7 +185,7 @@ class _Board:
         return list(self.world.records.values())
 
 
-@dataclass
+@dataclass(eq=False)
 class SimulatedPeer:
     """One peer with a tiny model.
 
