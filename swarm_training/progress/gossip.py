@@ -106,10 +106,13 @@ class Gossip:
 
     def note(self, record: pb.SignedProgress) -> None:
         """Takes a record into the table, if it is one."""
+        num_known = len(self._table.known())
         try:
             self._table.add(record, asyncio.get_running_loop().time())
         except ValueError as error:
             _logger.debug("ignored a record: %s", error)
+        if len(self._table.known()) > num_known:
+            self.tell()
 
     async def _publish(self) -> None:
         while True:

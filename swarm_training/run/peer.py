@@ -40,6 +40,7 @@ from swarm_training.run.transfer import Downloaded, StateServer, download
 T = TypeVar("T")
 InThread = Callable[[Callable[[], T]], Awaitable[T]]
 _RETRY_S = 0.1
+_FAILURES = 2.0  # times the silence that is suffered, before a leader who has failed is asked again
 _SMOOTHING = 0.3  # of the newest measurement
 _logger = logging.getLogger(__name__)
 
@@ -88,6 +89,7 @@ class TrainingPeer:
         self._leading = Leading(
             own.run, own.peer_id, self._outlook, self._note, self._referral, config.heartbeat_s, config.silence_s
         )
+        self._unreachable_s: dict[str, float] = {}
         self._usual_s = 0.0  # that a round takes
         self._reported_s: float | None = None
         self._tasks: list[asyncio.Task[None]] = []
@@ -178,7 +180,6 @@ class TrainingPeer:
 
         ``gradient``: [n] float32, the mean over this peer's own samples.
         """
-        unreachable: set[str] = set()
         self._update(state=MEETING)
         self.gossip.tell(urgent=True)
         while True:
@@ -188,10 +189,10 @@ class TrainingPeer:
             if self._is_lost(view) or self._has_shrunk(view):
                 self._update(state=TRAINING)
                 return None
-            leader = policy.leader_of(view, unreachable)
+            leader = policy.leader_of(view, self._unreachable)
             if leader is not None:
                 try:
-                    return await self._attend(leader, gradient, unreachable)
+                    return await self._attend(leader, gradient)
                 except Dismissed as dismissed:
                     _logger.debug("%s: %s", leader.peer_id, dismissed)
                     if dismissed.referral is not None:
@@ -199,7 +200,7 @@ class TrainingPeer:
                 except (SwarmError, ValueError, TimeoutError) as error:
                     _logger.debug("%s does not lead: %s", leader.peer_id, error)
                     self.table.suspect(leader.peer_id)
-                    unreachable.add(leader.peer_id)
+                    self._unreachable_s[leader.peer_id] = _now()
             await asyncio.sleep(_RETRY_S * self._rng.uniform(0.5, 1.0))
 
     async def stepped(self, averaged: Averaged, state_digest: bytes) -> None:
@@ -258,19 +259,25 @@ class TrainingPeer:
 
     # ------------------------------------------------------------ meeting
 
-    async def _attend(self, leader: Progress, gradient: Tensor, unreachable: set[str]) -> Averaged:
+    @property
+    def _unreachable(self) -> frozenset[str]:
+        """Who has not led when asked to, not long ago."""
+        since_s = _now() - _FAILURES * self._config.silence_s
+        return frozenset(peer_id for peer_id, failed_s in self._unreachable_s.items() if failed_s > since_s)
+
+    async def _attend(self, leader: Progress, gradient: Tensor) -> Averaged:
         join = pb.Join(
             own=self._renew(),
             step=self.own.step,
             samples=self.own.samples,
             promised=self._ballots.promised,
             accepted=self._ballots.accepted,
-            unreachable=sorted(unreachable),
+            unreachable=sorted(self._unreachable),
         )
 
         def still_leads() -> bool:
             view = self.view()
-            best = policy.leader_of(view, unreachable)
+            best = policy.leader_of(view, self._unreachable)
             is_moot = self._is_lost(view) or self._confirmed(view) is not None
             return not is_moot and best is not None and best.peer_id == leader.peer_id
 

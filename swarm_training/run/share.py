@@ -23,10 +23,12 @@ class Share:
 
     Attributes:
         samples: behind the gradients that have been accumulated.
+        last_group: ids of those who were averaged for the last step, in the order of the sum.
     """
 
     def __init__(self, peer: TrainingPeer, state: TrainedState) -> None:
         self.samples = 0
+        self.last_group: tuple[str, ...] = ()
         self._peer = peer
         self._state = state
         self._sum = torch.zeros(state.length)  # of gradients times samples
@@ -52,6 +54,7 @@ class Share:
             if averaged is not None:
                 self._state.apply(averaged.gradient)
                 self._clear()
+                self.last_group = averaged.group.peer_ids
                 yield self._peer.stepped(averaged, self._state.digest())
             elif (yield self._peer.is_lost()):
                 yield from self.load()

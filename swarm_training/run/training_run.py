@@ -108,6 +108,11 @@ class TrainingRun:
         return self._state.step
 
     @property
+    def last_group(self) -> list[str]:
+        """Peer ids of those whose gradients were averaged last, in the order in which they were added up."""
+        return list(self._share.last_group)
+
+    @property
     def seconds_to_step(self) -> float | None:
         """Until the next global step, as far as can be told now."""
         return policy.seconds_to_step(background.run(self._view()))
