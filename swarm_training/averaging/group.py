@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
+from swarm_training.core.config import MAX_MEMBERS
 from swarm_training.core.record import Progress
+from swarm_training.core.signing import read_signed
 from swarm_training.pb import training_pb2 as pb
 
-MAX_MEMBERS = 64
 _MAX_DEADLINE_S = 3600.0
 
 
@@ -40,7 +41,7 @@ class Group:
     @classmethod
     def parse(cls, message: pb.Group) -> Group:
         """Raises ValueError if it is no possible group."""
-        members = tuple(Member(Progress.parse(m.record), m.weight, m.share) for m in message.members)
+        members = tuple(Member(read_signed(m.record), m.weight, m.share) for m in message.members)
         if not 0 < len(members) <= MAX_MEMBERS or len({m.record.peer_id for m in members}) < len(members):
             raise ValueError(f"a group has {len(members)} members: expected 1 to {MAX_MEMBERS} different ones")
         if not all(0 <= m.share < 1e12 and (m.record.is_reachable or not m.share) for m in members):

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from math import inf
 
 WIRE_VERSION = 1
+MAX_MEMBERS = 64  # of a group
 CHUNK_ELEMENTS = 1 << 18  # of a vector, in one message: 1 MiB in fp32
 
 

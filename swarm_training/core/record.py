@@ -1,23 +1,16 @@
-"""What a peer says of its own progress, signed with its key."""
+"""What a peer says of its own progress."""
 
 from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from functools import lru_cache
 from math import inf
 
-from google.protobuf.message import DecodeError
-
-from swarm_protocol.net.hivemind_parts import RSAPublicKey
-from swarm_protocol.net.identity import Identity, peer_id_of
 from swarm_training.core.config import WIRE_VERSION
 from swarm_training.pb import training_pb2 as pb
 
 TRAINING, MEETING, LEFT, JOINING = pb.TRAINING, pb.MEETING, pb.LEFT, pb.JOINING
 PRESENT = frozenset({TRAINING, MEETING})
-MAX_RECORD_BYTES = 4096
-_PREFIX = b"swarm.training.v1.Progress:"
 _MAX_TEXT = 512
 _MAX_COUNT = 1 << 62
 
@@ -46,25 +39,12 @@ class Progress:
     def is_reachable(self) -> bool:
         return bool(self.address)
 
-    def signed(self, identity: Identity) -> pb.SignedProgress:
-        message = pb.Progress(wire_version=WIRE_VERSION, **{f.name: getattr(self, f.name) for f in _FIELDS})
-        data = message.SerializeToString(deterministic=True)
-        key = identity.private_key
-        return pb.SignedProgress(
-            progress=data, public_key=key.get_public_key().to_bytes(), signature=key.sign(_PREFIX + data)
-        )
+    def to_proto(self) -> pb.Progress:
+        return pb.Progress(wire_version=WIRE_VERSION, **{field.name: getattr(self, field.name) for field in _FIELDS})
 
     @classmethod
-    def parse(cls, signed: pb.SignedProgress) -> Progress:
-        """Raises ValueError if it is no record, is not signed by its peer, or a field is out of range."""
-        if signed.ByteSize() > MAX_RECORD_BYTES:
-            raise ValueError(f"a record of progress has {signed.ByteSize()} bytes: expected {MAX_RECORD_BYTES} at most")
-        try:
-            message = pb.Progress.FromString(signed.progress)
-        except DecodeError:
-            raise ValueError("the bytes are no record of progress") from None
-        if _signer_of(signed.progress, signed.public_key, signed.signature) != message.peer_id:
-            raise ValueError("a record of progress is not signed by the peer that it speaks of")
+    def from_proto(cls, message: pb.Progress) -> Progress:
+        """Raises ValueError if a field is out of range: records come from strangers."""
         if message.wire_version != WIRE_VERSION:
             raise ValueError(f"the peer speaks version {message.wire_version} of training, and not {WIRE_VERSION}")
         record = cls(**{f.name: getattr(message, f.name) for f in _FIELDS})
@@ -75,15 +55,6 @@ class Progress:
         if any(len(text) > _MAX_TEXT or not text.isprintable() for text in (record.run, record.address)):
             raise ValueError("a name in a record of progress is too long, or not printable")
         return record
-
-
-@lru_cache(maxsize=4096)
-def _signer_of(data: bytes, public_key: bytes, signature: bytes) -> str:
-    """Raises ValueError if it is not signed by this key, or that is no peer's."""
-    peer_id = peer_id_of(public_key)
-    if not RSAPublicKey.from_bytes(public_key).verify(_PREFIX + data, signature):
-        raise ValueError("a record of progress has a wrong signature")
-    return peer_id
 
 
 _FIELDS = dataclasses.fields(Progress)

@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from swarm_training.averaging.chunks import from_bits
-from swarm_training.averaging.group import MAX_MEMBERS
 from swarm_training.averaging.repair import repair
+from swarm_training.core.config import MAX_MEMBERS
 from swarm_training.core.record import Progress
 from swarm_training.pb import training_pb2 as pb
 from swarm_training.progress.policy import has_quorum, rank

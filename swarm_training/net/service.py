@@ -115,8 +115,6 @@ async def start_service(
     try:
         bound = server.add_secure_port(f"{host}:{port}", certificate.server_credentials())
     except RuntimeError:
-        raise ValueError(
-            f"cannot listen on {host}:{port}: expected a free port on an address of this host"
-        ) from None
+        raise ValueError(f"cannot listen on {host}:{port}: expected a free port on an address of this host") from None
     await server.start()
     return server, bound

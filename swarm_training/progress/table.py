@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from math import inf
 
 from swarm_training.core.record import LEFT, PRESENT, Progress
+from swarm_training.core.signing import read_signed
 from swarm_training.pb import training_pb2 as pb
 from swarm_training.progress.policy import View
 
@@ -46,7 +47,7 @@ class ProgressTable:
         """
         if signed.progress in self._known:
             return None
-        record = Progress.parse(signed)
+        record = read_signed(signed)
         if record.run != self._run:
             raise ValueError(f"the peer trains run {record.run!r}, and not {self._run!r}")
         if record.model != self._model:

@@ -25,6 +25,7 @@ from swarm_training.core.config import TrainingConfig
 from swarm_training.core.local_talk import talk_pair
 from swarm_training.core.network import Network, Talk
 from swarm_training.core.record import LEFT, MEETING, TRAINING, Progress
+from swarm_training.core.signing import read_signed, sign
 from swarm_training.meeting.attending import Attendance, Averaged, Ballots, Dismissed
 from swarm_training.meeting.leader import Outlook
 from swarm_training.meeting.leading import Leading
@@ -129,7 +130,7 @@ class TrainingPeer:
     async def _compare(self, record: pb.SignedProgress) -> None:
         """Raises ValueError that says what differs, if the record is that of somebody who trains another model."""
         try:
-            peer = Progress.parse(record)
+            peer = read_signed(record)
         except ValueError:
             return
         if peer.run == self.own.run and peer.is_reachable:
@@ -365,13 +366,13 @@ class TrainingPeer:
 
     def _renew(self) -> pb.SignedProgress:
         self._update(version=self.own.version + 1)
-        signed = self.own.signed(self._identity)
+        signed = sign(self.own, self._identity)
         self.table.add(signed, _now())
         return signed
 
     def _note(self, signed: pb.SignedProgress) -> Progress:
         self.table.add(signed, _now())
-        return Progress.parse(signed)
+        return read_signed(signed)
 
 
 def _number_of(peer_id: str, group: Group) -> int:

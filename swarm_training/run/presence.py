@@ -107,9 +107,7 @@ def listening_host(host: str | None, initial_peers: Sequence[str]) -> str:
         except OSError:
             continue
     if targets:
-        raise ValueError(
-            f"no way leads to {initial_peers[0]}: expected an address that can be reached"
-        )
+        raise ValueError(f"no way leads to {initial_peers[0]}: expected an address that can be reached")
     return _LOOPBACK
 
 

@@ -148,9 +148,7 @@ class TrainedState:
                 elif isinstance(value, _PLAIN):
                     scalars.setdefault(str(number), {})[key] = value
                 else:
-                    raise ValueError(
-                        f"the optimizer keeps a {type(value).__name__} as {key!r}: expected tensors"
-                    )
+                    raise ValueError(f"the optimizer keeps a {type(value).__name__} as {key!r}: expected tensors")
         return tensors, json.dumps({"groups": _plain_groups(self._optimizer), "scalars": scalars}, sort_keys=True)
 
 
@@ -166,9 +164,7 @@ def _plain_groups(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
             if not isinstance(value, _PLAIN) and not (
                 isinstance(value, list | tuple) and all(isinstance(each, _PLAIN) for each in value)
             ):
-                raise ValueError(
-                    f"the optimizer has a {type(value).__name__} as {key!r}: expected numbers or text"
-                )
+                raise ValueError(f"the optimizer has a {type(value).__name__} as {key!r}: expected numbers or text")
             plain[key] = list(value) if isinstance(value, tuple) else value
         groups.append(plain)
     return groups

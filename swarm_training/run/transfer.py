@@ -9,7 +9,7 @@ from typing import Any
 
 from swarm_protocol.errors import PeerUnavailable
 from swarm_protocol.wire.constants import PART_BYTES
-from swarm_training.averaging.group import MAX_MEMBERS
+from swarm_training.core.config import MAX_MEMBERS
 from swarm_training.core.network import Network
 from swarm_training.core.record import Progress
 from swarm_training.pb import training_pb2 as pb

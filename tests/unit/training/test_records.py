@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from swarm_training.core.record import LEFT, MEETING, TRAINING, Progress
+from swarm_training.core.signing import read_signed, sign
 from swarm_training.pb import training_pb2 as pb
 from swarm_training.progress.table import ProgressTable
 from tests.unit.training.world import identity
@@ -18,7 +19,7 @@ def record(number: int = 1, **changes: object) -> Progress:
 
 
 def signed(number: int = 1, **changes: object) -> pb.SignedProgress:
-    return record(number, **changes).signed(identity(number))
+    return sign(record(number, **changes), identity(number))
 
 
 def table(**options: float) -> ProgressTable:
@@ -27,13 +28,13 @@ def table(**options: float) -> ProgressTable:
 
 def test_a_record_survives_the_wire() -> None:
     sent = record(step=3, samples=7, samples_per_s=1.5, call_s=0.25, share=2.0, state_digest=b"1", state=MEETING)
-    assert Progress.parse(pb.SignedProgress.FromString(sent.signed(identity(1)).SerializeToString())) == sent
+    assert read_signed(pb.SignedProgress.FromString(sign(sent, identity(1)).SerializeToString())) == sent
 
 
 @pytest.mark.parametrize(
     "change",
     [
-        lambda message: message.MergeFrom(pb.SignedProgress(progress=record(2).signed(identity(2)).progress)),
+        lambda message: message.MergeFrom(pb.SignedProgress(progress=sign(record(2), identity(2)).progress)),
         lambda message: message.MergeFrom(pb.SignedProgress(signature=b"AAAA")),
         lambda message: message.MergeFrom(pb.SignedProgress(progress=b"\xff")),
         lambda message: message.MergeFrom(pb.SignedProgress(public_key=b"ssh-rsa AAAA")),
@@ -44,23 +45,24 @@ def test_what_another_has_signed_or_nobody_is_refused(change: object) -> None:
     message = signed()
     change(message)
     with pytest.raises(ValueError):
-        Progress.parse(message)
+        read_signed(message)
     with pytest.raises(ValueError):
         table().add(message, 0.0)
 
 
 @pytest.mark.parametrize(
-    "changes", [{"samples_per_s": float("nan")}, {"share": -1.0}, {"address": "a\n"}, {"run": "x" * 600}, {"step": 1 << 63}]
+    "changes",
+    [{"samples_per_s": float("nan")}, {"share": -1.0}, {"address": "a\n"}, {"run": "x" * 600}, {"step": 1 << 63}],
 )
 def test_impossible_values_are_refused(changes: dict[str, object]) -> None:
     with pytest.raises(ValueError):
-        Progress.parse(signed(**changes))
+        read_signed(signed(**changes))
 
 
 def test_a_peer_speaks_only_for_itself() -> None:
-    forged = replace(record(), peer_id=identity(2).peer_id).signed(identity(1))
+    forged = sign(replace(record(), peer_id=identity(2).peer_id), identity(1))
     with pytest.raises(ValueError, match="not signed by the peer"):
-        Progress.parse(forged)
+        read_signed(forged)
 
 
 @pytest.mark.parametrize("changes", [{"run": "other"}, {"model": b"other"}])

@@ -20,6 +20,7 @@ from swarm_training.averaging.round import Round
 from swarm_training.compression.codecs import codec_of
 from swarm_training.core.network import Talk
 from swarm_training.core.record import Progress
+from swarm_training.core.signing import sign
 from swarm_training.net.channels import GrpcNetwork
 from swarm_training.net.service import start_service
 from swarm_training.pb import training_pb2 as pb
@@ -57,9 +58,7 @@ async def service(handlers: Any, access: AccessControl | None = None) -> AsyncIt
     certificate = Certificate.generate()
     server, port = await start_service(handlers, certificate, "127.0.0.1", 0, access)
     try:
-        yield Progress(
-            "toy", identity(0).peer_id, address=f"127.0.0.1:{port}", tls_fingerprint=certificate.fingerprint
-        )
+        yield Progress("toy", identity(0).peer_id, address=f"127.0.0.1:{port}", tls_fingerprint=certificate.fingerprint)
     finally:
         await server.stop(None)
 
@@ -153,7 +152,7 @@ def test_nobody_speaks_for_another_and_strangers_give_no_parts() -> None:
     async def scenario() -> None:
         peer = SimulatedPeer.make(World(), 0, target=4).peer
         stranger, member = identity(2).peer_id, identity(1)
-        record = replace(peer.own, peer_id=member.peer_id).signed(member)
+        record = sign(replace(peer.own, peer_id=member.peer_id), member)
         with pytest.raises(RequestRejected, match="another peer"):
             await peer.exchange(stranger, pb.ExchangeRequest(own=record))
         with pytest.raises(RequestRejected, match="another peer"):
@@ -175,7 +174,9 @@ def test_nobody_speaks_for_another_and_strangers_give_no_parts() -> None:
 def test_a_part_of_another_size_is_left_out(data: bytes) -> None:
     async def scenario() -> None:
         peer = SimulatedPeer.make(World(), 0, target=4).peer
-        members = tuple(Member(replace(peer.own, peer_id=identity(n).peer_id), 1, share) for n, share in ((0, 1.0), (1, 0.0)))
+        members = tuple(
+            Member(replace(peer.own, peer_id=identity(n).peer_id), 1, share) for n, share in ((0, 1.0), (1, 0.0))
+        )
         group = Group("g", 0, 1, members, 5.0, layout=(1.0, 0.0), roster=("x",))
         mine = Round(peer._network, group, 0, 0, torch.arange(4.0), codec_of("fp32"), 4)
         averaging = asyncio.ensure_future(mine.first_attempt())
@@ -185,5 +186,3 @@ def test_a_part_of_another_size_is_left_out(data: bytes) -> None:
         assert torch.equal(mine.mean(), torch.arange(4.0))
 
     simulate(scenario)
-
-
