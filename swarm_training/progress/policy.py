@@ -119,13 +119,11 @@ def sources_of_state(view: View) -> tuple[Progress, ...]:
 
 def is_in_minority(view: View) -> bool:
     """Whether most of the others at the same step have another state, and agree on it."""
-    own = view.own.state_digest
-    known = [peer for peer in view.at(view.own.step) if peer.state_digest]
-    return bool(own) and len(known) > 1 and _majority(known) != own
+    return bool(view.own.state_digest) and majority_digest(view, view.own.step) != view.own.state_digest
 
 
-def _majority(peers: Iterable[Progress]) -> bytes | None:
-    """The digest that most have; of two that equally many have, that of the peer which is first by id."""
-    known = sorted((peer for peer in peers if peer.state_digest), key=lambda peer: peer.peer_id)
+def majority_digest(view: View, step: int) -> bytes | None:
+    """The state that most have at this step; of two that equally many have, that of the peer which is first by id."""
+    known = sorted((peer for peer in view.at(step) if peer.state_digest), key=lambda peer: peer.peer_id)
     counts = Counter(peer.state_digest for peer in known)
     return max(counts, key=lambda digest: counts[digest]) if counts else None

@@ -206,6 +206,8 @@ class TrainingPeer:
 
     async def stepped(self, averaged: Averaged, state_digest: bytes) -> None:
         """The average has been applied."""
+        if self._compression.encoder is not None:
+            self._compression.encoder.commit()
         self._usual_s = _smoothed(self._usual_s, averaged.seconds)
         await self._arrive(self.own.step + 1, averaged.group.roster, averaged.digest, state_digest)
 
@@ -228,6 +230,12 @@ class TrainingPeer:
         return None
 
     async def loaded(self, downloaded: Downloaded, state_digest: bytes) -> None:
+        """The state has been taken over; it counts unless most peers have another one at that step."""
+        expected = policy.majority_digest(self.view(), downloaded.step)
+        if expected is not None and expected != state_digest:
+            _logger.warning("%s has given another state than that of most peers", downloaded.source)
+            self.table.suspect(downloaded.source)
+            return
         await self._arrive(downloaded.step, downloaded.roster, downloaded.result_digest, state_digest)
 
     # ------------------------------------------------------------ what others ask
@@ -295,6 +303,8 @@ class TrainingPeer:
                 config.silence_s,
             )
 
+        if self._compression.encoder is not None:
+            self._compression.encoder.rollback()  # of a meeting that came to nothing
         phases = self._compression.compressor.phases(gradient)
         if leader.peer_id != self.own.peer_id:
             async with self._network.meet(leader) as talk:

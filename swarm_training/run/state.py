@@ -13,7 +13,9 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save
 from torch import Tensor, nn
 
-_PARAMETER, _STATE = "parameter", "state"
+from swarm_training.compression.compressor import Compressor, Plain
+
+_PARAMETER, _STATE, _COMPRESSOR = "parameter", "state", "compressor/"
 _PLAIN = (bool, int, float, str, type(None))
 
 
@@ -26,8 +28,15 @@ class TrainedState:
         shapes: one text for each of them, by which peers find that they train the same model.
     """
 
-    def __init__(self, parameters: Iterable[nn.Parameter], optimizer: torch.optim.Optimizer) -> None:
-        """Raises ValueError if there is nothing to train, or the optimizer has something else."""
+    def __init__(
+        self,
+        parameters: Iterable[nn.Parameter],
+        optimizer: torch.optim.Optimizer,
+        compressor: Compressor | None = None,
+    ) -> None:
+        """``compressor``: has state that all peers share.
+
+        Raises ValueError if there is nothing to train, or the optimizer has something else."""
         self.step = 0
         given = list(parameters)
         self.parameters = [parameter for parameter in given if parameter.requires_grad]
@@ -40,6 +49,7 @@ class TrainedState:
         if missing:
             raise ValueError(f"parameter {missing[0]} is not in the optimizer: expected one that has all of them")
         self._optimizer = optimizer
+        self._compressor = compressor or Plain()
         self._lock = threading.Lock()
         self.shapes = [f"{list(each.shape)} {str(each.dtype).removeprefix('torch.')}" for each in self.parameters]
         self.length = sum(parameter.numel() for parameter in self.parameters)
@@ -112,7 +122,11 @@ class TrainedState:
                 raise ValueError(f"the state that a peer has sent does not fit parameter {number}")
         if len(groups) != len(self._optimizer.param_groups) or not all(isinstance(group, dict) for group in groups):
             raise ValueError("the state that a peer has sent has other groups of parameters than the optimizer")
+        compressed = {
+            name.removeprefix(_COMPRESSOR): each for name, each in tensors.items() if name.startswith(_COMPRESSOR)
+        }
         with self._lock, torch.no_grad():
+            self._compressor.load_state_dict(compressed)
             self.step = step
             for number, parameter in enumerate(self.parameters):
                 parameter.copy_(tensors[f"{_PARAMETER}/{number}"])
@@ -140,6 +154,7 @@ class TrainedState:
     def _contents(self) -> tuple[dict[str, Tensor], str]:
         """All tensors by name, and the rest as JSON."""
         tensors = {f"{_PARAMETER}/{number}": each.detach().cpu() for number, each in enumerate(self.parameters)}
+        tensors |= {f"{_COMPRESSOR}{name}": each.cpu() for name, each in self._compressor.state_dict().items()}
         scalars: dict[str, dict[str, Any]] = {}
         for number, parameter in enumerate(self.parameters):
             for key, value in self._optimizer.state.get(parameter, {}).items():

@@ -67,7 +67,8 @@ class TrainingRun:
             raise ValueError(f"target_batch_size is {target_batch_size}: expected at least 1")
         if isinstance(initial_peers, str):
             raise ValueError("initial_peers is a text: expected a list of multiaddrs")
-        self._state = TrainedState(parameters, optimizer)
+        compressor = compressor or Plain()
+        self._state = TrainedState(parameters, optimizer, compressor)
         self._presence = background.run(
             Presence.enter(
                 name,
@@ -76,7 +77,7 @@ class TrainingRun:
                 config or TrainingConfig(),
                 identity or Identity.generate(),
                 self._state,
-                Compression(compressor or Plain(), encoder),
+                Compression(compressor, encoder),
                 access,
                 token,
             )

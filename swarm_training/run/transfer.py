@@ -24,6 +24,7 @@ _SPARE_BYTES = 16 << 20
 
 @dataclass(frozen=True)
 class Downloaded:
+    source: str
     step: int
     roster: tuple[str, ...]
     result_digest: bytes
@@ -82,7 +83,7 @@ async def download(network: Network, source: Progress, own: TrainedState) -> Dow
         if part is None:
             raise PeerUnavailable("the peer has sent only some of its state", source.peer_id)
         data += part.data
-    return Downloaded(header.step, tuple(header.roster), header.result_digest, bytes(data))
+    return Downloaded(source.peer_id, header.step, tuple(header.roster), header.result_digest, bytes(data))
 
 
 def _require_same(header: pb.StateHeader, own: TrainedState) -> None:

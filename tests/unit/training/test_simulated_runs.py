@@ -220,11 +220,21 @@ def test_who_cannot_be_reached_owns_nothing_and_takes_part() -> None:
 
 
 class TwoPhases:
-    """Averages the halves one after the other; the gradient is both."""
+    """Averages the halves one after the other; the gradient is both. It counts what it has averaged."""
+
+    def __init__(self) -> None:
+        self.count = torch.zeros(1)
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        return {"count": self.count}
+
+    def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
+        self.count = state["count"].clone()
 
     def phases(self, gradient: torch.Tensor) -> Generator[torch.Tensor, torch.Tensor, torch.Tensor]:
         head = yield gradient[:20]
         tail = yield gradient[20:]
+        self.count = self.count + 1
         return torch.cat([head, tail])
 
 
@@ -234,7 +244,8 @@ def test_a_compressor_may_take_several_phases(seed: int) -> None:
 
     async def scenario() -> None:
         world = World()
-        peers = await enter_all(world, 4, target=40, compressor=TwoPhases())
+        compressors = [TwoPhases() for _ in range(4)]
+        peers = await enter_all(world, 4, target=40, compressor=lambda number: compressors[number])
         await all_done(start(peers, 1))
         left = [0]
 
@@ -249,6 +260,7 @@ def test_a_compressor_may_take_several_phases(seed: int) -> None:
         await all_done(tasks[:3])
         require_equal(peers, 4)
         assert left[0] > 0 and all(size >= 3 for peer in peers[:3] for size in peer.groups.values())
+        assert [float(each.count) for each in compressors[:3]] == [4.0] * 3
 
     simulate(scenario)
 

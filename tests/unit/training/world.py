@@ -213,13 +213,14 @@ class SimulatedPeer:
         target: int,
         size: int = 37,
         config: TrainingConfig = CONFIG,
-        compressor: Any = None,
+        compressor: Callable[[int], Any] | None = None,
         encoder: Any = None,
         optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.Adam,
     ) -> SimulatedPeer:
         own = identity(number)
         parameter = torch.nn.Parameter(torch.full((size,), float(number)))
-        state = TrainedState([parameter], optimizer([parameter], lr=0.1))
+        compressor = compressor(number) if compressor else Plain()
+        state = TrainedState([parameter], optimizer([parameter], lr=0.1), compressor)
         record = Progress(
             "toy",
             own.peer_id,
@@ -236,7 +237,7 @@ class SimulatedPeer:
             SimulatedNetwork(world, own.peer_id),
             _Board(world, own.peer_id),
             state,
-            Compression(compressor or Plain(), encoder),
+            Compression(compressor, encoder),
             _at_once,
             random.Random(number),
         )
