@@ -79,7 +79,8 @@ class Presence:
             if initial_peers:
                 await peer.find_others()
             peer.start()
-            return cls(peer, await board.addresses(), board, network, server)
+            addresses = list(initial_peers) if config.client_mode else await board.addresses()
+            return cls(peer, addresses, board, network, server)
         except BaseException:
             await _end(board, network, server)
             raise

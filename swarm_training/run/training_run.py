@@ -67,6 +67,9 @@ class TrainingRun:
             raise ValueError(f"target_batch_size is {target_batch_size}: expected at least 1")
         if isinstance(initial_peers, str):
             raise ValueError("initial_peers is a text: expected a list of multiaddrs")
+        config = config or TrainingConfig()
+        if config.client_mode and not initial_peers:
+            raise ValueError("client_mode needs initial_peers: a run is founded by a peer that others can call")
         compressor = compressor or Plain()
         self._state = TrainedState(parameters, optimizer, compressor)
         self._presence = background.run(
@@ -74,7 +77,7 @@ class TrainingRun:
                 name,
                 target_batch_size,
                 list(initial_peers),
-                config or TrainingConfig(),
+                config,
                 identity or Identity.generate(),
                 self._state,
                 Compression(compressor, encoder),
@@ -87,7 +90,7 @@ class TrainingRun:
         self._is_closed = False
         try:
             if initial_peers:
-                self._join((config or TrainingConfig()).join_timeout_s)
+                self._join(config.join_timeout_s)
             else:
                 background.run(self._presence.peer.found(self._state.digest()))
         except BaseException:

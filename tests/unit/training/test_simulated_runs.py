@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Generator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ import torch
 
 from swarm_training.core.config import TrainingConfig
 from swarm_training.pb import training_pb2 as pb
+from swarm_training.progress import policy
 from tests.marks import SLOW
 from tests.unit.training.world import CONFIG, SimulatedPeer, World, all_done, enter_all, simulate
 
@@ -121,6 +123,32 @@ def test_survivors_of_a_failure_at_any_message_stay_equal(failure: str, seed: in
         assert victim.state.step == steps if failure == "pause" else victim.state.step <= steps
         rounds_s = steps * 5.0
         assert loop.time() < rounds_s + 2 * CONFIG.straggler_s + CONFIG.silence_s  # virtual time: one deadline is lost
+
+    simulate(scenario)
+
+
+def test_who_is_silent_is_dropped_before_the_deadline_of_stragglers() -> None:
+    config = replace(CONFIG, straggler_s=50.0)
+
+    async def scenario() -> None:
+        world = World()
+        peers = await enter_all(world, 4, target=40, config=config)
+        await all_done(start(peers, 1))
+        struck_s: list[float] = []
+        loop = asyncio.get_running_loop()
+
+        def strike(source: str, target: str, message: Any) -> None:
+            if isinstance(message, pb.ReduceRequest) and source == victim.peer_id and not struck_s:
+                world.isolate(victim.peer_id)
+                struck_s.append(loop.time())
+
+        leader = policy.leader_of(peers[0].peer.view())
+        victim = next(peer for peer in peers if leader is not None and peer.peer_id != leader.peer_id)
+        world.on_message = strike
+        tasks = start(peers, 2)
+        await all_done([tasks[peer.number] for peer in peers if peer is not victim])
+        assert struck_s and loop.time() - struck_s[0] < config.silence_s + 2.0
+        require_equal(peers, 2)
 
     simulate(scenario)
 

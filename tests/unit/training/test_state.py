@@ -113,6 +113,7 @@ def run(given: list[torch.nn.Parameter], **options: object) -> TrainingRun:
         ({"target_batch_size": 0}, "target_batch_size is 0: expected at least 1"),
         ({"target_batch_size": -3}, "target_batch_size is -3: expected at least 1"),
         ({"initial_peers": "/ip4/1.2.3.4"}, "initial_peers is a text: expected a list"),
+        ({"config": TrainingConfig(client_mode=True)}, "client_mode needs initial_peers"),
         ({"initial_peers": ["nonsense"]}, "is no multiaddr of a peer"),
     ],
 )
