@@ -64,11 +64,12 @@ class Round:
     def is_complete(self) -> bool:
         return len(self.results) == len(self.chunks)
 
-    def mean(self) -> Tensor:
-        """[n] float32, once complete."""
+    async def mean(self) -> Tensor:
+        """[n] float32, once complete. Streams stay alive meanwhile."""
         assert self.is_complete
         mean = torch.empty_like(self.vector)
         for number, chunk in enumerate(self.chunks):
+            await asyncio.sleep(0)
             mean[chunk.start : chunk.stop] = self._codec.decode(self.results[number], chunk.stop - chunk.start)
         return mean
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
 import threading
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
 T = TypeVar("T")
+_STOP_TIMEOUT_S = 2.0
 _lock = threading.Lock()
 _loop: asyncio.AbstractEventLoop | None = None
 
@@ -27,5 +29,13 @@ def _running_loop() -> asyncio.AbstractEventLoop:
     with _lock:
         if _loop is None:  # gRPC wants one loop for all that a process has
             _loop = asyncio.new_event_loop()
-            threading.Thread(target=_loop.run_forever, name="swarm training", daemon=True).start()
+            thread = threading.Thread(target=_loop.run_forever, name="swarm training", daemon=True)
+            thread.start()
+            atexit.register(_stop, _loop, thread)
         return _loop
+
+
+def _stop(loop: asyncio.AbstractEventLoop, thread: threading.Thread) -> None:
+    """Ends the loop before the interpreter does: a thread that is inside gRPC at that moment can crash it."""
+    loop.call_soon_threadsafe(loop.stop)
+    thread.join(_STOP_TIMEOUT_S)

@@ -153,11 +153,11 @@ class Attendance:
             assert self._round is not None
             phase += 1
             try:
-                vector = phases.send(self._round.mean())
+                vector = phases.send(await self._round.mean())
             except StopIteration as finished:
                 gradient: Tensor = finished.value
                 break
-        digest = self._rounds.digest_of(group.id)
+        digest = await self._rounds.digest_of(group.id)
         self._ballots.accepted = pb.Accepted(
             ballot=group.ballot, group=group.id, digest=digest, layout=group.layout, roster=group.roster
         )

@@ -119,11 +119,13 @@ def sources_of_state(view: View) -> tuple[Progress, ...]:
 
 def is_in_minority(view: View) -> bool:
     """Whether most of the others at the same step have another state, and agree on it."""
-    return bool(view.own.state_digest) and majority_digest(view, view.own.step) != view.own.state_digest
+    return bool(view.own.state_digest) and majority_digest(view.at(view.own.step)) != view.own.state_digest
 
 
-def majority_digest(view: View, step: int) -> bytes | None:
-    """The state that most have at this step; of two that equally many have, that of the peer which is first by id."""
-    known = sorted((peer for peer in view.at(step) if peer.state_digest), key=lambda peer: peer.peer_id)
+def majority_digest(records: Iterable[Progress]) -> bytes | None:
+    """The state that most have, of records of one step; of two that equally many have, that of the peer which is first
+    by id. A peer counts once."""
+    digests = {peer.peer_id: peer for peer in records if peer.state_digest}
+    known = [digests[peer_id] for peer_id in sorted(digests)]
     counts = Counter(peer.state_digest for peer in known)
     return max(counts, key=lambda digest: counts[digest]) if counts else None

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass
 from math import inf
 
 from swarm_training.core.record import LEFT, PRESENT, Progress
 from swarm_training.core.signing import read_signed
 from swarm_training.pb import training_pb2 as pb
-from swarm_training.progress.policy import View
+from swarm_training.progress.policy import View, majority_digest
 
 MAX_PEERS = 4096
 _SILENT_S = 60.0  # so long those that are silent are missed
+_KEPT_DIGESTS = 16  # of each peer
 _FORGET_S = 600.0  # records of those that are long silent
 
 
@@ -37,6 +39,7 @@ class ProgressTable:
         self._gone: dict[str, int] = {}  # the version with which a peer was last seen to be gone
         self._suspects: dict[str, int] = {}
         self._known: set[bytes] = set()  # the bytes of all entries, whose signatures need not be checked again
+        self._digests: dict[str, deque[Progress]] = {}  # the last of each peer that had one
         self.counter = 0
 
     def add(self, signed: pb.SignedProgress, now: float) -> Progress | None:
@@ -60,10 +63,17 @@ class ProgressTable:
         if entry is not None:
             self._known.discard(entry.signed.progress)
         self._known.add(signed.progress)
+        if record.state_digest:
+            self._digests.setdefault(record.peer_id, deque(maxlen=_KEPT_DIGESTS)).append(record)
         self.counter += 1
         self._entries[record.peer_id] = _Entry(record, signed, now, self.counter)
         self._forget(now)
         return record
+
+    def majority_digest(self, step: int) -> bytes | None:
+        """The state that most others had at a step, those too that have gone on since; None if nobody has said it."""
+        records = (record for peer, known in self._digests.items() if peer != self._own_id for record in known)
+        return majority_digest(record for record in records if record.step == step)
 
     def record_of(self, peer_id: str) -> Progress | None:
         entry = self._entries.get(peer_id)
@@ -124,3 +134,4 @@ class ProgressTable:
         for peer_id in [peer for peer, entry in self._entries.items() if now - entry.heard_s > _FORGET_S]:
             if peer_id != self._own_id:
                 self._known.discard(self._entries.pop(peer_id).signed.progress)
+                self._digests.pop(peer_id, None)

@@ -215,7 +215,7 @@ class TrainingPeer:
         """The state that most others have; None if this peer has caught up by itself, or is alone.
 
         Raises:
-            ValueError: they train another model.
+            ValueError: they train another model than this peer, which has not joined yet.
         """
         view = self.view()
         sources = list(policy.sources_of_state(view))
@@ -223,16 +223,26 @@ class TrainingPeer:
         for source in sources:
             try:
                 return await download(self._network, source, self._state)
-            except (SwarmError, TimeoutError) as error:
+            except (SwarmError, TimeoutError, ValueError) as error:
+                if not isinstance(error, SwarmError | TimeoutError) and not self.own.state_digest:
+                    raise
                 _logger.debug("%s does not give its state: %s", source.peer_id, error)
                 self.table.suspect(source.peer_id)
         await asyncio.sleep(_RETRY_S)
         return None
 
+    async def refuse(self, downloaded: Downloaded, error: ValueError) -> None:
+        """What was downloaded is no state."""
+        _logger.warning("%s has not given its state: %s", downloaded.source, error)
+        self.table.suspect(downloaded.source)
+
     async def loaded(self, downloaded: Downloaded, state_digest: bytes) -> None:
-        """The state has been taken over; it counts unless most peers have another one at that step."""
-        expected = policy.majority_digest(self.view(), downloaded.step)
-        if expected is not None and expected != state_digest:
+        """The state has been taken over; it counts if it is the one that most peers have had at that step."""
+        with suppress(TimeoutError):  # news of that step may be on their way
+            async with asyncio.timeout(self._config.silence_s):
+                while self.table.majority_digest(downloaded.step) is None:
+                    await asyncio.sleep(_RETRY_S)
+        if self.table.majority_digest(downloaded.step) != state_digest:
             _logger.warning("%s has given another state than that of most peers", downloaded.source)
             self.table.suspect(downloaded.source)
             return

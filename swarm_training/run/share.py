@@ -62,10 +62,15 @@ class Share:
     def load(self) -> Asking:
         """Takes over the state that most others have; gradients that belong to an older one are dropped."""
         downloaded = yield self._peer.download()
-        if downloaded is not None:
+        if downloaded is None:
+            return
+        try:
             self._state.load(downloaded.step, downloaded.data)
-            self._clear()
-            yield self._peer.loaded(downloaded, self._state.digest())
+        except ValueError as error:
+            yield self._peer.refuse(downloaded, error)
+            return
+        self._clear()
+        yield self._peer.loaded(downloaded, self._state.digest())
 
     def _clear(self) -> None:
         self._sum.zero_()

@@ -183,6 +183,6 @@ def test_a_part_of_another_size_is_left_out(data: bytes) -> None:
         bad = pb.ReduceRequest(chunk=pb.Chunk(index=0, data=data))
         await mine.serve_reduce(1, 0, _Silent(bad))
         await averaging
-        assert torch.equal(mine.mean(), torch.arange(4.0))
+        assert torch.equal(await mine.mean(), torch.arange(4.0))
 
     simulate(scenario)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Generator
+import re
+from collections.abc import AsyncIterator, Generator
 from dataclasses import replace
 from typing import Any
 
@@ -206,6 +207,57 @@ def test_who_joins_contributes_to_the_next_step() -> None:
         await all_done(tasks)
         assert joiner.groups[step + 1] == 3
         require_equal([*peers, joiner], 6)
+
+    simulate(scenario)
+
+
+@pytest.mark.parametrize("lie", ["other", "broken"])
+def test_who_joins_takes_no_state_but_that_of_the_majority(lie: str) -> None:
+    async def scenario() -> None:
+        world = World()
+        peers = await enter_all(world, 4, target=40)
+        await all_done(start(peers, 2))
+        state = SimulatedPeer.make(World(), 5, target=40).state
+        data = state.to_bytes()[1]
+        data = data if lie == "other" else b"x" * len(data)
+        asked = []
+
+        async def lying(_: Any) -> AsyncIterator[pb.StatePart]:
+            asked.append(lie)
+            shapes, optimizer = state.shapes, state.optimizer_name
+            yield pb.StatePart(
+                header=pb.StateHeader(
+                    step=2, size_bytes=len(data), roster=["x"], parameters=shapes, optimizer=optimizer
+                )
+            )
+            yield pb.StatePart(data=data)
+
+        for liar in peers[:3]:
+            liar.peer._state_server.parts = lying
+        joiner = SimulatedPeer.make(world, 4, target=40)
+        await joiner.enter()
+        assert asked and torch.equal(joiner.history[2], peers[3].history[2])
+        await all_done(start([*peers, joiner], 3))
+        require_equal([*peers, joiner], 3)
+
+    simulate(scenario)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"size": 5}, "parameter 0 is [5] float32 here and [37] float32 in the run: expected the same model"),
+        ({"optimizer": torch.optim.SGD}, "the optimizer is SGD here and Adam in the run"),
+        ({"target": 41}, "target_batch_size is 41 here and 40 in the run: expected the same"),
+    ],
+)
+def test_who_joins_with_another_model_is_told_what_differs(options: dict[str, Any], message: str) -> None:
+    async def scenario() -> None:
+        world = World()
+        await enter_all(world, 2, target=40)
+        joiner = SimulatedPeer.make(world, 2, **{"target": 40, **options})
+        with pytest.raises(ValueError, match=re.escape(message)):
+            await joiner.enter()
 
     simulate(scenario)
 
