@@ -21,7 +21,8 @@ from swarm_training.core.record import JOINING, Progress
 from swarm_training.net.channels import GrpcNetwork
 from swarm_training.net.service import start_service
 from swarm_training.progress.board import DhtBoard
-from swarm_training.run.peer import Compression, TrainingPeer
+from swarm_training.run.meetings import Compression
+from swarm_training.run.peer import TrainingPeer
 from swarm_training.run.state import TrainedState
 
 _LOOPBACK = "127.0.0.1"

@@ -160,7 +160,7 @@ def test_nobody_speaks_for_another_and_strangers_give_no_parts() -> None:
         members = tuple(Member(replace(peer.own, peer_id=each.peer_id), 1, 1.0) for each in (identity(0), member))
         group = Group("g", 0, 1, members, 5.0, layout=(1.0, 1.0), roster=("x",))
         mine = Round(peer._network, group, 0, 0, torch.zeros(8), codec_of("fp32"), 4)
-        await peer._rounds.add(mine)
+        await peer._meetings._rounds.add(mine)
         opening = pb.ReduceRequest(open=pb.ReduceOpen(group="g"))
         with pytest.raises(RequestRejected, match="no member"):
             await peer.reduce(stranger, _Silent(opening))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 import re
 from collections.abc import AsyncIterator, Generator
@@ -16,7 +17,7 @@ from swarm_training.core.config import TrainingConfig
 from swarm_training.pb import training_pb2 as pb
 from swarm_training.progress import policy
 from tests.marks import SLOW
-from tests.unit.training.world import CONFIG, SimulatedPeer, World, all_done, enter_all, simulate
+from tests.unit.training.world import CONFIG, SimulatedPeer, World, all_done, enter_all, identity, simulate
 
 
 def start(peers: list[SimulatedPeer], until_step: int, spread_s: float = 0.2) -> list[asyncio.Task[Any]]:
@@ -192,6 +193,28 @@ def test_a_peer_that_is_alone_for_a_moment_does_not_step_on_its_own_gradients() 
     simulate(scenario)
 
 
+def test_a_run_that_has_lost_half_of_its_peers_says_so_and_goes_on_if_that_is_wanted(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Two peers, of whom the one that decides a draw falls silent."""
+
+    async def scenario(presume_gone_s: float) -> int:
+        world = World()
+        peers = await enter_all(world, 2, target=20, config=replace(CONFIG, presume_gone_s=presume_gone_s))
+        await all_done(start(peers, 1))
+        first, second = sorted(peers, key=lambda peer: peer.peer_id)
+        world.isolate(first.peer_id)
+        for task in first.peer._tasks:
+            task.cancel()  # the DHT hears nothing of it, either
+        task = second.spawn(second.train(0.3, 5, 3))
+        await asyncio.wait([task], timeout=200.0)
+        return second.state.step
+
+    assert simulate(lambda: scenario(math.inf)) == 1
+    assert f"nothing is heard of 1 of 2 peers (…{min(identity(n).peer_id for n in (0, 1))[-6:]})" in caplog.text
+    assert simulate(lambda: scenario(100.0)) == 3
+
+
 def test_who_joins_contributes_to_the_next_step() -> None:
     async def scenario() -> None:
         world = World()
@@ -352,7 +375,7 @@ def test_a_peer_with_another_state_takes_over_that_of_the_others() -> None:
         odd = peers[1]
         with torch.no_grad():
             odd.parameter += 1.0
-        odd.peer._update(state_digest=odd.state.digest())
+        odd.peer._standing.update(state_digest=odd.state.digest())
         odd.peer.gossip.tell(urgent=True)
         await asyncio.sleep(2.0)
         await all_done(start(peers, 4))
