@@ -1,0 +1,1 @@
+"""Volunteers train one model together."""
