@@ -13,9 +13,8 @@ from swarm_training.compression.codecs import Codec
 class ErrorFeedback:
     """Encodes vectors together with what was lost of their predecessors.
 
-    A vector's key says whose successor it is, such as its place in the gradient. Between ``commit`` and ``rollback``
-    the memory does not change: a key that is encoded again in the same round, for another peer, starts from the same
-    errors.
+    A vector's key says whose successor it is, such as its place in the gradient. The memory changes in ``commit``
+    alone: a key that is encoded again in the same round, for another peer, starts from the same errors.
     """
 
     def __init__(self, codec: Codec) -> None:
