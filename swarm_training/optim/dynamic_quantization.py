@@ -1,8 +1,8 @@
 """8-bit numbers whose precision adapts to their size, in blocks with a maximum each (Dettmers et al., 2022, section 2).
 
 A byte selects one of 256 values between −1 and 1, or 0 and 1: seven decades, the largest with the most values
-(dynamic tree quantisation, Dettmers, 2016). The values are those of bitsandbytes; the code is our own so that peers
-need neither the same version of it nor the same processor to have the same bits.
+(dynamic tree quantisation, Dettmers, 2016). The values are those of bitsandbytes; the code is our own because peers
+must have the same bits on any processor, and what it computes on CPUs is not always the nearest value.
 """
 
 from __future__ import annotations

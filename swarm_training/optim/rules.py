@@ -19,7 +19,7 @@ from swarm_training.numerics.reproducible import norm, power
 
 @dataclass
 class Moments:
-    """Of one parameter, in float32: running means of its gradient and of the gradient's square, after ``step`` steps."""
+    """Of one parameter, in float32: running means of its gradient and of that one's square, after ``step`` steps."""
 
     mean: Tensor
     square: Tensor
@@ -80,7 +80,7 @@ def hyperparameters(
 
 
 class StateInPlace(torch.optim.Optimizer):
-    """An optimizer whose state keeps its dtypes and devices when it is loaded; torch would cast it to the parameter's."""
+    """An optimizer whose state keeps its dtypes and devices when it is loaded; torch would take the parameter's."""
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(state_dict)

@@ -123,7 +123,7 @@ def test_a_closure_is_called_with_gradients() -> None:
     def closure() -> float:
         loss = parameter.square().sum()
         loss.backward()  # type: ignore[no-untyped-call]
-        return float(loss)
+        return float(loss.detach())
 
     assert optimizer.step(closure) == 3.0
     assert float(parameter[0]) == pytest.approx(0.9)
