@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from swarm_training.robust.btard import Btard
-from swarm_training.robust.instructions import Check, Finished, Instruction, Remove
+from swarm_training.robust.instructions import Check, Finish, Finished, Instruction, Remove
 from swarm_training.robust.messages import (
     AggregateCommitted,
     Begin,
@@ -24,7 +24,6 @@ from swarm_training.robust.messages import (
     FalseProjection,
     Item,
     Late,
-    Message,
     Receipt,
     Reveal,
     Round,
@@ -105,6 +104,13 @@ class SharedShift(HiddenShift):
         return tuple(said)
 
 
+class FalseProjections(Peer):
+    """Makes honest aggregators look like liars."""
+
+    def projections(self, current: Round) -> tuple[float, ...]:
+        return tuple(value + 10 for value in super().projections(current))
+
+
 class Slander(Peer):
     """Accuses whomever it can, of projections or of what it audits."""
 
@@ -120,7 +126,9 @@ class Complaint(Peer):
     """Says that it was not shown what it audits."""
 
     def check(self, instruction: Check) -> list[tuple[Case, float | None]]:
-        return [(case, None if isinstance(case, FalseGradient) else value) for case, value in super().check(instruction)]
+        return [
+            (case, None if isinstance(case, FalseGradient) else value) for case, value in super().check(instruction)
+        ]
 
 
 class WrongAggregate(Peer):
@@ -189,7 +197,7 @@ class Collusion(SignFlip):
         self, case: Case, current: Round, said: Mapping[str, Iterable[float]], last: Finished | None
     ) -> list[float]:
         values = super().measure(case, current, said, last)  # type: ignore[arg-type]
-        return [0.0 if _is_of(case, self.friends) else 30.0] + values[1:]
+        return [0.0 if _is_of(case, self.friends) else 30.0, *values[1:]]
 
 
 KINDS: dict[str, type[Peer]] = {
@@ -199,6 +207,7 @@ KINDS: dict[str, type[Peer]] = {
     "shift, open": OpenShift,
     "shift, hidden by its own projection": HiddenShift,
     "shift, hidden by an accomplice": SharedShift,
+    "false projections": FalseProjections,
     "slander": Slander,
     "complaints without reason": Complaint,
     "another aggregate than committed": WrongAggregate,
@@ -218,7 +227,7 @@ def _is_of(case: Case, names: frozenset[str]) -> bool:
 
 
 def noisy_gradients(dimensions: int = DIMENSIONS, seed: int = 0) -> Gradient:
-    """A common direction that turns slowly, and noise of each peer's own twice as large; recomputed with errors of 1e-6."""
+    """A common direction that turns slowly, and noise of each peer's own that is twice as large."""
     base = torch.randn(2, dimensions, generator=torch.Generator().manual_seed(seed))
 
     def gradient(peer: str, step: int) -> Tensor:
@@ -251,8 +260,13 @@ class Swarm:
     """Runs steps among peers; broadcasts reach all, in an order by chance that is another one for everybody."""
 
     def __init__(
-        self, kinds: Mapping[str, type[Peer]], gradient_of: Gradient, num_elements: int, seed: int = 0,
-        rules: Rules | None = None, start: int = 0,
+        self,
+        kinds: Mapping[str, type[Peer]],
+        gradient_of: Gradient,
+        num_elements: int,
+        seed: int = 0,
+        rules: Rules | None = None,
+        start: int = 0,
     ) -> None:
         """kinds: of all peers, by name; attackers are honest before step ``start``."""
         self.rules = rules or Rules()
@@ -323,18 +337,11 @@ class Swarm:
                 self._take(name, self._waiting[name].popleft())
             if self.finished >= set(self.honest):
                 return
-            for event in (Late(), Deadline()):
+            for name in self.living:
+                self._handle(name, Late())
+            if not any(self._waiting[name] for name in self.living):
                 for name in self.living:
-                    self._waiting[name].append(event)
-                if any(isinstance(event, Late) and self._answers(name) for name in self.living):
-                    break
-
-    def _answers(self, name: str) -> bool:
-        """Whether the end of waiting for data makes this peer say something."""
-        self._waiting[name].popleft()
-        before = sum(map(len, self._waiting.values()))
-        self._handle(name, Late())
-        return sum(map(len, self._waiting.values())) > before
+                    self._handle(name, Deadline())
 
     def _take(self, name: str, what: Event | Delivery) -> None:
         if isinstance(what, Delivery):
@@ -354,7 +361,7 @@ class Swarm:
                 known = self.removed.setdefault(instruction.peer, found)
                 assert known == found, f"{name} removes {instruction.peer} for {found}, others for {known}"
             return
-        if type(instruction).__name__ == "Finish":
+        if isinstance(instruction, Finish):
             self.finished.add(name)
         for outcome in self.benches[name].carry_out(instruction):
             if isinstance(outcome, Delivery):
@@ -370,7 +377,3 @@ class Swarm:
         if isinstance(sender, Equivocation) and (echo := sender.__dict__.pop("echo", None)) is not None:
             for to in self.living:
                 self._waiting[to].append(echo)
-
-
-def message_type(delivery: Delivery) -> type[Message] | None:
-    return type(delivery.message) if delivery.message else None

@@ -10,14 +10,15 @@ _MAX_ITERATIONS = 2000
 
 
 def centered_clip(vectors: Tensor, weights: Tensor, tau: float, start: Tensor | None = None) -> Tensor:
-    """The v at which Σ w_i clip(x_i − v) = 0, clip(d) = d min(1, τ/|d|): the fixed point of v += Σ w_i clip(x_i − v) / Σ w_i.
+    """The v at which Σ w_i clip(x_i − v) = 0, clip(d) = d min(1, τ/|d|): the fixed point of v += Σ w_i clip(x_i − v)
+    / Σ w_i.
 
-    Each step is that one times Σ w_i / Σ w_i min(1, τ/|x_i − v|), which leads to the same point in fewer of them (Weiszfeld),
-    until the original one would be shorter than 1e-5 τ. Vectors that are not finite do not count.
+    Each step is that one times Σ w_i / Σ w_i min(1, τ/|x_i − v|), which leads to the same point in fewer of them
+    (Weiszfeld), until the original one would be shorter than 1e-5 τ. Vectors that are not finite do not count.
 
     Args:
-        vectors: [peers, n]; weights: [peers]; tau: usually the median distance to the last aggregate; infinite: the mean.
-        start: [n]; the median of every coordinate, if there is none.
+        vectors: [peers, n]; weights: [peers]; tau: usually the median distance to the last aggregate; infinite: the
+        mean. start: [n]; the median of every coordinate, if there is none.
 
     Returns:
         [n], float32.

@@ -110,7 +110,7 @@ class Measure:
 
 @dataclass(frozen=True)
 class Remove:
-    """The peer takes part no more. ``is_banned``: it has lied; otherwise it fell silent, and may return as a newcomer."""
+    """The peer takes part no more. ``is_banned``: it has lied; else it was silent, and may return as a newcomer."""
 
     peer: str
     reason: str

@@ -37,8 +37,8 @@ def evidence(case: Case, current: Round, last: Finished | None) -> list[Item]:
 def suspects(case: Case, current: Round, last: Finished | None) -> list[str]:
     """The accused first.
 
-    If projections do not add up, their workers may have lied as well as the owner. If a worker's projection was false and
-    its owner did not say so, the two were in it together.
+    If projections do not add up, their workers may have lied as well as the owner. If a worker's projection was false
+    and its owner did not say so, the two were in it together.
     """
     match case:
         case FalseProjection(worker, _):
@@ -56,8 +56,8 @@ def judge(
     measurements: Mapping[str, Sequence[Sequence[float]]],
     rules: Rules,
 ) -> Verdict:
-    """By the median of the jurors, most of whom are honest: those of them who differ from it have lied, as has an accuser
-    who said to have measured something else.
+    """By the median of the jurors, most of whom are honest: those of them who differ from it have lied, as has an
+    accuser who said to have measured something else.
 
     Args:
         cases: with their suspects; measurements: by juror, in the same order.

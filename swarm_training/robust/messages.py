@@ -82,7 +82,7 @@ class Message:
 
 @dataclass(frozen=True)
 class Commitment(Message):
-    """Before anybody has seen anything. ``parts``: digests, none of a validator; ``distance``: to the last aggregate."""
+    """Before anybody has seen anything. ``parts``: digests, none of a validator; ``distance``: to the last result."""
 
     seed_hash: bytes
     distance: float
@@ -248,3 +248,17 @@ Event = (
     | Late
     | Deadline
 )
+
+
+def place(event: Event) -> tuple[int, int]:
+    """Step and attempt of an event that belongs to one."""
+    match event:
+        case Received(message):
+            return message.step, message.attempt
+        case PartArrived(item):
+            return item.step, item.attempt
+        case AggregateArrived():
+            return event.step, event.attempt
+        case Computed() | Aggregated() | Projected() | Checked() | Measured():
+            return event.round.step, event.round.attempt
+    raise AssertionError(event)

@@ -19,7 +19,8 @@ class Rules:
         max_unfounded: complaints about audits that were then answered.
         gradient_tolerance: relative; other hardware and other batches change 1e-7 of a gradient.
         projection_tolerance: of a part's tau, divided by the root of its size.
-        dissent: by which a juror may differ from the median, in units of what is tolerated (of the median, if that is more).
+        dissent: by which a juror may differ from the median, in units of what is tolerated (of the median, if that is
+        more).
     """
 
     audit_share: float = 0.2

@@ -1,7 +1,7 @@
 """What a peer of BTARD computes: it carries out the machine's instructions with tensors.
 
-Projections are on random directions whose elements are ±1/√n, by a seed that nobody knew when the aggregator committed itself:
-if its aggregate v is not the one at which Σ clip(g_i − v) = 0, they add up to 0 by accident only.
+Projections are on random directions whose elements are ±1/√n, by a seed that nobody knew when the aggregator
+committed itself: if its aggregate v is not the one at which Σ clip(g_i − v) = 0, they add up to 0 by accident only.
 """
 
 from __future__ import annotations
@@ -104,8 +104,9 @@ class Workbench:
             case SendGradient(to, items):
                 return [Delivery(self.me, _place(items[0]), to, parts={item: self.part(item) for item in items})]
             case SendParts(current):
-                items = [Item(*_place(current), self.me, owner) for owner in current.owners]
-                return [Delivery(self.me, _place(current), item.owner, parts={item: self.part(item)}) for item in items]
+                own_items = [Item(*_place(current), self.me, owner) for owner in current.owners]
+                sent = [(item.owner, {item: self.part(item)}) for item in own_items]
+                return [Delivery(self.me, _place(current), owner, parts=parts) for owner, parts in sent]
             case Aggregate(current):
                 own = self.aggregate(current)
                 self._aggregates.setdefault(_place(current), {})[self.me] = own
@@ -177,7 +178,8 @@ class Workbench:
         """All projections on one's own part, and the gradient of the target of one's audit."""
         cases: list[Case] = [FalseProjection(worker, self.me) for worker in instruction.round.workers]
         measured: list[tuple[Case, float | None]] = [
-            (case, self.measure(case, instruction.round, instruction.projections, instruction.last)[0]) for case in cases
+            (case, self.measure(case, instruction.round, instruction.projections, instruction.last)[0])
+            for case in cases
         ]
         if instruction.target is not None and instruction.last is not None:
             case = FalseGradient(instruction.target)
