@@ -1,9 +1,10 @@
 """BTARD: how soon are attackers removed, and is an honest peer ever?
 
-    python benchmarks/btard.py [--seeds 10] [--clean-steps 500] [--audit-share 0.2] [--only KIND …] [--quick] [--json FILE]
+    python benchmarks/btard.py [--seeds 10] [--clean-steps 500] [--audit-share 0.2] [--only KIND …] [--quick]
+                               [--json FILE]
 
-10 peers in one process, 3 of them attackers of one kind, until all of those are out, or for 60 steps. "Banned" is who was
-proven to lie; "removed" also who was silent, and may come back as a newcomer.
+10 peers in one process, 3 of them attackers of one kind, until all of those are out, or for 60 steps. "Banned" are
+those who were proven to lie, "silent" those who may come back as newcomers.
 """
 
 from __future__ import annotations
