@@ -26,7 +26,7 @@ class Rules:
     audit_share: float = 0.2
     audits_to_join: int = 2
     max_absences: int = 2
-    max_unfounded: int = 3
+    max_unfounded: int = 1
     gradient_tolerance: float = 1e-2
     projection_tolerance: float = 1e-3
     dissent: float = 0.1

@@ -69,7 +69,7 @@ def test_attackers_are_out_within_30_steps_and_nobody_else(kind: str) -> None:
     assert_of_one_mind(peers)
 
 
-@pytest.mark.parametrize("steps", [40, pytest.param(500, marks=SLOW)])
+@pytest.mark.parametrize("steps", [20, pytest.param(500, marks=SLOW)])
 def test_honest_peers_are_never_removed(steps: int) -> None:
     peers = swarm(seed=1)
     for _ in range(steps):
@@ -138,6 +138,7 @@ def test_newcomers_weigh_nothing_until_they_are_audited() -> None:
         assert_of_one_mind(peers)
         peers.step()
         waited += 1
+        assert waited < 60
     assert waited >= 3, "two audits, each of which takes place after the step that it is of"
     peers.step()
     last = peers.machines["new"].snapshot().last
@@ -151,6 +152,7 @@ def test_newcomers_who_cheat_are_found_before_they_count() -> None:
     peers.step()
     peers.step({"new": SignFlip})
     while "new" not in peers.removed:
+        assert peers.step_number < 60
         last = peers.machines["p0"].snapshot().last
         assert last is not None and "new" not in last.round.workers
         peers.step()
@@ -187,7 +189,7 @@ def test_a_peer_that_misses_a_step_goes_on_with_the_next() -> None:
 def test_a_minority_of_colluding_jurors_cannot_ban_an_honest_peer() -> None:
     for seed in range(3):
         peers = swarm(Collusion, seed=seed)
-        while not peers.removed.keys() >= ATTACKERS:
+        while not peers.removed.keys() >= ATTACKERS and peers.step_number < 30:
             peers.step()
         assert peers.removed.keys() == ATTACKERS
 
