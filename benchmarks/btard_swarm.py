@@ -111,6 +111,13 @@ class FalseProjections(Peer):
         return tuple(value + 10 for value in super().projections(current))
 
 
+class HugeProjections(Peer):
+    """Finite, but their sum is not."""
+
+    def projections(self, current: Round) -> tuple[float, ...]:
+        return tuple(1e308 for _ in current.owners)
+
+
 class Slander(Peer):
     """Accuses whomever it can, of projections or of what it audits."""
 
@@ -208,6 +215,7 @@ KINDS: dict[str, type[Peer]] = {
     "shift, hidden by its own projection": HiddenShift,
     "shift, hidden by an accomplice": SharedShift,
     "false projections": FalseProjections,
+    "projections too large to be added": HugeProjections,
     "slander": Slander,
     "complaints without reason": Complaint,
     "another aggregate than committed": WrongAggregate,

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from swarm_training.compression.codecs import codec_of
-from swarm_training.compression.compressors import Compressor, Plain
+from swarm_training.compression.compressor import Compressor, Plain
 from swarm_training.compression.error_feedback import ErrorFeedback
 from swarm_training.compression.power_sgd import PowerSGD
 from swarm_training.models.shared_blocks import SharedBlocks

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
+from swarm_training.compression.compressor import Phases
 from swarm_training.numerics.reproducible import orthonormal, outer_sum
 
 
@@ -45,7 +46,7 @@ class PowerSGD:
         plain = sum(size for index, size in enumerate(self._sizes) if index not in self._dims)
         self.num_averaged = plain + sum(rank * (rows + columns) for rows, columns in self._dims.values())
 
-    def phases(self, gradient: Tensor) -> Generator[Tensor, Tensor, Tensor]:
+    def phases(self, gradient: Tensor) -> Phases:
         """As of a Compressor: yields every P with the tensors that stay as they are, then every Q, if there is one."""
         parts = list(gradient.split(self._sizes))
         matrices = {index: parts[index].view(dims) for index, dims in self._dims.items()}

@@ -29,6 +29,7 @@ from swarm_training.robust.messages import (
 )
 
 _DIGEST_BYTES = 32
+_LONGEST = 1e6  # of a projection, in units of tau: what is longer, or no number, might not even be added up
 
 
 @dataclass
@@ -86,7 +87,8 @@ class Attempt:
             case AggregateOpened():
                 return message.digest == self.committed_aggregates[name]
             case Projections():
-                return len(message.values) == len(owners) and all(map(math.isfinite, message.values))
+                are_possible = all(abs(value) <= _LONGEST * self.round.tau for value in message.values)
+                return len(message.values) == len(owners) and are_possible
             case Accusations():
                 return all(self._may_accuse(name, accusation) for accusation in message.items)
             case Measurements():

@@ -31,7 +31,7 @@ from swarm_training.robust.attempt import Attempt
 from swarm_training.robust.instructions import Finished, Instruction
 from swarm_training.robust.jury import evidence, judge, suspects
 from swarm_training.robust.messages import Case, Event, Item, Message, Round
-from swarm_training.robust.phases import Phases, Spoken
+from swarm_training.robust.phases import PhaseMachine, Spoken
 from swarm_training.robust.roster import Roster, Rules, Standing, part_sizes, projection_limit
 
 
@@ -45,7 +45,7 @@ class Snapshot:
     removed: Mapping[str, todo.Remove]
 
 
-class Btard(Phases):
+class Btard(PhaseMachine):
     """A peer's view of the run."""
 
     def __init__(self, me: str, founders: Iterable[str], num_elements: int, rules: Rules | None = None) -> None:
@@ -334,8 +334,8 @@ class Btard(Phases):
         verdict = judge(cases, accusations, measurements, self.rules)
         for name, reason in verdict.banned.items():
             self._remove(name, reason, is_banned=True)
-        for name in verdict.unfounded:
-            if name in self.roster.all and self.roster.complained(name):
+        for name in verdict.unfounded if not self._gone else ():  # who complains again does so in the next attempt
+            if self.roster.complained(name):
                 self._remove(name, "unfounded complaints", is_banned=False)
         self._finish()
 

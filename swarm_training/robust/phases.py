@@ -12,7 +12,7 @@ from swarm_training.robust.messages import Message
 Spoken = Mapping[str, Any]  # messages of the phase that has closed, of the type that it waited for, by sender
 
 
-class Phases(ABC):
+class PhaseMachine(ABC):
     """A phase closes when all who are expected have spoken, or at the deadline; malformed messages count as silence."""
 
     def __init__(self) -> None:

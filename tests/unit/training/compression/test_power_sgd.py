@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from swarm_training.compression.compressors import Compressor, Plain
+from swarm_training.compression.compressor import Compressor, Plain
 from swarm_training.compression.power_sgd import PowerSGD
 
 SHAPES = [(40, 30), (30,), (8, 5, 4), (2, 2), ()]

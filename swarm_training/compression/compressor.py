@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Hashable, Mapping
 from typing import Protocol
 
 from torch import Tensor
+
+Phases = Generator[Tensor, Tensor, Tensor]  # yields vectors to be averaged, is sent their means, returns the gradient
 
 
 class Compressor(Protocol):
@@ -15,7 +17,7 @@ class Compressor(Protocol):
     is closed before, so that a round that failed can be repeated.
     """
 
-    def phases(self, gradient: Tensor) -> Generator[Tensor, Tensor, Tensor]:
+    def phases(self, gradient: Tensor) -> Phases:
         """gradient: [n], float32. Yields flat float32 vectors, is sent their means over the group, returns the averaged
         gradient [n], bit-identical wherever the means are."""
 
@@ -26,10 +28,23 @@ class Compressor(Protocol):
         """Raises ValueError if it is not of such a compressor."""
 
 
+class Encoder(Protocol):
+    """Remembers, for each key, what encoding has lost, once the round it was lost in is committed."""
+
+    def encode(self, key: Hashable, vector: Tensor) -> bytes:
+        """vector: [n], float32."""
+
+    def commit(self) -> None:
+        """The round succeeded."""
+
+    def rollback(self) -> None:
+        """The round failed."""
+
+
 class Plain:
     """The gradient itself is averaged."""
 
-    def phases(self, gradient: Tensor) -> Generator[Tensor, Tensor, Tensor]:
+    def phases(self, gradient: Tensor) -> Phases:
         return (yield gradient)
 
     def state_dict(self) -> dict[str, Tensor]:
