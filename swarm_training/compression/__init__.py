@@ -1,1 +1,1 @@
-"""How vectors of numbers become bytes, and what is averaged in place of a gradient."""
+"""Fewer bytes for gradients: codecs, error feedback and low-rank compression."""

@@ -1,83 +1,96 @@
-"""Codecs: how a vector of float32 becomes bytes, and back."""
+"""How a flat float32 vector travels: 4, 2 or about 1 byte per element."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-_BLOCK = 64  # elements of int8 that share one maximum
+from swarm_protocol.wire.codec import INT8_BLOCK, pack_int8, unpack_int8
+
+_MAX_FLOAT16 = 65504.0
 
 
 class Codec(Protocol):
-    @property
-    def name(self) -> str: ...
+    """Vectors of n float32 elements as bytes.
 
-    def encode(self, vector: Tensor) -> bytes:
-        """``vector``: [n] float32."""
+    What is not finite stays not finite: in ``int8`` all of its block of 64 elements with it. Finite values beyond the
+    range of ``fp16`` become its largest.
+    """
 
-    def decode(self, data: bytes | memoryview, n: int) -> Tensor:
-        """[n] float32; raises ValueError if the bytes are not as many as ``size_bytes`` says."""
-
-    def size_bytes(self, n: int) -> int: ...
-
-
-@dataclass(frozen=True)
-class _Cast:
     name: str
-    dtype: torch.dtype
 
     def encode(self, vector: Tensor) -> bytes:
-        return bytes(vector.to(self.dtype).contiguous().numpy().tobytes())
+        """vector: [n], float32."""
 
     def decode(self, data: bytes | memoryview, n: int) -> Tensor:
-        _require_size(self, data, n)
-        return torch.frombuffer(bytearray(data), dtype=self.dtype).float() if n else torch.zeros(0)
+        """[n], float32, owning its memory; raises ValueError if n elements do not take as many bytes."""
 
     def size_bytes(self, n: int) -> int:
-        return n * self.dtype.itemsize
+        """Of n elements, encoded."""
 
 
-@dataclass(frozen=True)
+class _Float:
+    """Elements of a floating-point type."""
+
+    def __init__(self, name: str, dtype: torch.dtype) -> None:
+        self.name = name
+        self._dtype = dtype
+
+    def encode(self, vector: Tensor) -> bytes:
+        flat = _flat(vector)
+        if self._dtype == torch.float16:
+            clamped = flat.clamp(-_MAX_FLOAT16, _MAX_FLOAT16)
+            flat = torch.where(flat.isinf(), flat, clamped).half()
+        return flat.numpy().tobytes()
+
+    def decode(self, data: bytes | memoryview, n: int) -> Tensor:
+        _check_size(self, data, n)
+        return torch.frombuffer(bytearray(data), dtype=self._dtype).float() if n else torch.empty(0)
+
+    def size_bytes(self, n: int) -> int:
+        return n * self._dtype.itemsize
+
+
 class _Int8:
-    """Blocks of 64 elements: float32 maxima of all blocks, then the int8 values."""
+    """Blocks of 64 int8 elements, each with the float32 maximum of their sizes; all maxima come first."""
 
-    name: str = "int8"
+    name = "int8"
 
     def encode(self, vector: Tensor) -> bytes:
-        blocks = torch.nn.functional.pad(vector, (0, -len(vector) % _BLOCK)).view(-1, _BLOCK)
-        maxima = blocks.abs().amax(1)
-        values = (blocks * (127 / maxima.clamp(min=1e-30))[:, None]).round_().to(torch.int8)
-        return bytes(maxima.numpy().tobytes() + values.numpy().tobytes())
+        return pack_int8(_flat(vector))
 
     def decode(self, data: bytes | memoryview, n: int) -> Tensor:
-        _require_size(self, data, n)
-        if not n:
-            return torch.zeros(0)
-        num_blocks = -(-n // _BLOCK)
-        buffer = bytearray(data)
-        maxima = torch.frombuffer(buffer, dtype=torch.float32, count=num_blocks)
-        values = torch.frombuffer(buffer, dtype=torch.int8, offset=4 * num_blocks).view(num_blocks, _BLOCK)
-        return (values * (maxima / 127)[:, None]).view(-1)[:n]
+        _check_size(self, data, n)
+        return unpack_int8(bytearray(data), (n,), torch.float32) if n else torch.empty(0)
 
     def size_bytes(self, n: int) -> int:
-        return -(-n // _BLOCK) * (_BLOCK + 4)
+        return -(-n // INT8_BLOCK) * (INT8_BLOCK + 4)
 
 
 _CODECS: dict[str, Codec] = {
-    codec.name: codec for codec in (_Cast("fp32", torch.float32), _Cast("fp16", torch.float16), _Int8())
+    codec.name: codec for codec in (_Float("fp32", torch.float32), _Float("fp16", torch.float16), _Int8())
 }
+CODEC_NAMES = tuple(_CODECS)
 
 
 def codec_of(name: str) -> Codec:
     """Raises ValueError if there is none of that name."""
     if name not in _CODECS:
-        raise ValueError(f"codec {name!r} is unknown: expected one of {', '.join(_CODECS)}")
+        raise ValueError(f"codec {name!r} is unknown: expected one of {', '.join(CODEC_NAMES)}")
     return _CODECS[name]
 
 
-def _require_size(codec: Codec, data: bytes | memoryview, n: int) -> None:
-    if len(data) != codec.size_bytes(n):
-        raise ValueError(f"{n} elements of {codec.name} take {codec.size_bytes(n)} bytes, and not {len(data)}")
+def _flat(vector: Tensor) -> Tensor:
+    if vector.dtype != torch.float32 or vector.dim() != 1:
+        raise ValueError(
+            f"a {vector.dtype} tensor {list(vector.shape)} cannot be encoded: expected a flat float32 vector"
+        )
+    return vector.detach().cpu().contiguous()
+
+
+def _check_size(codec: Codec, data: bytes | memoryview, n: int) -> None:
+    size = len(data) if isinstance(data, bytes) else data.nbytes
+    if size != codec.size_bytes(n):
+        raise ValueError(f"{n} elements in {codec.name} take {codec.size_bytes(n)} bytes, not {size}")

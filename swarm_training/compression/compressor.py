@@ -1,4 +1,4 @@
-"""What is averaged in place of a gradient, in one or several phases."""
+"""Which vectors a group averages in order to average a gradient."""
 
 from __future__ import annotations
 
@@ -7,37 +7,42 @@ from typing import Protocol
 
 from torch import Tensor
 
-Phases = Generator[Tensor, Tensor, Tensor]
+Phases = Generator[Tensor, Tensor, Tensor]  # yields vectors to be averaged, is sent their means, returns the gradient
 
 
 class Compressor(Protocol):
-    def phases(self, gradient: Tensor) -> Phases:
-        """Yields vectors to be averaged, [n] float32; is sent the mean of each; returns the averaged gradient.
+    """Turns averaging one gradient into averaging one or several vectors.
 
-        If the averaging fails, the generator is closed; the compressor must then be as it was before.
-        """
+    State that follows from means alone is the same on all peers; it changes when the generator returns, and not if it
+    is closed before, so that a round that failed can be repeated.
+    """
+
+    def phases(self, gradient: Tensor) -> Phases:
+        """gradient: [n], float32. Yields flat float32 vectors, is sent their means over the group, returns the averaged
+        gradient [n], bit-identical wherever the means are."""
 
     def state_dict(self) -> dict[str, Tensor]:
-        """What is the same on all peers, and who joins must have."""
+        """What a peer that joins must have: the part of the state that is the same on all peers."""
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Raises ValueError if it is not that of such a compressor."""
+        """Raises ValueError if it is not of such a compressor."""
 
 
 class Encoder(Protocol):
-    """Keeps, for each key, what encoding has lost, and adds it to the next vector of that key (error feedback)."""
+    """Remembers, for each key, what encoding has lost, once the round it was lost in is committed."""
 
-    def encode(self, key: Hashable, vector: Tensor) -> bytes: ...
+    def encode(self, key: Hashable, vector: Tensor) -> bytes:
+        """vector: [n], float32."""
 
     def commit(self) -> None:
-        """The step was taken."""
+        """The round succeeded."""
 
     def rollback(self) -> None:
-        """The averaging has failed."""
+        """The round failed."""
 
 
 class Plain:
-    """The gradient as it is."""
+    """The gradient itself is averaged."""
 
     def phases(self, gradient: Tensor) -> Phases:
         return (yield gradient)
@@ -47,4 +52,4 @@ class Plain:
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         if state:
-            raise ValueError("the run compresses gradients, and this peer does not: expected the same compressor")
+            raise ValueError(f"uncompressed gradients have no state, but got {', '.join(state)}")
