@@ -17,7 +17,8 @@ PACKAGES = {  # what each may import of the others
     "swarm_protocol": set(),
     "swarm_client": {"swarm_protocol"},
     "swarm_server": {"swarm_protocol"},
-    "swarm_command": {"swarm_protocol", "swarm_client", "swarm_server"},
+    "swarm_training": {"swarm_protocol"},
+    "swarm_command": {"swarm_protocol", "swarm_client", "swarm_server", "swarm_training"},
 }
 DOOR = "door"  # the modules of a package that are in no room: its command line, and what `import` of it gives
 LAYERS = {  # from the top: a room imports from those below it only
@@ -53,6 +54,14 @@ LAYERS = {  # from the top: a room imports from those below it only
         ["blocks"],
         ["net", "core"],
         ["placement", "machine"],
+    ],
+    "swarm_training": [
+        [DOOR],
+        ["commands", "trainer"],
+        ["runfile"],
+        ["checkpoints", "data", "ledger"],
+        ["contract"],
+        ["pb"],
     ],
     "swarm_command": [[DOOR]],
 }
