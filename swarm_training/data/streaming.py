@@ -13,6 +13,8 @@ from swarm_training.data.order import derived_seed
 from swarm_training.data.permutation import Permutation
 from swarm_training.data.sources import State, TextSource
 
+_CHANGED = "the data are not those of the saved state: expected the same files, tokenizer and settings as before"
+
 
 @dataclass(frozen=True)
 class StreamSettings:
@@ -95,6 +97,8 @@ class StreamBatches:
             if text is None:
                 break
             ids = self._settings.tokenize(text) + ([] if self._settings.end is None else [self._settings.end])
+            if self._used_before > len(ids):
+                raise ValueError(_CHANGED)
             self._documents.append(_Document(before, ids, self._used_before))
             waiting += len(ids) - self._used_before
             self._used_before = 0
@@ -117,7 +121,7 @@ class StreamBatches:
         return {"source": source, "used": used, "buffer": self._number, "taken": self._taken}
 
     def load_state_dict(self, state: State) -> None:
-        """Reads the buffer again, as far as one was read."""
+        """Reads the buffer again, as far as one was read. Raises ValueError if the data are not the same any more."""
         self._source.load_state_dict(state["source"])
         self._texts = self._source.texts()
         self._documents.clear()
@@ -125,4 +129,6 @@ class StreamBatches:
         self._buffer, self._number = [], state["buffer"] - 1
         if state["buffer"] >= 0:
             self._fill()
+        if state["taken"] > len(self._buffer):
+            raise ValueError(_CHANGED)
         self._number, self._taken = state["buffer"], state["taken"]

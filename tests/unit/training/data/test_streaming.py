@@ -106,6 +106,20 @@ def test_an_older_state_is_loaded_into_a_stream_that_has_gone_on() -> None:
     assert all(torch.equal(stream.next_batch(), batch) for batch in expected)
 
 
+def test_a_state_of_other_data_is_refused(tmp_path: Path) -> None:
+    def stream(lengths: list[int], name: str) -> StreamBatches:
+        (tmp_path / name).write_text("\n".join(texts_of(lengths)))
+        return batches(FileTexts([tmp_path / name], "seed"))
+
+    one = stream([30, 30], "one.txt")
+    for _ in range(6):
+        one.next_batch()
+    assert one.state_dict()["used"] > 0
+    for lengths in ([5, 4, 20], [26, 12]):
+        with pytest.raises(ValueError, match="the data are not those of the saved state"):
+            stream(lengths, f"{len(lengths)}.txt").load_state_dict(one.state_dict())
+
+
 @pytest.mark.parametrize(("num_shards", "num_parts"), [(6, 2), (5, 3), (2, 5), (1, 3)])
 def test_parts_share_every_epoch_out(num_shards: int, num_parts: int) -> None:
     """Whether there are shards for all of them or not; the order changes with the epoch."""
