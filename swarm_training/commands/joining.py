@@ -1,0 +1,105 @@
+"""``swarm train join``: trains a run's model on this machine until it is stopped, with checkpoints and rollback."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from swarm_protocol.errors import CheckpointError
+from swarm_training.checkpoints.checkpoint import Checkpoint
+from swarm_training.checkpoints.store import CheckpointDirectory, HubCopies
+from swarm_training.commands.batch_size import Limits, computing, find_batch_size, free_memory_bytes
+from swarm_training.contract.run_like import RunLike
+from swarm_training.data.loader import Batches, Prefetcher
+from swarm_training.runfile.settings import RunFile
+
+# Opens the run for these parameters and this optimizer. Raises NoSwarm if no initial peer answers.
+OpenRun = Callable[[Sequence[nn.Parameter], torch.optim.Optimizer], RunLike]
+Say = Callable[[str], None]
+
+
+@dataclass
+class Trained:
+    """What is trained here, and on what."""
+
+    file: RunFile
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    batches: Batches
+
+    def loss_of(self, tokens: torch.Tensor) -> torch.Tensor:
+        """The mean over the samples; tokens: [batch, block_length]."""
+        device = next(self.model.parameters()).device
+        tokens = tokens.to(device)
+        loss: torch.Tensor = self.model(input_ids=tokens, labels=tokens, use_cache=False).loss
+        return loss
+
+
+class Writing:
+    """Writes checkpoints when they are due, and copies of them to the hub; the run goes on if that fails."""
+
+    def __init__(self, trained: Trained, copies: HubCopies | None, say: Say) -> None:
+        settings = trained.file.run
+        directory = Path(settings.checkpoints) if settings.checkpoints else None
+        self._directory = CheckpointDirectory(directory, settings.keep) if directory else None
+        self._trained = trained
+        self._copies = copies
+        self._say = say
+
+    def after_step(self, step: int, data: dict[str, object]) -> None:
+        """``data``: the state of the batches."""
+        if self._directory is None or step % self._trained.file.run.checkpoint_every:
+            return
+        file = self._trained.file
+        content = Checkpoint(
+            file.run.name,
+            step,
+            self._trained.model.state_dict(),
+            self._trained.optimizer.state_dict(),
+            data=data,
+            config=asdict(file),
+        )
+        try:
+            path = self._directory.write(content)
+            if self._copies is not None:
+                self._copies.write(path, content)
+        except (ValueError, CheckpointError) as error:
+            self._say(f"warning: {error}")
+
+
+def train(trained: Trained, run: RunLike, writing: Writing, stopping: threading.Event, say: Say) -> None:
+    """Until ``stopping`` is set, or the schedule is at its end; the caller closes the run.
+
+    The learning rate is set before each share, from the number of the global step that it may complete.
+    """
+    end = trained.file.optimizer.total_steps
+    with Prefetcher(trained.batches) as loader:
+        while not stopping.is_set() and not (end and run.num_steps >= end):
+            step = run.num_steps
+            tokens = loader.next_batch()
+            loss = trained.loss_of(tokens)
+            loss.backward()
+            for group in trained.optimizer.param_groups:
+                group["lr"] = trained.file.optimizer.rate(step)
+            run.step(samples=len(tokens))
+            if run.num_steps > step:
+                say(f"step {run.num_steps}: loss {loss.item():.3f}")
+                writing.after_step(run.num_steps, loader.state_dict())
+
+
+def fitting_batch_size(file: RunFile, model: nn.Module, loss_of: Callable[[torch.Tensor], torch.Tensor]) -> int:
+    """As the run file says, or what this machine can compute. Raises ValueError if it can compute nothing."""
+    if file.batch.size:
+        return file.batch.size
+    device = next(model.parameters()).device
+
+    def loss(batch_size: int) -> torch.Tensor:
+        return loss_of(torch.zeros(batch_size, file.data.block_length, dtype=torch.int64))
+
+    most = min(file.batch.max_size, file.run.target_batch_size)
+    return find_batch_size(computing(model, loss), Limits(most, memory_bytes=free_memory_bytes(device)))
