@@ -3,27 +3,30 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+import platformdirs
 import torch
 from torch import nn
 
 from swarm_protocol.errors import CheckpointError
 from swarm_training.checkpoints.checkpoint import Checkpoint
-from swarm_training.checkpoints.store import CheckpointDirectory, HubCopies
+from swarm_training.checkpoints.store import CheckpointDirectory, HubCopies, upload_to_hub
 from swarm_training.commands.batch_size import Limits, computing, find_batch_size, free_memory_bytes
+from swarm_training.commands.building import build_batches, build_model, build_optimizer, build_tokenizer
+from swarm_training.contract.backend import Joining, OpenRun
 from swarm_training.contract.run_like import RunLike
 from swarm_training.data.loader import Batches, Prefetcher
+from swarm_training.data.opening import Reader
+from swarm_training.data.order import Part
 from swarm_training.runfile.settings import RunFile
 
-# Opens the run for these parameters and this optimizer. Raises NoSwarm if no initial peer answers.
-OpenRun = Callable[[Sequence[nn.Parameter], torch.optim.Optimizer], RunLike]
 Say = Callable[[str], None]
 
 
-@dataclass
+@dataclass(frozen=True)
 class Trained:
     """What is trained here, and on what."""
 
@@ -32,12 +35,12 @@ class Trained:
     optimizer: torch.optim.Optimizer
     batches: Batches
 
-    def loss_of(self, tokens: torch.Tensor) -> torch.Tensor:
-        """The mean over the samples; tokens: [batch, block_length]."""
-        device = next(self.model.parameters()).device
-        tokens = tokens.to(device)
-        loss: torch.Tensor = self.model(input_ids=tokens, labels=tokens, use_cache=False).loss
-        return loss
+
+def loss_of(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
+    """The mean over the samples; tokens: [batch, block_length]."""
+    tokens = tokens.to(next(model.parameters()).device)
+    loss: torch.Tensor = model(input_ids=tokens, labels=tokens, use_cache=False).loss
+    return loss
 
 
 class Writing:
@@ -82,7 +85,7 @@ def train(trained: Trained, run: RunLike, writing: Writing, stopping: threading.
         while not stopping.is_set() and not (end and run.num_steps >= end):
             step = run.num_steps
             tokens = loader.next_batch()
-            loss = trained.loss_of(tokens)
+            loss = loss_of(trained.model, tokens)
             loss.backward()
             for group in trained.optimizer.param_groups:
                 group["lr"] = trained.file.optimizer.rate(step)
@@ -92,14 +95,45 @@ def train(trained: Trained, run: RunLike, writing: Writing, stopping: threading.
                 writing.after_step(run.num_steps, loader.state_dict())
 
 
-def fitting_batch_size(file: RunFile, model: nn.Module, loss_of: Callable[[torch.Tensor], torch.Tensor]) -> int:
+def fitting_batch_size(file: RunFile, model: nn.Module) -> int:
     """As the run file says, or what this machine can compute. Raises ValueError if it can compute nothing."""
     if file.batch.size:
         return file.batch.size
     device = next(model.parameters()).device
 
     def loss(batch_size: int) -> torch.Tensor:
-        return loss_of(torch.zeros(batch_size, file.data.block_length, dtype=torch.int64))
+        return loss_of(model, torch.zeros(batch_size, file.data.block_length, dtype=torch.int64))
 
     most = min(file.batch.max_size, file.run.target_batch_size)
     return find_batch_size(computing(model, loss), Limits(most, memory_bytes=free_memory_bytes(device)))
+
+
+def join(
+    file: RunFile,
+    who: Joining,
+    part: Part | None,
+    device: str,
+    open_run: OpenRun,
+    stopping: threading.Event,
+    say: Say,
+) -> None:
+    """Builds everything, joins, trains, and leaves however that ends. Raises ValueError if there is no such model."""
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    tokenizer = build_tokenizer(file.model)
+    model = build_model(file.model, len(tokenizer), file.data.block_length).to(device)
+    batch_size = fitting_batch_size(file, model)
+    say(f"{batch_size} samples at once on {device}")
+    reader = Reader(file.run.name, who.identity.peer_id, part)
+    cache = platformdirs.user_cache_path("swarm") / "tokens"
+    batches = build_batches(file.data, reader, tokenizer, batch_size, cache)
+    optimizer = build_optimizer(file.optimizer, model)
+    trained = Trained(file, model, optimizer, batches)
+    copies = HubCopies(file.run.hub, upload_to_hub) if file.run.hub else None
+    run = open_run(who, [parameter for parameter in model.parameters() if parameter.requires_grad], optimizer)
+    try:
+        say(f"others join by: --initial-peers {' '.join(run.initial_peers)}")
+        train(trained, run, Writing(trained, copies, say), stopping, say)
+    finally:
+        run.close()
+        say(f"left the run after step {run.num_steps}")
