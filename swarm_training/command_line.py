@@ -17,7 +17,6 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from swarm_protocol.access.tokens import Role
 from swarm_protocol.errors import SwarmError
 from swarm_protocol.process import signals
 from swarm_training.commands.flags import LOG_LEVELS, add_joining_flags, joining, parse_batch_size, parse_part
@@ -115,7 +114,9 @@ def _join(backend: Backend, args: argparse.Namespace) -> Command:
         batch = dataclasses.replace(file.batch, size=size, max_size=max(size, file.batch.max_size))
         file = dataclasses.replace(file, batch=batch)
     part = None if args.part is None else parse_part(args.part)
-    who = joining(args, file)
+    from swarm_protocol.access.tokens import Role
+
+    who = joining(args, file, Role.TRAINER)
 
     def run() -> None:
         from swarm_training.commands.joining import join
@@ -134,6 +135,8 @@ def _watch(backend: Backend, args: argparse.Namespace) -> Command:
         )
     if not args.initial_peers:
         raise ValueError("--initial-peers is missing: expected members of the run that is to be watched")
+    from swarm_protocol.access.tokens import Role
+
     who, look = joining(args, file, Role.CLIENT), backend.look
     assert look is not None
 
@@ -148,6 +151,7 @@ def _watch(backend: Backend, args: argparse.Namespace) -> Command:
 
 
 def _moderate(send: SendOrder, args: argparse.Namespace) -> Command:
+    from swarm_protocol.access.tokens import Role
     from swarm_training.ledger.orders import Ban, GoBack, Order
 
     file = read_run_file(args.run_file)

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import shutil
+import time
 from collections.abc import Callable
 from pathlib import Path
 
 from swarm_protocol.errors import CheckpointError
 from swarm_training.checkpoints import checkpoint
 from swarm_training.checkpoints.checkpoint import Checkpoint
+
+_LONG_AGO_S = 3600.0  # nobody writes a checkpoint for so long
 
 # (directory, repository, message of the commit). Raises OSError if the hub cannot be reached or refuses.
 Upload = Callable[[Path, str, str], None]
@@ -40,8 +44,10 @@ class CheckpointDirectory:
             checkpoint.write(content, path)
         for step in self.steps()[: -self._keep]:
             shutil.rmtree(self.path(step), ignore_errors=True)
-        for partial in self.directory.glob(".partial-*"):  # of a process that was killed
-            shutil.rmtree(partial, ignore_errors=True)
+        for partial in self.directory.glob(".partial-*"):
+            with contextlib.suppress(FileNotFoundError):
+                if partial.stat().st_mtime < time.time() - _LONG_AGO_S:  # of a process that was killed
+                    shutil.rmtree(partial, ignore_errors=True)
         return path
 
     def read(self, step: int) -> Checkpoint:

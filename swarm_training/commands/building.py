@@ -13,7 +13,8 @@ from torch import nn
 
 from swarm_protocol.checkpoints.default_model import check_location, locate
 from swarm_training.data.blocks import BlockBatches
-from swarm_training.data.opening import DataSettings, Reader, open_batches
+from swarm_training.data.opening import Reader, open_batches
+from swarm_training.data.settings import DataSettings
 from swarm_training.data.streaming import StreamBatches
 from swarm_training.runfile.settings import PRESETS, ModelSettings, OptimizerSettings
 

@@ -5,15 +5,15 @@ from __future__ import annotations
 import argparse
 import re
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from swarm_protocol.access.membership import MemberCredentials
-from swarm_protocol.access.organiser import SwarmKey
-from swarm_protocol.access.tokens import Role
 from swarm_protocol.dht.addresses import check_peer
-from swarm_protocol.net.identity import Identity
 from swarm_training.contract.backend import Joining
 from swarm_training.data.order import Part
 from swarm_training.runfile.settings import RunFile
+
+if TYPE_CHECKING:
+    from swarm_protocol.access.tokens import Role
 
 LOG_LEVELS = ("debug", "info", "warning", "error")
 
@@ -32,10 +32,14 @@ def add_joining_flags(parser: argparse.ArgumentParser) -> None:
     add("--identity", type=Path, metavar="FILE", help="this peer's key, made if there is none; by default a new one")
 
 
-def joining(args: argparse.Namespace, file: RunFile, role: Role = Role.TRAINER) -> Joining:
-    """Raises ValueError if a flag is wrong, or the membership is not for this."""
+def joining(args: argparse.Namespace, file: RunFile, role: Role) -> Joining:
+    """Raises ValueError if a flag is wrong, or the membership is not for this role."""
     for peer in args.initial_peers:
         check_peer(peer)
+    from swarm_protocol.access.membership import MemberCredentials
+    from swarm_protocol.access.organiser import SwarmKey
+    from swarm_protocol.net.identity import Identity
+
     own = Identity.load_or_create(args.identity) if args.identity is not None else None
     common = file.run.name, file.run.target_batch_size, tuple(args.initial_peers)
     if not file.tokens.organiser:

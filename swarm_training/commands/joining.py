@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -75,20 +76,33 @@ class Writing:
             self._say(f"warning: {error}")
 
 
+@contextmanager
+def scheduled(optimizer: torch.optim.Optimizer, rate: Callable[[int], float], run: RunLike) -> Iterator[None]:
+    """Inside it, each step of the optimizer has the learning rate of the run's global step."""
+
+    def set_rate(*_arguments: object) -> None:
+        for group in optimizer.param_groups:
+            group["lr"] = rate(run.num_steps)
+
+    hook = optimizer.register_step_pre_hook(set_rate)
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
 def train(trained: Trained, run: RunLike, writing: Writing, stopping: threading.Event, say: Say) -> None:
     """Until ``stopping`` is set, or the schedule is at its end; the caller closes the run.
 
-    The learning rate is set before each share, from the number of the global step that it may complete.
+    The learning rate is set when the run steps, from the number of that global step: a share can complete several.
     """
     end = trained.file.optimizer.total_steps
-    with Prefetcher(trained.batches) as loader:
+    with Prefetcher(trained.batches) as loader, scheduled(trained.optimizer, trained.file.optimizer.rate, run):
         while not stopping.is_set() and not (end and run.num_steps >= end):
             step = run.num_steps
             tokens = loader.next_batch()
             loss = loss_of(trained.model, tokens)
             loss.backward()
-            for group in trained.optimizer.param_groups:
-                group["lr"] = trained.file.optimizer.rate(step)
             run.step(samples=len(tokens))
             if run.num_steps > step:
                 say(f"step {run.num_steps}: loss {loss.item():.3f}")

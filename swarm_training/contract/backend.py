@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, TypeAlias
 
-import torch
-from torch import nn
-
-from swarm_protocol.access.organiser import SwarmKey
-from swarm_protocol.net.identity import Identity
 from swarm_training.contract.run_like import RunLike, RunView
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from swarm_protocol.access.organiser import SwarmKey
+    from swarm_protocol.net.identity import Identity
 
 
 @dataclass(frozen=True)
@@ -33,7 +36,7 @@ class Joining:
 
 
 # All raise NoSwarm or PeerUnavailable if no initial peer answers, AccessDenied if the peer may not.
-OpenRun = Callable[[Joining, Sequence[nn.Parameter], torch.optim.Optimizer], RunLike]
+OpenRun: TypeAlias = "Callable[[Joining, Sequence[nn.Parameter], torch.optim.Optimizer], RunLike]"
 Look = Callable[[Joining], AbstractContextManager[Callable[[], RunView]]]  # inside it, the run as it is at each call
 SendOrder = Callable[[Joining, bytes], None]  # a moderator's signed order
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from math import cos, pi
 
 from swarm_protocol.access.organiser import SwarmKey
-from swarm_training.data.opening import DataSettings
+from swarm_training.data.settings import DataSettings
 
 INITS = ("random", "pretrained")
 OPTIMIZERS = ("adamw", "sgd")

@@ -46,8 +46,8 @@ class LocalRun:
         if self._samples >= self._target:
             for total, parameter in zip(self._sums, self._parameters, strict=True):
                 parameter.grad = total / self._samples
-            self.rates.append(self._optimizer.param_groups[0]["lr"])
             self._optimizer.step()
+            self.rates.append(self._optimizer.param_groups[0]["lr"])
             self._optimizer.zero_grad()
             self._sums = [torch.zeros_like(parameter) for parameter in self._parameters]
             self._samples = 0

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import json
+import os
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -232,12 +234,14 @@ def test_who_fails_while_writing_leaves_nothing_of_it(tmp_path: Path, monkeypatc
 
 
 def test_what_a_killed_process_left_is_no_checkpoint_and_goes(tmp_path: Path) -> None:
-    (tmp_path / ".partial-abc").mkdir()
+    for name, age_s in (("killed", 4000.0), ("at it", 10.0)):
+        (tmp_path / f".partial-{name}").mkdir()
+        os.utime(tmp_path / f".partial-{name}", (time.time() - age_s,) * 2)
     (tmp_path / "step-00000000x").mkdir()
     checkpoints = CheckpointDirectory(tmp_path)
     assert checkpoints.steps() == []
     checkpoints.write(small(1))
-    assert not (tmp_path / ".partial-abc").exists() and checkpoints.steps() == [1]
+    assert [path.name for path in tmp_path.glob(".partial-*")] == [".partial-at it"] and checkpoints.steps() == [1]
 
 
 class FakeHub:

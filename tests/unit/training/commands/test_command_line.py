@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,11 +11,13 @@ from pathlib import Path
 
 import pytest
 
+from swarm_command import entry
 from swarm_protocol.access.access_control import AccessControl
 from swarm_protocol.access.membership import MemberCredentials
 from swarm_protocol.access.organiser import OrganiserKey
 from swarm_protocol.access.tokens import Grant, Role
 from swarm_protocol.net.identity import Identity
+from swarm_protocol.process import signals
 from swarm_training import command_line
 from swarm_training.commands import joining as joining_module
 from swarm_training.commands import watching
@@ -157,3 +161,35 @@ def test_what_the_network_cannot_do_is_not_offered(tmp_path: Path, capsys: pytes
         with pytest.raises(SystemExit):
             command_line.main([name], backend)
         assert f"invalid choice: '{name}'" in capsys.readouterr().err
+
+
+def test_mistakes_are_found_before_anything_heavy_is_imported(tmp_path: Path) -> None:
+    (tmp_path / "RUN.toml").write_text("[run]\nname = 3")
+    code = f"""
+import sys
+from swarm_command.entry import main
+for argv in (["init", "{tmp_path}/RUN.toml"], ["join", "{tmp_path}/no.toml"], ["join", "{tmp_path}/RUN.toml"]):
+    sys.argv = ["swarm", "train", *argv]
+    try:
+        main()
+    except SystemExit as end:
+        assert end.code == 2
+print(*[name for name in ("torch", "transformers", "hivemind", "datasets") if name in sys.modules])
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "\n" and done.stderr.count("error: ") == 3
+
+
+def test_grants_of_a_run_are_those_of_private_swarms(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(signals, "exit_on_interrupt", lambda: None)
+    ORGANISER.save(tmp_path / "organiser.key")
+    argv = ["--key", str(tmp_path / "organiser.key"), "--role", "moderator", "--name", "mo", "--days", "1"]
+    monkeypatch.setattr(
+        sys, "argv", ["swarm", "train", "moderate", "grant", *argv, "--out", str(tmp_path / "mo.membership")]
+    )
+    entry.main()
+    credentials = MemberCredentials.read(tmp_path / "mo.membership", {})
+    credentials.require(Role.MODERATOR, ORGANISER.public)
+    assert capsys.readouterr().out == f"{tmp_path / 'mo.membership'}\n"

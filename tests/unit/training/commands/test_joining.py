@@ -15,8 +15,9 @@ from swarm_training.commands import building, joining
 from swarm_training.commands.batch_size import Limits
 from swarm_training.commands.building import build_model, build_optimizer, build_tokenizer
 from swarm_training.contract.backend import Joining
-from swarm_training.data.opening import DataSettings, Reader
+from swarm_training.data.opening import Reader
 from swarm_training.data.order import EVERYTHING
+from swarm_training.data.settings import DataSettings
 from swarm_training.runfile.settings import BatchSettings, ModelSettings, OptimizerSettings, RunFile, RunSettings
 from tests.unit.training.fakes import LocalRun
 

@@ -11,8 +11,9 @@ import pytest
 import torch
 
 from swarm_training.data.blocks import BlockBatches, TokenBlocks
-from swarm_training.data.opening import DataSettings, Reader, open_batches, open_source
+from swarm_training.data.opening import Reader, open_batches, open_source
 from swarm_training.data.order import EVERYTHING, Order, Part, PartCursor
+from swarm_training.data.settings import DataSettings
 from swarm_training.data.sources import FileTexts, State, StreamedTexts, TextSource
 from swarm_training.data.streaming import StreamBatches, StreamSettings
 
