@@ -18,8 +18,7 @@ PACKAGES = {  # what each may import of the others
     "swarm_client": {"swarm_protocol"},
     "swarm_server": {"swarm_protocol"},
     "swarm_training": {"swarm_protocol"},
-    "swarm_command": {"swarm_protocol", "swarm_client", "swarm_server"},
-    "swarm_training": {"swarm_protocol"},
+    "swarm_command": {"swarm_protocol", "swarm_client", "swarm_server", "swarm_training"},
 }
 DOOR = "door"  # the modules of a package that are in no room: its command line, and what `import` of it gives
 LAYERS = {  # from the top: a room imports from those below it only
@@ -61,20 +60,19 @@ LAYERS = {  # from the top: a room imports from those below it only
     ],
     "swarm_training": [
         [DOOR],
+        ["commands", "trainer"],
+        ["runfile"],
+        ["checkpoints", "data", "ledger"],
+        ["contract"],
         ["run"],
         ["net"],
         ["meeting"],
         ["averaging"],
-        ["progress", "compression"],
-        ["core"],
+        ["progress", "compression", "optim", "robust", "models"],
+        ["core", "numerics"],
         ["pb"],
     ],
     "swarm_command": [[DOOR]],
-    "swarm_training": [
-        [DOOR],
-        ["compression", "optim", "robust", "models"],
-        ["numerics"],
-    ],
 }
 UPWARDS = {("swarm_server/node/local_cluster.py", "swarm_server.command_line")}  # it runs servers as a user does
 ACYCLIC = [  # rooms whose modules import one way
