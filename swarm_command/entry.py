@@ -22,9 +22,8 @@ def main() -> None:
         server(sys.argv[2:])
     elif sys.argv[1:2] == [TRAIN] and sys.argv[2:4] != _GRANT:
         from swarm_training.command_line import main as train
-        from swarm_training.core_backend import BACKEND
 
-        train(sys.argv[2:], BACKEND)
+        train(sys.argv[2:])
     else:
         from swarm_client.command_line import main as client
 

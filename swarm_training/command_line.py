@@ -21,6 +21,7 @@ from swarm_protocol.errors import SwarmError
 from swarm_protocol.process import signals
 from swarm_training.commands.flags import LOG_LEVELS, add_joining_flags, joining, parse_batch_size, parse_part
 from swarm_training.contract.backend import Backend, SendOrder
+from swarm_training.core_backend import BACKEND
 from swarm_training.runfile.reading import read_run_file
 
 _PROG = "swarm train"
@@ -30,7 +31,8 @@ _ROLLBACK_LASTS_S = 3600.0  # whoever has not heard of it by then joins anew
 Command = Callable[[], None]
 
 
-def parse_args(argv: list[str], backend: Backend) -> argparse.Namespace:
+def parse_args(argv: list[str], backend: Backend = BACKEND) -> argparse.Namespace:
+    """``backend`` stands for the run."""
     parser = argparse.ArgumentParser(prog=_PROG, description="Train one model together with others.")
     commands = parser.add_subparsers(dest="name", required=True, metavar="COMMAND")
 
@@ -178,7 +180,7 @@ def _moderate(send: SendOrder, args: argparse.Namespace) -> Command:
     return run
 
 
-def main(argv: list[str], backend: Backend) -> None:
+def main(argv: list[str], backend: Backend = BACKEND) -> None:
     args = parse_args(argv or ["--help"], backend)
     logging.basicConfig(stream=sys.stderr, level=args.log_level.upper(), format="%(message)s")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
