@@ -9,7 +9,7 @@ from importlib import import_module
 from pathlib import Path
 from unittest.mock import patch
 
-PACKAGES = ("swarm_server", "swarm_client")
+PACKAGES = ("swarm_server", "swarm_client", "swarm_training")
 
 
 def on_page_markdown(markdown: str, **_page: object) -> str:

@@ -21,7 +21,7 @@ _TORCH_DTYPES: dict[pb.DType, torch.dtype] = {
     pb.INT32: torch.int32,
 }
 _WIRE_DTYPES = {dtype: wire for wire, dtype in _TORCH_DTYPES.items()}
-_BLOCK = 64  # elements that share one scale in INT8_BLOCKS
+INT8_BLOCK = 64  # elements that share one scale in INT8_BLOCKS
 MAX_RANK = 4
 _SHOWN_DIMS = 8
 
@@ -46,7 +46,7 @@ def encode(tensor: torch.Tensor, codec: pb.Codec = pb.RAW) -> tuple[pb.Tensor, l
         known = ", ".join(str(dtype).removeprefix("torch.") for dtype in _WIRE_DTYPES if dtype.is_floating_point)
         raise RequestRejected(f"tensors of {tensor.dtype} cannot be sent to servers: expected {known}")
     tensor = tensor.detach().cpu().contiguous()
-    data = _pack_int8(tensor) if codec == pb.INT8_BLOCKS else tensor.reshape(-1).view(torch.uint8).numpy().tobytes()
+    data = pack_int8(tensor) if codec == pb.INT8_BLOCKS else tensor.reshape(-1).view(torch.uint8).numpy().tobytes()
     wire = pb.Tensor(
         dtype=_WIRE_DTYPES[tensor.dtype],
         shape=tensor.shape,
@@ -103,7 +103,7 @@ class Assembler:
         if not self._data:
             return torch.empty(self.shape, dtype=self.dtype)
         if self.codec == pb.INT8_BLOCKS:
-            return _unpack_int8(self._data, self.shape, self.dtype)
+            return unpack_int8(self._data, self.shape, self.dtype)
         return torch.frombuffer(self._data, dtype=self.dtype).view(self.shape)
 
 
@@ -174,21 +174,23 @@ def _encoded_bytes(numel: int, dtype: torch.dtype, codec: pb.Codec) -> int:
     if codec == pb.RAW:
         return numel * dtype.itemsize
     if codec == pb.INT8_BLOCKS and dtype.is_floating_point:
-        num_blocks = -(-numel // _BLOCK)
-        return num_blocks * (_BLOCK + 4)
+        num_blocks = -(-numel // INT8_BLOCK)
+        return num_blocks * (INT8_BLOCK + 4)
     raise RequestRejected(f"codec {codec} for {dtype} is unknown")
 
 
-def _pack_int8(tensor: torch.Tensor) -> bytes:
+def pack_int8(tensor: torch.Tensor) -> bytes:
+    """The blocks' maxima, then their elements; a block with an element that is not finite has none that is, decoded."""
     flat = tensor.reshape(-1).float()
-    padded = torch.nn.functional.pad(flat, (0, -flat.numel() % _BLOCK)).view(-1, _BLOCK)
+    padded = torch.nn.functional.pad(flat, (0, -flat.numel() % INT8_BLOCK)).view(-1, INT8_BLOCK)
     absmax = padded.abs().amax(1)
     quantized = (padded * (127 / absmax.clamp(min=1e-30))[:, None]).round_().to(torch.int8)
     return absmax.numpy().tobytes() + quantized.numpy().tobytes()
 
 
-def _unpack_int8(data: bytearray, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    num_blocks = len(data) // (_BLOCK + 4)
+def unpack_int8(data: bytearray, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Of as many bytes as the shape takes."""
+    num_blocks = len(data) // (INT8_BLOCK + 4)
     absmax = torch.frombuffer(data, dtype=torch.float32, count=num_blocks)
-    quantized = torch.frombuffer(data, dtype=torch.int8, offset=4 * num_blocks).view(num_blocks, _BLOCK)
+    quantized = torch.frombuffer(data, dtype=torch.int8, offset=4 * num_blocks).view(num_blocks, INT8_BLOCK)
     return (quantized * (absmax / 127)[:, None]).view(-1)[: math.prod(shape)].view(shape).to(dtype)

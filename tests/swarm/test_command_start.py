@@ -151,7 +151,10 @@ def test_a_command_is_wanted(package, tmp_path):
 def test_an_unknown_command_is_told_which_there_are(tmp_path):
     codes, _, said = run_in_one_process("swarm", ["serve"], cache=tmp_path)
     assert codes == [2]
-    assert said == "error: there is no command 'serve': expected server, generate, chat, finetune, status, demo, keys\n"
+    assert (
+        said
+        == "error: there is no command 'serve': expected server, train, generate, chat, finetune, status, demo, keys\n"
+    )
     codes, _, said = run_in_one_process("swarm_client", ["serve"], cache=tmp_path)
     assert said == "error: there is no command 'serve': expected generate, chat, finetune, status, demo, keys\n"
 

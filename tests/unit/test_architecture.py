@@ -17,7 +17,8 @@ PACKAGES = {  # what each may import of the others
     "swarm_protocol": set(),
     "swarm_client": {"swarm_protocol"},
     "swarm_server": {"swarm_protocol"},
-    "swarm_command": {"swarm_protocol", "swarm_client", "swarm_server"},
+    "swarm_training": {"swarm_protocol"},
+    "swarm_command": {"swarm_protocol", "swarm_client", "swarm_server", "swarm_training"},
 }
 DOOR = "door"  # the modules of a package that are in no room: its command line, and what `import` of it gives
 LAYERS = {  # from the top: a room imports from those below it only
@@ -57,10 +58,27 @@ LAYERS = {  # from the top: a room imports from those below it only
         ["net", "core"],
         ["placement", "machine"],
     ],
+    "swarm_training": [
+        [DOOR],
+        ["commands", "trainer"],
+        ["runfile"],
+        ["checkpoints", "data", "ledger"],
+        ["contract"],
+        ["run"],
+        ["net"],
+        ["meeting"],
+        ["averaging"],
+        ["progress", "compression", "optim", "robust", "models"],
+        ["core", "numerics"],
+        ["pb"],
+    ],
     "swarm_command": [[DOOR]],
 }
 UPWARDS = {("swarm_server/node/local_cluster.py", "swarm_server.command_line")}  # it runs servers as a user does
-ACYCLIC = ["swarm_server/node", "swarm_server/rpc", "swarm_server/sessions"]  # rooms whose modules import one way
+ACYCLIC = [  # rooms whose modules import one way
+    *("swarm_server/node", "swarm_server/rpc", "swarm_server/sessions"),
+    *("swarm_training/averaging", "swarm_training/meeting", "swarm_training/run"),
+]
 POLICIES = [
     "swarm_client/failover/failover.py",
     "swarm_client/failover/messages.py",
@@ -68,11 +86,16 @@ POLICIES = [
     "swarm_client/routing/routing.py",
     "swarm_server/placement/capacity.py",
     "swarm_server/placement/placement.py",
+    "swarm_training/averaging/chunks.py",
+    "swarm_training/averaging/repair.py",
+    "swarm_training/meeting/leader.py",
+    "swarm_training/progress/policy.py",
 ]
 POLICY_IMPORTS = {
     *("__future__", "collections", "dataclasses", "enum", "functools", "heapq", "itertools", "math", "numpy"),
     *("statistics", "typing"),
     *("swarm_protocol.errors", "swarm_protocol.span", "swarm_protocol.dht.records", "swarm_protocol.wire.constants"),
+    *("hashlib", "swarm_training.core.config", "swarm_training.core.record", "swarm_training.pb.training_pb2"),
     *(path.removesuffix(".py").replace("/", ".") for path in POLICIES),
 }
 

@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 PAGES = sorted(DOCS.rglob("*.md"))
 TEXTS = [*PAGES, ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md"]
-PACKAGES = ("swarm_protocol", "swarm_client", "swarm_server")
+PACKAGES = ("swarm_protocol", "swarm_client", "swarm_server", "swarm_training")
 OTHERS_FLAGS = {"--help", "--strict"}  # of argparse itself, and of tools that are not ours
 
 

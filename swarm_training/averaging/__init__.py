@@ -1,0 +1,1 @@
+"""One averaging: who adds up what, what arrives late or never, and what is done again."""

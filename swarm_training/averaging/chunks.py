@@ -1,0 +1,48 @@
+"""How a vector is cut into spans of owners, and those into chunks; sets of chunks as bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Elements ``start:stop`` of a vector, added up by the member with the number ``owner``."""
+
+    start: int
+    stop: int
+    owner: int
+
+
+def cut(length: int, shares: Sequence[float], chunk_elements: int) -> tuple[Chunk, ...]:
+    """Member j owns a span in proportion to its share, in chunks of at most ``chunk_elements``.
+
+    Raises:
+        ValueError: nobody has a share.
+    """
+    total = sum(shares)
+    if not total > 0:
+        raise ValueError("nobody has a share of the work: expected one member at least with a share above 0")
+    chunks, start, done = [], 0, 0.0
+    for owner, share in enumerate(shares):
+        done += share
+        stop = round(length * (done / total))
+        chunks += [Chunk(at, min(at + chunk_elements, stop), owner) for at in range(start, stop, chunk_elements)]
+        start = stop
+    return tuple(chunks)
+
+
+def to_bits(numbers: Collection[int], size: int) -> bytes:
+    """One bit for each of ``size`` numbers, the lowest of a byte first."""
+    data = bytearray(-(-size // 8))
+    for number in numbers:
+        data[number // 8] |= 1 << number % 8
+    return bytes(data)
+
+
+def from_bits(data: bytes, size: int) -> frozenset[int]:
+    """Raises ValueError if there are more or fewer bytes than ``size`` bits take."""
+    if len(data) != -(-size // 8):
+        raise ValueError(f"a set of {size} chunks takes {-(-size // 8)} bytes, and not {len(data)}")
+    return frozenset(number for number in range(size) if data[number // 8] >> number % 8 & 1)

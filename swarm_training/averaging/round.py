@@ -1,0 +1,235 @@
+"""One phase of an averaging, seen by one member: sends its parts to the owners of chunks, adds up its own, collects.
+
+Everybody, the owner too, takes the mean of a chunk from the bytes that the owner has encoded once, so that all end with
+the same bits under any codec.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from swarm_protocol.errors import PeerUnavailable, RequestRejected
+from swarm_training.averaging.attempt import Attempt
+from swarm_training.averaging.chunks import cut
+from swarm_training.averaging.group import Group
+from swarm_training.compression.codecs import Codec
+from swarm_training.compression.compressor import Encoder
+from swarm_training.core.network import Network, ReduceTalk, Talk
+from swarm_training.pb import training_pb2 as pb
+
+_GIVE_UP = 1.5  # deadlines, for an owner that waits for stragglers
+
+
+class Round:
+    """Attributes:
+    vector: [n] float32, what this member adds.
+    results: by chunk, the encoded mean.
+    broken: numbers of members that could not be reached, or whose answers were wrong.
+    """
+
+    def __init__(
+        self,
+        network: Network,
+        group: Group,
+        me: int,
+        phase: int,
+        vector: Tensor,
+        codec: Codec,
+        chunk_elements: int,
+        encoder: Encoder | None = None,
+    ) -> None:
+        """``me``: the number of this member in the group. ``encoder``: keeps what encoding has lost."""
+        self.group = group
+        self.phase = phase
+        self.chunks = cut(len(vector), group.layout, chunk_elements)
+        self.results: dict[int, bytes] = {}
+        self.broken: set[int] = set()
+        self._network = network
+        self._me = me
+        self.vector = vector
+        self._codec = codec
+        self._encoder = encoder
+        self._dropped: set[int] = set()
+        self._attempts: list[Attempt] = []
+        self._opened = asyncio.Condition()
+        self._exchanges: dict[int, asyncio.Task[None]] = {}  # with owners
+
+    @property
+    def is_complete(self) -> bool:
+        return len(self.results) == len(self.chunks)
+
+    async def mean(self) -> Tensor:
+        """[n] float32, once complete. Streams stay alive meanwhile."""
+        assert self.is_complete
+        mean = torch.empty_like(self.vector)
+        for number, chunk in enumerate(self.chunks):
+            await asyncio.sleep(0)
+            mean[chunk.start : chunk.stop] = self._codec.decode(self.results[number], chunk.stop - chunk.start)
+        return mean
+
+    def drop(self, member: int) -> None:
+        """It takes no part any more: neither its parts nor its results are waited for."""
+        self._dropped.add(member)
+        for attempt in self._attempts:
+            attempt.leave_out(member)
+        if member in self._exchanges:
+            self._exchanges[member].cancel()
+
+    async def first_attempt(self) -> None:
+        await self._try({number: chunk.owner for number, chunk in enumerate(self.chunks)})
+
+    async def repair(self, fetch: Mapping[int, int], redo: Mapping[int, int]) -> None:
+        """Both map chunks to members: those to get it from if it is missing, and those who add it up again.
+
+        Raises:
+            ValueError: there is no such chunk, or member.
+        """
+        for number, member in (*fetch.items(), *redo.items()):
+            if number >= len(self.chunks) or member >= len(self.group.members):
+                raise ValueError("a plan names a chunk or a member that does not exist")
+        for number in redo:
+            self.results.pop(number, None)
+        wanted: dict[int, list[int]] = {}
+        for number, member in fetch.items():
+            if number not in self.results and member != self._me:
+                wanted.setdefault(member, []).append(number)
+        await asyncio.gather(self._try(redo), *(self._fetch(member, numbers) for member, numbers in wanted.items()))
+
+    async def serve_reduce(self, member: int, number: int, talk: Talk[pb.Chunk, pb.ReduceRequest]) -> None:
+        """Takes a member's parts of my chunks, and gives it the means."""
+        async with self._opened:
+            async with asyncio.timeout(self.group.deadline_s):
+                await self._opened.wait_for(lambda: len(self._attempts) > number)
+        attempt = self._attempts[number]
+        taking = asyncio.create_task(self._take_parts(member, attempt, talk))
+        try:
+            for chunk in attempt.own:
+                data = await attempt.mean_of(chunk)
+                if data is None:
+                    break  # nothing has arrived for it
+                await talk.send(pb.Chunk(index=chunk, data=data))
+            await talk.finish()
+        finally:
+            taking.cancel()
+
+    def serve_fetch(self, numbers: Iterable[int]) -> list[pb.Chunk]:
+        return [pb.Chunk(index=number, data=self.results[number]) for number in numbers if number in self.results]
+
+    async def _try(self, owners: Mapping[int, int]) -> None:
+        """One attempt at the chunks that are named, with those owners; ends when all is there that will come."""
+        weights = {j: float(m.weight) for j, m in enumerate(self.group.members) if m.weight and j not in self._dropped}
+        attempt = Attempt([number for number, owner in owners.items() if owner == self._me], weights, self._encode_mean)
+        async with self._opened:
+            self._attempts.append(attempt)
+            is_first = len(self._attempts) == 1
+            self._opened.notify_all()
+        for number in attempt.own:
+            attempt.put(number, self._me, self._part(number))
+        by_owner: dict[int, list[int]] = {}
+        for number, owner in owners.items():
+            if owner != self._me:
+                by_owner.setdefault(owner, []).append(number)
+        index = len(self._attempts) - 1
+        self._exchanges = {
+            owner: asyncio.create_task(self._exchange(owner, numbers, index, is_first))
+            for owner, numbers in by_owner.items()
+            if owner not in self._dropped
+        }
+        loop = asyncio.get_running_loop()
+        late = loop.call_later(self.group.deadline_s, attempt.leave_out_all)
+        tasks = [*self._exchanges.values(), asyncio.create_task(self._own(attempt))]
+        try:
+            await asyncio.wait(tasks, timeout=_GIVE_UP * self.group.deadline_s)
+        finally:
+            late.cancel()
+            attempt.leave_out_all()  # a member that is not waited for any more gets an answer
+            await _end(tasks)
+
+    async def _own(self, attempt: Attempt) -> None:
+        for number in attempt.own:
+            data = await attempt.mean_of(number)
+            if data is not None:
+                self.results[number] = data
+
+    async def _exchange(self, owner: int, numbers: Sequence[int], attempt: int, is_first: bool) -> None:
+        """My parts of the owner's chunks go out, its means come in."""
+        opening = pb.ReduceOpen(group=self.group.id, phase=self.phase, attempt=attempt)
+        try:
+            async with self._network.reduce(self.group.members[owner].record) as talk:
+                await talk.send(pb.ReduceRequest(open=opening))
+                sending = asyncio.create_task(self._send_parts(talk, numbers, is_first))
+                try:
+                    for _ in numbers:
+                        message = await talk.receive()
+                        if message is None:
+                            break
+                        self._take_mean(message, numbers)
+                finally:
+                    await _end([sending])
+        except (PeerUnavailable, RequestRejected):
+            self.broken.add(owner)
+
+    async def _send_parts(self, talk: ReduceTalk, numbers: Sequence[int], is_first: bool) -> None:
+        with suppress(PeerUnavailable):  # whoever reads the stream notices too
+            for number in numbers if self.group.members[self._me].weight else ():
+                data = self._encode("part", number, self._part(number), is_first)
+                await talk.send(pb.ReduceRequest(chunk=pb.Chunk(index=number, data=data)))
+            await talk.finish()
+
+    def _take_mean(self, message: pb.Chunk, numbers: Iterable[int]) -> None:
+        if message.index not in numbers or len(message.data) != self._size_bytes(message.index):
+            raise RequestRejected("the owner of a chunk has answered with another, or one of another size")
+        self.results[message.index] = message.data
+
+    async def _take_parts(self, member: int, attempt: Attempt, talk: Talk[pb.Chunk, pb.ReduceRequest]) -> None:
+        try:
+            while (message := await talk.receive()) is not None:
+                number = message.chunk.index
+                if message.WhichOneof("kind") != "chunk" or number not in attempt.own:
+                    return
+                chunk = self.chunks[number]
+                attempt.put(number, member, self._codec.decode(message.chunk.data, chunk.stop - chunk.start))
+        except (PeerUnavailable, ValueError):
+            return  # what it has sent so far counts
+        finally:
+            attempt.leave_out(member)
+
+    async def _fetch(self, holder: int, numbers: list[int]) -> None:
+        request = pb.FetchRequest(group=self.group.id, phase=self.phase, chunks=numbers)
+        try:
+            async with asyncio.timeout(_GIVE_UP * self.group.deadline_s):
+                async for message in self._network.fetch(self.group.members[holder].record, request):
+                    self._take_mean(message, numbers)
+        except (PeerUnavailable, RequestRejected, TimeoutError):
+            self.broken.add(holder)
+
+    def _part(self, number: int) -> Tensor:
+        return self.vector[self.chunks[number].start : self.chunks[number].stop]
+
+    def _size_bytes(self, number: int) -> int:
+        return self._codec.size_bytes(self.chunks[number].stop - self.chunks[number].start)
+
+    def _encode_mean(self, number: int, mean: Tensor) -> bytes:
+        return self._encode("mean", number, mean, is_first=len(self._attempts) == 1)
+
+    def _encode(self, what: str, number: int, vector: Tensor, is_first: bool) -> bytes:
+        """What is lost is kept once a round: not for what is sent again."""
+        if self._encoder is None or not is_first:
+            return self._codec.encode(vector)
+        chunk = self.chunks[number]
+        return self._encoder.encode(f"{what}/{self.phase}/{chunk.start}:{chunk.stop}", vector)
+
+
+async def _end(tasks: Iterable[asyncio.Task[Any]]) -> None:
+    tasks = list(tasks)
+    for task in tasks:
+        task.cancel()
+    for result in await asyncio.gather(*tasks, return_exceptions=True):
+        if isinstance(result, Exception):
+            raise result

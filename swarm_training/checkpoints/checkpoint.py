@@ -1,0 +1,152 @@
+"""One checkpoint: parameters, optimizer, scheduler and data as of one global step, in a directory of its own."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from swarm_protocol.checkpoints.safetensors_file import read_header
+from swarm_protocol.errors import CheckpointError
+from swarm_protocol.untrusted.json_file import read_object, shown
+from swarm_protocol.untrusted.numbers import Expected, require_number
+from swarm_training.checkpoints.flat_state import FlatState, flatten, unflatten
+
+MODEL, OPTIMIZER, FACTS = "model.safetensors", "optimizer.safetensors", "checkpoint.json"
+_VERSION = 1
+_MAX_FACTS_BYTES = 64 << 20  # with the structure of an optimizer's state, of some 100 bytes a parameter
+_MAX_STEP = Expected(0, 1 << 53, whole=True)
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """
+    Attributes:
+        step: global steps taken.
+        parameters: and buffers, by name.
+        optimizer, scheduler: their ``state_dict()``; None: there is none.
+        data: JSON, where the data go on for who has written it; other peers have their own.
+        config: JSON, of what was trained and how.
+    """
+
+    run: str
+    step: int
+    parameters: Mapping[str, torch.Tensor]
+    optimizer: Any = None
+    scheduler: Any = None
+    data: Mapping[str, Any] = field(default_factory=dict)
+    config: Mapping[str, Any] = field(default_factory=dict)
+
+
+def parameters_digest(parameters: Mapping[str, torch.Tensor]) -> str:
+    """SHA-256 in hexadecimal over names, dtypes, shapes and bytes: equal if and only if all bits are."""
+    digest = hashlib.sha256()
+    for name, tensor in sorted(parameters.items()):
+        digest.update(json.dumps([name, str(tensor.dtype), list(tensor.shape)]).encode())
+        digest.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+def write(checkpoint: Checkpoint, directory: Path) -> None:
+    """All of it or none: the directory appears once everything in it is on disk.
+
+    Raises:
+        ValueError: there is such a directory already, it cannot be written, or a state is of a kind that cannot be.
+    """
+    optimizer, scheduler = flatten(checkpoint.optimizer), flatten(checkpoint.scheduler)
+    if scheduler.tensors:
+        raise ValueError("the scheduler has tensors in its state: expected numbers")
+    facts = {
+        "version": _VERSION,
+        "run": checkpoint.run,
+        "step": checkpoint.step,
+        "digest": parameters_digest(checkpoint.parameters),
+        "optimizer_digest": parameters_digest(optimizer.tensors),
+        "optimizer": optimizer.structure,
+        "scheduler": scheduler.structure,
+        "data": dict(checkpoint.data),
+        "config": dict(checkpoint.config),
+    }
+    if directory.exists():
+        raise ValueError(f"{directory} exists already: nothing was written")
+    partial: Path | None = None
+    try:
+        directory.parent.mkdir(parents=True, exist_ok=True)
+        partial = Path(tempfile.mkdtemp(prefix=".partial-", dir=directory.parent))
+        save_file(_apart(checkpoint.parameters), partial / MODEL)
+        save_file(_apart(optimizer.tensors), partial / OPTIMIZER)
+        (partial / FACTS).write_text(json.dumps(facts))
+        for path in (*partial.iterdir(), partial):
+            _sync(path)
+        partial.chmod(0o755)
+        partial.rename(directory)
+        _sync(directory.parent)
+    except OSError as error:
+        raise ValueError(f"cannot write the checkpoint {directory}: {error.strerror or error}") from None
+    finally:
+        if partial is not None:
+            shutil.rmtree(partial, ignore_errors=True)
+
+
+def read(directory: Path) -> Checkpoint:
+    """Of a stranger too: nothing is run, sizes are bounded, and tensors must be those that were written.
+
+    Raises:
+        CheckpointError: a file is missing or damaged; it is named.
+    """
+    path = directory / FACTS
+    facts = read_object(path, _MAX_FACTS_BYTES)
+    if facts.get("version") != _VERSION:
+        raise CheckpointError(f"{path} is of version {shown(facts.get('version'))}: expected {_VERSION}")
+    require_number(facts.get("step"), _MAX_STEP, path, "step")
+    for name, kind in (("run", str), ("digest", str), ("optimizer_digest", str), ("data", dict), ("config", dict)):
+        if not isinstance(facts.get(name), kind):
+            expected = "a string" if kind is str else "an object"
+            raise CheckpointError(f"{path} has {name}={shown(facts.get(name))}: expected {expected}")
+    parameters = _tensors(directory / MODEL, facts["digest"])
+    optimizer = _tensors(directory / OPTIMIZER, facts["optimizer_digest"])
+    return Checkpoint(
+        facts["run"],
+        facts["step"],
+        parameters,
+        unflatten(FlatState(optimizer, facts.get("optimizer"))),
+        unflatten(FlatState({}, facts.get("scheduler"))),
+        facts["data"],
+        facts["config"],
+    )
+
+
+def _tensors(path: Path, digest: str) -> dict[str, torch.Tensor]:
+    tensors = {name: stored.read() for name, stored in read_header(path).items()}
+    if parameters_digest(tensors) != digest:
+        raise CheckpointError(f"{path} is damaged: its tensors are not those that {FACTS} has the digest of")
+    return tensors
+
+
+def _apart(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """On the CPU, each with memory of its own, as safetensors wants them: tied weights are written twice."""
+    found: dict[str, torch.Tensor] = {}
+    seen: set[int] = set()
+    for name, tensor in tensors.items():
+        plain = tensor.detach().cpu().contiguous()
+        storage = plain.untyped_storage().data_ptr()
+        found[name] = plain.clone() if storage in seen else plain
+        seen.add(storage)
+    return found
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,106 @@
+"""The state of an optimizer or scheduler as flat named tensors and JSON, from which it comes back bit for bit.
+
+``torch.save`` would do, but what it writes can run code when it is read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from swarm_protocol.errors import CheckpointError
+
+# JSON's own values stand for themselves; all else is an object with one of these as its only key.
+_TENSOR, _TUPLE, _DICT = "tensor", "tuple", "dict"
+
+
+@dataclass(frozen=True)
+class FlatState:
+    """
+    Attributes:
+        tensors: by their paths in the state, such as ``state/0/exp_avg``.
+        structure: JSON, in which ``{"tensor": path}`` stands for a tensor.
+    """
+
+    tensors: Mapping[str, torch.Tensor]
+    structure: Any
+
+
+def flatten(state: Any) -> FlatState:
+    """Of nested dicts (keys: str or int), lists, tuples, tensors, numbers, strings, bools and None.
+
+    Raises:
+        ValueError: there is something else in it; its path is named.
+    """
+    tensors: dict[str, torch.Tensor] = {}
+    return FlatState(tensors, _flat(state, "", tensors))
+
+
+def unflatten(flat: FlatState) -> Any:
+    """What ``flatten`` was given. Raises CheckpointError if the structure is none of its own."""
+    return _nested(flat.structure, flat.tensors)
+
+
+def load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+    """``load_state_dict`` with the dtypes of the state, which torch changes to the parameter's, except for ``step``.
+
+    Raises:
+        ValueError: the state is that of other parameters.
+    """
+    optimizer.load_state_dict(state)
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    indices = [index for group in state["param_groups"] for index in group["params"]]
+    for index, parameter in zip(indices, parameters, strict=True):
+        if index in state["state"]:
+            optimizer.state[parameter] = _with_dtypes_of(state["state"][index], optimizer.state[parameter])
+
+
+def _with_dtypes_of(saved: Any, loaded: Any) -> Any:
+    """The saved values, on the devices of the loaded ones."""
+    if isinstance(saved, torch.Tensor):
+        return loaded if loaded.dtype == saved.dtype else saved.to(loaded.device, copy=True)
+    if isinstance(saved, dict):
+        return {key: _with_dtypes_of(value, loaded[key]) for key, value in saved.items()}
+    if isinstance(saved, list | tuple):
+        return type(saved)(_with_dtypes_of(*pair) for pair in zip(saved, loaded, strict=True))
+    return loaded
+
+
+def _flat(value: Any, path: str, tensors: dict[str, torch.Tensor]) -> Any:
+    if isinstance(value, torch.Tensor):
+        tensors[path] = value.detach()
+        return {_TENSOR: path}
+    if isinstance(value, dict):
+        if not all(type(key) in (str, int) for key in value):
+            raise ValueError(f"the state has a key at {path!r} that is no string or whole number")
+        return {_DICT: [[key, _flat(each, f"{path}/{key}".lstrip("/"), tensors)] for key, each in value.items()]}
+    if type(value) in (list, tuple):
+        items = [_flat(each, f"{path}/{index}", tensors) for index, each in enumerate(value)]
+        return items if type(value) is list else {_TUPLE: items}
+    if value is None or type(value) in (bool, int, float, str):
+        return value
+    raise ValueError(
+        f"the state has a {type(value).__name__} at {path!r}: expected tensors, numbers, text, lists, tuples or dicts"
+    )
+
+
+def _nested(structure: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
+    if isinstance(structure, list):
+        return [_nested(each, tensors) for each in structure]
+    if not isinstance(structure, dict):
+        return structure
+    match structure:
+        case {"tensor": str() as path} if len(structure) == 1 and path in tensors:
+            return tensors[path]
+        case {"tuple": list() as items} if len(structure) == 1:
+            return tuple(_nested(each, tensors) for each in items)
+        case {"dict": list() as items} if len(structure) == 1 and all(_is_item(item) for item in items):
+            return {key: _nested(each, tensors) for key, each in items}
+    raise CheckpointError(f"the state of the optimizer is damaged: {str(structure)[:60]!r} stands for nothing in it")
+
+
+def _is_item(item: Any) -> bool:
+    return isinstance(item, list) and len(item) == 2 and type(item[0]) in (str, int)

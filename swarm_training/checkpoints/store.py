@@ -1,0 +1,108 @@
+"""The checkpoints of a run: the newest few in a directory, and if wanted a copy of each on the hub."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from swarm_protocol.errors import CheckpointError
+from swarm_training.checkpoints import checkpoint
+from swarm_training.checkpoints.checkpoint import Checkpoint
+
+_LONG_AGO_S = 3600.0  # nobody writes a checkpoint for so long
+
+# (directory, repository, message of the commit). Raises OSError if the hub cannot be reached or refuses.
+Upload = Callable[[Path, str, str], None]
+
+
+class CheckpointDirectory:
+    """``step-000000120`` and so on. Who is killed while writing leaves the older ones as they were."""
+
+    def __init__(self, directory: Path, keep: int = 3) -> None:
+        """``keep``: so many are kept, the newest."""
+        if keep < 1:
+            raise ValueError(f"keep is {keep}: expected at least 1 checkpoint")
+        self.directory = directory
+        self._keep = keep
+
+    def path(self, step: int) -> Path:
+        return self.directory / f"step-{step:09d}"
+
+    def steps(self) -> list[int]:
+        """Of those that are there, ascending."""
+        names = [path.name for path in self.directory.iterdir()] if self.directory.is_dir() else []
+        return sorted(int(found[1]) for name in names if (found := re.fullmatch(r"step-(\d{9,16})", name)))
+
+    def write(self, content: Checkpoint) -> Path:
+        """Raises ValueError if it cannot be written. One of this step that is there is the same, and stays."""
+        path = self.path(content.step)
+        if not path.exists():
+            checkpoint.write(content, path)
+        for step in self.steps()[: -self._keep]:
+            shutil.rmtree(self.path(step), ignore_errors=True)
+        for partial in self.directory.glob(".partial-*"):
+            with contextlib.suppress(FileNotFoundError):
+                if partial.stat().st_mtime < time.time() - _LONG_AGO_S:  # of a process that was killed
+                    shutil.rmtree(partial, ignore_errors=True)
+        return path
+
+    def read(self, step: int) -> Checkpoint:
+        """Raises CheckpointError if there is none of this step, or it is damaged."""
+        if not self.path(step).is_dir():
+            there = ", ".join(map(str, self.steps())) or "none"
+            raise CheckpointError(f"{self.directory} has no checkpoint of step {step}: there are those of {there}")
+        return checkpoint.read(self.path(step))
+
+    def discard_after(self, step: int) -> None:
+        """Those of later steps, which a rollback has undone."""
+        for later in self.steps():
+            if later > step:
+                shutil.rmtree(self.path(later))
+
+
+class HubCopies:
+    """Each checkpoint becomes a commit of a repository, in which it takes the place of the one before."""
+
+    def __init__(self, repository: str, upload: Upload) -> None:
+        self._repository = repository
+        self._upload = upload
+
+    def write(self, directory: Path, content: Checkpoint) -> None:
+        """Raises CheckpointError if the hub does not take it; the run goes on without."""
+        try:
+            self._upload(directory, self._repository, f"{content.run}: step {content.step}")
+        except OSError as error:  # includes every HTTP error of huggingface_hub
+            reason = str(error).strip().partition("\n")[0]
+            raise CheckpointError(
+                f"the checkpoint of step {content.step} was not copied to {self._repository} on the hub: {reason}"
+            ) from None
+
+
+def upload_to_hub(directory: Path, repository: str, message: str) -> None:
+    """One commit for all files: who downloads sees the whole of a checkpoint."""
+    from huggingface_hub import HfApi
+
+    api = HfApi()
+    api.create_repo(repository, exist_ok=True)
+    api.upload_folder(repo_id=repository, folder_path=directory, commit_message=message)
+
+
+def read_from_hub(repository: str, revision: str | None, download: Callable[[str, str | None], Path]) -> Checkpoint:
+    """``download`` gives the directory of a repository's snapshot. Raises CheckpointError if it cannot be read."""
+    try:
+        directory = download(repository, revision)
+    except (OSError, ValueError) as error:
+        reason = str(error).strip().partition("\n")[0]
+        raise CheckpointError(f"the checkpoint {repository} cannot be downloaded: {reason}") from None
+    return checkpoint.read(directory)
+
+
+def download_from_hub(repository: str, revision: str | None) -> Path:
+    from huggingface_hub import snapshot_download
+
+    files = [checkpoint.MODEL, checkpoint.OPTIMIZER, checkpoint.FACTS]
+    return Path(snapshot_download(repository, revision=revision, allow_patterns=files))

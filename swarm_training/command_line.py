@@ -1,0 +1,202 @@
+"""Command line of training together: ``swarm train init``, ``join``, ``watch`` and ``moderate``.
+
+A command is a function that checks its arguments, as far as they say for themselves that they are wrong, and returns
+what is to be done.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import logging
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+from swarm_protocol.errors import SwarmError
+from swarm_protocol.process import signals
+from swarm_training.commands.flags import LOG_LEVELS, add_joining_flags, joining, parse_batch_size, parse_part
+from swarm_training.contract.backend import Backend, SendOrder
+from swarm_training.core_backend import BACKEND
+from swarm_training.runfile.reading import read_run_file
+
+_PROG = "swarm train"
+_MIN_INTERVAL_S, _MAX_INTERVAL_S = 0.5, 3600.0
+_MAX_HOURS = 24 * 3660.0
+_ROLLBACK_LASTS_S = 3600.0  # whoever has not heard of it by then joins anew
+Command = Callable[[], None]
+
+
+def parse_args(argv: list[str], backend: Backend = BACKEND) -> argparse.Namespace:
+    """``backend`` stands for the run."""
+    parser = argparse.ArgumentParser(prog=_PROG, description="Train one model together with others.")
+    commands = parser.add_subparsers(dest="name", required=True, metavar="COMMAND")
+
+    def command(name: str, run: Callable[[argparse.Namespace], Command], text: str) -> argparse.ArgumentParser:
+        subparser = commands.add_parser(
+            name, help=text, description=text, formatter_class=argparse.ArgumentDefaultsHelpFormatter
+        )
+        subparser.set_defaults(command=run)
+        subparser.add_argument("--log-level", default="warning", choices=LOG_LEVELS)
+        return subparser
+
+    init = command("init", _init, "write a commented run file, or check the one that is there")
+    init.add_argument("run_file", type=Path, metavar="RUN.toml")
+
+    join = command("join", partial(_join, backend), "train on this machine, until Ctrl-C")
+    add_joining_flags(join)
+    join.add_argument("--batch-size", metavar="N|auto", help="samples computed at once; else as the run file says")
+    join.add_argument("--part", metavar="K/N", help="of the data, where peers have shared them out")
+    join.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"))
+
+    if backend.look is not None:
+        watch = command("watch", partial(_watch, backend), "show the run live, until Ctrl-C")
+        add_joining_flags(watch)
+        watch.add_argument("--json", action="store_true", help="print a line of JSON each time")
+        watch.add_argument("--interval", type=float, default=2.0, metavar="SECONDS", help="between two pictures")
+    if backend.send_order is not None:
+        _add_moderate(commands, backend.send_order)
+    return parser.parse_args(argv)
+
+
+def _add_moderate(commands: argparse._SubParsersAction[argparse.ArgumentParser], send: SendOrder) -> None:
+    text = "order a ban or a rollback; needs the membership of a moderator"
+    actions = commands.add_parser("moderate", help=text, description=text).add_subparsers(
+        dest="action", required=True, metavar="ACTION"
+    )
+    for name, about in (("ban", "take no more from a peer"), ("rollback", "go back to a checkpoint")):
+        parser = actions.add_parser(
+            name, help=about, description=about, formatter_class=argparse.ArgumentDefaultsHelpFormatter
+        )
+        parser.set_defaults(command=partial(_moderate, send))
+        parser.add_argument("--log-level", default="warning", choices=LOG_LEVELS)
+        add_joining_flags(parser)
+        if name == "ban":
+            parser.add_argument("peer_id", metavar="PEER_ID")
+            parser.add_argument("--hours", type=float, default=24.0, metavar="N", help="how long it lasts")
+            parser.add_argument("--reason", default="", help="shown to all")
+        else:
+            parser.add_argument("step", type=int, metavar="STEP", help="of the checkpoint")
+            parser.add_argument(
+                "--after",
+                type=int,
+                default=0,
+                metavar="N",
+                help="rollbacks that the run has had: none is doubled",
+            )
+
+
+def _init(args: argparse.Namespace) -> Command:
+    from swarm_training.runfile.example import example
+
+    path = args.run_file
+    if path.exists():
+        file = read_run_file(path)
+        return lambda: print(f"{path} is right: run {file.run.name} with {file.run.target_batch_size} samples a step")
+
+    def run() -> None:
+        try:
+            with path.open("x") as new:
+                new.write(example(str(path)))
+        except OSError as error:
+            raise ValueError(f"cannot write {path}: {error.strerror}") from None
+        print(f"wrote {path}: change it, check it by `{_PROG} init {path}`, then `{_PROG} join {path}`")
+
+    return run
+
+
+def _join(backend: Backend, args: argparse.Namespace) -> Command:
+    file = read_run_file(args.run_file)
+    if args.batch_size is not None:
+        size = parse_batch_size(args.batch_size)
+        batch = dataclasses.replace(file.batch, size=size, max_size=max(size, file.batch.max_size))
+        file = dataclasses.replace(file, batch=batch)
+    part = None if args.part is None else parse_part(args.part)
+    from swarm_protocol.access.tokens import Role
+
+    who = joining(args, file, Role.TRAINER)
+
+    def run() -> None:
+        from swarm_training.commands.joining import join
+
+        signals.unwind_on_signals()
+        join(file, who, part, args.device, backend.open_run, threading.Event(), partial(print, flush=True))
+
+    return run
+
+
+def _watch(backend: Backend, args: argparse.Namespace) -> Command:
+    file = read_run_file(args.run_file)
+    if not _MIN_INTERVAL_S <= args.interval <= _MAX_INTERVAL_S:
+        raise ValueError(
+            f"--interval is {args.interval:g}: expected a number of seconds from {_MIN_INTERVAL_S:g} to 3600"
+        )
+    if not args.initial_peers:
+        raise ValueError("--initial-peers is missing: expected members of the run that is to be watched")
+    from swarm_protocol.access.tokens import Role
+
+    who, look = joining(args, file, Role.CLIENT), backend.look
+    assert look is not None
+
+    def run() -> None:
+        from swarm_training.commands.watching import watch
+
+        signals.unwind_on_signals()
+        with look(who) as view:
+            watch(view, args.interval, json_lines=args.json)
+
+    return run
+
+
+def _moderate(send: SendOrder, args: argparse.Namespace) -> Command:
+    from swarm_protocol.access.tokens import Role
+    from swarm_training.ledger.orders import Ban, GoBack, Order
+
+    file = read_run_file(args.run_file)
+    if not file.tokens.organiser:
+        raise ValueError(f"{args.run_file} names no organiser under [tokens]: without one, a run has no moderators")
+    if not args.initial_peers:
+        raise ValueError("--initial-peers is missing: expected members of the run that is to be told")
+    action: Ban | GoBack
+    if args.action == "ban":
+        if not 0 < args.hours <= _MAX_HOURS:
+            raise ValueError(f"--hours is {args.hours:g}: expected a number above 0, up to {_MAX_HOURS:g}")
+        action, lasts_s = Ban(args.peer_id, args.reason), args.hours * 3600.0
+    else:
+        if args.after < 0:
+            raise ValueError(f"--after is {args.after}: expected at least 0")
+        action, lasts_s = GoBack(args.step, args.after), _ROLLBACK_LASTS_S
+    who = joining(args, file, Role.MODERATOR)
+    order = Order.new(file.run.name, action, time.time(), lasts_s)
+
+    def run() -> None:
+        send(who, order.signed(who.identity, who.token))
+        print(f"the run has been told: {args.action}")
+
+    return run
+
+
+def main(argv: list[str], backend: Backend = BACKEND) -> None:
+    args = parse_args(argv or ["--help"], backend)
+    logging.basicConfig(stream=sys.stderr, level=args.log_level.upper(), format="%(message)s")
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    try:
+        run = args.command(args)
+    except (SwarmError, ValueError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+    try:
+        run()
+    except (SwarmError, ValueError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(1)
+    except BrokenPipeError:  # the reader, `head` for example, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)
+    except KeyboardInterrupt:
+        print(file=sys.stderr)
+        sys.exit(signals.INTERRUPTED)

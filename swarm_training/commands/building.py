@@ -1,0 +1,100 @@
+"""From a run file to model, tokenizer, optimizer and data."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from swarm_protocol.checkpoints.default_model import check_location, locate
+from swarm_training.data.blocks import BlockBatches
+from swarm_training.data.opening import Reader, open_batches
+from swarm_training.data.settings import DataSettings
+from swarm_training.data.streaming import StreamBatches
+from swarm_training.runfile.settings import PRESETS, ModelSettings, OptimizerSettings
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}
+
+
+def build_tokenizer(settings: ModelSettings) -> PreTrainedTokenizerBase:
+    """Raises ValueError if there is none."""
+    from transformers import AutoTokenizer
+
+    name = settings.tokenizer or settings.name_or_path
+    try:
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(locate(name))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{name} has no tokenizer that can be read: {_first_line(error)}") from None
+    return tokenizer
+
+
+def build_model(settings: ModelSettings, vocab_size: int, block_length: int) -> nn.Module:
+    """A causal language model in fp32, the same for all peers. Raises ValueError if there is no such model."""
+    from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
+
+    torch.manual_seed(settings.seed)
+    if settings.preset:
+        hidden, layers, heads = PRESETS[settings.preset]
+        config: Any = LlamaConfig(
+            vocab_size=vocab_size,
+            hidden_size=hidden,
+            intermediate_size=4 * hidden,
+            num_hidden_layers=layers,
+            num_attention_heads=heads,
+            max_position_embeddings=block_length,
+            tie_word_embeddings=True,
+        )
+        model: nn.Module = AutoModelForCausalLM.from_config(config)
+        return model.train()
+    check_location(name := locate(settings.name_or_path))
+    try:
+        if settings.init == "pretrained":
+            model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32)
+        else:
+            model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(name), dtype=torch.float32)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{settings.name_or_path} is no causal language model: {_first_line(error)}") from None
+    return model.train()
+
+
+def build_optimizer(settings: OptimizerSettings, model: nn.Module) -> torch.optim.Optimizer:
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    make = _OPTIMIZERS[settings.name]
+    return make(trained, lr=settings.rate(0), weight_decay=settings.weight_decay)
+
+
+def build_batches(
+    data: DataSettings, reader: Reader, tokenizer: PreTrainedTokenizerBase, batch_size: int, cache: Path
+) -> BlockBatches | StreamBatches:
+    """``cache``: a directory for the tokens of this and other data. Raises ValueError if there is no such data."""
+
+    def tokenize(text: str) -> list[int]:
+        ids: list[int] = tokenizer(text, add_special_tokens=False).input_ids
+        return ids
+
+    directory = cache / _fingerprint(data, tokenizer)
+    return open_batches(data, reader, tokenize, tokenizer.eos_token_id, batch_size, directory)
+
+
+def _fingerprint(data: DataSettings, tokenizer: PreTrainedTokenizerBase) -> str:
+    """Another one if data or tokenizer are."""
+    path = Path(data.source).expanduser()
+    files = sorted(path.rglob("*")) if path.is_dir() else [path]
+    facts: list[Any] = [data.source, data.column, data.split, data.config]
+    for file in files:
+        if file.is_file():
+            facts.append([str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns])
+    vocabulary = sorted(tokenizer.get_vocab().items())
+    return hashlib.sha256(json.dumps([facts, vocabulary, tokenizer.eos_token_id]).encode()).hexdigest()[:32]
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0]

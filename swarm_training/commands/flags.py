@@ -1,0 +1,71 @@
+"""Flags of several commands of ``swarm train``, and what they mean together with the run file."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from swarm_protocol.dht.addresses import check_peer
+from swarm_training.contract.backend import Joining
+from swarm_training.data.order import Part
+from swarm_training.runfile.settings import RunFile
+
+if TYPE_CHECKING:
+    from swarm_protocol.access.tokens import Role
+
+LOG_LEVELS = ("debug", "info", "warning", "error")
+
+
+def add_joining_flags(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("run_file", type=Path, metavar="RUN.toml")
+    add(
+        "--initial-peers",
+        nargs="+",
+        default=[],
+        metavar="MULTIADDR",
+        help="members of the run to join through; without any, the run is founded",
+    )
+    add("--membership", type=Path, metavar="FILE", help="of a run with an organiser, who gives it")
+    add("--identity", type=Path, metavar="FILE", help="this peer's key, made if there is none; by default a new one")
+
+
+def joining(args: argparse.Namespace, file: RunFile, role: Role) -> Joining:
+    """Raises ValueError if a flag is wrong, or the membership is not for this role."""
+    for peer in args.initial_peers:
+        check_peer(peer)
+    from swarm_protocol.access.membership import MemberCredentials
+    from swarm_protocol.access.organiser import SwarmKey
+    from swarm_protocol.net.identity import Identity
+
+    own = Identity.load_or_create(args.identity) if args.identity is not None else None
+    common = file.run.name, file.run.target_batch_size, tuple(args.initial_peers)
+    if not file.tokens.organiser:
+        if args.membership is not None:
+            raise ValueError("--membership is for a run with an organiser: this run file names none under [tokens]")
+        return Joining(*common, own or Identity.generate())
+    organiser = SwarmKey.parse(file.tokens.organiser)
+    credentials = MemberCredentials.read(args.membership)
+    if credentials is None:
+        raise ValueError("the run takes only members: ask its organiser, and give --membership FILE")
+    credentials.require(role, organiser)
+    return Joining(*common, credentials.identity_or(own), organiser, credentials.token)
+
+
+def parse_part(text: str) -> Part:
+    """``2/5`` is the second of five. Raises ValueError if it is none."""
+    found = re.fullmatch(r"(\d{1,6})/(\d{1,6})", text)
+    if found is None or not 1 <= int(found[1]) <= int(found[2]):
+        raise ValueError(f"--part is {text!r}: expected K/N, such as 2/5 for the second of five parts")
+    return Part(int(found[1]) - 1, int(found[2]))
+
+
+def parse_batch_size(text: str) -> int:
+    """0 for ``auto``. Raises ValueError if it is neither that nor a number."""
+    if text == "auto":
+        return 0
+    if not re.fullmatch(r"\d{1,9}", text) or int(text) < 1:
+        raise ValueError(f"--batch-size is {text!r}: expected auto, or at least 1")
+    return int(text)

@@ -1,0 +1,153 @@
+"""``swarm train join``: trains a run's model on this machine until it is stopped, with checkpoints and rollback."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import platformdirs
+import torch
+from torch import nn
+
+from swarm_protocol.errors import CheckpointError
+from swarm_training.checkpoints.checkpoint import Checkpoint
+from swarm_training.checkpoints.store import CheckpointDirectory, HubCopies, upload_to_hub
+from swarm_training.commands.batch_size import Limits, computing, find_batch_size, free_memory_bytes
+from swarm_training.commands.building import build_batches, build_model, build_optimizer, build_tokenizer
+from swarm_training.contract.backend import Joining, OpenRun
+from swarm_training.contract.run_like import RunLike
+from swarm_training.data.loader import Batches, Prefetcher
+from swarm_training.data.opening import Reader
+from swarm_training.data.order import Part
+from swarm_training.runfile.settings import RunFile
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What is trained here, and on what."""
+
+    file: RunFile
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    batches: Batches
+
+
+def loss_of(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
+    """The mean over the samples; tokens: [batch, block_length]."""
+    tokens = tokens.to(next(model.parameters()).device)
+    loss: torch.Tensor = model(input_ids=tokens, labels=tokens, use_cache=False).loss
+    return loss
+
+
+class Writing:
+    """Writes checkpoints when they are due, and copies of them to the hub; the run goes on if that fails."""
+
+    def __init__(self, trained: Trained, copies: HubCopies | None, say: Say) -> None:
+        settings = trained.file.run
+        directory = Path(settings.checkpoints) if settings.checkpoints else None
+        self._directory = CheckpointDirectory(directory, settings.keep) if directory else None
+        self._trained = trained
+        self._copies = copies
+        self._say = say
+
+    def after_step(self, step: int, data: dict[str, object]) -> None:
+        """``data``: the state of the batches."""
+        if self._directory is None or step % self._trained.file.run.checkpoint_every:
+            return
+        file = self._trained.file
+        content = Checkpoint(
+            file.run.name,
+            step,
+            self._trained.model.state_dict(),
+            self._trained.optimizer.state_dict(),
+            data=data,
+            config=asdict(file),
+        )
+        try:
+            path = self._directory.write(content)
+            if self._copies is not None:
+                self._copies.write(path, content)
+        except (ValueError, CheckpointError) as error:
+            self._say(f"warning: {error}")
+
+
+@contextmanager
+def scheduled(optimizer: torch.optim.Optimizer, rate: Callable[[int], float], run: RunLike) -> Iterator[None]:
+    """Inside it, each step of the optimizer has the learning rate of the run's global step."""
+
+    def set_rate(*_arguments: object) -> None:
+        for group in optimizer.param_groups:
+            group["lr"] = rate(run.num_steps)
+
+    hook = optimizer.register_step_pre_hook(set_rate)
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
+def train(trained: Trained, run: RunLike, writing: Writing, stopping: threading.Event, say: Say) -> None:
+    """Until ``stopping`` is set, or the schedule is at its end; the caller closes the run.
+
+    The learning rate is set when the run steps, from the number of that global step: a share can complete several.
+    """
+    end = trained.file.optimizer.total_steps
+    with Prefetcher(trained.batches) as loader, scheduled(trained.optimizer, trained.file.optimizer.rate, run):
+        while not stopping.is_set() and not (end and run.num_steps >= end):
+            step = run.num_steps
+            tokens = loader.next_batch()
+            loss = loss_of(trained.model, tokens)
+            loss.backward()
+            run.step(samples=len(tokens))
+            if run.num_steps > step:
+                say(f"step {run.num_steps}: loss {loss.item():.3f}")
+                writing.after_step(run.num_steps, loader.state_dict())
+
+
+def fitting_batch_size(file: RunFile, model: nn.Module) -> int:
+    """As the run file says, or what this machine can compute. Raises ValueError if it can compute nothing."""
+    if file.batch.size:
+        return file.batch.size
+    device = next(model.parameters()).device
+
+    def loss(batch_size: int) -> torch.Tensor:
+        return loss_of(model, torch.zeros(batch_size, file.data.block_length, dtype=torch.int64))
+
+    most = min(file.batch.max_size, file.run.target_batch_size)
+    return find_batch_size(computing(model, loss), Limits(most, memory_bytes=free_memory_bytes(device)))
+
+
+def join(
+    file: RunFile,
+    who: Joining,
+    part: Part | None,
+    device: str,
+    open_run: OpenRun,
+    stopping: threading.Event,
+    say: Say,
+) -> None:
+    """Builds everything, joins, trains, and leaves however that ends. Raises ValueError if there is no such model."""
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    tokenizer = build_tokenizer(file.model)
+    model = build_model(file.model, len(tokenizer), file.data.block_length).to(device)
+    batch_size = fitting_batch_size(file, model)
+    say(f"{batch_size} samples at once on {device}")
+    reader = Reader(file.run.name, who.identity.peer_id, part)
+    cache = platformdirs.user_cache_path("swarm") / "tokens"
+    batches = build_batches(file.data, reader, tokenizer, batch_size, cache)
+    optimizer = build_optimizer(file.optimizer, model)
+    trained = Trained(file, model, optimizer, batches)
+    copies = HubCopies(file.run.hub, upload_to_hub) if file.run.hub else None
+    run = open_run(who, [parameter for parameter in model.parameters() if parameter.requires_grad], optimizer)
+    try:
+        say(f"others join by: --initial-peers {' '.join(run.initial_peers)}")
+        train(trained, run, Writing(trained, copies, say), stopping, say)
+    finally:
+        run.close()
+        say(f"left the run after step {run.num_steps}")

@@ -1,0 +1,101 @@
+"""``swarm train watch``: a run as a live page, until Ctrl-C."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from swarm_protocol.wire.printable import printable
+from swarm_training.contract.run_like import BanView, PeerView, RunView
+
+_UNITS = ("B", "KB", "MB", "GB", "TB")
+_SHOWN_PEERS = 8  # last characters of a peer id
+_NAME_CHARS = 24
+
+
+def watch(look: Callable[[], RunView], interval_s: float, *, json_lines: bool = False) -> None:
+    """In place if stdout is a terminal, else (and as JSON) one picture after the other."""
+    with contextlib.suppress(KeyboardInterrupt), _painter(json_lines) as paint:
+        while True:
+            next_s = time.monotonic() + interval_s
+            paint(look())
+            time.sleep(max(0.0, next_s - time.monotonic()))
+
+
+def as_json(view: RunView) -> dict[str, Any]:
+    return dataclasses.asdict(view)
+
+
+def picture(view: RunView, now: float) -> list[RenderableType]:
+    """``now``: Unix time in seconds, for how long bans last."""
+    loss = "" if view.loss is None else f"   loss {view.loss:.4f}"
+    speed = sum(peer.samples_per_s for peer in view.peers)
+    soon = "nobody computes" if view.next_step_s is None else f"next step in {_duration(view.next_step_s)}"
+    share = view.samples / view.target_batch_size
+    parts: list[RenderableType] = [
+        Text(f"run {printable(view.run)}   step {view.step}{loss}", "bold"),
+        Text(f"{view.samples} of {view.target_batch_size} samples ({share:.0%}), {speed:.3g} samples/s: {soon}"),
+        Text(f"last step: {_bytes(view.bytes_sent)} sent, {_bytes(view.bytes_received)} received by all", "dim"),
+        _peers_table(view.peers),
+    ]
+    if view.bans:
+        parts.append(_bans_table(view.bans, now))
+    return parts
+
+
+def _peers_table(peers: tuple[PeerView, ...]) -> Table:
+    table = Table("peer", "user")
+    for title in ("samples/s", "samples"):
+        table.add_column(title, justify="right")
+    for peer in sorted(peers, key=lambda peer: -peer.samples_per_s):
+        name = Text(printable(peer.name, _NAME_CHARS))
+        table.add_row(_end(peer.peer_id), name, f"{peer.samples_per_s:.3g}", str(peer.samples))
+    return table
+
+
+def _bans_table(bans: tuple[BanView, ...], now: float) -> Table:
+    table = Table("banned", "for", "reason")
+    for ban in bans:
+        table.add_row(_end(ban.peer_id), _duration(ban.until - now), Text(printable(ban.reason, 80)))
+    return table
+
+
+def _end(peer_id: str) -> Text:
+    return Text(f"…{printable(peer_id[-_SHOWN_PEERS:])}")
+
+
+def _duration(seconds: float) -> str:
+    seconds = max(0.0, seconds)
+    for limit, unit, size in ((60, "s", 1), (3600, "min", 60), (2 * 86_400, "h", 3600)):
+        if seconds < limit:
+            return f"{seconds / size:.0f} {unit}"
+    return f"{seconds / 86_400:.0f} d"
+
+
+def _bytes(count: float) -> str:
+    unit = 0
+    while count >= 1000 and unit < len(_UNITS) - 1:
+        count, unit = count / 1000, unit + 1
+    return f"{count:.3g} {_UNITS[unit]}"
+
+
+@contextlib.contextmanager
+def _painter(json_lines: bool) -> Iterator[Callable[[RunView], None]]:
+    console = Console()
+    if json_lines:
+        yield lambda view: print(json.dumps(as_json(view)), flush=True)
+    elif not sys.stdout.isatty() or console.is_dumb_terminal:
+        yield lambda view: console.print(Group(*picture(view, time.time())), "")
+    else:
+        with Live(console=console, screen=True, auto_refresh=False) as live:
+            yield lambda view: live.update(Group(*picture(view, time.time())), refresh=True)

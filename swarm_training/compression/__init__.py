@@ -1,0 +1,1 @@
+"""Fewer bytes for gradients: codecs, error feedback and low-rank compression."""

@@ -1,0 +1,96 @@
+"""How a flat float32 vector travels: 4, 2 or about 1 byte per element."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from swarm_protocol.wire.codec import INT8_BLOCK, pack_int8, unpack_int8
+
+_MAX_FLOAT16 = 65504.0
+
+
+class Codec(Protocol):
+    """Vectors of n float32 elements as bytes.
+
+    What is not finite stays not finite: in ``int8`` all of its block of 64 elements with it. Finite values beyond the
+    range of ``fp16`` become its largest.
+    """
+
+    name: str
+
+    def encode(self, vector: Tensor) -> bytes:
+        """vector: [n], float32."""
+
+    def decode(self, data: bytes | memoryview, n: int) -> Tensor:
+        """[n], float32, owning its memory; raises ValueError if n elements do not take as many bytes."""
+
+    def size_bytes(self, n: int) -> int:
+        """Of n elements, encoded."""
+
+
+class _Float:
+    """Elements of a floating-point type."""
+
+    def __init__(self, name: str, dtype: torch.dtype) -> None:
+        self.name = name
+        self._dtype = dtype
+
+    def encode(self, vector: Tensor) -> bytes:
+        flat = _flat(vector)
+        if self._dtype == torch.float16:
+            clamped = flat.clamp(-_MAX_FLOAT16, _MAX_FLOAT16)
+            flat = torch.where(flat.isinf(), flat, clamped).half()
+        return flat.numpy().tobytes()
+
+    def decode(self, data: bytes | memoryview, n: int) -> Tensor:
+        _check_size(self, data, n)
+        return torch.frombuffer(bytearray(data), dtype=self._dtype).float() if n else torch.empty(0)
+
+    def size_bytes(self, n: int) -> int:
+        return n * self._dtype.itemsize
+
+
+class _Int8:
+    """Blocks of 64 int8 elements, each with the float32 maximum of their sizes; all maxima come first."""
+
+    name = "int8"
+
+    def encode(self, vector: Tensor) -> bytes:
+        return pack_int8(_flat(vector))
+
+    def decode(self, data: bytes | memoryview, n: int) -> Tensor:
+        _check_size(self, data, n)
+        return unpack_int8(bytearray(data), (n,), torch.float32) if n else torch.empty(0)
+
+    def size_bytes(self, n: int) -> int:
+        return -(-n // INT8_BLOCK) * (INT8_BLOCK + 4)
+
+
+_CODECS: dict[str, Codec] = {
+    codec.name: codec for codec in (_Float("fp32", torch.float32), _Float("fp16", torch.float16), _Int8())
+}
+CODEC_NAMES = tuple(_CODECS)
+
+
+def codec_of(name: str) -> Codec:
+    """Raises ValueError if there is none of that name."""
+    if name not in _CODECS:
+        raise ValueError(f"codec {name!r} is unknown: expected one of {', '.join(CODEC_NAMES)}")
+    return _CODECS[name]
+
+
+def _flat(vector: Tensor) -> Tensor:
+    if vector.dtype != torch.float32 or vector.dim() != 1:
+        raise ValueError(
+            f"a {vector.dtype} tensor {list(vector.shape)} cannot be encoded: expected a flat float32 vector"
+        )
+    return vector.detach().cpu().contiguous()
+
+
+def _check_size(codec: Codec, data: bytes | memoryview, n: int) -> None:
+    size = len(data) if isinstance(data, bytes) else data.nbytes
+    if size != codec.size_bytes(n):
+        raise ValueError(f"{n} elements in {codec.name} take {codec.size_bytes(n)} bytes, not {size}")

@@ -1,0 +1,101 @@
+"""PowerSGD: gradients of matrices as products of two thin ones (Vogels et al., 2019, Algorithms 1 and 2)."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from swarm_training.compression.compressor import Phases
+from swarm_training.numerics.reproducible import orthonormal, outer_sum
+
+
+class PowerSGD:
+    """Averages each matrix M [rows, columns] as P Qᵀ: P = mean(M Q), orthonormalised, and Q = mean(Mᵀ P).
+
+    Tensors of more dimensions are matrices of their first one by the rest. Those for which rank × (rows + columns) is
+    no less than their size are averaged as they are. What P Qᵀ of this peer's own Q lacks is added to its next
+    gradient.
+
+    Attributes:
+        num_averaged: elements of both vectors that are averaged.
+    """
+
+    def __init__(self, shapes: Sequence[Sequence[int]], rank: int, run: str = "") -> None:
+        """shapes: of the tensors in the flat gradient, in order. run: all of its peers start from the same Q.
+
+        Raises:
+            ValueError: the rank is less than 1.
+        """
+        if rank < 1:
+            raise ValueError(f"a rank of {rank} is too small: expected at least 1")
+        self._sizes = [math.prod(shape) for shape in shapes]
+        self._initial: dict[int, Tensor] = {}
+        self._dims: dict[int, tuple[int, int]] = {}
+        for index, (shape, size) in enumerate(zip(shapes, self._sizes, strict=True)):
+            rows = shape[0] if shape else 1
+            columns = size // rows if rows else 0
+            if rank * (rows + columns) < size:
+                self._dims[index] = rows, columns
+                self._initial[index] = _uniform(columns, rank, f"{run}|{index}|{tuple(shape)}")
+        self._q = dict(self._initial)
+        self._errors: dict[int, Tensor] = {}  # of this peer alone
+        plain = sum(size for index, size in enumerate(self._sizes) if index not in self._dims)
+        self.num_averaged = plain + sum(rank * (rows + columns) for rows, columns in self._dims.values())
+
+    def phases(self, gradient: Tensor) -> Phases:
+        """As of a Compressor: yields every P with the tensors that stay as they are, then every Q, if there is one."""
+        parts = list(gradient.split(self._sizes))
+        matrices = {index: parts[index].view(dims) for index, dims in self._dims.items()}
+        matrices = {i: matrix + self._errors[i] if i in self._errors else matrix for i, matrix in matrices.items()}
+        first = [matrices[i] @ self._q[i] if i in matrices else part for i, part in enumerate(parts)]
+        means = _like((yield _joined(first)), first)
+        bases = {i: orthonormal(means[i]) for i in matrices}
+        own = {i: matrix.T @ bases[i] for i, matrix in matrices.items()}
+        seconds = (
+            dict(zip(own, _like((yield _joined(list(own.values()))), list(own.values())), strict=True)) if own else {}
+        )
+        for i, mean in seconds.items():
+            means[i] = outer_sum(bases[i], mean)
+        result = _joined(means)
+        errors = {i: matrix - bases[i] @ own[i].T for i, matrix in matrices.items()}
+        self._errors = {i: torch.where(error.isfinite(), error, 0.0) for i, error in errors.items()}
+        if bool(result.isfinite().all()):
+            self._q = {i: _revived(mean, self._initial[i]) for i, mean in seconds.items()}
+        return result
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Every Q. The errors are this peer's own: a peer that joins has none yet."""
+        return {f"q.{index}": q.clone() for index, q in self._q.items()}
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Raises ValueError if it is of other shapes or another rank."""
+        given = {name: tuple(q.shape) for name, q in state.items()}
+        expected = {f"q.{index}": tuple(q.shape) for index, q in self._q.items()}
+        if given != expected:
+            raise ValueError(f"PowerSGD's state is of the shapes {given}: expected {expected}")
+        self._q = {index: state[f"q.{index}"].float().clone() for index in self._q}
+
+
+def _revived(q: Tensor, initial: Tensor) -> Tensor:
+    """Columns that are 0, because the gradient had a lower rank, would stay 0 for ever: they start anew."""
+    return torch.where((q == 0).all(0), initial, q)
+
+
+def _uniform(rows: int, columns: int, name: str) -> Tensor:
+    """[rows, columns] in [-1, 1), from the name: uniform numbers, unlike normal ones, have the same bits everywhere."""
+    seed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:7], "little")
+    return torch.rand(rows, columns, generator=torch.Generator().manual_seed(seed)) * 2 - 1
+
+
+def _joined(tensors: Sequence[Tensor]) -> Tensor:
+    return torch.cat([tensor.reshape(-1) for tensor in tensors]) if tensors else torch.empty(0)
+
+
+def _like(flat: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
+    """The flat vector's parts, in the tensors' shapes."""
+    parts = flat.split([tensor.numel() for tensor in tensors])
+    return [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]

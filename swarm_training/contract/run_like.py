@@ -1,0 +1,74 @@
+"""A training run as those see it who drive it or look at it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+
+class RunLike(Protocol):
+    """Parameters and optimizer are the run's from its beginning to ``close``."""
+
+    @property
+    def num_steps(self) -> int:
+        """Global steps taken."""
+
+    @property
+    def initial_peers(self) -> Sequence[str]:
+        """Multiaddrs for others to join by."""
+
+    def step(self, samples: int) -> object:
+        """Takes the gradients in ``.grad``, the mean over so many samples, and leaves none there.
+
+        When all peers together have the target batch, it averages and steps the optimizer.
+        """
+
+    def close(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class PeerView:
+    """
+    Attributes:
+        name: of the user, from the peer's token; empty: it has none.
+        samples: of the batch that is being gathered.
+    """
+
+    peer_id: str
+    name: str
+    samples: int
+    samples_per_s: float
+
+
+@dataclass(frozen=True)
+class BanView:
+    """``until``: Unix time in seconds."""
+
+    peer_id: str
+    until: float
+    reason: str
+
+
+@dataclass(frozen=True)
+class RunView:
+    """A run at one moment.
+
+    Attributes:
+        step: global steps taken.
+        loss: of the last step, over all peers; None: nobody has said.
+        samples: of the batch that is being gathered, of ``target_batch_size``.
+        next_step_s: until the batch is expected to be complete; None: nobody computes.
+        bytes_sent, bytes_received: by all peers for the last step.
+    """
+
+    run: str
+    step: int
+    loss: float | None
+    samples: int
+    target_batch_size: int
+    next_step_s: float | None
+    bytes_sent: int
+    bytes_received: int
+    peers: tuple[PeerView, ...] = ()
+    bans: tuple[BanView, ...] = ()

@@ -1,0 +1,53 @@
+"""The settings of one peer of a training run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import inf
+
+WIRE_VERSION = 1
+MAX_MEMBERS = 64  # of a group
+CHUNK_ELEMENTS = 1 << 18  # of a vector, in one message: 1 MiB in fp32
+
+
+@dataclass(frozen=True)
+class TrainingConfig:
+    """How a peer takes part. ``codec`` and ``chunk_elements`` must be the same for all peers of a run.
+
+    A step needs a quorum of those who took the last one together. Who leaves, or whose process ends, does not count; of
+    who is merely silent nobody can say whether it has ended or the network is cut in two. With a finite
+    ``presume_gone_s`` a run goes on without those after that time, and both parts of a network that is cut for longer
+    do: the smaller one loses its steps when they meet again.
+
+    Raises:
+        ValueError: a setting is out of its range.
+    """
+
+    host: str | None = None  # to listen on; None: the address that leads to the initial peers, loopback without any
+    port: int = 0  # of the service; 0: any that is free
+    dht_port: int = 0
+    announce_host: str | None = None  # under which others reach this peer, where it is not ``host``
+    client_mode: bool = False  # behind NAT: nobody can call this peer, so it calls others
+    share: float = 1.0  # of the work of adding up, relative to others: in proportion to bandwidth; 0: none
+    codec: str = "fp32"
+    chunk_elements: int = CHUNK_ELEMENTS
+    join_timeout_s: float = 60.0
+    gossip_s: float = 0.25  # between two exchanges of progress
+    heartbeat_s: float = 1.0
+    silence_s: float = 4.0  # after which a peer is no longer waited for
+    presume_gone_s: float = inf  # after which a peer that is silent no longer counts for a quorum; see below
+    straggler_s: float = 5.0  # the least deadline of a round; usually twice as long as a round takes
+    max_meeting_s: float = 60.0  # that the others wait for one that is alive and does not come
+
+    def __post_init__(self) -> None:
+        for name in ("join_timeout_s", "gossip_s", "heartbeat_s", "silence_s", "straggler_s", "max_meeting_s"):
+            if not 0 < getattr(self, name) < inf:
+                raise ValueError(f"{name} is {getattr(self, name)}: expected seconds, more than 0")
+        if not self.presume_gone_s > self.silence_s:
+            raise ValueError(f"presume_gone_s is {self.presume_gone_s}: expected more than silence_s, {self.silence_s}")
+        if not 0 <= self.share < inf:
+            raise ValueError(f"share is {self.share}: expected a number of at least 0")
+        if not 1 <= self.chunk_elements <= CHUNK_ELEMENTS:
+            raise ValueError(f"chunk_elements is {self.chunk_elements}: expected 1 to {CHUNK_ELEMENTS}")
+        if self.heartbeat_s * 2 > self.silence_s:
+            raise ValueError(f"silence_s is {self.silence_s}: expected two heartbeats ({2 * self.heartbeat_s}) or more")

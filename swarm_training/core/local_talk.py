@@ -1,0 +1,55 @@
+"""A stream between two parties of one process: a leader's to itself."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Generic, TypeVar
+
+from swarm_protocol.errors import PeerUnavailable
+
+Out = TypeVar("Out")
+In = TypeVar("In")
+
+
+class LocalTalk(Generic[Out, In]):
+    """One side; see ``talk_pair``."""
+
+    def __init__(self, outbox: asyncio.Queue[Out | None], inbox: asyncio.Queue[In | None]) -> None:
+        self._outbox = outbox
+        self._inbox = inbox
+        self._has_ended = False
+        self.other: LocalTalk[In, Out] | None = None
+        self.is_broken = False
+
+    async def send(self, message: Out) -> None:
+        if self.is_broken:
+            raise PeerUnavailable("the stream is broken")
+        self._outbox.put_nowait(message)
+
+    async def receive(self) -> In | None:
+        if self._has_ended:
+            return None
+        message = await self._inbox.get()
+        if self.is_broken:
+            raise PeerUnavailable("the stream is broken")
+        self._has_ended = message is None
+        return message
+
+    async def finish(self) -> None:
+        self._outbox.put_nowait(None)
+
+    def break_off(self) -> None:
+        """Both sides find the stream broken."""
+        assert self.other is not None
+        self.is_broken = self.other.is_broken = True
+        self._outbox.put_nowait(None)
+        self._inbox.put_nowait(None)
+
+
+def talk_pair(out: type[Out], into: type[In]) -> tuple[LocalTalk[Out, In], LocalTalk[In, Out]]:
+    """Both sides: the first sends messages of the first type."""
+    there: asyncio.Queue[Out | None] = asyncio.Queue()
+    back: asyncio.Queue[In | None] = asyncio.Queue()
+    first, second = LocalTalk[Out, In](there, back), LocalTalk[In, Out](back, there)
+    first.other, second.other = second, first
+    return first, second

@@ -1,0 +1,61 @@
+"""The seam between peers and the network: what a peer asks of others, and what it answers."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import AbstractAsyncContextManager
+from typing import Protocol, TypeVar
+
+from swarm_training.core.record import Progress
+from swarm_training.pb import training_pb2 as pb
+
+Out = TypeVar("Out", contravariant=True)
+In = TypeVar("In", covariant=True)
+
+
+class Talk(Protocol[Out, In]):
+    """One side of an open stream."""
+
+    async def send(self, message: Out) -> None:
+        """Raises PeerUnavailable if the stream is broken."""
+
+    async def receive(self) -> In | None:
+        """The next message, None if there will be no more; raises PeerUnavailable if the stream is broken."""
+
+    async def finish(self) -> None:
+        """Says that nothing more will be sent."""
+
+
+MeetTalk = Talk[pb.MeetRequest, pb.MeetReply]
+ReduceTalk = Talk[pb.ReduceRequest, pb.Chunk]
+
+
+class Network(Protocol):
+    """Calls of peers that are named by their records. All raise PeerUnavailable if the peer cannot be reached."""
+
+    async def exchange(self, peer: Progress, request: pb.ExchangeRequest) -> pb.ExchangeReply: ...
+
+    def meet(self, peer: Progress) -> AbstractAsyncContextManager[MeetTalk]: ...
+
+    def reduce(self, peer: Progress) -> AbstractAsyncContextManager[ReduceTalk]: ...
+
+    def fetch(self, peer: Progress, request: pb.FetchRequest) -> AsyncIterator[pb.Chunk]: ...
+
+    def state(self, peer: Progress) -> AsyncIterator[pb.StatePart]: ...
+
+    async def is_gone(self, peer: Progress) -> bool:
+        """Whether the peer's process has evidently ended: its host is there and refuses connections."""
+
+
+class Handlers(Protocol):
+    """What a peer answers; ``peer_id`` is that of the caller, whom the network has authenticated."""
+
+    async def exchange(self, peer_id: str, request: pb.ExchangeRequest) -> pb.ExchangeReply: ...
+
+    async def meet(self, peer_id: str, talk: Talk[pb.MeetReply, pb.MeetRequest]) -> None: ...
+
+    async def reduce(self, peer_id: str, talk: Talk[pb.Chunk, pb.ReduceRequest]) -> None: ...
+
+    def fetch(self, peer_id: str, request: pb.FetchRequest) -> AsyncIterator[pb.Chunk]: ...
+
+    def state(self, peer_id: str) -> AsyncIterator[pb.StatePart]: ...

@@ -1,0 +1,34 @@
+"""The network of the commands: ``TrainingRun`` itself."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from swarm_training.contract.backend import Backend, Joining
+from swarm_training.contract.run_like import RunLike
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+
+def open_run(who: Joining, parameters: Sequence[nn.Parameter], optimizer: torch.optim.Optimizer) -> RunLike:
+    """Founds the run if there are no initial peers, else joins it. Raises what ``TrainingRun`` raises."""
+    from swarm_protocol.access.access_control import AccessControl
+    from swarm_training import TrainingRun
+
+    run: RunLike = TrainingRun(
+        who.run,
+        parameters,
+        optimizer,
+        target_batch_size=who.target_batch_size,
+        initial_peers=who.initial_peers,
+        identity=who.identity,
+        access=None if who.organiser is None else AccessControl(who.organiser),
+        token=who.token,
+    )
+    return run
+
+
+BACKEND = Backend(open_run)

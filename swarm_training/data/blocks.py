@@ -1,0 +1,93 @@
+"""Tokens in blocks of one length: how texts are packed into them, and a table of them on disk."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from swarm_protocol.errors import CheckpointError
+from swarm_protocol.untrusted.json_file import read_object
+from swarm_training.data.order import PartCursor
+
+Tokenize = Callable[[str], list[int]]
+_TOKENS, _FACTS = "tokens.bin", "tokens.json"
+_DTYPE = np.dtype("<i4")
+
+
+class TokenBlocks:
+    """A table of blocks, ``[num_blocks, block_length]``, of which single rows are read."""
+
+    def __init__(self, tokens: NDArray[np.int32], block_length: int) -> None:
+        """``tokens``: [n], of which those that fill no block are left out."""
+        if block_length < 2:
+            raise ValueError(f"block_length is {block_length}: expected at least 2 tokens")
+        num_blocks = len(tokens) // block_length
+        if num_blocks == 0:
+            raise ValueError(f"the data have {len(tokens)} tokens: expected at least a block of {block_length}")
+        self.block_length = block_length
+        self._table = tokens[: num_blocks * block_length].reshape(num_blocks, block_length)
+
+    def __len__(self) -> int:
+        return len(self._table)
+
+    def rows(self, samples: NDArray[np.int64]) -> torch.Tensor:
+        """``[len(samples), block_length]``, int64."""
+        return torch.from_numpy(self._table[samples].astype(np.int64))
+
+    @classmethod
+    def pack(cls, texts: Iterable[str], tokenize: Tokenize, end: int | None, block_length: int) -> TokenBlocks:
+        """Texts one after the other in memory, each followed by the token ``end`` if there is one."""
+        parts = [np.asarray(ids, _DTYPE) for ids in _with_end(texts, tokenize, end)]
+        return cls(np.concatenate(parts) if parts else np.empty(0, _DTYPE), block_length)
+
+    @classmethod
+    def pack_to_disk(
+        cls, directory: Path, texts: Iterable[str], tokenize: Tokenize, end: int | None, block_length: int
+    ) -> TokenBlocks:
+        """As ``pack``, for data larger than memory; a directory that has them already is read and not written again."""
+        if not (directory / _FACTS).exists():
+            directory.mkdir(parents=True, exist_ok=True)
+            partial = directory / f"{_TOKENS}.{os.getpid()}.part"
+            with partial.open("wb") as file:
+                for ids in _with_end(texts, tokenize, end):
+                    np.asarray(ids, _DTYPE).tofile(file)
+            partial.replace(directory / _TOKENS)
+            facts = json.dumps({"num_tokens": (directory / _TOKENS).stat().st_size // _DTYPE.itemsize})
+            (directory / _FACTS).write_text(facts)  # written last: what has it is complete
+        num_tokens = read_object(directory / _FACTS).get("num_tokens")
+        path = directory / _TOKENS
+        if not path.is_file() or path.stat().st_size != (num_tokens or 0) * _DTYPE.itemsize:
+            raise CheckpointError(f"{directory} is damaged: its {_TOKENS} is not as {_FACTS} says; remove it")
+        tokens = np.memmap(path, _DTYPE, "r") if num_tokens else np.empty(0, _DTYPE)
+        return cls(tokens, block_length)
+
+
+def _with_end(texts: Iterable[str], tokenize: Tokenize, end: int | None) -> Iterator[list[int]]:
+    for text in texts:
+        yield tokenize(text) + ([] if end is None else [end])
+
+
+class BlockBatches:
+    """Endless batches of a peer's part of a table; resumable, its state is that of the cursor."""
+
+    def __init__(self, blocks: TokenBlocks, cursor: PartCursor, batch_size: int) -> None:
+        assert len(blocks) == cursor.order.num_samples
+        self._blocks = blocks
+        self._cursor = cursor
+        self.batch_size = batch_size
+
+    def next_batch(self) -> torch.Tensor:
+        """``[batch_size, block_length]``."""
+        return self._blocks.rows(self._cursor.take(self.batch_size))
+
+    def state_dict(self) -> dict[str, int]:
+        return self._cursor.state_dict()
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self._cursor.load_state_dict(state)

@@ -1,0 +1,81 @@
+"""Prefetches batches in a thread, so that reading and tokenising overlap with computing."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from types import TracebackType
+from typing import Any, Protocol
+
+import torch
+
+
+class Batches(Protocol):
+    """An endless row of batches; the state is that after the last batch."""
+
+    def next_batch(self) -> torch.Tensor: ...
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+
+class Prefetcher:
+    """Gives the batches of another, of which up to ``depth`` are ready. To be closed, or used with ``with``."""
+
+    def __init__(self, batches: Batches, depth: int = 2) -> None:
+        self._batches = batches
+        self._depth = depth
+        self._state = batches.state_dict()
+        self._ready: deque[tuple[torch.Tensor, dict[str, Any]]] = deque()
+        self._error: BaseException | None = None
+        self._closed = False
+        self._changed = threading.Condition()
+        self._thread = threading.Thread(target=self._produce, name="prefetch", daemon=True)
+        self._thread.start()
+
+    def next_batch(self) -> torch.Tensor:
+        """Raises what reading the data has raised, after the batches before that."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._ready or self._error is not None or self._closed)
+            if self._ready and not self._closed:
+                batch, self._state = self._ready.popleft()
+                self._changed.notify_all()
+                return batch
+        raise self._error or ValueError("the loader is closed: expected no call after close")
+
+    def state_dict(self) -> dict[str, Any]:
+        """After the last batch that was given, whatever was read ahead."""
+        return self._state
+
+    def close(self) -> None:
+        """Returns when the thread has ended, after the batch that it is at; may be called again."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        self._thread.join()
+
+    def __enter__(self) -> Prefetcher:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _produce(self) -> None:
+        try:
+            while self._has_room():
+                batch = self._batches.next_batch()
+                state = self._batches.state_dict()
+                with self._changed:
+                    self._ready.append((batch, state))
+                    self._changed.notify_all()
+        except BaseException as error:  # handed to who asks for the next batch
+            with self._changed:
+                self._error = error
+                self._changed.notify_all()
+
+    def _has_room(self) -> bool:
+        """Waits until there is; False once the loader is closed."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._closed or len(self._ready) < self._depth)
+            return not self._closed

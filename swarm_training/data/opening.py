@@ -1,0 +1,91 @@
+"""From what a user names to batches: a file, a directory, a data set on disk or on the hub."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from swarm_training.data.blocks import BlockBatches, TokenBlocks, Tokenize
+from swarm_training.data.order import EVERYTHING, Order, Part, PartCursor, derived_seed
+from swarm_training.data.settings import DataSettings
+from swarm_training.data.sources import SUFFIXES, FileTexts, StreamedTexts, TextSource
+from swarm_training.data.streaming import StreamBatches, StreamSettings
+
+if TYPE_CHECKING:
+    from datasets import IterableDataset
+
+
+@dataclass(frozen=True)
+class Reader:
+    """Who reads the data.
+
+    Attributes:
+        part: of the data that this peer takes, where peers have shared them out; None: all of them, in its own order.
+    """
+
+    run: str
+    peer_id: str
+    part: Part | None = None
+
+    @property
+    def seed(self) -> str:
+        """The same for all peers if they have parts."""
+        return derived_seed(self.run) if self.part is not None else derived_seed(self.run, self.peer_id)
+
+
+def open_source(data: DataSettings, reader: Reader) -> TextSource:
+    """Raises ValueError if there is no such data."""
+    part = reader.part or EVERYTHING
+    path = Path(data.source).expanduser()
+    if path.is_file():
+        if path.suffix not in SUFFIXES:
+            raise ValueError(f"{path} is no file of text: expected {' or '.join(SUFFIXES)}")
+        return FileTexts([path], reader.seed, part)
+    if path.is_dir() and not (path / "dataset_info.json").exists() and not (path / "dataset_dict.json").exists():
+        files = [file for suffix in SUFFIXES for file in path.rglob(f"*{suffix}") if file.is_file()]
+        if not files:
+            raise ValueError(f"{path} has no files of text in it: expected some {' or '.join(SUFFIXES)}")
+        return FileTexts(files, reader.seed, part)
+    return StreamedTexts(_dataset(data, path), reader.seed, part, data.column)
+
+
+def open_batches(
+    data: DataSettings, reader: Reader, tokenize: Tokenize, end: int | None, batch_size: int, cache: Path
+) -> BlockBatches | StreamBatches:
+    """``cache``: a directory for the tokens of this data by this tokenizer, used unless the data are streamed.
+
+    Raises:
+        ValueError: there is no such data.
+    """
+    if data.streaming:
+        settings = StreamSettings(tokenize, end, data.block_length, data.buffer_size, batch_size, reader.seed)
+        return StreamBatches(open_source(data, reader), settings)
+    texts = _one_epoch(open_source(data, Reader(reader.run, reader.peer_id, EVERYTHING)))
+    blocks = TokenBlocks.pack_to_disk(cache, texts, tokenize, end, data.block_length)
+    return BlockBatches(blocks, PartCursor(Order(reader.seed, len(blocks)), reader.part or EVERYTHING), batch_size)
+
+
+def _one_epoch(source: TextSource) -> Iterator[str]:
+    """The first, whose order all peers agree on."""
+    return source.texts()
+
+
+def _dataset(data: DataSettings, path: Path) -> IterableDataset:
+    import datasets
+
+    try:
+        if path.is_dir():
+            found: Any = datasets.load_from_disk(str(path))
+            if isinstance(found, datasets.DatasetDict):
+                found = found[data.split]
+            return found.to_iterable_dataset(num_shards=max(1, min(64, len(found) // 1000)))
+        return datasets.load_dataset(data.source, data.config or None, split=data.split, streaming=True)
+    except KeyError:
+        raise ValueError(f"{path} has no split {data.split!r}: expected one of {', '.join(found)}") from None
+    except (OSError, ValueError) as error:  # of the hub and of arguments
+        reason = str(error).strip().partition("\n")[0]
+        raise ValueError(
+            f"{data.source} is no file or directory, and no data set on the hub that can be read: {reason}"
+        ) from None

@@ -1,0 +1,111 @@
+"""Which samples stand where: functions of the run's name and of numbers that everybody knows."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from swarm_training.data.permutation import Indices, Permutation
+
+
+@dataclass(frozen=True)
+class Order:
+    """An endless row of samples: positions 0..num_samples−1 are the first epoch, in an order of its own, and so on.
+
+    Attributes:
+        seed: what the orders follow from, such as the run's name; who has another seed has other orders.
+    """
+
+    seed: str
+    num_samples: int
+
+    def __post_init__(self) -> None:
+        if self.num_samples < 1:
+            raise ValueError("the data set has no samples: expected at least one")
+
+    def samples(self, positions: Indices) -> Indices:
+        """The samples at these positions, each ≥ 0; [n] → [n]."""
+        epochs, places = np.divmod(positions, self.num_samples)
+        found = np.empty_like(places)
+        for epoch in np.unique(epochs):
+            chosen = epochs == epoch
+            key = derived_seed(self.seed, "epoch", int(epoch)).encode()
+            found[chosen] = Permutation(self.num_samples, key).at(places[chosen])
+        return found
+
+
+def derived_seed(*parts: str | int) -> str:
+    """Another seed for each sequence of parts, wherever one part ends and the next begins."""
+    message = b"".join(b"%d:" % len(part) + part for part in (str(part).encode() for part in parts))
+    return hashlib.sha256(message).hexdigest()
+
+
+def batch_of_step(order: Order, step: int, batch_size: int, first: int, count: int) -> Indices:
+    """Samples ``first``..``first + count − 1`` of the batch of a step, which all peers share out among them.
+
+    Batches of successive steps follow one another in the order: no sample comes twice in an epoch.
+    """
+    if not 0 <= first <= first + count <= batch_size:
+        raise ValueError(f"samples {first}:{first + count} of a batch of {batch_size}: expected some of 0:{batch_size}")
+    start = step * batch_size + first
+    return order.samples(np.arange(start, start + count))
+
+
+def samples_of_peer(run: str, step: int, peer_id: str, first: int, count: int, num_samples: int) -> Indices:
+    """Samples ``first``..``first + count − 1`` that a peer computes for a step; none comes twice until all have.
+
+    Peers do not know of each other here, so that two may draw the same sample.
+    """
+    order = Order(derived_seed(run, "step", step, peer_id), num_samples)
+    return order.samples(np.arange(first, first + count))
+
+
+@dataclass(frozen=True)
+class Part:
+    """What one of ``count`` peers takes of an order: positions ``index``, ``index + count``, ….
+
+    Together the parts take every position once. ``EVERYTHING`` is the one part of one.
+    """
+
+    index: int
+    count: int
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.index < self.count:
+            raise ValueError(f"part {self.index} of {self.count}: expected a part of 0 to {self.count - 1}")
+
+    def positions(self, start: int, count: int) -> Indices:
+        """Of the part's samples ``start``..``start + count − 1``."""
+        return self.index + self.count * np.arange(start, start + count)
+
+
+EVERYTHING = Part(0, 1)
+
+
+class PartCursor:
+    """How far a peer has come in its part; the state is one integer."""
+
+    def __init__(self, order: Order, part: Part = EVERYTHING) -> None:
+        self.order = order
+        self.part = part
+        self.taken = 0
+
+    def take(self, count: int) -> Indices:
+        samples = self.order.samples(self.part.positions(self.taken, count))
+        self.taken += count
+        return samples
+
+    def state_dict(self) -> dict[str, int]:
+        return {"taken": self.taken, "part": self.part.index, "parts": self.part.count}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        """Raises ValueError if it is that of another part."""
+        if (state["part"], state["parts"]) != (self.part.index, self.part.count):
+            raise ValueError(
+                f"the state is that of part {state['part']} of {state['parts']}: expected part {self.part.index} "
+                f"of {self.part.count}"
+            )
+        self.taken = state["taken"]

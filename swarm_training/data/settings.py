@@ -1,0 +1,33 @@
+"""What data a run has: a table of its run file."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class DataSettings:
+    """Raises ValueError at construction if a field is out of its range.
+
+    Attributes:
+        source: a file or directory of .txt and .jsonl, a directory of ``datasets``, or a data set on the hub.
+        streaming: read while training; otherwise all of it is tokenised first.
+        config: of a data set on the hub that has several.
+        buffer_size: of streaming, in blocks.
+    """
+
+    source: str
+    block_length: int
+    streaming: bool = False
+    column: str = "text"
+    split: str = "train"
+    config: str = ""
+    buffer_size: int = 1000
+
+    def __post_init__(self) -> None:
+        if not self.source:
+            raise ValueError("source is empty: expected a file, a directory or the name of a data set on the hub")
+        if self.block_length < 2:
+            raise ValueError(f"block_length is {self.block_length}: expected at least 2 tokens")
+        if self.buffer_size < 1:
+            raise ValueError(f"buffer_size is {self.buffer_size}: expected at least 1 block")

@@ -1,0 +1,143 @@
+"""Where texts come from: lines of files, or a streamed data set; one pass after another, resumable at every text."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+
+from swarm_protocol.errors import CheckpointError
+from swarm_protocol.untrusted.json_file import parse_object
+from swarm_training.data.order import EVERYTHING, Order, Part
+
+if TYPE_CHECKING:
+    from datasets import IterableDataset
+
+SUFFIXES = (".txt", ".jsonl")
+State = dict[str, Any]  # of JSON
+
+
+class TextSource(Protocol):
+    """Gives the texts of one epoch after another; the state says what comes next."""
+
+    def texts(self) -> Iterator[str]:
+        """From the state on to the end of the epoch."""
+
+    def next_epoch(self) -> None:
+        """Goes to the beginning of the next epoch."""
+
+    def state_dict(self) -> State:
+        """After the last text that was given: ``texts`` of a source in this state gives the next one."""
+
+    def load_state_dict(self, state: State) -> None: ...
+
+
+class FileTexts:
+    """Lines that are not blank, of files in an order that changes with each epoch.
+
+    A line of .jsonl is an object with a string "text". Of the lines of a file, each part takes every ``count``-th.
+    """
+
+    def __init__(self, files: Sequence[Path], seed: str, part: Part = EVERYTHING) -> None:
+        """Raises ValueError if there are no files."""
+        if not files:
+            raise ValueError(f"there are no files of text: expected some {' or '.join(SUFFIXES)}")
+        self._files = sorted(files)
+        self._order = Order(seed, len(files))
+        self._part = part
+        self._epoch = self._place = self._offset = self._line = 0  # offset: bytes of the file at this place
+
+    def texts(self) -> Iterator[str]:
+        """Raises ValueError if a line cannot be read; it is named by its number."""
+        while self._place < len(self._files):
+            position = self._epoch * len(self._files) + self._place
+            path = self._files[int(self._order.samples(np.array([position]))[0])]
+            with path.open("rb") as lines:
+                lines.seek(self._offset)
+                for line in lines:
+                    self._offset += len(line)
+                    self._line += 1
+                    is_ours = (self._line - 1) % self._part.count == self._part.index
+                    if is_ours and line.strip():
+                        yield _text_of(line, path, self._line)
+            self._place, self._offset, self._line = self._place + 1, 0, 0
+
+    def next_epoch(self) -> None:
+        self._epoch, self._place, self._offset, self._line = self._epoch + 1, 0, 0, 0
+
+    def state_dict(self) -> State:
+        return {"epoch": self._epoch, "place": self._place, "offset": self._offset, "line": self._line}
+
+    def load_state_dict(self, state: State) -> None:
+        self._epoch, self._place = state["epoch"], state["place"]
+        self._offset, self._line = state["offset"], state["line"]
+
+
+class StreamedTexts:
+    """A column of a ``datasets.IterableDataset``, shard by shard, in an order of shards that changes with each epoch.
+
+    With at least as many shards as parts, each part takes shards of its own; otherwise it takes every ``count``-th
+    example of all of them. Peers that do not know each other take everything, each with its own seed.
+    """
+
+    def __init__(self, dataset: IterableDataset, seed: str, part: Part = EVERYTHING, column: str = "text") -> None:
+        self._dataset = dataset
+        self._column = column
+        self._num_shards: int = dataset.num_shards
+        self._order = Order(seed, self._num_shards)
+        by_shards = self._num_shards >= part.count
+        self._shards, self._examples = (part, EVERYTHING) if by_shards else (EVERYTHING, part)
+        self._epoch = self._place = self._example = 0  # of the shard at this place, so many were read
+        self._in_shard: State | None = None  # of the shard's reader; None: at its beginning
+
+    def texts(self) -> Iterator[str]:
+        """Raises ValueError if there is no such column of strings."""
+        while (place := self._shards.index + self._place * self._shards.count) < self._num_shards:
+            index = int(self._order.samples(np.array([self._epoch * self._num_shards + place]))[0])
+            shard = self._dataset.shard(num_shards=self._num_shards, index=index)
+            if self._in_shard is not None:
+                shard.load_state_dict(self._in_shard)
+            for row in shard:
+                self._in_shard = shard.state_dict()
+                self._example += 1
+                if (self._example - 1) % self._examples.count == self._examples.index:
+                    yield self._text_of(row)
+            self._place, self._example, self._in_shard = self._place + 1, 0, None
+
+    def _text_of(self, row: dict[str, Any]) -> str:
+        text = row.get(self._column)
+        if not isinstance(text, str):
+            names = ", ".join(sorted(row))
+            raise ValueError(f"the data set has no strings in a column {self._column!r}: its columns are {names}")
+        return text
+
+    def next_epoch(self) -> None:
+        self._epoch, self._place, self._example, self._in_shard = self._epoch + 1, 0, 0, None
+
+    def state_dict(self) -> State:
+        state = {"epoch": self._epoch, "place": self._place, "example": self._example}
+        return {**state, "in_shard": self._in_shard}
+
+    def load_state_dict(self, state: State) -> None:
+        self._epoch, self._place = state["epoch"], state["place"]
+        self._example, self._in_shard = state["example"], state["in_shard"]
+
+
+def _text_of(line: bytes, path: Path, number: int) -> str:
+    where = f"line {number} of {path}"
+    try:
+        text = line.decode().strip("\r\n").removeprefix("\ufeff")
+    except UnicodeDecodeError:
+        raise ValueError(f"{where} is not UTF-8 text") from None
+    if path.suffix != ".jsonl":
+        return text
+    try:
+        found = parse_object(line, where).get("text")
+    except CheckpointError as error:
+        raise ValueError(str(error)) from None
+    if not isinstance(found, str):
+        raise ValueError(f'{where} has "text": {json.dumps(found)[:40]}: expected a string')
+    return found

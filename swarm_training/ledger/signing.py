@@ -1,0 +1,56 @@
+"""Content that a peer has signed: bytes are checked as they came, so that nothing depends on how they are written."""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import TypeVar
+
+from cryptography.exceptions import UnsupportedAlgorithm
+from google.protobuf.message import DecodeError, Message
+
+from swarm_protocol.net.hivemind_parts import RSAPublicKey
+from swarm_protocol.net.identity import Identity, peer_id_of
+from swarm_training.pb import training_ledger_pb2 as pb
+
+M = TypeVar("M", bound=Message)
+
+
+class Kind(Enum):
+    """What is signed begins with one of these, so that one kind is never taken for another."""
+
+    CONTRIBUTION = b"swarm.training.v1.Contribution:"
+    ROUND = b"swarm.training.v1.Round:"
+    ORDER = b"swarm.training.v1.Order:"
+
+
+def sign(kind: Kind, content: Message, identity: Identity, token: bytes) -> pb.SignedByPeer:
+    """``token``: of a private run, the peer's; empty otherwise."""
+    data = content.SerializeToString(deterministic=True)
+    return pb.SignedByPeer(
+        content=data,
+        public_key=identity.private_key.get_public_key().to_bytes(),
+        signature=identity.private_key.sign(kind.value + data),
+        token=token,
+    )
+
+
+def signer_of(kind: Kind, signed: pb.SignedByPeer) -> str:
+    """The peer id of who has signed this as a ``kind``. Raises ValueError if nobody has."""
+    try:
+        peer_id = peer_id_of(signed.public_key)
+        is_right = RSAPublicKey.from_bytes(signed.public_key).verify(kind.value + signed.content, signed.signature)
+    except (ValueError, UnsupportedAlgorithm):
+        raise ValueError("the key of a signature is no key of a peer") from None
+    if not is_right:
+        raise ValueError(f"a signature of {peer_id} is wrong")
+    return peer_id
+
+
+def parsed(kind: type[M], data: bytes, max_bytes: int) -> M:
+    """Raises ValueError if these bytes are no such message, or too many."""
+    if len(data) > max_bytes:
+        raise ValueError(f"a {kind.__name__} has {len(data)} bytes: expected at most {max_bytes}")
+    try:
+        return kind.FromString(data)
+    except DecodeError:
+        raise ValueError(f"the bytes are no {kind.__name__}") from None

@@ -1,0 +1,231 @@
+"""Takes part in a meeting under a leader, and in the averaging that follows."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from swarm_protocol.errors import PeerUnavailable, RequestRejected
+from swarm_training.averaging.chunks import to_bits
+from swarm_training.averaging.group import Group
+from swarm_training.averaging.round import Round
+from swarm_training.averaging.rounds import Rounds
+from swarm_training.compression.compressor import Phases
+from swarm_training.core.network import MeetTalk
+from swarm_training.pb import training_pb2 as pb
+
+_WATCH_S = 0.2
+_ALIVE = pb.MeetRequest(alive=pb.Alive())
+MakeRound = Callable[[Group, int, int, Tensor], Round]
+
+
+class Dismissed(Exception):
+    """The meeting has come to nothing for this peer; ``referral`` is whom to ask instead, if that is known."""
+
+    def __init__(self, reason: str, referral: pb.SignedProgress | None = None) -> None:
+        super().__init__(reason)
+        self.referral = referral
+
+
+@dataclass
+class Ballots:
+    """What this peer has promised and accepted at one step; see ``swarm_training.meeting.leader``."""
+
+    promised: int = 0
+    accepted: pb.Accepted = field(default_factory=pb.Accepted)
+    gradient: Tensor | None = None  # the average that belongs to ``accepted``
+    group: Group | None = None
+
+
+@dataclass(frozen=True)
+class Averaged:
+    """``gradient``: [n] float32, the same bits for all who have it; ``digest``: of the bytes it came from."""
+
+    gradient: Tensor
+    digest: bytes
+    group: Group
+    seconds: float = 0.0  # from the forming of the group to its decision
+
+
+class Attendance:
+    """One peer's part in one meeting."""
+
+    def __init__(
+        self,
+        peer_id: str,
+        talk: MeetTalk,
+        ballots: Ballots,
+        rounds: Rounds,
+        make_round: MakeRound,
+        is_leader: Callable[[], bool],
+        heartbeat_s: float,
+        silence_s: float,
+    ) -> None:
+        """``make_round``: from a group, this peer's number there, the phase, and the vector. ``is_leader``: whether the
+        one who is called is still the one to lead; until there is a group, another may have come."""
+        self._peer_id = peer_id
+        self._talk = talk
+        self._ballots = ballots
+        self._rounds = rounds
+        self._make_round = make_round
+        self._is_leader = is_leader
+        self._heartbeat_s = heartbeat_s
+        self._silence_s = silence_s
+        self._replies: asyncio.Queue[pb.MeetReply] = asyncio.Queue()
+        self._round: Round | None = None
+        self._dropped: set[int] = set()
+        self._has_group = False
+
+    async def attend(self, join: pb.Join, phases: Phases) -> Averaged:
+        """``phases``: what is averaged; it is closed if the meeting fails.
+
+        Raises:
+            PeerUnavailable: the leader is gone, or silent.
+            Dismissed: the leader says that this peer cannot take part, or that the meeting has failed; or another peer
+                leads by now.
+            ValueError: the leader has sent what makes no sense.
+        """
+        try:
+            await self._talk.send(pb.MeetRequest(join=join))
+            listening = asyncio.create_task(self._listen())
+            talking = asyncio.create_task(self._keep_alive())
+            watching = asyncio.create_task(self._watch_leader())
+            acting = asyncio.create_task(self._act(join.step, phases))
+            try:
+                await asyncio.wait([listening, watching, acting], return_when=asyncio.FIRST_COMPLETED)
+                if acting.done():
+                    return acting.result()
+                if listening.done():
+                    listening.result()
+                raise Dismissed("another peer leads")
+            finally:
+                await _end(listening, talking, watching, acting)
+        finally:
+            phases.close()
+
+    async def _listen(self) -> None:
+        while True:
+            try:
+                async with asyncio.timeout(self._silence_s):
+                    reply = await self._talk.receive()
+            except TimeoutError:
+                raise PeerUnavailable("the leader is silent") from None
+            if reply is None:
+                raise PeerUnavailable("the leader has ended the meeting")
+            kind = reply.WhichOneof("kind")
+            if kind == "dropped":
+                self._dropped.add(reply.dropped.member)
+                if self._round is not None:
+                    self._round.drop(reply.dropped.member)
+            elif kind != "alive":
+                self._replies.put_nowait(reply)
+                if kind in ("commit", "dismissal"):
+                    await asyncio.Event().wait()  # until whoever acts has ended
+
+    async def _keep_alive(self) -> None:
+        with suppress(PeerUnavailable):
+            while True:
+                await asyncio.sleep(self._heartbeat_s)
+                await self._talk.send(_ALIVE)
+
+    async def _watch_leader(self) -> None:
+        """Ends if another peer leads, and there is no group yet."""
+        while self._has_group or self._is_leader():
+            await asyncio.sleep(_WATCH_S)
+
+    async def _act(self, step: int, phases: Phases) -> Averaged:
+        group = self._parse((await self._next("group")).group, step)
+        self._has_group = True
+        began_s = asyncio.get_running_loop().time()
+        me = group.peer_ids.index(self._peer_id)
+        self._ballots.promised = group.ballot
+        if group.continues and group.continues == self._ballots.accepted.group:
+            phases = _replay(self._rounds.of(group.continues), self._ballots.gradient)
+        vector = next(phases)
+        phase = 0
+        while True:
+            await self._average(group, me, phase, vector)
+            assert self._round is not None
+            phase += 1
+            try:
+                vector = phases.send(await self._round.mean())
+            except StopIteration as finished:
+                gradient: Tensor = finished.value
+                break
+        digest = await self._rounds.digest_of(group.id)
+        self._ballots.accepted = pb.Accepted(
+            ballot=group.ballot, group=group.id, digest=digest, layout=group.layout, roster=group.roster
+        )
+        self._ballots.gradient, self._ballots.group = gradient, group
+        await self._talk.send(pb.MeetRequest(report=pb.Report(phase=phase, digest=digest)))
+        commit = (await self._next("commit")).commit
+        if commit.digest != digest:
+            raise Dismissed("most members have got another result")
+        return Averaged(gradient, digest, group, asyncio.get_running_loop().time() - began_s)
+
+    async def _average(self, group: Group, me: int, phase: int, vector: Tensor) -> None:
+        """One phase, until everybody has all of it."""
+        self._round = current = self._make_round(group, me, phase, vector)
+        for member in self._dropped:
+            current.drop(member)
+        if group.continues and group.continues == self._ballots.accepted.group:
+            current.results = dict(self._rounds.of(group.continues)[phase].results)
+        await self._rounds.add(current)
+        if not group.continues:
+            await current.first_attempt()
+        attempt = 0
+        while True:
+            await self._talk.send(pb.MeetRequest(report=_report_of(current, attempt)))
+            plan = (await self._next("plan")).plan
+            if plan.phase == phase + 1:
+                if not current.is_complete:
+                    raise RequestRejected("the leader goes on while parts of the result are missing")
+                return
+            attempt = plan.attempt
+            fetch = {each.chunk: each.member for each in plan.fetch}
+            await current.repair(fetch, {each.chunk: each.member for each in plan.redo})
+
+    async def _next(self, kind: str) -> pb.MeetReply:
+        reply = await self._replies.get()
+        got = reply.WhichOneof("kind")
+        if got == "dismissal":
+            leader = reply.dismissal.leader if reply.dismissal.HasField("leader") else None
+            raise Dismissed(reply.dismissal.reason, leader)
+        if got != kind:
+            raise RequestRejected(f"the leader has sent a {got}: expected a {kind}")
+        return reply
+
+    def _parse(self, message: pb.Group, step: int) -> Group:
+        group = Group.parse(message)
+        if group.step != step or group.ballot <= self._ballots.promised or self._peer_id not in group.peer_ids:
+            raise RequestRejected("the leader has formed a group that is not the one which was asked for")
+        return group
+
+
+def _replay(rounds: Sequence[Round], gradient: Tensor | None) -> Phases:
+    """What has been averaged already; a compressor must not see it twice."""
+    assert gradient is not None
+    for finished in rounds:
+        yield finished.vector
+    return gradient
+
+
+def _report_of(current: Round, attempt: int) -> pb.Report:
+    return pb.Report(
+        phase=current.phase,
+        attempt=attempt,
+        num_chunks=len(current.chunks),
+        held=to_bits(current.results, len(current.chunks)),
+        broken=sorted(current.broken),
+    )
+
+
+async def _end(*tasks: asyncio.Task[Any]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)

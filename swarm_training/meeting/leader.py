@@ -1,0 +1,233 @@
+"""What the leader of a meeting decides: who is in the group, what is repaired, and whether the average counts.
+
+The leader carries no data. A result counts once the leader knows that a quorum holds it; whoever leads after it must
+take that result over. That is single-decree Paxos for each global step (Lamport, 2001): to join is a promise, a report
+with a digest an acceptance, and `continues` hands on what may have been chosen.
+
+Decides from data alone: events in, replies out.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+
+from swarm_training.averaging.chunks import from_bits
+from swarm_training.averaging.repair import repair
+from swarm_training.core.config import MAX_MEMBERS
+from swarm_training.core.record import Progress
+from swarm_training.pb import training_pb2 as pb
+from swarm_training.progress.policy import has_quorum, rank
+
+_MAX_ATTEMPTS = 6
+_REPORT_DEADLINES = 2.0  # for an attempt; a member gives it up after 1.5
+_MAX_CHUNKS = 1 << 20
+Replies = list[tuple[str, pb.MeetReply]]  # each with the peer it is for
+
+
+@dataclass(frozen=True)
+class Outlook:
+    """What the leader knows at a moment, besides what the members have told it.
+
+    Attributes:
+        expected: who is waited for, for ``wait_s`` at most.
+        known, roster, gone: see ``swarm_training.progress.policy``.
+        deadline_s: for stragglers of the averaging.
+    """
+
+    expected: Collection[str]
+    known: Collection[str]
+    roster: Collection[str]
+    gone: Collection[str]
+    wait_s: float
+    deadline_s: float
+
+
+class Stage(Enum):
+    GATHERING = 1
+    AVERAGING = 2
+    OVER = 3
+
+
+@dataclass(frozen=True)
+class _Joined:
+    join: pb.Join
+    record: Progress
+
+
+@dataclass
+class _Averaging:
+    members: tuple[str, ...]
+    shares: list[float]
+    reachable: frozenset[int]
+    alive: set[int]
+    continues: bool
+    phase: int = 0
+    attempt: int = 0
+    began_s: float = 0.0
+    reports: dict[int, pb.Report] = field(default_factory=dict)
+
+
+class Leader:
+    """Of one meeting. Times are those of one clock, in seconds."""
+
+    def __init__(self, run: str, step: int, name: str) -> None:
+        """``name``: tells this meeting from all others."""
+        self.step = step
+        self.stage = Stage.GATHERING
+        self._run = run
+        self._name = name
+        self._joined: dict[str, _Joined] = {}
+        self._began_s: float | None = None
+        self._group: _Averaging | None = None
+
+    def join(self, peer_id: str, join: pb.Join, record: Progress, now: float) -> None:
+        assert self.stage is Stage.GATHERING
+        if self._began_s is None:
+            self._began_s = now
+        self._joined[peer_id] = _Joined(join, record)
+
+    def leave(self, peer_id: str, outlook: Outlook, now: float) -> Replies:
+        """Its stream has ended, or it is silent."""
+        if self.stage is Stage.GATHERING:
+            self._joined.pop(peer_id, None)
+        group = self._group
+        if self.stage is not Stage.AVERAGING or group is None or peer_id not in group.members:
+            return []
+        number = group.members.index(peer_id)
+        if number not in group.alive:
+            return []
+        group.alive.discard(number)
+        group.reports.pop(number, None)
+        dropped = pb.MeetReply(dropped=pb.Dropped(member=number))
+        return [*self._to_alive(group, dropped), *self._advance(group, outlook, now)]
+
+    def report(self, peer_id: str, report: pb.Report, outlook: Outlook, now: float) -> Replies:
+        group = self._group
+        if self.stage is not Stage.AVERAGING or group is None or peer_id not in group.members:
+            return []
+        number = group.members.index(peer_id)
+        if (report.phase, report.attempt) != (group.phase, group.attempt) or number not in group.alive:
+            return []
+        group.reports[number] = report
+        return self._advance(group, outlook, now)
+
+    def tick(self, outlook: Outlook, now: float) -> Replies:
+        """To be called when a peer has joined, and every now and then."""
+        if self.stage is Stage.GATHERING and self._is_full(outlook, now):
+            return self._form(outlook, now)
+        group = self._group
+        if self.stage is not Stage.AVERAGING or group is None:
+            return []
+        replies: Replies = []
+        if now - group.began_s > _REPORT_DEADLINES * outlook.deadline_s:
+            for number in sorted(group.alive - group.reports.keys()):
+                late = pb.MeetReply(dismissal=pb.Dismissal(reason="this peer was too slow"))
+                replies += [(group.members[number], late), *self.leave(group.members[number], outlook, now)]
+        return replies
+
+    def _is_full(self, outlook: Outlook, now: float) -> bool:
+        """Nobody goes on in a group that has no quorum: of the roster, so that a run cannot fork, and of all that are
+        known to be at this step, so that no step is taken in a group of a few."""
+        present = self._joined.keys()
+        joined = self._joined.values()
+        if self._began_s is None or not any(peer.record.is_reachable for peer in joined):
+            return False
+        if not any(peer.join.samples for peer in joined):
+            return False
+        electorates = outlook.roster, {*outlook.known, *present}
+        if not all(has_quorum(present, electorate, outlook.gone) for electorate in electorates):
+            return False
+        is_late = now - self._began_s >= outlook.wait_s
+        return is_late or set(outlook.expected) <= present or len(present) >= MAX_MEMBERS
+
+    def _form(self, outlook: Outlook, now: float) -> Replies:
+        peers = sorted(self._joined, key=lambda peer: rank(self._run, self.step, peer))[:MAX_MEMBERS]
+        joined = [self._joined[peer] for peer in peers]
+        shares = [peer.record.share if peer.record.is_reachable else 0.0 for peer in joined]
+        if not sum(shares):
+            shares = [1.0 if peer.record.is_reachable else 0.0 for peer in joined]
+        accepted = max((peer.join.accepted for peer in joined), key=lambda result: result.ballot)
+        reachable = frozenset(number for number, peer in enumerate(joined) if peer.record.is_reachable)
+        message = pb.Group(
+            id=self._name,
+            step=self.step,
+            ballot=1 + max(peer.join.promised for peer in joined),
+            members=[
+                pb.Member(record=peer.join.own, weight=peer.join.samples, share=share)
+                for peer, share in zip(joined, shares, strict=True)
+            ],
+            deadline_s=outlook.deadline_s,
+            continues=accepted.group,
+            layout=accepted.layout or shares,
+            roster=accepted.roster or sorted(peers[number] for number in reachable),
+        )
+        self.stage = Stage.AVERAGING
+        alive = set(range(len(peers)))
+        self._group = _Averaging(tuple(peers), shares, reachable, alive, bool(accepted.group), began_s=now)
+        return self._to_alive(self._group, pb.MeetReply(group=message))
+
+    def _advance(self, group: _Averaging, outlook: Outlook, now: float) -> Replies:
+        """What follows once everybody who is alive has reported."""
+        if not group.alive:
+            self.stage = Stage.OVER
+        if self.stage is Stage.OVER or not group.alive <= group.reports.keys():
+            return []
+        reports = {number: group.reports[number] for number in group.alive}
+        if all(report.digest for report in reports.values()):
+            return self._decide(group, reports, outlook)
+        sizes = {report.num_chunks for report in reports.values()}
+        if len(sizes) > 1 or any(report.digest for report in reports.values()) or max(sizes) > _MAX_CHUNKS:
+            return self._end(group, "the members do not average vectors of the same length")
+        try:
+            held = {number: from_bits(report.held, report.num_chunks) for number, report in reports.items()}
+        except ValueError:
+            return self._end(group, "the report of a member is not understood")
+        return self._plan(group, held, reports.values(), now)
+
+    def _plan(
+        self, group: _Averaging, held: Mapping[int, Collection[int]], reports: Iterable[pb.Report], now: float
+    ) -> Replies:
+        reports = list(reports)
+        broken = {number for report in reports for number in report.broken}
+        reachable = group.alive & group.reachable
+        needed = repair(reports[0].num_chunks, held, reachable - broken or reachable, group.shares)
+        if needed.lost or (needed.redo and group.continues):
+            return self._end(group, "nobody is left who holds some of the result")
+        if needed.fetch or needed.redo:
+            group.attempt += 1
+        else:
+            group.phase, group.attempt = group.phase + 1, 0
+        if group.attempt == _MAX_ATTEMPTS:
+            return self._end(group, "too many members have failed")
+        group.reports.clear()
+        group.began_s = now
+        plan = pb.Plan(
+            phase=group.phase,
+            attempt=group.attempt,
+            fetch=[pb.Transfer(chunk=chunk, member=member) for chunk, member in needed.fetch.items()],
+            redo=[pb.Transfer(chunk=chunk, member=member) for chunk, member in needed.redo.items()],
+        )
+        return self._to_alive(group, pb.MeetReply(plan=plan))
+
+    def _decide(self, group: _Averaging, reports: Mapping[int, pb.Report], outlook: Outlook) -> Replies:
+        """The result that most hold counts, if they are a quorum: of the roster, and of the group itself."""
+        counts = Counter(report.digest for report in reports.values())
+        digest = max(sorted(counts), key=lambda each: counts[each])
+        holders = {group.members[number] for number, report in reports.items() if report.digest == digest}
+        electorates = (outlook.roster, [group.members[number] for number in group.reachable])
+        if not all(has_quorum(holders, electorate, outlook.gone) for electorate in electorates):
+            return self._end(group, "those who are left are no quorum")
+        self.stage = Stage.OVER
+        commit = pb.MeetReply(commit=pb.Commit(digest=digest))
+        odd = pb.MeetReply(dismissal=pb.Dismissal(reason="most members have got another result"))
+        return [(peer, commit if peer in holders else odd) for peer in map(group.members.__getitem__, sorted(reports))]
+
+    def _end(self, group: _Averaging, reason: str) -> Replies:
+        self.stage = Stage.OVER
+        return self._to_alive(group, pb.MeetReply(dismissal=pb.Dismissal(reason=reason)))
+
+    def _to_alive(self, group: _Averaging, reply: pb.MeetReply) -> Replies:
+        return [(group.members[number], reply) for number in sorted(group.alive)]

@@ -1,0 +1,129 @@
+"""Leads meetings: carries out what ``Leader`` decides, over the streams of the members."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from contextlib import suppress
+from itertools import count
+
+from swarm_protocol.errors import PeerUnavailable, RequestRejected
+from swarm_training.core.network import Talk
+from swarm_training.core.record import Progress
+from swarm_training.meeting.leader import Leader, Outlook, Replies, Stage
+from swarm_training.pb import training_pb2 as pb
+
+MemberTalk = Talk[pb.MeetReply, pb.MeetRequest]
+_TICK_S = 0.1
+_ALIVE = pb.MeetReply(alive=pb.Alive())
+_logger = logging.getLogger(__name__)
+
+
+class Leading:
+    """All meetings that this peer leads: one gathers, others may still average."""
+
+    def __init__(
+        self,
+        run: str,
+        peer_id: str,
+        outlook: Callable[[], Outlook],
+        note: Callable[[pb.SignedProgress], Progress],
+        referral: Callable[[pb.Join], pb.Dismissal | None],
+        heartbeat_s: float,
+        silence_s: float,
+    ) -> None:
+        """``note``: takes note of a record and returns what it says, or raises ValueError. ``referral``: what to answer
+        who should ask somebody else; None if this peer leads it."""
+        self._run = run
+        self._peer_id = peer_id
+        self._outlook = outlook
+        self._note = note
+        self._referral = referral
+        self._heartbeat_s = heartbeat_s
+        self._silence_s = silence_s
+        self._numbers = count()
+        self._gathering: Leader | None = None
+        self._outboxes: dict[tuple[Leader, str], asyncio.Queue[pb.MeetReply | None]] = {}
+
+    async def serve(self, peer_id: str, talk: MemberTalk) -> None:
+        """One member, from its joining to the end of the meeting.
+
+        Raises:
+            RequestRejected: it does not join, or not for itself.
+        """
+        async with asyncio.timeout(self._silence_s):
+            first = await talk.receive()
+        if first is None or first.WhichOneof("kind") != "join":
+            raise RequestRejected("a stream to a leader must begin with `join`")
+        join = first.join
+        record = self._note(join.own)
+        if record.peer_id != peer_id:
+            raise RequestRejected("the record of progress is that of another peer")
+        referral = self._referral(join)
+        if referral is not None:
+            await talk.send(pb.MeetReply(dismissal=referral))
+            return
+        leader = self._leader_at(join.step)
+        outbox: asyncio.Queue[pb.MeetReply | None] = asyncio.Queue()
+        self._outboxes[leader, peer_id] = outbox
+        leader.join(peer_id, join, record, _now())
+        writing = asyncio.create_task(self._write(talk, outbox))
+        reading = asyncio.create_task(self._read(leader, peer_id, talk))
+        ticking = asyncio.create_task(self._tick(leader))
+        try:
+            await asyncio.wait([writing, reading], return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in (writing, reading, ticking):
+                task.cancel()
+            await asyncio.gather(writing, reading, ticking, return_exceptions=True)
+            if self._outboxes.get((leader, peer_id)) is outbox:
+                del self._outboxes[leader, peer_id]
+                self._deliver(leader, leader.leave(peer_id, self._outlook(), _now()))
+
+    def _leader_at(self, step: int) -> Leader:
+        gathering = self._gathering
+        if gathering is None or gathering.step != step or gathering.stage is not Stage.GATHERING:
+            name = f"{self._run}/{step}/{self._peer_id}/{next(self._numbers)}"
+            self._gathering = gathering = Leader(self._run, step, name)
+        return gathering
+
+    async def _write(self, talk: MemberTalk, outbox: asyncio.Queue[pb.MeetReply | None]) -> None:
+        with suppress(PeerUnavailable):
+            while True:
+                try:
+                    async with asyncio.timeout(self._heartbeat_s):
+                        reply = await outbox.get()
+                except TimeoutError:
+                    reply = _ALIVE
+                if reply is None:
+                    return
+                await talk.send(reply)
+                if reply.WhichOneof("kind") in ("commit", "dismissal"):
+                    await talk.finish()
+                    return
+
+    async def _read(self, leader: Leader, peer_id: str, talk: MemberTalk) -> None:
+        with suppress(PeerUnavailable, TimeoutError):
+            while True:
+                async with asyncio.timeout(self._silence_s):
+                    request = await talk.receive()
+                if request is None:
+                    return
+                if request.WhichOneof("kind") == "report":
+                    self._deliver(leader, leader.report(peer_id, request.report, self._outlook(), _now()))
+
+    async def _tick(self, leader: Leader) -> None:
+        """Every member's, so that it ends with them."""
+        while True:
+            self._deliver(leader, leader.tick(self._outlook(), _now()))
+            await asyncio.sleep(_TICK_S)
+
+    def _deliver(self, leader: Leader, replies: Replies) -> None:
+        for peer_id, reply in replies:
+            if (outbox := self._outboxes.get((leader, peer_id))) is not None:
+                outbox.put_nowait(reply)
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()

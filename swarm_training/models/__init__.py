@@ -1,0 +1,1 @@
+"""Small models whose layers share their parameters."""

@@ -1,0 +1,1 @@
+"""Speaks gRPC: the service of a peer, and its calls of others."""

@@ -1,0 +1,120 @@
+"""The gRPC service of a peer: who calls is authenticated here, what is asked is answered elsewhere."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+import grpc
+
+from swarm_protocol.access.access_control import AccessControl
+from swarm_protocol.access.tokens import Role
+from swarm_protocol.errors import PeerUnavailable, RequestRejected, SwarmError
+from swarm_protocol.net.tls import Certificate, peer_of, token_of
+from swarm_protocol.wire.constants import SERVER_OPTIONS
+from swarm_protocol.wire.printable import printable
+from swarm_protocol.wire.status import status_of
+from swarm_training.core.network import Handlers
+from swarm_training.pb import training_pb2 as pb
+from swarm_training.pb.training_pb2_grpc import TrainingServicer, add_TrainingServicer_to_server
+
+if TYPE_CHECKING:
+    _Context = grpc.aio.ServicerContext[Any, Any]
+Out = TypeVar("Out")
+In = TypeVar("In")
+_logger = logging.getLogger(__name__)
+
+
+class _ServedTalk(Generic[Out, In]):
+    """The called peer's side of a stream."""
+
+    def __init__(self, context: _Context) -> None:
+        self._context = context
+
+    async def send(self, message: Out) -> None:
+        try:
+            await self._context.write(message)
+        except grpc.aio.BaseError as error:
+            raise PeerUnavailable(f"the caller is gone: {error}") from None
+
+    async def receive(self) -> In | None:
+        try:
+            message = await self._context.read()
+        except grpc.aio.BaseError as error:
+            raise PeerUnavailable(f"the caller is gone: {error}") from None
+        if message is grpc.aio.EOF:
+            if self._context.cancelled():
+                raise PeerUnavailable("the caller is gone")
+            return None
+        received: In = message
+        return received
+
+    async def finish(self) -> None:
+        """The stream ends when its handler returns."""
+
+
+class TrainingService(TrainingServicer):
+    def __init__(self, handlers: Handlers, access: AccessControl | None) -> None:
+        """``access``: that of a private run; None: everybody may take part."""
+        self._handlers = handlers
+        self._access = access
+
+    async def Exchange(self, request: pb.ExchangeRequest, context: _Context) -> pb.ExchangeReply:
+        async with self._answering(context) as peer_id:
+            return await self._handlers.exchange(peer_id, request)
+
+    async def Meet(self, _: object, context: _Context) -> None:
+        async with self._answering(context) as peer_id:
+            await self._handlers.meet(peer_id, _ServedTalk(context))
+
+    async def Reduce(self, _: object, context: _Context) -> None:
+        async with self._answering(context) as peer_id:
+            await self._handlers.reduce(peer_id, _ServedTalk(context))
+
+    async def Fetch(self, request: pb.FetchRequest, context: _Context) -> None:
+        async with self._answering(context) as peer_id:
+            async for chunk in self._handlers.fetch(peer_id, request):
+                await context.write(chunk)
+
+    async def State(self, request: pb.StateRequest, context: _Context) -> None:
+        async with self._answering(context) as peer_id:
+            async for part in self._handlers.state(peer_id):
+                await context.write(part)
+
+    @asynccontextmanager
+    async def _answering(self, context: _Context) -> AsyncIterator[str]:
+        """The caller's peer id; our errors are answered with their gRPC status."""
+        try:
+            auth = context.auth_context()
+            peer_id = peer_of(auth)
+            if self._access is not None:
+                self._access.require(Role.TRAINER, peer_id, token_of(auth))
+            yield peer_id
+        except SwarmError as error:
+            await context.abort(status_of(error), printable(str(error)))
+        except TimeoutError:
+            await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, "this peer has waited too long")
+        except ValueError as error:
+            await context.abort(status_of(RequestRejected("")), printable(str(error)))
+        except grpc.aio.BaseError as error:
+            _logger.debug("a caller went away: %s", error)
+
+
+async def start_service(
+    handlers: Handlers, certificate: Certificate, host: str, port: int, access: AccessControl | None
+) -> tuple[grpc.aio.Server, int]:
+    """A server that listens, and its port.
+
+    Raises:
+        ValueError: the address cannot be listened on.
+    """
+    server = grpc.aio.server(options=SERVER_OPTIONS)
+    add_TrainingServicer_to_server(TrainingService(handlers, access), server)  # type: ignore[no-untyped-call]
+    try:
+        bound = server.add_secure_port(f"{host}:{port}", certificate.server_credentials())
+    except RuntimeError:
+        raise ValueError(f"cannot listen on {host}:{port}: expected a free port on an address of this host") from None
+    await server.start()
+    return server, bound

@@ -1,0 +1,1 @@
+"""Sums whose bits are the same on every machine."""

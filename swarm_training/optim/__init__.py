@@ -1,0 +1,1 @@
+"""Optimizers for large batches and little memory, bit-identical on all peers."""

@@ -1,0 +1,62 @@
+"""LAMB, for batches so large that Adam's steps no longer suit every layer (You et al., 2020)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import ParamsT
+
+from swarm_training.optim.rules import Moments, StateInPlace, hyperparameters, lamb_update
+
+
+class LAMB(StateInPlace):
+    """Adam's direction with decoupled weight decay, each parameter's step as long as lr times the parameter itself.
+
+    Moments are float32 beside their parameter; the same gradients lead to the same bits on every machine. Biases and
+    norms usually belong into a parameter group with ``weight_decay=0``.
+    """
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-6,
+        weight_decay: float = 0.01,
+        max_weight_norm: float | None = None,
+    ) -> None:
+        """max_weight_norm: a parameter's norm counts as no more in its step; 10 in the authors' code.
+
+        Raises:
+            ValueError: a value is out of range.
+        """
+        super().__init__(params, hyperparameters(lr, betas, eps, weight_decay, max_weight_norm))
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """Updates every parameter that has a gradient."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self._update(parameter, group)
+        return loss
+
+    def _update(self, parameter: Tensor, group: dict[str, Any]) -> None:
+        state = self.state[parameter]
+        if not state:
+            state["step"] = torch.tensor(0, dtype=torch.int64)
+            state["exp_avg"] = torch.zeros_like(parameter, dtype=torch.float32)
+            state["exp_avg_sq"] = torch.zeros_like(parameter, dtype=torch.float32)
+        moments = Moments(state["exp_avg"], state["exp_avg_sq"], int(state["step"]))
+        weights = parameter.float()  # itself, if it is float32
+        lamb_update(weights, parameter.grad.float(), moments, group)  # type: ignore[union-attr]
+        if weights is not parameter:
+            parameter.copy_(weights)
+        state["step"] += 1

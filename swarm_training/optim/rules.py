@@ -1,0 +1,92 @@
+"""How one parameter is updated, in place: LAMB and AdamW.
+
+Only elementwise operations that IEEE 754 rounds correctly, and norms that are exact in any order: peers that hold the
+same parameter, gradient and moments hold the same afterwards, bit by bit, whatever their machines.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from swarm_training.numerics.reproducible import norm, power
+
+
+@dataclass
+class Moments:
+    """Of one parameter, in float32: running means of its gradient and of that one's square, after ``step`` steps."""
+
+    mean: Tensor
+    square: Tensor
+    step: int
+
+
+UpdateRule = Callable[[Tensor, Tensor, Moments, Mapping[str, Any]], None]
+
+
+def lamb_update(parameter: Tensor, gradient: Tensor, moments: Moments, group: Mapping[str, Any]) -> None:
+    """LAMB (You et al., 2020, Algorithm 2): r = m̂ / (√v̂ + ε) + λ w;  w ← w − lr φ(|w|) / |r| r.
+
+    φ(z) = min(z, max_weight_norm), or z if that is None; the ratio is 1 where either norm is 0. All tensors: float32.
+    """
+    update = _adam_direction(gradient, moments, group)
+    if group["weight_decay"]:
+        update += parameter * group["weight_decay"]
+    weight_norm, update_norm = norm(parameter), norm(update)
+    if group["max_weight_norm"] is not None:
+        weight_norm = min(weight_norm, group["max_weight_norm"])
+    trust_ratio = weight_norm / update_norm if weight_norm and update_norm else 1.0
+    parameter -= update * (group["lr"] * trust_ratio)
+
+
+def adamw_update(parameter: Tensor, gradient: Tensor, moments: Moments, group: Mapping[str, Any]) -> None:
+    """AdamW (Loshchilov and Hutter, 2019, Algorithm 2): w ← w − lr λ w − lr m̂ / (√v̂ + ε). All tensors: float32."""
+    update = _adam_direction(gradient, moments, group)
+    if group["weight_decay"]:
+        parameter *= 1 - group["lr"] * group["weight_decay"]
+    parameter -= update * group["lr"]
+
+
+def _adam_direction(gradient: Tensor, moments: Moments, group: Mapping[str, Any]) -> Tensor:
+    """m̂ / (√v̂ + ε), once the gradient is part of the moments."""
+    beta1, beta2 = group["betas"]
+    moments.step += 1
+    moments.mean *= beta1
+    moments.mean += gradient * (1 - beta1)
+    moments.square *= beta2
+    moments.square += gradient.square() * (1 - beta2)
+    root = (moments.square / (1 - power(beta2, moments.step))).sqrt_()
+    root += group["eps"]
+    return (moments.mean / (1 - power(beta1, moments.step))).div_(root)
+
+
+def hyperparameters(
+    lr: float, betas: tuple[float, float], eps: float, weight_decay: float, max_weight_norm: float | None
+) -> dict[str, Any]:
+    """The defaults of a parameter group; raises ValueError if one is out of range."""
+    for name, value in (("lr", lr), ("eps", eps), ("weight_decay", weight_decay)):
+        if not 0 <= value < math.inf:
+            raise ValueError(f"{name} {value} is out of range: expected a finite number that is not negative")
+    if not all(0 <= beta < 1 for beta in betas):
+        raise ValueError(f"betas {betas} are out of range: expected two numbers from 0 to below 1")
+    if max_weight_norm is not None and not max_weight_norm > 0:
+        raise ValueError(f"max_weight_norm {max_weight_norm} is out of range: expected a positive number or None")
+    return {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "max_weight_norm": max_weight_norm}
+
+
+class StateInPlace(torch.optim.Optimizer):
+    """An optimizer whose state keeps its dtypes and devices when it is loaded; torch would take the parameter's."""
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        indices = [index for group in state_dict["param_groups"] for index in group["params"]]
+        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        for index, parameter in zip(indices, parameters, strict=True):
+            if index in state_dict["state"]:
+                state = state_dict["state"][index]
+                self.state[parameter] = {name: value.clone() for name, value in state.items()}

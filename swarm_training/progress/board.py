@@ -1,0 +1,97 @@
+"""Where the peers of a run find each other: the DHT, on which each keeps its signed record. It is slow; see gossip."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Protocol
+
+from google.protobuf.message import DecodeError
+
+from swarm_protocol.dht import node as dht_node
+from swarm_protocol.dht import shards
+from swarm_protocol.dht.addresses import require_answer
+from swarm_protocol.dht.bootstrap import join_through, refused
+from swarm_protocol.dht.node import Listening
+from swarm_protocol.dht.stored_records import BoundedStorage, subkey_of
+from swarm_protocol.errors import NoSwarm
+from swarm_protocol.net.hivemind_parts import DHTNode, ValidationError, get_dht_time
+from swarm_protocol.net.identity import Identity
+from swarm_training.pb import training_pb2 as pb
+
+LIFETIME_S = 60.0
+_TIMEOUT_S = 10.0
+
+
+class Board(Protocol):
+    async def publish(self, record: pb.SignedProgress) -> None: ...
+
+    async def read(self) -> list[pb.SignedProgress]:
+        """Of all peers; nobody has checked them."""
+
+
+class DhtBoard:
+    """A DHT node inside this process, and the key of one run there."""
+
+    def __init__(self, node: DHTNode, run: str, identity: Identity) -> None:
+        node.protocol.storage.__class__ = BoundedStorage
+        node.protocol.storage.capacity = shards.CAPACITY
+        node.protocol.storage.access = None
+        self._node = node
+        self._key = f"swarm.training.v1/{run}/progress"
+        self._subkey = subkey_of(identity)
+        self._expiration = 0.0
+
+    @classmethod
+    async def join(
+        cls, run: str, initial_peers: Sequence[str], identity: Identity, listening: Listening, timeout_s: float
+    ) -> DhtBoard:
+        """Joins through ``initial_peers``, or starts a new DHT if there are none.
+
+        Raises:
+            NoSwarm: no initial peer answered.
+            ValueError: one of them is no multiaddr with a peer id.
+        """
+        if initial_peers:
+            await require_answer(initial_peers)
+        node = await dht_node.start(identity, listening)
+        try:
+            if initial_peers and not await join_through(
+                node, initial_peers, timeout_s, are_alive=False, on_wait=lambda _: None
+            ):
+                raise NoSwarm(f"no initial peer answered: {', '.join(initial_peers)}")
+        except ValidationError as error:
+            await dht_node.stop(node)
+            raise refused(error) from None
+        except BaseException:
+            await dht_node.stop(node)
+            raise
+        return cls(node, run, identity)
+
+    async def addresses(self) -> list[str]:
+        """Multiaddrs under which others can join through this node."""
+        return [str(address) for address in await self._node.p2p.get_visible_maddrs()]
+
+    async def publish(self, record: pb.SignedProgress) -> None:
+        self._expiration = max(get_dht_time() + LIFETIME_S, self._expiration + 0.001)
+        with suppress(TimeoutError):  # it is published again before long
+            async with asyncio.timeout(_TIMEOUT_S):
+                data = record.SerializeToString()
+                await self._node.store(self._key, data, self._expiration, subkey=self._subkey)
+
+    async def read(self) -> list[pb.SignedProgress]:
+        try:
+            async with asyncio.timeout(_TIMEOUT_S):
+                found = await self._node.get(self._key, latest=True)
+        except TimeoutError:
+            return []
+        items = found.value.values() if found is not None and isinstance(found.value, dict) else ()
+        records = []
+        for item in items:
+            with suppress(DecodeError, TypeError):  # from a stranger
+                records.append(pb.SignedProgress.FromString(item.value))
+        return records
+
+    async def close(self) -> None:
+        await dht_node.stop(self._node)

@@ -1,0 +1,126 @@
+"""Tells others of this peer's progress, and asks for theirs: straight between peers, and by the DHT to find them.
+
+Each peer calls a few others several times a second while there is something new, and once a second otherwise. A reply
+has all records that have changed since the last call, signed by their owners, so that news also reach those who cannot
+be called and those who have not been called.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+
+from swarm_protocol.errors import SwarmError
+from swarm_training.core.config import TrainingConfig
+from swarm_training.core.network import Network
+from swarm_training.core.record import Progress
+from swarm_training.pb import training_pb2 as pb
+from swarm_training.progress.board import Board
+from swarm_training.progress.table import ProgressTable
+
+_FANOUT = 8  # calls at a time
+_PUBLISH_S = 15.0
+_READ_S, _READ_ALONE_S = 15.0, 2.0  # the second while nobody is known
+_TIMEOUT_S = 3.0
+_logger = logging.getLogger(__name__)
+
+
+class Gossip:
+    """Attributes:
+    num_calls: exchanges that this peer has begun.
+    """
+
+    def __init__(
+        self,
+        config: TrainingConfig,
+        table: ProgressTable,
+        network: Network,
+        board: Board,
+        renew: Callable[[], pb.SignedProgress],
+        rng: random.Random,
+    ) -> None:
+        """``renew``: this peer's record as it is now, in a new version."""
+        self._config = config
+        self._table = table
+        self._network = network
+        self._board = board
+        self._renew = renew
+        self._rng = rng
+        self._news = asyncio.Event()
+        self._urgent = asyncio.Event()
+        self._since: dict[str, int] = {}  # by peer, what it has answered up to
+        self._calling: dict[str, asyncio.Task[None]] = {}
+        self.num_calls = 0
+
+    def tell(self, *, urgent: bool = False) -> None:
+        """There is something new to say; what is ``urgent`` is said at once."""
+        self._news.set()
+        if urgent:
+            self._urgent.set()
+
+    async def run(self) -> None:
+        await asyncio.gather(self._call_others(), self._publish(), self._read())
+
+    async def _call_others(self) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(self._config.heartbeat_s):
+                    await self._news.wait()
+            self._news.clear()
+            self._urgent.clear()
+            said_s = loop.time()
+            self.call_some(self._renew())
+            with suppress(TimeoutError):  # what is not urgent waits for more
+                async with asyncio.timeout_at(said_s + self._config.gossip_s):
+                    await self._urgent.wait()
+
+    def call_some(self, own: pb.SignedProgress) -> None:
+        peers = [peer for peer in self._table.known() if peer.is_reachable and peer.peer_id not in self._calling]
+        for peer in self._rng.sample(peers, min(len(peers), _FANOUT)):
+            task = asyncio.ensure_future(self._call(peer, own))
+            self._calling[peer.peer_id] = task
+            task.add_done_callback(partial(self._forget_call, peer.peer_id))
+
+    def _forget_call(self, peer_id: str, _: asyncio.Task[None]) -> None:
+        self._calling.pop(peer_id, None)
+
+    async def _call(self, peer: Progress, own: pb.SignedProgress) -> None:
+        self.num_calls += 1
+        request = pb.ExchangeRequest(own=own, since=self._since.get(peer.peer_id, 0))
+        try:
+            async with asyncio.timeout(_TIMEOUT_S):
+                reply = await self._network.exchange(peer, request)
+        except (SwarmError, TimeoutError) as error:
+            _logger.debug("%s does not tell of its progress: %s", peer.peer_id, error)
+            if await self._network.is_gone(peer):
+                self._table.note_gone(peer.peer_id)
+            return
+        self._since[peer.peer_id] = reply.until
+        for record in reply.records:
+            self.note(record)
+
+    def note(self, record: pb.SignedProgress) -> None:
+        """Takes a record into the table, if it is one."""
+        num_known = len(self._table.known())
+        try:
+            self._table.add(record, asyncio.get_running_loop().time())
+        except ValueError as error:
+            _logger.debug("ignored a record: %s", error)
+        if len(self._table.known()) > num_known:
+            self.tell()
+
+    async def _publish(self) -> None:
+        while True:
+            await self._board.publish(self._renew())
+            await asyncio.sleep(_PUBLISH_S)
+
+    async def _read(self) -> None:
+        while True:
+            for record in await self._board.read():
+                self.note(record)
+            await asyncio.sleep(_READ_S if self._table.known() else _READ_ALONE_S)

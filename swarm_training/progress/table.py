@@ -1,0 +1,137 @@
+"""The newest record of every peer of a run, and when it was heard of."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+from math import inf
+
+from swarm_training.core.record import LEFT, PRESENT, Progress
+from swarm_training.core.signing import read_signed
+from swarm_training.pb import training_pb2 as pb
+from swarm_training.progress.policy import View, majority_digest
+
+MAX_PEERS = 4096
+_SILENT_S = 60.0  # so long those that are silent are missed
+_KEPT_DIGESTS = 16  # of each peer
+_FORGET_S = 600.0  # records of those that are long silent
+
+
+@dataclass(frozen=True)
+class _Entry:
+    record: Progress
+    signed: pb.SignedProgress
+    heard_s: float
+    counter: int  # of changes to this table
+
+
+class ProgressTable:
+    """Times are those of one clock, in seconds."""
+
+    def __init__(self, run: str, model: bytes, own_id: str, silence_s: float, presume_gone_s: float = inf) -> None:
+        """``model``: the digest of what is trained; records of others are refused."""
+        self._run = run
+        self._model = model
+        self._own_id = own_id
+        self._silence_s = silence_s
+        self._presume_gone_s = presume_gone_s
+        self._entries: dict[str, _Entry] = {}
+        self._gone: dict[str, int] = {}  # the version with which a peer was last seen to be gone
+        self._suspects: dict[str, int] = {}
+        self._known: set[bytes] = set()  # the bytes of all entries, whose signatures need not be checked again
+        self._digests: dict[str, deque[Progress]] = {}  # the last of each peer that had one
+        self.counter = 0
+
+    def add(self, signed: pb.SignedProgress, now: float) -> Progress | None:
+        """Takes note of a record; returns it if it is newer than what was known of that peer.
+
+        Raises:
+            ValueError: it is not signed by its peer, or trains something else.
+        """
+        if signed.progress in self._known:
+            return None
+        record = read_signed(signed)
+        if record.run != self._run:
+            raise ValueError(f"the peer trains run {record.run!r}, and not {self._run!r}")
+        if record.model != self._model:
+            raise ValueError("the peer trains another model")
+        entry = self._entries.get(record.peer_id)
+        if entry is not None and record.version <= entry.record.version:
+            return None
+        if entry is None and len(self._entries) >= MAX_PEERS:
+            return None
+        if entry is not None:
+            self._known.discard(entry.signed.progress)
+        self._known.add(signed.progress)
+        if record.state_digest:
+            self._digests.setdefault(record.peer_id, deque(maxlen=_KEPT_DIGESTS)).append(record)
+        self.counter += 1
+        self._entries[record.peer_id] = _Entry(record, signed, now, self.counter)
+        self._forget(now)
+        return record
+
+    def majority_digest(self, step: int) -> bytes | None:
+        """The state that most others had at a step, those too that have gone on since; None if nobody has said it."""
+        records = (record for peer, known in self._digests.items() if peer != self._own_id for record in known)
+        return majority_digest(record for record in records if record.step == step)
+
+    def record_of(self, peer_id: str) -> Progress | None:
+        entry = self._entries.get(peer_id)
+        return None if entry is None else entry.record
+
+    def signed_of(self, peer_id: str) -> pb.SignedProgress | None:
+        entry = self._entries.get(peer_id)
+        return None if entry is None else entry.signed
+
+    def since(self, counter: int, but_of: str) -> list[pb.SignedProgress]:
+        """Records that have come later than that."""
+        news = [entry for entry in self._entries.values() if entry.counter > counter]
+        return [entry.signed for entry in news if entry.record.peer_id != but_of]
+
+    def suspect(self, peer_id: str) -> None:
+        """It does not answer; it counts as silent until it is heard of again."""
+        if peer_id in self._entries:
+            self._suspects[peer_id] = self._entries[peer_id].record.version
+
+    def note_gone(self, peer_id: str) -> None:
+        """Its process has evidently ended."""
+        if peer_id in self._entries:
+            self._gone[peer_id] = self._entries[peer_id].record.version
+
+    def view(self, own: Progress, now: float) -> View:
+        others, silent, gone = [], [], set()
+        for peer_id, entry in self._entries.items():
+            if peer_id == self._own_id:
+                continue
+            silence_s = now - entry.heard_s
+            if self._has_ended(entry) or silence_s > self._presume_gone_s:
+                gone.add(peer_id)
+            elif entry.record.state in PRESENT and self._is_heard(entry, now):
+                others.append(entry.record)
+            elif entry.record.state in PRESENT and silence_s < _SILENT_S:
+                silent.append(entry.record)
+        others.sort(key=lambda peer: peer.peer_id)
+        return View(own, tuple(others), tuple(silent), frozenset(gone))
+
+    def known(self) -> list[Progress]:
+        """All others, silent ones too, but not those that are gone."""
+        return [
+            entry.record
+            for peer_id, entry in self._entries.items()
+            if peer_id != self._own_id and not self._has_ended(entry)
+        ]
+
+    def _has_ended(self, entry: _Entry) -> bool:
+        return entry.record.state == LEFT or self._is_noted(self._gone, entry)
+
+    def _is_heard(self, entry: _Entry, now: float) -> bool:
+        return now - entry.heard_s <= self._silence_s and not self._is_noted(self._suspects, entry)
+
+    def _is_noted(self, notes: dict[str, int], entry: _Entry) -> bool:
+        return notes.get(entry.record.peer_id, -1) >= entry.record.version
+
+    def _forget(self, now: float) -> None:
+        for peer_id in [peer for peer, entry in self._entries.items() if now - entry.heard_s > _FORGET_S]:
+            if peer_id != self._own_id:
+                self._known.discard(self._entries.pop(peer_id).signed.progress)
+                self._digests.pop(peer_id, None)

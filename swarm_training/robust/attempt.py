@@ -1,0 +1,110 @@
+"""What a peer knows of one attempt at a step, and which broadcasts it takes as valid. Pure."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from swarm_training.robust.instructions import Finished
+from swarm_training.robust.jury import suspects
+from swarm_training.robust.messages import (
+    Accusation,
+    Accusations,
+    AggregateOpened,
+    Case,
+    Commitment,
+    EvidenceOpened,
+    FalseGradient,
+    FalseProjection,
+    Item,
+    Measurements,
+    Message,
+    PartsOpened,
+    Projections,
+    Receipt,
+    Reveal,
+    Round,
+)
+
+_DIGEST_BYTES = 32
+_LONGEST = 1e6  # of a projection, in units of tau: what is longer, or no number, might not even be added up
+
+
+@dataclass
+class Attempt:
+    """Grows with every phase.
+
+    Attributes:
+        round: of this attempt; ``last``: the last step's.
+        validators: who audits in this step, and whom.
+        parts: digests of what has arrived here for oneself, by worker; aggregates: by owner.
+        commitments: digests of parts, by worker; seed_hashes: by owner; committed_aggregates: digests by owner.
+        demanded: items that must be opened in this phase, by worker.
+        projections: by worker.
+        cases: with who has accused and how; none of a case that everybody has seen.
+        passed: targets of audits that nobody has accused.
+    """
+
+    round: Round
+    last: Finished | None
+    validators: Mapping[str, str]
+    parts: dict[str, bytes] = field(default_factory=dict)
+    aggregates: dict[str, bytes] = field(default_factory=dict)
+    commitments: Mapping[str, tuple[bytes, ...]] = field(default_factory=dict)
+    seed_hashes: Mapping[str, bytes] = field(default_factory=dict)
+    committed_aggregates: Mapping[str, bytes] = field(default_factory=dict)
+    demanded: Mapping[str, tuple[Item, ...]] = field(default_factory=dict)
+    projections: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
+    cases: dict[Case, tuple[str, Accusation] | None] = field(default_factory=dict)
+    passed: tuple[str, ...] = ()
+
+    def digest(self, item: Item) -> bytes:
+        """That its worker has committed itself to."""
+        if item.step == self.round.step:
+            return self.commitments[item.worker][self.round.owners.index(item.owner)]
+        assert self.last is not None
+        return self.last.commitments[item.worker][self.last.round.owners.index(item.owner)]
+
+    def is_valid(self, message: Message) -> bool:
+        """Whether an expected message is what it should be; false statements in it are for others to find."""
+        owners, name = self.round.owners, message.sender
+        match message:
+            case Commitment():
+                num_parts = 0 if name in self.validators else len(owners)
+                num_bytes = _DIGEST_BYTES if name in owners else 0
+                is_distance = math.isfinite(message.distance) and message.distance > 0
+                return len(message.parts) == num_parts and len(message.seed_hash) == num_bytes and is_distance
+            case Receipt():
+                return set(message.missing) <= set(self.round.workers)
+            case PartsOpened() | EvidenceOpened():
+                items = self.demanded[name]
+                return message.items == items and message.digests == tuple(map(self.digest, items))
+            case Reveal():
+                is_share = hashlib.sha256(message.seed).digest() == self.seed_hashes[name]
+                return is_share and set(message.missing) <= set(owners)
+            case AggregateOpened():
+                return message.digest == self.committed_aggregates[name]
+            case Projections():
+                are_possible = all(abs(value) <= _LONGEST * self.round.tau for value in message.values)
+                return len(message.values) == len(owners) and are_possible
+            case Accusations():
+                return all(self._may_accuse(name, accusation) for accusation in message.items)
+            case Measurements():
+                shape = [len(suspects(case, self.round, self.last)) for case in self.cases]
+                numbers = [value for values in message.values for value in values]
+                is_measured = all(0 <= value < math.inf for value in numbers)
+                return [len(values) for values in message.values] == shape and is_measured
+        return True
+
+    def _may_accuse(self, name: str, accusation: Accusation) -> bool:
+        """Owners, of projections on their part; validators, of whom they audit."""
+        measured = accusation.measured
+        is_wrong = measured is not None and 1 < measured < math.inf
+        match accusation.case:
+            case FalseProjection(worker, owner):
+                return owner == name and worker in self.round.workers and is_wrong
+            case FalseGradient(worker):
+                return self.validators.get(name) == worker and (measured is None or is_wrong)
+        return False

@@ -1,0 +1,350 @@
+"""BTARD: cheating gradients and cheating aggregators are found by checks that every peer makes (Gorbunov et al., 2021,
+Algorithms 1 to 6). One peer's state machine, without tensors, sockets or clocks.
+
+``handle(event)`` answers what has happened with what is to be done. A step is a sequence of phases, each of which
+waits for one kind of broadcast of certain peers, and closes when all have come or at the deadline::
+
+    Commitment ─► Receipt ─► (PartsOpened) ─► AggregateCommitted ─► Reveal ─► (AggregateOpened) ─► Projections
+               ─► Accusations ─► (EvidenceOpened ─► Measurements) ─► Finish
+
+What does not come, or is malformed, counts as silence. Whoever is silent once it has committed itself is removed, and
+may come back as a newcomer; whoever a jury finds lying is banned. A step counts only if nobody was removed in it: it
+is repeated without them, with new parts and a new seed, so that who withholds its share of the seed gains nothing by
+it.
+
+We take for granted that signed broadcasts reach all honest peers before the same deadline, that those are a majority
+of the full members and of the measurements on any case, and that batches follow from (peer, step), so that anybody
+can recompute the gradients of this step and of the last one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import statistics
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+
+from swarm_training.robust import instructions as todo
+from swarm_training.robust import messages as msg
+from swarm_training.robust.attempt import Attempt
+from swarm_training.robust.instructions import Finished, Instruction
+from swarm_training.robust.jury import evidence, judge, suspects
+from swarm_training.robust.messages import Case, Event, Item, Message, Round
+from swarm_training.robust.phases import PhaseMachine, Spoken
+from swarm_training.robust.roster import Roster, Rules, Standing, part_sizes, projection_limit
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """What a newcomer must know: the standings, and what the next audits refer to. The same at all honest peers."""
+
+    standings: Mapping[str, Standing]
+    last: Finished | None
+    audits: Mapping[str, str]
+    removed: Mapping[str, todo.Remove]
+
+
+class Btard(PhaseMachine):
+    """A peer's view of the run."""
+
+    def __init__(self, me: str, founders: Iterable[str], num_elements: int, rules: Rules | None = None) -> None:
+        """num_elements: of the gradient, at least one for each peer."""
+        super().__init__()
+        self.me = me
+        self.rules = rules or Rules()
+        self.roster = Roster(founders, self.rules)
+        self.num_elements = num_elements
+        self.removed: dict[str, todo.Remove] = {}
+        self._last: Finished | None = None
+        self._audits: dict[str, str] = {}  # by validator, of the last step
+        self._absent: set[str] = set()  # in this step
+        self._known = Attempt(Round(-1, 0, ()), None, {})
+        self._gone: set[str] = set()  # in this attempt
+        self._early: list[Event] = []  # of rounds that have not begun here
+        self._secret = b""
+
+    def handle(self, event: Event) -> list[Instruction]:
+        """What is to be done now. Events of the next attempt or step wait for it."""
+        self._out = []
+        self._take(event)
+        return self._out
+
+    def snapshot(self) -> Snapshot:
+        """For a newcomer, between two steps."""
+        return Snapshot(dict(self.roster.standings), self._last, dict(self._audits), dict(self.removed))
+
+    def load(self, snapshot: Snapshot) -> None:
+        """Of a peer whose snapshot is the majority's."""
+        self.roster.standings, self._last = dict(snapshot.standings), snapshot.last
+        self._audits, self.removed = dict(snapshot.audits), dict(snapshot.removed)
+
+    # ---------------------------------------------------------------- events
+
+    def _take(self, event: Event) -> None:
+        if isinstance(event, msg.Begin):
+            self._begin(event)
+        elif isinstance(event, msg.Late):
+            self._become_late()
+        elif isinstance(event, msg.Deadline):
+            self._close()
+        elif msg.place(event) == (self._round.step, self._round.attempt):
+            if self.me not in self.removed:
+                self._take_of_this_round(event)
+        elif msg.place(event) in ((self._round.step, self._round.attempt + 1), (self._round.step + 1, 0)):
+            self._early.append(event)  # nobody can be further ahead without this peer
+
+    def _take_of_this_round(self, event: Event) -> None:
+        match event:
+            case msg.Received(message):
+                self._hear(message)
+            case msg.Computed():
+                seed_hash = hashlib.sha256(self._seed_share).digest() if self.me in self._round.owners else b""
+                self._say(msg.Commitment(*self._stamp, seed_hash, event.distance, event.parts))
+            case msg.PartArrived(item, digest):
+                self._known.parts[item.worker] = digest
+                self._answer_if_complete()
+            case msg.Aggregated():
+                self._say(msg.AggregateCommitted(*self._stamp, event.digest))
+            case msg.AggregateArrived():
+                self._known.aggregates[event.owner] = event.digest
+                self._answer_if_complete()
+            case msg.Projected():
+                self._say(msg.Projections(*self._stamp, event.values))
+            case msg.Checked():
+                wrong = [msg.Accusation(case, value) for case, value in event.measured if value is None or value > 1]
+                self._say(msg.Accusations(*self._stamp, tuple(wrong)))
+            case msg.Measured():
+                self._say(msg.Measurements(*self._stamp, event.values))
+
+    def _begin(self, event: msg.Begin) -> None:
+        self.roster.add(name for name in event.joined if not self._is_banned(name))
+        for name in event.joined:
+            if not self._is_banned(name):
+                self.removed.pop(name, None)
+        self._secret, self._absent = event.secret, set()
+        for validator, target in self._audits.items():
+            if self.me == target and self._last is not None:
+                items = evidence(msg.FalseGradient(target), self._round, self._last)
+                self._do(todo.SendGradient(validator, tuple(items)))
+        self._attempt(event.step, 0)
+
+    def _attempt(self, step: int, attempt: int) -> None:
+        owners = tuple(name for name in self.roster.full if name not in self._absent)
+        validators = {name: target for name, target in self._audits.items() if name in owners}
+        if len(validators) == len(owners):
+            validators = {}
+        validators = {name: target for name, target in validators.items() if target in self.roster.all}
+        self._known = Attempt(Round(step, attempt, owners), self._last, validators)
+        self._gone = set()
+        self._forget()
+        if self.me not in self.roster.all or not owners:
+            return
+        if self.me not in self._absent:
+            self._do(todo.Compute(self._round, contributes=self.me not in validators))
+        self._enter(msg.Commitment, [name for name in self.roster.all if name not in self._absent])
+        early, self._early = self._early, []
+        for event in early:
+            self._take(event)
+
+    @property
+    def _round(self) -> Round:
+        return self._known.round
+
+    @property
+    def _seed_share(self) -> bytes:
+        return hashlib.sha256(self._secret + self._round.attempt.to_bytes(4, "little")).digest()
+
+    # ---------------------------------------------------------------- phases
+
+    @property
+    def _stamp(self) -> tuple[str, int, int]:
+        return self.me, self._round.step, self._round.attempt
+
+    def _is_valid(self, message: Message) -> bool:
+        return self._known.is_valid(message)
+
+    def _follow(self, phase: type[Message], spoken: Spoken, silent: list[str]) -> None:
+        if phase is msg.Commitment:
+            self._after_commitments(spoken, silent)
+            return
+        for name in silent:
+            self._remove(name, f"no valid {phase.__name__}", is_banned=False)
+        if self._gone and phase not in (msg.Accusations, msg.EvidenceOpened, msg.Measurements):
+            self._repeat()
+            return
+        follow: dict[type[Message], Callable[[Spoken], None]] = {
+            msg.Receipt: self._after_receipts,
+            msg.PartsOpened: self._aggregate,
+            msg.AggregateCommitted: self._after_aggregates,
+            msg.Reveal: self._after_reveals,
+            msg.AggregateOpened: self._project,
+            msg.Projections: self._after_projections,
+            msg.Accusations: self._after_accusations,
+            msg.EvidenceOpened: self._after_evidence,
+            msg.Measurements: self._after_measurements,
+        }
+        follow[phase](spoken)
+
+    def _repeat(self) -> None:
+        self._attempt(self._round.step, self._round.attempt + 1)
+
+    def _remove(self, name: str, reason: str, is_banned: bool) -> None:
+        if name in self.roster.all:
+            self.roster.remove(name)
+            self._gone.add(name)
+            self.removed[name] = todo.Remove(name, reason, is_banned)
+            self._do(self.removed[name])
+
+    def _is_banned(self, name: str) -> bool:
+        return name in self.removed and self.removed[name].is_banned
+
+    # ---------------------------------------------------------------- what follows each phase
+
+    def _after_commitments(self, spoken: Spoken, silent: list[str]) -> None:
+        targets = set(self._known.validators.values())
+        for name in silent:
+            self._absent.add(name)
+            if name in targets:
+                self._remove(name, "withheld what was to be audited", is_banned=False)
+            elif self.roster.missed(name):
+                self._remove(name, "absent too often", is_banned=False)
+        for name in spoken:
+            self.roster.attended(name)
+        if set(silent) & set(self._round.owners):
+            self._repeat()
+            return
+        workers = tuple(name for name in self._round.owners if name not in self._known.validators)
+        self._known.commitments = {name: message.parts for name, message in spoken.items() if message.parts}
+        self._known.seed_hashes = {name: message.seed_hash for name, message in spoken.items()}
+        tau = statistics.median(spoken[name].distance for name in workers)
+        self._known.round = replace(self._round, workers=workers, tau=tau)
+        if self.me in workers:
+            self._do(todo.SendParts(self._round))
+        self._enter(msg.Receipt, self._round.owners)
+
+    def _answer_if_complete(self) -> None:
+        """Says what has not come, once all has, or when it is late."""
+        if self.me not in self._round.owners:
+            return
+        if self._phase is msg.Receipt and (self._is_late or self._known.parts.keys() >= set(self._round.workers)):
+            mine = self._round.owners.index(self.me)
+            workers = self._round.workers
+            missing = [name for name in workers if self._known.parts.get(name) != self._known.commitments[name][mine]]
+            self._say(msg.Receipt(*self._stamp, tuple(missing)))
+        elif self._phase is msg.Reveal and (self._is_late or self._known.aggregates.keys() >= set(self._round.owners)):
+            expected = self._known.committed_aggregates.items()
+            wrong = [owner for owner, digest in expected if self._known.aggregates.get(owner) != digest]
+            self._say(msg.Reveal(*self._stamp, self._seed_share, tuple(wrong)))
+
+    def _after_receipts(self, spoken: Spoken) -> None:
+        step, attempt = self._round.step, self._round.attempt
+        lacking = {
+            worker: [
+                Item(step, attempt, worker, owner) for owner in self._round.owners if worker in spoken[owner].missing
+            ]
+            for worker in self._round.workers
+        }
+        self._known.demanded = {worker: tuple(items) for worker, items in lacking.items() if items}
+        if self._known.demanded:
+            self._open(msg.PartsOpened)
+        else:
+            self._aggregate()
+
+    def _open(self, phase: type[Message]) -> None:
+        if self.me in self._known.demanded:
+            self._do(todo.Open(self._round, self._known.demanded[self.me], phase is msg.EvidenceOpened))
+        self._enter(phase, self._known.demanded)
+
+    def _aggregate(self, _: Spoken | None = None) -> None:
+        if self.me in self._round.owners:
+            self._do(todo.Aggregate(self._round))
+        self._enter(msg.AggregateCommitted, self._round.owners)
+
+    def _after_aggregates(self, spoken: Spoken) -> None:
+        self._known.committed_aggregates = {name: message.digest for name, message in spoken.items()}
+        if self.me in self._round.owners:
+            self._do(todo.SendAggregate(self._round))
+        self._enter(msg.Reveal, self._round.owners)
+
+    def _after_reveals(self, spoken: Spoken) -> None:
+        seed = hashlib.sha256(b"".join(spoken[name].seed for name in self._round.owners)).digest()
+        self._known.round = replace(self._round, seed=seed)
+        lacking = {owner for message in spoken.values() for owner in message.missing}
+        if lacking:
+            if self.me in lacking:
+                self._do(todo.OpenAggregate(self._round))
+            self._enter(msg.AggregateOpened, lacking)
+        else:
+            self._project()
+
+    def _project(self, _: Spoken | None = None) -> None:
+        if self.me in self._round.workers:
+            self._do(todo.Project(self._round))
+        self._enter(msg.Projections, self._round.workers)
+
+    def _after_projections(self, spoken: Spoken) -> None:
+        self._known.projections = {name: message.values for name, message in spoken.items()}
+        sizes = part_sizes(self.num_elements, len(self._round.owners))
+        for part, (owner, size) in enumerate(zip(self._round.owners, sizes, strict=True)):
+            total = math.fsum(values[part] for values in self._known.projections.values())
+            limit = projection_limit(self.rules, self._round.tau, size, self.num_elements)
+            if abs(total) > limit * len(self._known.projections):
+                self._known.cases[msg.FalseAggregate(owner)] = None
+        if self.me in self._round.owners:
+            target = self._known.validators.get(self.me)
+            self._do(todo.Check(self._round, self._known.projections, target, self._last))
+        self._enter(msg.Accusations, self._round.owners)
+
+    def _after_accusations(self, spoken: Spoken) -> None:
+        for name in sorted(self._equivocators):
+            self._remove(name, "equivocation", is_banned=True)
+        for name, message in spoken.items():
+            for accusation in message.items:
+                self._known.cases.setdefault(accusation.case, (name, accusation))
+        accused = {case.worker for case in self._known.cases if isinstance(case, msg.FalseGradient)}
+        audits = self._known.validators.items()
+        self._known.passed = tuple(target for name, target in audits if name in spoken and target not in accused)
+        if not self._known.cases:
+            self._finish()
+            return
+        wanted: dict[str, dict[Item, None]] = {}
+        for case in self._known.cases:
+            for item in evidence(case, self._round, self._last):
+                wanted.setdefault(item.worker, {})[item] = None
+        self._known.demanded = {name: tuple(items) for name, items in wanted.items() if name in self.roster.all}
+        self._open(msg.EvidenceOpened)
+
+    def _after_evidence(self, spoken: Spoken) -> None:
+        def is_shown(case: Case) -> bool:
+            return all(item.worker in spoken for item in evidence(case, self._round, self._last))
+
+        self._known.cases = {case: accuser for case, accuser in self._known.cases.items() if is_shown(case)}
+        if not self._known.cases:
+            self._finish()
+            return
+        if self.me in self._round.owners:
+            self._do(todo.Measure(self._round, self._known.projections, self._last, tuple(self._known.cases)))
+        self._enter(msg.Measurements, [name for name in self._round.owners if name in self.roster.all])
+
+    def _after_measurements(self, spoken: Spoken) -> None:
+        measurements = {name: message.values for name, message in spoken.items()}
+        cases = [(case, suspects(case, self._round, self._last)) for case in self._known.cases]
+        accusations = {case: accuser for case, accuser in self._known.cases.items() if accuser is not None}
+        verdict = judge(cases, accusations, measurements, self.rules)
+        for name, reason in verdict.banned.items():
+            self._remove(name, reason, is_banned=True)
+        for name in verdict.unfounded if not self._gone else ():  # who complains again does so in the next attempt
+            if self.roster.complained(name):
+                self._remove(name, "unfounded complaints", is_banned=False)
+        self._finish()
+
+    def _finish(self) -> None:
+        if self._gone:
+            self._repeat()
+            return
+        for name in self._known.passed:
+            self.roster.passed_audit(name)
+        self._last = Finished(self._round, self._known.commitments, self._known.projections)
+        self._audits = self.roster.audits(self._round.seed, self._known.commitments)
+        self._do(todo.Finish(self._round))

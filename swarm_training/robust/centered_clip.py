@@ -1,0 +1,51 @@
+"""CenteredClip: a mean that few far away vectors move little (Karimireddy, He, Jaggi, 2021, equation 7)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+_TOLERANCE = 1e-5  # relative to tau
+_MAX_ITERATIONS = 2000
+
+
+def centered_clip(vectors: Tensor, weights: Tensor, tau: float, start: Tensor | None = None) -> Tensor:
+    """The v at which Σ w_i clip(x_i − v) = 0, clip(d) = d min(1, τ/|d|): the fixed point of v += Σ w_i clip(x_i − v)
+    / Σ w_i.
+
+    Each step is that one times Σ w_i / Σ w_i min(1, τ/|x_i − v|), which leads to the same point in fewer of them
+    (Weiszfeld), until the original one would be shorter than 1e-5 τ. Vectors that are not finite do not count.
+
+    Args:
+        vectors: [peers, n]; weights: [peers]; tau: usually the median distance to the last aggregate; infinite: the
+        mean. start: [n]; the median of every coordinate, if there is none.
+
+    Returns:
+        [n], float32.
+
+    Raises:
+        ValueError: tau is not positive, a weight is negative, or no finite vector has a positive weight.
+    """
+    if not tau > 0:
+        raise ValueError(f"tau {tau} is out of range: expected a positive number")
+    counted = vectors.isfinite().all(1) & (weights > 0)
+    if bool((weights < 0).any()) or not bool(counted.any()):
+        raise ValueError("CenteredClip expects weights that are not negative, and a finite vector with a positive one")
+    x, w = vectors[counted].double(), weights[counted].double()
+    v = x.median(0).values if start is None else start.double()
+    for _ in range(_MAX_ITERATIONS):
+        difference = x - v
+        clipped_weights = w * (tau / difference.norm(dim=1).clamp_min(1e-300)).clamp_max(1.0)
+        step = clipped_weights @ difference
+        v = v + step / clipped_weights.sum()
+        if float(step.norm()) <= _TOLERANCE * tau * float(w.sum()):
+            break
+    return v.float()
+
+
+def clip(difference: Tensor, tau: float) -> Tensor:
+    """float64 [n]: not longer than tau; 0, if it is not finite."""
+    d = difference.double()
+    if not bool(d.isfinite().all()):
+        return torch.zeros_like(d)
+    return d * min(1.0, tau / max(float(d.norm()), 1e-300))

@@ -1,0 +1,115 @@
+"""Who takes part in BTARD, how much they are trusted, and who checks whom. Pure."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+
+@dataclass(frozen=True)
+class Rules:
+    """What all peers of a run must agree on.
+
+    Attributes:
+        audit_share: of the full members, who check somebody else's gradient in a step instead of computing one.
+        audits_to_join: that a newcomer passes before its gradients count and it aggregates, audits and judges.
+        max_absences: in a row; who misses more steps must join again.
+        max_unfounded: complaints about audits that were then answered.
+        gradient_tolerance: relative; other hardware and other batches change 1e-7 of a gradient.
+        projection_tolerance: of a part's tau, divided by the root of its size.
+        dissent: by which a juror may differ from the median, in units of what is tolerated (of the median, if that is
+        more).
+    """
+
+    audit_share: float = 0.2
+    audits_to_join: int = 2
+    max_absences: int = 2
+    max_unfounded: int = 1
+    gradient_tolerance: float = 1e-2
+    projection_tolerance: float = 1e-3
+    dissent: float = 0.1
+
+
+@dataclass(frozen=True)
+class Standing:
+    """Of a peer. ``absences``: in a row."""
+
+    audits_passed: int
+    absences: int = 0
+    unfounded: int = 0
+
+
+def part_sizes(num_elements: int, num_parts: int) -> list[int]:
+    """Of a gradient's parts, as ``torch.tensor_split`` makes them."""
+    return [num_elements // num_parts + (part < num_elements % num_parts) for part in range(num_parts)]
+
+
+def part_tau(tau: float, size: int, num_elements: int) -> float:
+    """Of a part, if its share of squared distances is as large as that of elements."""
+    return tau * math.sqrt(size / num_elements)
+
+
+def projection_limit(rules: Rules, tau: float, size: int, num_elements: int) -> float:
+    """By which one projection of a part of that size may be wrong."""
+    return rules.projection_tolerance * part_tau(tau, size, num_elements) / math.sqrt(size)
+
+
+class Roster:
+    """Members and newcomers. Every honest peer has the same one."""
+
+    def __init__(self, founders: Iterable[str], rules: Rules) -> None:
+        self.rules = rules
+        self.standings = {name: Standing(rules.audits_to_join) for name in founders}
+
+    @property
+    def full(self) -> tuple[str, ...]:
+        """Those whose gradients count, sorted."""
+        return tuple(name for name in self.all if self.standings[name].audits_passed >= self.rules.audits_to_join)
+
+    @property
+    def newcomers(self) -> tuple[str, ...]:
+        return tuple(name for name in self.all if self.standings[name].audits_passed < self.rules.audits_to_join)
+
+    @property
+    def all(self) -> tuple[str, ...]:
+        return tuple(sorted(self.standings))
+
+    def add(self, names: Iterable[str]) -> None:
+        self.standings |= {name: Standing(0) for name in names if name not in self.standings}
+
+    def remove(self, name: str) -> None:
+        self.standings.pop(name, None)
+
+    def attended(self, name: str) -> None:
+        self.standings[name] = replace(self.standings[name], absences=0)
+
+    def missed(self, name: str) -> bool:
+        """Whether that was once too often."""
+        standing = self.standings[name]
+        self.standings[name] = replace(standing, absences=standing.absences + 1)
+        return standing.absences + 1 > self.rules.max_absences
+
+    def complained(self, name: str) -> bool:
+        """Without reason; whether that was once too often."""
+        standing = self.standings[name]
+        self.standings[name] = replace(standing, unfounded=standing.unfounded + 1)
+        return standing.unfounded + 1 > self.rules.max_unfounded
+
+    def passed_audit(self, name: str) -> None:
+        if name in self.standings:
+            standing = self.standings[name]
+            self.standings[name] = replace(standing, audits_passed=standing.audits_passed + 1)
+
+    def audits(self, seed: bytes, contributors: Iterable[str]) -> dict[str, str]:
+        """Of a step that is over: validators, from the full members, and whose gradient each of them recomputes."""
+        full = self.full
+        number = min(max(1, round(self.rules.audit_share * len(full))), len(full) // 2)
+        validators = _shuffled(full, seed + b"validators")[:number]
+        targets = _shuffled(set(contributors).intersection(self.all).difference(validators), seed + b"targets")
+        return dict(zip(validators, targets, strict=False))
+
+
+def _shuffled(names: Iterable[str], seed: bytes) -> list[str]:
+    return sorted(names, key=lambda name: hashlib.sha256(seed + name.encode()).digest())

@@ -1,0 +1,279 @@
+"""What a peer of BTARD computes: it carries out the machine's instructions with tensors.
+
+Projections are on random directions whose elements are ±1/√n, by a seed that nobody knew when the aggregator
+committed itself: if its aggregate v is not the one at which Σ clip(g_i − v) = 0, they add up to 0 by accident only.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from swarm_training.robust.centered_clip import centered_clip, clip
+from swarm_training.robust.instructions import (
+    Aggregate,
+    Broadcast,
+    Check,
+    Compute,
+    Finish,
+    Finished,
+    Instruction,
+    Measure,
+    Open,
+    OpenAggregate,
+    Project,
+    SendAggregate,
+    SendGradient,
+    SendParts,
+)
+from swarm_training.robust.jury import evidence
+from swarm_training.robust.messages import (
+    AggregateArrived,
+    Aggregated,
+    AggregateOpened,
+    Case,
+    Checked,
+    Computed,
+    Event,
+    EvidenceOpened,
+    FalseAggregate,
+    FalseGradient,
+    FalseProjection,
+    Item,
+    Measured,
+    Message,
+    PartArrived,
+    PartsOpened,
+    Projected,
+    Received,
+    Round,
+)
+from swarm_training.robust.roster import Rules, part_sizes, part_tau, projection_limit
+
+_LEAST_DISTANCE = 1e-3  # of a gradient's norm: float32 must still resolve tolerances of tau
+_MOST = 1e6  # of a measurement, in units of what is tolerated
+_FLAGGED = 4.0  # an aggregate is wrong by this part of what would be noticed on average
+
+Place = tuple[int, int]  # step and attempt
+
+
+@dataclass(frozen=True)
+class Delivery:
+    """What travels: to one peer or, if ``to`` is None, to all, the sender included."""
+
+    sender: str
+    place: Place
+    to: str | None = None
+    message: Message | None = None
+    parts: Mapping[Item, Tensor] = field(default_factory=dict)
+    aggregate: Tensor | None = None
+
+
+def digest(tensor: Tensor) -> bytes:
+    return hashlib.sha256(tensor.detach().cpu().contiguous().numpy().tobytes()).digest()
+
+
+class Workbench:
+    """Holds the tensors of this step and the last one. ``result``: the gradient of the last step that finished."""
+
+    def __init__(self, me: str, num_elements: int, gradient_of: Callable[[str, int], Tensor], rules: Rules) -> None:
+        """gradient_of: (peer, step) → [num_elements], float32, from the batch that follows from them; of this step and
+        the last one."""
+        self.me = me
+        self.rules = rules
+        self.result = torch.zeros(num_elements)
+        self._num_elements = num_elements
+        self._gradient_of = gradient_of
+        self._own: dict[int, Tensor] = {}
+        self._owners: dict[Place, tuple[str, ...]] = {}
+        self._parts: dict[Item, Tensor] = {}  # those of others, as received; not yet compared with what they committed
+        self._aggregates: dict[Place, dict[str, Tensor]] = {}
+
+    def carry_out(self, instruction: Instruction) -> list[Event | Delivery]:
+        """What happened by it, and what is to be sent."""
+        match instruction:
+            case Broadcast(message):
+                return [Delivery(self.me, (message.step, message.attempt), message=message)]
+            case Compute(current, contributes):
+                return [self._compute(current, contributes)]
+            case SendGradient(to, items):
+                return [Delivery(self.me, _place(items[0]), to, parts={item: self.part(item) for item in items})]
+            case SendParts(current):
+                own_items = [Item(*_place(current), self.me, owner) for owner in current.owners]
+                sent = [(item.owner, {item: self.part(item)}) for item in own_items]
+                return [Delivery(self.me, _place(current), owner, parts=parts) for owner, parts in sent]
+            case Aggregate(current):
+                own = self.aggregate(current)
+                self._aggregates.setdefault(_place(current), {})[self.me] = own
+                return [Aggregated(current, digest(own))]
+            case SendAggregate(current):
+                own = self._aggregates[_place(current)][self.me]
+                return [Delivery(self.me, _place(current), aggregate=own)]
+            case Open(current, items, is_evidence):
+                kind = EvidenceOpened if is_evidence else PartsOpened
+                parts = {item: self.part(item) for item in items}
+                message = kind(self.me, *_place(current), items, ())
+                return [Delivery(self.me, _place(current), message=message, parts=parts)]
+            case OpenAggregate(current):
+                own = self._aggregates[_place(current)][self.me]
+                message = AggregateOpened(self.me, *_place(current), digest(own))
+                return [Delivery(self.me, _place(current), message=message, aggregate=own)]
+            case Project(current):
+                return [Projected(current, self.projections(current))]
+            case Check():
+                return [Checked(instruction.round, tuple(self.check(instruction)))]
+            case Measure(current, said, last, cases):
+                return [Measured(current, tuple(tuple(self.measure(case, current, said, last)) for case in cases))]
+            case Finish(current):
+                self._finish(current)
+        return []
+
+    def receive(self, delivery: Delivery) -> list[Event]:
+        """What the machine must know of it: digests of data are of what has arrived, whatever the sender says."""
+        events: list[Event] = []
+        for item, part in delivery.parts.items():
+            if item.worker == delivery.sender:
+                self._parts[item] = part
+                if item.owner == self.me:
+                    events.append(PartArrived(item, digest(part)))
+        if delivery.aggregate is not None:
+            self._aggregates.setdefault(delivery.place, {})[delivery.sender] = delivery.aggregate
+            events.append(AggregateArrived(*delivery.place, delivery.sender, digest(delivery.aggregate)))
+        message = delivery.message
+        if isinstance(message, PartsOpened | EvidenceOpened):
+            message = replace(message, digests=tuple(digest(part) for part in delivery.parts.values()))
+        elif isinstance(message, AggregateOpened) and delivery.aggregate is not None:
+            message = replace(message, digest=digest(delivery.aggregate))
+        return events if message is None else [*events, Received(message)]
+
+    # ---------------------------------------------------------------- what an honest peer computes
+
+    def gradient(self, step: int) -> Tensor:
+        """That this peer contributes."""
+        return self._gradient_of(self.me, step)
+
+    def part(self, item: Item) -> Tensor:
+        """Of one's own gradient."""
+        owners = self._owners[_place(item)]
+        return self._own[item.step].tensor_split(len(owners))[owners.index(item.owner)]
+
+    def aggregate(self, current: Round) -> Tensor:
+        """Of one's own part."""
+        parts = torch.stack([self._parts[Item(*_place(current), worker, self.me)] for worker in current.workers])
+        return centered_clip(parts, torch.ones(len(parts)), self._tau(current, self.me))
+
+    def projections(self, current: Round) -> tuple[float, ...]:
+        """Of one's own parts."""
+        return tuple(
+            self._projection(current, owner, self.part(Item(*_place(current), self.me, owner)))
+            for owner in current.owners
+        )
+
+    def check(self, instruction: Check) -> list[tuple[Case, float | None]]:
+        """All projections on one's own part, and the gradient of the target of one's audit."""
+        cases: list[Case] = [FalseProjection(worker, self.me) for worker in instruction.round.workers]
+        measured: list[tuple[Case, float | None]] = [
+            (case, self.measure(case, instruction.round, instruction.projections, instruction.last)[0])
+            for case in cases
+        ]
+        if instruction.target is not None and instruction.last is not None:
+            case = FalseGradient(instruction.target)
+            last = instruction.last
+            items = evidence(case, instruction.round, last)
+            committed = last.commitments[case.worker]
+            is_shown = all(
+                item in self._parts and digest(self._parts[item]) == expected
+                for item, expected in zip(items, committed, strict=True)
+            )
+            measured.append((case, self._gradient_errors(case.worker, last)[0] if is_shown else None))
+        return measured
+
+    def measure(
+        self, case: Case, current: Round, said: Mapping[str, Sequence[float]], last: Finished | None
+    ) -> list[float]:
+        """How far each suspect is off, in units of what is tolerated."""
+        match case:
+            case FalseProjection(worker, owner):
+                return [self._projection_error(current, said, worker, owner)]
+            case FalseAggregate(owner):
+                parts = [self._parts[Item(*_place(current), worker, owner)] for worker in current.workers]
+                tau = self._tau(current, owner)
+                true = centered_clip(torch.stack(parts), torch.ones(len(parts)), tau)
+                error = float((true.double() - self._aggregates[_place(current)][owner].double()).norm())
+                limit = tau * self.rules.projection_tolerance / _FLAGGED
+                errors = [self._projection_error(current, said, worker, owner) for worker in current.workers]
+                return [_bounded(error / limit), *errors]
+            case FalseGradient(worker):
+                assert last is not None
+                return self._gradient_errors(worker, last)
+
+    # ---------------------------------------------------------------- parts of that
+
+    def _compute(self, current: Round, contributes: bool) -> Computed:
+        self._owners[_place(current)] = current.owners
+        if not contributes:
+            return Computed(current, (), 1.0)
+        if current.step not in self._own:
+            self._own[current.step] = self.gradient(current.step).detach().cpu().float()
+        own = self._own[current.step]
+        distance = max(float((own - self.result).norm()), _LEAST_DISTANCE * float(own.norm()))
+        return Computed(current, tuple(digest(part) for part in own.tensor_split(len(current.owners))), distance)
+
+    def _tau(self, current: Round, owner: str) -> float:
+        sizes = part_sizes(self._num_elements, len(current.owners))
+        return part_tau(current.tau, sizes[current.owners.index(owner)], self._num_elements)
+
+    def _projection(self, current: Round, owner: str, part: Tensor) -> float:
+        aggregate = self._aggregates[_place(current)][owner]
+        clipped = clip(part.double() - aggregate.double(), self._tau(current, owner))
+        return float(direction(current.seed, owner, len(clipped)) @ clipped)
+
+    def _projection_error(self, current: Round, said: Mapping[str, Sequence[float]], worker: str, owner: str) -> float:
+        part = self._parts[Item(*_place(current), worker, owner)]
+        limit = projection_limit(self.rules, current.tau, len(part), self._num_elements)
+        true = self._projection(current, owner, part)
+        return _bounded(abs(said[worker][current.owners.index(owner)] - true) / limit)
+
+    def _gradient_errors(self, worker: str, last: Finished) -> list[float]:
+        """Of the worker, and what its projections were off on each owner's part, if it had to publish them."""
+        items = evidence(FalseGradient(worker), last.round, last)
+        sent = torch.cat([self._parts[item] for item in items]).double()
+        true = self._gradient_of(worker, last.round.step).detach().cpu().double()
+        allowed = self.rules.gradient_tolerance * float(true.norm())
+        difference = float((true - sent).norm())
+        error = 0.0 if difference == 0 else _bounded(difference / allowed if allowed else math.inf)
+        if worker not in last.round.workers:
+            return [error]
+        said = last.projections
+        projected = [self._projection_error(last.round, said, worker, owner) for owner in last.round.owners]
+        return [max(error, *projected), *projected]
+
+    def _finish(self, current: Round) -> None:
+        aggregates = self._aggregates[_place(current)]
+        self.result = torch.cat([aggregates[owner] for owner in current.owners])
+        place = _place(current)
+        self._owners = {place: current.owners}
+        self._own = {step: own for step, own in self._own.items() if step == current.step}
+        self._parts = {item: part for item, part in self._parts.items() if _place(item) == place}
+        self._aggregates = {place: aggregates}
+
+
+def direction(seed: bytes, owner: str, size: int) -> Tensor:
+    """float64 [size], of length 1: signs, since normal numbers would not have the same bits everywhere."""
+    number = int.from_bytes(hashlib.sha256(seed + owner.encode()).digest()[:7], "little")
+    signs = torch.randint(2, (size,), generator=torch.Generator().manual_seed(number))
+    return (2.0 * signs.double() - 1) / math.sqrt(size)
+
+
+def _place(of: Round | Item) -> Place:
+    return of.step, of.attempt
+
+
+def _bounded(value: float) -> float:
+    """What is not finite is as wrong as can be."""
+    return min(value, _MOST) if math.isfinite(value) else _MOST

@@ -1,0 +1,215 @@
+"""One peer of a run: joins, reports, catches up and leaves; its meetings are in ``meetings``."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import suppress
+from typing import Any, TypeVar
+
+from swarm_protocol.errors import PeerUnavailable, RequestRejected, SwarmError
+from swarm_protocol.net.identity import Identity
+from swarm_training.core.config import TrainingConfig
+from swarm_training.core.network import Network
+from swarm_training.core.record import LEFT, TRAINING, Progress
+from swarm_training.core.signing import read_signed
+from swarm_training.meeting.attending import Averaged
+from swarm_training.pb import training_pb2 as pb
+from swarm_training.progress import policy
+from swarm_training.progress.board import Board
+from swarm_training.progress.gossip import Gossip
+from swarm_training.progress.policy import View
+from swarm_training.progress.table import ProgressTable
+from swarm_training.run.meetings import Compression, Meetings
+from swarm_training.run.standing import Standing, now, smoothed
+from swarm_training.run.state import TrainedState
+from swarm_training.run.transfer import Downloaded, StateServer, download
+
+T = TypeVar("T")
+InThread = Callable[[Callable[[], T]], Awaitable[T]]
+_RETRY_S = 0.1
+_logger = logging.getLogger(__name__)
+
+
+class TrainingPeer:
+    """All on one event loop. Answers what others ask, see ``Handlers``."""
+
+    def __init__(
+        self,
+        config: TrainingConfig,
+        identity: Identity,
+        own: Progress,
+        network: Network,
+        board: Board,
+        state: TrainedState,
+        compression: Compression,
+        in_thread: InThread[Any],
+        rng: random.Random,
+    ) -> None:
+        table = ProgressTable(own.run, own.model, own.peer_id, config.silence_s, config.presume_gone_s)
+        self._standing = Standing(own, identity, table)
+        self._config = config
+        self._network = network
+        self._board = board
+        self._state = state
+        self._rng = rng
+        self._state_server = StateServer(state, in_thread)
+        self.gossip = Gossip(config, table, network, board, self._standing.renew, rng)
+        self._meetings = Meetings(config, self._standing, network, self.gossip, compression, rng)
+        self.average = self._meetings.average
+        self.meet, self.reduce, self.fetch = self._meetings.meet, self._meetings.reduce, self._meetings.fetch
+        self._reported_s: float | None = None
+        self._tasks: list[asyncio.Task[None]] = []
+
+    @property
+    def own(self) -> Progress:
+        return self._standing.own
+
+    @property
+    def table(self) -> ProgressTable:
+        return self._standing.table
+
+    def view(self) -> View:
+        return self._standing.view()
+
+    # ------------------------------------------------------------ life
+
+    def listens_at(self, address: str, tls_fingerprint: bytes) -> None:
+        self._standing.update(address=address, tls_fingerprint=tls_fingerprint)
+
+    def start(self) -> None:
+        self._tasks.append(asyncio.ensure_future(self.gossip.run()))
+
+    async def found(self, state_digest: bytes) -> None:
+        """Begins the run, as its only peer so far."""
+        await self._arrive(0, (self.own.peer_id,), b"", state_digest)
+
+    async def find_others(self) -> None:
+        """Raises:
+        PeerUnavailable: nobody trains this run.
+        ValueError: who does has another model, or another target.
+        """
+        deadline_s = now() + self._config.join_timeout_s
+        while not self.table.known():
+            for record in await self._board.read():
+                with suppress(ValueError):
+                    self.table.add(record, now())
+                    continue
+                await self._compare(record)
+            if now() > deadline_s:
+                raise PeerUnavailable(f"nobody trains run {self.own.run!r} among the initial peers")
+            await asyncio.sleep(_RETRY_S)
+        for peer in self.table.known():
+            if peer.target_batch_size != self.own.target_batch_size:
+                theirs, own = peer.target_batch_size, self.own.target_batch_size
+                raise ValueError(f"target_batch_size is {own} here and {theirs} in the run: expected the same")
+
+    async def _compare(self, record: pb.SignedProgress) -> None:
+        """Raises ValueError that says what differs, if the record is that of somebody who trains another model."""
+        try:
+            peer = read_signed(record)
+        except ValueError:
+            return
+        if peer.run == self.own.run and peer.is_reachable:
+            with suppress(SwarmError, TimeoutError):
+                await download(self._network, peer, self._state)
+
+    async def leave(self) -> None:
+        """Says goodbye: others do not wait for this peer, and its samples are withdrawn."""
+        self._standing.update(state=LEFT, samples=0)
+        record = self._standing.renew()
+        for task in self._tasks:
+            task.cancel()
+        calls = [self._network.exchange(peer, pb.ExchangeRequest(own=record)) for peer in self.view().others]
+        with suppress(TimeoutError):
+            async with asyncio.timeout(self._config.silence_s):
+                await asyncio.gather(self._board.publish(record), *calls, return_exceptions=True)
+
+    # ------------------------------------------------------------ what the run asks
+
+    async def report(self, samples: int) -> None:
+        """So many samples have been accumulated since the last global step."""
+        reported_s = now()
+        if self._reported_s is not None and samples > self.own.samples:
+            call_s = max(reported_s - self._reported_s, 1e-3)
+            speed = (samples - self.own.samples) / call_s
+            self._standing.update(
+                call_s=smoothed(self.own.call_s, call_s), samples_per_s=smoothed(self.own.samples_per_s, speed)
+            )
+        self._reported_s = reported_s
+        self._standing.update(samples=samples)
+        self.gossip.tell(urgent=policy.is_batch_complete(self.view()))
+
+    async def is_due(self) -> bool:
+        """Whether there is something to do before the next batch: averaging, or loading the state."""
+        return policy.is_batch_complete(self.view()) or self._standing.is_lost
+
+    async def is_lost(self) -> bool:
+        """Whether the others have gone on without this peer, or have another state."""
+        return self._standing.is_lost
+
+    async def stepped(self, averaged: Averaged, state_digest: bytes) -> None:
+        """The average has been applied."""
+        self._meetings.stepped(averaged)
+        await self._arrive(self.own.step + 1, averaged.group.roster, averaged.digest, state_digest)
+
+    async def download(self) -> Downloaded | None:
+        """The state that most others have; None if this peer has caught up by itself, or is alone.
+
+        Raises:
+            ValueError: they train another model than this peer, which has not joined yet.
+        """
+        view = self.view()
+        sources = list(policy.sources_of_state(view))
+        self._rng.shuffle(sources)
+        for source in sources:
+            try:
+                return await download(self._network, source, self._state)
+            except (SwarmError, TimeoutError, ValueError) as error:
+                if not isinstance(error, SwarmError | TimeoutError) and not self.own.state_digest:
+                    raise
+                _logger.debug("%s does not give its state: %s", source.peer_id, error)
+                self.table.suspect(source.peer_id)
+        await asyncio.sleep(_RETRY_S)
+        return None
+
+    async def refuse(self, downloaded: Downloaded, error: ValueError) -> None:
+        """What was downloaded is no state."""
+        _logger.warning("%s has not given its state: %s", downloaded.source, error)
+        self.table.suspect(downloaded.source)
+
+    async def loaded(self, downloaded: Downloaded, state_digest: bytes) -> None:
+        """The state has been taken over; it counts if it is the one that most peers have had at that step."""
+        with suppress(TimeoutError):  # news of that step may be on their way
+            async with asyncio.timeout(self._config.silence_s):
+                while self.table.majority_digest(downloaded.step) is None:
+                    await asyncio.sleep(_RETRY_S)
+        if self.table.majority_digest(downloaded.step) != state_digest:
+            _logger.warning("%s has given another state than that of most peers", downloaded.source)
+            self.table.suspect(downloaded.source)
+            return
+        await self._arrive(downloaded.step, downloaded.roster, downloaded.result_digest, state_digest)
+
+    # ------------------------------------------------------------ what others ask
+
+    async def exchange(self, peer_id: str, request: pb.ExchangeRequest) -> pb.ExchangeReply:
+        record = self._standing.note(request.own)
+        if record.peer_id != peer_id:
+            raise RequestRejected("the record of progress is that of another peer")
+        return pb.ExchangeReply(records=self.table.since(request.since, peer_id), until=self.table.counter)
+
+    async def state(self, peer_id: str) -> AsyncIterator[pb.StatePart]:
+        async for part in self._state_server.parts(lambda: self.own.step):
+            yield part
+
+    async def _arrive(self, step: int, roster: tuple[str, ...], result_digest: bytes, state_digest: bytes) -> None:
+        self._meetings.forget()
+        self._standing.roster = roster
+        self._state_server.remember(step, roster, result_digest)
+        self._reported_s = now()
+        self._standing.update(
+            step=step, samples=0, state=TRAINING, result_digest=result_digest, state_digest=state_digest
+        )
+        self.gossip.tell(urgent=True)

@@ -1,0 +1,120 @@
+"""A peer's presence on the network: its service, its DHT node, its channels, and their end."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass
+from ipaddress import ip_address
+
+import grpc
+
+from swarm_protocol.access.access_control import AccessControl
+from swarm_protocol.dht.addresses import tcp_target
+from swarm_protocol.dht.node import Listening
+from swarm_protocol.net.identity import Identity
+from swarm_protocol.net.tls import Certificate, ClientCredentials
+from swarm_training.core.config import TrainingConfig
+from swarm_training.core.record import JOINING, Progress
+from swarm_training.net.channels import GrpcNetwork
+from swarm_training.net.service import start_service
+from swarm_training.progress.board import DhtBoard
+from swarm_training.run.meetings import Compression
+from swarm_training.run.peer import TrainingPeer
+from swarm_training.run.state import TrainedState
+
+_LOOPBACK = "127.0.0.1"
+_ANY_PORT = 9
+_GRACE_S = 0.2
+
+
+@dataclass
+class Presence:
+    """Attributes:
+    addresses: multiaddrs for others to join by.
+    """
+
+    peer: TrainingPeer
+    addresses: list[str]
+    _board: DhtBoard
+    _network: GrpcNetwork
+    _server: grpc.aio.Server | None
+
+    @classmethod
+    async def enter(
+        cls,
+        run: str,
+        target_batch_size: int,
+        initial_peers: Sequence[str],
+        config: TrainingConfig,
+        identity: Identity,
+        state: TrainedState,
+        compression: Compression,
+        access: AccessControl | None,
+        token: bytes,
+    ) -> Presence:
+        """Raises as ``TrainingRun`` does."""
+        host = await asyncio.to_thread(listening_host, config.host, initial_peers)
+        listening = Listening(None if config.client_mode else host, config.dht_port, config.announce_host)
+        board = await DhtBoard.join(run, initial_peers, identity, listening, config.join_timeout_s)
+        network = GrpcNetwork(ClientCredentials(identity, token))
+        server = None
+        try:
+            own = Progress(
+                run,
+                identity.peer_id,
+                state=JOINING,
+                target_batch_size=target_batch_size,
+                share=0.0 if config.client_mode else config.share,
+                model=state.model_digest,
+            )
+            peer = TrainingPeer(
+                config, identity, own, network, board, state, compression, asyncio.to_thread, random.Random()
+            )
+            if not config.client_mode:
+                certificate = Certificate.generate()
+                server, bound = await start_service(peer, certificate, host, config.port, access)
+                peer.listens_at(f"{config.announce_host or host}:{bound}", certificate.fingerprint)
+            if initial_peers:
+                await peer.find_others()
+            peer.start()
+            addresses = list(initial_peers) if config.client_mode else await board.addresses()
+            return cls(peer, addresses, board, network, server)
+        except BaseException:
+            await _end(board, network, server)
+            raise
+
+    async def leave(self) -> None:
+        await self.peer.leave()
+        await _end(self._board, self._network, self._server)
+
+
+def listening_host(host: str | None, initial_peers: Sequence[str]) -> str:
+    """``host``, or the address of this machine that leads to an initial peer; loopback if there are none.
+
+    Raises:
+        ValueError: an initial peer is no multiaddr, or no way leads there.
+    """
+    if host is not None:
+        return host
+    targets = [target for target in map(tcp_target, initial_peers) if target is not None]
+    for peer_host, _ in targets:
+        family = socket.AF_INET6 if ":" in peer_host else socket.AF_INET
+        try:
+            with socket.socket(family, socket.SOCK_DGRAM) as probe:
+                probe.connect((peer_host, _ANY_PORT))  # sends nothing
+                return str(ip_address(probe.getsockname()[0]))
+        except OSError:
+            continue
+    if targets:
+        raise ValueError(f"no way leads to {initial_peers[0]}: expected an address that can be reached")
+    return _LOOPBACK
+
+
+async def _end(board: DhtBoard, network: GrpcNetwork, server: grpc.aio.Server | None) -> None:
+    if server is not None:
+        await server.stop(_GRACE_S)
+    await network.close()
+    await board.close()

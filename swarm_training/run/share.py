@@ -1,0 +1,77 @@
+"""One peer's share of a batch, and what is done when the batch is complete."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Coroutine, Generator
+from typing import Any
+
+import torch
+
+from swarm_training.run.peer import TrainingPeer
+from swarm_training.run.state import TrainedState
+
+Asking = Generator[Coroutine[Any, Any, Any], Any, None]
+_logger = logging.getLogger(__name__)
+
+
+class Share:
+    """Gradients since the last global step.
+
+    What the peer must be asked is yielded as coroutines, whose results are sent back: the caller says on which loop
+    they run. Everything else, the optimizer's step above all, happens in the caller's thread.
+
+    Attributes:
+        samples: behind the gradients that have been accumulated.
+        last_group: ids of those who were averaged for the last step, in the order of the sum.
+    """
+
+    def __init__(self, peer: TrainingPeer, state: TrainedState) -> None:
+        self.samples = 0
+        self.last_group: tuple[str, ...] = ()
+        self._peer = peer
+        self._state = state
+        self._sum = torch.zeros(state.length)  # of gradients times samples
+
+    def add(self, samples: int) -> None:
+        """Takes the gradients of the parameters, which are means over so many samples."""
+        part = torch.zeros_like(self._sum)
+        self._state.add_gradients(part, samples)
+        if not bool(torch.isfinite(part).all()):
+            _logger.warning("gradients are not finite: %d samples are left out", samples)
+            return
+        self._sum += part
+        self.samples += samples
+
+    def report(self) -> Asking:
+        """Tells the others, and steps with them if the batch is complete."""
+        yield self._peer.report(self.samples)
+        yield from self.catch_up()
+
+    def catch_up(self) -> Asking:
+        while (yield self._peer.is_due()):
+            averaged = yield self._peer.average(self._sum / max(self.samples, 1))
+            if averaged is not None:
+                self._state.apply(averaged.gradient)
+                self._clear()
+                self.last_group = averaged.group.peer_ids
+                yield self._peer.stepped(averaged, self._state.digest())
+            elif (yield self._peer.is_lost()):
+                yield from self.load()
+
+    def load(self) -> Asking:
+        """Takes over the state that most others have; gradients that belong to an older one are dropped."""
+        downloaded = yield self._peer.download()
+        if downloaded is None:
+            return
+        try:
+            self._state.load(downloaded.step, downloaded.data)
+        except ValueError as error:
+            yield self._peer.refuse(downloaded, error)
+            return
+        self._clear()
+        yield self._peer.loaded(downloaded, self._state.digest())
+
+    def _clear(self) -> None:
+        self._sum.zero_()
+        self.samples = 0

@@ -1,0 +1,64 @@
+"""Where this peer stands: its own record, those of the others, and who decides about the next step."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import time
+from typing import Any
+
+from swarm_protocol.net.identity import Identity
+from swarm_training.core.record import Progress
+from swarm_training.core.signing import read_signed, sign
+from swarm_training.pb import training_pb2 as pb
+from swarm_training.progress import policy
+from swarm_training.progress.policy import View
+from swarm_training.progress.table import ProgressTable
+
+_SMOOTHING = 0.3  # of the newest measurement
+
+
+class Standing:
+    """Attributes:
+    own: this peer's record.
+    roster: ids of those who decide about the next step.
+    """
+
+    def __init__(self, own: Progress, identity: Identity, table: ProgressTable) -> None:
+        self.own = dataclasses.replace(own, version=time.time_ns() // 1_000_000)  # an identity may come again
+        self.roster: tuple[str, ...] = (own.peer_id,)
+        self.table = table
+        self._identity = identity
+
+    def view(self) -> View:
+        return self.table.view(self.own, now())
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether the others have gone on without this peer, or have another state."""
+        view = self.view()
+        return policy.is_behind(view, self.roster) or policy.is_in_minority(view)
+
+    def update(self, **changes: Any) -> None:
+        self.own = dataclasses.replace(self.own, **changes)
+
+    def renew(self) -> pb.SignedProgress:
+        """The own record as it is now, in a new version."""
+        self.update(version=self.own.version + 1)
+        signed = sign(self.own, self._identity)
+        self.table.add(signed, now())
+        return signed
+
+    def note(self, signed: pb.SignedProgress) -> Progress:
+        """Takes note of a record, and returns what it says; raises ValueError if it is none of this run."""
+        self.table.add(signed, now())
+        return read_signed(signed)
+
+
+def smoothed(old: float, new: float) -> float:
+    """A mean that follows measurements; 0: there were none."""
+    return new if old == 0 else old + _SMOOTHING * (new - old)
+
+
+def now() -> float:
+    return asyncio.get_running_loop().time()

@@ -1,0 +1,192 @@
+"""What is trained: parameters, their optimizer and its state; as one vector of gradients, as bytes, as a digest."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import threading
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load, save
+from torch import Tensor, nn
+
+from swarm_training.compression.compressor import Compressor, Plain
+
+_PARAMETER, _STATE, _COMPRESSOR = "parameter", "state", "compressor/"
+_PLAIN = (bool, int, float, str, type(None))
+
+
+class TrainedState:
+    """Of one peer. Its methods may be called from several threads.
+
+    Attributes:
+        step: global steps taken.
+        parameters: those that need gradients.
+        shapes: one text for each of them, by which peers find that they train the same model.
+    """
+
+    def __init__(
+        self,
+        parameters: Iterable[nn.Parameter],
+        optimizer: torch.optim.Optimizer,
+        compressor: Compressor | None = None,
+    ) -> None:
+        """``compressor``: has state that all peers share.
+
+        Raises ValueError if there is nothing to train, or the optimizer has something else."""
+        self.step = 0
+        given = list(parameters)
+        self.parameters = [parameter for parameter in given if parameter.requires_grad]
+        if not given:
+            raise ValueError("there are no parameters: expected model.parameters(); a generator can be used only once")
+        if not self.parameters:
+            raise ValueError("no parameter needs a gradient: expected at least one with requires_grad=True")
+        known = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        missing = [number for number, parameter in enumerate(self.parameters) if id(parameter) not in known]
+        if missing:
+            raise ValueError(f"parameter {missing[0]} is not in the optimizer: expected one that has all of them")
+        self._optimizer = optimizer
+        self._compressor = compressor or Plain()
+        self._lock = threading.Lock()
+        self.shapes = [f"{list(each.shape)} {str(each.dtype).removeprefix('torch.')}" for each in self.parameters]
+        self.length = sum(parameter.numel() for parameter in self.parameters)
+        _plain_groups(optimizer)
+
+    @property
+    def optimizer_name(self) -> str:
+        return type(self._optimizer).__name__
+
+    @property
+    def model_digest(self) -> bytes:
+        """SHA-256 of what must be equal for two peers to train together."""
+        return hashlib.sha256(json.dumps([self.shapes, self.optimizer_name]).encode()).digest()
+
+    def add_gradients(self, vector: Tensor, weight: float) -> None:
+        """Adds the gradients, times ``weight``, to ``vector``, [length] float32 on the CPU, and takes them away."""
+        at = 0
+        for parameter in self.parameters:
+            stop = at + parameter.numel()
+            if parameter.grad is not None:
+                vector[at:stop].add_(parameter.grad.detach().reshape(-1).to("cpu", torch.float32), alpha=weight)
+                parameter.grad = None
+            at = stop
+
+    def apply(self, gradient: Tensor) -> None:
+        """One step of the optimizer with this gradient, [length] float32."""
+        with self._lock:
+            at = 0
+            for parameter in self.parameters:
+                part = gradient[at : at + parameter.numel()].view(parameter.shape)
+                parameter.grad = part.to(parameter.device, parameter.dtype, copy=True)
+                at += parameter.numel()
+            self._optimizer.step()
+            self.step += 1
+            for parameter in self.parameters:
+                parameter.grad = None
+
+    def digest(self) -> bytes:
+        """SHA-256 of all that ``to_bytes`` has."""
+        with self._lock:
+            tensors, metadata = self._contents()
+            digest = hashlib.sha256(metadata.encode())
+            for name in sorted(tensors):
+                digest.update(name.encode())
+                digest.update(tensors[name].contiguous().reshape(-1).view(torch.uint8).numpy().data)
+        return digest.digest()
+
+    def to_bytes(self) -> tuple[int, bytes]:
+        """The step, and a safetensors file: no code can be in it."""
+        with self._lock:
+            tensors, metadata = self._contents()
+            return self.step, save({name: each.contiguous() for name, each in tensors.items()}, {"optimizer": metadata})
+
+    def load(self, step: int, data: bytes) -> None:
+        """Takes the state over that ``to_bytes`` of another peer has given.
+
+        Raises:
+            ValueError: it is not that of such parameters; nothing has been changed then.
+        """
+        try:
+            tensors = load(data)
+            size = int.from_bytes(data[:8], "little")
+            plain = json.loads(json.loads(data[8 : 8 + size])["__metadata__"]["optimizer"])
+            groups, scalars = plain["groups"], plain["scalars"]
+        except (SafetensorError, ValueError, KeyError, TypeError):
+            raise ValueError("the state that a peer has sent is no safetensors file of a training run") from None
+        for number, parameter in enumerate(self.parameters):
+            found = tensors.get(f"{_PARAMETER}/{number}")
+            if found is None or found.shape != parameter.shape or found.dtype != parameter.dtype:
+                raise ValueError(f"the state that a peer has sent does not fit parameter {number}")
+        if len(groups) != len(self._optimizer.param_groups) or not all(isinstance(group, dict) for group in groups):
+            raise ValueError("the state that a peer has sent has other groups of parameters than the optimizer")
+        compressed = {
+            name.removeprefix(_COMPRESSOR): each for name, each in tensors.items() if name.startswith(_COMPRESSOR)
+        }
+        with self._lock, torch.no_grad():
+            self._compressor.load_state_dict(compressed)
+            self.step = step
+            for number, parameter in enumerate(self.parameters):
+                parameter.copy_(tensors[f"{_PARAMETER}/{number}"])
+                self._optimizer.state[parameter] = self._state_of(number, parameter, tensors, scalars)
+                if not self._optimizer.state[parameter]:
+                    del self._optimizer.state[parameter]
+            for own, theirs in zip(self._optimizer.param_groups, groups, strict=True):
+                own.update({key: _as_was(own.get(key), value) for key, value in theirs.items() if key != "params"})
+
+    def _state_of(
+        self, number: int, parameter: nn.Parameter, tensors: Mapping[str, Tensor], scalars: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        """As this peer's optimizer would have it: its tensors where the older ones were, else beside the parameter."""
+        old = self._optimizer.state.get(parameter, {})
+        state: dict[str, Any] = dict(scalars.get(str(number), {}))
+        prefix = f"{_STATE}/{number}/"
+        for name, tensor in tensors.items():
+            if name.startswith(prefix):
+                key = name.removeprefix(prefix)
+                before = old.get(key)
+                beside = torch.device("cpu") if tensor.dim() == 0 else parameter.device
+                state[key] = tensor.to(before.device if isinstance(before, Tensor) else beside)
+        return state
+
+    def _contents(self) -> tuple[dict[str, Tensor], str]:
+        """All tensors by name, and the rest as JSON."""
+        tensors = {f"{_PARAMETER}/{number}": each.detach().cpu() for number, each in enumerate(self.parameters)}
+        tensors |= {f"{_COMPRESSOR}{name}": each.cpu() for name, each in self._compressor.state_dict().items()}
+        scalars: dict[str, dict[str, Any]] = {}
+        for number, parameter in enumerate(self.parameters):
+            for key, value in self._optimizer.state.get(parameter, {}).items():
+                if isinstance(value, Tensor):
+                    tensors[f"{_STATE}/{number}/{key}"] = value.detach().cpu()
+                elif isinstance(value, _PLAIN):
+                    scalars.setdefault(str(number), {})[key] = value
+                else:
+                    raise ValueError(f"the optimizer keeps a {type(value).__name__} as {key!r}: expected tensors")
+        return tensors, json.dumps({"groups": _plain_groups(self._optimizer), "scalars": scalars}, sort_keys=True)
+
+
+def _plain_groups(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """The settings of the optimizer's groups. Raises ValueError if one of them is no plain value."""
+    groups = []
+    for group in optimizer.param_groups:
+        plain = {}
+        for key, value in group.items():
+            if key == "params":
+                continue
+            value = value.item() if isinstance(value, Tensor) and value.dim() == 0 else value
+            if not isinstance(value, _PLAIN) and not (
+                isinstance(value, list | tuple) and all(isinstance(each, _PLAIN) for each in value)
+            ):
+                raise ValueError(f"the optimizer has a {type(value).__name__} as {key!r}: expected numbers or text")
+            plain[key] = list(value) if isinstance(value, tuple) else value
+        groups.append(plain)
+    return groups
+
+
+def _as_was(before: object, value: object) -> object:
+    """In the type that it had here: JSON has no tuples."""
+    if isinstance(before, tuple) and isinstance(value, list):
+        return tuple(value)
+    return torch.tensor(value, dtype=before.dtype) if isinstance(before, Tensor) else value

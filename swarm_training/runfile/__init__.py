@@ -1,0 +1,1 @@
+"""The file that says what a run trains, on what and how; everybody who joins has the same."""

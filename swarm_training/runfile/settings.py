@@ -1,0 +1,167 @@
+"""What stands in a run file, in frozen values; their docstrings are the file's documentation."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from math import cos, pi
+
+from swarm_protocol.access.organiser import SwarmKey
+from swarm_training.data.settings import DataSettings
+
+INITS = ("random", "pretrained")
+OPTIMIZERS = ("adamw", "sgd")
+SCHEDULES = ("constant", "linear", "cosine")
+PRESETS = {"tiny": (64, 2, 4), "small": (256, 6, 8), "medium": (768, 12, 12)}  # hidden size, layers, heads
+_LARGEST = 1e30
+_MAX_COUNT = 1 << 40
+
+
+def require_count(name: str, value: int) -> None:
+    if not 1 <= value <= _MAX_COUNT:
+        raise ValueError(f"{name} is {value}: expected at least 1")
+
+
+def require_one_of(name: str, value: str, known: tuple[str, ...]) -> None:
+    if value not in known:
+        raise ValueError(f"{name} is {value!r}: expected one of {', '.join(known)}")
+
+
+@dataclass(frozen=True)
+class RunSettings:
+    """
+    Attributes:
+        target_batch_size: samples of all peers together, after which they average and step.
+        checkpoint_every: steps.
+        checkpoints: a directory; empty: this machine writes none.
+        keep: so many checkpoints.
+        hub: a repository on the hub that gets a copy of each; empty: none.
+    """
+
+    name: str
+    target_batch_size: int
+    checkpoint_every: int = 100
+    checkpoints: str = "checkpoints"
+    keep: int = 3
+    hub: str = ""
+
+    def __post_init__(self) -> None:
+        if not re.fullmatch(r"[\w.-]{1,64}", self.name, re.ASCII):
+            raise ValueError(f"name is {self.name!r}: expected 1 to 64 letters, digits, dots, dashes and underscores")
+        require_count("target_batch_size", self.target_batch_size)
+        require_count("checkpoint_every", self.checkpoint_every)
+        require_count("keep", self.keep)
+        if self.hub and not re.fullmatch(r"[\w.-]+/[\w.-]+", self.hub, re.ASCII):
+            raise ValueError(f"hub is {self.hub!r}: expected a repository as owner/name")
+
+
+@dataclass(frozen=True)
+class ModelSettings:
+    """
+    Attributes:
+        name_or_path: a causal language model on the hub, or a directory.
+        preset: or else a Llama of this size.
+        init: random weights in the model's shape, or the pretrained ones.
+        tokenizer: on the hub or a directory; empty: the model's own.
+        seed: of random weights: all who found or join begin with the same.
+    """
+
+    name_or_path: str = ""
+    preset: str = ""
+    init: str = "random"
+    tokenizer: str = ""
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if bool(self.name_or_path) == bool(self.preset):
+            raise ValueError("name_or_path and preset: expected one of the two")
+        require_one_of("init", self.init, INITS)
+        if self.preset:
+            require_one_of("preset", self.preset, tuple(PRESETS))
+        if self.preset and not self.tokenizer:
+            raise ValueError("tokenizer is missing: expected one, since a preset has none of its own")
+        if self.preset and self.init != "random":
+            raise ValueError(f"init is {self.init!r}: expected random, since a preset has no weights")
+
+
+@dataclass(frozen=True)
+class OptimizerSettings:
+    """
+    Attributes:
+        lr: the highest, after the warm-up.
+        total_steps: at which linear and cosine schedules arrive at 0; 0: of constant ones, which never do.
+    """
+
+    name: str
+    lr: float
+    weight_decay: float = 0.0
+    schedule: str = "constant"
+    warmup_steps: int = 0
+    total_steps: int = 0
+
+    def __post_init__(self) -> None:
+        require_one_of("name", self.name, OPTIMIZERS)
+        require_one_of("schedule", self.schedule, SCHEDULES)
+        if not 0 < self.lr <= _LARGEST:
+            raise ValueError(f"lr is {self.lr}: expected a number above 0, up to {_LARGEST:g}")
+        if not 0 <= self.weight_decay <= _LARGEST:
+            raise ValueError(f"weight_decay is {self.weight_decay}: expected a number of at least 0")
+        if not 0 <= self.warmup_steps <= _MAX_COUNT:
+            raise ValueError(f"warmup_steps is {self.warmup_steps}: expected at least 0")
+        if self.schedule != "constant" and self.total_steps <= self.warmup_steps:
+            raise ValueError(
+                f"total_steps is {self.total_steps}: expected more than the {self.warmup_steps} of warmup_steps, "
+                f"since the schedule is {self.schedule}"
+            )
+
+    def rate(self, step: int) -> float:
+        """The learning rate of a global step: it follows from its number, so that all peers have the same."""
+        if step < self.warmup_steps:
+            return self.lr * (step + 1) / self.warmup_steps
+        if self.schedule == "constant":
+            return self.lr
+        done = min(1.0, (step - self.warmup_steps) / (self.total_steps - self.warmup_steps))
+        return self.lr * (1 - done if self.schedule == "linear" else (1 + cos(pi * done)) / 2)
+
+
+@dataclass(frozen=True)
+class BatchSettings:
+    """
+    Attributes:
+        size: samples that a machine computes at once; 0: it finds out what fits.
+        max_size: that it tries.
+    """
+
+    size: int = 0
+    max_size: int = 256
+
+    def __post_init__(self) -> None:
+        require_count("max_size", self.max_size)
+        if not 0 <= self.size <= self.max_size:
+            raise ValueError(f"size is {self.size}: expected 0 (find out) to max_size, which is {self.max_size}")
+
+
+@dataclass(frozen=True)
+class TokenSettings:
+    """
+    Attributes:
+        organiser: the swarm key that ``swarm keys create`` printed: only members take part; empty: anybody may.
+    """
+
+    organiser: str = ""
+
+    def __post_init__(self) -> None:
+        if self.organiser:
+            object.__setattr__(self, "organiser", str(SwarmKey.parse(self.organiser)))
+
+
+@dataclass(frozen=True)
+class RunFile:
+    """All of a run file; each field is a table of it."""
+
+    run: RunSettings
+    model: ModelSettings
+    data: DataSettings
+    optimizer: OptimizerSettings
+    batch: BatchSettings = BatchSettings()
+    tokens: TokenSettings = TokenSettings()

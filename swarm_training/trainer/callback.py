@@ -1,0 +1,94 @@
+"""``TrainingRunCallback``: lets Hugging Face's Trainer train together with others."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from swarm_training.contract.run_like import RunLike
+from swarm_training.trainer.optimizer import RunOptimizer, RunSchedule
+
+
+class TrainingRunCallback(TrainerCallback):
+    """Each step of the Trainer is a share of the run's batch: all micro-batches of a gradient accumulation.
+
+    ::
+
+        callback = TrainingRunCallback(run, optimizer)
+        Trainer(model, args, optimizers=callback.optimizers, callbacks=[callback], train_dataset=…).train()
+
+    Trainer counts its own steps, and ``max_steps`` is of these; ``max_run_steps`` is of global ones. Its checkpoints
+    have the model as it is, to be used or evaluated; training goes on by joining the run again.
+    """
+
+    def __init__(self, run: RunLike, optimizer: torch.optim.Optimizer, max_run_steps: int | None = None) -> None:
+        """``optimizer``: the one that the run steps."""
+        self._run = run
+        self._max_run_steps = max_run_steps
+        self._samples = 0  # since the last share
+        self._hook: torch.utils.hooks.RemovableHandle | None = None
+        shown = RunOptimizer(optimizer, self._give_share)
+        self.optimizers = shown, RunSchedule(shown, optimizer)
+
+    def _give_share(self) -> None:
+        samples, self._samples = self._samples, 0
+        self._run.step(samples=samples)
+
+    def on_init_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **others: Any) -> None:
+        """Raises ValueError if an argument contradicts how a run trains."""
+        if args.max_grad_norm:
+            raise ValueError(
+                f"max_grad_norm is {args.max_grad_norm}: expected 0, since a peer's gradient is a part of the run's"
+            )
+        if args.fp16:
+            raise ValueError("fp16 is on: expected bf16 or neither, since a scaler drops shares that others count")
+
+    def on_train_begin(  # type: ignore[override]  # it is always told the model and the optimizer
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        *,
+        model: nn.Module,
+        optimizer: Any,
+        **others: Any,
+    ) -> None:
+        """Raises ValueError if Trainer steps an optimizer of its own, or goes on from its own checkpoint."""
+        if getattr(optimizer, "optimizer", optimizer) is not self.optimizers[0]:  # accelerate wraps it
+            raise ValueError("Trainer has an optimizer of its own: expected optimizers=callback.optimizers")
+        if state.global_step:
+            raise ValueError(
+                "resume_from_checkpoint is on: expected to join the run again, since its peers have its state"
+            )
+        self._hook = model.register_forward_pre_hook(self._count, with_kwargs=True)
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **others: Any
+    ) -> None:
+        assert self._hook is not None
+        self._hook.remove()
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **others: Any) -> None:
+        if self._max_run_steps is not None and self._run.num_steps >= self._max_run_steps:
+            control.should_training_stop = True
+
+    def on_log(  # type: ignore[override]  # it is always told the logs
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        *,
+        logs: dict[str, Any],
+        **others: Any,
+    ) -> None:
+        for entry in (logs, *state.log_history[-1:]):  # the latter is a copy
+            entry["run_step"] = self._run.num_steps
+
+    def _count(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """The last batch of an epoch has fewer samples; those of an evaluation do not count."""
+        if model.training:
+            inputs = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor) and value.dim()]
+            self._samples += len(inputs[0])

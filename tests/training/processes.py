@@ -1,0 +1,104 @@
+"""Starts volunteers as processes, and waits for what they say."""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+TIMEOUT_S = 90.0
+ROOT = Path(__file__).parents[2]
+Event = dict[str, Any]
+
+
+class Volunteer:
+    """Attributes:
+    events: all that it has said so far.
+    """
+
+    def __init__(self, **task: Any) -> None:
+        self.number = task.get("number", 0)
+        self.events: list[Event] = []
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "tests.training.volunteer", json.dumps(task)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            cwd=ROOT,
+            env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        )
+        self._said: queue.Queue[Event | None] = queue.Queue()
+        threading.Thread(target=self._read, daemon=True).start()
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def wait_for(self, event: str, **facts: Any) -> Event:
+        """The first such event, past or to come. Raises AssertionError if the process ends before it."""
+        for said in self.events:
+            if _matches(said, event, facts):
+                return said
+        while True:
+            said = self._said.get(timeout=TIMEOUT_S)
+            assert said is not None, f"volunteer {self.number} has ended before {event} {facts}: {self.events}"
+            self.events.append(said)
+            if _matches(said, event, facts):
+                return said
+
+    def go(self) -> None:
+        self.tell("go")
+
+    def tell(self, line: str) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.write(line + "\n")
+        self._process.stdin.flush()
+
+    def finish(self) -> None:
+        """Has it leave the run, and waits for its end."""
+        self.wait_for("done")
+        self.tell("leave")
+        assert self._process.wait(TIMEOUT_S) == 0
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.wait(TIMEOUT_S)
+
+    def send_signal(self, number: int) -> None:
+        self._process.send_signal(number)
+
+    def steps(self) -> dict[int, Event]:
+        return {said["step"]: said for said in self.events if said["event"] == "step"}
+
+    def _read(self) -> None:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            self._said.put(json.loads(line))
+        self._said.put(None)
+
+
+def _matches(said: Event, event: str, facts: dict[str, Any]) -> bool:
+    return said["event"] == event and all(said[key] == value for key, value in facts.items())
+
+
+@contextmanager
+def volunteers(tasks: list[dict[str, Any]], **common: Any) -> Iterator[list[Volunteer]]:
+    """The first founds the run, the others join it; all are there, and wait for ``go``."""
+    started = [Volunteer(number=0, **{**common, **tasks[0]})]
+    try:
+        peers = started[0].wait_for("joined")["peers"]
+        for number, task in enumerate(tasks[1:], 1):
+            started.append(Volunteer(number=number, peers=peers, **{**common, **task}))
+        for volunteer in started:
+            volunteer.wait_for("joined")
+        yield started
+    finally:
+        for volunteer in started:
+            volunteer.kill()

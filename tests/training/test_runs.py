@@ -1,0 +1,149 @@
+"""Runs of real processes on loopback: equal bits, and what happens when some of them fail."""
+
+from __future__ import annotations
+
+import signal
+
+import pytest
+import torch
+
+from tests.marks import SLOW
+from tests.training.processes import Volunteer, volunteers
+from tests.training.volunteer import batch, digest, loss_of, model
+
+SIZE = 50
+SLOWLY = {"call_s": 0.2}  # beside the time that news take
+
+
+def reference(peers: list[Volunteer], samples: int, target_steps: int) -> tuple[list[str], list[torch.nn.Linear]]:
+    """What one process gets from the batches of all: digests of the parameters that are added up in the same order and
+    precision, and models trained on the union of the batches."""
+    exact, plain = model(SIZE), model(SIZE)
+    optimizer = torch.optim.AdamW(exact.parameters(), lr=0.01)
+    plain_optimizer = torch.optim.AdamW(plain.parameters(), lr=0.01)
+    by_id = {peer.wait_for("joined")["peer_id"]: peer for peer in peers}
+    digests, models = [], []
+    calls = {peer: 0 for peer in by_id}
+    for step in range(1, target_steps + 1):
+        total, weight, inputs = None, 0, []
+        for peer_id in by_id[next(iter(by_id))].steps()[step]["members"]:
+            peer = by_id[peer_id]
+            until = peer.steps()[step]["calls"]
+            batches = [batch(peer.number, call, samples, SIZE) for call in range(calls[peer_id], until)]
+            calls[peer_id] = until
+            inputs += batches
+            count = samples * len(batches)
+            own = torch.zeros(sum(each.numel() for each in exact.parameters()))
+            for each in batches:
+                gradients = torch.autograd.grad(loss_of(exact, each), list(exact.parameters()))
+                own += torch.cat([gradient.reshape(-1) * samples for gradient in gradients])
+            part = own / count * float(count)
+            total = part if total is None else total + part
+            weight += count
+        mean = total / weight
+        sizes = [each.numel() for each in exact.parameters()]
+        for parameter, part in zip(exact.parameters(), mean.split(sizes), strict=True):
+            parameter.grad = part.view(parameter.shape)
+        optimizer.step()
+        digests.append(digest(exact))
+        plain_optimizer.zero_grad()
+        loss_of(plain, torch.cat(inputs)).backward()
+        plain_optimizer.step()
+        models.append(model(SIZE))
+        models[-1].load_state_dict(plain.state_dict())
+    for parameter, other in zip(exact.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(parameter, other, rtol=1e-4, atol=1e-5)
+    return digests, models
+
+
+def finish(peers: list[Volunteer]) -> None:
+    for peer in peers:
+        peer.wait_for("done")
+    for peer in peers:
+        peer.finish()
+
+
+def require_equal(peers: list[Volunteer], from_step: int, to_step: int) -> None:
+    for step in range(from_step, to_step + 1):
+        digests = {peer.steps()[step]["digest"] for peer in peers if step in peer.steps()}
+        assert len(digests) == 1, f"step {step}"
+
+
+def test_four_peers_train_as_one_process_does() -> None:
+    speeds = [{"call_s": 0.1}, {"call_s": 0.2}, {"call_s": 0.15}, {"call_s": 0.3}]
+    with volunteers(speeds, steps=4, target=64) as peers:
+        for peer in peers:
+            peer.go()
+        finish(peers)
+        digests, _ = reference(peers, samples=4, target_steps=4)
+        for peer in peers:
+            steps = peer.steps()
+            assert [steps[step]["digest"] for step in range(1, 5)] == digests
+            assert all(len(steps[step]["members"]) == 4 for step in range(1, 5))
+
+
+@pytest.mark.parametrize("moment", ["meeting", "reducing", "stepping"])
+@pytest.mark.parametrize("name", ["SIGKILL", "SIGSTOP"])
+@SLOW
+def test_survivors_of_a_failure_stay_equal_and_go_on(moment: str, name: str) -> None:
+    tasks = [SLOWLY, SLOWLY, {**SLOWLY, "moment": moment, "at_step": 1, "signal": name}, SLOWLY]
+    with volunteers(tasks, steps=5, target=48) as peers:
+        for peer in peers:
+            peer.go()
+        victim = peers[2]
+        victim.wait_for("struck")
+        survivors = [peer for peer in peers if peer is not victim]
+        for peer in survivors:
+            peer.wait_for("step", step=4)
+        if name == "SIGSTOP":
+            victim.send_signal(signal.SIGCONT)
+            victim.wait_for("done")
+            survivors = peers
+        finish(survivors)
+        require_equal(peers, 1, 5)
+
+
+@SLOW
+def test_one_dies_while_another_death_is_repaired() -> None:
+    reducing = {**SLOWLY, "moment": "reducing", "at_step": 1}
+    repairing = {**SLOWLY, "moment": "repairing", "at_step": 1}
+    with volunteers([SLOWLY, SLOWLY, SLOWLY, reducing, repairing], steps=4, target=60) as peers:
+        for peer in peers:
+            peer.go()
+        peers[3].wait_for("struck")
+        peers[4].wait_for("struck")
+        finish(peers[:3])
+        require_equal(peers, 1, 4)
+
+
+@SLOW
+def test_who_joins_takes_part_in_the_next_step_and_who_leaves_is_not_waited_for() -> None:
+    with volunteers([{"steps": 12}, {"steps": 5}], target=32, call_s=0.3) as peers:
+        for peer in peers:
+            peer.go()
+        addresses = peers[0].wait_for("step", step=2) and peers[0].wait_for("joined")["peers"]
+        joiner = Volunteer(number=2, peers=addresses, steps=12, target=32, call_s=0.3)
+        try:
+            joined = joiner.wait_for("joined")
+            assert joined["digest"] == peers[0].wait_for("step", step=joined["step"])["digest"]
+            joiner.go()
+            peers[1].finish()
+            finish([peers[0], joiner])
+            first = min(joiner.steps())
+            assert all(joined["peer_id"] in said["members"] for step, said in joiner.steps().items())
+            assert len(joiner.steps()[12]["members"]) == 2
+            require_equal([*peers, joiner], first, 12)
+        finally:
+            joiner.kill()
+
+
+@SLOW
+def test_who_cannot_be_reached_takes_part() -> None:
+    hidden = {**SLOWLY, "config": {"client_mode": True}}
+    with volunteers([SLOWLY, hidden, SLOWLY], steps=4, target=40) as peers:
+        for peer in peers:
+            peer.go()
+        finish(peers)
+        require_equal(peers, 1, 4)
+        peer_id = peers[1].wait_for("joined")["peer_id"]
+        assert all(peer_id in said["members"] for said in peers[0].steps().values())

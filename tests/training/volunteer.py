@@ -1,0 +1,119 @@
+"""A process that takes part in a run, by a plain loop; it says in lines of JSON what happens.
+
+``python -m tests.training.volunteer '{"number": 1, …}'``; the keys are the fields of ``Task``.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import signal
+import sys
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from swarm_training import TrainingConfig, TrainingRun
+from swarm_training.averaging.round import Round
+from swarm_training.meeting.attending import Attendance
+from swarm_training.run.state import TrainedState
+
+MOMENTS = {
+    "meeting": (Attendance, "attend"),
+    "reducing": (Round, "serve_reduce"),
+    "repairing": (Round, "repair"),
+    "stepping": (TrainedState, "apply"),
+}
+
+
+@dataclass
+class Task:
+    """Attributes:
+    steps: global steps until it leaves.
+    moment: at which the process sends itself ``signal``, at global step ``at_step``.
+    """
+
+    number: int = 0
+    peers: list[str] = field(default_factory=list)
+    target: int = 32
+    samples: int = 4
+    call_s: float = 0.01
+    steps: int = 4
+    size: int = 50
+    moment: str = ""
+    at_step: int = 1
+    signal: str = "SIGKILL"
+    config: dict[str, Any] = field(default_factory=dict)
+
+
+def model(size: int) -> torch.nn.Linear:
+    torch.manual_seed(0)
+    return torch.nn.Linear(size, 3)
+
+
+def batch(number: int, call: int, samples: int, size: int) -> torch.Tensor:
+    """[samples, size]: the data of one call of one peer."""
+    return torch.randn(samples, size, generator=torch.Generator().manual_seed(1000 * number + call))
+
+
+def loss_of(trained: torch.nn.Module, inputs: torch.Tensor) -> torch.Tensor:
+    return trained(inputs).sin().square().mean(1).mean()
+
+
+def digest(trained: torch.nn.Module) -> str:
+    return hashlib.sha256(b"".join(each.detach().numpy().tobytes() for each in trained.parameters())).hexdigest()
+
+
+def say(event: str, **facts: Any) -> None:
+    print(json.dumps({"event": event, **facts}), flush=True)
+
+
+def strike(moment: str, at_step: int, name: str) -> None:
+    """Has the process send itself a signal at that moment."""
+    kind, method = MOMENTS[moment]
+    original = getattr(kind, method)
+
+    def struck(*args: Any, **options: Any) -> Any:
+        if run is not None and run.num_steps == at_step:
+            say("struck", moment=moment)
+            os.kill(os.getpid(), getattr(signal, name))
+        return original(*args, **options)
+
+    setattr(kind, method, struck)
+
+
+run: TrainingRun | None = None
+
+
+def main(task: Task) -> None:
+    global run
+    torch.set_num_threads(1)
+    if task.moment:
+        strike(task.moment, task.at_step, task.signal)
+    trained = model(task.size)
+    optimizer = torch.optim.AdamW(trained.parameters(), lr=0.01)
+    options = {"target_batch_size": task.target, "config": TrainingConfig(**task.config)}
+    run = TrainingRun("toy", trained.parameters(), optimizer, initial_peers=task.peers, **options)
+    with run:
+        say("joined", peers=run.initial_peers, peer_id=run.peer_id, step=run.num_steps, digest=digest(trained))
+        for line in sys.stdin:
+            if line.strip() == "go":
+                break
+        call = 0
+        while run.num_steps < task.steps:
+            time.sleep(task.call_s)
+            loss_of(trained, batch(task.number, call, task.samples, task.size)).backward()
+            before = run.num_steps
+            run.step(samples=task.samples)
+            call += 1
+            if run.num_steps != before:
+                say("step", step=run.num_steps, digest=digest(trained), calls=call, members=run.last_group)
+        say("done")
+        sys.stdin.readline()
+
+
+if __name__ == "__main__":
+    main(Task(**json.loads(sys.argv[1])))

@@ -1,0 +1,106 @@
+"""When a run goes back, and that no batch is seen again after it did."""
+
+from __future__ import annotations
+
+from math import inf, nan
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from swarm_training.checkpoints.rollback import (
+    Diverged,
+    LossHistory,
+    Rollback,
+    RollbackPolicy,
+    batch_number,
+    checkpoint_before,
+    observe,
+)
+
+POLICY = RollbackPolicy(margin=0.5, patience=3, window=8, warmup=4)
+
+
+def run(losses: list[float], policy: RollbackPolicy = POLICY) -> list[Diverged | None]:
+    history, found = LossHistory(), []
+    for step, loss in enumerate(losses):
+        history, verdict = observe(policy, history, step, loss)
+        found.append(verdict)
+    return found
+
+
+@pytest.mark.parametrize("loss", [nan, inf, -inf])
+def test_a_loss_that_is_not_finite_goes_back_at_once_even_at_the_first_step(loss: float) -> None:
+    assert run([loss])[0].first_step == 0
+    verdicts = run([2.0, 1.9, loss])
+    assert verdicts[:2] == [None, None] and verdicts[2].reason == "the loss of step 2 is not finite"
+
+
+def test_a_high_loss_must_stay_for_so_many_steps() -> None:
+    usual = [2.0, 2.1, 1.9, 2.0, 2.0]
+    assert run([*usual, 2.6, 2.6, 2.0, 2.6, 2.6, 2.0]) == [None] * 11
+    verdicts = run([*usual, 2.6, 2.7, 2.6])
+    assert verdicts[:7] == [None] * 7
+    assert verdicts[7] == Diverged(5, "the loss was above its median of 2 by 0.5 from step 5 to 7")
+    assert run([*usual, 2.5, 2.5, 2.5, 2.5]) == [None] * 9  # the margin itself is not above it
+
+
+def test_nothing_is_high_before_there_is_a_median_and_a_falling_loss_never_is() -> None:
+    assert run([1.0, 9.0, 9.0, 9.0]) == [None] * 4
+    assert run([10.0 - 0.1 * step for step in range(90)]) == [None] * 90
+
+
+def test_the_median_follows_the_window() -> None:
+    slow_rise = [2.0 + 0.05 * step for step in range(60)]  # in 8 steps less than the margin
+    assert run(slow_rise) == [None] * 60
+    assert run([2.0] * 8 + [2.6] * 3, RollbackPolicy(0.5, 3, 8, 4))[-1] is not None
+
+
+@given(st.lists(st.floats(0, 100), max_size=60))
+def test_the_first_step_named_is_the_first_of_a_row_that_is_too_high(losses: list[float]) -> None:
+    """By the definition, computed anew at every step."""
+    usual: list[float] = []
+    row: list[int] = []
+    for step, verdict in enumerate(run(losses)):
+        ordered = sorted(usual[-8:])
+        middle = (ordered[(len(ordered) - 1) // 2] + ordered[len(ordered) // 2]) / 2 if ordered else inf
+        if len(usual[-8:]) >= 4 and losses[step] > middle + 0.5:
+            row.append(step)
+        else:
+            usual.append(losses[step])
+            row = []
+        assert (verdict is not None) == (len(row) == 3)
+        if verdict is not None:
+            assert verdict.first_step == row[0]
+            usual, row = [], []
+
+
+def test_the_checkpoint_is_the_newest_before_the_loss_went_wrong() -> None:
+    assert checkpoint_before([100, 200, 300], Diverged(250, "")) == 200
+    assert checkpoint_before([100, 200, 300], Diverged(300, "")) == 300  # it holds steps 0..299
+    assert checkpoint_before([100], Diverged(99, "")) is None
+    assert checkpoint_before([], Diverged(99, "")) is None
+
+
+@given(st.lists(st.tuples(st.integers(0, 30), st.integers(0, 30)), max_size=5))
+def test_no_batch_is_seen_twice_over_any_rollbacks(turns: list[tuple[int, int]]) -> None:
+    """By playing a run: so many steps, then back by so many."""
+    step, seen, rollbacks = 0, [], []
+    for forward, back in turns:
+        for _ in range(forward):
+            seen.append(batch_number(step, rollbacks))
+            step += 1
+        seen.append(batch_number(step, rollbacks))  # the batch whose loss was wrong: its step is not taken
+        rollbacks.append(Rollback(step, max(0, step - back)))
+        step = rollbacks[-1].to_step
+    seen.append(batch_number(step, rollbacks))
+    assert seen == list(range(len(seen)))
+
+
+def test_what_cannot_be_is_refused() -> None:
+    with pytest.raises(ValueError, match="a rollback from step 3 to 4: expected an earlier step"):
+        Rollback(3, 4)
+    with pytest.raises(ValueError, match="patience is 0: expected at least 1"):
+        RollbackPolicy(patience=0)
+    with pytest.raises(ValueError, match="margin is nan: expected a number above 0"):
+        RollbackPolicy(margin=nan)

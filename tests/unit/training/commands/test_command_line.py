@@ -1,0 +1,195 @@
+"""``swarm train``: mistakes end in a sentence; what reaches the run is what was asked for."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from swarm_command import entry
+from swarm_protocol.access.access_control import AccessControl
+from swarm_protocol.access.membership import MemberCredentials
+from swarm_protocol.access.organiser import OrganiserKey
+from swarm_protocol.access.tokens import Grant, Role
+from swarm_protocol.net.identity import Identity
+from swarm_protocol.process import signals
+from swarm_training import command_line
+from swarm_training.commands import joining as joining_module
+from swarm_training.commands import watching
+from swarm_training.contract.backend import Backend, Joining
+from swarm_training.data.order import Part
+from swarm_training.ledger.orders import Ban, GoBack, Orders
+from swarm_training.runfile.reading import read_run_file
+
+PEER = "/ip4/127.0.0.1/tcp/1234/p2p/QmYyQSo1c1Ym7orWxLYvCrM2EmxFTANf8wXmmE7DWjhx5N"
+ORGANISER = OrganiserKey.generate()
+IDENTITY = Identity.generate()
+
+
+class Network:
+    """What reaches it."""
+
+    def __init__(self) -> None:
+        self.orders: list[tuple[Joining, bytes]] = []
+        self.looks: list[Joining] = []
+
+    @contextmanager
+    def look(self, who: Joining) -> Iterator[object]:
+        self.looks.append(who)
+        yield "view"
+
+    def backend(self) -> Backend:
+        def open_run(*_arguments: object) -> None:
+            raise AssertionError("it is not to be opened")
+
+        return Backend(open_run, self.look, lambda who, data: self.orders.append((who, data)))
+
+
+def failing(argv: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
+    with pytest.raises(SystemExit) as exit_:
+        command_line.main(argv, Network().backend())
+    error = capsys.readouterr().err
+    assert "Traceback" not in error
+    return exit_.value.code, error
+
+
+def run_file(directory: Path, organiser: bool = False) -> Path:
+    path = directory / "RUN.toml"
+    command_line.main(["init", str(path)], Network().backend())
+    if organiser:
+        text = path.read_text().replace('# organiser = ""', f'organiser = "{ORGANISER.public}"')
+        path.write_text(text)
+    return path
+
+
+def membership(directory: Path, role: Role) -> Path:
+    now = time.time()
+    grant = Grant.new(ORGANISER.public, role, "ada", IDENTITY.peer_id, now - 10, now + 1000)
+    path = directory / f"{role}.membership"
+    MemberCredentials(grant, grant.signed(ORGANISER), IDENTITY).write(path)
+    return path
+
+
+def test_init_writes_an_example_and_then_checks_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = run_file(tmp_path)
+    assert f"wrote {path}" in capsys.readouterr().out
+    command_line.main(["init", str(path)], Network().backend())
+    assert "is right: run my-run with 1024 samples a step" in capsys.readouterr().out
+    path.write_text(path.read_text().replace("[data]", "[dta]"))
+    code, error = failing(["init", str(path)], capsys)
+    assert code == 2 and error.startswith(f"error: {path}: the file has an unknown table 'dta': expected run, model")
+    code, error = failing(["init", str(tmp_path / "none" / "RUN.toml")], capsys)
+    assert code == 1 and error.startswith("error: cannot write") and error.endswith("No such file or directory\n")
+
+
+def test_mistakes_end_in_a_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path, private = str(run_file(tmp_path)), tmp_path / "private"
+    private.mkdir()
+    with_organiser, trainer = str(run_file(private, organiser=True)), str(membership(tmp_path, Role.TRAINER))
+    for argv, reason in (
+        (["join", str(tmp_path / "no.toml")], "cannot read the run file"),
+        (["join", path, "--batch-size", "0"], "--batch-size is '0': expected auto, or at least 1"),
+        (["join", path, "--part", "3/2"], "--part is '3/2': expected K/N"),
+        (["join", path, "--initial-peers", "nobody"], "nobody"),
+        (["join", path, "--membership", trainer], "is for a run with an organiser"),
+        (["join", with_organiser], "the run takes only members: ask its organiser, and give --membership FILE"),
+        (["watch", path], "--initial-peers is missing"),
+        (
+            ["watch", path, "--initial-peers", PEER, "--interval", "nan"],
+            "--interval is nan: expected a number",
+        ),
+        (["moderate", "ban", path, "QmEve"], "names no organiser under [tokens]"),
+        (["moderate", "ban", with_organiser, "QmEve"], "--initial-peers is missing"),
+        (
+            ["moderate", "ban", with_organiser, "QmEve", "--initial-peers", PEER, "--membership", trainer],
+            "the membership is for the role trainer: expected moderator",
+        ),
+        (
+            ["moderate", "ban", with_organiser, "QmEve", "--initial-peers", PEER, "--hours", "0"],
+            "--hours is 0: expected a number above 0",
+        ),
+    ):
+        code, error = failing(argv, capsys)
+        assert code == 2 and error.startswith("error: ") and reason in error and error.count("\n") == 1, error
+
+
+def test_a_run_is_joined_as_the_flags_say(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[tuple[object, ...]] = []
+    monkeypatch.setattr(joining_module, "join", lambda *arguments: calls.append(arguments))
+    path, member = run_file(tmp_path, organiser=True), membership(tmp_path, Role.TRAINER)
+    argv = ["join", str(path), "--initial-peers", PEER, "--membership", str(member), "--batch-size", "512"]
+    command_line.main([*argv, "--part", "2/5", "--device", "cpu"], Network().backend())
+    file, who, part, device, *_ = calls[0]
+    assert (file.batch.size, part, device) == (512, Part(1, 5), "cpu")
+    assert (who.run, who.target_batch_size, who.initial_peers) == ("my-run", 1024, (PEER,))
+    assert (who.organiser, who.identity.peer_id) == (ORGANISER.public, IDENTITY.peer_id)
+    assert Grant.parse(who.token).name == "ada" and str(who.token) not in repr(who)
+    command_line.main(["join", str(path), "--membership", str(member), "--batch-size", "auto"], Network().backend())
+    assert calls[1][0] == read_run_file(path) and calls[1][1].initial_peers == () and calls[1][2] is None
+
+
+def test_orders_are_signed_by_a_moderator_and_valid(tmp_path: Path) -> None:
+    path, member = run_file(tmp_path, organiser=True), membership(tmp_path, Role.MODERATOR)
+    network, known = Network(), Orders("my-run", AccessControl(ORGANISER.public))
+    common = ["--initial-peers", PEER, "--membership", str(member)]
+    ban = ["moderate", "ban", str(path), "QmEve", "--hours", "2", "--reason", "sends noise", *common]
+    command_line.main(ban, network.backend())
+    command_line.main(["moderate", "rollback", str(path), "300", "--after", "1", *common], network.backend())
+    first, second = (known.take(data) for _, data in network.orders)
+    assert first.action == Ban("QmEve", "sends noise") and first.expires_at - first.issued_at == 7200
+    assert second.action == GoBack(300, 1)
+    assert network.orders[0][0].initial_peers == (PEER,)
+
+
+def test_a_run_is_watched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[tuple[object, ...]] = []
+    monkeypatch.setattr(watching, "watch", lambda *arguments, **options: calls.append((*arguments, options)))
+    network = Network()
+    argv = ["watch", str(run_file(tmp_path)), "--initial-peers", PEER, "--json", "--interval", "5"]
+    command_line.main(argv, network.backend())
+    assert calls == [("view", 5.0, {"json_lines": True})] and network.looks[0].initial_peers == (PEER,)
+
+
+def test_what_the_network_cannot_do_is_not_offered(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    backend = Backend(Network().backend().open_run)
+    for name in ("watch", "moderate"):
+        with pytest.raises(SystemExit):
+            command_line.main([name], backend)
+        assert f"invalid choice: '{name}'" in capsys.readouterr().err
+
+
+def test_mistakes_are_found_before_anything_heavy_is_imported(tmp_path: Path) -> None:
+    (tmp_path / "RUN.toml").write_text("[run]\nname = 3")
+    code = f"""
+import sys
+from swarm_command.entry import main
+for argv in (["init", "{tmp_path}/RUN.toml"], ["join", "{tmp_path}/no.toml"], ["join", "{tmp_path}/RUN.toml"]):
+    sys.argv = ["swarm", "train", *argv]
+    try:
+        main()
+    except SystemExit as end:
+        assert end.code == 2
+print(*[name for name in ("torch", "transformers", "hivemind", "datasets") if name in sys.modules])
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "\n" and done.stderr.count("error: ") == 3
+
+
+def test_grants_of_a_run_are_those_of_private_swarms(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(signals, "exit_on_interrupt", lambda: None)
+    ORGANISER.save(tmp_path / "organiser.key")
+    argv = ["--key", str(tmp_path / "organiser.key"), "--role", "moderator", "--name", "mo", "--days", "1"]
+    monkeypatch.setattr(
+        sys, "argv", ["swarm", "train", "moderate", "grant", *argv, "--out", str(tmp_path / "mo.membership")]
+    )
+    entry.main()
+    credentials = MemberCredentials.read(tmp_path / "mo.membership", {})
+    credentials.require(Role.MODERATOR, ORGANISER.public)
+    assert capsys.readouterr().out == f"{tmp_path / 'mo.membership'}\n"

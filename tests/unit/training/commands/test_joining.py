@@ -1,0 +1,174 @@
+"""Joining: the same losses as plain torch, rates by the global step, checkpoints when due, and a clean end."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+from swarm_protocol.checkpoints.default_model import DEFAULT_MODEL
+from swarm_protocol.net.identity import Identity
+from swarm_training.checkpoints.store import CheckpointDirectory
+from swarm_training.commands import building, joining
+from swarm_training.commands.batch_size import Limits
+from swarm_training.commands.building import build_model, build_optimizer, build_tokenizer
+from swarm_training.contract.backend import Joining
+from swarm_training.data.opening import Reader
+from swarm_training.data.order import EVERYTHING
+from swarm_training.data.settings import DataSettings
+from swarm_training.runfile.settings import BatchSettings, ModelSettings, OptimizerSettings, RunFile, RunSettings
+from tests.unit.training.fakes import LocalRun
+
+BLOCK, BATCH, TARGET, STEPS = 32, 4, 8, 6
+IDENTITY = Identity.generate()
+
+
+@pytest.fixture
+def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunFile:
+    monkeypatch.setattr(joining.platformdirs, "user_cache_path", lambda _name: tmp_path / "cache")
+    source = tmp_path / "texts.txt"
+    source.write_text(
+        "\n".join(f"def function_{number}(x): return x * {number} + {number**2}" for number in range(200))
+    )
+    return RunFile(
+        RunSettings("run", TARGET, checkpoint_every=2, checkpoints=str(tmp_path / "checkpoints"), keep=2),
+        ModelSettings(preset="tiny", tokenizer=DEFAULT_MODEL),
+        DataSettings(str(source), BLOCK),
+        OptimizerSettings("adamw", 1e-2, schedule="linear", warmup_steps=2, total_steps=STEPS),
+        BatchSettings(size=BATCH),
+    )
+
+
+def who() -> Joining:
+    return Joining("run", TARGET, (), IDENTITY)
+
+
+def joined(file: RunFile, said: list[str], stop_after: int | None = None) -> LocalRun:
+    runs: list[LocalRun] = []
+
+    def open_run(_who: Joining, parameters: list[torch.nn.Parameter], optimizer: torch.optim.Optimizer) -> LocalRun:
+        runs.append(LocalRun(parameters, optimizer, TARGET, stop_after))
+        return runs[0]
+
+    stopping = threading.Event()
+    if stop_after is not None:
+
+        def say(text: str) -> None:
+            said.append(text)
+            if runs and runs[0].stopping.is_set():
+                stopping.set()
+
+        joining.join(file, who(), EVERYTHING, "cpu", open_run, stopping, say)
+    else:
+        joining.join(file, who(), EVERYTHING, "cpu", open_run, stopping, said.append)
+    return runs[0]
+
+
+def test_it_trains_as_plain_torch_does_until_the_schedules_end(file: RunFile, tmp_path: Path) -> None:
+    said: list[str] = []
+    run = joined(file, said)
+    assert run.is_closed and run.num_steps == STEPS and run.shares == [BATCH] * (2 * STEPS)
+    assert run.rates == [file.optimizer.rate(step) for step in range(STEPS)]
+
+    tokenizer = build_tokenizer(file.model)
+    model = build_model(file.model, len(tokenizer), BLOCK)
+    batches = building.build_batches(
+        file.data, Reader("run", IDENTITY.peer_id, EVERYTHING), tokenizer, BATCH, tmp_path / "other cache"
+    )
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1.0, weight_decay=0.0)
+    expected = []
+    for step in range(STEPS):
+        for group in optimizer.param_groups:
+            group["lr"] = file.optimizer.rate(step)
+        for _ in range(2):
+            tokens = batches.next_batch()
+            logits = model(input_ids=tokens).logits[:, :-1].flatten(0, 1)
+            loss = torch.nn.functional.cross_entropy(logits, tokens[:, 1:].flatten())
+            (loss / 2).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        expected.append(loss.item())
+    losses = [float(line.split("loss ")[1]) for line in said if "loss" in line]
+    assert losses == pytest.approx(expected, abs=2e-3)
+    saved = CheckpointDirectory(tmp_path / "checkpoints").read(STEPS)
+    for name, parameter in model.state_dict().items():
+        torch.testing.assert_close(saved.parameters[name], parameter, atol=1e-5, rtol=1e-4)
+
+
+def test_checkpoints_are_written_when_they_are_due(file: RunFile, tmp_path: Path) -> None:
+    run = joined(file, said := [])
+    checkpoints = CheckpointDirectory(tmp_path / "checkpoints")
+    assert checkpoints.steps() == [STEPS - 2, STEPS]
+    found = checkpoints.read(STEPS)
+    assert found.data == {"taken": BATCH * len(run.shares), "part": 0, "parts": 1}
+    assert found.config["optimizer"]["lr"] == 1e-2 and found.optimizer["state"][0]["step"] == STEPS
+    assert said[0] == f"{BATCH} samples at once on cpu"
+    assert said[1] == f"others join by: --initial-peers {run.initial_peers[0]}"
+    assert said[-1] == f"left the run after step {STEPS}"
+
+
+def test_a_checkpoint_that_cannot_be_written_does_not_end_the_run(file: RunFile, tmp_path: Path) -> None:
+    (tmp_path / "checkpoints").write_text("a file")
+    run = joined(file, said := [])
+    assert run.num_steps == STEPS
+    assert sum(line.startswith("warning: cannot write the checkpoint") for line in said) == STEPS // 2
+
+
+def test_stopping_and_failing_leave_the_run(file: RunFile, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = joined(file, said := [], stop_after=2)
+    assert run.is_closed and run.num_steps == 2 and said[-1] == "left the run after step 2"
+
+    def interrupted(*_arguments: object, **_options: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(LocalRun, "step", interrupted)
+    threads = threading.active_count()
+    with pytest.raises(KeyboardInterrupt):
+        joined(file, said := [])
+    assert said[-1] == "left the run after step 0" and threading.active_count() == threads
+
+
+def test_the_batch_size_is_found_if_the_file_does_not_say_it(file: RunFile, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Limits] = []
+
+    def found(_compute: object, limits: Limits) -> int:
+        asked.append(limits)
+        return 2
+
+    auto = RunFile(file.run, file.model, file.data, file.optimizer, BatchSettings())
+    monkeypatch.setattr(joining, "find_batch_size", found)
+    run = joined(auto, said := [])
+    assert asked[0].max_size == TARGET and set(run.shares) == {2} and said[0] == "2 samples at once on cpu"
+
+
+def test_all_peers_begin_with_the_same_weights(file: RunFile) -> None:
+    one, other = (build_model(file.model, 100, BLOCK).state_dict() for _ in range(2))
+    assert all(torch.equal(one[name], other[name]) for name in one)
+    third = build_model(ModelSettings(preset="tiny", tokenizer="x", seed=1), 100, BLOCK).state_dict()
+    assert not all(torch.equal(one[name], third[name]) for name in one)
+
+
+def test_models_come_from_directories_with_and_without_their_weights() -> None:
+    pretrained = build_model(ModelSettings(DEFAULT_MODEL, init="pretrained"), 0, BLOCK)
+    random = build_model(ModelSettings(DEFAULT_MODEL), 0, BLOCK)
+    tokens = torch.tensor([build_tokenizer(ModelSettings(DEFAULT_MODEL))("Return a list of the names").input_ids])
+    assert joining.loss_of(pretrained, tokens) + 1 < joining.loss_of(random, tokens)
+    assert pretrained.training and all(parameter.dtype == torch.float32 for parameter in random.parameters())
+    for settings, reason in (
+        (ModelSettings("/nowhere"), "/nowhere does not exist"),
+        (ModelSettings("nobody/nothing"), "nobody/nothing is no causal language model"),
+    ):
+        with pytest.raises(ValueError, match=reason):
+            build_model(settings, 0, BLOCK)
+    with pytest.raises(ValueError, match="nobody/nothing has no tokenizer that can be read"):
+        build_tokenizer(ModelSettings("nobody/nothing"))
+
+
+def test_optimizers_are_as_the_file_says() -> None:
+    model = torch.nn.Linear(2, 2)
+    settings = OptimizerSettings("adamw", 0.5, weight_decay=0.25, warmup_steps=5)
+    group = build_optimizer(settings, model).param_groups[0]
+    assert (group["lr"], group["weight_decay"]) == (0.1, 0.25)
+    assert isinstance(build_optimizer(OptimizerSettings("sgd", 0.5), model), torch.optim.SGD)

@@ -1,0 +1,91 @@
+"""Vectors as bytes: sizes, errors, and what is not finite."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from swarm_training.compression.codecs import CODEC_NAMES, codec_of
+
+
+def random(n: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(n, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("n", [0, 1, 63, 64, 65, 1000])
+@pytest.mark.parametrize(
+    ("name", "bytes_of"), [("fp32", lambda n: 4 * n), ("fp16", lambda n: 2 * n), ("int8", lambda n: -(-n // 64) * 68)]
+)
+def test_sizes(name: str, bytes_of: object, n: int) -> None:
+    codec = codec_of(name)
+    data = codec.encode(random(n))
+    assert len(data) == codec.size_bytes(n) == bytes_of(n)  # type: ignore[operator]
+    decoded = codec.decode(memoryview(data), n)
+    assert decoded.shape == (n,) and decoded.dtype == torch.float32
+
+
+def test_fp32_loses_nothing_and_fp16_rounds() -> None:
+    x = random(1000) * torch.logspace(-6, 3, 1000)
+    assert torch.equal(codec_of("fp32").decode(codec_of("fp32").encode(x), 1000), x)
+    assert torch.equal(codec_of("fp16").decode(codec_of("fp16").encode(x), 1000), x.half().float())
+
+
+def test_int8_errs_by_half_a_step_of_its_block() -> None:
+    x = random(1000) * torch.logspace(-6, 6, 1000)
+    codec = codec_of("int8")
+    errors = (codec.decode(codec.encode(x), 1000) - x).abs()
+    for start in range(0, 1000, 64):
+        block = slice(start, start + 64)
+        assert errors[block].max() <= x[block].abs().max() / 254 * 1.001
+
+
+@pytest.mark.parametrize("name", CODEC_NAMES)
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_what_is_not_finite_stays_so_and_spoils_at_most_its_block(name: str, value: float) -> None:
+    x = random(256)
+    x[70] = value
+    codec = codec_of(name)
+    decoded = codec.decode(codec.encode(x), 256)
+    assert not decoded[70].isfinite()
+    assert decoded[:64].isfinite().all() and decoded[128:].isfinite().all()
+    if name != "int8":
+        assert decoded[70].item() == value or math.isnan(value)
+        assert decoded.isfinite().sum() == 255
+
+
+def test_values_beyond_fp16_become_its_largest() -> None:
+    codec = codec_of("fp16")
+    assert codec.decode(codec.encode(torch.tensor([1e6, -1e30])), 2).tolist() == [65504.0, -65504.0]
+
+
+@pytest.mark.parametrize("name", CODEC_NAMES)
+def test_zeros_stay_zeros(name: str) -> None:
+    codec = codec_of(name)
+    assert not codec.decode(codec.encode(torch.zeros(100)), 100).any()
+
+
+@pytest.mark.parametrize("name", CODEC_NAMES)
+def test_encoding_what_was_decoded_changes_nothing(name: str) -> None:
+    codec = codec_of(name)
+    once = codec.decode(codec.encode(random(500)), 500)
+    torch.testing.assert_close(codec.decode(codec.encode(once), 500), once, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("name", CODEC_NAMES)
+def test_data_of_a_wrong_size_is_refused(name: str) -> None:
+    codec = codec_of(name)
+    data = codec.encode(random(100))
+    for wrong in (data[:-1], data + b"\0", b""):
+        with pytest.raises(ValueError, match=f"100 elements in {name} take {len(data)} bytes, not {len(wrong)}"):
+            codec.decode(wrong, 100)
+
+
+def test_other_tensors_and_names_are_refused() -> None:
+    with pytest.raises(ValueError, match="codec 'int4' is unknown: expected one of fp32, fp16, int8"):
+        codec_of("int4")
+    with pytest.raises(ValueError, match="expected a flat float32 vector"):
+        codec_of("fp32").encode(torch.zeros(2, 2))
+    with pytest.raises(ValueError, match="expected a flat float32 vector"):
+        codec_of("fp32").encode(torch.zeros(2, dtype=torch.float64))

@@ -1,0 +1,59 @@
+"""A run of one peer, in plain torch: what ``RunLike`` promises, without a network."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+
+class LocalRun:
+    """Averages the shares by their samples, and steps when the target batch is there.
+
+    Attributes:
+        stop_after: sets ``stopping`` at this global step.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[nn.Parameter],
+        optimizer: torch.optim.Optimizer,
+        target_batch_size: int,
+        stop_after: int | None = None,
+    ) -> None:
+        self._parameters = list(parameters)
+        self._optimizer = optimizer
+        self._target = target_batch_size
+        self._sums = [torch.zeros_like(parameter) for parameter in self._parameters]
+        self._samples = 0
+        self._stop_after = stop_after
+        self.stopping = threading.Event()
+        self.num_steps = 0
+        self.initial_peers = ["/ip4/127.0.0.1/tcp/1/p2p/QmSelf"]
+        self.shares: list[int] = []
+        self.rates: list[float] = []
+        self.is_closed = False
+
+    def step(self, samples: int) -> None:
+        assert not self.is_closed
+        self.shares.append(samples)
+        self._samples += samples
+        for total, parameter in zip(self._sums, self._parameters, strict=True):
+            total += samples * parameter.grad
+            parameter.grad = None
+        if self._samples >= self._target:
+            for total, parameter in zip(self._sums, self._parameters, strict=True):
+                parameter.grad = total / self._samples
+            self._optimizer.step()
+            self.rates.append(self._optimizer.param_groups[0]["lr"])
+            self._optimizer.zero_grad()
+            self._sums = [torch.zeros_like(parameter) for parameter in self._parameters]
+            self._samples = 0
+            self.num_steps += 1
+            if self.num_steps == self._stop_after:
+                self.stopping.set()
+
+    def close(self) -> None:
+        self.is_closed = True

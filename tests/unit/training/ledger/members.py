@@ -1,0 +1,38 @@
+"""An organiser, and members with keys of their own: made once, since RSA keys take a while."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from swarm_protocol.access.organiser import OrganiserKey
+from swarm_protocol.access.tokens import Grant, Role
+from swarm_protocol.net.identity import Identity
+
+NOW = 1_800_000_000.0
+DAY = 86_400.0
+ORGANISER = OrganiserKey.generate()
+
+
+@dataclass(frozen=True)
+class Member:
+    identity: Identity
+    grant: Grant
+    token: bytes
+
+    @property
+    def peer_id(self) -> str:
+        return self.identity.peer_id
+
+    def with_token(self, **changes: object) -> Member:
+        grant = replace(self.grant, **changes)
+        return replace(self, grant=grant, token=grant.signed(ORGANISER))
+
+
+def member(name: str, role: Role = Role.TRAINER) -> Member:
+    identity = Identity.generate()
+    grant = Grant.new(ORGANISER.public, role, name, identity.peer_id, NOW - DAY, NOW + DAY)
+    return Member(identity, grant, grant.signed(ORGANISER))
+
+
+ADA, BOB, EVE = member("ada"), member("bob"), member("eve")
+MODERATOR = member("mo", Role.MODERATOR)

@@ -1,0 +1,96 @@
+"""CenteredClip beside its formula, and what attackers can do to it."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from swarm_training.robust.centered_clip import centered_clip, clip
+
+ONES = torch.ones(10)
+
+
+def vectors(scale: float, attackers: int = 3, n: int = 500, seed: int = 0) -> tuple[Tensor, Tensor]:
+    """Honest ones around a direction, then attackers that point the other way; and the mean of the honest."""
+    generator = torch.Generator().manual_seed(seed)
+    centre = torch.randn(n, generator=generator) / n**0.5
+    x = centre + 0.5 * torch.randn(10, n, generator=generator) / n**0.5
+    honest = x[: 10 - attackers].mean(0)
+    x[10 - attackers :] *= -scale
+    return x, honest
+
+
+def by_the_formula(x: Tensor, w: Tensor, tau: float) -> Tensor:
+    """v += Σ w_i min(1, τ/|x_i − v|) (x_i − v) / Σ w, very often, from the mean of the first two."""
+    x, w = x.double(), w.double()
+    v = x[:2].mean(0)
+    for _ in range(20_000):
+        d = x - v
+        v = v + (w * (tau / d.norm(dim=1)).clamp(max=1)) @ d / w.sum()
+    return v
+
+
+@pytest.mark.parametrize("tau", [0.05, 0.3, 1.0, 100.0])
+@pytest.mark.parametrize("weights", [ONES, torch.arange(1.0, 11.0)])
+def test_it_is_where_the_formula_stops(tau: float, weights: Tensor) -> None:
+    x, _ = vectors(5.0)
+    v = centered_clip(x, weights, tau)
+    torch.testing.assert_close(v.double(), by_the_formula(x, weights, tau), rtol=0, atol=1e-3 * tau)
+    left = sum(w * clip(row - v, tau) for w, row in zip(weights.tolist(), x, strict=True))
+    assert float(left.norm()) < 2e-5 * tau * float(weights.sum())
+
+
+@pytest.mark.parametrize("scale", [1, 10, 1000, 1e30])
+def test_attackers_move_it_by_a_bounded_distance(scale: float) -> None:
+    x, honest = vectors(scale)
+    tau = float((x[:7] - honest).norm(dim=1).median())
+    assert float((centered_clip(x, ONES, tau) - honest).norm()) < tau
+    if scale >= 10:
+        assert float((x.mean(0) - honest).norm()) > 3 * tau
+
+
+def test_an_infinite_tau_gives_the_weighted_mean() -> None:
+    x, _ = vectors(3.0)
+    weights = torch.arange(10.0)
+    torch.testing.assert_close(centered_clip(x, weights, math.inf), weights @ x / weights.sum())
+
+
+def test_weights_count_and_those_of_zero_do_not() -> None:
+    x, _ = vectors(3.0)
+    twice = centered_clip(torch.cat([x, x[:1]]), torch.ones(11), 0.3)
+    weighted = centered_clip(x, torch.tensor([2.0] + [1.0] * 9), 0.3)
+    torch.testing.assert_close(twice, weighted, rtol=0, atol=1e-5)
+    none = centered_clip(x, torch.tensor([1.0] * 7 + [0.0] * 3), 0.3)
+    torch.testing.assert_close(none, centered_clip(x[:7], torch.ones(7), 0.3), rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_vectors_that_are_not_finite_do_not_count(value: float) -> None:
+    x, _ = vectors(1.0)
+    spoilt = x.clone()
+    spoilt[9, 3] = value
+    torch.testing.assert_close(centered_clip(spoilt, ONES, 0.3), centered_clip(x[:9], ONES[:9], 0.3))
+    assert not clip(spoilt[9], 0.3).any()
+
+
+def test_the_start_does_not_matter() -> None:
+    x, _ = vectors(10.0)
+    far = centered_clip(x, ONES, 0.5, start=torch.full((500,), 3.0))
+    torch.testing.assert_close(far, centered_clip(x, ONES, 0.5), rtol=0, atol=1e-4)
+
+
+def test_clipped_vectors_keep_their_direction() -> None:
+    d = torch.tensor([3.0, 4.0])
+    torch.testing.assert_close(clip(d, 1.0), torch.tensor([0.6, 0.8], dtype=torch.float64))
+    torch.testing.assert_close(clip(d, 10.0), d.double())
+
+
+@pytest.mark.parametrize(
+    ("weights", "tau"), [(ONES, 0.0), (ONES, math.nan), (torch.zeros(10), 1.0), (torch.tensor([-1.0] + [1.0] * 9), 1.0)]
+)
+def test_what_makes_no_sense_is_refused(weights: Tensor, tau: float) -> None:
+    with pytest.raises(ValueError, match="expect"):
+        centered_clip(vectors(1.0)[0], weights, tau)

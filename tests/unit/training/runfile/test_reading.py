@@ -1,0 +1,117 @@
+"""Run files: the example says the truth, and mistakes are named by table, key and what was expected."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import fields
+from math import cos, pi
+from pathlib import Path
+from typing import get_type_hints
+
+import pytest
+import torch
+from transformers import get_scheduler
+
+from swarm_protocol.access.organiser import OrganiserKey
+from swarm_training.runfile.example import example
+from swarm_training.runfile.reading import parse_run_file, read_run_file
+from swarm_training.runfile.settings import OptimizerSettings, RunFile
+
+SMALLEST = {
+    "run": 'name = "my-run"\ntarget_batch_size = 1024',
+    "model": 'name_or_path = "gpt2"',
+    "data": 'source = "texts"\nblock_length = 512',
+    "optimizer": 'name = "adamw"\nlr = 1e-3',
+}
+
+
+def text(**tables: str) -> str:
+    return "\n".join(f"[{name}]\n{content}" for name, content in {**SMALLEST, **tables}.items())
+
+
+def test_the_example_is_the_smallest_file_and_its_comments_have_all_other_keys_with_their_defaults() -> None:
+    smallest = parse_run_file(text())
+    assert parse_run_file(example("RUN.toml")) == smallest
+    # Comments that hold a key and its value become lines, except the preset, which takes the place of another key.
+    full = re.sub(r"^# (?=\w+ = )(?!preset)", "", example("RUN.toml"), flags=re.MULTILINE)
+    assert parse_run_file(full) == smallest
+    for table, kind in get_type_hints(RunFile).items():
+        part = example("RUN.toml").split(f"[{table}]")[1].split("\n[")[0]
+        assert set(re.findall(r"^(?:# )?(\w+) = ", part, re.MULTILINE)) == {field.name for field in fields(kind)}
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (text(run="target_batch_size = 4"), r"\[run\] has no name: expected a string"),
+        (text(run='name = "x"'), r"\[run\] has no target_batch_size: expected a whole number"),
+        (text(run='name = "x"\ntarget_batch_size = 4.5'), r"has target_batch_size = 4\.5: expected a whole number"),
+        (text(run='name = "x"\ntarget_batch_size = true'), r"has target_batch_size = True: expected a whole number"),
+        (text(run='name = "x"\ntarget_batch_size = 0'), r"\[run\] target_batch_size is 0: expected at least 1"),
+        (text(run='name = "a b"\ntarget_batch_size = 1'), r"\[run\] name is 'a b': expected 1 to 64 letters"),
+        (text(model="preset = 3"), r"\[model\] has preset = 3: expected a string"),
+        (text(model=""), r"\[model\] name_or_path and preset: expected one of the two"),
+        (text(model='preset = "tiny"'), r"\[model\] tokenizer is missing"),
+        (text(model='preset = "x"'), r"\[model\] preset is 'x': expected one of tiny, small"),
+        (text(model='name_or_path = "gpt2"\ninit = "zero"'), r"init is 'zero': expected one of random, pretrained"),
+        (text(data='source = "x"\nblock_length = 1'), r"\[data\] block_length is 1: expected at least 2 tokens"),
+        (text(data='source = "x"\nblock_length = 9\nstreaming = 1'), r"has streaming = 1: expected true or false"),
+        (text(optimizer='name = "lion"\nlr = 1'), r"\[optimizer\] name is 'lion': expected one of adamw"),
+        (text(optimizer='name = "sgd"\nlr = "1"'), r"\[optimizer\] has lr = '1': expected a number"),
+        (text(optimizer='name = "sgd"\nlr = nan'), r"\[optimizer\] lr is nan: expected a number above 0"),
+        (
+            text(optimizer='name = "sgd"\nlr = 1\nschedule = "cosine"\nwarmup_steps = 5\ntotal_steps = 5'),
+            r"total_steps is 5: expected more than the 5 of warmup_steps, since the schedule is cosine",
+        ),
+        (text(optimizer='name = "sgd"\nlr = 1\nrate = 2'), r"unknown key 'rate': expected name, lr, weight_decay"),
+        (text(batch="size = 300"), r"\[batch\] size is 300: expected 0 \(find out\) to max_size, which is 256"),
+        (text(tokens='organiser = "abc"'), r"\[tokens\] swarm key 'abc' is none"),
+        (text(extra=""), "the file has an unknown table 'extra': expected run, model, data, optimizer, batch, tokens"),
+        ("run = 3", "run is 3: expected a table"),
+        ("[run", "is no valid TOML"),
+        (text(run='name = "x"\nname = "y"'), "is no valid TOML"),
+        ("\ud800", "is not UTF-8 text"),
+    ],
+)
+def test_mistakes_are_named(content: str, reason: str, tmp_path: Path) -> None:
+    path = tmp_path / "RUN.toml"
+    path.write_bytes(content.encode(errors="surrogatepass"))
+    with pytest.raises(ValueError, match=reason) as refusal:
+        read_run_file(path)
+    assert str(path) in str(refusal.value) and "\n" not in str(refusal.value)
+
+
+def test_a_file_that_is_not_there_or_too_large_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"No such file or directory: `swarm train init .*RUN.toml` writes an example"):
+        read_run_file(tmp_path / "RUN.toml")
+    (tmp_path / "RUN.toml").write_text("#" * (2 << 20))
+    with pytest.raises(ValueError, match="is too large for a run file"):
+        read_run_file(tmp_path / "RUN.toml")
+
+
+def test_whole_numbers_stand_for_numbers_and_the_organisers_key_is_kept() -> None:
+    key = str(OrganiserKey.generate().public)
+    found = parse_run_file(text(optimizer='name = "sgd"\nlr = 1', tokens=f'organiser = "{key.upper()}"'))
+    assert (found.optimizer.lr, found.tokens.organiser) == (1.0, key)
+
+
+@pytest.mark.parametrize("schedule", ["linear", "cosine"])
+def test_rates_are_those_of_transformers(schedule: str) -> None:
+    """Which counts the warm-up from 0, so that its step k has our rate of step k − 1 there."""
+    settings = OptimizerSettings("adamw", 0.3, schedule=schedule, warmup_steps=4, total_steps=20)
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.3)
+    reference = get_scheduler(schedule, optimizer, 4, 20)
+    theirs = []
+    for _ in range(25):
+        theirs.append(reference.get_last_lr()[0])
+        optimizer.step()
+        reference.step()
+    ours = [settings.rate(step) for step in range(25)]
+    assert ours[:4] == pytest.approx(theirs[1:5]) and ours[4:21] == pytest.approx(theirs[4:21])
+    assert ours[20:] == [0.0] * 5  # a cosine of theirs would rise again
+    assert settings.rate(12) == pytest.approx(0.15 if schedule == "linear" else 0.3 * (1 + cos(pi / 2)) / 2)
+
+
+def test_a_constant_rate_stays() -> None:
+    settings = OptimizerSettings("adamw", 0.5, warmup_steps=2)
+    assert [settings.rate(step) for step in (0, 1, 2, 10**9)] == [0.25, 0.5, 0.5, 0.5]

@@ -1,0 +1,83 @@
+"""Spans, sums and repairs, each by its own definition."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from swarm_training.averaging.chunks import cut, from_bits, to_bits
+from swarm_training.averaging.repair import repair
+from swarm_training.averaging.sums import ChunkSum
+
+
+@given(st.integers(0, 500), st.lists(st.floats(0, 10), min_size=1, max_size=8), st.integers(1, 64))
+def test_chunks_cover_a_vector_once_and_spans_follow_the_shares(length: int, shares: list, most: int) -> None:
+    if not sum(shares):
+        return
+    chunks = cut(length, shares, most)
+    assert [index for chunk in chunks for index in range(chunk.start, chunk.stop)] == list(range(length))
+    assert all(0 < chunk.stop - chunk.start <= most for chunk in chunks)
+    for owner, share in enumerate(shares):
+        owned = sum(chunk.stop - chunk.start for chunk in chunks if chunk.owner == owner)
+        assert math.isclose(owned, length * share / sum(shares), abs_tol=1.01)
+        assert share or not owned
+
+
+def test_nobody_with_a_share_is_an_error() -> None:
+    with pytest.raises(ValueError, match="share of the work"):
+        cut(10, [0.0, 0.0], 4)
+
+
+@given(st.sets(st.integers(0, 40)), st.integers(41, 60))
+def test_sets_of_chunks_survive_the_wire(numbers: set, size: int) -> None:
+    assert from_bits(to_bits(numbers, size), size) == numbers
+    with pytest.raises(ValueError, match="bytes"):
+        from_bits(to_bits(numbers, size) + b"\0", size)
+
+
+def test_a_sum_does_not_depend_on_the_order_of_arrival() -> None:
+    parts = {member: torch.randn(100) * 10.0**member for member in range(4)}
+    weights = {0: 3.0, 1: 5.0, 2: 1.0, 3: 7.0}
+    total = torch.zeros(100)
+    for member in range(4):
+        total = parts[member] * weights[member] if member == 0 else total + parts[member] * weights[member]
+    for order in itertools.permutations(range(4)):
+        chunk = ChunkSum(weights)
+        for member in order:
+            assert not chunk.is_done
+            chunk.put(member, parts[member])
+        assert chunk.is_done and torch.equal(chunk.mean, total / 16.0)
+
+
+def test_who_is_left_out_weighs_nothing_and_counts_once() -> None:
+    chunk = ChunkSum({0: 1.0, 1: 2.0, 2: 4.0})
+    chunk.put(2, torch.ones(2))
+    chunk.leave_out(1)
+    chunk.put(1, torch.full((2,), 100.0))
+    chunk.put(2, torch.full((2,), 100.0))
+    assert chunk.missing == {0}
+    chunk.put(0, torch.full((2,), 6.0))
+    assert torch.equal(chunk.mean, torch.full((2,), (6.0 + 4.0) / 5.0))
+
+
+def test_a_sum_of_nothing_has_no_mean() -> None:
+    chunk = ChunkSum({0: 1.0})
+    chunk.leave_out(0)
+    assert chunk.is_done and chunk.mean is None
+
+
+def test_what_somebody_has_is_fetched_and_the_rest_is_added_up_again() -> None:
+    held = {0: {0, 1, 2}, 1: {0}, 2: {0, 1}}
+    plan = repair(4, held, reachable={0, 1, 2}, shares=[1.0, 1.0, 1.0])
+    assert plan.fetch.keys() == {1, 2} and plan.fetch[2] == 0 and plan.fetch[1] in (0, 2)
+    assert plan.redo.keys() == {3} and not plan.lost
+    hidden = repair(4, held, reachable={1}, shares=[0.0, 1.0, 0.0])
+    assert not hidden.fetch and hidden.redo == {1: 1, 2: 1, 3: 1}
+    assert repair(4, held, reachable=set(), shares=[0.0, 0.0, 0.0]).lost
+    whole = repair(1, held, reachable={0}, shares=[1.0, 1.0, 1.0])
+    assert not whole.fetch and not whole.redo and not whole.lost

@@ -1,0 +1,152 @@
+"""What the leader of a meeting decides, event by event."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from swarm_training.averaging.chunks import to_bits
+from swarm_training.core.record import Progress
+from swarm_training.meeting.leader import Leader, Outlook, Replies, Stage
+from swarm_training.pb import training_pb2 as pb
+
+ALL = Outlook(frozenset("abcd"), frozenset("abcd"), ("a", "b", "c", "d"), frozenset(), wait_s=10.0, deadline_s=5.0)
+
+
+def join(leader: Leader, *names: str, now: float = 0.0, **fields: object) -> None:
+    for name in names:
+        record = Progress("toy", name, address=f"{name}:1")
+        leader.join(name, pb.Join(step=leader.step, samples=5, **fields), record, now)
+
+
+def kinds(replies: Replies) -> dict[str, str]:
+    """By peer, the last it gets."""
+    return {peer: str(reply.WhichOneof("kind")) for peer, reply in replies}
+
+
+def formed(*names: str, outlook: Outlook = ALL) -> Leader:
+    leader = Leader("toy", 3, "meeting")
+    join(leader, *names)
+    assert kinds(leader.tick(outlook, 11.0)) == dict.fromkeys(names, "group")
+    return leader
+
+
+def report(leader: Leader, names: str, held: set[int], **fields: object) -> Replies:
+    replies: Replies = []
+    for name in names:
+        message = pb.Report(num_chunks=4, held=to_bits(held, 4), **fields)
+        replies += leader.report(name, message, ALL, 12.0)
+    return replies
+
+
+def accept(leader: Leader, names: str, digest: bytes = b"result", outlook: Outlook = ALL) -> Replies:
+    replies: Replies = []
+    for name in names:
+        replies += leader.report(name, pb.Report(phase=1, digest=digest), outlook, 13.0)
+    return replies
+
+
+def test_a_group_is_formed_once_all_who_are_expected_have_come() -> None:
+    leader = Leader("toy", 3, "meeting")
+    join(leader, "a", "b", "c")
+    assert leader.tick(ALL, 1.0) == []
+    join(leader, "d", now=1.0)
+    replies = leader.tick(ALL, 1.0)
+    assert kinds(replies) == dict.fromkeys("abcd", "group")
+    group = replies[0][1].group
+    assert list(group.roster) == ["a", "b", "c", "d"] and group.step == 3 and group.ballot == 1
+
+
+def test_a_straggler_is_waited_for_no_longer_than_that() -> None:
+    leader = Leader("toy", 3, "meeting")
+    join(leader, "a", "b", "c")
+    assert leader.tick(ALL, 9.9) == []
+    assert kinds(leader.tick(ALL, 10.0)) == dict.fromkeys("abc", "group")
+
+
+@pytest.mark.parametrize("present", ["a", "b", "cd", "bc"])
+def test_a_group_without_a_quorum_meets_on_for_ever(present: str) -> None:
+    leader = Leader("toy", 3, "meeting")
+    join(leader, *present)
+    assert leader.tick(ALL, 1000.0) == []
+    alone = replace(ALL, expected=frozenset(present))
+    assert leader.tick(alone, 1000.0) == []
+
+
+def test_newcomers_count_too_before_a_group_is_formed() -> None:
+    founder = replace(ALL, roster=("a",))
+    leader = Leader("toy", 0, "meeting")
+    join(leader, "a")
+    assert leader.tick(founder, 1000.0) == []
+    assert leader.tick(replace(founder, gone=frozenset("bcd")), 1000.0) != []
+
+
+def test_what_lacks_is_repaired_then_accepted_then_committed() -> None:
+    leader = formed("a", "b", "c", "d")
+    assert report(leader, "abc", {0, 1, 2, 3}) == []
+    plans = report(leader, "d", {0, 1})
+    assert kinds(plans) == dict.fromkeys("abcd", "plan")
+    plan = plans[0][1].plan
+    assert (plan.phase, plan.attempt) == (0, 1) and {each.chunk for each in plan.fetch} == {2, 3} and not plan.redo
+    assert report(leader, "abc", {0, 1, 2, 3}, attempt=1) == []
+    plans = report(leader, "d", {0, 1, 2, 3}, attempt=1)
+    assert plans[0][1].plan.phase == 1
+    assert accept(leader, "abc") == []
+    assert kinds(accept(leader, "d")) == dict.fromkeys("abcd", "commit")
+    assert leader.stage is Stage.OVER
+
+
+def test_who_dies_is_dropped_and_what_it_alone_had_is_added_up_again() -> None:
+    leader = formed("a", "b", "c", "d")
+    dropped = leader.leave("d", ALL, 12.0)
+    assert kinds(dropped) == dict.fromkeys("abc", "dropped")
+    plan = report(leader, "abc", {0, 1, 2})[-1][1].plan
+    assert [each.chunk for each in plan.redo] == [3] and not plan.fetch
+
+
+def test_who_does_not_report_is_dropped() -> None:
+    leader = formed("a", "b", "c", "d")
+    report(leader, "abc", {0, 1, 2, 3})
+    assert leader.tick(ALL, 20.0) == []
+    replies = leader.tick(ALL, 21.1)
+    assert ("d", "dismissal") in [(peer, reply.WhichOneof("kind")) for peer, reply in replies]
+    assert kinds(replies)["a"] == "plan"
+
+
+def test_nothing_is_committed_without_a_quorum() -> None:
+    leader = formed("a", "b", "c", "d")
+    report(leader, "abcd", {0, 1, 2, 3})
+    leader.leave("a", ALL, 12.0)
+    leader.leave("b", ALL, 12.0)
+    assert kinds(accept(leader, "cd")) == dict.fromkeys("cd", "dismissal")
+
+
+def test_the_result_that_most_have_counts() -> None:
+    leader = formed("a", "b", "c", "d")
+    report(leader, "abcd", {0, 1, 2, 3})
+    accept(leader, "a", b"odd")
+    assert kinds(accept(leader, "bcd")) == {"a": "dismissal", **dict.fromkeys("bcd", "commit")}
+
+
+def test_a_result_that_somebody_has_accepted_is_taken_over() -> None:
+    """It may have been committed by a leader who has died since."""
+    older = pb.Accepted(ballot=3, group="older", digest=b"1", layout=[1.0, 0.0], roster=["a", "z"])
+    newer = pb.Accepted(ballot=7, group="newer", digest=b"2", layout=[1.0, 2.0], roster=["a", "y"])
+    leader = Leader("toy", 3, "meeting")
+    join(leader, "a", promised=7, accepted=newer)
+    join(leader, "b", promised=3, accepted=older)
+    join(leader, "c", "d", promised=9)
+    group = leader.tick(ALL, 0.0)[0][1].group
+    assert (group.continues, group.ballot) == ("newer", 10)
+    assert list(group.layout) == [1.0, 2.0] and list(group.roster) == ["a", "y"]
+    report(leader, "bcd", set())
+    leader.leave("a", ALL, 12.0)
+    assert leader.stage is Stage.OVER  # nobody who is left holds it: they meet again, and average anew
+
+
+def test_members_that_disagree_about_the_vector_average_nothing() -> None:
+    leader = formed("a", "b", "c", "d")
+    report(leader, "abc", {0, 1, 2, 3})
+    replies = leader.report("d", pb.Report(num_chunks=5, held=b"\x1f"), ALL, 12.0)
+    assert kinds(replies) == dict.fromkeys("abcd", "dismissal")

@@ -1,0 +1,112 @@
+"""Records of progress: believed only of who has signed them, and only while they are news."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from swarm_training.core.record import LEFT, MEETING, TRAINING, Progress
+from swarm_training.core.signing import read_signed, sign
+from swarm_training.pb import training_pb2 as pb
+from swarm_training.progress.table import ProgressTable
+from tests.unit.training.world import identity
+
+
+def record(number: int = 1, **changes: object) -> Progress:
+    own = Progress("toy", identity(number).peer_id, version=1, address="host:1", target_batch_size=9, model=b"m")
+    return replace(own, **changes)
+
+
+def signed(number: int = 1, **changes: object) -> pb.SignedProgress:
+    return sign(record(number, **changes), identity(number))
+
+
+def table(**options: float) -> ProgressTable:
+    return ProgressTable("toy", b"m", identity(0).peer_id, 4.0, **options)
+
+
+def test_a_record_survives_the_wire() -> None:
+    sent = record(step=3, samples=7, samples_per_s=1.5, call_s=0.25, share=2.0, state_digest=b"1", state=MEETING)
+    assert read_signed(pb.SignedProgress.FromString(sign(sent, identity(1)).SerializeToString())) == sent
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda message: message.MergeFrom(pb.SignedProgress(progress=sign(record(2), identity(2)).progress)),
+        lambda message: message.MergeFrom(pb.SignedProgress(signature=b"AAAA")),
+        lambda message: message.MergeFrom(pb.SignedProgress(progress=b"\xff")),
+        lambda message: message.MergeFrom(pb.SignedProgress(public_key=b"ssh-rsa AAAA")),
+        lambda message: message.MergeFrom(pb.SignedProgress(public_key=b" " * 5000)),
+    ],
+)
+def test_what_another_has_signed_or_nobody_is_refused(change: object) -> None:
+    message = signed()
+    change(message)
+    with pytest.raises(ValueError):
+        read_signed(message)
+    with pytest.raises(ValueError):
+        table().add(message, 0.0)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"samples_per_s": float("nan")}, {"share": -1.0}, {"address": "a\n"}, {"run": "x" * 600}, {"step": 1 << 63}],
+)
+def test_impossible_values_are_refused(changes: dict[str, object]) -> None:
+    with pytest.raises(ValueError):
+        read_signed(signed(**changes))
+
+
+def test_a_peer_speaks_only_for_itself() -> None:
+    forged = sign(replace(record(), peer_id=identity(2).peer_id), identity(1))
+    with pytest.raises(ValueError, match="not signed by the peer"):
+        read_signed(forged)
+
+
+@pytest.mark.parametrize("changes", [{"run": "other"}, {"model": b"other"}])
+def test_other_runs_and_models_are_not_taken_in(changes: dict[str, object]) -> None:
+    with pytest.raises(ValueError, match="trains"):
+        table().add(signed(**changes), 0.0)
+
+
+def test_only_newer_records_count() -> None:
+    known = table()
+    assert known.add(signed(version=5, samples=1), 0.0) and known.add(signed(version=4, samples=2), 0.0) is None
+    assert known.record_of(identity(1).peer_id).samples == 1
+    assert known.add(signed(version=6, samples=3), 0.0) and known.counter == 2
+    assert len(known.since(0, "nobody")) == 1 and known.since(0, identity(1).peer_id) == [] == known.since(2, "nobody")
+
+
+def test_who_is_silent_is_not_waited_for_and_counts_again_when_heard_of() -> None:
+    known, own, peer_id = table(), record(0), identity(1).peer_id
+    known.add(signed(version=5), 10.0)
+    assert [peer.peer_id for peer in known.view(own, 14.0).others] == [peer_id]
+    late = known.view(own, 14.1)
+    assert late.others == () and [peer.peer_id for peer in late.silent] == [peer_id] and not late.gone
+    known.add(signed(version=6), 20.0)
+    assert known.view(own, 20.0).others
+    known.suspect(peer_id)
+    assert not known.view(own, 20.0).others
+    known.add(signed(version=7), 21.0)
+    assert known.view(own, 21.0).others
+
+
+def test_who_has_left_or_ended_is_gone() -> None:
+    known, own, peer_id = table(), record(0), identity(1).peer_id
+    known.add(signed(version=5), 0.0)
+    known.note_gone(peer_id)
+    assert known.view(own, 0.0).gone == {peer_id} and known.known() == []
+    known.add(signed(version=6), 0.0)
+    assert known.view(own, 0.0).gone == set() and len(known.known()) == 1
+    known.add(signed(version=7, state=LEFT), 0.0)
+    assert known.view(own, 0.0).gone == {peer_id} and known.view(own, 0.0).others == ()
+
+
+def test_silence_is_no_end_unless_that_is_wanted() -> None:
+    own = record(0)
+    strict, lenient = table(), table(presume_gone_s=30.0)
+    for known in (strict, lenient):
+        known.add(signed(version=5, state=TRAINING), 0.0)
+    assert not strict.view(own, 1e6).gone and lenient.view(own, 31.0).gone and not lenient.view(own, 29.0).gone

@@ -1,0 +1,188 @@
+"""Over gRPC: both sides know who the other is, and nobody speaks for somebody else."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
+import torch
+
+from swarm_protocol.access.access_control import AccessControl
+from swarm_protocol.access.organiser import OrganiserKey
+from swarm_protocol.errors import AccessDenied, PeerUnavailable, RequestRejected
+from swarm_protocol.net.tls import Certificate, ClientCredentials
+from swarm_training.averaging.group import Group, Member
+from swarm_training.averaging.round import Round
+from swarm_training.compression.codecs import codec_of
+from swarm_training.core.network import Talk
+from swarm_training.core.record import Progress
+from swarm_training.core.signing import sign
+from swarm_training.net.channels import GrpcNetwork
+from swarm_training.net.service import start_service
+from swarm_training.pb import training_pb2 as pb
+from tests.unit.training.world import SimulatedPeer, World, identity, simulate
+
+
+@dataclass
+class Echo:
+    """Answers with the caller's peer id."""
+
+    callers: list[str] = field(default_factory=list)
+
+    async def exchange(self, peer_id: str, request: pb.ExchangeRequest) -> pb.ExchangeReply:
+        self.callers.append(peer_id)
+        return pb.ExchangeReply(until=request.since + 1)
+
+    async def meet(self, peer_id: str, talk: Talk[pb.MeetReply, pb.MeetRequest]) -> None:
+        while (request := await talk.receive()) is not None:
+            await talk.send(pb.MeetReply(dismissal=pb.Dismissal(reason=f"{peer_id} {request.join.step}")))
+
+    async def reduce(self, peer_id: str, talk: Talk[pb.Chunk, pb.ReduceRequest]) -> None:
+        raise RequestRejected("the caller is no member of the group")
+
+    async def fetch(self, peer_id: str, request: pb.FetchRequest) -> AsyncIterator[pb.Chunk]:
+        for index in request.chunks:
+            yield pb.Chunk(index=index, data=b"x" * 1000)
+
+    async def state(self, peer_id: str) -> AsyncIterator[pb.StatePart]:
+        yield pb.StatePart(data=b"1")
+        raise PeerUnavailable("the run has gone on")
+
+
+@asynccontextmanager
+async def service(handlers: Any, access: AccessControl | None = None) -> AsyncIterator[Progress]:
+    certificate = Certificate.generate()
+    server, port = await start_service(handlers, certificate, "127.0.0.1", 0, access)
+    try:
+        yield Progress("toy", identity(0).peer_id, address=f"127.0.0.1:{port}", tls_fingerprint=certificate.fingerprint)
+    finally:
+        await server.stop(None)
+
+
+def with_network(scenario: Callable[[GrpcNetwork, Progress, Echo], Any], access: AccessControl | None = None) -> None:
+    async def running() -> None:
+        echo = Echo()
+        network = GrpcNetwork(ClientCredentials(identity(1)))
+        async with service(echo, access) as peer:
+            try:
+                await scenario(network, peer, echo)
+            finally:
+                await network.close()
+
+    asyncio.run(running())
+
+
+def test_the_called_peer_knows_the_caller() -> None:
+    async def scenario(network: GrpcNetwork, peer: Progress, echo: Echo) -> None:
+        assert (await network.exchange(peer, pb.ExchangeRequest(since=4))).until == 5
+        assert echo.callers == [identity(1).peer_id]
+        async with network.meet(peer) as talk:
+            for step in (1, 2):
+                await talk.send(pb.MeetRequest(join=pb.Join(step=step)))
+                assert (await talk.receive()).dismissal.reason == f"{identity(1).peer_id} {step}"
+            await talk.finish()
+            assert await talk.receive() is None
+        chunks = [chunk.index async for chunk in network.fetch(peer, pb.FetchRequest(chunks=[3, 1]))]
+        assert chunks == [3, 1]
+
+    with_network(scenario)
+
+
+def test_errors_travel() -> None:
+    async def scenario(network: GrpcNetwork, peer: Progress, echo: Echo) -> None:
+        async with network.reduce(peer) as talk:
+            with pytest.raises(RequestRejected, match="no member of the group"):
+                await talk.receive()
+        with pytest.raises(PeerUnavailable, match="gone on"):
+            [part async for part in network.state(peer)]
+
+    with_network(scenario)
+
+
+def test_a_peer_with_another_certificate_is_not_talked_to() -> None:
+    async def scenario(network: GrpcNetwork, peer: Progress, echo: Echo) -> None:
+        with pytest.raises(PeerUnavailable, match="another TLS certificate"):
+            await network.exchange(replace(peer, tls_fingerprint=b"\0" * 32), pb.ExchangeRequest())
+        assert echo.callers == []
+
+    with_network(scenario)
+
+
+def test_a_process_that_has_ended_is_told_from_one_that_is_silent() -> None:
+    async def scenario(network: GrpcNetwork, peer: Progress, echo: Echo) -> None:
+        assert not await network.is_gone(peer)
+        listener = await asyncio.start_server(lambda *_: None, "127.0.0.1", 0)
+        port = listener.sockets[0].getsockname()[1]
+        listener.close()
+        await listener.wait_closed()
+        assert await network.is_gone(replace(peer, address=f"127.0.0.1:{port}"))
+        assert not await network.is_gone(replace(peer, address="nonsense"))
+
+    with_network(scenario)
+
+
+def test_strangers_are_not_let_into_a_private_run() -> None:
+    async def scenario(network: GrpcNetwork, peer: Progress, echo: Echo) -> None:
+        with pytest.raises(AccessDenied, match="takes only members"):
+            await network.exchange(peer, pb.ExchangeRequest())
+        assert echo.callers == []
+
+    with_network(scenario, AccessControl(OrganiserKey.generate().public))
+
+
+class _Silent:
+    """A stream of one who sends these messages."""
+
+    def __init__(self, *messages: Any) -> None:
+        self._messages = list(messages)
+
+    async def send(self, message: Any) -> None: ...
+
+    async def finish(self) -> None: ...
+
+    async def receive(self) -> Any:
+        return self._messages.pop(0) if self._messages else None
+
+
+def test_nobody_speaks_for_another_and_strangers_give_no_parts() -> None:
+    async def scenario() -> None:
+        peer = SimulatedPeer.make(World(), 0, target=4).peer
+        stranger, member = identity(2).peer_id, identity(1)
+        record = sign(replace(peer.own, peer_id=member.peer_id), member)
+        with pytest.raises(RequestRejected, match="another peer"):
+            await peer.exchange(stranger, pb.ExchangeRequest(own=record))
+        with pytest.raises(RequestRejected, match="another peer"):
+            await peer.meet(stranger, _Silent(pb.MeetRequest(join=pb.Join(own=record))))
+        members = tuple(Member(replace(peer.own, peer_id=each.peer_id), 1, 1.0) for each in (identity(0), member))
+        group = Group("g", 0, 1, members, 5.0, layout=(1.0, 1.0), roster=("x",))
+        mine = Round(peer._network, group, 0, 0, torch.zeros(8), codec_of("fp32"), 4)
+        await peer._meetings._rounds.add(mine)
+        opening = pb.ReduceRequest(open=pb.ReduceOpen(group="g"))
+        with pytest.raises(RequestRejected, match="no member"):
+            await peer.reduce(stranger, _Silent(opening))
+        with pytest.raises(RequestRejected, match="no member"):
+            [chunk async for chunk in peer.fetch(stranger, pb.FetchRequest(group="g"))]
+
+    simulate(scenario)
+
+
+@pytest.mark.parametrize("data", [b"", b"\0" * 12, b"\0" * 20])
+def test_a_part_of_another_size_is_left_out(data: bytes) -> None:
+    async def scenario() -> None:
+        peer = SimulatedPeer.make(World(), 0, target=4).peer
+        members = tuple(
+            Member(replace(peer.own, peer_id=identity(n).peer_id), 1, share) for n, share in ((0, 1.0), (1, 0.0))
+        )
+        group = Group("g", 0, 1, members, 5.0, layout=(1.0, 0.0), roster=("x",))
+        mine = Round(peer._network, group, 0, 0, torch.arange(4.0), codec_of("fp32"), 4)
+        averaging = asyncio.ensure_future(mine.first_attempt())
+        bad = pb.ReduceRequest(chunk=pb.Chunk(index=0, data=data))
+        await mine.serve_reduce(1, 0, _Silent(bad))
+        await averaging
+        assert torch.equal(await mine.mean(), torch.arange(4.0))
+
+    simulate(scenario)

@@ -1,0 +1,397 @@
+"""The real code of many peers in virtual time: who meets whom, and what failures leave behind."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import random
+import re
+from collections.abc import AsyncIterator, Generator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from swarm_training.core.config import TrainingConfig
+from swarm_training.pb import training_pb2 as pb
+from swarm_training.progress import policy
+from tests.marks import SLOW
+from tests.unit.training.world import CONFIG, SimulatedPeer, World, all_done, enter_all, identity, simulate
+
+
+def start(peers: list[SimulatedPeer], until_step: int, spread_s: float = 0.2) -> list[asyncio.Task[Any]]:
+    """All train, at speeds of their own."""
+    return [peer.spawn(peer.train(0.3 + spread_s * (peer.number % 4), 5, until_step)) for peer in peers]
+
+
+def require_equal(peers: list[SimulatedPeer], steps: int) -> None:
+    for step in range(1, steps + 1):
+        histories = [peer.history[step] for peer in peers if step in peer.history]
+        assert histories
+        assert all(torch.equal(histories[0], other) for other in histories), f"step {step}"
+
+
+def test_a_step_is_the_weighted_mean_in_the_order_of_the_members() -> None:
+    """Against plain torch, bit for bit."""
+    gradients = [torch.randn(37, generator=torch.Generator().manual_seed(number)) for number in range(3)]
+    weights = [7, 1, 30]
+
+    async def scenario() -> None:
+        peers = await enter_all(World(), 3, target=38)
+        before = peers[0].parameter.detach().clone()
+        await peers[0].step(gradients[0], weights[0])
+        await peers[1].step(gradients[1], weights[1])
+        await asyncio.sleep(2.0)
+        last = [peers[2].spawn(peers[2].step(gradients[2], weights[2]))]
+        await asyncio.sleep(0.5)
+        last += [peer.spawn(peer.step(torch.ones(37), 2)) for peer in peers[:2]]
+        await all_done(last)
+        sums = [gradient * weight for gradient, weight in zip(gradients, weights, strict=True)]
+        sums[0] += torch.ones(37) * 2
+        sums[1] += torch.ones(37) * 2
+        counts = [9, 3, 30]
+        numbers = {peer.peer_id: peer.number for peer in peers}
+        order = [numbers[peer_id] for peer_id in peers[0].share.last_group]
+        assert sorted(order) == [0, 1, 2]
+        first, second, third = (sums[number] / counts[number] * float(counts[number]) for number in order)
+        expected = torch.nn.Parameter(before)
+        optimizer = torch.optim.Adam([expected], lr=0.1)
+        expected.grad = (first + second + third) / 42.0
+        optimizer.step()
+        for peer in peers:
+            assert torch.equal(peer.history[1], expected.detach())
+
+    simulate(scenario)
+
+
+def test_groups_are_full_however_much_peers_are_out_of_step() -> None:
+    """The prototype's peers fell into groups of one or two here."""
+
+    async def scenario() -> None:
+        rng = random.Random(1)
+        peers = await enter_all(World(), 4, target=40)
+
+        async def train(peer: SimulatedPeer) -> None:
+            while peer.state.step < 50:
+                await asyncio.sleep(rng.uniform(0.05, 3.0))
+                await peer.step(torch.randn(37), rng.randrange(1, 12))
+
+        await all_done([peer.spawn(train(peer)) for peer in peers])
+        sizes = [size for peer in peers for size in peer.groups.values()]
+        assert len(sizes) >= 4 * 49
+        assert sum(size == 4 for size in sizes) >= 0.98 * len(sizes)
+        assert min(sizes) >= 3
+        require_equal(peers, 50)
+
+    simulate(scenario, 3000)
+
+
+@pytest.mark.parametrize("seed", [pytest.param(seed, marks=SLOW if seed >= 3 else ()) for seed in range(40)])
+@pytest.mark.parametrize("failure", ["kill", "pause", "isolate"])
+def test_survivors_of_a_failure_at_any_message_stay_equal(failure: str, seed: int) -> None:
+    rng = random.Random(seed)
+    steps = 6
+
+    async def scenario() -> None:
+        world = World()
+        peers = await enter_all(world, 4, target=60)
+        await all_done(start(peers, 1))  # from here on the roster has all four
+        victim = rng.choice(peers)
+        survivors = [peer for peer in peers if peer is not victim]
+        left = [rng.randrange(1, 120)]
+        loop = asyncio.get_running_loop()
+
+        def strike(source: str, target: str, message: Any) -> None:
+            if victim.peer_id not in (source, target):
+                return
+            left[0] -= 1
+            if left[0] == 0:
+                if failure == "kill":
+                    loop.call_soon(world.kill, victim.peer_id)
+                else:
+                    world.isolate(victim.peer_id)
+                if failure == "pause":
+                    loop.call_later(8.0, world.cut.clear)
+
+        world.on_message = strike
+        tasks = dict(zip([peer.number for peer in peers], start(peers, steps), strict=True))
+        await all_done([tasks[peer.number] for peer in survivors])
+        if failure == "pause":
+            await all_done([tasks[victim.number]])
+        assert left[0] <= 0
+        require_equal(peers, steps)
+        assert all(size >= 3 for peer in survivors for size in peer.groups.values())
+        assert victim.state.step == steps if failure == "pause" else victim.state.step <= steps
+        rounds_s = steps * 5.0
+        assert loop.time() < rounds_s + 2 * CONFIG.straggler_s + CONFIG.silence_s  # virtual time: one deadline is lost
+
+    simulate(scenario)
+
+
+def test_who_is_silent_is_dropped_before_the_deadline_of_stragglers() -> None:
+    config = replace(CONFIG, straggler_s=50.0)
+
+    async def scenario() -> None:
+        world = World()
+        peers = await enter_all(world, 4, target=40, config=config)
+        await all_done(start(peers, 1))
+        struck_s: list[float] = []
+        loop = asyncio.get_running_loop()
+
+        def strike(source: str, target: str, message: Any) -> None:
+            if isinstance(message, pb.ReduceRequest) and source == victim.peer_id and not struck_s:
+                world.isolate(victim.peer_id)
+                struck_s.append(loop.time())
+
+        leader = policy.leader_of(peers[0].peer.view())
+        victim = next(peer for peer in peers if leader is not None and peer.peer_id != leader.peer_id)
+        world.on_message = strike
+        tasks = start(peers, 2)
+        await all_done([tasks[peer.number] for peer in peers if peer is not victim])
+        assert struck_s and loop.time() - struck_s[0] < config.silence_s + 2.0
+        require_equal(peers, 2)
+
+    simulate(scenario)
+
+
+@pytest.mark.parametrize("half", [1, 2])
+def test_of_two_parts_of_a_network_at_most_one_goes_on(half: int) -> None:
+    async def scenario() -> None:
+        world = World()
+        peers = await enter_all(world, 4, target=60)
+        await all_done(start(peers, 1))
+        by_id = sorted(peers, key=lambda peer: peer.peer_id)
+        with_first, others = by_id[:half] if half == 2 else by_id[1:], by_id[half:] if half == 2 else by_id[:1]
+        world.isolate(*(peer.peer_id for peer in others))
+        winning = start(with_first, 4)
+        losing = start(others, 4)
+        await all_done(winning)
+        await asyncio.sleep(60.0)
+        assert {peer.state.step for peer in others} == {1}
+        world.cut.clear()
+        await all_done(losing)
+        require_equal(peers, 4)
+
+    simulate(scenario)
+
+
+def test_a_peer_that_is_alone_for_a_moment_does_not_step_on_its_own_gradients() -> None:
+    async def scenario() -> None:
+        world = World()
+        peers = await enter_all(world, 4, target=20)
+        founder, *others = peers
+        world.isolate(founder.peer_id)
+        task = founder.spawn(founder.train(0.3, 20, 1))
+        await asyncio.sleep(20.0)
+        assert founder.state.step == 0 and not task.done()
+        world.cut.clear()
+        await all_done([task, *(peer.spawn(peer.train(0.3, 20, 1)) for peer in others)])
+        assert set(founder.groups.values()) == {4}
+        require_equal(peers, 1)
+
+    simulate(scenario)
+
+
+def test_a_run_that_has_lost_half_of_its_peers_says_so_and_goes_on_if_that_is_wanted(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Two peers, of whom the one that decides a draw falls silent."""
+
+    async def scenario(presume_gone_s: float) -> int:
+        world = World()
+        peers = await enter_all(world, 2, target=20, config=replace(CONFIG, presume_gone_s=presume_gone_s))
+        await all_done(start(peers, 1))
+        first, second = sorted(peers, key=lambda peer: peer.peer_id)
+        world.isolate(first.peer_id)
+        for task in first.peer._tasks:
+            task.cancel()  # the DHT hears nothing of it, either
+        task = second.spawn(second.train(0.3, 5, 3))
+        await asyncio.wait([task], timeout=200.0)
+        return second.state.step
+
+    assert simulate(lambda: scenario(math.inf)) == 1
+    assert f"nothing is heard of 1 of 2 peers (…{min(identity(n).peer_id for n in (0, 1))[-6:]})" in caplog.text
+    assert simulate(lambda: scenario(100.0)) == 3
+
+
+def test_who_joins_contributes_to_the_next_step() -> None:
+    async def scenario() -> None:
+        world = World()
+        peers = await enter_all(world, 2, target=40)
+        tasks = start(peers, 6)
+        while peers[0].state.step < 2:
+            await asyncio.sleep(0.1)
+        joiner = SimulatedPeer.make(world, 2, target=40)
+        await joiner.enter()
+        step = joiner.state.step
+        assert step >= 2 and torch.equal(joiner.history[step], peers[0].history[step])
+        tasks += start([joiner], 6)
+        await all_done(tasks)
+        assert joiner.groups[step + 1] == 3
+        require_equal([*peers, joiner], 6)
+
+    simulate(scenario)
+
+
+@pytest.mark.parametrize("lie", ["other", "broken"])
+def test_who_joins_takes_no_state_but_that_of_the_majority(lie: str) -> None:
+    async def scenario() -> None:
+        world = World()
+        peers = await enter_all(world, 4, target=40)
+        await all_done(start(peers, 2))
+        state = SimulatedPeer.make(World(), 5, target=40).state
+        data = state.to_bytes()[1]
+        data = data if lie == "other" else b"x" * len(data)
+        asked = []
+
+        async def lying(_: Any) -> AsyncIterator[pb.StatePart]:
+            asked.append(lie)
+            shapes, optimizer = state.shapes, state.optimizer_name
+            yield pb.StatePart(
+                header=pb.StateHeader(
+                    step=2, size_bytes=len(data), roster=["x"], parameters=shapes, optimizer=optimizer
+                )
+            )
+            yield pb.StatePart(data=data)
+
+        for liar in peers[:3]:
+            liar.peer._state_server.parts = lying
+        joiner = SimulatedPeer.make(world, 4, target=40)
+        await joiner.enter()
+        assert asked and torch.equal(joiner.history[2], peers[3].history[2])
+        await all_done(start([*peers, joiner], 3))
+        require_equal([*peers, joiner], 3)
+
+    simulate(scenario)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"size": 5}, "parameter 0 is [5] float32 here and [37] float32 in the run: expected the same model"),
+        ({"optimizer": torch.optim.SGD}, "the optimizer is SGD here and Adam in the run"),
+        ({"target": 41}, "target_batch_size is 41 here and 40 in the run: expected the same"),
+    ],
+)
+def test_who_joins_with_another_model_is_told_what_differs(options: dict[str, Any], message: str) -> None:
+    async def scenario() -> None:
+        world = World()
+        await enter_all(world, 2, target=40)
+        joiner = SimulatedPeer.make(world, 2, **{"target": 40, **options})
+        with pytest.raises(ValueError, match=re.escape(message)):
+            await joiner.enter()
+
+    simulate(scenario)
+
+
+def test_who_leaves_is_not_waited_for_and_its_samples_are_withdrawn() -> None:
+    async def scenario() -> None:
+        peers = await enter_all(World(), 3, target=100)
+        first, second, leaver = peers
+        await leaver.step(torch.ones(37), 60)
+        await first.step(torch.ones(37), 30)
+        await leaver.peer.leave()
+        await asyncio.sleep(1.0)
+        await second.step(torch.ones(37), 30)
+        assert second.state.step == 0
+        began_s = asyncio.get_running_loop().time()
+        await all_done([peer.spawn(peer.train(0.1, 20, 1)) for peer in (first, second)])
+        assert asyncio.get_running_loop().time() - began_s < 1.0
+        assert first.groups == second.groups == {1: 2}
+
+    simulate(scenario)
+
+
+def test_who_cannot_be_reached_owns_nothing_and_takes_part() -> None:
+    async def scenario() -> None:
+        world = World()
+        peers = [SimulatedPeer.make(world, 0, target=40)]
+        await peers[0].enter()
+        peers += [
+            SimulatedPeer.make(world, number, target=40, config=TrainingConfig(client_mode=True, chunk_elements=4))
+            for number in (1, 2)
+        ]
+        await asyncio.gather(*(peer.enter() for peer in peers[1:]))
+        await all_done(start(peers, 4))
+        assert {size for peer in peers for size in peer.groups.values()} == {3}
+        require_equal(peers, 4)
+        hidden = {peer.peer_id for peer in peers[1:]}
+        assert not [entry for entry in world.log if entry[2] in hidden and entry[3] in ("open", "join", "exchange")]
+
+    simulate(scenario)
+
+
+class TwoPhases:
+    """Averages the halves one after the other; the gradient is both. It counts what it has averaged."""
+
+    def __init__(self) -> None:
+        self.count = torch.zeros(1)
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        return {"count": self.count}
+
+    def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
+        self.count = state["count"].clone()
+
+    def phases(self, gradient: torch.Tensor) -> Generator[torch.Tensor, torch.Tensor, torch.Tensor]:
+        head = yield gradient[:20]
+        tail = yield gradient[20:]
+        self.count = self.count + 1
+        return torch.cat([head, tail])
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_compressor_may_take_several_phases(seed: int) -> None:
+    """Also if somebody dies between them."""
+
+    async def scenario() -> None:
+        world = World()
+        compressors = [TwoPhases() for _ in range(4)]
+        peers = await enter_all(world, 4, target=40, compressor=lambda number: compressors[number])
+        await all_done(start(peers, 1))
+        left = [0]
+
+        def strike(source: str, target: str, message: Any) -> None:
+            if isinstance(message, pb.ReduceRequest) and message.open.phase == 1 and source == peers[3].peer_id:
+                left[0] += 1
+                if left[0] == seed:
+                    asyncio.get_running_loop().call_soon(world.kill, peers[3].peer_id)
+
+        world.on_message = strike
+        tasks = start(peers, 4)
+        await all_done(tasks[:3])
+        require_equal(peers, 4)
+        assert left[0] > 0 and all(size >= 3 for peer in peers[:3] for size in peer.groups.values())
+        assert [float(each.count) for each in compressors[:3]] == [4.0] * 3
+
+    simulate(scenario)
+
+
+def test_a_peer_with_another_state_takes_over_that_of_the_others() -> None:
+    async def scenario() -> None:
+        peers = await enter_all(World(), 3, target=40)
+        await all_done(start(peers, 2))
+        odd = peers[1]
+        with torch.no_grad():
+            odd.parameter += 1.0
+        odd.peer._standing.update(state_digest=odd.state.digest())
+        odd.peer.gossip.tell(urgent=True)
+        await asyncio.sleep(2.0)
+        await all_done(start(peers, 4))
+        require_equal([peers[0], peers[2]], 4)
+        assert torch.equal(odd.history[4], peers[0].history[4])
+
+    simulate(scenario)
+
+
+@pytest.mark.parametrize("count", [16, pytest.param(64, marks=SLOW)])
+def test_many_peers(count: int) -> None:
+    async def scenario() -> None:
+        world = World()
+        peers = await enter_all(world, count, target=5 * count, size=2 * count)
+        await all_done(start(peers, 3))
+        require_equal(peers, 3)
+        assert {size for peer in peers for size in peer.groups.values()} == {count}
+
+    simulate(scenario)

@@ -1,0 +1,133 @@
+"""The state of a run as bytes and digest, for any optimizer; and what cannot be trained is refused with a sentence."""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from swarm_training import TrainingConfig, TrainingRun
+from swarm_training.run.state import TrainedState
+
+OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "SGD": lambda p: torch.optim.SGD(p, lr=0.1),
+    "momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True),
+    "Adam": lambda p: torch.optim.Adam(p, lr=0.01, amsgrad=True),
+    "AdamW": lambda p: torch.optim.AdamW(p, lr=0.01),
+    "Adagrad": lambda p: torch.optim.Adagrad(p, lr=0.1),
+    "RMSprop": lambda p: torch.optim.RMSprop(p, lr=0.01, centered=True),
+    "Adafactor": lambda p: torch.optim.Adafactor(p, lr=0.01),
+    "ASGD": lambda p: torch.optim.ASGD(p, lr=0.01),
+    "Rprop": lambda p: torch.optim.Rprop(p, lr=0.01),
+    "groups": lambda p: torch.optim.AdamW([{"params": [each], "lr": 0.01 * i} for i, each in enumerate(p, 1)]),
+}
+
+
+def make(name: str, seed: int) -> tuple[TrainedState, torch.nn.Module]:
+    torch.manual_seed(seed)
+    model = torch.nn.Sequential(torch.nn.Linear(5, 4), torch.nn.Linear(4, 3))
+    return TrainedState(model.parameters(), OPTIMIZERS[name](list(model.parameters()))), model
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_who_loads_the_state_steps_on_with_the_same_bits(name: str, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    models = [torch.nn.Sequential(torch.nn.Linear(5, 4), torch.nn.Linear(4, 3)).to(dtype) for _ in range(2)]
+    first, second = (TrainedState(each.parameters(), OPTIMIZERS[name](list(each.parameters()))) for each in models)
+    for _ in range(3):
+        first.apply(torch.randn(first.length))
+    second.apply(torch.randn(second.length))
+    second.load(*first.to_bytes())
+    assert second.step == 3 and second.digest() == first.digest()
+    for _ in range(3):
+        gradient = torch.randn(first.length)
+        first.apply(gradient)
+        second.apply(gradient)
+        assert first.digest() == second.digest()
+    assert all(torch.equal(*pair) for pair in zip(first.parameters, second.parameters, strict=True))
+
+
+def test_a_step_is_that_of_the_optimizer() -> None:
+    state, model = make("AdamW", 0)
+    other = copy.deepcopy(model)
+    optimizer = OPTIMIZERS["AdamW"](list(other.parameters()))
+    gradient = torch.randn(state.length)
+    state.apply(gradient)
+    for parameter, part in zip(other.parameters(), gradient.split([20, 4, 12, 3]), strict=True):
+        parameter.grad = part.view(parameter.shape)
+    optimizer.step()
+    assert all(torch.equal(*pair) for pair in zip(model.parameters(), other.parameters(), strict=True))
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_the_digest_sees_parameters_state_and_settings() -> None:
+    state, model = make("Adam", 0)
+    state.apply(torch.ones(state.length))
+    digests = {state.digest()}
+    with torch.no_grad():
+        next(model.parameters())[0, 0] += 1e-6
+    digests.add(state.digest())
+    state._optimizer.state[next(model.parameters())]["exp_avg"][0, 0] += 1e-6
+    digests.add(state.digest())
+    state._optimizer.param_groups[0]["lr"] *= 2
+    assert len(digests | {state.digest()}) == 4
+
+
+@pytest.mark.parametrize("spoil", [lambda data: b"", lambda data: data[:-5], lambda data: b"\x80\x04pickle" + data])
+def test_what_is_no_state_changes_nothing(spoil: Callable[[bytes], bytes]) -> None:
+    state, _ = make("Adam", 0)
+    before = state.digest()
+    with pytest.raises(ValueError, match="state that a peer has sent"):
+        state.load(5, spoil(make("Adam", 1)[0].to_bytes()[1]))
+    assert state.digest() == before and state.step == 0
+
+
+def test_the_state_of_another_model_changes_nothing() -> None:
+    state, _ = make("Adam", 0)
+    other = torch.nn.Linear(5, 3)
+    wrong = TrainedState(other.parameters(), torch.optim.Adam(other.parameters()))
+    before = state.digest()
+    with pytest.raises(ValueError, match="does not fit parameter 0"):
+        state.load(5, wrong.to_bytes()[1])
+    assert state.digest() == before
+
+
+def parameters() -> list[torch.nn.Parameter]:
+    return list(torch.nn.Linear(2, 2).parameters())
+
+
+def run(given: list[torch.nn.Parameter], **options: object) -> TrainingRun:
+    optimizer = torch.optim.SGD(given or parameters(), lr=0.1)
+    return TrainingRun("toy", given, optimizer, **{"target_batch_size": 4, **options})
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"given": []}, "there are no parameters: expected model.parameters()"),
+        ({"given": [torch.nn.Parameter(torch.ones(1), requires_grad=False)]}, "no parameter needs a gradient"),
+        ({"target_batch_size": 0}, "target_batch_size is 0: expected at least 1"),
+        ({"target_batch_size": -3}, "target_batch_size is -3: expected at least 1"),
+        ({"initial_peers": "/ip4/1.2.3.4"}, "initial_peers is a text: expected a list"),
+        ({"config": TrainingConfig(client_mode=True)}, "client_mode needs initial_peers"),
+        ({"initial_peers": ["nonsense"]}, "is no multiaddr of a peer"),
+    ],
+)
+def test_what_cannot_be_trained_is_refused_with_a_sentence(arguments: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        run(**{"given": parameters(), **arguments})
+
+
+def test_parameters_outside_the_optimizer_are_refused() -> None:
+    with pytest.raises(ValueError, match="parameter 0 is not in the optimizer"):
+        TrainingRun("toy", parameters(), torch.optim.SGD(parameters(), lr=0.1), target_batch_size=4)
+
+
+@pytest.mark.parametrize("wrong", [{"share": -1.0}, {"silence_s": 1.0}, {"chunk_elements": 0}, {"straggler_s": 0.0}])
+def test_settings_out_of_range_are_refused(wrong: dict[str, float]) -> None:
+    with pytest.raises(ValueError, match=f"{next(iter(wrong))} is"):
+        TrainingConfig(**wrong)

@@ -1,0 +1,340 @@
+"""Peers of a run in one event loop with its own clock: the real code over a network that fails on command."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import deque
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+import torch
+
+from swarm_protocol.errors import PeerUnavailable, SwarmError
+from swarm_protocol.net.identity import Identity
+from swarm_training.compression.compressor import Plain
+from swarm_training.core.config import TrainingConfig
+from swarm_training.core.local_talk import LocalTalk, talk_pair
+from swarm_training.core.record import JOINING, Progress
+from swarm_training.pb import training_pb2 as pb
+from swarm_training.run.meetings import Compression
+from swarm_training.run.peer import TrainingPeer
+from swarm_training.run.share import Share
+from swarm_training.run.state import TrainedState
+from tests.unit.simulation import VirtualLoop
+
+CONFIG = TrainingConfig(chunk_elements=4, join_timeout_s=30.0)
+
+
+@cache
+def identity(number: int) -> Identity:
+    return Identity.generate()
+
+
+class World:
+    """Attributes:
+    cut: pairs of peer ids between which nothing passes.
+    log: what has been sent, as (time, from, to, kind).
+    """
+
+    def __init__(self, latency_s: float = 0.01) -> None:
+        self.latency_s = latency_s
+        self.peers: dict[str, SimulatedPeer] = {}
+        self.records: dict[str, pb.SignedProgress] = {}
+        self.dead: set[str] = set()
+        self.cut: set[frozenset[str]] = set()
+        self.log: list[tuple[float, str, str, str]] = []
+        self.on_message: Callable[[str, str, Any], None] = lambda source, target, message: None
+        self.streams: list[tuple[str, str, LocalTalk[Any, Any]]] = []
+
+    def passes(self, source: str, target: str) -> bool:
+        return frozenset((source, target)) not in self.cut
+
+    def isolate(self, *peers: str) -> None:
+        """Nothing passes between these and the others, and nobody is told."""
+        self.cut |= {frozenset((a, b)) for a in peers for b in self.peers if b not in peers}
+
+    def kill(self, peer_id: str) -> None:
+        """Connections break, and its address refuses others."""
+        self.dead.add(peer_id)
+        peer = self.peers[peer_id]
+        for task in (*peer.tasks, *peer.peer._tasks):
+            task.cancel()
+        for source, target, talk in self.streams:
+            if peer_id in (source, target):
+                talk.break_off()
+
+
+@dataclass
+class _Link:
+    """A talk whose messages take time, or do not arrive."""
+
+    world: World
+    source: str
+    target: str
+    inner: LocalTalk[Any, Any]
+    _on_way: deque[Any] = field(default_factory=deque)
+
+    async def send(self, message: Any) -> None:
+        if self.inner.is_broken or self.source in self.world.dead:
+            raise PeerUnavailable("the stream is broken")
+        self.world.on_message(self.source, self.target, message)
+        kind = message.WhichOneof("kind") if "kind" in message.DESCRIPTOR.oneofs_by_name else type(message).__name__
+        now = asyncio.get_running_loop().time()
+        self.world.log.append((now, self.source, self.target, kind))
+        if self.world.passes(self.source, self.target):
+            self._deliver(message)
+
+    def _deliver(self, message: Any) -> None:
+        self._on_way.append(message)
+        asyncio.get_running_loop().call_later(self.world.latency_s, self._arrive)
+
+    def _arrive(self) -> None:
+        message = self._on_way.popleft()  # timers of one moment fire in any order
+        if not self.inner.is_broken:
+            self.inner._outbox.put_nowait(message)
+
+    async def receive(self) -> Any:
+        return await self.inner.receive()
+
+    async def finish(self) -> None:
+        if self.world.passes(self.source, self.target):
+            self._deliver(None)
+
+
+@dataclass
+class SimulatedNetwork:
+    world: World
+    own: str
+
+    async def _reach(self, peer: Progress) -> SimulatedPeer:
+        await asyncio.sleep(self.world.latency_s)
+        if peer.peer_id in self.world.dead or self.own in self.world.dead:
+            raise PeerUnavailable("connection refused")
+        if not self.world.passes(self.own, peer.peer_id):
+            await asyncio.sleep(3.0)
+            raise PeerUnavailable("no answer")
+        return self.world.peers[peer.peer_id]
+
+    async def exchange(self, peer: Progress, request: pb.ExchangeRequest) -> pb.ExchangeReply:
+        called = await self._reach(peer)
+        self.world.log.append((asyncio.get_running_loop().time(), self.own, peer.peer_id, "exchange"))
+        return await called.peer.exchange(self.own, request)
+
+    def meet(self, peer: Progress) -> Any:
+        return self._stream(peer, "meet", pb.MeetRequest, pb.MeetReply)
+
+    def reduce(self, peer: Progress) -> Any:
+        return self._stream(peer, "reduce", pb.ReduceRequest, pb.Chunk)
+
+    @asynccontextmanager
+    async def _stream(self, peer: Progress, kind: str, out: type, into: type) -> AsyncIterator[_Link]:
+        called = await self._reach(peer)
+        near, far = talk_pair(out, into)
+        entry = (self.own, peer.peer_id, near)
+        self.world.streams.append(entry)
+
+        async def serve() -> None:
+            try:
+                link = _Link(self.world, peer.peer_id, self.own, far)
+                await getattr(called.peer, kind)(self.own, link)
+                await link.finish()
+            except (SwarmError, ValueError, TimeoutError):
+                near.break_off()
+
+        serving = asyncio.ensure_future(serve())
+        called.tasks.append(serving)
+        try:
+            yield _Link(self.world, self.own, peer.peer_id, near)
+        finally:
+            if self.world.passes(self.own, peer.peer_id):
+                near.break_off()
+            self.world.streams.remove(entry)
+
+    async def fetch(self, peer: Progress, request: pb.FetchRequest) -> AsyncIterator[pb.Chunk]:
+        called = await self._reach(peer)
+        self.world.on_message(self.own, peer.peer_id, request)
+        async for chunk in called.peer.fetch(self.own, request):
+            await asyncio.sleep(self.world.latency_s)
+            await self._reach(peer)
+            yield chunk
+
+    async def state(self, peer: Progress) -> AsyncIterator[pb.StatePart]:
+        called = await self._reach(peer)
+        async for part in called.peer.state(self.own):
+            await self._reach(peer)
+            yield part
+
+    async def is_gone(self, peer: Progress) -> bool:
+        return peer.peer_id in self.world.dead
+
+
+@dataclass
+class _Board:
+    world: World
+    own: str
+
+    async def publish(self, record: pb.SignedProgress) -> None:
+        await asyncio.sleep(0.5)
+        self.world.records[self.own] = record
+
+    async def read(self) -> list[pb.SignedProgress]:
+        await asyncio.sleep(0.5)
+        return list(self.world.records.values())
+
+
+@dataclass(eq=False)
+class SimulatedPeer:
+    """One peer with a tiny model.
+
+    Attributes:
+        history: by step, the parameters after it.
+        groups: by step, how many averaged for it.
+    """
+
+    world: World
+    number: int
+    peer: TrainingPeer
+    state: TrainedState
+    share: Share
+    parameter: torch.nn.Parameter
+    tasks: list[asyncio.Task[Any]] = field(default_factory=list)
+    history: dict[int, torch.Tensor] = field(default_factory=dict)
+    groups: dict[int, int] = field(default_factory=dict)
+
+    @classmethod
+    def make(
+        cls,
+        world: World,
+        number: int,
+        *,
+        target: int,
+        size: int = 37,
+        config: TrainingConfig = CONFIG,
+        compressor: Callable[[int], Any] | None = None,
+        encoder: Any = None,
+        optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.Adam,
+    ) -> SimulatedPeer:
+        own = identity(number)
+        parameter = torch.nn.Parameter(torch.full((size,), float(number)))
+        compressor = compressor(number) if compressor else Plain()
+        state = TrainedState([parameter], optimizer([parameter], lr=0.1), compressor)
+        record = Progress(
+            "toy",
+            own.peer_id,
+            state=JOINING,
+            target_batch_size=target,
+            address="" if config.client_mode else f"sim:{number}",
+            share=0.0 if config.client_mode else config.share,
+            model=state.model_digest,
+        )
+        peer = TrainingPeer(
+            config,
+            own,
+            record,
+            SimulatedNetwork(world, own.peer_id),
+            _Board(world, own.peer_id),
+            state,
+            Compression(compressor, encoder),
+            _at_once,
+            random.Random(number),
+        )
+        made = cls(world, number, peer, state, Share(peer, state), parameter)
+        world.peers[own.peer_id] = made
+        return made
+
+    @property
+    def peer_id(self) -> str:
+        return self.peer.own.peer_id
+
+    @property
+    def is_dead(self) -> bool:
+        return self.peer_id in self.world.dead
+
+    async def enter(self) -> None:
+        if len(self.world.peers) == 1:
+            self.peer.start()
+            await self.peer.found(self.state.digest())
+            return
+        await self.peer.find_others()
+        self.peer.start()
+        while not self.peer.own.state_digest:
+            await self.drive(self.share.load())
+        self.note()
+
+    def note(self) -> None:
+        self.history[self.state.step] = self.parameter.detach().clone()
+
+    async def step(self, gradient: torch.Tensor, samples: int) -> None:
+        self.parameter.grad = gradient.clone()
+        self.share.add(samples)
+        await self.drive(self.share.report())
+
+    async def drive(self, asking: Any) -> None:
+        answer: Any = None
+        try:
+            while True:
+                answer = await asking.send(answer)
+                if hasattr(answer, "group"):
+                    self.groups[self.state.step + 1] = len(answer.group.members)
+                self.note()
+        except StopIteration:
+            self.note()
+        finally:
+            asking.close()
+
+    async def train(self, seconds_per_call: float, samples: int, until_step: int) -> None:
+        """Gradients are noise that depends on the peer and the call."""
+        generator = torch.Generator().manual_seed(self.number)
+        while self.state.step < until_step:
+            await asyncio.sleep(seconds_per_call)
+            await self.step(torch.randn(self.parameter.shape, generator=generator), samples)
+
+    def spawn(self, coroutine: Any) -> asyncio.Task[Any]:
+        task = asyncio.ensure_future(coroutine)
+        self.tasks.append(task)
+        return task
+
+
+async def _at_once(function: Callable[[], Any]) -> Any:
+    return function()
+
+
+def simulate(scenario: Callable[[], Awaitable[Any]], limit_s: float = 600.0) -> Any:
+    """Runs it in virtual time, of which it may take so much."""
+    loop = VirtualLoop()
+    asyncio.set_event_loop(loop)
+
+    async def limited() -> Any:
+        async with asyncio.timeout(limit_s):
+            return await scenario()
+
+    try:
+        return loop.run_until_complete(limited())
+    finally:
+        tasks = asyncio.all_tasks(loop)
+        for task in tasks:
+            task.cancel()
+        loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
+        loop.close()
+
+
+async def enter_all(world: World, count: int, **options: Any) -> list[SimulatedPeer]:
+    peers = [SimulatedPeer.make(world, 0, **options)]
+    await peers[0].enter()
+    peers += [SimulatedPeer.make(world, number, **options) for number in range(1, count)]
+    await asyncio.gather(*(peer.enter() for peer in peers[1:]))
+    return peers
+
+
+async def all_done(tasks: list[asyncio.Task[Any]]) -> None:
+    """Raises what the first of them has raised, if it was not cancelled."""
+    done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+    for task in done:
+        if not task.cancelled():
+            task.result()
+    if len(done) < len(tasks):
+        await all_done([task for task in tasks if not task.done()])
