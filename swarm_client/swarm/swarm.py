@@ -442,8 +442,7 @@ def _choose_kind(choose: Choose, servers: SwarmView, like: ServerRecord | None, 
 
 def _alike(view: SwarmView, like: ServerRecord) -> SwarmView:
     """The servers that round as ``like`` does."""
-    kind = like.quant, like.dtype
-    return SwarmView(tuple(server for server in view.servers if (server.quant, server.dtype) == kind))
+    return SwarmView(tuple(server for server in view.servers if server.kind == like.kind))
 
 
 def _say_that_it_waits(reason: str, timeout_s: float) -> None:

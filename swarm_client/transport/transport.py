@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Coroutine, Sequence
+from collections.abc import Coroutine, Sequence
 from typing import Any, Protocol, TypeVar
 
 import grpc
@@ -13,11 +13,12 @@ from swarm_client.adapters.snapshots import AdapterUploader, Part
 from swarm_client.core.background import exact_s
 from swarm_client.core.config import ClientConfig
 from swarm_client.routing.routing import Hop
+from swarm_client.transport.answers import read_tensors
 from swarm_client.transport.grpc_calls import Stream, translated, unreadable
 from swarm_client.transport.hops import HopSession, Inbox
 from swarm_client.transport.wire_tensor import Context, WireTensor
 from swarm_protocol.dht.records import ServerRecord
-from swarm_protocol.errors import BadReply, CacheMiss, PeerUnavailable, RequestRejected
+from swarm_protocol.errors import BadReply, CacheMiss, PeerUnavailable
 from swarm_protocol.net.tls import ClientCredentials, pinned_channel
 from swarm_protocol.pb import swarm_pb2 as pb
 from swarm_protocol.pb.swarm_pb2_grpc import BlocksStub
@@ -25,7 +26,6 @@ from swarm_protocol.span import Span
 from swarm_protocol.verification.statements import Statement
 from swarm_protocol.wire.adapters import adapter_key
 from swarm_protocol.wire.block_input import BlockInput
-from swarm_protocol.wire.codec import Assembler
 from swarm_protocol.wire.constants import CLIENT_OPTIONS, PART_BYTES, WIRE_VERSION
 
 T = TypeVar("T")
@@ -251,7 +251,7 @@ class ServerConnection:
             for part in hidden.parts:
                 await call.write(pb.ForwardRequest(more=part))
             await call.done_writing()
-            ((output, reply),) = await _read_tensors(call, [hidden.header], self.record, span)
+            ((output, reply),) = await read_tensors(call, [hidden.header], self.record, span)
         return output, reply
 
     async def _backward(
@@ -272,7 +272,7 @@ class ServerConnection:
             for part in grad.parts:
                 await call.write(pb.BackwardRequest(more=part))
             await call.done_writing()
-            (input_grad, _), *grads = await _read_tensors(call, expected, self.record, span)
+            (input_grad, _), *grads = await read_tensors(call, expected, self.record, span)
         return input_grad, [grad for grad, _ in grads]
 
     def _forward_message(
@@ -294,58 +294,4 @@ class ServerConnection:
             model=self.record.model,
             revision=self.record.revision,
             blocks=pb.Span(start=span.start, end=span.end),
-        )
-
-
-async def _read_tensors(
-    call: grpc.aio.StreamStreamCall[Any, Any], expected: Sequence[pb.Tensor], server: ServerRecord, span: Span
-) -> list[tuple[WireTensor, pb.TensorReply]]:
-    """The tensors of an answer, which must have these shapes and dtypes, each with the message that it began with.
-
-    Raises BadReply.
-    """
-    replies, tensors = aiter(call), []
-    for like in expected:
-        tensor = await _read_tensor(replies, like, server, span)
-        if tensor is None:
-            call.cancel()
-            raise BadReply(f"server {server.short_id} sent a broken answer", server.peer_id, span)
-        tensors.append(tensor)
-    async for _ in replies:
-        call.cancel()
-        raise BadReply(f"server {server.short_id} sent a broken answer", server.peer_id, span)
-    return tensors
-
-
-async def _read_tensor(
-    replies: AsyncIterator[pb.TensorReply], like: pb.Tensor, server: ServerRecord, span: Span
-) -> tuple[WireTensor, pb.TensorReply] | None:
-    """None if the answer has no whole tensor."""
-    first = await anext(replies, None)
-    if first is None or first.WhichOneof("kind") != "output":
-        return None
-    header, parts = first.output, []
-    _require_like(like, header, server, span)
-    missing = header.size_bytes - len(header.data)
-    while missing > 0:
-        reply = await anext(replies, None)
-        if reply is None or reply.WhichOneof("kind") != "more" or not reply.more:
-            return None
-        parts.append(reply.more)
-        missing -= len(reply.more)
-    return (WireTensor(header, tuple(parts)), first) if missing == 0 else None
-
-
-def _require_like(sent: pb.Tensor, received: pb.Tensor, server: ServerRecord, span: Span) -> None:
-    """Blocks keep shape and dtype; raises BadReply before more of the answer is read."""
-    try:
-        Assembler(received)
-    except RequestRejected as error:
-        raise BadReply(f"server {server.short_id} sent a broken answer: {error}", server.peer_id, span) from None
-    if (received.dtype, list(received.shape)) != (sent.dtype, list(sent.shape)):
-        raise BadReply(
-            f"server {server.short_id} answered {list(received.shape)} of {pb.DType.Name(received.dtype)}: "
-            f"expected {list(sent.shape)} of {pb.DType.Name(sent.dtype)}",
-            server.peer_id,
-            span,
         )

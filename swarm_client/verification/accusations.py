@@ -23,14 +23,14 @@ from swarm_client.verification.references import kind_of
 from swarm_protocol.dht.records import ServerRecord, short_id
 from swarm_protocol.errors import PeerError, SwarmError
 from swarm_protocol.span import Span
-from swarm_protocol.verification.evidence import Evidence, new_seed, probe
+from swarm_protocol.verification.evidence import Evidence, Expired, new_seed, probe
 from swarm_protocol.wire.block_input import BlockInput
 
 _JUDGES = 3  # servers that are told
 _WITNESSES = 2  # who are asked, beside the server that accuses, and must contradict the statement too
 _MAX_READ = 4  # accusations that are looked into, each time they are read
 _MAX_KNOWN = 4096
-_READ_EVERY_S = 30.0
+_READ_EVERY_S = 60.0  # a key under which nothing stands is looked for at many nodes
 _logger = logging.getLogger(__name__)
 
 
@@ -41,7 +41,7 @@ class Accusations:
         self._swarm = swarm
         self._chance = random.SystemRandom()
         self._known: set[bytes] = set()  # digests of accusations that were looked into
-        self._slanderers: set[str] = set()  # who has published what turned out to be true
+        self._slanderers: set[str] = set()  # who has published what turned out to be false
 
     async def tell(self, liar: str, span: Span, hidden_size: int) -> bool:
         """Shows other servers that this one answers wrongly over ``span``; whether some have found it to be so."""
@@ -78,6 +78,8 @@ class Accusations:
             num_left -= 1
             try:
                 evidence = await asyncio.to_thread(Evidence.parse, message, time.time())
+            except Expired:
+                continue
             except ValueError as error:
                 self._slanderers.add(publisher)
                 _logger.info("server %s has published no evidence: %s", short_id(publisher), error)

@@ -26,7 +26,7 @@ class Part:
 
 
 def kind_of(server: ServerRecord) -> Kind:
-    return Kind(server.quant, server.dtype, server.device)
+    return Kind(*server.kind)
 
 
 def references(servers: Sequence[ServerRecord], hops: Route, chance: random.Random) -> list[Part]:

@@ -7,8 +7,10 @@ import re
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
-from swarm_protocol.dht.addresses import connects, tcp_target
-from swarm_protocol.errors import JoinRefused
+from swarm_protocol.dht import node as dht_node
+from swarm_protocol.dht.addresses import connects, require_answer, tcp_target
+from swarm_protocol.dht.node import Listening
+from swarm_protocol.errors import JoinRefused, NoSwarm
 from swarm_protocol.net.hivemind_parts import (
     MAX_DHT_TIME_DISCREPANCY_SECONDS,
     ControlFailure,
@@ -18,6 +20,7 @@ from swarm_protocol.net.hivemind_parts import (
     PeerID,
     ValidationError,
 )
+from swarm_protocol.net.identity import Identity
 from swarm_protocol.wire.printable import printable
 
 _CONNECT_TIMEOUT_S = 3.0
@@ -55,6 +58,38 @@ async def bootstrap(node: DHTNode, addresses: Sequence[str], *, joins: bool = Fa
         with suppress(asyncio.TimeoutError):
             await asyncio.wait_for(node.find_nearest_nodes([node.node_id]), _SEARCH_TIMEOUT_S)
     return any(answers)
+
+
+async def start_joined(
+    identity: Identity,
+    listening: Listening,
+    initial_peers: Sequence[str],
+    timeout_s: float,
+    *,
+    are_alive: bool = False,
+    on_wait: Callable[[float], None] = lambda _: None,
+) -> DHTNode:
+    """A node that has joined through the initial peers, see ``join_through``, or the first of a new DHT.
+
+    Raises:
+        NoSwarm: no initial peer answered. JoinRefused: one did, but see there.
+        ValueError: an initial peer is no multiaddr with a peer id.
+    """
+    if initial_peers:
+        await require_answer(initial_peers)
+    node = await dht_node.start(identity, listening)
+    try:
+        if initial_peers and not await join_through(
+            node, initial_peers, timeout_s, are_alive=are_alive, on_wait=on_wait
+        ):
+            raise NoSwarm(f"no initial peer answered: {', '.join(initial_peers)}")
+    except ValidationError as error:
+        await dht_node.stop(node)
+        raise refused(error) from None
+    except BaseException:
+        await dht_node.stop(node)
+        raise
+    return node
 
 
 async def join_through(

@@ -13,8 +13,8 @@ from typing import Any
 from swarm_protocol.access.access_control import AccessControl
 from swarm_protocol.dht import claims, shards
 from swarm_protocol.dht import node as dht_node
-from swarm_protocol.dht.addresses import CONNECT_TIMEOUT_S, require_answer, tcp_target
-from swarm_protocol.dht.bootstrap import bootstrap, join_through, refused
+from swarm_protocol.dht.addresses import CONNECT_TIMEOUT_S, tcp_target
+from swarm_protocol.dht.bootstrap import bootstrap, start_joined
 from swarm_protocol.dht.node import Listening
 from swarm_protocol.dht.notices.accusations import Accusations
 from swarm_protocol.dht.notices.revocations import Revocations
@@ -30,13 +30,11 @@ from swarm_protocol.dht.records import (
     short_id,
 )
 from swarm_protocol.dht.stored_records import BoundedStorage, owner_of, subkey_of
-from swarm_protocol.errors import NoSwarm
 from swarm_protocol.net.hivemind_parts import (
     ControlFailure,
     DHTNode,
     P2PDaemonError,
     PeerID,
-    ValidationError,
     get_dht_time,
 )
 from swarm_protocol.net.identity import Identity
@@ -124,8 +122,6 @@ class Dht:
             NoSwarm: no initial peer answered; where nobody listens, within 4 s. JoinRefused: one did, but see there.
             ValueError: an initial peer is no multiaddr with a peer id.
         """
-        if initial_peers:
-            await require_answer(initial_peers)
 
         def say_that_it_waits(timeout_s: float) -> None:
             who = ", ".join(short_id(peer.rpartition("/p2p/")[2]) for peer in initial_peers[:_MAX_NAMED])
@@ -133,18 +129,9 @@ class Dht:
             _logger.warning(message, who, swarm, timeout_s)
 
         listening = Listening(host, port, announce_host)
-        node = await dht_node.start(identity, listening)
-        try:
-            if initial_peers and not await join_through(
-                node, initial_peers, JOIN_TIMEOUT_S, are_alive=are_alive, on_wait=say_that_it_waits
-            ):
-                raise NoSwarm(f"no initial peer answered: {', '.join(initial_peers)}")
-        except ValidationError as error:
-            await dht_node.stop(node)
-            raise refused(error) from None
-        except BaseException:
-            await dht_node.stop(node)
-            raise
+        node = await start_joined(
+            identity, listening, initial_peers, JOIN_TIMEOUT_S, are_alive=are_alive, on_wait=say_that_it_waits
+        )
         return cls(node, swarm, identity, listening, capacity, climb_every, max_lifetime_s, access)
 
     @property

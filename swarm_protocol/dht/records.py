@@ -71,6 +71,11 @@ class ServerRecord:
     def short_id(self) -> str:
         return short_id(self.peer_id)
 
+    @property
+    def kind(self) -> tuple[str, str, str]:
+        """Quantisation, dtype and device: servers of one kind round alike."""
+        return self.quant, self.dtype, self.device
+
     def to_proto(self) -> pb.ServerRecord:
         return pb.ServerRecord(
             peer_id=self.peer_id,

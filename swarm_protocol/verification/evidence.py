@@ -25,6 +25,10 @@ _MARGIN = 1.5  # beyond the bounds for two outputs: a sketch is known to a tenth
 _TINY = 1e-20
 
 
+class Expired(ValueError):
+    """Evidence that does not count any more, or not yet where a clock is wrong: nobody's fault."""
+
+
 def new_seed() -> bytes:
     return secrets.token_bytes(SEED_BYTES)
 
@@ -54,14 +58,14 @@ class Evidence:
 
     @classmethod
     def parse(cls, message: pb.Evidence, now: float) -> Evidence:
-        """``now``: Unix time in seconds. Raises ValueError if it is none, or too old."""
+        """``now``: Unix time in seconds. Raises ValueError if it is none, ``Expired`` if it is too old."""
         statement = Statement.parse(message.statement)
         if len(message.seed) != SEED_BYTES:
             raise ValueError(f"evidence has a seed of {len(message.seed)} bytes: expected {SEED_BYTES}")
         if not 0 < message.hidden_size <= MAX_HIDDEN_SIZE:
             raise ValueError(f"evidence is about hidden states of {message.hidden_size} numbers")
         if not now - LASTS_S <= statement.made_at <= now + _CLOCK_SKEW_S:
-            raise ValueError("evidence has expired, or a clock is wrong")
+            raise Expired("evidence has expired, or a clock is wrong")
         inputs = probe(message.seed, message.hidden_size)
         if statement.input_digest != digest_of(inputs):
             raise ValueError("evidence is about other inputs than its seed gives")

@@ -78,8 +78,8 @@ class Statement:
 
     def is_by(self, server: ServerRecord, span: Span) -> bool:
         """Whether this server speaks of its model and these blocks, as its record says that it computes them."""
-        of_record = server.peer_id, server.model, server.revision, server.quant, server.dtype, server.device
-        return (self.peer_id, self.model, self.revision, *self.kind, self.span) == (*of_record, span)
+        of_record = server.peer_id, server.model, server.revision, server.kind
+        return (self.peer_id, self.model, self.revision, self.kind, self.span) == (*of_record, span)
 
     def is_about(self, inputs: BlockInput, output: torch.Tensor) -> bool:
         """Whether it speaks of these inputs and this very output, [positions, hidden_size]."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
 import grpc
 
 from swarm_protocol.errors import (
@@ -18,6 +20,8 @@ from swarm_protocol.errors import (
 from swarm_protocol.span import Span
 from swarm_protocol.wire.printable import printable
 
+if TYPE_CHECKING:
+    _Context = grpc.aio.ServicerContext[Any, Any]
 _STATUS_OF: dict[type[SwarmError], grpc.StatusCode] = {
     RequestRejected: grpc.StatusCode.INVALID_ARGUMENT,
     AccessDenied: grpc.StatusCode.PERMISSION_DENIED,
@@ -47,6 +51,15 @@ def number_of(error: SwarmError) -> int:
     """The number of ``status_of``, as it stands in messages."""
     number: int = status_of(error).value[0]
     return number
+
+
+def end_with(context: _Context, status: grpc.StatusCode, details: str) -> None:
+    """What a call ends with, once its handler returns.
+
+    ``abort`` would leave an error in a cycle of references that lives on: its frames keep all that the handler had.
+    """
+    context.set_code(status)
+    context.set_details(details)
 
 
 def from_status(status: grpc.StatusCode | int, details: str, peer_id: str = "", span: Span | None = None) -> SwarmError:

@@ -14,10 +14,12 @@ import asyncio
 import ctypes
 import gc
 import os
+import sys
 from collections.abc import Callable
 from functools import partial
 
 GROWN_BYTES, MUCH_BYTES = 64 << 20, 16 << 20
+MAX_LOOKS = 16
 
 
 class HeapTrimmer:
@@ -32,16 +34,31 @@ class HeapTrimmer:
         self._resident_bytes = resident_bytes or _resident_bytes
         self._trim = trim or _glibc_trim()
         self._last_bytes = 0  # once it was trimmed
+        self._least_bytes = sys.maxsize  # once it was trimmed, whenever that was
         self._gave_much = False  # the last time; there may be more now, if much was in use
+        self._looks = 0  # since the last time
+        self._max_looks = 1  # doubled each time that it gave little
 
     async def trim(self) -> None:
-        """If the process has grown since the last time, or gave back much then; takes about 0.2 s."""
+        """If the process has grown since the last time, or gave back much then; takes about 0.2 s.
+
+        And with backoff as long as it is larger than it has been: what was in use the last time may be free now, and
+        nothing grows by that.
+        """
+        if self._trim is None:
+            return
         before_bytes = self._resident_bytes()
-        if self._trim is not None and (self._gave_much or before_bytes >= self._last_bytes + GROWN_BYTES):
+        self._looks += 1
+        has_grown = before_bytes >= self._last_bytes + GROWN_BYTES
+        is_due = self._looks >= self._max_looks and before_bytes >= self._least_bytes + GROWN_BYTES
+        if has_grown or self._gave_much or is_due:
             gc.collect()
             await asyncio.to_thread(self._trim)
             self._last_bytes = self._resident_bytes()
+            self._least_bytes = min(self._least_bytes, self._last_bytes)
             self._gave_much = before_bytes - self._last_bytes >= MUCH_BYTES
+            self._max_looks = 1 if has_grown or self._gave_much else min(2 * self._max_looks, MAX_LOOKS)
+            self._looks = 0
 
 
 def _resident_bytes() -> int:

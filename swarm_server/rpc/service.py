@@ -20,7 +20,7 @@ from swarm_protocol.pb.swarm_pb2_grpc import BlocksServicer
 from swarm_protocol.verification.statements import Signer
 from swarm_protocol.wire.constants import MAX_ECHO_BYTES
 from swarm_protocol.wire.printable import printable
-from swarm_protocol.wire.status import status_of
+from swarm_protocol.wire.status import end_with, status_of
 from swarm_server.net.arrivals import Arrivals, Reservation
 from swarm_server.net.incoming import Incoming
 from swarm_server.net.shares import Caller, address_of
@@ -40,18 +40,19 @@ _REFUSALS = (RequestRejected, AccessDenied, PeerError)
 
 @asynccontextmanager
 async def errors_as_status(context: _Context) -> AsyncIterator[None]:
-    """Answers our errors with their gRPC status; anything else is logged here and answered with one sentence."""
+    """Answers our errors with their gRPC status; anything else is logged here and answered with one sentence.
+
+    The handler must return then, see ``end_with``.
+    """
     try:
         yield
     except _REFUSALS as error:
-        error.with_traceback(None)  # gRPC keeps the error for a while, and its frames would keep the request's memory
-        await context.abort(status_of(error), printable(str(error)))
+        end_with(context, status_of(error), printable(str(error)))
     except grpc.aio.BaseError as error:
         _logger.debug("a client went away: %s", error)
-    except Exception as error:
+    except Exception:
         _logger.exception("a request failed")
-        error.with_traceback(None)
-        await context.abort(grpc.StatusCode.INTERNAL, "the server failed while it computed; its log says why")
+        end_with(context, grpc.StatusCode.INTERNAL, "the server failed while it computed; its log says why")
 
 
 def _client_of(context: _Context) -> str:
@@ -190,29 +191,26 @@ class BlocksService(BlocksServicer):
         finally:
             for task in waiting:
                 task.cancel()
+            await asyncio.wait(waiting)  # nobody reads the stream any more
 
     async def PutAdapter(self, requests: AsyncIterator[pb.PutAdapterRequest], context: _Context) -> pb.PutAdapterReply:
         async with self._answering(context) as client:
             incoming = Incoming(requests, self._arrivals.of(client))
             return pb.PutAdapterReply(key=await passes.put_adapter(self._staying(), client, incoming))
 
-    async def Forward(
-        self, requests: AsyncIterator[pb.ForwardRequest], context: _Context
-    ) -> AsyncIterator[pb.TensorReply]:
+    async def Forward(self, requests: AsyncIterator[pb.ForwardRequest], context: _Context) -> None:
         async with self._answering(context) as client:
             incoming = Incoming(requests, self._arrivals.of(client))
             with ExitStack() as request:
                 for reply in await passes.forward(self._staying(), client, incoming, request, self._signer):
-                    yield reply
+                    await context.write(reply)
 
-    async def Backward(
-        self, requests: AsyncIterator[pb.BackwardRequest], context: _Context
-    ) -> AsyncIterator[pb.TensorReply]:
+    async def Backward(self, requests: AsyncIterator[pb.BackwardRequest], context: _Context) -> None:
         async with self._answering(context, Role.TRAINER) as client:
             incoming = Incoming(requests, self._arrivals.of(client))
             with ExitStack() as request:
                 for reply in await passes.backward(self._staying(), client, incoming, request):
-                    yield reply
+                    await context.write(reply)
 
     async def Accuse(self, request: pb.Evidence, context: _Context) -> pb.AccuseReply:
         async with self._answering(context) as client:

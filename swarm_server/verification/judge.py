@@ -112,7 +112,7 @@ class Judge:
             raise RequestRejected("evidence is about a peer that is no server of this swarm")
         compute = partial(services.engine.stateless.forward, statement.span, evidence.inputs)
         output = await services.scheduler.train(compute, client, SKETCH_POSITIONS)
-        excess = evidence.excess(output[0], Kind(own.quant, own.dtype, own.device), self._routed)
+        excess = evidence.excess(output[0], Kind(*own.kind), self._routed)
         return excess is not None and excess >= 1
 
     async def _publish(self) -> None:

@@ -15,7 +15,7 @@ from swarm_protocol.errors import PeerUnavailable, RequestRejected, SwarmError
 from swarm_protocol.net.tls import Certificate, peer_of, token_of
 from swarm_protocol.wire.constants import SERVER_OPTIONS
 from swarm_protocol.wire.printable import printable
-from swarm_protocol.wire.status import status_of
+from swarm_protocol.wire.status import end_with, status_of
 from swarm_training.core.network import Handlers
 from swarm_training.pb import training_pb2 as pb
 from swarm_training.pb.training_pb2_grpc import TrainingServicer, add_TrainingServicer_to_server
@@ -93,11 +93,11 @@ class TrainingService(TrainingServicer):
                 self._access.require(Role.TRAINER, peer_id, token_of(auth))
             yield peer_id
         except SwarmError as error:
-            await context.abort(status_of(error), printable(str(error)))
+            end_with(context, status_of(error), printable(str(error)))
         except TimeoutError:
-            await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, "this peer has waited too long")
+            end_with(context, grpc.StatusCode.DEADLINE_EXCEEDED, "this peer has waited too long")
         except ValueError as error:
-            await context.abort(status_of(RequestRejected("")), printable(str(error)))
+            end_with(context, status_of(RequestRejected("")), printable(str(error)))
         except grpc.aio.BaseError as error:
             _logger.debug("a caller went away: %s", error)
 

@@ -11,12 +11,10 @@ from google.protobuf.message import DecodeError
 
 from swarm_protocol.dht import node as dht_node
 from swarm_protocol.dht import shards
-from swarm_protocol.dht.addresses import require_answer
-from swarm_protocol.dht.bootstrap import join_through, refused
+from swarm_protocol.dht.bootstrap import start_joined
 from swarm_protocol.dht.node import Listening
 from swarm_protocol.dht.stored_records import BoundedStorage, subkey_of
-from swarm_protocol.errors import NoSwarm
-from swarm_protocol.net.hivemind_parts import DHTNode, ValidationError, get_dht_time
+from swarm_protocol.net.hivemind_parts import DHTNode, get_dht_time
 from swarm_protocol.net.identity import Identity
 from swarm_training.pb import training_pb2 as pb
 
@@ -53,20 +51,7 @@ class DhtBoard:
             NoSwarm: no initial peer answered.
             ValueError: one of them is no multiaddr with a peer id.
         """
-        if initial_peers:
-            await require_answer(initial_peers)
-        node = await dht_node.start(identity, listening)
-        try:
-            if initial_peers and not await join_through(
-                node, initial_peers, timeout_s, are_alive=False, on_wait=lambda _: None
-            ):
-                raise NoSwarm(f"no initial peer answered: {', '.join(initial_peers)}")
-        except ValidationError as error:
-            await dht_node.stop(node)
-            raise refused(error) from None
-        except BaseException:
-            await dht_node.stop(node)
-            raise
+        node = await start_joined(identity, listening, initial_peers, timeout_s)
         return cls(node, run, identity)
 
     async def addresses(self) -> list[str]:

@@ -362,6 +362,7 @@ class Context:
 
     def __init__(self, stream: Stream) -> None:
         self._stream = stream
+        self.code, self.details = grpc.StatusCode.OK, ""
 
     def client(self) -> str:
         return self._stream.client
@@ -374,12 +375,11 @@ class Context:
             raise grpc.aio.UsageError("the stream has ended")
         self._stream.replies.put(_copied(message))
 
-    async def abort(self, code: grpc.StatusCode, details: str) -> None:
-        raise _Abort(code, details)
+    def set_code(self, code: grpc.StatusCode) -> None:
+        self.code = code
 
-
-class _Abort(Exception):
-    pass
+    def set_details(self, details: str) -> None:
+        self.details = details
 
 
 class Wire:
@@ -429,11 +429,9 @@ class Stream:
             self.task = server.run(self._handle(method))
 
     async def _handle(self, method: Callable) -> None:
-        try:
-            await method(self._incoming(), Context(self))
-            self._finish(grpc.StatusCode.OK, "")
-        except _Abort as abort:
-            self._finish(*abort.args)
+        context = Context(self)
+        await method(self._incoming(), context)
+        self._finish(context.code, context.details)
 
     async def _incoming(self):
         while (message := await self.requests.get()) is not _GONE:
@@ -446,12 +444,13 @@ class Stream:
         await asyncio.sleep(self.net.chance.choice([0.0002, 0.01]))
         await self.server.awake.wait()
         if self.code_value is None:
-            task = self.server.run(method(request, Context(self)))
+            context = Context(self)
+            task = self.server.run(method(request, context))
             try:
                 reply = await asyncio.shield(task)
                 await asyncio.sleep(self.net.chance.choice([0.0002, 0.01]))
-            except _Abort as abort:
-                self._finish(*abort.args)
+                if context.code is not grpc.StatusCode.OK:
+                    self._finish(context.code, context.details)
             except asyncio.CancelledError:
                 if not task.cancelled():
                     raise

@@ -15,7 +15,7 @@ from swarm_protocol.net.identity import Identity
 from swarm_protocol.pb import swarm_pb2 as pb
 from swarm_protocol.span import Span
 from swarm_protocol.verification.comparison import Kind
-from swarm_protocol.verification.evidence import Evidence, new_seed, probe
+from swarm_protocol.verification.evidence import LASTS_S, Evidence, new_seed, probe
 from swarm_protocol.verification.statements import Signer
 from swarm_protocol.wire.block_input import BlockInput
 from tests.unit.client.verification.test_checks import HIDDEN, Lying, honest, scaled, true, zeros
@@ -142,6 +142,19 @@ def test_a_false_accusation_bans_nobody_and_its_author_is_not_heard_again(identi
     world.published = [(world.peer_id(3), forged)]
     run(accusations.read())
     assert not world.banned
+
+
+def test_who_publishes_what_has_expired_by_this_clock_is_heard_again(identities, monkeypatch) -> None:
+    world = World(identities, "0:8", "0:8", "0:8")
+    accusations, now = Accusations(world), time.time()  # type: ignore[arg-type]
+    monkeypatch.setattr(time, "time", lambda: now - LASTS_S - 1)
+    world.published = [(world.peer_id(1), world.evidence(2, scaled))]
+    monkeypatch.undo()
+    run(accusations.read())
+    assert not world.banned
+    world.published = [(world.peer_id(1), world.evidence(0, scaled))]
+    run(accusations.read())
+    assert world.banned == {world.peer_id(0)}
 
 
 def test_without_another_that_confirms_it_nobody_is_believed(identities) -> None:

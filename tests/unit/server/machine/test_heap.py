@@ -40,8 +40,6 @@ def test_only_if_it_has_grown() -> None:
     sizes.append(100 * MIB + GROWN_BYTES)
     run(trimmer.trim())
     assert len(trims) == 2
-    run(trimmer.trim())
-    assert len(trims) == 2
 
 
 def test_again_after_it_has_given_much() -> None:
@@ -57,6 +55,31 @@ def test_again_after_it_has_given_much() -> None:
     for _ in range(10):
         run(trimmer.trim())
     assert len(trims) == 3
+
+
+def test_what_is_freed_later_is_given_back_too() -> None:
+    """Nothing grows by it. In vain it is tried more and more seldom, and not at all once the process is small again."""
+    in_use, sizes = [100 * MIB], [100 * MIB]
+    trims: list[int] = []
+    look = 0
+
+    def trim() -> None:
+        trims.append(look)
+        sizes.append(in_use[-1])
+
+    trimmer = HeapTrimmer(lambda: sizes[-1], trim)
+    run(trimmer.trim())
+    in_use.append(400 * MIB)
+    sizes.append(400 * MIB)
+    while look < 60:
+        look += 1
+        run(trimmer.trim())
+    assert trims == [0, 1, 2, 4, 8, 16, 32, 48]
+    in_use.append(100 * MIB)
+    while look < 200:
+        look += 1
+        run(trimmer.trim())
+    assert trims[8:] == [64, 65]
 
 
 def test_the_system_gets_the_memory_back() -> None:

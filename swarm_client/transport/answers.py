@@ -1,0 +1,69 @@
+"""Reads the tensors that a server answers a pass with, and refuses what is none."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+import grpc
+
+from swarm_client.transport.wire_tensor import WireTensor
+from swarm_protocol.dht.records import ServerRecord
+from swarm_protocol.errors import BadReply, RequestRejected
+from swarm_protocol.pb import swarm_pb2 as pb
+from swarm_protocol.span import Span
+from swarm_protocol.wire.codec import Assembler
+
+
+async def read_tensors(
+    call: grpc.aio.StreamStreamCall[Any, Any], expected: Sequence[pb.Tensor], server: ServerRecord, span: Span
+) -> list[tuple[WireTensor, pb.TensorReply]]:
+    """The tensors of an answer, which must have these shapes and dtypes, each with the message that it began with.
+
+    Raises BadReply.
+    """
+    replies, tensors = aiter(call), []
+    for like in expected:
+        tensor = await _read_tensor(replies, like, server, span)
+        if tensor is None:
+            call.cancel()
+            raise BadReply(f"server {server.short_id} sent a broken answer", server.peer_id, span)
+        tensors.append(tensor)
+    async for _ in replies:
+        call.cancel()
+        raise BadReply(f"server {server.short_id} sent a broken answer", server.peer_id, span)
+    return tensors
+
+
+async def _read_tensor(
+    replies: AsyncIterator[pb.TensorReply], like: pb.Tensor, server: ServerRecord, span: Span
+) -> tuple[WireTensor, pb.TensorReply] | None:
+    """None if the answer has no whole tensor."""
+    first = await anext(replies, None)
+    if first is None or first.WhichOneof("kind") != "output":
+        return None
+    header, parts = first.output, []
+    _require_like(like, header, server, span)
+    missing = header.size_bytes - len(header.data)
+    while missing > 0:
+        reply = await anext(replies, None)
+        if reply is None or reply.WhichOneof("kind") != "more" or not reply.more:
+            return None
+        parts.append(reply.more)
+        missing -= len(reply.more)
+    return (WireTensor(header, tuple(parts)), first) if missing == 0 else None
+
+
+def _require_like(sent: pb.Tensor, received: pb.Tensor, server: ServerRecord, span: Span) -> None:
+    """Blocks keep shape and dtype; raises BadReply before more of the answer is read."""
+    try:
+        Assembler(received)
+    except RequestRejected as error:
+        raise BadReply(f"server {server.short_id} sent a broken answer: {error}", server.peer_id, span) from None
+    if (received.dtype, list(received.shape)) != (sent.dtype, list(sent.shape)):
+        raise BadReply(
+            f"server {server.short_id} answered {list(received.shape)} of {pb.DType.Name(received.dtype)}: "
+            f"expected {list(sent.shape)} of {pb.DType.Name(sent.dtype)}",
+            server.peer_id,
+            span,
+        )
