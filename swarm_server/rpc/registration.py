@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
@@ -17,7 +17,6 @@ from swarm_server.rpc.service import BlocksService, errors_as_status
 
 if TYPE_CHECKING:
     _Context = grpc.aio.ServicerContext[Any, Any]
-_Answer = Callable[[AsyncIterator[Any], "_Context"], Awaitable[Any]]
 _SERVICE = pb.DESCRIPTOR.services_by_name["Blocks"]
 
 
@@ -27,28 +26,23 @@ def add_service(service: BlocksService, server: grpc.aio.Server) -> None:
 
 
 def _handler(service: BlocksService, method: MethodDescriptor) -> grpc.RpcMethodHandler[Any, Any]:
+    """All as streams, which look the same on the wire.
+
+    As a handler of one message, gRPC itself would never answer a call whose message does not come, nor end it.
+    """
     answer = getattr(service, method.name)
+
+    async def answer_one(requests: AsyncIterator[Any], context: _Context) -> Any:
+        return await answer(await service.only_request(requests), context)
+
+    async def answer_all(requests: AsyncIterator[Any], context: _Context) -> None:
+        generator = cast(AsyncGenerator[Any, None], aiter(requests))
+        # It is in a cycle of references, and keeps the last message until it is closed or collected.
+        async with errors_as_status(context), aclosing(generator) as messages:
+            reply = await (answer if method.client_streaming else answer_one)(messages, context)
+            if reply is not None:  # neither a handler that writes itself nor a refusal
+                await context.write(reply)
+
     read = partial(parse, GetMessageClass(method.input_type))
     write = GetMessageClass(method.output_type).SerializeToString
-    if method.client_streaming and method.server_streaming:
-        return grpc.stream_stream_rpc_method_handler(_closing_its_stream(answer), read, write)
-    if method.client_streaming:
-        return grpc.stream_unary_rpc_method_handler(_closing_its_stream(answer), read, write)
-
-    async def of_one_message(requests: AsyncIterator[Any], context: _Context) -> Any:
-        """gRPC itself would never answer a call whose message does not come, nor end it."""
-        async with errors_as_status(context):
-            return await answer(await service.only_request(requests), context)
-
-    return grpc.stream_unary_rpc_method_handler(_closing_its_stream(of_one_message), read, write)
-
-
-def _closing_its_stream(answer: _Answer) -> _Answer:
-    """gRPC's own iterator is in a cycle of references, and keeps the last message until it is closed or collected."""
-
-    async def answer_and_close(requests: AsyncIterator[Any], context: _Context) -> Any:
-        generator = cast(AsyncGenerator[Any, None], aiter(requests))
-        async with aclosing(generator) as messages:
-            return await answer(messages, context)
-
-    return answer_and_close
+    return grpc.stream_stream_rpc_method_handler(answer_all, read, write)

@@ -98,7 +98,8 @@ class BlocksService(BlocksServicer):
                 except grpc.aio.BaseError as error:  # whoever reads the stream notices too
                     _logger.debug("a client went away: %s", error)
 
-        async with self._answering(context) as client:
+        async with errors_as_status(context):
+            client = self._admit(context)
             arrivals = self._arrivals.of(client)
             incoming = Incoming(requests, arrivals)
             request = await incoming.next()
@@ -115,7 +116,8 @@ class BlocksService(BlocksServicer):
                 await asyncio.shield(host.end(hosted))
 
     async def Push(self, requests: AsyncIterator[pb.PushRequest], context: _Context) -> None:
-        async with self._answering(context, Role.SERVER):
+        async with errors_as_status(context):
+            self._admit(context, Role.SERVER)
             admitted = self._membership(context, Role.SERVER)
             incoming = Incoming(requests, self._arrivals)
             request = await incoming.first("push_key")
@@ -137,11 +139,13 @@ class BlocksService(BlocksServicer):
                         await context.write(pb.PushReply(number=number))
 
     async def Progress(self, request: pb.ProgressRequest, context: _Context) -> pb.SessionProgress:
-        async with self._answering(context) as client:
+        async with errors_as_status(context):
+            client = self._admit(context)
             return await self._sessions().find(request.session_key, client).progress(request.hold)
 
     async def Reroute(self, requests: AsyncIterator[pb.RerouteRequest], context: _Context) -> pb.SessionProgress:
-        async with self._answering(context) as client:
+        async with errors_as_status(context):
+            client = self._admit(context)
             arrivals = self._arrivals.of(client)
             incoming = Incoming(requests, arrivals)
             first = await incoming.next()
@@ -156,7 +160,8 @@ class BlocksService(BlocksServicer):
                 raise
 
     async def Copy(self, request: pb.CopyRequest, context: _Context) -> pb.SessionProgress:
-        async with self._answering(context) as client:
+        async with errors_as_status(context):
+            client = self._admit(context)
             return await self._sessions().find(request.session_key, client).copy(request.to)
 
     async def _serve(
@@ -194,37 +199,43 @@ class BlocksService(BlocksServicer):
             await asyncio.wait(waiting)  # nobody reads the stream any more
 
     async def PutAdapter(self, requests: AsyncIterator[pb.PutAdapterRequest], context: _Context) -> pb.PutAdapterReply:
-        async with self._answering(context) as client:
+        async with errors_as_status(context):
+            client = self._admit(context)
             incoming = Incoming(requests, self._arrivals.of(client))
             return pb.PutAdapterReply(key=await passes.put_adapter(self._staying(), client, incoming))
 
     async def Forward(self, requests: AsyncIterator[pb.ForwardRequest], context: _Context) -> None:
-        async with self._answering(context) as client:
+        async with errors_as_status(context):
+            client = self._admit(context)
             incoming = Incoming(requests, self._arrivals.of(client))
             with ExitStack() as request:
                 for reply in await passes.forward(self._staying(), client, incoming, request, self._signer):
                     await context.write(reply)
 
     async def Backward(self, requests: AsyncIterator[pb.BackwardRequest], context: _Context) -> None:
-        async with self._answering(context, Role.TRAINER) as client:
+        async with errors_as_status(context):
+            client = self._admit(context, Role.TRAINER)
             incoming = Incoming(requests, self._arrivals.of(client))
             with ExitStack() as request:
                 for reply in await passes.backward(self._staying(), client, incoming, request):
                     await context.write(reply)
 
     async def Accuse(self, request: pb.Evidence, context: _Context) -> pb.AccuseReply:
-        async with self._answering(context) as client:
+        async with errors_as_status(context):
+            client = self._admit(context)
             self._present()
             if self._judge is None:
                 raise RequestRejected("this server judges nobody")
             return pb.AccuseReply(is_shown=await self._judge.judge(request, client))
 
     async def Describe(self, request: pb.DescribeRequest, context: _Context) -> pb.ServerRecord:
-        async with self._answering(context):
+        async with errors_as_status(context):
+            self._admit(context)
             return self._record()
 
     async def Echo(self, request: pb.EchoRequest, context: _Context) -> pb.EchoReply:
-        async with self._answering(context):
+        async with errors_as_status(context):
+            self._admit(context)
             if max(len(request.payload), request.reply_bytes) > MAX_ECHO_BYTES:
                 raise RequestRejected(f"an echo is too long: expected at most {MAX_ECHO_BYTES} bytes each way")
             return pb.EchoReply(payload=bytes(request.reply_bytes))
@@ -236,13 +247,10 @@ class BlocksService(BlocksServicer):
             raise RequestRejected("a call came without its message")
         return request
 
-    @asynccontextmanager
-    async def _answering(self, context: _Context, role: Role = Role.CLIENT) -> AsyncIterator[Caller]:
-        """Gives the client if it may do what takes this role; see ``errors_as_status``."""
-        async with errors_as_status(context):
-            client = Caller(self._client_of(context), address_of(context.peer()))
-            self._membership(context, role)()
-            yield client
+    def _admit(self, context: _Context, role: Role = Role.CLIENT) -> Caller:
+        """The client. Raises AccessDenied if it may not do what takes this role."""
+        self._membership(context, role)()
+        return Caller(self._client_of(context), address_of(context.peer()))
 
     def _membership(self, context: _Context, role: Role = Role.CLIENT) -> Callable[[], object]:
         """Raises AccessDenied, whenever it is called, if the client may not do what takes this role (any more)."""

@@ -62,44 +62,54 @@ class TrainingService(TrainingServicer):
         self._access = access
 
     async def Exchange(self, request: pb.ExchangeRequest, context: _Context) -> pb.ExchangeReply:
-        async with self._answering(context) as peer_id:
+        async with _errors_as_status(context):
+            peer_id = self._admit(context)
             return await self._handlers.exchange(peer_id, request)
 
     async def Meet(self, _: object, context: _Context) -> None:
-        async with self._answering(context) as peer_id:
+        async with _errors_as_status(context):
+            peer_id = self._admit(context)
             await self._handlers.meet(peer_id, _ServedTalk(context))
 
     async def Reduce(self, _: object, context: _Context) -> None:
-        async with self._answering(context) as peer_id:
+        async with _errors_as_status(context):
+            peer_id = self._admit(context)
             await self._handlers.reduce(peer_id, _ServedTalk(context))
 
     async def Fetch(self, request: pb.FetchRequest, context: _Context) -> None:
-        async with self._answering(context) as peer_id:
+        async with _errors_as_status(context):
+            peer_id = self._admit(context)
             async for chunk in self._handlers.fetch(peer_id, request):
                 await context.write(chunk)
 
     async def State(self, request: pb.StateRequest, context: _Context) -> None:
-        async with self._answering(context) as peer_id:
+        async with _errors_as_status(context):
+            peer_id = self._admit(context)
             async for part in self._handlers.state(peer_id):
                 await context.write(part)
 
-    @asynccontextmanager
-    async def _answering(self, context: _Context) -> AsyncIterator[str]:
-        """The caller's peer id; our errors are answered with their gRPC status."""
-        try:
-            auth = context.auth_context()
-            peer_id = peer_of(auth)
-            if self._access is not None:
-                self._access.require(Role.TRAINER, peer_id, token_of(auth))
-            yield peer_id
-        except SwarmError as error:
-            end_with(context, status_of(error), printable(str(error)))
-        except TimeoutError:
-            end_with(context, grpc.StatusCode.DEADLINE_EXCEEDED, "this peer has waited too long")
-        except ValueError as error:
-            end_with(context, status_of(RequestRejected("")), printable(str(error)))
-        except grpc.aio.BaseError as error:
-            _logger.debug("a caller went away: %s", error)
+    def _admit(self, context: _Context) -> str:
+        """The caller's peer id. Raises AccessDenied if it may not take part."""
+        auth = context.auth_context()
+        peer_id = peer_of(auth)
+        if self._access is not None:
+            self._access.require(Role.TRAINER, peer_id, token_of(auth))
+        return peer_id
+
+
+@asynccontextmanager
+async def _errors_as_status(context: _Context) -> AsyncIterator[None]:
+    """The handler must return then, see ``end_with``."""
+    try:
+        yield
+    except SwarmError as error:
+        end_with(context, status_of(error), printable(str(error)))
+    except TimeoutError:
+        end_with(context, grpc.StatusCode.DEADLINE_EXCEEDED, "this peer has waited too long")
+    except ValueError as error:
+        end_with(context, status_of(RequestRejected("")), printable(str(error)))
+    except grpc.aio.BaseError as error:
+        _logger.debug("a caller went away: %s", error)
 
 
 async def start_service(

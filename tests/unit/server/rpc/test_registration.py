@@ -20,12 +20,14 @@ UNARY = [name for name, method in METHODS.items() if not method.client_streaming
 UNREAD = {"PutAdapter", "Forward", "Backward"}  # by a server that hosts nothing
 
 
-def asked(method: str, *messages: bytes, ends: bool = False) -> tuple[grpc.StatusCode, str]:
+def asked(
+    method: str, *messages: bytes, ends: bool = False, stall_timeout_s: float = 60.0
+) -> tuple[grpc.StatusCode, str]:
     """How a server that hosts nothing answers these bytes; ``ends``: nothing more comes."""
 
     async def scenario() -> tuple[grpc.StatusCode, str]:
         server = grpc.aio.server(options=SERVER_OPTIONS)
-        arrivals = Arrivals(stall_timeout_s=0.1, min_bytes_per_s=100 * MIB)
+        arrivals = Arrivals(stall_timeout_s=stall_timeout_s, min_bytes_per_s=100 * MIB)
         record = pb.ServerRecord(model="model")
         service = BlocksService(lambda: None, lambda: record, 60.0, arrivals, client_of=lambda _context: "client")
         add_service(service, server)
@@ -68,5 +70,5 @@ def test_a_message_that_is_too_large_is_not_read() -> None:
 @pytest.mark.parametrize("method", UNARY)
 def test_a_message_that_does_not_come(method: str) -> None:
     assert asked(method, ends=True) == (grpc.StatusCode.INVALID_ARGUMENT, "a call came without its message")
-    code, details = asked(method)
+    code, details = asked(method, stall_timeout_s=0.1)
     assert code is grpc.StatusCode.NOT_FOUND and "a request came too slowly" in details
