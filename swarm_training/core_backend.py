@@ -16,7 +16,8 @@ if TYPE_CHECKING:
 def open_run(who: Joining, parameters: Sequence[nn.Parameter], optimizer: torch.optim.Optimizer) -> RunLike:
     """Founds the run if there are no initial peers, else joins it. Raises what ``TrainingRun`` raises."""
     from swarm_protocol.access.access_control import AccessControl
-    from swarm_training import TrainingRun
+    from swarm_training import TrainingConfig, TrainingRun
+    from swarm_training.compression.building import build_compressor, build_encoder
 
     run: RunLike = TrainingRun(
         who.run,
@@ -24,7 +25,10 @@ def open_run(who: Joining, parameters: Sequence[nn.Parameter], optimizer: torch.
         optimizer,
         target_batch_size=who.target_batch_size,
         initial_peers=who.initial_peers,
+        config=TrainingConfig(codec=who.averaging.codec),
         identity=who.identity,
+        compressor=build_compressor(who.averaging, [parameter.shape for parameter in parameters], who.run),
+        encoder=build_encoder(who.averaging),
         access=None if who.organiser is None else AccessControl(who.organiser),
         token=who.token,
     )

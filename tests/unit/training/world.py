@@ -213,13 +213,14 @@ class SimulatedPeer:
         *,
         target: int,
         size: int = 37,
+        shape: tuple[int, ...] | None = None,
         config: TrainingConfig = CONFIG,
         compressor: Callable[[int], Any] | None = None,
         encoder: Any = None,
         optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.Adam,
     ) -> SimulatedPeer:
         own = identity(number)
-        parameter = torch.nn.Parameter(torch.full((size,), float(number)))
+        parameter = torch.nn.Parameter(torch.full(shape or (size,), float(number)))
         compressor = compressor(number) if compressor else Plain()
         state = TrainedState([parameter], optimizer([parameter], lr=0.1), compressor)
         record = Progress(
