@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from swarm_training.contract.backend import Backend, Joining
-from swarm_training.contract.run_like import RunLike
+from swarm_training.contract.run_like import RunLike, RunView
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
+
+_JOIN_TIMEOUT_S = 60.0
 
 
 def open_run(who: Joining, parameters: Sequence[nn.Parameter], optimizer: torch.optim.Optimizer) -> RunLike:
@@ -35,4 +38,19 @@ def open_run(who: Joining, parameters: Sequence[nn.Parameter], optimizer: torch.
     return run
 
 
-BACKEND = Backend(open_run)
+@contextmanager
+def look(who: Joining) -> Iterator[Callable[[], RunView]]:
+    """By a DHT node that only asks: nobody waits for it. Raises NoSwarm if no initial peer answers."""
+    from swarm_protocol.dht.node import Listening
+    from swarm_training.commands.looking import peers_of, view_of
+    from swarm_training.core import background
+    from swarm_training.progress.board import DhtBoard
+
+    board = background.run(DhtBoard.join(who.run, who.initial_peers, who.identity, Listening(), _JOIN_TIMEOUT_S))
+    try:
+        yield lambda: view_of(who.run, who.target_batch_size, peers_of(who.run, background.run(board.read())))
+    finally:
+        background.run(board.close())
+
+
+BACKEND = Backend(open_run, look)

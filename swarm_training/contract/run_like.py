@@ -18,8 +18,9 @@ class RunLike(Protocol):
     def initial_peers(self) -> Sequence[str]:
         """Multiaddrs for others to join by."""
 
-    def step(self, samples: int) -> object:
-        """Takes the gradients in ``.grad``, the mean over so many samples, and leaves none there.
+    def step(self, samples: int, loss: float | None = None) -> object:
+        """Takes the gradients in ``.grad``, the mean over so many samples, and leaves none there; ``loss``, the mean
+        over the same ones, is for those who watch.
 
         When all peers together have the target batch, it averages and steps the optimizer.
         """

@@ -103,11 +103,13 @@ class Meetings:
                     self._unreachable_s[leader.peer_id] = now()
             await asyncio.sleep(_RETRY_S * self._rng.uniform(0.5, 1.0))
 
-    def stepped(self, averaged: Averaged) -> None:
-        """The average has been applied."""
+    def stepped(self, averaged: Averaged) -> tuple[int, int]:
+        """The average has been applied. Returns the bytes that this peer has sent and received for it."""
         if self._compression.encoder is not None:
             self._compression.encoder.commit()
         self._usual_s = smoothed(self._usual_s, averaged.seconds)
+        phases = self._rounds.of(averaged.group.id)
+        return sum(each.bytes_sent for each in phases), sum(each.bytes_received for each in phases)
 
     def forget(self) -> None:
         """What was promised at the last step does not matter at the next."""

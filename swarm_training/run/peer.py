@@ -150,9 +150,10 @@ class TrainingPeer:
         """Whether the others have gone on without this peer, or have another state."""
         return self._standing.is_lost
 
-    async def stepped(self, averaged: Averaged, state_digest: bytes) -> None:
-        """The average has been applied."""
-        self._meetings.stepped(averaged)
+    async def stepped(self, averaged: Averaged, state_digest: bytes, loss: float, loss_samples: int) -> None:
+        """The average has been applied; ``loss``: the mean over so many of this peer's samples in it."""
+        sent, received = self._meetings.stepped(averaged)
+        self._standing.update(loss=loss, loss_samples=loss_samples, bytes_sent=sent, bytes_received=received)
         await self._arrive(self.own.step + 1, averaged.group.roster, averaged.digest, state_digest)
 
     async def download(self) -> Downloaded | None:
@@ -190,6 +191,7 @@ class TrainingPeer:
             _logger.warning("%s has given another state than that of most peers", downloaded.source)
             self.table.suspect(downloaded.source)
             return
+        self._standing.update(loss=0.0, loss_samples=0, bytes_sent=0, bytes_received=0)
         await self._arrive(downloaded.step, downloaded.roster, downloaded.result_digest, state_digest)
 
     # ------------------------------------------------------------ what others ask

@@ -269,9 +269,9 @@ class SimulatedPeer:
     def note(self) -> None:
         self.history[self.state.step] = self.parameter.detach().clone()
 
-    async def step(self, gradient: torch.Tensor, samples: int) -> None:
+    async def step(self, gradient: torch.Tensor, samples: int, loss: float | None = None) -> None:
         self.parameter.grad = gradient.clone()
-        self.share.add(samples)
+        self.share.add(samples, loss)
         await self.drive(self.share.report())
 
     async def drive(self, asking: Any) -> None:
