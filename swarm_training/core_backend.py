@@ -41,16 +41,45 @@ def open_run(who: Joining, parameters: Sequence[nn.Parameter], optimizer: torch.
 @contextmanager
 def look(who: Joining) -> Iterator[Callable[[], RunView]]:
     """By a DHT node that only asks: nobody waits for it. Raises NoSwarm if no initial peer answers."""
+    from swarm_protocol.access.access_control import AccessControl
     from swarm_protocol.dht.node import Listening
-    from swarm_training.commands.looking import peers_of, view_of
+    from swarm_training.commands.looking import peers_of, shown_bans, view_of
     from swarm_training.core import background
+    from swarm_training.ledger.orders import Orders
     from swarm_training.progress.board import DhtBoard
+    from swarm_training.run.moderation import Moderation
+
+    moderation = Moderation(None if who.organiser is None else Orders(who.run, AccessControl(who.organiser)))
+
+    async def see(board: DhtBoard) -> RunView:
+        moderation.take(await board.read_orders())
+        peers = peers_of(who.run, await board.read(), moderation.banned())
+        return view_of(who.run, who.target_batch_size, peers, shown_bans(moderation.bans()))
 
     board = background.run(DhtBoard.join(who.run, who.initial_peers, who.identity, Listening(), _JOIN_TIMEOUT_S))
     try:
-        yield lambda: view_of(who.run, who.target_batch_size, peers_of(who.run, background.run(board.read())))
+        yield lambda: background.run(see(board))
     finally:
         background.run(board.close())
 
 
-BACKEND = Backend(open_run, look)
+def send_order(who: Joining, order: bytes) -> None:
+    """Puts it on the run's DHT, beside those that this moderator has there already; members hand it on.
+
+    Raises NoSwarm if no initial peer answers, PeerUnavailable if none of them keeps the order.
+    """
+    from swarm_protocol.dht.node import Listening
+    from swarm_training.core import background
+    from swarm_training.progress.board import DhtBoard
+
+    async def publish() -> None:
+        board = await DhtBoard.join(who.run, who.initial_peers, who.identity, Listening(), _JOIN_TIMEOUT_S)
+        try:
+            await board.publish_orders([*await board.own_orders(), order])
+        finally:
+            await board.close()
+
+    background.run(publish())
+
+
+BACKEND = Backend(open_run, look, send_order)

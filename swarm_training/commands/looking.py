@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Mapping
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from swarm_training.contract.run_like import PeerView, RunView
+from swarm_training.contract.run_like import BanView, PeerView, RunView
 from swarm_training.core.record import PRESENT, Progress
 from swarm_training.core.signing import read_signed
-from swarm_training.progress import policy
-from swarm_training.progress.policy import View
+from swarm_training.ledger.orders import Ban, Order
 
 if TYPE_CHECKING:
     from swarm_training.pb import training_pb2 as pb
 
 
-def peers_of(run: str, records: Iterable[pb.SignedProgress]) -> tuple[Progress, ...]:
+def peers_of(run: str, records: Iterable[pb.SignedProgress], banned: Collection[str] = ()) -> tuple[Progress, ...]:
     """The peers that train what most do, by what they say of themselves; what is not signed so is left out."""
     newest: dict[str, Progress] = {}
     for signed in records:
@@ -26,32 +25,43 @@ def peers_of(run: str, records: Iterable[pb.SignedProgress]) -> tuple[Progress, 
             known = newest.get(record.peer_id)
             if record.run == run and (known is None or record.version > known.version):
                 newest[record.peer_id] = record
-    present = [newest[peer_id] for peer_id in sorted(newest) if newest[peer_id].state in PRESENT]
+    present = [newest[peer_id] for peer_id in sorted(newest.keys() - set(banned))]
+    present = [peer for peer in present if peer.state in PRESENT]
     counts = Counter(peer.model for peer in present)
     usual = max(counts, key=lambda model: (counts[model], model), default=b"")
     return tuple(peer for peer in present if peer.model == usual)
 
 
-def view_of(run: str, target_batch_size: int, peers: tuple[Progress, ...]) -> RunView:
-    """Loss and bytes are those of the last step, as far as peers that have taken it say."""
+def shown_bans(bans: Mapping[str, Order]) -> tuple[BanView, ...]:
+    return tuple(
+        BanView(peer_id, order.expires_at, order.action.reason)
+        for peer_id, order in sorted(bans.items())
+        if isinstance(order.action, Ban)
+    )
+
+
+def view_of(run: str, target_batch_size: int, peers: tuple[Progress, ...], bans: tuple[BanView, ...] = ()) -> RunView:
+    """Records are some seconds old, and not all equally so: loss and bytes are those of the last step that each peer
+    tells of, and all speeds count for the next one."""
     if not peers:
-        return RunView(run, 0, None, 0, target_batch_size, None, 0, 0)
+        return RunView(run, 0, None, 0, target_batch_size, None, 0, 0, bans=bans)
     step = max(peer.step for peer in peers)
-    own = next(peer for peer in peers if peer.step == step)
-    view = View(own, tuple(peer for peer in peers if peer is not own))
-    here = view.at(step)
-    loss_samples = sum(peer.loss_samples for peer in here)
-    losses = sum(peer.loss * peer.loss_samples for peer in here)
+    samples = sum(peer.samples for peer in peers if peer.step == step)
+    target = Counter(peer.target_batch_size for peer in peers).most_common(1)[0][0]
+    speed = sum(peer.samples_per_s for peer in peers)
+    loss_samples = sum(peer.loss_samples for peer in peers)
+    losses = sum(peer.loss * peer.loss_samples for peer in peers)
     return RunView(
         run,
         step,
         losses / loss_samples if loss_samples else None,
-        policy.samples_at(view, step),
-        own.target_batch_size,
-        policy.seconds_to_step(view),
-        sum(peer.bytes_sent for peer in here),
-        sum(peer.bytes_received for peer in here),
+        samples,
+        target,
+        max(0, target - samples) / speed if speed else None,
+        sum(peer.bytes_sent for peer in peers),
+        sum(peer.bytes_received for peer in peers),
         tuple(
             PeerView(peer.peer_id, "", peer.samples if peer.step == step else 0, peer.samples_per_s) for peer in peers
         ),
+        bans,
     )

@@ -57,7 +57,7 @@ class RunView:
 
     Attributes:
         step: global steps taken.
-        loss: of the last step, over all peers; None: nobody has said.
+        loss: of the last step, over the samples that peers have told it of; None: nobody has.
         samples: of the batch that is being gathered, of ``target_batch_size``.
         next_step_s: until the batch is expected to be complete; None: nobody computes.
         bytes_sent, bytes_received: by all peers for the last step.

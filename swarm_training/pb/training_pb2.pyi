@@ -73,20 +73,30 @@ class SignedProgress(_message.Message):
     def __init__(self, progress: _Optional[bytes] = ..., public_key: _Optional[bytes] = ..., signature: _Optional[bytes] = ...) -> None: ...
 
 class ExchangeRequest(_message.Message):
-    __slots__ = ("own", "since")
+    __slots__ = ("own", "since", "orders_digest")
     OWN_FIELD_NUMBER: _ClassVar[int]
     SINCE_FIELD_NUMBER: _ClassVar[int]
+    ORDERS_DIGEST_FIELD_NUMBER: _ClassVar[int]
     own: SignedProgress
     since: int
-    def __init__(self, own: _Optional[_Union[SignedProgress, _Mapping]] = ..., since: _Optional[int] = ...) -> None: ...
+    orders_digest: bytes
+    def __init__(self, own: _Optional[_Union[SignedProgress, _Mapping]] = ..., since: _Optional[int] = ..., orders_digest: _Optional[bytes] = ...) -> None: ...
 
 class ExchangeReply(_message.Message):
-    __slots__ = ("records", "until")
+    __slots__ = ("records", "until", "orders")
     RECORDS_FIELD_NUMBER: _ClassVar[int]
     UNTIL_FIELD_NUMBER: _ClassVar[int]
+    ORDERS_FIELD_NUMBER: _ClassVar[int]
     records: _containers.RepeatedCompositeFieldContainer[SignedProgress]
     until: int
-    def __init__(self, records: _Optional[_Iterable[_Union[SignedProgress, _Mapping]]] = ..., until: _Optional[int] = ...) -> None: ...
+    orders: _containers.RepeatedScalarFieldContainer[bytes]
+    def __init__(self, records: _Optional[_Iterable[_Union[SignedProgress, _Mapping]]] = ..., until: _Optional[int] = ..., orders: _Optional[_Iterable[bytes]] = ...) -> None: ...
+
+class PublishedOrders(_message.Message):
+    __slots__ = ("orders",)
+    ORDERS_FIELD_NUMBER: _ClassVar[int]
+    orders: _containers.RepeatedScalarFieldContainer[bytes]
+    def __init__(self, orders: _Optional[_Iterable[bytes]] = ...) -> None: ...
 
 class MeetRequest(_message.Message):
     __slots__ = ("join", "report", "alive")

@@ -83,6 +83,7 @@ class Meetings:
 
     async def _met(self, gradient: Tensor) -> Averaged | None:
         while True:
+            self._standing.moderation.require_admitted(self._standing.own.peer_id)
             view = self._standing.view()
             if (known := self._confirmed(view)) is not None:
                 return known
@@ -118,6 +119,7 @@ class Meetings:
     # ------------------------------------------------------------ what others ask
 
     async def meet(self, peer_id: str, talk: Talk[pb.MeetReply, pb.MeetRequest]) -> None:
+        self._standing.moderation.require_admitted(peer_id)
         await self._leading.serve(peer_id, talk)
 
     async def reduce(self, peer_id: str, talk: Talk[pb.Chunk, pb.ReduceRequest]) -> None:

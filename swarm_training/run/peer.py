@@ -15,6 +15,7 @@ from swarm_training.core.config import TrainingConfig
 from swarm_training.core.network import Network
 from swarm_training.core.record import LEFT, TRAINING, Progress
 from swarm_training.core.signing import read_signed
+from swarm_training.ledger.orders import Orders
 from swarm_training.meeting.attending import Averaged
 from swarm_training.pb import training_pb2 as pb
 from swarm_training.progress import policy
@@ -23,6 +24,7 @@ from swarm_training.progress.gossip import Gossip
 from swarm_training.progress.policy import View
 from swarm_training.progress.table import ProgressTable
 from swarm_training.run.meetings import Compression, Meetings
+from swarm_training.run.moderation import Moderation
 from swarm_training.run.standing import Standing, now, smoothed
 from swarm_training.run.state import TrainedState
 from swarm_training.run.transfer import Downloaded, StateServer, download
@@ -47,16 +49,19 @@ class TrainingPeer:
         compression: Compression,
         in_thread: InThread[Any],
         rng: random.Random,
+        orders: Orders | None = None,
     ) -> None:
+        """``orders``: of a run that has moderators."""
         table = ProgressTable(own.run, own.model, own.peer_id, config.silence_s, config.presume_gone_s)
-        self._standing = Standing(own, identity, table)
+        self._moderation = Moderation(orders)
+        self._standing = Standing(own, identity, table, self._moderation)
         self._config = config
         self._network = network
         self._board = board
         self._state = state
         self._rng = rng
         self._state_server = StateServer(state, in_thread)
-        self.gossip = Gossip(config, table, network, board, self._standing.renew, rng)
+        self.gossip = Gossip(config, table, network, board, self._standing.renew, self._moderation, rng)
         self._meetings = Meetings(config, self._standing, network, self.gossip, compression, rng)
         self.average = self._meetings.average
         self.meet, self.reduce, self.fetch = self._meetings.meet, self._meetings.reduce, self._meetings.fetch
@@ -90,9 +95,13 @@ class TrainingPeer:
         """Raises:
         PeerUnavailable: nobody trains this run.
         ValueError: who does has another model, or another target.
+        AccessDenied: a moderator has banned this peer.
         """
         deadline_s = now() + self._config.join_timeout_s
         while not self.table.known():
+            if self._moderation.digest():
+                self._moderation.take(await self._board.read_orders())
+            self._moderation.require_admitted(self.own.peer_id)
             for record in await self._board.read():
                 with suppress(ValueError):
                     self.table.add(record, now())
@@ -130,7 +139,12 @@ class TrainingPeer:
     # ------------------------------------------------------------ what the run asks
 
     async def report(self, samples: int) -> None:
-        """So many samples have been accumulated since the last global step."""
+        """So many samples have been accumulated since the last global step.
+
+        Raises:
+            AccessDenied: a moderator has banned this peer.
+        """
+        self._moderation.require_admitted(self.own.peer_id)
         reported_s = now()
         if self._reported_s is not None and samples > self.own.samples:
             call_s = max(reported_s - self._reported_s, 1e-3)
@@ -200,9 +214,14 @@ class TrainingPeer:
         record = self._standing.note(request.own)
         if record.peer_id != peer_id:
             raise RequestRejected("the record of progress is that of another peer")
-        return pb.ExchangeReply(records=self.table.since(request.since, peer_id), until=self.table.counter)
+        orders = self._moderation.signed_unless(request.orders_digest)
+        if peer_id in self._moderation.banned():  # it should know why nobody meets it
+            return pb.ExchangeReply(orders=orders)
+        records = self.table.since(request.since, peer_id)
+        return pb.ExchangeReply(records=records, until=self.table.counter, orders=orders)
 
     async def state(self, peer_id: str) -> AsyncIterator[pb.StatePart]:
+        self._moderation.require_admitted(peer_id)
         async for part in self._state_server.parts(lambda: self.own.step):
             yield part
 

@@ -133,6 +133,7 @@ class TrainingRun:
 
         Raises:
             ValueError: ``samples`` is less than 1, or the run is closed.
+            AccessDenied: a moderator has banned this peer.
         """
         if isinstance(samples, bool) or not isinstance(samples, int) or samples < 1:
             raise ValueError(f"samples is {samples!r}: expected a whole number of at least 1")

@@ -62,13 +62,14 @@ def test_who_has_left_lies_or_trains_something_else_is_not_there() -> None:
     assert {peer.peer_id: peer.version for peer in peers} == {identity(1).peer_id: 2, identity(2).peer_id: 1}
 
 
-def test_who_is_behind_counts_for_nothing_but_is_shown() -> None:
+def test_samples_of_earlier_steps_do_not_count_for_the_next() -> None:
     records = [
-        signed(1, samples=2, samples_per_s=2.0, loss=1.0, loss_samples=5),
-        signed(2, samples=7, samples_per_s=9.0, loss=8.0, loss_samples=5, step=2),
+        signed(1, samples=2, samples_per_s=2.0, loss=1.0, loss_samples=3),
+        signed(2, samples=7, samples_per_s=9.0, loss=5.0, loss_samples=1, step=2),
     ]
     view = view_of("toy", 10, peers_of("toy", records))
-    assert (view.step, view.loss, view.samples, view.next_step_s) == (3, 1.0, 2, 3.5)
+    assert (view.step, view.loss, view.samples, view.target_batch_size) == (3, 2.0, 2, 9)
+    assert view.next_step_s == pytest.approx(7 / 11)
     assert [peer.samples for peer in sorted(view.peers, key=lambda peer: peer.samples_per_s)] == [2, 0]
 
 
