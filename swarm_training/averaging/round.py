@@ -31,6 +31,7 @@ class Round:
     vector: [n] float32, what this member adds.
     results: by chunk, the encoded mean.
     broken: numbers of members that could not be reached, or whose answers were wrong.
+    bytes_sent, bytes_received: of parts and means, from and to others.
     """
 
     def __init__(
@@ -50,6 +51,7 @@ class Round:
         self.chunks = cut(len(vector), group.layout, chunk_elements)
         self.results: dict[int, bytes] = {}
         self.broken: set[int] = set()
+        self.bytes_sent = self.bytes_received = 0
         self._network = network
         self._me = me
         self.vector = vector
@@ -114,12 +116,15 @@ class Round:
                 if data is None:
                     break  # nothing has arrived for it
                 await talk.send(pb.Chunk(index=chunk, data=data))
+                self.bytes_sent += len(data)
             await talk.finish()
         finally:
             taking.cancel()
 
     def serve_fetch(self, numbers: Iterable[int]) -> list[pb.Chunk]:
-        return [pb.Chunk(index=number, data=self.results[number]) for number in numbers if number in self.results]
+        held = [number for number in numbers if number in self.results]
+        self.bytes_sent += sum(len(self.results[number]) for number in held)
+        return [pb.Chunk(index=number, data=self.results[number]) for number in held]
 
     async def _try(self, owners: Mapping[int, int]) -> None:
         """One attempt at the chunks that are named, with those owners; ends when all is there that will come."""
@@ -180,12 +185,14 @@ class Round:
             for number in numbers if self.group.members[self._me].weight else ():
                 data = self._encode("part", number, self._part(number), is_first)
                 await talk.send(pb.ReduceRequest(chunk=pb.Chunk(index=number, data=data)))
+                self.bytes_sent += len(data)
             await talk.finish()
 
     def _take_mean(self, message: pb.Chunk, numbers: Iterable[int]) -> None:
         if message.index not in numbers or len(message.data) != self._size_bytes(message.index):
             raise RequestRejected("the owner of a chunk has answered with another, or one of another size")
         self.results[message.index] = message.data
+        self.bytes_received += len(message.data)
 
     async def _take_parts(self, member: int, attempt: Attempt, talk: Talk[pb.Chunk, pb.ReduceRequest]) -> None:
         try:
@@ -194,6 +201,7 @@ class Round:
                 if message.WhichOneof("kind") != "chunk" or number not in attempt.own:
                     return
                 chunk = self.chunks[number]
+                self.bytes_received += len(message.chunk.data)
                 attempt.put(number, member, self._codec.decode(message.chunk.data, chunk.stop - chunk.start))
         except (PeerUnavailable, ValueError):
             return  # what it has sent so far counts

@@ -16,12 +16,20 @@ from swarm_training.data.blocks import BlockBatches
 from swarm_training.data.opening import Reader, open_batches
 from swarm_training.data.settings import DataSettings
 from swarm_training.data.streaming import StreamBatches
+from swarm_training.optim.lamb import LAMB
+from swarm_training.optim.offload import AdamW8bit, LAMB8bit
 from swarm_training.runfile.settings import PRESETS, ModelSettings, OptimizerSettings
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}
+_OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "adamw": torch.optim.AdamW,
+    "sgd": torch.optim.SGD,
+    "lamb": LAMB,
+    "lamb8bit": LAMB8bit,
+    "adamw8bit": AdamW8bit,
+}
 
 
 def build_tokenizer(settings: ModelSettings) -> PreTrainedTokenizerBase:

@@ -45,13 +45,13 @@ def joining(args: argparse.Namespace, file: RunFile, role: Role) -> Joining:
     if not file.tokens.organiser:
         if args.membership is not None:
             raise ValueError("--membership is for a run with an organiser: this run file names none under [tokens]")
-        return Joining(*common, own or Identity.generate())
+        return Joining(*common, own or Identity.generate(), averaging=file.averaging)
     organiser = SwarmKey.parse(file.tokens.organiser)
     credentials = MemberCredentials.read(args.membership)
     if credentials is None:
         raise ValueError("the run takes only members: ask its organiser, and give --membership FILE")
     credentials.require(role, organiser)
-    return Joining(*common, credentials.identity_or(own), organiser, credentials.token)
+    return Joining(*common, credentials.identity_or(own), organiser, credentials.token, file.averaging)
 
 
 def parse_part(text: str) -> Part:

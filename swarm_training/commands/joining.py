@@ -103,7 +103,7 @@ def train(trained: Trained, run: RunLike, writing: Writing, stopping: threading.
             tokens = loader.next_batch()
             loss = loss_of(trained.model, tokens)
             loss.backward()
-            run.step(samples=len(tokens))
+            run.step(samples=len(tokens), loss=loss.item())
             if run.num_steps > step:
                 say(f"step {run.num_steps}: loss {loss.item():.3f}")
                 writing.after_step(run.num_steps, loader.state_dict())

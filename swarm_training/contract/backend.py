@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeAlias
 
+from swarm_training.compression.settings import AveragingSettings
 from swarm_training.contract.run_like import RunLike, RunView
 
 if TYPE_CHECKING:
@@ -33,6 +34,7 @@ class Joining:
     identity: Identity = field(repr=False)
     organiser: SwarmKey | None = None
     token: bytes = field(default=b"", repr=False)
+    averaging: AveragingSettings = field(default_factory=AveragingSettings)
 
 
 # All raise NoSwarm or PeerUnavailable if no initial peer answers, AccessDenied if the peer may not.

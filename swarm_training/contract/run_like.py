@@ -18,8 +18,9 @@ class RunLike(Protocol):
     def initial_peers(self) -> Sequence[str]:
         """Multiaddrs for others to join by."""
 
-    def step(self, samples: int) -> object:
-        """Takes the gradients in ``.grad``, the mean over so many samples, and leaves none there.
+    def step(self, samples: int, loss: float | None = None) -> object:
+        """Takes the gradients in ``.grad``, the mean over so many samples, and leaves none there; ``loss``, the mean
+        over the same ones, is for those who watch.
 
         When all peers together have the target batch, it averages and steps the optimizer.
         """
@@ -56,7 +57,7 @@ class RunView:
 
     Attributes:
         step: global steps taken.
-        loss: of the last step, over all peers; None: nobody has said.
+        loss: of the last step, over the samples that peers have told it of; None: nobody has.
         samples: of the batch that is being gathered, of ``target_batch_size``.
         next_step_s: until the batch is expected to be complete; None: nobody computes.
         bytes_sent, bytes_received: by all peers for the last step.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from math import inf
+from math import inf, isfinite
 
 from swarm_training.core.config import WIRE_VERSION
 from swarm_training.pb import training_pb2 as pb
@@ -34,6 +34,10 @@ class Progress:
     model: bytes = b""
     state_digest: bytes = b""
     result_digest: bytes = b""
+    loss: float = 0.0
+    loss_samples: int = 0
+    bytes_sent: int = 0
+    bytes_received: int = 0
 
     @property
     def is_reachable(self) -> bool:
@@ -50,11 +54,18 @@ class Progress:
         record = cls(**{f.name: getattr(message, f.name) for f in _FIELDS})
         if not all(0 <= number < inf for number in (record.samples_per_s, record.call_s, record.share)):
             raise ValueError("a number in a record of progress is not finite, or negative")
-        if max(record.version, record.step, record.samples) > _MAX_COUNT or record.state not in pb.PeerState.values():
+        if not isfinite(record.loss):
+            raise ValueError("the loss in a record of progress is not finite")
+        if max(_counts(record)) > _MAX_COUNT or record.state not in pb.PeerState.values():
             raise ValueError("a number in a record of progress is out of range")
         if any(len(text) > _MAX_TEXT or not text.isprintable() for text in (record.run, record.address)):
             raise ValueError("a name in a record of progress is too long, or not printable")
         return record
+
+
+def _counts(record: Progress) -> tuple[int, ...]:
+    own = record.version, record.step, record.samples, record.loss_samples
+    return *own, record.bytes_sent, record.bytes_received
 
 
 _FIELDS = dataclasses.fields(Progress)

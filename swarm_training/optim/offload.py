@@ -73,6 +73,20 @@ class Offloaded8bit(StateInPlace):
         _store(state, moments)
 
 
+class LAMB8bit(Offloaded8bit):
+    """A name of its own: peers with different rules must not take each other for equals."""
+
+    def __init__(self, params: ParamsT, **options: Any) -> None:
+        super().__init__(params, "lamb", **options)
+
+
+class AdamW8bit(Offloaded8bit):
+    """See ``LAMB8bit``."""
+
+    def __init__(self, params: ParamsT, **options: Any) -> None:
+        super().__init__(params, "adamw", **options)
+
+
 def _load(state: dict[str, Tensor], weights: Tensor) -> Moments:
     if not state:
         return Moments(torch.zeros_like(weights), torch.zeros_like(weights), 0)

@@ -19,7 +19,7 @@ LEFT: PeerState
 JOINING: PeerState
 
 class Progress(_message.Message):
-    __slots__ = ("wire_version", "run", "peer_id", "version", "state", "step", "samples", "samples_per_s", "call_s", "target_batch_size", "address", "tls_fingerprint", "share", "model", "state_digest", "result_digest")
+    __slots__ = ("wire_version", "run", "peer_id", "version", "state", "step", "samples", "samples_per_s", "call_s", "target_batch_size", "address", "tls_fingerprint", "share", "model", "state_digest", "result_digest", "loss", "loss_samples", "bytes_sent", "bytes_received")
     WIRE_VERSION_FIELD_NUMBER: _ClassVar[int]
     RUN_FIELD_NUMBER: _ClassVar[int]
     PEER_ID_FIELD_NUMBER: _ClassVar[int]
@@ -36,6 +36,10 @@ class Progress(_message.Message):
     MODEL_FIELD_NUMBER: _ClassVar[int]
     STATE_DIGEST_FIELD_NUMBER: _ClassVar[int]
     RESULT_DIGEST_FIELD_NUMBER: _ClassVar[int]
+    LOSS_FIELD_NUMBER: _ClassVar[int]
+    LOSS_SAMPLES_FIELD_NUMBER: _ClassVar[int]
+    BYTES_SENT_FIELD_NUMBER: _ClassVar[int]
+    BYTES_RECEIVED_FIELD_NUMBER: _ClassVar[int]
     wire_version: int
     run: str
     peer_id: str
@@ -52,7 +56,11 @@ class Progress(_message.Message):
     model: bytes
     state_digest: bytes
     result_digest: bytes
-    def __init__(self, wire_version: _Optional[int] = ..., run: _Optional[str] = ..., peer_id: _Optional[str] = ..., version: _Optional[int] = ..., state: _Optional[_Union[PeerState, str]] = ..., step: _Optional[int] = ..., samples: _Optional[int] = ..., samples_per_s: _Optional[float] = ..., call_s: _Optional[float] = ..., target_batch_size: _Optional[int] = ..., address: _Optional[str] = ..., tls_fingerprint: _Optional[bytes] = ..., share: _Optional[float] = ..., model: _Optional[bytes] = ..., state_digest: _Optional[bytes] = ..., result_digest: _Optional[bytes] = ...) -> None: ...
+    loss: float
+    loss_samples: int
+    bytes_sent: int
+    bytes_received: int
+    def __init__(self, wire_version: _Optional[int] = ..., run: _Optional[str] = ..., peer_id: _Optional[str] = ..., version: _Optional[int] = ..., state: _Optional[_Union[PeerState, str]] = ..., step: _Optional[int] = ..., samples: _Optional[int] = ..., samples_per_s: _Optional[float] = ..., call_s: _Optional[float] = ..., target_batch_size: _Optional[int] = ..., address: _Optional[str] = ..., tls_fingerprint: _Optional[bytes] = ..., share: _Optional[float] = ..., model: _Optional[bytes] = ..., state_digest: _Optional[bytes] = ..., result_digest: _Optional[bytes] = ..., loss: _Optional[float] = ..., loss_samples: _Optional[int] = ..., bytes_sent: _Optional[int] = ..., bytes_received: _Optional[int] = ...) -> None: ...
 
 class SignedProgress(_message.Message):
     __slots__ = ("progress", "public_key", "signature")
@@ -65,20 +73,30 @@ class SignedProgress(_message.Message):
     def __init__(self, progress: _Optional[bytes] = ..., public_key: _Optional[bytes] = ..., signature: _Optional[bytes] = ...) -> None: ...
 
 class ExchangeRequest(_message.Message):
-    __slots__ = ("own", "since")
+    __slots__ = ("own", "since", "orders_digest")
     OWN_FIELD_NUMBER: _ClassVar[int]
     SINCE_FIELD_NUMBER: _ClassVar[int]
+    ORDERS_DIGEST_FIELD_NUMBER: _ClassVar[int]
     own: SignedProgress
     since: int
-    def __init__(self, own: _Optional[_Union[SignedProgress, _Mapping]] = ..., since: _Optional[int] = ...) -> None: ...
+    orders_digest: bytes
+    def __init__(self, own: _Optional[_Union[SignedProgress, _Mapping]] = ..., since: _Optional[int] = ..., orders_digest: _Optional[bytes] = ...) -> None: ...
 
 class ExchangeReply(_message.Message):
-    __slots__ = ("records", "until")
+    __slots__ = ("records", "until", "orders")
     RECORDS_FIELD_NUMBER: _ClassVar[int]
     UNTIL_FIELD_NUMBER: _ClassVar[int]
+    ORDERS_FIELD_NUMBER: _ClassVar[int]
     records: _containers.RepeatedCompositeFieldContainer[SignedProgress]
     until: int
-    def __init__(self, records: _Optional[_Iterable[_Union[SignedProgress, _Mapping]]] = ..., until: _Optional[int] = ...) -> None: ...
+    orders: _containers.RepeatedScalarFieldContainer[bytes]
+    def __init__(self, records: _Optional[_Iterable[_Union[SignedProgress, _Mapping]]] = ..., until: _Optional[int] = ..., orders: _Optional[_Iterable[bytes]] = ...) -> None: ...
+
+class PublishedOrders(_message.Message):
+    __slots__ = ("orders",)
+    ORDERS_FIELD_NUMBER: _ClassVar[int]
+    orders: _containers.RepeatedScalarFieldContainer[bytes]
+    def __init__(self, orders: _Optional[_Iterable[bytes]] = ...) -> None: ...
 
 class MeetRequest(_message.Message):
     __slots__ = ("join", "report", "alive")

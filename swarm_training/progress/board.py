@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import suppress
-from typing import Protocol
+from typing import Protocol, TypeVar
 
-from google.protobuf.message import DecodeError
+from google.protobuf.message import DecodeError, Message
 
 from swarm_protocol.dht import node as dht_node
 from swarm_protocol.dht import shards
 from swarm_protocol.dht.bootstrap import start_joined
 from swarm_protocol.dht.node import Listening
 from swarm_protocol.dht.stored_records import BoundedStorage, subkey_of
+from swarm_protocol.errors import PeerUnavailable
 from swarm_protocol.net.hivemind_parts import DHTNode, get_dht_time
 from swarm_protocol.net.identity import Identity
 from swarm_training.pb import training_pb2 as pb
 
 LIFETIME_S = 60.0
 _TIMEOUT_S = 10.0
+M = TypeVar("M", bound=Message)
 
 
 class Board(Protocol):
@@ -27,6 +29,9 @@ class Board(Protocol):
 
     async def read(self) -> list[pb.SignedProgress]:
         """Of all peers; nobody has checked them."""
+
+    async def read_orders(self) -> list[bytes]:
+        """Of moderators; nobody has checked them."""
 
 
 class DhtBoard:
@@ -38,6 +43,7 @@ class DhtBoard:
         node.protocol.storage.access = None
         self._node = node
         self._key = f"swarm.training.v1/{run}/progress"
+        self._orders_key = f"swarm.training.v1/{run}/orders"
         self._subkey = subkey_of(identity)
         self._expiration = 0.0
 
@@ -66,17 +72,43 @@ class DhtBoard:
                 await self._node.store(self._key, data, self._expiration, subkey=self._subkey)
 
     async def read(self) -> list[pb.SignedProgress]:
+        return [record async for record in self._values(self._key, pb.SignedProgress)]
+
+    async def read_orders(self) -> list[bytes]:
+        return [order async for each in self._values(self._orders_key, pb.PublishedOrders) for order in each.orders]
+
+    async def own_orders(self) -> list[bytes]:
+        """Those that this peer has published, and that have not vanished since."""
+        found = await self._node.get(self._orders_key, latest=True)
+        item = found.value.get(self._subkey) if found is not None and isinstance(found.value, dict) else None
+        return [] if item is None else list(pb.PublishedOrders.FromString(item.value).orders)
+
+    async def publish_orders(self, orders: Sequence[bytes]) -> None:
+        """In place of those that this peer has published before. Members hand them on, since this does not last.
+
+        Raises:
+            PeerUnavailable: nobody has stored them.
+        """
+        data = pb.PublishedOrders(orders=orders).SerializeToString()
         try:
             async with asyncio.timeout(_TIMEOUT_S):
-                found = await self._node.get(self._key, latest=True)
+                is_stored = await self._node.store(
+                    self._orders_key, data, get_dht_time() + LIFETIME_S, subkey=self._subkey
+                )
         except TimeoutError:
-            return []
-        items = found.value.values() if found is not None and isinstance(found.value, dict) else ()
-        records = []
-        for item in items:
+            is_stored = False
+        if not is_stored:
+            raise PeerUnavailable("no member of the run has stored the order: try again")
+
+    async def _values(self, key: str, kind: type[M]) -> AsyncIterator[M]:
+        try:
+            async with asyncio.timeout(_TIMEOUT_S):
+                found = await self._node.get(key, latest=True)
+        except TimeoutError:
+            return
+        for item in found.value.values() if found is not None and isinstance(found.value, dict) else ():
             with suppress(DecodeError, TypeError):  # from a stranger
-                records.append(pb.SignedProgress.FromString(item.value))
-        return records
+                yield kind.FromString(item.value)
 
     async def close(self) -> None:
         await dht_node.stop(self._node)

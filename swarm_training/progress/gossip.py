@@ -10,9 +10,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from functools import partial
+from typing import Protocol
 
 from swarm_protocol.errors import SwarmError
 from swarm_training.core.config import TrainingConfig
@@ -29,6 +30,16 @@ _TIMEOUT_S = 3.0
 _logger = logging.getLogger(__name__)
 
 
+class OrderBook(Protocol):
+    """The orders of moderators that this peer knows."""
+
+    def digest(self) -> bytes:
+        """Of all of them; empty: this peer obeys none."""
+
+    def take(self, orders: Iterable[bytes]) -> None:
+        """Those that are valid; from strangers."""
+
+
 class Gossip:
     """Attributes:
     num_calls: exchanges that this peer has begun.
@@ -41,6 +52,7 @@ class Gossip:
         network: Network,
         board: Board,
         renew: Callable[[], pb.SignedProgress],
+        orders: OrderBook,
         rng: random.Random,
     ) -> None:
         """``renew``: this peer's record as it is now, in a new version."""
@@ -49,6 +61,7 @@ class Gossip:
         self._network = network
         self._board = board
         self._renew = renew
+        self._orders = orders
         self._rng = rng
         self._news = asyncio.Event()
         self._urgent = asyncio.Event()
@@ -91,7 +104,8 @@ class Gossip:
 
     async def _call(self, peer: Progress, own: pb.SignedProgress) -> None:
         self.num_calls += 1
-        request = pb.ExchangeRequest(own=own, since=self._since.get(peer.peer_id, 0))
+        since = self._since.get(peer.peer_id, 0)
+        request = pb.ExchangeRequest(own=own, since=since, orders_digest=self._orders.digest())
         try:
             async with asyncio.timeout(_TIMEOUT_S):
                 reply = await self._network.exchange(peer, request)
@@ -101,6 +115,7 @@ class Gossip:
                 self._table.note_gone(peer.peer_id)
             return
         self._since[peer.peer_id] = reply.until
+        self._orders.take(reply.orders)
         for record in reply.records:
             self.note(record)
 
@@ -123,4 +138,6 @@ class Gossip:
         while True:
             for record in await self._board.read():
                 self.note(record)
+            if self._orders.digest():
+                self._orders.take(await self._board.read_orders())
             await asyncio.sleep(_READ_S if self._table.known() else _READ_ALONE_S)

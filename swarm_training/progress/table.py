@@ -38,6 +38,7 @@ class ProgressTable:
         self._entries: dict[str, _Entry] = {}
         self._gone: dict[str, int] = {}  # the version with which a peer was last seen to be gone
         self._suspects: dict[str, int] = {}
+        self._banned: frozenset[str] = frozenset()
         self._known: set[bytes] = set()  # the bytes of all entries, whose signatures need not be checked again
         self._digests: dict[str, deque[Progress]] = {}  # the last of each peer that had one
         self.counter = 0
@@ -72,7 +73,8 @@ class ProgressTable:
 
     def majority_digest(self, step: int) -> bytes | None:
         """The state that most others had at a step, those too that have gone on since; None if nobody has said it."""
-        records = (record for peer, known in self._digests.items() if peer != self._own_id for record in known)
+        others = self._digests.keys() - {self._own_id} - self._banned
+        records = (record for peer in others for record in self._digests[peer])
         return majority_digest(record for record in records if record.step == step)
 
     def record_of(self, peer_id: str) -> Progress | None:
@@ -86,7 +88,15 @@ class ProgressTable:
     def since(self, counter: int, but_of: str) -> list[pb.SignedProgress]:
         """Records that have come later than that."""
         news = [entry for entry in self._entries.values() if entry.counter > counter]
-        return [entry.signed for entry in news if entry.record.peer_id != but_of]
+        return [entry.signed for entry in news if entry.record.peer_id not in self._banned | {but_of}]
+
+    def ban(self, peer_ids: frozenset[str]) -> None:
+        """These, and no others, are left out of views until they leave.
+
+        They are not *gone*: of a roster they count until the next step, since one who has not heard of the ban yet may
+        still vote together with them.
+        """
+        self._banned = peer_ids
 
     def suspect(self, peer_id: str) -> None:
         """It does not answer; it counts as silent until it is heard of again."""
@@ -106,6 +116,8 @@ class ProgressTable:
             silence_s = now - entry.heard_s
             if self._has_ended(entry) or silence_s > self._presume_gone_s:
                 gone.add(peer_id)
+            elif peer_id in self._banned:
+                continue
             elif entry.record.state in PRESENT and self._is_heard(entry, now):
                 others.append(entry.record)
             elif entry.record.state in PRESENT and silence_s < _SILENT_S:

@@ -83,6 +83,7 @@ class Meetings:
 
     async def _met(self, gradient: Tensor) -> Averaged | None:
         while True:
+            self._standing.moderation.require_admitted(self._standing.own.peer_id)
             view = self._standing.view()
             if (known := self._confirmed(view)) is not None:
                 return known
@@ -103,11 +104,13 @@ class Meetings:
                     self._unreachable_s[leader.peer_id] = now()
             await asyncio.sleep(_RETRY_S * self._rng.uniform(0.5, 1.0))
 
-    def stepped(self, averaged: Averaged) -> None:
-        """The average has been applied."""
+    def stepped(self, averaged: Averaged) -> tuple[int, int]:
+        """The average has been applied. Returns the bytes that this peer has sent and received for it."""
         if self._compression.encoder is not None:
             self._compression.encoder.commit()
         self._usual_s = smoothed(self._usual_s, averaged.seconds)
+        phases = self._rounds.of(averaged.group.id)
+        return sum(each.bytes_sent for each in phases), sum(each.bytes_received for each in phases)
 
     def forget(self) -> None:
         """What was promised at the last step does not matter at the next."""
@@ -116,6 +119,7 @@ class Meetings:
     # ------------------------------------------------------------ what others ask
 
     async def meet(self, peer_id: str, talk: Talk[pb.MeetReply, pb.MeetRequest]) -> None:
+        self._standing.moderation.require_admitted(peer_id)
         await self._leading.serve(peer_id, talk)
 
     async def reduce(self, peer_id: str, talk: Talk[pb.Chunk, pb.ReduceRequest]) -> None:

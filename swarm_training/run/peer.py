@@ -15,6 +15,7 @@ from swarm_training.core.config import TrainingConfig
 from swarm_training.core.network import Network
 from swarm_training.core.record import LEFT, TRAINING, Progress
 from swarm_training.core.signing import read_signed
+from swarm_training.ledger.orders import Orders
 from swarm_training.meeting.attending import Averaged
 from swarm_training.pb import training_pb2 as pb
 from swarm_training.progress import policy
@@ -23,6 +24,7 @@ from swarm_training.progress.gossip import Gossip
 from swarm_training.progress.policy import View
 from swarm_training.progress.table import ProgressTable
 from swarm_training.run.meetings import Compression, Meetings
+from swarm_training.run.moderation import Moderation
 from swarm_training.run.standing import Standing, now, smoothed
 from swarm_training.run.state import TrainedState
 from swarm_training.run.transfer import Downloaded, StateServer, download
@@ -47,16 +49,19 @@ class TrainingPeer:
         compression: Compression,
         in_thread: InThread[Any],
         rng: random.Random,
+        orders: Orders | None = None,
     ) -> None:
+        """``orders``: of a run that has moderators."""
         table = ProgressTable(own.run, own.model, own.peer_id, config.silence_s, config.presume_gone_s)
-        self._standing = Standing(own, identity, table)
+        self._moderation = Moderation(orders)
+        self._standing = Standing(own, identity, table, self._moderation)
         self._config = config
         self._network = network
         self._board = board
         self._state = state
         self._rng = rng
         self._state_server = StateServer(state, in_thread)
-        self.gossip = Gossip(config, table, network, board, self._standing.renew, rng)
+        self.gossip = Gossip(config, table, network, board, self._standing.renew, self._moderation, rng)
         self._meetings = Meetings(config, self._standing, network, self.gossip, compression, rng)
         self.average = self._meetings.average
         self.meet, self.reduce, self.fetch = self._meetings.meet, self._meetings.reduce, self._meetings.fetch
@@ -90,9 +95,13 @@ class TrainingPeer:
         """Raises:
         PeerUnavailable: nobody trains this run.
         ValueError: who does has another model, or another target.
+        AccessDenied: a moderator has banned this peer.
         """
         deadline_s = now() + self._config.join_timeout_s
         while not self.table.known():
+            if self._moderation.digest():
+                self._moderation.take(await self._board.read_orders())
+            self._moderation.require_admitted(self.own.peer_id)
             for record in await self._board.read():
                 with suppress(ValueError):
                     self.table.add(record, now())
@@ -130,7 +139,12 @@ class TrainingPeer:
     # ------------------------------------------------------------ what the run asks
 
     async def report(self, samples: int) -> None:
-        """So many samples have been accumulated since the last global step."""
+        """So many samples have been accumulated since the last global step.
+
+        Raises:
+            AccessDenied: a moderator has banned this peer.
+        """
+        self._moderation.require_admitted(self.own.peer_id)
         reported_s = now()
         if self._reported_s is not None and samples > self.own.samples:
             call_s = max(reported_s - self._reported_s, 1e-3)
@@ -150,9 +164,10 @@ class TrainingPeer:
         """Whether the others have gone on without this peer, or have another state."""
         return self._standing.is_lost
 
-    async def stepped(self, averaged: Averaged, state_digest: bytes) -> None:
-        """The average has been applied."""
-        self._meetings.stepped(averaged)
+    async def stepped(self, averaged: Averaged, state_digest: bytes, loss: float, loss_samples: int) -> None:
+        """The average has been applied; ``loss``: the mean over so many of this peer's samples in it."""
+        sent, received = self._meetings.stepped(averaged)
+        self._standing.update(loss=loss, loss_samples=loss_samples, bytes_sent=sent, bytes_received=received)
         await self._arrive(self.own.step + 1, averaged.group.roster, averaged.digest, state_digest)
 
     async def download(self) -> Downloaded | None:
@@ -190,6 +205,7 @@ class TrainingPeer:
             _logger.warning("%s has given another state than that of most peers", downloaded.source)
             self.table.suspect(downloaded.source)
             return
+        self._standing.update(loss=0.0, loss_samples=0, bytes_sent=0, bytes_received=0)
         await self._arrive(downloaded.step, downloaded.roster, downloaded.result_digest, state_digest)
 
     # ------------------------------------------------------------ what others ask
@@ -198,9 +214,14 @@ class TrainingPeer:
         record = self._standing.note(request.own)
         if record.peer_id != peer_id:
             raise RequestRejected("the record of progress is that of another peer")
-        return pb.ExchangeReply(records=self.table.since(request.since, peer_id), until=self.table.counter)
+        orders = self._moderation.signed_unless(request.orders_digest)
+        if peer_id in self._moderation.banned():  # it should know why nobody meets it
+            return pb.ExchangeReply(orders=orders)
+        records = self.table.since(request.since, peer_id)
+        return pb.ExchangeReply(records=records, until=self.table.counter, orders=orders)
 
     async def state(self, peer_id: str) -> AsyncIterator[pb.StatePart]:
+        self._moderation.require_admitted(peer_id)
         async for part in self._state_server.parts(lambda: self.own.step):
             yield part
 

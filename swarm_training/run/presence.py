@@ -18,6 +18,7 @@ from swarm_protocol.net.identity import Identity
 from swarm_protocol.net.tls import Certificate, ClientCredentials
 from swarm_training.core.config import TrainingConfig
 from swarm_training.core.record import JOINING, Progress
+from swarm_training.ledger.orders import Orders
 from swarm_training.net.channels import GrpcNetwork
 from swarm_training.net.service import start_service
 from swarm_training.progress.board import DhtBoard
@@ -71,7 +72,16 @@ class Presence:
                 model=state.model_digest,
             )
             peer = TrainingPeer(
-                config, identity, own, network, board, state, compression, asyncio.to_thread, random.Random()
+                config,
+                identity,
+                own,
+                network,
+                board,
+                state,
+                compression,
+                asyncio.to_thread,
+                random.Random(),
+                None if access is None else Orders(run, access),
             )
             if not config.client_mode:
                 certificate = Certificate.generate()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Coroutine, Generator
+from math import isfinite
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ import torch
 from swarm_training.run.peer import TrainingPeer
 from swarm_training.run.state import TrainedState
 
+NO_LOSS = 0.0, 0
 Asking = Generator[Coroutine[Any, Any, Any], Any, None]
 _logger = logging.getLogger(__name__)
 
@@ -32,9 +34,10 @@ class Share:
         self._peer = peer
         self._state = state
         self._sum = torch.zeros(state.length)  # of gradients times samples
+        self._losses, self._loss_samples = NO_LOSS  # the sum over so many of the samples
 
-    def add(self, samples: int) -> None:
-        """Takes the gradients of the parameters, which are means over so many samples."""
+    def add(self, samples: int, loss: float | None = None) -> None:
+        """Takes the gradients of the parameters, which are means over so many samples, as the loss is."""
         part = torch.zeros_like(self._sum)
         self._state.add_gradients(part, samples)
         if not bool(torch.isfinite(part).all()):
@@ -42,6 +45,9 @@ class Share:
             return
         self._sum += part
         self.samples += samples
+        if loss is not None and isfinite(loss):
+            self._losses += loss * samples
+            self._loss_samples += samples
 
     def report(self) -> Asking:
         """Tells the others, and steps with them if the batch is complete."""
@@ -53,9 +59,10 @@ class Share:
             averaged = yield self._peer.average(self._sum / max(self.samples, 1))
             if averaged is not None:
                 self._state.apply(averaged.gradient)
+                loss = self._losses / max(self._loss_samples, 1), self._loss_samples
                 self._clear()
                 self.last_group = averaged.group.peer_ids
-                yield self._peer.stepped(averaged, self._state.digest())
+                yield self._peer.stepped(averaged, self._state.digest(), *loss)
             elif (yield self._peer.is_lost()):
                 yield from self.load()
 
@@ -75,3 +82,4 @@ class Share:
     def _clear(self) -> None:
         self._sum.zero_()
         self.samples = 0
+        self._losses, self._loss_samples = NO_LOSS

@@ -14,6 +14,7 @@ from swarm_training.pb import training_pb2 as pb
 from swarm_training.progress import policy
 from swarm_training.progress.policy import View
 from swarm_training.progress.table import ProgressTable
+from swarm_training.run.moderation import Moderation
 
 _SMOOTHING = 0.3  # of the newest measurement
 
@@ -22,15 +23,18 @@ class Standing:
     """Attributes:
     own: this peer's record.
     roster: ids of those who decide about the next step.
+    moderation: whom the moderators have banned.
     """
 
-    def __init__(self, own: Progress, identity: Identity, table: ProgressTable) -> None:
+    def __init__(self, own: Progress, identity: Identity, table: ProgressTable, moderation: Moderation) -> None:
         self.own = dataclasses.replace(own, version=time.time_ns() // 1_000_000)  # an identity may come again
         self.roster: tuple[str, ...] = (own.peer_id,)
         self.table = table
+        self.moderation = moderation
         self._identity = identity
 
     def view(self) -> View:
+        self.table.ban(self.moderation.banned())
         return self.table.view(self.own, now())
 
     @property

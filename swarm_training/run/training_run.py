@@ -126,18 +126,21 @@ class TrainingRun:
         """That have been heard of lately, this one included."""
         return len(background.run(self._view()).all)
 
-    def step(self, samples: int) -> None:
+    def step(self, samples: int, loss: float | None = None) -> None:
         """Takes the gradients, a mean over so many samples; blocks while they are averaged, if the batch is complete.
+
+        ``loss``, the mean over the same samples, is shown to those who watch the run.
 
         Raises:
             ValueError: ``samples`` is less than 1, or the run is closed.
+            AccessDenied: a moderator has banned this peer.
         """
         if isinstance(samples, bool) or not isinstance(samples, int) or samples < 1:
             raise ValueError(f"samples is {samples!r}: expected a whole number of at least 1")
         if self._is_closed:
             raise ValueError("the run is closed")
         with self._using:
-            self._share.add(samples)
+            self._share.add(samples, loss)
             self._drive(self._share.report())
 
     def close(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from swarm_training.compression.settings import CODECS
 from swarm_training.runfile.settings import OPTIMIZERS, PRESETS, SCHEDULES
 
 _TEXT = """\
@@ -39,6 +40,11 @@ lr = 1e-3
 # warmup_steps = 0
 # total_steps = 0             # at which linear and cosine arrive at 0
 
+[averaging]
+# codec = "fp32"              # {codecs}: how gradients travel
+# error_feedback = false      # true: what the codec loses is added to the next gradient
+# power_sgd_rank = 0          # above 0: matrices travel as two factors of this rank
+
 [batch]
 # size = 0                    # samples that a machine computes at once; 0: it finds out what fits
 # max_size = 256              # that it tries
@@ -49,5 +55,5 @@ lr = 1e-3
 
 
 def example(file: str) -> str:
-    choices = {"optimizers": OPTIMIZERS, "presets": PRESETS, "schedules": SCHEDULES}
+    choices = {"codecs": CODECS, "optimizers": OPTIMIZERS, "presets": PRESETS, "schedules": SCHEDULES}
     return _TEXT.format(file=file, **{name: ", ".join(values) for name, values in choices.items()})

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import cos, pi
 
 from swarm_protocol.access.organiser import SwarmKey
+from swarm_training.compression.settings import AveragingSettings
 from swarm_training.data.settings import DataSettings
 
 INITS = ("random", "pretrained")
-OPTIMIZERS = ("adamw", "sgd")
+OPTIMIZERS = ("adamw", "sgd", "lamb", "lamb8bit", "adamw8bit")
 SCHEDULES = ("constant", "linear", "cosine")
 PRESETS = {"tiny": (64, 2, 4), "small": (256, 6, 8), "medium": (768, 12, 12)}  # hidden size, layers, heads
 _LARGEST = 1e30
@@ -88,6 +89,7 @@ class ModelSettings:
 class OptimizerSettings:
     """
     Attributes:
+        name: those of 8 bits keep their states in CPU memory.
         lr: the highest, after the warm-up.
         total_steps: at which linear and cosine schedules arrive at 0; 0: of constant ones, which never do.
     """
@@ -163,5 +165,6 @@ class RunFile:
     model: ModelSettings
     data: DataSettings
     optimizer: OptimizerSettings
+    averaging: AveragingSettings = field(default_factory=AveragingSettings)
     batch: BatchSettings = BatchSettings()
     tokens: TokenSettings = TokenSettings()

@@ -36,7 +36,7 @@ class LocalRun:
         self.rates: list[float] = []
         self.is_closed = False
 
-    def step(self, samples: int) -> None:
+    def step(self, samples: int, loss: float | None = None) -> None:
         assert not self.is_closed
         self.shares.append(samples)
         self._samples += samples

@@ -52,7 +52,15 @@ def test_what_another_has_signed_or_nobody_is_refused(change: object) -> None:
 
 @pytest.mark.parametrize(
     "changes",
-    [{"samples_per_s": float("nan")}, {"share": -1.0}, {"address": "a\n"}, {"run": "x" * 600}, {"step": 1 << 63}],
+    [
+        {"samples_per_s": float("nan")},
+        {"share": -1.0},
+        {"address": "a\n"},
+        {"run": "x" * 600},
+        {"step": 1 << 63},
+        {"loss": float("nan")},
+        {"loss_samples": 1 << 63},
+    ],
 )
 def test_impossible_values_are_refused(changes: dict[str, object]) -> None:
     with pytest.raises(ValueError):

@@ -19,6 +19,7 @@ from swarm_training.compression.compressor import Plain
 from swarm_training.core.config import TrainingConfig
 from swarm_training.core.local_talk import LocalTalk, talk_pair
 from swarm_training.core.record import JOINING, Progress
+from swarm_training.ledger.orders import Orders
 from swarm_training.pb import training_pb2 as pb
 from swarm_training.run.meetings import Compression
 from swarm_training.run.peer import TrainingPeer
@@ -44,6 +45,7 @@ class World:
         self.latency_s = latency_s
         self.peers: dict[str, SimulatedPeer] = {}
         self.records: dict[str, pb.SignedProgress] = {}
+        self.orders: list[bytes] = []  # on the DHT
         self.dead: set[str] = set()
         self.cut: set[frozenset[str]] = set()
         self.log: list[tuple[float, str, str, str]] = []
@@ -185,6 +187,10 @@ class _Board:
         await asyncio.sleep(0.5)
         return list(self.world.records.values())
 
+    async def read_orders(self) -> list[bytes]:
+        await asyncio.sleep(0.5)
+        return list(self.world.orders)
+
 
 @dataclass(eq=False)
 class SimulatedPeer:
@@ -213,13 +219,15 @@ class SimulatedPeer:
         *,
         target: int,
         size: int = 37,
+        shape: tuple[int, ...] | None = None,
         config: TrainingConfig = CONFIG,
         compressor: Callable[[int], Any] | None = None,
         encoder: Any = None,
         optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.Adam,
+        orders: Callable[[int], Orders | None] = lambda _number: None,
     ) -> SimulatedPeer:
         own = identity(number)
-        parameter = torch.nn.Parameter(torch.full((size,), float(number)))
+        parameter = torch.nn.Parameter(torch.full(shape or (size,), float(number)))
         compressor = compressor(number) if compressor else Plain()
         state = TrainedState([parameter], optimizer([parameter], lr=0.1), compressor)
         record = Progress(
@@ -241,6 +249,7 @@ class SimulatedPeer:
             Compression(compressor, encoder),
             _at_once,
             random.Random(number),
+            orders(number),
         )
         made = cls(world, number, peer, state, Share(peer, state), parameter)
         world.peers[own.peer_id] = made
@@ -268,9 +277,9 @@ class SimulatedPeer:
     def note(self) -> None:
         self.history[self.state.step] = self.parameter.detach().clone()
 
-    async def step(self, gradient: torch.Tensor, samples: int) -> None:
+    async def step(self, gradient: torch.Tensor, samples: int, loss: float | None = None) -> None:
         self.parameter.grad = gradient.clone()
-        self.share.add(samples)
+        self.share.add(samples, loss)
         await self.drive(self.share.report())
 
     async def drive(self, asking: Any) -> None:

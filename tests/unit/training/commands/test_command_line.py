@@ -21,6 +21,7 @@ from swarm_protocol.process import signals
 from swarm_training import command_line
 from swarm_training.commands import joining as joining_module
 from swarm_training.commands import watching
+from swarm_training.compression.settings import AveragingSettings
 from swarm_training.contract.backend import Backend, Joining
 from swarm_training.data.order import Part
 from swarm_training.ledger.orders import Ban, GoBack, Orders
@@ -61,6 +62,7 @@ def failing(argv: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[int, s
 def run_file(directory: Path, organiser: bool = False) -> Path:
     path = directory / "RUN.toml"
     command_line.main(["init", str(path)], Network().backend())
+    path.write_text(path.read_text().replace('# codec = "fp32"', 'codec = "int8"'))
     if organiser:
         text = path.read_text().replace('# organiser = ""', f'organiser = "{ORGANISER.public}"')
         path.write_text(text)
@@ -128,6 +130,7 @@ def test_a_run_is_joined_as_the_flags_say(tmp_path: Path, monkeypatch: pytest.Mo
     assert (file.batch.size, part, device) == (512, Part(1, 5), "cpu")
     assert (who.run, who.target_batch_size, who.initial_peers) == ("my-run", 1024, (PEER,))
     assert (who.organiser, who.identity.peer_id) == (ORGANISER.public, IDENTITY.peer_id)
+    assert who.averaging == AveragingSettings("int8")
     assert Grant.parse(who.token).name == "ada" and str(who.token) not in repr(who)
     command_line.main(["join", str(path), "--membership", str(member), "--batch-size", "auto"], Network().backend())
     assert calls[1][0] == read_run_file(path) and calls[1][1].initial_peers == () and calls[1][2] is None

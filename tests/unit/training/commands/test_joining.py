@@ -18,6 +18,10 @@ from swarm_training.contract.backend import Joining
 from swarm_training.data.opening import Reader
 from swarm_training.data.order import EVERYTHING
 from swarm_training.data.settings import DataSettings
+from swarm_training.optim.lamb import LAMB
+from swarm_training.optim.offload import AdamW8bit, LAMB8bit
+from swarm_training.optim.rules import Moments, UpdateRule, adamw_update, lamb_update
+from swarm_training.run.state import TrainedState
 from swarm_training.runfile.settings import BatchSettings, ModelSettings, OptimizerSettings, RunFile, RunSettings
 from tests.unit.training.fakes import LocalRun
 
@@ -172,3 +176,27 @@ def test_optimizers_are_as_the_file_says() -> None:
     group = build_optimizer(settings, model).param_groups[0]
     assert (group["lr"], group["weight_decay"]) == (0.1, 0.25)
     assert isinstance(build_optimizer(OptimizerSettings("sgd", 0.5), model), torch.optim.SGD)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "rule"),
+    [("lamb", LAMB, lamb_update), ("lamb8bit", LAMB8bit, lamb_update), ("adamw8bit", AdamW8bit, adamw_update)],
+)
+def test_optimizers_for_large_batches_and_little_memory_follow_their_rules(
+    name: str, kind: type, rule: UpdateRule
+) -> None:
+    model = torch.nn.Linear(3, 2)
+    optimizer = build_optimizer(OptimizerSettings(name, 0.5, weight_decay=0.25), model)
+    assert type(optimizer) is kind
+    expected, gradient = model.weight.detach().clone(), torch.ones(2, 3)
+    zeros = torch.zeros(2, 3)
+    rule(expected, gradient, Moments(zeros, zeros.clone(), 0), optimizer.param_groups[0])
+    model.weight.grad = gradient.clone()
+    optimizer.step()
+    assert torch.equal(model.weight, expected)
+
+
+def test_peers_with_other_rules_are_no_equals() -> None:
+    parameter = torch.nn.Parameter(torch.zeros(1))
+    digests = {TrainedState([parameter], kind([parameter])).model_digest for kind in (LAMB, LAMB8bit, AdamW8bit)}
+    assert len(digests) == 3

@@ -1,0 +1,67 @@
+"""What a run looks like from outside, by the signed records of its peers alone."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+from swarm_training.contract.run_like import BanView, PeerView, RunView
+from swarm_training.core.record import PRESENT, Progress
+from swarm_training.core.signing import read_signed
+from swarm_training.ledger.orders import Ban, Order
+
+if TYPE_CHECKING:
+    from swarm_training.pb import training_pb2 as pb
+
+
+def peers_of(run: str, records: Iterable[pb.SignedProgress], banned: Collection[str] = ()) -> tuple[Progress, ...]:
+    """The peers that train what most do, by what they say of themselves; what is not signed so is left out."""
+    newest: dict[str, Progress] = {}
+    for signed in records:
+        with suppress(ValueError):  # from a stranger
+            record = read_signed(signed)
+            known = newest.get(record.peer_id)
+            if record.run == run and (known is None or record.version > known.version):
+                newest[record.peer_id] = record
+    present = [newest[peer_id] for peer_id in sorted(newest.keys() - set(banned))]
+    present = [peer for peer in present if peer.state in PRESENT]
+    counts = Counter(peer.model for peer in present)
+    usual = max(counts, key=lambda model: (counts[model], model), default=b"")
+    return tuple(peer for peer in present if peer.model == usual)
+
+
+def shown_bans(bans: Mapping[str, Order]) -> tuple[BanView, ...]:
+    return tuple(
+        BanView(peer_id, order.expires_at, order.action.reason)
+        for peer_id, order in sorted(bans.items())
+        if isinstance(order.action, Ban)
+    )
+
+
+def view_of(run: str, target_batch_size: int, peers: tuple[Progress, ...], bans: tuple[BanView, ...] = ()) -> RunView:
+    """Records are some seconds old, and not all equally so: loss and bytes are those of the last step that each peer
+    tells of, and all speeds count for the next one."""
+    if not peers:
+        return RunView(run, 0, None, 0, target_batch_size, None, 0, 0, bans=bans)
+    step = max(peer.step for peer in peers)
+    samples = sum(peer.samples for peer in peers if peer.step == step)
+    target = Counter(peer.target_batch_size for peer in peers).most_common(1)[0][0]
+    speed = sum(peer.samples_per_s for peer in peers)
+    loss_samples = sum(peer.loss_samples for peer in peers)
+    losses = sum(peer.loss * peer.loss_samples for peer in peers)
+    return RunView(
+        run,
+        step,
+        losses / loss_samples if loss_samples else None,
+        samples,
+        target,
+        max(0, target - samples) / speed if speed else None,
+        sum(peer.bytes_sent for peer in peers),
+        sum(peer.bytes_received for peer in peers),
+        tuple(
+            PeerView(peer.peer_id, "", peer.samples if peer.step == step else 0, peer.samples_per_s) for peer in peers
+        ),
+        bans,
+    )

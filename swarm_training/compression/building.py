@@ -1,0 +1,20 @@
+"""From the settings of averaging to a compressor and an encoder."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from swarm_training.compression.codecs import codec_of
+from swarm_training.compression.compressor import Compressor, Encoder, Plain
+from swarm_training.compression.error_feedback import ErrorFeedback
+from swarm_training.compression.power_sgd import PowerSGD
+from swarm_training.compression.settings import AveragingSettings
+
+
+def build_compressor(settings: AveragingSettings, shapes: Sequence[Sequence[int]], run: str) -> Compressor:
+    """``shapes``: of the parameters that are trained, in order; ``run``: its name."""
+    return PowerSGD(shapes, settings.power_sgd_rank, run) if settings.power_sgd_rank else Plain()
+
+
+def build_encoder(settings: AveragingSettings) -> Encoder | None:
+    return ErrorFeedback(codec_of(settings.codec)) if settings.error_feedback else None

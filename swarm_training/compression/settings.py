@@ -1,0 +1,29 @@
+"""How gradients travel between peers, as the run file says; every peer of a run has the same."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+CODECS = ("fp32", "fp16", "int8")
+_MAX_RANK = 1 << 16
+
+
+@dataclass(frozen=True)
+class AveragingSettings:
+    """
+    Attributes:
+        error_feedback: what the codec loses is added to the next gradient.
+        power_sgd_rank: matrices travel as two factors of this rank; 0: as they are.
+    """
+
+    codec: str = "fp32"
+    error_feedback: bool = False
+    power_sgd_rank: int = 0
+
+    def __post_init__(self) -> None:
+        if self.codec not in CODECS:
+            raise ValueError(f"codec is {self.codec!r}: expected one of {', '.join(CODECS)}")
+        if self.error_feedback and self.codec == "fp32":
+            raise ValueError("error_feedback is true: expected codec fp16 or int8 with it, since fp32 loses nothing")
+        if not 0 <= self.power_sgd_rank <= _MAX_RANK:
+            raise ValueError(f"power_sgd_rank is {self.power_sgd_rank}: expected 0 (off) to {_MAX_RANK}")

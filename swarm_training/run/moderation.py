@@ -1,0 +1,74 @@
+"""What moderators have ordered, as far as this peer has heard: whom it leaves out."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterable
+from hashlib import sha256
+
+from swarm_protocol.errors import AccessDenied
+from swarm_training.ledger.orders import Ban, Order, Orders
+
+_MAX_REPLY_BYTES = 1 << 20
+_BANS_FRESH_S = 1.0
+_logger = logging.getLogger(__name__)
+
+
+class Moderation:
+    """An ``OrderBook``: peers hand orders on, so that they get to those who join after they were published."""
+
+    def __init__(self, orders: Orders | None, clock: Callable[[], float] = time.monotonic) -> None:
+        """``orders``: of a run with an organiser; without one, nobody may order anything."""
+        self._orders = orders
+        self._clock = clock
+        self._bans: dict[str, Order] = {}
+        self._bans_until_s = 0.0  # to be looked up again then: signatures take time to check
+
+    def digest(self) -> bytes:
+        if self._orders is None:
+            return b""
+        return sha256(b"".join(sorted(sha256(data).digest() for data in self._orders.signed()))).digest()
+
+    def take(self, orders: Iterable[bytes]) -> None:
+        if self._orders is None:
+            return
+        for data in orders:
+            try:
+                order = self._orders.take(data)
+            except (ValueError, AccessDenied) as error:
+                _logger.debug("ignored an order: %s", error)
+                continue
+            if order is not None and isinstance(order.action, Ban):
+                self._bans_until_s = 0.0
+                _logger.warning("a moderator has banned %s: %s", order.action.peer_id, order.action.reason)
+
+    def signed_unless(self, digest: bytes) -> list[bytes]:
+        """All orders, as many as fit into a reply, if they are not those that the caller knows."""
+        if self._orders is None or not digest or digest == self.digest():
+            return []
+        size, found = 0, []
+        for data in self._orders.signed():
+            size += len(data)
+            if size > _MAX_REPLY_BYTES:
+                break
+            found.append(data)
+        return found
+
+    def banned(self) -> frozenset[str]:
+        return frozenset(self.bans())
+
+    def bans(self) -> dict[str, Order]:
+        """In force now, by peer id."""
+        if self._orders is not None and self._clock() >= self._bans_until_s:
+            self._bans = self._orders.bans()
+            self._bans_until_s = self._clock() + _BANS_FRESH_S
+        return self._bans
+
+    def require_admitted(self, peer_id: str) -> None:
+        """Raises AccessDenied if the peer is banned."""
+        ban = self.bans().get(peer_id)
+        if ban is not None and isinstance(ban.action, Ban):
+            raise AccessDenied(
+                f"a moderator has banned {peer_id} from the run: {ban.action.reason or 'no reason said'}"
+            )

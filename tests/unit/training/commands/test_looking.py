@@ -1,0 +1,77 @@
+"""What is seen of a run from outside follows from its peers' signed records, and from nothing else."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+
+import pytest
+import torch
+
+from swarm_training.commands.looking import peers_of, view_of
+from swarm_training.contract.run_like import RunView
+from swarm_training.core.record import JOINING, LEFT, MEETING, Progress
+from swarm_training.core.signing import sign
+from tests.unit.training.world import World, all_done, enter_all, identity, simulate
+
+RECORD = Progress("toy", "", version=1, step=3, target_batch_size=9, model=b"m")
+
+
+def signed(number: int, **changes: object) -> object:
+    own = identity(number)
+    return sign(replace(RECORD, peer_id=own.peer_id, **changes), own)
+
+
+def test_losses_bytes_and_samples_are_those_of_the_batch() -> None:
+    """37 elements of 4 bytes; each of the n peers' parts and means travel (n − 1) times in all."""
+
+    async def scenario() -> None:
+        world = World()
+        peers = await enter_all(world, 3, target=9)
+        await peers[0].step(torch.ones(37), 2, loss=1.0)
+        await peers[0].step(torch.ones(37), 2, loss=2.0)
+        await peers[1].step(torch.ones(37), 3, loss=4.0)
+        await asyncio.sleep(2.0)  # virtual: progress spreads
+        last = [peers[2].spawn(peers[2].step(torch.ones(37), 2))]
+        await asyncio.sleep(0.5)
+        last += [peer.spawn(peer.drive(peer.share.report())) for peer in peers[:2]]
+        await all_done(last)
+        await asyncio.sleep(20.0)  # all are on the DHT
+        view = view_of("toy", 9, peers_of("toy", world.records.values()))
+        assert (view.step, view.samples, view.target_batch_size) == (1, 0, 9)
+        assert view.loss == pytest.approx((2 * 1.0 + 2 * 2.0 + 3 * 4.0) / 7)
+        assert view.bytes_sent == view.bytes_received == 2 * (3 - 1) * 37 * 4
+        assert {peer.peer_id for peer in view.peers} == {peer.peer_id for peer in peers}
+        await peers[1].step(torch.ones(37), 4)
+        await asyncio.sleep(20.0)
+        view = view_of("toy", 9, peers_of("toy", world.records.values()))
+        speed = sum(peer.samples_per_s for peer in view.peers)
+        assert view.samples == 4 and speed > 0 and view.next_step_s == pytest.approx((9 - 4) / speed)
+
+    simulate(scenario)
+
+
+def test_who_has_left_lies_or_trains_something_else_is_not_there() -> None:
+    forged = signed(1)
+    forged.signature = b"x"
+    records = [
+        *(signed(1, version=2, state=MEETING), signed(1), signed(2, step=2), forged),
+        *(signed(3, state=LEFT), signed(4, state=JOINING), signed(5, run="other"), signed(6, model=b"other")),
+    ]
+    peers = peers_of("toy", records)
+    assert {peer.peer_id: peer.version for peer in peers} == {identity(1).peer_id: 2, identity(2).peer_id: 1}
+
+
+def test_samples_of_earlier_steps_do_not_count_for_the_next() -> None:
+    records = [
+        signed(1, samples=2, samples_per_s=2.0, loss=1.0, loss_samples=3),
+        signed(2, samples=7, samples_per_s=9.0, loss=5.0, loss_samples=1, step=2),
+    ]
+    view = view_of("toy", 10, peers_of("toy", records))
+    assert (view.step, view.loss, view.samples, view.target_batch_size) == (3, 2.0, 2, 9)
+    assert view.next_step_s == pytest.approx(7 / 11)
+    assert [peer.samples for peer in sorted(view.peers, key=lambda peer: peer.samples_per_s)] == [2, 0]
+
+
+def test_nobody_there() -> None:
+    assert view_of("toy", 9, ()) == RunView("toy", 0, None, 0, 9, None, 0, 0)

@@ -1,0 +1,80 @@
+"""From settings to what compresses: names and defaults agree, and peers that have the same settings step alike."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+import torch
+
+from swarm_training.compression.building import build_compressor, build_encoder
+from swarm_training.compression.codecs import CODEC_NAMES
+from swarm_training.compression.compressor import Plain
+from swarm_training.compression.error_feedback import ErrorFeedback
+from swarm_training.compression.power_sgd import PowerSGD
+from swarm_training.compression.settings import CODECS, AveragingSettings
+from swarm_training.core.config import TrainingConfig
+from tests.unit.training.world import SimulatedPeer, World, all_done, simulate
+
+SHAPE = (24, 16)
+
+
+def test_the_settings_have_the_codecs_that_there_are() -> None:
+    assert CODECS == CODEC_NAMES and AveragingSettings().codec == TrainingConfig().codec
+
+
+def test_what_is_off_is_not_built() -> None:
+    assert isinstance(build_compressor(AveragingSettings(), [SHAPE], "run"), Plain)
+    assert build_encoder(AveragingSettings("int8")) is None
+    encoder = build_encoder(AveragingSettings("int8", error_feedback=True))
+    assert isinstance(encoder, ErrorFeedback) and encoder.codec.name == "int8"
+    compressor = build_compressor(AveragingSettings(power_sgd_rank=2), [SHAPE, (3,)], "run")
+    assert isinstance(compressor, PowerSGD) and compressor.num_averaged == 2 * (24 + 16) + 3
+
+
+@pytest.mark.parametrize(
+    ("settings", "tolerance"),
+    [
+        (AveragingSettings("fp16"), 1e-3),
+        (AveragingSettings("int8", error_feedback=True), 2e-2),
+        (AveragingSettings("fp16", power_sgd_rank=3), 1e-2),
+    ],
+)
+def test_peers_with_these_settings_take_the_step_of_the_weighted_mean(
+    settings: AveragingSettings, tolerance: float
+) -> None:
+    """Gradients of rank 1 and their sums of rank 2 lose nothing to a rank of 3."""
+    generator = torch.Generator().manual_seed(1)
+    gradients = [
+        torch.outer(torch.randn(24, generator=generator), torch.randn(16, generator=generator)) for _ in range(2)
+    ]
+
+    async def scenario() -> None:
+        world = World()
+        peers = []
+        for number in range(2):
+            peer = SimulatedPeer.make(
+                world,
+                number,
+                target=8,
+                shape=SHAPE,
+                config=TrainingConfig(codec=settings.codec, chunk_elements=64, join_timeout_s=30.0),
+                compressor=lambda _number: build_compressor(settings, [SHAPE], "toy"),
+                encoder=build_encoder(settings),
+                optimizer=torch.optim.SGD,
+            )
+            peers.append(peer)
+            await peer.enter()
+        before = peers[0].parameter.detach().clone()
+        await peers[0].step(gradients[0], 6)
+        await asyncio.sleep(2.0)  # virtual: progress spreads
+        meeting = peers[1].spawn(peers[1].step(gradients[1], 2))
+        await asyncio.sleep(0.5)
+        await all_done([meeting, peers[0].spawn(peers[0].drive(peers[0].share.report()))])
+        assert [peer.state.step for peer in peers] == [1, 1]
+        assert torch.equal(peers[0].parameter, peers[1].parameter)
+        expected = (6 * gradients[0] + 2 * gradients[1]) / 8
+        taken = (before - peers[0].parameter.detach()) / 0.1
+        assert torch.allclose(taken, expected, atol=tolerance * float(expected.abs().max()))
+
+    simulate(scenario)

@@ -1,0 +1,105 @@
+"""Bans: whom a moderator has banned takes part no more, whether it obeys or not, and the others go on as before."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+import torch
+
+from swarm_protocol.access.access_control import AccessControl
+from swarm_protocol.errors import AccessDenied
+from swarm_training.core.record import LEFT
+from swarm_training.ledger.orders import Ban, Order, Orders
+from swarm_training.run.moderation import Moderation
+from tests.unit.training.ledger.members import EVE, MODERATOR, NOW, ORGANISER, Member
+from tests.unit.training.test_records import record, signed, table
+from tests.unit.training.world import SimulatedPeer, World, all_done, enter_all, identity, simulate
+
+STEPS = 10
+BANNED = 2
+
+
+def obeying(_number: int = 0) -> Orders:
+    return Orders("toy", AccessControl(ORGANISER.public, clock=lambda: NOW), lambda: NOW)
+
+
+def ban(number: int, by: Member = MODERATOR) -> bytes:
+    order = Order.new("toy", Ban(identity(number).peer_id, "sends noise"), NOW, 3600.0)
+    return order.signed(by.identity, by.token)
+
+
+@pytest.mark.parametrize("obeys", [True, False])
+def test_the_others_go_on_without_who_is_banned(obeys: bool) -> None:
+    async def scenario() -> None:
+        world = World()
+        options = {"target": 15, "orders": lambda number: obeying() if obeys or number != BANNED else None}
+        peers = await enter_all(world, 3, **options)
+        tasks = [peer.spawn(peer.train(3.0, 5, STEPS)) for peer in peers]
+        while peers[0].state.step < 1:
+            await asyncio.sleep(0.5)
+        assert peers[0].groups[1] == 3
+        world.orders.append(ban(BANNED))
+        await all_done(tasks[:BANNED])
+        honest = peers[:BANNED]
+        assert peers[0].groups[STEPS] == 2 and peers[BANNED].state.step < STEPS
+        assert all(torch.equal(honest[0].history[step], honest[1].history[step]) for step in range(1, STEPS + 1))
+        assert peers[BANNED].peer_id not in peers[0].peer._standing.roster
+        if obeys:
+            with pytest.raises(AccessDenied, match="sends noise"):
+                await tasks[BANNED]
+        world.orders.clear()  # what is on the DHT does not last: members hand it on
+        late = SimulatedPeer.make(world, 3, **options)
+        await late.enter()
+        await asyncio.sleep(5.0)
+        assert late.peer._moderation.banned() == {peers[BANNED].peer_id}
+
+    simulate(scenario)
+
+
+def test_who_is_banned_does_not_get_in() -> None:
+    async def scenario() -> None:
+        world = World()
+        await enter_all(world, 1, target=15, orders=obeying)
+        world.orders.append(ban(1))
+        with pytest.raises(AccessDenied, match="a moderator has banned"):
+            await SimulatedPeer.make(world, 1, target=15, orders=obeying).enter()
+
+    simulate(scenario)
+
+
+def test_only_moderators_ban_and_only_where_there_are_some() -> None:
+    known, lawless = Moderation(obeying()), Moderation(None)
+    before = known.digest()
+    known.take([ban(1, by=EVE), b"noise"])
+    assert known.banned() == frozenset() and known.digest() == before
+    known.take([ban(1)])
+    assert known.banned() == {identity(1).peer_id} and known.digest() != before
+    assert known.signed_unless(known.digest()) == [] and len(known.signed_unless(before)) == 1
+    lawless.take([ban(1)])
+    assert lawless.banned() == frozenset() and lawless.digest() == b"" and known.signed_unless(b"") == []
+
+
+def test_a_ban_is_found_when_it_comes_and_gone_when_it_expires() -> None:
+    now_s = [NOW]
+    clock = lambda: now_s[0]  # noqa: E731
+    known = Moderation(Orders("toy", AccessControl(ORGANISER.public, clock=clock), clock), clock)
+    assert known.banned() == frozenset()
+    known.take([ban(1)])
+    assert known.banned()
+    now_s[0] += 3602.0
+    assert known.banned() == frozenset()
+
+
+def test_who_is_banned_is_neither_there_nor_gone_until_it_leaves() -> None:
+    """It still counts in the roster: who has not heard of the ban may vote together with it."""
+    known, own, peer_id = table(), record(0), identity(1).peer_id
+    known.add(signed(version=5, state_digest=b"theirs", step=1), 0.0)
+    known.ban(frozenset({peer_id}))
+    view = known.view(own, 0.0)
+    assert (view.others, view.silent, view.gone) == ((), (), frozenset())
+    assert known.since(0, "nobody") == [] and known.majority_digest(1) is None
+    known.add(signed(version=6, state=LEFT), 0.0)
+    assert known.view(own, 0.0).gone == {peer_id}
+    known.ban(frozenset())
+    assert known.majority_digest(1) == b"theirs"
