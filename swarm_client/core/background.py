@@ -1,22 +1,16 @@
-"""The event loop on which all network traffic of this process runs, in a thread of its own."""
+"""Coroutines on the network loop of this process, for code of other threads; and the loop's clock."""
 
 from __future__ import annotations
 
 import asyncio
-import atexit
 import concurrent.futures
-import contextlib
-import os
-import threading
 import time
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
+from swarm_protocol.process.network_loop import network_loop
+
 T = TypeVar("T")
-_lock = threading.RLock()  # reentrant: garbage collection inside may close a session, which comes back here
-_loop: asyncio.AbstractEventLoop | None = None
-_owner_pid = 0
-_STOP_TIMEOUT_S = 2.0
 
 
 def run(coroutine: Coroutine[Any, Any, T]) -> T:
@@ -31,7 +25,7 @@ def run(coroutine: Coroutine[Any, Any, T]) -> T:
 
 def submit(coroutine: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
     """Starts the coroutine on the background loop."""
-    return asyncio.run_coroutine_threadsafe(coroutine, _running_loop())
+    return asyncio.run_coroutine_threadsafe(coroutine, network_loop())
 
 
 def now_s() -> float:
@@ -43,40 +37,3 @@ def exact_s() -> float:
     """The same for measuring: uvloop's clock counts whole milliseconds."""
     loop = asyncio.get_running_loop()
     return time.perf_counter() if type(loop).__module__.startswith("uvloop") else loop.time()
-
-
-def _running_loop() -> asyncio.AbstractEventLoop:
-    global _loop, _owner_pid
-    with _lock:
-        if _loop is None or _owner_pid != os.getpid():  # a forked child starts its own
-            _loop = _new_loop()
-            _owner_pid = os.getpid()
-            thread = threading.Thread(target=_loop.run_forever, name="swarm network", daemon=True)
-            thread.start()
-            atexit.register(_stop, _loop, thread, _owner_pid)
-        return _loop
-
-
-def _stop(loop: asyncio.AbstractEventLoop, thread: threading.Thread, owner_pid: int) -> None:
-    """Ends the loop before the interpreter does: a thread that is inside gRPC at that moment can crash it."""
-    if os.getpid() != owner_pid:
-        return
-    with contextlib.suppress(concurrent.futures.TimeoutError):
-        asyncio.run_coroutine_threadsafe(_cancel_tasks(), loop).result(_STOP_TIMEOUT_S)
-    loop.call_soon_threadsafe(loop.stop)
-    thread.join(_STOP_TIMEOUT_S)
-
-
-async def _cancel_tasks() -> None:
-    tasks = asyncio.all_tasks() - {asyncio.current_task()}
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
-
-
-def _new_loop() -> asyncio.AbstractEventLoop:
-    try:
-        import uvloop
-    except ImportError:  # not on Windows
-        return asyncio.new_event_loop()
-    return uvloop.new_event_loop()

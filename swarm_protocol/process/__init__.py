@@ -1,1 +1,1 @@
-"""How a process is called, what it leaves behind and how it ends: command names, scratch directories and signals."""
+"""How a process is called, its network loop, what it leaves behind and how it ends."""

@@ -1,0 +1,56 @@
+"""The event loop on which all network traffic of this process runs, in a thread of its own.
+
+Clients of a swarm and peers of a training run share it: grpc.aio wants one loop for all that a process has.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import concurrent.futures
+import contextlib
+import os
+import threading
+
+_lock = threading.RLock()  # reentrant: garbage collection inside may close a session, which comes back here
+_loop: asyncio.AbstractEventLoop | None = None
+_owner_pid = 0
+_STOP_TIMEOUT_S = 2.0
+
+
+def network_loop() -> asyncio.AbstractEventLoop:
+    """Started at the first call."""
+    global _loop, _owner_pid
+    with _lock:
+        if _loop is None or _owner_pid != os.getpid():  # a forked child starts its own
+            _loop = _new_loop()
+            _owner_pid = os.getpid()
+            thread = threading.Thread(target=_loop.run_forever, name="swarm network", daemon=True)
+            thread.start()
+            atexit.register(_stop, _loop, thread, _owner_pid)
+        return _loop
+
+
+def _stop(loop: asyncio.AbstractEventLoop, thread: threading.Thread, owner_pid: int) -> None:
+    """Ends the loop before the interpreter does: a thread that is inside gRPC at that moment can crash it."""
+    if os.getpid() != owner_pid:
+        return
+    with contextlib.suppress(concurrent.futures.TimeoutError):
+        asyncio.run_coroutine_threadsafe(_cancel_tasks(), loop).result(_STOP_TIMEOUT_S)
+    loop.call_soon_threadsafe(loop.stop)
+    thread.join(_STOP_TIMEOUT_S)
+
+
+async def _cancel_tasks() -> None:
+    tasks = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _new_loop() -> asyncio.AbstractEventLoop:
+    try:
+        import uvloop
+    except ImportError:  # not on Windows
+        return asyncio.new_event_loop()
+    return uvloop.new_event_loop()
