@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from swarm_training.meeting.attending import Averaged
 from swarm_training.run.peer import TrainingPeer
 from swarm_training.run.state import TrainedState
 
@@ -32,6 +33,7 @@ class Share:
         self._peer = peer
         self._state = state
         self._sum = torch.zeros(state.length)  # of gradients times samples
+        self._computed = 0  # samples since the last call of ``report``
 
     def add(self, samples: int) -> None:
         """Takes the gradients of the parameters, which are means over so many samples."""
@@ -42,9 +44,11 @@ class Share:
             return
         self._sum += part
         self.samples += samples
+        self._computed += samples
 
     def report(self) -> Asking:
         """Tells the others, and steps with them if the batch is complete."""
+        yield from self._measure()
         yield self._peer.report(self.samples)
         yield from self.catch_up()
 
@@ -52,10 +56,8 @@ class Share:
         while (yield self._peer.is_due()):
             averaged = yield self._peer.average(self._sum / max(self.samples, 1))
             if averaged is not None:
-                self._state.apply(averaged.gradient)
                 self._clear()
-                self.last_group = averaged.group.peer_ids
-                yield self._peer.stepped(averaged, self._state.digest())
+                yield from self._apply(averaged)
             elif (yield self._peer.is_lost()):
                 yield from self.load()
 
@@ -71,6 +73,15 @@ class Share:
             return
         self._clear()
         yield self._peer.loaded(downloaded, self._state.digest())
+
+    def _measure(self) -> Asking:
+        computed, self._computed = self._computed, 0
+        yield self._peer.measure(computed)
+
+    def _apply(self, averaged: Averaged) -> Asking:
+        self._state.apply(averaged.gradient)
+        self.last_group = averaged.group.peer_ids
+        yield self._peer.stepped(averaged, self._state.digest())
 
     def _clear(self) -> None:
         self._sum.zero_()

@@ -20,6 +20,7 @@ from swarm_training.core.config import TrainingConfig
 from swarm_training.core.local_talk import LocalTalk, talk_pair
 from swarm_training.core.record import JOINING, Progress
 from swarm_training.pb import training_pb2 as pb
+from swarm_training.run.delayed_share import DelayedShare
 from swarm_training.run.meetings import Compression
 from swarm_training.run.peer import TrainingPeer
 from swarm_training.run.share import Share
@@ -242,7 +243,8 @@ class SimulatedPeer:
             _at_once,
             random.Random(number),
         )
-        made = cls(world, number, peer, state, Share(peer, state), parameter)
+        share = (DelayedShare if config.delay else Share)(peer, state)
+        made = cls(world, number, peer, state, share, parameter)
         world.peers[own.peer_id] = made
         return made
 
