@@ -77,9 +77,8 @@ def main() -> None:
                 second = start_second_client(swarm_of(args), run)
             elif not args.join:
                 print("\nOthers take part with --part 1 --join", *run.initial_peers)
-            print(
-                f"\nTraining {sum(p.numel() for p in parameters):,} parameters on {len(functions_of(args.part))} examples"
-            )
+            count = sum(parameter.numel() for parameter in parameters)
+            print(f"\nTraining {count:,} parameters on {len(functions_of(args.part))} examples")
             model.train()
             train(model, tokenizer, run, args.part)
             model.eval()
