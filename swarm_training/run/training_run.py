@@ -131,8 +131,8 @@ class TrainingRun:
         return len(background.run(self._view()).all)
 
     def step(self, samples: int) -> None:
-        """Takes the gradients, a mean over so many samples; blocks while they are averaged, if the batch is complete and
-        averaging is not delayed.
+        """Takes the gradients, a mean over so many samples; if the batch is complete, blocks while they are averaged,
+        unless ``delay`` is on.
 
         Raises:
             ValueError: ``samples`` is less than 1, or the run is closed.

@@ -61,8 +61,8 @@ def require_equal(peers: list[SimulatedPeer], steps: range) -> None:
         assert histories and all(torch.equal(histories[0], other) for other in histories), f"step {step}"
 
 
-@pytest.mark.parametrize("latency_s", [0.01, 1.0], ids=["fast line", "line slower than computing"])
-def test_it_is_delayed_sgd(latency_s: float) -> None:
+@pytest.mark.parametrize(("latency_s", "call_s"), [(0.01, 0.5), (0.2, 0.05)], ids=["fast line", "slow line"])
+def test_it_is_delayed_sgd(latency_s: float, call_s: float) -> None:
     """Each call completes a batch, so that every gradient is one step old."""
     weights = {0: 7, 1: 1, 2: 30}
 
@@ -78,8 +78,9 @@ def test_it_is_delayed_sgd(latency_s: float) -> None:
                 ]
             )
             assert {peer.state.step for peer in peers} == {step}
-            await asyncio.sleep(0.5)
+            await asyncio.sleep(call_s)
         for peer in peers:
+            assert set(peer.groups.values()) == {3}
             for step in range(1, STEPS + 1):
                 torch.testing.assert_close(peer.history[step], expected[step], rtol=1e-5, atol=1e-5)
         require_equal(peers, range(1, STEPS + 1))
