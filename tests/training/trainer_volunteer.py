@@ -8,7 +8,7 @@ import tempfile
 from pathlib import Path
 
 import torch
-from transformers import Trainer
+from transformers import PrinterCallback, Trainer
 
 from swarm_training import TrainingRun
 from swarm_training.trainer.callback import TrainingRunCallback
@@ -36,6 +36,7 @@ def main(number: int, peers: list[str]) -> None:
             optimizers=callback.optimizers,
             callbacks=[callback],
         )
+        trainer.remove_callback(PrinterCallback)  # only events are said here
         say("joined", peers=run.initial_peers, digest=digest(model))
         sys.stdin.readline()
         trainer.train()
