@@ -28,11 +28,16 @@ def flags(description: str) -> argparse.ArgumentParser:
     return parser
 
 
+def swarm_of(args: argparse.Namespace) -> str | None:
+    """The name of the swarm that is meant, or of the one that is started."""
+    return args.swarm or (None if args.initial_peers else f"example-{os.getpid()}")
+
+
 @contextmanager
 def connected(args: argparse.Namespace) -> Iterator[tuple[PreTrainedModel, PreTrainedTokenizerBase]]:
     """The shipped model and its tokenizer; the blocks are on servers."""
     torch.manual_seed(0)
-    swarm = args.swarm or (None if args.initial_peers else f"example-{os.getpid()}")
+    swarm = swarm_of(args)
     with (
         _servers(swarm, start=not (args.swarm or args.initial_peers)),
         DistributedModel.from_pretrained(DEFAULT_MODEL, args.initial_peers, swarm) as model,

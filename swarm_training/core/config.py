@@ -19,6 +19,14 @@ class TrainingConfig:
     ``presume_gone_s`` a run goes on without those after that time, and both parts of a network that is cut for longer
     do: the smaller one loses its steps when they meet again.
 
+    With ``delay`` gradients are averaged while the next batch is computed. Let P[t] be the parameters with the first t
+    averages applied. ``TrainingRun.step`` starts the averaging of batch t and returns; the average is applied at the
+    first later call of ``step`` that finds it there, never while the caller computes. Gradients of calls in between are
+    taken at P[t] and belong to batch t + 1. Where they are all of it, updates are delayed by one step (the delayed
+    parameter update of ZeRO-Offload: Ren et al., 2021): P[t+1] = P[t] - lr * g(P[t-1]) for SGD. No gradient is older
+    than that: batch t + 1 is averaged after average t is applied, and a peer that has as many samples of it as it gave
+    to batch t waits for average t. Peers stay equal bit for bit; each may choose ``delay`` for itself.
+
     Raises:
         ValueError: a setting is out of its range.
     """
@@ -30,6 +38,7 @@ class TrainingConfig:
     client_mode: bool = False  # behind NAT: nobody can call this peer, so it calls others
     share: float = 1.0  # of the work of adding up, relative to others: in proportion to bandwidth; 0: none
     codec: str = "fp32"
+    delay: bool = False  # average while the next batch is computed; see above
     chunk_elements: int = CHUNK_ELEMENTS
     join_timeout_s: float = 60.0
     gossip_s: float = 0.25  # between two exchanges of progress

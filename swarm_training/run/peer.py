@@ -9,6 +9,8 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import suppress
 from typing import Any, TypeVar
 
+from torch import Tensor
+
 from swarm_protocol.errors import PeerUnavailable, RequestRejected, SwarmError
 from swarm_protocol.net.identity import Identity
 from swarm_training.core.config import TrainingConfig
@@ -65,7 +67,8 @@ class TrainingPeer:
         self._meetings = Meetings(config, self._standing, network, self.gossip, compression, rng)
         self.average = self._meetings.average
         self.meet, self.reduce, self.fetch = self._meetings.meet, self._meetings.reduce, self._meetings.fetch
-        self._reported_s: float | None = None
+        self._measured_s: float | None = None
+        self._averaging: asyncio.Task[Averaged | None] | None = None
         self._tasks: list[asyncio.Task[None]] = []
 
     @property
@@ -129,6 +132,8 @@ class TrainingPeer:
         """Says goodbye: others do not wait for this peer, and its samples are withdrawn."""
         self._standing.update(state=LEFT, samples=0)
         record = self._standing.renew()
+        if self._averaging is not None:
+            self._averaging.cancel()
         for task in self._tasks:
             task.cancel()
         calls = [self._network.exchange(peer, pb.ExchangeRequest(own=record)) for peer in self.view().others]
@@ -138,6 +143,17 @@ class TrainingPeer:
 
     # ------------------------------------------------------------ what the run asks
 
+    async def measure(self, computed: int) -> None:
+        """So many samples have been computed since the last call, or the last global step."""
+        measured_s = now()
+        if self._measured_s is not None and computed:
+            call_s = max(measured_s - self._measured_s, 1e-3)
+            self._standing.update(
+                call_s=smoothed(self.own.call_s, call_s),
+                samples_per_s=smoothed(self.own.samples_per_s, computed / call_s),
+            )
+        self._measured_s = measured_s
+
     async def report(self, samples: int) -> None:
         """So many samples have been accumulated since the last global step.
 
@@ -145,14 +161,6 @@ class TrainingPeer:
             AccessDenied: a moderator has banned this peer.
         """
         self._moderation.require_admitted(self.own.peer_id)
-        reported_s = now()
-        if self._reported_s is not None and samples > self.own.samples:
-            call_s = max(reported_s - self._reported_s, 1e-3)
-            speed = (samples - self.own.samples) / call_s
-            self._standing.update(
-                call_s=smoothed(self.own.call_s, call_s), samples_per_s=smoothed(self.own.samples_per_s, speed)
-            )
-        self._reported_s = reported_s
         self._standing.update(samples=samples)
         self.gossip.tell(urgent=policy.is_batch_complete(self.view()))
 
@@ -163,6 +171,19 @@ class TrainingPeer:
     async def is_lost(self) -> bool:
         """Whether the others have gone on without this peer, or have another state."""
         return self._standing.is_lost
+
+    async def start_averaging(self, gradient: Tensor) -> None:
+        """Starts ``average`` and returns; nothing may be reported until ``averaged``."""
+        self._averaging = asyncio.create_task(self.average(gradient))
+
+    async def has_averaged(self) -> bool:
+        return self._averaging is not None and self._averaging.done()
+
+    async def averaged(self) -> Averaged | None:
+        """What ``average`` returns, when it does."""
+        assert self._averaging is not None
+        await asyncio.wait([self._averaging])  # which goes on if the caller is interrupted
+        return self._averaging.result()
 
     async def stepped(self, averaged: Averaged, state_digest: bytes, loss: float, loss_samples: int) -> None:
         """The average has been applied; ``loss``: the mean over so many of this peer's samples in it."""
@@ -229,7 +250,7 @@ class TrainingPeer:
         self._meetings.forget()
         self._standing.roster = roster
         self._state_server.remember(step, roster, result_digest)
-        self._reported_s = now()
+        self._measured_s = now()
         self._standing.update(
             step=step, samples=0, state=TRAINING, result_digest=result_digest, state_digest=state_digest
         )

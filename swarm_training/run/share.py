@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from swarm_training.meeting.attending import Averaged
 from swarm_training.run.peer import TrainingPeer
 from swarm_training.run.state import TrainedState
 
@@ -35,6 +36,7 @@ class Share:
         self._state = state
         self._sum = torch.zeros(state.length)  # of gradients times samples
         self._losses, self._loss_samples = NO_LOSS  # the sum over so many of the samples
+        self._computed = 0  # samples since the last call of ``report``
 
     def add(self, samples: int, loss: float | None = None) -> None:
         """Takes the gradients of the parameters, which are means over so many samples, as the loss is."""
@@ -48,9 +50,11 @@ class Share:
         if loss is not None and isfinite(loss):
             self._losses += loss * samples
             self._loss_samples += samples
+        self._computed += samples
 
     def report(self) -> Asking:
         """Tells the others, and steps with them if the batch is complete."""
+        yield from self._measure()
         yield self._peer.report(self.samples)
         yield from self.catch_up()
 
@@ -58,11 +62,9 @@ class Share:
         while (yield self._peer.is_due()):
             averaged = yield self._peer.average(self._sum / max(self.samples, 1))
             if averaged is not None:
-                self._state.apply(averaged.gradient)
-                loss = self._losses / max(self._loss_samples, 1), self._loss_samples
+                losses = self._losses, self._loss_samples
                 self._clear()
-                self.last_group = averaged.group.peer_ids
-                yield self._peer.stepped(averaged, self._state.digest(), *loss)
+                yield from self._apply(averaged, losses)
             elif (yield self._peer.is_lost()):
                 yield from self.load()
 
@@ -78,6 +80,17 @@ class Share:
             return
         self._clear()
         yield self._peer.loaded(downloaded, self._state.digest())
+
+    def _measure(self) -> Asking:
+        computed, self._computed = self._computed, 0
+        yield self._peer.measure(computed)
+
+    def _apply(self, averaged: Averaged, losses: tuple[float, int]) -> Asking:
+        """``losses``: the sum over so many of this peer's samples in it."""
+        self._state.apply(averaged.gradient)
+        self.last_group = averaged.group.peer_ids
+        total, samples = losses
+        yield self._peer.stepped(averaged, self._state.digest(), total / max(samples, 1), samples)
 
     def _clear(self) -> None:
         self._sum.zero_()

@@ -18,6 +18,7 @@ from swarm_training.compression.compressor import Compressor, Encoder, Plain
 from swarm_training.core import background
 from swarm_training.core.config import TrainingConfig
 from swarm_training.progress import policy
+from swarm_training.run.delayed_share import DelayedShare
 from swarm_training.run.meetings import Compression
 from swarm_training.run.presence import Presence
 from swarm_training.run.share import Asking, Share
@@ -71,6 +72,9 @@ class TrainingRun:
         if config.client_mode and not initial_peers:
             raise ValueError("client_mode needs initial_peers: a run is founded by a peer that others can call")
         compressor = compressor or Plain()
+        if config.delay and compressor.state_dict():
+            kind = type(compressor).__name__
+            raise ValueError(f"delay is on, and {kind} has a state: expected a compressor without one")
         self._state = TrainedState(parameters, optimizer, compressor)
         self._presence = background.run(
             Presence.enter(
@@ -85,7 +89,7 @@ class TrainingRun:
                 token,
             )
         )
-        self._share = Share(self._presence.peer, self._state)
+        self._share = (DelayedShare if config.delay else Share)(self._presence.peer, self._state)
         self._using = threading.Lock()
         self._is_closed = False
         try:
@@ -127,7 +131,8 @@ class TrainingRun:
         return len(background.run(self._view()).all)
 
     def step(self, samples: int, loss: float | None = None) -> None:
-        """Takes the gradients, a mean over so many samples; blocks while they are averaged, if the batch is complete.
+        """Takes the gradients, a mean over so many samples; if the batch is complete, blocks while they are averaged,
+        unless ``delay`` is on.
 
         ``loss``, the mean over the same samples, is shown to those who watch the run.
 

@@ -35,6 +35,14 @@ def test_lora_teaches_a_habit(tmp_path):
     assert found[1] == "0" and int(found[2]) >= 5
 
 
+def test_two_clients_teach_one_adapter(tmp_path):
+    printed = run("lora_together.py", "--output", str(tmp_path / "adapter"), cache=tmp_path)
+    found = re.search(r"begins (\d) of 6 descriptions before, (\d) of 6 after", printed)
+    assert found[1] == "0" and int(found[2]) >= 5
+    assert "the same adapter, bit for bit" in printed
+    assert (tmp_path / "adapter" / "adapter_config.json").exists()
+
+
 def test_prompts_teach_a_habit(tmp_path):
     printed = run("finetune_prompts.py", "--output", str(tmp_path / "prompts"), cache=tmp_path)
     found = re.search(r"begins (\d) of 6 descriptions before, (\d) of 6 after", printed)

@@ -23,11 +23,11 @@ class Volunteer:
     events: all that it has said so far.
     """
 
-    def __init__(self, **task: Any) -> None:
+    def __init__(self, *, program: str = "tests.training.volunteer", **task: Any) -> None:
         self.number = task.get("number", 0)
         self.events: list[Event] = []
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.training.volunteer", json.dumps(task)],
+            [sys.executable, "-m", program, json.dumps(task)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

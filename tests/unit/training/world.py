@@ -21,6 +21,7 @@ from swarm_training.core.local_talk import LocalTalk, talk_pair
 from swarm_training.core.record import JOINING, Progress
 from swarm_training.ledger.orders import Orders
 from swarm_training.pb import training_pb2 as pb
+from swarm_training.run.delayed_share import DelayedShare
 from swarm_training.run.meetings import Compression
 from swarm_training.run.peer import TrainingPeer
 from swarm_training.run.share import Share
@@ -251,7 +252,8 @@ class SimulatedPeer:
             random.Random(number),
             orders(number),
         )
-        made = cls(world, number, peer, state, Share(peer, state), parameter)
+        share = (DelayedShare if config.delay else Share)(peer, state)
+        made = cls(world, number, peer, state, share, parameter)
         world.peers[own.peer_id] = made
         return made
 

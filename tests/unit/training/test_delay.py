@@ -1,0 +1,212 @@
+"""Averaging while the next batch is computed: real peers in virtual time, beside delayed SGD in plain torch."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
+import torch
+
+from swarm_training.compression.power_sgd import PowerSGD
+from swarm_training.core.config import TrainingConfig
+from swarm_training.run.delayed_share import DelayedShare
+from swarm_training.run.state import TrainedState
+from swarm_training.run.training_run import TrainingRun
+from tests.unit.training.world import CONFIG, SimulatedPeer, World, all_done, enter_all, simulate
+
+DELAYED = replace(CONFIG, delay=True)
+CURVATURES = torch.linspace(0.5, 2.0, 37)
+STEPS = 12
+LR = 0.1
+
+
+def target_of(number: int) -> torch.Tensor:
+    return torch.randn(37, generator=torch.Generator().manual_seed(number))
+
+
+def gradient_at(parameter: torch.Tensor, number: int) -> torch.Tensor:
+    """Of the loss of peer ``number``: a quadratic around a point of its own."""
+    return CURVATURES * (parameter.detach() - target_of(number))
+
+
+def sgd(parameters: Any, lr: float) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=lr)
+
+
+async def descend(peer: SimulatedPeer, samples: int, call_s: float, until_step: int) -> None:
+    """One call takes ``call_s``; its gradient is that at the parameters it began with."""
+    while peer.state.step < until_step:
+        gradient = gradient_at(peer.parameter, peer.number)
+        await asyncio.sleep(call_s)
+        await peer.step(gradient, samples)
+
+
+def delayed_descent(start: torch.Tensor, weights: dict[int, int], steps: int) -> list[torch.Tensor]:
+    """P[t+1] = P[t] - lr * g(P[t-1]), P[1] = P[0] - lr * g(P[0]); g is the mean over all samples."""
+    history = [start]
+    total = sum(weights.values())
+    for step in range(steps):
+        at = history[max(step - 1, 0)]
+        mean = sum(weight * gradient_at(at, number) for number, weight in weights.items()) / total
+        history.append(history[-1] - LR * mean)
+    return history
+
+
+def require_equal(peers: list[SimulatedPeer], steps: range) -> None:
+    for step in steps:
+        histories = [peer.history[step] for peer in peers if step in peer.history]
+        assert histories and all(torch.equal(histories[0], other) for other in histories), f"step {step}"
+
+
+@pytest.mark.parametrize(("latency_s", "call_s"), [(0.01, 0.5), (0.2, 0.05)], ids=["fast line", "slow line"])
+def test_it_is_delayed_sgd(latency_s: float, call_s: float) -> None:
+    """Each call completes a batch, so that every gradient is one step old."""
+    weights = {0: 7, 1: 1, 2: 30}
+
+    async def scenario() -> None:
+        peers = await enter_all(World(latency_s), 3, target=1, config=DELAYED, optimizer=sgd)
+        expected = delayed_descent(peers[0].parameter.detach().clone(), weights, STEPS)
+        for step in range(STEPS + 1):
+            gradients = [gradient_at(peer.parameter, peer.number) for peer in peers]
+            await all_done(
+                [
+                    peer.spawn(peer.step(gradient, weights[peer.number]))
+                    for peer, gradient in zip(peers, gradients, strict=True)
+                ]
+            )
+            assert {peer.state.step for peer in peers} == {step}
+            await asyncio.sleep(call_s)
+        for peer in peers:
+            assert set(peer.groups.values()) == {3}
+            for step in range(1, STEPS + 1):
+                torch.testing.assert_close(peer.history[step], expected[step], rtol=1e-5, atol=1e-5)
+        require_equal(peers, range(1, STEPS + 1))
+
+    simulate(scenario)
+
+
+def test_a_step_does_not_wait_for_others() -> None:
+    async def scenario() -> None:
+        peers = await enter_all(World(latency_s=0.5), 2, target=20, config=DELAYED)
+        loop = asyncio.get_running_loop()
+        began_s = loop.time()
+        await peers[0].step(torch.ones(37), 20)
+        assert loop.time() == began_s
+        before = peers[0].parameter.detach().clone()
+        await peers[0].step(torch.ones(37), 1)  # the other has not come
+        assert loop.time() == began_s and torch.equal(peers[0].parameter, before)
+        await peers[1].step(torch.ones(37), 5)
+        while not await peers[0].peer.has_averaged():
+            await asyncio.sleep(0.1)
+        assert torch.equal(peers[0].parameter, before)  # nothing changes while the caller computes
+        averaged_s = loop.time()
+        await peers[0].step(torch.ones(37), 1)
+        assert loop.time() == averaged_s and not torch.equal(peers[0].parameter, before)
+        assert peers[0].state.step == 1 and peers[0].peer.own.samples == 2
+
+    simulate(scenario)
+
+
+def test_computing_goes_on_while_gradients_travel() -> None:
+    """Peers whose lines take as long as a batch: twice as many steps in the same time, almost."""
+
+    async def seconds(config: TrainingConfig) -> float:
+        peers = await enter_all(World(latency_s=0.2), 3, target=30, config=config, optimizer=sgd)
+        loop = asyncio.get_running_loop()
+        began_s = loop.time()
+        await all_done([peer.spawn(descend(peer, 1, 0.2, STEPS)) for peer in peers])
+        require_equal(peers, range(1, STEPS + 1))
+        return loop.time() - began_s
+
+    assert simulate(lambda: seconds(DELAYED)) < 0.75 * simulate(lambda: seconds(CONFIG))
+
+
+def test_peers_with_and_without_it_stay_equal_while_others_come_and_fail() -> None:
+    async def scenario() -> None:
+        world = World(latency_s=0.05)
+        peers = [SimulatedPeer.make(world, 0, target=80, config=DELAYED)]
+        await peers[0].enter()
+        for number, config in enumerate([CONFIG, DELAYED, DELAYED], 1):
+            peers.append(SimulatedPeer.make(world, number, target=80, config=config))
+            await peers[-1].enter()
+        tasks = [peer.spawn(peer.train(0.2 + 0.1 * peer.number, 5, STEPS)) for peer in peers]
+        while peers[0].state.step < 4:
+            await asyncio.sleep(0.05)
+        joiner = SimulatedPeer.make(world, 4, target=80, config=DELAYED)
+        await joiner.enter()
+        tasks.append(joiner.spawn(joiner.train(0.3, 5, STEPS)))
+        while 5 not in joiner.groups.values() or joiner.share._given is None:
+            await asyncio.sleep(0.01)
+        world.kill(peers[3].peer_id)
+        await all_done([task for task in tasks if task is not tasks[3]])
+        require_equal([*peers, joiner], range(1, STEPS + 1))
+
+    simulate(scenario)
+
+
+@dataclass
+class DecliningPeer:
+    """Says that the batch is complete, and at the first averaging that it is not after all."""
+
+    reported: list[int] = field(default_factory=list)
+    given: list[torch.Tensor] = field(default_factory=list)
+
+    async def measure(self, computed: int) -> None:
+        pass
+
+    async def report(self, samples: int) -> None:
+        self.reported.append(samples)
+
+    async def is_due(self) -> bool:
+        return self.reported[-1] in (5, 12)
+
+    async def is_lost(self) -> bool:
+        return False
+
+    async def has_averaged(self) -> bool:
+        return True
+
+    async def start_averaging(self, gradient: torch.Tensor) -> None:
+        self.given.append(gradient)
+
+    async def averaged(self) -> None:
+        return None
+
+
+def test_gradients_of_an_averaging_that_comes_to_nothing_are_kept() -> None:
+    """Somebody has left before the meeting."""
+    parameter = torch.nn.Parameter(torch.zeros(3))
+    peer: Any = DecliningPeer()
+    share = DelayedShare(peer, TrainedState([parameter], torch.optim.SGD([parameter], lr=LR)))
+
+    def drive(asking: Any) -> None:
+        answer = None
+        with suppress(StopIteration):
+            while True:
+                answer = asyncio.run(asking.send(answer))
+
+    for gradient, samples in ((1.0, 5), (2.0, 4), (3.0, 3)):
+        parameter.grad = torch.full((3,), gradient)
+        share.add(samples)
+        drive(share.report())
+    assert peer.reported == [5, 9, 12]
+    torch.testing.assert_close(peer.given[0], torch.full((3,), 1.0))
+    torch.testing.assert_close(peer.given[1], torch.full((3,), (5.0 + 8.0 + 9.0) / 12))
+
+
+def test_a_compressor_with_state_is_refused() -> None:
+    layer = torch.nn.Linear(64, 64)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+    compressor = PowerSGD([(64, 64), (64,)], rank=2)
+    with pytest.raises(ValueError, match="delay is on, and PowerSGD has a state: expected a compressor without one"):
+        TrainingRun(
+            "toy",
+            layer.parameters(),
+            optimizer,
+            target_batch_size=1,
+            config=TrainingConfig(delay=True),
+            compressor=compressor,
+        )
