@@ -27,11 +27,13 @@ class Share:
     Attributes:
         samples: behind the gradients that have been accumulated.
         last_group: ids of those who were averaged for the last step, in the order of the sum.
+        last_batch_size: samples that they had.
     """
 
     def __init__(self, peer: TrainingPeer, state: TrainedState) -> None:
         self.samples = 0
         self.last_group: tuple[str, ...] = ()
+        self.last_batch_size = 0
         self._peer = peer
         self._state = state
         self._sum = torch.zeros(state.length)  # of gradients times samples
@@ -89,6 +91,7 @@ class Share:
         """``losses``: the sum over so many of this peer's samples in it."""
         self._state.apply(averaged.gradient)
         self.last_group = averaged.group.peer_ids
+        self.last_batch_size = sum(member.weight for member in averaged.group.members)
         total, samples = losses
         yield self._peer.stepped(averaged, self._state.digest(), total / max(samples, 1), samples)
 

@@ -121,6 +121,11 @@ class TrainingRun:
         return list(self._share.last_group)
 
     @property
+    def last_batch_size(self) -> int:
+        """How many samples they had together: at least the target, as peers end what they have begun."""
+        return self._share.last_batch_size
+
+    @property
     def seconds_to_step(self) -> float | None:
         """Until the next global step, as far as can be told now."""
         return policy.seconds_to_step(background.run(self._view()))

@@ -70,3 +70,29 @@ def test_chat_computes_every_token_once(tmp_path):
     counts = re.findall(r"has (\d+) tokens; (\d+) were computed", printed)
     assert len(counts) == 2
     assert all(int(length) - 1 == int(computed) for length, computed in counts)
+
+
+def test_peers_of_different_speeds_train_a_language_model_as_one_process_does(tmp_path):
+    printed = run("train_together/language_model.py", "--quick", cache=tmp_path)
+    assert "peer 2 was killed" in printed and "peer 4 joined" in printed
+    rows = re.findall(r"^ *\d+ +\d+ +\d+ +([\d.]+) +([\d.]+) +[+-][\d.]+%$", printed, re.MULTILINE)
+    losses = [(float(together), float(alone)) for together, alone in rows]
+    assert losses[-1][0] < losses[0][0] - 0.2
+    assert all(abs(together / alone - 1) < 0.03 for together, alone in losses)
+    equal = re.search(r"after (\d+) of (\d+) steps all parameters", printed)
+    assert equal[1] == equal[2] and int(equal[1]) >= 10
+    assert int(re.search(r"peer 4 contributed to (\d+)", printed)[1]) >= 2
+
+
+def test_peers_train_a_model_that_draws(tmp_path):
+    printed = run("train_together/text_to_image.py", "--quick", "--output", str(tmp_path), cache=tmp_path)
+    assert re.search(r"named right of 10 drawings: \d+% before, \d+% after", printed)
+    assert (tmp_path / "before.png").read_bytes() != (tmp_path / "after.png").read_bytes()
+
+
+def test_a_caption_that_cannot_be_drawn_is_refused(tmp_path):
+    command = [sys.executable, str(ROOT / "examples/train_together/text_to_image.py"), "--caption", "a purple seven"]
+    environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path), "PYTHONPATH": str(ROOT)}
+    result = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert result.returncode == 2
+    assert "the model does not know purple" in result.stderr and "Traceback" not in result.stderr

@@ -61,6 +61,7 @@ def test_a_step_is_the_weighted_mean_in_the_order_of_the_members() -> None:
         optimizer.step()
         for peer in peers:
             assert torch.equal(peer.history[1], expected.detach())
+            assert peer.share.last_batch_size == sum(counts)
 
     simulate(scenario)
 
