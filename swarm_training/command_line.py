@@ -27,7 +27,6 @@ from swarm_training.runfile.reading import read_run_file
 _PROG = "swarm train"
 _MIN_INTERVAL_S, _MAX_INTERVAL_S = 0.5, 3600.0
 _MAX_HOURS = 24 * 3660.0
-_ROLLBACK_LASTS_S = 3600.0  # whoever has not heard of it by then joins anew
 Command = Callable[[], None]
 
 
@@ -64,30 +63,20 @@ def parse_args(argv: list[str], backend: Backend = BACKEND) -> argparse.Namespac
 
 
 def _add_moderate(commands: argparse._SubParsersAction[argparse.ArgumentParser], send: SendOrder) -> None:
-    text = "order a ban or a rollback; needs the membership of a moderator"
+    text = "order a ban; needs the membership of a moderator"
     actions = commands.add_parser("moderate", help=text, description=text).add_subparsers(
         dest="action", required=True, metavar="ACTION"
     )
-    for name, about in (("ban", "take no more from a peer"), ("rollback", "go back to a checkpoint")):
-        parser = actions.add_parser(
-            name, help=about, description=about, formatter_class=argparse.ArgumentDefaultsHelpFormatter
-        )
-        parser.set_defaults(command=partial(_moderate, send))
-        parser.add_argument("--log-level", default="warning", choices=LOG_LEVELS)
-        add_joining_flags(parser)
-        if name == "ban":
-            parser.add_argument("peer_id", metavar="PEER_ID")
-            parser.add_argument("--hours", type=float, default=24.0, metavar="N", help="how long it lasts")
-            parser.add_argument("--reason", default="", help="shown to all")
-        else:
-            parser.add_argument("step", type=int, metavar="STEP", help="of the checkpoint")
-            parser.add_argument(
-                "--after",
-                type=int,
-                default=0,
-                metavar="N",
-                help="rollbacks that the run has had: none is doubled",
-            )
+    about = "take no more from a peer"
+    ban = actions.add_parser(
+        "ban", help=about, description=about, formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
+    ban.set_defaults(command=partial(_ban, send))
+    ban.add_argument("--log-level", default="warning", choices=LOG_LEVELS)
+    add_joining_flags(ban)
+    ban.add_argument("peer_id", metavar="PEER_ID")
+    ban.add_argument("--hours", type=float, default=24.0, metavar="N", help="how long it lasts")
+    ban.add_argument("--reason", default="", help="shown to all")
 
 
 def _init(args: argparse.Namespace) -> Command:
@@ -152,30 +141,23 @@ def _watch(backend: Backend, args: argparse.Namespace) -> Command:
     return run
 
 
-def _moderate(send: SendOrder, args: argparse.Namespace) -> Command:
+def _ban(send: SendOrder, args: argparse.Namespace) -> Command:
     from swarm_protocol.access.tokens import Role
-    from swarm_training.ledger.orders import Ban, GoBack, Order
+    from swarm_training.ledger.orders import Ban, Order
 
     file = read_run_file(args.run_file)
     if not file.tokens.organiser:
         raise ValueError(f"{args.run_file} names no organiser under [tokens]: without one, a run has no moderators")
     if not args.initial_peers:
         raise ValueError("--initial-peers is missing: expected members of the run that is to be told")
-    action: Ban | GoBack
-    if args.action == "ban":
-        if not 0 < args.hours <= _MAX_HOURS:
-            raise ValueError(f"--hours is {args.hours:g}: expected a number above 0, up to {_MAX_HOURS:g}")
-        action, lasts_s = Ban(args.peer_id, args.reason), args.hours * 3600.0
-    else:
-        if args.after < 0:
-            raise ValueError(f"--after is {args.after}: expected at least 0")
-        action, lasts_s = GoBack(args.step, args.after), _ROLLBACK_LASTS_S
+    if not 0 < args.hours <= _MAX_HOURS:
+        raise ValueError(f"--hours is {args.hours:g}: expected a number above 0, up to {_MAX_HOURS:g}")
     who = joining(args, file, Role.MODERATOR)
-    order = Order.new(file.run.name, action, time.time(), lasts_s)
+    order = Order.new(file.run.name, Ban(args.peer_id, args.reason), time.time(), args.hours * 3600.0)
 
     def run() -> None:
         send(who, order.signed(who.identity, who.token))
-        print(f"the run has been told: {args.action}")
+        print(f"the run has been told to ban {args.peer_id}")
 
     return run
 

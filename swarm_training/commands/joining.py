@@ -1,4 +1,4 @@
-"""``swarm train join``: trains a run's model on this machine until it is stopped, with checkpoints and rollback."""
+"""``swarm train join``: trains a run's model on this machine until it is stopped, with checkpoints."""
 
 from __future__ import annotations
 
