@@ -41,7 +41,7 @@ def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunFile:
         ModelSettings(preset="tiny", tokenizer=DEFAULT_MODEL),
         DataSettings(str(source), BLOCK),
         OptimizerSettings("adamw", 1e-2, schedule="linear", warmup_steps=2, total_steps=STEPS),
-        BatchSettings(size=BATCH),
+        batch=BatchSettings(size=BATCH),
     )
 
 
