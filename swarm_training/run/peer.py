@@ -174,7 +174,14 @@ class TrainingPeer:
 
     async def start_averaging(self, gradient: Tensor) -> None:
         """Starts ``average`` and returns; nothing may be reported until ``averaged``."""
-        self._averaging = asyncio.create_task(self.average(gradient))
+        self._averaging = asyncio.create_task(self._average_while_due(gradient))
+
+    async def _average_while_due(self, gradient: Tensor) -> Averaged | None:
+        """A meeting may come to nothing, when its leader has fallen behind for instance."""
+        while (averaged := await self.average(gradient)) is None and not self._standing.is_lost:
+            if not policy.is_batch_complete(self.view()):
+                return None
+        return averaged
 
     async def has_averaged(self) -> bool:
         return self._averaging is not None and self._averaging.done()

@@ -68,6 +68,8 @@ def test_it_is_delayed_sgd(latency_s: float, call_s: float) -> None:
 
     async def scenario() -> None:
         peers = await enter_all(World(latency_s), 3, target=1, config=DELAYED, optimizer=sgd)
+        while any(len(peer.peer.view().all) < len(peers) for peer in peers):
+            await asyncio.sleep(0.1)  # who is not known of is not waited for
         expected = delayed_descent(peers[0].parameter.detach().clone(), weights, STEPS)
         for step in range(STEPS + 1):
             gradients = [gradient_at(peer.parameter, peer.number) for peer in peers]
