@@ -21,10 +21,11 @@ from make_model import DEFAULT_OUTPUT, SHAPES, make_model
 
 from swarm_client import DistributedModel
 from swarm_client.core.config import CHECK_SHARE
+from swarm_client.verification.checker import checker_of
 from swarm_client.verification.session_checks import FIRST_OUTPUTS
 
 PROMPT, NEW = 64, 128  # tokens of a generation
-MANY = 10  # times the default share, to measure the price
+ALL = 1.0  # of the positions, to measure the price: as much as can be checked, one check at a time
 SHARES = 0.01, CHECK_SHARE, 0.1
 
 
@@ -70,8 +71,9 @@ def detection_rows(rounds: int) -> list[dict]:
 def price_row(model: str, models: Path, rounds: int, sessions: int) -> dict:
     """What checks take of the servers' and the client's processor time, as a share of what generating takes without.
 
-    Small machines are too noisy for a hundredth: many times as much is checked as by default, and the difference is
-    divided by as many. Processor time, because other programs take less of it than of the time that passes.
+    Small machines are too noisy for a hundredth: as much is checked as can be, and the difference is multiplied by the
+    default share over the one that was checked. Processor time, because other programs take less of it than of the time
+    that passes.
     """
     path = make_model(model, models)
     blocks = f"0:{SHAPES[model]['num_hidden_layers']}"
@@ -80,7 +82,7 @@ def price_row(model: str, models: Path, rounds: int, sessions: int) -> dict:
     with local_servers(swarm, [blocks, blocks], options, [cores[0], cores[-1]]) as servers:
         clients = {
             name: DistributedModel.from_pretrained(str(path), swarm=swarm, check_share=share)
-            for name, share in (("without", 0.0), ("with", MANY * CHECK_SHARE))
+            for name, share in (("without", 0.0), ("with", ALL))
         }
         processes = [psutil.Process(server.pid) for server in servers] + [psutil.Process()]
 
@@ -94,11 +96,14 @@ def price_row(model: str, models: Path, rounds: int, sessions: int) -> dict:
 
         for name in clients:
             cpu_ms_per_token(name)  # first answers are checked here
+        checker = checker_of(clients["with"].blocks.swarm)
+        num_first = checker.num_checked
         measured = take_turns(rounds, {name: lambda name=name: cpu_ms_per_token(name) for name in clients})
+        share = (checker.num_checked - num_first) / (rounds * sessions * (PROMPT + NEW))
         for client in clients.values():
             client.close()
     with_, without = (statistics.median(measured[name]) for name in ("with", "without"))
-    price = (median_ratio(measured["with"], measured["without"]) - 1) / MANY
+    price = (median_ratio(measured["with"], measured["without"]) - 1) * CHECK_SHARE / share
     return json_row(
         f"processor time of checks, share of it, {sessions} sessions, {model}, int8",
         price,
@@ -106,7 +111,7 @@ def price_row(model: str, models: Path, rounds: int, sessions: int) -> dict:
         at_most=True,
         cpu_ms_per_token=with_,
         cpu_ms_per_token_without=without,
-        times=MANY,
+        share=share,
         rounds=measured,
     )
 
@@ -131,7 +136,7 @@ def main() -> None:
         if not args.no_price:
             rows.append(price_row(args.model, args.models, args.rounds, args.sessions))
             row = rows[-1]
-            print(f"{row['name']}: {row['measured']:.2%}")
+            print(f"{row['name']}: {row['measured']:.2%} (with {row['share']:.0%} of positions checked)")
     if args.json:
         write_json(args.json, vars(args), rows=rows)
 

@@ -29,7 +29,11 @@ _LOOK_AGAIN_S = 20.0  # for others that hold the same blocks
 
 
 class Checker:
-    """Of one client. Runs on the background loop."""
+    """Of one client. Runs on the background loop.
+
+    Attributes:
+        num_checked: positions that others have computed again.
+    """
 
     def __init__(self, swarm: Swarm) -> None:
         self._swarm = swarm
@@ -43,6 +47,7 @@ class Checker:
         given = swarm.config.check_share
         self.share = (CHECK_SHARE if swarm.config.initial_peers else 0.0) if given is None else given
         self._reads = False
+        self.num_checked = 0
 
     def start(self) -> None:
         """Reads from now on of whom others accuse."""
@@ -98,7 +103,9 @@ class Checker:
             except SwarmError as error:
                 _logger.info("a check was not made: %s", error)
                 break
-        reporter.stats.checks += bool(verdict.passed or verdict.distrusted or verdict.disagreements)
+        has_verdict = bool(verdict.passed or verdict.distrusted or verdict.disagreements)
+        reporter.stats.checks += has_verdict
+        self.num_checked += sample.inputs.hidden.shape[1] * has_verdict
         self._learn(verdict, sample, reporter)
         return verdict
 

@@ -62,7 +62,7 @@ def test_reroutes_of_very_many_steps(target: Attacked) -> None:
         assert_refused(attacker.reroute(some), INVALID, f"{MAX_RESENT + 1} steps are in one message")
         too_many = [first] * (MAX_RESENT_STEPS // MAX_RESENT + 1)
         answer = attacker.reroute(*too_many)
-        assert answer.status in (INVALID, FULL) and "bytes" in answer.details
+        assert answer.is_cut_off or (answer.status in (INVALID, FULL) and "bytes" in answer.details)
 
 
 @attack("streams that fall silent or drip")
