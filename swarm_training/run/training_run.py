@@ -18,10 +18,9 @@ from swarm_training.compression.compressor import Compressor, Encoder, Plain
 from swarm_training.core import background
 from swarm_training.core.config import TrainingConfig
 from swarm_training.progress import policy
-from swarm_training.run.delayed_share import DelayedShare
 from swarm_training.run.meetings import Compression
 from swarm_training.run.presence import Presence
-from swarm_training.run.share import Asking, Share
+from swarm_training.run.share import Asking, DelayedShare, Share
 from swarm_training.run.state import TrainedState
 
 

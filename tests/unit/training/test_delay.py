@@ -12,7 +12,7 @@ import torch
 
 from swarm_training.compression.power_sgd import PowerSGD
 from swarm_training.core.config import TrainingConfig
-from swarm_training.run.delayed_share import DelayedShare
+from swarm_training.run.share import DelayedShare
 from swarm_training.run.state import TrainedState
 from swarm_training.run.training_run import TrainingRun
 from tests.unit.training.world import CONFIG, SimulatedPeer, World, all_done, enter_all, simulate

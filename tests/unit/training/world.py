@@ -21,10 +21,9 @@ from swarm_training.core.local_talk import LocalTalk, talk_pair
 from swarm_training.core.record import JOINING, Progress
 from swarm_training.ledger.orders import Orders
 from swarm_training.pb import training_pb2 as pb
-from swarm_training.run.delayed_share import DelayedShare
 from swarm_training.run.meetings import Compression
 from swarm_training.run.peer import TrainingPeer
-from swarm_training.run.share import Share
+from swarm_training.run.share import DelayedShare, Share
 from swarm_training.run.state import TrainedState
 from tests.unit.simulation import VirtualLoop
 
