@@ -19,7 +19,7 @@ from collections.abc import Callable
 from functools import partial
 
 GROWN_BYTES, MUCH_BYTES = 64 << 20, 16 << 20
-MAX_LOOKS = 16
+MAX_LOOKS = 16  # from one trim to the next while a process is large and gives nothing back
 
 
 class HeapTrimmer:

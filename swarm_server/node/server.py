@@ -42,7 +42,7 @@ from swarm_server.verification.liars import Liars
 
 _logger = logging.getLogger(__name__)
 _GRACE_S = 2.0  # for streams that are open when the server stops
-_JUDGE_S = (3 * REFRESH_S, 4 * REFRESH_S)  # between two looks at what others have published: seldom anything
+_JUDGE_S = (3 * REFRESH_S, 4 * REFRESH_S)  # a key under which nothing stands is looked for at many nodes
 _TRIM_S = 10.0  # between two looks whether the heap has grown
 _PROBE_S = (10.0, 40.0)  # between two rounds of measuring the network
 
@@ -122,7 +122,8 @@ class Server:
             asyncio.ensure_future(repeat(mover.measure_network, _PROBE_S)),
             asyncio.ensure_future(repeat(mover.rebalance, CHECK_S)),
             asyncio.ensure_future(repeat(presence.keep_revocations, (REFRESH_S, REFRESH_S))),
-            asyncio.ensure_future(repeat(judge.keep, _JUDGE_S)),
+            asyncio.ensure_future(repeat(judge.publish, (REFRESH_S, REFRESH_S))),
+            asyncio.ensure_future(repeat(judge.judge_others, _JUDGE_S)),
             asyncio.ensure_future(repeat(HeapTrimmer().trim, (_TRIM_S, _TRIM_S))),
         ]
         try:

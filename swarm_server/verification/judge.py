@@ -84,18 +84,25 @@ class Judge:
             _logger.warning("server %s answers wrongly over blocks %s", short_id(statement.peer_id), statement.span)
             self._liars.add(evidence)
             if self._publishing is None or self._publishing.done():  # who comes meanwhile is published later
-                self._publishing = asyncio.ensure_future(self._publish())
+                self._publishing = asyncio.ensure_future(self.publish())
         return shown
 
-    async def keep(self) -> None:
-        """Judges what others have published, and publishes again what this server has found itself."""
+    async def judge_others(self) -> None:
+        """Judges what other servers have published."""
         others = [found for publisher, found in await self._accusations.read() if publisher != self._record().peer_id]
         for message in others[:_MAX_READ]:
             try:
                 await self.judge(message, Caller(self._record().peer_id))
             except SwarmError as error:
                 _logger.debug("an accusation was not judged: %s", printable(str(error)))
-        await self._publish()
+        if self._publishing is not None:
+            await asyncio.wait([self._publishing])
+
+    async def publish(self) -> None:
+        """What this server has found itself, until it has expired."""
+        messages = self._liars.evidence()
+        if messages and not await self._accusations.publish(messages, self._token):
+            _logger.info("the swarm did not take this server's accusations; trying again later")
 
     async def _is_shown(self, evidence: Evidence, client: Caller) -> bool:
         """Raises RequestRejected."""
@@ -114,8 +121,3 @@ class Judge:
         output = await services.scheduler.train(compute, client, SKETCH_POSITIONS)
         excess = evidence.excess(output[0], Kind(*own.kind), self._routed)
         return excess is not None and excess >= 1
-
-    async def _publish(self) -> None:
-        messages = self._liars.evidence()
-        if messages and not await self._accusations.publish(messages, self._token):
-            _logger.info("the swarm did not take this server's accusations; trying again later")

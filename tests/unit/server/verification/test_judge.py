@@ -128,10 +128,10 @@ def test_what_was_shown_is_published_until_it_has_expired(accused: Identity) -> 
     world = World()
     evidence = world.evidence(accused, torch.zeros_like)
     world.judge_all(evidence)
-    run(world.judge.keep())
+    run(world.judge.publish())
     assert world.board.times == 2
     world.now += LASTS_S + 1
-    run(world.judge.keep())
+    run(world.judge.publish())
     assert world.board.times == 2 and accused.peer_id not in world.liars
 
 
@@ -140,7 +140,7 @@ def test_what_others_publish_is_judged_too(accused: Identity) -> None:
     lie, truth = world.evidence(accused, torch.zeros_like), world.evidence(honest)
     elsewhere = world.evidence(honest, torch.zeros_like, Span(2, 8))
     world.board.others = [("slanderer", truth), ("other", elsewhere), ("judge", pb.Evidence()), ("honest", lie)]
-    run(world.judge.keep())
+    run(world.judge.judge_others())
     assert world.board.published == [lie]
     assert accused.peer_id in world.liars and honest.peer_id not in world.liars
 
