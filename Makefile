@@ -37,6 +37,8 @@ proto: $(VENV)/.installed
 	    swarm_training/pb/training.proto
 	$(BIN)/python -m grpc_tools.protoc -Iswarm_training/pb=protos --python_out=. --pyi_out=. \
 	    swarm_training/pb/training_ledger.proto
+	$(BIN)/python -m grpc_tools.protoc -Iswarm_training/pb=protos --python_out=. --pyi_out=. --grpc_python_out=. \
+	    swarm_training/pb/training_robust.proto
 
 # torch first: asked for by name, pip takes the pinned build; a later dependency could ask for the newest one.
 $(VENV)/.installed: pyproject.toml constraints.txt

@@ -6,16 +6,26 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from swarm_training.core.config import TrainingConfig
+    from swarm_training.core.config import RollbackPolicy, TrainingConfig
+    from swarm_training.core.robust_config import RobustConfig
+    from swarm_training.robust_run.robust_run import RobustRun
     from swarm_training.run.training_run import TrainingRun
+    from swarm_training.volunteering import volunteer
 
-__all__ = ["TrainingConfig", "TrainingRun"]
+__all__ = ["RobustConfig", "RobustRun", "RollbackPolicy", "TrainingConfig", "TrainingRun", "volunteer"]
+
+_MODULES = {
+    "RobustConfig": "core.robust_config",
+    "RobustRun": "robust_run.robust_run",
+    "RollbackPolicy": "core.config",
+    "TrainingConfig": "core.config",
+    "TrainingRun": "run.training_run",
+    "volunteer": "volunteering",
+}
 
 
 def __getattr__(name: str) -> Any:
     """Loads classes at their first use: decisions of this package need neither torch nor grpc."""
-    if name == "TrainingConfig":
-        return import_module("swarm_training.core.config").TrainingConfig
-    if name == "TrainingRun":
-        return import_module("swarm_training.run.training_run").TrainingRun
+    if name in _MODULES:
+        return getattr(import_module(f"swarm_training.{_MODULES[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,4 +1,4 @@
-"""Command line of training together: ``swarm train init``, ``join``, ``watch`` and ``moderate``.
+"""Command line of training together: ``swarm train init``, ``join``, ``watch``, ``ledger`` and ``moderate``.
 
 A command is a function that checks its arguments, as far as they say for themselves that they are wrong, and returns
 what is to be done.
@@ -20,13 +20,16 @@ from pathlib import Path
 from swarm_protocol.errors import SwarmError
 from swarm_protocol.process import signals
 from swarm_training.commands.flags import LOG_LEVELS, add_joining_flags, joining, parse_batch_size, parse_part
-from swarm_training.contract.backend import Backend, SendOrder
+from swarm_training.contract.backend import Backend, Look, ReadLedger, SendOrder
 from swarm_training.core_backend import BACKEND
 from swarm_training.runfile.reading import read_run_file
+from swarm_training.runfile.settings import RunFile
 
 _PROG = "swarm train"
 _MIN_INTERVAL_S, _MAX_INTERVAL_S = 0.5, 3600.0
 _MAX_HOURS = 24 * 3660.0
+_MAX_STEP = 1 << 53
+_ROLLBACK_LASTS_S = 3600.0  # by then it has been carried out, or cannot be
 Command = Callable[[], None]
 
 
@@ -57,23 +60,39 @@ def parse_args(argv: list[str], backend: Backend = BACKEND) -> argparse.Namespac
         add_joining_flags(watch)
         watch.add_argument("--json", action="store_true", help="print a line of JSON each time")
         watch.add_argument("--interval", type=float, default=2.0, metavar="SECONDS", help="between two pictures")
+    if backend.read_ledger is not None:
+        summed = command("ledger", partial(_ledger, backend.read_ledger), "sum who has contributed how much")
+        add_joining_flags(summed)
+        summed.add_argument("--file", type=Path, metavar="LEDGER", help="sum this file, and ask nobody")
+        summed.add_argument("--json", action="store_true", help="print JSON")
     if backend.send_order is not None:
-        _add_moderate(commands, backend.send_order)
+        _add_moderate(commands, backend.send_order, backend.look)
     return parser.parse_args(argv)
 
 
-def _add_moderate(commands: argparse._SubParsersAction[argparse.ArgumentParser], send: SendOrder) -> None:
-    text = "order a ban; needs the membership of a moderator"
+def _add_moderate(
+    commands: argparse._SubParsersAction[argparse.ArgumentParser], send: SendOrder, look: Look | None
+) -> None:
+    text = "order a ban or a rollback; needs the membership of a moderator"
     actions = commands.add_parser("moderate", help=text, description=text).add_subparsers(
         dest="action", required=True, metavar="ACTION"
     )
-    about = "take no more from a peer"
-    ban = actions.add_parser(
-        "ban", help=about, description=about, formatter_class=argparse.ArgumentDefaultsHelpFormatter
-    )
-    ban.set_defaults(command=partial(_ban, send))
-    ban.add_argument("--log-level", default="warning", choices=LOG_LEVELS)
-    add_joining_flags(ban)
+
+    def action(name: str, run: Callable[[argparse.Namespace], Command], about: str) -> argparse.ArgumentParser:
+        parser = actions.add_parser(
+            name, help=about, description=about, formatter_class=argparse.ArgumentDefaultsHelpFormatter
+        )
+        parser.set_defaults(command=run)
+        parser.add_argument("--log-level", default="warning", choices=LOG_LEVELS)
+        add_joining_flags(parser)
+        return parser
+
+    if look is not None:
+        rollback = action("rollback", partial(_rollback, send, look), "go back to a checkpoint, all together")
+        rollback.add_argument(
+            "--to-step", type=int, required=True, metavar="N", help="its newest checkpoint up to here is taken"
+        )
+    ban = action("ban", partial(_ban, send), "take no more from a peer")
     ban.add_argument("peer_id", metavar="PEER_ID")
     ban.add_argument("--hours", type=float, default=24.0, metavar="N", help="how long it lasts")
     ban.add_argument("--reason", default="", help="shown to all")
@@ -110,10 +129,11 @@ def _join(backend: Backend, args: argparse.Namespace) -> Command:
     who = joining(args, file, Role.TRAINER)
 
     def run() -> None:
-        from swarm_training.commands.joining import join
+        from swarm_training.commands.joining import prepare, take_part
 
         signals.unwind_on_signals()
-        join(file, who, part, args.device, backend.open_run, threading.Event(), partial(print, flush=True))
+        say = partial(print, flush=True)
+        take_part(prepare(file, who, part, args.device, say), who, backend.open_run, threading.Event(), say)
 
     return run
 
@@ -141,15 +161,27 @@ def _watch(backend: Backend, args: argparse.Namespace) -> Command:
     return run
 
 
+def _ledger(read: ReadLedger, args: argparse.Namespace) -> Command:
+    from swarm_protocol.access.tokens import Role
+    from swarm_training.commands import summing
+
+    file = read_run_file(args.run_file)
+    if (args.file is None) == (not args.initial_peers):
+        raise ValueError("--initial-peers or --file: expected members of the run to ask, or else a ledger that is here")
+    who = joining(args, file, Role.CLIENT) if args.file is None else None
+
+    def run() -> None:
+        ledger = summing.ledger_in_file(args.file, file) if who is None else read(who)
+        summing.show(ledger, as_json=args.json)
+
+    return run
+
+
 def _ban(send: SendOrder, args: argparse.Namespace) -> Command:
     from swarm_protocol.access.tokens import Role
     from swarm_training.ledger.orders import Ban, Order
 
-    file = read_run_file(args.run_file)
-    if not file.tokens.organiser:
-        raise ValueError(f"{args.run_file} names no organiser under [tokens]: without one, a run has no moderators")
-    if not args.initial_peers:
-        raise ValueError("--initial-peers is missing: expected members of the run that is to be told")
+    file = _moderated(args)
     if not 0 < args.hours <= _MAX_HOURS:
         raise ValueError(f"--hours is {args.hours:g}: expected a number above 0, up to {_MAX_HOURS:g}")
     who = joining(args, file, Role.MODERATOR)
@@ -160,6 +192,39 @@ def _ban(send: SendOrder, args: argparse.Namespace) -> Command:
         print(f"the run has been told to ban {args.peer_id}")
 
     return run
+
+
+def _rollback(send: SendOrder, look: Look, args: argparse.Namespace) -> Command:
+    from swarm_protocol.access.tokens import Role
+    from swarm_training.ledger.orders import GoBack, Order
+
+    file = _moderated(args)
+    if not 0 <= args.to_step <= _MAX_STEP:
+        raise ValueError(f"--to-step is {args.to_step}: expected the number of a step, at least 0")
+    who = joining(args, file, Role.MODERATOR)
+
+    def run() -> None:
+        with look(who) as view:
+            seen = view()
+        if not seen.peers:
+            raise ValueError(f"nobody trains run {file.run.name} at present: there is nothing to go back")
+        if args.to_step >= seen.step:
+            raise ValueError(f"--to-step is {args.to_step}: expected less than {seen.step}, where the run is now")
+        order = Order.new(file.run.name, GoBack(args.to_step, seen.rollbacks), time.time(), _ROLLBACK_LASTS_S)
+        send(who, order.signed(who.identity, who.token))
+        print(f"the run, at step {seen.step}, has been told to go back to its newest checkpoint up to {args.to_step}")
+
+    return run
+
+
+def _moderated(args: argparse.Namespace) -> RunFile:
+    """The run file, of a run that has moderators."""
+    file = read_run_file(args.run_file)
+    if not file.tokens.organiser:
+        raise ValueError(f"{args.run_file} names no organiser under [tokens]: without one, a run has no moderators")
+    if not args.initial_peers:
+        raise ValueError("--initial-peers is missing: expected members of the run that is to be told")
+    return file
 
 
 def main(argv: list[str], backend: Backend = BACKEND) -> None:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+import dataclasses
+import logging
+import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
@@ -13,54 +17,146 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
+    from swarm_training.core.record import Progress
+    from swarm_training.ledger.contributions import Round
+    from swarm_training.ledger.ledger import Ledger
+
 _JOIN_TIMEOUT_S = 60.0
+_MAX_ASKED = 8  # peers, of whom each may lack rounds that others have
+_logger = logging.getLogger(__name__)
 
 
 def open_run(who: Joining, parameters: Sequence[nn.Parameter], optimizer: torch.optim.Optimizer) -> RunLike:
     """Founds the run if there are no initial peers, else joins it. Raises what ``TrainingRun`` raises."""
     from swarm_protocol.access.access_control import AccessControl
+    from swarm_protocol.process.scratch import scratch_directory
     from swarm_training import TrainingConfig, TrainingRun
     from swarm_training.compression.building import build_compressor, build_encoder
+    from swarm_training.core.config import checkpoints_needed
 
+    averaging = who.averaging
+    config = TrainingConfig(codec=averaging.codec, aggregation=averaging.aggregation, ledger=who.ledger)
+    if who.checkpoint_every:
+        config = dataclasses.replace(
+            config,
+            checkpoint_every=who.checkpoint_every,
+            checkpoints_kept=checkpoints_needed(who.checkpoint_every, who.rollback),
+            checkpoint_directory=scratch_directory(),
+            rollback=who.rollback,
+        )
     run: RunLike = TrainingRun(
         who.run,
         parameters,
         optimizer,
         target_batch_size=who.target_batch_size,
         initial_peers=who.initial_peers,
-        config=TrainingConfig(codec=who.averaging.codec),
+        config=config,
         identity=who.identity,
         compressor=build_compressor(who.averaging, [parameter.shape for parameter in parameters], who.run),
         encoder=build_encoder(who.averaging),
         access=None if who.organiser is None else AccessControl(who.organiser),
         token=who.token,
+        resumed_at=who.resumed_at,
     )
     return run
 
 
 @contextmanager
 def look(who: Joining) -> Iterator[Callable[[], RunView]]:
-    """By a DHT node that only asks: nobody waits for it. Raises NoSwarm if no initial peer answers."""
+    """By a DHT node that only asks, and calls for rounds: nobody waits for it. Raises NoSwarm if no initial peer
+    answers."""
     from swarm_protocol.access.access_control import AccessControl
     from swarm_protocol.dht.node import Listening
-    from swarm_training.commands.looking import peers_of, shown_bans, view_of
-    from swarm_training.core import background
+    from swarm_protocol.net.tls import ClientCredentials
+    from swarm_protocol.process import network_loop
+    from swarm_training.commands.looking import peers_of, shown_bans, shown_users, view_of
+    from swarm_training.ledger.collecting import Collector
+    from swarm_training.ledger.ledger import LAST, Ledger, LedgerLimits
     from swarm_training.ledger.orders import Orders
+    from swarm_training.net.channels import GrpcNetwork
     from swarm_training.progress.board import DhtBoard
     from swarm_training.run.moderation import Moderation
 
+    ledger = Ledger(who.run, LedgerLimits.of(who.target_batch_size), who.organiser)
+    network = GrpcNetwork(ClientCredentials(who.identity, who.token))
+    known: list[Progress] = []
     moderation = Moderation(None if who.organiser is None else Orders(who.run, AccessControl(who.organiser)))
 
     async def see(board: DhtBoard) -> RunView:
         moderation.take(await board.read_orders())
-        peers = peers_of(who.run, await board.read(), moderation.banned())
-        return view_of(who.run, who.target_batch_size, peers, shown_bans(moderation.bans()))
+        known[:] = peers_of(who.run, await board.read(), moderation.banned())
+        view = view_of(who.run, who.target_batch_size, tuple(known), shown_bans(moderation.bans()))
+        return dataclasses.replace(view, users=shown_users(ledger.totals()))
 
-    board = background.run(DhtBoard.join(who.run, who.initial_peers, who.identity, Listening(), _JOIN_TIMEOUT_S))
+    async def keep(data: bytes, round_: Round) -> bool:
+        return ledger.take(data, round_)
+
+    async def start() -> asyncio.Task[None]:
+        collector = Collector(ledger, network, lambda: known, lambda: LAST, keep, asyncio.to_thread, random.Random())
+        return asyncio.create_task(collector.run())
+
+    async def end(collecting: asyncio.Task[None]) -> None:
+        collecting.cancel()
+        await asyncio.gather(collecting, return_exceptions=True)
+        await network.close()
+        await board.close()
+
+    board = network_loop.run(DhtBoard.join(who.run, who.initial_peers, who.identity, Listening(), _JOIN_TIMEOUT_S))
+    collecting = network_loop.run(start())
     try:
-        yield lambda: background.run(see(board))
+        yield lambda: network_loop.run(see(board))
     finally:
-        background.run(board.close())
+        network_loop.run(end(collecting))
+
+
+def read_ledger(who: Joining) -> Ledger:
+    """What some of the peers hand over together, every signature checked here.
+
+    Raises NoSwarm if no initial peer answers, PeerUnavailable if no peer of the run gives its rounds.
+    """
+    from swarm_protocol.dht.node import Listening
+    from swarm_protocol.errors import PeerUnavailable, SwarmError
+    from swarm_protocol.net.tls import ClientCredentials
+    from swarm_protocol.process import network_loop
+    from swarm_protocol.wire.printable import printable
+    from swarm_training.commands.looking import peers_of
+    from swarm_training.ledger.collecting import pull
+    from swarm_training.ledger.ledger import Ledger, LedgerLimits
+    from swarm_training.net.channels import GrpcNetwork
+    from swarm_training.progress.board import DhtBoard
+
+    ledger = Ledger(who.run, LedgerLimits.of(who.target_batch_size), who.organiser)
+
+    async def take(data: bytes) -> bool:
+        return ledger.add(data) is not None
+
+    async def ask(network: GrpcNetwork, peer: Progress) -> bool:
+        try:
+            await pull(ledger, lambda request: network.rounds(peer, request), take)
+        except (SwarmError, TimeoutError) as error:
+            _logger.warning("%s gives no rounds: %s", peer.peer_id, error)
+            return False
+        except ValueError as error:
+            _logger.warning("%s has given a wrong round: %s", peer.peer_id, printable(str(error)))
+        return True
+
+    async def ask_some(board: DhtBoard, network: GrpcNetwork) -> bool:
+        peers = [peer for peer in peers_of(who.run, await board.read()) if peer.is_reachable]
+        chosen = random.sample(peers, min(len(peers), _MAX_ASKED))
+        return any([await ask(network, peer) for peer in chosen])
+
+    async def read() -> None:
+        board = await DhtBoard.join(who.run, who.initial_peers, who.identity, Listening(), _JOIN_TIMEOUT_S)
+        network = GrpcNetwork(ClientCredentials(who.identity, who.token))
+        try:
+            if not await ask_some(board, network):
+                raise PeerUnavailable(f"no peer of run {who.run!r} that can be reached has given its rounds")
+        finally:
+            await network.close()
+            await board.close()
+
+    network_loop.run(read())
+    return ledger
 
 
 def send_order(who: Joining, order: bytes) -> None:
@@ -69,7 +165,7 @@ def send_order(who: Joining, order: bytes) -> None:
     Raises NoSwarm if no initial peer answers, PeerUnavailable if none of them keeps the order.
     """
     from swarm_protocol.dht.node import Listening
-    from swarm_training.core import background
+    from swarm_protocol.process import network_loop
     from swarm_training.progress.board import DhtBoard
 
     async def publish() -> None:
@@ -79,7 +175,7 @@ def send_order(who: Joining, order: bytes) -> None:
         finally:
             await board.close()
 
-    background.run(publish())
+    network_loop.run(publish())
 
 
-BACKEND = Backend(open_run, look, send_order)
+BACKEND = Backend(open_run, look, send_order, read_ledger)

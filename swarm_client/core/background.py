@@ -3,29 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import concurrent.futures
 import time
-from collections.abc import Coroutine
-from typing import Any, TypeVar
 
-from swarm_protocol.process.network_loop import network_loop
+from swarm_protocol.process.network_loop import run, submit
 
-T = TypeVar("T")
-
-
-def run(coroutine: Coroutine[Any, Any, T]) -> T:
-    """Runs the coroutine on the background loop and waits for its result; Ctrl-C cancels it."""
-    future = submit(coroutine)
-    try:
-        return future.result()
-    except BaseException:
-        future.cancel()
-        raise
-
-
-def submit(coroutine: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
-    """Starts the coroutine on the background loop."""
-    return asyncio.run_coroutine_threadsafe(coroutine, network_loop())
+__all__ = ["exact_s", "now_s", "run", "submit"]
 
 
 def now_s() -> float:

@@ -1,4 +1,4 @@
-"""The event loop on which all network traffic of this process runs, in a thread of its own.
+"""The event loop on which all network traffic of this process runs, in a thread of its own; coroutines for it.
 
 Clients of a swarm and peers of a training run share it: grpc.aio wants one loop for all that a process has.
 """
@@ -11,15 +11,32 @@ import concurrent.futures
 import contextlib
 import os
 import threading
+from collections.abc import Coroutine
+from typing import Any, TypeVar
 
+T = TypeVar("T")
 _lock = threading.RLock()  # reentrant: garbage collection inside may close a session, which comes back here
 _loop: asyncio.AbstractEventLoop | None = None
 _owner_pid = 0
 _STOP_TIMEOUT_S = 2.0
 
 
-def network_loop() -> asyncio.AbstractEventLoop:
-    """Started at the first call."""
+def run(coroutine: Coroutine[Any, Any, T]) -> T:
+    """Runs the coroutine on the network loop and waits for its result, in another thread; Ctrl-C cancels it."""
+    future = submit(coroutine)
+    try:
+        return future.result()
+    except BaseException:
+        future.cancel()
+        raise
+
+
+def submit(coroutine: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
+    """Starts the coroutine on the network loop."""
+    return asyncio.run_coroutine_threadsafe(coroutine, _running_loop())
+
+
+def _running_loop() -> asyncio.AbstractEventLoop:
     global _loop, _owner_pid
     with _lock:
         if _loop is None or _owner_pid != os.getpid():  # a forked child starts its own

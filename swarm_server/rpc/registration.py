@@ -1,9 +1,11 @@
-"""Connects the service to a gRPC server, so that bytes which are no message are refused like any bad request."""
+"""Connects the service to a gRPC server: what its methods raise becomes a status, and bytes that are no message are
+refused like any bad request."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import AsyncGenerator, AsyncIterator
-from contextlib import aclosing
+from contextlib import aclosing, asynccontextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
@@ -11,13 +13,35 @@ import grpc
 from google.protobuf.descriptor import MethodDescriptor
 from google.protobuf.message_factory import GetMessageClass
 
+from swarm_protocol.errors import AccessDenied, PeerError, RequestRejected
 from swarm_protocol.pb import swarm_pb2 as pb
 from swarm_protocol.wire.parsing import parse
-from swarm_server.rpc.service import BlocksService, errors_as_status
+from swarm_protocol.wire.printable import printable
+from swarm_protocol.wire.status import end_with, status_of
+from swarm_server.rpc.service import BlocksService
 
 if TYPE_CHECKING:
     _Context = grpc.aio.ServicerContext[Any, Any]
+_logger = logging.getLogger(__name__)
+_REFUSALS = (RequestRejected, AccessDenied, PeerError)
 _SERVICE = pb.DESCRIPTOR.services_by_name["Blocks"]
+
+
+@asynccontextmanager
+async def errors_as_status(context: _Context) -> AsyncIterator[None]:
+    """Answers our errors with their gRPC status; anything else is logged here and answered with one sentence.
+
+    The handler must return then, see ``end_with``.
+    """
+    try:
+        yield
+    except _REFUSALS as error:
+        end_with(context, status_of(error), printable(str(error)))
+    except grpc.aio.BaseError as error:
+        _logger.debug("a client went away: %s", error)
+    except Exception:
+        _logger.exception("a request failed")
+        end_with(context, grpc.StatusCode.INTERNAL, "the server failed while it computed; its log says why")
 
 
 def add_service(service: BlocksService, server: grpc.aio.Server) -> None:

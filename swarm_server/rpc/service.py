@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable
-from contextlib import ExitStack, asynccontextmanager
+from contextlib import ExitStack
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -13,14 +13,12 @@ import grpc
 
 from swarm_protocol.access.access_control import AccessControl
 from swarm_protocol.access.tokens import Role
-from swarm_protocol.errors import AccessDenied, PeerBusy, PeerError, PeerMoved, RequestRejected, SessionLost
+from swarm_protocol.errors import PeerBusy, PeerMoved, RequestRejected, SessionLost
 from swarm_protocol.net.tls import peer_of, token_of
 from swarm_protocol.pb import swarm_pb2 as pb
 from swarm_protocol.pb.swarm_pb2_grpc import BlocksServicer
 from swarm_protocol.verification.statements import Signer
 from swarm_protocol.wire.constants import MAX_ECHO_BYTES
-from swarm_protocol.wire.printable import printable
-from swarm_protocol.wire.status import end_with, status_of
 from swarm_server.net.arrivals import Arrivals, Reservation
 from swarm_server.net.incoming import Incoming
 from swarm_server.net.shares import Caller, address_of
@@ -35,24 +33,6 @@ if TYPE_CHECKING:
     _Context = grpc.aio.ServicerContext[Any, Any]
 _logger = logging.getLogger(__name__)
 _ADMITTED_S = 5.0  # between two looks whether the client of a silent session is still a member
-_REFUSALS = (RequestRejected, AccessDenied, PeerError)
-
-
-@asynccontextmanager
-async def errors_as_status(context: _Context) -> AsyncIterator[None]:
-    """Answers our errors with their gRPC status; anything else is logged here and answered with one sentence.
-
-    The handler must return then, see ``end_with``.
-    """
-    try:
-        yield
-    except _REFUSALS as error:
-        end_with(context, status_of(error), printable(str(error)))
-    except grpc.aio.BaseError as error:
-        _logger.debug("a client went away: %s", error)
-    except Exception:
-        _logger.exception("a request failed")
-        end_with(context, grpc.StatusCode.INTERNAL, "the server failed while it computed; its log says why")
 
 
 def _client_of(context: _Context) -> str:
@@ -98,71 +78,66 @@ class BlocksService(BlocksServicer):
                 except grpc.aio.BaseError as error:  # whoever reads the stream notices too
                     _logger.debug("a client went away: %s", error)
 
-        async with errors_as_status(context):
-            client = self._admit(context)
-            arrivals = self._arrivals.of(client)
-            incoming = Incoming(requests, arrivals)
-            request = await incoming.next()
-            if request is None:
-                return
-            if request.WhichOneof("kind") != "open":
-                raise SessionLost("this server does not know the session: it must be opened first")
-            host = self._present()
-            hosted = await host.open(request.open, client, reply)
-            try:
-                await hosted.announce()
-                await self._serve(host, hosted, incoming, arrivals, self._membership(context))
-            finally:
-                await asyncio.shield(host.end(hosted))
+        client = self._admit(context)
+        arrivals = self._arrivals.of(client)
+        incoming = Incoming(requests, arrivals)
+        request = await incoming.next()
+        if request is None:
+            return
+        if request.WhichOneof("kind") != "open":
+            raise SessionLost("this server does not know the session: it must be opened first")
+        host = self._present()
+        hosted = await host.open(request.open, client, reply)
+        try:
+            await hosted.announce()
+            await self._serve(host, hosted, incoming, arrivals, self._membership(context))
+        finally:
+            await asyncio.shield(host.end(hosted))
 
     async def Push(self, requests: AsyncIterator[pb.PushRequest], context: _Context) -> None:
-        async with errors_as_status(context):
-            self._admit(context, Role.SERVER)
-            admitted = self._membership(context, Role.SERVER)
-            incoming = Incoming(requests, self._arrivals)
-            request = await incoming.first("push_key")
-            hosted = self._sessions().find_pushed(request.push_key)
-            # The client blames this stream's sender for one refusal, and would blame who takes its place for more.
-            # What it pushes is part of the share of the client whose session it is.
-            with StepReader(hosted, self._arrivals.of(hosted.client), one_refusal=True) as reader:
-                while (request := await reader.next(incoming, self._idle_timeout_s)) is not None:
-                    admitted()
-                    kind = request.WhichOneof("kind")
-                    if kind == "step":
-                        number = request.step.number
-                        await reader.start(request.step)
-                    elif kind == "more":
-                        await reader.more(request.more)
-                    else:
-                        raise RequestRejected("a request of unknown kind")
-                    if not reader.is_reading:
-                        await context.write(pb.PushReply(number=number))
+        self._admit(context, Role.SERVER)
+        admitted = self._membership(context, Role.SERVER)
+        incoming = Incoming(requests, self._arrivals)
+        request = await incoming.first("push_key")
+        hosted = self._sessions().find_pushed(request.push_key)
+        # The client blames this stream's sender for one refusal, and would blame who takes its place for more.
+        # What it pushes is part of the share of the client whose session it is.
+        with StepReader(hosted, self._arrivals.of(hosted.client), one_refusal=True) as reader:
+            while (request := await reader.next(incoming, self._idle_timeout_s)) is not None:
+                admitted()
+                kind = request.WhichOneof("kind")
+                if kind == "step":
+                    number = request.step.number
+                    await reader.start(request.step)
+                elif kind == "more":
+                    await reader.more(request.more)
+                else:
+                    raise RequestRejected("a request of unknown kind")
+                if not reader.is_reading:
+                    await context.write(pb.PushReply(number=number))
 
     async def Progress(self, request: pb.ProgressRequest, context: _Context) -> pb.SessionProgress:
-        async with errors_as_status(context):
-            client = self._admit(context)
-            return await self._sessions().find(request.session_key, client).progress(request.hold)
+        client = self._admit(context)
+        return await self._sessions().find(request.session_key, client).progress(request.hold)
 
     async def Reroute(self, requests: AsyncIterator[pb.RerouteRequest], context: _Context) -> pb.SessionProgress:
-        async with errors_as_status(context):
-            client = self._admit(context)
-            arrivals = self._arrivals.of(client)
-            incoming = Incoming(requests, arrivals)
-            first = await incoming.next()
-            if first is None:
-                raise RequestRejected("a reroute has no messages: expected one with the session's key")
-            hosted = self._sessions().find(first.session_key, client)
-            reservation = Reservation(arrivals)  # closed when the steps have been sent
-            try:
-                return await hosted.reroute(first, await read_resent(incoming, first, reservation), reservation.close)
-            except BaseException:
-                reservation.close()
-                raise
+        client = self._admit(context)
+        arrivals = self._arrivals.of(client)
+        incoming = Incoming(requests, arrivals)
+        first = await incoming.next()
+        if first is None:
+            raise RequestRejected("a reroute has no messages: expected one with the session's key")
+        hosted = self._sessions().find(first.session_key, client)
+        reservation = Reservation(arrivals)  # closed when the steps have been sent
+        try:
+            return await hosted.reroute(first, await read_resent(incoming, first, reservation), reservation.close)
+        except BaseException:
+            reservation.close()
+            raise
 
     async def Copy(self, request: pb.CopyRequest, context: _Context) -> pb.SessionProgress:
-        async with errors_as_status(context):
-            client = self._admit(context)
-            return await self._sessions().find(request.session_key, client).copy(request.to)
+        client = self._admit(context)
+        return await self._sessions().find(request.session_key, client).copy(request.to)
 
     async def _serve(
         self,
@@ -199,46 +174,40 @@ class BlocksService(BlocksServicer):
             await asyncio.wait(waiting)  # nobody reads the stream any more
 
     async def PutAdapter(self, requests: AsyncIterator[pb.PutAdapterRequest], context: _Context) -> pb.PutAdapterReply:
-        async with errors_as_status(context):
-            client = self._admit(context)
-            incoming = Incoming(requests, self._arrivals.of(client))
-            return pb.PutAdapterReply(key=await passes.put_adapter(self._staying(), client, incoming))
+        client = self._admit(context)
+        incoming = Incoming(requests, self._arrivals.of(client))
+        return pb.PutAdapterReply(key=await passes.put_adapter(self._staying(), client, incoming))
 
     async def Forward(self, requests: AsyncIterator[pb.ForwardRequest], context: _Context) -> None:
-        async with errors_as_status(context):
-            client = self._admit(context)
-            incoming = Incoming(requests, self._arrivals.of(client))
-            with ExitStack() as request:
-                for reply in await passes.forward(self._staying(), client, incoming, request, self._signer):
-                    await context.write(reply)
+        client = self._admit(context)
+        incoming = Incoming(requests, self._arrivals.of(client))
+        with ExitStack() as request:
+            for reply in await passes.forward(self._staying(), client, incoming, request, self._signer):
+                await context.write(reply)
 
     async def Backward(self, requests: AsyncIterator[pb.BackwardRequest], context: _Context) -> None:
-        async with errors_as_status(context):
-            client = self._admit(context, Role.TRAINER)
-            incoming = Incoming(requests, self._arrivals.of(client))
-            with ExitStack() as request:
-                for reply in await passes.backward(self._staying(), client, incoming, request):
-                    await context.write(reply)
+        client = self._admit(context, Role.TRAINER)
+        incoming = Incoming(requests, self._arrivals.of(client))
+        with ExitStack() as request:
+            for reply in await passes.backward(self._staying(), client, incoming, request):
+                await context.write(reply)
 
     async def Accuse(self, request: pb.Evidence, context: _Context) -> pb.AccuseReply:
-        async with errors_as_status(context):
-            client = self._admit(context)
-            self._present()
-            if self._judge is None:
-                raise RequestRejected("this server judges nobody")
-            return pb.AccuseReply(is_shown=await self._judge.judge(request, client))
+        client = self._admit(context)
+        self._present()
+        if self._judge is None:
+            raise RequestRejected("this server judges nobody")
+        return pb.AccuseReply(is_shown=await self._judge.judge(request, client))
 
     async def Describe(self, request: pb.DescribeRequest, context: _Context) -> pb.ServerRecord:
-        async with errors_as_status(context):
-            self._admit(context)
-            return self._record()
+        self._admit(context)
+        return self._record()
 
     async def Echo(self, request: pb.EchoRequest, context: _Context) -> pb.EchoReply:
-        async with errors_as_status(context):
-            self._admit(context)
-            if max(len(request.payload), request.reply_bytes) > MAX_ECHO_BYTES:
-                raise RequestRejected(f"an echo is too long: expected at most {MAX_ECHO_BYTES} bytes each way")
-            return pb.EchoReply(payload=bytes(request.reply_bytes))
+        self._admit(context)
+        if max(len(request.payload), request.reply_bytes) > MAX_ECHO_BYTES:
+            raise RequestRejected(f"an echo is too long: expected at most {MAX_ECHO_BYTES} bytes each way")
+        return pb.EchoReply(payload=bytes(request.reply_bytes))
 
     async def only_request(self, requests: AsyncIterator[Any]) -> Any:
         """Of a call with one message. Raises RequestRejected if there is none, SessionLost if it does not come."""

@@ -3,51 +3,112 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 from torch import Tensor
 
-from swarm_training.averaging.sums import ChunkSum
+from swarm_training.averaging.sums import ChunkClip, ChunkSum
+
+Encode = Callable[[int, Tensor], bytes]  # a chunk's number and mean to the bytes that everybody gets
+InThread = Callable[[Callable[[], Any]], Awaitable[Any]]
+
+
+class Outcomes:
+    """The encoded means of some chunks, for those who wait for them."""
+
+    def __init__(self, numbers: Iterable[int]) -> None:
+        self._ready = {number: asyncio.Event() for number in numbers}
+        self._means: dict[int, bytes | None] = {}
+
+    def __contains__(self, number: int) -> bool:
+        return number in self._means
+
+    def settle(self, number: int, mean: bytes | None) -> None:
+        """None: there will be none. Ignored if the chunk is settled already."""
+        if number not in self._means:
+            self._means[number] = mean
+            self._ready[number].set()
+
+    async def of(self, number: int) -> bytes | None:
+        await self._ready[number].wait()
+        return self._means[number]
 
 
 class Attempt:
-    """Attributes:
-    own: numbers of the chunks that this member adds up.
+    """Members give their parts to the owners themselves; see ``GridAttempt`` for the other way.
+
+    Attributes:
+        own: numbers of the chunks that this member adds up.
+        targets: by owner, the chunks that it gets this member's parts of.
+        deadlines: what is done about stragglers, and after how many deadlines of the group.
     """
 
     def __init__(
-        self, own: Sequence[int], weights: Mapping[int, float], encode: Callable[[int, Tensor], bytes]
+        self,
+        owners: Mapping[int, int],
+        me: int,
+        weights: Mapping[int, float],
+        encode: Encode,
+        clipping: InThread | None = None,
     ) -> None:
-        """``encode``: a chunk's number and mean to the bytes that everybody gets; called once for each."""
-        self.own = tuple(own)
+        """``owners``: by chunk; ``weights``: of the members that are waited for. ``encode``: called once a chunk.
+        ``clipping``: calls a function that takes long; CenteredClip takes the mean's place then."""
+        self.own = tuple(number for number, owner in owners.items() if owner == me)
+        self.targets: dict[int, list[int]] = {}
+        for number, owner in owners.items():
+            if owner != me:
+                self.targets.setdefault(owner, []).append(number)
+        self.deadlines = ((1.0, self.end),)
         self._encode = encode
-        self._sums = {number: ChunkSum(weights) for number in own}
-        self._means: dict[int, bytes | None] = {}
-        self._ready = {number: asyncio.Event() for number in own}
-        for number in own:
+        self._clipping = clipping
+        self._one_at_a_time = asyncio.Lock()
+        self._tasks: list[asyncio.Task[None]] = []
+        self._sums: dict[int, ChunkSum | ChunkClip] = {
+            number: ChunkSum(weights) if clipping is None else ChunkClip(weights) for number in self.own
+        }
+        self._settled: set[int] = set()
+        self._outcomes = Outcomes(self.own)
+        for number in self.own:
             self._settle(number)
+
+    def serves(self, member: int) -> Sequence[int]:
+        """The chunks that the member gives parts of, and gets the means of."""
+        return self.own
 
     def put(self, number: int, member: int, part: Tensor) -> None:
         self._sums[number].put(member, part)
         self._settle(number)
 
     def leave_out(self, member: int) -> None:
+        """Nothing comes from it any more."""
         for number, chunk_sum in self._sums.items():
             chunk_sum.leave_out(member)
             self._settle(number)
 
-    def leave_out_all(self) -> None:
-        """Whoever is late."""
+    def end(self) -> None:
+        """Whoever is late is left out."""
         for member in frozenset().union(*(chunk_sum.missing for chunk_sum in self._sums.values())):
             self.leave_out(member)
 
     async def mean_of(self, number: int) -> bytes | None:
         """The encoded mean, once it is known; None if nothing has arrived."""
-        await self._ready[number].wait()
-        return self._means[number]
+        return await self._outcomes.of(number)
 
     def _settle(self, number: int) -> None:
         chunk_sum = self._sums[number]
-        if chunk_sum.is_done and number not in self._means:
-            self._means[number] = None if chunk_sum.mean is None else self._encode(number, chunk_sum.mean)
-            self._ready[number].set()
+        if not chunk_sum.is_done or number in self._settled:
+            return
+        self._settled.add(number)
+        if isinstance(chunk_sum, ChunkSum):
+            self._finish(number, chunk_sum.mean)
+        else:
+            self._tasks.append(asyncio.ensure_future(self._clip(number, chunk_sum)))
+
+    async def _clip(self, number: int, chunk: ChunkClip) -> None:
+        assert self._clipping is not None
+        async with self._one_at_a_time:
+            self._finish(number, await self._clipping(chunk.clipped))
+
+    def _finish(self, number: int, mean: Tensor | None) -> None:
+        self._outcomes.settle(number, None if mean is None else self._encode(number, mean))

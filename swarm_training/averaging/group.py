@@ -5,12 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
+from swarm_training.averaging.grid import needs_grid
 from swarm_training.core.config import MAX_MEMBERS
+from swarm_training.core.moment import Moment
 from swarm_training.core.record import Progress
 from swarm_training.core.signing import read_signed
 from swarm_training.pb import training_pb2 as pb
 
 _MAX_DEADLINE_S = 3600.0
+_MAX_ORDER_BYTES = 4096
+_DIGEST_BYTES = 32
 
 
 @dataclass(frozen=True)
@@ -27,6 +31,8 @@ class Group:
     continues: an earlier group whose result is to be taken; empty if there is none.
     layout: the shares by which vectors are cut.
     roster: peer ids of those who decide about the next step, sorted.
+    grid: the first attempt at each phase is on a grid.
+    go_back: to a checkpoint, instead of averaging.
     """
 
     id: str
@@ -37,6 +43,9 @@ class Group:
     continues: str = ""
     layout: tuple[float, ...] = ()
     roster: tuple[str, ...] = ()
+    grid: bool = False
+    rollbacks: int = 0
+    go_back: pb.Rollback | None = None
 
     @classmethod
     def parse(cls, message: pb.Group) -> Group:
@@ -55,9 +64,43 @@ class Group:
             raise ValueError("the layout of a group is not that of its members")
         if not 0 < len(roster) <= MAX_MEMBERS:
             raise ValueError(f"a roster has {len(roster)} peers: expected 1 to {MAX_MEMBERS}")
-        continues = message.continues
-        return cls(message.id, message.step, message.ballot, members, message.deadline_s, continues, layout, roster)
+        if message.grid and (message.continues or not needs_grid(layout)):
+            raise ValueError("a group is on a grid that is too small for one, or has been averaged already")
+        go_back = message.go_back if message.HasField("go_back") else None
+        if go_back is not None:
+            _check(go_back, message.step)
+        return cls(
+            message.id,
+            message.step,
+            message.ballot,
+            members,
+            message.deadline_s,
+            message.continues,
+            layout,
+            roster,
+            message.grid,
+            message.rollbacks,
+            go_back,
+        )
+
+    @property
+    def moment(self) -> Moment:
+        return Moment(self.rollbacks, self.step)
+
+    @property
+    def next_moment(self) -> Moment:
+        """To which its decision leads."""
+        if self.go_back is not None:
+            return Moment(self.rollbacks + 1, self.go_back.step)
+        return Moment(self.rollbacks, self.step + 1)
 
     @cached_property
     def peer_ids(self) -> tuple[str, ...]:
         return tuple(member.record.peer_id for member in self.members)
+
+
+def _check(go_back: pb.Rollback, step: int) -> None:
+    if go_back.step > step or len(go_back.state_digest) != _DIGEST_BYTES:
+        raise ValueError("a group goes back to no possible checkpoint")
+    if len(go_back.losses) > MAX_MEMBERS or len(go_back.order) > _MAX_ORDER_BYTES:
+        raise ValueError("a group has too many reasons to go back")

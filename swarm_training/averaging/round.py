@@ -1,7 +1,7 @@
 """One phase of an averaging, seen by one member: sends its parts to the owners of chunks, adds up its own, collects.
 
 Everybody, the owner too, takes the mean of a chunk from the bytes that the owner has encoded once, so that all end with
-the same bits under any codec.
+the same bits under any codec. A large group does the first attempt on a grid, see ``GridAttempt``.
 """
 
 from __future__ import annotations
@@ -15,8 +15,10 @@ import torch
 from torch import Tensor
 
 from swarm_protocol.errors import PeerUnavailable, RequestRejected
-from swarm_training.averaging.attempt import Attempt
+from swarm_training.averaging.attempt import Attempt, InThread
 from swarm_training.averaging.chunks import cut
+from swarm_training.averaging.grid import Grid
+from swarm_training.averaging.grid_attempt import GridAttempt
 from swarm_training.averaging.group import Group
 from swarm_training.compression.codecs import Codec
 from swarm_training.compression.compressor import Encoder
@@ -44,8 +46,10 @@ class Round:
         codec: Codec,
         chunk_elements: int,
         encoder: Encoder | None = None,
+        clipping: InThread | None = None,
     ) -> None:
-        """``me``: the number of this member in the group. ``encoder``: keeps what encoding has lost."""
+        """``me``: the number of this member in the group. ``encoder``: keeps what encoding has lost. ``clipping``: see
+        ``Attempt``."""
         self.group = group
         self.phase = phase
         self.chunks = cut(len(vector), group.layout, chunk_elements)
@@ -57,8 +61,9 @@ class Round:
         self.vector = vector
         self._codec = codec
         self._encoder = encoder
+        self._clipping = clipping
         self._dropped: set[int] = set()
-        self._attempts: list[Attempt] = []
+        self._attempts: list[Attempt | GridAttempt] = []
         self._opened = asyncio.Condition()
         self._exchanges: dict[int, asyncio.Task[None]] = {}  # with owners
 
@@ -80,11 +85,20 @@ class Round:
         self._dropped.add(member)
         for attempt in self._attempts:
             attempt.leave_out(member)
+            if isinstance(attempt, GridAttempt):
+                attempt.close(member)
         if member in self._exchanges:
             self._exchanges[member].cancel()
 
     async def first_attempt(self) -> None:
-        await self._try({number: chunk.owner for number, chunk in enumerate(self.chunks)})
+        if not self.group.grid or self._clipping is not None:  # which needs all parts at one place
+            await self._try(self._flat({number: chunk.owner for number, chunk in enumerate(self.chunks)}))
+            return
+        weights = {number: member.weight for number, member in enumerate(self.group.members) if member.weight}
+        grid = Grid.of(self.group.layout)
+        attempt = GridAttempt(grid, self._me, self.chunks, weights, self._dropped, self._encode_mean)
+        await self._try(attempt)
+        self.broken |= attempt.late
 
     async def repair(self, fetch: Mapping[int, int], redo: Mapping[int, int]) -> None:
         """Both map chunks to members: those to get it from if it is missing, and those who add it up again.
@@ -101,7 +115,8 @@ class Round:
         for number, member in fetch.items():
             if number not in self.results and member != self._me:
                 wanted.setdefault(member, []).append(number)
-        await asyncio.gather(self._try(redo), *(self._fetch(member, numbers) for member, numbers in wanted.items()))
+        redone = self._try(self._flat(redo))
+        await asyncio.gather(redone, *(self._fetch(member, numbers) for member, numbers in wanted.items()))
 
     async def serve_reduce(self, member: int, number: int, talk: Talk[pb.Chunk, pb.ReduceRequest]) -> None:
         """Takes a member's parts of my chunks, and gives it the means."""
@@ -111,10 +126,10 @@ class Round:
         attempt = self._attempts[number]
         taking = asyncio.create_task(self._take_parts(member, attempt, talk))
         try:
-            for chunk in attempt.own:
+            for chunk in attempt.serves(member):
                 data = await attempt.mean_of(chunk)
                 if data is None:
-                    break  # nothing has arrived for it
+                    continue  # nothing has arrived for it, or it is lost
                 await talk.send(pb.Chunk(index=chunk, data=data))
                 self.bytes_sent += len(data)
             await talk.finish()
@@ -126,65 +141,84 @@ class Round:
         self.bytes_sent += sum(len(self.results[number]) for number in held)
         return [pb.Chunk(index=number, data=self.results[number]) for number in held]
 
-    async def _try(self, owners: Mapping[int, int]) -> None:
-        """One attempt at the chunks that are named, with those owners; ends when all is there that will come."""
+    def _flat(self, owners: Mapping[int, int]) -> Attempt:
+        """Of the chunks that are named, with those owners."""
         weights = {j: float(m.weight) for j, m in enumerate(self.group.members) if m.weight and j not in self._dropped}
-        attempt = Attempt([number for number, owner in owners.items() if owner == self._me], weights, self._encode_mean)
+        return Attempt(owners, self._me, weights, self._encode_mean, self._clipping)
+
+    async def _try(self, attempt: Attempt | GridAttempt) -> None:
+        """Ends when all is there that will come."""
         async with self._opened:
             self._attempts.append(attempt)
-            is_first = len(self._attempts) == 1
             self._opened.notify_all()
         for number in attempt.own:
             attempt.put(number, self._me, self._part(number))
-        by_owner: dict[int, list[int]] = {}
-        for number, owner in owners.items():
-            if owner != self._me:
-                by_owner.setdefault(owner, []).append(number)
         index = len(self._attempts) - 1
         self._exchanges = {
-            owner: asyncio.create_task(self._exchange(owner, numbers, index, is_first))
-            for owner, numbers in by_owner.items()
-            if owner not in self._dropped
+            target: asyncio.create_task(self._exchange(target, attempt, index))
+            for target in attempt.targets
+            if target not in self._dropped
         }
         loop = asyncio.get_running_loop()
-        late = loop.call_later(self.group.deadline_s, attempt.leave_out_all)
+        timers = [loop.call_later(part * self.group.deadline_s, act) for part, act in attempt.deadlines]
         tasks = [*self._exchanges.values(), asyncio.create_task(self._own(attempt))]
         try:
             await asyncio.wait(tasks, timeout=_GIVE_UP * self.group.deadline_s)
         finally:
-            late.cancel()
-            attempt.leave_out_all()  # a member that is not waited for any more gets an answer
+            for timer in timers:
+                timer.cancel()
+            attempt.end()  # a member that is not waited for any more gets an answer
             await _end(tasks)
 
-    async def _own(self, attempt: Attempt) -> None:
+    async def _own(self, attempt: Attempt | GridAttempt) -> None:
         for number in attempt.own:
             data = await attempt.mean_of(number)
             if data is not None:
                 self.results[number] = data
 
-    async def _exchange(self, owner: int, numbers: Sequence[int], attempt: int, is_first: bool) -> None:
-        """My parts of the owner's chunks go out, its means come in."""
-        opening = pb.ReduceOpen(group=self.group.id, phase=self.phase, attempt=attempt)
+    async def _exchange(self, target: int, attempt: Attempt | GridAttempt, index: int) -> None:
+        """My parts, or row means, of the target's chunks go out, the means come in."""
+        opening = pb.ReduceOpen(group=self.group.id, phase=self.phase, attempt=index)
+        numbers = attempt.targets[target]
+        across = _across(attempt, target)
         try:
-            async with self._network.reduce(self.group.members[owner].record) as talk:
+            async with self._network.reduce(self.group.members[target].record) as talk:
                 await talk.send(pb.ReduceRequest(open=opening))
-                sending = asyncio.create_task(self._send_parts(talk, numbers, is_first))
+                sends = (
+                    self._send_parts(talk, numbers, index) if across is None else self._send_rows(talk, numbers, across)
+                )
+                sending = asyncio.create_task(sends)
                 try:
                     for _ in numbers:
                         message = await talk.receive()
                         if message is None:
                             break
                         self._take_mean(message, numbers)
+                        if across is not None:
+                            across.take(message.index, message.data)
                 finally:
                     await _end([sending])
         except (PeerUnavailable, RequestRejected):
-            self.broken.add(owner)
+            self.broken.add(target)
+        finally:
+            if across is not None:
+                across.close(target)
 
-    async def _send_parts(self, talk: ReduceTalk, numbers: Sequence[int], is_first: bool) -> None:
+    async def _send_parts(self, talk: ReduceTalk, numbers: Sequence[int], attempt: int) -> None:
         with suppress(PeerUnavailable):  # whoever reads the stream notices too
             for number in numbers if self.group.members[self._me].weight else ():
-                data = self._encode("part", number, self._part(number), is_first)
+                data = self._encode("part", number, self._part(number), is_first=attempt == 0)
                 await talk.send(pb.ReduceRequest(chunk=pb.Chunk(index=number, data=data)))
+                self.bytes_sent += len(data)
+            await talk.finish()
+
+    async def _send_rows(self, talk: ReduceTalk, numbers: Sequence[int], attempt: GridAttempt) -> None:
+        with suppress(PeerUnavailable):
+            for number in numbers:
+                mean, weight = await attempt.row_mean(number)
+                data = b"" if mean is None else self._encode("row", number, mean, is_first=True)
+                row = pb.RowMean(chunk=pb.Chunk(index=number, data=data), weight=weight)
+                await talk.send(pb.ReduceRequest(row=row))
                 self.bytes_sent += len(data)
             await talk.finish()
 
@@ -194,15 +228,22 @@ class Round:
         self.results[message.index] = message.data
         self.bytes_received += len(message.data)
 
-    async def _take_parts(self, member: int, attempt: Attempt, talk: Talk[pb.Chunk, pb.ReduceRequest]) -> None:
+    async def _take_parts(
+        self, member: int, attempt: Attempt | GridAttempt, talk: Talk[pb.Chunk, pb.ReduceRequest]
+    ) -> None:
+        across = _across(attempt, member)
+        numbers = attempt.serves(member)
         try:
             while (message := await talk.receive()) is not None:
-                number = message.chunk.index
-                if message.WhichOneof("kind") != "chunk" or number not in attempt.own:
+                chunk = message.chunk if across is None else message.row.chunk
+                if message.WhichOneof("kind") != ("chunk" if across is None else "row") or chunk.index not in numbers:
                     return
-                chunk = self.chunks[number]
-                self.bytes_received += len(message.chunk.data)
-                attempt.put(number, member, self._codec.decode(message.chunk.data, chunk.stop - chunk.start))
+                self.bytes_received += len(chunk.data)
+                if across is None:
+                    attempt.put(chunk.index, member, self._decode(chunk))
+                else:
+                    weight = message.row.weight
+                    across.put_row(chunk.index, member, self._decode(chunk) if weight else None, weight)
         except (PeerUnavailable, ValueError):
             return  # what it has sent so far counts
         finally:
@@ -223,6 +264,9 @@ class Round:
     def _size_bytes(self, number: int) -> int:
         return self._codec.size_bytes(self.chunks[number].stop - self.chunks[number].start)
 
+    def _decode(self, chunk: pb.Chunk) -> Tensor:
+        return self._codec.decode(chunk.data, self.chunks[chunk.index].stop - self.chunks[chunk.index].start)
+
     def _encode_mean(self, number: int, mean: Tensor) -> bytes:
         return self._encode("mean", number, mean, is_first=len(self._attempts) == 1)
 
@@ -232,6 +276,11 @@ class Round:
             return self._codec.encode(vector)
         chunk = self.chunks[number]
         return self._encoder.encode(f"{what}/{self.phase}/{chunk.start}:{chunk.stop}", vector)
+
+
+def _across(attempt: Attempt | GridAttempt, member: int) -> GridAttempt | None:
+    """The attempt, if row means go to and fro between this peer and the member."""
+    return attempt if isinstance(attempt, GridAttempt) and attempt.is_across(member) else None
 
 
 async def _end(tasks: Iterable[asyncio.Task[Any]]) -> None:

@@ -1,10 +1,16 @@
-"""The weighted mean of one chunk, as its owner computes it."""
+"""What the owner of a chunk makes of its members' parts: the weighted mean, or CenteredClip if some may cheat."""
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Mapping
 
+import torch
 from torch import Tensor
+
+from swarm_training.robust.centered_clip import centered_clip
+
+_MOST_WEIGHT = 2.0  # times the median: so 3 of 10 weigh less than the others, whatever they say of their samples
 
 
 class ChunkSum:
@@ -12,16 +18,17 @@ class ChunkSum:
 
     Attributes:
         mean: [n] float32, once all have arrived or are left out; None before, and if nothing has arrived.
+        weight: of what has been added.
     """
 
     def __init__(self, weights: Mapping[int, float]) -> None:
         """``weights``: of the members that have something to add, all above 0."""
         self._weights = weights
         self._waiting = sorted(weights)  # in whose order is added
-        self._early: dict[int, Tensor] = {}
+        self._early: dict[int, tuple[Tensor, float]] = {}
         self._left_out: set[int] = set()
         self._total: Tensor | None = None
-        self._weight = 0.0
+        self.weight = 0.0
         self.mean: Tensor | None = None
         self._advance()
 
@@ -33,10 +40,10 @@ class ChunkSum:
     def missing(self) -> frozenset[int]:
         return frozenset(self._waiting) - self._early.keys() - self._left_out
 
-    def put(self, member: int, part: Tensor) -> None:
-        """Ignored if the part of this member is not waited for (any more)."""
+    def put(self, member: int, part: Tensor, weight: float | None = None) -> None:
+        """Ignored if the part of this member is not waited for (any more). ``weight``: if it is less than expected."""
         if member in self.missing:
-            self._early[member] = part
+            self._early[member] = part, self._weights[member] if weight is None else weight
             self._advance()
 
     def leave_out(self, member: int) -> None:
@@ -50,8 +57,69 @@ class ChunkSum:
             member = self._waiting.pop(0)
             if member not in self._early:
                 continue
-            weighted = self._early.pop(member) * self._weights[member]
+            part, weight = self._early.pop(member)
+            weighted = part * weight
             self._total = weighted if self._total is None else self._total.add_(weighted)
-            self._weight += self._weights[member]
+            self.weight += weight
         if not self._waiting and self._total is not None and self.mean is None:
-            self.mean = self._total / self._weight
+            self.mean = self._total / self.weight
+
+
+class ChunkClip:
+    """Keeps the members' parts until all are there. All chunks of an owner take as much memory as the vector, at most.
+
+    What a member says of its samples counts up to twice the median. Parts that are not finite do not count.
+    """
+
+    def __init__(self, weights: Mapping[int, float]) -> None:
+        """``weights``: of the members that have something to add, all above 0."""
+        self._weights = weights
+        self._left_out: set[int] = set()
+        self._parts: dict[int, Tensor] = {}
+
+    @property
+    def is_done(self) -> bool:
+        return not self.missing
+
+    @property
+    def missing(self) -> frozenset[int]:
+        return frozenset(self._weights) - self._parts.keys() - self._left_out
+
+    def put(self, member: int, part: Tensor) -> None:
+        """Ignored if the part of this member is not waited for (any more)."""
+        if member in self.missing:
+            self._parts[member] = part
+
+    def leave_out(self, member: int) -> None:
+        """Nothing comes from this member any more."""
+        if member in self.missing:
+            self._left_out.add(member)
+
+    def clipped(self) -> Tensor | None:
+        """[n] float32, of the parts in the order of the members; None if there are none. Takes long, and lets go of
+        the parts."""
+        parts, self._parts = self._parts, {}
+        finite = [member for member in sorted(parts) if bool(parts[member].isfinite().all())]
+        if not finite:
+            return None
+        stacked = torch.stack([parts.pop(member) for member in finite])
+        return clipped_mean(stacked, capped([self._weights[member] for member in finite]))
+
+
+def capped(weights: list[float]) -> Tensor:
+    """None of them more than twice the median."""
+    most = _MOST_WEIGHT * statistics.median_low(weights)
+    return torch.tensor([min(weight, most) for weight in weights])
+
+
+def clipped_mean(parts: Tensor, weights: Tensor) -> Tensor:
+    """CenteredClip of parts [members, n] that are finite, where tau is their median distance to the median of every
+    coordinate.
+
+    That point depends on this step alone, so that any owner of a chunk can compute it, a new one as well, and while
+    most members are honest it is among their parts. Distances to the last step's aggregate, as in BTARD, would need a
+    state which those lack who have just joined.
+    """
+    centre = (parts.median(0).values.double() - (-parts).median(0).values.double()) / 2  # lower and upper median
+    tau = statistics.median(float((part.double() - centre).norm()) for part in parts)
+    return centered_clip(parts, weights, tau, start=centre) if tau > 0 else centre.float()

@@ -1,1 +1,1 @@
-"""What a run writes down every k steps, in a directory or on the hub, and when it goes back to it."""
+"""What a run writes down every k steps, in a directory or on the hub."""

@@ -36,6 +36,7 @@ class Checkpoint:
         optimizer, scheduler: their ``state_dict()``; None: there is none.
         data: JSON, where the data go on for who has written it; other peers have their own.
         config: JSON, of what was trained and how.
+        rollbacks: so often had the run gone back before.
     """
 
     run: str
@@ -45,6 +46,7 @@ class Checkpoint:
     scheduler: Any = None
     data: Mapping[str, Any] = field(default_factory=dict)
     config: Mapping[str, Any] = field(default_factory=dict)
+    rollbacks: int = 0
 
 
 def parameters_digest(parameters: Mapping[str, torch.Tensor]) -> str:
@@ -69,6 +71,7 @@ def write(checkpoint: Checkpoint, directory: Path) -> None:
         "version": _VERSION,
         "run": checkpoint.run,
         "step": checkpoint.step,
+        "rollbacks": checkpoint.rollbacks,
         "digest": parameters_digest(checkpoint.parameters),
         "optimizer_digest": parameters_digest(optimizer.tensors),
         "optimizer": optimizer.structure,
@@ -97,21 +100,28 @@ def write(checkpoint: Checkpoint, directory: Path) -> None:
             shutil.rmtree(partial, ignore_errors=True)
 
 
+def read_facts(directory: Path) -> dict[str, Any]:
+    """What stands beside the tensors: run, step, rollbacks and more. Raises CheckpointError if it is damaged."""
+    path = directory / FACTS
+    facts = read_object(path, _MAX_FACTS_BYTES)
+    if facts.get("version") != _VERSION:
+        raise CheckpointError(f"{path} is of version {shown(facts.get('version'))}: expected {_VERSION}")
+    require_number(facts.get("step"), _MAX_STEP, path, "step")
+    require_number(facts.setdefault("rollbacks", 0), _MAX_STEP, path, "rollbacks")
+    for name, kind in (("run", str), ("digest", str), ("optimizer_digest", str), ("data", dict), ("config", dict)):
+        if not isinstance(facts.get(name), kind):
+            expected = "a string" if kind is str else "an object"
+            raise CheckpointError(f"{path} has {name}={shown(facts.get(name))}: expected {expected}")
+    return facts
+
+
 def read(directory: Path) -> Checkpoint:
     """Of a stranger too: nothing is run, sizes are bounded, and tensors must be those that were written.
 
     Raises:
         CheckpointError: a file is missing or damaged; it is named.
     """
-    path = directory / FACTS
-    facts = read_object(path, _MAX_FACTS_BYTES)
-    if facts.get("version") != _VERSION:
-        raise CheckpointError(f"{path} is of version {shown(facts.get('version'))}: expected {_VERSION}")
-    require_number(facts.get("step"), _MAX_STEP, path, "step")
-    for name, kind in (("run", str), ("digest", str), ("optimizer_digest", str), ("data", dict), ("config", dict)):
-        if not isinstance(facts.get(name), kind):
-            expected = "a string" if kind is str else "an object"
-            raise CheckpointError(f"{path} has {name}={shown(facts.get(name))}: expected {expected}")
+    facts = read_facts(directory)
     parameters = _tensors(directory / MODEL, facts["digest"])
     optimizer = _tensors(directory / OPTIMIZER, facts["optimizer_digest"])
     return Checkpoint(
@@ -122,6 +132,7 @@ def read(directory: Path) -> Checkpoint:
         unflatten(FlatState({}, facts.get("scheduler"))),
         facts["data"],
         facts["config"],
+        facts["rollbacks"],
     )
 
 

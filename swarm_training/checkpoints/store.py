@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from swarm_protocol.errors import CheckpointError
+from swarm_protocol.wire.printable import printable
 from swarm_training.checkpoints import checkpoint
 from swarm_training.checkpoints.checkpoint import Checkpoint
 
@@ -56,6 +57,24 @@ class CheckpointDirectory:
             there = ", ".join(map(str, self.steps())) or "none"
             raise CheckpointError(f"{self.directory} has no checkpoint of step {step}: there are those of {there}")
         return checkpoint.read(self.path(step))
+
+    def require_of(self, run: str) -> None:
+        """Raises CheckpointError if there are checkpoints of another run, or one of this run is damaged."""
+        for step in self.steps():
+            other = checkpoint.read_facts(self.path(step))["run"]
+            if other != run:
+                raise CheckpointError(
+                    f"{self.directory} has checkpoints of run {printable(other, 60)!r}: expected another directory for "
+                    f"those of {run!r}"
+                )
+
+    def discard_undone(self, rollbacks: int, went_back_to: int) -> None:
+        """Those of steps that were undone while nobody wrote here, as far as can be known: the run has gone back so
+        often, the last time to that step."""
+        for step in self.steps():
+            written = checkpoint.read_facts(self.path(step))["rollbacks"]
+            if written != rollbacks and not (written == rollbacks - 1 and step <= went_back_to):
+                shutil.rmtree(self.path(step))
 
     def discard_after(self, step: int) -> None:
         """Those of later steps, which a rollback has undone."""

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import argparse
 import re
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from swarm_protocol.dht.addresses import check_peer
 from swarm_training.contract.backend import Joining
@@ -26,7 +27,7 @@ def add_joining_flags(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         default=[],
         metavar="MULTIADDR",
-        help="members of the run to join through; without any, the run is founded",
+        help="members of the run; without any, `join` founds it",
     )
     add("--membership", type=Path, metavar="FILE", help="of a run with an organiser, who gives it")
     add("--identity", type=Path, metavar="FILE", help="this peer's key, made if there is none; by default a new one")
@@ -34,24 +35,36 @@ def add_joining_flags(parser: argparse.ArgumentParser) -> None:
 
 def joining(args: argparse.Namespace, file: RunFile, role: Role) -> Joining:
     """Raises ValueError if a flag is wrong, or the membership is not for this role."""
-    for peer in args.initial_peers:
+    return joining_as(role, file, args.initial_peers, args.membership, args.identity)
+
+
+def joining_as(
+    role: Role, file: RunFile, initial_peers: Sequence[str], membership: Path | None, identity: Path | None
+) -> Joining:
+    """Raises ValueError if a value is wrong, or the membership is not for this role."""
+    for peer in initial_peers:
         check_peer(peer)
     from swarm_protocol.access.membership import MemberCredentials
     from swarm_protocol.access.organiser import SwarmKey
     from swarm_protocol.net.identity import Identity
 
-    own = Identity.load_or_create(args.identity) if args.identity is not None else None
-    common = file.run.name, file.run.target_batch_size, tuple(args.initial_peers)
+    own = Identity.load_or_create(identity) if identity is not None else None
+    common = file.run.name, file.run.target_batch_size, tuple(initial_peers)
+    settings: dict[str, Any] = {
+        "averaging": file.averaging,
+        "checkpoint_every": file.run.checkpoint_every,
+        "rollback": file.rollback,
+    }
     if not file.tokens.organiser:
-        if args.membership is not None:
+        if membership is not None:
             raise ValueError("--membership is for a run with an organiser: this run file names none under [tokens]")
-        return Joining(*common, own or Identity.generate(), averaging=file.averaging)
+        return Joining(*common, own or Identity.generate(), **settings)
     organiser = SwarmKey.parse(file.tokens.organiser)
-    credentials = MemberCredentials.read(args.membership)
+    credentials = MemberCredentials.read(membership)
     if credentials is None:
         raise ValueError("the run takes only members: ask its organiser, and give --membership FILE")
     credentials.require(role, organiser)
-    return Joining(*common, credentials.identity_or(own), organiser, credentials.token, file.averaging)
+    return Joining(*common, credentials.identity_or(own), organiser, credentials.token, **settings)
 
 
 def parse_part(text: str) -> Part:

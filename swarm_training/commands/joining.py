@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import platformdirs
@@ -14,17 +14,19 @@ from torch import nn
 
 from swarm_protocol.errors import CheckpointError
 from swarm_training.checkpoints.checkpoint import Checkpoint
+from swarm_training.checkpoints.flat_state import load_optimizer
 from swarm_training.checkpoints.store import CheckpointDirectory, HubCopies, upload_to_hub
 from swarm_training.commands.batch_size import Limits, computing, find_batch_size, free_memory_bytes
 from swarm_training.commands.building import build_batches, build_model, build_optimizer, build_tokenizer
 from swarm_training.contract.backend import Joining, OpenRun
 from swarm_training.contract.run_like import RunLike
+from swarm_training.core.moment import Moment
 from swarm_training.data.loader import Batches, Prefetcher
 from swarm_training.data.opening import Reader
 from swarm_training.data.order import Part
 from swarm_training.runfile.settings import RunFile
 
-Say = Callable[[str], None]
+Say = Callable[[str], object]
 
 
 @dataclass(frozen=True)
@@ -55,7 +57,17 @@ class Writing:
         self._copies = copies
         self._say = say
 
-    def after_step(self, step: int, data: dict[str, object]) -> None:
+    def begin(self, run: RunLike) -> None:
+        """What was written here before may have been undone since."""
+        if self._directory is not None:
+            self._directory.discard_undone(run.num_rollbacks, run.went_back_to)
+
+    def went_back(self, step: int) -> None:
+        """Later checkpoints are of what has been undone."""
+        if self._directory is not None:
+            self._directory.discard_after(step)
+
+    def after_step(self, step: int, rollbacks: int, data: dict[str, object]) -> None:
         """``data``: the state of the batches."""
         if self._directory is None or step % self._trained.file.run.checkpoint_every:
             return
@@ -67,6 +79,7 @@ class Writing:
             self._trained.optimizer.state_dict(),
             data=data,
             config=asdict(file),
+            rollbacks=rollbacks,
         )
         try:
             path = self._directory.write(content)
@@ -95,18 +108,24 @@ def train(trained: Trained, run: RunLike, writing: Writing, stopping: threading.
     """Until ``stopping`` is set, or the schedule is at its end; the caller closes the run.
 
     The learning rate is set when the run steps, from the number of that global step: a share can complete several.
+    When the run goes back to a checkpoint, the data go on: no batch is seen again.
     """
     end = trained.file.optimizer.total_steps
+    writing.begin(run)
     with Prefetcher(trained.batches) as loader, scheduled(trained.optimizer, trained.file.optimizer.rate, run):
         while not stopping.is_set() and not (end and run.num_steps >= end):
-            step = run.num_steps
+            step, rollbacks = run.num_steps, run.num_rollbacks
             tokens = loader.next_batch()
             loss = loss_of(trained.model, tokens)
             loss.backward()
             run.step(samples=len(tokens), loss=loss.item())
-            if run.num_steps > step:
+            if run.num_rollbacks > rollbacks:
+                kept_up_to = run.went_back_to if run.num_rollbacks == rollbacks + 1 else 0
+                say(f"the run has gone back to step {run.went_back_to}")
+                writing.went_back(kept_up_to)
+            elif run.num_steps > step:
                 say(f"step {run.num_steps}: loss {loss.item():.3f}")
-                writing.after_step(run.num_steps, loader.state_dict())
+                writing.after_step(run.num_steps, run.num_rollbacks, loader.state_dict())
 
 
 def fitting_batch_size(file: RunFile, model: nn.Module) -> int:
@@ -122,16 +141,8 @@ def fitting_batch_size(file: RunFile, model: nn.Module) -> int:
     return find_batch_size(computing(model, loss), Limits(most, memory_bytes=free_memory_bytes(device)))
 
 
-def join(
-    file: RunFile,
-    who: Joining,
-    part: Part | None,
-    device: str,
-    open_run: OpenRun,
-    stopping: threading.Event,
-    say: Say,
-) -> None:
-    """Builds everything, joins, trains, and leaves however that ends. Raises ValueError if there is no such model."""
+def prepare(file: RunFile, who: Joining, part: Part | None, device: str, say: Say) -> Trained:
+    """Builds everything before anybody is called. Raises ValueError if there is no such model, or no such data."""
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     tokenizer = build_tokenizer(file.model)
@@ -141,10 +152,47 @@ def join(
     reader = Reader(file.run.name, who.identity.peer_id, part)
     cache = platformdirs.user_cache_path("swarm") / "tokens"
     batches = build_batches(file.data, reader, tokenizer, batch_size, cache)
-    optimizer = build_optimizer(file.optimizer, model)
-    trained = Trained(file, model, optimizer, batches)
-    copies = HubCopies(file.run.hub, upload_to_hub) if file.run.hub else None
-    run = open_run(who, [parameter for parameter in model.parameters() if parameter.requires_grad], optimizer)
+    return Trained(file, model, build_optimizer(file.optimizer, model), batches)
+
+
+def resume(trained: Trained, say: Say) -> Moment | None:
+    """Model, optimizer and data of the newest checkpoint that is here, and its moment; None: there is none.
+
+    Raises:
+        CheckpointError: it is damaged, or of another run.
+        ValueError: it is of another model or optimizer.
+    """
+    settings = trained.file.run
+    store = CheckpointDirectory(Path(settings.checkpoints), settings.keep)
+    if not store.steps():
+        return None
+    content = store.read(store.steps()[-1])
+    try:
+        trained.model.load_state_dict(content.parameters)
+        load_optimizer(trained.optimizer, content.optimizer)
+    except (RuntimeError, ValueError, KeyError, TypeError):
+        where = store.path(content.step)
+        raise ValueError(f"{where} is of another model or optimizer: expected another directory for them") from None
+    try:
+        trained.batches.load_state_dict(dict(content.data))
+    except (ValueError, KeyError):
+        say("the data begin anew: those of the checkpoint are of another part")
+    say(f"goes on from the checkpoint of step {content.step}")
+    return Moment(content.rollbacks, content.step)
+
+
+def take_part(trained: Trained, who: Joining, open_run: OpenRun, stopping: threading.Event, say: Say) -> None:
+    """Joins, or founds the run where its last checkpoint here was; trains, and leaves however that ends."""
+    settings = trained.file.run
+    if settings.checkpoints:
+        CheckpointDirectory(Path(settings.checkpoints), settings.keep).require_of(settings.name)
+        who = replace(who, ledger=str(Path(settings.checkpoints) / f"{settings.name}.ledger"))
+        if not who.initial_peers:
+            who = replace(who, resumed_at=resume(trained, say))
+    hub = trained.file.run.hub
+    copies = HubCopies(hub, upload_to_hub) if hub else None
+    parameters = [parameter for parameter in trained.model.parameters() if parameter.requires_grad]
+    run = open_run(who, parameters, trained.optimizer)
     try:
         say(f"others join by: --initial-peers {' '.join(run.initial_peers)}")
         train(trained, run, Writing(trained, copies, say), stopping, say)

@@ -7,13 +7,16 @@ from collections.abc import Collection, Iterable, Mapping
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from swarm_training.contract.run_like import BanView, PeerView, RunView
+from swarm_training.contract.run_like import BanView, PeerView, RunView, UserView
 from swarm_training.core.record import PRESENT, Progress
 from swarm_training.core.signing import read_signed
+from swarm_training.ledger.ledger import UserTotal
 from swarm_training.ledger.orders import Ban, Order
 
 if TYPE_CHECKING:
     from swarm_training.pb import training_pb2 as pb
+
+_SHOWN_USERS = 10
 
 
 def peers_of(run: str, records: Iterable[pb.SignedProgress], banned: Collection[str] = ()) -> tuple[Progress, ...]:
@@ -40,20 +43,26 @@ def shown_bans(bans: Mapping[str, Order]) -> tuple[BanView, ...]:
     )
 
 
+def shown_users(totals: Mapping[str, UserTotal]) -> tuple[UserView, ...]:
+    samples = sum(total.samples for total in totals.values())
+    first = list(totals.items())[:_SHOWN_USERS]
+    return tuple(UserView(user, total.samples, total.samples / samples) for user, total in first)
+
+
 def view_of(run: str, target_batch_size: int, peers: tuple[Progress, ...], bans: tuple[BanView, ...] = ()) -> RunView:
     """Records are some seconds old, and not all equally so: loss and bytes are those of the last step that each peer
     tells of, and all speeds count for the next one."""
     if not peers:
         return RunView(run, 0, None, 0, target_batch_size, None, 0, 0, bans=bans)
-    step = max(peer.step for peer in peers)
-    samples = sum(peer.samples for peer in peers if peer.step == step)
+    moment = max(peer.moment for peer in peers)
+    samples = sum(peer.samples for peer in peers if peer.moment == moment)
     target = Counter(peer.target_batch_size for peer in peers).most_common(1)[0][0]
     speed = sum(peer.samples_per_s for peer in peers)
     loss_samples = sum(peer.loss_samples for peer in peers)
-    losses = sum(peer.loss * peer.loss_samples for peer in peers)
+    losses = sum(peer.loss * peer.loss_samples for peer in peers if peer.loss_samples)
     return RunView(
         run,
-        step,
+        moment.step,
         losses / loss_samples if loss_samples else None,
         samples,
         target,
@@ -61,7 +70,9 @@ def view_of(run: str, target_batch_size: int, peers: tuple[Progress, ...], bans:
         sum(peer.bytes_sent for peer in peers),
         sum(peer.bytes_received for peer in peers),
         tuple(
-            PeerView(peer.peer_id, "", peer.samples if peer.step == step else 0, peer.samples_per_s) for peer in peers
+            PeerView(peer.peer_id, "", peer.samples if peer.moment == moment else 0, peer.samples_per_s)
+            for peer in peers
         ),
         bans,
+        moment.rollbacks,
     )

@@ -8,15 +8,16 @@ import json
 import sys
 import time
 from collections.abc import Callable, Iterator
+from math import isfinite
 from typing import Any
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from swarm_protocol.wire.printable import printable
-from swarm_training.contract.run_like import BanView, PeerView, RunView
+from swarm_training.contract.run_like import BanView, PeerView, RunView, UserView
 
 _UNITS = ("B", "KB", "MB", "GB", "TB")
 _SHOWN_PEERS = 8  # last characters of a peer id
@@ -33,21 +34,26 @@ def watch(look: Callable[[], RunView], interval_s: float, *, json_lines: bool = 
 
 
 def as_json(view: RunView) -> dict[str, Any]:
-    return dataclasses.asdict(view)
+    """JSON has no infinity: a loss that is not finite is null."""
+    loss = view.loss if view.loss is not None and isfinite(view.loss) else None
+    return {**dataclasses.asdict(view), "loss": loss}
 
 
 def picture(view: RunView, now: float) -> list[RenderableType]:
     """``now``: Unix time in seconds, for how long bans last."""
-    loss = "" if view.loss is None else f"   loss {view.loss:.4f}"
+    loss = "" if view.loss is None else f"   loss {view.loss:.4f}" if isfinite(view.loss) else "   loss not finite"
+    back = f"   rollbacks {view.rollbacks}" if view.rollbacks else ""
     speed = sum(peer.samples_per_s for peer in view.peers)
     soon = "nobody computes" if view.next_step_s is None else f"next step in {_duration(view.next_step_s)}"
     share = view.samples / view.target_batch_size
     parts: list[RenderableType] = [
-        Text(f"run {printable(view.run)}   step {view.step}{loss}", "bold"),
+        Text(f"run {printable(view.run)}   step {view.step}{back}{loss}", "bold"),
         Text(f"{view.samples} of {view.target_batch_size} samples ({share:.0%}), {speed:.3g} samples/s: {soon}"),
         Text(f"last step: {_bytes(view.bytes_sent)} sent, {_bytes(view.bytes_received)} received by all", "dim"),
         _peers_table(view.peers),
     ]
+    if view.users:
+        parts.append(_users_table(view.users))
     if view.bans:
         parts.append(_bans_table(view.bans, now))
     return parts
@@ -60,6 +66,13 @@ def _peers_table(peers: tuple[PeerView, ...]) -> Table:
     for peer in sorted(peers, key=lambda peer: -peer.samples_per_s):
         name = Text(printable(peer.name, _NAME_CHARS))
         table.add_row(_end(peer.peer_id), name, f"{peer.samples_per_s:.3g}", str(peer.samples))
+    return table
+
+
+def _users_table(users: tuple[UserView, ...]) -> Table:
+    table = Table("most samples by", Column("samples", justify="right"), Column("share", justify="right"))
+    for user in users:
+        table.add_row(Text(printable(user.name, _NAME_CHARS)), str(user.samples), f"{user.share:.1%}")
     return table
 
 

@@ -40,6 +40,9 @@ class Encoder(Protocol):
     def rollback(self) -> None:
         """The round failed."""
 
+    def forget(self) -> None:
+        """Another state has been taken over, and what was lost belongs to the old one."""
+
 
 class Plain:
     """The gradient itself is averaged."""

@@ -36,6 +36,10 @@ class ErrorFeedback:
         self._errors |= self._pending
         self._pending = {}
 
+    def forget(self) -> None:
+        """Nothing of any round is remembered."""
+        self._errors, self._pending = {}, {}
+
     def rollback(self) -> None:
         """The round failed: nothing of it is remembered."""
         self._pending = {}

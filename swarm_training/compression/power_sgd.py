@@ -72,12 +72,14 @@ class PowerSGD:
         return {f"q.{index}": q.clone() for index, q in self._q.items()}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Raises ValueError if it is of other shapes or another rank."""
+        """Forgets what was lost, which belongs to the old state. Raises ValueError if it is of other shapes or another
+        rank."""
         given = {name: tuple(q.shape) for name, q in state.items()}
         expected = {f"q.{index}": tuple(q.shape) for index, q in self._q.items()}
         if given != expected:
             raise ValueError(f"PowerSGD's state is of the shapes {given}: expected {expected}")
         self._q = {index: state[f"q.{index}"].float().clone() for index in self._q}
+        self._errors = {}
 
 
 def _revived(q: Tensor, initial: Tensor) -> Tensor:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from swarm_training.core.config import AGGREGATIONS
+
 CODECS = ("fp32", "fp16", "int8")
 _MAX_RANK = 1 << 16
 
@@ -12,6 +14,7 @@ _MAX_RANK = 1 << 16
 class AveragingSettings:
     """
     Attributes:
+        aggregation: how gradients become one; centered_clip is moved little by a minority of cheaters.
         error_feedback: what the codec loses is added to the next gradient.
         power_sgd_rank: matrices travel as two factors of this rank; 0: as they are.
     """
@@ -19,11 +22,18 @@ class AveragingSettings:
     codec: str = "fp32"
     error_feedback: bool = False
     power_sgd_rank: int = 0
+    aggregation: str = "mean"
 
     def __post_init__(self) -> None:
         if self.codec not in CODECS:
             raise ValueError(f"codec is {self.codec!r}: expected one of {', '.join(CODECS)}")
         if self.error_feedback and self.codec == "fp32":
             raise ValueError("error_feedback is true: expected codec fp16 or int8 with it, since fp32 loses nothing")
+        if self.aggregation not in AGGREGATIONS:
+            raise ValueError(f"aggregation is {self.aggregation!r}: expected one of {', '.join(AGGREGATIONS)}")
+        if self.aggregation != "mean" and self.power_sgd_rank:
+            raise ValueError(
+                f"power_sgd_rank is {self.power_sgd_rank}: expected 0 with aggregation {self.aggregation!r}"
+            )
         if not 0 <= self.power_sgd_rank <= _MAX_RANK:
             raise ValueError(f"power_sgd_rank is {self.power_sgd_rank}: expected 0 (off) to {_MAX_RANK}")

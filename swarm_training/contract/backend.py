@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from swarm_training.compression.settings import AveragingSettings
 from swarm_training.contract.run_like import RunLike, RunView
+from swarm_training.core.config import RollbackPolicy
+from swarm_training.core.moment import Moment
 
 if TYPE_CHECKING:
     import torch
@@ -16,6 +18,7 @@ if TYPE_CHECKING:
 
     from swarm_protocol.access.organiser import SwarmKey
     from swarm_protocol.net.identity import Identity
+    from swarm_training.ledger.ledger import Ledger
 
 
 @dataclass(frozen=True)
@@ -26,6 +29,9 @@ class Joining:
         initial_peers: none: the run is founded.
         organiser: only members take part; None: anybody may.
         token: this peer's grant; empty without an organiser.
+        checkpoint_every: steps, to go back to when the losses say so by ``rollback``; 0: never.
+        resumed_at: what the founder's model and optimizer are of; None: they are new.
+        ledger: the file that keeps who has contributed how much; None: there is none.
     """
 
     run: str
@@ -35,12 +41,17 @@ class Joining:
     organiser: SwarmKey | None = None
     token: bytes = field(default=b"", repr=False)
     averaging: AveragingSettings = field(default_factory=AveragingSettings)
+    checkpoint_every: int = 0
+    rollback: RollbackPolicy = field(default_factory=RollbackPolicy)
+    ledger: str | None = None
+    resumed_at: Moment | None = None
 
 
 # All raise NoSwarm or PeerUnavailable if no initial peer answers, AccessDenied if the peer may not.
 OpenRun: TypeAlias = "Callable[[Joining, Sequence[nn.Parameter], torch.optim.Optimizer], RunLike]"
 Look = Callable[[Joining], AbstractContextManager[Callable[[], RunView]]]  # inside it, the run as it is at each call
 SendOrder = Callable[[Joining, bytes], None]  # a moderator's signed order
+ReadLedger: TypeAlias = "Callable[[Joining], Ledger]"  # what peers have handed over and was verified here
 
 
 @dataclass(frozen=True)
@@ -50,3 +61,4 @@ class Backend:
     open_run: OpenRun
     look: Look | None = None
     send_order: SendOrder | None = None
+    read_ledger: ReadLedger | None = None

@@ -15,12 +15,20 @@ class RunLike(Protocol):
         """Global steps taken."""
 
     @property
+    def num_rollbacks(self) -> int:
+        """So often has it gone back to a checkpoint; ``num_steps`` has become less each time."""
+
+    @property
+    def went_back_to(self) -> int:
+        """The step of the checkpoint that it went back to last."""
+
+    @property
     def initial_peers(self) -> Sequence[str]:
         """Multiaddrs for others to join by."""
 
     def step(self, samples: int, loss: float | None = None) -> object:
         """Takes the gradients in ``.grad``, the mean over so many samples, and leaves none there; ``loss``, the mean
-        over the same ones, is for those who watch.
+        over the same ones, is for those who watch, and says when the run has diverged.
 
         When all peers together have the target batch, it averages and steps the optimizer.
         """
@@ -52,15 +60,27 @@ class BanView:
 
 
 @dataclass(frozen=True)
+class UserView:
+    """``share``: of all samples that are known to have been given, from 0 to 1."""
+
+    name: str
+    samples: int
+    share: float
+
+
+@dataclass(frozen=True)
 class RunView:
     """A run at one moment.
 
     Attributes:
         step: global steps taken.
-        loss: of the last step, over the samples that peers have told it of; None: nobody has.
+        loss: of the last step, over the samples that peers have told it of; infinity: it is not finite; None: nobody
+            has told.
         samples: of the batch that is being gathered, of ``target_batch_size``.
         next_step_s: until the batch is expected to be complete; None: nobody computes.
         bytes_sent, bytes_received: by all peers for the last step.
+        rollbacks: so often has it gone back to a checkpoint.
+        users: who have given most, as far as signed rounds have come.
     """
 
     run: str
@@ -73,3 +93,5 @@ class RunView:
     bytes_received: int
     peers: tuple[PeerView, ...] = ()
     bans: tuple[BanView, ...] = ()
+    rollbacks: int = 0
+    users: tuple[UserView, ...] = ()

@@ -2,17 +2,47 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import inf
+from pathlib import Path
 
 WIRE_VERSION = 1
-MAX_MEMBERS = 64  # of a group
+MAX_MEMBERS = 128  # of a group; its leader tells each of all, 16 MB at once, while they wait for ``silence_s``
+AGGREGATIONS = ("mean", "centered_clip")
 CHUNK_ELEMENTS = 1 << 18  # of a vector, in one message: 1 MiB in fp32
+MAX_WINDOW = 4096  # losses; a joiner is given all of them in one message
+
+
+@dataclass(frozen=True)
+class RollbackPolicy:
+    """When the losses of a run say that it has diverged. Raises ValueError if a field is out of its range.
+
+    Attributes:
+        margin: a loss is too high above the running median plus this.
+        patience: so many steps in a row of it cause a rollback; a loss that is not finite does at once.
+        window: losses of which the median is taken; those that are too high are not among them.
+        warmup: before so many losses were seen, none is too high.
+    """
+
+    margin: float = 1.0
+    patience: int = 10
+    window: int = 100
+    warmup: int = 20
+
+    def __post_init__(self) -> None:
+        if not 0 < self.margin <= inf:
+            raise ValueError(f"margin is {self.margin}: expected a number above 0")
+        for name in ("patience", "window", "warmup"):
+            if not 1 <= getattr(self, name) <= MAX_WINDOW:
+                raise ValueError(f"{name} is {getattr(self, name)}: expected 1 to {MAX_WINDOW}")
+        if self.warmup > self.window:
+            raise ValueError(f"warmup is {self.warmup}: expected at most the window, which is {self.window}")
 
 
 @dataclass(frozen=True)
 class TrainingConfig:
-    """How a peer takes part. ``codec`` and ``chunk_elements`` must be the same for all peers of a run.
+    """How a peer takes part. ``codec``, ``aggregation``, ``chunk_elements``, ``checkpoint_every`` and ``rollback`` must
+    be the same for all peers of a run.
 
     A step needs a quorum of those who took the last one together. Who leaves, or whose process ends, does not count; of
     who is merely silent nobody can say whether it has ended or the network is cut in two. With a finite
@@ -27,6 +57,10 @@ class TrainingConfig:
     than that: batch t + 1 is averaged after average t is applied, and a peer that has as many samples of it as it gave
     to batch t waits for average t. Peers stay equal bit for bit; each may choose ``delay`` for itself.
 
+    With ``checkpoint_every``, peers keep the states of the last steps that are multiples of it, and all go back to one
+    of them when the losses that they report say that the run has diverged (``rollback``), or when a moderator orders
+    it. It is decided as an average is: by a quorum. No batch is seen again afterwards.
+
     Raises:
         ValueError: a setting is out of its range.
     """
@@ -38,6 +72,7 @@ class TrainingConfig:
     client_mode: bool = False  # behind NAT: nobody can call this peer, so it calls others
     share: float = 1.0  # of the work of adding up, relative to others: in proportion to bandwidth; 0: none
     codec: str = "fp32"
+    aggregation: str = "mean"  # or "centered_clip", which a minority of gradients that are far off moves little
     delay: bool = False  # average while the next batch is computed; see above
     chunk_elements: int = CHUNK_ELEMENTS
     join_timeout_s: float = 60.0
@@ -47,6 +82,23 @@ class TrainingConfig:
     presume_gone_s: float = inf  # after which a peer that is silent no longer counts for a quorum; see below
     straggler_s: float = 5.0  # the least deadline of a round; usually twice as long as a round takes
     max_meeting_s: float = 60.0  # that the others wait for one that is alive and does not come
+    checkpoint_every: int = 0  # steps; 0: there are none, and no rollbacks
+    checkpoints_kept: int = 2  # the last so many
+    checkpoint_directory: Path | None = None  # for those that this process keeps; None: in memory
+    rollback: RollbackPolicy = field(default_factory=RollbackPolicy)
+    ledger: str | None = None  # a file that keeps who has contributed how much; None: what other peers know is enough
+
+    @property
+    def common(self) -> dict[str, str]:
+        """What must be the same for all peers, as text."""
+        settings: dict[str, object] = {
+            "codec": self.codec,
+            "aggregation": self.aggregation,
+            "chunk_elements": self.chunk_elements,
+            "checkpoint_every": self.checkpoint_every,
+            "rollback": self.rollback if self.checkpoint_every else "off",
+        }
+        return {name: str(value) for name, value in settings.items()}
 
     def __post_init__(self) -> None:
         for name in ("join_timeout_s", "gossip_s", "heartbeat_s", "silence_s", "straggler_s", "max_meeting_s"):
@@ -54,9 +106,27 @@ class TrainingConfig:
                 raise ValueError(f"{name} is {getattr(self, name)}: expected seconds, more than 0")
         if not self.presume_gone_s > self.silence_s:
             raise ValueError(f"presume_gone_s is {self.presume_gone_s}: expected more than silence_s, {self.silence_s}")
+        if self.aggregation not in AGGREGATIONS:
+            raise ValueError(f"aggregation is {self.aggregation!r}: expected one of {', '.join(AGGREGATIONS)}")
         if not 0 <= self.share < inf:
             raise ValueError(f"share is {self.share}: expected a number of at least 0")
         if not 1 <= self.chunk_elements <= CHUNK_ELEMENTS:
             raise ValueError(f"chunk_elements is {self.chunk_elements}: expected 1 to {CHUNK_ELEMENTS}")
         if self.heartbeat_s * 2 > self.silence_s:
             raise ValueError(f"silence_s is {self.silence_s}: expected two heartbeats ({2 * self.heartbeat_s}) or more")
+        if self.checkpoint_every < 0:
+            raise ValueError(f"checkpoint_every is {self.checkpoint_every}: expected at least 0 steps")
+        if not self.checkpoint_every:
+            return
+        least = checkpoints_needed(self.checkpoint_every, self.rollback)
+        if self.checkpoints_kept < least:
+            raise ValueError(
+                f"checkpoints_kept is {self.checkpoints_kept}: expected at least {least}, since the oldest must be "
+                f"from before a loss that was too high for {self.rollback.patience} steps"
+            )
+
+
+def checkpoints_needed(every: int, policy: RollbackPolicy) -> int:
+    """So many of the last checkpoints, one every so many steps, reach back to before a row of losses that are too
+    high."""
+    return 1 + -(-policy.patience // every)

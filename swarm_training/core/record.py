@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from math import inf, isfinite
+from math import inf
 
 from swarm_training.core.config import WIRE_VERSION
+from swarm_training.core.moment import Moment
 from swarm_training.pb import training_pb2 as pb
 
 TRAINING, MEETING, LEFT, JOINING = pb.TRAINING, pb.MEETING, pb.LEFT, pb.JOINING
@@ -38,6 +39,11 @@ class Progress:
     loss_samples: int = 0
     bytes_sent: int = 0
     bytes_received: int = 0
+    rollbacks: int = 0
+
+    @property
+    def moment(self) -> Moment:
+        return Moment(self.rollbacks, self.step)
 
     @property
     def is_reachable(self) -> bool:
@@ -54,8 +60,8 @@ class Progress:
         record = cls(**{f.name: getattr(message, f.name) for f in _FIELDS})
         if not all(0 <= number < inf for number in (record.samples_per_s, record.call_s, record.share)):
             raise ValueError("a number in a record of progress is not finite, or negative")
-        if not isfinite(record.loss):
-            raise ValueError("the loss in a record of progress is not finite")
+        if not record.loss > -inf:
+            raise ValueError("the loss in a record of progress is no number")
         if max(_counts(record)) > _MAX_COUNT or record.state not in pb.PeerState.values():
             raise ValueError("a number in a record of progress is out of range")
         if any(len(text) > _MAX_TEXT or not text.isprintable() for text in (record.run, record.address)):

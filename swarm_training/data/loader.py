@@ -17,6 +17,8 @@ class Batches(Protocol):
 
     def state_dict(self) -> dict[str, Any]: ...
 
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
 
 class Prefetcher:
     """Gives the batches of another, of which up to ``depth`` are ready. To be closed, or used with ``with``."""

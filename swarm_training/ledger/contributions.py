@@ -2,27 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from math import isfinite
 
 from swarm_protocol.access.access_control import CLOCK_SKEW_S
 from swarm_protocol.access.organiser import SwarmKey
 from swarm_protocol.access.tokens import Grant, Role
 from swarm_protocol.net.identity import Identity
-from swarm_training.ledger.signing import Kind, parsed, sign, signer_of
+from swarm_training.core.moment import Moment
+from swarm_training.ledger.signing import Kind, claimed_signer_of, parsed, sign, signer_of
 from swarm_training.pb import training_ledger_pb2 as pb
 
-MAX_ROUND_BYTES = 1 << 20  # of a group of some 500 peers
+MAX_ROUND_BYTES = 1 << 18  # of a group of some 130 peers with the longest tokens
+MAX_SIGNED_CONTRIBUTION_BYTES = 4096  # with key, signature and token
 _MAX_CONTRIBUTION_BYTES = 1024
-
-
-@dataclass(frozen=True, order=True)
-class Moment:
-    """A global step; its number can come again after a rollback."""
-
-    rollbacks: int
-    step: int
+_MAX_KNOWN_TOKENS = 1024
+SignerOf = Callable[[Kind, pb.SignedByPeer], str]
 
 
 @dataclass(frozen=True)
@@ -45,10 +42,10 @@ class Contribution:
         return sign(Kind.CONTRIBUTION, message, identity, token)
 
     @classmethod
-    def parse(cls, signed: pb.SignedByPeer) -> Contribution:
+    def parse(cls, signed: pb.SignedByPeer, signer: SignerOf = signer_of) -> Contribution:
         """Raises ValueError unless the peer that it speaks of has signed it."""
         message = parsed(pb.Contribution, signed.content, _MAX_CONTRIBUTION_BYTES)
-        if signer_of(Kind.CONTRIBUTION, signed) != message.peer_id:
+        if signer(Kind.CONTRIBUTION, signed) != message.peer_id:
             raise ValueError("a contribution is not signed by the peer that it speaks of")
         moment = Moment(message.rollbacks, message.step)
         return cls(message.run, moment, message.peer_id, message.samples)
@@ -88,31 +85,54 @@ def countersign(
     return sign(Kind.ROUND, message, leader, token).SerializeToString()
 
 
+def verify_contribution(signed: pb.SignedByPeer, organiser: SwarmKey | None, at: float) -> Credited:
+    """As of the Unix time ``at``. Raises ValueError if a signature or token is wrong, or there are no samples."""
+    return _credited(signed, organiser, at, signer_of)
+
+
 def verify_round(data: bytes, organiser: SwarmKey | None) -> Round:
     """``organiser``: whose members alone may contribute and lead; None: anybody may.
 
     Raises:
-        ValueError: a signature or token is wrong, entries contradict each other, or the leader is not among the peers.
+        ValueError: a signature or token is wrong, or entries contradict each other.
     """
+    return _round_of(data, organiser, signer_of)
+
+
+def restore_round(data: bytes, organiser: SwarmKey | None) -> Round:
+    """One that was verified before, and kept where nobody else could change it: peers' signatures are not checked."""
+    return _round_of(data, organiser, claimed_signer_of)
+
+
+def moment_of(data: bytes, run: str) -> Moment:
+    """Of what claims to be a round of this run, before time is spent on signatures. Raises ValueError if it is none."""
     signed = parsed(pb.SignedByPeer, data, MAX_ROUND_BYTES)
     message = parsed(pb.Round, signed.content, MAX_ROUND_BYTES)
-    leader, moment = signer_of(Kind.ROUND, signed), Moment(message.rollbacks, message.step)
+    if message.run != run:
+        raise ValueError("the round is of another run")
+    return Moment(message.rollbacks, message.step)
+
+
+def _round_of(data: bytes, organiser: SwarmKey | None, signer: SignerOf) -> Round:
+    signed = parsed(pb.SignedByPeer, data, MAX_ROUND_BYTES)
+    message = parsed(pb.Round, signed.content, MAX_ROUND_BYTES)
+    leader, moment = signer(Kind.ROUND, signed), Moment(message.rollbacks, message.step)
     if not isfinite(message.ended_at):
         raise ValueError("a round ended at no time")
     _user(organiser, leader, signed.token, message.ended_at)
-    credited = []
-    for entry in message.contributions:
-        contribution = Contribution.parse(entry)
-        if (contribution.run, contribution.moment) != (message.run, moment):
-            raise ValueError("a round has a contribution to another run or step")
-        if contribution.samples < 1:
-            raise ValueError("a round has a contribution of no samples")
-        user = _user(organiser, contribution.peer_id, entry.token, message.ended_at)
-        credited.append(Credited(contribution, user))
-    peer_ids = [each.contribution.peer_id for each in credited]
-    if len(set(peer_ids)) != len(peer_ids) or leader not in peer_ids:
-        raise ValueError("a round has a peer twice, or a leader that took no part")
-    return Round(message.run, moment, leader, message.ended_at, tuple(credited))
+    credited = tuple(_credited(entry, organiser, message.ended_at, signer) for entry in message.contributions)
+    if any((each.contribution.run, each.contribution.moment) != (message.run, moment) for each in credited):
+        raise ValueError("a round has a contribution to another run or step")
+    if len({each.contribution.peer_id for each in credited}) != len(credited):
+        raise ValueError("a round has a peer twice")
+    return Round(message.run, moment, leader, message.ended_at, credited)
+
+
+def _credited(signed: pb.SignedByPeer, organiser: SwarmKey | None, at: float, signer: SignerOf) -> Credited:
+    contribution = Contribution.parse(signed, signer)
+    if contribution.samples < 1:
+        raise ValueError("a contribution of no samples")
+    return Credited(contribution, _user(organiser, contribution.peer_id, signed.token, at))
 
 
 def _user(organiser: SwarmKey | None, peer_id: str, token: bytes, at: float) -> str:
@@ -122,10 +142,15 @@ def _user(organiser: SwarmKey | None, peer_id: str, token: bytes, at: float) -> 
             raise ValueError(f"peer {peer_id} shows a token, and the run has no organiser")
         return peer_id
     try:
-        grant = Grant.parse(token)
+        grant = _grant(token)
     except ValueError:
         raise ValueError(f"the token of peer {peer_id} is none") from None
     is_right = grant.swarm_key == organiser and grant.peer_id == peer_id and grant.role.may_act_as(Role.TRAINER)
     if not is_right or not grant.granted_at - CLOCK_SKEW_S <= at <= grant.expires_at + CLOCK_SKEW_S:
         raise ValueError(f"the token of peer {peer_id} does not let it train in this run at that time")
     return grant.name
+
+
+@lru_cache(_MAX_KNOWN_TOKENS)
+def _grant(token: bytes) -> Grant:
+    return Grant.parse(token)

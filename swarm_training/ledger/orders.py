@@ -129,28 +129,30 @@ class Orders:
     def bans(self) -> dict[str, Order]:
         """In force now, by peer id: of several for one peer, that which lasts longest."""
         found: dict[str, Order] = {}
-        for order in self._in_force():
+        for order in (taken.order for taken in self._in_force()):
             if isinstance(order.action, Ban):
                 longest = found.get(order.action.peer_id)
                 if longest is None or longest.expires_at < order.expires_at:
                     found[order.action.peer_id] = order
         return found
 
-    def rollback(self, rollbacks: int) -> GoBack | None:
-        """What a run that has had so many rollbacks is to carry out next: of several orders, to the earliest step."""
-        actions = [order.action for order in self._in_force() if isinstance(order.action, GoBack)]
-        due = [action for action in actions if action.rollbacks == rollbacks]
-        return min(due, key=lambda action: action.step, default=None)
+    def rollbacks_due(self, rollbacks: int) -> dict[bytes, int]:
+        """For a run that has had so many rollbacks: orders, as signed, with the step to go back to."""
+        return {
+            taken.data: taken.order.action.step
+            for taken in self._in_force()
+            if isinstance(taken.order.action, GoBack) and taken.order.action.rollbacks == rollbacks
+        }
 
     def signed(self) -> list[bytes]:
         """All that are known and have not expired, to be handed on."""
         self._forget(self._clock())
         return [taken.data for taken in self._taken.values()]
 
-    def _in_force(self) -> list[Order]:
+    def _in_force(self) -> list[_Taken]:
         """Those of a moderator who was revoked are not."""
         self._forget(self._clock())
-        return [taken.order for taken in self._taken.values() if self._is_moderator(taken)]
+        return [taken for taken in self._taken.values() if self._is_moderator(taken)]
 
     def _is_moderator(self, taken: _Taken) -> bool:
         try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from enum import Enum
+from functools import lru_cache
 from typing import TypeVar
 
 from cryptography.exceptions import UnsupportedAlgorithm
@@ -36,9 +37,22 @@ def sign(kind: Kind, content: Message, identity: Identity, token: bytes) -> pb.S
 
 def signer_of(kind: Kind, signed: pb.SignedByPeer) -> str:
     """The peer id of who has signed this as a ``kind``. Raises ValueError if nobody has."""
+    return _signer_of(kind, signed.content, signed.public_key, signed.signature)
+
+
+def claimed_signer_of(kind: Kind, signed: pb.SignedByPeer) -> str:
+    """Whose key it names; nothing is checked but that it is one. Raises ValueError if it is none."""
     try:
-        peer_id = peer_id_of(signed.public_key)
-        is_right = RSAPublicKey.from_bytes(signed.public_key).verify(kind.value + signed.content, signed.signature)
+        return peer_id_of(signed.public_key)
+    except (ValueError, UnsupportedAlgorithm):
+        raise ValueError("the key of a signature is no key of a peer") from None
+
+
+@lru_cache(maxsize=4096)
+def _signer_of(kind: Kind, content: bytes, public_key: bytes, signature: bytes) -> str:
+    try:
+        peer_id = peer_id_of(public_key)
+        is_right = RSAPublicKey.from_bytes(public_key).verify(kind.value + content, signature)
     except (ValueError, UnsupportedAlgorithm):
         raise ValueError("the key of a signature is no key of a peer") from None
     if not is_right:

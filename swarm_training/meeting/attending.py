@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,8 +16,10 @@ from swarm_training.averaging.group import Group
 from swarm_training.averaging.round import Round
 from swarm_training.averaging.rounds import Rounds
 from swarm_training.compression.compressor import Phases
+from swarm_training.core.moment import Moment
 from swarm_training.core.network import MeetTalk
 from swarm_training.pb import training_pb2 as pb
+from swarm_training.rollback.judging import digest_of
 
 _WATCH_S = 0.2
 _ALIVE = pb.MeetRequest(alive=pb.Alive())
@@ -34,22 +36,72 @@ class Dismissed(Exception):
 
 @dataclass
 class Ballots:
-    """What this peer has promised and accepted at one step; see ``swarm_training.meeting.leader``."""
+    """What this peer has promised and accepted at one step; see ``swarm_training.meeting.leader``.
+
+    Attributes:
+        given: its samples in the result that it has accepted.
+    """
 
     promised: int = 0
     accepted: pb.Accepted = field(default_factory=pb.Accepted)
+    group: Group | None = None  # in which that was
     gradient: Tensor | None = None  # the average that belongs to ``accepted``
-    group: Group | None = None
+    state: bytes | None = None  # or that of the checkpoint; None: this peer's own
+    given: int = 0  # samples behind the result
+
+    def accept(
+        self, group: Group, digest: bytes, samples: int, gradient: Tensor | None = None, state: bytes | None = None
+    ) -> None:
+        """This peer has what the group decides, and promises to keep it.
+
+        ``samples``: those that this peer came to the group with. They are behind the result if it was made there; if
+        an earlier one is taken over, what this peer gave to that is.
+        """
+        if group.go_back is not None:
+            self.given = 0
+        elif not group.continues:
+            self.given = samples
+        elif digest != self.accepted.digest:
+            self.given = 0
+        self.accepted = pb.Accepted(
+            ballot=group.ballot,
+            group=group.id,
+            digest=digest,
+            layout=group.layout,
+            roster=group.roster,
+            go_back=group.go_back,
+        )
+        self.group, self.gradient, self.state = group, gradient, state
+
+    @property
+    def result(self) -> Averaged | WentBack | None:
+        """What was accepted."""
+        if self.group is None:
+            return None
+        if self.gradient is None:
+            return WentBack(self.state, self.accepted.digest, self.group)
+        return Averaged(self.gradient, self.accepted.digest, self.group)
 
 
 @dataclass(frozen=True)
 class Averaged:
-    """``gradient``: [n] float32, the same bits for all who have it; ``digest``: of the bytes it came from."""
+    """``gradient``: [n] float32, the same bits for all who have it; ``digest``: of the bytes it came from; ``round``:
+    what the leader has signed for the ledger."""
 
     gradient: Tensor
     digest: bytes
     group: Group
     seconds: float = 0.0  # from the forming of the group to its decision
+    round: bytes = b""
+
+
+@dataclass(frozen=True)
+class WentBack:
+    """To the checkpoint that the group names. ``state``: its state; None: this peer has it already."""
+
+    state: bytes | None
+    digest: bytes
+    group: Group
 
 
 class Attendance:
@@ -62,17 +114,20 @@ class Attendance:
         ballots: Ballots,
         rounds: Rounds,
         make_round: MakeRound,
+        checkpoint: Callable[[Group], Awaitable[bytes | None]],
         is_leader: Callable[[], bool],
         heartbeat_s: float,
         silence_s: float,
     ) -> None:
-        """``make_round``: from a group, this peer's number there, the phase, and the vector. ``is_leader``: whether the
-        one who is called is still the one to lead; until there is a group, another may have come."""
+        """``make_round``: from a group, this peer's number there, the phase, and the vector. ``checkpoint``: the state
+        that a group goes back to, None if it is this peer's own; raises if this peer does not agree. ``is_leader``:
+        whether the one who is called is still the one to lead; until there is a group, another may have come."""
         self._peer_id = peer_id
         self._talk = talk
         self._ballots = ballots
         self._rounds = rounds
         self._make_round = make_round
+        self._checkpoint = checkpoint
         self._is_leader = is_leader
         self._heartbeat_s = heartbeat_s
         self._silence_s = silence_s
@@ -81,7 +136,7 @@ class Attendance:
         self._dropped: set[int] = set()
         self._has_group = False
 
-    async def attend(self, join: pb.Join, phases: Phases) -> Averaged:
+    async def attend(self, join: pb.Join, phases: Phases) -> Averaged | WentBack:
         """``phases``: what is averaged; it is closed if the meeting fails.
 
         Raises:
@@ -95,7 +150,7 @@ class Attendance:
             listening = asyncio.create_task(self._listen())
             talking = asyncio.create_task(self._keep_alive())
             watching = asyncio.create_task(self._watch_leader())
-            acting = asyncio.create_task(self._act(join.step, phases))
+            acting = asyncio.create_task(self._act(join, phases))
             try:
                 await asyncio.wait([listening, watching, acting], return_when=asyncio.FIRST_COMPLETED)
                 if acting.done():
@@ -138,12 +193,14 @@ class Attendance:
         while self._has_group or self._is_leader():
             await asyncio.sleep(_WATCH_S)
 
-    async def _act(self, step: int, phases: Phases) -> Averaged:
-        group = self._parse((await self._next("group")).group, step)
+    async def _act(self, join: pb.Join, phases: Phases) -> Averaged | WentBack:
+        group = self._parse((await self._next("group")).group, Moment(join.rollbacks, join.step))
         self._has_group = True
         began_s = asyncio.get_running_loop().time()
         me = group.peer_ids.index(self._peer_id)
         self._ballots.promised = group.ballot
+        if group.go_back is not None:
+            return await self._go_back(group, group.go_back)
         if group.continues and group.continues == self._ballots.accepted.group:
             phases = _replay(self._rounds.of(group.continues), self._ballots.gradient)
         vector = next(phases)
@@ -158,15 +215,27 @@ class Attendance:
                 gradient: Tensor = finished.value
                 break
         digest = await self._rounds.digest_of(group.id)
-        self._ballots.accepted = pb.Accepted(
-            ballot=group.ballot, group=group.id, digest=digest, layout=group.layout, roster=group.roster
-        )
-        self._ballots.gradient, self._ballots.group = gradient, group
+        self._ballots.accept(group, digest, join.samples, gradient)
+        commit = await self._decided(phase, digest)
+        return Averaged(gradient, digest, group, asyncio.get_running_loop().time() - began_s, commit.round)
+
+    async def _go_back(self, group: Group, go_back: pb.Rollback) -> WentBack:
+        digest = digest_of(group.members[0].record.run, group.moment, go_back)
+        if self._ballots.accepted.digest == digest:
+            state = self._ballots.state
+        else:
+            state = await self._checkpoint(group)
+        self._ballots.accept(group, digest, 0, state=state)
+        await self._decided(0, digest)
+        return WentBack(state, digest, group)
+
+    async def _decided(self, phase: int, digest: bytes) -> pb.Commit:
+        """Once the leader knows that a quorum has it."""
         await self._talk.send(pb.MeetRequest(report=pb.Report(phase=phase, digest=digest)))
         commit = (await self._next("commit")).commit
         if commit.digest != digest:
             raise Dismissed("most members have got another result")
-        return Averaged(gradient, digest, group, asyncio.get_running_loop().time() - began_s)
+        return commit
 
     async def _average(self, group: Group, me: int, phase: int, vector: Tensor) -> None:
         """One phase, until everybody has all of it."""
@@ -200,9 +269,9 @@ class Attendance:
             raise RequestRejected(f"the leader has sent a {got}: expected a {kind}")
         return reply
 
-    def _parse(self, message: pb.Group, step: int) -> Group:
+    def _parse(self, message: pb.Group, moment: Moment) -> Group:
         group = Group.parse(message)
-        if group.step != step or group.ballot <= self._ballots.promised or self._peer_id not in group.peer_ids:
+        if group.moment != moment or group.ballot <= self._ballots.promised or self._peer_id not in group.peer_ids:
             raise RequestRejected("the leader has formed a group that is not the one which was asked for")
         return group
 

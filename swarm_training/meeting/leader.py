@@ -2,7 +2,8 @@
 
 The leader carries no data. A result counts once the leader knows that a quorum holds it; whoever leads after it must
 take that result over. That is single-decree Paxos for each global step (Lamport, 2001): to join is a promise, a report
-with a digest an acceptance, and `continues` hands on what may have been chosen.
+with a digest an acceptance, and `continues` hands on what may have been chosen. What is decided is an average, or the
+checkpoint that all go back to.
 
 Decides from data alone: events in, replies out.
 """
@@ -10,21 +11,25 @@ Decides from data alone: events in, replies out.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
 from swarm_training.averaging.chunks import from_bits
+from swarm_training.averaging.grid import needs_grid
 from swarm_training.averaging.repair import repair
 from swarm_training.core.config import MAX_MEMBERS
+from swarm_training.core.moment import Moment
 from swarm_training.core.record import Progress
 from swarm_training.pb import training_pb2 as pb
 from swarm_training.progress.policy import has_quorum, rank
+from swarm_training.rollback.judging import Judge, proposal
 
 _MAX_ATTEMPTS = 6
 _REPORT_DEADLINES = 2.0  # for an attempt; a member gives it up after 1.5
 _MAX_CHUNKS = 1 << 20
 Replies = list[tuple[str, pb.MeetReply]]  # each with the peer it is for
+Countersign = Callable[[Sequence[pb.Join]], bytes]  # those who are credited with what they joined with
 
 
 @dataclass(frozen=True)
@@ -35,6 +40,7 @@ class Outlook:
         expected: who is waited for, for ``wait_s`` at most.
         known, roster, gone: see ``swarm_training.progress.policy``.
         deadline_s: for stragglers of the averaging.
+        judge: whether the run is to go back.
     """
 
     expected: Collection[str]
@@ -43,6 +49,7 @@ class Outlook:
     gone: Collection[str]
     wait_s: float
     deadline_s: float
+    judge: Judge = field(default_factory=Judge)
 
 
 class Stage(Enum):
@@ -63,7 +70,8 @@ class _Averaging:
     shares: list[float]
     reachable: frozenset[int]
     alive: set[int]
-    continues: bool
+    continues: str
+    goes_back: bool
     phase: int = 0
     attempt: int = 0
     began_s: float = 0.0
@@ -73,12 +81,13 @@ class _Averaging:
 class Leader:
     """Of one meeting. Times are those of one clock, in seconds."""
 
-    def __init__(self, run: str, step: int, name: str) -> None:
-        """``name``: tells this meeting from all others."""
-        self.step = step
+    def __init__(self, run: str, moment: Moment, name: str, countersign: Countersign = lambda _joins: b"") -> None:
+        """``name``: tells this meeting from all others. ``countersign``: makes the round for the ledger."""
+        self.moment = moment
         self.stage = Stage.GATHERING
         self._run = run
         self._name = name
+        self._countersign = countersign
         self._joined: dict[str, _Joined] = {}
         self._began_s: float | None = None
         self._group: _Averaging | None = None
@@ -135,7 +144,8 @@ class Leader:
         joined = self._joined.values()
         if self._began_s is None or not any(peer.record.is_reachable for peer in joined):
             return False
-        if not any(peer.join.samples for peer in joined):
+        is_something = any(peer.join.samples or peer.join.accepted.group for peer in joined)
+        if not is_something and self._proposal(outlook) is None:
             return False
         electorates = outlook.roster, {*outlook.known, *present}
         if not all(has_quorum(present, electorate, outlook.gone) for electorate in electorates):
@@ -143,17 +153,28 @@ class Leader:
         is_late = now - self._began_s >= outlook.wait_s
         return is_late or set(outlook.expected) <= present or len(present) >= MAX_MEMBERS
 
+    def _members(self) -> list[str]:
+        """In their order in the group."""
+        return sorted(self._joined, key=lambda peer: rank(self._run, self.moment, peer))[:MAX_MEMBERS]
+
+    def _proposal(self, outlook: Outlook) -> pb.Rollback | None:
+        members = [self._joined[peer] for peer in self._members()]
+        joins, records = [member.join for member in members], [member.record for member in members]
+        return proposal(outlook.judge, self.moment, joins, records)
+
     def _form(self, outlook: Outlook, now: float) -> Replies:
-        peers = sorted(self._joined, key=lambda peer: rank(self._run, self.step, peer))[:MAX_MEMBERS]
+        peers = self._members()
         joined = [self._joined[peer] for peer in peers]
         shares = [peer.record.share if peer.record.is_reachable else 0.0 for peer in joined]
         if not sum(shares):
             shares = [1.0 if peer.record.is_reachable else 0.0 for peer in joined]
         accepted = max((peer.join.accepted for peer in joined), key=lambda result: result.ballot)
+        new = None if accepted.group else self._proposal(outlook)
         reachable = frozenset(number for number, peer in enumerate(joined) if peer.record.is_reachable)
         message = pb.Group(
             id=self._name,
-            step=self.step,
+            step=self.moment.step,
+            rollbacks=self.moment.rollbacks,
             ballot=1 + max(peer.join.promised for peer in joined),
             members=[
                 pb.Member(record=peer.join.own, weight=peer.join.samples, share=share)
@@ -163,10 +184,13 @@ class Leader:
             continues=accepted.group,
             layout=accepted.layout or shares,
             roster=accepted.roster or sorted(peers[number] for number in reachable),
+            grid=not accepted.group and needs_grid(shares),
+            go_back=accepted.go_back if accepted.HasField("go_back") else new,
         )
         self.stage = Stage.AVERAGING
         alive = set(range(len(peers)))
-        self._group = _Averaging(tuple(peers), shares, reachable, alive, bool(accepted.group), began_s=now)
+        goes_back = message.HasField("go_back")
+        self._group = _Averaging(tuple(peers), shares, reachable, alive, accepted.group, goes_back, began_s=now)
         return self._to_alive(self._group, pb.MeetReply(group=message))
 
     def _advance(self, group: _Averaging, outlook: Outlook, now: float) -> Replies:
@@ -221,7 +245,10 @@ class Leader:
         if not all(has_quorum(holders, electorate, outlook.gone) for electorate in electorates):
             return self._end(group, "those who are left are no quorum")
         self.stage = Stage.OVER
-        commit = pb.MeetReply(commit=pb.Commit(digest=digest))
+        credited = [self._joined[peer].join for peer in group.members if peer in holders and not group.goes_back]
+        if group.continues:  # who has given something to its result holds that result
+            credited = [join for join in credited if join.accepted.digest == digest]
+        commit = pb.MeetReply(commit=pb.Commit(digest=digest, round=self._countersign(credited)))
         odd = pb.MeetReply(dismissal=pb.Dismissal(reason="most members have got another result"))
         return [(peer, commit if peer in holders else odd) for peer in map(group.members.__getitem__, sorted(reports))]
 

@@ -7,10 +7,13 @@ import logging
 from collections.abc import Callable
 from contextlib import suppress
 from itertools import count
+from weakref import WeakKeyDictionary
 
 from swarm_protocol.errors import PeerUnavailable, RequestRejected
+from swarm_training.core.moment import Moment
 from swarm_training.core.network import Talk
 from swarm_training.core.record import Progress
+from swarm_training.ledger.crediting import Crediting
 from swarm_training.meeting.leader import Leader, Outlook, Replies, Stage
 from swarm_training.pb import training_pb2 as pb
 
@@ -32,6 +35,7 @@ class Leading:
         referral: Callable[[pb.Join], pb.Dismissal | None],
         heartbeat_s: float,
         silence_s: float,
+        crediting: Crediting,
     ) -> None:
         """``note``: takes note of a record and returns what it says, or raises ValueError. ``referral``: what to answer
         who should ask somebody else; None if this peer leads it."""
@@ -42,8 +46,10 @@ class Leading:
         self._referral = referral
         self._heartbeat_s = heartbeat_s
         self._silence_s = silence_s
+        self._crediting = crediting
         self._numbers = count()
         self._gathering: Leader | None = None
+        self._ticked_s: WeakKeyDictionary[Leader, float] = WeakKeyDictionary()
         self._outboxes: dict[tuple[Leader, str], asyncio.Queue[pb.MeetReply | None]] = {}
 
     async def serve(self, peer_id: str, talk: MemberTalk) -> None:
@@ -64,10 +70,12 @@ class Leading:
         if referral is not None:
             await talk.send(pb.MeetReply(dismissal=referral))
             return
-        leader = self._leader_at(join.step)
+        self._crediting.check(peer_id, join)
+        leader = self._leader_at(Moment(join.rollbacks, join.step))
         outbox: asyncio.Queue[pb.MeetReply | None] = asyncio.Queue()
         self._outboxes[leader, peer_id] = outbox
         leader.join(peer_id, join, record, _now())
+        self._ticked_s.pop(leader, None)  # with this one, the group may be complete
         writing = asyncio.create_task(self._write(talk, outbox))
         reading = asyncio.create_task(self._read(leader, peer_id, talk))
         ticking = asyncio.create_task(self._tick(leader))
@@ -81,11 +89,11 @@ class Leading:
                 del self._outboxes[leader, peer_id]
                 self._deliver(leader, leader.leave(peer_id, self._outlook(), _now()))
 
-    def _leader_at(self, step: int) -> Leader:
+    def _leader_at(self, moment: Moment) -> Leader:
         gathering = self._gathering
-        if gathering is None or gathering.step != step or gathering.stage is not Stage.GATHERING:
-            name = f"{self._run}/{step}/{self._peer_id}/{next(self._numbers)}"
-            self._gathering = gathering = Leader(self._run, step, name)
+        if gathering is None or gathering.moment != moment or gathering.stage is not Stage.GATHERING:
+            name = f"{self._run}/{moment}/{self._peer_id}/{next(self._numbers)}"
+            self._gathering = gathering = Leader(self._run, moment, name, self._crediting.countersign)
         return gathering
 
     async def _write(self, talk: MemberTalk, outbox: asyncio.Queue[pb.MeetReply | None]) -> None:
@@ -116,7 +124,9 @@ class Leading:
     async def _tick(self, leader: Leader) -> None:
         """Every member's, so that it ends with them."""
         while True:
-            self._deliver(leader, leader.tick(self._outlook(), _now()))
+            if _now() >= self._ticked_s.get(leader, 0.0) + _TICK_S:  # one of them for all
+                self._ticked_s[leader] = _now()
+                self._deliver(leader, leader.tick(self._outlook(), _now()))
             await asyncio.sleep(_TICK_S)
 
     def _deliver(self, leader: Leader, replies: Replies) -> None:

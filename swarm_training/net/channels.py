@@ -31,11 +31,11 @@ class _CallTalk(Generic[Out, In]):
         self._call = call
 
     async def send(self, message: Out) -> None:
-        with _translated():
+        with translated():
             await self._call.write(message)
 
     async def receive(self) -> In | None:
-        with _translated():
+        with translated():
             message = await self._call.read()
             if message is grpc.aio.EOF:
                 code = await self._call.code()
@@ -46,7 +46,7 @@ class _CallTalk(Generic[Out, In]):
             return received
 
     async def finish(self) -> None:
-        with _translated():
+        with translated():
             await self._call.done_writing()
 
 
@@ -59,7 +59,7 @@ class GrpcNetwork:
 
     async def exchange(self, peer: Progress, request: pb.ExchangeRequest) -> pb.ExchangeReply:
         stub = await self._stub(peer)
-        with _translated():
+        with translated():
             reply: pb.ExchangeReply = await stub.Exchange(request)
             return reply
 
@@ -71,15 +71,21 @@ class GrpcNetwork:
 
     async def fetch(self, peer: Progress, request: pb.FetchRequest) -> AsyncIterator[pb.Chunk]:
         stub = await self._stub(peer)
-        with _translated():
+        with translated():
             async for chunk in stub.Fetch(request):
                 yield chunk
 
-    async def state(self, peer: Progress) -> AsyncIterator[pb.StatePart]:
+    async def state(self, peer: Progress, request: pb.StateRequest) -> AsyncIterator[pb.StatePart]:
         stub = await self._stub(peer)
-        with _translated():
-            async for part in stub.State(pb.StateRequest()):
+        with translated():
+            async for part in stub.State(request):
                 yield part
+
+    async def rounds(self, peer: Progress, request: pb.RoundsRequest) -> pb.RoundsReply:
+        stub = await self._stub(peer)
+        with translated():
+            reply: pb.RoundsReply = await stub.Rounds(request)
+            return reply
 
     async def is_gone(self, peer: Progress) -> bool:
         host, _, port = peer.address.rpartition(":")
@@ -108,25 +114,28 @@ class GrpcNetwork:
         finally:
             call.cancel()
 
-    async def _stub(self, peer: Progress) -> TrainingStub:
+    async def channel(self, peer: Progress) -> grpc.aio.Channel:
+        """Raises PeerUnavailable if the peer cannot be reached."""
         key = peer.address, peer.tls_fingerprint
         if key not in self._channels:
             self._channels[key] = asyncio.ensure_future(self._connect(peer))
         connecting = self._channels[key]
         try:
-            channel = await asyncio.shield(connecting)
+            return await asyncio.shield(connecting)
         except (PeerUnavailable, BadReply) as error:
             if self._channels.get(key) is connecting:
                 del self._channels[key]
             raise PeerUnavailable(str(error), peer.peer_id) from None
-        return TrainingStub(channel)  # type: ignore[no-untyped-call]
+
+    async def _stub(self, peer: Progress) -> TrainingStub:
+        return TrainingStub(await self.channel(peer))  # type: ignore[no-untyped-call]
 
     def _connect(self, peer: Progress) -> Awaitable[grpc.aio.Channel]:
         return pinned_channel(self._credentials, peer.address, peer.tls_fingerprint, CLIENT_OPTIONS, _CONNECT_TIMEOUT_S)
 
 
 @contextmanager
-def _translated() -> Iterator[None]:
+def translated() -> Iterator[None]:
     """gRPC's errors as ours."""
     try:
         yield

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import grpc
@@ -62,43 +63,49 @@ class TrainingService(TrainingServicer):
         self._access = access
 
     async def Exchange(self, request: pb.ExchangeRequest, context: _Context) -> pb.ExchangeReply:
-        async with _errors_as_status(context):
-            peer_id = self._admit(context)
+        async with errors_as_status(context):
+            peer_id = admitted(context, self._access)
             return await self._handlers.exchange(peer_id, request)
 
     async def Meet(self, _: object, context: _Context) -> None:
-        async with _errors_as_status(context):
-            peer_id = self._admit(context)
+        async with errors_as_status(context):
+            peer_id = admitted(context, self._access)
             await self._handlers.meet(peer_id, _ServedTalk(context))
 
     async def Reduce(self, _: object, context: _Context) -> None:
-        async with _errors_as_status(context):
-            peer_id = self._admit(context)
+        async with errors_as_status(context):
+            peer_id = admitted(context, self._access)
             await self._handlers.reduce(peer_id, _ServedTalk(context))
 
     async def Fetch(self, request: pb.FetchRequest, context: _Context) -> None:
-        async with _errors_as_status(context):
-            peer_id = self._admit(context)
+        async with errors_as_status(context):
+            peer_id = admitted(context, self._access)
             async for chunk in self._handlers.fetch(peer_id, request):
                 await context.write(chunk)
 
     async def State(self, request: pb.StateRequest, context: _Context) -> None:
-        async with _errors_as_status(context):
-            peer_id = self._admit(context)
-            async for part in self._handlers.state(peer_id):
+        async with errors_as_status(context):
+            peer_id = admitted(context, self._access)
+            async for part in self._handlers.state(peer_id, request):
                 await context.write(part)
 
-    def _admit(self, context: _Context) -> str:
-        """The caller's peer id. Raises AccessDenied if it may not take part."""
-        auth = context.auth_context()
-        peer_id = peer_of(auth)
-        if self._access is not None:
-            self._access.require(Role.TRAINER, peer_id, token_of(auth))
-        return peer_id
+    async def Rounds(self, request: pb.RoundsRequest, context: _Context) -> pb.RoundsReply:
+        async with errors_as_status(context):
+            peer_id = admitted(context, self._access, Role.CLIENT)  # every member may sum
+            return await self._handlers.rounds(peer_id, request)
+
+
+def admitted(context: _Context, access: AccessControl | None, role: Role = Role.TRAINER) -> str:
+    """The caller's peer id. Raises AccessDenied if it may not do what takes this role."""
+    auth = context.auth_context()
+    peer_id = peer_of(auth)
+    if access is not None:
+        access.require(role, peer_id, token_of(auth))
+    return peer_id
 
 
 @asynccontextmanager
-async def _errors_as_status(context: _Context) -> AsyncIterator[None]:
+async def errors_as_status(context: _Context) -> AsyncIterator[None]:
     """The handler must return then, see ``end_with``."""
     try:
         yield
@@ -120,8 +127,16 @@ async def start_service(
     Raises:
         ValueError: the address cannot be listened on.
     """
+    service = TrainingService(handlers, access)
+    return await start_server(partial(add_TrainingServicer_to_server, service), certificate, host, port)
+
+
+async def start_server(
+    add_services: Callable[[grpc.aio.Server], None], certificate: Certificate, host: str, port: int
+) -> tuple[grpc.aio.Server, int]:
+    """As ``start_service``."""
     server = grpc.aio.server(options=SERVER_OPTIONS)
-    add_TrainingServicer_to_server(TrainingService(handlers, access), server)  # type: ignore[no-untyped-call]
+    add_services(server)
     try:
         bound = server.add_secure_port(f"{host}:{port}", certificate.server_credentials())
     except RuntimeError:

@@ -19,7 +19,7 @@ LEFT: PeerState
 JOINING: PeerState
 
 class Progress(_message.Message):
-    __slots__ = ("wire_version", "run", "peer_id", "version", "state", "step", "samples", "samples_per_s", "call_s", "target_batch_size", "address", "tls_fingerprint", "share", "model", "state_digest", "result_digest", "loss", "loss_samples", "bytes_sent", "bytes_received")
+    __slots__ = ("wire_version", "run", "peer_id", "version", "state", "step", "samples", "samples_per_s", "call_s", "target_batch_size", "address", "tls_fingerprint", "share", "model", "state_digest", "result_digest", "loss", "loss_samples", "bytes_sent", "bytes_received", "rollbacks")
     WIRE_VERSION_FIELD_NUMBER: _ClassVar[int]
     RUN_FIELD_NUMBER: _ClassVar[int]
     PEER_ID_FIELD_NUMBER: _ClassVar[int]
@@ -40,6 +40,7 @@ class Progress(_message.Message):
     LOSS_SAMPLES_FIELD_NUMBER: _ClassVar[int]
     BYTES_SENT_FIELD_NUMBER: _ClassVar[int]
     BYTES_RECEIVED_FIELD_NUMBER: _ClassVar[int]
+    ROLLBACKS_FIELD_NUMBER: _ClassVar[int]
     wire_version: int
     run: str
     peer_id: str
@@ -60,7 +61,8 @@ class Progress(_message.Message):
     loss_samples: int
     bytes_sent: int
     bytes_received: int
-    def __init__(self, wire_version: _Optional[int] = ..., run: _Optional[str] = ..., peer_id: _Optional[str] = ..., version: _Optional[int] = ..., state: _Optional[_Union[PeerState, str]] = ..., step: _Optional[int] = ..., samples: _Optional[int] = ..., samples_per_s: _Optional[float] = ..., call_s: _Optional[float] = ..., target_batch_size: _Optional[int] = ..., address: _Optional[str] = ..., tls_fingerprint: _Optional[bytes] = ..., share: _Optional[float] = ..., model: _Optional[bytes] = ..., state_digest: _Optional[bytes] = ..., result_digest: _Optional[bytes] = ..., loss: _Optional[float] = ..., loss_samples: _Optional[int] = ..., bytes_sent: _Optional[int] = ..., bytes_received: _Optional[int] = ...) -> None: ...
+    rollbacks: int
+    def __init__(self, wire_version: _Optional[int] = ..., run: _Optional[str] = ..., peer_id: _Optional[str] = ..., version: _Optional[int] = ..., state: _Optional[_Union[PeerState, str]] = ..., step: _Optional[int] = ..., samples: _Optional[int] = ..., samples_per_s: _Optional[float] = ..., call_s: _Optional[float] = ..., target_batch_size: _Optional[int] = ..., address: _Optional[str] = ..., tls_fingerprint: _Optional[bytes] = ..., share: _Optional[float] = ..., model: _Optional[bytes] = ..., state_digest: _Optional[bytes] = ..., result_digest: _Optional[bytes] = ..., loss: _Optional[float] = ..., loss_samples: _Optional[int] = ..., bytes_sent: _Optional[int] = ..., bytes_received: _Optional[int] = ..., rollbacks: _Optional[int] = ...) -> None: ...
 
 class SignedProgress(_message.Message):
     __slots__ = ("progress", "public_key", "signature")
@@ -129,34 +131,62 @@ class Alive(_message.Message):
     def __init__(self) -> None: ...
 
 class Join(_message.Message):
-    __slots__ = ("own", "step", "samples", "promised", "accepted", "unreachable")
+    __slots__ = ("own", "step", "samples", "promised", "accepted", "unreachable", "contribution", "rollbacks", "checkpoints")
     OWN_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     SAMPLES_FIELD_NUMBER: _ClassVar[int]
     PROMISED_FIELD_NUMBER: _ClassVar[int]
     ACCEPTED_FIELD_NUMBER: _ClassVar[int]
     UNREACHABLE_FIELD_NUMBER: _ClassVar[int]
+    CONTRIBUTION_FIELD_NUMBER: _ClassVar[int]
+    ROLLBACKS_FIELD_NUMBER: _ClassVar[int]
+    CHECKPOINTS_FIELD_NUMBER: _ClassVar[int]
     own: SignedProgress
     step: int
     samples: int
     promised: int
     accepted: Accepted
     unreachable: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, own: _Optional[_Union[SignedProgress, _Mapping]] = ..., step: _Optional[int] = ..., samples: _Optional[int] = ..., promised: _Optional[int] = ..., accepted: _Optional[_Union[Accepted, _Mapping]] = ..., unreachable: _Optional[_Iterable[str]] = ...) -> None: ...
+    contribution: bytes
+    rollbacks: int
+    checkpoints: _containers.RepeatedCompositeFieldContainer[Checkpoint]
+    def __init__(self, own: _Optional[_Union[SignedProgress, _Mapping]] = ..., step: _Optional[int] = ..., samples: _Optional[int] = ..., promised: _Optional[int] = ..., accepted: _Optional[_Union[Accepted, _Mapping]] = ..., unreachable: _Optional[_Iterable[str]] = ..., contribution: _Optional[bytes] = ..., rollbacks: _Optional[int] = ..., checkpoints: _Optional[_Iterable[_Union[Checkpoint, _Mapping]]] = ...) -> None: ...
+
+class Checkpoint(_message.Message):
+    __slots__ = ("step", "state_digest")
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    STATE_DIGEST_FIELD_NUMBER: _ClassVar[int]
+    step: int
+    state_digest: bytes
+    def __init__(self, step: _Optional[int] = ..., state_digest: _Optional[bytes] = ...) -> None: ...
+
+class Rollback(_message.Message):
+    __slots__ = ("step", "state_digest", "order", "losses")
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    STATE_DIGEST_FIELD_NUMBER: _ClassVar[int]
+    ORDER_FIELD_NUMBER: _ClassVar[int]
+    LOSSES_FIELD_NUMBER: _ClassVar[int]
+    step: int
+    state_digest: bytes
+    order: bytes
+    losses: _containers.RepeatedCompositeFieldContainer[SignedProgress]
+    def __init__(self, step: _Optional[int] = ..., state_digest: _Optional[bytes] = ..., order: _Optional[bytes] = ..., losses: _Optional[_Iterable[_Union[SignedProgress, _Mapping]]] = ...) -> None: ...
 
 class Accepted(_message.Message):
-    __slots__ = ("ballot", "group", "digest", "layout", "roster")
+    __slots__ = ("ballot", "group", "digest", "layout", "roster", "go_back")
     BALLOT_FIELD_NUMBER: _ClassVar[int]
     GROUP_FIELD_NUMBER: _ClassVar[int]
     DIGEST_FIELD_NUMBER: _ClassVar[int]
     LAYOUT_FIELD_NUMBER: _ClassVar[int]
     ROSTER_FIELD_NUMBER: _ClassVar[int]
+    GO_BACK_FIELD_NUMBER: _ClassVar[int]
     ballot: int
     group: str
     digest: bytes
     layout: _containers.RepeatedScalarFieldContainer[float]
     roster: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, ballot: _Optional[int] = ..., group: _Optional[str] = ..., digest: _Optional[bytes] = ..., layout: _Optional[_Iterable[float]] = ..., roster: _Optional[_Iterable[str]] = ...) -> None: ...
+    go_back: Rollback
+    def __init__(self, ballot: _Optional[int] = ..., group: _Optional[str] = ..., digest: _Optional[bytes] = ..., layout: _Optional[_Iterable[float]] = ..., roster: _Optional[_Iterable[str]] = ..., go_back: _Optional[_Union[Rollback, _Mapping]] = ...) -> None: ...
 
 class Member(_message.Message):
     __slots__ = ("record", "weight", "share")
@@ -169,7 +199,7 @@ class Member(_message.Message):
     def __init__(self, record: _Optional[_Union[SignedProgress, _Mapping]] = ..., weight: _Optional[int] = ..., share: _Optional[float] = ...) -> None: ...
 
 class Group(_message.Message):
-    __slots__ = ("id", "step", "ballot", "members", "deadline_s", "continues", "layout", "roster")
+    __slots__ = ("id", "step", "ballot", "members", "deadline_s", "continues", "layout", "roster", "grid", "go_back", "rollbacks")
     ID_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     BALLOT_FIELD_NUMBER: _ClassVar[int]
@@ -178,6 +208,9 @@ class Group(_message.Message):
     CONTINUES_FIELD_NUMBER: _ClassVar[int]
     LAYOUT_FIELD_NUMBER: _ClassVar[int]
     ROSTER_FIELD_NUMBER: _ClassVar[int]
+    GRID_FIELD_NUMBER: _ClassVar[int]
+    GO_BACK_FIELD_NUMBER: _ClassVar[int]
+    ROLLBACKS_FIELD_NUMBER: _ClassVar[int]
     id: str
     step: int
     ballot: int
@@ -186,7 +219,10 @@ class Group(_message.Message):
     continues: str
     layout: _containers.RepeatedScalarFieldContainer[float]
     roster: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, id: _Optional[str] = ..., step: _Optional[int] = ..., ballot: _Optional[int] = ..., members: _Optional[_Iterable[_Union[Member, _Mapping]]] = ..., deadline_s: _Optional[float] = ..., continues: _Optional[str] = ..., layout: _Optional[_Iterable[float]] = ..., roster: _Optional[_Iterable[str]] = ...) -> None: ...
+    grid: bool
+    go_back: Rollback
+    rollbacks: int
+    def __init__(self, id: _Optional[str] = ..., step: _Optional[int] = ..., ballot: _Optional[int] = ..., members: _Optional[_Iterable[_Union[Member, _Mapping]]] = ..., deadline_s: _Optional[float] = ..., continues: _Optional[str] = ..., layout: _Optional[_Iterable[float]] = ..., roster: _Optional[_Iterable[str]] = ..., grid: bool = ..., go_back: _Optional[_Union[Rollback, _Mapping]] = ..., rollbacks: _Optional[int] = ...) -> None: ...
 
 class Dropped(_message.Message):
     __slots__ = ("member",)
@@ -231,10 +267,12 @@ class Plan(_message.Message):
     def __init__(self, phase: _Optional[int] = ..., attempt: _Optional[int] = ..., fetch: _Optional[_Iterable[_Union[Transfer, _Mapping]]] = ..., redo: _Optional[_Iterable[_Union[Transfer, _Mapping]]] = ...) -> None: ...
 
 class Commit(_message.Message):
-    __slots__ = ("digest",)
+    __slots__ = ("digest", "round")
     DIGEST_FIELD_NUMBER: _ClassVar[int]
+    ROUND_FIELD_NUMBER: _ClassVar[int]
     digest: bytes
-    def __init__(self, digest: _Optional[bytes] = ...) -> None: ...
+    round: bytes
+    def __init__(self, digest: _Optional[bytes] = ..., round: _Optional[bytes] = ...) -> None: ...
 
 class Dismissal(_message.Message):
     __slots__ = ("reason", "leader")
@@ -245,12 +283,14 @@ class Dismissal(_message.Message):
     def __init__(self, reason: _Optional[str] = ..., leader: _Optional[_Union[SignedProgress, _Mapping]] = ...) -> None: ...
 
 class ReduceRequest(_message.Message):
-    __slots__ = ("open", "chunk")
+    __slots__ = ("open", "chunk", "row")
     OPEN_FIELD_NUMBER: _ClassVar[int]
     CHUNK_FIELD_NUMBER: _ClassVar[int]
+    ROW_FIELD_NUMBER: _ClassVar[int]
     open: ReduceOpen
     chunk: Chunk
-    def __init__(self, open: _Optional[_Union[ReduceOpen, _Mapping]] = ..., chunk: _Optional[_Union[Chunk, _Mapping]] = ...) -> None: ...
+    row: RowMean
+    def __init__(self, open: _Optional[_Union[ReduceOpen, _Mapping]] = ..., chunk: _Optional[_Union[Chunk, _Mapping]] = ..., row: _Optional[_Union[RowMean, _Mapping]] = ...) -> None: ...
 
 class ReduceOpen(_message.Message):
     __slots__ = ("group", "phase", "attempt")
@@ -270,6 +310,14 @@ class Chunk(_message.Message):
     data: bytes
     def __init__(self, index: _Optional[int] = ..., data: _Optional[bytes] = ...) -> None: ...
 
+class RowMean(_message.Message):
+    __slots__ = ("chunk", "weight")
+    CHUNK_FIELD_NUMBER: _ClassVar[int]
+    WEIGHT_FIELD_NUMBER: _ClassVar[int]
+    chunk: Chunk
+    weight: float
+    def __init__(self, chunk: _Optional[_Union[Chunk, _Mapping]] = ..., weight: _Optional[float] = ...) -> None: ...
+
 class FetchRequest(_message.Message):
     __slots__ = ("group", "phase", "chunks")
     GROUP_FIELD_NUMBER: _ClassVar[int]
@@ -281,8 +329,10 @@ class FetchRequest(_message.Message):
     def __init__(self, group: _Optional[str] = ..., phase: _Optional[int] = ..., chunks: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class StateRequest(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
+    __slots__ = ("checkpoint",)
+    CHECKPOINT_FIELD_NUMBER: _ClassVar[int]
+    checkpoint: bytes
+    def __init__(self, checkpoint: _Optional[bytes] = ...) -> None: ...
 
 class StatePart(_message.Message):
     __slots__ = ("header", "data")
@@ -293,17 +343,52 @@ class StatePart(_message.Message):
     def __init__(self, header: _Optional[_Union[StateHeader, _Mapping]] = ..., data: _Optional[bytes] = ...) -> None: ...
 
 class StateHeader(_message.Message):
-    __slots__ = ("step", "size_bytes", "roster", "parameters", "optimizer", "result_digest")
+    __slots__ = ("step", "size_bytes", "roster", "parameters", "optimizer", "result_digest", "rollbacks", "usual_losses", "num_high_losses", "went_back_to", "common")
+    class CommonEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: str
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
     STEP_FIELD_NUMBER: _ClassVar[int]
     SIZE_BYTES_FIELD_NUMBER: _ClassVar[int]
     ROSTER_FIELD_NUMBER: _ClassVar[int]
     PARAMETERS_FIELD_NUMBER: _ClassVar[int]
     OPTIMIZER_FIELD_NUMBER: _ClassVar[int]
     RESULT_DIGEST_FIELD_NUMBER: _ClassVar[int]
+    ROLLBACKS_FIELD_NUMBER: _ClassVar[int]
+    USUAL_LOSSES_FIELD_NUMBER: _ClassVar[int]
+    NUM_HIGH_LOSSES_FIELD_NUMBER: _ClassVar[int]
+    WENT_BACK_TO_FIELD_NUMBER: _ClassVar[int]
+    COMMON_FIELD_NUMBER: _ClassVar[int]
     step: int
     size_bytes: int
     roster: _containers.RepeatedScalarFieldContainer[str]
     parameters: _containers.RepeatedScalarFieldContainer[str]
     optimizer: str
     result_digest: bytes
-    def __init__(self, step: _Optional[int] = ..., size_bytes: _Optional[int] = ..., roster: _Optional[_Iterable[str]] = ..., parameters: _Optional[_Iterable[str]] = ..., optimizer: _Optional[str] = ..., result_digest: _Optional[bytes] = ...) -> None: ...
+    rollbacks: int
+    usual_losses: _containers.RepeatedScalarFieldContainer[float]
+    num_high_losses: int
+    went_back_to: int
+    common: _containers.ScalarMap[str, str]
+    def __init__(self, step: _Optional[int] = ..., size_bytes: _Optional[int] = ..., roster: _Optional[_Iterable[str]] = ..., parameters: _Optional[_Iterable[str]] = ..., optimizer: _Optional[str] = ..., result_digest: _Optional[bytes] = ..., rollbacks: _Optional[int] = ..., usual_losses: _Optional[_Iterable[float]] = ..., num_high_losses: _Optional[int] = ..., went_back_to: _Optional[int] = ..., common: _Optional[_Mapping[str, str]] = ...) -> None: ...
+
+class RoundsRequest(_message.Message):
+    __slots__ = ("since_rollbacks", "since_step", "known")
+    SINCE_ROLLBACKS_FIELD_NUMBER: _ClassVar[int]
+    SINCE_STEP_FIELD_NUMBER: _ClassVar[int]
+    KNOWN_FIELD_NUMBER: _ClassVar[int]
+    since_rollbacks: int
+    since_step: int
+    known: bytes
+    def __init__(self, since_rollbacks: _Optional[int] = ..., since_step: _Optional[int] = ..., known: _Optional[bytes] = ...) -> None: ...
+
+class RoundsReply(_message.Message):
+    __slots__ = ("rounds", "has_more")
+    ROUNDS_FIELD_NUMBER: _ClassVar[int]
+    HAS_MORE_FIELD_NUMBER: _ClassVar[int]
+    rounds: _containers.RepeatedScalarFieldContainer[bytes]
+    has_more: bool
+    def __init__(self, rounds: _Optional[_Iterable[bytes]] = ..., has_more: bool = ...) -> None: ...

@@ -59,6 +59,11 @@ class TrainingStub(object):
                 request_serializer=swarm__training_dot_pb_dot_training__pb2.StateRequest.SerializeToString,
                 response_deserializer=swarm__training_dot_pb_dot_training__pb2.StatePart.FromString,
                 _registered_method=True)
+        self.Rounds = channel.unary_unary(
+                '/swarm.training.v1.Training/Rounds',
+                request_serializer=swarm__training_dot_pb_dot_training__pb2.RoundsRequest.SerializeToString,
+                response_deserializer=swarm__training_dot_pb_dot_training__pb2.RoundsReply.FromString,
+                _registered_method=True)
 
 
 class TrainingServicer(object):
@@ -99,6 +104,13 @@ class TrainingServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Rounds(self, request, context):
+        """Countersigned rounds that the caller lacks.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_TrainingServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -126,6 +138,11 @@ def add_TrainingServicer_to_server(servicer, server):
                     servicer.State,
                     request_deserializer=swarm__training_dot_pb_dot_training__pb2.StateRequest.FromString,
                     response_serializer=swarm__training_dot_pb_dot_training__pb2.StatePart.SerializeToString,
+            ),
+            'Rounds': grpc.unary_unary_rpc_method_handler(
+                    servicer.Rounds,
+                    request_deserializer=swarm__training_dot_pb_dot_training__pb2.RoundsRequest.FromString,
+                    response_serializer=swarm__training_dot_pb_dot_training__pb2.RoundsReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -263,6 +280,33 @@ class Training(object):
             '/swarm.training.v1.Training/State',
             swarm__training_dot_pb_dot_training__pb2.StateRequest.SerializeToString,
             swarm__training_dot_pb_dot_training__pb2.StatePart.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Rounds(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/swarm.training.v1.Training/Rounds',
+            swarm__training_dot_pb_dot_training__pb2.RoundsRequest.SerializeToString,
+            swarm__training_dot_pb_dot_training__pb2.RoundsReply.FromString,
             options,
             channel_credentials,
             insecure,

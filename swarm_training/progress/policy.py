@@ -1,5 +1,8 @@
 """What follows from the progress that peers report. Decides from data alone.
 
+Who is ahead of whom is a matter of moments, not of steps: after a rollback the run is at an earlier step than those who
+have not heard of it.
+
 Quorums make sure that a run never forks. The *roster* of a step are the peers that could be reached and took part in
 the averaging that led to it. The next averaging counts only if it has a majority of that roster, less those that are
 evidently gone; so of two halves of a network at most one goes on, and each step's roster is that step's electorate
@@ -14,6 +17,7 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from hashlib import sha256
 
+from swarm_training.core.moment import Moment
 from swarm_training.core.record import MEETING, PRESENT, Progress
 
 
@@ -37,25 +41,25 @@ class View:
     def all(self) -> tuple[Progress, ...]:
         return self.own, *self.others
 
-    def at(self, step: int) -> tuple[Progress, ...]:
-        return tuple(peer for peer in self.all if peer.step == step and peer.state in PRESENT)
+    def at(self, moment: Moment) -> tuple[Progress, ...]:
+        return tuple(peer for peer in self.all if peer.moment == moment and peer.state in PRESENT)
 
 
-def samples_at(view: View, step: int) -> int:
+def samples_at(view: View, moment: Moment) -> int:
     """Accumulated by all together towards the next step."""
-    return sum(peer.samples for peer in view.at(step))
+    return sum(peer.samples for peer in view.at(moment))
 
 
 def is_batch_complete(view: View) -> bool:
     """In this view, or in that of somebody who wants to meet already."""
-    peers = view.at(view.own.step)
+    peers = view.at(view.own.moment)
     enough = sum(peer.samples for peer in peers) >= view.own.target_batch_size
     return enough or any(peer.state == MEETING for peer in peers)
 
 
 def seconds_to_step(view: View) -> float | None:
     """Until the batch will be complete at the present speed; None if nobody has measured one yet."""
-    peers = view.at(view.own.step)
+    peers = view.at(view.own.moment)
     missing = view.own.target_batch_size - sum(peer.samples for peer in peers)
     speed = sum(peer.samples_per_s for peer in peers)
     if missing <= 0:
@@ -63,24 +67,24 @@ def seconds_to_step(view: View) -> float | None:
     return missing / speed if speed > 0 else None
 
 
-def expected_at(view: View, step: int, roster: Collection[str]) -> frozenset[str]:
-    """Who is waited for: all that are at this step, and those of its roster that are alive but have not come so far."""
-    lagging = (peer.peer_id for peer in view.all if peer.peer_id in roster and peer.step < step)
-    return frozenset(peer.peer_id for peer in view.at(step)) | frozenset(lagging)
+def expected_at(view: View, moment: Moment, roster: Collection[str]) -> frozenset[str]:
+    """Who is waited for: all that are at this moment, and those of its roster that are alive but not so far yet."""
+    lagging = (peer.peer_id for peer in view.all if peer.peer_id in roster and peer.moment < moment)
+    return frozenset(peer.peer_id for peer in view.at(moment)) | frozenset(lagging)
 
 
-def rank(run: str, step: int, peer_id: str) -> bytes:
+def rank(run: str, moment: Moment, peer_id: str) -> bytes:
     """Low ranks lead; whose it is changes with every step."""
-    return sha256(f"{run}/{step}/{peer_id}".encode()).digest()
+    return sha256(f"{run}/{moment}/{peer_id}".encode()).digest()
 
 
 def leader_of(view: View, unreachable: Collection[str] = ()) -> Progress | None:
     """Who leads the next meeting in this view; None if nobody can be called."""
-    step, run = view.own.step, view.own.run
+    moment, run = view.own.moment, view.own.run
     candidates = [
-        peer for peer in view.at(step) if peer.is_reachable and (peer is view.own or peer.peer_id not in unreachable)
+        peer for peer in view.at(moment) if peer.is_reachable and (peer is view.own or peer.peer_id not in unreachable)
     ]
-    return min(candidates, key=lambda peer: rank(run, step, peer.peer_id), default=None)
+    return min(candidates, key=lambda peer: rank(run, moment, peer.peer_id), default=None)
 
 
 def has_quorum(present: Collection[str], roster: Iterable[str], gone: Collection[str]) -> bool:
@@ -92,39 +96,39 @@ def has_quorum(present: Collection[str], roster: Iterable[str], gone: Collection
     return 2 * votes == len(electorate) and electorate[0] in present
 
 
-def known_at(view: View, step: int) -> frozenset[str]:
-    """All that are at this step, silent ones too: newcomers, who are in no roster yet, count as much as others when a
+def known_at(view: View, moment: Moment) -> frozenset[str]:
+    """All that are at this moment, silent ones too: newcomers, who are in no roster yet, count as much as others when a
     group is formed."""
-    silent = (peer.peer_id for peer in view.silent if peer.step == step)
-    return frozenset(peer.peer_id for peer in view.at(step)).union(silent)
+    silent = (peer.peer_id for peer in view.silent if peer.moment == moment)
+    return frozenset(peer.peer_id for peer in view.at(moment)).union(silent)
 
 
 def is_behind(view: View, roster: Collection[str]) -> bool:
-    """Whether the others have gone on: a quorum of this step's roster, or half of all others, are at a later step."""
-    later = {peer.peer_id for peer in view.others if peer.step > view.own.step}
+    """Whether the others have gone on: a quorum of this moment's roster, or half of all others, are at a later one."""
+    later = {peer.peer_id for peer in view.others if peer.moment > view.own.moment}
     return bool(later) and (has_quorum(later, roster, view.gone) or 2 * len(later) >= len(view.others))
 
 
 def sources_of_state(view: View) -> tuple[Progress, ...]:
-    """Who can be asked for the state of the run: the most that agree on a step and a digest, none of them behind this
+    """Who can be asked for the state of the run: the most that agree on a moment and a digest, none of them behind this
     peer; of two groups that are equally large, the one that is further."""
-    least = view.own.step if view.own.state in PRESENT else 0
-    groups: dict[tuple[int, bytes], list[Progress]] = {}
+    least = view.own.moment if view.own.state in PRESENT else Moment(0, 0)
+    groups: dict[tuple[Moment, bytes], list[Progress]] = {}
     for peer in view.others:
-        is_own_state = (peer.step, peer.state_digest) == (view.own.step, view.own.state_digest)
-        if peer.is_reachable and peer.state_digest and peer.step >= least and not is_own_state:
-            groups.setdefault((peer.step, peer.state_digest), []).append(peer)
+        is_own_state = (peer.moment, peer.state_digest) == (view.own.moment, view.own.state_digest)
+        if peer.is_reachable and peer.state_digest and peer.moment >= least and not is_own_state:
+            groups.setdefault((peer.moment, peer.state_digest), []).append(peer)
     return tuple(max(groups.items(), key=lambda group: (len(group[1]), group[0]))[1]) if groups else ()
 
 
 def is_in_minority(view: View) -> bool:
-    """Whether most of the others at the same step have another state, and agree on it."""
-    return bool(view.own.state_digest) and majority_digest(view.at(view.own.step)) != view.own.state_digest
+    """Whether most of the others at the same moment have another state, and agree on it."""
+    return bool(view.own.state_digest) and majority_digest(view.at(view.own.moment)) != view.own.state_digest
 
 
 def majority_digest(records: Iterable[Progress]) -> bytes | None:
-    """The state that most have, of records of one step; of two that equally many have, that of the peer which is first
-    by id. A peer counts once."""
+    """The state that most have, of records of one moment; of two that equally many have, that of the peer which is
+    first by id. A peer counts once."""
     digests = {peer.peer_id: peer for peer in records if peer.state_digest}
     known = [digests[peer_id] for peer_id in sorted(digests)]
     counts = Counter(peer.state_digest for peer in known)

@@ -6,6 +6,7 @@ from collections import deque
 from dataclasses import dataclass
 from math import inf
 
+from swarm_training.core.moment import Moment
 from swarm_training.core.record import LEFT, PRESENT, Progress
 from swarm_training.core.signing import read_signed
 from swarm_training.pb import training_pb2 as pb
@@ -13,7 +14,7 @@ from swarm_training.progress.policy import View, majority_digest
 
 MAX_PEERS = 4096
 _SILENT_S = 60.0  # so long those that are silent are missed
-_KEPT_DIGESTS = 16  # of each peer
+_KEPT_DIGESTS = 16  # steps, of each peer
 _FORGET_S = 600.0  # records of those that are long silent
 
 
@@ -40,7 +41,7 @@ class ProgressTable:
         self._suspects: dict[str, int] = {}
         self._banned: frozenset[str] = frozenset()
         self._known: set[bytes] = set()  # the bytes of all entries, whose signatures need not be checked again
-        self._digests: dict[str, deque[Progress]] = {}  # the last of each peer that had one
+        self._digests: dict[str, deque[Progress]] = {}  # of the last steps, by peer
         self.counter = 0
 
     def add(self, signed: pb.SignedProgress, now: float) -> Progress | None:
@@ -65,17 +66,24 @@ class ProgressTable:
             self._known.discard(entry.signed.progress)
         self._known.add(signed.progress)
         if record.state_digest:
-            self._digests.setdefault(record.peer_id, deque(maxlen=_KEPT_DIGESTS)).append(record)
+            self._keep_digest(record)
         self.counter += 1
         self._entries[record.peer_id] = _Entry(record, signed, now, self.counter)
         self._forget(now)
         return record
 
-    def majority_digest(self, step: int) -> bytes | None:
-        """The state that most others had at a step, those too that have gone on since; None if nobody has said it."""
+    def _keep_digest(self, record: Progress) -> None:
+        """One record for each step: a peer makes many while it accumulates samples."""
+        kept = self._digests.setdefault(record.peer_id, deque(maxlen=_KEPT_DIGESTS))
+        if kept and kept[-1].moment == record.moment:
+            kept.pop()
+        kept.append(record)
+
+    def majority_digest(self, moment: Moment) -> bytes | None:
+        """The state that most others had at a moment, those too that have gone on since; None if nobody has said it."""
         others = self._digests.keys() - {self._own_id} - self._banned
         records = (record for peer in others for record in self._digests[peer])
-        return majority_digest(record for record in records if record.step == step)
+        return majority_digest(record for record in records if record.moment == moment)
 
     def record_of(self, peer_id: str) -> Progress | None:
         entry = self._entries.get(peer_id)

@@ -79,6 +79,11 @@ class Btard(PhaseMachine):
         self.roster.standings, self._last = dict(snapshot.standings), snapshot.last
         self._audits, self.removed = dict(snapshot.audits), dict(snapshot.removed)
 
+    @property
+    def known(self) -> Attempt:
+        """What this peer knows of the present attempt."""
+        return self._known
+
     # ---------------------------------------------------------------- events
 
     def _take(self, event: Event) -> None:
@@ -169,7 +174,8 @@ class Btard(PhaseMachine):
             self._after_commitments(spoken, silent)
             return
         for name in silent:
-            self._remove(name, f"no valid {phase.__name__}", is_banned=False)
+            is_liar = name in self._equivocators
+            self._remove(name, "equivocation" if is_liar else f"no valid {phase.__name__}", is_liar)
         if self._gone and phase not in (msg.Accusations, msg.EvidenceOpened, msg.Measurements):
             self._repeat()
             return

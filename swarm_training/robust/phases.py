@@ -36,6 +36,11 @@ class PhaseMachine(ABC):
     def _follow(self, phase: type[Message], spoken: Spoken, silent: list[str]) -> None:
         """What the end of a phase leads to."""
 
+    @property
+    def waits_for(self) -> tuple[type[Message], frozenset[str]] | None:
+        """A kind of broadcast, and of whom."""
+        return None if self._phase is None else (self._phase, self._expected)
+
     def _forget(self) -> None:
         """Another attempt begins."""
         self._phase, self._heard, self._said, self._equivocators = None, {}, set(), set()

@@ -6,12 +6,13 @@ import asyncio
 import logging
 import random
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
 from swarm_protocol.dht.records import short_id
 from swarm_protocol.errors import RequestRejected, SwarmError
+from swarm_training.averaging.attempt import InThread
 from swarm_training.averaging.group import Group
 from swarm_training.averaging.round import Round
 from swarm_training.averaging.rounds import Rounds
@@ -19,18 +20,22 @@ from swarm_training.compression.codecs import codec_of
 from swarm_training.compression.compressor import Compressor, Encoder
 from swarm_training.core.config import TrainingConfig
 from swarm_training.core.local_talk import talk_pair
+from swarm_training.core.moment import Moment
 from swarm_training.core.network import Network, Talk
 from swarm_training.core.record import LEFT, MEETING, TRAINING, Progress
-from swarm_training.meeting.attending import Attendance, Averaged, Ballots, Dismissed
+from swarm_training.ledger.book import Book
+from swarm_training.meeting.attending import Attendance, Averaged, Ballots, Dismissed, WentBack
 from swarm_training.meeting.leader import Outlook
 from swarm_training.meeting.leading import Leading
 from swarm_training.pb import training_pb2 as pb
 from swarm_training.progress import policy
 from swarm_training.progress.gossip import Gossip
 from swarm_training.progress.policy import View
+from swarm_training.rollback.rollbacks import Rollbacks
 from swarm_training.run.standing import Standing, now, smoothed
 
 _RETRY_S = 0.1
+NO_LOSS = 0.0, 0
 _FAILURES = 2.0  # times the silence that is suffered, before a leader who has failed is asked again
 _logger = logging.getLogger(__name__)
 
@@ -42,6 +47,10 @@ class Compression:
 
 
 class Meetings:
+    """Attributes:
+    loss: of this peer's share of the batch, and over how many of its samples.
+    """
+
     def __init__(
         self,
         config: TrainingConfig,
@@ -49,7 +58,10 @@ class Meetings:
         network: Network,
         gossip: Gossip,
         compression: Compression,
+        rollbacks: Rollbacks,
+        book: Book,
         rng: random.Random,
+        in_thread: InThread,
     ) -> None:
         own = standing.own
         self._config = config
@@ -57,23 +69,39 @@ class Meetings:
         self._network = network
         self._gossip = gossip
         self._compression = compression
+        self._rollbacks = rollbacks
+        self._book = book
         self._codec = codec_of(config.codec)
         self._rng = rng
+        self._clipping = in_thread if config.aggregation == "centered_clip" else None
         self._rounds = Rounds()
         self._ballots = Ballots()
         self._leading = Leading(
-            own.run, own.peer_id, self._outlook, standing.note, self._referral, config.heartbeat_s, config.silence_s
+            own.run,
+            own.peer_id,
+            self._outlook,
+            standing.note,
+            self._referral,
+            config.heartbeat_s,
+            config.silence_s,
+            book.crediting,
         )
         self._unreachable_s: dict[str, float] = {}  # when a leader has failed
         self._usual_s = 0.0  # that a round takes
+        self.loss = NO_LOSS
 
-    async def average(self, gradient: Tensor) -> Averaged | None:
-        """The mean over all who meet, weighted by samples; None if this peer has fallen behind, or if the batch is not
-        complete after all.
+    def is_due(self, view: View) -> bool:
+        """Whether to meet now. Nobody meets for a batch of which there is nothing."""
+        has_some = policy.samples_at(view, view.own.moment) > 0
+        return (has_some and policy.is_batch_complete(view)) or self._rollbacks.cannot_wait(view)
+
+    async def average(self, gradient: Tensor) -> Averaged | WentBack | None:
+        """The mean over all who meet, weighted by samples, or the checkpoint that all go back to instead; None if this
+        peer has fallen behind, or if the batch is not complete after all.
 
         ``gradient``: [n] float32, the mean over this peer's own samples.
         """
-        self._standing.update(state=MEETING)
+        self._standing.update(state=MEETING, loss=self.loss[0], loss_samples=self.loss[1])
         self._gossip.tell(urgent=True)
         warning = asyncio.get_running_loop().call_later(2 * self._config.max_meeting_s, self._say_who_is_missed)
         try:
@@ -81,7 +109,7 @@ class Meetings:
         finally:
             warning.cancel()
 
-    async def _met(self, gradient: Tensor) -> Averaged | None:
+    async def _met(self, gradient: Tensor) -> Averaged | WentBack | None:
         while True:
             self._standing.moderation.require_admitted(self._standing.own.peer_id)
             view = self._standing.view()
@@ -93,7 +121,12 @@ class Meetings:
             leader = policy.leader_of(view, self._unreachable)
             if leader is not None:
                 try:
-                    return await self._attend(leader, gradient)
+                    result = await self._attend(leader, gradient)
+                    if isinstance(result, Averaged):
+                        weights = {member.record.peer_id: member.weight for member in result.group.members}
+                        moment, given = result.group.moment, self._ballots.given
+                        self._book.committed(result.round, moment, leader.peer_id, weights, given)
+                    return result
                 except Dismissed as dismissed:
                     _logger.debug("%s: %s", leader.peer_id, dismissed)
                     if dismissed.referral is not None:
@@ -112,9 +145,15 @@ class Meetings:
         phases = self._rounds.of(averaged.group.id)
         return sum(each.bytes_sent for each in phases), sum(each.bytes_received for each in phases)
 
+    def took_over_state(self) -> None:
+        """What encoding has lost belongs to an older one."""
+        if self._compression.encoder is not None:
+            self._compression.encoder.forget()
+
     def forget(self) -> None:
         """What was promised at the last step does not matter at the next."""
         self._ballots = Ballots()
+        self.loss = NO_LOSS
 
     # ------------------------------------------------------------ what others ask
 
@@ -143,14 +182,17 @@ class Meetings:
         since_s = now() - _FAILURES * self._config.silence_s
         return frozenset(peer_id for peer_id, failed_s in self._unreachable_s.items() if failed_s > since_s)
 
-    async def _attend(self, leader: Progress, gradient: Tensor) -> Averaged:
+    async def _attend(self, leader: Progress, gradient: Tensor) -> Averaged | WentBack:
         join = pb.Join(
             own=self._standing.renew(),
             step=self._standing.own.step,
+            rollbacks=self._standing.own.rollbacks,
             samples=self._standing.own.samples,
             promised=self._ballots.promised,
             accepted=self._ballots.accepted,
             unreachable=sorted(self._unreachable),
+            checkpoints=self._rollbacks.claims(),
+            contribution=self._book.crediting.own(self._given),
         )
 
         def still_leads() -> bool:
@@ -167,6 +209,7 @@ class Meetings:
                 self._ballots,
                 self._rounds,
                 self._make_round,
+                self._checkpoint,
                 still_leads,
                 config.heartbeat_s,
                 config.silence_s,
@@ -186,41 +229,53 @@ class Meetings:
             own_talk.break_off()
             await asyncio.gather(serving, return_exceptions=True)
 
+    @property
+    def _given(self) -> int:
+        """This peer's samples: in the result that it holds, or to be given."""
+        return self._ballots.given if self._ballots.accepted.group else self._standing.own.samples
+
     def _make_round(self, group: Group, me: int, phase: int, vector: Tensor) -> Round:
         elements = self._config.chunk_elements
-        return Round(self._network, group, me, phase, vector, self._codec, elements, self._compression.encoder)
+        encoder = self._compression.encoder
+        return Round(self._network, group, me, phase, vector, self._codec, elements, encoder, self._clipping)
+
+    async def _checkpoint(self, group: Group) -> bytes | None:
+        standing = self._standing
+        return await self._rollbacks.checkpoint(group, standing.own, standing.roster, standing.view())
 
     def _outlook(self) -> Outlook:
         view = self._standing.view()
-        expected = policy.expected_at(view, self._standing.own.step, self._standing.roster)
+        expected = policy.expected_at(view, view.own.moment, self._standing.roster)
         slowest_s = max((peer.call_s for peer in view.all if peer.peer_id in expected), default=0.0)
         straggler_s = self._config.straggler_s
         return Outlook(
             expected,
-            policy.known_at(view, self._standing.own.step),
+            policy.known_at(view, view.own.moment),
             self._standing.roster,
             view.gone,
             wait_s=min(straggler_s + 2 * slowest_s, self._config.max_meeting_s),
             deadline_s=max(straggler_s, 2 * self._usual_s),
+            judge=self._rollbacks.judge(view.own.moment),
         )
 
     def _referral(self, join: pb.Join) -> pb.Dismissal | None:
-        if join.step != self._standing.own.step or self._standing.own.state == LEFT:
-            return pb.Dismissal(reason=f"this peer is at step {self._standing.own.step}")
+        own = self._standing.own
+        if Moment(join.rollbacks, join.step) != own.moment or own.state == LEFT:
+            return pb.Dismissal(reason=f"this peer is at step {own.step}, after {own.rollbacks} rollbacks")
         best = policy.leader_of(self._standing.view(), join.unreachable)
-        if best is None or best.peer_id == self._standing.own.peer_id:
+        if best is None or best.peer_id == own.peer_id:
             return None
         return pb.Dismissal(reason="another peer leads", leader=self._standing.table.signed_of(best.peer_id))
 
-    def _confirmed(self, view: View) -> Averaged | None:
-        """The result that this peer holds, if another says that it was the one which led to the next step."""
-        ballots = self._ballots
-        if ballots.gradient is None or ballots.group is None:
+    def _confirmed(self, view: View) -> Averaged | WentBack | None:
+        """The result that this peer holds, if another says that it was the one which led to the next moment."""
+        result = self._ballots.result
+        if result is None:
             return None
-        digest = ballots.accepted.digest
-        if any(peer.step == self._standing.own.step + 1 and peer.result_digest == digest for peer in view.others):
-            return Averaged(ballots.gradient, digest, ballots.group, self._usual_s)
-        return None
+        then = result.group.next_moment
+        if not any(peer.moment == then and peer.result_digest == result.digest for peer in view.others):
+            return None
+        return replace(result, seconds=self._usual_s) if isinstance(result, Averaged) else result
 
     def _say_who_is_missed(self) -> None:
         view = self._standing.view()
@@ -236,11 +291,12 @@ class Meetings:
         )
 
     def _has_shrunk(self, view: View) -> bool:
-        """Somebody has left before the meeting, and nobody waits at it."""
-        enough = policy.samples_at(view, self._standing.own.step) >= self._standing.own.target_batch_size
-        return not enough and not any(
-            peer.state == MEETING and peer.step == self._standing.own.step for peer in view.others
-        )
+        """Somebody has left before the meeting, and nobody waits at it, or there is nothing to wait for."""
+        if self._rollbacks.cannot_wait(view):
+            return False
+        samples = policy.samples_at(view, view.own.moment)
+        waits = any(peer.state == MEETING for peer in view.at(view.own.moment) if peer is not view.own)
+        return not samples or (samples < view.own.target_batch_size and not waits)
 
 
 def _number_of(peer_id: str, group: Group) -> int:

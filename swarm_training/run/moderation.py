@@ -1,4 +1,4 @@
-"""What moderators have ordered, as far as this peer has heard: whom it leaves out."""
+"""What moderators have ordered, as far as this peer has heard: whom it leaves out, and where it goes back to."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterable
 from hashlib import sha256
 
 from swarm_protocol.errors import AccessDenied
-from swarm_training.ledger.orders import Ban, Order, Orders
+from swarm_training.ledger.orders import Ban, GoBack, Order, Orders
 
 _MAX_REPLY_BYTES = 1 << 20
-_BANS_FRESH_S = 1.0
+_FRESH_S = 1.0
 _logger = logging.getLogger(__name__)
 
 
@@ -24,6 +24,8 @@ class Moderation:
         self._clock = clock
         self._bans: dict[str, Order] = {}
         self._bans_until_s = 0.0  # to be looked up again then: signatures take time to check
+        self._due: dict[bytes, int] = {}
+        self._due_for, self._due_until_s = -1, 0.0
 
     def digest(self) -> bytes:
         if self._orders is None:
@@ -41,7 +43,10 @@ class Moderation:
                 continue
             if order is not None and isinstance(order.action, Ban):
                 self._bans_until_s = 0.0
-                _logger.warning("a moderator has banned %s: %s", order.action.peer_id, order.action.reason)
+                reason = order.action.reason or "no reason said"
+                _logger.warning("a moderator has banned %s: %s", order.action.peer_id, reason)
+            elif order is not None and isinstance(order.action, GoBack):
+                self._due_until_s = 0.0
 
     def signed_unless(self, digest: bytes) -> list[bytes]:
         """All orders, as many as fit into a reply, if they are not those that the caller knows."""
@@ -62,8 +67,15 @@ class Moderation:
         """In force now, by peer id."""
         if self._orders is not None and self._clock() >= self._bans_until_s:
             self._bans = self._orders.bans()
-            self._bans_until_s = self._clock() + _BANS_FRESH_S
+            self._bans_until_s = self._clock() + _FRESH_S
         return self._bans
+
+    def rollbacks_due(self, rollbacks: int) -> dict[bytes, int]:
+        """In force now, for a run that has had so many rollbacks: orders, as signed, with the step to go back to."""
+        if self._orders is not None and (rollbacks != self._due_for or self._clock() >= self._due_until_s):
+            self._due = self._orders.rollbacks_due(rollbacks)
+            self._due_for, self._due_until_s = rollbacks, self._clock() + _FRESH_S
+        return self._due
 
     def require_admitted(self, peer_id: str) -> None:
         """Raises AccessDenied if the peer is banned."""

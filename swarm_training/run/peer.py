@@ -7,33 +7,43 @@ import logging
 import random
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import suppress
+from math import inf, isfinite
 from typing import Any, TypeVar
 
 from torch import Tensor
 
 from swarm_protocol.errors import PeerUnavailable, RequestRejected, SwarmError
 from swarm_protocol.net.identity import Identity
+from swarm_protocol.wire.printable import printable
+from swarm_training.averaging.group import Group
 from swarm_training.core.config import TrainingConfig
+from swarm_training.core.moment import Moment
 from swarm_training.core.network import Network
-from swarm_training.core.record import LEFT, TRAINING, Progress
+from swarm_training.core.record import JOINING, LEFT, TRAINING, Progress
 from swarm_training.core.signing import read_signed
+from swarm_training.ledger.archive import Archive
+from swarm_training.ledger.book import Book
+from swarm_training.ledger.crediting import Crediting, Member
+from swarm_training.ledger.ledger import Ledger, LedgerLimits
 from swarm_training.ledger.orders import Orders
-from swarm_training.meeting.attending import Averaged
+from swarm_training.meeting.attending import Averaged, WentBack
 from swarm_training.pb import training_pb2 as pb
 from swarm_training.progress import policy
 from swarm_training.progress.board import Board
 from swarm_training.progress.gossip import Gossip
 from swarm_training.progress.policy import View
 from swarm_training.progress.table import ProgressTable
-from swarm_training.run.meetings import Compression, Meetings
+from swarm_training.rollback.rollbacks import Rollbacks
+from swarm_training.run.meetings import NO_LOSS, Compression, Meetings
 from swarm_training.run.moderation import Moderation
 from swarm_training.run.standing import Standing, now, smoothed
 from swarm_training.run.state import TrainedState
-from swarm_training.run.transfer import Downloaded, StateServer, download
+from swarm_training.run.transfer import Arrival, Downloaded, StateServer, download, download_checkpoint
 
 T = TypeVar("T")
 InThread = Callable[[Callable[[], T]], Awaitable[T]]
 _RETRY_S = 0.1
+_FOUND_SOON_S = 10.0
 _logger = logging.getLogger(__name__)
 
 
@@ -52,8 +62,12 @@ class TrainingPeer:
         in_thread: InThread[Any],
         rng: random.Random,
         orders: Orders | None = None,
+        ledger: Ledger | None = None,
+        archive: Archive | None = None,
+        token: bytes = b"",
     ) -> None:
-        """``orders``: of a run that has moderators."""
+        """``orders``: of a run that has moderators. ``ledger``: what is known of the run so far; ``archive``: where
+        it is kept. ``token``: of a private run."""
         table = ProgressTable(own.run, own.model, own.peer_id, config.silence_s, config.presume_gone_s)
         self._moderation = Moderation(orders)
         self._standing = Standing(own, identity, table, self._moderation)
@@ -62,13 +76,22 @@ class TrainingPeer:
         self._board = board
         self._state = state
         self._rng = rng
-        self._state_server = StateServer(state, in_thread)
+        self._in_thread = in_thread
+        self.rollbacks = Rollbacks(config, self._moderation, self._checkpoint_of, in_thread, rng)
+        self._state_server = StateServer(state, self.rollbacks.kept, in_thread)
         self.gossip = Gossip(config, table, network, board, self._standing.renew, self._moderation, rng)
-        self._meetings = Meetings(config, self._standing, network, self.gossip, compression, rng)
+        self.ledger = ledger or Ledger(own.run, LedgerLimits.of(own.target_batch_size))
+        crediting = Crediting(self.ledger, Member(identity, token), lambda: self._standing.own.moment)
+        self._book = Book(
+            self.ledger, crediting, archive, network, lambda: self.view().others, self._newest, in_thread, rng
+        )
+        self._meetings = Meetings(
+            config, self._standing, network, self.gossip, compression, self.rollbacks, self._book, rng, in_thread
+        )
         self.average = self._meetings.average
         self.meet, self.reduce, self.fetch = self._meetings.meet, self._meetings.reduce, self._meetings.fetch
         self._measured_s: float | None = None
-        self._averaging: asyncio.Task[Averaged | None] | None = None
+        self._averaging: asyncio.Task[Averaged | WentBack | None] | None = None
         self._tasks: list[asyncio.Task[None]] = []
 
     @property
@@ -88,11 +111,20 @@ class TrainingPeer:
         self._standing.update(address=address, tls_fingerprint=tls_fingerprint)
 
     def start(self) -> None:
-        self._tasks.append(asyncio.ensure_future(self.gossip.run()))
+        self._tasks += [asyncio.ensure_future(self.gossip.run()), asyncio.ensure_future(self._book.collect())]
 
-    async def found(self, state_digest: bytes) -> None:
-        """Begins the run, as its only peer so far."""
-        await self._arrive(0, (self.own.peer_id,), b"", state_digest)
+    async def found(self, state_digest: bytes, resumed_at: Moment | None = None) -> None:
+        """Begins the run, as its only peer so far, or goes on from a checkpoint of that moment.
+
+        What was after it is undone, as by a rollback: so no moment comes twice, in the ledger above all.
+        """
+        earlier = [each for each in (resumed_at, self.ledger.newest) if each is not None]
+        rollbacks = 1 + max(each.rollbacks for each in earlier) if earlier else 0
+        moment = Moment(rollbacks, resumed_at.step if resumed_at is not None else 0)
+        self._state.moment, self.rollbacks.went_back_to = moment, moment.step
+        await self._in_thread(lambda: self.keep(state_digest))
+        roster = (self.own.peer_id,)
+        await self._arrive(Arrival(moment, roster, b"", went_back_to=moment.step), state_digest)
 
     async def find_others(self) -> None:
         """Raises:
@@ -101,6 +133,22 @@ class TrainingPeer:
         AccessDenied: a moderator has banned this peer.
         """
         deadline_s = now() + self._config.join_timeout_s
+        warning = asyncio.get_running_loop().call_later(_FOUND_SOON_S, self._say_nobody_is_found)
+        try:
+            await self._find_some(deadline_s)
+        finally:
+            warning.cancel()
+        for peer in self.table.known():
+            if peer.target_batch_size != self.own.target_batch_size:
+                theirs, own = peer.target_batch_size, self.own.target_batch_size
+                raise ValueError(f"target_batch_size is {own} here and {theirs} in the run: expected the same")
+
+    def _say_nobody_is_found(self) -> None:
+        _logger.warning(
+            "the initial peers know nobody who trains run %r so far: is that its name?", printable(self.own.run, 60)
+        )
+
+    async def _find_some(self, deadline_s: float) -> None:
         while not self.table.known():
             if self._moderation.digest():
                 self._moderation.take(await self._board.read_orders())
@@ -113,10 +161,6 @@ class TrainingPeer:
             if now() > deadline_s:
                 raise PeerUnavailable(f"nobody trains run {self.own.run!r} among the initial peers")
             await asyncio.sleep(_RETRY_S)
-        for peer in self.table.known():
-            if peer.target_batch_size != self.own.target_batch_size:
-                theirs, own = peer.target_batch_size, self.own.target_batch_size
-                raise ValueError(f"target_batch_size is {own} here and {theirs} in the run: expected the same")
 
     async def _compare(self, record: pb.SignedProgress) -> None:
         """Raises ValueError that says what differs, if the record is that of somebody who trains another model."""
@@ -134,12 +178,13 @@ class TrainingPeer:
         record = self._standing.renew()
         if self._averaging is not None:
             self._averaging.cancel()
+        self.rollbacks.close()
         for task in self._tasks:
             task.cancel()
         calls = [self._network.exchange(peer, pb.ExchangeRequest(own=record)) for peer in self.view().others]
         with suppress(TimeoutError):
             async with asyncio.timeout(self._config.silence_s):
-                await asyncio.gather(self._board.publish(record), *calls, return_exceptions=True)
+                await asyncio.gather(self._board.publish(record), self._book.close(), *calls, return_exceptions=True)
 
     # ------------------------------------------------------------ what the run asks
 
@@ -154,19 +199,24 @@ class TrainingPeer:
             )
         self._measured_s = measured_s
 
-    async def report(self, samples: int) -> None:
+    async def report(self, samples: int, loss: float, loss_samples: int) -> None:
         """So many samples have been accumulated since the last global step.
+
+        ``loss``: the mean over so many; infinity if one of them was not finite.
 
         Raises:
             AccessDenied: a moderator has banned this peer.
         """
         self._moderation.require_admitted(self.own.peer_id)
+        self._meetings.loss = loss, loss_samples
         self._standing.update(samples=samples)
-        self.gossip.tell(urgent=policy.is_batch_complete(self.view()))
+        if loss == inf:
+            self._standing.update(loss=loss, loss_samples=loss_samples)
+        self.gossip.tell(urgent=self._meetings.is_due(self.view()))
 
     async def is_due(self) -> bool:
         """Whether there is something to do before the next batch: averaging, or loading the state."""
-        return policy.is_batch_complete(self.view()) or self._standing.is_lost
+        return self._meetings.is_due(self.view()) or self._standing.is_lost
 
     async def is_lost(self) -> bool:
         """Whether the others have gone on without this peer, or have another state."""
@@ -176,17 +226,17 @@ class TrainingPeer:
         """Starts ``average`` and returns; nothing may be reported until ``averaged``."""
         self._averaging = asyncio.create_task(self._average_while_due(gradient))
 
-    async def _average_while_due(self, gradient: Tensor) -> Averaged | None:
+    async def _average_while_due(self, gradient: Tensor) -> Averaged | WentBack | None:
         """A meeting may come to nothing, when its leader has fallen behind for instance."""
         while (averaged := await self.average(gradient)) is None and not self._standing.is_lost:
-            if not policy.is_batch_complete(self.view()):
+            if not self._meetings.is_due(self.view()):
                 return None
         return averaged
 
     async def has_averaged(self) -> bool:
         return self._averaging is not None and self._averaging.done()
 
-    async def averaged(self) -> Averaged | None:
+    async def averaged(self) -> Averaged | WentBack | None:
         """What ``average`` returns, when it does."""
         assert self._averaging is not None
         await asyncio.wait([self._averaging])  # which goes on if the caller is interrupted
@@ -195,8 +245,33 @@ class TrainingPeer:
     async def stepped(self, averaged: Averaged, state_digest: bytes, loss: float, loss_samples: int) -> None:
         """The average has been applied; ``loss``: the mean over so many of this peer's samples in it."""
         sent, received = self._meetings.stepped(averaged)
+        loss, loss_samples = (loss, loss_samples) if isfinite(loss) else NO_LOSS
         self._standing.update(loss=loss, loss_samples=loss_samples, bytes_sent=sent, bytes_received=received)
-        await self._arrive(self.own.step + 1, averaged.group.roster, averaged.digest, state_digest)
+        group = averaged.group
+        self.rollbacks.averaged(group.moment, [member.record for member in group.members])
+        await self._arrive(self._arrival(group, averaged.digest), state_digest)
+
+    async def went_back(self, back: WentBack, state_digest: bytes) -> None:
+        """The state of the checkpoint has been taken over."""
+        self._meetings.took_over_state()
+        self.rollbacks.went_back(back.group)
+        self._standing.update(loss=0.0, loss_samples=0, bytes_sent=0, bytes_received=0)
+        await self._arrive(self._arrival(back.group, back.digest), state_digest)
+
+    def keep(self, state_digest: bytes) -> None:
+        """The state as it is now, if it is one that the run may go back to. May be called from another thread."""
+        kept = self.rollbacks.kept
+        if kept.is_due(self._state.step) and self._state.is_finite():
+            try:
+                kept.keep(self._state.step, state_digest, self._state.to_bytes()[1])
+            except OSError as error:
+                _logger.warning("the state of step %d is not kept: %s", self._state.step, error.strerror)
+
+    def _arrival(self, group: Group, digest: bytes) -> Arrival:
+        return Arrival(group.next_moment, group.roster, digest, self.rollbacks.history, self.rollbacks.went_back_to)
+
+    async def _checkpoint_of(self, source: Progress, digest: bytes) -> bytes:
+        return await download_checkpoint(self._network, source, self._state, digest, self._in_thread)
 
     async def download(self) -> Downloaded | None:
         """The state that most others have; None if this peer has caught up by itself, or is alone.
@@ -223,18 +298,28 @@ class TrainingPeer:
         _logger.warning("%s has not given its state: %s", downloaded.source, error)
         self.table.suspect(downloaded.source)
 
-    async def loaded(self, downloaded: Downloaded, state_digest: bytes) -> None:
-        """The state has been taken over; it counts if it is the one that most peers have had at that step."""
+    async def loaded(self, downloaded: Downloaded, state_digest: bytes) -> bool:
+        """The state has been taken over; it counts if it is the one that most peers have had at that moment."""
+        arrival = downloaded.arrival
         with suppress(TimeoutError):  # news of that step may be on their way
             async with asyncio.timeout(self._config.silence_s):
-                while self.table.majority_digest(downloaded.step) is None:
+                while self.table.majority_digest(arrival.moment) is None:
                     await asyncio.sleep(_RETRY_S)
-        if self.table.majority_digest(downloaded.step) != state_digest:
+        expected = self.table.majority_digest(arrival.moment)
+        if expected is None:
+            _logger.debug("nobody is known to have been at %s", arrival.moment)
+            return False
+        if expected != state_digest:
             _logger.warning("%s has given another state than that of most peers", downloaded.source)
             self.table.suspect(downloaded.source)
-            return
+            return False
         self._standing.update(loss=0.0, loss_samples=0, bytes_sent=0, bytes_received=0)
-        await self._arrive(downloaded.step, downloaded.roster, downloaded.result_digest, state_digest)
+        if arrival.moment.rollbacks != self.own.rollbacks:
+            self.rollbacks.kept.discard_after(-1)  # how far back the run has been in between is not known
+        self._meetings.took_over_state()
+        self.rollbacks.took_over(arrival.history, arrival.went_back_to)
+        await self._arrive(arrival, state_digest)
+        return True
 
     # ------------------------------------------------------------ what others ask
 
@@ -248,17 +333,31 @@ class TrainingPeer:
         records = self.table.since(request.since, peer_id)
         return pb.ExchangeReply(records=records, until=self.table.counter, orders=orders)
 
-    async def state(self, peer_id: str) -> AsyncIterator[pb.StatePart]:
+    async def state(self, peer_id: str, request: pb.StateRequest) -> AsyncIterator[pb.StatePart]:
         self._moderation.require_admitted(peer_id)
-        async for part in self._state_server.parts(lambda: self.own.step):
+        server = self._state_server
+        wanted = request.checkpoint
+        async for part in server.checkpoint_parts(wanted) if wanted else server.parts(lambda: self.own.moment):
             yield part
 
-    async def _arrive(self, step: int, roster: tuple[str, ...], result_digest: bytes, state_digest: bytes) -> None:
+    async def rounds(self, peer_id: str, request: pb.RoundsRequest) -> pb.RoundsReply:
+        self._moderation.require_admitted(peer_id)
+        return self._book.answer(request)
+
+    def _newest(self) -> Moment | None:
+        return None if self.own.state == JOINING else self.own.moment
+
+    async def _arrive(self, arrival: Arrival, state_digest: bytes) -> None:
         self._meetings.forget()
-        self._standing.roster = roster
-        self._state_server.remember(step, roster, result_digest)
+        self._standing.roster = arrival.roster
+        self._state_server.remember(arrival)
         self._measured_s = now()
         self._standing.update(
-            step=step, samples=0, state=TRAINING, result_digest=result_digest, state_digest=state_digest
+            rollbacks=arrival.moment.rollbacks,
+            step=arrival.moment.step,
+            samples=0,
+            state=TRAINING,
+            result_digest=arrival.result_digest,
+            state_digest=state_digest,
         )
         self.gossip.tell(urgent=True)

@@ -8,6 +8,7 @@ import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
 from ipaddress import ip_address
+from pathlib import Path
 
 import grpc
 
@@ -18,6 +19,8 @@ from swarm_protocol.net.identity import Identity
 from swarm_protocol.net.tls import Certificate, ClientCredentials
 from swarm_training.core.config import TrainingConfig
 from swarm_training.core.record import JOINING, Progress
+from swarm_training.ledger.archive import Archive, restored
+from swarm_training.ledger.ledger import Ledger, LedgerLimits
 from swarm_training.ledger.orders import Orders
 from swarm_training.net.channels import GrpcNetwork
 from swarm_training.net.service import start_service
@@ -57,6 +60,8 @@ class Presence:
         token: bytes,
     ) -> Presence:
         """Raises as ``TrainingRun`` does."""
+        archive = None if config.ledger is None else await asyncio.to_thread(Archive, Path(config.ledger))
+        ledger = await asyncio.to_thread(ledger_of, run, target_batch_size, access, archive)
         host = await asyncio.to_thread(listening_host, config.host, initial_peers)
         listening = Listening(None if config.client_mode else host, config.dht_port, config.announce_host)
         board = await DhtBoard.join(run, initial_peers, identity, listening, config.join_timeout_s)
@@ -82,6 +87,9 @@ class Presence:
                 asyncio.to_thread,
                 random.Random(),
                 None if access is None else Orders(run, access),
+                ledger,
+                archive,
+                token,
             )
             if not config.client_mode:
                 certificate = Certificate.generate()
@@ -99,6 +107,12 @@ class Presence:
     async def leave(self) -> None:
         await self.peer.leave()
         await _end(self._board, self._network, self._server)
+
+
+def ledger_of(run: str, target_batch_size: int, access: AccessControl | None, archive: Archive | None) -> Ledger:
+    """What the archive has, if there is one."""
+    limits, organiser = LedgerLimits.of(target_batch_size), None if access is None else access.swarm_key
+    return Ledger(run, limits, organiser) if archive is None else restored(archive.path, run, limits, organiser)
 
 
 def listening_host(host: str | None, initial_peers: Sequence[str]) -> str:

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Coroutine, Generator
-from math import isfinite
+from math import inf, isfinite
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from swarm_training.meeting.attending import Averaged
+from swarm_training.meeting.attending import Averaged, WentBack
+from swarm_training.run.meetings import NO_LOSS
 from swarm_training.run.peer import TrainingPeer
 from swarm_training.run.state import TrainedState
 
-NO_LOSS = 0.0, 0
 Asking = Generator[Coroutine[Any, Any, Any], Any, None]
 _logger = logging.getLogger(__name__)
 
@@ -42,7 +42,11 @@ class Share:
         self._computed = 0  # samples since the last call of ``report``
 
     def add(self, samples: int, loss: float | None = None) -> None:
-        """Takes the gradients of the parameters, which are means over so many samples, as the loss is."""
+        """Takes the gradients of the parameters, which are means over so many samples, as the loss is. A loss that is
+        not finite counts even where such gradients do not: it may cause a rollback."""
+        if loss is not None and not isfinite(loss):
+            self._losses = inf
+            self._loss_samples += samples
         part = torch.zeros_like(self._sum)
         self._state.add_gradients(part, samples)
         if not bool(torch.isfinite(part).all()):
@@ -58,16 +62,16 @@ class Share:
     def report(self) -> Asking:
         """Tells the others, and steps with them if the batch is complete."""
         yield from self._measure()
-        yield self._peer.report(self.samples)
+        yield self._tell()
         yield from self.catch_up()
 
     def catch_up(self) -> Asking:
         while (yield self._peer.is_due()):
-            averaged = yield self._peer.average(self._sum / max(self.samples, 1))
-            if averaged is not None:
+            decided = yield self._peer.average(self._sum / max(self.samples, 1))
+            if decided is not None:
                 losses = self._losses, self._loss_samples
                 self._clear()
-                yield from self._apply(averaged, losses)
+                yield from self._apply(decided, losses)
             elif (yield self._peer.is_lost()):
                 yield from self.load()
 
@@ -77,24 +81,42 @@ class Share:
         if downloaded is None:
             return
         try:
-            self._state.load(downloaded.step, downloaded.data)
+            self._state.load(downloaded.arrival.moment, downloaded.data)
         except ValueError as error:
             yield self._peer.refuse(downloaded, error)
             return
         self._clear()
-        yield self._peer.loaded(downloaded, self._state.digest())
+        digest = self._state.digest()
+        if (yield self._peer.loaded(downloaded, digest)):
+            self._peer.keep(digest)
+
+    def _tell(self) -> Coroutine[Any, Any, None]:
+        return self._peer.report(self.samples, self._losses / max(self._loss_samples, 1), self._loss_samples)
 
     def _measure(self) -> Asking:
         computed, self._computed = self._computed, 0
         yield self._peer.measure(computed)
 
-    def _apply(self, averaged: Averaged, losses: tuple[float, int]) -> Asking:
+    def _apply(self, decided: Averaged | WentBack, losses: tuple[float, int]) -> Asking:
         """``losses``: the sum over so many of this peer's samples in it."""
-        self._state.apply(averaged.gradient)
-        self.last_group = averaged.group.peer_ids
-        self.last_batch_size = sum(member.weight for member in averaged.group.members)
+        if isinstance(decided, WentBack):
+            yield from self._go_back(decided)
+            return
+        self._state.apply(decided.gradient)
+        self.last_group = decided.group.peer_ids
+        self.last_batch_size = sum(member.weight for member in decided.group.members)
         total, samples = losses
-        yield self._peer.stepped(averaged, self._state.digest(), total / max(samples, 1), samples)
+        digest = self._state.digest()
+        self._peer.keep(digest)
+        yield self._peer.stepped(decided, digest, total / max(samples, 1), samples)
+
+    def _go_back(self, back: WentBack) -> Asking:
+        """Gradients of the abandoned moment are dropped."""
+        self._clear()
+        self._state.go_to(back.group.next_moment, back.state)
+        digest = self._state.digest()
+        self._peer.keep(digest)
+        yield self._peer.went_back(back, digest)
 
     def _clear(self) -> None:
         self._sum.zero_()
@@ -115,7 +137,7 @@ class DelayedShare(Share):
             if self.samples < self._given_samples and not (yield self._peer.has_averaged()):
                 return
             yield from self._finish()
-        yield self._peer.report(self.samples)
+        yield self._tell()
         yield from self.catch_up()
 
     def catch_up(self) -> Asking:
@@ -132,11 +154,11 @@ class DelayedShare(Share):
 
     def _finish(self) -> Asking:
         """Applies the average; if there is none, what was given for it belongs to this share again."""
-        averaged = yield self._peer.averaged()
+        decided = yield self._peer.averaged()
         assert self._given is not None
         given, self._given = self._given, None
-        if averaged is not None:
-            yield from self._apply(averaged, self._given_losses)
+        if decided is not None:
+            yield from self._apply(decided, self._given_losses)
             return
         self._sum += given
         self.samples += self._given_samples

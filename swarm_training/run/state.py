@@ -6,6 +6,7 @@ import hashlib
 import json
 import threading
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,18 +15,21 @@ from safetensors.torch import load, save
 from torch import Tensor, nn
 
 from swarm_training.compression.compressor import Compressor, Plain
+from swarm_training.core.moment import Moment
 
 _PARAMETER, _STATE, _COMPRESSOR = "parameter", "state", "compressor/"
 _PLAIN = (bool, int, float, str, type(None))
+_NO_STATE = "the state that a peer has sent is no safetensors file of a training run"
 
 
 class TrainedState:
     """Of one peer. Its methods may be called from several threads.
 
     Attributes:
-        step: global steps taken.
+        moment: of the run: how often it has gone back, and global steps taken.
         parameters: those that need gradients.
         shapes: one text for each of them, by which peers find that they train the same model.
+        common: settings that all peers must have.
     """
 
     def __init__(
@@ -33,11 +37,13 @@ class TrainedState:
         parameters: Iterable[nn.Parameter],
         optimizer: torch.optim.Optimizer,
         compressor: Compressor | None = None,
+        common: Mapping[str, str] | None = None,
     ) -> None:
-        """``compressor``: has state that all peers share.
+        """``compressor``: has state that all peers share. ``common``: settings that all peers must have.
 
         Raises ValueError if there is nothing to train, or the optimizer has something else."""
-        self.step = 0
+        self.moment = Moment(0, 0)
+        self.common = dict(common or {})
         given = list(parameters)
         self.parameters = [parameter for parameter in given if parameter.requires_grad]
         if not given:
@@ -56,13 +62,18 @@ class TrainedState:
         _plain_groups(optimizer)
 
     @property
+    def step(self) -> int:
+        return self.moment.step
+
+    @property
     def optimizer_name(self) -> str:
         return type(self._optimizer).__name__
 
     @property
     def model_digest(self) -> bytes:
         """SHA-256 of what must be equal for two peers to train together."""
-        return hashlib.sha256(json.dumps([self.shapes, self.optimizer_name]).encode()).digest()
+        facts = self.shapes, self.optimizer_name, self.common
+        return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).digest()
 
     def add_gradients(self, vector: Tensor, weight: float) -> None:
         """Adds the gradients, times ``weight``, to ``vector``, [length] float32 on the CPU, and takes them away."""
@@ -83,7 +94,7 @@ class TrainedState:
                 parameter.grad = part.to(parameter.device, parameter.dtype, copy=True)
                 at += parameter.numel()
             self._optimizer.step()
-            self.step += 1
+            self.moment = replace(self.moment, step=self.step + 1)
             for parameter in self.parameters:
                 parameter.grad = None
 
@@ -91,31 +102,33 @@ class TrainedState:
         """SHA-256 of all that ``to_bytes`` has."""
         with self._lock:
             tensors, metadata = self._contents()
-            digest = hashlib.sha256(metadata.encode())
-            for name in sorted(tensors):
-                digest.update(name.encode())
-                digest.update(tensors[name].contiguous().reshape(-1).view(torch.uint8).numpy().data)
-        return digest.digest()
+            return _digest(tensors, metadata)
 
-    def to_bytes(self) -> tuple[int, bytes]:
-        """The step, and a safetensors file: no code can be in it."""
+    def is_finite(self) -> bool:
+        """Whether parameters and optimizer state have neither NaN nor infinity in them."""
+        with self._lock:
+            return all(bool(torch.isfinite(tensor).all()) for tensor in self._contents()[0].values())
+
+    def to_bytes(self) -> tuple[Moment, bytes]:
+        """The moment, and a safetensors file: no code can be in it."""
         with self._lock:
             tensors, metadata = self._contents()
-            return self.step, save({name: each.contiguous() for name, each in tensors.items()}, {"optimizer": metadata})
+            return self.moment, save(
+                {name: each.contiguous() for name, each in tensors.items()}, {"optimizer": metadata}
+            )
 
-    def load(self, step: int, data: bytes) -> None:
+    def load(self, moment: Moment, data: bytes) -> None:
         """Takes the state over that ``to_bytes`` of another peer has given.
 
         Raises:
             ValueError: it is not that of such parameters; nothing has been changed then.
         """
+        tensors, metadata = _parsed(data)
         try:
-            tensors = load(data)
-            size = int.from_bytes(data[:8], "little")
-            plain = json.loads(json.loads(data[8 : 8 + size])["__metadata__"]["optimizer"])
+            plain = json.loads(metadata)
             groups, scalars = plain["groups"], plain["scalars"]
-        except (SafetensorError, ValueError, KeyError, TypeError):
-            raise ValueError("the state that a peer has sent is no safetensors file of a training run") from None
+        except (ValueError, KeyError, TypeError):
+            raise ValueError(_NO_STATE) from None
         for number, parameter in enumerate(self.parameters):
             found = tensors.get(f"{_PARAMETER}/{number}")
             if found is None or found.shape != parameter.shape or found.dtype != parameter.dtype:
@@ -127,7 +140,7 @@ class TrainedState:
         }
         with self._lock, torch.no_grad():
             self._compressor.load_state_dict(compressed)
-            self.step = step
+            self.moment = moment
             for number, parameter in enumerate(self.parameters):
                 parameter.copy_(tensors[f"{_PARAMETER}/{number}"])
                 self._optimizer.state[parameter] = self._state_of(number, parameter, tensors, scalars)
@@ -135,6 +148,14 @@ class TrainedState:
                     del self._optimizer.state[parameter]
             for own, theirs in zip(self._optimizer.param_groups, groups, strict=True):
                 own.update({key: _as_was(own.get(key), value) for key, value in theirs.items() if key != "params"})
+
+    def go_to(self, moment: Moment, data: bytes | None) -> None:
+        """Takes the state of a checkpoint over; None: it is the one that is here. Raises ValueError as ``load``."""
+        if data is not None:
+            self.load(moment, data)
+        else:
+            with self._lock:
+                self.moment = moment
 
     def _state_of(
         self, number: int, parameter: nn.Parameter, tensors: Mapping[str, Tensor], scalars: Mapping[str, Any]
@@ -165,6 +186,30 @@ class TrainedState:
                 else:
                     raise ValueError(f"the optimizer keeps a {type(value).__name__} as {key!r}: expected tensors")
         return tensors, json.dumps({"groups": _plain_groups(self._optimizer), "scalars": scalars}, sort_keys=True)
+
+
+def digest_of(data: bytes) -> bytes:
+    """Of the state that ``to_bytes`` has given. Raises ValueError if it is none."""
+    tensors, metadata = _parsed(data)
+    return _digest(tensors, metadata)
+
+
+def _parsed(data: bytes) -> tuple[dict[str, Tensor], str]:
+    try:
+        tensors = load(data)
+        size = int.from_bytes(data[:8], "little")
+        metadata = json.loads(data[8 : 8 + size])["__metadata__"]["optimizer"]
+    except (SafetensorError, ValueError, KeyError, TypeError):
+        raise ValueError(_NO_STATE) from None
+    return tensors, metadata
+
+
+def _digest(tensors: Mapping[str, Tensor], metadata: str) -> bytes:
+    digest = hashlib.sha256(metadata.encode())
+    for name in sorted(tensors):
+        digest.update(name.encode())
+        digest.update(tensors[name].contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    return digest.digest()
 
 
 def _plain_groups(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:

@@ -14,9 +14,11 @@ from torch import nn
 from swarm_protocol.access.access_control import AccessControl
 from swarm_protocol.errors import PeerUnavailable
 from swarm_protocol.net.identity import Identity
+from swarm_protocol.process import network_loop
 from swarm_training.compression.compressor import Compressor, Encoder, Plain
-from swarm_training.core import background
 from swarm_training.core.config import TrainingConfig
+from swarm_training.core.moment import Moment
+from swarm_training.ledger.ledger import UserTotal
 from swarm_training.progress import policy
 from swarm_training.run.meetings import Compression
 from swarm_training.run.presence import Presence
@@ -46,6 +48,7 @@ class TrainingRun:
         encoder: Encoder | None = None,
         access: AccessControl | None = None,
         token: bytes = b"",
+        resumed_at: Moment | None = None,
     ) -> None:
         """Joins the run through ``initial_peers`` and loads its state, or founds it if there are none.
 
@@ -56,6 +59,7 @@ class TrainingRun:
             compressor: what is averaged in place of the gradient.
             encoder: keeps what encoding has lost, see ``Encoder``.
             access, token: of a private run.
+            resumed_at: what the founder's parameters and optimizer are of, if they are those of a checkpoint.
 
         Raises:
             ValueError: nothing can be trained so, or the peers of the run train another model.
@@ -67,6 +71,8 @@ class TrainingRun:
             raise ValueError(f"target_batch_size is {target_batch_size}: expected at least 1")
         if isinstance(initial_peers, str):
             raise ValueError("initial_peers is a text: expected a list of multiaddrs")
+        if resumed_at is not None and initial_peers:
+            raise ValueError("resumed_at is for who founds a run: who joins loads the state of the others")
         config = config or TrainingConfig()
         if config.client_mode and not initial_peers:
             raise ValueError("client_mode needs initial_peers: a run is founded by a peer that others can call")
@@ -74,8 +80,11 @@ class TrainingRun:
         if config.delay and compressor.state_dict():
             kind = type(compressor).__name__
             raise ValueError(f"delay is on, and {kind} has a state: expected a compressor without one")
-        self._state = TrainedState(parameters, optimizer, compressor)
-        self._presence = background.run(
+        if config.aggregation != "mean" and compressor.state_dict():
+            kind = type(compressor).__name__
+            raise ValueError(f"aggregation is {config.aggregation!r}, and {kind} has a state: expected one without")
+        self._state = TrainedState(parameters, optimizer, compressor, config.common)
+        self._presence = network_loop.run(
             Presence.enter(
                 name,
                 target_batch_size,
@@ -95,7 +104,7 @@ class TrainingRun:
             if initial_peers:
                 self._join(config.join_timeout_s)
             else:
-                background.run(self._presence.peer.found(self._state.digest()))
+                network_loop.run(self._presence.peer.found(self._state.digest(), resumed_at))
         except BaseException:
             self.close()
             raise
@@ -115,6 +124,16 @@ class TrainingRun:
         return self._state.step
 
     @property
+    def num_rollbacks(self) -> int:
+        """So often has the run gone back to a checkpoint; ``num_steps`` has become less each time."""
+        return self._state.moment.rollbacks
+
+    @property
+    def went_back_to(self) -> int:
+        """The step of the checkpoint that the run went back to last; 0 before the first time."""
+        return self._presence.peer.rollbacks.went_back_to
+
+    @property
     def last_group(self) -> list[str]:
         """Peer ids of those whose gradients were averaged last, in the order in which they were added up."""
         return list(self._share.last_group)
@@ -127,18 +146,24 @@ class TrainingRun:
     @property
     def seconds_to_step(self) -> float | None:
         """Until the next global step, as far as can be told now."""
-        return policy.seconds_to_step(background.run(self._view()))
+        return policy.seconds_to_step(network_loop.run(self._view()))
 
     @property
     def num_peers(self) -> int:
         """That have been heard of lately, this one included."""
-        return len(background.run(self._view()).all)
+        return len(network_loop.run(self._view()).all)
+
+    @property
+    def ledger(self) -> dict[str, UserTotal]:
+        """Samples and rounds by user, most samples first, of all steps that this peer has heard of: signed by who gave
+        them, and countersigned. A user is the name in a peer's token, or in a run without an organiser the peer id."""
+        return network_loop.run(self._totals())
 
     def step(self, samples: int, loss: float | None = None) -> None:
         """Takes the gradients, a mean over so many samples; if the batch is complete, blocks while they are averaged,
         unless ``delay`` is on.
 
-        ``loss``, the mean over the same samples, is shown to those who watch the run.
+        ``loss``, the mean over the same samples, is shown to those who watch the run, and says when it has diverged.
 
         Raises:
             ValueError: ``samples`` is less than 1, or the run is closed.
@@ -156,7 +181,7 @@ class TrainingRun:
         """Leaves the run: what has been accumulated since the last global step is withdrawn."""
         if not self._is_closed:
             self._is_closed = True
-            background.run(self._presence.leave())
+            network_loop.run(self._presence.leave())
 
     def __enter__(self) -> TrainingRun:
         return self
@@ -174,11 +199,11 @@ class TrainingRun:
                 raise PeerUnavailable("no peer of the run has given its state")
 
     def _drive(self, asking: Asking) -> None:
-        """Answers what is asked from the background loop."""
+        """Answers what is asked from the network loop."""
         answer: Any = None
         try:
             while True:
-                answer = background.run(asking.send(answer))
+                answer = network_loop.run(asking.send(answer))
         except StopIteration:
             return
         finally:
@@ -186,3 +211,6 @@ class TrainingRun:
 
     async def _view(self) -> policy.View:
         return self._presence.peer.view()
+
+    async def _totals(self) -> dict[str, UserTotal]:
+        return self._presence.peer.ledger.totals()

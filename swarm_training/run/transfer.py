@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
+from math import isfinite
 from typing import Any
 
-from swarm_protocol.errors import PeerUnavailable
+from swarm_protocol.errors import PeerUnavailable, RequestRejected
 from swarm_protocol.wire.constants import PART_BYTES
-from swarm_training.core.config import MAX_MEMBERS
+from swarm_training.core.config import MAX_MEMBERS, MAX_WINDOW
+from swarm_training.core.moment import Moment
 from swarm_training.core.network import Network
 from swarm_training.core.record import Progress
 from swarm_training.pb import training_pb2 as pb
-from swarm_training.run.state import TrainedState
+from swarm_training.rollback.divergence import LossHistory
+from swarm_training.rollback.kept import KeptCheckpoints
+from swarm_training.run.state import TrainedState, digest_of
 
+InThread = Callable[[Callable[[], Any]], Awaitable[Any]]
 _REMEMBERED = 4  # steps
 _IDLE_S = 10.0  # between two parts
 _POLL_S = 0.02
@@ -23,44 +29,77 @@ _SPARE_BYTES = 16 << 20
 
 
 @dataclass(frozen=True)
-class Downloaded:
-    source: str
-    step: int
+class Arrival:
+    """How a run came to a moment.
+
+    Attributes:
+        roster: who decided it, and can be reached.
+        result_digest: of the average that led to it, or of the rollback.
+        history: the losses up to then, by which the next one is judged.
+        went_back_to: the step of the last rollback's checkpoint; 0: there was none.
+    """
+
+    moment: Moment
     roster: tuple[str, ...]
     result_digest: bytes
+    history: LossHistory = field(default_factory=LossHistory)
+    went_back_to: int = 0
+
+
+@dataclass(frozen=True)
+class Downloaded:
+    source: str
+    arrival: Arrival
     data: bytes
 
 
 class StateServer:
-    def __init__(self, state: TrainedState, in_thread: Callable[[Callable[[], Any]], Awaitable[Any]]) -> None:
+    def __init__(self, state: TrainedState, kept: KeptCheckpoints, in_thread: InThread) -> None:
         """``in_thread``: calls a function that takes long."""
         self._state = state
+        self._kept = kept
         self._in_thread = in_thread
-        self._steps: dict[int, tuple[tuple[str, ...], bytes]] = {}  # roster and digest of the result
+        self._arrivals: dict[Moment, Arrival] = {}
 
-    def remember(self, step: int, roster: tuple[str, ...], result_digest: bytes) -> None:
-        self._steps[step] = roster, result_digest
-        while len(self._steps) > _REMEMBERED:
-            del self._steps[next(iter(self._steps))]
+    def remember(self, arrival: Arrival) -> None:
+        self._arrivals[arrival.moment] = arrival
+        while len(self._arrivals) > _REMEMBERED:
+            del self._arrivals[next(iter(self._arrivals))]
 
-    async def parts(self, arrived: Callable[[], int]) -> AsyncIterator[pb.StatePart]:
-        """``arrived``: the step that this peer is known to be at; the state is there a moment earlier."""
-        step, data = await self._in_thread(self._state.to_bytes)
-        while arrived() < step:
+    async def parts(self, arrived: Callable[[], Moment]) -> AsyncIterator[pb.StatePart]:
+        """``arrived``: the moment that this peer is known to be at; the state is there a moment earlier."""
+        moment, data = await self._in_thread(self._state.to_bytes)
+        while arrived() < moment:
             await asyncio.sleep(_POLL_S)
-        if step not in self._steps:
+        if moment not in self._arrivals:
             raise PeerUnavailable("the run has gone on; ask again")
-        roster, result_digest = self._steps[step]
-        yield pb.StatePart(
-            header=pb.StateHeader(
-                step=step,
-                size_bytes=len(data),
-                roster=roster,
-                parameters=self._state.shapes,
-                optimizer=self._state.optimizer_name,
-                result_digest=result_digest,
-            )
+        arrival = self._arrivals[moment]
+        header = pb.StateHeader(
+            step=moment.step,
+            rollbacks=moment.rollbacks,
+            roster=arrival.roster,
+            result_digest=arrival.result_digest,
+            usual_losses=arrival.history.usual,
+            num_high_losses=arrival.history.num_high,
+            went_back_to=arrival.went_back_to,
         )
+        async for part in self._sent(header, data):
+            yield part
+
+    async def checkpoint_parts(self, digest: bytes) -> AsyncIterator[pb.StatePart]:
+        """Raises RequestRejected if this peer has no checkpoint with that digest."""
+        data = await self._in_thread(partial(self._kept.read, digest))
+        if data is None:
+            raise RequestRejected("this peer does not have the checkpoint")
+        async for part in self._sent(pb.StateHeader(), data):
+            yield part
+
+    async def _sent(self, header: pb.StateHeader, data: bytes) -> AsyncIterator[pb.StatePart]:
+        header.size_bytes = len(data)
+        header.parameters.extend(self._state.shapes)
+        header.optimizer = self._state.optimizer_name
+        header.common.update(self._state.common)
+        yield pb.StatePart(header=header)
         for at in range(0, len(data), PART_BYTES):
             yield pb.StatePart(data=data[at : at + PART_BYTES])
 
@@ -70,11 +109,45 @@ async def download(network: Network, source: Progress, own: TrainedState) -> Dow
     PeerUnavailable, TimeoutError: the source is gone, or too slow.
     ValueError: it trains another model.
     """
-    parts = network.state(source)
+    header, data = await _received(network, source, own, pb.StateRequest())
+    losses = tuple(header.usual_losses)
+    if not 0 < len(header.roster) <= MAX_MEMBERS or header.went_back_to > header.step:
+        raise PeerUnavailable("the peer offers a state that nobody can have decided", source.peer_id)
+    if len(losses) > MAX_WINDOW or not all(map(isfinite, losses)):
+        raise PeerUnavailable("the peer offers losses that nobody can have judged", source.peer_id)
+    arrival = Arrival(
+        Moment(header.rollbacks, header.step),
+        tuple(header.roster),
+        header.result_digest,
+        LossHistory(losses, header.num_high_losses),
+        header.went_back_to,
+    )
+    return Downloaded(source.peer_id, arrival, data)
+
+
+async def download_checkpoint(
+    network: Network, source: Progress, own: TrainedState, digest: bytes, in_thread: InThread
+) -> bytes:
+    """The checkpoint with that digest.
+
+    Raises:
+        PeerUnavailable, TimeoutError: the source is gone, or too slow.
+        ValueError: it does not have it, or has sent something else.
+    """
+    _, data = await _received(network, source, own, pb.StateRequest(checkpoint=digest))
+    if await in_thread(partial(digest_of, data)) != digest:
+        raise ValueError("the peer has sent another checkpoint than the one that was asked for")
+    return data
+
+
+async def _received(
+    network: Network, source: Progress, own: TrainedState, request: pb.StateRequest
+) -> tuple[pb.StateHeader, bytes]:
+    parts = network.state(source, request)
     async with asyncio.timeout(_IDLE_S):
         header = (await anext(parts)).header
     _require_same(header, own)
-    if not 0 < len(header.roster) <= MAX_MEMBERS or header.size_bytes > own.length * _STATE_FACTOR + _SPARE_BYTES:
+    if header.size_bytes > own.length * _STATE_FACTOR + _SPARE_BYTES:
         raise PeerUnavailable("the peer offers a state that is too large", source.peer_id)
     data = bytearray()
     while len(data) < header.size_bytes:
@@ -83,7 +156,7 @@ async def download(network: Network, source: Progress, own: TrainedState) -> Dow
         if part is None:
             raise PeerUnavailable("the peer has sent only some of its state", source.peer_id)
         data += part.data
-    return Downloaded(source.peer_id, header.step, tuple(header.roster), header.result_digest, bytes(data))
+    return header, bytes(data)
 
 
 def _require_same(header: pb.StateHeader, own: TrainedState) -> None:
@@ -97,3 +170,6 @@ def _require_same(header: pb.StateHeader, own: TrainedState) -> None:
             raise ValueError(f"parameter {number} is {here} here and {there} in the run: expected the same model")
     if header.optimizer != own.optimizer_name:
         raise ValueError(f"the optimizer is {own.optimizer_name} here and {header.optimizer} in the run: expected one")
+    for name, value in own.common.items():
+        if value != header.common[name]:
+            raise ValueError(f"{name} is {value} here and {header.common[name]} in the run: expected the same")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from swarm_training.compression.settings import CODECS
+from swarm_training.core.config import AGGREGATIONS
 from swarm_training.runfile.settings import OPTIMIZERS, PRESETS, SCHEDULES
 
 _TEXT = """\
@@ -44,6 +45,13 @@ lr = 1e-3
 # codec = "fp32"              # {codecs}: how gradients travel
 # error_feedback = false      # true: what the codec loses is added to the next gradient
 # power_sgd_rank = 0          # above 0: matrices travel as two factors of this rank
+# aggregation = "mean"        # {aggregations}: the second is moved little by a minority of cheaters
+
+[rollback]                    # to a checkpoint, when the loss is not finite, or too high
+# margin = 1.0                # above the median of the last losses
+# patience = 10               # steps in a row
+# window = 100                # losses of which the median is taken
+# warmup = 20                 # before so many, none is too high
 
 [batch]
 # size = 0                    # samples that a machine computes at once; 0: it finds out what fits
@@ -55,5 +63,11 @@ lr = 1e-3
 
 
 def example(file: str) -> str:
-    choices = {"codecs": CODECS, "optimizers": OPTIMIZERS, "presets": PRESETS, "schedules": SCHEDULES}
+    choices = {
+        "aggregations": AGGREGATIONS,
+        "codecs": CODECS,
+        "optimizers": OPTIMIZERS,
+        "presets": PRESETS,
+        "schedules": SCHEDULES,
+    }
     return _TEXT.format(file=file, **{name: ", ".join(values) for name, values in choices.items()})

@@ -8,6 +8,7 @@ from math import cos, pi
 
 from swarm_protocol.access.organiser import SwarmKey
 from swarm_training.compression.settings import AveragingSettings
+from swarm_training.core.config import RollbackPolicy
 from swarm_training.data.settings import DataSettings
 
 INITS = ("random", "pretrained")
@@ -33,7 +34,7 @@ class RunSettings:
     """
     Attributes:
         target_batch_size: samples of all peers together, after which they average and step.
-        checkpoint_every: steps.
+        checkpoint_every: steps; peers keep the states of the last ones, to go back to when the run diverges.
         checkpoints: a directory; empty: this machine writes none.
         keep: so many checkpoints.
         hub: a repository on the hub that gets a copy of each; empty: none.
@@ -166,5 +167,6 @@ class RunFile:
     data: DataSettings
     optimizer: OptimizerSettings
     averaging: AveragingSettings = field(default_factory=AveragingSettings)
+    rollback: RollbackPolicy = field(default_factory=RollbackPolicy)
     batch: BatchSettings = BatchSettings()
     tokens: TokenSettings = TokenSettings()

@@ -103,6 +103,29 @@ def test_survivors_of_a_failure_stay_equal_and_go_on(moment: str, name: str) -> 
         require_equal(peers, 1, 5)
 
 
+@pytest.mark.parametrize("dies", [False, True])
+@SLOW
+def test_all_go_back_to_a_checkpoint_when_losses_are_not_finite(dies: bool) -> None:
+    """After step 3, to the state of step 2; also if one of them is killed on the way there."""
+    config = {"checkpoint_every": 2, "checkpoints_kept": 6}
+    victim = {"moment": "going back", "at_step": 3} if dies else {}
+    with volunteers([{}, victim, {}, {}], steps=6, target=48, call_s=0.1, broken_at=3, config=config) as peers:
+        for peer in peers:
+            peer.go()
+        if dies:
+            peers[1].wait_for("struck")
+            peers = [peer for peer in peers if peer is not peers[1]]
+        finish(peers)
+        lives: list[dict[int, set[str]]] = [{}, {}]
+        for peer in peers:
+            for said in peer.events:
+                if said["event"] == "step":
+                    lives[said["rollbacks"]].setdefault(said["step"], set()).add(said["digest"])
+        assert lives[0].keys() == {1, 2, 3} and lives[1].keys() <= {2, 3, 4, 5, 6} and 6 in lives[1]
+        assert all(len(digests) == 1 for life in lives for digests in life.values())
+        assert lives[1].get(2, lives[0][2]) == lives[0][2] and lives[1].get(3) != lives[0][3]
+
+
 @SLOW
 def test_one_dies_while_another_death_is_repaired() -> None:
     reducing = {**SLOWLY, "moment": "reducing", "at_step": 1}

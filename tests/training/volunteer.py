@@ -12,10 +12,13 @@ import signal
 import sys
 import time
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from swarm_protocol.access.access_control import AccessControl
+from swarm_protocol.access.membership import MemberCredentials
 from swarm_training import TrainingConfig, TrainingRun
 from swarm_training.averaging.round import Round
 from swarm_training.meeting.attending import Attendance
@@ -26,6 +29,7 @@ MOMENTS = {
     "reducing": (Round, "serve_reduce"),
     "repairing": (Round, "repair"),
     "stepping": (TrainedState, "apply"),
+    "going back": (TrainedState, "go_to"),
 }
 
 
@@ -33,6 +37,7 @@ MOMENTS = {
 class Task:
     """Attributes:
     steps: global steps until it leaves.
+    broken_at: from this global step on losses are not finite, until the run has gone back.
     moment: at which the process sends itself ``signal``, at global step ``at_step``.
     """
 
@@ -43,10 +48,12 @@ class Task:
     call_s: float = 0.01
     steps: int = 4
     size: int = 50
+    broken_at: int | None = None
     moment: str = ""
     at_step: int = 1
     signal: str = "SIGKILL"
     config: dict[str, Any] = field(default_factory=dict)
+    membership: str = ""  # a file
 
 
 def model(size: int) -> torch.nn.Linear:
@@ -69,6 +76,15 @@ def digest(trained: torch.nn.Module) -> str:
 
 def say(event: str, **facts: Any) -> None:
     print(json.dumps({"event": event, **facts}), flush=True)
+
+
+def member(path: str) -> dict[str, Any]:
+    """How a member of a private run takes part."""
+    if not path:
+        return {}
+    credentials = MemberCredentials.read(Path(path))
+    access = AccessControl(credentials.grant.swarm_key)
+    return {"identity": credentials.identity_or(None), "token": credentials.token, "access": access}
 
 
 def strike(moment: str, at_step: int, name: str) -> None:
@@ -96,7 +112,9 @@ def main(task: Task) -> None:
     trained = model(task.size)
     optimizer = torch.optim.AdamW(trained.parameters(), lr=0.01)
     options = {"target_batch_size": task.target, "config": TrainingConfig(**task.config)}
-    run = TrainingRun("toy", trained.parameters(), optimizer, initial_peers=task.peers, **options)
+    run = TrainingRun(
+        "toy", trained.parameters(), optimizer, initial_peers=task.peers, **options, **member(task.membership)
+    )
     with run:
         say("joined", peers=run.initial_peers, peer_id=run.peer_id, step=run.num_steps, digest=digest(trained))
         for line in sys.stdin:
@@ -105,14 +123,19 @@ def main(task: Task) -> None:
         call = 0
         while run.num_steps < task.steps:
             time.sleep(task.call_s)
-            loss_of(trained, batch(task.number, call, task.samples, task.size)).backward()
-            before = run.num_steps
-            run.step(samples=task.samples)
+            loss = loss_of(trained, batch(task.number, call, task.samples, task.size))
+            if task.broken_at is not None and run.num_steps >= task.broken_at and not run.num_rollbacks:
+                loss = loss * float("nan")
+            loss.backward()
+            before = run.num_steps, run.num_rollbacks
+            run.step(samples=task.samples, loss=loss.item())
             call += 1
-            if run.num_steps != before:
-                say("step", step=run.num_steps, digest=digest(trained), calls=call, members=run.last_group)
+            if (run.num_steps, run.num_rollbacks) != before:
+                facts = {"rollbacks": run.num_rollbacks, "calls": call, "members": run.last_group}
+                say("step", step=run.num_steps, digest=digest(trained), **facts)
         say("done")
-        sys.stdin.readline()
+        while sys.stdin.readline() == "ledger\n":
+            say("ledger", totals={user: [total.samples, total.rounds] for user, total in run.ledger.items()})
 
 
 if __name__ == "__main__":

@@ -28,6 +28,7 @@ from swarm_server.kv.kv_transfer import Stored
 from swarm_server.net.neighbours import Neighbours
 from swarm_server.net.push import ChannelPool
 from swarm_server.net.validation import RequestValidator
+from swarm_server.rpc.registration import errors_as_status
 from swarm_server.rpc.service import BlocksService
 from swarm_server.sessions.host import SessionManager
 from swarm_server.sessions.services import SpanServices
@@ -382,6 +383,12 @@ class Context:
         self.details = details
 
 
+async def _call(method: Callable, request: Any, context: Context) -> Any:
+    """As ``registration`` calls it."""
+    async with errors_as_status(context):
+        return await method(request, context)
+
+
 class Wire:
     """Messages in one direction: late, but in order; nothing leaves or reaches a server that sleeps."""
 
@@ -430,7 +437,7 @@ class Stream:
 
     async def _handle(self, method: Callable) -> None:
         context = Context(self)
-        await method(self._incoming(), context)
+        await _call(method, self._incoming(), context)
         self._finish(context.code, context.details)
 
     async def _incoming(self):
@@ -445,7 +452,7 @@ class Stream:
         await self.server.awake.wait()
         if self.code_value is None:
             context = Context(self)
-            task = self.server.run(method(request, context))
+            task = self.server.run(_call(method, request, context))
             try:
                 reply = await asyncio.shield(task)
                 await asyncio.sleep(self.net.chance.choice([0.0002, 0.01]))

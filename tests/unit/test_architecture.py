@@ -64,10 +64,12 @@ LAYERS = {  # from the top: a room imports from those below it only
         ["runfile"],
         ["checkpoints", "data"],
         ["contract"],
+        ["robust_run"],
         ["run"],
         ["net"],
         ["meeting"],
-        ["averaging"],
+        ["rollback"],
+        ["averaging", "broadcast"],
         ["progress", "compression", "optim", "robust", "models", "ledger"],
         ["core", "numerics"],
         ["pb"],
@@ -78,6 +80,7 @@ UPWARDS = {("swarm_server/node/local_cluster.py", "swarm_server.command_line")} 
 ACYCLIC = [  # rooms whose modules import one way
     *("swarm_server/node", "swarm_server/rpc", "swarm_server/sessions"),
     *("swarm_training/averaging", "swarm_training/meeting", "swarm_training/run"),
+    *("swarm_training/broadcast", "swarm_training/robust_run"),
 ]
 POLICIES = [
     "swarm_client/failover/failover.py",
@@ -87,15 +90,19 @@ POLICIES = [
     "swarm_server/placement/capacity.py",
     "swarm_server/placement/placement.py",
     "swarm_training/averaging/chunks.py",
+    "swarm_training/averaging/grid.py",
     "swarm_training/averaging/repair.py",
     "swarm_training/meeting/leader.py",
     "swarm_training/progress/policy.py",
+    "swarm_training/rollback/divergence.py",
+    "swarm_training/rollback/judging.py",
 ]
 POLICY_IMPORTS = {
     *("__future__", "collections", "dataclasses", "enum", "functools", "heapq", "itertools", "math", "numpy"),
     *("statistics", "typing"),
     *("swarm_protocol.errors", "swarm_protocol.span", "swarm_protocol.dht.records", "swarm_protocol.wire.constants"),
-    *("hashlib", "swarm_training.core.config", "swarm_training.core.record", "swarm_training.pb.training_pb2"),
+    *("hashlib", "swarm_training.core.config", "swarm_training.core.moment", "swarm_training.core.record"),
+    "swarm_training.pb.training_pb2",
     *(path.removesuffix(".py").replace("/", ".") for path in POLICIES),
 }
 

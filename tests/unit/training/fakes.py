@@ -14,6 +14,7 @@ class LocalRun:
 
     Attributes:
         stop_after: sets ``stopping`` at this global step.
+        goes_back: from a global step to another, once.
     """
 
     def __init__(
@@ -22,6 +23,7 @@ class LocalRun:
         optimizer: torch.optim.Optimizer,
         target_batch_size: int,
         stop_after: int | None = None,
+        goes_back: tuple[int, int] | None = None,
     ) -> None:
         self._parameters = list(parameters)
         self._optimizer = optimizer
@@ -29,8 +31,9 @@ class LocalRun:
         self._sums = [torch.zeros_like(parameter) for parameter in self._parameters]
         self._samples = 0
         self._stop_after = stop_after
+        self._goes_back = goes_back
         self.stopping = threading.Event()
-        self.num_steps = 0
+        self.num_steps = self.num_rollbacks = self.went_back_to = 0
         self.initial_peers = ["/ip4/127.0.0.1/tcp/1/p2p/QmSelf"]
         self.shares: list[int] = []
         self.rates: list[float] = []
@@ -52,6 +55,9 @@ class LocalRun:
             self._sums = [torch.zeros_like(parameter) for parameter in self._parameters]
             self._samples = 0
             self.num_steps += 1
+            if self._goes_back is not None and self.num_steps == self._goes_back[0]:
+                self.num_rollbacks, self.num_steps, self._goes_back = 1, self._goes_back[1], None
+                self.went_back_to = self.num_steps
             if self.num_steps == self._stop_after:
                 self.stopping.set()
 

@@ -159,7 +159,7 @@ class DecliningPeer:
     async def measure(self, computed: int) -> None:
         pass
 
-    async def report(self, samples: int) -> None:
+    async def report(self, samples: int, loss: float, loss_samples: int) -> None:
         self.reported.append(samples)
 
     async def is_due(self) -> bool:

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
+from math import inf
 
 import pytest
 
 from swarm_training.averaging.chunks import to_bits
-from swarm_training.core.record import Progress
+from swarm_training.core.config import RollbackPolicy
+from swarm_training.core.moment import Moment
+from swarm_training.core.record import MEETING, Progress
 from swarm_training.meeting.leader import Leader, Outlook, Replies, Stage
 from swarm_training.pb import training_pb2 as pb
+from swarm_training.rollback.divergence import LossHistory
+from swarm_training.rollback.judging import Judge
 
 ALL = Outlook(frozenset("abcd"), frozenset("abcd"), ("a", "b", "c", "d"), frozenset(), wait_s=10.0, deadline_s=5.0)
 
@@ -17,7 +23,8 @@ ALL = Outlook(frozenset("abcd"), frozenset("abcd"), ("a", "b", "c", "d"), frozen
 def join(leader: Leader, *names: str, now: float = 0.0, **fields: object) -> None:
     for name in names:
         record = Progress("toy", name, address=f"{name}:1")
-        leader.join(name, pb.Join(step=leader.step, samples=5, **fields), record, now)
+        step, contribution = leader.moment.step, f"of {name}".encode()
+        leader.join(name, pb.Join(step=step, samples=5, contribution=contribution, **fields), record, now)
 
 
 def kinds(replies: Replies) -> dict[str, str]:
@@ -25,8 +32,13 @@ def kinds(replies: Replies) -> dict[str, str]:
     return {peer: str(reply.WhichOneof("kind")) for peer, reply in replies}
 
 
+def credited(joins: Sequence[pb.Join]) -> bytes:
+    """Their contributions, joined."""
+    return b" ".join(sorted(join.contribution for join in joins))
+
+
 def formed(*names: str, outlook: Outlook = ALL) -> Leader:
-    leader = Leader("toy", 3, "meeting")
+    leader = Leader("toy", Moment(0, 3), "meeting", credited)
     join(leader, *names)
     assert kinds(leader.tick(outlook, 11.0)) == dict.fromkeys(names, "group")
     return leader
@@ -48,7 +60,7 @@ def accept(leader: Leader, names: str, digest: bytes = b"result", outlook: Outlo
 
 
 def test_a_group_is_formed_once_all_who_are_expected_have_come() -> None:
-    leader = Leader("toy", 3, "meeting")
+    leader = Leader("toy", Moment(0, 3), "meeting")
     join(leader, "a", "b", "c")
     assert leader.tick(ALL, 1.0) == []
     join(leader, "d", now=1.0)
@@ -59,7 +71,7 @@ def test_a_group_is_formed_once_all_who_are_expected_have_come() -> None:
 
 
 def test_a_straggler_is_waited_for_no_longer_than_that() -> None:
-    leader = Leader("toy", 3, "meeting")
+    leader = Leader("toy", Moment(0, 3), "meeting")
     join(leader, "a", "b", "c")
     assert leader.tick(ALL, 9.9) == []
     assert kinds(leader.tick(ALL, 10.0)) == dict.fromkeys("abc", "group")
@@ -67,7 +79,7 @@ def test_a_straggler_is_waited_for_no_longer_than_that() -> None:
 
 @pytest.mark.parametrize("present", ["a", "b", "cd", "bc"])
 def test_a_group_without_a_quorum_meets_on_for_ever(present: str) -> None:
-    leader = Leader("toy", 3, "meeting")
+    leader = Leader("toy", Moment(0, 3), "meeting")
     join(leader, *present)
     assert leader.tick(ALL, 1000.0) == []
     alone = replace(ALL, expected=frozenset(present))
@@ -76,7 +88,7 @@ def test_a_group_without_a_quorum_meets_on_for_ever(present: str) -> None:
 
 def test_newcomers_count_too_before_a_group_is_formed() -> None:
     founder = replace(ALL, roster=("a",))
-    leader = Leader("toy", 0, "meeting")
+    leader = Leader("toy", Moment(0, 0), "meeting")
     join(leader, "a")
     assert leader.tick(founder, 1000.0) == []
     assert leader.tick(replace(founder, gone=frozenset("bcd")), 1000.0) != []
@@ -126,14 +138,40 @@ def test_the_result_that_most_have_counts() -> None:
     leader = formed("a", "b", "c", "d")
     report(leader, "abcd", {0, 1, 2, 3})
     accept(leader, "a", b"odd")
-    assert kinds(accept(leader, "bcd")) == {"a": "dismissal", **dict.fromkeys("bcd", "commit")}
+    replies = accept(leader, "bcd")
+    assert kinds(replies) == {"a": "dismissal", **dict.fromkeys("bcd", "commit")}
+    assert {reply.commit.round for _, reply in replies if reply.HasField("commit")} == {b"of b of c of d"}
+
+
+def test_who_was_dropped_is_not_credited() -> None:
+    leader = formed("a", "b", "c", "d")
+    report(leader, "abcd", {0, 1, 2, 3})
+    accept(leader, "ad")
+    leader.leave("d", ALL, 12.5)
+    accept(leader, "b")
+    assert accept(leader, "c")[0][1].commit.round == b"of a of b of c"
+
+
+def test_of_a_result_that_is_taken_over_those_are_credited_who_brought_it() -> None:
+    """The others of this group were not in the one which it came from, or failed before its end; one
+    has the result from before it was handed on."""
+    result = pb.Accepted(ballot=7, group="newer", digest=b"result", layout=[1.0, 2.0], roster=["a", "y"])
+    older = pb.Accepted(ballot=3, group="older", digest=b"1", layout=[1.0, 0.0], roster=["a", "z"])
+    handed_on = pb.Accepted(ballot=5, group="before", digest=b"result", layout=[1.0, 2.0], roster=["a", "y"])
+    leader = Leader("toy", Moment(0, 3), "meeting", credited)
+    join(leader, "a", "d", promised=7, accepted=result)
+    join(leader, "b", promised=3, accepted=older)
+    join(leader, "c", promised=5, accepted=handed_on)
+    leader.tick(ALL, 0.0)
+    report(leader, "abcd", {0, 1, 2, 3})
+    assert accept(leader, "abcd")[0][1].commit.round == b"of a of c of d"
 
 
 def test_a_result_that_somebody_has_accepted_is_taken_over() -> None:
     """It may have been committed by a leader who has died since."""
     older = pb.Accepted(ballot=3, group="older", digest=b"1", layout=[1.0, 0.0], roster=["a", "z"])
     newer = pb.Accepted(ballot=7, group="newer", digest=b"2", layout=[1.0, 2.0], roster=["a", "y"])
-    leader = Leader("toy", 3, "meeting")
+    leader = Leader("toy", Moment(0, 3), "meeting")
     join(leader, "a", promised=7, accepted=newer)
     join(leader, "b", promised=3, accepted=older)
     join(leader, "c", "d", promised=9)
@@ -150,3 +188,60 @@ def test_members_that_disagree_about_the_vector_average_nothing() -> None:
     report(leader, "abc", {0, 1, 2, 3})
     replies = leader.report("d", pb.Report(num_chunks=5, held=b"\x1f"), ALL, 12.0)
     assert kinds(replies) == dict.fromkeys("abcd", "dismissal")
+
+
+JUDGING = replace(ALL, judge=Judge(RollbackPolicy(), LossHistory()))
+CHECKPOINT = pb.Checkpoint(step=2, state_digest=b"d" * 32)
+TO_CHECKPOINT = pb.Rollback(step=2, state_digest=b"d" * 32)
+
+
+def join_with_loss(leader: Leader, names: str, loss: float, **fields: object) -> None:
+    for name in names:
+        told = {"state": MEETING, "step": 3, "loss": loss, "loss_samples": 5}
+        record = Progress("toy", name, address=f"{name}:1", **told)
+        message = pb.Join(step=3, checkpoints=[CHECKPOINT], **fields)
+        leader.join(name, message, record, 0.0)
+
+
+def test_a_group_whose_losses_are_not_finite_goes_back_and_averages_nothing() -> None:
+    leader = Leader("toy", Moment(0, 3), "meeting")
+    join_with_loss(leader, "abc", inf)
+    join_with_loss(leader, "d", 2.0, samples=5)
+    group = leader.tick(JUDGING, 0.0)[0][1].group
+    assert (group.go_back.step, group.go_back.state_digest, len(group.go_back.losses)) == (2, b"d" * 32, 4)
+    replies: Replies = []
+    for name in "abcd":
+        replies += leader.report(name, pb.Report(digest=b"back"), ALL, 1.0)
+    assert kinds(replies) == dict.fromkeys("abcd", "commit") and leader.stage is Stage.OVER
+
+
+def test_without_a_checkpoint_there_is_an_average_if_there_can_be_one() -> None:
+    leader = Leader("toy", Moment(0, 3), "meeting")
+    join_with_loss(leader, "abcd", inf, samples=5)
+    for joined in leader._joined.values():
+        del joined.join.checkpoints[:]
+    assert not leader.tick(JUDGING, 0.0)[0][1].group.HasField("go_back")
+
+
+def test_a_rollback_that_somebody_has_accepted_is_taken_over() -> None:
+    accepted = pb.Accepted(ballot=3, group="older", digest=b"1", layout=[1.0], roster=["a", "z"], go_back=TO_CHECKPOINT)
+    leader = Leader("toy", Moment(0, 3), "meeting")
+    join(leader, "a", promised=3, accepted=accepted)
+    join(leader, "b", "c", "d")
+    group = leader.tick(ALL, 0.0)[0][1].group
+    assert (group.go_back, group.continues, list(group.roster)) == (TO_CHECKPOINT, "older", ["a", "z"])
+
+
+def test_an_average_that_somebody_has_accepted_comes_before_a_rollback() -> None:
+    accepted = pb.Accepted(ballot=3, group="older", digest=b"1", layout=[1.0], roster=["a", "b", "c", "d"])
+    leader = Leader("toy", Moment(0, 3), "meeting")
+    join_with_loss(leader, "abc", inf, promised=3)
+    join_with_loss(leader, "d", inf, promised=3, accepted=accepted)
+    group = leader.tick(JUDGING, 0.0)[0][1].group
+    assert group.continues == "older" and not group.HasField("go_back")
+
+
+def test_nobody_meets_for_gradients_that_nobody_has() -> None:
+    leader = Leader("toy", Moment(0, 3), "meeting")
+    join_with_loss(leader, "abcd", 2.0)
+    assert leader.tick(JUDGING, 1000.0) == []

@@ -9,6 +9,7 @@ import torch
 
 from swarm_protocol.access.access_control import AccessControl
 from swarm_protocol.errors import AccessDenied
+from swarm_training.core.moment import Moment
 from swarm_training.core.record import LEFT
 from swarm_training.ledger.orders import Ban, Order, Orders
 from swarm_training.run.moderation import Moderation
@@ -98,8 +99,8 @@ def test_who_is_banned_is_neither_there_nor_gone_until_it_leaves() -> None:
     known.ban(frozenset({peer_id}))
     view = known.view(own, 0.0)
     assert (view.others, view.silent, view.gone) == ((), (), frozenset())
-    assert known.since(0, "nobody") == [] and known.majority_digest(1) is None
+    assert known.since(0, "nobody") == [] and known.majority_digest(Moment(0, 1)) is None
     known.add(signed(version=6, state=LEFT), 0.0)
     assert known.view(own, 0.0).gone == {peer_id}
     known.ban(frozenset())
-    assert known.majority_digest(1) == b"theirs"
+    assert known.majority_digest(Moment(0, 1)) == b"theirs"

@@ -7,6 +7,7 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
+from swarm_training.core.moment import Moment
 from swarm_training.core.record import JOINING, MEETING, Progress
 from swarm_training.progress.policy import (
     View,
@@ -44,7 +45,7 @@ def test_half_is_enough_with_the_first() -> None:
 
 def test_a_batch_is_complete_with_the_samples_of_all_at_the_step() -> None:
     view = View(peer("a", samples=40), (peer("b", samples=59), peer("c", step=1, samples=90)))
-    assert samples_at(view, 0) == 99 and not is_batch_complete(view)
+    assert samples_at(view, Moment(0, 0)) == 99 and not is_batch_complete(view)
     assert is_batch_complete(replace(view, own=peer("a", samples=41)))
     assert is_batch_complete(View(peer("a"), (peer("b", state=MEETING),)))
     assert not is_batch_complete(View(peer("a"), (peer("b", state=JOINING, samples=200),)))
@@ -59,8 +60,8 @@ def test_the_expected_time_of_the_next_step() -> None:
 
 def test_who_lags_behind_is_expected_if_it_took_part_in_the_last_step() -> None:
     view = View(peer("a", step=2), (peer("b", step=1), peer("c", step=1), peer("d", step=3)), (peer("e", step=2),))
-    assert expected_at(view, 2, ["a", "b"]) == {"a", "b"}
-    assert known_at(view, 2) == {"a", "e"}
+    assert expected_at(view, Moment(0, 2), ["a", "b"]) == {"a", "b"}
+    assert known_at(view, Moment(0, 2)) == {"a", "e"}
 
 
 def test_the_leader_is_the_same_for_all_and_changes_from_step_to_step() -> None:
@@ -108,3 +109,18 @@ def test_a_minority_knows_that_it_is_one() -> None:
     assert is_in_minority(view(b"1", b"2", b"2"))
     assert not is_in_minority(view(b"1", b"1", b"2"))
     assert not is_in_minority(view(b"1", b"2")) and not is_in_minority(view(b"", b"2", b"2"))
+
+
+def test_who_has_gone_back_is_ahead_of_who_has_not_whatever_their_steps() -> None:
+    here, back = (
+        peer("a", step=130, state_digest=b"own"),
+        [peer(name, step=100, rollbacks=1, state_digest=b"good") for name in "bc"],
+    )
+    view = View(here, tuple(back))
+    assert is_behind(view, "abc") and sources_of_state(view) == tuple(back)
+    assert not is_batch_complete(replace(view, others=tuple(replace(each, state=MEETING) for each in back)))
+    ahead = View(back[0], (here, back[1]))
+    assert not is_behind(ahead, "abc") and sources_of_state(ahead) == ()
+    assert expected_at(ahead, Moment(1, 100), "abc") == {"a", "b", "c"}
+    assert known_at(ahead, Moment(1, 100)) == {"b", "c"}
+    assert not is_in_minority(View(peer("a", step=100, state_digest=b"own"), tuple(back)))

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from swarm_training.core.moment import Moment
 from swarm_training.core.record import LEFT, MEETING, TRAINING, Progress
 from swarm_training.core.signing import read_signed, sign
 from swarm_training.pb import training_pb2 as pb
@@ -59,6 +60,7 @@ def test_what_another_has_signed_or_nobody_is_refused(change: object) -> None:
         {"run": "x" * 600},
         {"step": 1 << 63},
         {"loss": float("nan")},
+        {"loss": float("-inf")},
         {"loss_samples": 1 << 63},
     ],
 )
@@ -85,6 +87,14 @@ def test_only_newer_records_count() -> None:
     assert known.record_of(identity(1).peer_id).samples == 1
     assert known.add(signed(version=6, samples=3), 0.0) and known.counter == 2
     assert len(known.since(0, "nobody")) == 1 and known.since(0, identity(1).peer_id) == [] == known.since(2, "nobody")
+
+
+def test_the_states_of_past_steps_are_known_however_often_a_peer_reports() -> None:
+    known = table()
+    for version in range(1, 101):
+        known.add(signed(version=version, step=7 + version // 60, state_digest=bytes([version // 60])), 0.0)
+    assert known.majority_digest(Moment(0, 7)) == b"\0" and known.majority_digest(Moment(0, 8)) == b"\1"
+    assert known.majority_digest(Moment(0, 6)) is None
 
 
 def test_who_is_silent_is_not_waited_for_and_counts_again_when_heard_of() -> None:

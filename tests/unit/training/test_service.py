@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 
 from swarm_protocol.access.access_control import AccessControl
 from swarm_protocol.access.organiser import OrganiserKey
+from swarm_protocol.access.tokens import Grant, Role
 from swarm_protocol.errors import AccessDenied, PeerUnavailable, RequestRejected
 from swarm_protocol.net.tls import Certificate, ClientCredentials
 from swarm_training.averaging.group import Group, Member
@@ -21,6 +23,7 @@ from swarm_training.compression.codecs import codec_of
 from swarm_training.core.network import Talk
 from swarm_training.core.record import Progress
 from swarm_training.core.signing import sign
+from swarm_training.ledger.book import MAX_REPLY_BYTES
 from swarm_training.net.channels import GrpcNetwork
 from swarm_training.net.service import start_service
 from swarm_training.pb import training_pb2 as pb
@@ -48,9 +51,13 @@ class Echo:
         for index in request.chunks:
             yield pb.Chunk(index=index, data=b"x" * 1000)
 
-    async def state(self, peer_id: str) -> AsyncIterator[pb.StatePart]:
+    async def state(self, peer_id: str, request: pb.StateRequest) -> AsyncIterator[pb.StatePart]:
         yield pb.StatePart(data=b"1")
         raise PeerUnavailable("the run has gone on")
+
+    async def rounds(self, peer_id: str, request: pb.RoundsRequest) -> pb.RoundsReply:
+        self.callers.append(peer_id)
+        return pb.RoundsReply(rounds=[b"x" * (MAX_REPLY_BYTES // 8)] * 8, has_more=True)
 
 
 @asynccontextmanager
@@ -63,10 +70,12 @@ async def service(handlers: Any, access: AccessControl | None = None) -> AsyncIt
         await server.stop(None)
 
 
-def with_network(scenario: Callable[[GrpcNetwork, Progress, Echo], Any], access: AccessControl | None = None) -> None:
+def with_network(
+    scenario: Callable[[GrpcNetwork, Progress, Echo], Any], access: AccessControl | None = None, token: bytes = b""
+) -> None:
     async def running() -> None:
         echo = Echo()
-        network = GrpcNetwork(ClientCredentials(identity(1)))
+        network = GrpcNetwork(ClientCredentials(identity(1), token))
         async with service(echo, access) as peer:
             try:
                 await scenario(network, peer, echo)
@@ -92,13 +101,33 @@ def test_the_called_peer_knows_the_caller() -> None:
     with_network(scenario)
 
 
+def test_every_member_may_ask_for_rounds_and_nobody_else() -> None:
+    organiser, now = OrganiserKey.generate(), time.time()
+    grant = Grant.new(organiser.public, Role.CLIENT, "ada", identity(1).peer_id, now - 10, now + 1000)
+
+    async def as_a_member(network: GrpcNetwork, peer: Progress, echo: Echo) -> None:
+        reply = await network.rounds(peer, pb.RoundsRequest(since_step=1))
+        assert reply.has_more and sum(map(len, reply.rounds)) == MAX_REPLY_BYTES
+        with pytest.raises(AccessDenied, match="is for the role client: expected trainer"):
+            await network.exchange(peer, pb.ExchangeRequest())
+        assert echo.callers == [identity(1).peer_id]
+
+    async def as_a_stranger(network: GrpcNetwork, peer: Progress, echo: Echo) -> None:
+        with pytest.raises(AccessDenied, match="takes only members"):
+            await network.rounds(peer, pb.RoundsRequest())
+        assert not echo.callers
+
+    with_network(as_a_member, AccessControl(organiser.public), grant.signed(organiser))
+    with_network(as_a_stranger, AccessControl(organiser.public))
+
+
 def test_errors_travel() -> None:
     async def scenario(network: GrpcNetwork, peer: Progress, echo: Echo) -> None:
         async with network.reduce(peer) as talk:
             with pytest.raises(RequestRejected, match="no member of the group"):
                 await talk.receive()
         with pytest.raises(PeerUnavailable, match="gone on"):
-            [part async for part in network.state(peer)]
+            [part async for part in network.state(peer, pb.StateRequest())]
 
     with_network(scenario)
 
@@ -186,3 +215,43 @@ def test_a_part_of_another_size_is_left_out(data: bytes) -> None:
         assert torch.equal(await mine.mean(), torch.arange(4.0))
 
     simulate(scenario)
+
+
+class _Averaging(Echo):
+    """Takes part in one round."""
+
+    round: Round
+
+    async def reduce(self, peer_id: str, talk: Talk[pb.Chunk, pb.ReduceRequest]) -> None:
+        first = await talk.receive()
+        assert first is not None
+        await self.round.serve_reduce(self.round.group.peer_ids.index(peer_id), first.open.attempt, talk)
+
+
+def test_row_means_and_large_chunks_travel_on_a_grid() -> None:
+    """Nine members in three rows, chunks of 256 KiB."""
+    count, elements = 9, 1 << 16
+    vectors = torch.randn(count, 2 * count * elements, generator=torch.Generator().manual_seed(0))
+    exact = (vectors.double() * torch.arange(1, count + 1)[:, None]).sum(0) / (count * (count + 1) / 2)
+
+    async def running() -> None:
+        handlers = [_Averaging() for _ in range(count)]
+        networks = [GrpcNetwork(ClientCredentials(identity(number))) for number in range(count)]
+        async with AsyncExitStack() as stack:
+            records = [await stack.enter_async_context(service(each)) for each in handlers]
+            members = tuple(
+                Member(replace(record, peer_id=identity(number).peer_id), number + 1, 1.0)
+                for number, record in enumerate(records)
+            )
+            layout = (1.0,) * count
+            group = Group("g", 0, 1, members, 60.0, layout=layout, roster=("x",), grid=True)
+            for me, each in enumerate(handlers):
+                each.round = Round(networks[me], group, me, 0, vectors[me], codec_of("fp32"), elements)
+            await asyncio.gather(*(each.round.first_attempt() for each in handlers))
+            for network in networks:
+                await network.close()
+        assert all(each.round.results == handlers[0].round.results for each in handlers)
+        assert torch.allclose((await handlers[0].round.mean()).double(), exact, rtol=1e-4, atol=1e-5)
+        assert {each.round.bytes_sent for each in handlers} == {2 * 4 * vectors.shape[1] * (count - 1) // count}
+
+    asyncio.run(running())

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from swarm_training.core.config import TrainingConfig
+from swarm_training.core.moment import Moment
 from swarm_training.pb import training_pb2 as pb
 from swarm_training.progress import policy
 from tests.marks import SLOW
@@ -182,6 +183,8 @@ def test_a_peer_that_is_alone_for_a_moment_does_not_step_on_its_own_gradients() 
         world = World()
         peers = await enter_all(world, 4, target=20)
         founder, *others = peers
+        while len(founder.peer.view().others) < len(others):
+            await asyncio.sleep(0.1)
         world.isolate(founder.peer_id)
         task = founder.spawn(founder.train(0.3, 20, 1))
         await asyncio.sleep(20.0)
@@ -251,7 +254,12 @@ def test_who_joins_takes_no_state_but_that_of_the_majority(lie: str) -> None:
             shapes, optimizer = state.shapes, state.optimizer_name
             yield pb.StatePart(
                 header=pb.StateHeader(
-                    step=2, size_bytes=len(data), roster=["x"], parameters=shapes, optimizer=optimizer
+                    step=2,
+                    size_bytes=len(data),
+                    roster=["x"],
+                    parameters=shapes,
+                    optimizer=optimizer,
+                    common=state.common,
                 )
             )
             yield pb.StatePart(data=data)
@@ -282,6 +290,38 @@ def test_who_joins_with_another_model_is_told_what_differs(options: dict[str, An
         joiner = SimulatedPeer.make(world, 2, **{"target": 40, **options})
         with pytest.raises(ValueError, match=re.escape(message)):
             await joiner.enter()
+
+    simulate(scenario)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"codec": "int8"}, "codec is int8 here and fp32 in the run"),
+        ({"aggregation": "centered_clip"}, "aggregation is centered_clip here and mean in the run"),
+        ({"chunk_elements": 7}, "chunk_elements is 7 here and 4 in the run"),
+        ({"checkpoint_every": 3, "checkpoints_kept": 9}, "checkpoint_every is 3 here and 0 in the run"),
+    ],
+)
+def test_who_joins_with_other_settings_is_told_which(changes: dict[str, Any], reason: str) -> None:
+    async def scenario() -> None:
+        world = World()
+        await enter_all(world, 2, target=40)
+        with pytest.raises(ValueError, match=reason):
+            await SimulatedPeer.make(world, 2, target=40, config=replace(CONFIG, **changes)).enter()
+
+    simulate(scenario)
+
+
+def test_a_founder_goes_on_after_all_that_was_before() -> None:
+    """So that no moment comes twice in a ledger."""
+
+    async def scenario() -> None:
+        world = World()
+        founder = SimulatedPeer.make(world, 0, target=40)
+        await founder.peer.found(founder.state.digest(), Moment(2, 30))
+        assert founder.peer.own.moment == founder.state.moment == Moment(3, 30)
+        assert founder.peer.rollbacks.went_back_to == 30
 
     simulate(scenario)
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from swarm_training import TrainingConfig, TrainingRun
+from swarm_training.core.moment import Moment
 from swarm_training.run.state import TrainedState
 
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
@@ -82,7 +83,7 @@ def test_what_is_no_state_changes_nothing(spoil: Callable[[bytes], bytes]) -> No
     state, _ = make("Adam", 0)
     before = state.digest()
     with pytest.raises(ValueError, match="state that a peer has sent"):
-        state.load(5, spoil(make("Adam", 1)[0].to_bytes()[1]))
+        state.load(Moment(0, 5), spoil(make("Adam", 1)[0].to_bytes()[1]))
     assert state.digest() == before and state.step == 0
 
 
@@ -92,7 +93,7 @@ def test_the_state_of_another_model_changes_nothing() -> None:
     wrong = TrainedState(other.parameters(), torch.optim.Adam(other.parameters()))
     before = state.digest()
     with pytest.raises(ValueError, match="does not fit parameter 0"):
-        state.load(5, wrong.to_bytes()[1])
+        state.load(Moment(0, 5), wrong.to_bytes()[1])
     assert state.digest() == before
 
 

@@ -18,8 +18,10 @@ from swarm_protocol.net.identity import Identity
 from swarm_training.compression.compressor import Plain
 from swarm_training.core.config import TrainingConfig
 from swarm_training.core.local_talk import LocalTalk, talk_pair
+from swarm_training.core.moment import Moment
 from swarm_training.core.record import JOINING, Progress
 from swarm_training.ledger.orders import Orders
+from swarm_training.meeting.attending import Averaged
 from swarm_training.pb import training_pb2 as pb
 from swarm_training.run.meetings import Compression
 from swarm_training.run.peer import TrainingPeer
@@ -39,6 +41,7 @@ class World:
     """Attributes:
     cut: pairs of peer ids between which nothing passes.
     log: what has been sent, as (time, from, to, kind).
+    delay: by source, target and message, how many seconds longer it takes.
     """
 
     def __init__(self, latency_s: float = 0.01) -> None:
@@ -50,6 +53,7 @@ class World:
         self.cut: set[frozenset[str]] = set()
         self.log: list[tuple[float, str, str, str]] = []
         self.on_message: Callable[[str, str, Any], None] = lambda source, target, message: None
+        self.delay: Callable[[str, str, Any], float] = lambda source, target, message: 0.0
         self.streams: list[tuple[str, str, LocalTalk[Any, Any]]] = []
 
     def passes(self, source: str, target: str) -> bool:
@@ -79,6 +83,7 @@ class _Link:
     target: str
     inner: LocalTalk[Any, Any]
     _on_way: deque[Any] = field(default_factory=deque)
+    _delay_s: float = 0.0  # of the last message; nothing overtakes it
 
     async def send(self, message: Any) -> None:
         if self.inner.is_broken or self.source in self.world.dead:
@@ -92,7 +97,9 @@ class _Link:
 
     def _deliver(self, message: Any) -> None:
         self._on_way.append(message)
-        asyncio.get_running_loop().call_later(self.world.latency_s, self._arrive)
+        if message is not None:
+            self._delay_s = max(self._delay_s, self.world.delay(self.source, self.target, message))
+        asyncio.get_running_loop().call_later(self.world.latency_s + self._delay_s, self._arrive)
 
     def _arrive(self) -> None:
         message = self._on_way.popleft()  # timers of one moment fire in any order
@@ -164,11 +171,16 @@ class SimulatedNetwork:
             await self._reach(peer)
             yield chunk
 
-    async def state(self, peer: Progress) -> AsyncIterator[pb.StatePart]:
+    async def state(self, peer: Progress, request: pb.StateRequest) -> AsyncIterator[pb.StatePart]:
         called = await self._reach(peer)
-        async for part in called.peer.state(self.own):
+        async for part in called.peer.state(self.own, request):
             await self._reach(peer)
             yield part
+
+    async def rounds(self, peer: Progress, request: pb.RoundsRequest) -> pb.RoundsReply:
+        called = await self._reach(peer)
+        self.world.log.append((asyncio.get_running_loop().time(), self.own, peer.peer_id, "rounds"))
+        return await called.peer.rounds(self.own, request)
 
     async def is_gone(self, peer: Progress) -> bool:
         return peer.peer_id in self.world.dead
@@ -198,7 +210,10 @@ class SimulatedPeer:
 
     Attributes:
         history: by step, the parameters after it.
+        moments: by moment, the parameters at it.
         groups: by step, how many averaged for it.
+        given: by step, the samples with which this peer was in the meeting that led to it.
+        continued: steps whose result was taken over from an earlier group.
     """
 
     world: World
@@ -209,7 +224,10 @@ class SimulatedPeer:
     parameter: torch.nn.Parameter
     tasks: list[asyncio.Task[Any]] = field(default_factory=list)
     history: dict[int, torch.Tensor] = field(default_factory=dict)
+    moments: dict[Moment, torch.Tensor] = field(default_factory=dict)
     groups: dict[int, int] = field(default_factory=dict)
+    given: dict[int, int] = field(default_factory=dict)
+    continued: set[int] = field(default_factory=set)
 
     @classmethod
     def make(
@@ -229,7 +247,7 @@ class SimulatedPeer:
         own = identity(number)
         parameter = torch.nn.Parameter(torch.full(shape or (size,), float(number)))
         compressor = compressor(number) if compressor else Plain()
-        state = TrainedState([parameter], optimizer([parameter], lr=0.1), compressor)
+        state = TrainedState([parameter], optimizer([parameter], lr=0.1), compressor, config.common)
         record = Progress(
             "toy",
             own.peer_id,
@@ -247,7 +265,7 @@ class SimulatedPeer:
             _Board(world, own.peer_id),
             state,
             Compression(compressor, encoder),
-            _at_once,
+            at_once,
             random.Random(number),
             orders(number),
         )
@@ -277,6 +295,8 @@ class SimulatedPeer:
 
     def note(self) -> None:
         self.history[self.state.step] = self.parameter.detach().clone()
+        if self.peer.own.state_digest:  # it has joined
+            self.moments[self.state.moment] = self.history[self.state.step]
 
     async def step(self, gradient: torch.Tensor, samples: int, loss: float | None = None) -> None:
         self.parameter.grad = gradient.clone()
@@ -288,8 +308,11 @@ class SimulatedPeer:
         try:
             while True:
                 answer = await asking.send(answer)
-                if hasattr(answer, "group"):
-                    self.groups[self.state.step + 1] = len(answer.group.members)
+                if isinstance(answer, Averaged):
+                    step = self.state.step + 1
+                    self.groups[step] = len(answer.group.members)
+                    self.given[step] = self.share.samples
+                    self.continued |= {step} if answer.group.continues else set()
                 self.note()
         except StopIteration:
             self.note()
@@ -309,7 +332,7 @@ class SimulatedPeer:
         return task
 
 
-async def _at_once(function: Callable[[], Any]) -> Any:
+async def at_once(function: Callable[[], Any]) -> Any:
     return function()
 
 

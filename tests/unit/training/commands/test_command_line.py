@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import re
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -23,9 +26,18 @@ from swarm_training.commands import joining as joining_module
 from swarm_training.commands import watching
 from swarm_training.compression.settings import AveragingSettings
 from swarm_training.contract.backend import Backend, Joining
+from swarm_training.contract.run_like import PeerView, RunView
+from swarm_training.core.config import RollbackPolicy
 from swarm_training.data.order import Part
-from swarm_training.ledger.orders import Ban, Orders
+from swarm_training.ledger.archive import Archive
+from swarm_training.ledger.ledger import Ledger, LedgerLimits
+from swarm_training.ledger.orders import Ban, GoBack, Orders
+from swarm_training.pb.training_ledger_pb2 import SignedByPeer
 from swarm_training.runfile.reading import read_run_file
+from tests.unit.training.ledger.members import ADA
+from tests.unit.training.ledger.members import ORGANISER as MEMBERS
+from tests.unit.training.ledger.test_ledger import a_round, round_of
+from tests.unit.training.ledger.test_ledger import entry as contribution
 
 PEER = "/ip4/127.0.0.1/tcp/1234/p2p/QmYyQSo1c1Ym7orWxLYvCrM2EmxFTANf8wXmmE7DWjhx5N"
 ORGANISER = OrganiserKey.generate()
@@ -38,17 +50,29 @@ class Network:
     def __init__(self) -> None:
         self.orders: list[tuple[Joining, bytes]] = []
         self.looks: list[Joining] = []
+        self.seen = RunView("my-run", 312, None, 0, 1024, None, 0, 0, (PeerView("QmA", "", 0, 1.0),), rollbacks=1)
 
     @contextmanager
     def look(self, who: Joining) -> Iterator[object]:
         self.looks.append(who)
-        yield "view"
+        yield lambda: self.seen
 
     def backend(self) -> Backend:
         def open_run(*_arguments: object) -> None:
             raise AssertionError("it is not to be opened")
 
-        return Backend(open_run, self.look, lambda who, data: self.orders.append((who, data)))
+        def read_ledger(who: Joining) -> Ledger:
+            self.looks.append(who)
+            return a_ledger()
+
+        return Backend(open_run, self.look, lambda who, data: self.orders.append((who, data)), read_ledger)
+
+
+def a_ledger() -> Ledger:
+    ledger = Ledger("run", LedgerLimits(1000), MEMBERS.public)
+    for step, samples in ((1, 100), (2, 200)):
+        ledger.add(a_round(step, samples, 50))
+    return ledger
 
 
 def failing(argv: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
@@ -62,7 +86,9 @@ def failing(argv: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[int, s
 def run_file(directory: Path, organiser: bool = False) -> Path:
     path = directory / "RUN.toml"
     command_line.main(["init", str(path)], Network().backend())
-    path.write_text(path.read_text().replace('# codec = "fp32"', 'codec = "int8"'))
+    path.write_text(
+        path.read_text().replace('# codec = "fp32"', 'codec = "int8"').replace("# patience = 10", "patience = 5")
+    )
     if organiser:
         text = path.read_text().replace('# organiser = ""', f'organiser = "{ORGANISER.public}"')
         path.write_text(text)
@@ -105,8 +131,17 @@ def test_mistakes_end_in_a_sentence(tmp_path: Path, capsys: pytest.CaptureFixtur
             ["watch", path, "--initial-peers", PEER, "--interval", "nan"],
             "--interval is nan: expected a number",
         ),
+        (["ledger", path], "--initial-peers or --file: expected members of the run to ask"),
+        (["ledger", path, "--initial-peers", PEER, "--file", path], "--initial-peers or --file: expected"),
+        (["ledger", with_organiser, "--initial-peers", PEER], "the run takes only members"),
         (["moderate", "ban", path, "QmEve"], "names no organiser under [tokens]"),
         (["moderate", "ban", with_organiser, "QmEve"], "--initial-peers is missing"),
+        (["moderate", "rollback", path, "--to-step", "3"], "names no organiser under [tokens]"),
+        (["moderate", "rollback", with_organiser, "--to-step", "3"], "--initial-peers is missing"),
+        (
+            ["moderate", "rollback", with_organiser, "--to-step", "-1", "--initial-peers", PEER],
+            "--to-step is -1: expected the number of a step, at least 0",
+        ),
         (
             ["moderate", "ban", with_organiser, "QmEve", "--initial-peers", PEER, "--membership", trainer],
             "the membership is for the role trainer: expected moderator",
@@ -118,11 +153,15 @@ def test_mistakes_end_in_a_sentence(tmp_path: Path, capsys: pytest.CaptureFixtur
     ):
         code, error = failing(argv, capsys)
         assert code == 2 and error.startswith("error: ") and reason in error and error.count("\n") == 1, error
+    with pytest.raises(SystemExit):
+        command_line.main(["moderate", "rollback", with_organiser], Network().backend())
+    assert "the following arguments are required: --to-step" in capsys.readouterr().err
 
 
 def test_a_run_is_joined_as_the_flags_say(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[tuple[object, ...]] = []
-    monkeypatch.setattr(joining_module, "join", lambda *arguments: calls.append(arguments))
+    monkeypatch.setattr(joining_module, "prepare", lambda *arguments: calls.append(arguments))
+    monkeypatch.setattr(joining_module, "take_part", lambda *_arguments: None)
     path, member = run_file(tmp_path, organiser=True), membership(tmp_path, Role.TRAINER)
     argv = ["join", str(path), "--initial-peers", PEER, "--membership", str(member), "--batch-size", "512"]
     command_line.main([*argv, "--part", "2/5", "--device", "cpu"], Network().backend())
@@ -131,6 +170,7 @@ def test_a_run_is_joined_as_the_flags_say(tmp_path: Path, monkeypatch: pytest.Mo
     assert (who.run, who.target_batch_size, who.initial_peers) == ("my-run", 1024, (PEER,))
     assert (who.organiser, who.identity.peer_id) == (ORGANISER.public, IDENTITY.peer_id)
     assert who.averaging == AveragingSettings("int8")
+    assert (who.checkpoint_every, who.rollback) == (100, RollbackPolicy(patience=5))
     assert Grant.parse(who.token).name == "ada" and str(who.token) not in repr(who)
     command_line.main(["join", str(path), "--membership", str(member), "--batch-size", "auto"], Network().backend())
     assert calls[1][0] == read_run_file(path) and calls[1][1].initial_peers == () and calls[1][2] is None
@@ -147,18 +187,74 @@ def test_an_order_is_signed_by_a_moderator_and_valid(tmp_path: Path) -> None:
     assert network.orders[0][0].initial_peers == (PEER,)
 
 
+def test_a_rollback_is_ordered_for_the_run_as_it_is_now(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path, member = run_file(tmp_path, organiser=True), membership(tmp_path, Role.MODERATOR)
+    network, known = Network(), Orders("my-run", AccessControl(ORGANISER.public))
+    argv = ["moderate", "rollback", str(path), "--initial-peers", PEER, "--membership", str(member), "--to-step"]
+    command_line.main([*argv, "300"], network.backend())
+    (order,) = (known.take(data) for _, data in network.orders)
+    assert order.action == GoBack(300, 1)
+    assert "at step 312, has been told to go back to its newest checkpoint up to 300" in capsys.readouterr().out
+    for wrong, reason in (("312", "--to-step is 312: expected less than 312"), ("5", "nobody trains run my-run")):
+        if wrong == "5":
+            network.seen = replace(network.seen, peers=())
+        with pytest.raises(SystemExit, match="1"):
+            command_line.main([*argv, wrong], network.backend())
+        assert reason in capsys.readouterr().err
+    assert len(network.orders) == 1
+
+
 def test_a_run_is_watched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[tuple[object, ...]] = []
     monkeypatch.setattr(watching, "watch", lambda *arguments, **options: calls.append((*arguments, options)))
     network = Network()
     argv = ["watch", str(run_file(tmp_path)), "--initial-peers", PEER, "--json", "--interval", "5"]
     command_line.main(argv, network.backend())
-    assert calls == [("view", 5.0, {"json_lines": True})] and network.looks[0].initial_peers == (PEER,)
+    ((view, *options),) = calls
+    assert (
+        options == [5.0, {"json_lines": True}] and view() is network.seen and network.looks[0].initial_peers == (PEER,)
+    )
+
+
+def test_a_ledger_is_summed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    network, path = Network(), str(run_file(tmp_path))
+    capsys.readouterr()
+    command_line.main(["ledger", path, "--initial-peers", PEER], network.backend())
+    text = capsys.readouterr().out
+    assert "run run: 400 samples in 2 rounds" in text and network.looks[0].initial_peers == (PEER,)
+    assert re.search(r"ada .* 300 .* 75.0% .* 2", text) and text.index("ada") < text.index("bob")
+    command_line.main(["ledger", path, "--initial-peers", PEER, "--json"], network.backend())
+    assert json.loads(capsys.readouterr().out) == {
+        "run": "run",
+        "samples": 400,
+        "rounds": 2,
+        "users": [
+            {"user": "ada", "samples": 300, "share": 0.75, "rounds": 2},
+            {"user": "bob", "samples": 100, "share": 0.25, "rounds": 2},
+        ],
+    }
+
+
+def test_a_ledger_in_a_file_is_summed_from_what_is_valid_in_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Who has changed a line has not signed it: the checksum is no protection against that."""
+    path = run_file(tmp_path, organiser=True)
+    path.write_text(path.read_text().replace(str(ORGANISER.public), str(MEMBERS.public)).replace("my-run", "run"))
+    archive = Archive(tmp_path / "run.ledger")
+    forged = SignedByPeer.FromString(a_round(3))
+    forged.content = forged.content.replace(b"run", b"run", 1)[:-1] + b"\x33"
+    for data in (*a_ledger().rounds(), forged.SerializeToString(), round_of(contribution(ADA, 1, run="x"), run="x")):
+        archive.append(data)
+    capsys.readouterr()
+    command_line.main(["ledger", str(path), "--file", str(archive.path), "--json"], Network().backend())
+    assert [user["samples"] for user in json.loads(capsys.readouterr().out)["users"]] == [300, 100]
+    assert "a round is left out" in caplog.text
 
 
 def test_what_the_network_cannot_do_is_not_offered(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     backend = Backend(Network().backend().open_run)
-    for name in ("watch", "moderate"):
+    for name in ("watch", "moderate", "ledger"):
         with pytest.raises(SystemExit):
             command_line.main([name], backend)
         assert f"invalid choice: '{name}'" in capsys.readouterr().err

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
 from swarm_protocol.checkpoints.default_model import DEFAULT_MODEL
+from swarm_protocol.errors import CheckpointError
 from swarm_protocol.net.identity import Identity
 from swarm_training.checkpoints.store import CheckpointDirectory
 from swarm_training.commands import building, joining
 from swarm_training.commands.batch_size import Limits
 from swarm_training.commands.building import build_model, build_optimizer, build_tokenizer
 from swarm_training.contract.backend import Joining
+from swarm_training.core.moment import Moment
 from swarm_training.data.opening import Reader
 from swarm_training.data.order import EVERYTHING
 from swarm_training.data.settings import DataSettings
@@ -49,11 +52,17 @@ def who() -> Joining:
     return Joining("run", TARGET, (), IDENTITY)
 
 
-def joined(file: RunFile, said: list[str], stop_after: int | None = None) -> LocalRun:
+def prepared(file: RunFile, said: list[str]) -> joining.Trained:
+    return joining.prepare(file, who(), EVERYTHING, "cpu", said.append)
+
+
+def joined(
+    file: RunFile, said: list[str], stop_after: int | None = None, goes_back: tuple[int, int] | None = None
+) -> LocalRun:
     runs: list[LocalRun] = []
 
     def open_run(_who: Joining, parameters: list[torch.nn.Parameter], optimizer: torch.optim.Optimizer) -> LocalRun:
-        runs.append(LocalRun(parameters, optimizer, TARGET, stop_after))
+        runs.append(LocalRun(parameters, optimizer, TARGET, stop_after, goes_back))
         return runs[0]
 
     stopping = threading.Event()
@@ -64,9 +73,9 @@ def joined(file: RunFile, said: list[str], stop_after: int | None = None) -> Loc
             if runs and runs[0].stopping.is_set():
                 stopping.set()
 
-        joining.join(file, who(), EVERYTHING, "cpu", open_run, stopping, say)
+        joining.take_part(prepared(file, said), who(), open_run, stopping, say)
     else:
-        joining.join(file, who(), EVERYTHING, "cpu", open_run, stopping, said.append)
+        joining.take_part(prepared(file, said), who(), open_run, stopping, said.append)
     return runs[0]
 
 
@@ -99,6 +108,17 @@ def test_it_trains_as_plain_torch_does_until_the_schedules_end(file: RunFile, tm
     saved = CheckpointDirectory(tmp_path / "checkpoints").read(STEPS)
     for name, parameter in model.state_dict().items():
         torch.testing.assert_close(saved.parameters[name], parameter, atol=1e-5, rtol=1e-4)
+
+
+def test_when_the_run_goes_back_later_checkpoints_are_removed_and_the_data_go_on(file: RunFile, tmp_path: Path) -> None:
+    file = replace(file, run=replace(file.run, keep=9))
+    run = joined(file, said := [], goes_back=(5, 3))
+    assert "the run has gone back to step 3" in said
+    checkpoints = CheckpointDirectory(tmp_path / "checkpoints")
+    assert checkpoints.steps() == [2, 4, 6]
+    assert checkpoints.read(2).data["taken"] == BATCH * 4
+    assert checkpoints.read(4).data["taken"] == BATCH * 12  # 5 steps, then one more: two shares each
+    assert run.rates == [file.optimizer.rate(step) for step in (0, 1, 2, 3, 4, 3, 4, 5)]
 
 
 def test_checkpoints_are_written_when_they_are_due(file: RunFile, tmp_path: Path) -> None:
@@ -200,3 +220,42 @@ def test_peers_with_other_rules_are_no_equals() -> None:
     parameter = torch.nn.Parameter(torch.zeros(1))
     digests = {TrainedState([parameter], kind([parameter])).model_digest for kind in (LAMB, LAMB8bit, AdamW8bit)}
     assert len(digests) == 3
+
+
+def test_a_run_that_is_founded_again_goes_on_from_its_last_checkpoint(file: RunFile, tmp_path: Path) -> None:
+    joined(file, [], stop_after=4)
+    given: list[Joining] = []
+    states: list[torch.Tensor] = []
+
+    def open_run(who: Joining, parameters: list[torch.nn.Parameter], optimizer: torch.optim.Optimizer) -> LocalRun:
+        given.append(who)
+        states.append(parameters[0].detach().clone())
+        assert optimizer.state[parameters[0]]["step"] == 4
+        run = LocalRun(parameters, optimizer, TARGET)
+        run.num_steps, run.num_rollbacks, run.went_back_to = 4, 1, 4
+        return run
+
+    prepared_again = prepared(file, said := [])
+    joining.take_part(prepared_again, who(), open_run, threading.Event(), said.append)
+    assert given[0].resumed_at == Moment(0, 4) and given[0].ledger == str(tmp_path / "checkpoints" / "run.ledger")
+    assert "goes on from the checkpoint of step 4" in said
+    checkpoints = CheckpointDirectory(tmp_path / "checkpoints")
+    name = next(iter(dict(prepared_again.model.named_parameters())))
+    assert torch.equal(checkpoints.read(4).parameters[name], states[0])
+    assert checkpoints.steps() == [4, STEPS] and checkpoints.read(STEPS).rollbacks == 1
+
+
+def test_checkpoints_of_other_runs_and_of_undone_steps_are_told_apart(file: RunFile, tmp_path: Path) -> None:
+    joined(replace(file, run=replace(file.run, keep=9)), [])
+    checkpoints = CheckpointDirectory(tmp_path / "checkpoints", keep=9)
+    assert checkpoints.steps() == [2, 4, 6]
+    checkpoints.discard_undone(rollbacks=1, went_back_to=5)
+    assert checkpoints.steps() == [2, 4]
+    checkpoints.discard_undone(rollbacks=2, went_back_to=5)
+    assert checkpoints.steps() == []
+    joined(file, [])
+    with pytest.raises(CheckpointError, match="has checkpoints of run 'run': expected another directory"):
+        joined(replace(file, run=replace(file.run, name="o")), [])
+    other = replace(file, model=replace(file.model, preset="small"))
+    with pytest.raises(ValueError, match="is of another model or optimizer: expected another directory"):
+        joined(other, [])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
+from math import inf
 
 import pytest
 import torch
@@ -71,6 +72,13 @@ def test_samples_of_earlier_steps_do_not_count_for_the_next() -> None:
     assert (view.step, view.loss, view.samples, view.target_batch_size) == (3, 2.0, 2, 9)
     assert view.next_step_s == pytest.approx(7 / 11)
     assert [peer.samples for peer in sorted(view.peers, key=lambda peer: peer.samples_per_s)] == [2, 0]
+
+
+def test_a_run_is_where_it_has_gone_back_to() -> None:
+    """Who has not heard of the rollback yet is at a later step, and behind."""
+    records = [signed(1, step=9, samples=5), signed(2, step=6, rollbacks=1, samples=4, loss=inf, loss_samples=2)]
+    view = view_of("toy", 10, peers_of("toy", records))
+    assert (view.rollbacks, view.step, view.samples, view.loss) == (1, 6, 4, inf)
 
 
 def test_nobody_there() -> None:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import re
+from dataclasses import replace
+from math import inf
 
 import pytest
 from rich.console import Console, Group
 
 from swarm_training.commands import watching
 from swarm_training.commands.watching import as_json, picture, watch
-from swarm_training.contract.run_like import BanView, PeerView, RunView
+from swarm_training.contract.run_like import BanView, PeerView, RunView, UserView
 
 VIEW = RunView(
     run="my-run",
@@ -22,6 +25,7 @@ VIEW = RunView(
     bytes_received=999,
     peers=(PeerView("QmSlow12345678", "ada", 100, 2.5), PeerView("QmFast87654321", "[red]\x1b[31mbob", 412, 10.0)),
     bans=(BanView("QmEvil00000000", 1000.0 + 7200.0, "sends noise"),),
+    users=(UserView("ada", 900, 0.9), UserView("[red]\x1b[31mbob", 100, 0.1)),
 )
 
 
@@ -36,15 +40,24 @@ def test_everything_that_matters_is_on_the_page() -> None:
     text = shown(VIEW)
     for part in ("run my-run", "step 41", "loss 2.3457", "512 of 2048 samples (25%)", "12.5 samples/s", "in 1 min"):
         assert part in text
+    assert re.search(r"ada .* 900 .* 90.0%", text)
     for part in ("12.3 MB sent, 999 B received", "…12345678", "ada", "2.5", "…00000000", "2 h", "sends noise"):
         assert part in text
     assert text.index("…87654321") < text.index("…12345678")  # the fastest first
     assert "\x1b" not in text and "[red]" in text
 
 
+def test_a_loss_that_is_not_finite_and_the_rollback_after_it() -> None:
+    broken = replace(VIEW, loss=inf)
+    assert "loss not finite" in shown(broken) and "rollbacks" not in shown(broken)
+    assert json.loads(json.dumps(as_json(broken), allow_nan=False))["loss"] is None
+    after = replace(VIEW, step=30, rollbacks=2)
+    assert "step 30   rollbacks 2   loss 2.3457" in shown(after) and as_json(after)["rollbacks"] == 2
+
+
 def test_a_run_that_nobody_computes_for() -> None:
     text = shown(RunView("run", 0, None, 0, 10, None, 0, 0))
-    assert "nobody computes" in text and "loss" not in text and "banned" not in text
+    assert "nobody computes" in text and "loss" not in text and "banned" not in text and "share" not in text
 
 
 def test_json_has_it_all_a_line_each_time(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -75,3 +75,11 @@ def test_what_is_not_finite_is_not_remembered() -> None:
     feedback.encode(0, first)
     feedback.commit()
     assert feedback.codec.decode(feedback.encode(0, second), 100).isfinite().all()
+
+
+def test_what_was_lost_is_forgotten_with_the_state_that_it_belongs_to() -> None:
+    encoder = ErrorFeedback(codec_of("int8"))
+    encoder.encode("key", torch.tensor([1e12, 1.0]))
+    encoder.commit()
+    encoder.forget()
+    assert bool((codec_of("int8").decode(encoder.encode("key", torch.zeros(2)), 2) == 0).all())

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
 from swarm_protocol.access.organiser import OrganiserKey
 from swarm_protocol.access.tokens import Role
-from swarm_training.ledger.contributions import Contribution, Moment, countersign, verify_round
+from swarm_training.core.moment import Moment
+from swarm_training.ledger.contributions import Contribution, countersign, verify_round
 from swarm_training.ledger.ledger import Ledger, LedgerLimits, UserTotal, summed
 from swarm_training.ledger.signing import Kind, sign
 from swarm_training.pb import training_ledger_pb2 as pb
-from tests.unit.training.ledger.members import ADA, BOB, DAY, EVE, NOW, ORGANISER, Member
+from tests.unit.training.ledger.members import ADA, BOB, DAY, EVE, MODERATOR, NOW, ORGANISER, Member
 
 LIMITS = LedgerLimits(max_samples=1000)
 
@@ -125,8 +127,7 @@ def test_a_leader_cannot_change_a_contribution(field: str) -> None:
         (lambda: round_of(entry(ADA, 1), entry(BOB, 1, run="other")), "to another run or step"),
         (lambda: round_of(entry(ADA, 1), entry(BOB, 1, rollbacks=1)), "to another run or step"),
         (lambda: round_of(entry(ADA, 1), entry(BOB, 0)), "a contribution of no samples"),
-        (lambda: round_of(entry(ADA, 1), entry(BOB, 1), entry(BOB, 2)), "a peer twice, or a leader that took no part"),
-        (lambda: round_of(entry(ADA, 1), entry(BOB, 1), leader=EVE), "a peer twice, or a leader that took no part"),
+        (lambda: round_of(entry(ADA, 1), entry(BOB, 1), entry(BOB, 2)), "a peer twice"),
         (lambda: round_of(entry(ADA, 1), entry(BOB, 1), at=NOW + 2 * DAY), "does not let it train"),
         (lambda: round_of(entry(ADA, 1), entry(BOB, 1), at=float("nan")), "ended at no time"),
         (lambda: round_of(entry(ADA, 1), entry(BOB.with_token(role=Role.CLIENT), 1)), "does not let it train"),
@@ -134,6 +135,10 @@ def test_a_leader_cannot_change_a_contribution(field: str) -> None:
         (
             lambda: round_of(entry(ADA, 1), entry(Member(BOB.identity, BOB.grant, b""), 1)),
             "the token of peer .* is none",
+        ),
+        (
+            lambda: round_of(entry(ADA, 1), entry(BOB, 1), leader=EVE.with_token(role=Role.CLIENT)),
+            "does not let it train",
         ),
         (lambda: b"\xff\xff", "the bytes are no SignedByPeer"),
         (lambda: bytes(2 << 20), "has 2097152 bytes: expected at most"),
@@ -167,16 +172,67 @@ def test_without_an_organiser_peers_are_users() -> None:
         verify_round(a_round(), None)
 
 
-def test_a_peer_is_credited_once_a_step_whoever_leads() -> None:
+def test_a_peer_is_credited_once_a_step_whoever_leads_and_in_whatever_order() -> None:
+    """Rounds of one step: of a leader that failed, of the next, of another group, and of one that kept a contribution
+    to a meeting which came to nothing."""
+    rounds = [
+        round_of(entry(ADA, 100), entry(BOB, 50)),
+        round_of(entry(BOB, 50), entry(EVE, 7), leader=EVE),
+        round_of(entry(EVE, 7), entry(MODERATOR, 1), leader=MODERATOR),
+        round_of(entry(ADA, 90), entry(BOB.with_token(name="rob"), 20), leader=BOB),
+    ]
+    expected = {"ada": UserTotal(100, 1), "bob": UserTotal(50, 1), "eve": UserTotal(7, 1), "mo": UserTotal(1, 1)}
+    for order in itertools.permutations(rounds):
+        assert summed("run", LIMITS, ORGANISER.public, order) == expected
     ledger = Ledger("run", LIMITS, ORGANISER.public)
-    ledger.add(a_round())
-    before = ledger.totals()
-    for again in (a_round(), round_of(entry(EVE, 1), entry(BOB, 9), leader=EVE)):  # signatures differ each time
-        with pytest.raises(ValueError, match="has contributed to this step in another round"):
-            ledger.add(again)
-    assert ledger.totals() == before
-    after_rollback = round_of(entry(ADA, 1, rollbacks=1), entry(BOB, 1, rollbacks=1), rollbacks=1)
-    assert ledger.add(after_rollback) is not None
+    assert ledger.add(rounds[0]) is not None and ledger.add(a_round()) is None  # signatures differ each time
+    assert ledger.add(round_of(entry(ADA, 1, rollbacks=1), entry(BOB, 1, rollbacks=1), rollbacks=1)) is not None
+
+
+def test_a_leader_that_took_no_part_countersigns_for_those_who_did() -> None:
+    """It may be late at its own meeting; alone, nobody countersigns for itself."""
+    assert summed("run", LIMITS, ORGANISER.public, [round_of(entry(ADA, 3), leader=EVE)]) == {"ada": UserTotal(3, 1)}
+    with pytest.raises(ValueError, match="a round of 1 peers: expected at least 2"):
+        summed("run", LIMITS, ORGANISER.public, [round_of(entry(ADA, 3), leader=ADA)])
+
+
+def test_who_lacks_rounds_gets_those_and_no_others() -> None:
+    there, here = (Ledger("run", LIMITS, ORGANISER.public) for _ in range(2))
+    rounds = [a_round(step) for step in range(6)]
+    for data in rounds:
+        there.add(data)
+    here.add(rounds[2])
+    here.add(a_round(4, 200, 200))
+    assert here.add(rounds[4]) is None  # it adds nothing, and need not come again
+    since, known = here.seen(1000)
+    assert since == Moment(0, 0)
+    assert there.lacking(since, known, 1 << 20) == ([rounds[0], rounds[1], rounds[3], rounds[5]], False)
+    assert there.lacking(Moment(0, 2), known, len(rounds[0]) + 100) == ([rounds[3]], True)
+    assert here.seen(8) == (Moment(0, 5), b"")
+
+
+def test_what_is_not_worth_a_look_at_its_signatures() -> None:
+    ledger = Ledger("run", replace(LIMITS, keep_steps=2), ORGANISER.public)
+    for step in range(3, 6):
+        ledger.add(a_round(step))
+    now = Moment(0, 6)
+    assert ledger.wants(a_round(4), now) and ledger.wants(a_round(6), now)
+    assert not ledger.wants(a_round(3), now) and not ledger.wants(a_round(7), now)
+    assert not ledger.wants(ledger.rounds()[0], now)
+    with pytest.raises(ValueError, match="of another run"):
+        ledger.wants(round_of(entry(ADA, 1, run="x"), run="x"), now)
+
+
+def test_rounds_of_a_step_and_their_bytes_are_bounded() -> None:
+    ledger = Ledger("run", replace(LIMITS, max_rounds=2), ORGANISER.public)
+    for samples in (1, 2):
+        ledger.add(a_round(1, samples, samples))
+    with pytest.raises(ValueError, match="step 1 has 2 rounds: expected no more"):
+        ledger.add(a_round(1, 3, 3))
+    small = Ledger("run", replace(LIMITS, keep_bytes=2 * len(a_round()) + 10), ORGANISER.public)
+    for step in range(4):
+        small.add(a_round(step))
+    assert len(small.rounds()) == 2 and small.totals()["ada"].rounds == 4
 
 
 def test_limits_hold() -> None:

@@ -7,8 +7,9 @@ import pytest
 from swarm_protocol.access.access_control import CLOCK_SKEW_S, AccessControl
 from swarm_protocol.access.tokens import Revocation, Role
 from swarm_protocol.errors import AccessDenied
+from swarm_training.core.moment import Moment
 from swarm_training.ledger import orders as module
-from swarm_training.ledger.contributions import Contribution, Moment
+from swarm_training.ledger.contributions import Contribution
 from swarm_training.ledger.orders import Ban, GoBack, Order, Orders
 from swarm_training.pb import training_ledger_pb2 as pb
 from tests.unit.training.ledger.members import ADA, DAY, EVE, MODERATOR, NOW, ORGANISER, Member
@@ -72,9 +73,10 @@ def test_a_rollback_is_for_a_run_that_has_had_so_many() -> None:
     known, _, clock = orders()
     for step, rollbacks in ((300, 0), (200, 0), (700, 1)):
         known.take(go_back(step, rollbacks))
-    assert [known.rollback(rollbacks) for rollbacks in range(3)] == [GoBack(200, 0), GoBack(700, 1), None]
+    due = [known.rollbacks_due(rollbacks) for rollbacks in range(3)]
+    assert [sorted(steps.values()) for steps in due] == [[200, 300], [700], []] and due[1].keys() <= set(known.signed())
     clock.now += 601
-    assert known.rollback(0) is None
+    assert known.rollbacks_due(0) == {}
 
 
 @pytest.mark.parametrize("role", [Role.TRAINER, Role.CLIENT, Role.SERVER])

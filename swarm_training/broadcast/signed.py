@@ -1,0 +1,93 @@
+"""Statements as they travel: signed by their senders, and endorsed by those who have passed them on late."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from hashlib import sha256
+
+from cryptography.exceptions import UnsupportedAlgorithm
+
+from swarm_protocol.net.hivemind_parts import RSAPublicKey
+from swarm_protocol.net.identity import Identity, peer_id_of
+from swarm_training.broadcast.wire import Place, parse, place_of
+from swarm_training.pb import training_robust_pb2 as pb
+
+MAX_ENDORSEMENTS = 64
+_SAID = b"swarm.training.robust.v1.Said:"  # no other signature of the key is taken for one of these
+_ENDORSEMENT = b"swarm.training.robust.v1.Endorsement:"
+
+
+@dataclass(frozen=True)
+class Statement:
+    """What somebody has said and signed. ``digest``: SHA-256 of the key and the content, its name."""
+
+    content: bytes
+    public_key: bytes
+    signature: bytes
+
+    @cached_property
+    def digest(self) -> bytes:
+        return sha256(self.public_key + self.content).digest()
+
+    @cached_property
+    def said(self) -> pb.Said:
+        """Raises ValueError if it is none."""
+        return parse(self.content)
+
+    @cached_property
+    def place(self) -> Place:
+        return place_of(self.said)
+
+    @cached_property
+    def sender(self) -> str:
+        """Raises ValueError if nobody has signed it."""
+        return _signer_of(_SAID + self.content, self.public_key, self.signature)
+
+    @classmethod
+    def make(cls, said: pb.Said, identity: Identity) -> Statement:
+        content = said.SerializeToString(deterministic=True)
+        key = identity.private_key
+        return cls(content, key.get_public_key().to_bytes(), key.sign(_SAID + content))
+
+    @classmethod
+    def from_proto(cls, message: pb.Statement) -> Statement:
+        return cls(message.content, message.public_key, message.signature)
+
+    def to_proto(self, endorsements: Iterable[pb.Endorsement] = ()) -> pb.Statement:
+        return pb.Statement(
+            content=self.content, public_key=self.public_key, signature=self.signature, endorsements=endorsements
+        )
+
+
+def endorse(statement: Statement, identity: Identity) -> pb.Endorsement:
+    key = identity.private_key
+    return pb.Endorsement(
+        public_key=key.get_public_key().to_bytes(), signature=key.sign(_ENDORSEMENT + statement.digest)
+    )
+
+
+def endorsers_of(statement: Statement, endorsements: Iterable[pb.Endorsement]) -> dict[str, pb.Endorsement]:
+    """Those whose endorsements are right, the first of each, by peer id; not the sender."""
+    found: dict[str, pb.Endorsement] = {}
+    for endorsement in list(endorsements)[:MAX_ENDORSEMENTS]:
+        try:
+            peer_id = _signer_of(_ENDORSEMENT + statement.digest, endorsement.public_key, endorsement.signature)
+        except ValueError:
+            continue
+        if peer_id != statement.sender:
+            found.setdefault(peer_id, endorsement)
+    return found
+
+
+@lru_cache(maxsize=4096)
+def _signer_of(data: bytes, public_key: bytes, signature: bytes) -> str:
+    try:
+        peer_id = peer_id_of(public_key)
+        is_right = RSAPublicKey.from_bytes(public_key).verify(data, signature)
+    except (ValueError, UnsupportedAlgorithm):
+        raise ValueError("the key of a statement is no key of a peer") from None
+    if not is_right:
+        raise ValueError(f"a signature of {peer_id} is wrong")
+    return peer_id

@@ -1,0 +1,112 @@
+"""Rounds in a file, to which lines are added: one that was torn, or damaged, is left out, and the others count.
+
+A line is a checksum and a round in base64, so that files can be joined by ``cat``.
+"""
+
+from __future__ import annotations
+
+import binascii
+import logging
+from base64 import b64decode, b64encode
+from collections.abc import Iterator
+from pathlib import Path
+from zlib import crc32
+
+from swarm_protocol.access.organiser import SwarmKey
+from swarm_training.ledger.contributions import MAX_ROUND_BYTES, moment_of
+from swarm_training.ledger.ledger import Ledger, LedgerLimits
+
+_HEADER = b"# rounds of a training run, signed"
+_MAX_LINE_BYTES = 2 * MAX_ROUND_BYTES
+_logger = logging.getLogger(__name__)
+
+
+class Archive:
+    """The file of one peer, or of several that run on one machine: each line is written at once."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises ValueError if it is no such file, or cannot be written."""
+        self.path = path
+        self._has_failed = False
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with path.open("ab") as file:
+                if file.tell() == 0:
+                    file.write(_HEADER + b"\n")
+        except OSError as error:
+            raise ValueError(f"cannot write the ledger {path}: {error.strerror}") from None
+        _require_ledger(path)
+
+    def append(self, data: bytes) -> None:
+        """Goes on without the file if it cannot be written, and says so once."""
+        try:
+            with self.path.open("ab") as file:  # the line before may have been torn
+                file.write(b"\n" + _line_of(data) + b"\n")
+        except OSError as error:
+            if not self._has_failed:
+                _logger.warning("cannot write the ledger %s: %s", self.path, error.strerror)
+            self._has_failed = True
+
+
+def restored(path: Path, run: str, limits: LedgerLimits, organiser: SwarmKey | None) -> Ledger:
+    """What this machine has written; signatures are not checked again. What does not fit is left out."""
+    ledger, num_wrong = Ledger(run, limits, organiser), 0
+    for data in read_rounds(path, run):
+        try:
+            ledger.restore(data)
+        except ValueError as error:
+            num_wrong += 1
+            _logger.debug("a round in %s is left out: %s", path, error)
+    if num_wrong:
+        _logger.warning("%d rounds in the ledger %s are not valid, and left out", num_wrong, path)
+    return ledger
+
+
+def read_rounds(path: Path, run: str) -> Iterator[bytes]:
+    """Those of this run, oldest steps first, which nobody has checked; says how many lines are damaged, or of another.
+
+    Raises ValueError if it is no such file.
+    """
+    _require_ledger(path)
+    places, num_left_out = [], 0
+    with path.open("rb") as file:
+        while line := file.readline(_MAX_LINE_BYTES):
+            data = _round_in(line)
+            try:
+                if data is not None:
+                    places.append((moment_of(data, run), file.tell() - len(line)))
+                elif line.strip() and line.strip() not in _HEADER:
+                    num_left_out += 1
+            except ValueError as error:
+                num_left_out += 1
+                _logger.debug("a line of %s is left out: %s", path, error)
+        if num_left_out:
+            _logger.warning("%d lines of %s are left out: they are damaged, or of another run", num_left_out, path)
+        for _, place in sorted(places):
+            file.seek(place)
+            data = _round_in(file.readline(_MAX_LINE_BYTES))
+            if data is not None:
+                yield data
+
+
+def _require_ledger(path: Path) -> None:
+    try:
+        with path.open("rb") as file:
+            begin = file.read(len(_HEADER)).partition(b"\n")[0]  # it may have been torn, too
+    except OSError as error:
+        raise ValueError(f"cannot read the ledger {path}: {error.strerror}") from None
+    if not begin or not _HEADER.startswith(begin):
+        raise ValueError(f"{path} is no ledger: expected a file that `swarm train join` has written")
+
+
+def _line_of(data: bytes) -> bytes:
+    return f"{crc32(data):08x} ".encode() + b64encode(data)
+
+
+def _round_in(line: bytes) -> bytes | None:
+    """None if there is none, or it is damaged."""
+    try:
+        data = b64decode(line[9:].rstrip(b"\n"), validate=True)
+    except binascii.Error:
+        return None
+    return data if data and line[:9] == f"{crc32(data):08x} ".encode() else None

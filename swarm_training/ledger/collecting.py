@@ -1,0 +1,103 @@
+"""Asks others now and then for the rounds that a ledger lacks."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
+from swarm_protocol.errors import SwarmError
+from swarm_protocol.wire.printable import printable
+from swarm_training.core.moment import Moment
+from swarm_training.core.network import Network
+from swarm_training.core.record import Progress
+from swarm_training.ledger.contributions import Round, verify_round
+from swarm_training.ledger.ledger import Ledger
+from swarm_training.pb import training_pb2 as pb
+
+_MAX_KNOWN_BYTES = 1 << 19
+_ASK_S = 30.0  # between two calls, each of one other peer; a newcomer begins at once
+_WAIT_S = 2.0  # until there is somebody to ask
+_MAX_ASK_S = 600.0  # if nobody answers
+_TIMEOUT_S = 10.0
+_SIGNATURES_PER_S = 200.0  # that are checked for others: about 2 % of a core
+_logger = logging.getLogger(__name__)
+Ask = Callable[[pb.RoundsRequest], Awaitable[pb.RoundsReply]]
+Take = Callable[[bytes], Awaitable[bool]]
+InThread = Callable[[Callable[[], Any]], Awaitable[Any]]
+
+
+class Collector:
+    def __init__(
+        self,
+        ledger: Ledger,
+        network: Network,
+        peers: Callable[[], Sequence[Progress]],
+        newest: Callable[[], Moment | None],
+        keep: Callable[[bytes, Round], Awaitable[bool]],
+        in_thread: InThread,
+        rng: random.Random,
+    ) -> None:
+        """``peers``: who can be asked. ``newest``: rounds of later moments are not taken; None: it is not known yet
+        where the run is. ``keep``: takes a valid round; returns whether it was new. ``in_thread``: calls a function
+        that takes long."""
+        self._ledger = ledger
+        self._network = network
+        self._peers = peers
+        self._newest = newest
+        self._keep = keep
+        self._in_thread = in_thread
+        self._rng = rng
+        self._liars: set[str] = set()
+
+    async def run(self) -> None:
+        """Asks one peer at a time; less often if nobody answers."""
+        pause_s = _ASK_S
+        while True:
+            peers = [peer for peer in self._peers() if peer.is_reachable and peer.peer_id not in self._liars]
+            newest = self._newest()
+            if not peers or newest is None:
+                await asyncio.sleep(_WAIT_S)
+                continue
+            has_answered = await self._ask(self._rng.choice(peers), newest)
+            pause_s = _ASK_S if has_answered else min(2 * pause_s, _MAX_ASK_S)
+            await asyncio.sleep(pause_s * self._rng.uniform(0.5, 1.5))
+
+    async def _ask(self, peer: Progress, newest: Moment) -> bool:
+        try:
+            await pull(self._ledger, lambda request: self._network.rounds(peer, request), self._take, newest)
+        except (SwarmError, TimeoutError) as error:
+            _logger.debug("%s gives no rounds: %s", peer.peer_id, error)
+            return False
+        except ValueError as error:
+            self._liars.add(peer.peer_id)
+            _logger.warning("%s has given a wrong round: %s", peer.peer_id, printable(str(error)))
+        return True
+
+    async def _take(self, data: bytes) -> bool:
+        """As fast as signatures may be checked for others."""
+        round_ = await self._in_thread(lambda: verify_round(data, self._ledger.organiser))
+        await asyncio.sleep((1 + len(round_.credited)) / _SIGNATURES_PER_S)
+        return await self._keep(data, round_)
+
+
+async def pull(ledger: Ledger, ask: Ask, take: Take, newest: Moment | None = None) -> None:
+    """Has somebody give what the ledger lacks, up to ``newest``, page by page.
+
+    Raises:
+        ValueError: a round is not valid.
+        SwarmError, TimeoutError: whoever is asked does not answer.
+    """
+    is_new = has_more = True
+    while is_new and has_more:
+        since, known = ledger.seen(_MAX_KNOWN_BYTES)
+        request = pb.RoundsRequest(since_rollbacks=since.rollbacks, since_step=since.step, known=known)
+        async with asyncio.timeout(_TIMEOUT_S):
+            reply = await ask(request)
+        is_new, has_more = False, reply.has_more
+        for data in reply.rounds:
+            await asyncio.sleep(0)
+            if ledger.wants(data, newest):
+                is_new = await take(data) or is_new

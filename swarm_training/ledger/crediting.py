@@ -1,0 +1,136 @@
+"""A peer's part in the ledger at meetings: signs what it gives, countersigns what others give, checks its leaders."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from hashlib import sha256
+
+from swarm_protocol.net.identity import Identity
+from swarm_training.core.moment import Moment
+from swarm_training.ledger.contributions import (
+    MAX_ROUND_BYTES,
+    MAX_SIGNED_CONTRIBUTION_BYTES,
+    Contribution,
+    Round,
+    countersign,
+    verify_contribution,
+)
+from swarm_training.ledger.ledger import Ledger
+from swarm_training.ledger.signing import parsed
+from swarm_training.pb import training_ledger_pb2 as ledger_pb
+from swarm_training.pb import training_pb2 as pb
+
+_MAX_PEERS = 4096
+_MAX_CHECKS = 8  # different contributions of one peer to one step: signatures take time to check
+_logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Member:
+    """Attributes:
+    token: of a private run; empty otherwise.
+    """
+
+    identity: Identity
+    token: bytes = field(default=b"", repr=False)
+
+
+class Crediting:
+    """Whatever is wrong with the ledger: training goes on."""
+
+    def __init__(
+        self, ledger: Ledger, member: Member, moment: Callable[[], Moment], clock: Callable[[], float] = time.time
+    ) -> None:
+        """``moment``: where the run is. ``clock`` gives Unix time in seconds."""
+        self._ledger = ledger
+        self._member = member
+        self._moment = moment
+        self._clock = clock
+        self._own: tuple[Moment, int, bytes] | None = None
+        self._checked_at: Moment | None = None
+        self._checked: dict[str, set[bytes]] = {}  # digests of contributions to that step, by peer
+
+    def creditable(self, samples: int) -> int:
+        return min(samples, self._ledger.limits.max_samples)
+
+    def own(self, samples: int) -> bytes:
+        """This peer's contribution now, for all meetings of the step the same; empty if it gives nothing."""
+        moment, samples = self._moment(), self.creditable(samples)
+        if samples < 1:
+            return b""
+        if self._own is None or self._own[:2] != (moment, samples):
+            content = Contribution(self._ledger.run, moment, self._member.identity.peer_id, samples)
+            signed = content.signed(self._member.identity, self._member.token)
+            self._own = moment, samples, signed.SerializeToString()
+        return self._own[2]
+
+    def check(self, peer_id: str, join: pb.Join) -> None:
+        """Of who joins a meeting of the present step: takes away a contribution that is not right."""
+        if join.contribution:
+            try:
+                self._require_right(peer_id, join)
+            except ValueError as error:
+                _logger.info("%s will not be credited: %s", peer_id, error)
+                join.ClearField("contribution")
+
+    def _require_right(self, peer_id: str, join: pb.Join) -> None:
+        moment = self._moment()
+        self._count_check(peer_id, join.contribution, moment)
+        signed = parsed(ledger_pb.SignedByPeer, join.contribution, MAX_SIGNED_CONTRIBUTION_BYTES)
+        given = verify_contribution(signed, self._ledger.organiser, self._clock()).contribution
+        if (given.run, given.moment, given.peer_id) != (self._ledger.run, moment, peer_id):
+            raise ValueError("its contribution is that of another peer, run or step")
+        most = self.creditable(join.samples)
+        # who holds a result has given what is behind that, and may have more by now
+        if given.samples > most or (given.samples < most and not join.accepted.group):
+            raise ValueError(f"its contribution is of {given.samples} samples, and it joins with {join.samples}")
+
+    def _count_check(self, peer_id: str, data: bytes, moment: Moment) -> None:
+        if self._checked_at != moment:
+            self._checked_at = moment
+            self._checked.clear()
+        digests = self._checked.get(peer_id, set()) | {sha256(data).digest()}
+        if len(digests) > _MAX_CHECKS or len(self._checked) > _MAX_PEERS:
+            raise ValueError("too many contributions to one step have come")
+        self._checked[peer_id] = digests
+
+    def countersign(self, joins: Sequence[pb.Join]) -> bytes:
+        """The round of those who joined so, with contributions that were checked; empty if it is none."""
+        now, entries = self._clock(), []
+        for join in joins:
+            if not join.contribution:
+                continue
+            signed = parsed(ledger_pb.SignedByPeer, join.contribution, MAX_SIGNED_CONTRIBUTION_BYTES)
+            try:
+                entries.append((verify_contribution(signed, self._ledger.organiser, now).contribution, signed))
+            except ValueError as error:  # its token has expired meanwhile
+                _logger.info("somebody is not credited: %s", error)
+        own = self._member
+        peers = {own.identity.peer_id, *(given.peer_id for given, _ in entries)}
+        if not entries or len(peers) < self._ledger.limits.min_peers:
+            return b""
+        moment = max(given.moment for given, _ in entries)
+        kept = [signed for given, signed in entries if given.moment == moment]
+        data = countersign(self._ledger.run, moment, kept, now, own.identity, own.token)
+        return data if len(data) <= MAX_ROUND_BYTES else b""
+
+    def require_fair(self, round_: Round, moment: Moment, leader: str, weights: Mapping[str, int], given: int) -> None:
+        """Of a meeting at ``moment`` under this leader, to which members came with so many samples, and this peer gave
+        ``given``.
+
+        Warns if this peer is not credited. Raises ValueError if others are who were not there, or gave less.
+        """
+        credited = {each.contribution.peer_id: each.contribution.samples for each in round_.credited}
+        if (round_.moment, round_.leader) != (moment, leader):
+            raise ValueError("the round is that of another meeting")
+        if any(samples > weights.get(peer, 0) for peer, samples in credited.items()):
+            raise ValueError("the round credits peers with more than they came with")
+        own = credited.get(self._member.identity.peer_id, 0)
+        if own != self.creditable(given):
+            _logger.warning(
+                "%s, who led step %d, has credited this peer with %d samples instead of %d",
+                *(leader, moment.step + 1, own, self.creditable(given)),
+            )

@@ -1,0 +1,1 @@
+"""A run among cheaters: BTARD over the network, step by step."""

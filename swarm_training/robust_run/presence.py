@@ -1,0 +1,205 @@
+"""A member's presence on the network: its service, its DHT node, its channels, and how it comes to take part."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from contextlib import suppress
+from hashlib import sha256
+from typing import Any
+
+import grpc
+
+from swarm_protocol.access.access_control import AccessControl
+from swarm_protocol.dht.node import Listening
+from swarm_protocol.errors import PeerUnavailable, SwarmError
+from swarm_protocol.net.identity import Identity
+from swarm_protocol.net.tls import Certificate, ClientCredentials
+from swarm_training.core.record import JOINING, Progress
+from swarm_training.core.robust_config import RobustConfig
+from swarm_training.core.robust_network import RobustNetwork
+from swarm_training.net.channels import GrpcNetwork
+from swarm_training.net.robust import GrpcRobustNetwork, start_robust_service
+from swarm_training.pb import training_robust_pb2 as pb
+from swarm_training.progress.board import DhtBoard
+from swarm_training.robust_run.directory import Directory
+from swarm_training.robust_run.member import Member
+from swarm_training.robust_run.standings import Standings, vouched
+from swarm_training.run.presence import listening_host
+
+_GRACE_S = 0.2
+_POLL_S = 0.1
+_MAX_RESULT_BYTES = 1 << 32
+MakeMember = Callable[[bytes, RobustNetwork], Member]
+Load = Callable[[Member, Standings, bytes, bytes], Awaitable[None]]
+
+
+class RobustPresence:
+    """Attributes:
+    addresses: multiaddrs for others to join by.
+    member: None until the run has begun.
+    """
+
+    def __init__(self, config: RobustConfig, board: DhtBoard, network: GrpcNetwork, directory: Directory) -> None:
+        self.addresses: list[str] = []
+        self.directory = directory
+        self.member: Member | None = None
+        self._config = config
+        self._board = board
+        self._grpc = network
+        self._network = GrpcRobustNetwork(network, directory.record_of)
+        self._server: grpc.aio.Server | None = None
+        self._looking: asyncio.Task[None] | None = None
+
+    @classmethod
+    async def enter(
+        cls,
+        run: str,
+        model: bytes,
+        initial_peers: Sequence[str],
+        config: RobustConfig,
+        identity: Identity,
+        access: AccessControl | None,
+        token: bytes,
+    ) -> RobustPresence:
+        """``model``: the digest of what must be equal. Raises as ``RobustRun`` does."""
+        host = await asyncio.to_thread(listening_host, config.host, initial_peers)
+        listening = Listening(host, config.dht_port, config.announce_host)
+        board = await DhtBoard.join(run, initial_peers, identity, listening, config.join_timeout_s)
+        network = GrpcNetwork(ClientCredentials(identity, token))
+        certificate = Certificate.generate()
+        answers = _Answers()
+        server = None
+        try:
+            server, bound = await start_robust_service(answers, certificate, host, config.port, access)
+            own = Progress(
+                run,
+                identity.peer_id,
+                state=JOINING,
+                model=model,
+                address=f"{config.announce_host or host}:{bound}",
+                tls_fingerprint=certificate.fingerprint,
+            )
+            presence = cls(config, board, network, Directory(own, identity, board))
+            presence._server, answers.presence = server, presence
+            presence.addresses = await board.addresses()
+            presence._looking = asyncio.ensure_future(presence.directory.run())
+            return presence
+        except BaseException:
+            if server is not None:
+                await server.stop(_GRACE_S)
+            await network.close()
+            await board.close()
+            raise
+
+    async def take_part(self, founders: Sequence[str], make: MakeMember, load: Load) -> Member:
+        """With all founders, once they have come, or in a run that has begun.
+
+        Args:
+            make: a member, from the session and the network.
+            load: from the standings of the others, the bytes of their state, and their last aggregate.
+
+        Raises:
+            PeerUnavailable: not all founders have come in time, and none of them is in a run.
+        """
+        try:
+            async with asyncio.timeout(self._config.join_timeout_s):
+                while not (await self._has_begun(founders, make) or await self._has_joined(founders, make, load)):
+                    await asyncio.sleep(_POLL_S)
+        except TimeoutError:
+            missing = set(founders) - self.directory.known()
+            odd = len(missing & self.directory.others)
+            train_others = f"; {odd} of them train another model, or by other rules" if odd else ""
+            raise PeerUnavailable(
+                f"{len(missing)} of {len(founders)} founders have not come in time{train_others}"
+            ) from None
+        assert self.member is not None
+        self.directory.has_joined()
+        return self.member
+
+    async def _has_begun(self, founders: Sequence[str], make: MakeMember) -> bool:
+        if self.directory.own_id not in founders or not self.directory.known() >= set(founders):
+            return False
+        session = self.directory.session(founders)
+        if self.member is None or self.member.broadcasts.session != session:
+            if self.member is not None:
+                self.member.close()
+            self.member = make(session, self._network)
+            self.member.broadcasts.set_peers(founders)
+            self.member.broadcasts.say(pb.Said(ready=pb.Ready()))
+        if not self.member.ready() >= set(founders):
+            return False
+        self.member.begin(0, ())
+        return True
+
+    async def _has_joined(self, founders: Sequence[str], make: MakeMember, load: Load) -> bool:
+        others = set(founders) & self.directory.known() - {self.directory.own_id}
+        answers = await asyncio.gather(*(self._ask(name) for name in others))
+        data = vouched([answer for answer in answers if answer is not None], founders)
+        if data is None:
+            return False
+        standings = Standings.parse(data)
+        if self.directory.own_id not in standings.joined:
+            return False
+        if self.member is not None:
+            self.member.close()
+        self.member = None
+        state = await self._fetch(standings.state, others, standings.state_bytes)
+        result = await self._fetch(standings.result, others, _MAX_RESULT_BYTES)
+        if state is None or result is None:
+            return False
+        member = make(standings.session, self._network)
+        await load(member, standings, state, result)
+        member.broadcasts.set_peers({*standings.snapshot.standings, *standings.joined})
+        self.member = member
+        member.begin(standings.step, standings.joined)
+        return True
+
+    async def _ask(self, peer_id: str) -> bytes | None:
+        with suppress(SwarmError, TimeoutError):
+            async with asyncio.timeout(self._config.phase_s):
+                return await self._network.standings(peer_id)
+        return None
+
+    async def _fetch(self, digest: bytes, holders: Iterable[str], max_bytes: int) -> bytes | None:
+        for holder in holders:
+            with suppress(SwarmError, TimeoutError):
+                async with asyncio.timeout(self._config.compute_s / 2):
+                    data = await self._network.fetch(holder, digest, max_bytes)
+                    if sha256(data).digest() == digest:
+                        return data
+        return None
+
+    async def leave(self) -> None:
+        if self._looking is not None:
+            self._looking.cancel()
+        if self.member is not None:
+            self.member.close()
+        if self._server is not None:
+            await self._server.stop(_GRACE_S)
+        await self._grpc.close()
+        await self._board.close()
+
+
+class _Answers:
+    """What this peer answers, as soon as it takes part."""
+
+    presence: RobustPresence | None = None
+
+    async def tell(self, peer_id: str, request: pb.TellRequest) -> None:
+        await self._member().tell(peer_id, request)
+
+    async def fetch(self, peer_id: str, digest: bytes) -> bytes:
+        return await self._member().fetch(peer_id, digest)
+
+    async def standings(self, peer_id: str) -> bytes:
+        return await self._member().standings(peer_id)
+
+    def _member(self) -> Member:
+        if self.presence is None or self.presence.member is None:
+            raise PeerUnavailable("the run has not begun here")
+        return self.presence.member
+
+
+async def in_thread(function: Callable[[], Any]) -> Any:
+    return await asyncio.to_thread(function)

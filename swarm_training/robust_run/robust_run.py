@@ -1,0 +1,182 @@
+"""``RobustRun``: known peers train one model in step, some of whom may cheat."""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from types import TracebackType
+
+import torch
+from torch import nn
+
+from swarm_protocol.access.access_control import AccessControl
+from swarm_protocol.net.identity import Identity
+from swarm_protocol.process import network_loop
+from swarm_training.core.moment import Moment
+from swarm_training.core.robust_config import RobustConfig
+from swarm_training.core.robust_network import RobustNetwork
+from swarm_training.robust.btard import Btard
+from swarm_training.robust.instructions import Remove
+from swarm_training.robust.roster import Rules
+from swarm_training.robust.workbench import Workbench
+from swarm_training.robust_run.data import to_tensor
+from swarm_training.robust_run.gradients import Gradients, Loss
+from swarm_training.robust_run.member import Finished, Member
+from swarm_training.robust_run.presence import RobustPresence, in_thread
+from swarm_training.robust_run.standings import Standings
+from swarm_training.run.state import TrainedState
+
+MAX_PEERS = 64
+
+
+@dataclass(frozen=True)
+class GlobalStep:
+    """Attributes:
+    number: of the step that has been taken, from 1 on.
+    workers: ids of those whose gradients were aggregated.
+    removed: who takes part no more since this step, why, and whether it may come back.
+    """
+
+    number: int
+    workers: tuple[str, ...]
+    removed: tuple[Remove, ...]
+
+
+class RobustRun:
+    """One peer of a run by BTARD (Gorbunov et al., 2021). All take each step together, and stay equal bit for bit.
+
+    Batches must follow from step and peer id, so that anybody can recompute anybody's gradient: ``loss(step, peer_id)``
+    is the loss of the peer's batch of that step as a scalar, and follows from them and the parameters alone: no dropout
+    and no statistics of batches. It is called in another thread while ``advance`` is under way, for other peers and for
+    the parameters of the last step too. The optimizer's own ``step`` is not to be called.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        parameters: Iterable[nn.Parameter],
+        optimizer: torch.optim.Optimizer,
+        loss: Loss,
+        *,
+        founders: Sequence[str],
+        identity: Identity,
+        initial_peers: Sequence[str] = (),
+        rules: Rules | None = None,
+        config: RobustConfig | None = None,
+        access: AccessControl | None = None,
+        token: bytes = b"",
+    ) -> None:
+        """Goes where the others are; the first ``advance`` waits for all founders, or joins if they have begun.
+
+        Args:
+            founders: peer ids of those who begin, the same for all; more than two thirds of them must be honest.
+                Others, and who was removed for silence, join as newcomers: their gradients count after some audits.
+            identity: this peer's key.
+            initial_peers: of one that is there already; empty: the others come to this one.
+            rules: the same for all peers.
+            access, token: of a private run.
+
+        Raises:
+            ValueError: nothing can be trained so.
+            NoSwarm: no initial peer answered.
+        """
+        if not name or not name.isprintable() or len(name) > 200:
+            raise ValueError(f"the name of a run is {name!r}: expected up to 200 printable characters")
+        if isinstance(initial_peers, str) or isinstance(founders, str):
+            raise ValueError("initial_peers or founders is a text: expected a list")
+        self._founders = sorted(set(founders))
+        if identity.peer_id not in self._founders and not initial_peers:
+            raise ValueError("this peer is no founder of the run: expected initial_peers to join it by")
+        self._state = TrainedState(parameters, optimizer)
+        if len(self._founders) > min(MAX_PEERS, self._state.length):
+            raise ValueError(f"{len(self._founders)} founders: expected {MAX_PEERS} at most, and a parameter for each")
+        self._identity = identity
+        self._rules = rules or Rules()
+        self._config = config or RobustConfig()
+        self._gradients = Gradients(self._state, loss)
+        self._member: Member | None = None
+        self._using = threading.Lock()
+        self._is_closed = False
+        self._presence = network_loop.run(
+            RobustPresence.enter(name, self._model_digest(), list(initial_peers), self._config, identity, access, token)
+        )
+
+    @property
+    def initial_peers(self) -> list[str]:
+        """For others to join by."""
+        return self._presence.addresses
+
+    @property
+    def peer_id(self) -> str:
+        return self._identity.peer_id
+
+    @property
+    def num_steps(self) -> int:
+        """Global steps taken."""
+        return self._state.step
+
+    @property
+    def members(self) -> list[str]:
+        """Ids of those who take part."""
+        return list(self._founders if self._member is None else self._member.machine.roster.all)
+
+    def advance(self) -> GlobalStep:
+        """Takes one global step with the others, who wait for this call for ``compute_s``.
+
+        Raises:
+            ValueError: the run is closed, or the loss is no loss.
+            PeerUnavailable: not all founders have come; later: this peer has been silent and was removed, or hears
+                nothing of most others.
+            AccessDenied: this peer has been banned.
+        """
+        if self._is_closed:
+            raise ValueError("the run is closed")
+        with self._using:
+            if self._member is None:
+                entering = self._presence.take_part(self._founders, self._make_member, self._load)
+                self._member = network_loop.run(entering)
+            finished: Finished = network_loop.run(self._member.finished())
+            self._gradients.remember()
+            self._state.apply(finished.gradient)
+            if finished.joined:
+                network_loop.run(self._member.offer(finished, self._state.to_bytes()[1]))
+        return GlobalStep(finished.step + 1, finished.workers, finished.removed)
+
+    def close(self) -> None:
+        """Leaves the run; the others lose one deadline by it."""
+        if not self._is_closed:
+            self._is_closed = True
+            network_loop.run(self._presence.leave())
+
+    def __enter__(self) -> RobustRun:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _make_member(self, session: bytes, network: RobustNetwork) -> Member:
+        me = self.peer_id
+        machine = Btard(me, self._founders, self._state.length, self._rules)
+        bench = self._make_bench()
+        candidates = self._presence.directory.joining
+        return Member(self._identity, session, machine, bench, network, self._config, in_thread, candidates)
+
+    async def _load(self, member: Member, standings: Standings, state: bytes, result: bytes) -> None:
+        """Raises ValueError if it is not that of such parameters."""
+        await in_thread(lambda: self._state.load(Moment(0, standings.step), state))
+        member.machine.load(standings.snapshot)
+        member.data.bench.result = to_tensor(result)
+
+    def _make_bench(self) -> Workbench:
+        return Workbench(self.peer_id, self._state.length, self._gradients, self._rules)
+
+    def _model_digest(self) -> bytes:
+        """Of all that must be equal for two peers to train together."""
+        config = self._config
+        times = config.compute_s, config.phase_s, config.spread_s, config.bytes_per_s
+        facts = self._state.model_digest.hex(), self._founders, sorted(asdict(self._rules).items()), times
+        return hashlib.sha256(repr(("btard", *facts)).encode()).digest()

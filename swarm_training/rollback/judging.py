@@ -1,0 +1,125 @@
+"""Whether a meeting goes back to a checkpoint instead of averaging, and to which. Decides from data alone.
+
+The leader proposes, and every member judges again before it accepts: by the losses of all members, which each has
+signed, and the losses of the run so far, or by the order of a moderator. So neither a leader nor any minority can roll
+a run back, whatever losses they claim: ``agreed_loss`` says why.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from hashlib import sha256
+
+from swarm_training.core.config import MAX_WINDOW, RollbackPolicy
+from swarm_training.core.moment import Moment
+from swarm_training.core.record import MEETING, Progress
+from swarm_training.pb import training_pb2 as pb
+from swarm_training.progress.policy import has_quorum, majority_digest
+from swarm_training.rollback.divergence import Diverged, LossHistory, agreed_loss, observe
+
+_MAX_CHECKPOINTS = MAX_WINDOW + 1  # of a member
+
+
+@dataclass(frozen=True)
+class Judge:
+    """What a peer judges by.
+
+    Attributes:
+        policy: None: losses do not matter.
+        orders: of moderators, for this number of rollbacks: as signed, with the step to go back to.
+    """
+
+    policy: RollbackPolicy | None = None
+    history: LossHistory = field(default_factory=LossHistory)
+    orders: Mapping[bytes, int] = field(default_factory=dict)
+
+    def diverged(self, moment: Moment, records: Iterable[Progress]) -> Diverged | None:
+        """By what the members of a group said of their losses when they joined it."""
+        loss = agreed_loss(losses_of(moment, records))
+        return None if self.policy is None or loss is None else observe(self.policy, self.history, moment.step, loss)[1]
+
+    def due(self, moment: Moment) -> list[bytes]:
+        """The orders that may be carried out now, that to the earliest step first."""
+        return sorted(
+            (order for order, step in self.orders.items() if step < moment.step),
+            key=lambda order: (self.orders[order], order),
+        )
+
+
+def losses_of(moment: Moment, records: Iterable[Progress]) -> list[float | None]:
+    """Of the batch that is being averaged: in another state, a record tells of another one."""
+    return [
+        record.loss if record.loss_samples and record.state == MEETING and record.moment == moment else None
+        for record in records
+    ]
+
+
+def proposal(judge: Judge, moment: Moment, joins: Sequence[pb.Join], records: Sequence[Progress]) -> pb.Rollback | None:
+    """What the leader has a group decide instead of its average; None: it is to average. ``records``: those in the
+    joins.
+
+    An order that cannot be carried out, as no checkpoint is that old, stands in the way of no other, and of no loss.
+    If nobody has a gradient, as when all losses are NaN, and no checkpoint is agreed on, the batch is dropped: the run
+    "goes back" to where it stands.
+    """
+    wanted = [(order, judge.orders[order]) for order in judge.due(moment)]
+    if (diverged := judge.diverged(moment, records)) is not None:
+        wanted.append((b"", diverged.wanted_step))
+    if not wanted:
+        return None
+    order, checkpoint = next(
+        ((order, found) for order, step in wanted if (found := _agreed_up_to(step, joins)) is not None),
+        (wanted[0][0], None),
+    )
+    if checkpoint is None and not any(join.samples for join in joins):
+        checkpoint = moment.step, majority_digest(records) or b""
+    if checkpoint is None:
+        return None
+    step, digest = checkpoint
+    losses = [] if order else [join.own for join in joins]
+    return pb.Rollback(step=step, state_digest=digest, order=order, losses=losses)
+
+
+def _agreed_up_to(step: int, joins: Sequence[pb.Join]) -> tuple[int, bytes] | None:
+    return agreed_checkpoint(
+        {claim.step: claim.state_digest for claim in join.checkpoints[:_MAX_CHECKPOINTS] if claim.step <= step}
+        for join in joins
+    )
+
+
+def agreed_checkpoint(claims: Iterable[Mapping[int, bytes]]) -> tuple[int, bytes] | None:
+    """The newest that more than half of those hold who hold any, with its digest.
+
+    ``claims``: of each member, the digests of its checkpoints by step. Who joined later may hold none.
+    """
+    holders = [claim for claim in claims if claim]
+    counts = Counter(checkpoint for claim in holders for checkpoint in claim.items())
+    return max((each for each, count in counts.items() if 2 * count > len(holders)), default=None)
+
+
+def is_justified(
+    judge: Judge,
+    moment: Moment,
+    go_back: pb.Rollback,
+    evidence: Sequence[Progress],
+    roster: Collection[str],
+    gone: Collection[str],
+) -> bool:
+    """Whether a member accepts what the leader proposes. ``evidence``: the records in it, each signed by its peer."""
+    if go_back.order:
+        wanted = judge.orders.get(go_back.order)
+    else:
+        peers = {record.peer_id for record in evidence}
+        if len(peers) < len(evidence) or not has_quorum(peers, roster, gone):
+            return False
+        diverged = judge.diverged(moment, evidence)
+        wanted = None if diverged is None else diverged.wanted_step
+    return wanted is not None and (go_back.step <= wanted or go_back.step == moment.step)
+
+
+def digest_of(run: str, moment: Moment, go_back: pb.Rollback) -> bytes:
+    """By which members say that they accept it: SHA-256 of run, moment and checkpoint."""
+    checkpoint = f"{go_back.step}/{go_back.state_digest.hex()}"
+    return sha256(f"swarm.training.v1.Rollback:{run}/{moment}/{checkpoint}".encode()).digest()

@@ -1,0 +1,57 @@
+"""``volunteer``: takes part in the run of a run file from Python, a notebook for instance."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from torch import nn
+
+from swarm_protocol.access.tokens import Role
+from swarm_training.commands.flags import joining_as, parse_part
+from swarm_training.commands.joining import prepare, take_part
+from swarm_training.core_backend import BACKEND
+from swarm_training.runfile.reading import read_run_file
+
+
+def volunteer(
+    run_file: str | Path,
+    initial_peers: Sequence[str] = (),
+    *,
+    membership: str | Path | None = None,
+    identity: str | Path | None = None,
+    part: str | None = None,
+    device: str = "auto",
+    say: Callable[[str], object] = print,
+) -> nn.Module:
+    """As ``swarm train join``: trains until the schedule is at its end, or KeyboardInterrupt, and leaves cleanly.
+
+    Args:
+        initial_peers: multiaddrs of members of the run; none: the run is founded.
+        membership, identity: files; the first is needed in a run with an organiser.
+        part: of the data, such as "2/5", where peers have shared them out.
+        say: is told of each step, in a line.
+
+    Returns:
+        The model as it is after the last global step that this peer took.
+
+    Raises:
+        ValueError: an argument or the run file is wrong.
+        NoSwarm, PeerUnavailable: no initial peer answered, or none of them trains this run.
+        AccessDenied: the peer may not take part.
+    """
+    if isinstance(initial_peers, str):
+        raise ValueError("initial_peers is a text: expected a list of multiaddrs")
+    if device not in ("auto", "cpu", "cuda"):
+        raise ValueError(f"device is {device!r}: expected auto, cpu or cuda")
+    file = read_run_file(Path(run_file))
+    own_part = None if part is None else parse_part(part)
+    files = [None if path is None else Path(path) for path in (membership, identity)]
+    who = joining_as(Role.TRAINER, file, initial_peers, *files)
+    trained = prepare(file, who, own_part, device, say)
+    try:
+        take_part(trained, who, BACKEND.open_run, threading.Event(), say)
+    except KeyboardInterrupt:  # what "interrupt the kernel" raises: the model is still wanted
+        say("stopped")
+    return trained.model
