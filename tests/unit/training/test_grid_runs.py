@@ -67,7 +67,7 @@ class Meetings:
 
     @property
     def leader(self) -> SimulatedPeer:
-        return self._world.peers[self.group.id.split("/")[2]]
+        return self._world.peers[self.group.id.split("/")[-2]]
 
     def victim(self) -> SimulatedPeer:
         """Of the first group somebody in the second column; not who leads, or has founded the run."""
