@@ -1,5 +1,6 @@
 """Settings every test runs under: no hub, no chatter, one thread."""
 
+import gc
 import os
 import signal
 
@@ -28,3 +29,10 @@ if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
 def pytest_runtest_setup(item: pytest.Item) -> None:
     if item.get_closest_marker("cuda") and not torch.cuda.is_available():
         pytest.skip("there is no CUDA device")
+
+
+def pytest_collection_finish() -> None:
+    """The collector stops every thread while it looks at all modules and tests: servers in this process would not
+    answer for so long."""
+    gc.collect()
+    gc.freeze()
