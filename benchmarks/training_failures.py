@@ -78,7 +78,7 @@ def _fail(members: list[Member], moment: str, name: str, chance: random.Random, 
     else:
         victims[0].order("strike", moment=moment, signal=name)
         if moment == "repairing":
-            victims[1].order("strike", moment="reducing", signal="SIGKILL")
+            victims[1].order("strike", moment="reducing as led", signal="SIGKILL")  # a leader's death ends the meeting
         for victim in victims:
             victim.next("struck", HANG_S)
     for member in members:

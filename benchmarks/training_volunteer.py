@@ -2,7 +2,7 @@
 
 Orders: ``{"do": "go"}`` begins to train; ``{"do": "once"}`` has a volunteer that does not train bring a whole batch, so
 that one averaging follows; ``{"do": "strike", "moment": …, "signal": …}`` has it send itself a signal at that moment;
-``{"do": "leave"}``.
+``{"do": "leave"}``. Who is led, as in ``reducing as led``, leaves a meeting behind that goes on and repairs its result.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from swarm_training.run.state import TrainedState
 MOMENTS = {
     "meeting": (Attendance, "attend"),
     "reducing": (Round, "serve_reduce"),
+    "reducing as led": (Round, "serve_reduce"),
     "repairing": (Round, "repair"),
     "stepping": (TrainedState, "apply"),
 }
@@ -134,12 +135,19 @@ def watch(orders: Orders) -> None:
 
 def _struck(original: Any, moment: str, orders: Orders) -> Any:
     def method(*args: Any, **options: Any) -> Any:
-        if (name := orders.strike.pop(moment, None)) is not None:
+        spared = moment == "reducing as led" and _leads(args[0])
+        if not spared and (name := orders.strike.pop(moment, None)) is not None:
             say("struck", moment=moment)
             os.kill(os.getpid(), getattr(signal, name))
         return original(*args, **options)
 
     return method
+
+
+def _leads(reducing: Round) -> bool:
+    """Whether this volunteer leads the meeting: the group's name says who does."""
+    group = reducing.group
+    return group.id.split("/")[-2] == group.peer_ids[reducing._me]
 
 
 def main(task: Task) -> None:
