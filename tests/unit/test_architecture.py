@@ -37,6 +37,7 @@ LAYERS = {  # from the top: a room imports from those below it only
         [DOOR],
         ["finetune", "demo", "keys"],
         ["generation"],
+        ["batching"],
         ["model"],
         ["sessions", "passes", "monitor"],
         ["verification"],
