@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import GenerationConfig, LogitsProcessorList
-from transformers.generation import GenerationMode
+from transformers.generation.configuration_utils import GenerationMode
 
 from swarm_client.batching.request import FinishReason, Listener, Request, Token
 from swarm_client.batching.rows import BatchedModel

@@ -34,7 +34,7 @@ class Request:
 @dataclass(frozen=True)
 class Token:
     """Attributes:
-    logprob: natural logarithm of its probability by the model's own logits, before any processor; None if not asked for.
+    logprob: natural logarithm of its probability by the model's own logits, before any processor; None: not asked for.
     top: the likeliest tokens and theirs, likeliest first.
     """
 

@@ -1,12 +1,13 @@
 """Many generations as one batch of the stock model, though each has a session of its own.
 
-A forward is made in two halves. The first goes as far as the blocks, whose input is taken row by row into the sessions;
-the second begins behind them, with what has come back. So rows may come back at different times, and the two halves of a
-row may be made beside different others. Before and behind the blocks, it is the family's own code.
+A forward is made in two halves. The first goes as far as the blocks, whose input is taken row by row into the
+sessions; the second begins behind them, with what has come back. So rows may come back at different times, and the two
+halves of a row may be made beside different others. Before and behind the blocks, it is the family's own code.
 """
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -36,10 +37,8 @@ class BatchedModel:
         token_ids: [rows, new], of as many rows as there are sessions.
         """
         before = _Before(sessions)
-        try:
+        with contextlib.suppress(_TakenOver):
             self._forward(token_ids, before)
-        except _TakenOver:
-            pass
         return before.taken
 
     def logits(self, token_ids: torch.Tensor, hidden: torch.Tensor, sessions: Sequence[RemoteSession]) -> torch.Tensor:
@@ -49,10 +48,11 @@ class BatchedModel:
         them.
         """
         output = self._forward(token_ids, _Behind(sessions, hidden))
-        return output.logits[:, -1].float()
+        logits: torch.Tensor = output.logits[:, -1].float()
+        return logits
 
     def _forward(self, token_ids: torch.Tensor, stand_in: _Rows) -> Any:
-        model, past = self._model, [length for length in stand_in.lengths]
+        model, past = self._model, stand_in.lengths
         new = token_ids.shape[1]
         options: dict[str, Any] = {}
         if self._takes_positions:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from transformers import LogitsProcessorList
-from transformers.generation import (
+from transformers.generation.logits_process import (
     InfNanRemoveLogitsProcessor,
     MinPLogitsWarper,
     TemperatureLogitsWarper,
@@ -74,7 +75,9 @@ def _alike(choices: Sequence[Choice]) -> list[list[int]]:
 
 def _choose_alike(choices: Sequence[Choice], logits: torch.Tensor) -> list[Token]:
     first = choices[0]
-    scores = first.processors(first.token_ids[None], logits.clone())  # they may write into it
+    ids_so_far: Any = first.token_ids[None]
+    copied: Any = logits.clone()  # they may write into it
+    scores = first.processors(ids_so_far, copied)
     if first.generator is None:
         ids = scores.argmax(-1).tolist()
     else:

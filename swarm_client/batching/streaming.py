@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 
 from swarm_client.batching.request import Batcher, FinishReason, Request, Token
 
@@ -22,7 +22,7 @@ class _Queue:
         self._loop.call_soon_threadsafe(self.items.put_nowait, reason)
 
 
-async def stream(batcher: Batcher, request: Request) -> AsyncIterator[Token | FinishReason]:
+async def stream(batcher: Batcher, request: Request) -> AsyncGenerator[Token | FinishReason, None]:
     """The tokens as they come, and at last why there are no more.
 
     Who stops reading closes the iterator (``aclose``), which cancels the generation.
