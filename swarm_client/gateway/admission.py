@@ -87,6 +87,9 @@ class Limits:
             raise ValueError(f"--requests-per-minute is {self.requests_per_minute}: expected at least 1")
 
 
+DEFAULT_LIMITS = Limits()
+
+
 class RateLimit:
     """So many requests of each key within any 60 s."""
 
@@ -154,9 +157,8 @@ class FairQueue:
         """
         room = self._limits.max_active + self._limits.max_queued
         if count > room:
-            raise ApiError(
-                400, f"the request asks for {count} generations: this server takes {room} at most", param="n"
-            )
+            message = f"the request asks for {count} generations: this server takes {room} at most"
+            raise ApiError(400, message, param="n")
         if self.num_active + self.num_queued + count > room:
             message = f"{self.num_active} generations are active and {self.num_queued} wait: try again later"
             raise ApiError(429, message, code="queue_full", retry_after_s=_RETRY_S)

@@ -16,7 +16,15 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
 from starlette.types import Receive, Scope, Send
 
-from swarm_client.gateway.admission import ApiError, FairQueue, Limits, RateLimit, check_key, is_loopback
+from swarm_client.gateway.admission import (
+    DEFAULT_LIMITS,
+    ApiError,
+    FairQueue,
+    Limits,
+    RateLimit,
+    check_key,
+    is_loopback,
+)
 from swarm_client.gateway.formats import ChatFormat, CompletionFormat, TokenTexts, usage
 from swarm_client.gateway.generating import Work, while_connected
 from swarm_client.gateway.metrics import CountRequests, Metrics
@@ -33,7 +41,7 @@ _DONE = b"data: [DONE]\n\n"
 
 def create_app(
     models: Models,
-    limits: Limits = Limits(),
+    limits: Limits = DEFAULT_LIMITS,
     keys: Sequence[str] = (),
     clock: Callable[[], float] = time.monotonic,
 ) -> FastAPI:
@@ -61,7 +69,7 @@ def create_app(
     async def answer(kind: type[ChatRequest] | type[CompletionRequest], request: Request) -> Response:
         began_s, key = time.perf_counter(), admit(request)
         rate.count(key)
-        asked = parse(kind, await _body(request))
+        asked: ChatRequest | CompletionRequest = parse(kind, await _body(request))
 
         async def chunks() -> AsyncGenerator[bytes, None]:
             model = await models.get(asked.model)

@@ -25,7 +25,7 @@ class TokenTexts:
     def __getitem__(self, token_id: int) -> str:
         return self._decode([*self._before, token_id])[self._num_before :]
 
-    def _decode(self, ids: Sequence[int]) -> str:
+    def _decode(self, ids: list[int]) -> str:
         return str(self._tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
 

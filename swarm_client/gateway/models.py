@@ -116,9 +116,8 @@ class SwarmModels:
         if loading is None:
             if len(self._loading) >= _MOST_LOADED:
                 raise ApiError(503, f"{_MOST_LOADED} models are loaded, which are as many as this server takes")
-            loading = self._loading[name] = asyncio.create_task(
-                asyncio.to_thread(self._load, name, self._sources[name])
-            )
+            loading = asyncio.create_task(asyncio.to_thread(self._load, name, self._sources[name]))
+            self._loading[name] = loading
             loading.add_done_callback(lambda done: self._forget_failure(name, done))
         return await asyncio.shield(loading)  # others may wait for it too
 

@@ -20,11 +20,11 @@ def _unsupported(name: str, values: tuple[Any, ...]) -> ApiError:
 
 
 _NOTES = ("user", "metadata", "safety_identifier", "prompt_cache_key", "parallel_tool_calls")  # whatever their values
-_COMMON: Mapping[str, tuple[Any, ...]] = {  # fields that are not supported, and the values with which they do nothing
+_COMMON: dict[str, tuple[Any, ...]] = {  # fields that are not supported, and the values with which they do nothing
     "store": (False,),
     "service_tier": ("auto", "default"),
 }
-_CHAT = _COMMON | {
+_CHAT: dict[str, tuple[Any, ...]] = _COMMON | {
     "audio": (),
     "function_call": ("none", "auto"),
     "functions": ([],),
@@ -37,7 +37,7 @@ _CHAT = _COMMON | {
     "verbosity": (),
     "web_search_options": (),
 }
-_COMPLETION = _COMMON | {"best_of": (1,), "echo": (False,), "suffix": ("",)}
+_COMPLETION: dict[str, tuple[Any, ...]] = _COMMON | {"best_of": (1,), "echo": (False,), "suffix": ("",)}
 _MESSAGE: Mapping[str, tuple[Any, ...]] = {  # clients send answers back as they came
     "annotations": ([],),
     "audio": (),
@@ -130,9 +130,8 @@ class _Generating(BaseModel):
     @model_validator(mode="after")
     def _options_of_a_stream(self) -> _Generating:
         if self.stream_options is not None and not self.stream:
-            raise ApiError(
-                400, "stream_options is only for streams: expected stream to be true", param="stream_options"
-            )
+            message = "stream_options is only for streams: expected stream to be true"
+            raise ApiError(400, message, param="stream_options")
         return self
 
     @property
@@ -194,7 +193,7 @@ class CompletionRequest(_Generating):
         return self.logprobs
 
 
-R = TypeVar("R", ChatRequest, CompletionRequest)
+R = TypeVar("R", bound=BaseModel)
 
 
 def parse(kind: type[R], body: bytes) -> R:

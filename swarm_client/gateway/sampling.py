@@ -43,7 +43,7 @@ def requests_of(asked: ChatRequest | CompletionRequest, model: ServedModel) -> l
     bias = {int(token): value for token, value in asked.logit_bias.items()}
     if any(token >= model.vocab_size for token in bias):
         raise ApiError(400, f"the model's token ids are below {model.vocab_size}", param="logit_bias")
-    requests = []
+    requests: list[Request] = []
     for prompt in prompts_of(asked, model):
         config = generation_config(asked, model.generation_config)
         config.max_new_tokens = _num_tokens(asked, model, len(prompt))

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from swarm_client.core.config import ClientConfig
-from swarm_client.gateway.admission import Limits, is_loopback, read_keys
+from swarm_client.gateway.admission import DEFAULT_LIMITS, Limits, is_loopback, read_keys
 from swarm_protocol.wire.printable import printable
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ class ServeSettings:
     host: str = "127.0.0.1"
     port: int = 8000  # 0: one that is free
     keys: tuple[str, ...] = ()
-    limits: Limits = Limits()
+    limits: Limits = DEFAULT_LIMITS
 
     def __post_init__(self) -> None:
         if not 0 <= self.port < 2**16:
@@ -70,13 +70,10 @@ def serve(settings: ServeSettings, config: ClientConfig, model: str, revision: s
 
     with contextlib.closing(listen(settings.host, settings.port)) as listener:
         models = SwarmModels(config, model, revision, GenerationLoop)
+        app = create_app(models, settings.limits, settings.keys)
         try:
             with contextlib.suppress(KeyboardInterrupt, SystemExit):  # which is how it is meant to end
-                run(
-                    create_app(models, settings.limits, settings.keys),
-                    listener,
-                    _greeting(settings, listener, models.own),
-                )
+                run(app, listener, _greeting(settings, listener, models.own))
         finally:
             models.close()
 

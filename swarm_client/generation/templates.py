@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 
-def render(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, str]]) -> str:
+def render(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, str]]) -> str:
     """The text of all turns, of which the last waits for an answer.
 
     Turns are put together by the tokenizer's chat template. Without one, each goes on with the text, on a line of its
@@ -19,7 +17,7 @@ def render(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, s
     """
     if tokenizer.chat_template:
         try:
-            return str(tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, tokenize=False))
+            return str(tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False))
         except TemplateError as error:
             raise ValueError(f"the model's chat template refuses this: {error}") from None
     return "".join(turn["content"] if turn["role"] == "assistant" else f"\n{turn['content']}" for turn in messages)[1:]
