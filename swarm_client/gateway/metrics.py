@@ -63,16 +63,20 @@ class CountRequests:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
-        status = _DISCONNECTED
+        is_counted = False
 
-        async def count(message: Message) -> None:
-            nonlocal status
+        def count(status: int) -> None:
+            nonlocal is_counted
+            is_counted = True
+            self._metrics.requests.labels(getattr(scope.get("route"), "path", "other"), str(status)).inc()
+
+        async def counting(message: Message) -> None:
             if message["type"] == "http.response.start":
-                status = message["status"]
+                count(message["status"])
             await send(message)
 
         try:
-            await self._app(scope, receive, count)
+            await self._app(scope, receive, counting)
         finally:
-            endpoint = getattr(scope.get("route"), "path", "other")
-            self._metrics.requests.labels(endpoint, str(status)).inc()
+            if not is_counted:
+                count(_DISCONNECTED)

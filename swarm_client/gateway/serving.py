@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import errno
 import importlib.util
+import logging
 import shlex
 import socket
 from collections.abc import Sequence
@@ -97,6 +98,10 @@ def run(app: FastAPI, listener: socket.socket, greeting: Sequence[str]) -> None:
         async def startup(self, sockets: list[socket.socket] | None = None) -> None:
             await super().startup(sockets)
             print(*greeting, sep="\n", flush=True)
+
+        async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+            logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)  # answers that are cut off now are no mistake
+            await super().shutdown(sockets)
 
     # Its own logging would write a line for each request.
     options = uvicorn.Config(app, log_config=None, access_log=False, server_header=False, lifespan="off", ws="none")
