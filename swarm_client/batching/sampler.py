@@ -90,4 +90,6 @@ def _told(num_logprobs: int | None, token_id: int, logits: torch.Tensor) -> Toke
         return Token(token_id)
     logprobs = logits.log_softmax(-1)
     top = logprobs.topk(min(num_logprobs, len(logprobs)))
-    return Token(token_id, float(logprobs[token_id]), tuple(zip(top.indices.tolist(), top.values.tolist(), strict=True)))
+    return Token(
+        token_id, float(logprobs[token_id]), tuple(zip(top.indices.tolist(), top.values.tolist(), strict=True))
+    )

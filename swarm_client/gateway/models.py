@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import contextlib
 import logging
 import time
 from collections.abc import Callable
@@ -49,6 +50,11 @@ class ServedModel:
     vocab_size: int
 
 
+class ClosableBatcher(Batcher, Protocol):
+    def close(self) -> None:
+        """Ends all generations."""
+
+
 class Models(Protocol):
     async def names(self) -> list[str]: ...
 
@@ -88,16 +94,20 @@ class SwarmModels:
         config: ClientConfig,
         model: str,
         revision: str | None,
-        make_batcher: Callable[[RemoteModelMixin], Batcher],
+        make_batcher: Callable[[RemoteModelMixin], ClosableBatcher],
+        *,
+        load: Callable[..., RemoteModelMixin] = DistributedModel.from_pretrained,
+        monitor: Monitor | None = None,
     ) -> None:
+        """``load`` and ``monitor`` stand for the swarm."""
         location = Path(locate(model)).expanduser()
-        self._config, self._make_batcher = config, make_batcher
+        self._config, self._make_batcher, self._load_model = config, make_batcher, load
         self.own = location.resolve().name if location.is_dir() else model  # as the swarm's records name it
         self._own_source = _Source(model, revision)
         self._sources = {self.own: self._own_source}
         self._loading: dict[str, asyncio.Task[ServedModel]] = {}
-        self._remote: list[RemoteModelMixin] = []
-        self._monitor = Monitor(config)
+        self._opened = contextlib.ExitStack()  # what ``close`` closes
+        self._monitor = monitor or Monitor(config)
         self._look: asyncio.Task[None] | None = None
         self._looked_s = 0.0
 
@@ -123,19 +133,20 @@ class SwarmModels:
 
     def close(self) -> None:
         """From a thread without an event loop, once nobody asks any more."""
-        for model in self._remote:
-            model.close()
+        self._opened.close()
         background.run(self._monitor.close())
 
     def _load(self, name: str, source: _Source) -> ServedModel:
         tokenizer = load_tokenizer(source.location, source.revision)
         config = replace(self._config, adapter=source.adapter) if source.adapter else self._config
-        model = DistributedModel.from_pretrained(source.location, config=config, revision=source.revision)
-        self._remote.append(model)
+        model = self._load_model(source.location, config=config, revision=source.revision)
+        self._opened.callback(model.close)
+        batcher = self._make_batcher(model)
+        self._opened.callback(batcher.close)
         return ServedModel(
             name=name,
             tokenizer=tokenizer,
-            batcher=self._make_batcher(model),
+            batcher=batcher,
             max_positions=model.blocks.max_positions,
             generation_config=model.generation_config,
             vocab_size=model.config.get_text_config().vocab_size,
