@@ -60,6 +60,9 @@ class Loads:
         return SimpleNamespace(submit=None, close=lambda: self.closed.append("batcher"))
 
 
+EMPTY = SwarmSnapshot(())
+
+
 class Monitor:
     """Stands for the swarm; it sees this, or fails with it."""
 
@@ -79,7 +82,7 @@ def loads() -> Loads:
     return Loads()
 
 
-def swarm_models(loads: Loads, seen: SwarmSnapshot | Exception = SwarmSnapshot(())) -> SwarmModels:
+def swarm_models(loads: Loads, seen: SwarmSnapshot | Exception = EMPTY) -> SwarmModels:
     monitor: Any = Monitor(seen)
     return SwarmModels(ClientConfig(), DEFAULT_MODEL, None, loads.make_batcher, load=loads.load, monitor=monitor)
 
