@@ -36,6 +36,7 @@ from swarm_protocol.errors import RequestRejected, SwarmError
 _logger = logging.getLogger(__name__)
 _MOST_BYTES = 8 * 2**20  # of a request
 _EVENT_STREAM = "text/event-stream"
+_AS_IT_COMES = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}  # proxies are to pass it on at once
 _DONE = b"data: [DONE]\n\n"
 
 
@@ -142,7 +143,7 @@ class _Answer(Response):
     """
 
     def __init__(self, chunks: AsyncGenerator[bytes, None], media_type: str) -> None:
-        super().__init__(media_type=media_type, headers={"Cache-Control": "no-store"})
+        super().__init__(media_type=media_type, headers=_AS_IT_COMES)
         del self.headers["content-length"]  # of nothing
         self._chunks = chunks
 

@@ -52,9 +52,10 @@ def requests_of(asked: ChatRequest | CompletionRequest, model: ServedModel) -> l
             processors.append(Penalties(len(prompt), asked.presence_penalty, asked.frequency_penalty))
         if bias:
             processors.append(LogitBias(bias))
+        token_ids = tuple(prompt)
         requests += [
             Request(
-                prompt=tuple(prompt),
+                prompt=token_ids,
                 config=config,
                 seed=asked.seed_of(len(requests) + choice),
                 processors=tuple(processors),
