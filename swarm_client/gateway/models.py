@@ -105,7 +105,9 @@ class SwarmModels:
         self.own = location.resolve().name if location.is_dir() else model  # as the swarm's records name it
         self._own_source = _Source(model, revision)
         self._sources = {self.own: self._own_source}
-        self._loading: dict[str, asyncio.Task[ServedModel]] = {}
+        self._loading: dict[str, asyncio.Future[ServedModel]] = {}
+        # Threads of its own: those that the event loop has anyway must not wait for the swarm.
+        self._threads = concurrent.futures.ThreadPoolExecutor(_MOST_LOADED, "models")
         self._opened = contextlib.ExitStack()  # what ``close`` closes
         self._monitor = monitor or Monitor(config)
         self._look: asyncio.Task[None] | None = None
@@ -126,13 +128,15 @@ class SwarmModels:
         if loading is None:
             if len(self._loading) >= _MOST_LOADED:
                 raise ApiError(503, f"{_MOST_LOADED} models are loaded, which are as many as this server takes")
-            loading = asyncio.create_task(asyncio.to_thread(self._load, name, self._sources[name]))
+            loop = asyncio.get_running_loop()
+            loading = loop.run_in_executor(self._threads, self._load, name, self._sources[name])
             self._loading[name] = loading
             loading.add_done_callback(lambda done: self._forget_failure(name, done))
         return await asyncio.shield(loading)  # others may wait for it too
 
     def close(self) -> None:
         """From a thread without an event loop, once nobody asks any more."""
+        self._threads.shutdown(cancel_futures=True)  # what is still loading is closed too
         self._opened.close()
         background.run(self._monitor.close())
 
@@ -152,7 +156,7 @@ class SwarmModels:
             vocab_size=model.config.get_text_config().vocab_size,
         )
 
-    def _forget_failure(self, name: str, done: asyncio.Task[ServedModel]) -> None:
+    def _forget_failure(self, name: str, done: asyncio.Future[ServedModel]) -> None:
         if done.cancelled() or done.exception() is not None:
             del self._loading[name]
 
