@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeAlias, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import from_json
@@ -19,16 +19,21 @@ def _unsupported(name: str, values: tuple[Any, ...]) -> ApiError:
     return ApiError(400, f"{name} is not supported: {expected}", param=name, code="unsupported_parameter")
 
 
-_NOTES = ("user", "metadata", "safety_identifier", "prompt_cache_key", "parallel_tool_calls")  # whatever their values
-_COMMON: dict[str, tuple[Any, ...]] = {  # fields that are not supported, and the values with which they do nothing
+_Values: TypeAlias = tuple[Any, ...] | None  # with which a field that is not supported does nothing; None: all
+_COMMON: dict[str, _Values] = {
+    "metadata": None,
+    "prompt_cache_key": None,
+    "safety_identifier": None,
+    "user": None,
     "store": (False,),
     "service_tier": ("auto", "default"),
 }
-_CHAT: dict[str, tuple[Any, ...]] = _COMMON | {
+_CHAT: dict[str, _Values] = _COMMON | {
     "audio": (),
     "function_call": ("none", "auto"),
     "functions": ([],),
     "modalities": (["text"],),
+    "parallel_tool_calls": None,
     "prediction": (),
     "reasoning_effort": (),
     "response_format": ({"type": "text"},),
@@ -37,8 +42,8 @@ _CHAT: dict[str, tuple[Any, ...]] = _COMMON | {
     "verbosity": (),
     "web_search_options": (),
 }
-_COMPLETION: dict[str, tuple[Any, ...]] = _COMMON | {"best_of": (1,), "echo": (False,), "suffix": ("",)}
-_MESSAGE: Mapping[str, tuple[Any, ...]] = {  # clients send answers back as they came
+_COMPLETION: dict[str, _Values] = _COMMON | {"best_of": (1,), "echo": (False,), "suffix": ("",)}
+_MESSAGE: dict[str, _Values] = {  # clients send answers back as they came
     "annotations": ([],),
     "audio": (),
     "function_call": (),
@@ -47,14 +52,15 @@ _MESSAGE: Mapping[str, tuple[Any, ...]] = {  # clients send answers back as they
 }
 
 
-def _supported(fields: Mapping[str, Any], known: Mapping[str, Any], others: Mapping[str, tuple[Any, ...]]) -> Any:
+def _supported(fields: Mapping[str, Any], known: Mapping[str, Any], others: Mapping[str, _Values]) -> Any:
     """Those that mean something; null is as if the field were not there. Raises ApiError for what is not supported."""
     found = {}
     for name, value in fields.items():
         if name in others:
-            if value is not None and value not in others[name]:
-                raise _unsupported(name, others[name])
-        elif name not in _NOTES and (value is not None or name not in known):
+            harmless = others[name]
+            if value is not None and harmless is not None and value not in harmless:
+                raise _unsupported(name, harmless)
+        elif value is not None or name not in known:
             found[name] = value
     return found
 
@@ -104,7 +110,7 @@ Bias = Annotated[float, Field(ge=-100, le=100)]
 class _Generating(BaseModel):
     """What both endpoints take. ``None``: as the model's generation config has it."""
 
-    UNSUPPORTED: ClassVar[Mapping[str, tuple[Any, ...]]]
+    UNSUPPORTED: ClassVar[Mapping[str, _Values]]
     model_config = ConfigDict(extra="forbid", strict=True)
     model: str
     stream: bool = False
@@ -144,7 +150,7 @@ class _Generating(BaseModel):
 
 
 class ChatRequest(_Generating):
-    UNSUPPORTED: ClassVar[Mapping[str, tuple[Any, ...]]] = _CHAT
+    UNSUPPORTED: ClassVar[Mapping[str, _Values]] = _CHAT
     messages: list[Message] = Field(min_length=1)
     logprobs: bool = False
     top_logprobs: int | None = Field(default=None, ge=0, le=20)
@@ -180,7 +186,7 @@ def _listed(prompt: Any) -> Any:
 
 
 class CompletionRequest(_Generating):
-    UNSUPPORTED: ClassVar[Mapping[str, tuple[Any, ...]]] = _COMPLETION
+    UNSUPPORTED: ClassVar[Mapping[str, _Values]] = _COMPLETION
     prompt: Annotated[list[Any], BeforeValidator(_listed), Field(max_length=2048)]
     logprobs: int | None = Field(default=None, ge=0, le=5)
 

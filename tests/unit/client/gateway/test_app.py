@@ -188,6 +188,7 @@ def test_what_is_asked_for_reaches_the_loop(gateway: Gateway) -> None:
         ({"messages": [{"role": "tool", "content": "x"}]}, "messages.0.role", "invalid_value"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages", None),
         ({"messages": [{"role": "user", "content": "x", "name": "ada"}]}, "messages.0.name", "unknown_parameter"),
+        ({"messages": [{"role": "user", "content": "x", "user": "ada"}]}, "messages.0.user", "unknown_parameter"),
         ({"max_tokens": 2000}, "messages", "context_length_exceeded"),
         ({"messages": [{"role": "user", "content": "list " * 1200}]}, "messages", "context_length_exceeded"),
     ],
