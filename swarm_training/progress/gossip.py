@@ -65,6 +65,7 @@ class Gossip:
         self._rng = rng
         self._news = asyncio.Event()
         self._urgent = asyncio.Event()
+        self._outdated = asyncio.Event()  # what the board says
         self._since: dict[str, int] = {}  # by peer, what it has answered up to
         self._calling: dict[str, asyncio.Task[None]] = {}
         self.num_calls = 0
@@ -74,6 +75,10 @@ class Gossip:
         self._news.set()
         if urgent:
             self._urgent.set()
+
+    def publish_soon(self) -> None:
+        """What the board says of this peer is no longer of use to those who look there."""
+        self._outdated.set()
 
     async def run(self) -> None:
         await asyncio.gather(self._call_others(), self._publish(), self._read())
@@ -131,8 +136,11 @@ class Gossip:
 
     async def _publish(self) -> None:
         while True:
+            self._outdated.clear()
             await self._board.publish(self._renew())
-            await asyncio.sleep(_PUBLISH_S)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(_PUBLISH_S):
+                    await self._outdated.wait()
 
     async def _read(self) -> None:
         while True:

@@ -352,6 +352,8 @@ class TrainingPeer:
         self._standing.roster = arrival.roster
         self._state_server.remember(arrival)
         self._measured_s = now()
+        if self.own.state == JOINING:
+            self.gossip.publish_soon()
         self._standing.update(
             rollbacks=arrival.moment.rollbacks,
             step=arrival.moment.step,

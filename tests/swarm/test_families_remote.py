@@ -19,6 +19,7 @@ from tests.zoo import PAD, SUPPORTED, VOCAB, save_checkpoint
 COMMON = ("llama", "mixtral", "gemma3_text", "jamba")
 SPANS = ("0:2", "2:6")
 PADDED = 4
+ROUNDING = 1e-4  # relative; linear attention inverts a matrix, and processors sum in orders of their own: 3e-5 was seen
 FORGETS_BEAMS = ("MiniMaxForCausalLM",)  # with a cache: transformers does not reorder the states of linear attention
 
 
@@ -67,7 +68,7 @@ def test_logits(pair, padded, use_cache):
             model(ids, attention_mask=mask, use_cache=use_cache).logits[mask.bool()]
             for model in (pair.whole, pair.remote)
         )
-    assert_close(remote, whole)
+    assert_close(remote, whole, ROUNDING)
 
 
 @pytest.mark.parametrize("use_cache", [True, False], ids=["with-cache", "without-cache"])
@@ -79,7 +80,7 @@ def test_hidden_states_after_every_block(pair, padded, use_cache):
             for model in (pair.whole, pair.remote)
         )
     for found, expected in zip(remote, whole, strict=True):
-        assert_close(found[mask.bool()], expected[mask.bool()])
+        assert_close(found[mask.bool()], expected[mask.bool()], ROUNDING)
 
 
 def test_greedy_search_of_a_left_padded_batch(pair, padded):
@@ -113,4 +114,4 @@ def test_gradients_of_embeddings(pair, padded):
         model(inputs_embeds=embeddings, attention_mask=mask).logits[mask.bool()].square().sum().backward()
         grads.append(embeddings.grad)
     assert grads[0].abs().max() > 0
-    assert_close(grads[1], grads[0])
+    assert_close(grads[1], grads[0], ROUNDING)

@@ -15,6 +15,8 @@ import torch
 
 from swarm_training.core.config import TrainingConfig
 from swarm_training.core.moment import Moment
+from swarm_training.core.record import PRESENT
+from swarm_training.core.signing import read_signed
 from swarm_training.pb import training_pb2 as pb
 from swarm_training.progress import policy
 from tests.marks import SLOW
@@ -434,5 +436,15 @@ def test_many_peers(count: int) -> None:
         await all_done(start(peers, 3))
         require_equal(peers, 3)
         assert {size for peer in peers for size in peer.groups.values()} == {count}
+
+    simulate(scenario)
+
+
+def test_who_has_joined_is_seen_on_the_board_as_present_at_once() -> None:
+    async def scenario() -> None:
+        world = World()
+        peers = await enter_all(world, 3, target=12)
+        await asyncio.sleep(2.0)  # a record takes half a second to be published
+        assert all(read_signed(world.records[peer.peer_id]).state in PRESENT for peer in peers)
 
     simulate(scenario)
