@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Coroutine, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 from starlette.types import Receive
 
@@ -134,8 +134,7 @@ class Work:
         request = self.requests[choice]
         writer = _Writer(choice, self.model, request, self.stop)
         times = TokenTimes(self.metrics, self.began_s)
-        generator = cast("AsyncGenerator[Token | FinishReason, None]", stream(self.model.batcher, request))
-        async with aclosing(generator) as items:
+        async with aclosing(stream(self.model.batcher, request)) as items:
             async for item in items:
                 if isinstance(item, Token):
                     self.num_generated += 1
