@@ -253,7 +253,12 @@ class GenerationLoop:
             self._end([row], token)
             return False
         reason = row.take(token)
-        row.listener.token(token)
+        try:
+            row.listener.token(token)
+        except Exception:  # who listens has gone, its event loop for instance
+            _logger.debug("a generation has lost its listener", exc_info=True)
+            self._forget([row])
+            return False
         if reason is not None:
             self._end([row], reason)
         return reason is None
@@ -281,7 +286,10 @@ class GenerationLoop:
             _logger.error("a generation has failed", exc_info=reason)
         self._forget(rows)
         for row in rows:
-            row.listener.ended(reason)
+            try:
+                row.listener.ended(reason)
+            except Exception:
+                _logger.debug("a generation has lost its listener", exc_info=True)
 
     def _forget(self, rows: Iterable[_Row]) -> None:
         for row in rows:

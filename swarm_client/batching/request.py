@@ -44,7 +44,7 @@ class Token:
 
 
 class Listener(Protocol):
-    """Is told on the loop's thread, which it must not hold up."""
+    """Is told on the loop's thread, which it must not hold up. If it raises something, the generation is cancelled."""
 
     def token(self, token: Token) -> None: ...
 
