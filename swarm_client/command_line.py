@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from swarm_client.core.config import ClientConfig
 from swarm_client.finetune.settings import add_flags, check_file, from_flags
+from swarm_client.gateway.serving import ServeSettings, add_serve_flags, serve
 from swarm_client.generation.text_options import ANSWER_TOKENS, TextOptions
 from swarm_client.keys.command import add_keys
 from swarm_protocol.access.member_flags import ENVIRONMENT, add_member_flags
@@ -46,7 +47,7 @@ def parse_args(argv: list[str], others: Mapping[str, str] = MappingProxyType({})
     commands = parser.add_subparsers(dest="name", required=True, metavar="COMMAND")
     for name, text in others.items():
         commands.add_parser(name, help=text)
-    for add in (_add_generate, _add_chat, _add_finetune, _add_status, _add_demo, add_keys):
+    for add in (_add_generate, _add_chat, _add_serve, _add_finetune, _add_status, _add_demo, add_keys):
         add(commands)
     if not argv:
         parser.print_help(sys.stderr)
@@ -80,6 +81,20 @@ def _add_chat(commands: Commands) -> None:
     _add_swarm_flags(parser)
     _add_model_flags(parser)
     parser.add_argument("--max-new-tokens", type=int, default=ANSWER_TOKENS, metavar="N", help="of one answer")
+
+
+def _add_serve(commands: Commands) -> None:
+    parser = commands.add_parser(
+        "serve",
+        formatter_class=_WITH_DEFAULTS,
+        help="an OpenAI-compatible HTTP API over a swarm",
+        description="Serves --model and every other model of the swarm, at /v1/chat/completions, /v1/completions and "
+        "/v1/models; /health and /metrics are for operators.",
+    )
+    parser.set_defaults(command=serve_command)
+    _add_swarm_flags(parser)
+    _add_remote_flags(parser)
+    add_serve_flags(parser)
 
 
 def _add_finetune(commands: Commands) -> None:
@@ -136,9 +151,8 @@ def _add_log_level(command: argparse.ArgumentParser) -> None:
 
 def _add_model_flags(command: argparse.ArgumentParser) -> None:
     """What model writes text, how it chooses tokens, and on which servers."""
-    add, client, options = command.add_argument, ClientConfig, TextOptions
-    add("--model", default=DEFAULT_MODEL, metavar="NAME_OR_PATH", help="hub name or directory")
-    add("--revision", help="branch, tag or commit of a hub model")
+    _add_remote_flags(command)
+    add, options = command.add_argument, TextOptions
     add("--temperature", type=float, default=options.temperature, metavar="T", help="0: always the likeliest token")
     add(
         "--top-p",
@@ -149,6 +163,14 @@ def _add_model_flags(command: argparse.ArgumentParser) -> None:
     )
     add("--top-k", type=int, default=options.top_k, metavar="K", help="sample among this many tokens")
     add("--seed", type=int, default=options.seed, help="makes sampling repeatable")
+    add("--adapter", metavar="DIR|NAME", help="trained by finetune or PEFT; or the name of one that servers have")
+
+
+def _add_remote_flags(command: argparse.ArgumentParser) -> None:
+    """What model, and on which servers."""
+    add, client = command.add_argument, ClientConfig
+    add("--model", default=DEFAULT_MODEL, metavar="NAME_OR_PATH", help="hub name or directory")
+    add("--revision", help="branch, tag or commit of a hub model")
     add("--head-quant", default=client.head_quant, metavar="none|int8", help="of the head that makes logits")
     add(
         "--wait",
@@ -166,7 +188,6 @@ def _add_model_flags(command: argparse.ArgumentParser) -> None:
     )
     add("--allow", nargs="+", default=[], metavar="PEER", help="use these servers only; the end of a peer id will do")
     add("--block", nargs="+", default=[], metavar="PEER", help="do not use these servers")
-    add("--adapter", metavar="DIR|NAME", help="trained by finetune or PEFT; or the name of one that servers have")
     add("--standby", action="store_true", help="keep copies of keys and values on other servers")
 
 
@@ -215,23 +236,10 @@ def _text_options(args: argparse.Namespace, **more: int) -> TextOptions:
 
 def _connecting(args: argparse.Namespace) -> Callable[[], RemoteModelMixin]:
     """Connects the model that the flags ask for; they are checked now."""
-    check_location(locate(args.model), args.revision)
     trained_here = args.adapter is not None and Path(args.adapter).is_dir()
     if args.adapter and "/" in args.adapter and not trained_here:
         raise ValueError(f"--adapter {args.adapter} is no directory: expected that of a trained adapter")
-    config = ClientConfig(
-        initial_peers=tuple(args.initial_peers),
-        swarm=checked_name(args.swarm),
-        wait_timeout_s=args.wait,
-        recovery_timeout_s=args.recovery_timeout,
-        standby=args.standby,
-        head_quant=args.head_quant,
-        allowed_servers=tuple(args.allow),
-        blocked_servers=tuple(args.block),
-        adapter="" if trained_here else args.adapter or "",
-        **_member_fields(args),
-    )
-    check_access(config)
+    config = _remote_config(args, "" if trained_here else args.adapter or "")
 
     def connect() -> RemoteModelMixin:
         from swarm_client.adapters.trained import add_trained
@@ -249,6 +257,25 @@ def _connecting(args: argparse.Namespace) -> Callable[[], RemoteModelMixin]:
     return connect
 
 
+def _remote_config(args: argparse.Namespace, adapter: str = "") -> ClientConfig:
+    """Of the flags that say which model and which servers; they are checked now."""
+    check_location(locate(args.model), args.revision)
+    config = ClientConfig(
+        initial_peers=tuple(args.initial_peers),
+        swarm=checked_name(args.swarm),
+        wait_timeout_s=args.wait,
+        recovery_timeout_s=args.recovery_timeout,
+        standby=args.standby,
+        head_quant=args.head_quant,
+        allowed_servers=tuple(args.allow),
+        blocked_servers=tuple(args.block),
+        adapter=adapter,
+        **_member_fields(args),
+    )
+    check_access(config)
+    return config
+
+
 def _member_fields(args: argparse.Namespace) -> dict[str, Any]:
     return {"swarm_key": args.swarm_key, "membership": args.membership, "identity": args.identity}
 
@@ -259,6 +286,16 @@ def check_access(config: ClientConfig) -> None:
         from swarm_client.core.access import ClientAccess
 
         ClientAccess.of(config)
+
+
+def serve_command(args: argparse.Namespace) -> Command:
+    config, settings = _remote_config(args), ServeSettings.from_flags(args)
+
+    def run() -> None:
+        signals.unwind_on_signals()
+        serve(settings, config, args.model, args.revision)
+
+    return run
 
 
 def finetune_command(args: argparse.Namespace) -> Command:

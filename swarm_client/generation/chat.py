@@ -8,9 +8,9 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 import torch
-from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase, TextStreamer
 
+from swarm_client.generation.templates import first_tokens, render
 from swarm_client.generation.text_options import TextOptions
 from swarm_protocol.errors import SwarmError
 
@@ -51,7 +51,7 @@ class Conversation:
             SwarmError: see ``swarm_protocol.errors``.
         """
         messages = [*self._messages, {"role": "user", "content": line}]
-        text = self._rendered(messages)
+        text = render(self._tokenizer, messages)
         prompt = self._tokens(text)
         arguments = self._arguments(len(prompt))
         known = self.cache.get_seq_length()
@@ -77,19 +77,10 @@ class Conversation:
         self._messages, self._text, self._sent, self.token_ids = [], "", [], []
         self.cache.session.reset()
 
-    def _rendered(self, messages: list[dict[str, str]]) -> str:
-        """The text of all turns, of which the last waits for an answer."""
-        if self._tokenizer.chat_template:
-            try:
-                return str(self._tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False))
-            except TemplateError as error:
-                raise ValueError(f"the model's chat template refuses this: {error}") from None
-        return "".join(f"\n{turn['content']}" if turn["role"] == "user" else turn["content"] for turn in messages)[1:]
-
     def _tokens(self, text: str) -> list[int]:
         """Of all turns: those that the model has chosen stay, though a tokenizer might cut its answers otherwise."""
         if not self._text or not text.startswith(self._text):  # templates may shorten earlier turns
-            return list(self._tokenizer(text, add_special_tokens=not self._tokenizer.chat_template).input_ids)
+            return first_tokens(self._tokenizer, text)
         known = self.token_ids
         if known[-1] in self._tokenizer.all_special_ids:  # the end of the answer: the template says how a turn ends
             known = known[:-1]

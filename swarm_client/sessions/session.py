@@ -223,7 +223,11 @@ class RemoteSession:
     def close(self) -> None:
         """Frees the room on the servers. The session goes on if it is used again: it is replayed."""
         with self._lock:
-            background.run(self._chain.close())
+            background.run(self.close_on_loop())
+
+    async def close_on_loop(self) -> None:
+        """``close`` for code that runs on the background loop."""
+        await self._chain.close()
 
     def _change(self, change: pb.Change) -> None:
         """Travels with the next step; there is nothing to change before the first."""

@@ -35,8 +35,9 @@ LAYERS = {  # from the top: a room imports from those below it only
     ],
     "swarm_client": [
         [DOOR],
-        ["finetune", "demo", "keys"],
+        ["finetune", "demo", "keys", "gateway"],
         ["generation"],
+        ["batching"],
         ["model"],
         ["sessions", "passes", "monitor"],
         ["verification"],

@@ -1,0 +1,1 @@
+"""Continuous batching on the client: all generations of a process go through one loop."""

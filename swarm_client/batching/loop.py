@@ -1,0 +1,318 @@
+"""The loop that all generations of a model go through: what is ready is computed together, token by token."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import copy
+import logging
+import queue
+import threading
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers import GenerationConfig, LogitsProcessorList
+from transformers.generation.configuration_utils import GenerationMode
+
+from swarm_client.batching.request import FinishReason, Listener, Request, Token
+from swarm_client.batching.rows import BatchedModel
+from swarm_client.batching.sampler import Choice, choose
+from swarm_client.core import background
+from swarm_client.sessions.session import RemoteSession
+from swarm_protocol.errors import RequestRejected, SwarmError
+from swarm_protocol.wire.block_input import BlockInput
+
+if TYPE_CHECKING:
+    from swarm_client.model.hf_model import RemoteModelMixin
+
+_QUIET_S = 1e-3  # what servers have computed together comes back one after the other
+_RESERVED_TOKENS = 256  # of those to be generated, at most; a lease grows with its session
+_NOT_HERE = ("stop_strings", "max_time", "guidance_scale", "watermarking_config")  # other ways to end, or to choose
+_logger = logging.getLogger(__name__)
+
+
+class _Row:
+    """One generation that is under way.
+
+    Attributes:
+        num_new: tokens so far; ``last``: the newest one's id.
+        stepping: the step of its session that servers compute.
+    """
+
+    def __init__(
+        self,
+        loop: GenerationLoop,
+        request: Request,
+        choice: Choice,
+        session: RemoteSession,
+        listener: Listener,
+        stop_ids: frozenset[int],
+        max_new_tokens: int,
+    ) -> None:
+        self.choice = choice
+        self.session = session
+        self.listener = listener
+        self.num_new = 0
+        self.last = request.prompt[-1]
+        self.stepping: asyncio.Task[None] | None = None
+        self._prompt = request.prompt
+        self._stop_ids = stop_ids
+        self._max_new_tokens = max_new_tokens
+        self._loop = loop
+
+    def cancel(self) -> None:
+        self._loop._inbox.put(_Cancelled(self))
+
+    @property
+    def next_ids(self) -> torch.Tensor:
+        """[1, new]: what its session gets next."""
+        return torch.tensor([[self.last]] if self.num_new else [self._prompt])
+
+    def take(self, token: Token) -> FinishReason | None:
+        """The token is the next one; returns why it was the last."""
+        self.last = token.id
+        self.num_new += 1
+        self.choice.token_ids = torch.cat([self.choice.token_ids, torch.tensor([token.id])])
+        if token.id in self._stop_ids:
+            return "stop"
+        return "length" if self.num_new == self._max_new_tokens else None
+
+
+@dataclass(frozen=True)
+class _New:
+    row: _Row
+
+
+@dataclass(frozen=True)
+class _Cancelled:
+    row: _Row
+
+
+@dataclass(frozen=True)
+class _Stepped:
+    """hidden: [1, 1, hidden_size], of the last position; or why there is none."""
+
+    row: _Row
+    hidden: torch.Tensor | BaseException
+
+
+_Event = _New | _Cancelled | _Stepped | None  # None: the loop is to end
+
+
+class GenerationLoop:
+    """Generates for many at once, each with a session of its own, which joins and leaves at any token.
+
+    What a generation writes is what ``generate`` writes for it alone, after ``torch.manual_seed`` with its seed. A
+    server that fails holds up only the generations that it was computing for.
+    """
+
+    def __init__(self, model: RemoteModelMixin) -> None:
+        """Raises RequestRejected: the model has prompts, whose positions nobody but ``generate`` counts."""
+        if model.prompts is not None:
+            raise RequestRejected("generations of a model with prompts cannot be batched: call generate")
+        self._model: Any = model
+        self._batched = BatchedModel(model)
+        self._inbox: queue.SimpleQueue[_Event] = queue.SimpleQueue()
+        self._rows: set[_Row] = set()
+        self._is_closed = False
+        self._submitting = threading.Lock()  # what comes before the end is told of it
+        self._thread = threading.Thread(target=self._run, name="swarm generations", daemon=True)
+        self._thread.start()
+
+    def submit(self, request: Request, listener: Listener) -> _Row:
+        """See ``Batcher``."""
+        config = self._checked(request)
+        generator = None
+        if config.do_sample:
+            generator = torch.Generator()
+            if request.seed is None:
+                generator.seed()
+            else:
+                generator.manual_seed(request.seed)
+        choice = Choice(
+            torch.tensor(request.prompt),
+            self._model._get_logits_processor(
+                config, len(request.prompt), logits_processor=LogitsProcessorList(request.processors), device="cpu"
+            ),
+            generator,
+            request.num_logprobs,
+        )
+        stop_ids = config._eos_token_tensor
+        row = _Row(
+            self,
+            request,
+            choice,
+            self._model.blocks.open_session(len(request.prompt) + min(config.max_new_tokens, _RESERVED_TOKENS)),
+            listener,
+            frozenset([] if stop_ids is None else stop_ids.tolist()),
+            config.max_new_tokens,
+        )
+        with self._submitting:
+            if self._is_closed:
+                raise RequestRejected("the generation loop was closed")
+            self._inbox.put(_New(row))
+        return row
+
+    def close(self) -> None:
+        """Ends all generations; their listeners are told."""
+        with self._submitting:
+            self._is_closed = True
+            self._inbox.put(None)
+        self._thread.join()
+
+    def __enter__(self) -> GenerationLoop:
+        return self
+
+    def __exit__(self, *_exception: object) -> None:
+        self.close()
+
+    def _checked(self, request: Request) -> GenerationConfig:
+        """Its config with the model's in place of what is not set, as ``generate`` prepares it."""
+        if not request.prompt:
+            raise RequestRejected("the prompt is empty: expected at least one token")
+        config: Any = self._model._prepare_generation_config(copy.deepcopy(request.config))[0]
+        if config.get_generation_mode() not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
+            raise RequestRejected("beams and assistants are not batched: expected greedy search or sampling")
+        if config.num_return_sequences not in (None, 1):
+            raise RequestRejected("num_return_sequences is not batched: submit one request for each")
+        for name in _NOT_HERE:
+            if getattr(config, name, None) not in (None, 1, 1.0):
+                raise RequestRejected(f"{name} is not batched: call generate")
+        if config.max_new_tokens is None or config.max_new_tokens < 1:
+            raise RequestRejected(f"max_new_tokens is {config.max_new_tokens}: expected at least 1")
+        total, limit = len(request.prompt) + config.max_new_tokens, self._model.blocks.max_positions
+        if limit is not None and total > limit:
+            raise RequestRejected(
+                f"prompt and new tokens need {total} positions, but the model has {limit}: shorten the prompt or ask "
+                "for fewer new tokens"
+            )
+        vocabulary = self._model.get_input_embeddings().num_embeddings
+        if not all(0 <= token_id < vocabulary for token_id in request.prompt):
+            raise RequestRejected(f"token ids must be from 0 to {vocabulary - 1}")
+        config.max_length = total
+        if config.min_new_tokens is not None:
+            config.min_length = len(request.prompt) + config.min_new_tokens
+        self._model._prepare_special_tokens(config, True, device="cpu")
+        return config  # type: ignore[no-any-return]
+
+    # ------------------------------------------------------------ the loop
+
+    def _run(self) -> None:
+        with torch.no_grad():
+            while True:
+                events = self._next_events()
+                going_on = [row for row in self._joined(events) if row in self._rows]
+                self._send([*going_on, *self._written([event for event in events if isinstance(event, _Stepped)])])
+                if None in events:
+                    self._end(self._rows.copy(), RequestRejected("the generation loop was closed"))
+                    return
+
+    def _next_events(self) -> list[_Event]:
+        """Waits for one, and for those that come close behind it."""
+        events = [self._inbox.get()]
+        with contextlib.suppress(queue.Empty):
+            while len(events) < len(self._rows) or not self._inbox.empty():
+                events.append(self._inbox.get(timeout=_QUIET_S))
+        return events
+
+    def _joined(self, events: Iterable[_Event]) -> list[_Row]:
+        """Those that are new; who has been cancelled is gone."""
+        joined = [event.row for event in events if isinstance(event, _New)]
+        self._rows.update(joined)
+        cancelled = [event.row for event in events if isinstance(event, _Cancelled)]
+        self._forget([row for row in cancelled if row in self._rows])
+        return joined
+
+    def _written(self, stepped: Sequence[_Stepped]) -> list[_Row]:
+        """Chooses and tells the next token of each; returns those that go on."""
+        rows, hidden = [], []
+        for event in stepped:
+            if event.row not in self._rows:
+                continue
+            if isinstance(event.hidden, BaseException):
+                self._end([event.row], event.hidden)
+                continue
+            rows.append(event.row)
+            hidden.append(event.hidden)
+        if not rows:
+            return []
+        try:
+            last_ids = torch.tensor([[row.last] for row in rows])
+            logits = self._batched.logits(last_ids, torch.cat(hidden), [row.session for row in rows])
+            tokens = choose([row.choice for row in rows], logits.cpu())
+        except Exception as error:
+            self._end(rows, error)
+            return []
+        return [row for row, token in zip(rows, tokens, strict=True) if self._told(row, token)]
+
+    def _told(self, row: _Row, token: Token | Exception) -> bool:
+        """Whether the generation goes on."""
+        if isinstance(token, Exception):
+            self._end([row], token)
+            return False
+        reason = row.take(token)
+        try:
+            row.listener.token(token)
+        except Exception:  # who listens has gone, its event loop for instance
+            _logger.debug("a generation has lost its listener", exc_info=True)
+            self._forget([row])
+            return False
+        if reason is not None:
+            self._end([row], reason)
+        return reason is None
+
+    def _send(self, rows: Sequence[_Row]) -> None:
+        """The next step of each, into its session: those of one token together."""
+        steps: list[tuple[_Row, BlockInput]] = []
+        decoding = [row for row in rows if row.num_new]
+        for group in [decoding, *([row] for row in rows if not row.num_new)]:
+            if not group:
+                continue
+            try:
+                ids = torch.cat([row.next_ids for row in group])
+                inputs = self._batched.inputs(ids, [row.session for row in group])
+            except Exception as error:
+                self._end(group, error)
+                continue
+            steps += zip(group, inputs, strict=True)
+        if steps:
+            background.submit(self._start(steps))
+
+    def _end(self, rows: Iterable[_Row], reason: FinishReason | BaseException) -> None:
+        rows = list(rows)
+        if isinstance(reason, BaseException) and not isinstance(reason, SwarmError | ValueError):
+            _logger.error("a generation has failed", exc_info=reason)
+        self._forget(rows)
+        for row in rows:
+            try:
+                row.listener.ended(reason)
+            except Exception:
+                _logger.debug("a generation has lost its listener", exc_info=True)
+
+    def _forget(self, rows: Iterable[_Row]) -> None:
+        for row in rows:
+            self._rows.discard(row)
+            background.submit(_stop(row))
+
+    # ------------------------------------------------------------ on the network's thread
+
+    async def _start(self, steps: Sequence[tuple[_Row, BlockInput]]) -> None:
+        for row, inputs in steps:
+            row.stepping = asyncio.ensure_future(self._step(row, inputs))
+
+    async def _step(self, row: _Row, inputs: BlockInput) -> None:
+        try:
+            hidden: torch.Tensor | BaseException = await row.session.step_on_loop(inputs, 1)
+        except Exception as error:
+            hidden = error
+        self._inbox.put(_Stepped(row, hidden))
+
+
+async def _stop(row: _Row) -> None:
+    """Its room on servers is free, whatever they compute for it."""
+    if row.stepping is not None:
+        row.stepping.cancel()
+        await asyncio.gather(row.stepping, return_exceptions=True)
+    await row.session.close_on_loop()

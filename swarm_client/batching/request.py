@@ -1,0 +1,72 @@
+"""What is asked of the generation loop, and what it answers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+from transformers import GenerationConfig, LogitsProcessor
+
+FinishReason = Literal["stop", "length"]
+
+
+@dataclass(frozen=True)
+class Request:
+    """One generation.
+
+    Attributes:
+        prompt: token ids, at least one.
+        config: how tokens are chosen, as for ``generate``; ``max_new_tokens`` must be set, beams and the like are
+            refused.
+        seed: of this generation's own generator; None: a random one.
+        processors: of logits, besides those of ``config``, each called as in ``generate`` with token ids [1, length]
+            and scores [1, vocabulary].
+        num_logprobs: how many of the likeliest tokens are told with each; 0: that of the token itself; None: nothing.
+    """
+
+    prompt: tuple[int, ...]
+    config: GenerationConfig
+    seed: int | None = None
+    processors: tuple[LogitsProcessor, ...] = ()
+    num_logprobs: int | None = None
+
+
+@dataclass(frozen=True)
+class Token:
+    """Attributes:
+    logprob: natural logarithm of its probability by the model's own logits, before any processor; None: not asked for.
+    top: the likeliest tokens and theirs, likeliest first.
+    """
+
+    id: int
+    logprob: float | None = None
+    top: tuple[tuple[int, float], ...] = ()
+
+
+class Listener(Protocol):
+    """Is told on the loop's thread, which it must not hold up. If it raises something, the generation is cancelled."""
+
+    def token(self, token: Token) -> None: ...
+
+    def ended(self, reason: FinishReason | BaseException) -> None:
+        """Once; after that, nothing more comes. An error: a ``SwarmError``, or a ValueError. Not called after
+        ``cancel``."""
+
+
+class Generation(Protocol):
+    """One that is under way."""
+
+    def cancel(self) -> None:
+        """Ends it, and frees its room on servers at once. From any thread; nothing happens if it has ended."""
+
+
+class Batcher(Protocol):
+    """What generates."""
+
+    def submit(self, request: Request, listener: Listener) -> Generation:
+        """From any thread.
+
+        Raises:
+            ValueError: the request is none: an empty prompt, more positions than the model has, an option that is not
+                supported.
+        """

@@ -1,0 +1,107 @@
+"""Many generations as one batch of the stock model, though each has a session of its own.
+
+A forward is made in two halves. The first goes as far as the blocks, whose input is taken row by row into the
+sessions; the second begins behind them, with what has come back. So rows may come back at different times, and the two
+halves of a row may be made beside different others. Before and behind the blocks, it is the family's own code.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers.cache_utils import Cache
+
+from swarm_client.model.cache import RemoteLayer
+from swarm_client.sessions.session import RemoteSession
+from swarm_client.swarm.swarm import Swarm
+from swarm_protocol.wire.block_input import BlockInput
+
+if TYPE_CHECKING:
+    from swarm_client.model.hf_model import RemoteModelMixin
+
+
+class BatchedModel:
+    """The two halves of a stock model's forward, over rows of different lengths without padding on servers."""
+
+    def __init__(self, model: RemoteModelMixin) -> None:
+        self._model: Any = model
+        self._takes_positions = "position_ids" in inspect.signature(model.forward).parameters
+
+    def inputs(self, token_ids: torch.Tensor, sessions: Sequence[RemoteSession]) -> list[BlockInput]:
+        """What each session gets next.
+
+        token_ids: [rows, new], of as many rows as there are sessions.
+        """
+        before = _Before(sessions)
+        with contextlib.suppress(_TakenOver):
+            self._forward(token_ids, before)
+        return before.taken
+
+    def logits(self, token_ids: torch.Tensor, hidden: torch.Tensor, sessions: Sequence[RemoteSession]) -> torch.Tensor:
+        """Of the next tokens: [rows, vocabulary] float32.
+
+        token_ids: [rows, 1], the last of each row; hidden: [rows, 1, hidden_size], what has come out of the blocks for
+        them.
+        """
+        output = self._forward(token_ids, _Behind(sessions, hidden))
+        logits: torch.Tensor = output.logits[:, -1].float()
+        return logits
+
+    def _forward(self, token_ids: torch.Tensor, stand_in: _Rows) -> Any:
+        model, past = self._model, stand_in.lengths
+        new = token_ids.shape[1]
+        options: dict[str, Any] = {}
+        if self._takes_positions:
+            options["position_ids"] = torch.tensor(past)[:, None] + torch.arange(new)
+        else:  # they follow from the mask
+            columns = torch.arange(max(past) + new)
+            options["attention_mask"] = (columns >= max(past) - torch.tensor(past)[:, None]).long()
+        options = {name: value.to(model.device) for name, value in options.items()}
+        options[model._family.cache_argument] = Cache(layers=[RemoteLayer(stand_in)])  # type: ignore[arg-type]
+        return model(token_ids.to(model.device), use_cache=True, return_dict=True, logits_to_keep=1, **options)
+
+
+class _Rows:
+    """Stands in a cache for the sessions of all rows: what ``RemoteLayer`` and ``ModelPass`` need of a session."""
+
+    def __init__(self, sessions: Sequence[RemoteSession], lengths: Sequence[int]) -> None:
+        self._sessions = sessions
+        self.lengths = lengths
+        self.length = max(lengths)
+
+    def runs_on(self, swarm: Swarm) -> bool:
+        return all(session.runs_on(swarm) for session in self._sessions)
+
+
+class _TakenOver(Exception):
+    """The input of the blocks is known: the rest of this forward is not needed."""
+
+
+class _Before(_Rows):
+    """Attributes:
+    taken: by row, what goes into the blocks.
+    """
+
+    def __init__(self, sessions: Sequence[RemoteSession]) -> None:
+        super().__init__(sessions, [session.length for session in sessions])
+        self.taken: list[BlockInput] = []
+
+    def step(self, inputs: BlockInput, _num_wanted: int | None = None) -> torch.Tensor:
+        for row, past in enumerate(self.lengths):
+            hidden = inputs.hidden[row : row + 1]
+            positions = torch.arange(past, past + hidden.shape[1], device=hidden.device)[None]
+            self.taken.append(BlockInput(hidden, None, positions))
+        raise _TakenOver
+
+
+class _Behind(_Rows):
+    def __init__(self, sessions: Sequence[RemoteSession], hidden: torch.Tensor) -> None:
+        super().__init__(sessions, [session.length - 1 for session in sessions])
+        self._hidden = hidden
+
+    def step(self, _inputs: BlockInput, _num_wanted: int | None = None) -> torch.Tensor:
+        return self._hidden

@@ -1,0 +1,98 @@
+"""Chooses the next tokens of many generations in one pass, each with its own settings and random numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from transformers import LogitsProcessorList
+from transformers.generation.logits_process import (
+    InfNanRemoveLogitsProcessor,
+    MinPLogitsWarper,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from swarm_client.batching.request import Token
+
+# What these do to a row follows from the row's scores and their own numbers.
+_BY_ROW = (
+    InfNanRemoveLogitsProcessor,
+    MinPLogitsWarper,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+
+@dataclass(eq=False)
+class Choice:
+    """How one generation chooses.
+
+    Attributes:
+        token_ids: [prompt and what has been generated].
+        generator: of random numbers; None: the likeliest token.
+        num_logprobs: see ``Request``.
+        key: equal for those whose processors do the same to every row; None: they look at the tokens before.
+    """
+
+    token_ids: torch.Tensor
+    processors: LogitsProcessorList
+    generator: torch.Generator | None
+    num_logprobs: int | None
+    key: Hashable = field(init=False)
+
+    def __post_init__(self) -> None:
+        is_by_row = all(type(processor) in _BY_ROW for processor in self.processors)
+        described = ((type(processor), *sorted(vars(processor).items())) for processor in self.processors)
+        self.key = (self.generator is None, *described) if is_by_row else None
+
+
+def choose(choices: Sequence[Choice], logits: torch.Tensor) -> list[Token | Exception]:
+    """The next token of each; logits: [rows, vocabulary] float32. An error is what a processor has raised."""
+    chosen: list[Token | Exception] = [ValueError("no scores")] * len(choices)
+    for rows in _alike(choices):
+        try:
+            tokens = _choose_alike([choices[row] for row in rows], logits[rows])
+        except Exception as error:  # of a grammar for instance: it is that of one generation
+            chosen[rows[0]] = error
+            continue
+        for row, token in zip(rows, tokens, strict=True):
+            chosen[row] = token
+    return chosen
+
+
+def _alike(choices: Sequence[Choice]) -> list[list[int]]:
+    """Rows that one pass serves."""
+    groups: dict[Hashable, list[int]] = {}
+    for row, choice in enumerate(choices):
+        groups.setdefault(("alone", row) if choice.key is None else choice.key, []).append(row)
+    return list(groups.values())
+
+
+def _choose_alike(choices: Sequence[Choice], logits: torch.Tensor) -> list[Token]:
+    first = choices[0]
+    ids_so_far: Any = first.token_ids[None]
+    copied: Any = logits.clone()  # they may write into it
+    scores = first.processors(ids_so_far, copied)
+    if first.generator is None:
+        ids = scores.argmax(-1).tolist()
+    else:
+        rows = zip(scores.softmax(-1).split(1), choices, strict=True)
+        ids = [int(torch.multinomial(row, 1, generator=choice.generator)) for row, choice in rows]
+    return [
+        _told(choice.num_logprobs, token_id, row) for choice, token_id, row in zip(choices, ids, logits, strict=True)
+    ]
+
+
+def _told(num_logprobs: int | None, token_id: int, logits: torch.Tensor) -> Token:
+    if num_logprobs is None:
+        return Token(token_id)
+    logprobs = logits.log_softmax(-1)
+    top = logprobs.topk(min(num_logprobs, len(logprobs)))
+    return Token(
+        token_id, float(logprobs[token_id]), tuple(zip(top.indices.tolist(), top.values.tolist(), strict=True))
+    )

@@ -1,0 +1,45 @@
+"""A generation as an asynchronous iterator."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+
+from swarm_client.batching.request import Batcher, FinishReason, Request, Token
+
+
+class _Queue:
+    """A listener on the thread of the loop; its reader is on an event loop."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self.items: asyncio.Queue[Token | FinishReason | BaseException] = asyncio.Queue()
+
+    def token(self, token: Token) -> None:
+        self._loop.call_soon_threadsafe(self.items.put_nowait, token)
+
+    def ended(self, reason: FinishReason | BaseException) -> None:
+        self._loop.call_soon_threadsafe(self.items.put_nowait, reason)
+
+
+async def stream(batcher: Batcher, request: Request) -> AsyncGenerator[Token | FinishReason, None]:
+    """The tokens as they come, and at last why there are no more.
+
+    Who stops reading closes the iterator (``aclose``), which cancels the generation.
+
+    Raises:
+        ValueError: see ``Batcher.submit``.
+        SwarmError: see ``swarm_protocol.errors``.
+    """
+    queue = _Queue()
+    generation = batcher.submit(request, queue)
+    try:
+        while True:
+            item = await queue.items.get()
+            if isinstance(item, BaseException):
+                raise item
+            yield item
+            if not isinstance(item, Token):
+                return
+    finally:
+        generation.cancel()

@@ -1,0 +1,170 @@
+"""The generations of one request: their turns, their text, and their end when nobody listens any more."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Coroutine, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Any
+
+from starlette.types import Receive
+
+from swarm_client.batching.request import FinishReason, Request, Token
+from swarm_client.batching.streaming import stream
+from swarm_client.gateway.admission import Place
+from swarm_client.gateway.metrics import Metrics, TokenTimes
+from swarm_client.gateway.models import ServedModel
+from swarm_client.generation.text_stream import StopStrings, TextStream
+
+
+@dataclass(frozen=True)
+class SaidToken:
+    """``offset``: where its text begins in the text of the choice."""
+
+    token: Token
+    offset: int
+
+
+@dataclass(frozen=True)
+class Delta:
+    """What has come of one choice; ``finish`` is None as long as there is more."""
+
+    choice: int
+    text: str
+    tokens: tuple[SaidToken, ...] = ()  # if logprobs were asked for
+    finish: FinishReason | None = None
+
+
+class _Writer:
+    """Makes deltas of the tokens of one choice."""
+
+    def __init__(self, choice: int, model: ServedModel, request: Request, stop: Sequence[str]) -> None:
+        self._choice = choice
+        self._text, self._stops = TextStream(model.tokenizer, request.prompt), StopStrings(stop)
+        self._ends = _end_tokens(model)
+        self._with_tokens = request.num_logprobs is not None
+        self._num_decoded = self._num_sent = 0  # characters
+        self._held: list[SaidToken] = []
+
+    def put(self, token: Token) -> Delta | None:
+        if token.id in self._ends:  # the end itself is no text
+            return None
+        if self._with_tokens:
+            self._held.append(SaidToken(token, self._num_decoded))
+        text = self._passed(self._text.put(token.id))
+        if self._stops.found:
+            return self._delta(text, "stop")
+        return self._delta(text, None) if text else None
+
+    def end(self, reason: FinishReason) -> Delta:
+        text = self._passed(self._text.end())
+        if self._stops.found:
+            return self._delta(text, "stop")
+        return self._delta(text + self._stops.end(), reason)
+
+    def _passed(self, text: str) -> str:
+        self._num_decoded += len(text)
+        return self._stops.put(text)
+
+    def _delta(self, text: str, finish: FinishReason | None) -> Delta:
+        """With the tokens that begin in the text; at an end without a stop string, also those that have no text."""
+        self._num_sent += len(text)
+        is_whole = finish is not None and not self._stops.found
+        said = [token for token in self._held if is_whole or token.offset < self._num_sent]
+        self._held = self._held[len(said) :]
+        return Delta(self._choice, text, tuple(said), finish)
+
+
+def _end_tokens(model: ServedModel) -> frozenset[int]:
+    ends = model.generation_config.eos_token_id
+    return frozenset(ends if isinstance(ends, list) else [] if ends is None else [ends])
+
+
+@dataclass
+class Work:
+    """One request's generations, each with its place in the queue.
+
+    Attributes:
+        began_s: when the request came, by ``time.perf_counter``.
+        num_generated: tokens so far, of all of them.
+    """
+
+    model: ServedModel
+    requests: Sequence[Request]
+    stop: Sequence[str]
+    places: Sequence[Place]
+    metrics: Metrics
+    began_s: float
+    num_generated: int = 0
+
+    async def deltas(self) -> AsyncGenerator[Delta, None]:
+        """Of all choices, as they come. Who stops reading closes the iterator, which ends all generations.
+
+        Raises:
+            ValueError: see ``Batcher.submit``.
+            SwarmError: see ``swarm_protocol.errors``.
+        """
+        queue: asyncio.Queue[Delta | BaseException | None] = asyncio.Queue()
+        tasks = [asyncio.create_task(self._write(choice, queue)) for choice in range(len(self.requests))]
+        try:
+            num_ended = 0
+            while num_ended < len(tasks):
+                item = await queue.get()
+                if isinstance(item, BaseException):
+                    raise item
+                if item is not None:
+                    yield item
+                num_ended += item is None
+        finally:
+            await _end(tasks)
+            for place in self.places:
+                place.leave()
+
+    async def _write(self, choice: int, queue: asyncio.Queue[Delta | BaseException | None]) -> None:
+        try:
+            async with self.places[choice]:
+                await self._generate(choice, queue)
+        except Exception as error:
+            queue.put_nowait(error)
+        else:
+            queue.put_nowait(None)
+
+    async def _generate(self, choice: int, queue: asyncio.Queue[Delta | BaseException | None]) -> None:
+        request = self.requests[choice]
+        writer = _Writer(choice, self.model, request, self.stop)
+        times = TokenTimes(self.metrics, self.began_s)
+        async with aclosing(stream(self.model.batcher, request)) as items:
+            async for item in items:
+                if isinstance(item, Token):
+                    self.num_generated += 1
+                    times.token()
+                    delta = writer.put(item)
+                else:
+                    delta = writer.end(item)
+                if delta is not None:
+                    queue.put_nowait(delta)
+                    if delta.finish is not None:
+                        return
+
+
+async def while_connected(receive: Receive, work: Coroutine[Any, Any, None]) -> None:
+    """Does the work, whose request has been read, and cancels it at once if the client goes."""
+    working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(_disconnected(receive))
+    try:
+        await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
+        if working.done():
+            working.result()
+    finally:
+        await _end([working, leaving])
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _end(tasks: Sequence[asyncio.Future[Any]]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)

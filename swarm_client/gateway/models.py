@@ -1,0 +1,196 @@
+"""Which models are served, and their loading when first asked for."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import contextlib
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+from transformers import GenerationConfig, PreTrainedTokenizerBase
+
+from swarm_client.batching.request import Batcher
+from swarm_client.core import background
+from swarm_client.core.config import ClientConfig
+from swarm_client.gateway.admission import ApiError
+from swarm_client.generation.generation import load_tokenizer
+from swarm_client.model.model import DistributedModel
+from swarm_client.monitor.model_monitor import ModelStatus
+from swarm_client.monitor.monitor import Monitor
+from swarm_protocol.checkpoints.default_model import locate
+from swarm_protocol.checkpoints.files import is_plain
+from swarm_protocol.errors import SwarmError
+from swarm_protocol.wire.printable import printable
+
+if TYPE_CHECKING:
+    from swarm_client.model.hf_model import RemoteModelMixin
+
+_logger = logging.getLogger(__name__)
+_MOST_LOADED = 16  # each has embeddings and a head in memory, and any server may announce a model
+_LOOK_EVERY_S = 10.0  # at most, at who is in the swarm
+_ADAPTER = ":"  # between the names of a model and of an adapter
+
+
+@dataclass(frozen=True)
+class ServedModel:
+    """Attributes:
+    max_positions: of prompt and answer together; None: any number.
+    """
+
+    name: str
+    tokenizer: PreTrainedTokenizerBase
+    batcher: Batcher
+    max_positions: int | None
+    generation_config: GenerationConfig
+    vocab_size: int
+
+
+class ClosableBatcher(Batcher, Protocol):
+    def close(self) -> None:
+        """Ends all generations."""
+
+
+class Models(Protocol):
+    async def names(self) -> list[str]: ...
+
+    async def get(self, name: str) -> ServedModel:
+        """Raises:
+        ApiError: there is no such model.
+        SwarmError: it cannot be loaded at present.
+        """
+
+
+def not_found(name: str) -> ApiError:
+    return ApiError(
+        404,
+        f"there is no model {printable(name)!r}: /v1/models lists those that there are",
+        param="model",
+        code="model_not_found",
+    )
+
+
+@dataclass(frozen=True)
+class _Source:
+    """Where ``DistributedModel.from_pretrained`` finds a model."""
+
+    location: str
+    revision: str | None = None
+    adapter: str = ""
+
+
+class SwarmModels:
+    """One model that was chosen, and all others of its swarm; loaded once each, however many ask at the same time.
+
+    For one event loop. ``close`` leaves the swarm.
+    """
+
+    def __init__(
+        self,
+        config: ClientConfig,
+        model: str,
+        revision: str | None,
+        make_batcher: Callable[[RemoteModelMixin], ClosableBatcher],
+        *,
+        load: Callable[..., RemoteModelMixin] = DistributedModel.from_pretrained,
+        monitor: Monitor | None = None,
+    ) -> None:
+        """``load`` and ``monitor`` stand for the swarm."""
+        location = Path(locate(model)).expanduser()
+        self._config, self._make_batcher, self._load_model = config, make_batcher, load
+        self.own = location.resolve().name if location.is_dir() else model  # as the swarm's records name it
+        self._own_source = _Source(model, revision)
+        self._sources = {self.own: self._own_source}
+        self._loading: dict[str, asyncio.Future[ServedModel]] = {}
+        # Threads of its own: those that the event loop has anyway must not wait for the swarm.
+        self._threads = concurrent.futures.ThreadPoolExecutor(_MOST_LOADED, "models")
+        self._opened = contextlib.ExitStack()  # what ``close`` closes
+        self._monitor = monitor or Monitor(config)
+        self._look: asyncio.Task[None] | None = None
+        self._looked_s = 0.0
+
+    async def names(self) -> list[str]:
+        await self._see_swarm()
+        return list(self._sources)
+
+    async def get(self, name: str) -> ServedModel:
+        name = self.own if name == self._own_source.location else name
+        if name not in self._loading:
+            if name not in self._sources:
+                await self._see_swarm()
+            if name not in self._sources:
+                raise not_found(name)
+        loading = self._loading.get(name)
+        if loading is None:
+            if len(self._loading) >= _MOST_LOADED:
+                raise ApiError(503, f"{_MOST_LOADED} models are loaded, which are as many as this server takes")
+            loop = asyncio.get_running_loop()
+            loading = loop.run_in_executor(self._threads, self._load, name, self._sources[name])
+            self._loading[name] = loading
+            loading.add_done_callback(lambda done: self._forget_failure(name, done))
+        return await asyncio.shield(loading)  # others may wait for it too
+
+    def close(self) -> None:
+        """From a thread without an event loop, once nobody asks any more."""
+        self._threads.shutdown(cancel_futures=True)  # what is still loading is closed too
+        self._opened.close()
+        background.run(self._monitor.close())
+
+    def _load(self, name: str, source: _Source) -> ServedModel:
+        tokenizer = load_tokenizer(source.location, source.revision)
+        config = replace(self._config, adapter=source.adapter) if source.adapter else self._config
+        model = self._load_model(source.location, config=config, revision=source.revision)
+        self._opened.callback(model.close)
+        batcher = self._make_batcher(model)
+        self._opened.callback(batcher.close)
+        return ServedModel(
+            name=name,
+            tokenizer=tokenizer,
+            batcher=batcher,
+            max_positions=model.blocks.max_positions,
+            generation_config=model.generation_config,
+            vocab_size=model.config.get_text_config().vocab_size,
+        )
+
+    def _forget_failure(self, name: str, done: asyncio.Future[ServedModel]) -> None:
+        if done.cancelled() or done.exception() is not None:
+            del self._loading[name]
+
+    async def _see_swarm(self) -> None:
+        """Reads what the swarm's servers announce, unless that is known."""
+        if self._look is None and (not self._looked_s or time.monotonic() - self._looked_s > _LOOK_EVERY_S):
+            self._look = asyncio.create_task(self._read_swarm())
+        if self._look is not None:
+            await asyncio.shield(self._look)
+
+    async def _read_swarm(self) -> None:
+        try:
+            snapshot = await asyncio.wrap_future(background.submit(self._monitor.look()))
+        except (SwarmError, OSError, concurrent.futures.CancelledError) as error:
+            _logger.warning("the swarm's models cannot be read: %s", error)
+        else:
+            self._sources = {self.own: self._own_source}
+            for status in snapshot.models:
+                self._sources |= self._offered(status)
+        finally:
+            self._look, self._looked_s = None, time.monotonic()
+
+    def _offered(self, status: ModelStatus) -> dict[str, _Source]:
+        """A model whose blocks all have servers, and it with each adapter that all its blocks have."""
+        if status.missing or not (status.model == self.own or is_plain(status.model)):
+            return {}
+        if status.model == self.own:
+            plain = self._own_source
+        else:  # a directory has a fingerprint for a revision, which it is loaded without
+            is_here = Path(locate(status.model)).is_dir()
+            plain = _Source(status.model, None if is_here else status.revision or None)
+        found = {status.model: plain}
+        for adapter in sorted({name for server in status.servers for name in server.record.adapters}):
+            having = tuple(server for server in status.servers if adapter in server.record.adapters)
+            if not replace(status, servers=having).missing:
+                found[f"{status.model}{_ADAPTER}{adapter}"] = replace(plain, adapter=adapter)
+        return found

@@ -1,0 +1,117 @@
+"""The flags of ``swarm serve``, and the server that they start, which alone imports what it needs."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import errno
+import importlib.util
+import logging
+import shlex
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from swarm_client.core.config import ClientConfig
+from swarm_client.gateway.admission import DEFAULT_LIMITS, Limits, is_loopback, read_keys
+from swarm_protocol.wire.printable import printable
+
+if TYPE_CHECKING:
+    from fastapi import FastAPI
+
+_PACKAGES = ("fastapi", "uvicorn", "prometheus_client")
+_BACKLOG = 2048  # connections that wait to be accepted
+_DRAIN_S = 5  # that answers under way may take to end after Ctrl-C
+
+
+@dataclass(frozen=True)
+class ServeSettings:
+    """Raises ValueError at construction if whoever reaches the address could ask without a key."""
+
+    host: str = "127.0.0.1"
+    port: int = 8000  # 0: one that is free
+    keys: tuple[str, ...] = ()
+    limits: Limits = DEFAULT_LIMITS
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.port < 2**16:
+            raise ValueError(f"--port is {self.port}: expected 0 to 65535")
+        if not self.keys and not is_loopback(self.host):
+            raise ValueError(
+                f"--host {self.host} is reached from other machines: give --api-keys FILE, with a key in each line"
+            )
+
+    @classmethod
+    def from_flags(cls, args: argparse.Namespace) -> ServeSettings:
+        """Raises ValueError if a package is missing too."""
+        if any(importlib.util.find_spec(package) is None for package in _PACKAGES):
+            raise ValueError("serve needs more packages: pip install 'swarm-lm[serve]'")
+        keys = () if args.api_keys is None else read_keys(args.api_keys)
+        limits = Limits(args.max_active, args.max_queued, args.requests_per_minute)
+        return cls(args.host, args.port, keys, limits)
+
+
+def add_serve_flags(command: argparse.ArgumentParser) -> None:
+    add, settings, limits = command.add_argument, ServeSettings, Limits
+    add("--host", default=settings.host, help="address to listen on; one that other machines reach needs --api-keys")
+    add("--port", type=int, default=settings.port, metavar="N", help="to listen on; 0: one that is free")
+    add("--api-keys", type=Path, metavar="FILE", help="a key in each line: who has none of them is refused")
+    add("--max-active", type=int, default=limits.max_active, metavar="N", help="generations at the same time")
+    add("--max-queued", type=int, default=limits.max_queued, metavar="N", help="generations that wait for their turn")
+    add("--requests-per-minute", type=int, metavar="N", help="of each key; any number if not given")
+
+
+def serve(settings: ServeSettings, config: ClientConfig, model: str, revision: str | None) -> None:
+    """Until a signal ends it. Raises ValueError if it cannot listen at the address."""
+    from swarm_client.batching.loop import GenerationLoop
+    from swarm_client.gateway.app import create_app
+    from swarm_client.gateway.models import SwarmModels
+
+    with contextlib.closing(listen(settings.host, settings.port)) as listener:
+        models = SwarmModels(config, model, revision, GenerationLoop)
+        app = create_app(models, settings.limits, settings.keys)
+        try:
+            with contextlib.suppress(KeyboardInterrupt, SystemExit):  # which is how it is meant to end
+                run(app, listener, _greeting(settings, listener, models.own))
+        finally:
+            models.close()
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """Raises ValueError if that cannot be."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return socket.create_server((host, port), family=family, backlog=_BACKLOG)
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            raise ValueError(f"port {port} of {host} is in use: expected another --port, or 0 for a free one") from None
+        raise ValueError(f"cannot listen on port {port} of {host}: {error.strerror or error}") from None
+
+
+def run(app: FastAPI, listener: socket.socket, greeting: Sequence[str]) -> None:
+    """Serves until a signal; prints the lines of the greeting as soon as it does."""
+    import uvicorn
+
+    class Server(uvicorn.Server):
+        async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+            await super().startup(sockets)
+            print(*greeting, sep="\n", flush=True)
+
+        async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+            logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)  # answers that are cut off now are no mistake
+            await super().shutdown(sockets)
+
+    # Its own logging would write a line for each request.
+    options = uvicorn.Config(app, log_config=None, access_log=False, server_header=False, lifespan="off", ws="none")
+    options.timeout_graceful_shutdown = _DRAIN_S
+    Server(options).run([listener])
+
+
+def _greeting(settings: ServeSettings, listener: socket.socket, model: str) -> list[str]:
+    host = f"[{settings.host}]" if ":" in settings.host else settings.host
+    url = f"http://{host}:{listener.getsockname()[1]}/v1"
+    key = " -H 'Authorization: Bearer KEY'" if settings.keys else ""
+    body = shlex.quote(f'{{"model": "{printable(model)}", "prompt": "Return a list of"}}')
+    return [f"serving on {url}", f"  curl {url}/completions{key} -H 'Content-Type: application/json' -d {body}"]

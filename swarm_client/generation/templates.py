@@ -1,0 +1,28 @@
+"""Turns of a conversation as one text, as the model has learned it."""
+
+from __future__ import annotations
+
+from jinja2 import TemplateError
+from transformers import PreTrainedTokenizerBase
+
+
+def render(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, str]]) -> str:
+    """The text of all turns, of which the last waits for an answer.
+
+    Turns are put together by the tokenizer's chat template. Without one, each goes on with the text, on a line of its
+    own, and an answer on the line of what it answers.
+
+    Raises:
+        ValueError: the template refuses it.
+    """
+    if tokenizer.chat_template:
+        try:
+            return str(tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False))
+        except TemplateError as error:
+            raise ValueError(f"the model's chat template refuses this: {error}") from None
+    return "".join(turn["content"] if turn["role"] == "assistant" else f"\n{turn['content']}" for turn in messages)[1:]
+
+
+def first_tokens(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    """Of what ``render`` returns: a template writes the special tokens of the beginning itself."""
+    return list(tokenizer(text, add_special_tokens=not tokenizer.chat_template).input_ids)

@@ -1,0 +1,261 @@
+"""Generations that go through one loop are those of ``generate``, however they join, leave and fail."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, GenerationConfig, LogitsProcessor, PreTrainedModel
+
+from swarm_client import RequestRejected, SwarmError
+from swarm_client.batching.loop import GenerationLoop
+from swarm_client.batching.request import FinishReason, Request, Token
+from swarm_client.batching.rows import BatchedModel
+from tests.marks import always
+from tests.swarm.harness import InProcessServers
+from tests.swarm.pair import Pair, connected, ends_only_at_its_length, random_ids, started
+from tests.swarm.waiting import DEADLINE_S, wait_for
+from tests.zoo import POSITIONS, SUPPORTED, save_checkpoint
+
+
+@dataclass
+class Heard:
+    """A listener that keeps what it hears. ``at``: after so many tokens, ``then`` is called, once."""
+
+    tokens: list[Token] = field(default_factory=list)
+    reason: FinishReason | BaseException | None = None
+    at: int = 0
+    then: Any = None
+    _over: threading.Event = field(default_factory=threading.Event)
+
+    def token(self, token: Token) -> None:
+        self.tokens.append(token)
+        if len(self.tokens) == self.at:
+            self.then()
+
+    def ended(self, reason: FinishReason | BaseException) -> None:
+        self.reason = reason
+        self._over.set()
+
+    @property
+    def ids(self) -> list[int]:
+        """Once it has ended."""
+        assert self._over.wait(DEADLINE_S)
+        if isinstance(self.reason, BaseException):
+            raise self.reason
+        return [token.id for token in self.tokens]
+
+
+def request(number: int, **options: Any) -> Request:
+    """With a prompt whose length and tokens depend on the number; every second one samples."""
+    sampled = {"do_sample": True, "temperature": 0.8 + number / 50, "top_k": 20, "top_p": 0.9} if number % 2 else {}
+    config = {"max_new_tokens": 6 + 3 * (number % 4), **sampled, **options}
+    return Request(prompt_of(number), GenerationConfig(**config), seed=number)
+
+
+def prompt_of(number: int) -> tuple[int, ...]:
+    return tuple(random_ids(1, 3 + 5 * number % 17, seed=number)[0].tolist())
+
+
+def alone(model: PreTrainedModel, asked: Request, **options: Any) -> list[int]:
+    """What ``generate`` writes for this request."""
+    torch.manual_seed(asked.seed or 0)
+    ids = torch.tensor([asked.prompt])
+    output = model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=asked.config, **options)
+    return output[0, ids.shape[1] :].tolist()
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory) -> Iterator[Pair]:
+    with started(tmp_path_factory.mktemp("llama"), "0:2", "2:6") as pair:
+        yield pair
+
+
+@pytest.fixture
+def loop(pair) -> Iterator[GenerationLoop]:
+    with GenerationLoop(pair.remote) as loop:
+        yield loop
+
+
+def test_many_at_once_write_what_each_writes_alone(pair, loop, monkeypatch):
+    num_rows: list[int] = []
+    logits = BatchedModel.logits
+    monkeypatch.setattr(
+        BatchedModel, "logits", lambda self, ids, *rest: num_rows.append(len(ids)) or logits(self, ids, *rest)
+    )
+    asked = [request(number) for number in range(12)]
+    heard = [Heard(at=1), *(Heard() for _ in asked[1:])]
+
+    def submit_others() -> None:
+        for one, listener in zip(asked[1:], heard[1:], strict=True):
+            loop.submit(one, listener)
+        heard[0].at, heard[0].then = (
+            2,
+            lambda: wait_for(
+                lambda: loop._inbox.qsize() == len(asked) - 1, "the loop has the first tokens of all others to choose"
+            ),
+        )
+
+    heard[0].then = submit_others
+    loop.submit(asked[0], heard[0])
+    assert [listener.ids for listener in heard] == [alone(pair.whole, one) for one in asked]
+    assert {listener.reason for listener in heard} == {"length"}
+    assert sum(num_rows) == sum(one.config.max_new_tokens for one in asked)
+    assert max(num_rows) >= len(asked) - 1  # they were computed together
+    pair.servers.wait_until_all_room_is_free()
+
+
+def test_one_joins_at_any_token_of_the_others(pair, loop):
+    asked = [request(number, max_new_tokens=16) for number in range(6)]
+    heard = [Heard() for _ in asked]
+    for number, listener in enumerate(heard[:-1]):
+        listener.at, listener.then = 2 + number, lambda at=number + 1: loop.submit(asked[at], heard[at])
+    loop.submit(asked[0], heard[0])
+    assert [listener.ids for listener in heard] == [alone(pair.whole, one) for one in asked]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"repetition_penalty": 1.5},
+        {"no_repeat_ngram_size": 2},
+        {"min_p": 0.2, "do_sample": True},
+        {"min_new_tokens": 4, "eos_token_id": list(range(3, 60))},
+        {"typical_p": 0.5, "do_sample": True},
+        {"suppress_tokens": list(range(3, 90))},
+    ],
+    ids=lambda options: next(iter(options)),
+)
+def test_options_of_generate_mean_the_same(pair, loop, options):
+    asked = [request(number, **options) for number in range(4)]
+    heard = [Heard() for _ in asked]
+    for one, listener in zip(asked, heard, strict=True):
+        loop.submit(one, listener)
+    assert [listener.ids for listener in heard] == [alone(pair.whole, one) for one in asked]
+
+
+def test_it_ends_at_an_end_token(pair, loop):
+    asked = request(0)
+    expected = alone(pair.whole, asked)
+    asked.config.eos_token_id = expected[3]
+    loop.submit(asked, heard := Heard())
+    assert heard.ids == expected[: expected.index(expected[3]) + 1] and heard.reason == "stop"
+
+
+def test_logprobs_are_those_of_the_models_own_logits(pair, loop):
+    asked = request(1)
+    loop.submit(Request(asked.prompt, asked.config, asked.seed, num_logprobs=3), heard := Heard())
+    ids = torch.tensor([[*asked.prompt, *heard.ids]])
+    with torch.no_grad():
+        logprobs = pair.whole(ids).logits[0, len(asked.prompt) - 1 : -1].log_softmax(-1)
+    for token, expected in zip(heard.tokens, logprobs, strict=True):
+        top = expected.topk(3)
+        assert token.logprob == pytest.approx(float(expected[token.id]), abs=1e-4)
+        assert [token_id for token_id, _ in token.top] == top.indices.tolist()
+        assert [logprob for _, logprob in token.top] == pytest.approx(top.values.tolist(), abs=1e-4)
+
+
+@pytest.mark.parametrize("at", [1, 5])
+def test_who_is_cancelled_frees_its_room_and_the_others_go_on(pair, loop, at):
+    gone, stays = request(0, max_new_tokens=60), request(2, max_new_tokens=20)
+    submitted, cancelled = threading.Event(), threading.Event()
+    generation: list[Any] = []
+    heard = Heard(at=at)
+    loop.submit(stays, other := Heard())
+    heard.then = lambda: (submitted.wait(DEADLINE_S), generation[0].cancel(), cancelled.set())
+    generation.append(loop.submit(gone, heard))
+    submitted.set()
+    assert other.ids == alone(pair.whole, stays)
+    assert cancelled.wait(DEADLINE_S)
+    pair.servers.wait_until_all_room_is_free()
+    assert heard.reason is None and len(heard.tokens) < 60
+
+
+class _Broken(LogitsProcessor):
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        raise ValueError("the grammar has no rule")
+
+
+def test_what_a_processor_raises_ends_its_own_generation(pair, loop):
+    good, bad = request(0), request(1)
+    loop.submit(Request(bad.prompt, bad.config, processors=(_Broken(),)), broken := Heard())
+    loop.submit(good, heard := Heard())
+    assert heard.ids == alone(pair.whole, good)
+    with pytest.raises(ValueError, match="the grammar has no rule"):
+        assert broken.ids
+    pair.servers.wait_until_all_room_is_free()
+
+
+def test_a_listener_that_fails_loses_its_own_generation(pair, loop):
+    loop.submit(request(0, max_new_tokens=60), Heard(at=2, then=lambda: 1 / 0))
+    loop.submit(request(2), heard := Heard())
+    assert heard.ids == alone(pair.whole, request(2))
+    pair.servers.wait_until_all_room_is_free()
+
+
+def test_a_server_that_dies_is_a_pause(tmp_path):
+    with started(tmp_path, "0:6", "0:2", "2:6") as pair, GenerationLoop(pair.remote) as loop:
+        (victim, *_) = [server for server in pair.servers._running if str(server.config.blocks) == "0:6"]
+        asked = [request(number, max_new_tokens=24) for number in range(4)]
+        heard = [Heard() for _ in asked]
+        heard[0].at, heard[0].then = 5, lambda: threading.Thread(target=pair.servers.stop, args=(victim,)).start()
+        for one, listener in zip(asked, heard, strict=True):
+            loop.submit(one, listener)
+        assert [listener.ids for listener in heard] == [alone(pair.whole, one) for one in asked]
+
+
+def test_without_servers_each_generation_says_so(pair, tmp_path):
+    save_checkpoint("llama", tmp_path)
+    with InProcessServers(tmp_path) as servers:
+        servers.start("0:2")
+        with connected(servers, wait_timeout_s=0.5) as remote, GenerationLoop(remote) as loop:
+            loop.submit(request(0), heard := Heard())
+            with pytest.raises(SwarmError, match="no server"):
+                assert heard.ids
+
+
+@pytest.mark.parametrize(
+    ("prompt", "options", "message"),
+    [
+        ((), {}, "the prompt is empty"),
+        ((3,), {"max_new_tokens": None}, "max_new_tokens is"),
+        ((3,), {"max_new_tokens": POSITIONS}, f"need {POSITIONS + 1} positions, but the model has {POSITIONS}"),
+        ((3,), {"num_beams": 2}, "beams and assistants are not batched"),
+        ((3,), {"num_return_sequences": 2, "do_sample": True}, "one request for each"),
+        ((3,), {"stop_strings": "x"}, "stop_strings is not batched"),
+        ((3, 10**6), {}, "token ids must be from 0"),
+        ((-1,), {}, "token ids must be from 0"),
+    ],
+)
+def test_what_is_no_request_is_refused(loop, prompt, options, message):
+    with pytest.raises(RequestRejected, match=message):
+        loop.submit(Request(prompt, GenerationConfig(**{"max_new_tokens": 4, **options})), Heard())
+
+
+def test_closing_ends_all(pair):
+    loop = GenerationLoop(pair.remote)
+    loop.submit(request(0, max_new_tokens=100), heard := Heard())
+    loop.close()
+    with pytest.raises(RequestRejected, match="closed"):
+        assert heard.ids
+    with pytest.raises(RequestRejected, match="closed"):
+        loop.submit(request(0), Heard())
+    pair.servers.wait_until_all_room_is_free()
+
+
+@pytest.mark.parametrize("family", always("gpt2", "bloom", "jamba", among=SUPPORTED))
+def test_every_family_can_be_batched(family, tmp_path):
+    save_checkpoint(family, tmp_path)
+    whole = ends_only_at_its_length(AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32))
+    asked = [request(number) for number in range(5)]
+    heard = [Heard() for _ in asked]
+    with InProcessServers(tmp_path, cache_tokens=16384) as servers:
+        servers.start("0:2", "2:6")
+        with connected(servers) as remote, GenerationLoop(remote) as loop:
+            for one, listener in zip(asked, heard, strict=True):
+                loop.submit(one, listener)
+            assert [listener.ids for listener in heard] == [alone(whole, one) for one in asked]

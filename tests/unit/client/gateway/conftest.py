@@ -1,0 +1,155 @@
+"""A gateway over HTTP whose generations are written by a script."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import openai
+import pytest
+import uvicorn
+from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
+
+from swarm_client.batching.request import Listener, Request, Token
+from swarm_client.gateway.admission import DEFAULT_LIMITS, Limits
+from swarm_client.gateway.app import create_app
+from swarm_client.gateway.models import ServedModel, not_found
+from swarm_client.gateway.serving import listen
+from swarm_protocol.checkpoints.default_model import DEFAULT_MODEL, locate
+
+WAIT_S = 30.0  # at most, for what comes at once
+
+
+def encode(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    return list(tokenizer.encode(text, add_special_tokens=False))
+
+
+@dataclass
+class Generation:
+    """Attributes:
+    cancelled: it was, also if it had ended.
+    """
+
+    request: Request
+    cancelled: threading.Event = field(default_factory=threading.Event)
+
+    def cancel(self) -> None:
+        self.cancelled.set()
+
+
+@dataclass
+class ScriptedBatcher:
+    """Every generation says the same, each on a thread of its own, up to its ``max_new_tokens``.
+
+    Attributes:
+        says: token ids.
+        ends: with what they end; None: with nothing, until it is cancelled.
+        refuses: what ``submit`` raises.
+    """
+
+    says: list[int] = field(default_factory=list)
+    ends: str | BaseException | None = "stop"
+    refuses: Exception | None = None
+    generations: list[Generation] = field(default_factory=list)
+    submitted: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
+
+    def submit(self, request: Request, listener: Listener) -> Generation:
+        if self.refuses is not None:
+            raise self.refuses
+        generation = Generation(request)
+        self.generations.append(generation)
+        threading.Thread(target=self._generate, args=(generation, listener)).start()
+        self.submitted.release()
+        return generation
+
+    def _generate(self, generation: Generation, listener: Listener) -> None:
+        request = generation.request
+        most = request.config.max_new_tokens
+        for token in self.says[:most]:
+            listener.token(said(token, request.num_logprobs))
+        if len(self.says) >= most:
+            listener.ended("length")
+        elif self.ends is not None:
+            listener.ended(self.ends)
+
+
+def said(token: int, num_logprobs: int | None) -> Token:
+    """Of likelihoods that are easy to tell: half, a quarter, …"""
+    if num_logprobs is None:
+        return Token(token)
+    top = tuple((token + rank, -math.log(2) * (rank + 1)) for rank in range(num_logprobs))
+    return Token(token, -math.log(2), top)
+
+
+@dataclass
+class OneModel:
+    model: ServedModel
+
+    async def names(self) -> list[str]:
+        return [self.model.name]
+
+    async def get(self, name: str) -> ServedModel:
+        if name != self.model.name:
+            raise not_found(name)
+        return self.model
+
+
+@pytest.fixture(scope="session")
+def tokenizer() -> PreTrainedTokenizerBase:
+    return AutoTokenizer.from_pretrained(locate(DEFAULT_MODEL))
+
+
+@dataclass
+class Gateway:
+    url: str
+    batcher: ScriptedBatcher
+    tokenizer: PreTrainedTokenizerBase
+
+    def says(self, text: str, ends: str | BaseException | None = "stop") -> None:
+        """What every generation says from now on."""
+        self.batcher.says, self.batcher.ends = encode(self.tokenizer, text), ends
+
+    def client(self, key: str = "none", **options: Any) -> Any:
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0, timeout=WAIT_S, **options)
+
+    def wait_for_generations(self, count: int) -> list[Generation]:
+        """The first of them, once there are so many."""
+        for _ in range(count):
+            assert self.batcher.submitted.acquire(timeout=WAIT_S)
+        return self.batcher.generations[:count]
+
+
+Serve = Callable[..., Gateway]
+
+
+@pytest.fixture
+def serve(tokenizer: PreTrainedTokenizerBase) -> Iterator[Serve]:
+    """Starts a gateway: ``serve(limits, keys, max_positions=…)``."""
+    running = []
+
+    def start(limits: Limits = DEFAULT_LIMITS, keys: Sequence[str] = (), **fields: Any) -> Gateway:
+        batcher = ScriptedBatcher()
+        model = ServedModel(DEFAULT_MODEL, tokenizer, batcher, 1024, GenerationConfig(eos_token_id=1), len(tokenizer))
+        app = create_app(OneModel(replace(model, **fields)), limits, keys)
+        listener = listen("127.0.0.1", 0)
+        server = uvicorn.Server(uvicorn.Config(app, log_config=None, lifespan="off", timeout_graceful_shutdown=5))
+        thread = threading.Thread(target=server.run, args=([listener],))
+        thread.start()
+        running.append((server, thread, listener))
+        return Gateway(f"http://127.0.0.1:{listener.getsockname()[1]}", batcher, model.tokenizer)
+
+    yield start
+    for server, _, _ in running:
+        server.should_exit = True
+    for _, thread, listener in running:
+        thread.join(WAIT_S)
+        listener.close()
+        assert not thread.is_alive()
+
+
+@pytest.fixture
+def gateway(serve: Serve) -> Gateway:
+    return serve()

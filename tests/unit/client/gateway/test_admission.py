@@ -1,0 +1,106 @@
+"""Keys, limits, and whose turn it is."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from swarm_client.gateway.admission import ApiError, FairQueue, Limits, Place, RateLimit, check_key, read_keys
+from tests.unit.support import run
+
+
+def has_turn(*places: Place) -> list[bool]:
+    return [place.turn.is_set() for place in places]
+
+
+def test_turns_go_round_robin_over_keys() -> None:
+    queue = FairQueue(Limits(max_active=1, max_queued=10))
+    (active,) = queue.join("a", 1)
+    many, (other,), (third,) = queue.join("a", 3), queue.join("b", 1), queue.join("c", 1)
+    order = []
+    waiting = {"a1": many[0], "a2": many[1], "a3": many[2], "b": other, "c": third}
+    active.leave()
+    while waiting:
+        (name,) = [name for name, place in waiting.items() if place.turn.is_set()]
+        order.append(name)
+        waiting.pop(name).leave()
+    assert order == ["a1", "b", "c", "a2", "a3"]
+    assert queue.num_active == queue.num_queued == 0
+
+
+def test_as_many_are_active_as_may_be() -> None:
+    queue = FairQueue(Limits(max_active=2, max_queued=2))
+    first, second, third = queue.join("a", 3)
+    assert has_turn(first, second, third) == [True, True, False]
+    assert (queue.num_active, queue.num_queued) == (2, 1)
+    with pytest.raises(ApiError) as full:
+        queue.join("b", 2)
+    assert full.value.status == 429 and "Retry-After" in full.value.headers
+    assert (queue.num_active, queue.num_queued) == (2, 1)
+    first.leave()
+    first.leave()
+    assert has_turn(third) == [True] and queue.num_active == 2
+
+
+def test_more_than_ever_fit_are_refused_for_good() -> None:
+    with pytest.raises(ApiError) as refused:
+        FairQueue(Limits(max_active=2, max_queued=2)).join("a", 5)
+    assert refused.value.status == 400
+
+
+def test_who_gives_up_waiting_is_passed_over() -> None:
+    queue = FairQueue(Limits(max_active=1, max_queued=9))
+    (active,), (gone,), (next_,) = queue.join("a", 1), queue.join("b", 1), queue.join("c", 1)
+
+    async def give_up() -> None:
+        task = asyncio.create_task(gone.__aenter__())
+        await asyncio.sleep(0)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        gone.leave()
+
+    run(give_up())
+    active.leave()
+    assert has_turn(gone, next_) == [False, True] and queue.num_queued == 0
+
+
+def test_requests_per_minute_by_a_clock_of_our_own() -> None:
+    now = 0.0
+    rate = RateLimit(2, lambda: now)
+    rate.count("a")
+    now = 20.0
+    rate.count("a")
+    rate.count("b")
+    now = 30.5
+    with pytest.raises(ApiError) as refused:
+        rate.count("a")
+    assert refused.value.headers["Retry-After"] == "30"
+    now = 60.0
+    rate.count("a")
+    with pytest.raises(ApiError):
+        rate.count("a")
+
+
+def test_keys_are_read_from_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "keys"
+    path.write_text("# of the team\nsk-ada\n\n  sk-bob \n")
+    assert read_keys(path) == ("sk-ada", "sk-bob")
+    for content in ("", "# nobody\n", "sk-ada\ntwo words\n", "schlüssel\n"):
+        path.write_text(content)
+        with pytest.raises(ValueError, match="keys"):
+            read_keys(path)
+    with pytest.raises(ValueError, match="cannot be read"):
+        read_keys(tmp_path / "missing")
+
+
+@pytest.mark.parametrize("header", [None, "", "sk-ada", "Basic sk-ada", "Bearer ", "Bearer sk", "Bearer schlüssel"])
+def test_other_headers_are_no_key(header: str | None) -> None:
+    with pytest.raises(ApiError) as refused:
+        check_key(("sk-ada", "sk-bob"), header)
+    assert refused.value.status == 401 and refused.value.headers["WWW-Authenticate"] == "Bearer"
+
+
+def test_a_key_is_found() -> None:
+    assert check_key(("sk-ada", "sk-bob"), "bearer sk-bob") == "sk-bob"
