@@ -29,7 +29,12 @@ if TYPE_CHECKING:
 
 _QUIET_S = 1e-3  # what servers have computed together comes back one after the other
 _RESERVED_TOKENS = 256  # of those to be generated, at most; a lease grows with its session
-_NOT_HERE = ("stop_strings", "max_time", "guidance_scale", "watermarking_config")  # other ways to end, or to choose
+_NOT_HERE = {  # other ways to end, or to choose, and the values with which they do nothing
+    "stop_strings": (None,),
+    "max_time": (None,),
+    "guidance_scale": (None, 1),
+    "watermarking_config": (None,),
+}
 _logger = logging.getLogger(__name__)
 
 
@@ -177,8 +182,8 @@ class GenerationLoop:
             raise RequestRejected("beams and assistants are not batched: expected greedy search or sampling")
         if config.num_return_sequences not in (None, 1):
             raise RequestRejected("num_return_sequences is not batched: submit one request for each")
-        for name in _NOT_HERE:
-            if getattr(config, name, None) not in (None, 1, 1.0):
+        for name, neutral in _NOT_HERE.items():
+            if getattr(config, name, None) not in neutral:
                 raise RequestRejected(f"{name} is not batched: call generate")
         if config.max_new_tokens is None or config.max_new_tokens < 1:
             raise RequestRejected(f"max_new_tokens is {config.max_new_tokens}: expected at least 1")
@@ -242,7 +247,7 @@ class GenerationLoop:
             last_ids = torch.tensor([[row.last] for row in rows])
             logits = self._batched.logits(last_ids, torch.cat(hidden), [row.session for row in rows])
             tokens = choose([row.choice for row in rows], logits.cpu())
-        except Exception as error:
+        except Exception as error:  # whatever a family's own code raises; the other generations go on
             self._end(rows, error)
             return []
         return [row for row, token in zip(rows, tokens, strict=True) if self._told(row, token)]
@@ -273,7 +278,7 @@ class GenerationLoop:
             try:
                 ids = torch.cat([row.next_ids for row in group])
                 inputs = self._batched.inputs(ids, [row.session for row in group])
-            except Exception as error:
+            except Exception as error:  # as above
                 self._end(group, error)
                 continue
             steps += zip(group, inputs, strict=True)
@@ -305,7 +310,7 @@ class GenerationLoop:
     async def _step(self, row: _Row, inputs: BlockInput) -> None:
         try:
             hidden: torch.Tensor | BaseException = await row.session.step_on_loop(inputs, 1)
-        except Exception as error:
+        except Exception as error:  # a SwarmError, or a mistake that the log tells; who waits must hear of it
             hidden = error
         self._inbox.put(_Stepped(row, hidden))
 

@@ -18,6 +18,7 @@ from swarm_client.batching.rows import BatchedModel
 from tests.marks import always
 from tests.swarm.harness import InProcessServers
 from tests.swarm.pair import Pair, connected, ends_only_at_its_length, random_ids, started
+from tests.swarm.tuning import lora, tuned
 from tests.swarm.waiting import DEADLINE_S, wait_for
 from tests.zoo import POSITIONS, SUPPORTED, save_checkpoint
 
@@ -227,6 +228,7 @@ def test_without_servers_each_generation_says_so(pair, tmp_path):
         ((3,), {"num_beams": 2}, "beams and assistants are not batched"),
         ((3,), {"num_return_sequences": 2, "do_sample": True}, "one request for each"),
         ((3,), {"stop_strings": "x"}, "stop_strings is not batched"),
+        ((3,), {"max_time": 1.0}, "max_time is not batched"),
         ((3, 10**6), {}, "token ids must be from 0"),
         ((-1,), {}, "token ids must be from 0"),
     ],
@@ -234,6 +236,29 @@ def test_without_servers_each_generation_says_so(pair, tmp_path):
 def test_what_is_no_request_is_refused(loop, prompt, options, message):
     with pytest.raises(RequestRejected, match=message):
         loop.submit(Request(prompt, GenerationConfig(**{"max_new_tokens": 4, **options})), Heard())
+
+
+def test_two_loops_and_generate_share_a_model(pair, loop):
+    asked = [request(number, max_new_tokens=20) for number in range(6)]
+    heard = [Heard() for _ in asked]
+    with GenerationLoop(pair.remote) as other:
+        for number, (one, listener) in enumerate(zip(asked, heard, strict=True)):
+            (loop if number % 2 else other).submit(one, listener)
+        with torch.enable_grad():
+            assert alone(pair.remote, asked[0]) == alone(pair.whole, asked[0])
+        assert [listener.ids for listener in heard] == [alone(pair.whole, one) for one in asked]
+
+
+def test_an_adapter_in_the_blocks_takes_part(tmp_path):
+    save_checkpoint("llama", tmp_path)
+    asked = [request(number) for number in range(4)]
+    heard = [Heard() for _ in asked]
+    with InProcessServers(tmp_path) as servers:
+        servers.start("0:6")
+        with tuned(servers, lora(init_lora_weights=False)) as both, GenerationLoop(both.remote) as loop:
+            for one, listener in zip(asked, heard, strict=True):
+                loop.submit(one, listener)
+            assert [listener.ids for listener in heard] == [alone(both.local, one) for one in asked]
 
 
 def test_closing_ends_all(pair):
