@@ -4,7 +4,7 @@ BIN := $(VENV)/bin
 IN_PARALLEL := --numprocesses 2 --dist loadfile
 export HF_HUB_OFFLINE ?= 1
 
-.PHONY: demo test test-all bench docs lint format proto clean
+.PHONY: demo test test-all test-browser screenshots bench docs lint format proto clean
 
 demo: $(VENV)/.installed
 	$(BIN)/python -m swarm_client demo
@@ -13,7 +13,16 @@ test: $(VENV)/.installed lint
 	$(BIN)/python -m pytest $(IN_PARALLEL)
 
 test-all: $(VENV)/.installed lint
-	$(BIN)/python -m pytest $(IN_PARALLEL) -m "not cuda or cuda"
+	$(BIN)/python -m pytest $(IN_PARALLEL) -m "not browser"
+	$(MAKE) test-browser
+
+test-browser: $(VENV)/.installed
+	test -x /usr/bin/chromium || test "$$(id -u)" != 0 || apt-get install --quiet --yes --no-install-recommends chromium || \
+	    echo "Chromium cannot be installed: the tests that need it are skipped"
+	$(BIN)/python -m pytest -m browser -rs tests/browser
+
+screenshots: $(VENV)/.installed
+	$(BIN)/python -m tests.browser.screenshots docs/images
 
 bench: $(VENV)/.installed
 	$(BIN)/python benchmarks/engine.py
@@ -39,6 +48,12 @@ proto: $(VENV)/.installed
 	    swarm_training/pb/training_ledger.proto
 	$(BIN)/python -m grpc_tools.protoc -Iswarm_training/pb=protos --python_out=. --pyi_out=. --grpc_python_out=. \
 	    swarm_training/pb/training_robust.proto
+	$(BIN)/python -m grpc_tools.protoc -Iswarm_experts/pb=protos -Iswarm_protocol/pb=protos --python_out=. \
+	    --pyi_out=. --grpc_python_out=. swarm_experts/pb/experts.proto
+	$(BIN)/python -m grpc_tools.protoc -Iswarm_protocol/pb=protos -Iswarm_stages/pb=protos --python_out=. --pyi_out=. \
+	    --grpc_python_out=. swarm_stages/pb/stages.proto
+	$(BIN)/python -m grpc_tools.protoc -Iswarm_protocol/pb=protos -Iswarm_training/pb=protos -Iswarm_stages/pb=protos \
+	    --python_out=. --pyi_out=. --grpc_python_out=. swarm_stages/pb/stages_audit.proto
 
 # torch first: asked for by name, pip takes the pinned build; a later dependency could ask for the newest one.
 $(VENV)/.installed: pyproject.toml constraints.txt

@@ -12,10 +12,14 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
-from transformers import LlamaConfig, LlamaForCausalLM
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 DEFAULT_OUTPUT = Path(__file__).parent.parent / "bench-models"
 SHARD_BYTES = 1 << 30
+VOCABULARY = 32000
 SHAPES = {
     "bench-1b": dict(hidden_size=2048, intermediate_size=5632, num_hidden_layers=22, num_attention_heads=32),
     "bench-100m": dict(hidden_size=768, intermediate_size=2048, num_hidden_layers=12, num_attention_heads=12),
@@ -31,7 +35,7 @@ def make_model(name: str, output: Path = DEFAULT_OUTPUT) -> Path:
         return directory
     directory.mkdir(parents=True, exist_ok=True)
     config = LlamaConfig(
-        vocab_size=32000, num_key_value_heads=4, max_position_embeddings=4096, dtype="float32", **SHAPES[name]
+        vocab_size=VOCABULARY, num_key_value_heads=4, max_position_embeddings=4096, dtype="float32", **SHAPES[name]
     )
     config.architectures = ["LlamaForCausalLM"]
     with torch.device("meta"):
@@ -52,6 +56,14 @@ def make_model(name: str, output: Path = DEFAULT_OUTPUT) -> Path:
     total_size = 4 * sum(shape.numel() for shape in shapes.values())
     index.write_text(json.dumps({"metadata": {"total_size": total_size}, "weight_map": weight_map}, indent=1))
     return directory
+
+
+def add_tokenizer(directory: Path) -> None:
+    """One whose tokens are words: ``w17`` is that of id 17."""
+    vocabulary = {f"w{token}": token for token in range(VOCABULARY)}
+    words = Tokenizer(WordLevel(vocabulary, unk_token="w0"))
+    words.pre_tokenizer = WhitespaceSplit()
+    PreTrainedTokenizerFast(tokenizer_object=words, unk_token="w0", eos_token="w2").save_pretrained(directory)
 
 
 def _random(name: str, shape: torch.Size, generator: torch.Generator) -> torch.Tensor:

@@ -1,6 +1,7 @@
 """What placement is worth: swarms of 10 to 10 000 servers that come, go and vanish, in virtual time.
 
-    python benchmarks/simulate_swarm.py [--quick] [--sizes 10 …] [--hours H] [--seed N] [--json FILE] [--plot FILE.png]
+    python benchmarks/simulate_swarm.py [--training] [--quick] [--sizes 10 …] [--hours H] [--seed N] [--json FILE]
+                                        [--plot FILE.png]
 
 The same servers come and go (``churn.py``) under three policies (``policies.py``): our placement without moving later,
 our placement, and the policy Petals documents, by our reading of its code. Placement and routing are the real code. A
@@ -13,6 +14,8 @@ Throughput is what the servers that are ONLINE carry if clients spread as well a
 over the time with churn, in proportion to the optimum for the servers present: of 10, by exact search; of more, what no
 assignment exceeds (``Coverage.upper_bound``). Linear programs confirm the throughput, exact searches show how tight
 that bound is, and micro-batches on real routes show what of the throughput clients get.
+
+``--training`` simulates peers that train in stages instead, see ``simulate_training.py``.
 """
 
 from __future__ import annotations
@@ -34,6 +37,10 @@ from optimum import exact_optimum, routed, throughput_by_linear_program
 from policies import NoRebalancing, Petals, Swarm, shared_plans
 from rich.console import Console
 from rich.table import Table
+from simulate_training import QUICK as QUICK_TRAINING
+from simulate_training import SCENARIOS as TRAINING
+from simulate_training import TARGET as TRAINING_TARGET
+from simulate_training import simulate_training
 from virtual_swarm import Policy, VirtualSwarm
 
 from swarm_server.placement.capacity import Coverage
@@ -161,7 +168,7 @@ def print_results(
     console.print(f"{'; '.join(notes)}; {wall_s:.0f} s\n")
 
 
-def plot(file: Path, results: dict[int, dict[str, Metrics]], bin_s: float = 60.0) -> None:
+def plot(file: Path, results: dict[int, dict[str, Metrics]], target: float, bin_s: float = 60.0) -> None:
     """Throughput relative to the optimum over time, in means of ``bin_s``: a panel per size, a line per policy."""
     import matplotlib
 
@@ -179,7 +186,7 @@ def plot(file: Path, results: dict[int, dict[str, Metrics]], bin_s: float = 60.0
             ]
             panel.plot([metrics.times[first] / 3600 for first in firsts], values, label=name, linewidth=0.9)
         panel.set(title=f"{size} servers", ylim=(0, 1.02), ylabel="of the optimum")
-        panel.axhline(OPTIMUM_TARGET, color="gray", linewidth=0.5, linestyle=":")
+        panel.axhline(target, color="gray", linewidth=0.5, linestyle=":")
     panels[0, 0].legend(loc="lower left", fontsize="small")
     panels[-1, 0].set_xlabel("hours")
     figure.savefig(file, dpi=90)
@@ -231,6 +238,13 @@ def as_json(scenario: Scenario, by_policy: dict[str, Metrics], checks: Checks) -
 def main() -> None:
     args = parse()
     console = Console(highlight=False, width=None if Console().is_terminal else 150)
+    if args.training:
+        by_size, rows = simulate_training(console, args.sizes, args.hours, args.seed, args.quick)
+        if args.plot:
+            plot(args.plot, by_size, TRAINING_TARGET)
+        if args.json:
+            write_json(args.json, vars(args), rows=rows)
+        return
     console.print(
         "Petals' policy is our reading of what Petals documents. The optimum for 10 servers is exact, else a bound.\n"
     )
@@ -244,7 +258,7 @@ def main() -> None:
         print_results(console, scenario, by_policy, checks, time.perf_counter() - start)
         results[size], written[str(size)] = by_policy, as_json(scenario, by_policy, checks)
     if args.plot:
-        plot(args.plot, results)
+        plot(args.plot, results, OPTIMUM_TARGET)
     if args.json:
         rows = [row for size, by_policy in results.items() for row in json_rows(size, by_policy)]
         write_json(args.json, vars(args), rows=rows, sizes=written)
@@ -252,16 +266,20 @@ def main() -> None:
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--quick", action="store_true", help="10 and 100 servers for a short time")
+    parser.add_argument("--training", action="store_true", help="100 and 1000 peers that train in stages")
+    parser.add_argument("--quick", action="store_true", help="10 and 100 servers, or 100 peers, for a short time")
     parser.add_argument("--sizes", type=int, nargs="+", choices=SCENARIOS, metavar="N", help="10, 100, 1000, 10000")
     parser.add_argument("--hours", type=_hours, metavar="H", help="of churn, of every size")
     parser.add_argument("--seed", type=int, default=1, metavar="N")
     parser.add_argument("--json", type=Path, metavar="FILE")
     parser.add_argument("--plot", type=Path, metavar="FILE.png", help="throughput over time")
     args = parser.parse_args()
-    if args.quick and not set(args.sizes or ()) <= QUICK.keys():
-        parser.error(f"--quick simulates {' and '.join(map(str, QUICK))} servers: leave out --quick or the other sizes")
-    args.sizes = args.sizes or list(QUICK if args.quick else SCENARIOS)
+    scenarios, quick, who = (TRAINING, QUICK_TRAINING, "peers") if args.training else (SCENARIOS, QUICK, "servers")
+    if args.training and not set(args.sizes or ()) <= TRAINING.keys():
+        parser.error(f"--training simulates {' or '.join(map(str, TRAINING))} peers: leave out the other sizes")
+    if args.quick and not set(args.sizes or ()) <= quick.keys():
+        parser.error(f"--quick simulates {' and '.join(map(str, quick))} {who}: leave out --quick or the other sizes")
+    args.sizes = args.sizes or list(quick if args.quick else scenarios)
     for file in (args.json, args.plot):
         if file and not file.parent.is_dir():
             parser.error(f"{file.parent} is no directory: {file.name} cannot be written there")

@@ -1,14 +1,19 @@
-"""Where ``swarm`` begins: ``swarm server`` is the server's command line, ``swarm train`` that of training together.
+"""Where ``swarm`` begins: ``swarm server`` is the server's command line, ``swarm train`` that of training together,
+``swarm experts`` that of experts.
 
-All else is the client's. Only the one that is meant is imported; Ctrl-C ends that quietly.
+All else is the client's, besides what is about all commands. Only the one that is meant is imported; Ctrl-C ends that
+quietly.
 """
 
 from __future__ import annotations
 
 import sys
+from typing import TYPE_CHECKING
 
-SERVER, SERVER_HELP = "server", "host blocks of a model"
-TRAIN, TRAIN_HELP = "train", "train one model together with others"
+if TYPE_CHECKING:
+    import argparse
+    from collections.abc import Callable
+
 _GRANT = ["moderate", "grant"]  # of a run: the same as of a private swarm
 
 
@@ -16,16 +21,39 @@ def main() -> None:
     from swarm_protocol.process.signals import exit_on_interrupt
 
     exit_on_interrupt()
-    if sys.argv[1:2] == [SERVER]:
+    from swarm_command.parsers import COMPLETION, CONFIG, EXPERTS, HELP, SERVER, TRAIN, all_parsers
+
+    command = sys.argv[1:2]
+    if command == [SERVER]:
         from swarm_server.command_line import main as server
 
-        server(sys.argv[2:])
-    elif sys.argv[1:2] == [TRAIN] and sys.argv[2:4] != _GRANT:
+        server(sys.argv[2:], all_parsers, _hold_stage)
+    elif command == [TRAIN] and sys.argv[2:4] != _GRANT:
+        from swarm_stages.front import STAGES
         from swarm_training.command_line import main as train
 
-        train(sys.argv[2:])
+        train(sys.argv[2:], all_parsers=all_parsers, stages=STAGES)
+    elif command == [EXPERTS]:
+        from swarm_experts.command_line import main as experts
+
+        experts(sys.argv[2:], all_parsers)
+    elif command == [CONFIG]:
+        from swarm_command.config import main as config
+
+        config(sys.argv[2:])
+    elif command == [COMPLETION]:
+        from swarm_command.completion import main as completion
+
+        completion(sys.argv[2:])
     else:
         from swarm_client.command_line import main as client
 
-        argv = ["keys", "grant", *sys.argv[4:]] if sys.argv[1:2] == [TRAIN] else sys.argv[1:]
-        client(argv, {SERVER: SERVER_HELP, TRAIN: TRAIN_HELP})
+        argv = ["keys", "grant", *sys.argv[4:]] if command == [TRAIN] else sys.argv[1:]
+        client(argv, HELP, all_parsers)
+
+
+def _hold_stage(args: argparse.Namespace) -> Callable[[], None]:
+    """What the server is asked for with ``--train``."""
+    from swarm_stages.front import serve_stage
+
+    return serve_stage(args)

@@ -5,6 +5,14 @@ if __name__ == "__main__":
 
     exit_on_interrupt()
 
+    import argparse
+    from collections.abc import Callable
+
     from swarm_server.command_line import main
 
-    main()
+    def _hold_stage(args: argparse.Namespace) -> Callable[[], None]:
+        from swarm_stages.front import serve_stage
+
+        return serve_stage(args)
+
+    main(train=_hold_stage)

@@ -8,20 +8,24 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import importlib.util
 import logging
 import os
 import signal
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from swarm_protocol.access.member_flags import ENVIRONMENT, add_member_flags
+from swarm_protocol.access.member_flags import CONFIG_RULES, ENVIRONMENT, add_member_flags
 from swarm_protocol.checkpoints.default_model import check_location, locate
 from swarm_protocol.dht.addresses import check_peer
 from swarm_protocol.errors import SwarmError
 from swarm_protocol.process import signals
-from swarm_protocol.process.invocation import add_version, typed
+from swarm_protocol.process.config_file import ConfigRules, Parsers, apply_config
+from swarm_protocol.process.invocation import add_common_flags, add_version, typed, typed_flags
 from swarm_protocol.process.local_registry import checked_name
+from swarm_protocol.process.logs import say_error, start_logging
 from swarm_protocol.process.scratch import remove_scratch
 from swarm_protocol.span import Span
 from swarm_server.core.config import ServerConfig, parse_size
@@ -29,10 +33,19 @@ from swarm_server.core.config import ServerConfig, parse_size
 if TYPE_CHECKING:
     from swarm_server.node.server import Server
 
+Command = Callable[[], None]
+Train = Callable[[argparse.Namespace], Command]  # what is to be done for `--train`; raises ValueError
+_TRAIN_FLAGS = [
+    *("train", "then-serve", "quant", "blocks", "initial-blocks", "device", "host", "port", "dht-port"),
+    *("announce-address", "initial-peers", "identity", "membership", "log-level", "log-format", "config"),
+]
 _LEAVE_S = 20.0  # for all that must be done after draining
+_CONFIG_RULES = ConfigRules(
+    CONFIG_RULES.environment, (("blocks", "initial-blocks", "num-blocks", "memory"), ("cache-tokens", "cache-memory"))
+)
 
 
-def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
+def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog=typed("server"),
         description="Host transformer blocks of a Hugging Face model for a swarm.",
@@ -41,6 +54,18 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add, default = parser.add_argument, ServerConfig
     add("--model", default=default.model, metavar="NAME_OR_PATH", help="hub name or directory")
     add("--revision", help="branch, tag or commit of a hub model")
+    add(
+        "--train",
+        type=Path,
+        metavar="RUN.toml",
+        help="hold a stage of this run, and train it with others, instead of serving a model",
+    )
+    add(
+        "--then-serve",
+        type=Path,
+        metavar="DIR",
+        help="with --train: after the run's last step, write the model to this directory and serve the stage's blocks",
+    )
     add("--blocks", metavar="START:END", help="blocks to host for good; without it the server chooses")
     add("--initial-blocks", metavar="START:END", help="blocks to host at first; it moves if others need it more")
     add("--num-blocks", type=int, metavar="N", help="how many blocks to host, where the swarm needs them most")
@@ -58,6 +83,11 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--dht-port", type=int, default=default.dht_port, help="libp2p port; 0 takes a free one")
     add("--announce-address", metavar="HOST[:PORT]", help="how others reach this server, if not at --host")
     add("--initial-peers", nargs="+", default=[], metavar="MULTIADDR", help="members of the swarm to join")
+    add(
+        "--discover",
+        action="store_true",
+        help="look for members on the local network besides, and let others find this server there",
+    )
     add("--swarm", default=default.swarm, metavar="NAME", help="name of the swarm to join or start on this machine")
     add_member_flags(parser, "key file; keeps the peer id over restarts")
     add(
@@ -110,8 +140,18 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         help="move to other blocks only if the swarm can then carry so much more, 0.03 being 3 %%",
     )
     add("--throughput", default="auto", metavar="auto|N", help="tokens/s to announce; auto measures")
-    add("--log-level", default="info", choices=("debug", "info", "warning", "error"))
+    add("--metrics-port", type=int, metavar="N", help="of metrics for Prometheus; 0: one that is free")
+    add("--metrics-host", default=default.metrics_host, metavar="ADDRESS", help="where they are served")
+    add_common_flags(parser, "info")
     add_version(parser)
+    return parser
+
+
+def parse_args(argv: list[str] | None = None, all_parsers: Callable[[], Parsers] | None = None) -> argparse.Namespace:
+    """``all_parsers``: of all commands, see ``apply_config``. Raises ValueError if the configuration file is wrong."""
+    argv = sys.argv[1:] if argv is None else argv
+    parser = make_parser()
+    apply_config({("server",): parser}, argv, _CONFIG_RULES, all_parsers)
     return parser.parse_args(argv)
 
 
@@ -145,6 +185,7 @@ def read_config(args: argparse.Namespace) -> ServerConfig:
         dht_port=args.dht_port,
         announce_address=args.announce_address,
         initial_peers=tuple(args.initial_peers),
+        discover=args.discover,
         swarm=checked_name(args.swarm),
         identity=args.identity,
         membership=args.membership,
@@ -154,12 +195,29 @@ def read_config(args: argparse.Namespace) -> ServerConfig:
         throughput=throughput,
         drain_timeout_s=args.drain_timeout,
         balance_margin=args.balance_margin,
+        metrics_port=args.metrics_port,
+        metrics_host=args.metrics_host,
     )
+
+
+def require_train_flags(argv: list[str]) -> None:
+    """Raises ValueError if something is typed that says nothing about a stage of a run."""
+    typed_here = typed_flags(make_parser(), argv)
+    if "quant" in typed_here and "then-serve" not in typed_here:
+        raise ValueError("--quant with --train is for what is served afterwards: expected --then-serve DIR with it")
+    if wrong := sorted(typed_here - set(_TRAIN_FLAGS)):
+        named = " and ".join(f"--{flag}" for flag in wrong)
+        raise ValueError(
+            f"{named}: not together with --train, which takes no others than "
+            + ", ".join(f"--{flag}" for flag in _TRAIN_FLAGS[1:])
+        )
 
 
 def check_files(config: ServerConfig) -> None:
     """Raises ValueError if something is not where the arguments say it is."""
     check_location(locate(config.model), config.model_revision)
+    if config.metrics_port is not None and importlib.util.find_spec("prometheus_client") is None:
+        raise ValueError("--metrics-port needs one more package: pip install 'swarm-lm[metrics]'")
     if config.identity is not None and not config.identity.parent.is_dir():
         raise ValueError(f"identity {config.identity} cannot be made: {config.identity.parent} is no directory")
     if config.swarm_key or config.membership or config.open_to_clients or os.environ.get(ENVIRONMENT):
@@ -213,30 +271,39 @@ def run(config: ServerConfig) -> None:
     uvloop.new_event_loop().run_until_complete(serve(Server(config)))
 
 
-def main(argv: list[str] | None = None) -> None:
-    args = parse_args(argv)
-    logging.basicConfig(
-        stream=sys.stderr, level=args.log_level.upper(), format="%(asctime)s %(message)s", datefmt="%H:%M:%S"
-    )
-    try:
+def _command(args: argparse.Namespace, argv: list[str], train: Train | None) -> Command:
+    """Raises ValueError if an argument is wrong."""
+    if args.train is None:
+        if args.then_serve is not None:
+            raise ValueError("--then-serve is for a run: expected --train RUN.toml with it")
         config = read_config(args)
         check_files(config)
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
+        return lambda: run(config)
+    require_train_flags(argv)
+    if train is None:
+        raise ValueError(f"--train: this process does not train; expected `{typed('server')}`")
+    return train(args)
+
+
+def main(
+    argv: list[str] | None = None, all_parsers: Callable[[], Parsers] | None = None, train: Train | None = None
+) -> None:
+    try:
+        args = parse_args(argv, all_parsers)
+        start_logging(args, logging.Formatter("%(asctime)s %(message)s", "%H:%M:%S"))
+        command = _command(args, sys.argv[1:] if argv is None else argv, train)
+    except (SwarmError, ValueError) as error:
+        say_error(error)
         sys.exit(2)
-    # Other people's libraries speak up only if something is wrong.
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     # Read when torch is imported. OpenMP's threads spin for milliseconds after a product: with another process on the
     # same cores a block took 8 to 80 ms, and with this little spinning 4 [2.4 instead of 2.2 on idle cores].
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", "1000")
-    for name in ("httpx", "huggingface_hub", "asyncio", "grpc"):
-        logging.getLogger(name).setLevel(logging.ERROR)
     code = 0
     try:
-        run(config)
+        command()
     except (SwarmError, ValueError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        say_error(error)
         code = 1
     except KeyboardInterrupt:
         code = signals.INTERRUPTED

@@ -1,4 +1,4 @@
-"""Command line of training together: ``swarm train init``, ``join``, ``watch``, ``ledger`` and ``moderate``.
+"""Command line of training together: ``swarm train init``, ``join``, ``export``, ``watch``, ``ledger``, ``moderate``.
 
 A command is a function that checks its arguments, as far as they say for themselves that they are wrong, and returns
 what is to be done.
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import logging
 import os
 import sys
 import threading
@@ -17,9 +16,21 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+from swarm_protocol.access.member_flags import CONFIG_RULES
 from swarm_protocol.errors import SwarmError
 from swarm_protocol.process import signals
-from swarm_training.commands.flags import LOG_LEVELS, add_joining_flags, joining, parse_batch_size, parse_part
+from swarm_protocol.process.config_file import Parsers, apply_config, leaves
+from swarm_protocol.process.invocation import add_common_flags
+from swarm_protocol.process.logs import say_error, start_logging
+from swarm_training.commands.flags import add_joining_flags, joining, parse_batch_size, parse_part
+from swarm_training.commands.staged import (
+    STAGE,
+    TRAINER,
+    StagesBackend,
+    export_staged,
+    join_staged,
+    require_unstaged,
+)
 from swarm_training.contract.backend import Backend, Look, ReadLedger, SendOrder
 from swarm_training.core_backend import BACKEND
 from swarm_training.runfile.reading import read_run_file
@@ -33,8 +44,8 @@ _ROLLBACK_LASTS_S = 3600.0  # by then it has been carried out, or cannot be
 Command = Callable[[], None]
 
 
-def parse_args(argv: list[str], backend: Backend = BACKEND) -> argparse.Namespace:
-    """``backend`` stands for the run."""
+def make_parser(backend: Backend = BACKEND, stages: StagesBackend | None = None) -> argparse.ArgumentParser:
+    """``backend`` stands for the run, ``stages`` for one in stages."""
     parser = argparse.ArgumentParser(prog=_PROG, description="Train one model together with others.")
     commands = parser.add_subparsers(dest="name", required=True, metavar="COMMAND")
 
@@ -43,20 +54,26 @@ def parse_args(argv: list[str], backend: Backend = BACKEND) -> argparse.Namespac
             name, help=text, description=text, formatter_class=argparse.ArgumentDefaultsHelpFormatter
         )
         subparser.set_defaults(command=run)
-        subparser.add_argument("--log-level", default="warning", choices=LOG_LEVELS)
+        add_common_flags(subparser)
         return subparser
 
     init = command("init", _init, "write a commented run file, or check the one that is there")
     init.add_argument("run_file", type=Path, metavar="RUN.toml")
 
-    join = command("join", partial(_join, backend), "train on this machine, until Ctrl-C")
+    join = command("join", partial(_join, backend, stages), "train on this machine, until Ctrl-C")
     add_joining_flags(join)
+    join.add_argument("--as", dest="role", choices=(STAGE, TRAINER), help="of a run in stages: what this machine does")
+    join.add_argument("--blocks", metavar="START:END", help="of the stage to hold; else that which limits the run")
     join.add_argument("--batch-size", metavar="N|auto", help="samples computed at once; else as the run file says")
     join.add_argument("--part", metavar="K/N", help="of the data, where peers have shared them out")
     join.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"))
 
+    export = command("export", partial(_export, stages), "write a run in stages as a checkpoint for transformers")
+    add_joining_flags(export)
+    export.add_argument("directory", type=Path, metavar="DIR")
+
     if backend.look is not None:
-        watch = command("watch", partial(_watch, backend), "show the run live, until Ctrl-C")
+        watch = command("watch", partial(_watch, backend, stages), "show the run live, until Ctrl-C")
         add_joining_flags(watch)
         watch.add_argument("--json", action="store_true", help="print a line of JSON each time")
         watch.add_argument("--interval", type=float, default=2.0, metavar="SECONDS", help="between two pictures")
@@ -67,6 +84,18 @@ def parse_args(argv: list[str], backend: Backend = BACKEND) -> argparse.Namespac
         summed.add_argument("--json", action="store_true", help="print JSON")
     if backend.send_order is not None:
         _add_moderate(commands, backend.send_order, backend.look)
+    return parser
+
+
+def parse_args(
+    argv: list[str],
+    backend: Backend = BACKEND,
+    all_parsers: Callable[[], Parsers] | None = None,
+    stages: StagesBackend | None = None,
+) -> argparse.Namespace:
+    """``all_parsers``: of all commands, see ``apply_config``. Raises ValueError if the configuration file is wrong."""
+    parser = make_parser(backend, stages)
+    apply_config(dict(leaves(parser, ("train",))), argv, CONFIG_RULES, all_parsers)
     return parser.parse_args(argv)
 
 
@@ -83,7 +112,7 @@ def _add_moderate(
             name, help=about, description=about, formatter_class=argparse.ArgumentDefaultsHelpFormatter
         )
         parser.set_defaults(command=run)
-        parser.add_argument("--log-level", default="warning", choices=LOG_LEVELS)
+        add_common_flags(parser)
         add_joining_flags(parser)
         return parser
 
@@ -117,15 +146,18 @@ def _init(args: argparse.Namespace) -> Command:
     return run
 
 
-def _join(backend: Backend, args: argparse.Namespace) -> Command:
+def _join(backend: Backend, stages: StagesBackend | None, args: argparse.Namespace) -> Command:
     file = read_run_file(args.run_file)
+    from swarm_protocol.access.tokens import Role
+
+    if file.stages.count:
+        return join_staged(_required(stages), args, file, joining(args, file, Role.TRAINER))
+    require_unstaged(args)
     if args.batch_size is not None:
         size = parse_batch_size(args.batch_size)
         batch = dataclasses.replace(file.batch, size=size, max_size=max(size, file.batch.max_size))
         file = dataclasses.replace(file, batch=batch)
     part = None if args.part is None else parse_part(args.part)
-    from swarm_protocol.access.tokens import Role
-
     who = joining(args, file, Role.TRAINER)
 
     def run() -> None:
@@ -138,7 +170,20 @@ def _join(backend: Backend, args: argparse.Namespace) -> Command:
     return run
 
 
-def _watch(backend: Backend, args: argparse.Namespace) -> Command:
+def _export(stages: StagesBackend | None, args: argparse.Namespace) -> Command:
+    file = read_run_file(args.run_file)
+    from swarm_protocol.access.tokens import Role
+
+    return export_staged(_required(stages), args, file, joining(args, file, Role.TRAINER))
+
+
+def _required(stages: StagesBackend | None) -> StagesBackend:
+    if stages is None:
+        raise ValueError("nothing here trains in stages: expected `swarm train`")
+    return stages
+
+
+def _watch(backend: Backend, stages: StagesBackend | None, args: argparse.Namespace) -> Command:
     file = read_run_file(args.run_file)
     if not _MIN_INTERVAL_S <= args.interval <= _MAX_INTERVAL_S:
         raise ValueError(
@@ -148,26 +193,34 @@ def _watch(backend: Backend, args: argparse.Namespace) -> Command:
         raise ValueError("--initial-peers is missing: expected members of the run that is to be watched")
     from swarm_protocol.access.tokens import Role
 
-    who, look = joining(args, file, Role.CLIENT), backend.look
-    assert look is not None
+    # Peers of a stage tell trainers alone how far they are; peers of other runs say it on the DHT.
+    who = joining(args, file, Role.TRAINER if file.stages.count else Role.CLIENT)
+    looking = partial(_required(stages).look, file, who) if file.stages.count else partial(_look_of(backend), who)
 
     def run() -> None:
         from swarm_training.commands.watching import watch
 
         signals.unwind_on_signals()
-        with look(who) as view:
+        with looking() as view:
             watch(view, args.interval, json_lines=args.json)
 
     return run
 
 
+def _look_of(backend: Backend) -> Look:
+    assert backend.look is not None
+    return backend.look
+
+
 def _ledger(read: ReadLedger, args: argparse.Namespace) -> Command:
-    from swarm_protocol.access.tokens import Role
     from swarm_training.commands import summing
 
     file = read_run_file(args.run_file)
+    _require_one_run(args, file)
     if (args.file is None) == (not args.initial_peers):
         raise ValueError("--initial-peers or --file: expected members of the run to ask, or else a ledger that is here")
+    from swarm_protocol.access.tokens import Role
+
     who = joining(args, file, Role.CLIENT) if args.file is None else None
 
     def run() -> None:
@@ -178,12 +231,13 @@ def _ledger(read: ReadLedger, args: argparse.Namespace) -> Command:
 
 
 def _ban(send: SendOrder, args: argparse.Namespace) -> Command:
-    from swarm_protocol.access.tokens import Role
     from swarm_training.ledger.orders import Ban, Order
 
     file = _moderated(args)
     if not 0 < args.hours <= _MAX_HOURS:
         raise ValueError(f"--hours is {args.hours:g}: expected a number above 0, up to {_MAX_HOURS:g}")
+    from swarm_protocol.access.tokens import Role
+
     who = joining(args, file, Role.MODERATOR)
     order = Order.new(file.run.name, Ban(args.peer_id, args.reason), time.time(), args.hours * 3600.0)
 
@@ -195,12 +249,14 @@ def _ban(send: SendOrder, args: argparse.Namespace) -> Command:
 
 
 def _rollback(send: SendOrder, look: Look, args: argparse.Namespace) -> Command:
-    from swarm_protocol.access.tokens import Role
     from swarm_training.ledger.orders import GoBack, Order
 
     file = _moderated(args)
+    _require_one_run(args, file)
     if not 0 <= args.to_step <= _MAX_STEP:
         raise ValueError(f"--to-step is {args.to_step}: expected the number of a step, at least 0")
+    from swarm_protocol.access.tokens import Role
+
     who = joining(args, file, Role.MODERATOR)
 
     def run() -> None:
@@ -217,6 +273,12 @@ def _rollback(send: SendOrder, look: Look, args: argparse.Namespace) -> Command:
     return run
 
 
+def _require_one_run(args: argparse.Namespace, file: RunFile) -> None:
+    """Raises ValueError if the file is of a run in stages, each of which is a run."""
+    if file.stages.count:
+        raise ValueError(f"{args.run_file} is of a run in stages: expected one whose peers hold the whole model")
+
+
 def _moderated(args: argparse.Namespace) -> RunFile:
     """The run file, of a run that has moderators."""
     file = read_run_file(args.run_file)
@@ -227,19 +289,23 @@ def _moderated(args: argparse.Namespace) -> RunFile:
     return file
 
 
-def main(argv: list[str], backend: Backend = BACKEND) -> None:
-    args = parse_args(argv or ["--help"], backend)
-    logging.basicConfig(stream=sys.stderr, level=args.log_level.upper(), format="%(message)s")
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+def main(
+    argv: list[str],
+    backend: Backend = BACKEND,
+    all_parsers: Callable[[], Parsers] | None = None,
+    stages: StagesBackend | None = None,
+) -> None:
     try:
+        args = parse_args(argv or ["--help"], backend, all_parsers, stages)
+        start_logging(args)
         run = args.command(args)
     except (SwarmError, ValueError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        say_error(error)
         sys.exit(2)
     try:
         run()
     except (SwarmError, ValueError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        say_error(error)
         sys.exit(1)
     except BrokenPipeError:  # the reader, `head` for example, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -7,9 +7,8 @@ import re
 from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
-from unittest.mock import patch
 
-PACKAGES = ("swarm_server", "swarm_client", "swarm_training")
+PACKAGES = ("swarm_server", "swarm_client", "swarm_training", "swarm_stages", "swarm_experts")
 
 
 def on_page_markdown(markdown: str, **_page: object) -> str:
@@ -18,9 +17,8 @@ def on_page_markdown(markdown: str, **_page: object) -> str:
 
 
 def parser_of(package: str) -> argparse.ArgumentParser:
-    """The parser that ``parse_args`` of the package's command line makes."""
-    with patch.object(argparse.ArgumentParser, "parse_args", lambda parser, _argv=None: parser):
-        return import_module(f"{package}.command_line").parse_args(["demo"])  # an empty command line prints the help
+    """Of the package's command line."""
+    return import_module(f"{package}.command_line").make_parser()
 
 
 def commands(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:

@@ -16,18 +16,20 @@ import torch
 from transformers import GenerationConfig, LogitsProcessorList
 from transformers.generation.configuration_utils import GenerationMode
 
-from swarm_client.batching.request import FinishReason, Listener, Request, Token
+from swarm_client.batching.groups import groups_of
+from swarm_client.batching.request import FinishReason, Listener, Request, Servers, Token
 from swarm_client.batching.rows import BatchedModel
 from swarm_client.batching.sampler import Choice, choose
 from swarm_client.core import background
 from swarm_client.sessions.session import RemoteSession
-from swarm_protocol.errors import RequestRejected, SwarmError
+from swarm_protocol.errors import PeerUnavailable, RequestRejected, SwarmError
 from swarm_protocol.wire.block_input import BlockInput
 
 if TYPE_CHECKING:
     from swarm_client.model.hf_model import RemoteModelMixin
 
 _QUIET_S = 1e-3  # what servers have computed together comes back one after the other
+_BETWEEN_GROUPS_S = 1e-3
 _RESERVED_TOKENS = 256  # of those to be generated, at most; a lease grows with its session
 _NOT_HERE = {  # other ways to end, or to choose, and the values with which they do nothing
     "stop_strings": (None,),
@@ -56,6 +58,7 @@ class _Row:
         stop_ids: frozenset[int],
         max_new_tokens: int,
     ) -> None:
+        self._servers = Servers(()) if request.with_servers else None  # that the listener knows
         self.choice = choice
         self.session = session
         self.listener = listener
@@ -69,6 +72,12 @@ class _Row:
 
     def cancel(self) -> None:
         self._loop._inbox.put(_Cancelled(self))
+
+    def tell_servers(self) -> None:
+        """If the listener wants to know, and knows others."""
+        if self._servers is not None and self._servers.hops != self.session.hops:
+            self._servers = Servers(self.session.hops)
+            self.listener.happened(self._servers)
 
     @property
     def next_ids(self) -> torch.Tensor:
@@ -129,19 +138,12 @@ class GenerationLoop:
     def submit(self, request: Request, listener: Listener) -> _Row:
         """See ``Batcher``."""
         config = self._checked(request)
-        generator = None
-        if config.do_sample:
-            generator = torch.Generator()
-            if request.seed is None:
-                generator.seed()
-            else:
-                generator.manual_seed(request.seed)
         choice = Choice(
             torch.tensor(request.prompt),
             self._model._get_logits_processor(
                 config, len(request.prompt), logits_processor=LogitsProcessorList(request.processors), device="cpu"
             ),
-            generator,
+            _generator(request) if config.do_sample else None,
             request.num_logprobs,
         )
         stop_ids = config._eos_token_tensor
@@ -149,7 +151,11 @@ class GenerationLoop:
             self,
             request,
             choice,
-            self._model.blocks.open_session(len(request.prompt) + min(config.max_new_tokens, _RESERVED_TOKENS)),
+            self._model.blocks.open_session(
+                len(request.prompt) + min(config.max_new_tokens, _RESERVED_TOKENS),
+                on_event=listener.happened if request.with_servers else None,
+                is_bundled=True,
+            ),
             listener,
             frozenset([] if stop_ids is None else stop_ids.tolist()),
             config.max_new_tokens,
@@ -270,20 +276,20 @@ class GenerationLoop:
 
     def _send(self, rows: Sequence[_Row]) -> None:
         """The next step of each, into its session: those of one token together."""
-        steps: list[tuple[_Row, BlockInput]] = []
         decoding = [row for row in rows if row.num_new]
-        for group in [decoding, *([row] for row in rows if not row.num_new)]:
-            if not group:
-                continue
+        num_hops = max((len(row.session.hops) for row in decoding), default=0)
+        groups = groups_of(decoding, len(self._rows), num_hops)
+        started = []
+        for group in [*groups, *([row] for row in rows if not row.num_new)]:
             try:
                 ids = torch.cat([row.next_ids for row in group])
                 inputs = self._batched.inputs(ids, [row.session for row in group])
             except Exception as error:  # as above
                 self._end(group, error)
                 continue
-            steps += zip(group, inputs, strict=True)
-        if steps:
-            background.submit(self._start(steps))
+            started.append(list(zip(group, inputs, strict=True)))
+        if started:
+            background.submit(self._start(started))
 
     def _end(self, rows: Iterable[_Row], reason: FinishReason | BaseException) -> None:
         rows = list(rows)
@@ -303,16 +309,35 @@ class GenerationLoop:
 
     # ------------------------------------------------------------ on the network's thread
 
-    async def _start(self, steps: Sequence[tuple[_Row, BlockInput]]) -> None:
-        for row, inputs in steps:
-            row.stepping = asyncio.ensure_future(self._step(row, inputs))
+    async def _start(self, groups: Sequence[Sequence[tuple[_Row, BlockInput]]]) -> None:
+        for number, steps in enumerate(groups):
+            if number and steps[0][0].num_new:  # prompts have streams of their own
+                await asyncio.sleep(_BETWEEN_GROUPS_S)  # or both groups would travel in one message
+            for row, inputs in steps:
+                if row not in self._rows:  # it was cancelled meanwhile
+                    continue
+                row.stepping = asyncio.ensure_future(self._step(row, inputs))
 
     async def _step(self, row: _Row, inputs: BlockInput) -> None:
         try:
             hidden: torch.Tensor | BaseException = await row.session.step_on_loop(inputs, 1)
+            row.tell_servers()
+        except asyncio.CancelledError:  # by ``_stop``, when nobody waits; or the connection was closed
+            hidden = PeerUnavailable("the connection to a server was closed")
         except Exception as error:  # a SwarmError, or a mistake that the log tells; who waits must hear of it
             hidden = error
         self._inbox.put(_Stepped(row, hidden))
+
+
+def _generator(request: Request) -> torch.Generator:
+    if request.generator is not None:
+        return request.generator
+    generator = torch.Generator()
+    if request.seed is None:
+        generator.seed()
+    else:
+        generator.manual_seed(request.seed)
+    return generator
 
 
 async def _stop(row: _Row) -> None:

@@ -5,7 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
+import torch
 from transformers import GenerationConfig, LogitsProcessor
+
+from swarm_client.core.events import Event
+from swarm_client.routing.routing import Hop
 
 FinishReason = Literal["stop", "length"]
 
@@ -19,16 +23,20 @@ class Request:
         config: how tokens are chosen, as for ``generate``; ``max_new_tokens`` must be set, beams and the like are
             refused.
         seed: of this generation's own generator; None: a random one.
+        generator: instead of one of its own.
         processors: of logits, besides those of ``config``, each called as in ``generate`` with token ids [1, length]
             and scores [1, vocabulary].
         num_logprobs: how many of the likeliest tokens are told with each; 0: that of the token itself; None: nothing.
+        with_servers: the listener is told of its servers too; ``on_event`` of the client's config is not.
     """
 
     prompt: tuple[int, ...]
     config: GenerationConfig
     seed: int | None = None
+    generator: torch.Generator | None = None
     processors: tuple[LogitsProcessor, ...] = ()
     num_logprobs: int | None = None
+    with_servers: bool = False
 
 
 @dataclass(frozen=True)
@@ -43,10 +51,20 @@ class Token:
     top: tuple[tuple[int, float], ...] = ()
 
 
+@dataclass(frozen=True)
+class Servers:
+    """Who computes a generation from now on: its hops, first blocks first."""
+
+    hops: tuple[Hop, ...]
+
+
 class Listener(Protocol):
     """Is told on the loop's thread, which it must not hold up. If it raises something, the generation is cancelled."""
 
     def token(self, token: Token) -> None: ...
+
+    def happened(self, what: Servers | Event) -> None:
+        """Only if the request asks for it; on the network's thread. What comes before a token has happened before."""
 
     def ended(self, reason: FinishReason | BaseException) -> None:
         """Once; after that, nothing more comes. An error: a ``SwarmError``, or a ValueError. Not called after

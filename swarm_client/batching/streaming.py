@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator
 
-from swarm_client.batching.request import Batcher, FinishReason, Request, Token
+from swarm_client.batching.request import Batcher, FinishReason, Request, Servers, Token
+from swarm_client.core.events import Event
 
 
 class _Queue:
@@ -13,17 +14,21 @@ class _Queue:
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
-        self.items: asyncio.Queue[Token | FinishReason | BaseException] = asyncio.Queue()
+        self.items: asyncio.Queue[Token | Servers | Event | FinishReason | BaseException] = asyncio.Queue()
 
     def token(self, token: Token) -> None:
         self._loop.call_soon_threadsafe(self.items.put_nowait, token)
+
+    def happened(self, what: Servers | Event) -> None:
+        self._loop.call_soon_threadsafe(self.items.put_nowait, what)
 
     def ended(self, reason: FinishReason | BaseException) -> None:
         self._loop.call_soon_threadsafe(self.items.put_nowait, reason)
 
 
-async def stream(batcher: Batcher, request: Request) -> AsyncGenerator[Token | FinishReason, None]:
-    """The tokens as they come, and at last why there are no more.
+async def stream(batcher: Batcher, request: Request) -> AsyncGenerator[Token | Servers | Event | FinishReason, None]:
+    """The tokens as they come, with what happens to their servers if the request asks for it; at last, why there are no
+    more.
 
     Who stops reading closes the iterator (``aclose``), which cancels the generation.
 
@@ -39,7 +44,7 @@ async def stream(batcher: Batcher, request: Request) -> AsyncGenerator[Token | F
             if isinstance(item, BaseException):
                 raise item
             yield item
-            if not isinstance(item, Token):
+            if isinstance(item, str):
                 return
     finally:
         generation.cancel()

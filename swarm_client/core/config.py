@@ -9,6 +9,7 @@ from pathlib import Path
 from swarm_client.core.events import OnEvent
 from swarm_protocol.access.organiser import SwarmKey
 from swarm_protocol.dht.addresses import check_peer
+from swarm_protocol.dht.lan_discovery import require_zeroconf
 from swarm_protocol.process.local_registry import DEFAULT_SWARM
 
 CHECK_SHARE = 0.02  # less than 2 % of throughput, also of full servers: computing many positions at once is cheaper
@@ -42,6 +43,7 @@ class ClientConfig:
     """Raises ValueError at construction if a field is out of its range."""
 
     initial_peers: tuple[str, ...] = ()  # none: the swarm registered on this machine
+    discover: bool = False  # look for members on the local network besides
     swarm: str = DEFAULT_SWARM
     wait_timeout_s: float = 30.0  # for servers that hold every block, and have room
     step_timeout_s: float = 120.0  # for one server's answer, as long as it says that it is there and nobody else is
@@ -66,6 +68,8 @@ class ClientConfig:
         object.__setattr__(self, "initial_peers", tuple(self.initial_peers))
         for peer in self.initial_peers:
             check_peer(peer)
+        if self.discover:
+            require_zeroconf()
         for name in ("allowed_servers", "blocked_servers"):
             peer_ids = getattr(self, name)
             if isinstance(peer_ids, str):

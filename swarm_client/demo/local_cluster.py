@@ -16,8 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from swarm_protocol.errors import SwarmError
+from swarm_protocol.process import config_file
 from swarm_protocol.process.scratch import scratch_directory
 
+_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "GOMP_SPINCOUNT": "1000", config_file.ENVIRONMENT: config_file.NONE}
 _START_TIMEOUT_S = 120.0
 _STOP_TIMEOUT_S = 15.0
 _POLL_S = 0.01
@@ -67,7 +69,7 @@ class LocalServer:
 class LocalCluster:
     """Starts servers fast, by forking a process that has imported everything. A context manager: none is left after it.
 
-    Each server computes with one thread.
+    Each server computes with one thread, and has only the flags it is given: the user's configuration is for others.
     """
 
     def __init__(self, environment: dict[str, str] | None = None) -> None:
@@ -78,7 +80,7 @@ class LocalCluster:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "GOMP_SPINCOUNT": "1000", **(environment or {})},
+            env={**os.environ, **_ENVIRONMENT, **(environment or {})},
         )
 
     def start(self, *arguments: str, cores: Sequence[int] | None = None) -> LocalServer:

@@ -19,8 +19,8 @@ SUFFIXES = (".txt", ".jsonl")  # of data
 OPTIMIZERS = ("adamw", "adamw-8bit")
 _LARGEST = 1e30  # optimizers compute in float32
 _MAY_CHANGE = {  # when a run is resumed
-    *("data", "output", "validation", "resume", "initial_peers", "swarm", "wait", "epochs", "max_steps"),
-    *("recovery_timeout", "save_every", "eval_every", "swarm_key", "membership", "identity"),
+    *("data", "output", "validation", "resume", "initial_peers", "discover", "swarm", "wait", "epochs"),
+    *("max_steps", "recovery_timeout", "save_every", "eval_every", "swarm_key", "membership", "identity"),
 }
 
 
@@ -43,6 +43,7 @@ class FinetuneSettings:
     model: str = DEFAULT_MODEL
     revision: str | None = None
     initial_peers: tuple[str, ...] = ()
+    discover: bool = False
     swarm: str = ClientConfig.swarm
     wait: float = ClientConfig.wait_timeout_s
     recovery_timeout: float = ClientConfig.recovery_timeout_s
@@ -99,6 +100,7 @@ class FinetuneSettings:
         """Raises ValueError if one of its fields is out of its range."""
         return ClientConfig(
             initial_peers=self.initial_peers,
+            discover=self.discover,
             swarm=checked_name(self.swarm),
             wait_timeout_s=self.wait,
             recovery_timeout_s=self.recovery_timeout,

@@ -133,11 +133,13 @@ class Place:
 class FairQueue:
     """Lets so many generations be active; the turns of those that wait go round robin over keys.
 
-    For one event loop.
+    A key may have as many places to wait as it leaves free, or one: half of them if it is alone, a third if there are
+    two, and the first place of a key is never refused while there is one. For one event loop.
     """
 
-    def __init__(self, limits: Limits) -> None:
-        self._limits = limits
+    def __init__(self, limits: Limits, *, is_shared: bool = True) -> None:
+        """``is_shared``: there are several keys."""
+        self._limits, self._is_shared = limits, is_shared
         self._waiting: OrderedDict[str, deque[Place]] = OrderedDict()  # the key whose turn it is first
         self._active: set[Place] = set()
 
@@ -153,19 +155,33 @@ class FairQueue:
         """Places for so many generations, which must all be left in the end.
 
         Raises:
-            ApiError: there is no room for all of them.
+            ApiError: there is no room for all of them, or other keys need it.
         """
-        room = self._limits.max_active + self._limits.max_queued
-        if count > room:
-            message = f"the request asks for {count} generations: this server takes {room} at most"
+        limits = self._limits
+        most = limits.max_active + (self._share(limits.max_queued) if self._is_shared else limits.max_queued)
+        if count > most:
+            message = f"the request asks for {count} generations: this server takes {most} at most"
             raise ApiError(400, message, param="n")
-        if self.num_active + self.num_queued + count > room:
+        if not self._fits(key, count - (limits.max_active - self.num_active)):
             message = f"{self.num_active} generations are active and {self.num_queued} wait: try again later"
             raise ApiError(429, message, code="queue_full", retry_after_s=_RETRY_S)
         places = [Place(self, key) for _ in range(count)]
         self._waiting.setdefault(key, deque()).extend(places)
         self._advance()
         return places
+
+    @staticmethod
+    def _share(free: int) -> int:
+        """Of so many places to wait, what a key that has none may take."""
+        return min(free, max(free // 2, 1))
+
+    def _fits(self, key: str, num_waiting: int) -> bool:
+        """Whether so many more of the key's may wait."""
+        if num_waiting <= 0:
+            return True
+        own = len(self._waiting.get(key, ())) + num_waiting
+        left = self._limits.max_queued - self.num_queued - num_waiting
+        return left >= 0 and (not self._is_shared or own <= max(left, 1))
 
     def leave(self, place: Place) -> None:
         if place in self._active:

@@ -5,26 +5,31 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import contextlib
+import functools
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
+import torch
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from swarm_client.batching.request import Batcher
 from swarm_client.core import background
 from swarm_client.core.config import ClientConfig
 from swarm_client.gateway.admission import ApiError
+from swarm_client.gateway.grammars.compiler import GrammarCompiler
 from swarm_client.generation.generation import load_tokenizer
 from swarm_client.model.model import DistributedModel
 from swarm_client.monitor.model_monitor import ModelStatus
-from swarm_client.monitor.monitor import Monitor
+from swarm_client.monitor.monitor import Monitor, SwarmSnapshot
+from swarm_protocol.checkpoints.checkpoint import Checkpoint
 from swarm_protocol.checkpoints.default_model import locate
 from swarm_protocol.checkpoints.files import is_plain
-from swarm_protocol.errors import SwarmError
+from swarm_protocol.errors import CheckpointError, SwarmError
 from swarm_protocol.wire.printable import printable
 
 if TYPE_CHECKING:
@@ -40,6 +45,7 @@ _ADAPTER = ":"  # between the names of a model and of an adapter
 class ServedModel:
     """Attributes:
     max_positions: of prompt and answer together; None: any number.
+    embed: the mean over the positions of what the model's head would get, of token ids.
     """
 
     name: str
@@ -48,6 +54,15 @@ class ServedModel:
     max_positions: int | None
     generation_config: GenerationConfig
     vocab_size: int
+    embed: Callable[[Sequence[int]], Awaitable[list[float]]]
+
+    @cached_property
+    def grammars(self) -> GrammarCompiler:
+        ends = self.generation_config.eos_token_id
+        ends = self.tokenizer.eos_token_id if ends is None else ends
+        return GrammarCompiler(
+            self.tokenizer, self.vocab_size, ends if isinstance(ends, list) else [] if ends is None else [ends]
+        )
 
 
 class ClosableBatcher(Batcher, Protocol):
@@ -55,8 +70,19 @@ class ClosableBatcher(Batcher, Protocol):
         """Ends all generations."""
 
 
+class SeesSwarm(Protocol):
+    """What a ``Monitor`` does, and whoever stands for it."""
+
+    async def look(self) -> SwarmSnapshot: ...
+
+    async def close(self) -> None: ...
+
+
 class Models(Protocol):
     async def names(self) -> list[str]: ...
+
+    async def has_template(self, name: str) -> bool | None:
+        """Whether a model, one of ``names``, has a chat template; None: that cannot be found out at present."""
 
     async def get(self, name: str) -> ServedModel:
         """Raises:
@@ -72,6 +98,26 @@ def not_found(name: str) -> ApiError:
         param="model",
         code="model_not_found",
     )
+
+
+def check_model(model: str, revision: str | None) -> None:
+    """Whether there is what a client needs of it; of the swarm nothing is needed yet.
+
+    Raises:
+        CheckpointError: the model or its tokenizer cannot be read, or lacks something; UnsupportedModel: it cannot be
+            split.
+    """
+    checkpoint = Checkpoint.open(locate(model), revision)
+    load_tokenizer(model, revision)
+    checkpoint.client_tensors()
+
+
+def mean_hidden(model: Any, token_ids: Sequence[int]) -> list[float]:
+    """Over the positions of the last hidden states, behind the final norm, of a model of transformers."""
+    with torch.no_grad():
+        output = model.base_model(torch.tensor([token_ids], device=model.device), use_cache=False, return_dict=True)
+    hidden: torch.Tensor = output.last_hidden_state  # [1, tokens, hidden_size]
+    return hidden[0].float().mean(0).tolist()
 
 
 @dataclass(frozen=True)
@@ -97,25 +143,38 @@ class SwarmModels:
         make_batcher: Callable[[RemoteModelMixin], ClosableBatcher],
         *,
         load: Callable[..., RemoteModelMixin] = DistributedModel.from_pretrained,
-        monitor: Monitor | None = None,
+        monitor: SeesSwarm | None = None,
     ) -> None:
-        """``load`` and ``monitor`` stand for the swarm."""
+        """``load`` and ``monitor`` stand for the swarm. ``monitor`` is closed with this."""
         location = Path(locate(model)).expanduser()
         self._config, self._make_batcher, self._load_model = config, make_batcher, load
         self.own = location.resolve().name if location.is_dir() else model  # as the swarm's records name it
         self._own_source = _Source(model, revision)
         self._sources = {self.own: self._own_source}
         self._loading: dict[str, asyncio.Future[ServedModel]] = {}
+        self._has_template: dict[_Source, bool] = {}
         # Threads of its own: those that the event loop has anyway must not wait for the swarm.
         self._threads = concurrent.futures.ThreadPoolExecutor(_MOST_LOADED, "models")
         self._opened = contextlib.ExitStack()  # what ``close`` closes
-        self._monitor = monitor or Monitor(config)
+        self._monitor: SeesSwarm = monitor or Monitor(config)
         self._look: asyncio.Task[None] | None = None
         self._looked_s = 0.0
 
     async def names(self) -> list[str]:
         await self._see_swarm()
         return list(self._sources)
+
+    async def has_template(self, name: str) -> bool | None:
+        source = replace(self._sources[name], adapter="")
+        if source not in self._has_template:
+            load = functools.partial(load_tokenizer, source.location, source.revision)
+            try:
+                tokenizer = await asyncio.get_running_loop().run_in_executor(self._threads, load)
+            except CheckpointError as error:
+                _logger.info("the tokenizer of %s cannot be loaded: %s", printable(name), error)
+                return None
+            self._has_template[source] = bool(tokenizer.chat_template)
+        return self._has_template[source]
 
     async def get(self, name: str) -> ServedModel:
         name = self.own if name == self._own_source.location else name
@@ -154,7 +213,11 @@ class SwarmModels:
             max_positions=model.blocks.max_positions,
             generation_config=model.generation_config,
             vocab_size=model.config.get_text_config().vocab_size,
+            embed=partial(self._embed, model),
         )
+
+    async def _embed(self, model: RemoteModelMixin, token_ids: Sequence[int]) -> list[float]:
+        return await asyncio.get_running_loop().run_in_executor(self._threads, mean_hidden, model, token_ids)
 
     def _forget_failure(self, name: str, done: asyncio.Future[ServedModel]) -> None:
         if done.cancelled() or done.exception() is not None:

@@ -34,6 +34,7 @@ class ServeSettings:
     port: int = 8000  # 0: one that is free
     keys: tuple[str, ...] = ()
     limits: Limits = DEFAULT_LIMITS
+    history: str | None = None  # file, or "none"; None: one in the user's data directory
 
     def __post_init__(self) -> None:
         if not 0 <= self.port < 2**16:
@@ -50,7 +51,7 @@ class ServeSettings:
             raise ValueError("serve needs more packages: pip install 'swarm-lm[serve]'")
         keys = () if args.api_keys is None else read_keys(args.api_keys)
         limits = Limits(args.max_active, args.max_queued, args.requests_per_minute)
-        return cls(args.host, args.port, keys, limits)
+        return cls(args.host, args.port, keys, limits, args.history)
 
 
 def add_serve_flags(command: argparse.ArgumentParser) -> None:
@@ -61,17 +62,39 @@ def add_serve_flags(command: argparse.ArgumentParser) -> None:
     add("--max-active", type=int, default=limits.max_active, metavar="N", help="generations at the same time")
     add("--max-queued", type=int, default=limits.max_queued, metavar="N", help="generations that wait for their turn")
     add("--requests-per-minute", type=int, metavar="N", help="of each key; any number if not given")
+    add(
+        "--history",
+        metavar="FILE|none",
+        help="where to keep what happens in the swarm; if not given, in the user's data directory",
+    )
 
 
 def serve(settings: ServeSettings, config: ClientConfig, model: str, revision: str | None) -> None:
-    """Until a signal ends it. Raises ValueError if it cannot listen at the address."""
-    from swarm_client.batching.loop import GenerationLoop
-    from swarm_client.gateway.app import create_app
-    from swarm_client.gateway.models import SwarmModels
+    """Until a signal ends it.
 
+    Raises:
+        ValueError: it cannot listen at the address.
+        CheckpointError, UnsupportedModel: the model cannot be read, or not be split.
+    """
+    from swarm_client.batching.loop import GenerationLoop
+    from swarm_client.core import background
+    from swarm_client.core.access import ClientAccess
+    from swarm_client.gateway.app import create_app
+    from swarm_client.gateway.models import SwarmModels, check_model
+    from swarm_client.gateway.monitor_api.endpoints import Monitored
+    from swarm_client.history.opening import open_history
+    from swarm_client.history.recorder import Recorder
+    from swarm_client.monitor.monitor import Monitor
+
+    check_model(model, revision)
     with contextlib.closing(listen(settings.host, settings.port)) as listener:
-        models = SwarmModels(config, model, revision, GenerationLoop)
-        app = create_app(models, settings.limits, settings.keys)
+        recorder = Recorder(Monitor(config), open_history(settings.history, config.swarm))
+        models = SwarmModels(config, model, revision, GenerationLoop, monitor=recorder)
+        is_private = ClientAccess.of(config).control is not None
+        app = create_app(
+            models, settings.limits, settings.keys, monitored=Monitored(recorder, config, models.own, is_private)
+        )
+        background.run(recorder.start())
         try:
             with contextlib.suppress(KeyboardInterrupt, SystemExit):  # which is how it is meant to end
                 run(app, listener, _greeting(settings, listener, models.own))
@@ -111,7 +134,9 @@ def run(app: FastAPI, listener: socket.socket, greeting: Sequence[str]) -> None:
 
 def _greeting(settings: ServeSettings, listener: socket.socket, model: str) -> list[str]:
     host = f"[{settings.host}]" if ":" in settings.host else settings.host
-    url = f"http://{host}:{listener.getsockname()[1]}/v1"
+    page = f"http://{host}:{listener.getsockname()[1]}/"
+    url = f"{page}v1"
     key = " -H 'Authorization: Bearer KEY'" if settings.keys else ""
     body = shlex.quote(f'{{"model": "{printable(model)}", "prompt": "Return a list of"}}')
-    return [f"serving on {url}", f"  curl {url}/completions{key} -H 'Content-Type: application/json' -d {body}"]
+    curl = f"curl {url}/completions{key} -H 'Content-Type: application/json' -d {body}"
+    return [f"serving on {url}", f"  in a browser: {page} and {page}monitor", f"  {curl}"]

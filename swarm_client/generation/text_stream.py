@@ -11,15 +11,17 @@ _HALF = "\N{REPLACEMENT CHARACTER}"  # stands for bytes that are no whole charac
 
 
 class TextStream:
-    """The text of token ids; special tokens have none.
+    """The text of token ids; special tokens have none, unless it is wanted.
 
     What is returned, put together, is the text after ``context``. A token whose text is not yet certain, since it ends
     in the middle of a character, is held until it is.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, context: Sequence[int] = ()) -> None:
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, context: Sequence[int] = (), *, with_special: bool = False
+    ) -> None:
         """``context``: the prompt, of which the last tokens count."""
-        self._tokenizer = tokenizer
+        self._tokenizer, self._with_special = tokenizer, with_special
         self._ids = list(context[-_CONTEXT:])
         self._num_read = len(self._ids)  # how many of them have been returned as text; the rest is held
 
@@ -43,7 +45,8 @@ class TextStream:
         return self._decode(self._ids)[len(before) :]
 
     def _decode(self, ids: list[int]) -> str:
-        return str(self._tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
+        without = not self._with_special
+        return str(self._tokenizer.decode(ids, skip_special_tokens=without, clean_up_tokenization_spaces=False))
 
 
 class StopStrings:

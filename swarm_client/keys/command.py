@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
 from swarm_client.core.config import ClientConfig
+from swarm_protocol.process.invocation import add_common_flags
 from swarm_protocol.process.local_registry import checked_name
 
 if TYPE_CHECKING:
@@ -42,7 +43,7 @@ def add_keys(commands: Commands) -> None:
             subparser.add_argument(
                 "--key", type=Path, metavar="FILE", help="the organiser's; by default one in the user's configuration"
             )
-        subparser.add_argument("--log-level", default="warning", choices=("debug", "info", "warning", "error"))
+        add_common_flags(subparser)
         return subparser.add_argument
 
     add = action("create", _create, "make the organiser's key, and print its public half: the swarm key")

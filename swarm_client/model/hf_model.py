@@ -17,6 +17,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from swarm_client.adapters.lora import LoraMixin
 from swarm_client.adapters.prompts import PromptsMixin
 from swarm_client.adapters.trained import save_for_trainer
+from swarm_client.batching.joining import SharedLoop
 from swarm_client.core import background
 from swarm_client.model.cache import RemoteCache, session_of
 from swarm_client.model.head import float_head
@@ -55,6 +56,7 @@ class RemoteModelMixin(PromptsMixin, LoraMixin):
     _family: Family
     _remote_blocks: list[RemoteBlocks]  # in a list: it is registered where the blocks were
     _owners: list[nn.Module]  # the module inside the model that has them
+    _shared_loop: SharedLoop
 
     def fill_blocks(self, config: PreTrainedConfig) -> None:
         """Puts modules without weights into the remote blocks of a model that has been loaded."""
@@ -73,6 +75,12 @@ class RemoteModelMixin(PromptsMixin, LoraMixin):
         """The remote blocks: ``model.blocks[6:10](hidden)``."""
         return self._remote_blocks[0].remote
 
+    @property
+    def is_watched(self) -> bool:
+        """Whether somebody has put hooks where hidden states pass, and may look at all of them."""
+        owner = self._owners[0]
+        return any(map(has_hooks, (self.base_model, owner, *owner.children())))
+
     def new_cache(self, reserve_tokens: int = 0, **options: Any) -> RemoteCache:
         """An empty cache to pass as ``past_key_values``; its ``session`` has ``stats`` and can be resumed.
 
@@ -83,6 +91,7 @@ class RemoteModelMixin(PromptsMixin, LoraMixin):
 
     def close(self) -> None:
         """Leaves the swarm; the model cannot compute afterwards."""
+        self._shared_loop.close()
         background.run(self.blocks.swarm.close())
 
     def __enter__(self) -> RemoteModelMixin:
@@ -98,11 +107,20 @@ class RemoteModelMixin(PromptsMixin, LoraMixin):
         )
 
     def generate(self, *args: Any, streamer: Any = None, **kwargs: Any) -> Any:
-        """The stock ``generate``; if it fails, whoever iterates over the streamer in another thread is let go."""
+        """The stock ``generate``; if it fails, whoever iterates over the streamer in another thread is let go.
+
+        Calls that several threads make at the same time are computed together, if each is of one row.
+        """
         if kwargs.get("cache_implementation") == "paged":
             self.generate_batch()
         try:
-            return super().generate(*args, streamer=streamer, **kwargs)  # type: ignore[misc]  # of GenerationMixin
+            with self._shared_loop.running() as are_others:
+                if are_others and len(args) <= 1:
+                    arguments = {"inputs": args[0], **kwargs} if args else kwargs
+                    output = self._shared_loop.join(self, arguments, streamer)
+                    if output is not None:
+                        return output
+                return super().generate(*args, streamer=streamer, **kwargs)  # type: ignore[misc]  # of GenerationMixin
         except BaseException:
             if isinstance(streamer, Iterable | AsyncIterable):
                 streamer.end()  # type: ignore[union-attr]
@@ -211,15 +229,14 @@ def client_class(hf_class: type[PreTrainedModel], family: Family) -> type[Remote
             base.save_pretrained = base.push_to_hub = _refuse_to_save
             base._init_weights = functools.partial(_init_without_blocks, base, family, base._init_weights)
             self._remote_blocks, self._owners, self.no_dropout = [blocks], [owner], NoDropout(family)
+            self._shared_loop = SharedLoop()
             owner.register_forward_pre_hook(_context_hook(owner, blocks, family, self.no_dropout), with_kwargs=True)
             owner.register_forward_hook(lambda _owner, _inputs, output: blocks.end(output), always_call=True)
 
         @functools.wraps(hf_class.forward)  # transformers looks at its signature
         def forward(self, *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]
-            owner = self._owners[0]
             kwargs |= without_router_logits(names, {**dict(zip(names, args, strict=False)), **kwargs}, self.config)
-            is_watched = any(map(has_hooks, (self.base_model, owner, *owner.children())))
-            num_wanted = None if is_watched else _num_wanted(self.config, kwargs)
+            num_wanted = None if self.is_watched else _num_wanted(self.config, kwargs)
             with self._remote_blocks[0].only_last(num_wanted):
                 return super().forward(*args, **kwargs)
 

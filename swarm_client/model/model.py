@@ -17,6 +17,7 @@ from swarm_client.core.config import ClientConfig, Timeouts
 from swarm_client.core.events import OnEvent
 from swarm_client.model.head import check_head_quant, quantize_head_
 from swarm_client.model.hf_model import ATTENTION, RemoteModelMixin, client_class
+from swarm_client.model.progress import reading_shown
 from swarm_client.swarm.swarm import Swarm
 from swarm_protocol.checkpoints.checkpoint import Checkpoint
 from swarm_protocol.checkpoints.default_model import DEFAULT_MODEL, locate
@@ -214,11 +215,11 @@ def load_client(
     one_block = slice_config(config, Span(0, 1))
     if hasattr(config, "layer_types"):
         one_block.layer_types = config.layer_types  # rotary embeddings are made for every type of block among them
-    with hf_loader():
+    with hf_loader(), reading_shown(checkpoint.client_tensors()) as tensors:
         loaded: Any = own_class.from_pretrained(
             None,
             config=one_block,
-            state_dict=checkpoint.client_tensors(),
+            state_dict=tensors,
             dtype=dtype,
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # reported, and refused below

@@ -92,7 +92,12 @@ class RemoteSpan:
         return _RemoteForward.apply(hidden, inputs, self, added.drops, snapshot, need_grad, *tensors)
 
     def open_session(
-        self, reserve_tokens: int = 0, *, standby: bool | None = None, on_event: OnEvent | None = None
+        self,
+        reserve_tokens: int = 0,
+        *,
+        standby: bool | None = None,
+        on_event: OnEvent | None = None,
+        is_bundled: bool = False,
     ) -> RemoteSession:
         """A session over these blocks.
 
@@ -101,6 +106,7 @@ class RemoteSpan:
                 the end, it may be preempted by older ones for a while, when servers are full.
             standby: see ``DistributedModel.from_pretrained``, which gives the default.
             on_event: likewise.
+            is_bundled: its steps travel in one message with those of other sessions that are ready at the same time.
         """
         return RemoteSession(
             self.swarm,
@@ -110,6 +116,7 @@ class RemoteSpan:
             standby=standby,
             on_event=on_event,
             adapter=lambda: self.added.snapshot(),
+            is_bundled=is_bundled,
         )
 
     def __repr__(self) -> str:

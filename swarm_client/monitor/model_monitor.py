@@ -27,6 +27,7 @@ _AT_ONCE = 32  # servers that are asked together
 _ANSWER_S = 4.0  # after so long a server does not answer
 _LATELY_S = 10.0
 _NEED_TOKENS = 64  # room that the client looks for: a short generation
+UNREACHABLE = "unreachable"
 MOST = 200  # servers that are spoken to: each costs a connection
 
 
@@ -71,6 +72,18 @@ class ModelStatus:
         record = server.record
         fits = record.revision == (self.revision or record.revision) and record.wire_version == WIRE_VERSION
         return server.answers and fits and record.state is ServerState.ONLINE and not server.denial
+
+    def state_of(self, server: ServerStatus) -> str:
+        """That of the record, or why a client cannot use it: unreachable, denied, incompatible, other_revision."""
+        if not server.answers:
+            return UNREACHABLE
+        if server.denial:
+            return "denied"
+        if server.record.wire_version != WIRE_VERSION:
+            return "incompatible"
+        if server.record.revision != (self.revision or server.record.revision):
+            return "other_revision"
+        return server.record.state.name.lower()
 
     @property
     def replicas(self) -> list[int]:

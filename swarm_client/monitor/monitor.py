@@ -95,6 +95,10 @@ class Monitor:
             task.result()
         return self._snapshot()
 
+    async def peers(self) -> list[str]:
+        """Multiaddrs of some members that this client is connected to."""
+        return [] if self._dht is None else await self._dht.peers()
+
     async def close(self) -> None:
         for task in (self._reading, self._asking):
             if task is not None:

@@ -47,6 +47,7 @@ class Chain:
         reserve_tokens: int,
         standby: bool,
         reporter: Reporter,
+        is_bundled: bool = False,
     ) -> None:
         self.hops: list[HopSession] = []
         self.number = FIRST_STEP - 1
@@ -56,13 +57,15 @@ class Chain:
         self._reporter = reporter
         inbox = Inbox()
         inbox.on_leaving = self._hop_leaves
-        self._opener = opener = Opener(swarm, inbox)
+        self._opener = opener = Opener(swarm, inbox, is_bundled)
         self._terms = terms = Terms(max_positions, reserve_tokens)
         self._standby = StandbyReplicas(self.hops, swarm, opener, terms, standby, self._move_between_calls)
         self._replacer = HopReplacer(self.hops, swarm, opener, terms, self._standby, reporter)
         self._listener = Listener(self.hops, swarm, inbox, self._replacer.answered, self._standby.handle)
         self._past: deque[Taken] = deque(maxlen=_PAST_STEPS)  # the steps before the call under way
         self._moving: asyncio.Task[None] | None = None
+        # Whether all that the first hop was sent has been computed: after a splice, an answer may have come without it.
+        self._is_settled = self._was_spliced = False
         self.busy = asyncio.Lock()
         swarm.sessions.add(self)
 
@@ -110,9 +113,12 @@ class Chain:
                 raise closed_error()
             self._listener.made_progress()
             self._replacer.begin_call()
+            self._was_spliced = False
             try:
                 await self._run(call)
+                self._is_settled = not self._was_spliced
             except BaseException:
+                self._is_settled = False
                 if self._listener.refused is not None and self._listener.refused == call.first_number:
                     self.hops[0].unpost()  # the servers are as they were before
                 else:
@@ -152,7 +158,7 @@ class Chain:
         while True:
             if self.hops:
                 self._cut(call)
-                self._post(call.steps)
+                self._post(call.steps, is_alone=self._is_settled and len(call.steps) == 1)
             else:
                 await self._open(call)
             self._listener.progress_s = now_s()
@@ -191,6 +197,7 @@ class Chain:
                 for instruction in instructions:
                     match instruction:
                         case Splice(gap):
+                            self._was_spliced = True
                             self.hops[gap.start : gap.stop] = self._replacer.splice(instruction)
                         case Resume():
                             self._listener.made_progress()
@@ -218,10 +225,10 @@ class Chain:
         )
         self._terms.last_number = call.steps[-1].number
 
-    def _post(self, steps: list[OutgoingStep]) -> None:
+    def _post(self, steps: list[OutgoingStep], is_alone: bool = False) -> None:
         """To the first hop."""
         for step in steps:
-            self.hops[0].post(step.message, step.parts)
+            self.hops[0].post(step.message, step.parts, is_alone)
 
     # ------------------------------------------------------------ servers that leave
 

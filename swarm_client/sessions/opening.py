@@ -93,9 +93,11 @@ class Terms:
 class Opener:
     """Opens hops whose answers all go to one inbox; ``adapter`` is added to their blocks."""
 
-    def __init__(self, swarm: Swarm, inbox: Inbox) -> None:
+    def __init__(self, swarm: Swarm, inbox: Inbox, is_bundled: bool = False) -> None:
+        """``is_bundled``: see ``ServerConnection.open``."""
         self._swarm = swarm
         self._inbox = inbox
+        self._is_bundled = is_bundled
         self.adapter = NOTHING
         self._numbers = count()
 
@@ -262,7 +264,8 @@ class Opener:
         server = await self._swarm.server(hop.server)
         request.wait_s = wait_s()
         request.age_s = 0.0 if opening.asked_s is None else now_s() - opening.asked_s
-        return await server.open(number, hop.span, request, self._inbox, self.adapter.part(hop.span))
+        adapter = self.adapter.part(hop.span)
+        return await server.open(number, hop.span, request, self._inbox, adapter, self._is_bundled)
 
 
 def _linked(hops: list[HopSession], after: HopSession | None) -> list[HopSession]:

@@ -50,8 +50,12 @@ class RemoteSession:
         standby: bool | None = None,
         on_event: OnEvent | None = None,
         adapter: Callable[[], Snapshot] = Snapshot,
+        is_bundled: bool = False,
     ) -> None:
-        """``adapter`` is asked once, when the session begins, what is added to the blocks."""
+        """``adapter`` is asked once, when the session begins, what is added to the blocks.
+
+        ``is_bundled``: its steps travel in one message with those of other sessions that are ready at the same time.
+        """
         self._swarm = swarm
         self._blocks = blocks
         self._max_positions = max_positions
@@ -59,8 +63,9 @@ class RemoteSession:
         self._standby = swarm.config.standby if standby is None else standby
         self._on_event = on_event
         self._adapter = adapter
+        self._is_bundled = is_bundled
         self._reporter = Reporter(on_event or swarm.config.on_event)
-        self._chain = Chain(swarm, blocks, max_positions, reserve_tokens, self._standby, self._reporter)
+        self._chain = Chain(swarm, blocks, max_positions, reserve_tokens, self._standby, self._reporter, is_bundled)
         self._checks = SessionChecks(swarm, self._reporter)
         self._journal: Journal | None = None  # what the servers know
         self._changes: list[pb.Change] = []  # since then
@@ -98,6 +103,7 @@ class RemoteSession:
                 standby=self._standby,
                 on_event=self._on_event,
                 adapter=self._adapter,
+                is_bundled=self._is_bundled,
             )
             if self._journal is not None:
                 other._journal = self._journal.copy()

@@ -9,6 +9,7 @@ from swarm_client.core.config import ClientConfig
 from swarm_client.transport.transport import ServerConnection
 from swarm_protocol.access.access_control import AccessControl
 from swarm_protocol.dht.dht import Dht
+from swarm_protocol.dht.lan_discovery import find_members
 from swarm_protocol.dht.records import ServerRecord
 from swarm_protocol.errors import JoinRefused, NoSwarm
 from swarm_protocol.net.identity import Identity
@@ -52,8 +53,11 @@ async def join_swarm(config: ClientConfig, identity: Identity, access: AccessCon
     Raises:
         NoSwarm: no member of the swarm answers, or none is known.
     """
-    if config.initial_peers:
-        return await Dht.join(config.swarm, config.initial_peers, identity, access=access)
+    initial_peers = config.initial_peers
+    if config.discover:
+        initial_peers += tuple(await find_members(config.swarm))
+    if initial_peers:
+        return await Dht.join(config.swarm, initial_peers, identity, access=access)
     servers = LocalRegistry(config.swarm).servers()
     addresses, what = addresses_of(servers), "runs on this machine"
     if addresses:

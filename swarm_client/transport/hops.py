@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from swarm_client.core.config import Timeouts
 from swarm_client.routing.routing import Hop
+from swarm_client.transport.bundle import StepBundle
 from swarm_client.transport.grpc_calls import Stream, no_answer
 from swarm_client.transport.steps import OutgoingStep, in_messages
 from swarm_client.transport.wire_tensor import WireTensor
@@ -17,6 +18,7 @@ from swarm_protocol.dht.records import ServerRecord
 from swarm_protocol.errors import BadReply, RequestRejected, SwarmError
 from swarm_protocol.pb import swarm_pb2 as pb
 from swarm_protocol.span import Span
+from swarm_protocol.wire.bundling import may_be_bundled
 from swarm_protocol.wire.codec import Assembler
 from swarm_protocol.wire.session_keys import push_key_of
 from swarm_protocol.wire.status import from_status
@@ -95,7 +97,9 @@ class HopSession:
         request: pb.Open,
         server: ServerConnection,
         timeouts: Timeouts,
+        bundle: StepBundle | None = None,
     ) -> None:
+        """``bundle``: for small steps and answers, which go by ``stream`` without it."""
         self.number = number
         self.hop = hop
         self.max_step_tokens = 0
@@ -111,7 +115,7 @@ class HopSession:
         self.held = False
         self.ended = False
         self._server, self._timeouts = server, timeouts
-        self._stream = stream
+        self._stream, self._bundle = stream, bundle
         self._inbox = inbox
         self._reading: asyncio.Task[Any] | None = None
         self._writing = asyncio.Lock()  # gRPC breaks a call that is given a message while it takes another
@@ -141,14 +145,24 @@ class HopSession:
             self._stream.cancel()
             raise self._out_of_turn()
         self.max_step_tokens = max(1, reply.opened.max_step_tokens)
+        if self._bundle is not None and self._bundle.ended:  # the server knows, and answers here
+            self._bundle = None
+        elif self._bundle is not None:
+            self._bundle.join(self)
         self._reading = asyncio.ensure_future(self._read_all())
 
     async def _opened(self, request: pb.Open) -> pb.SessionReply:
         await self._stream.write(pb.SessionRequest(open=request))
         return await self._stream.read()
 
-    def post(self, step: pb.Step, parts: Sequence[bytes]) -> None:
-        """Sends a step in the background, after those that were posted before; trouble goes to the inbox."""
+    def post(self, step: pb.Step, parts: Sequence[bytes], is_alone: bool = False) -> None:
+        """Sends a step in the background, after those that were posted before; trouble goes to the inbox.
+
+        ``is_alone``: all of them were answered.
+        """
+        if is_alone and self._bundle is not None and not parts and may_be_bundled(step):
+            self._bundle.post(self, step)
+            return
         self._outbox.append((step, parts))
         if self._posting is None or self._posting.done():
             self._posting = asyncio.ensure_future(self._post_all())
@@ -169,8 +183,7 @@ class HopSession:
         if self.held:  # it would not hear us
             self.abandon()
             return
-        self.ended = True
-        self._outbox.clear()
+        self._end()
         try:
             await asyncio.wait_for(self._say_goodbye(), self._timeouts.close_s)
         except (TimeoutError, SwarmError, asyncio.CancelledError):
@@ -178,9 +191,34 @@ class HopSession:
 
     def abandon(self) -> None:
         """Ends the stream at once: the server is believed to be gone."""
+        self._end()
+        self._stream.cancel()
+
+    def _end(self) -> None:
         self.ended = True
         self._outbox.clear()
-        self._stream.cancel()
+        if self._bundle is not None:
+            self._bundle.leave(self)
+
+    def bundled_reply(self, reply: pb.SessionReply) -> None:
+        """See ``Bundled``."""
+        hidden = WireTensor(reply.output.hidden) if reply.output.HasField("hidden") else None
+        try:
+            if reply.WhichOneof("kind") not in ("output", "failure"):
+                raise self._out_of_turn()
+            if hidden is not None:
+                self._check(hidden.header)
+                if hidden.header.size_bytes != len(hidden.header.data):
+                    raise self._out_of_turn()
+        except SwarmError as error:
+            self._lost(error)
+            return
+        self._inbox.put_nowait(self._event(reply, hidden))
+
+    def bundle_lost(self, error: SwarmError) -> None:
+        """See ``Bundled``."""
+        self._bundle = None
+        self._lost(error)
 
     async def progress(self, hold: bool = False, timeout_s: float | None = None) -> pb.SessionProgress:
         """How far the server is. ``hold``: it goes no further until ``reroute``."""
@@ -249,20 +287,25 @@ class HopSession:
         kind = reply.WhichOneof("kind")
         if kind == "leaving":
             return Leaving(self.number)
-        if kind == "failure":
-            failure = reply.failure
-            error = from_status(failure.status, failure.message, self.hop.server.peer_id, self.hop.span)
-            return Trouble(self.number, failure.number, error)
         if kind == "block_output":
             answer = reply.block_output
             return BlockAnswer(self.number, answer.number, answer.block, await self._read_tensor(answer.hidden))
-        if kind != "output":
+        if kind not in ("output", "failure"):
             raise self._out_of_turn()
+        return self._event(
+            reply, await self._read_tensor(reply.output.hidden) if reply.output.HasField("hidden") else None
+        )
+
+    def _event(self, reply: pb.SessionReply, hidden: WireTensor | None) -> Answer | Trouble:
+        """Of an output, with its hidden states, or a failure."""
+        if reply.HasField("failure"):
+            failure = reply.failure
+            error = from_status(failure.status, failure.message, self.hop.server.peer_id, self.hop.span)
+            return Trouble(self.number, failure.number, error)
         output = reply.output
-        hidden = await self._read_tensor(output.hidden) if output.HasField("hidden") else None
         return Answer(self.number, output.number, hidden, output.relay, output.route)
 
-    async def _read_tensor(self, header: pb.Tensor) -> WireTensor:
+    def _check(self, header: pb.Tensor) -> None:
         try:
             Assembler(header)
         except RequestRejected as error:
@@ -271,6 +314,9 @@ class HopSession:
                 self.hop.server.peer_id,
                 self.hop.span,
             ) from None
+
+    async def _read_tensor(self, header: pb.Tensor) -> WireTensor:
+        self._check(header)
         parts, received = [], len(header.data)
         while received < header.size_bytes:
             reply = await self._stream.read()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 from collections.abc import Coroutine, Sequence
 from typing import Any, Protocol, TypeVar
 
@@ -14,11 +15,12 @@ from swarm_client.core.background import exact_s
 from swarm_client.core.config import ClientConfig
 from swarm_client.routing.routing import Hop
 from swarm_client.transport.answers import read_tensors
+from swarm_client.transport.bundle import StepBundle
 from swarm_client.transport.grpc_calls import Stream, translated, unreadable
 from swarm_client.transport.hops import HopSession, Inbox
 from swarm_client.transport.wire_tensor import Context, WireTensor
 from swarm_protocol.dht.records import ServerRecord
-from swarm_protocol.errors import BadReply, CacheMiss, PeerUnavailable
+from swarm_protocol.errors import BadReply, CacheMiss, PeerUnavailable, SwarmError
 from swarm_protocol.net.tls import ClientCredentials, pinned_channel
 from swarm_protocol.pb import swarm_pb2 as pb
 from swarm_protocol.pb.swarm_pb2_grpc import BlocksStub
@@ -29,6 +31,7 @@ from swarm_protocol.wire.block_input import BlockInput
 from swarm_protocol.wire.constants import CLIENT_OPTIONS, PART_BYTES, WIRE_VERSION
 
 T = TypeVar("T")
+_logger = logging.getLogger(__name__)
 _PINGS = 3
 
 
@@ -52,6 +55,7 @@ class ServerConnection:
         self._stub = BlocksStub(channel)  # type: ignore[no-untyped-call]
         self._config, self._timeouts = config, config.timeouts
         self._uploader = AdapterUploader(self._put_adapter)
+        self._bundle: asyncio.Task[StepBundle | None] | None = None
 
     @classmethod
     async def connect(
@@ -104,20 +108,49 @@ class ServerConnection:
         return record
 
     async def open(
-        self, number: int, span: Span, request: pb.Open, inbox: Inbox, adapter: Part | None = None
+        self,
+        number: int,
+        span: Span,
+        request: pb.Open,
+        inbox: Inbox,
+        adapter: Part | None = None,
+        is_bundled: bool = False,
     ) -> HopSession:
-        """Opens hop ``number`` of a session; its answers go to ``inbox``. Raises PeerBusy if there is no room."""
+        """Opens hop ``number`` of a session; its answers go to ``inbox``. Raises PeerBusy if there is no room.
+
+        ``is_bundled``: its small steps share a stream with those of other sessions.
+        """
         request.contract.CopyFrom(self._contract(span))
+        bundle = await self._shared_bundle(span) if is_bundled else None
+        request.bundle_key = b"" if bundle is None else bundle.key
 
         async def opened(name: pb.AdapterName | None) -> HopSession:
             if name is not None:
                 request.adapter.CopyFrom(name)
             stream: Stream[pb.SessionRequest, pb.SessionReply] = Stream(self._stub.Session(), self.record, span)
-            hop = HopSession(number, Hop(self.record, span), stream, inbox, request, self, self._timeouts)
+            hop = HopSession(number, Hop(self.record, span), stream, inbox, request, self, self._timeouts, bundle)
             await hop.open(request, self._timeouts.open_s + request.wait_s)
             return hop
 
         return await self._uploader.use(adapter, span, opened)
+
+    async def _shared_bundle(self, span: Span) -> StepBundle | None:
+        """The stream that sessions share, opened if there is none; None if the server does not open it."""
+        if self._bundle is None:
+            self._bundle = asyncio.ensure_future(self._open_bundle(span))
+        return await asyncio.shield(self._bundle)
+
+    async def _open_bundle(self, span: Span) -> StepBundle | None:
+        stream: Stream[pb.StepBundle, pb.ReplyBundle] = Stream(self._stub.Steps(), self.record, span)
+        try:
+            return await StepBundle.open(stream, self._timeouts.open_s, self._forget_bundle)
+        except (SwarmError, TimeoutError) as error:  # sessions have streams of their own
+            _logger.info("server %s does not bundle steps: %s", self.record.short_id, error)
+            self._bundle = None
+            return None
+
+    def _forget_bundle(self) -> None:
+        self._bundle = None
 
     async def progress(self, request: pb.ProgressRequest, span: Span, timeout_s: float) -> pb.SessionProgress:
         """How far one of the server's sessions is; raises SessionLost if the server does not know it."""

@@ -44,8 +44,10 @@ class Checker:
         self._said: set[Any] = set()
         self._tasks: set[asyncio.Task[Verdict]] = set()
         self._accusations = Accusations(swarm)
-        given = swarm.config.check_share
-        self.share = (CHECK_SHARE if swarm.config.initial_peers else 0.0) if given is None else given
+        config = swarm.config
+        self.share = CHECK_SHARE if config.initial_peers or config.discover else 0.0
+        if config.check_share is not None:
+            self.share = config.check_share
         self._reads = False
         self.num_checked = 0
 

@@ -5,7 +5,10 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from swarm_protocol.process.config_file import ConfigRules
+
 ENVIRONMENT = "SWARM_MEMBERSHIP"  # has the content of a membership file
+CONFIG_RULES = ConfigRules(environment={"membership": ENVIRONMENT})
 
 
 def add_member_flags(parser: argparse.ArgumentParser, identity_help: str) -> None:

@@ -179,11 +179,15 @@ class Dht:
 
     async def remember_peers(self) -> None:
         """Saves the addresses of some that are connected: who they are is lost with the daemon."""
+        self._peers = await self.peers() or self._peers  # all may be gone for a while
+
+    async def peers(self) -> list[str]:
+        """Multiaddrs of some nodes of this DHT that are connected, through which others can join."""
         with suppress(P2PDaemonError, ControlFailure, OSError, asyncio.IncompleteReadError, asyncio.TimeoutError):
             peers = await asyncio.wait_for(self._node.p2p.list_peers(), CONNECT_TIMEOUT_S)
             known = [peer for peer in peers if peer.peer_id in self._node.protocol.routing_table and peer.addrs]
-            addresses = [f"{peer.addrs[0]}/p2p/{peer.peer_id.to_base58()}" for peer in known[:_MAX_REMEMBERED]]
-            self._peers = addresses or self._peers  # all may be gone for a while
+            return [f"{peer.addrs[0]}/p2p/{peer.peer_id.to_base58()}" for peer in known[:_MAX_REMEMBERED]]
+        return []
 
     @property
     def is_alone(self) -> bool:

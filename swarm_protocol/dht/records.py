@@ -23,6 +23,7 @@ MAX_BLOCKS = 4096  # of a model
 MAX_BLOCKS_PER_S = 100_000.0  # decoding: one takes longer than 10 us, of which launching its kernels is most
 MAX_FORWARD_BLOCKS_PER_S = 1e8  # positions x blocks: what a machine with eight of the fastest GPUs comes near
 MAX_NETWORK_TOKENS_PER_S = 1e8  # small hidden states through a link of 400 Gbit/s
+MAX_WORK = 2**53  # positions x blocks: beyond, languages with one kind of number are not exact
 _MAX_NEIGHBOURS = 64  # whose round-trip times are told; servers tell 8
 _MAX_ADAPTERS = 256
 _FINGERPRINT_BYTES = 32
@@ -35,6 +36,28 @@ class ServerState(IntEnum):
     ONLINE = pb.ONLINE
     DRAINING = pb.DRAINING
     OFFLINE = pb.OFFLINE  # withdrawn; stands in the DHT until the older record has expired
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a server says that it has computed since it was started; see ``protos/swarm.proto``."""
+
+    decoded: int = 0
+    prompts: int = 0
+    passes: int = 0
+    uptime_s: float = 0.0
+
+    def to_proto(self) -> pb.Work:
+        return pb.Work(decoded=self.decoded, prompts=self.prompts, passes=self.passes, uptime_s=self.uptime_s)
+
+    @classmethod
+    def from_proto(cls, message: pb.Work) -> Work:
+        """No count is higher than hardware can have made it in that time; raises ValueError if that is none."""
+        if not 0 <= message.uptime_s < inf:
+            raise ValueError(f"the uptime is {message.uptime_s}: expected a finite number of at least 0")
+        most = int(min(MAX_FORWARD_BLOCKS_PER_S * message.uptime_s, MAX_WORK))
+        decoded, prompts, passes = (min(count, most) for count in (message.decoded, message.prompts, message.passes))
+        return cls(decoded, prompts, passes, message.uptime_s)
 
 
 @dataclass(frozen=True)
@@ -64,6 +87,8 @@ class ServerRecord:
     network_tokens_per_s: float = 0.0
     pinned: bool = False
     next_span: Span | None = None
+    work: Work = Work()
+    cache_tokens: int = 0
     token: bytes = field(default=b"", repr=False)  # of a member of a private swarm
     expires_at: float = field(default=inf, compare=False)  # DHT time (Unix, in seconds); known from the DHT, not sent
 
@@ -101,6 +126,8 @@ class ServerRecord:
             network_tokens_per_s=self.network_tokens_per_s,
             pinned=self.pinned,
             token=self.token,
+            work=self.work.to_proto(),
+            cache_tokens=self.cache_tokens,
             next_blocks=None if self.next_span is None else pb.Span(start=self.next_span.start, end=self.next_span.end),
         )
 
@@ -162,6 +189,8 @@ class ServerRecord:
             pinned=message.pinned,
             next_span=next_span,
             token=message.token,
+            work=Work.from_proto(message.work),
+            cache_tokens=message.cache_tokens,
         )
 
     @classmethod

@@ -110,7 +110,7 @@ class SessionRequest(_message.Message):
     def __init__(self, open: _Optional[_Union[Open, _Mapping]] = ..., step: _Optional[_Union[Step, _Mapping]] = ..., more: _Optional[bytes] = ..., close: _Optional[_Union[Close, _Mapping]] = ...) -> None: ...
 
 class Open(_message.Message):
-    __slots__ = ("contract", "session_key", "batch_size", "reserve_tokens", "next", "codec", "sent_number", "changed_number", "records_past", "adapter", "wait_s", "age_s", "spare_tokens", "last_number")
+    __slots__ = ("contract", "session_key", "batch_size", "reserve_tokens", "next", "codec", "sent_number", "changed_number", "records_past", "adapter", "wait_s", "age_s", "spare_tokens", "last_number", "bundle_key")
     CONTRACT_FIELD_NUMBER: _ClassVar[int]
     SESSION_KEY_FIELD_NUMBER: _ClassVar[int]
     BATCH_SIZE_FIELD_NUMBER: _ClassVar[int]
@@ -125,6 +125,7 @@ class Open(_message.Message):
     AGE_S_FIELD_NUMBER: _ClassVar[int]
     SPARE_TOKENS_FIELD_NUMBER: _ClassVar[int]
     LAST_NUMBER_FIELD_NUMBER: _ClassVar[int]
+    BUNDLE_KEY_FIELD_NUMBER: _ClassVar[int]
     contract: Contract
     session_key: bytes
     batch_size: int
@@ -139,7 +140,8 @@ class Open(_message.Message):
     age_s: float
     spare_tokens: int
     last_number: int
-    def __init__(self, contract: _Optional[_Union[Contract, _Mapping]] = ..., session_key: _Optional[bytes] = ..., batch_size: _Optional[int] = ..., reserve_tokens: _Optional[int] = ..., next: _Optional[_Union[NextHop, _Mapping]] = ..., codec: _Optional[_Union[Codec, str]] = ..., sent_number: _Optional[int] = ..., changed_number: _Optional[int] = ..., records_past: bool = ..., adapter: _Optional[_Union[AdapterName, _Mapping]] = ..., wait_s: _Optional[float] = ..., age_s: _Optional[float] = ..., spare_tokens: _Optional[int] = ..., last_number: _Optional[int] = ...) -> None: ...
+    bundle_key: bytes
+    def __init__(self, contract: _Optional[_Union[Contract, _Mapping]] = ..., session_key: _Optional[bytes] = ..., batch_size: _Optional[int] = ..., reserve_tokens: _Optional[int] = ..., next: _Optional[_Union[NextHop, _Mapping]] = ..., codec: _Optional[_Union[Codec, str]] = ..., sent_number: _Optional[int] = ..., changed_number: _Optional[int] = ..., records_past: bool = ..., adapter: _Optional[_Union[AdapterName, _Mapping]] = ..., wait_s: _Optional[float] = ..., age_s: _Optional[float] = ..., spare_tokens: _Optional[int] = ..., last_number: _Optional[int] = ..., bundle_key: _Optional[bytes] = ...) -> None: ...
 
 class NextHop(_message.Message):
     __slots__ = ("peer_id", "push_key")
@@ -286,6 +288,66 @@ class PushReply(_message.Message):
     NUMBER_FIELD_NUMBER: _ClassVar[int]
     number: int
     def __init__(self, number: _Optional[int] = ...) -> None: ...
+
+class StepBundle(_message.Message):
+    __slots__ = ("key", "steps")
+    KEY_FIELD_NUMBER: _ClassVar[int]
+    STEPS_FIELD_NUMBER: _ClassVar[int]
+    key: bytes
+    steps: _containers.RepeatedCompositeFieldContainer[KeyedStep]
+    def __init__(self, key: _Optional[bytes] = ..., steps: _Optional[_Iterable[_Union[KeyedStep, _Mapping]]] = ...) -> None: ...
+
+class KeyedStep(_message.Message):
+    __slots__ = ("session_key", "step")
+    SESSION_KEY_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    session_key: bytes
+    step: Step
+    def __init__(self, session_key: _Optional[bytes] = ..., step: _Optional[_Union[Step, _Mapping]] = ...) -> None: ...
+
+class ReplyBundle(_message.Message):
+    __slots__ = ("replies",)
+    REPLIES_FIELD_NUMBER: _ClassVar[int]
+    replies: _containers.RepeatedCompositeFieldContainer[KeyedReply]
+    def __init__(self, replies: _Optional[_Iterable[_Union[KeyedReply, _Mapping]]] = ...) -> None: ...
+
+class KeyedReply(_message.Message):
+    __slots__ = ("session_key", "reply")
+    SESSION_KEY_FIELD_NUMBER: _ClassVar[int]
+    REPLY_FIELD_NUMBER: _ClassVar[int]
+    session_key: bytes
+    reply: SessionReply
+    def __init__(self, session_key: _Optional[bytes] = ..., reply: _Optional[_Union[SessionReply, _Mapping]] = ...) -> None: ...
+
+class PushBundle(_message.Message):
+    __slots__ = ("steps",)
+    STEPS_FIELD_NUMBER: _ClassVar[int]
+    steps: _containers.RepeatedCompositeFieldContainer[PushedStep]
+    def __init__(self, steps: _Optional[_Iterable[_Union[PushedStep, _Mapping]]] = ...) -> None: ...
+
+class PushedStep(_message.Message):
+    __slots__ = ("push_key", "step")
+    PUSH_KEY_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    push_key: bytes
+    step: Step
+    def __init__(self, push_key: _Optional[bytes] = ..., step: _Optional[_Union[Step, _Mapping]] = ...) -> None: ...
+
+class TakenBundle(_message.Message):
+    __slots__ = ("steps",)
+    STEPS_FIELD_NUMBER: _ClassVar[int]
+    steps: _containers.RepeatedCompositeFieldContainer[TakenStep]
+    def __init__(self, steps: _Optional[_Iterable[_Union[TakenStep, _Mapping]]] = ...) -> None: ...
+
+class TakenStep(_message.Message):
+    __slots__ = ("push_key", "number", "lost")
+    PUSH_KEY_FIELD_NUMBER: _ClassVar[int]
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    LOST_FIELD_NUMBER: _ClassVar[int]
+    push_key: bytes
+    number: int
+    lost: bool
+    def __init__(self, push_key: _Optional[bytes] = ..., number: _Optional[int] = ..., lost: bool = ...) -> None: ...
 
 class ProgressRequest(_message.Message):
     __slots__ = ("session_key", "hold")
@@ -517,8 +579,20 @@ class EchoReply(_message.Message):
     payload: bytes
     def __init__(self, payload: _Optional[bytes] = ...) -> None: ...
 
+class Work(_message.Message):
+    __slots__ = ("decoded", "prompts", "passes", "uptime_s")
+    DECODED_FIELD_NUMBER: _ClassVar[int]
+    PROMPTS_FIELD_NUMBER: _ClassVar[int]
+    PASSES_FIELD_NUMBER: _ClassVar[int]
+    UPTIME_S_FIELD_NUMBER: _ClassVar[int]
+    decoded: int
+    prompts: int
+    passes: int
+    uptime_s: float
+    def __init__(self, decoded: _Optional[int] = ..., prompts: _Optional[int] = ..., passes: _Optional[int] = ..., uptime_s: _Optional[float] = ...) -> None: ...
+
 class ServerRecord(_message.Message):
-    __slots__ = ("peer_id", "wire_version", "software_version", "addresses", "model", "revision", "num_blocks", "blocks", "state", "quant", "dtype", "tokens_per_s", "cache_tokens_left", "queue_delay_s", "tls_fingerprint", "next_hop_rtts_s", "adapters", "max_request_bytes", "forward_tokens_per_s", "network_tokens_per_s", "pinned", "next_blocks", "device", "token")
+    __slots__ = ("peer_id", "wire_version", "software_version", "addresses", "model", "revision", "num_blocks", "blocks", "state", "quant", "dtype", "tokens_per_s", "cache_tokens_left", "queue_delay_s", "tls_fingerprint", "next_hop_rtts_s", "adapters", "max_request_bytes", "forward_tokens_per_s", "network_tokens_per_s", "pinned", "next_blocks", "device", "work", "cache_tokens", "token")
     class NextHopRttsSEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -549,6 +623,8 @@ class ServerRecord(_message.Message):
     PINNED_FIELD_NUMBER: _ClassVar[int]
     NEXT_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     DEVICE_FIELD_NUMBER: _ClassVar[int]
+    WORK_FIELD_NUMBER: _ClassVar[int]
+    CACHE_TOKENS_FIELD_NUMBER: _ClassVar[int]
     TOKEN_FIELD_NUMBER: _ClassVar[int]
     peer_id: str
     wire_version: int
@@ -573,8 +649,10 @@ class ServerRecord(_message.Message):
     pinned: bool
     next_blocks: Span
     device: str
+    work: Work
+    cache_tokens: int
     token: bytes
-    def __init__(self, peer_id: _Optional[str] = ..., wire_version: _Optional[int] = ..., software_version: _Optional[str] = ..., addresses: _Optional[_Iterable[str]] = ..., model: _Optional[str] = ..., revision: _Optional[str] = ..., num_blocks: _Optional[int] = ..., blocks: _Optional[_Union[Span, _Mapping]] = ..., state: _Optional[_Union[ServerState, str]] = ..., quant: _Optional[str] = ..., dtype: _Optional[str] = ..., tokens_per_s: _Optional[float] = ..., cache_tokens_left: _Optional[int] = ..., queue_delay_s: _Optional[float] = ..., tls_fingerprint: _Optional[bytes] = ..., next_hop_rtts_s: _Optional[_Mapping[str, float]] = ..., adapters: _Optional[_Iterable[str]] = ..., max_request_bytes: _Optional[int] = ..., forward_tokens_per_s: _Optional[float] = ..., network_tokens_per_s: _Optional[float] = ..., pinned: bool = ..., next_blocks: _Optional[_Union[Span, _Mapping]] = ..., device: _Optional[str] = ..., token: _Optional[bytes] = ...) -> None: ...
+    def __init__(self, peer_id: _Optional[str] = ..., wire_version: _Optional[int] = ..., software_version: _Optional[str] = ..., addresses: _Optional[_Iterable[str]] = ..., model: _Optional[str] = ..., revision: _Optional[str] = ..., num_blocks: _Optional[int] = ..., blocks: _Optional[_Union[Span, _Mapping]] = ..., state: _Optional[_Union[ServerState, str]] = ..., quant: _Optional[str] = ..., dtype: _Optional[str] = ..., tokens_per_s: _Optional[float] = ..., cache_tokens_left: _Optional[int] = ..., queue_delay_s: _Optional[float] = ..., tls_fingerprint: _Optional[bytes] = ..., next_hop_rtts_s: _Optional[_Mapping[str, float]] = ..., adapters: _Optional[_Iterable[str]] = ..., max_request_bytes: _Optional[int] = ..., forward_tokens_per_s: _Optional[float] = ..., network_tokens_per_s: _Optional[float] = ..., pinned: bool = ..., next_blocks: _Optional[_Union[Span, _Mapping]] = ..., device: _Optional[str] = ..., work: _Optional[_Union[Work, _Mapping]] = ..., cache_tokens: _Optional[int] = ..., token: _Optional[bytes] = ...) -> None: ...
 
 class Grant(_message.Message):
     __slots__ = ("swarm_key", "id", "role", "name", "peer_id", "granted_at", "expires_at")

@@ -44,6 +44,16 @@ class BlocksStub(object):
                 request_serializer=swarm__protocol_dot_pb_dot_swarm__pb2.PushRequest.SerializeToString,
                 response_deserializer=swarm__protocol_dot_pb_dot_swarm__pb2.PushReply.FromString,
                 _registered_method=True)
+        self.Steps = channel.stream_stream(
+                '/swarm.v1.Blocks/Steps',
+                request_serializer=swarm__protocol_dot_pb_dot_swarm__pb2.StepBundle.SerializeToString,
+                response_deserializer=swarm__protocol_dot_pb_dot_swarm__pb2.ReplyBundle.FromString,
+                _registered_method=True)
+        self.PushSteps = channel.stream_stream(
+                '/swarm.v1.Blocks/PushSteps',
+                request_serializer=swarm__protocol_dot_pb_dot_swarm__pb2.PushBundle.SerializeToString,
+                response_deserializer=swarm__protocol_dot_pb_dot_swarm__pb2.TakenBundle.FromString,
+                _registered_method=True)
         self.Progress = channel.unary_unary(
                 '/swarm.v1.Blocks/Progress',
                 request_serializer=swarm__protocol_dot_pb_dot_swarm__pb2.ProgressRequest.SerializeToString,
@@ -103,6 +113,20 @@ class BlocksServicer(object):
 
     def Push(self, request_iterator, context):
         """Steps of one session from the server that computes the blocks before; see Open.next.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Steps(self, request_iterator, context):
+        """Small steps of many sessions of one client, and the answers to them: what is ready together travels in one message.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def PushSteps(self, request_iterator, context):
+        """The same from the server that computes the blocks before.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -185,6 +209,16 @@ def add_BlocksServicer_to_server(servicer, server):
                     servicer.Push,
                     request_deserializer=swarm__protocol_dot_pb_dot_swarm__pb2.PushRequest.FromString,
                     response_serializer=swarm__protocol_dot_pb_dot_swarm__pb2.PushReply.SerializeToString,
+            ),
+            'Steps': grpc.stream_stream_rpc_method_handler(
+                    servicer.Steps,
+                    request_deserializer=swarm__protocol_dot_pb_dot_swarm__pb2.StepBundle.FromString,
+                    response_serializer=swarm__protocol_dot_pb_dot_swarm__pb2.ReplyBundle.SerializeToString,
+            ),
+            'PushSteps': grpc.stream_stream_rpc_method_handler(
+                    servicer.PushSteps,
+                    request_deserializer=swarm__protocol_dot_pb_dot_swarm__pb2.PushBundle.FromString,
+                    response_serializer=swarm__protocol_dot_pb_dot_swarm__pb2.TakenBundle.SerializeToString,
             ),
             'Progress': grpc.unary_unary_rpc_method_handler(
                     servicer.Progress,
@@ -286,6 +320,60 @@ class Blocks(object):
             '/swarm.v1.Blocks/Push',
             swarm__protocol_dot_pb_dot_swarm__pb2.PushRequest.SerializeToString,
             swarm__protocol_dot_pb_dot_swarm__pb2.PushReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Steps(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(
+            request_iterator,
+            target,
+            '/swarm.v1.Blocks/Steps',
+            swarm__protocol_dot_pb_dot_swarm__pb2.StepBundle.SerializeToString,
+            swarm__protocol_dot_pb_dot_swarm__pb2.ReplyBundle.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def PushSteps(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(
+            request_iterator,
+            target,
+            '/swarm.v1.Blocks/PushSteps',
+            swarm__protocol_dot_pb_dot_swarm__pb2.PushBundle.SerializeToString,
+            swarm__protocol_dot_pb_dot_swarm__pb2.TakenBundle.FromString,
             options,
             channel_credentials,
             insecure,

@@ -7,6 +7,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from swarm_protocol.process.config_file import add_config_flag
+from swarm_protocol.process.logs import FORMATS, LEVELS
+
 CONSOLE_SCRIPT, DISTRIBUTION = "swarm", "swarm-lm"
 
 
@@ -15,6 +18,23 @@ def typed(command: str = "") -> str:
     if Path((sys.argv or [""])[0]).name == CONSOLE_SCRIPT:
         return f"{CONSOLE_SCRIPT} {command}".rstrip()
     return "python -m swarm_server" if command == "server" else f"python -m swarm_client {command}".rstrip()
+
+
+def add_common_flags(parser: argparse.ArgumentParser, level: str = "warning") -> None:
+    """Those of every command. ``level``: what is logged by default."""
+    parser.add_argument("--log-level", default=level, choices=LEVELS)
+    parser.add_argument("--log-format", default="text", choices=FORMATS, help="of what is said on stderr")
+    add_config_flag(parser)
+
+
+def typed_flags(parser: argparse.ArgumentParser, argv: list[str]) -> set[str]:
+    """The flags that are there, by their long names without dashes; the parser is of no use afterwards."""
+    names: dict[str, str] = {}
+    for action in parser._actions:
+        action.default = argparse.SUPPRESS
+        if action.option_strings:
+            names.setdefault(action.dest, max(action.option_strings, key=len).removeprefix("--"))
+    return {names[dest] for dest in vars(parser.parse_args(argv)) if dest in names}
 
 
 def add_version(parser: argparse.ArgumentParser) -> None:

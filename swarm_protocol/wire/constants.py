@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-WIRE_VERSION = 7
+WIRE_VERSION = 8
 
 PAGE_TOKENS = 32  # servers recognise equal prompts in pages of so many positions; chunks that begin at one share best
 
@@ -26,6 +26,8 @@ MAX_NAME_CHARS = 512  # of models, revisions, peers, addresses, adapters
 MAX_RESENT = 64  # steps in one message; in all:
 MAX_RESENT_STEPS = 1 << 15
 MAX_RESENT_BYTES = 64 * MIB
+MAX_BUNDLED = 64  # steps or answers of different sessions in one message, each of at most:
+MAX_BUNDLED_BYTES = MIB // 8
 MAX_NUMBER_JUMP = 1 << 20  # from one step to the next; a call that fails may have had so many
 
 MAX_ECHO_BYTES = 1 * MIB

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from swarm_protocol.checkpoints.default_model import DEFAULT_MODEL
 from swarm_protocol.dht.addresses import split_address
+from swarm_protocol.dht.lan_discovery import require_zeroconf
 from swarm_protocol.process.local_registry import DEFAULT_SWARM
 from swarm_protocol.span import Span
 from swarm_protocol.wire.constants import MIB
@@ -37,6 +38,7 @@ class ServerConfig:
     dht_port: int = 0
     announce_address: str | None = None  # HOST or HOST:PORT that others should use
     initial_peers: tuple[str, ...] = ()
+    discover: bool = False  # look for members on the local network besides, and let others find this server
     swarm: str = DEFAULT_SWARM
     identity: Path | None = None  # None: a new one each start
     membership: Path | None = None  # of a private swarm; None: SWARM_MEMBERSHIP of the environment, if there is any
@@ -57,6 +59,8 @@ class ServerConfig:
     min_bytes_per_s: float = 16 * 1024.0  # several streams share a line of 1 Mbit/s
     drain_timeout_s: float = 30.0  # for generations to end or move when the server leaves, also for other blocks
     balance_margin: float = MARGIN  # what the swarm must gain, relative, for servers to move
+    metrics_port: int | None = None  # of metrics for Prometheus; 0: any free one; None: there are none
+    metrics_host: str = "127.0.0.1"
 
     def __post_init__(self) -> None:
         if self.quant not in METHODS:
@@ -71,8 +75,11 @@ class ServerConfig:
             raise ValueError(f"device {self.device!r} is unknown: expected auto, cpu, cuda, cuda:1, …")
         if self.announce_address is not None:
             split_address(self.announce_address, 0)
-        for name, port in (("port", self.port), ("dht_port", self.dht_port)):
-            if not 0 <= port < 65536:
+        if self.discover:
+            require_zeroconf()
+        for name in ("port", "dht_port", "metrics_port"):
+            port = getattr(self, name)
+            if port is not None and not 0 <= port < 65536:
                 raise ValueError(f"{name} {port} is no port: expected 0 to 65535")
         for name in (
             "num_blocks",

@@ -21,6 +21,7 @@ from swarm_server.adapters.lora import Patches, PlacedAdapter, shares_of
 from swarm_server.adapters.targets import require_fit
 from swarm_server.blocks.blocks import BlockStack
 from swarm_server.blocks.recording import require_finite
+from swarm_server.core.counters import Counters
 from swarm_server.engine.batch import Prepared, adapter_order, batch_inputs, block_runs, positions_and_mask
 from swarm_server.engine.session_state import HistoryChange, Session, SessionStep, State, changed, cropped, forgotten
 from swarm_server.engine.token_by_token import can_go_on, tokens_of
@@ -47,6 +48,7 @@ class Engine:
 
     Attributes:
         stateless: passes through the same blocks without a session.
+        counters: of the positions that steps compute.
     """
 
     def __init__(self, stack: BlockStack, *, prefix_cache: PrefixCache | None = None) -> None:
@@ -54,6 +56,7 @@ class Engine:
         self.layout = StackLayout.probe(stack)
         self.prefix_cache = prefix_cache
         self.meter: BatchMeter | None = None
+        self.counters = Counters()
         self._patches = Patches(stack)
         self.stateless = StatelessPasses(stack, self._patches)
         self._in_place = self._token_by_token = False
@@ -192,6 +195,7 @@ class Engine:
             for number, work in prepared.items():
                 results[number] = self._commit(work, next(outputs) if work.growth else None)
         self._tell_meter(prepared.values(), time.perf_counter() - start_s)
+        self._count(prepared.values())
         return [results[number] for number in range(len(batch))]
 
     def _tell_meter(self, batch: Collection[Prepared], seconds: float) -> None:
@@ -200,6 +204,22 @@ class Engine:
             num_tokens = computed[0].step.inputs.hidden.shape[1] - computed[0].num_matched
             num_blocks = max(len(work.session.blocks) for work in computed)
             self.meter.add(num_blocks, sum(work.num_rows for work in computed), num_tokens, seconds)
+
+    def _count(self, batch: Collection[Prepared]) -> None:
+        positions, num_rows = self.counters.positions, 0
+        for work in batch:
+            num_tokens = work.step.inputs.hidden.shape[1]
+            positions["reused"] += work.num_rows * work.num_matched
+            if work.growth:
+                kind, computed = (
+                    "decode" if num_tokens == 1 else "prefill",
+                    work.num_rows * (num_tokens - work.num_matched),
+                )
+                positions[kind] += computed
+                self.counters.block_positions[kind] += computed * len(work.session.blocks)
+                num_rows += work.num_rows
+        if num_rows:
+            self.counters.batch_rows.add(num_rows)
 
     def _prepare(self, session: Session, step: SessionStep) -> Prepared:
         require_finite(step.inputs.hidden, "hidden states")

@@ -14,6 +14,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 
 from swarm_protocol.errors import PeerBusy
+from swarm_server.core.counters import Counters
 from swarm_server.engine.fair_queue import FairQueue
 from swarm_server.engine.session_state import Session, SessionStep
 from swarm_server.net.shares import Caller, Shares
@@ -25,11 +26,11 @@ _DELAY_HALF_LIFE_S = 10.0
 _NOBODY = Caller("")
 _PREFILLS_PER_TRAINING = 3  # of turns that decoding leaves
 _FEW_POSITIONS = 32  # rows × positions of a step that somebody watches, such as one of speculative decoding
-MAX_ROWS = 256  # of one batch of steps
+MAX_POSITIONS = 256  # rows × positions of a batch of decoding steps
 
 
 class Kind(IntEnum):
-    """Decoding is short and somebody watches it; prompts come in chunks; training can wait."""
+    """Decoding is short and somebody watches it; prompts come in chunks, short ones together; training can wait."""
 
     DECODE = 0
     PREFILL = 1
@@ -67,6 +68,10 @@ class Work:
     def num_tokens(self) -> int:
         return self.session_step[1].inputs.hidden.shape[1]
 
+    @property
+    def num_positions(self) -> int:
+        return self.num_rows * self.num_tokens
+
 
 class WorkQueue:
     """Whose turn it is. Pure: no clock, no thread.
@@ -75,9 +80,12 @@ class WorkQueue:
     and all turns while nothing does; of the others' turns, training gets one in four.
     """
 
-    def __init__(self, mixes_sessions: bool = True) -> None:
-        """``mixes_sessions``: steps of several sessions may be computed in one batch."""
-        self._mixes_sessions = mixes_sessions
+    def __init__(self, mixes_sessions: bool = True, chunk_positions: int = 64) -> None:
+        """``mixes_sessions``: steps of several sessions may be computed in one batch.
+
+        ``chunk_positions``: rows × positions of a batch of prompts, unless one has more: what decoding waits for.
+        """
+        self._mixes_sessions, self._chunk_positions = mixes_sessions, chunk_positions
         self._waiting: dict[Kind, FairQueue[Work]] = {kind: FairQueue() for kind in Kind}
         self._last = Kind.TRAINING
         self._num_prefills = 0  # since the last training
@@ -96,14 +104,14 @@ class WorkQueue:
         self._waiting[work.kind].remove(work)
 
     def next_batch(self) -> list[Work]:
-        """What to compute now: one piece of work, or the decoding steps of several sessions. Empty if nothing waits."""
+        """What to compute now: one piece of work, or steps of several sessions. Empty if nothing waits."""
         if not len(self):
             return []
         self._last = kind = self._next_kind()
-        if kind is not Kind.DECODE:
-            self._num_prefills = 0 if kind is Kind.TRAINING else self._num_prefills + 1
-            return [self._waiting[kind].pop()]
-        return self._decode_batch()
+        if kind is Kind.DECODE:
+            return self._batch(kind, MAX_POSITIONS)
+        self._num_prefills = 0 if kind is Kind.TRAINING else self._num_prefills + 1
+        return self._batch(kind, self._chunk_positions)
 
     def clear(self) -> list[Work]:
         """Takes out everything."""
@@ -117,16 +125,18 @@ class WorkQueue:
             return Kind.TRAINING
         return Kind.PREFILL
 
-    def _decode_batch(self) -> list[Work]:
-        waiting = self._waiting[Kind.DECODE]
+    def _batch(self, kind: Kind, most_positions: int) -> list[Work]:
+        """The first, with steps of as many new positions each."""
+        waiting = self._waiting[kind]
         first = waiting.pop()
         if first.step is None or not self._mixes_sessions:
             return [first]
-        batch, rows = [first], first.num_rows
+        batch, num_positions = [first], first.num_positions
         for work in waiting:
-            if work.step and work.num_tokens == first.num_tokens and rows + work.num_rows <= MAX_ROWS:
+            is_alike = work.step is not None and work.num_tokens == first.num_tokens
+            if is_alike and num_positions + work.num_positions <= most_positions:
                 batch.append(work)
-                rows += work.num_rows
+                num_positions += work.num_positions
         waiting.remove(*batch[1:])
         return batch
 
@@ -140,11 +150,22 @@ class StepRunner(Protocol):
 class Scheduler:
     """One compute thread behind a queue."""
 
-    def __init__(self, engine: StepRunner, max_training: int, mixes_sessions: bool = True) -> None:
-        """``max_training``: passes that may wait; more are refused. Steps are bounded by the sessions there are."""
+    def __init__(
+        self,
+        engine: StepRunner,
+        max_training: int,
+        mixes_sessions: bool = True,
+        counters: Counters | None = None,
+        chunk_positions: int = 64,
+    ) -> None:
+        """``max_training``: passes that may wait; more are refused. Steps are bounded by the sessions there are.
+
+        The others: see ``WorkQueue``.
+        """
         self._engine = engine
+        self._counters = counters or Counters()
         self._training = Shares(max_training, minimum=1)  # used on the event loop
-        self._queue = WorkQueue(mixes_sessions)
+        self._queue = WorkQueue(mixes_sessions, chunk_positions)
         self._changed = threading.Condition()
         self._stopping = False
         self._delay_s, self._delay_time = 0.0, time.monotonic()
@@ -161,7 +182,8 @@ class Scheduler:
     async def step(self, session: Session, step: SessionStep, client: str = "") -> torch.Tensor:
         """The step's output, [batch, tokens, hidden_size]; raises what refused it (see ``Engine.run``)."""
         rows, num_tokens, _ = step.inputs.hidden.shape
-        kind = Kind.DECODE if num_tokens == 1 or rows * num_tokens <= _FEW_POSITIONS else Kind.PREFILL
+        is_short = num_tokens == 1 or (step.start > 0 and rows * num_tokens <= _FEW_POSITIONS)
+        kind = Kind.DECODE if is_short else Kind.PREFILL
         output: torch.Tensor = await self._submit(
             Work(kind, _future(), session=session, step=step, client=client, cost=rows * num_tokens)
         )
@@ -216,9 +238,12 @@ class Scheduler:
 
     def _main(self) -> None:
         while batch := self._next_batch():
-            for work, result in zip(batch, self._run(batch), strict=True):
+            start_s = time.monotonic()
+            results = self._run(batch)
+            self._counters.compute_s[batch[0].kind.name.lower()] += time.monotonic() - start_s
+            for work, result in zip(batch, results, strict=True):
                 work.done.get_loop().call_soon_threadsafe(_resolve, work.done, result)
-            del batch, work, result  # their memory is not needed until there is more to do
+            del batch, results, work, result  # their memory is not needed until there is more to do
 
     def _next_batch(self) -> list[Work]:
         with self._changed:
@@ -231,7 +256,9 @@ class Scheduler:
             batch = self._queue.next_batch()
         now = time.monotonic()
         for work in batch:
-            self._delay_s += 0.1 * (now - work.submitted_s - self._delay_s)
+            wait_s = now - work.submitted_s
+            self._delay_s += 0.1 * (wait_s - self._delay_s)
+            self._counters.wait_s[work.kind.name.lower()].add(wait_s)
         self._delay_time = now
         return batch
 

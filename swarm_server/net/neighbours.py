@@ -11,6 +11,7 @@ from swarm_protocol.dht.records import ServerRecord, SwarmView
 from swarm_protocol.errors import BadReply, PeerUnavailable
 from swarm_protocol.pb.swarm_pb2_grpc import BlocksStub
 from swarm_server.net.push import ChannelPool
+from swarm_server.net.push_bundle import PushStream, PushStreams
 
 _logger = logging.getLogger(__name__)
 _READ_EVERY_S = 2.0  # at most, however many unknown peers are named
@@ -31,6 +32,7 @@ class Neighbours:
         self._records: dict[str, ServerRecord] = {}
         self._read_s = -inf  # when the last reading began
         self._reading = asyncio.Lock()
+        self._streams = PushStreams(self.stub)
 
     async def stub(self, peer_id: str) -> BlocksStub:
         """Raises PeerUnavailable or BadReply if the server is not in the swarm, or cannot be reached."""
@@ -49,6 +51,10 @@ class Neighbours:
             if _place(newer) == _place(record):
                 raise
             return await self._channels.stub(newer)
+
+    async def push_stream(self, peer_id: str) -> PushStream:
+        """That which all sessions share; raises like ``stub``."""
+        return await self._streams.to(peer_id)
 
     async def knows(self, peer_id: str) -> bool:
         """Whether it is a server of the swarm."""

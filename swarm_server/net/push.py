@@ -15,8 +15,10 @@ from swarm_protocol.dht.records import ServerRecord, short_id
 from swarm_protocol.errors import BadReply, PeerUnavailable
 from swarm_protocol.pb import swarm_pb2 as pb
 from swarm_protocol.pb.swarm_pb2_grpc import BlocksStub
+from swarm_protocol.wire.bundling import may_be_bundled
 from swarm_protocol.wire.constants import CLIENT_OPTIONS
 from swarm_protocol.wire.printable import printable
+from swarm_server.net.push_bundle import PushStream
 
 _logger = logging.getLogger(__name__)
 _CONNECT_TIMEOUT_S = 3.0
@@ -32,6 +34,8 @@ class Reachable(Protocol):
     """Servers by peer id, see ``Neighbours``."""
 
     async def stub(self, peer_id: str) -> BlocksStub: ...
+
+    async def push_stream(self, peer_id: str) -> PushStream: ...
 
 
 class ChannelPool:
@@ -79,11 +83,13 @@ class Pusher:
     step that arrives twice is harmless.
     """
 
-    def __init__(self, neighbours: Reachable, hop: pb.NextHop, give_up: GiveUp) -> None:
-        """Starts to connect at once."""
+    def __init__(self, neighbours: Reachable, hop: pb.NextHop, give_up: GiveUp, is_bundled: bool = False) -> None:
+        """Starts to connect at once. ``is_bundled``: small steps share a stream with those of other sessions."""
         self._hop = hop
+        self._neighbours, self._is_bundled = neighbours, is_bundled
         self._give_up = give_up
         self._untaken: dict[int, tuple[pb.Step, Parts]] = {}
+        self._bundled: dict[int, PushStream] = {}  # the streams of those that share one
         self._taken = asyncio.Condition()
         self._broken = False
         self.retired = False
@@ -96,6 +102,12 @@ class Pusher:
     async def send(self, step: pb.Step, parts: Parts) -> None:
         """Returns once the step is on its way; waits while the next hop has too many to take."""
         await asyncio.wait([self._connecting])
+        # Nothing may be under way on the other stream, which this step could overtake.
+        if self._is_bundled and not parts and not self._untaken and not self._broken and may_be_bundled(step):
+            await self._send_bundled(step)
+            return
+        async with self._taken:  # nor may this one overtake what shares a stream
+            await self._taken.wait_for(lambda: self._broken or not self._bundled)
         if self._call is None and not self._broken:
             await self._attach()
         call = self._call
@@ -111,6 +123,28 @@ class Pusher:
         # If it breaks, the reader notices as well, and gives up what was not taken.
         await self._write(call, _requests(step, parts))
 
+    async def _send_bundled(self, step: pb.Step) -> None:
+        try:
+            stream = await self._neighbours.push_stream(self._hop.peer_id)
+        except (PeerUnavailable, BadReply) as error:
+            self._lost(error)
+            await self._give_up(step, [])
+            return
+        self._untaken[step.number] = step, []
+        self._bundled[step.number] = stream
+        taken = stream.send(self._hop.push_key, step)
+        taken.add_done_callback(lambda done: asyncio.ensure_future(self._answered(step.number, done.result())))
+
+    async def _answered(self, number: int, taken: bool) -> None:
+        if taken:
+            async with self._taken:
+                self._untaken.pop(number, None)
+                self._bundled.pop(number, None)
+                self._taken.notify_all()
+        else:
+            _logger.info("a session of server %s is not there any more", short_id(self._hop.peer_id))
+            await self._break()
+
     async def drain(self) -> bool:
         """Waits until everything is taken; False if it never will be."""
         await asyncio.wait([self._connecting])
@@ -122,6 +156,8 @@ class Pusher:
         """Ends the stream; what was not taken is forgotten. Whoever waits in ``send`` is let go."""
         self.retired = self._broken = True
         self._untaken.clear()
+        for number, stream in self._bundled.items():
+            stream.forget(self._hop.push_key, number)
         self._connecting.cancel()
         if self._call is not None:
             self._call.cancel()  # which ends the reader, unless it is in the middle of giving something up
@@ -174,6 +210,10 @@ class Pusher:
         except asyncio.CancelledError:
             if not self.retired:
                 raise
+        await self._break()
+
+    async def _break(self) -> None:
+        """Gives up what was not taken, and all that comes later."""
         self._stop_writing()
         async with self._taken:
             self._broken = True

@@ -118,12 +118,12 @@ def announced(host: str, port: int, announce_address: str | None) -> str:
         host, port = split_address(announce_address, port)
         return f"{host}:{port}"
     if host in ("0.0.0.0", "::"):
-        return f"{_lan_address()}:{port}"
+        return f"{lan_address()}:{port}"
     return f"{host}:{port}"
 
 
-def _lan_address() -> str:
-    """The address of the interface that leads outside; nothing is sent."""
+def lan_address() -> str:
+    """The address of the interface that leads outside, else the loopback; nothing is sent."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect(("192.0.2.1", _ANY_PORT))  # TEST-NET-1: routed like any outside address

@@ -14,12 +14,14 @@ from tqdm import tqdm
 
 from swarm_protocol.checkpoints.checkpoint import Checkpoint
 from swarm_protocol.checkpoints.family import max_positions
+from swarm_protocol.process.logs import shows_progress
 from swarm_protocol.span import Span
 from swarm_server.adapters.store import AdapterStore
 from swarm_server.blocks.blocks import BlockStack, load_blocks
 from swarm_server.blocks.dense_linear import use_onednn_
 from swarm_server.blocks.quantization import Report, quantize_
 from swarm_server.core.config import ServerConfig
+from swarm_server.core.counters import Counters
 from swarm_server.engine.engine import Engine
 from swarm_server.engine.scheduler import Scheduler
 from swarm_server.engine.throughput import Meter, SpeedCache, Speeds, hardware_name, measure
@@ -94,9 +96,16 @@ class SpanLoader:
     """Makes hostings, one after the other, all of one model and with one configuration."""
 
     def __init__(
-        self, config: ServerConfig, checkpoint: Checkpoint, cores: CoreShare, device: torch.device, dtype: torch.dtype
+        self,
+        config: ServerConfig,
+        checkpoint: Checkpoint,
+        cores: CoreShare,
+        device: torch.device,
+        dtype: torch.dtype,
+        counters: Counters,
     ) -> None:
         self._config = config
+        self._counters = counters
         self._checkpoint = checkpoint
         self._cores = cores
         self._device = device
@@ -137,28 +146,39 @@ class SpanLoader:
             self._speed_cache.write(speeds.per_block(len(span)))
         budget = self._cache_budget(engine, len(span))
         meter = Meter(speeds, len(span), None if config.throughput else self._speed_cache.write)
-        engine.meter = meter
-        scheduler = Scheduler(engine, config.queue_size, engine.mixes_rows)
+        engine.meter, engine.counters, engine.stateless.counters = meter, self._counters, self._counters
+        chunk_tokens = self._chunk_tokens(engine)
+        scheduler = Scheduler(engine, config.queue_size, engine.mixes_rows, self._counters, chunk_tokens)
         validator = RequestValidator(
             self._checkpoint.name,
             self._checkpoint.revision,
             span,
             engine.hidden_size,
             max_positions(self._checkpoint.config),
-            max_step_tokens=self._max_step_tokens(engine),
+            max_step_tokens=chunk_tokens if engine.chunks_prompts else 1 << 31,  # or a prompt comes in one piece
         )
         named = await asyncio.to_thread(load_adapters, config.adapters, self._checkpoint.family, engine, span)
         adapters = AdapterStore(config.adapter_bytes, named)
         evict: Callable[[], bool] = (lambda: False) if prefix_cache is None else prefix_cache.reclaim
         training = TrainingMemory(budget, engine.int8_weights, evict)
         budget.reclaim = lambda: training.reclaim() or evict()
-        services = SpanServices(engine, scheduler, budget, validator, neighbours, training, adapters)
+        services = SpanServices(
+            engine, scheduler, budget, validator, neighbours, training, adapters, counters=self._counters
+        )
         return SpanRuntime(span, SessionManager(services, config.max_sessions), meter, self._cores)
 
     def _load(self, span: Span) -> BlockStack:
         gc.collect()  # what was hosted before
         report = Report(self._config.quant)
-        with tqdm(total=len(span), desc="loading blocks", unit="block", file=sys.stderr, leave=False) as bar:
+        bar = tqdm(
+            total=len(span),
+            desc="loading blocks",
+            unit="block",
+            file=sys.stderr,
+            leave=False,
+            disable=not shows_progress(),
+        )
+        with bar:
 
             def prepare(block: torch.nn.Module, _index: int) -> None:
                 nonlocal report
@@ -191,9 +211,7 @@ class SpanLoader:
             raise ValueError(f"cache memory of {size_bytes} bytes has no room for one token, which takes {token_bytes}")
         return CacheBudget(size_bytes, token_bytes)
 
-    def _max_step_tokens(self, engine: Engine) -> int:
-        if not engine.chunks_prompts:
-            return 1 << 31  # the prompt must come in one piece
+    def _chunk_tokens(self, engine: Engine) -> int:
         return self._config.chunk_tokens or (CHUNK_TOKENS_CPU if engine.device.type == "cpu" else CHUNK_TOKENS_CUDA)
 
 

@@ -12,7 +12,9 @@ from math import inf
 
 from swarm_protocol.dht.addresses import split_address
 from swarm_protocol.dht.dht import Dht
+from swarm_protocol.dht.lan_discovery import LanDiscovery, local_address
 from swarm_protocol.errors import JoinRefused, NoSwarm
+from swarm_protocol.net.ip_networks import parse_host
 from swarm_protocol.process.local_registry import (
     LocalRegistry,
     RegistryEntry,
@@ -22,7 +24,7 @@ from swarm_protocol.process.local_registry import (
 )
 from swarm_server.core.access import ServerAccess
 from swarm_server.core.config import ServerConfig
-from swarm_server.node.addresses import LOOPBACK, claimed, free_port, listening_host
+from swarm_server.node.addresses import LOOPBACK, claimed, free_port, ip_address, lan_address, listening_host
 
 _LOCK_TIMEOUT_S = 90.0  # for servers that are joining, each for no longer than it waits for those who do not answer
 _MAX_MET = 3  # strangers at a time: in a large swarm a node does not know all others
@@ -39,14 +41,21 @@ class Membership:
     """
 
     def __init__(
-        self, config: ServerConfig, registry: LocalRegistry, dht: Dht, addresses: list[str], host: str = LOOPBACK
+        self,
+        config: ServerConfig,
+        registry: LocalRegistry,
+        dht: Dht,
+        addresses: list[str],
+        host: str = LOOPBACK,
+        discovered: Callable[[], Sequence[str]] = list,
     ) -> None:
-        """``host`` is the address that the server listens on."""
+        """``host`` is the address that the server listens on. ``discovered``: members on the local network."""
         self.dht = dht
         self.host = host
         self._registry = registry
         self._addresses = addresses
         self._initial_peers = config.initial_peers
+        self._discovered = discovered
         self._entry_fails = False
         self._num_failures = 0
         self._restarted_s = -inf
@@ -92,7 +101,7 @@ class Membership:
         self._keep_entry(lambda: self._registry.remove(self.dht.peer_id))
 
     def _others(self) -> list[str]:
-        """Addresses of initial peers, and of registered servers that are reached as this one is.
+        """Addresses of initial and discovered peers, and of registered servers that are reached as this one is.
 
         Servers for this machine alone would be of no use to those who join over the network, and stay apart from them.
         """
@@ -102,7 +111,9 @@ class Membership:
             if entry.addresses and _is_local(entry) == self._is_local
         ]
         return [
-            address for address in (*self._initial_peers, *registered) if not address.endswith(f"/{self.dht.peer_id}")
+            address
+            for address in (*self._initial_peers, *self._discovered(), *registered)
+            if not address.endswith(f"/{self.dht.peer_id}")
         ]
 
     @property
@@ -128,8 +139,10 @@ async def join(config: ServerConfig, access: ServerAccess, cleanup: AsyncExitSta
     registry = LocalRegistry(config.swarm)
     announce_host = config.announce_address and split_address(config.announce_address, 0)[0]
     async with registry.locked(_LOCK_TIMEOUT_S):
-        registered = [] if config.initial_peers else registry.read()
-        host = await asyncio.to_thread(listening_host, config.host, config.initial_peers, registered)
+        discovery = await _discover(config, cleanup) if config.discover else None
+        discovered: Callable[[], Sequence[str]] = list if discovery is None else discovery.members
+        given = (*config.initial_peers, *discovered())
+        host = await asyncio.to_thread(_host, config, given, [] if given else registry.read())
         port = config.dht_port or (free_port(host) if announce_host else 0)
         cleanup.enter_context(claimed(host, port))
 
@@ -146,13 +159,51 @@ async def join(config: ServerConfig, access: ServerAccess, cleanup: AsyncExitSta
             )
 
         if config.initial_peers:
-            dht = await join_through(config.initial_peers)
+            dht = await join_through(given)
         else:
-            dht = await _join_registered(config, registry, join_through)
+            dht = await _join_discovered(given, join_through) or await _join_registered(config, registry, join_through)
         cleanup.push_async_callback(dht.shutdown)
-        membership = Membership(config, registry, dht, await dht.addresses(), host)
+        addresses = await dht.addresses()
+        membership = Membership(config, registry, dht, addresses, host, discovered)
         cleanup.callback(membership.leave)
+        if discovery is not None and not await discovery.advertise(dht.peer_id, addresses):
+            _logger.warning("nobody can discover this server: %s is no address of a local network", addresses[0])
     return membership
+
+
+async def _discover(config: ServerConfig, cleanup: AsyncExitStack) -> LanDiscovery:
+    """Returns when members have answered, or should have.
+
+    Raises:
+        NoSwarm, ValueError: see ``LanDiscovery.start``. ValueError also for a host that others cannot reach.
+    """
+    address = None if config.host is None else parse_host(ip_address(config.host))
+    if address is not None and address.is_loopback:
+        raise ValueError(
+            f"discover lets others find this server, and host {config.host} is for this machine alone: leave one out"
+        )
+    is_one = address is not None and address.version == 4 and not address.is_unspecified
+    discovery = await LanDiscovery.start(config.swarm, str(address) if is_one else None)
+    cleanup.push_async_callback(discovery.close)
+    await discovery.wait_for_members()
+    return discovery
+
+
+def _host(config: ServerConfig, initial_peers: Sequence[str], registered: Sequence[str]) -> str:
+    """See ``listening_host``; one that others can discover is on the local network. Raises NoSwarm if there is none."""
+    host = listening_host(config.host, initial_peers, registered)
+    return local_address(lan_address()) if config.discover and host == LOOPBACK else host
+
+
+async def _join_discovered(found: Sequence[str], join_through: Callable[..., Awaitable[Dht]]) -> Dht | None:
+    """None if nobody is found, or nobody of them answers: a false answer must not keep servers from their swarm."""
+    try:
+        return await join_through(found) if found else None
+    except JoinRefused:
+        raise
+    except NoSwarm as error:
+        _logger.warning("found on the local network, but %s", error)
+        return None
 
 
 async def _join_registered(

@@ -108,6 +108,7 @@ class Mover:
         self._drain_timeout_s = starting.config.drain_timeout_s
         self._monitor = monitor
         self._presence = presence
+        self._counters = starting.counters
         self._prefix_sharing = prefix_sharing(starting.config, starting.access, joined.membership.host)
 
     async def settle(self, state: Loading) -> Loading:
@@ -185,6 +186,7 @@ class Mover:
             self._presence.enter(loading)
             await self.host(loading)
         await self._presence.publish()
+        self._counters.moves += self._presence.state.record.span != old
         _logger.info("hosting blocks %s", self._presence.state.record.span)
 
     async def drain(self) -> None:

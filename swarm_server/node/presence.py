@@ -7,6 +7,7 @@ import logging
 import random
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
+from dataclasses import replace
 from typing import TypeVar
 
 from swarm_protocol.dht.records import REFRESH_S, ServerRecord
@@ -35,6 +36,7 @@ class Presence:
         self._known_revocations = None if control is None else KnownRevocations(control)
         self._measures_network = joined.starting.config.throughput is None
         self._network_probe = network_probe
+        self._counters = joined.starting.counters
         self._state: State = state
 
     @property
@@ -52,6 +54,9 @@ class Presence:
 
     def record(self) -> ServerRecord:
         """As it is at this moment."""
+        return replace(self._measured(), work=self._counters.work())
+
+    def _measured(self) -> ServerRecord:
         state = self._state
         if not isinstance(state, Serving | Draining):
             return with_speeds(state.record, self._known_speeds(len(state.record.span)))
@@ -83,6 +88,7 @@ class Presence:
             _logger.log(level, "the libp2p daemon has ended, nobody can find this server: starting it again")
             try:
                 await self._membership.restart_daemon()
+                self._counters.daemon_restarts += 1
             except SwarmError as error:
                 return error
             await self._membership.keep()

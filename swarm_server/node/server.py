@@ -8,6 +8,7 @@ import logging
 import time
 from contextlib import AsyncExitStack
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -19,9 +20,11 @@ from swarm_protocol.errors import SwarmError
 from swarm_protocol.net.tls import Certificate, ClientCredentials, pinned_channel
 from swarm_protocol.process.invocation import typed
 from swarm_protocol.process.local_registry import DEFAULT_SWARM, RENEW_S
+from swarm_protocol.process.logs import log_event, writes_json
 from swarm_protocol.verification.statements import Signer
 from swarm_server.core.access import ServerAccess
 from swarm_server.core.config import ServerConfig
+from swarm_server.core.counters import Counters
 from swarm_server.machine.cores import CoreShare
 from swarm_server.machine.heap import HeapTrimmer
 from swarm_server.net.arrivals import Arrivals
@@ -39,6 +42,9 @@ from swarm_server.rpc.registration import add_service
 from swarm_server.rpc.service import BlocksService
 from swarm_server.verification.judge import Judge
 from swarm_server.verification.liars import Liars
+
+if TYPE_CHECKING:
+    from swarm_server.metrics.exporter import Exporter
 
 _logger = logging.getLogger(__name__)
 _GRACE_S = 2.0  # for streams that are open when the server stops
@@ -69,14 +75,18 @@ class Server:
         Raises:
             ValueError, SwarmError: the configuration cannot work; one sentence says why.
         """
+        counters = Counters()
         async with AsyncExitStack() as cleanup:
-            starting = await _start(self.config, cleanup)
+            exporter = await _export(self.config, counters, cleanup)
+            starting = await _start(self.config, counters, cleanup)
             joined = await _join(starting, cleanup)
             network_probe = NetworkProbe(starting.channels)
             liars = Liars()
             monitor = PeerMonitor(joined, network_probe, liars)
             loading = joined.load(starting.span or await monitor.choose_span(num_hosted(starting)))
             presence = Presence(joined, network_probe, loading)
+            if exporter is not None:
+                exporter.show_state(presence.record, lambda: presence.sessions)
             losing_daemon = asyncio.ensure_future(presence.keep_daemon(self._stop.is_set))
             cleanup.callback(losing_daemon.cancel)
             cleanup.push_async_callback(lambda: presence.withdraw(may_restart=not losing_daemon.done()))
@@ -98,7 +108,7 @@ class Server:
                 signer=Signer(starting.access.identity, lambda: presence.record().to_proto(), time.time),
                 judge=judge,
             )
-            add_service(service, joined.grpc_server)
+            add_service(service, joined.grpc_server, counters)
             cleanup.push_async_callback(mover.close)
             cache_tokens = (await mover.host(loading)).runtime.cache_tokens
             await presence.keep_revocations()
@@ -134,7 +144,19 @@ class Server:
             await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def _start(config: ServerConfig, cleanup: AsyncExitStack) -> Starting:
+async def _export(config: ServerConfig, counters: Counters, cleanup: AsyncExitStack) -> Exporter | None:
+    """Before anything slow: a port that is in use should be said at once."""
+    if config.metrics_port is None:
+        return None
+    from swarm_server.metrics.exporter import Exporter
+
+    exporter = Exporter(config.metrics_host, config.metrics_port, counters, asyncio.get_running_loop())
+    cleanup.push_async_callback(asyncio.to_thread, exporter.close)
+    _logger.info("metrics at %s", exporter.url)
+    return exporter
+
+
+async def _start(config: ServerConfig, counters: Counters, cleanup: AsyncExitStack) -> Starting:
     checkpoint = await asyncio.to_thread(Checkpoint.open, locate(config.model), config.model_revision)
     await asyncio.to_thread(check_adapters, config.adapters, checkpoint.family, checkpoint.config)
     given = config.blocks or config.initial_blocks
@@ -143,14 +165,14 @@ async def _start(config: ServerConfig, cleanup: AsyncExitStack) -> Starting:
     device, dtype = device_and_dtype(config)
     cores = cleanup.enter_context(CoreShare())
     torch.set_num_threads(cores.threads())  # of threads that have not computed yet
-    loader = SpanLoader(config, checkpoint, cores, device, dtype)
+    loader = SpanLoader(config, checkpoint, cores, device, dtype, counters)
     if given is not None:  # nothing to find out first: load while joining
         loader.prefetch(given)
         cleanup.callback(loader.cancel)
     access = ServerAccess.of(config)
     channels = ChannelPool(partial(pinned_channel, ClientCredentials(access.identity, access.token)))
     cleanup.push_async_callback(channels.close)
-    return Starting(config, access, checkpoint, device, dtype, channels, loader)
+    return Starting(config, access, checkpoint, device, dtype, channels, loader, counters)
 
 
 async def _join(starting: Starting, cleanup: AsyncExitStack) -> Joined:
@@ -180,10 +202,11 @@ async def _announce_ready(joined: Joined, record: ServerRecord, cache_tokens: in
     peer = (await membership.dht.addresses())[0]
     swarm = "" if config.swarm == DEFAULT_SWARM else f" --swarm {config.swarm}"
     model = "" if config.model == ServerConfig.model else f" --model {config.model}"
-    print(
-        f"ready model={record.model} blocks={record.span} quant={record.quant} peer={peer} grpc={record.addresses[0]}",
-        flush=True,
-    )
+    fields = {"model": record.model, "blocks": str(record.span), "quant": record.quant}
+    fields |= {"peer": str(peer), "grpc": record.addresses[0]}
+    print("ready", *(f"{name}={value}" for name, value in fields.items()), flush=True)
+    if writes_json():
+        log_event(_logger, "ready", **fields)
     _logger.info(
         "%.0f tokens/s decoding, %.0f tokens/s otherwise; room for %d tokens",
         record.tokens_per_s,

@@ -19,6 +19,7 @@ from swarm_protocol.dht.records import ServerRecord, ServerState
 from swarm_protocol.span import Span
 from swarm_server.core.access import ServerAccess
 from swarm_server.core.config import ServerConfig
+from swarm_server.core.counters import Counters
 from swarm_server.engine.throughput import Speeds
 from swarm_server.net.push import ChannelPool
 from swarm_server.node.hosting import SpanLoader, SpanRuntime
@@ -37,6 +38,7 @@ class Starting:
     dtype: torch.dtype
     channels: ChannelPool
     loader: SpanLoader
+    counters: Counters
 
     @property
     def span(self) -> Span | None:
@@ -113,6 +115,7 @@ class _Hosting:
         """The record with what is measured at this moment."""
         return replace(
             with_speeds(self.record, self.runtime.speeds),
+            cache_tokens=self.runtime.cache_tokens,
             cache_tokens_left=self.runtime.cache_tokens_left,
             queue_delay_s=self.runtime.queue_delay_s,
             next_hop_rtts_s=next_hop_rtts_s,

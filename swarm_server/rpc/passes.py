@@ -63,6 +63,7 @@ async def forward(
             )
             for inputs, dropout in _few_rows(services.validator, asked)
         ]
+        services.counters.positions["forward"] += _num_positions(asked.inputs.hidden)
         output = torch.cat(outputs)
         first, *more = _in_parts(output)
         if asked.sign:
@@ -120,6 +121,7 @@ async def backward(
             hidden_grad, *of_adapter = await services.scheduler.train(
                 partial(go_back, grad), client, _num_positions(grad)
             )
+            services.counters.positions["backward"] += _num_positions(grad)
             hidden_grads.append(hidden_grad)
             sums = [total + more for total, more in zip(sums, of_adapter, strict=True)] if sums else of_adapter
         return [reply for tensor in (torch.cat(hidden_grads), *sums) for reply in _in_parts(tensor)]

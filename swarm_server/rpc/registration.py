@@ -18,6 +18,7 @@ from swarm_protocol.pb import swarm_pb2 as pb
 from swarm_protocol.wire.parsing import parse
 from swarm_protocol.wire.printable import printable
 from swarm_protocol.wire.status import end_with, status_of
+from swarm_server.core.counters import Counters
 from swarm_server.rpc.service import BlocksService
 
 if TYPE_CHECKING:
@@ -28,7 +29,7 @@ _SERVICE = pb.DESCRIPTOR.services_by_name["Blocks"]
 
 
 @asynccontextmanager
-async def errors_as_status(context: _Context) -> AsyncIterator[None]:
+async def errors_as_status(context: _Context, counters: Counters) -> AsyncIterator[None]:
     """Answers our errors with their gRPC status; anything else is logged here and answered with one sentence.
 
     The handler must return then, see ``end_with``.
@@ -36,20 +37,23 @@ async def errors_as_status(context: _Context) -> AsyncIterator[None]:
     try:
         yield
     except _REFUSALS as error:
+        counters.refusals[status_of(error).name] += 1
         end_with(context, status_of(error), printable(str(error)))
     except grpc.aio.BaseError as error:
         _logger.debug("a client went away: %s", error)
     except Exception:
         _logger.exception("a request failed")
+        counters.refusals[grpc.StatusCode.INTERNAL.name] += 1
         end_with(context, grpc.StatusCode.INTERNAL, "the server failed while it computed; its log says why")
 
 
-def add_service(service: BlocksService, server: grpc.aio.Server) -> None:
-    handlers = {method.name: _handler(service, method) for method in _SERVICE.methods}
+def add_service(service: BlocksService, server: grpc.aio.Server, counters: Counters | None = None) -> None:
+    counters = counters or Counters()
+    handlers = {method.name: _handler(service, method, counters) for method in _SERVICE.methods}
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(_SERVICE.full_name, handlers),))
 
 
-def _handler(service: BlocksService, method: MethodDescriptor) -> grpc.RpcMethodHandler[Any, Any]:
+def _handler(service: BlocksService, method: MethodDescriptor, counters: Counters) -> grpc.RpcMethodHandler[Any, Any]:
     """All as streams, which look the same on the wire.
 
     As a handler of one message, gRPC itself would never answer a call whose message does not come, nor end it.
@@ -60,13 +64,24 @@ def _handler(service: BlocksService, method: MethodDescriptor) -> grpc.RpcMethod
         return await answer(await service.only_request(requests), context)
 
     async def answer_all(requests: AsyncIterator[Any], context: _Context) -> None:
+        counters.calls[method.name] += 1
         generator = cast(AsyncGenerator[Any, None], aiter(requests))
         # It is in a cycle of references, and keeps the last message until it is closed or collected.
-        async with errors_as_status(context), aclosing(generator) as messages:
+        async with errors_as_status(context, counters), aclosing(generator) as messages:
             reply = await (answer if method.client_streaming else answer_one)(messages, context)
             if reply is not None:  # neither a handler that writes itself nor a refusal
                 await context.write(reply)
 
-    read = partial(parse, GetMessageClass(method.input_type))
-    write = GetMessageClass(method.output_type).SerializeToString
+    parse_input = partial(parse, GetMessageClass(method.input_type))
+    serialise = GetMessageClass(method.output_type).SerializeToString
+
+    def read(data: bytes) -> Any:
+        counters.received_bytes += len(data)
+        return parse_input(data)
+
+    def write(message: Any) -> bytes:
+        data: bytes = serialise(message)
+        counters.sent_bytes["reply"] += len(data)
+        return data
+
     return grpc.stream_stream_rpc_method_handler(answer_all, read, write)

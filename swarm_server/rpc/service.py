@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -18,11 +18,12 @@ from swarm_protocol.net.tls import peer_of, token_of
 from swarm_protocol.pb import swarm_pb2 as pb
 from swarm_protocol.pb.swarm_pb2_grpc import BlocksServicer
 from swarm_protocol.verification.statements import Signer
+from swarm_protocol.wire.bundling import Outbox
 from swarm_protocol.wire.constants import MAX_ECHO_BYTES
 from swarm_server.net.arrivals import Arrivals, Reservation
 from swarm_server.net.incoming import Incoming
 from swarm_server.net.shares import Caller, address_of
-from swarm_server.rpc import passes
+from swarm_server.rpc import bundles, passes
 from swarm_server.sessions.host import SessionManager
 from swarm_server.sessions.reading import StepReader, read_resent
 from swarm_server.sessions.services import SpanServices
@@ -66,11 +67,15 @@ class BlocksService(BlocksServicer):
         self._access = access
         self._signer = signer
         self._judge = judge
+        self._bundles = bundles.ReplyBundles()
 
     async def Session(self, requests: AsyncIterator[pb.SessionRequest], context: _Context) -> None:
         writing = asyncio.Lock()  # an output's parts stay together
 
         async def reply(replies: list[pb.SessionReply]) -> None:
+            await asyncio.shield(write_all(replies))  # gRPC breaks a call whose message is cancelled half-way
+
+        async def write_all(replies: list[pb.SessionReply]) -> None:
             async with writing:
                 try:
                     for message in replies:
@@ -87,12 +92,14 @@ class BlocksService(BlocksServicer):
         if request.WhichOneof("kind") != "open":
             raise SessionLost("this server does not know the session: it must be opened first")
         host = self._present()
-        hosted = await host.open(request.open, client, reply)
-        try:
-            await hosted.announce()
-            await self._serve(host, hosted, incoming, arrivals, self._membership(context))
-        finally:
-            await asyncio.shield(host.end(hosted))
+        bundle = self._bundles.find(request.open.bundle_key, client)
+        with nullcontext(reply) if bundle is None else bundle.joined(request.open.session_key, reply) as answer:
+            hosted = await host.open(request.open, client, answer)
+            try:
+                await hosted.announce()
+                await self._serve(host, hosted, incoming, arrivals, self._membership(context))
+            finally:
+                await asyncio.shield(host.end(hosted))
 
     async def Push(self, requests: AsyncIterator[pb.PushRequest], context: _Context) -> None:
         self._admit(context, Role.SERVER)
@@ -115,6 +122,33 @@ class BlocksService(BlocksServicer):
                     raise RequestRejected("a request of unknown kind")
                 if not reader.is_reading:
                     await context.write(pb.PushReply(number=number))
+
+    async def Steps(self, requests: AsyncIterator[pb.StepBundle], context: _Context) -> None:
+        client = self._admit(context)
+        arrivals = self._arrivals.of(client)
+        incoming = Incoming(requests, arrivals)
+        first = await incoming.next()
+        if first is None:
+            return
+        outbox = Outbox[pb.KeyedReply](lambda replies: context.write(pb.ReplyBundle(replies=replies)))
+        take = bundles.take_for(lambda key: self._sessions().find(key, client), arrivals, self._membership(context))
+        with self._bundles.opened(first.key, client, outbox) as bundle:
+            await context.write(pb.ReplyBundle())
+            await bundles.serve(
+                incoming,
+                outbox,
+                take,
+                idle_timeout_s=self._idle_timeout_s,
+                is_needed=lambda: bundle.num_sessions > 0,
+            )
+
+    async def PushSteps(self, requests: AsyncIterator[pb.PushBundle], context: _Context) -> None:
+        self._admit(context, Role.SERVER)
+        outbox = Outbox[pb.TakenStep](lambda steps: context.write(pb.TakenBundle(steps=steps)))
+        admitted = self._membership(context, Role.SERVER)
+        take = bundles.take_pushed(lambda key: self._sessions().find_pushed(key), self._arrivals, admitted, outbox)
+        incoming = Incoming(requests, self._arrivals)
+        await bundles.serve(incoming, outbox, take, idle_timeout_s=self._idle_timeout_s)
 
     async def Progress(self, request: pb.ProgressRequest, context: _Context) -> pb.SessionProgress:
         client = self._admit(context)

@@ -10,6 +10,7 @@ from math import isfinite
 
 from swarm_protocol.errors import PeerBusy, PeerMoved, RequestRejected, SessionLost
 from swarm_protocol.pb import swarm_pb2 as pb
+from swarm_protocol.wire.constants import FIRST_STEP
 from swarm_server.net.shares import Caller
 from swarm_server.net.validation import require_key
 from swarm_server.sessions.admission import Admission
@@ -93,6 +94,7 @@ class SessionManager:
             self._sessions[hosted.key] = self._pushed[hosted.push_key] = hosted
             self._preemption.add(claim)
             self._uses[hosted.key] = uses.pop_all()
+        self.services.counters.sessions["replacement" if request.last_number >= FIRST_STEP else "new"] += 1
         return hosted
 
     def _require_new(self, session_key: bytes) -> None:

@@ -108,6 +108,7 @@ class Replicator:
     async def _send_all(self) -> None:
         while True:
             step, parts = await self._queue.get()
+            self._services.counters.sent_bytes["copy"] += step.stored.data.size_bytes
             await self._pusher.send(step, parts)
             async with self._sent:
                 self._queued_bytes -= step.stored.data.size_bytes

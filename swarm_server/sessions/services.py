@@ -6,6 +6,7 @@ import asyncio
 from dataclasses import dataclass, field
 
 from swarm_server.adapters.store import AdapterStore
+from swarm_server.core.counters import Counters
 from swarm_server.engine.engine import Engine
 from swarm_server.engine.scheduler import Scheduler
 from swarm_server.kv.kv_cache import CacheBudget
@@ -32,3 +33,4 @@ class SpanServices:
     training: TrainingMemory
     adapters: AdapterStore = field(default_factory=AdapterStore)
     placing: asyncio.Lock = field(default_factory=asyncio.Lock)
+    counters: Counters = field(default_factory=Counters)

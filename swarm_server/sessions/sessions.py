@@ -10,14 +10,14 @@ from typing import Any
 
 import torch
 
-from swarm_protocol.errors import PeerBusy, RequestRejected
+from swarm_protocol.errors import PeerBusy, PeerError, RequestRejected
 from swarm_protocol.pb import swarm_pb2 as pb
 from swarm_protocol.wire.block_input import BlockInput
 from swarm_protocol.wire.codec import Assembler, encode, shown_shape, torch_dtype
 from swarm_protocol.wire.constants import FIRST_STEP, MAX_NUMBER_JUMP
 from swarm_protocol.wire.printable import printable
 from swarm_protocol.wire.session_keys import push_key_of
-from swarm_protocol.wire.status import number_of
+from swarm_protocol.wire.status import number_of, status_of
 from swarm_server.engine.session_state import Crop, HistoryChange, RecordPast, Reorder, Session, SessionStep
 from swarm_server.kv.kv_transfer import Stored
 from swarm_server.net.push import Pusher
@@ -67,9 +67,8 @@ class HostedSession:
         self._last_time = time.monotonic()
         claim.on_shrunk = self._promised_nothing
         self._copier: Replicator | None = None
-        self._pusher = None
-        if request.HasField("next"):
-            self._pusher = Pusher(services.neighbours, request.next, partial(self._relay, 0))
+        self._is_bundled = bool(request.bundle_key)
+        self._pusher = self._pusher_to(request.next, 0) if request.HasField("next") else None
 
     @property
     def silent_s(self) -> float:
@@ -121,6 +120,8 @@ class HostedSession:
                 async with self._computing:
                     with self.claim.computing(self._used_bytes):
                         output = await self._compute(request, payload)
+                    if self.closed:  # its rows may be gone
+                        return True
                     self._progress = pb.SessionProgress(
                         number=request.number, length=self.session.length, batch_size=self.session.batch_size
                     )
@@ -156,11 +157,14 @@ class HostedSession:
             self._require_room(request.start_position + request.stored.num_tokens, self.session.batch_size)
             stored = Stored(request.stored.num_tokens, tuple(request.stored.num_kept), payload)
             adopt = partial(self._services.engine.adopt, self.session, request.start_position, changes, stored)
-            return await self._services.scheduler.call(adopt, self.client.peer_id)
+            await self._services.scheduler.call(adopt, self.client.peer_id)
+            self._services.counters.positions["copied"] += self.session.batch_size * stored.num_tokens
+            return None
         step = self._checked(request, payload, changes)
         return await self._services.scheduler.step(self.session, step, self.client.peer_id)
 
-    async def refuse(self, number: int, error: RequestRejected | PeerBusy) -> None:
+    async def refuse(self, number: int, error: RequestRejected | PeerError) -> None:
+        self._services.counters.refusals[status_of(error).name] += 1
         failure = pb.Failure(status=number_of(error), message=printable(str(error)), number=number)
         await self._reply([pb.SessionReply(failure=failure)])
 
@@ -242,6 +246,7 @@ class HostedSession:
     async def _send(self, request: pb.Step, output: torch.Tensor) -> None:
         if self._pusher is not None:
             header, parts = encode(output, self._codec)
+            self._services.counters.sent_bytes["push"] += header.size_bytes
             await self._pusher.send(_with_hidden(request, header), parts)
             return
         num_wanted = request.outputs_wanted if request.HasField("outputs_wanted") else output.shape[1]
@@ -259,6 +264,9 @@ class HostedSession:
             header, parts = encode(output, self._codec)
             message = pb.SessionReply(block_output=pb.BlockOutput(number=number, block=block, hidden=header))
             await self._reply([message, *(pb.SessionReply(more=part) for part in parts)])
+
+    def _pusher_to(self, hop: pb.NextHop, route: int) -> Pusher:
+        return Pusher(self._services.neighbours, hop, partial(self._relay, route), self._is_bundled)
 
     async def _relay(self, route: int, step: pb.Step, parts: list[bytes]) -> None:
         output = pb.Output(number=step.number, hidden=step.hidden, relay=True, route=route)
@@ -304,7 +312,7 @@ class HostedSession:
             if not torch_dtype(step.hidden.dtype).is_floating_point:
                 raise RequestRejected("outputs are no floating-point tensor: expected float32, bfloat16 or float16")
         self._sent_number = progress.number  # up to here, the client has named what the next hop needs
-        self._pusher = Pusher(self._services.neighbours, request.next, partial(self._relay, request.route))
+        self._pusher = self._pusher_to(request.next, request.route)
         resending = asyncio.ensure_future(self._resend(self._pusher, resend))
         resending.add_done_callback(_heed)
         resending.add_done_callback(lambda _done: on_sent())

@@ -12,15 +12,21 @@ from swarm_server.adapters.dropout import Dropout
 from swarm_server.adapters.lora import Patches, PlacedAdapter, Share
 from swarm_server.blocks.blocks import BlockStack
 from swarm_server.blocks.recording import ActivationLimit, Recorded, require_finite
+from swarm_server.core.counters import Counters
 
 
 class StatelessPasses:
-    """Runs on the compute thread only. Hidden states come and go on the CPU, in the dtype they came in."""
+    """Runs on the compute thread only. Hidden states come and go on the CPU, in the dtype they came in.
+
+    Attributes:
+        counters: of the positions that go forward.
+    """
 
     def __init__(self, stack: BlockStack, patches: Patches) -> None:
         self._stack = stack
         self._patches = patches
         self._weight_addresses = stack.weight_addresses()
+        self.counters = Counters()
 
     def forward(
         self, blocks: Span, inputs: BlockInput, adapter: PlacedAdapter | None = None, dropout: Dropout | None = None
@@ -94,4 +100,5 @@ class StatelessPasses:
                 None if inputs.position_ids is None else inputs.position_ids.to(device),
                 packed=inputs.packed,
             )
+        self.counters.block_positions["forward"] += num_rows * num_tokens * len(blocks)
         return output.to("cpu", inputs.hidden.dtype)

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from swarm_training.averaging.sums import ChunkClip, ChunkSum
+from swarm_training.averaging.sums import ChunkClip, ChunkSum, ExactSum
 
 Encode = Callable[[int, Tensor], bytes]  # a chunk's number and mean to the bytes that everybody gets
 InThread = Callable[[Callable[[], Any]], Awaitable[Any]]
@@ -51,9 +51,11 @@ class Attempt:
         weights: Mapping[int, float],
         encode: Encode,
         clipping: InThread | None = None,
+        num_micro_batches: int = 0,
     ) -> None:
         """``owners``: by chunk; ``weights``: of the members that are waited for. ``encode``: called once a chunk.
-        ``clipping``: calls a function that takes long; CenteredClip takes the mean's place then."""
+        ``clipping``: calls a function that takes long; CenteredClip takes the mean's place then.
+        ``num_micro_batches``: of the whole batch, if it is counted exactly: see ``ExactSum``."""
         self.own = tuple(number for number, owner in owners.items() if owner == me)
         self.targets: dict[int, list[int]] = {}
         for number, owner in owners.items():
@@ -64,9 +66,7 @@ class Attempt:
         self._clipping = clipping
         self._one_at_a_time = asyncio.Lock()
         self._tasks: list[asyncio.Task[None]] = []
-        self._sums: dict[int, ChunkSum | ChunkClip] = {
-            number: ChunkSum(weights) if clipping is None else ChunkClip(weights) for number in self.own
-        }
+        self._sums = {number: self._sum_of(weights, num_micro_batches) for number in self.own}
         self._settled: set[int] = set()
         self._outcomes = Outcomes(self.own)
         for number in self.own:
@@ -95,15 +95,20 @@ class Attempt:
         """The encoded mean, once it is known; None if nothing has arrived."""
         return await self._outcomes.of(number)
 
+    def _sum_of(self, weights: Mapping[int, float], num_micro_batches: int) -> ChunkSum | ExactSum | ChunkClip:
+        if num_micro_batches:
+            return ExactSum(weights, num_micro_batches)
+        return ChunkSum(weights) if self._clipping is None else ChunkClip(weights)
+
     def _settle(self, number: int) -> None:
         chunk_sum = self._sums[number]
         if not chunk_sum.is_done or number in self._settled:
             return
         self._settled.add(number)
-        if isinstance(chunk_sum, ChunkSum):
-            self._finish(number, chunk_sum.mean)
-        else:
+        if isinstance(chunk_sum, ChunkClip):
             self._tasks.append(asyncio.ensure_future(self._clip(number, chunk_sum)))
+        else:
+            self._finish(number, chunk_sum.mean)
 
     async def _clip(self, number: int, chunk: ChunkClip) -> None:
         assert self._clipping is not None

@@ -1,8 +1,8 @@
-"""How a vector is cut into spans of owners, and those into chunks; sets of chunks as bytes."""
+"""How a vector is cut into spans of owners, and those into chunks."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 
@@ -31,18 +31,3 @@ def cut(length: int, shares: Sequence[float], chunk_elements: int) -> tuple[Chun
         chunks += [Chunk(at, min(at + chunk_elements, stop), owner) for at in range(start, stop, chunk_elements)]
         start = stop
     return tuple(chunks)
-
-
-def to_bits(numbers: Collection[int], size: int) -> bytes:
-    """One bit for each of ``size`` numbers, the lowest of a byte first."""
-    data = bytearray(-(-size // 8))
-    for number in numbers:
-        data[number // 8] |= 1 << number % 8
-    return bytes(data)
-
-
-def from_bits(data: bytes, size: int) -> frozenset[int]:
-    """Raises ValueError if there are more or fewer bytes than ``size`` bits take."""
-    if len(data) != -(-size // 8):
-        raise ValueError(f"a set of {size} chunks takes {-(-size // 8)} bytes, and not {len(data)}")
-    return frozenset(number for number in range(size) if data[number // 8] >> number % 8 & 1)

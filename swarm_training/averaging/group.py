@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from swarm_training.averaging.grid import needs_grid
+from swarm_training.core.bitmap import is_partition
 from swarm_training.core.config import MAX_MEMBERS
 from swarm_training.core.moment import Moment
 from swarm_training.core.record import Progress
@@ -33,6 +34,7 @@ class Group:
     roster: peer ids of those who decide about the next step, sorted.
     grid: the first attempt at each phase is on a grid.
     go_back: to a checkpoint, instead of averaging.
+    num_micro_batches: of the batch, if it is counted exactly; else 0.
     """
 
     id: str
@@ -46,6 +48,7 @@ class Group:
     grid: bool = False
     rollbacks: int = 0
     go_back: pb.Rollback | None = None
+    num_micro_batches: int = 0
 
     @classmethod
     def parse(cls, message: pb.Group) -> Group:
@@ -69,6 +72,10 @@ class Group:
         go_back = message.go_back if message.HasField("go_back") else None
         if go_back is not None:
             _check(go_back, message.step)
+        is_new = not message.continues and go_back is None
+        num_micro_batches = _num_micro_batches(members, is_new)
+        if num_micro_batches and message.grid:
+            raise ValueError("a group that counts exactly is on a grid")
         return cls(
             message.id,
             message.step,
@@ -81,6 +88,7 @@ class Group:
             message.grid,
             message.rollbacks,
             go_back,
+            num_micro_batches,
         )
 
     @property
@@ -97,6 +105,20 @@ class Group:
     @cached_property
     def peer_ids(self) -> tuple[str, ...]:
         return tuple(member.record.peer_id for member in self.members)
+
+
+def _num_micro_batches(members: tuple[Member, ...], is_new: bool) -> int:
+    """Of the batch; 0 if samples are counted. ``is_new``: what the members have is to be added up."""
+    records = [member.record for member in members]
+    if not any(record.counts_exactly for record in records):
+        return 0
+    size = records[0].target_batch_size
+    sizes = {(record.counts_exactly, record.target_batch_size) for record in records}
+    if sizes != {(True, size)} or any(member.weight != member.record.samples for member in members):
+        raise ValueError("the members of a group do not count the same micro-batches")
+    if is_new and not is_partition((record.micro_batches for record in records), size):
+        raise ValueError("the micro-batches of a group are not complete, or some are there twice")
+    return size
 
 
 def _check(go_back: pb.Rollback, step: int) -> None:

@@ -30,7 +30,7 @@ _GIVE_UP = 1.5  # deadlines, for an owner that waits for stragglers
 
 class Round:
     """Attributes:
-    vector: [n] float32, what this member adds.
+    vector: [n] in the type of the codec, what this member adds.
     results: by chunk, the encoded mean.
     broken: numbers of members that could not be reached, or whose answers were wrong.
     bytes_sent, bytes_received: of parts and means, from and to others.
@@ -72,7 +72,7 @@ class Round:
         return len(self.results) == len(self.chunks)
 
     async def mean(self) -> Tensor:
-        """[n] float32, once complete. Streams stay alive meanwhile."""
+        """[n] as the vector, once complete. Streams stay alive meanwhile."""
         assert self.is_complete
         mean = torch.empty_like(self.vector)
         for number, chunk in enumerate(self.chunks):
@@ -143,8 +143,14 @@ class Round:
 
     def _flat(self, owners: Mapping[int, int]) -> Attempt:
         """Of the chunks that are named, with those owners."""
-        weights = {j: float(m.weight) for j, m in enumerate(self.group.members) if m.weight and j not in self._dropped}
-        return Attempt(owners, self._me, weights, self._encode_mean, self._clipping)
+        weights = {j: float(m.weight) for j, m in enumerate(self.group.members) if m.weight}
+        num_micro_batches = self.group.num_micro_batches
+        if not num_micro_batches:
+            weights = {j: weight for j, weight in weights.items() if j not in self._dropped}
+        attempt = Attempt(owners, self._me, weights, self._encode_mean, self._clipping, num_micro_batches)
+        for member in self._dropped if num_micro_batches else ():  # without whom there is no mean
+            attempt.leave_out(member)
+        return attempt
 
     async def _try(self, attempt: Attempt | GridAttempt) -> None:
         """Ends when all is there that will come."""

@@ -1,9 +1,10 @@
-"""What the owner of a chunk makes of its members' parts: the weighted mean, or CenteredClip if some may cheat."""
+"""What the owner of a chunk makes of its members' parts: the weighted mean, the mean over all micro-batches of a batch,
+or CenteredClip if some may cheat."""
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 import torch
 from torch import Tensor
@@ -63,6 +64,51 @@ class ChunkSum:
             self.weight += weight
         if not self._waiting and self._total is not None and self.mean is None:
             self.mean = self._total / self.weight
+
+
+class ExactSum:
+    """Adds sums of gradients in the order of the members, and divides by the number of micro-batches in the batch.
+
+    Every part is needed: without one of them, micro-batches are missing, and there is no mean.
+
+    Attributes:
+        mean: [n] in the parts' type, once all have arrived.
+    """
+
+    def __init__(self, members: Collection[int], num_micro_batches: int) -> None:
+        """``members``: those that have something to add."""
+        self._waiting = sorted(members)  # in whose order is added
+        self._num_micro_batches = num_micro_batches
+        self._early: dict[int, Tensor] = {}
+        self._total: Tensor | None = None
+        self._is_lost = False
+        self.mean: Tensor | None = None
+
+    @property
+    def is_done(self) -> bool:
+        return self._is_lost or not self._waiting
+
+    @property
+    def missing(self) -> frozenset[int]:
+        return frozenset() if self._is_lost else frozenset(self._waiting) - self._early.keys()
+
+    def put(self, member: int, part: Tensor) -> None:
+        """Ignored if the part of this member is not waited for (any more)."""
+        if member not in self.missing:
+            return
+        self._early[member] = part
+        while self._waiting and self._waiting[0] in self._early:
+            part = self._early.pop(self._waiting.pop(0))
+            self._total = part.clone() if self._total is None else self._total.add_(part)
+        if not self._waiting and self._total is not None:
+            self.mean = self._total / self._num_micro_batches
+
+    def leave_out(self, member: int) -> None:
+        """Nothing comes from this member any more."""
+        if member in self.missing:
+            self._is_lost = True
+            self._early.clear()
+            self._total = None
 
 
 class ChunkClip:

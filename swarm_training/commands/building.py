@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,24 +11,15 @@ import torch
 from torch import nn
 
 from swarm_protocol.checkpoints.default_model import check_location, locate
-from swarm_training.data.blocks import BlockBatches
-from swarm_training.data.opening import Reader, open_batches
+from swarm_training.data.blocks import BlockBatches, TokenBlocks, Tokenize
+from swarm_training.data.opening import Reader, open_batches, open_blocks
 from swarm_training.data.settings import DataSettings
 from swarm_training.data.streaming import StreamBatches
-from swarm_training.optim.lamb import LAMB
-from swarm_training.optim.offload import AdamW8bit, LAMB8bit
+from swarm_training.optim.by_name import optimizer_by_name
 from swarm_training.runfile.settings import PRESETS, ModelSettings, OptimizerSettings
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-_OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
-    "adamw": torch.optim.AdamW,
-    "sgd": torch.optim.SGD,
-    "lamb": LAMB,
-    "lamb8bit": LAMB8bit,
-    "adamw8bit": AdamW8bit,
-}
 
 
 def build_tokenizer(settings: ModelSettings) -> PreTrainedTokenizerBase:
@@ -75,21 +65,29 @@ def build_model(settings: ModelSettings, vocab_size: int, block_length: int) -> 
 
 def build_optimizer(settings: OptimizerSettings, model: nn.Module) -> torch.optim.Optimizer:
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    make = _OPTIMIZERS[settings.name]
-    return make(trained, lr=settings.rate(0), weight_decay=settings.weight_decay)
+    return optimizer_by_name(settings.name, trained, lr=settings.rate(0), weight_decay=settings.weight_decay)
 
 
 def build_batches(
     data: DataSettings, reader: Reader, tokenizer: PreTrainedTokenizerBase, batch_size: int, cache: Path
 ) -> BlockBatches | StreamBatches:
     """``cache``: a directory for the tokens of this and other data. Raises ValueError if there is no such data."""
+    directory = cache / _fingerprint(data, tokenizer)
+    return open_batches(data, reader, _tokenize_with(tokenizer), tokenizer.eos_token_id, batch_size, directory)
 
+
+def build_blocks(data: DataSettings, run: str, tokenizer: PreTrainedTokenizerBase, cache: Path) -> TokenBlocks:
+    """All of the data; ``cache`` as for ``build_batches``. Raises ValueError if there is no such data."""
+    directory = cache / _fingerprint(data, tokenizer)
+    return open_blocks(data, run, _tokenize_with(tokenizer), tokenizer.eos_token_id, directory)
+
+
+def _tokenize_with(tokenizer: PreTrainedTokenizerBase) -> Tokenize:
     def tokenize(text: str) -> list[int]:
         ids: list[int] = tokenizer(text, add_special_tokens=False).input_ids
         return ids
 
-    directory = cache / _fingerprint(data, tokenizer)
-    return open_batches(data, reader, tokenize, tokenizer.eos_token_id, batch_size, directory)
+    return tokenize
 
 
 def _fingerprint(data: DataSettings, tokenizer: PreTrainedTokenizerBase) -> str:

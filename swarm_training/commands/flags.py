@@ -16,8 +16,6 @@ from swarm_training.runfile.settings import RunFile
 if TYPE_CHECKING:
     from swarm_protocol.access.tokens import Role
 
-LOG_LEVELS = ("debug", "info", "warning", "error")
-
 
 def add_joining_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument

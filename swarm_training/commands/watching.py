@@ -17,7 +17,7 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from swarm_protocol.wire.printable import printable
-from swarm_training.contract.run_like import BanView, PeerView, RunView, UserView
+from swarm_training.contract.run_like import BanView, PeerView, RunView, StagePeerView, StageView, UserView
 
 _UNITS = ("B", "KB", "MB", "GB", "TB")
 _SHOWN_PEERS = 8  # last characters of a peer id
@@ -43,14 +43,16 @@ def picture(view: RunView, now: float) -> list[RenderableType]:
     """``now``: Unix time in seconds, for how long bans last."""
     loss = "" if view.loss is None else f"   loss {view.loss:.4f}" if isfinite(view.loss) else "   loss not finite"
     back = f"   rollbacks {view.rollbacks}" if view.rollbacks else ""
-    speed = sum(peer.samples_per_s for peer in view.peers)
+    speed, what = sum(peer.samples_per_s for peer in view.peers), "samples"
+    if view.stages:  # the slowest takes as many as the run does
+        speed, what = min(stage.micro_batches_per_s for stage in view.stages), "micro-batches"
     soon = "nobody computes" if view.next_step_s is None else f"next step in {_duration(view.next_step_s)}"
     share = view.samples / view.target_batch_size
     parts: list[RenderableType] = [
         Text(f"run {printable(view.run)}   step {view.step}{back}{loss}", "bold"),
-        Text(f"{view.samples} of {view.target_batch_size} samples ({share:.0%}), {speed:.3g} samples/s: {soon}"),
+        Text(f"{view.samples} of {view.target_batch_size} {what} ({share:.0%}), {speed:.3g} {what}/s: {soon}"),
         Text(f"last step: {_bytes(view.bytes_sent)} sent, {_bytes(view.bytes_received)} received by all", "dim"),
-        _peers_table(view.peers),
+        *([_stages_table(view), _stage_peers_table(view.stages)] if view.stages else [_peers_table(view.peers)]),
     ]
     if view.users:
         parts.append(_users_table(view.users))
@@ -67,6 +69,32 @@ def _peers_table(peers: tuple[PeerView, ...]) -> Table:
         name = Text(printable(peer.name, _NAME_CHARS))
         table.add_row(_end(peer.peer_id), name, f"{peer.samples_per_s:.3g}", str(peer.samples))
     return table
+
+
+def _stages_table(view: RunView) -> Table:
+    table = _stages_columns("stage", "peers", "step", "micro-batches", "holds", "per second")
+    for stage in view.stages:
+        done = f"{stage.micro_batches} of {view.target_batch_size}"
+        table.add_row(str(stage.stage), str(len(stage.peers)), *_standing(stage, done))
+    return table
+
+
+def _stage_peers_table(stages: tuple[StageView, ...]) -> Table:
+    table = _stages_columns("stage", "peer", "step", "micro-batches", "holds", "per second", "moves to")
+    for stage in stages:
+        for peer in stage.peers:
+            to = "" if peer.next_stage is None else str(peer.next_stage)
+            table.add_row(str(stage.stage), _end(peer.peer_id), *_standing(peer, str(peer.micro_batches)), to)
+    return table
+
+
+def _stages_columns(*titles: str) -> Table:
+    return Table(*(Column(title, justify="left" if title == "peer" else "right") for title in titles))
+
+
+def _standing(of: StageView | StagePeerView, done: str) -> tuple[str, str, str, str]:
+    back = f" ({of.rollbacks} rollbacks)" if of.rollbacks else ""
+    return f"{of.step}{back}", done, "yes" if of.holds else "", f"{of.micro_batches_per_s:.3g}"
 
 
 def _users_table(users: tuple[UserView, ...]) -> Table:

@@ -1,4 +1,4 @@
-"""How a flat float32 vector travels: 4, 2 or about 1 byte per element."""
+"""How a flat vector travels: 8, 4, 2 or about 1 byte per element."""
 
 from __future__ import annotations
 
@@ -13,19 +13,20 @@ _MAX_FLOAT16 = 65504.0
 
 
 class Codec(Protocol):
-    """Vectors of n float32 elements as bytes.
+    """Vectors of n elements as bytes: of float64 in ``fp64``, of float32 in all others.
 
     What is not finite stays not finite: in ``int8`` all of its block of 64 elements with it. Finite values beyond the
     range of ``fp16`` become its largest.
     """
 
     name: str
+    dtype: torch.dtype  # of vectors
 
     def encode(self, vector: Tensor) -> bytes:
-        """vector: [n], float32."""
+        """vector: [n], of ``dtype``."""
 
     def decode(self, data: bytes | memoryview, n: int) -> Tensor:
-        """[n], float32, owning its memory; raises ValueError if n elements do not take as many bytes."""
+        """[n], of ``dtype``, owning its memory; raises ValueError if n elements do not take as many bytes."""
 
     def size_bytes(self, n: int) -> int:
         """Of n elements, encoded."""
@@ -36,10 +37,11 @@ class _Float:
 
     def __init__(self, name: str, dtype: torch.dtype) -> None:
         self.name = name
+        self.dtype = torch.float64 if dtype == torch.float64 else torch.float32
         self._dtype = dtype
 
     def encode(self, vector: Tensor) -> bytes:
-        flat = _flat(vector)
+        flat = _flat(vector, self.dtype)
         if self._dtype == torch.float16:
             clamped = flat.clamp(-_MAX_FLOAT16, _MAX_FLOAT16)
             flat = torch.where(flat.isinf(), flat, clamped).half()
@@ -47,7 +49,11 @@ class _Float:
 
     def decode(self, data: bytes | memoryview, n: int) -> Tensor:
         _check_size(self, data, n)
-        return torch.frombuffer(bytearray(data), dtype=self._dtype).float() if n else torch.empty(0)
+        return (
+            torch.frombuffer(bytearray(data), dtype=self._dtype).to(self.dtype)
+            if n
+            else torch.empty(0, dtype=self.dtype)
+        )
 
     def size_bytes(self, n: int) -> int:
         return n * self._dtype.itemsize
@@ -57,9 +63,10 @@ class _Int8:
     """Blocks of 64 int8 elements, each with the float32 maximum of their sizes; all maxima come first."""
 
     name = "int8"
+    dtype = torch.float32
 
     def encode(self, vector: Tensor) -> bytes:
-        return pack_int8(_flat(vector))
+        return pack_int8(_flat(vector, self.dtype))
 
     def decode(self, data: bytes | memoryview, n: int) -> Tensor:
         _check_size(self, data, n)
@@ -70,7 +77,13 @@ class _Int8:
 
 
 _CODECS: dict[str, Codec] = {
-    codec.name: codec for codec in (_Float("fp32", torch.float32), _Float("fp16", torch.float16), _Int8())
+    codec.name: codec
+    for codec in (
+        _Float("fp32", torch.float32),
+        _Float("fp16", torch.float16),
+        _Int8(),
+        _Float("fp64", torch.float64),
+    )
 }
 CODEC_NAMES = tuple(_CODECS)
 
@@ -82,10 +95,11 @@ def codec_of(name: str) -> Codec:
     return _CODECS[name]
 
 
-def _flat(vector: Tensor) -> Tensor:
-    if vector.dtype != torch.float32 or vector.dim() != 1:
+def _flat(vector: Tensor, dtype: torch.dtype) -> Tensor:
+    if vector.dtype != dtype or vector.dim() != 1:
+        expected = str(dtype).removeprefix("torch.")
         raise ValueError(
-            f"a {vector.dtype} tensor {list(vector.shape)} cannot be encoded: expected a flat float32 vector"
+            f"a {vector.dtype} tensor {list(vector.shape)} cannot be encoded: expected a flat {expected} vector"
         )
     return vector.detach().cpu().contiguous()
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from swarm_training.core.config import AGGREGATIONS
 
-CODECS = ("fp32", "fp16", "int8")
+CODECS = ("fp32", "fp16", "int8")  # fp64 is for micro-batches that are counted exactly
 _MAX_RANK = 1 << 16
 
 

@@ -69,6 +69,43 @@ class UserView:
 
 
 @dataclass(frozen=True)
+class StagePeerView:
+    """A peer of a stage.
+
+    Attributes:
+        micro_batches: of the present batch, that it has added up.
+        holds: it holds the average of its stage, and waits for other stages.
+        next_stage: where it has said that it will go.
+    """
+
+    peer_id: str
+    step: int
+    rollbacks: int
+    micro_batches: int
+    holds: bool
+    micro_batches_per_s: float
+    next_stage: int | None = None
+
+
+@dataclass(frozen=True)
+class StageView:
+    """One stage of a run; for the rest, see its peers.
+
+    Attributes:
+        micro_batches: of the present batch, that its peers have added up together.
+        holds: its average is decided.
+    """
+
+    stage: int
+    step: int
+    rollbacks: int
+    micro_batches: int
+    holds: bool
+    micro_batches_per_s: float
+    peers: tuple[StagePeerView, ...] = ()
+
+
+@dataclass(frozen=True)
 class RunView:
     """A run at one moment.
 
@@ -81,6 +118,7 @@ class RunView:
         bytes_sent, bytes_received: by all peers for the last step.
         rollbacks: so often has it gone back to a checkpoint.
         users: who have given most, as far as signed rounds have come.
+        stages: of a run in stages, whose samples are micro-batches; else none.
     """
 
     run: str
@@ -95,3 +133,4 @@ class RunView:
     bans: tuple[BanView, ...] = ()
     rollbacks: int = 0
     users: tuple[UserView, ...] = ()
+    stages: tuple[StageView, ...] = ()

@@ -9,6 +9,7 @@ from pathlib import Path
 WIRE_VERSION = 1
 MAX_MEMBERS = 128  # of a group; its leader tells each of all, 16 MB at once, while they wait for ``silence_s``
 AGGREGATIONS = ("mean", "centered_clip")
+COUNTINGS = ("samples", "exact")
 CHUNK_ELEMENTS = 1 << 18  # of a vector, in one message: 1 MiB in fp32
 MAX_WINDOW = 4096  # losses; a joiner is given all of them in one message
 
@@ -41,8 +42,8 @@ class RollbackPolicy:
 
 @dataclass(frozen=True)
 class TrainingConfig:
-    """How a peer takes part. ``codec``, ``aggregation``, ``chunk_elements``, ``checkpoint_every`` and ``rollback`` must
-    be the same for all peers of a run.
+    """How a peer takes part. ``codec``, ``aggregation``, ``counting``, ``chunk_elements``, ``checkpoint_every`` and
+    ``rollback`` must be the same for all peers of a run.
 
     A step needs a quorum of those who took the last one together. Who leaves, or whose process ends, does not count; of
     who is merely silent nobody can say whether it has ended or the network is cut in two. With a finite
@@ -56,6 +57,10 @@ class TrainingConfig:
     parameter update of ZeRO-Offload: Ren et al., 2021): P[t+1] = P[t] - lr * g(P[t-1]) for SGD. No gradient is older
     than that: batch t + 1 is averaged after average t is applied, and a peer that has as many samples of it as it gave
     to batch t waits for average t. Peers stay equal bit for bit; each may choose ``delay`` for itself.
+
+    With ``counting`` "exact" the batch is made of named micro-batches, ``target_batch_size`` of them, and peers report
+    which of them are in their sums of gradients. Only peers whose sets are disjoint and complete average: the sum of
+    all sums, divided by the number of micro-batches. If one of them fails before all have the result, there is none.
 
     With ``checkpoint_every``, peers keep the states of the last steps that are multiples of it, and all go back to one
     of them when the losses that they report say that the run has diverged (``rollback``), or when a moderator orders
@@ -73,6 +78,7 @@ class TrainingConfig:
     share: float = 1.0  # of the work of adding up, relative to others: in proportion to bandwidth; 0: none
     codec: str = "fp32"
     aggregation: str = "mean"  # or "centered_clip", which a minority of gradients that are far off moves little
+    counting: str = "samples"  # of a batch; or "exact", see above
     delay: bool = False  # average while the next batch is computed; see above
     chunk_elements: int = CHUNK_ELEMENTS
     join_timeout_s: float = 60.0
@@ -98,6 +104,8 @@ class TrainingConfig:
             "checkpoint_every": self.checkpoint_every,
             "rollback": self.rollback if self.checkpoint_every else "off",
         }
+        if self.counting != "samples":  # peers of older versions have no such setting
+            settings["counting"] = self.counting
         return {name: str(value) for name, value in settings.items()}
 
     def __post_init__(self) -> None:
@@ -108,6 +116,12 @@ class TrainingConfig:
             raise ValueError(f"presume_gone_s is {self.presume_gone_s}: expected more than silence_s, {self.silence_s}")
         if self.aggregation not in AGGREGATIONS:
             raise ValueError(f"aggregation is {self.aggregation!r}: expected one of {', '.join(AGGREGATIONS)}")
+        if self.counting not in COUNTINGS:
+            raise ValueError(f"counting is {self.counting!r}: expected one of {', '.join(COUNTINGS)}")
+        if self.counting == "exact" and (self.aggregation != "mean" or self.delay):
+            raise ValueError("counting is 'exact': expected aggregation 'mean' with it, and no delay")
+        if self.codec == "fp64" and self.counting != "exact":
+            raise ValueError("codec is 'fp64': expected counting 'exact' with it, since samples are counted in fp32")
         if not 0 <= self.share < inf:
             raise ValueError(f"share is {self.share}: expected a number of at least 0")
         if not 1 <= self.chunk_elements <= CHUNK_ELEMENTS:

@@ -5,15 +5,26 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 from math import inf
+from typing import Any, Final
 
+from swarm_training.core.bitmap import MAX_MICRO_BATCHES, fits, size_of
 from swarm_training.core.config import WIRE_VERSION
 from swarm_training.core.moment import Moment
 from swarm_training.pb import training_pb2 as pb
 
 TRAINING, MEETING, LEFT, JOINING = pb.TRAINING, pb.MEETING, pb.LEFT, pb.JOINING
 PRESENT = frozenset({TRAINING, MEETING})
-_MAX_TEXT = 512
+MAX_EXCLUDED = 16  # peers that a record names: it has to stay small
+_MAX_TEXT, _MAX_PEER_ID = 512, 64
 _MAX_COUNT = 1 << 62
+
+
+@dataclass(frozen=True)
+class Kept:
+    """What a peer has for others, a checkpoint for instance: of which step, and its digest."""
+
+    step: int
+    state_digest: bytes
 
 
 @dataclass(frozen=True)
@@ -40,6 +51,21 @@ class Progress:
     bytes_sent: int = 0
     bytes_received: int = 0
     rollbacks: int = 0
+    micro_batches: bytes = b""
+    accepted: bytes = b""
+    decided: bytes = b""
+    kept: Kept | None = None
+    replica: Kept | None = None
+    shared: Kept | None = None
+    may_move: bool = False
+    next_stage: int | None = None
+    excludes: tuple[str, ...] = ()
+    skipped_batches: int = 0
+
+    @property
+    def counts_exactly(self) -> bool:
+        """Whether its batch is made of named micro-batches, each of which counts once."""
+        return bool(self.micro_batches)
 
     @property
     def moment(self) -> Moment:
@@ -50,14 +76,22 @@ class Progress:
         return bool(self.address)
 
     def to_proto(self) -> pb.Progress:
-        return pb.Progress(wire_version=WIRE_VERSION, **{field.name: getattr(self, field.name) for field in _FIELDS})
+        message = pb.Progress(wire_version=WIRE_VERSION, **{name: getattr(self, name) for name in _FIELDS})
+        for name in _CHECKPOINTS:
+            if (kept := getattr(self, name)) is not None:
+                getattr(message, name).CopyFrom(pb.Checkpoint(step=kept.step, state_digest=kept.state_digest))
+        return message
 
     @classmethod
     def from_proto(cls, message: pb.Progress) -> Progress:
         """Raises ValueError if a field is out of range: records come from strangers."""
         if message.wire_version != WIRE_VERSION:
             raise ValueError(f"the peer speaks version {message.wire_version} of training, and not {WIRE_VERSION}")
-        record = cls(**{f.name: getattr(message, f.name) for f in _FIELDS})
+        kept: dict[str, Any] = {name: _kept(getattr(message, name)) for name in _CHECKPOINTS if message.HasField(name)}
+        fields = {name: getattr(message, name) for name in _FIELDS}
+        fields["next_stage"] = message.next_stage if message.HasField("next_stage") else None
+        fields["excludes"] = tuple(message.excludes)
+        record = cls(**fields, **kept)
         if not all(0 <= number < inf for number in (record.samples_per_s, record.call_s, record.share)):
             raise ValueError("a number in a record of progress is not finite, or negative")
         if not record.loss > -inf:
@@ -66,12 +100,30 @@ class Progress:
             raise ValueError("a number in a record of progress is out of range")
         if any(len(text) > _MAX_TEXT or not text.isprintable() for text in (record.run, record.address)):
             raise ValueError("a name in a record of progress is too long, or not printable")
+        if len(record.excludes) > MAX_EXCLUDED or not all(map(_is_peer_id, record.excludes)):
+            raise ValueError(f"a record of progress excludes others than up to {MAX_EXCLUDED} peers")
+        if record.counts_exactly and not _is_exact(record):
+            raise ValueError("the micro-batches in a record of progress are not a part of its batch")
         return record
 
 
 def _counts(record: Progress) -> tuple[int, ...]:
     own = record.version, record.step, record.samples, record.loss_samples
-    return *own, record.bytes_sent, record.bytes_received
+    return *own, record.bytes_sent, record.bytes_received, record.skipped_batches
 
 
-_FIELDS = dataclasses.fields(Progress)
+def _is_peer_id(text: str) -> bool:
+    return 0 < len(text) <= _MAX_PEER_ID and text.isascii() and text.isalnum()
+
+
+def _is_exact(record: Progress) -> bool:
+    bits, size = record.micro_batches, record.target_batch_size
+    return size <= MAX_MICRO_BATCHES and fits(bits, size) and size_of(bits) == record.samples
+
+
+def _kept(message: pb.Checkpoint) -> Kept:
+    return Kept(message.step, message.state_digest)
+
+
+_CHECKPOINTS: Final = ("kept", "replica", "shared")
+_FIELDS = [field.name for field in dataclasses.fields(Progress) if field.name not in _CHECKPOINTS]

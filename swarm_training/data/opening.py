@@ -62,9 +62,14 @@ def open_batches(
     if data.streaming:
         settings = StreamSettings(tokenize, end, data.block_length, data.buffer_size, batch_size, reader.seed)
         return StreamBatches(open_source(data, reader), settings)
-    texts = _one_epoch(open_source(data, Reader(reader.run, reader.peer_id, EVERYTHING)))
-    blocks = TokenBlocks.pack_to_disk(cache, texts, tokenize, end, data.block_length)
+    blocks = open_blocks(data, reader.run, tokenize, end, cache)
     return BlockBatches(blocks, PartCursor(Order(reader.seed, len(blocks)), reader.part or EVERYTHING), batch_size)
+
+
+def open_blocks(data: DataSettings, run: str, tokenize: Tokenize, end: int | None, cache: Path) -> TokenBlocks:
+    """All of the data, in an order that all peers of the run agree on. Raises ValueError if there is no such data."""
+    texts = _one_epoch(open_source(data, Reader(run, "", EVERYTHING)))
+    return TokenBlocks.pack_to_disk(cache, texts, tokenize, end, data.block_length)
 
 
 def _one_epoch(source: TextSource) -> Iterator[str]:

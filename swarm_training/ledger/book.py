@@ -48,7 +48,8 @@ class Book:
         It is checked beside the step, which goes on whatever is wrong with it.
         """
         if not data:
-            if given and len(weights) > 1:
+            signers = {leader, *(peer for peer, samples in weights.items() if samples)}
+            if given and len(signers) >= self.ledger.limits.min_peers:
                 _logger.warning("%s, who led step %d, has credited nobody", leader, moment.step + 1)
             return
         taking = asyncio.ensure_future(self._take_committed(data, moment, leader, weights, given))

@@ -22,6 +22,7 @@ class Kind(Enum):
     CONTRIBUTION = b"swarm.training.v1.Contribution:"
     ROUND = b"swarm.training.v1.Round:"
     ORDER = b"swarm.training.v1.Order:"
+    STATEMENT = b"swarm.stages.v1.Statement:"
 
 
 def sign(kind: Kind, content: Message, identity: Identity, token: bytes) -> pb.SignedByPeer:

@@ -11,11 +11,11 @@ from typing import Any
 from torch import Tensor
 
 from swarm_protocol.errors import PeerUnavailable, RequestRejected
-from swarm_training.averaging.chunks import to_bits
 from swarm_training.averaging.group import Group
 from swarm_training.averaging.round import Round
 from swarm_training.averaging.rounds import Rounds
 from swarm_training.compression.compressor import Phases
+from swarm_training.core.bitmap import to_bits
 from swarm_training.core.moment import Moment
 from swarm_training.core.network import MeetTalk
 from swarm_training.pb import training_pb2 as pb
@@ -85,8 +85,8 @@ class Ballots:
 
 @dataclass(frozen=True)
 class Averaged:
-    """``gradient``: [n] float32, the same bits for all who have it; ``digest``: of the bytes it came from; ``round``:
-    what the leader has signed for the ledger."""
+    """``gradient``: [n] in the type of the codec, the same bits for all who have it; ``digest``: of the bytes it came
+    from; ``round``: what the leader has signed for the ledger."""
 
     gradient: Tensor
     digest: bytes

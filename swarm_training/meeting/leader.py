@@ -5,6 +5,9 @@ take that result over. That is single-decree Paxos for each global step (Lamport
 with a digest an acceptance, and `continues` hands on what may have been chosen. What is decided is an average, or the
 checkpoint that all go back to.
 
+Where micro-batches are counted exactly, a group has every one of them once, however late it is, and averages only as
+long as all who bring some are there.
+
 Decides from data alone: events in, replies out.
 """
 
@@ -15,9 +18,9 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
-from swarm_training.averaging.chunks import from_bits
 from swarm_training.averaging.grid import needs_grid
 from swarm_training.averaging.repair import repair
+from swarm_training.core.bitmap import from_bits, is_partition
 from swarm_training.core.config import MAX_MEMBERS
 from swarm_training.core.moment import Moment
 from swarm_training.core.record import Progress
@@ -76,6 +79,7 @@ class _Averaging:
     attempt: int = 0
     began_s: float = 0.0
     reports: dict[int, pb.Report] = field(default_factory=dict)
+    needed: frozenset[int] = frozenset()  # members without whom nothing can be added up
 
 
 class Leader:
@@ -150,12 +154,26 @@ class Leader:
         electorates = outlook.roster, {*outlook.known, *present}
         if not all(has_quorum(present, electorate, outlook.gone) for electorate in electorates):
             return False
+        if not self._may_average(outlook):
+            return False
         is_late = now - self._began_s >= outlook.wait_s
         return is_late or set(outlook.expected) <= present or len(present) >= MAX_MEMBERS
 
+    def _may_average(self, outlook: Outlook) -> bool:
+        """Whether the members have a whole batch, if that is counted exactly and a new average is to be made."""
+        joined = [self._joined[peer] for peer in self._members()]
+        if not joined[0].record.counts_exactly or any(peer.join.accepted.group for peer in joined):
+            return True
+        parts = (peer.record.micro_batches for peer in joined)
+        return is_partition(parts, joined[0].record.target_batch_size) or self._proposal(outlook) is not None
+
     def _members(self) -> list[str]:
         """In their order in the group."""
-        return sorted(self._joined, key=lambda peer: rank(self._run, self.moment, peer))[:MAX_MEMBERS]
+        ordered = sorted(self._joined, key=lambda peer: rank(self._run, self.moment, peer))
+        if len(ordered) > MAX_MEMBERS and self._joined[ordered[0]].record.counts_exactly:
+            first = sorted(ordered, key=lambda peer: not self._joined[peer].join.samples)[:MAX_MEMBERS]
+            return [peer for peer in ordered if peer in first]  # who brings nothing is not needed
+        return ordered[:MAX_MEMBERS]
 
     def _proposal(self, outlook: Outlook) -> pb.Rollback | None:
         members = [self._joined[peer] for peer in self._members()]
@@ -171,6 +189,7 @@ class Leader:
         accepted = max((peer.join.accepted for peer in joined), key=lambda result: result.ballot)
         new = None if accepted.group else self._proposal(outlook)
         reachable = frozenset(number for number, peer in enumerate(joined) if peer.record.is_reachable)
+        is_exact = joined[0].record.counts_exactly
         message = pb.Group(
             id=self._name,
             step=self.moment.step,
@@ -184,13 +203,23 @@ class Leader:
             continues=accepted.group,
             layout=accepted.layout or shares,
             roster=accepted.roster or sorted(peers[number] for number in reachable),
-            grid=not accepted.group and needs_grid(shares),
+            grid=not accepted.group and needs_grid(shares) and not is_exact,
             go_back=accepted.go_back if accepted.HasField("go_back") else new,
         )
         self.stage = Stage.AVERAGING
         alive = set(range(len(peers)))
         goes_back = message.HasField("go_back")
-        self._group = _Averaging(tuple(peers), shares, reachable, alive, accepted.group, goes_back, began_s=now)
+        needed = {number for number, peer in enumerate(joined) if is_exact and peer.join.samples}
+        self._group = _Averaging(
+            tuple(peers),
+            shares,
+            reachable,
+            alive,
+            accepted.group,
+            goes_back,
+            began_s=now,
+            needed=frozenset(needed),
+        )
         return self._to_alive(self._group, pb.MeetReply(group=message))
 
     def _advance(self, group: _Averaging, outlook: Outlook, now: float) -> Replies:
@@ -220,6 +249,8 @@ class Leader:
         needed = repair(reports[0].num_chunks, held, reachable - broken or reachable, group.shares)
         if needed.lost or (needed.redo and group.continues):
             return self._end(group, "nobody is left who holds some of the result")
+        if needed.redo and not group.needed <= group.alive:
+            return self._end(group, "somebody has failed whose micro-batches are needed")
         if needed.fetch or needed.redo:
             group.attempt += 1
         else:

@@ -66,6 +66,8 @@ class Leading:
         record = self._note(join.own)
         if record.peer_id != peer_id:
             raise RequestRejected("the record of progress is that of another peer")
+        if record.counts_exactly and join.samples != record.samples:
+            raise RequestRejected("who joins has other micro-batches than its record says")
         referral = self._referral(join)
         if referral is not None:
             await talk.send(pb.MeetReply(dismissal=referral))

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager, suppress
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Any, Generic, TypeVar
 
 import grpc
 
-from swarm_protocol.errors import BadReply, PeerUnavailable, SwarmError
-from swarm_protocol.net.tls import ClientCredentials, pinned_channel
-from swarm_protocol.wire.constants import CLIENT_OPTIONS
+from swarm_protocol.net.tls import ClientCredentials
+from swarm_protocol.rpc.channels import PinnedChannels, translated
 from swarm_protocol.wire.status import from_status
 from swarm_training.core.network import MeetTalk, ReduceTalk
 from swarm_training.core.record import Progress
@@ -20,7 +19,6 @@ from swarm_training.pb.training_pb2_grpc import TrainingStub
 
 Out = TypeVar("Out")
 In = TypeVar("In")
-_CONNECT_TIMEOUT_S = 3.0
 _PROBE_TIMEOUT_S = 1.0
 
 
@@ -54,8 +52,7 @@ class GrpcNetwork:
     """Channels are kept open."""
 
     def __init__(self, credentials: ClientCredentials) -> None:
-        self._credentials = credentials
-        self._channels: dict[tuple[str, bytes], asyncio.Task[grpc.aio.Channel]] = {}
+        self._channels = PinnedChannels(credentials)
 
     async def exchange(self, peer: Progress, request: pb.ExchangeRequest) -> pb.ExchangeReply:
         stub = await self._stub(peer)
@@ -100,11 +97,7 @@ class GrpcNetwork:
         return False
 
     async def close(self) -> None:
-        for connecting in self._channels.values():
-            connecting.cancel()
-            with suppress(asyncio.CancelledError, SwarmError):
-                await (await connecting).close()
-        self._channels.clear()
+        await self._channels.close()
 
     @asynccontextmanager
     async def _stream(self, peer: Progress, opens: Callable[[TrainingStub], Any]) -> AsyncIterator[_CallTalk[Any, Any]]:
@@ -116,32 +109,7 @@ class GrpcNetwork:
 
     async def channel(self, peer: Progress) -> grpc.aio.Channel:
         """Raises PeerUnavailable if the peer cannot be reached."""
-        key = peer.address, peer.tls_fingerprint
-        if key not in self._channels:
-            self._channels[key] = asyncio.ensure_future(self._connect(peer))
-        connecting = self._channels[key]
-        try:
-            return await asyncio.shield(connecting)
-        except (PeerUnavailable, BadReply) as error:
-            if self._channels.get(key) is connecting:
-                del self._channels[key]
-            raise PeerUnavailable(str(error), peer.peer_id) from None
+        return await self._channels.to(peer.address, peer.tls_fingerprint, peer.peer_id)
 
     async def _stub(self, peer: Progress) -> TrainingStub:
         return TrainingStub(await self.channel(peer))  # type: ignore[no-untyped-call]
-
-    def _connect(self, peer: Progress) -> Awaitable[grpc.aio.Channel]:
-        return pinned_channel(self._credentials, peer.address, peer.tls_fingerprint, CLIENT_OPTIONS, _CONNECT_TIMEOUT_S)
-
-
-@contextmanager
-def translated() -> Iterator[None]:
-    """gRPC's errors as ours."""
-    try:
-        yield
-    except grpc.aio.AioRpcError as error:
-        raise from_status(error.code(), error.details() or "") from None
-    except grpc.aio.BaseError as error:
-        raise PeerUnavailable(str(error)) from None
-    except asyncio.InvalidStateError:  # the stream has ended
-        raise PeerUnavailable("the stream has ended") from None

@@ -11,11 +11,12 @@ import grpc
 from swarm_protocol.access.access_control import AccessControl
 from swarm_protocol.errors import PeerUnavailable, RequestRejected
 from swarm_protocol.net.tls import Certificate
+from swarm_protocol.rpc.channels import translated
+from swarm_protocol.rpc.serving import admitted, errors_as_status, start_server
 from swarm_protocol.wire.constants import PART_BYTES
 from swarm_training.core.record import Progress
 from swarm_training.core.robust_network import RobustHandlers
-from swarm_training.net.channels import GrpcNetwork, translated
-from swarm_training.net.service import admitted, errors_as_status, start_server
+from swarm_training.net.channels import GrpcNetwork
 from swarm_training.pb import training_robust_pb2 as pb
 from swarm_training.pb.training_robust_pb2_grpc import (
     RobustTrainingServicer,

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
@@ -12,11 +9,9 @@ import grpc
 
 from swarm_protocol.access.access_control import AccessControl
 from swarm_protocol.access.tokens import Role
-from swarm_protocol.errors import PeerUnavailable, RequestRejected, SwarmError
-from swarm_protocol.net.tls import Certificate, peer_of, token_of
-from swarm_protocol.wire.constants import SERVER_OPTIONS
-from swarm_protocol.wire.printable import printable
-from swarm_protocol.wire.status import end_with, status_of
+from swarm_protocol.errors import PeerUnavailable
+from swarm_protocol.net.tls import Certificate
+from swarm_protocol.rpc.serving import admitted, errors_as_status, start_server
 from swarm_training.core.network import Handlers
 from swarm_training.pb import training_pb2 as pb
 from swarm_training.pb.training_pb2_grpc import TrainingServicer, add_TrainingServicer_to_server
@@ -25,7 +20,6 @@ if TYPE_CHECKING:
     _Context = grpc.aio.ServicerContext[Any, Any]
 Out = TypeVar("Out")
 In = TypeVar("In")
-_logger = logging.getLogger(__name__)
 
 
 class _ServedTalk(Generic[Out, In]):
@@ -95,30 +89,6 @@ class TrainingService(TrainingServicer):
             return await self._handlers.rounds(peer_id, request)
 
 
-def admitted(context: _Context, access: AccessControl | None, role: Role = Role.TRAINER) -> str:
-    """The caller's peer id. Raises AccessDenied if it may not do what takes this role."""
-    auth = context.auth_context()
-    peer_id = peer_of(auth)
-    if access is not None:
-        access.require(role, peer_id, token_of(auth))
-    return peer_id
-
-
-@asynccontextmanager
-async def errors_as_status(context: _Context) -> AsyncIterator[None]:
-    """The handler must return then, see ``end_with``."""
-    try:
-        yield
-    except SwarmError as error:
-        end_with(context, status_of(error), printable(str(error)))
-    except TimeoutError:
-        end_with(context, grpc.StatusCode.DEADLINE_EXCEEDED, "this peer has waited too long")
-    except ValueError as error:
-        end_with(context, status_of(RequestRejected("")), printable(str(error)))
-    except grpc.aio.BaseError as error:
-        _logger.debug("a caller went away: %s", error)
-
-
 async def start_service(
     handlers: Handlers, certificate: Certificate, host: str, port: int, access: AccessControl | None
 ) -> tuple[grpc.aio.Server, int]:
@@ -129,17 +99,3 @@ async def start_service(
     """
     service = TrainingService(handlers, access)
     return await start_server(partial(add_TrainingServicer_to_server, service), certificate, host, port)
-
-
-async def start_server(
-    add_services: Callable[[grpc.aio.Server], None], certificate: Certificate, host: str, port: int
-) -> tuple[grpc.aio.Server, int]:
-    """As ``start_service``."""
-    server = grpc.aio.server(options=SERVER_OPTIONS)
-    add_services(server)
-    try:
-        bound = server.add_secure_port(f"{host}:{port}", certificate.server_credentials())
-    except RuntimeError:
-        raise ValueError(f"cannot listen on {host}:{port}: expected a free port on an address of this host") from None
-    await server.start()
-    return server, bound

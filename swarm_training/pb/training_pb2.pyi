@@ -19,7 +19,7 @@ LEFT: PeerState
 JOINING: PeerState
 
 class Progress(_message.Message):
-    __slots__ = ("wire_version", "run", "peer_id", "version", "state", "step", "samples", "samples_per_s", "call_s", "target_batch_size", "address", "tls_fingerprint", "share", "model", "state_digest", "result_digest", "loss", "loss_samples", "bytes_sent", "bytes_received", "rollbacks")
+    __slots__ = ("wire_version", "run", "peer_id", "version", "state", "step", "samples", "samples_per_s", "call_s", "target_batch_size", "address", "tls_fingerprint", "share", "model", "state_digest", "result_digest", "loss", "loss_samples", "bytes_sent", "bytes_received", "rollbacks", "micro_batches", "accepted", "decided", "kept", "replica", "shared", "may_move", "next_stage", "excludes", "skipped_batches")
     WIRE_VERSION_FIELD_NUMBER: _ClassVar[int]
     RUN_FIELD_NUMBER: _ClassVar[int]
     PEER_ID_FIELD_NUMBER: _ClassVar[int]
@@ -41,6 +41,16 @@ class Progress(_message.Message):
     BYTES_SENT_FIELD_NUMBER: _ClassVar[int]
     BYTES_RECEIVED_FIELD_NUMBER: _ClassVar[int]
     ROLLBACKS_FIELD_NUMBER: _ClassVar[int]
+    MICRO_BATCHES_FIELD_NUMBER: _ClassVar[int]
+    ACCEPTED_FIELD_NUMBER: _ClassVar[int]
+    DECIDED_FIELD_NUMBER: _ClassVar[int]
+    KEPT_FIELD_NUMBER: _ClassVar[int]
+    REPLICA_FIELD_NUMBER: _ClassVar[int]
+    SHARED_FIELD_NUMBER: _ClassVar[int]
+    MAY_MOVE_FIELD_NUMBER: _ClassVar[int]
+    NEXT_STAGE_FIELD_NUMBER: _ClassVar[int]
+    EXCLUDES_FIELD_NUMBER: _ClassVar[int]
+    SKIPPED_BATCHES_FIELD_NUMBER: _ClassVar[int]
     wire_version: int
     run: str
     peer_id: str
@@ -62,7 +72,17 @@ class Progress(_message.Message):
     bytes_sent: int
     bytes_received: int
     rollbacks: int
-    def __init__(self, wire_version: _Optional[int] = ..., run: _Optional[str] = ..., peer_id: _Optional[str] = ..., version: _Optional[int] = ..., state: _Optional[_Union[PeerState, str]] = ..., step: _Optional[int] = ..., samples: _Optional[int] = ..., samples_per_s: _Optional[float] = ..., call_s: _Optional[float] = ..., target_batch_size: _Optional[int] = ..., address: _Optional[str] = ..., tls_fingerprint: _Optional[bytes] = ..., share: _Optional[float] = ..., model: _Optional[bytes] = ..., state_digest: _Optional[bytes] = ..., result_digest: _Optional[bytes] = ..., loss: _Optional[float] = ..., loss_samples: _Optional[int] = ..., bytes_sent: _Optional[int] = ..., bytes_received: _Optional[int] = ..., rollbacks: _Optional[int] = ...) -> None: ...
+    micro_batches: bytes
+    accepted: bytes
+    decided: bytes
+    kept: Checkpoint
+    replica: Checkpoint
+    shared: Checkpoint
+    may_move: bool
+    next_stage: int
+    excludes: _containers.RepeatedScalarFieldContainer[str]
+    skipped_batches: int
+    def __init__(self, wire_version: _Optional[int] = ..., run: _Optional[str] = ..., peer_id: _Optional[str] = ..., version: _Optional[int] = ..., state: _Optional[_Union[PeerState, str]] = ..., step: _Optional[int] = ..., samples: _Optional[int] = ..., samples_per_s: _Optional[float] = ..., call_s: _Optional[float] = ..., target_batch_size: _Optional[int] = ..., address: _Optional[str] = ..., tls_fingerprint: _Optional[bytes] = ..., share: _Optional[float] = ..., model: _Optional[bytes] = ..., state_digest: _Optional[bytes] = ..., result_digest: _Optional[bytes] = ..., loss: _Optional[float] = ..., loss_samples: _Optional[int] = ..., bytes_sent: _Optional[int] = ..., bytes_received: _Optional[int] = ..., rollbacks: _Optional[int] = ..., micro_batches: _Optional[bytes] = ..., accepted: _Optional[bytes] = ..., decided: _Optional[bytes] = ..., kept: _Optional[_Union[Checkpoint, _Mapping]] = ..., replica: _Optional[_Union[Checkpoint, _Mapping]] = ..., shared: _Optional[_Union[Checkpoint, _Mapping]] = ..., may_move: bool = ..., next_stage: _Optional[int] = ..., excludes: _Optional[_Iterable[str]] = ..., skipped_batches: _Optional[int] = ...) -> None: ...
 
 class SignedProgress(_message.Message):
     __slots__ = ("progress", "public_key", "signature")
@@ -75,14 +95,18 @@ class SignedProgress(_message.Message):
     def __init__(self, progress: _Optional[bytes] = ..., public_key: _Optional[bytes] = ..., signature: _Optional[bytes] = ...) -> None: ...
 
 class ExchangeRequest(_message.Message):
-    __slots__ = ("own", "since", "orders_digest")
+    __slots__ = ("own", "since", "orders_digest", "wait_s", "others")
     OWN_FIELD_NUMBER: _ClassVar[int]
     SINCE_FIELD_NUMBER: _ClassVar[int]
     ORDERS_DIGEST_FIELD_NUMBER: _ClassVar[int]
+    WAIT_S_FIELD_NUMBER: _ClassVar[int]
+    OTHERS_FIELD_NUMBER: _ClassVar[int]
     own: SignedProgress
     since: int
     orders_digest: bytes
-    def __init__(self, own: _Optional[_Union[SignedProgress, _Mapping]] = ..., since: _Optional[int] = ..., orders_digest: _Optional[bytes] = ...) -> None: ...
+    wait_s: float
+    others: _containers.RepeatedCompositeFieldContainer[SignedProgress]
+    def __init__(self, own: _Optional[_Union[SignedProgress, _Mapping]] = ..., since: _Optional[int] = ..., orders_digest: _Optional[bytes] = ..., wait_s: _Optional[float] = ..., others: _Optional[_Iterable[_Union[SignedProgress, _Mapping]]] = ...) -> None: ...
 
 class ExchangeReply(_message.Message):
     __slots__ = ("records", "until", "orders")

@@ -37,13 +37,15 @@ class Board(Protocol):
 class DhtBoard:
     """A DHT node inside this process, and the key of one run there."""
 
-    def __init__(self, node: DHTNode, run: str, identity: Identity) -> None:
+    def __init__(self, node: DHTNode, run: str, identity: Identity, moderated_as: str | None = None) -> None:
+        """``moderated_as``: the name in moderators' orders, if it is another."""
         node.protocol.storage.__class__ = BoundedStorage
         node.protocol.storage.capacity = shards.CAPACITY
         node.protocol.storage.access = None
         self._node = node
+        self._identity = identity
         self._key = f"swarm.training.v1/{run}/progress"
-        self._orders_key = f"swarm.training.v1/{run}/orders"
+        self._orders_key = f"swarm.training.v1/{run if moderated_as is None else moderated_as}/orders"
         self._subkey = subkey_of(identity)
         self._expiration = 0.0
 
@@ -59,6 +61,15 @@ class DhtBoard:
         """
         node = await start_joined(identity, listening, initial_peers, timeout_s)
         return cls(node, run, identity)
+
+    @property
+    def node(self) -> DHTNode:
+        """For keys of other kinds."""
+        return self._node
+
+    def beside(self, run: str, moderated_as: str | None = None) -> DhtBoard:
+        """That of another run, on the same node; this one's ``close`` ends both."""
+        return DhtBoard(self._node, run, self._identity, moderated_as)
 
     async def addresses(self) -> list[str]:
         """Multiaddrs under which others can join through this node."""

@@ -68,6 +68,7 @@ class Gossip:
         self._outdated = asyncio.Event()  # what the board says
         self._since: dict[str, int] = {}  # by peer, what it has answered up to
         self._calling: dict[str, asyncio.Task[None]] = {}
+        self._failing_since_s: dict[str, float] = {}  # by peer, since when none of its calls has been answered
         self.num_calls = 0
 
     def tell(self, *, urgent: bool = False) -> None:
@@ -79,6 +80,11 @@ class Gossip:
     def publish_soon(self) -> None:
         """What the board says of this peer is no longer of use to those who look there."""
         self._outdated.set()
+
+    def failing_s(self) -> dict[str, float]:
+        """By peer that does not answer, for how long."""
+        now = asyncio.get_running_loop().time()
+        return {peer_id: now - since_s for peer_id, since_s in self._failing_since_s.items()}
 
     async def run(self) -> None:
         await asyncio.gather(self._call_others(), self._publish(), self._read())
@@ -116,9 +122,11 @@ class Gossip:
                 reply = await self._network.exchange(peer, request)
         except (SwarmError, TimeoutError) as error:
             _logger.debug("%s does not tell of its progress: %s", peer.peer_id, error)
+            self._failing_since_s.setdefault(peer.peer_id, asyncio.get_running_loop().time())
             if await self._network.is_gone(peer):
                 self._table.note_gone(peer.peer_id)
             return
+        self._failing_since_s.pop(peer.peer_id, None)
         self._since[peer.peer_id] = reply.until
         self._orders.take(reply.orders)
         for record in reply.records:

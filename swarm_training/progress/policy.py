@@ -8,6 +8,9 @@ the averaging that led to it. The next averaging counts only if it has a majorit
 evidently gone; so of two halves of a network at most one goes on, and each step's roster is that step's electorate
 (dynamic voting: Jajodia and Mutchler, 1990). Half of them is enough if it has the first of them (dynamic-linear
 voting).
+
+Where a batch is made of named micro-batches, peers meet when their sets of them are disjoint and complete, and not when
+somebody else wants to: a meeting cannot succeed otherwise, but to hand on a result that may have been decided.
 """
 
 from __future__ import annotations
@@ -17,8 +20,11 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from hashlib import sha256
 
+from swarm_training.core.bitmap import are_disjoint, is_partition
 from swarm_training.core.moment import Moment
 from swarm_training.core.record import MEETING, PRESENT, Progress
+
+_MIN_VOTES = 2  # to exclude somebody
 
 
 @dataclass(frozen=True)
@@ -29,7 +35,7 @@ class View:
         own: its own record.
         others: those it has heard of lately that are part of the run, and not just joining.
         silent: those it has not heard of for a moment.
-        gone: ids of those that have left, or whose process has evidently ended.
+        gone: ids of those that have left, have not joined yet or stand aside, or whose process has evidently ended.
     """
 
     own: Progress
@@ -53,8 +59,40 @@ def samples_at(view: View, moment: Moment) -> int:
 def is_batch_complete(view: View) -> bool:
     """In this view, or in that of somebody who wants to meet already."""
     peers = view.at(view.own.moment)
+    if view.own.counts_exactly:
+        return _is_exactly_complete(peers, view.own)
     enough = sum(peer.samples for peer in peers) >= view.own.target_batch_size
     return enough or any(peer.state == MEETING for peer in peers)
+
+
+def _is_exactly_complete(peers: Collection[Progress], own: Progress) -> bool:
+    """Or there is a result that may have been decided, and has to be handed on."""
+    if decided := {peer.decided for peer in peers if peer.decided}:
+        return own.accepted in decided  # who does not hold the result waits for the others to step
+    parts = (peer.micro_batches for peer in peers)
+    return any(peer.accepted for peer in peers) or is_partition(parts, own.target_batch_size)
+
+
+def must_discard(view: View) -> bool:
+    """Whether this peer has to give up what it has added up: a micro-batch of it counts at another peer too, that with
+    the lower id keeps it; or the batch is decided without this peer, which still could hold up a barrier."""
+    own = view.own
+    mates = [peer for peer in view.at(own.moment) if peer is not own]
+    if not own.samples or own.decided:
+        return False
+    if any(peer.decided not in (b"", own.accepted) for peer in mates):
+        return True
+    lower = (peer for peer in mates if peer.peer_id < own.peer_id)
+    return not own.accepted and any(not are_disjoint((peer.micro_batches, own.micro_batches)) for peer in lower)
+
+
+def excluded_by_most(records: Collection[Progress]) -> frozenset[str]:
+    """Whom more than half of the others say to exclude, and two of them at least: nobody can exclude one by itself."""
+    votes = Counter(peer_id for peer in records for peer_id in set(peer.excludes) - {peer.peer_id})
+    ids = {peer.peer_id for peer in records}
+    return frozenset(
+        peer_id for peer_id, number in votes.items() if number >= _MIN_VOTES and 2 * number > len(ids - {peer_id})
+    )
 
 
 def seconds_to_step(view: View) -> float | None:
@@ -82,7 +120,9 @@ def leader_of(view: View, unreachable: Collection[str] = ()) -> Progress | None:
     """Who leads the next meeting in this view; None if nobody can be called."""
     moment, run = view.own.moment, view.own.run
     candidates = [
-        peer for peer in view.at(moment) if peer.is_reachable and (peer is view.own or peer.peer_id not in unreachable)
+        peer
+        for peer in view.at(moment)
+        if peer.is_reachable and not peer.decided and (peer is view.own or peer.peer_id not in unreachable)
     ]
     return min(candidates, key=lambda peer: rank(run, moment, peer.peer_id), default=None)
 

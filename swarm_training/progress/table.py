@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import deque
+from collections.abc import Callable, Collection
+from contextlib import suppress
 from dataclasses import dataclass
 from math import inf
 
 from swarm_training.core.moment import Moment
-from swarm_training.core.record import LEFT, PRESENT, Progress
+from swarm_training.core.record import JOINING, LEFT, PRESENT, Progress
 from swarm_training.core.signing import read_signed
 from swarm_training.pb import training_pb2 as pb
 from swarm_training.progress.policy import View, majority_digest
@@ -16,6 +19,17 @@ MAX_PEERS = 4096
 _SILENT_S = 60.0  # so long those that are silent are missed
 _KEPT_DIGESTS = 16  # steps, of each peer
 _FORGET_S = 600.0  # records of those that are long silent
+_URGENT = (
+    "state",
+    "moment",
+    "accepted",
+    "decided",
+    "shared",
+    "next_stage",
+    "address",
+    "excludes",
+    "skipped_batches",
+)  # see ``ProgressTable``
 
 
 @dataclass(frozen=True)
@@ -27,10 +41,17 @@ class _Entry:
 
 
 class ProgressTable:
-    """Times are those of one clock, in seconds."""
+    """Times are those of one clock, in seconds.
 
-    def __init__(self, run: str, model: bytes, own_id: str, silence_s: float, presume_gone_s: float = inf) -> None:
-        """``model``: the digest of what is trained; records of others are refused."""
+    Attributes:
+        counter: of changes.
+        urgent: the last of them for which others may wait: somebody has come or gone, or is further than before.
+    """
+
+    def __init__(
+        self, run: str, model: bytes | None, own_id: str, silence_s: float, presume_gone_s: float = inf
+    ) -> None:
+        """``model``: the digest of what is trained, records of others are refused; None: it is not known."""
         self._run = run
         self._model = model
         self._own_id = own_id
@@ -42,7 +63,8 @@ class ProgressTable:
         self._banned: frozenset[str] = frozenset()
         self._known: set[bytes] = set()  # the bytes of all entries, whose signatures need not be checked again
         self._digests: dict[str, deque[Progress]] = {}  # of the last steps, by peer
-        self.counter = 0
+        self.counter = self.urgent = 0
+        self._news = asyncio.Event()
 
     def add(self, signed: pb.SignedProgress, now: float) -> Progress | None:
         """Takes note of a record; returns it if it is newer than what was known of that peer.
@@ -55,7 +77,7 @@ class ProgressTable:
         record = read_signed(signed)
         if record.run != self._run:
             raise ValueError(f"the peer trains run {record.run!r}, and not {self._run!r}")
-        if record.model != self._model:
+        if self._model is not None and record.model != self._model:
             raise ValueError("the peer trains another model")
         entry = self._entries.get(record.peer_id)
         if entry is not None and record.version <= entry.record.version:
@@ -68,6 +90,9 @@ class ProgressTable:
         if record.state_digest:
             self._keep_digest(record)
         self.counter += 1
+        if entry is None or _is_urgent(entry.record, record):
+            self.urgent = self.counter
+        self._news.set()
         self._entries[record.peer_id] = _Entry(record, signed, now, self.counter)
         self._forget(now)
         return record
@@ -98,6 +123,35 @@ class ProgressTable:
         news = [entry for entry in self._entries.values() if entry.counter > counter]
         return [entry.signed for entry in news if entry.record.peer_id not in self._banned | {but_of}]
 
+    async def changed_since(self, counter: int, timeout_s: float, gather_s: float = 0.0) -> None:
+        """Returns once there are later records than that, or after that time. If nobody waits for the first of them,
+        others may follow for ``gather_s``."""
+        await self._until(lambda: self.counter > counter, timeout_s)
+        if self.counter > counter:
+            await self._until(lambda: self.urgent > counter, gather_s)
+
+    async def urgent_since(self, counter: int) -> None:
+        """Returns once there is a later record for which others may wait."""
+        await self._until(lambda: self.urgent > counter, inf)
+
+    async def _until(self, has_come: Callable[[], bool], timeout_s: float) -> None:
+        with suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                while not has_come():
+                    self._news.clear()
+                    await self._news.wait()
+
+    def heard(self, now: float, states: Collection[int] = PRESENT) -> list[Progress]:
+        """All others that have been heard of lately, in one of these states: those that are part of the run."""
+        return [
+            entry.record
+            for peer_id, entry in self._entries.items()
+            if peer_id not in self._banned | {self._own_id}
+            and not self._has_ended(entry)
+            and entry.record.state in states
+            and self._is_heard(entry, now)
+        ]
+
     def ban(self, peer_ids: frozenset[str]) -> None:
         """These, and no others, are left out of views until they leave.
 
@@ -124,6 +178,8 @@ class ProgressTable:
             silence_s = now - entry.heard_s
             if self._has_ended(entry) or silence_s > self._presume_gone_s:
                 gone.add(peer_id)
+            elif entry.record.state == JOINING:
+                gone.add(peer_id)  # it has no vote
             elif peer_id in self._banned:
                 continue
             elif entry.record.state in PRESENT and self._is_heard(entry, now):
@@ -155,3 +211,7 @@ class ProgressTable:
             if peer_id != self._own_id:
                 self._known.discard(self._entries.pop(peer_id).signed.progress)
                 self._digests.pop(peer_id, None)
+
+
+def _is_urgent(before: Progress, record: Progress) -> bool:
+    return any(getattr(before, name) != getattr(record, name) for name in _URGENT)

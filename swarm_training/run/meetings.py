@@ -99,7 +99,8 @@ class Meetings:
         """The mean over all who meet, weighted by samples, or the checkpoint that all go back to instead; None if this
         peer has fallen behind, or if the batch is not complete after all.
 
-        ``gradient``: [n] float32, the mean over this peer's own samples.
+        ``gradient``: [n] float32, the mean over this peer's own samples. If micro-batches are counted exactly, the sum
+        over those that it has reported, which must not change meanwhile; float64 if the codec is fp64.
         """
         self._standing.update(state=MEETING, loss=self.loss[0], loss_samples=self.loss[1])
         self._gossip.tell(urgent=True)
@@ -111,7 +112,8 @@ class Meetings:
 
     async def _met(self, gradient: Tensor) -> Averaged | WentBack | None:
         while True:
-            self._standing.moderation.require_admitted(self._standing.own.peer_id)
+            self._standing.require_admitted(self._standing.own.peer_id)
+            self._show_accepted()
             view = self._standing.view()
             if (known := self._confirmed(view)) is not None:
                 return known
@@ -137,6 +139,13 @@ class Meetings:
                     self._unreachable_s[leader.peer_id] = now()
             await asyncio.sleep(_RETRY_S * self._rng.uniform(0.5, 1.0))
 
+    def _show_accepted(self) -> None:
+        """Where batches are counted exactly, others meet with this peer because of its result, complete or not."""
+        digest = self._ballots.accepted.digest
+        if self._standing.own.counts_exactly and self._standing.own.accepted != digest:
+            self._standing.update(accepted=digest)
+            self._gossip.tell(urgent=True)
+
     def stepped(self, averaged: Averaged) -> tuple[int, int]:
         """The average has been applied. Returns the bytes that this peer has sent and received for it."""
         if self._compression.encoder is not None:
@@ -158,7 +167,7 @@ class Meetings:
     # ------------------------------------------------------------ what others ask
 
     async def meet(self, peer_id: str, talk: Talk[pb.MeetReply, pb.MeetRequest]) -> None:
-        self._standing.moderation.require_admitted(peer_id)
+        self._standing.require_admitted(peer_id)
         await self._leading.serve(peer_id, talk)
 
     async def reduce(self, peer_id: str, talk: Talk[pb.Chunk, pb.ReduceRequest]) -> None:
@@ -199,6 +208,7 @@ class Meetings:
             view = self._standing.view()
             best = policy.leader_of(view, self._unreachable)
             is_moot = self._standing.is_lost or self._confirmed(view) is not None
+            is_moot = is_moot or (self._standing.own.counts_exactly and self._has_shrunk(view))
             return not is_moot and best is not None and best.peer_id == leader.peer_id
 
         def attendance(talk: Talk[pb.MeetRequest, pb.MeetReply]) -> Attendance:
@@ -262,18 +272,21 @@ class Meetings:
         own = self._standing.own
         if Moment(join.rollbacks, join.step) != own.moment or own.state == LEFT:
             return pb.Dismissal(reason=f"this peer is at step {own.step}, after {own.rollbacks} rollbacks")
+        if own.decided:
+            return pb.Dismissal(reason="the average of this step is decided")
         best = policy.leader_of(self._standing.view(), join.unreachable)
         if best is None or best.peer_id == own.peer_id:
             return None
         return pb.Dismissal(reason="another peer leads", leader=self._standing.table.signed_of(best.peer_id))
 
     def _confirmed(self, view: View) -> Averaged | WentBack | None:
-        """The result that this peer holds, if another says that it was the one which led to the next moment."""
+        """The result that this peer holds, if another says that it has led to the next moment, or will."""
         result = self._ballots.result
         if result is None:
             return None
         then = result.group.next_moment
-        if not any(peer.moment == then and peer.result_digest == result.digest for peer in view.others):
+        has_led = any(peer.moment == then and peer.result_digest == result.digest for peer in view.others)
+        if not has_led and not any(peer.decided == result.digest for peer in view.at(result.group.moment)):
             return None
         return replace(result, seconds=self._usual_s) if isinstance(result, Averaged) else result
 
@@ -294,6 +307,8 @@ class Meetings:
         """Somebody has left before the meeting, and nobody waits at it, or there is nothing to wait for."""
         if self._rollbacks.cannot_wait(view):
             return False
+        if view.own.counts_exactly:
+            return not policy.is_batch_complete(view)
         samples = policy.samples_at(view, view.own.moment)
         waits = any(peer.state == MEETING for peer in view.at(view.own.moment) if peer is not view.own)
         return not samples or (samples < view.own.target_batch_size and not waits)

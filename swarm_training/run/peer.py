@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import logging
 import random
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection
 from contextlib import suppress
+from functools import partial
 from math import inf, isfinite
 from typing import Any, TypeVar
 
@@ -16,10 +18,11 @@ from swarm_protocol.errors import PeerUnavailable, RequestRejected, SwarmError
 from swarm_protocol.net.identity import Identity
 from swarm_protocol.wire.printable import printable
 from swarm_training.averaging.group import Group
+from swarm_training.core.bitmap import MAX_MICRO_BATCHES, to_bits
 from swarm_training.core.config import TrainingConfig
 from swarm_training.core.moment import Moment
 from swarm_training.core.network import Network
-from swarm_training.core.record import JOINING, LEFT, TRAINING, Progress
+from swarm_training.core.record import JOINING, LEFT, TRAINING, Kept, Progress
 from swarm_training.core.signing import read_signed
 from swarm_training.ledger.archive import Archive
 from swarm_training.ledger.book import Book
@@ -30,25 +33,37 @@ from swarm_training.meeting.attending import Averaged, WentBack
 from swarm_training.pb import training_pb2 as pb
 from swarm_training.progress import policy
 from swarm_training.progress.board import Board
+from swarm_training.progress.cut_off import must_stand_aside
 from swarm_training.progress.gossip import Gossip
 from swarm_training.progress.policy import View
 from swarm_training.progress.table import ProgressTable
+from swarm_training.rollback.divergence import LossHistory
+from swarm_training.rollback.kept import KeptCheckpoints
 from swarm_training.rollback.rollbacks import Rollbacks
 from swarm_training.run.meetings import NO_LOSS, Compression, Meetings
 from swarm_training.run.moderation import Moderation
 from swarm_training.run.standing import Standing, now, smoothed
 from swarm_training.run.state import TrainedState
-from swarm_training.run.transfer import Arrival, Downloaded, StateServer, download, download_checkpoint
+from swarm_training.run.transfer import Arrival, Downloaded, Offer, StateServer, download, download_checkpoint
 
 T = TypeVar("T")
 InThread = Callable[[Callable[[], T]], Awaitable[T]]
 _RETRY_S = 0.1
+_GATHER_S = 0.1  # news that can wait are told together
+_REPLICAS = 2
 _FOUND_SOON_S = 10.0
+_MOST_OTHERS = 64  # records of others in a request
+_CUT_OFF_SILENCES = 2.0  # times the silence that is suffered: so long, calls must fail
 _logger = logging.getLogger(__name__)
 
 
 class TrainingPeer:
-    """All on one event loop. Answers what others ask, see ``Handlers``."""
+    """All on one event loop. Answers what others ask, see ``Handlers``.
+
+    Attributes:
+        replicas: checkpoints of another run that this peer keeps for it.
+    offer: what else others may ask for.
+    """
 
     def __init__(
         self,
@@ -68,6 +83,12 @@ class TrainingPeer:
     ) -> None:
         """``orders``: of a run that has moderators. ``ledger``: what is known of the run so far; ``archive``: where
         it is kept. ``token``: of a private run."""
+        if config.counting == "exact":
+            if not 1 <= own.target_batch_size <= MAX_MICRO_BATCHES:
+                raise ValueError(
+                    f"a batch has {own.target_batch_size} micro-batches: expected 1 to {MAX_MICRO_BATCHES}"
+                )
+            own = dataclasses.replace(own, micro_batches=to_bits((), own.target_batch_size))
         table = ProgressTable(own.run, own.model, own.peer_id, config.silence_s, config.presume_gone_s)
         self._moderation = Moderation(orders)
         self._standing = Standing(own, identity, table, self._moderation)
@@ -78,7 +99,9 @@ class TrainingPeer:
         self._rng = rng
         self._in_thread = in_thread
         self.rollbacks = Rollbacks(config, self._moderation, self._checkpoint_of, in_thread, rng)
-        self._state_server = StateServer(state, self.rollbacks.kept, in_thread)
+        self.replicas = KeptCheckpoints(config.checkpoint_every, _REPLICAS, config.checkpoint_directory)
+        self.offer = Offer()
+        self._state_server = StateServer(state, (self.rollbacks.kept, self.replicas, self.offer), in_thread)
         self.gossip = Gossip(config, table, network, board, self._standing.renew, self._moderation, rng)
         self.ledger = ledger or Ledger(own.run, LedgerLimits.of(own.target_batch_size))
         crediting = Crediting(self.ledger, Member(identity, token), lambda: self._standing.own.moment)
@@ -138,6 +161,10 @@ class TrainingPeer:
             await self._find_some(deadline_s)
         finally:
             warning.cancel()
+        self.require_same_batch()
+
+    def require_same_batch(self) -> None:
+        """Raises ValueError if somebody else trains with other batches."""
         for peer in self.table.known():
             if peer.target_batch_size != self.own.target_batch_size:
                 theirs, own = peer.target_batch_size, self.own.target_batch_size
@@ -150,17 +177,21 @@ class TrainingPeer:
 
     async def _find_some(self, deadline_s: float) -> None:
         while not self.table.known():
-            if self._moderation.digest():
-                self._moderation.take(await self._board.read_orders())
-            self._moderation.require_admitted(self.own.peer_id)
-            for record in await self._board.read():
-                with suppress(ValueError):
-                    self.table.add(record, now())
-                    continue
-                await self._compare(record)
+            await self.look()
             if now() > deadline_s:
                 raise PeerUnavailable(f"nobody trains run {self.own.run!r} among the initial peers")
             await asyncio.sleep(_RETRY_S)
+
+    async def look(self) -> None:
+        """Once, for others who train this run. Raises as ``find_others``, but for being alone."""
+        if self._moderation.digest():
+            self._moderation.take(await self._board.read_orders())
+        self._standing.require_admitted(self.own.peer_id)
+        for record in await self._board.read():
+            with suppress(ValueError):
+                self.table.add(record, now())
+                continue
+            await self._compare(record)
 
     async def _compare(self, record: pb.SignedProgress) -> None:
         """Raises ValueError that says what differs, if the record is that of somebody who trains another model."""
@@ -174,11 +205,12 @@ class TrainingPeer:
 
     async def leave(self) -> None:
         """Says goodbye: others do not wait for this peer, and its samples are withdrawn."""
-        self._standing.update(state=LEFT, samples=0)
+        self._standing.update(state=LEFT, **self._nothing())
         record = self._standing.renew()
         if self._averaging is not None:
             self._averaging.cancel()
         self.rollbacks.close()
+        self.replicas.close()
         for task in self._tasks:
             task.cancel()
         calls = [self._network.exchange(peer, pb.ExchangeRequest(own=record)) for peer in self.view().others]
@@ -188,15 +220,37 @@ class TrainingPeer:
 
     # ------------------------------------------------------------ what the run asks
 
-    async def measure(self, computed: int) -> None:
-        """So many samples have been computed since the last call, or the last global step."""
+    def require_admitted(self) -> None:
+        """Raises AccessDenied if a moderator has banned this peer, or most others exclude it."""
+        self._standing.require_admitted(self.own.peer_id)
+
+    def banned(self) -> frozenset[str]:
+        """Ids of those that a moderator has banned, or that compute wrongly."""
+        return self._standing.banned()
+
+    def exclude(self, peer_id: str) -> None:
+        """It computes wrongly, as has been found here: this peer takes nothing from it, and says so in its record."""
+        _logger.warning("%s has computed wrongly, and is excluded", peer_id)
+        self._standing.exclude(peer_id)
+        self.gossip.tell(urgent=True)
+
+    def shows_move(self, *, may_move: bool, next_stage: int | None = None) -> None:
+        """What the record says of moving to another stage."""
+        self._standing.update(may_move=may_move, next_stage=next_stage)
+        self.gossip.tell(urgent=True)
+
+    async def measure(self, computed: int, could_per_s: float | None = None) -> None:
+        """So many samples have been computed since the last call, or the last global step.
+
+        ``could_per_s``: how many this peer could compute, if it is not always given some; 0: it does not know yet."""
         measured_s = now()
         if self._measured_s is not None and computed:
             call_s = max(measured_s - self._measured_s, 1e-3)
-            self._standing.update(
-                call_s=smoothed(self.own.call_s, call_s),
-                samples_per_s=smoothed(self.own.samples_per_s, computed / call_s),
-            )
+            self._standing.update(call_s=smoothed(self.own.call_s, call_s))
+            if could_per_s is None:
+                self._standing.update(samples_per_s=smoothed(self.own.samples_per_s, computed / call_s))
+        if could_per_s is not None:
+            self._standing.update(samples_per_s=could_per_s)
         self._measured_s = measured_s
 
     async def report(self, samples: int, loss: float, loss_samples: int) -> None:
@@ -207,12 +261,71 @@ class TrainingPeer:
         Raises:
             AccessDenied: a moderator has banned this peer.
         """
-        self._moderation.require_admitted(self.own.peer_id)
+        self._standing.require_admitted(self.own.peer_id)
         self._meetings.loss = loss, loss_samples
         self._standing.update(samples=samples)
         if loss == inf:
             self._standing.update(loss=loss, loss_samples=loss_samples)
         self.gossip.tell(urgent=self._meetings.is_due(self.view()))
+
+    async def report_micro_batches(self, done: Collection[int], loss: float, loss_samples: int) -> None:
+        """These of the batch are in this peer's sums. For the rest, as ``report``."""
+        size = self.own.target_batch_size
+        self._standing.update(micro_batches=to_bits(done, size))
+        await self.report(len(done), loss, loss_samples)
+
+    def hold(self, averaged: Averaged, shared: bytes = b"") -> None:
+        """The average has been decided, and is applied only when others, of whom this peer does not decide, are as far:
+        ``stepped`` says so. Until then the peer stays at its moment, and tells its mates and all who watch.
+
+        ``shared``: digest of an offer, what others need of the average."""
+        offered = Kept(averaged.group.step, shared) if shared else None
+        self._standing.update(decided=averaged.digest, shared=offered)
+        self.gossip.tell(urgent=True)
+
+    async def go_back(self, moment: Moment, state_digest: bytes) -> None:
+        """The run has gone back to a moment, as it has been decided elsewhere, and this peer has taken over its
+        checkpoint of that step.
+
+        Those who took part in the last step decide about the next one: nobody else is known to be there.
+        """
+        self._meetings.took_over_state()
+        self.rollbacks.took_over(LossHistory(), moment.step)
+        self.rollbacks.kept.discard_after(moment.step)
+        self._standing.update(loss=0.0, loss_samples=0, bytes_sent=0, bytes_received=0)
+        await self._arrive(Arrival(moment, self._standing.roster, b"", went_back_to=moment.step), state_digest)
+
+    @property
+    def is_cut_off(self) -> bool:
+        """Whether this peer is to stand aside, as it cannot call others that take part: see ``must_stand_aside``."""
+        return must_stand_aside(self.view(), self.gossip.failing_s(), _CUT_OFF_SILENCES * self._config.silence_s)
+
+    @property
+    def is_aside(self) -> bool:
+        return self.own.state == JOINING and bool(self.own.state_digest)
+
+    @property
+    def calls_all(self) -> bool:
+        """Whether all others that take part answer."""
+        return self.gossip.failing_s().keys().isdisjoint(peer.peer_id for peer in self.view().others)
+
+    def stand_aside(self) -> None:
+        """Takes no part until ``take_part``, or until it has loaded the state; others do not wait for this peer."""
+        self._standing.update(state=JOINING, **self._nothing())
+        self.gossip.tell(urgent=True)
+
+    def take_part(self) -> None:
+        self._standing.update(state=TRAINING)
+        self.gossip.tell(urgent=True)
+
+    def skip_batches(self, skipped: int) -> None:
+        """So many batches of the data have been passed over since the run began."""
+        self._standing.update(skipped_batches=skipped)
+
+    def show_replica(self) -> None:
+        """``replicas`` have another one."""
+        self._standing.update(replica=_newest_of(self.replicas))
+        self.gossip.tell()
 
     async def is_due(self) -> bool:
         """Whether there is something to do before the next batch: averaging, or loading the state."""
@@ -251,8 +364,9 @@ class TrainingPeer:
         self.rollbacks.averaged(group.moment, [member.record for member in group.members])
         await self._arrive(self._arrival(group, averaged.digest), state_digest)
 
-    async def went_back(self, back: WentBack, state_digest: bytes) -> None:
-        """The state of the checkpoint has been taken over."""
+    async def went_back(self, back: WentBack, state_digest: bytes, skipped_batches: int = 0) -> None:
+        """The state of the checkpoint has been taken over. ``skipped_batches``: see ``skip_batches``."""
+        self.skip_batches(skipped_batches)
         self._meetings.took_over_state()
         self.rollbacks.went_back(back.group)
         self._standing.update(loss=0.0, loss_samples=0, bytes_sent=0, bytes_received=0)
@@ -266,6 +380,26 @@ class TrainingPeer:
                 kept.keep(self._state.step, state_digest, self._state.to_bytes()[1])
             except OSError as error:
                 _logger.warning("the state of step %d is not kept: %s", self._state.step, error.strerror)
+
+    async def copy_checkpoint(self) -> None:
+        """Keeps the newest checkpoint of the others too: who has joined since could not go back if they died."""
+        own, kept = self.own, self.rollbacks.kept
+        others = [peer for peer in self.view().others if peer.kept is not None and peer.rollbacks == own.rollbacks]
+        wanted = max((peer.kept.step for peer in others if peer.kept and peer.kept.step <= own.step), default=-1)
+        if wanted <= max(kept.digests(), default=-1):
+            return
+        for source in others:
+            if source.is_reachable and source.kept is not None and source.kept.step == wanted:
+                digest = source.kept.state_digest
+                try:
+                    data = await self._checkpoint_of(source, digest)
+                    await self._in_thread(partial(kept.keep, wanted, digest, data))
+                except (SwarmError, TimeoutError, ValueError, OSError) as error:
+                    _logger.debug("%s does not give its checkpoint: %s", source.peer_id, error)
+                    continue
+                self._standing.update(kept=_newest_of(kept))
+                self.gossip.tell()
+                return
 
     def _arrival(self, group: Group, digest: bytes) -> Arrival:
         return Arrival(group.next_moment, group.roster, digest, self.rollbacks.history, self.rollbacks.went_back_to)
@@ -324,25 +458,35 @@ class TrainingPeer:
     # ------------------------------------------------------------ what others ask
 
     async def exchange(self, peer_id: str, request: pb.ExchangeRequest) -> pb.ExchangeReply:
-        record = self._standing.note(request.own)
-        if record.peer_id != peer_id:
+        if request.HasField("own") and self._standing.note(request.own).peer_id != peer_id:
             raise RequestRejected("the record of progress is that of another peer")
+        for record in request.others[:_MOST_OTHERS]:
+            with suppress(ValueError):  # from a stranger
+                self._standing.note(record)
+        if request.wait_s > 0:
+            await self.table.changed_since(request.since, min(request.wait_s, self._config.silence_s), _GATHER_S)
         orders = self._moderation.signed_unless(request.orders_digest)
-        if peer_id in self._moderation.banned():  # it should know why nobody meets it
-            return pb.ExchangeReply(orders=orders)
+        if peer_id in self._standing.banned():  # it should know why nobody meets it
+            own = self.table.signed_of(self.own.peer_id)
+            return pb.ExchangeReply(records=[] if own is None else [own], orders=orders)
         records = self.table.since(request.since, peer_id)
         return pb.ExchangeReply(records=records, until=self.table.counter, orders=orders)
 
     async def state(self, peer_id: str, request: pb.StateRequest) -> AsyncIterator[pb.StatePart]:
-        self._moderation.require_admitted(peer_id)
+        self._standing.require_admitted(peer_id)
         server = self._state_server
         wanted = request.checkpoint
         async for part in server.checkpoint_parts(wanted) if wanted else server.parts(lambda: self.own.moment):
             yield part
 
     async def rounds(self, peer_id: str, request: pb.RoundsRequest) -> pb.RoundsReply:
-        self._moderation.require_admitted(peer_id)
+        self._standing.require_admitted(peer_id)
         return self._book.answer(request)
+
+    def _nothing(self) -> dict[str, Any]:
+        """What a record says of the batch when none of it has been computed."""
+        none = to_bits((), self.own.target_batch_size) if self.own.counts_exactly else b""
+        return {"samples": 0, "micro_batches": none, "accepted": b"", "decided": b""}
 
     def _newest(self) -> Moment | None:
         return None if self.own.state == JOINING else self.own.moment
@@ -357,9 +501,15 @@ class TrainingPeer:
         self._standing.update(
             rollbacks=arrival.moment.rollbacks,
             step=arrival.moment.step,
-            samples=0,
             state=TRAINING,
+            **self._nothing(),
             result_digest=arrival.result_digest,
             state_digest=state_digest,
+            kept=_newest_of(self.rollbacks.kept) if self.own.counts_exactly else None,
         )
         self.gossip.tell(urgent=True)
+
+
+def _newest_of(kept: KeptCheckpoints) -> Kept | None:
+    digests = kept.digests()
+    return Kept(max(digests), digests[max(digests)]) if digests else None

@@ -7,8 +7,9 @@ import dataclasses
 import time
 from typing import Any
 
+from swarm_protocol.errors import AccessDenied
 from swarm_protocol.net.identity import Identity
-from swarm_training.core.record import Progress
+from swarm_training.core.record import MAX_EXCLUDED, Progress
 from swarm_training.core.signing import read_signed, sign
 from swarm_training.pb import training_pb2 as pb
 from swarm_training.progress import policy
@@ -34,8 +35,35 @@ class Standing:
         self._identity = identity
 
     def view(self) -> View:
-        self.table.ban(self.moderation.banned())
+        self._adopt()
+        self.table.ban(self.banned())
         return self.table.view(self.own, now())
+
+    def exclude(self, peer_id: str) -> None:
+        """This peer has found that one computes wrongly: nothing is taken from it, and all may know."""
+        if peer_id not in self.own.excludes:
+            self.update(excludes=(*self.own.excludes, peer_id)[-MAX_EXCLUDED:])
+
+    def banned(self) -> frozenset[str]:
+        """By moderators, by this peer, or by most peers."""
+        return self.moderation.banned().union(self.own.excludes)
+
+    def require_admitted(self, peer_id: str) -> None:
+        """Raises AccessDenied if the peer is banned."""
+        self.moderation.require_admitted(peer_id)
+        if peer_id in self.own.excludes or (peer_id == self.own.peer_id and peer_id in self._excluded_by_most()):
+            raise AccessDenied(
+                f"{peer_id} is excluded from the run: others have computed again what it has computed, and found it "
+                "wrong; its hardware or software may be at fault"
+            )
+
+    def _adopt(self) -> None:
+        """What most say, so that those who come later do not outvote them."""
+        for peer_id in sorted(self._excluded_by_most() - {self.own.peer_id}):
+            self.exclude(peer_id)
+
+    def _excluded_by_most(self) -> frozenset[str]:
+        return policy.excluded_by_most([self.own, *self.table.heard(now())])
 
     @property
     def is_lost(self) -> bool:

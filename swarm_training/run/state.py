@@ -86,7 +86,7 @@ class TrainedState:
             at = stop
 
     def apply(self, gradient: Tensor) -> None:
-        """One step of the optimizer with this gradient, [length] float32."""
+        """One step of the optimizer with this gradient, [length] float32 or float64."""
         with self._lock:
             at = 0
             for parameter in self.parameters:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from hashlib import sha256
 from math import isfinite
-from typing import Any
+from typing import Any, Protocol
 
 from swarm_protocol.errors import PeerUnavailable, RequestRejected
 from swarm_protocol.wire.constants import PART_BYTES
@@ -17,7 +18,6 @@ from swarm_training.core.network import Network
 from swarm_training.core.record import Progress
 from swarm_training.pb import training_pb2 as pb
 from swarm_training.rollback.divergence import LossHistory
-from swarm_training.rollback.kept import KeptCheckpoints
 from swarm_training.run.state import TrainedState, digest_of
 
 InThread = Callable[[Callable[[], Any]], Awaitable[Any]]
@@ -53,9 +53,32 @@ class Downloaded:
     data: bytes
 
 
+class Store(Protocol):
+    def read(self, digest: bytes) -> bytes | None:
+        """None if there is nothing with this digest."""
+
+
+class Offer:
+    """Data for others, until there is something newer."""
+
+    def __init__(self) -> None:
+        self._entry = b"", b""
+
+    def add(self, data: bytes) -> bytes:
+        """Returns its SHA-256, by which it can be asked for."""
+        digest = sha256(data).digest()
+        self._entry = digest, data
+        return digest
+
+    def read(self, digest: bytes) -> bytes | None:
+        own, data = self._entry
+        return data if own == digest else None
+
+
 class StateServer:
-    def __init__(self, state: TrainedState, kept: KeptCheckpoints, in_thread: InThread) -> None:
-        """``in_thread``: calls a function that takes long."""
+    def __init__(self, state: TrainedState, kept: Sequence[Store], in_thread: InThread) -> None:
+        """``kept``: what can be asked for by its digest, checkpoints of this run and of others above all.
+        ``in_thread``: calls a function that takes long."""
         self._state = state
         self._kept = kept
         self._in_thread = in_thread
@@ -88,7 +111,8 @@ class StateServer:
 
     async def checkpoint_parts(self, digest: bytes) -> AsyncIterator[pb.StatePart]:
         """Raises RequestRejected if this peer has no checkpoint with that digest."""
-        data = await self._in_thread(partial(self._kept.read, digest))
+        found = [await self._in_thread(partial(kept.read, digest)) for kept in self._kept]
+        data = next((each for each in found if each is not None), None)
         if data is None:
             raise RequestRejected("this peer does not have the checkpoint")
         async for part in self._sent(pb.StateHeader(), data):
@@ -109,7 +133,7 @@ async def download(network: Network, source: Progress, own: TrainedState) -> Dow
     PeerUnavailable, TimeoutError: the source is gone, or too slow.
     ValueError: it trains another model.
     """
-    header, data = await _received(network, source, own, pb.StateRequest())
+    header, data = await _received(network, source, pb.StateRequest(), _most_bytes(own), own)
     losses = tuple(header.usual_losses)
     if not 0 < len(header.roster) <= MAX_MEMBERS or header.went_back_to > header.step:
         raise PeerUnavailable("the peer offers a state that nobody can have decided", source.peer_id)
@@ -134,20 +158,47 @@ async def download_checkpoint(
         PeerUnavailable, TimeoutError: the source is gone, or too slow.
         ValueError: it does not have it, or has sent something else.
     """
-    _, data = await _received(network, source, own, pb.StateRequest(checkpoint=digest))
+    _, data = await _received(network, source, pb.StateRequest(checkpoint=digest), _most_bytes(own), own)
+    return await _checked(data, digest, in_thread)
+
+
+async def download_replica(
+    network: Network, source: Progress, digest: bytes, most_bytes: int, in_thread: InThread
+) -> bytes:
+    """A checkpoint of another run than the one that this peer, or the source, is in: what is trained there is not
+    known here. Raises as ``download_checkpoint``."""
+    _, data = await _received(network, source, pb.StateRequest(checkpoint=digest), most_bytes)
+    return await _checked(data, digest, in_thread)
+
+
+async def download_offer(network: Network, source: Progress, digest: bytes, most_bytes: int) -> bytes:
+    """The source's ``Offer``. Raises as ``download_checkpoint``."""
+    _, data = await _received(network, source, pb.StateRequest(checkpoint=digest), most_bytes)
+    if sha256(data).digest() != digest:
+        raise ValueError("the peer has sent something else than what was asked for")
+    return data
+
+
+async def _checked(data: bytes, digest: bytes, in_thread: InThread) -> bytes:
     if await in_thread(partial(digest_of, data)) != digest:
         raise ValueError("the peer has sent another checkpoint than the one that was asked for")
     return data
 
 
 async def _received(
-    network: Network, source: Progress, own: TrainedState, request: pb.StateRequest
+    network: Network,
+    source: Progress,
+    request: pb.StateRequest,
+    most_bytes: int,
+    expected: TrainedState | None = None,
 ) -> tuple[pb.StateHeader, bytes]:
+    """``expected``: what the state must be one of."""
     parts = network.state(source, request)
     async with asyncio.timeout(_IDLE_S):
         header = (await anext(parts)).header
-    _require_same(header, own)
-    if header.size_bytes > own.length * _STATE_FACTOR + _SPARE_BYTES:
+    if expected is not None:
+        _require_same(header, expected)
+    if header.size_bytes > most_bytes:
         raise PeerUnavailable("the peer offers a state that is too large", source.peer_id)
     data = bytearray()
     while len(data) < header.size_bytes:
@@ -157,6 +208,10 @@ async def _received(
             raise PeerUnavailable("the peer has sent only some of its state", source.peer_id)
         data += part.data
     return header, bytes(data)
+
+
+def _most_bytes(own: TrainedState) -> int:
+    return own.length * _STATE_FACTOR + _SPARE_BYTES
 
 
 def _require_same(header: pb.StateHeader, own: TrainedState) -> None:
@@ -170,6 +225,7 @@ def _require_same(header: pb.StateHeader, own: TrainedState) -> None:
             raise ValueError(f"parameter {number} is {here} here and {there} in the run: expected the same model")
     if header.optimizer != own.optimizer_name:
         raise ValueError(f"the optimizer is {own.optimizer_name} here and {header.optimizer} in the run: expected one")
-    for name, value in own.common.items():
-        if value != header.common[name]:
-            raise ValueError(f"{name} is {value} here and {header.common[name]} in the run: expected the same")
+    for name in sorted({*own.common, *header.common}):
+        here, there = (common.get(name, "not set") for common in (own.common, header.common))
+        if here != there:
+            raise ValueError(f"{name} is {here} here and {there} in the run: expected the same")

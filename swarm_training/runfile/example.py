@@ -5,6 +5,7 @@ from __future__ import annotations
 from swarm_training.compression.settings import CODECS
 from swarm_training.core.config import AGGREGATIONS
 from swarm_training.runfile.settings import OPTIMIZERS, PRESETS, SCHEDULES
+from swarm_training.runfile.stage_settings import PRECISIONS, SUMS, WIRE_FORMS
 
 _TEXT = """\
 # A training run. Everybody who joins has the same file: `swarm train join {file}`
@@ -57,6 +58,18 @@ lr = 1e-3
 # size = 0                    # samples that a machine computes at once; 0: it finds out what fits
 # max_size = 256              # that it tries
 
+[stages]                      # of a model that fits nobody: each peer holds a part of it
+# count = 0                   # parts; 0: every peer holds all of it
+# micro_batch_size = 1        # samples that go through the stages together
+# sums = "fp32"               # {sums}: of gradients; in the second they do not depend on their order
+# activations = "fp32"        # {forms}: how they travel
+# gradients = "fp32"          # the same
+# layers = "none"             # or "bottleneck:4", "maxout:2": trained between parts, so that fewer numbers travel
+# precision = "fp32"          # {precisions}: of computing
+# checkpoint_activations = false # true: blocks are computed twice, in less memory
+# lora_rank = 0               # above 0: adapters of this rank are trained instead of the weights
+# audit_share = 0.0           # up to 1: of what peers compute, which others compute too, to find those that are wrong
+
 [tokens]
 # organiser = ""              # of `swarm keys create`: only members take part; "": anybody may
 """
@@ -69,5 +82,8 @@ def example(file: str) -> str:
         "optimizers": OPTIMIZERS,
         "presets": PRESETS,
         "schedules": SCHEDULES,
+        "sums": SUMS,
+        "forms": WIRE_FORMS,
+        "precisions": PRECISIONS,
     }
     return _TEXT.format(file=file, **{name: ", ".join(values) for name, values in choices.items()})

@@ -10,6 +10,7 @@ from swarm_protocol.access.organiser import SwarmKey
 from swarm_training.compression.settings import AveragingSettings
 from swarm_training.core.config import RollbackPolicy
 from swarm_training.data.settings import DataSettings
+from swarm_training.runfile.stage_settings import StageSettings
 
 INITS = ("random", "pretrained")
 OPTIMIZERS = ("adamw", "sgd", "lamb", "lamb8bit", "adamw8bit")
@@ -170,3 +171,4 @@ class RunFile:
     rollback: RollbackPolicy = field(default_factory=RollbackPolicy)
     batch: BatchSettings = BatchSettings()
     tokens: TokenSettings = TokenSettings()
+    stages: StageSettings = field(default_factory=StageSettings)

@@ -90,7 +90,7 @@ class Attacked:
             )
         except AssertionError as error:
             raise AssertionError(f"{error}; before: {before}; after: {after[-1]}") from None
-        assert "Traceback" not in self.server.stderr
+        assert "Traceback" not in self.server.stderr, self.server.stderr
 
     def resources(self) -> Resources:
         return resources_of(self.server)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -13,8 +13,9 @@ from transformers import AutoModelForCausalLM, GenerationConfig, LogitsProcessor
 
 from swarm_client import RequestRejected, SwarmError
 from swarm_client.batching.loop import GenerationLoop
-from swarm_client.batching.request import FinishReason, Request, Token
+from swarm_client.batching.request import FinishReason, Request, Servers, Token
 from swarm_client.batching.rows import BatchedModel
+from swarm_client.core.events import Event, Recovery
 from tests.marks import always
 from tests.swarm.harness import InProcessServers
 from tests.swarm.pair import Pair, connected, ends_only_at_its_length, random_ids, started
@@ -31,12 +32,16 @@ class Heard:
     reason: FinishReason | BaseException | None = None
     at: int = 0
     then: Any = None
+    happenings: list[tuple[int, Servers | Event]] = field(default_factory=list)  # each after so many tokens
     _over: threading.Event = field(default_factory=threading.Event)
 
     def token(self, token: Token) -> None:
         self.tokens.append(token)
         if len(self.tokens) == self.at:
             self.then()
+
+    def happened(self, what: Servers | Event) -> None:
+        self.happenings.append((len(self.tokens), what))
 
     def ended(self, reason: FinishReason | BaseException) -> None:
         self.reason = reason
@@ -207,6 +212,28 @@ def test_a_server_that_dies_is_a_pause(tmp_path):
         for one, listener in zip(asked, heard, strict=True):
             loop.submit(one, listener)
         assert [listener.ids for listener in heard] == [alone(pair.whole, one) for one in asked]
+
+
+def test_who_asks_hears_which_servers_compute_and_what_happens_to_them(fleet, client):
+    asked, other = (request(number, max_new_tokens=24) for number in (0, 1))
+    heard, not_asking = Heard(at=5), Heard()
+    killed: list[str] = []
+
+    def kill() -> None:
+        killed.append(heard.happenings[0][1].hops[1].server.peer_id)
+        fleet.find(killed[0]).kill()
+
+    heard.then = kill
+    with GenerationLoop(client.model) as loop:
+        loop.submit(replace(asked, with_servers=True), heard)
+        loop.submit(other, not_asking)
+        assert [heard.ids, not_asking.ids] == [alone(fleet.whole, one) for one in (asked, other)]
+    (at_first, before), (at, event), (later, after) = heard.happenings
+    assert at_first == 0 and at == later >= 5
+    assert [str(hop.span) for hop in before.hops] == [str(hop.span) for hop in after.hops] == ["0:2", "2:4", "4:6"]
+    assert isinstance(event, Recovery) and event.failed == (killed[0],)
+    assert event.replacements == (after.hops[1].server.peer_id,) != event.failed
+    assert not_asking.happenings == []
 
 
 def test_without_servers_each_generation_says_so(pair, tmp_path):

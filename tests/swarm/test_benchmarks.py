@@ -52,6 +52,14 @@ def test_engine_measures_every_row(tmp_path: Path) -> None:
     assert all(row["measured"] > 0 for name, row in results["rows"].items() if name != "hop")
 
 
+def test_gateway_measures_streams_beside_the_peer_and_the_clients_own_work(tmp_path: Path) -> None:
+    results = run_quick("gateway.py", tmp_path, "--models", str(tmp_path))
+    assert results["exit code"] == 0, results["output"]
+    names = {f"{streams} streams, tokens/s beside transformers serve" for streams in (1, 8)}
+    assert {*names, "client's processor time, ms/token at 16 streams"} <= results["rows"].keys()
+    assert all(row["measured"] > 0 for row in results["rows"].values())
+
+
 def test_finetune_measures_every_kind_of_training(tmp_path: Path) -> None:
     results = run_quick("finetune.py", tmp_path, "--models", str(tmp_path))
     assert results["exit code"] == 0, results["output"]
@@ -70,6 +78,24 @@ def test_simulate_swarm_simulates_every_policy(tmp_path: Path) -> None:
     results = run_quick("simulate_swarm.py", tmp_path)
     assert results["exit code"] == 0, results["output"]
     assert results["rows"]["10 servers, gaps opened by moves"]["met"] == "yes"
+
+
+def test_simulate_swarm_simulates_training_in_stages(tmp_path: Path) -> None:
+    results = run_quick("simulate_swarm.py", tmp_path, "--training")
+    assert results["exit code"] == 0, results["output"]
+    rows = results["rows"]
+    assert rows["100 training peers, ours: share of the optimum"]["met"] == "yes"
+    assert rows["100 training peers, moves at rest"]["met"] == "yes"
+    assert "100 peers, 8 trainers, expected ready time: share of the slowest stage" in rows
+
+
+def test_square_cube_shows_that_larger_models_wait_less(tmp_path: Path) -> None:
+    results = run_quick("square_cube.py", tmp_path, "--netlab")
+    assert results["exit code"] == 0, results["output"]
+    for variant in ("none, fp32", "bottleneck:4, int8"):
+        name = f"hidden {{}}, {variant}, 100 Mbit/s: share of time on the wire"
+        shares = [results["rows"][name.format(hidden)]["measured"] for hidden in (256, 1024, 4096)]
+        assert shares == sorted(shares, reverse=True), variant
 
 
 def test_attack_measures_what_an_honest_client_loses(tmp_path: Path) -> None:

@@ -15,7 +15,12 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from swarm_client import DistributedModel
-from swarm_client.generation.chat import Conversation, chat
+from swarm_client.chat.chat import Chat, Opened
+from swarm_client.chat.conversation import Conversation
+from swarm_client.chat.loop import run
+from swarm_client.chat.terminal import PipeReader
+from swarm_client.core.config import ClientConfig
+from swarm_client.generation.opening import ModelChoice
 from swarm_client.generation.text_options import TextOptions
 from swarm_protocol.checkpoints.default_model import DEFAULT_MODEL, locate
 from swarm_protocol.errors import PeerUnavailable
@@ -76,19 +81,37 @@ def answers_of(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, lines
     return answers
 
 
-@pytest.fixture
-def typed(monkeypatch):
-    def typed(*lines: str) -> None:
-        monkeypatch.setattr(sys, "stdin", io.StringIO("".join(f"{line}\n" for line in lines)))
+class Typist(PipeReader):
+    """Types these lines.
 
-    return typed
+    Attributes:
+        said: to it, in lines.
+    """
+
+    def __init__(self, *lines: str) -> None:
+        self._lines, self.said = list(lines), []
+
+    def read(self) -> str:
+        if not self._lines:
+            raise EOFError
+        return self._lines.pop(0)
+
+    def say(self, text: str) -> None:
+        self.said += text.splitlines()
 
 
-def test_a_conversation_is_that_of_the_local_model(remote, local, tokenizer, typed, capsys):
+def chat_with(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Chat:
+    """Closing it leaves the model open."""
+    choice = ModelChoice(DEFAULT_MODEL, ClientConfig())
+    return Chat(choice, OPTIONS, lambda _choice: Opened(model, tokenizer, lambda: None))
+
+
+def test_a_conversation_is_that_of_the_local_model(remote, local, tokenizer, monkeypatch, capsys):
     expected = answers_of(local, tokenizer, LINES)
-    conversation = Conversation(remote, tokenizer, OPTIONS)
-    typed(LINES[0], "", *LINES[1:])
-    chat(conversation, interactive=False)
+    chat = chat_with(remote, tokenizer)
+    monkeypatch.setattr(sys, "stdin", io.StringIO("\n".join([LINES[0], "", *LINES[1:]])))
+    run(chat, PipeReader(), interactive=False)
+    conversation = chat.conversation
     assert capsys.readouterr().out == "".join(f"{answer}\n" for answer in expected)
     assert conversation.cache.session.stats.tokens == conversation.cache.get_seq_length()  # each was computed once
 
@@ -111,29 +134,28 @@ def test_a_template_that_refuses(remote, text_tokenizer):
         Conversation(remote, text_tokenizer, OPTIONS).answer(LINES[0])
 
 
-def test_reset_and_exit(remote, local, tokenizer, typed, capsys):
+def test_reset_and_exit(remote, local, tokenizer, capsys):
     one, two = answers_of(local, tokenizer, LINES[:1]), answers_of(local, tokenizer, LINES[1:2])
-    typed(LINES[0], "/reset", LINES[1], "/exit", LINES[2])
-    chat(Conversation(remote, tokenizer, OPTIONS), interactive=False)
+    typist = Typist(LINES[0], "/reset", LINES[1], "/exit", LINES[2])
+    run(chat_with(remote, tokenizer), typist, interactive=False)
     assert capsys.readouterr().out == "".join(f"{answer}\n" for answer in one + two)
 
 
-def test_what_is_wrong_is_said_and_the_conversation_goes_on(remote, local, text_tokenizer, typed, capsys):
+def test_what_is_wrong_is_said_and_the_conversation_goes_on(remote, local, text_tokenizer, capsys):
     expected = answers_of(local, text_tokenizer, LINES[:2])
-    typed(LINES[0], "/quit", "very long " * 1000, LINES[1])
-    chat(Conversation(remote, text_tokenizer, OPTIONS), interactive=True)
+    typist = Typist(LINES[0], "/quit", "very long " * 1000, LINES[1])
+    run(chat_with(remote, text_tokenizer), typist, interactive=True)
     out, err = capsys.readouterr()
     unknown, too_long = err.splitlines()
-    assert unknown == "error: there is no command /quit: expected /exit or /reset"
+    assert unknown.startswith("error: there is no command /quit: expected one of /help /model ")
     assert too_long.startswith("error: with this, the conversation has ")
     assert too_long.endswith("tokens, and the model only 1024 positions: /reset starts over")
-    assert out.partition("\n")[2] == f"> {expected[0]}\n> > > {expected[1]}\n> \n"
+    assert out == f"{expected[0]}\n{expected[1]}\n"
 
 
-def test_without_a_terminal_a_mistake_ends_it(remote, text_tokenizer, typed):
-    typed("/quit", LINES[0])
+def test_without_a_terminal_a_mistake_ends_it(remote, text_tokenizer):
     with pytest.raises(ValueError, match="there is no command /quit"):
-        chat(Conversation(remote, text_tokenizer, OPTIONS), interactive=False)
+        run(chat_with(remote, text_tokenizer), Typist("/quit", LINES[0]), interactive=False)
 
 
 def test_an_answer_takes_no_more_than_the_positions_that_are_left(remote, text_tokenizer):
@@ -165,7 +187,7 @@ def test_an_answer_that_is_stopped_stays_as_far_as_it_came(remote, local, text_t
     assert conversation.token_ids == expected
 
 
-def test_a_failure_is_said_and_the_next_line_is_answered(remote, local, text_tokenizer, typed, capsys, monkeypatch):
+def test_a_failure_is_said_and_the_next_line_is_answered(remote, local, text_tokenizer, capsys, monkeypatch):
     expected, generate, failures = answers_of(local, text_tokenizer, LINES[1:2]), remote.generate, ["once"]
 
     def failing(*args, **kwargs):
@@ -174,8 +196,7 @@ def test_a_failure_is_said_and_the_next_line_is_answered(remote, local, text_tok
         return generate(*args, **kwargs)
 
     monkeypatch.setattr(remote, "generate", failing)
-    typed(*LINES[:2])
-    chat(Conversation(remote, text_tokenizer, OPTIONS), interactive=True)
+    run(chat_with(remote, text_tokenizer), Typist(*LINES[:2]), interactive=True)
     out, err = capsys.readouterr()
     assert err == "error: nobody answers once\n"
     assert expected[0] in out

@@ -106,7 +106,7 @@ MISTAKES = {
     "no-multiaddr": (["status", "--initial-peers", "localhost:31337"], "no multiaddr of a peer", WRONG),
     "interval": (["status", "--watch", "often"], "--watch is 'often': expected a number of seconds", WRONG),
     "wait": (["generate", "x", "--wait", "-1"], "wait_timeout_s is -1.0: expected a number of seconds", WRONG),
-    "adapter": (["generate", "x", "--adapter", "./nowhere"], "--adapter ./nowhere is no directory", WRONG),
+    "adapter": (["generate", "x", "--adapter", "./nowhere"], "adapter ./nowhere is no directory", WRONG),
     "no-data": (["finetune", "--data", "nowhere.txt", "--output", "x"], "nowhere.txt does not exist", WRONG),
     "rank": (["finetune", "--data", "x", "--output", "x", "--rank", "0"], "rank is 0: expected at least 1", WRONG),
     "demo": (["demo", "--max-new-tokens", "0"], "max_new_tokens is 0: expected at least 1", WRONG),

@@ -90,6 +90,8 @@ WRONG = {  # the first is right
         ["status", "--watch", "0"],
         ["status", "--initial-peers", "/ip4/1.2.3/tcp/1/p2p/Qm"],
         ["demo", "--max-new-tokens", "0"],
+        ["doctor", "--port", "80000"],
+        ["status", "--config", "/nowhere/config.toml"],
     ],
     "swarm": [
         ["--help"],
@@ -103,6 +105,10 @@ WRONG = {  # the first is right
         ["serve", "--max-active", "0"],
         ["serve", "--api-keys", "/nowhere/keys"],
         ["fly"],
+        ["completion", "cmd"],
+        ["config", "fly"],
+        ["server", "--config", "/nowhere/config.toml"],
+        ["train", "watch", "run.toml", "--config", "/nowhere/config.toml"],
         ["--no-such-flag"],
     ],
 }
@@ -152,8 +158,9 @@ def test_a_command_is_wanted(package, tmp_path):
 
 
 def test_an_unknown_command_is_told_which_there_are(tmp_path):
-    others = "generate, chat, serve, finetune, status, demo, keys"
-    for package, there_are in {"swarm": f"server, train, {others}", "swarm_client": others}.items():
+    others = "generate, chat, serve, finetune, status, doctor, demo, keys"
+    before = "server, train, experts, config, completion"
+    for package, there_are in {"swarm": f"{before}, {others}", "swarm_client": others}.items():
         codes, _, said = run_in_one_process(package, ["fly"], cache=tmp_path)
         assert codes == [2]
         assert said == f"error: there is no command 'fly': expected {there_are}\n"

@@ -96,3 +96,20 @@ def test_a_caption_that_cannot_be_drawn_is_refused(tmp_path):
     result = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert result.returncode == 2
     assert "the model does not know purple" in result.stderr and "Traceback" not in result.stderr
+
+
+def test_a_mixture_learns_more_than_one_expert_though_some_die(tmp_path):
+    printed = run("experts.py", "--steps", "150", cache=tmp_path)
+    assert "killed the server of" in printed and "2 of 2 new experts are in use" in printed
+    found = re.search(r"after 150 steps: ([\d.]+) with one expert, ([\d.]+) with the mixture", printed)
+    assert float(found[2]) < float(found[1]) - 0.03
+
+
+def test_a_model_is_trained_in_stages_and_served_by_those_who_trained_it(tmp_path):
+    printed = run("train_swarm.py", "--quick", "--steps", "20", "--output", str(tmp_path / "docs"), cache=tmp_path)
+    assert "killed a process of stage 1" in printed and "the 5 processes serve the model" in printed
+    losses = [float(loss) for loss in re.findall(r"step \d+: loss ([\d.]+),", printed)]
+    assert losses[-1] < losses[0] - 0.5
+    assert "step 20:" in printed
+    assert printed.count("\n---") == 3
+    assert (tmp_path / "docs" / "model.safetensors.index.json").exists()

@@ -81,6 +81,7 @@ def assert_one_swarm(*servers: ServerProcess) -> None:
         wait_for(lambda server=server: seen_by_way_of(server) == everybody, "all are seen through each of them")
 
 
+@pytest.mark.slow
 def test_who_starts_while_the_others_are_frozen_waits_for_them_and_says_so(tmp_path, start):
     server = start(tmp_path)
     server.freeze()

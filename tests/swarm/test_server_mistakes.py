@@ -117,6 +117,14 @@ def mistakes(places: Places) -> dict[str, Mistake]:
         "dht-port-in-use": Mistake(
             [*good, "--dht-port", str(places.busy_port)], f"cannot listen on .*:{places.busy_port}: the port"
         ),
+        "metrics-port-in-use": Mistake(
+            [*good, "--metrics-port", str(places.busy_port)],
+            f"metrics cannot be served on port {places.busy_port} of 127.0.0.1: Address already in use",
+        ),
+        "metrics-host": Mistake(
+            [*good, "--metrics-port", "0", "--metrics-host", "192.0.2.1"], "metrics cannot be served on port 0 of 192"
+        ),
+        "no-metrics-port": Mistake([*good, "--metrics-port", "70000"], "metrics_port 70000 is no port", 2),
         "quantisation": Mistake([*good, "--quant", "int3"], "quantisation 'int3' is unknown: expected one of int8", 2),
         "device": Mistake([*good, "--device", "toaster"], "device 'toaster' is unknown", 2),
         "swarm": Mistake([*good, "--swarm", "a/b"], "swarm name 'a/b' is not usable", 2),

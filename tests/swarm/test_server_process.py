@@ -170,6 +170,7 @@ def test_a_closed_terminal_drains_a_server(cluster, cache_home):
     assert "Traceback" not in server.stderr.read_text()
 
 
+@pytest.mark.slow
 def test_a_signal_is_heard_before_the_server_is_ready(machine):
     """Here it waits for another server that is joining."""
     directory = machine.directory("default")

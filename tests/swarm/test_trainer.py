@@ -98,7 +98,8 @@ def test_the_best_weights_are_loaded_at_the_end(servers, tmp_path, kind):
         assert all(abs(later - losses[0]) > 1e-3 for later in losses[1:])
 
 
-@pytest.mark.parametrize("wraps", [pytest.param(False, marks=SLOW), True], ids=["adapter", "peft"])
+@SLOW
+@pytest.mark.parametrize("wraps", [False, True], ids=["adapter", "peft"])
 def test_resumed_on_the_whole_model_and_on_servers(servers, tmp_path, wraps):
     ends = []
     with tuned(servers, lora(), wraps=wraps) as pair:

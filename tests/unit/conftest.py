@@ -2,5 +2,5 @@
 
 from hypothesis import HealthCheck, settings
 
-settings.register_profile("unit", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("unit", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("unit")

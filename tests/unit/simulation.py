@@ -22,6 +22,7 @@ from swarm_client.transport.transport import ServerConnection
 from swarm_protocol.dht.records import ServerRecord, SwarmView
 from swarm_protocol.errors import PeerUnavailable, RequestRejected
 from swarm_protocol.span import Span
+from swarm_server.core.counters import Counters
 from swarm_server.engine.session_state import Crop, HistoryChange, RecordPast, Reorder, SessionStep
 from swarm_server.kv.kv_cache import CacheBudget, Lease
 from swarm_server.kv.kv_transfer import Stored
@@ -385,7 +386,7 @@ class Context:
 
 async def _call(method: Callable, request: Any, context: Context) -> Any:
     """As ``registration`` calls it."""
-    async with errors_as_status(context):
+    async with errors_as_status(context, Counters()):
         return await method(request, context)
 
 

@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 PAGES = sorted(DOCS.rglob("*.md"))
 TEXTS = [*PAGES, ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md"]
-PACKAGES = ("swarm_protocol", "swarm_client", "swarm_server", "swarm_training")
+PACKAGES = ("swarm_protocol", "swarm_client", "swarm_server", "swarm_training", "swarm_stages", "swarm_experts")
 OTHERS_FLAGS = {"--help", "--strict"}  # of argparse itself, and of tools that are not ours
 
 
@@ -47,7 +47,8 @@ def known_flags() -> frozenset[str]:
 
 def flags_in(text: str) -> set[str]:
     """Of the package's own commands: those of ``python benchmarks/….py``, ``git``, ``pip`` and the like are others'."""
-    lines = [line for line in text.splitlines() if not re.search(r"benchmarks/|pip install|\bgit |pytest", line)]
+    others = r"benchmarks/|pip install|\b(?:git|docker|systemctl) |pytest"
+    lines = [line for line in text.splitlines() if not re.search(others, line)]
     return set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]*", "\n".join(lines)))
 
 

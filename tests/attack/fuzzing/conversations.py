@@ -167,6 +167,32 @@ def _push(honest: HonestRequests, chance: Random) -> Conversation:
     return Conversation("Push", (Call("Push", tuple(requests)),), tuple(sessions))
 
 
+def _steps(honest: HonestRequests, chance: Random) -> Conversation:
+    """A bundle of steps, for sessions that are open, not, or somebody else's."""
+    key, bundle_key = chance.randbytes(16), chance.randbytes(16)
+    keys = [chance.choice((key, key, key, chance.randbytes(16))) for _ in range(chance.randint(1, 6))]
+    entries = [
+        pb.KeyedStep(session_key=each, step=honest.step(2 + number, 3 + number, 1, chance)[0])
+        for number, each in enumerate(keys)
+    ]
+    sessions = [tuple(_beside(honest, chance, key))]
+    bundles = [pb.StepBundle(key=bundle_key), pb.StepBundle(steps=entries)]
+    return Conversation("Steps", (Call("Steps", tuple(bundles)),), tuple(sessions))
+
+
+def _push_steps(honest: HonestRequests, chance: Random) -> Conversation:
+    key = chance.randbytes(16)
+    sessions = [tuple(_beside(honest, chance, key))]
+    entries = [
+        pb.PushedStep(
+            push_key=chance.choice((push_key_of(key), push_key_of(key), key)),
+            step=honest.step(2 + number, 3 + number, 1, chance)[0],
+        )
+        for number in range(chance.choice((1, 4, 9)))
+    ]
+    return Conversation("PushSteps", (Call("PushSteps", (pb.PushBundle(steps=entries),)),), tuple(sessions))
+
+
 def _progress(honest: HonestRequests, chance: Random) -> Conversation:
     keys = [chance.randbytes(16) for _ in range(3)]
     sessions = (tuple(_beside(honest, chance, keys[0])), tuple(_beside(honest, chance, keys[1], honest.hop(keys[0]))))
@@ -260,6 +286,8 @@ def _echo(_honest: HonestRequests, chance: Random) -> Conversation:
 _KINDS: dict[str, Callable[[HonestRequests, Random], Conversation]] = {
     "Session": _session,
     "Push": _push,
+    "Steps": _steps,
+    "PushSteps": _push_steps,
     "Progress": _progress,
     "Reroute": _reroute,
     "Copy": _copy,

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from swarm_protocol.span import Span
-from swarm_server.command_line import parse_args, read_config
+from swarm_server.command_line import check_files, parse_args, read_config
 from swarm_server.core.config import ServerConfig
 
 
@@ -137,3 +137,11 @@ def test_what_cannot_be_parsed_ends_with_usage(argv: list[str], reason: str, cap
 
 def test_an_automatic_throughput_is_measured_later() -> None:
     assert config("--throughput", "auto").throughput is None
+
+
+def test_the_package_that_metrics_take_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = read_config(parse_args(["--metrics-port", "0"]))
+    check_files(config)
+    monkeypatch.setattr("importlib.util.find_spec", lambda _name: None)
+    with pytest.raises(ValueError, match=r"--metrics-port needs one more package: pip install 'swarm-lm\[metrics\]'"):
+        check_files(config)

@@ -10,9 +10,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swarm_training.averaging.chunks import cut, from_bits, to_bits
+from swarm_training.averaging.chunks import cut
 from swarm_training.averaging.repair import repair
 from swarm_training.averaging.sums import ChunkSum
+from swarm_training.core.bitmap import from_bits, to_bits
 
 
 @given(st.integers(0, 500), st.lists(st.floats(0, 10), min_size=1, max_size=8), st.integers(1, 64))

@@ -11,6 +11,7 @@ from swarm_training.core.moment import Moment
 from swarm_training.core.record import JOINING, MEETING, Progress
 from swarm_training.progress.policy import (
     View,
+    excluded_by_most,
     expected_at,
     has_quorum,
     is_batch_complete,
@@ -124,3 +125,17 @@ def test_who_has_gone_back_is_ahead_of_who_has_not_whatever_their_steps() -> Non
     assert expected_at(ahead, Moment(1, 100), "abc") == {"a", "b", "c"}
     assert known_at(ahead, Moment(1, 100)) == {"b", "c"}
     assert not is_in_minority(View(peer("a", step=100, state_digest=b"own"), tuple(back)))
+
+
+def test_whom_most_of_the_others_exclude() -> None:
+    def voting(**said: str) -> frozenset[str]:
+        return excluded_by_most([peer(name, excludes=tuple(excluded)) for name, excluded in said.items()])
+
+    assert voting(a="", b="a", c="a") == {"a"}
+    assert voting(a="bc", b="a", c="a") == {"a"}  # who is excluded cannot exclude the others
+    assert voting(a="", b="a", c="") == frozenset()
+    assert voting(a="b", b="a") == frozenset()  # of two nobody knows
+    assert voting(a="", b="a", c="a", d="", e="") == frozenset()
+    assert voting(a="", b="a", c="a", d="a", e="") == {"a"}
+    assert voting(b="a", c="a") == {"a"}  # it is not there at present
+    assert voting(a="aa", b="aa") == frozenset()

@@ -29,6 +29,7 @@ def table(**options: float) -> ProgressTable:
 
 def test_a_record_survives_the_wire() -> None:
     sent = record(step=3, samples=7, samples_per_s=1.5, call_s=0.25, share=2.0, state_digest=b"1", state=MEETING)
+    sent = replace(sent, excludes=("Qma", "Qmb"))
     assert read_signed(pb.SignedProgress.FromString(sign(sent, identity(1)).SerializeToString())) == sent
 
 
@@ -62,6 +63,10 @@ def test_what_another_has_signed_or_nobody_is_refused(change: object) -> None:
         {"loss": float("nan")},
         {"loss": float("-inf")},
         {"loss_samples": 1 << 63},
+        {"excludes": ("",)},
+        {"excludes": ("a\n",)},
+        {"excludes": ("a" * 65,)},
+        {"excludes": tuple(f"a{number}" for number in range(17))},
     ],
 )
 def test_impossible_values_are_refused(changes: dict[str, object]) -> None:
@@ -128,3 +133,10 @@ def test_silence_is_no_end_unless_that_is_wanted() -> None:
     for known in (strict, lenient):
         known.add(signed(version=5, state=TRAINING), 0.0)
     assert not strict.view(own, 1e6).gone and lenient.view(own, 31.0).gone and not lenient.view(own, 29.0).gone
+
+
+def test_the_largest_record_is_small_enough_to_be_read() -> None:
+    most = record(excludes=tuple("Q" * 44 + f"{number:02}" for number in range(16)), micro_batches=bytes(512))
+    most = replace(most, run="x" * 200, target_batch_size=4096, state_digest=bytes(32), result_digest=bytes(32))
+    most = replace(most, accepted=bytes(32), decided=bytes(32), tls_fingerprint=bytes(32))
+    assert read_signed(sign(most, identity(1))) == most

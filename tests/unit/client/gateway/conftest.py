@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -10,10 +11,13 @@ from typing import Any
 
 import openai
 import pytest
+import torch
 import uvicorn
-from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
+from transformers import AutoTokenizer, GenerationConfig, LogitsProcessorList, PreTrainedTokenizerBase
 
-from swarm_client.batching.request import Listener, Request, Token
+from swarm_client.batching.request import Listener, Request, Servers, Token
+from swarm_client.batching.sampler import Choice, choose
+from swarm_client.core.events import Event
 from swarm_client.gateway.admission import DEFAULT_LIMITS, Limits
 from swarm_client.gateway.app import create_app
 from swarm_client.gateway.models import ServedModel, not_found
@@ -48,11 +52,13 @@ class ScriptedBatcher:
         says: token ids.
         ends: with what they end; None: with nothing, until it is cancelled.
         refuses: what ``submit`` raises.
+        happens: to the servers, before each token; told if the request asks for it.
     """
 
     says: list[int] = field(default_factory=list)
     ends: str | BaseException | None = "stop"
     refuses: Exception | None = None
+    happens: dict[int, Servers | Event] = field(default_factory=dict)
     generations: list[Generation] = field(default_factory=list)
     submitted: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
 
@@ -68,12 +74,43 @@ class ScriptedBatcher:
     def _generate(self, generation: Generation, listener: Listener) -> None:
         request = generation.request
         most = request.config.max_new_tokens
-        for token in self.says[:most]:
+        for number, token in enumerate(self.says[:most]):
+            if request.with_servers and number in self.happens:
+                listener.happened(self.happens[number])
             listener.token(said(token, request.num_logprobs))
         if len(self.says) >= most:
             listener.ended("length")
         elif self.ends is not None:
             listener.ended(self.ends)
+
+
+@dataclass
+class RandomBatcher:
+    """Samples from random logits, as the loop samples from a model's; each generation on a thread of its own."""
+
+    vocab_size: int
+    ends: tuple[int, ...] = (1,)
+
+    def submit(self, request: Request, listener: Listener) -> Generation:
+        generation = Generation(request)
+        threading.Thread(target=self._generate, args=(generation, listener)).start()
+        return generation
+
+    def _generate(self, generation: Generation, listener: Listener) -> None:
+        request, random = generation.request, torch.Generator().manual_seed(generation.request.seed or 0)
+        processors = LogitsProcessorList(request.processors)
+        choice = Choice(torch.tensor(request.prompt), processors, random, request.num_logprobs)
+        for _ in range(request.config.max_new_tokens):
+            if generation.cancelled.is_set():
+                return
+            (token,) = choose([choice], 3 * torch.randn(1, self.vocab_size, generator=random))
+            if isinstance(token, Exception):
+                return listener.ended(token)
+            choice.token_ids = torch.cat([choice.token_ids, torch.tensor([token.id])])
+            listener.token(token)
+            if token.id in self.ends:
+                return listener.ended("stop")
+        listener.ended("length")
 
 
 def said(token: int, num_logprobs: int | None) -> Token:
@@ -84,12 +121,21 @@ def said(token: int, num_logprobs: int | None) -> Token:
     return Token(token, -math.log(2), top)
 
 
+async def embed(token_ids: Sequence[int]) -> list[float]:
+    """Stands for a model: the mean and the number of its tokens."""
+    await asyncio.sleep(0)
+    return [sum(token_ids) / len(token_ids), float(len(token_ids)), 1 / 3]
+
+
 @dataclass
 class OneModel:
     model: ServedModel
 
     async def names(self) -> list[str]:
         return [self.model.name]
+
+    async def has_template(self, name: str) -> bool:
+        return bool(self.model.tokenizer.chat_template)
 
     async def get(self, name: str) -> ServedModel:
         if name != self.model.name:
@@ -132,7 +178,8 @@ def serve(tokenizer: PreTrainedTokenizerBase) -> Iterator[Serve]:
 
     def start(limits: Limits = DEFAULT_LIMITS, keys: Sequence[str] = (), **fields: Any) -> Gateway:
         batcher = ScriptedBatcher()
-        model = ServedModel(DEFAULT_MODEL, tokenizer, batcher, 1024, GenerationConfig(eos_token_id=1), len(tokenizer))
+        config = GenerationConfig(eos_token_id=1)
+        model = ServedModel(DEFAULT_MODEL, tokenizer, batcher, 1024, config, len(tokenizer), embed)
         app = create_app(OneModel(replace(model, **fields)), limits, keys)
         listener = listen("127.0.0.1", 0)
         server = uvicorn.Server(uvicorn.Config(app, log_config=None, lifespan="off", timeout_graceful_shutdown=5))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from collections import deque
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -104,3 +106,66 @@ def test_other_headers_are_no_key(header: str | None) -> None:
 
 def test_a_key_is_found() -> None:
     assert check_key(("sk-ada", "sk-bob"), "bearer sk-bob") == "sk-bob"
+
+
+NUM_QUEUED = 7
+
+
+def queues() -> Iterator[tuple[FairQueue, tuple[int, int, int]]]:
+    """One in each state that three keys can bring it into by joining, one generation at a time, behind an active one.
+
+    With how many of each key wait.
+    """
+    seen, reached = set(), [(0, 0, 0)]
+    while reached:
+        waiting = reached.pop()
+        if waiting in seen:
+            continue
+        seen.add(waiting)
+        queue = filled(waiting)
+        for key in range(3):
+            if queue._fits(str(key), 1):
+                reached.append(tuple(count + (other == key) for other, count in enumerate(waiting)))
+        yield queue, waiting
+
+
+def filled(waiting: tuple[int, ...]) -> FairQueue:
+    queue = FairQueue(Limits(max_active=1, max_queued=NUM_QUEUED))
+    queue.join("active", 1)
+    for key, count in enumerate(waiting):
+        queue._waiting.update({str(key): deque(Place(queue, str(key)) for _ in range(count))} if count else {})
+    return queue
+
+
+def test_no_key_takes_the_places_of_others() -> None:
+    """In every state that can be reached: also by keys that take all they get."""
+    states = list(queues())
+    assert len(states) > 20
+    for queue, waiting in states:
+        assert max(waiting) <= (NUM_QUEUED + 1) // 2
+        if sum(waiting) < NUM_QUEUED:  # somebody new gets a place while there is one
+            (place,) = queue.join("new", 1)
+            assert place in queue._waiting["new"]
+        else:
+            with pytest.raises(ApiError):
+                queue.join("new", 1)
+
+
+def test_a_request_of_many_generations_takes_no_more_than_single_ones() -> None:
+    for queue, waiting in queues():
+        for count in range(1, NUM_QUEUED + 1):
+            one_by_one = all(filled((waiting[0] + more, *waiting[1:]))._fits("0", 1) for more in range(count))
+            assert queue._fits("0", count) <= one_by_one
+    queue = FairQueue(Limits(max_active=2, max_queued=8))
+    with pytest.raises(ApiError) as refused:
+        queue.join("a", 7)
+    assert refused.value.status == 400
+    assert len(queue.join("a", 6)) == 6 and queue.num_active == 2
+    with pytest.raises(ApiError) as refused:
+        queue.join("a", 1)
+    assert refused.value.status == 429
+    queue.join("b", 2)
+
+
+def test_one_key_alone_has_the_whole_queue() -> None:
+    assert len(FairQueue(Limits(max_active=1, max_queued=8), is_shared=False).join("", 9)) == 9

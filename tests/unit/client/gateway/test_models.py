@@ -111,6 +111,18 @@ def test_the_chosen_model_is_offered_without_a_swarm(loads: Loads) -> None:
     assert missing.value.status == 404
 
 
+def test_whether_a_model_has_a_chat_template_is_known_before_it_is_loaded(loads: Loads) -> None:
+    models = swarm_models(loads, SwarmSnapshot((status("org/none", ("0:8", ("legal",))),)))
+
+    async def ask() -> None:
+        await models.names()
+        assert await models.has_template(DEFAULT_MODEL) is False
+        assert await models.has_template("org/none:legal") is None  # it has no tokenizer here
+
+    run(ask())
+    assert loads.asked == []
+
+
 def test_who_asks_at_the_same_time_waits_for_one_load(loads: Loads) -> None:
     models = swarm_models(loads)
     loads.go_on.clear()

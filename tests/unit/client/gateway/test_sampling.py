@@ -8,8 +8,8 @@ import pytest
 import torch
 from transformers import GenerationConfig
 
-from swarm_client.gateway.requests import CompletionRequest
-from swarm_client.gateway.sampling import LogitBias, Penalties, generation_config
+from swarm_client.gateway.openai_api.requests import CompletionRequest
+from swarm_client.gateway.openai_api.sampling import LogitBias, Penalties, generation_config
 
 
 def test_penalties_are_those_of_openai() -> None:

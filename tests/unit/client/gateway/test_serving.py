@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from swarm_client.command_line import main, parse_args, serve_command
+from swarm_client.command_line import main, parse_args
+from swarm_client.commands.serve import serve_command
 from swarm_client.gateway.serving import ServeSettings, listen
 
 

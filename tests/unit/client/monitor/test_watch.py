@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from swarm_client.command_line import parse_interval
+from swarm_client.commands.status import parse_interval
 
 
 @pytest.mark.parametrize(("text", "seconds"), [("0.5", 0.5), ("2", 2.0), ("3600", 3600.0)])

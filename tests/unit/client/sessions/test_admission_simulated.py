@@ -21,7 +21,7 @@ from swarm_protocol.wire.block_input import BlockInput
 from tests.unit.client.sessions.test_survival_simulated import Scenario, run
 from tests.unit.simulation import MODEL, NUM_BLOCKS, REVISION, model_output, offset
 
-SEEDS_PER_TEST, TESTS = 20, 1
+SEEDS_PER_TEST, TESTS = 10, 1
 SLOW_SEEDS_PER_TEST, SLOW_TESTS = 40, 8
 LEAST_ROOM, MOST_ROOM = 50, 80  # of a server, over all rows
 MOST_ROWS, MOST_TOKENS = 2, 25  # of a session, which any server has room for, if it is the only one

@@ -21,7 +21,7 @@ from swarm_protocol.span import Span
 from swarm_protocol.wire.block_input import BlockInput
 from tests.unit.simulation import MODEL, NUM_BLOCKS, REVISION, Net, VirtualLoop, model_output, offset
 
-SEEDS_PER_TEST, TESTS = 25, 2
+SEEDS_PER_TEST, TESTS = 25, 1
 SLOW_SEEDS_PER_TEST, SLOW_TESTS = 50, 20
 
 

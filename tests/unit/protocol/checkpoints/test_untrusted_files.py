@@ -28,7 +28,7 @@ from tests.zoo import make_config, save_checkpoint
 
 REFUSED = (CheckpointError, UnsupportedModel)
 FEW = settings(derandomize=True, max_examples=40)
-MANY = settings(derandomize=True, max_examples=400)
+MANY = settings(derandomize=True, max_examples=150)
 FAMILIES = ("llama", "gpt2", "mixtral", "mamba2")
 
 

@@ -18,6 +18,7 @@ from swarm_protocol.dht.records import (
     ServerRecord,
     ServerState,
     SwarmView,
+    Work,
     missing_spans,
     models_key,
     servers_key,
@@ -57,6 +58,10 @@ records = st.builds(
     pinned=st.booleans(),
     next_span=st.none() | spans.map(lambda ends: Span(*ends)),
     token=st.binary(max_size=100),
+    cache_tokens=st.integers(0, 2**64 - 1),
+    work=st.builds(
+        Work, st.integers(0, 2**50), st.integers(0, 2**50), st.integers(0, 2**50), st.floats(2e7, 1e9, width=32)
+    ),
 )
 
 
@@ -69,7 +74,7 @@ def test_every_field_of_the_contract_is_written() -> None:
     record = server_record(
         revision="r", quant="int8", cache_tokens_left=1, queue_delay_s=0.5, tls_fingerprint=b"f", adapters=("a",),
         next_hop_rtts_s={"other": 0.25}, software_version="1", forward_tokens_per_s=2.0, network_tokens_per_s=3.0,
-        pinned=True, next_span=Span(1, 2), token=b"t",
+        pinned=True, next_span=Span(1, 2), token=b"t", work=Work(1, 2, 3, 4.0), cache_tokens=9,
     )  # fmt: skip
     written = {field.name for field, _ in record.to_proto().ListFields()}
     assert written == {field.name for field in pb.ServerRecord.DESCRIPTOR.fields}
@@ -78,7 +83,7 @@ def test_every_field_of_the_contract_is_written() -> None:
 def malformed(**fields: object) -> bytes:
     message = server_record().to_proto()
     for name, value in fields.items():
-        if isinstance(value, (pb.Span, dict)):
+        if isinstance(value, (pb.Span, pb.Work, dict)):
             message.ClearField(name)
             message.MergeFrom(pb.ServerRecord(**{name: value}))
         else:
@@ -106,6 +111,7 @@ def malformed(**fields: object) -> bytes:
         (malformed(next_blocks=pb.Span(start=4, end=9)), "outside the model, which has 8 blocks"),
         (malformed(queue_delay_s=math.nan), "measurement"),
         (malformed(queue_delay_s=-60.0), "measurement"),
+        *((malformed(work=pb.Work(uptime_s=time_s)), "uptime") for time_s in (math.nan, math.inf, -1.0)),
         (malformed(next_hop_rtts_s={"other": -0.5}), "measurement"),
         (malformed(next_hop_rtts_s={"other\n": 0.5}), "is no name"),
         (malformed(model="m" * (MAX_NAME_CHARS + 1)), "is no name: expected 512 printable characters"),
@@ -143,6 +149,12 @@ def test_speeds_that_no_hardware_has_are_cut() -> None:
     assert record.tokens_per_s == MAX_BLOCKS_PER_S / 4
     assert record.forward_tokens_per_s == MAX_FORWARD_BLOCKS_PER_S / 4
     assert record.network_tokens_per_s == MAX_NETWORK_TOKENS_PER_S
+
+
+def test_work_that_no_hardware_can_have_done_is_cut() -> None:
+    for uptime_s, most in ((0.0, 0), (2.0, 2 * MAX_FORWARD_BLOCKS_PER_S), (1e9, 2**53)):
+        work = pb.Work(decoded=7, prompts=2**64 - 1, passes=2**64 - 1, uptime_s=uptime_s)
+        assert ServerRecord.parse(malformed(work=work)).work == Work(min(7, most), most, most, uptime_s)
 
 
 def test_short_id_tells_servers_apart() -> None:

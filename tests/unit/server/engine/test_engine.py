@@ -14,6 +14,7 @@ from swarm_protocol.span import Span
 from swarm_protocol.wire.block_input import BlockInput
 from swarm_protocol.wire.constants import PAGE_TOKENS
 from swarm_server.blocks.blocks import BlockStack, load_blocks
+from swarm_server.core.counters import Counters
 from swarm_server.engine.engine import Engine
 from swarm_server.engine.session_state import Crop, HistoryChange, RecordPast, Reorder, Session, SessionStep
 from swarm_server.kv.kv_cache import CacheBudget
@@ -327,6 +328,27 @@ class TestPrefixReuse:
             engine.close(generation.session)
             assert budget.tokens_left == budget.capacity_bytes
         assert len(engine.prefix_cache) <= 4
+
+
+def test_what_is_computed_counts_and_what_is_refused_or_shared_does_not(llama: BlockStack, budget) -> None:
+    engine = Engine(llama, prefix_cache=PrefixCache())
+    engine.counters = Counters()
+    first, part = Generation.open(engine, budget), Generation.open(engine, budget, Span(0, 3), batch_size=2, seed=1)
+    num_blocks, num_tokens = len(HOSTED), 2 * PAGE_TOKENS + 1
+    advance(engine, [first], num_tokens)
+    advance(engine, [part], 4)
+    advance(engine, [first, part], 1)
+    again = Generation.open(engine, budget)  # the same prompt
+    run(engine, (again, again.step(num_tokens, num_wanted=1)))
+    bad = torch.full((1, 1, HIDDEN), torch.nan)
+    run(engine, (first, first.step(1, hidden=bad)))
+    engine.stateless.counters = engine.counters  # from now on: what is expected came from there
+    engine.stateless.forward(Span(1, 3), BlockInput(torch.zeros(5, 7, HIDDEN)))
+    work = engine.counters.work()
+    assert work.decoded == num_blocks + 2 * 3
+    assert work.prompts == (num_tokens + 1) * num_blocks + 2 * 4 * 3  # 1: what the pages of the first do not have
+    assert work.passes == 5 * 7 * 2
+    assert work.uptime_s > 0
 
 
 class TestRefusals:

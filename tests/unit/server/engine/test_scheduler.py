@@ -59,8 +59,8 @@ def scheduler(engine: Engine) -> Iterator[Scheduler]:
     scheduler.stop()
 
 
-def step(num_tokens: int = 1, rows: int = 1) -> SessionStep:
-    return SessionStep(0, BlockInput(torch.zeros(rows, num_tokens, 1)))
+def step(num_tokens: int = 1, rows: int = 1, start: int = 0) -> SessionStep:
+    return SessionStep(start, BlockInput(torch.zeros(rows, num_tokens, 1)))
 
 
 async def held(scheduler: Scheduler, engine: Engine) -> asyncio.Task:
@@ -100,16 +100,19 @@ def test_steps_that_wait_together_are_computed_together(scheduler: Scheduler, en
     assert engine.batches == [["first"], ["a", "b", "c"]]
 
 
-@pytest.mark.parametrize(("rows", "num_tokens", "waits"), [(40, 1, False), (1, 32, False), (1, 33, True), (8, 5, True)])
+@pytest.mark.parametrize(
+    ("rows", "num_tokens", "start", "waits"),
+    [(40, 1, 0, False), (1, 32, 9, False), (1, 33, 9, True), (8, 5, 9, True), (1, 2, 0, True)],
+)
 def test_what_somebody_watches_goes_before_prompts(
-    scheduler: Scheduler, engine: Engine, rows: int, num_tokens: int, waits: bool
+    scheduler: Scheduler, engine: Engine, rows: int, num_tokens: int, start: int, waits: bool
 ) -> None:
-    """One token per row, and a few positions of speculation."""
+    """One token per row, and a few positions of speculation; not a prompt, though it is short."""
 
     async def compute() -> None:
         tasks = [await held(scheduler, engine)]
         tasks += [await submit(scheduler.step("prompt", step(1000))) for _ in range(2)]
-        tasks += [await submit(scheduler.step("step", step(num_tokens, rows)))]
+        tasks += [await submit(scheduler.step("step", step(num_tokens, rows, start)))]
         engine.gate.set()
         await asyncio.gather(*tasks)
 
@@ -124,7 +127,7 @@ def test_a_chunk_at_a_time(scheduler: Scheduler, engine: Engine) -> None:
     async def chunks() -> None:
         tasks = [await held(scheduler, engine)]
         tasks += [await submit(scheduler.step(f"chunk {number}", step(64))) for number in range(3)]
-        tasks += [await submit(scheduler.step(f"{number} tokens", step(number))) for number in (1, 2, 3)]
+        tasks += [await submit(scheduler.step(f"{number} tokens", step(number, start=9))) for number in (1, 2, 3)]
         engine.gate.set()
         await asyncio.gather(*tasks)
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from swarm_protocol.wire.block_input import BlockInput
-from swarm_server.engine.scheduler import MAX_ROWS, Kind, Work, WorkQueue
+from swarm_server.engine.scheduler import MAX_POSITIONS, Kind, Work, WorkQueue
 from swarm_server.engine.session_state import SessionStep
 
 
@@ -23,8 +23,11 @@ def call(kind: Kind) -> Work:
     return Work(kind, done=None, call=lambda: None)
 
 
+CHUNK = 64  # positions
+
+
 def filled(*works: Work, mixes_sessions: bool = True) -> WorkQueue:
-    queue = WorkQueue(mixes_sessions)
+    queue = WorkQueue(mixes_sessions, CHUNK)
     for one in works:
         queue.add(one)
     return queue
@@ -50,7 +53,7 @@ class TestTurns:
 
     def test_decoding_has_every_other_turn(self) -> None:
         """While others wait, however much of them there is and whatever came first."""
-        others = [work(Kind.PREFILL) for _ in range(6)] + [call(Kind.TRAINING) for _ in range(3)]
+        others = [work(Kind.PREFILL, CHUNK) for _ in range(6)] + [call(Kind.TRAINING) for _ in range(3)]
         queue, kinds = filled(*others), []
         for _ in range(16):
             queue.add(work())
@@ -102,10 +105,16 @@ class TestBatches:
         works = [work() for _ in range(3)]
         assert batches(filled(*works, mixes_sessions=False)) == [[one] for one in works]
 
-    def test_prompts_and_training_come_one_by_one(self) -> None:
-        for kind in (Kind.PREFILL, Kind.TRAINING):
-            works = [work(kind) for _ in range(3)]
-            assert batches(filled(*works)) == [[one] for one in works]
+    def test_training_comes_one_by_one(self) -> None:
+        works = [call(Kind.TRAINING) for _ in range(3)]
+        assert batches(filled(*works)) == [[one] for one in works]
+
+    def test_short_prompts_of_equal_length_come_together_as_long_as_decoding_can_wait(self) -> None:
+        short = [work(Kind.PREFILL, num_tokens=16) for _ in range(9)]
+        at_once = CHUNK // 16
+        assert batches(filled(*short)) == [short[:at_once], short[at_once : 2 * at_once], short[2 * at_once :]]
+        long, one, other = works = [work(Kind.PREFILL, num_tokens=length) for length in (CHUNK, 1, 2)]
+        assert batches(filled(*works)) == [[long], [one], [other]]
 
     def test_steps_of_equal_length(self) -> None:
         one, four, also_one, also_four = works = [work(num_tokens=length) for length in (1, 4, 1, 4)]
@@ -115,12 +124,14 @@ class TestBatches:
         first, between, last = work(), call(Kind.DECODE), work()
         assert batches(filled(first, between, last)) == [[first, last], [between]]
 
-    def test_have_so_many_rows_and_no_more(self) -> None:
-        wide, one, almost, rest = works = [work(rows=rows) for rows in (200, 1, MAX_ROWS - 201, 1)]
+    def test_have_so_many_positions_and_no_more(self) -> None:
+        wide, one, almost, rest = works = [work(rows=rows) for rows in (200, 1, MAX_POSITIONS - 201, 1)]
         assert batches(filled(*works)) == [[wide, one, almost], [rest]]
+        longer = [work(num_tokens=8, rows=MAX_POSITIONS // 16) for _ in range(3)]
+        assert batches(filled(*longer)) == [longer[:2], longer[2:]]
 
     def test_one_that_is_too_wide_for_any_is_alone(self) -> None:
-        wide, one = work(rows=MAX_ROWS + 1), work()
+        wide, one = work(rows=MAX_POSITIONS + 1), work()
         assert batches(filled(wide, one)) == [[wide], [one]]
 
     def test_what_is_left_keeps_its_order(self) -> None:
@@ -139,7 +150,7 @@ class TestBatches:
         assert firsts == sorted(firsts)  # nobody is overtaken by a whole batch of others
         for batch in computed:
             assert len({one.num_tokens for one in batch}) == 1
-            assert len(batch) == 1 or sum(one.num_rows for one in batch) <= MAX_ROWS
+            assert len(batch) == 1 or sum(one.num_positions for one in batch) <= MAX_POSITIONS
             assert [order[id(one)] for one in batch] == sorted(order[id(one)] for one in batch)
 
 

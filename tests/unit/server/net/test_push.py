@@ -14,7 +14,9 @@ from swarm_protocol.errors import PeerUnavailable
 from swarm_protocol.pb import swarm_pb2 as pb
 from swarm_protocol.pb.swarm_pb2_grpc import BlocksServicer, BlocksStub, add_BlocksServicer_to_server
 from swarm_protocol.span import Span
+from swarm_protocol.wire.constants import MIB
 from swarm_server.net.push import ChannelPool, Pusher
+from swarm_server.net.push_bundle import PushStream, PushStreams
 from tests.unit.support import run
 
 TIMEOUT_S = 60.0  # of what would otherwise never end
@@ -25,7 +27,9 @@ class OtherServer(BlocksServicer):
 
     def __init__(self, num_taken: int) -> None:
         self.taken: list[int] = []
-        self.asked = asyncio.Event()
+        self.bundles: list[list[int]] = []
+        self.asked, self.answering = asyncio.Event(), asyncio.Event()
+        self.answering.set()
         self._num_taken = num_taken
 
     async def Push(self, requests: AsyncIterator[pb.PushRequest], context: grpc.aio.ServicerContext) -> None:
@@ -33,7 +37,22 @@ class OtherServer(BlocksServicer):
         async for request in requests:
             if request.HasField("step") and len(self.taken) < self._num_taken:
                 self.taken.append(request.step.number)
+                await self.answering.wait()
                 await context.write(pb.PushReply(number=request.step.number))
+
+    async def PushSteps(self, requests: AsyncIterator[pb.PushBundle], context: grpc.aio.ServicerContext) -> None:
+        """Loses what it does not take."""
+        self.asked.set()
+        async for request in requests:
+            await self.answering.wait()
+            self.bundles.append([entry.step.number for entry in request.steps])
+            steps = []
+            for entry in request.steps:
+                lost = len(self.taken) >= self._num_taken
+                if not lost:
+                    self.taken.append(entry.step.number)
+                steps.append(pb.TakenStep(push_key=entry.push_key, number=entry.step.number, lost=lost))
+            await context.write(pb.TakenBundle(steps=steps))
 
 
 class Channels:
@@ -42,6 +61,10 @@ class Channels:
     def __init__(self, channel: grpc.aio.Channel) -> None:
         self.called = asyncio.Event()
         self._stub = BlocksStub(channel)
+        self._streams = PushStreams(self.stub)
+
+    async def push_stream(self, peer_id: str) -> PushStream:
+        return await self._streams.to(peer_id)
 
     async def stub(self, _peer_id: str) -> Channels:
         return self
@@ -49,6 +72,9 @@ class Channels:
     def Push(self) -> grpc.aio.StreamStreamCall:
         self.called.set()
         return self._stub.Push()
+
+    def PushSteps(self) -> grpc.aio.StreamStreamCall:
+        return self._stub.PushSteps()
 
 
 @asynccontextmanager
@@ -119,6 +145,125 @@ def test_what_a_server_that_ends_has_not_taken_is_given_up_in_order():
             assert known == list(range(1, 11))
             assert given_up == sorted(given_up)
             assert not await pusher.drain()
+
+    run(scenario())
+
+
+def test_small_steps_of_sessions_that_are_ready_together_are_one_message() -> None:
+    async def scenario() -> None:
+        other = OtherServer(num_taken=9)
+        async with connected(other) as (_server, channels):
+            pushers = [Pusher(channels, pb.NextHop(push_key=bytes([key])), never, True) for key in range(3)]
+            await asyncio.gather(*(pusher.send(pb.Step(number=7 + key), []) for key, pusher in enumerate(pushers)))
+            assert all([await pusher.drain() for pusher in pushers])
+        assert other.bundles == [[7, 8, 9]]
+
+    run(scenario())
+
+
+def test_a_session_that_the_other_server_has_lost_is_given_up_and_the_others_are_not() -> None:
+    async def scenario() -> None:
+        given_up: list[int] = []
+
+        async def give_up(step: pb.Step, _parts: list[bytes]) -> None:
+            given_up.append(step.number)
+
+        async with connected(OtherServer(num_taken=1)) as (_server, channels):
+            known = Pusher(channels, pb.NextHop(push_key=b"known"), never, True)
+            lost = Pusher(channels, pb.NextHop(push_key=b"lost"), give_up, True)
+            await asyncio.gather(known.send(pb.Step(number=1), []), lost.send(pb.Step(number=2), []))
+            assert await known.drain() and not await lost.drain()
+            await lost.send(pb.Step(number=3), [])
+        assert given_up == [2, 3]
+
+    run(scenario())
+
+
+def test_a_bundle_that_breaks_gives_up_what_was_not_taken_and_another_takes_its_place() -> None:
+    async def scenario() -> None:
+        given_up: list[int] = []
+
+        async def give_up(step: pb.Step, _parts: list[bytes]) -> None:
+            given_up.append(step.number)
+
+        other = OtherServer(num_taken=9)
+        async with connected(other) as (_server, channels):
+            first = await channels.push_stream("")
+            pusher = Pusher(channels, pb.NextHop(push_key=b"key"), give_up, True)
+            await pusher.send(pb.Step(number=1), [])
+            first._call.cancel()  # before the answer is here
+            assert not await pusher.drain()
+            while not first.ended:
+                await asyncio.sleep(0)
+            assert given_up == [1]
+            another = Pusher(channels, pb.NextHop(push_key=b"another"), never, True)
+            await another.send(pb.Step(number=2), [])
+            assert await another.drain()
+        assert 2 in other.taken
+
+    run(scenario())
+
+
+def test_a_small_step_does_not_overtake_a_large_one() -> None:
+    async def scenario() -> None:
+        other = OtherServer(num_taken=9)
+        other.answering.clear()
+        async with connected(other) as (_server, channels):
+            pusher = Pusher(channels, pb.NextHop(), never, True)
+            await pusher.send(*step(1))
+            await pusher.send(pb.Step(number=2), [])
+            other.answering.set()
+            assert await pusher.drain()
+            await pusher.send(pb.Step(number=3), [])
+            assert await pusher.drain()
+        assert other.taken == [1, 2, 3] and other.bundles == [[3]]
+
+    run(scenario())
+
+
+def test_nor_a_large_one_a_small_one() -> None:
+    async def scenario() -> None:
+        other = OtherServer(num_taken=9)
+        other.answering.clear()
+        async with connected(other) as (_server, channels):
+            pusher = Pusher(channels, pb.NextHop(), never, True)
+            await pusher.send(pb.Step(number=1), [])
+            sending = asyncio.ensure_future(pusher.send(*step(2)))
+            await asyncio.wait_for(other.asked.wait(), TIMEOUT_S)
+            assert not channels.called.is_set()
+            other.answering.set()
+            await ended(sending)
+            assert await pusher.drain()
+        assert other.taken == [1, 2] and other.bundles == [[1]]
+
+    run(scenario())
+
+
+def test_nothing_is_kept_of_sessions_that_are_over_for_a_server_that_does_not_answer() -> None:
+    async def scenario() -> None:
+        other = OtherServer(num_taken=9)
+        other.answering.clear()
+        async with connected(other) as (_server, channels):
+            for number in range(1, 9):
+                pusher = Pusher(channels, pb.NextHop(push_key=bytes([number])), never, True)
+                await pusher.send(pb.Step(number=number), [])
+                await pusher.retire()
+            assert (await channels.push_stream(""))._waiting == {}
+
+    run(scenario())
+
+
+def test_a_server_that_does_not_read_has_no_more_than_it_may() -> None:
+    async def scenario() -> None:
+        other = OtherServer(num_taken=9)
+        other.answering.clear()
+        async with connected(other) as (_server, channels):
+            stream = await channels.push_stream("")
+            large = pb.Step(number=1, hidden=pb.Tensor(data=bytes(MIB // 16)))
+            waiting = [stream.send(bytes([number]), large) for number in range(200)]
+            refused = [taken for taken in waiting if taken.done()]
+            assert refused and not any(taken.result() for taken in refused)
+            assert stream._outbox.size_bytes < 5 * MIB
 
     run(scenario())
 

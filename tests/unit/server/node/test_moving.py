@@ -15,6 +15,7 @@ from swarm_protocol.errors import NoSwarm
 from swarm_protocol.span import Span
 from swarm_server.core.access import ServerAccess
 from swarm_server.core.config import ServerConfig
+from swarm_server.core.counters import Counters
 from swarm_server.engine.throughput import Speeds
 from swarm_server.node import moving
 from swarm_server.node.moving import Mover, PeerMonitor, num_hosted
@@ -81,7 +82,7 @@ class FakeHost:
 
 
 class FakeRuntime:
-    speeds, cache_tokens_left, queue_delay_s = Speeds(20.0, 300.0), 7, 0.5
+    speeds, cache_tokens, cache_tokens_left, queue_delay_s = Speeds(20.0, 300.0), 9, 7, 0.5
 
     def __init__(self, span: Span, num_sessions: int = 0) -> None:
         self.span = span
@@ -130,7 +131,9 @@ class Life:
             "torch.float32",
             None,
             self.loader,
+            Counters(),
         )
+        self.counters = starting.counters
         self.joined = Joined(starting, self.membership, None, "127.0.0.1:1", b"")
         self.monitor = PeerMonitor(self.joined, FakeProbe(), Liars())
         self.loading = self.joined.load(HERE)
@@ -171,6 +174,7 @@ class TestMove:
         ]
         assert old.is_closed and old.host.left_s == [ServerConfig.drain_timeout_s]
         assert isinstance(life.presence.state, Serving) and life.presence.sessions is not old.host
+        assert life.counters.moves == 1
 
     def test_it_stays_if_others_would_miss_it(self, monkeypatch) -> None:
         life = Life(*needed_there())
@@ -185,7 +189,7 @@ class TestMove:
         life.serve()
         run(life.mover.rebalance())
         assert life.dht.said[-2:] == [(JOINING, THERE, None), (ONLINE, HERE, None)]
-        assert life.dht.published[-1].pinned
+        assert life.dht.published[-1].pinned and life.counters.moves == 0
         num_published = len(life.dht.published)
         run(life.mover.rebalance())
         assert len(life.dht.published) == num_published
@@ -282,7 +286,7 @@ class TestPresence:
 
         life.dht.daemon_ended = ended
         assert run(life.presence.keep_daemon(lambda: False)) is last
-        assert len(life.dht.published) == 1
+        assert len(life.dht.published) == 1 and life.counters.daemon_restarts == 1
         assert caplog.text.count("the libp2p daemon has ended") == 2
 
 

@@ -15,7 +15,7 @@ LOADING = Loading(server_record(blocks="0:4", state=ServerState.JOINING))
 
 
 class FakeRuntime:
-    speeds, cache_tokens_left, queue_delay_s = Speeds(20.0, 300.0), 7, 0.5
+    speeds, cache_tokens, cache_tokens_left, queue_delay_s = Speeds(20.0, 300.0), 9, 7, 0.5
 
     def __init__(self, span: Span = HERE) -> None:
         self.span = span
@@ -79,7 +79,7 @@ def test_a_hosting_server_says_what_is_measured() -> None:
     for state in (SERVING, SERVING.drain()):
         record = state.measured({"near": 0.01}, 5.0)
         assert (record.tokens_per_s, record.forward_tokens_per_s) == (20.0, 300.0)
-        assert (record.cache_tokens_left, record.queue_delay_s) == (7, 0.5)
+        assert (record.cache_tokens, record.cache_tokens_left, record.queue_delay_s) == (9, 7, 0.5)
         assert (record.next_hop_rtts_s, record.network_tokens_per_s) == ({"near": 0.01}, 5.0)
         assert (record.state, record.span) == said(state)[:2]
 

@@ -42,14 +42,14 @@ def most_tokens_per_s(servers: tuple[ServerRecord, ...]) -> float:
     return -result.fun
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=60)
 @given(views())
 def test_it_is_what_linear_programming_finds(view: SwarmView) -> None:
     balance = Coverage.of(view, NUM_BLOCKS).balance()
     assert balance.tokens_per_s == pytest.approx(most_tokens_per_s(view.servers), rel=1e-6, abs=1e-9)
 
 
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=30)
 @given(views())
 def test_the_bottleneck_is_all_that_limits(view: SwarmView) -> None:
     """To be faster at its blocks makes the swarm faster; to be faster elsewhere, or at a part of it, need not."""

@@ -10,6 +10,7 @@ import torch
 
 from swarm_protocol.errors import PeerUnavailable
 from swarm_protocol.pb import swarm_pb2 as pb
+from swarm_server.core.counters import Counters
 from swarm_server.kv.kv_transfer import Stored
 from swarm_server.net.push import GiveUp
 from swarm_server.sessions import replicator
@@ -48,7 +49,7 @@ class Source:
         self.session = SimpleNamespace(length=length, batch_size=1, layout=SimpleNamespace(slots=slots))
         self.number = 5
         self.turn = asyncio.Lock()
-        services = SimpleNamespace(neighbours=None, scheduler=self, engine=self)
+        services = SimpleNamespace(neighbours=None, scheduler=self, engine=self, counters=Counters())
         self.replicator = Replicator(services, self.session, pb.NextHop())
 
     async def call(self, function):

@@ -20,7 +20,7 @@ SHAPE = (24, 16)
 
 
 def test_the_settings_have_the_codecs_that_there_are() -> None:
-    assert CODECS == CODEC_NAMES and AveragingSettings().codec == TrainingConfig().codec
+    assert (*CODECS, "fp64") == CODEC_NAMES and AveragingSettings().codec == TrainingConfig().codec
 
 
 def test_what_is_off_is_not_built() -> None:

@@ -10,23 +10,32 @@ import torch
 from swarm_training.compression.codecs import CODEC_NAMES, codec_of
 
 
-def random(n: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(n, generator=torch.Generator().manual_seed(seed))
+def random(n: int, seed: int = 0, name: str = "fp32") -> torch.Tensor:
+    """In the type of the codec of that name."""
+    return torch.randn(n, generator=torch.Generator().manual_seed(seed)).to(codec_of(name).dtype)
 
 
 @pytest.mark.parametrize("n", [0, 1, 63, 64, 65, 1000])
 @pytest.mark.parametrize(
-    ("name", "bytes_of"), [("fp32", lambda n: 4 * n), ("fp16", lambda n: 2 * n), ("int8", lambda n: -(-n // 64) * 68)]
+    ("name", "bytes_of"),
+    [
+        ("fp64", lambda n: 8 * n),
+        ("fp32", lambda n: 4 * n),
+        ("fp16", lambda n: 2 * n),
+        ("int8", lambda n: -(-n // 64) * 68),
+    ],
 )
 def test_sizes(name: str, bytes_of: object, n: int) -> None:
     codec = codec_of(name)
-    data = codec.encode(random(n))
+    data = codec.encode(random(n, name=name))
     assert len(data) == codec.size_bytes(n) == bytes_of(n)  # type: ignore[operator]
     decoded = codec.decode(memoryview(data), n)
-    assert decoded.shape == (n,) and decoded.dtype == torch.float32
+    assert decoded.shape == (n,) and decoded.dtype == (torch.float64 if name == "fp64" else torch.float32)
 
 
 def test_fp32_loses_nothing_and_fp16_rounds() -> None:
+    third = torch.tensor([1 / 3], dtype=torch.float64)
+    assert torch.equal(codec_of("fp64").decode(codec_of("fp64").encode(third), 1), third)
     x = random(1000) * torch.logspace(-6, 3, 1000)
     assert torch.equal(codec_of("fp32").decode(codec_of("fp32").encode(x), 1000), x)
     assert torch.equal(codec_of("fp16").decode(codec_of("fp16").encode(x), 1000), x.half().float())
@@ -44,7 +53,7 @@ def test_int8_errs_by_half_a_step_of_its_block() -> None:
 @pytest.mark.parametrize("name", CODEC_NAMES)
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_what_is_not_finite_stays_so_and_spoils_at_most_its_block(name: str, value: float) -> None:
-    x = random(256)
+    x = random(256, name=name)
     x[70] = value
     codec = codec_of(name)
     decoded = codec.decode(codec.encode(x), 256)
@@ -63,27 +72,27 @@ def test_values_beyond_fp16_become_its_largest() -> None:
 @pytest.mark.parametrize("name", CODEC_NAMES)
 def test_zeros_stay_zeros(name: str) -> None:
     codec = codec_of(name)
-    assert not codec.decode(codec.encode(torch.zeros(100)), 100).any()
+    assert not codec.decode(codec.encode(torch.zeros(100, dtype=codec.dtype)), 100).any()
 
 
 @pytest.mark.parametrize("name", CODEC_NAMES)
 def test_encoding_what_was_decoded_changes_nothing(name: str) -> None:
     codec = codec_of(name)
-    once = codec.decode(codec.encode(random(500)), 500)
+    once = codec.decode(codec.encode(random(500, name=name)), 500)
     torch.testing.assert_close(codec.decode(codec.encode(once), 500), once, rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize("name", CODEC_NAMES)
 def test_data_of_a_wrong_size_is_refused(name: str) -> None:
     codec = codec_of(name)
-    data = codec.encode(random(100))
+    data = codec.encode(random(100, name=name))
     for wrong in (data[:-1], data + b"\0", b""):
         with pytest.raises(ValueError, match=f"100 elements in {name} take {len(data)} bytes, not {len(wrong)}"):
             codec.decode(wrong, 100)
 
 
 def test_other_tensors_and_names_are_refused() -> None:
-    with pytest.raises(ValueError, match="codec 'int4' is unknown: expected one of fp32, fp16, int8"):
+    with pytest.raises(ValueError, match="codec 'int4' is unknown: expected one of fp32, fp16, int8, fp64"):
         codec_of("int4")
     with pytest.raises(ValueError, match="expected a flat float32 vector"):
         codec_of("fp32").encode(torch.zeros(2, 2))

@@ -1,0 +1,137 @@
+"""``generate`` in several threads: from the second on, generations of a model go through one loop."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers.generation.streamers import BaseStreamer
+
+from swarm_client.batching.loop import GenerationLoop
+from swarm_client.batching.request import FinishReason, Generation, Request, Servers, Token
+from swarm_client.core.events import Event
+
+if TYPE_CHECKING:
+    from swarm_client.model.hf_model import RemoteModelMixin
+
+_NOT_IN_A_CONFIG = {"inputs", "input_ids", "attention_mask", "generation_config", "logits_processor"}
+
+
+class SharedLoop:
+    """The loop of one model. It is there while several generations are under way."""
+
+    def __init__(self) -> None:
+        self._loop: GenerationLoop | None = None
+        self._num_running = 0
+        self._lock = threading.Lock()
+
+    @contextmanager
+    def running(self) -> Iterator[bool]:
+        """Around each generation; whether there are others."""
+        with self._lock:
+            are_others = self._num_running > 0
+            self._num_running += 1
+        try:
+            yield are_others
+        finally:
+            with self._lock:
+                self._num_running -= 1
+                idle = None
+                if not self._num_running:  # who comes from now on begins another
+                    idle, self._loop = self._loop, None
+            if idle is not None:
+                idle.close()
+
+    def join(
+        self, model: RemoteModelMixin, arguments: Mapping[str, Any], streamer: BaseStreamer | None
+    ) -> torch.Tensor | None:
+        """What ``generate`` returns for these arguments; None if the loop cannot do what they ask for.
+
+        Raises SwarmError.
+        """
+        request = _request(model, arguments)
+        if request is None:
+            return None
+        answer = _Answer()
+        try:
+            generation = self._of(model).submit(request, answer)
+        except ValueError:  # the stock method can, or has words of its own
+            return None
+        prompt = torch.tensor([request.prompt])
+        if streamer is not None:
+            streamer.put(prompt)
+        new = answer.tokens(generation, streamer)
+        return torch.cat([prompt, torch.tensor([new], dtype=prompt.dtype)], 1)
+
+    def close(self) -> None:
+        """All that go through the loop end."""
+        with self._lock:
+            loop, self._loop = self._loop, None
+        if loop is not None:
+            loop.close()
+
+    def _of(self, model: RemoteModelMixin) -> GenerationLoop:
+        with self._lock:
+            if self._loop is None:
+                self._loop = GenerationLoop(model)
+            return self._loop
+
+
+def _request(model: Any, arguments: Mapping[str, Any]) -> Request | None:
+    """None if they are about more than one row on a CPU and how its tokens are chosen."""
+    given = {name: value for name, value in arguments.items() if value is not None}
+    ids, other_ids = given.pop("inputs", None), given.pop("input_ids", None)
+    ids = other_ids if ids is None else ids
+    mask = given.pop("attention_mask", None)
+    if not isinstance(ids, torch.Tensor) or ids.dim() != 2 or len(ids) != 1 or ids.device.type != "cpu":
+        return None
+    if ids.dtype != torch.int64 or (mask is not None and not bool(mask.all())):
+        return None
+    if model.training or model.prompts is not None or model.device.type != "cpu" or model.is_watched:
+        return None
+    processors = given.pop("logits_processor", ())
+    config, others = model._prepare_generation_config(given.pop("generation_config", None), **given)
+    if others or config.max_new_tokens is None or config.return_dict_in_generate or config.use_cache is False:
+        return None
+    if config.cache_implementation is not None or config.token_healing:
+        return None
+    # As in the stock method, all generations of a process draw from the same random numbers.
+    generator = torch.default_generator if config.do_sample else None
+    return Request(tuple(ids[0].tolist()), config, generator=generator, processors=tuple(processors))
+
+
+class _Answer:
+    """A listener whose tokens are read on the thread that has asked."""
+
+    def __init__(self) -> None:
+        self._heard: queue.SimpleQueue[Token | FinishReason | BaseException] = queue.SimpleQueue()
+
+    def token(self, token: Token) -> None:
+        self._heard.put(token)
+
+    def happened(self, what: Servers | Event) -> None:
+        pass  # which the model's own callback is told
+
+    def ended(self, reason: FinishReason | BaseException) -> None:
+        self._heard.put(reason)
+
+    def tokens(self, generation: Generation, streamer: BaseStreamer | None) -> list[int]:
+        """Once all are there. Whatever interrupts it cancels the generation."""
+        ids: list[int] = []
+        try:
+            while isinstance(heard := self._heard.get(), Token):
+                ids.append(heard.id)
+                if streamer is not None:
+                    streamer.put(torch.tensor([heard.id]))
+        except BaseException:
+            generation.cancel()
+            raise
+        if isinstance(heard, BaseException):
+            raise heard
+        if streamer is not None:
+            streamer.end()
+        return ids

@@ -1,0 +1,1 @@
+"""``swarm chat``: a conversation in the terminal."""

@@ -1,0 +1,175 @@
+"""A conversation with a model: one session on the servers goes on from turn to turn."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers import PreTrainedTokenizerBase, TextStreamer
+
+from swarm_client.generation.templates import first_tokens, render
+from swarm_client.generation.text_options import TextOptions
+
+if TYPE_CHECKING:
+    from swarm_client.model.hf_model import RemoteModelMixin
+
+Message = dict[str, str]  # "role": system, user or assistant; "content"
+
+
+class Conversation:
+    """The turns so far, and the session that holds their keys and values; a turn sends only what is new.
+
+    Turns are put together by the tokenizer's chat template. Without one, each line goes on with the text, on a line of
+    its own.
+
+    Attributes:
+        options: how tokens are chosen, from the next answer on.
+        token_ids: of all turns, as far as the model that answers now has chosen or read them.
+        cache: what the model has computed of them.
+    """
+
+    def __init__(self, model: RemoteModelMixin, tokenizer: PreTrainedTokenizerBase, options: TextOptions) -> None:
+        self._model, self._tokenizer, self.options = model, tokenizer, options
+        self._system = ""
+        self._messages: list[Message] = []  # of user and assistant by turns
+        self._text = ""  # of these
+        self._sent: list[int] = []  # to the model; the cache holds the first of them
+        self.token_ids: list[int] = []
+        self.cache = model.new_cache()
+        if options.seed is not None:
+            torch.manual_seed(options.seed)
+
+    def answer(self, line: str) -> str:
+        """Prints what the model answers as it is written, and returns it.
+
+        If it is interrupted or fails, the answer ends there; if there is nothing of it, the turn is taken back.
+
+        Raises:
+            ValueError: the model has no room for the line, or its template refuses it.
+            SwarmError: see ``swarm_protocol.errors``.
+        """
+        messages = [*self._messages, {"role": "user", "content": line}]
+        text = render(self._tokenizer, self._with_system(messages))
+        prompt = self._tokens(text)
+        arguments = self._arguments(len(prompt))
+        known = self.cache.get_seq_length()
+        if known >= len(prompt) or prompt[:known] != self._sent[:known]:
+            self.cache.session.reset()  # a turn was taken back, or the template has changed earlier ones
+        ids = torch.tensor([prompt], device=self._model.device)
+        answer = _Answer(self._tokenizer)
+        try:
+            self._model.generate(ids, attention_mask=torch.ones_like(ids), streamer=answer, **arguments)
+        except BaseException:
+            answer.end()  # type: ignore[no-untyped-call]  # whatever is said next begins on a line of its own
+            raise
+        finally:
+            self._sent = prompt + answer.token_ids
+            content = str(self._tokenizer.decode(answer.token_ids, skip_special_tokens=True))
+            if answer.token_ids:
+                self.token_ids, self._text = self._sent, text + content
+                self._messages = [*messages, {"role": "assistant", "content": content}]
+        return content
+
+    def answer_again(self) -> str:
+        """The last answer is written again; if there is nothing of the new one, the old one stays.
+
+        Raises:
+            ValueError: there is none.
+        """
+        before = self._messages
+        if not before:
+            raise ValueError("there is no answer yet that could be written again")
+        self._replace(before[:-2])
+        try:
+            return self.answer(before[-2]["content"])
+        finally:
+            if len(self._messages) < len(before):
+                self._replace(before)
+
+    def reset(self) -> None:
+        """Forgets all turns; the system prompt stays."""
+        self._replace([])
+        self._sent = []
+        self.cache.session.reset()
+
+    @property
+    def system(self) -> str:
+        """The system prompt; empty: none. Setting it raises ValueError if the model's template takes none."""
+        return self._system
+
+    @system.setter
+    def system(self, text: str) -> None:
+        if text and not self.has_template:
+            raise ValueError("this model has no chat template, and so takes no system prompt")
+        if text:
+            render(self._tokenizer, [{"role": "system", "content": text}, {"role": "user", "content": "?"}])
+        self._system = text
+        self._replace(self._messages)
+
+    @property
+    def has_template(self) -> bool:
+        return bool(self._tokenizer.chat_template)
+
+    @property
+    def messages(self) -> list[Message]:
+        """The system prompt, if there is one, and all turns."""
+        return self._with_system(self._messages, always=True)
+
+    @messages.setter
+    def messages(self, messages: list[Message]) -> None:
+        self._system = messages[0]["content"] if messages and messages[0]["role"] == "system" else ""
+        self._replace([message for message in messages if message["role"] != "system"])
+
+    def move(self, model: RemoteModelMixin, tokenizer: PreTrainedTokenizerBase) -> None:
+        """Goes on with another model, which reads all turns at the next one."""
+        old = self.cache
+        self._model, self._tokenizer, self.cache, self._sent = model, tokenizer, model.new_cache(), []
+        self._replace(self._messages)
+        old.session.close()
+
+    def _replace(self, messages: list[Message]) -> None:
+        """Their tokens are found anew."""
+        self._messages, self._text, self.token_ids = messages, "", []
+
+    def _with_system(self, messages: list[Message], *, always: bool = False) -> list[Message]:
+        if self._system and (self.has_template or always):
+            return [{"role": "system", "content": self._system}, *messages]
+        return messages
+
+    def _tokens(self, text: str) -> list[int]:
+        """Of all turns: those that the model has chosen stay, though a tokenizer might cut its answers otherwise."""
+        if not self._text or not text.startswith(self._text):  # templates may shorten earlier turns
+            return first_tokens(self._tokenizer, text)
+        known = self.token_ids
+        if known[-1] in self._tokenizer.all_special_ids:  # the end of the answer: the template says how a turn ends
+            known = known[:-1]
+        return known + list(self._tokenizer(text.removeprefix(self._text), add_special_tokens=False).input_ids)
+
+    def _arguments(self, num_tokens: int) -> dict[str, Any]:
+        """For ``generate``: an answer takes what positions are left at most."""
+        if num_tokens == 0:
+            raise ValueError("the line has no tokens: expected some text")
+        arguments = {self._model._family.cache_argument: self.cache, **self.options.as_arguments()}
+        limit = self._model.blocks.max_positions
+        if limit is None:
+            return arguments
+        left = limit - num_tokens - (0 if self._model.prompts is None else self._model.prompts.num_tokens)
+        if left < 1:
+            raise ValueError(
+                f"with this, the conversation has {num_tokens} tokens, and the model only {limit} positions: "
+                "/reset starts over"
+            )
+        return arguments | {"max_new_tokens": min(self.options.max_new_tokens, left)}
+
+
+class _Answer(TextStreamer):
+    """Prints an answer as it comes, and keeps its tokens: those of one that is interrupted are known from here only."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
+        self.token_ids: list[int] = []
+
+    def put(self, value: torch.Tensor) -> None:
+        if not self.next_tokens_are_prompt:
+            self.token_ids += value.tolist()
+        super().put(value)  # type: ignore[no-untyped-call]

@@ -1,0 +1,32 @@
+"""``swarm demo``."""
+
+from __future__ import annotations
+
+import argparse
+
+from swarm_client.commands.types import WITH_DEFAULTS, Command, Commands
+from swarm_client.generation.text_options import TextOptions
+from swarm_protocol.process import signals
+from swarm_protocol.process.invocation import add_common_flags
+
+
+def add_demo(commands: Commands) -> None:
+    parser = commands.add_parser(
+        "demo", formatter_class=WITH_DEFAULTS, help="servers write text together; one is killed"
+    )
+    parser.set_defaults(command=demo_command)
+    parser.add_argument("prompt", nargs="?", default=None)
+    parser.add_argument("--max-new-tokens", type=int, default=TextOptions.max_new_tokens, metavar="N")
+    add_common_flags(parser)
+
+
+def demo_command(args: argparse.Namespace) -> Command:
+    options = TextOptions(max_new_tokens=args.max_new_tokens, temperature=0)
+
+    def run() -> None:
+        from swarm_client.demo.demo import DEFAULT_PROMPT, run_demo
+
+        signals.unwind_on_signals()
+        run_demo(args.prompt or DEFAULT_PROMPT, options)
+
+    return run

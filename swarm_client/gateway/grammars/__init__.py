@@ -1,0 +1,1 @@
+"""Grammars that answers must follow, and the check of those that come from strangers."""

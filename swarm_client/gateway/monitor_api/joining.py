@@ -1,0 +1,69 @@
+"""The command with which one more machine joins a swarm, ready to copy."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from swarm_client.core.config import ClientConfig
+from swarm_protocol.checkpoints.default_model import DEFAULT_MODEL
+from swarm_protocol.dht.addresses import check_peer
+from swarm_protocol.process.invocation import typed
+from swarm_protocol.process.local_registry import DEFAULT_SWARM, is_loopback
+
+MEMBERSHIP = "MEMBERSHIP_FILE"  # stands for a path
+_MOST_PEERS = 3
+_PLAIN = re.compile(r"[\w./:@-]+", re.ASCII)
+
+
+@dataclass(frozen=True)
+class Invitation:
+    """What a new server must know of the swarm.
+
+    Attributes:
+        peers: multiaddrs of members.
+        is_private: it needs a membership.
+    """
+
+    swarm: str
+    peers: tuple[str, ...]
+    is_private: bool
+
+    @classmethod
+    def of(cls, config: ClientConfig, connected: Sequence[str], is_private: bool) -> Invitation:
+        """Peers that the user has named first, then some that this client is connected to."""
+        peers = [peer for peer in dict.fromkeys((*config.initial_peers, *connected)) if _is_peer(peer)]
+        return cls(config.swarm, tuple(peers[:_MOST_PEERS]), is_private)
+
+    @property
+    def is_local(self) -> bool:
+        """Only this machine can join: all that is known are addresses of its loopback."""
+        return all(map(is_loopback, self.peers))
+
+    def command(self, model: str) -> str:
+        """For a POSIX shell, whatever the model is called. Servers of this machine find each other without peers."""
+        words = [*typed("server").split()]
+        words += [] if model == DEFAULT_MODEL else [f"--model={model}"] if model.startswith("-") else ["--model", model]
+        words += [] if self.swarm == DEFAULT_SWARM else ["--swarm", self.swarm]
+        words += ["--membership", MEMBERSHIP] if self.is_private else []
+        words += [] if self.is_local else ["--initial-peers", *self.peers]
+        return " ".join(word if _PLAIN.fullmatch(word) else shlex.quote(word) for word in words)
+
+    @property
+    def note(self) -> str:
+        """What else must be so, in a sentence; empty: nothing."""
+        if self.is_private:
+            return "Only members are let in: ask the swarm's organiser for a membership file."
+        if self.is_local:
+            return "Only this machine can join: servers listen on its loopback. With --host ADDRESS they let others in."
+        return ""
+
+
+def _is_peer(address: str) -> bool:
+    try:
+        check_peer(address)
+    except ValueError:
+        return False
+    return "/p2p-circuit" not in address

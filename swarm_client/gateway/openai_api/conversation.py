@@ -1,0 +1,81 @@
+"""A conversation as a model's chat template has it, and what its next answer must be."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from swarm_client.gateway.admission import ApiError
+from swarm_client.gateway.grammars.compiler import Grammar
+from swarm_client.gateway.models import ServedModel
+from swarm_client.gateway.openai_api.requests import ChatRequest
+from swarm_client.gateway.openai_api.tools import CallReader, calls_grammar, format_of, region_of
+from swarm_client.generation.templates import render
+
+_ANY_OBJECT: dict[str, Any] = {"type": "object"}
+
+
+def conversation_text(asked: ChatRequest, tokenizer: PreTrainedTokenizerBase) -> str:
+    """Raises ApiError if the model's chat template refuses the messages, or leaves out tools or their calls."""
+    turns = [message.as_turn() for message in asked.messages]
+    offered = [{"type": "function", "function": tool.model_dump(exclude_none=True)} for tool in asked.offered_tools]
+
+    def text(turns: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]) -> str:
+        try:
+            return render(tokenizer, turns, tools or None)
+        except ValueError as error:
+            raise ApiError(400, str(error), param="messages") from None
+
+    if not tokenizer.chat_template and any("tool_calls" in turn or turn["role"] == "tool" for turn in turns):
+        raise _unknown_to_template("messages")
+    whole = text(turns, offered)
+    if offered and whole == text(turns, []):
+        raise _unknown_to_template("tools")
+    for number, turn in enumerate(turns):  # would anything be different without it?
+        if "tool_calls" in turn:
+            plain = {name: value for name, value in turn.items() if name != "tool_calls"}
+        elif turn["role"] == "tool":
+            plain = turn | {"content": turn["content"] + "?"}
+        else:
+            continue
+        if whole == text([*turns[:number], plain, *turns[number + 1 :]], offered):
+            raise _unknown_to_template("messages")
+    return whole
+
+
+def _unknown_to_template(param: str) -> ApiError:
+    message = f"{param}: tools are not supported with this model, whose chat template leaves them out"
+    return ApiError(400, message, param=param, code="unsupported_parameter")
+
+
+def call_reader(asked: ChatRequest, model: ServedModel) -> CallReader | None:
+    """For one answer; None: it can have no calls. Raises ApiError if it is not known how the model writes them."""
+    if not asked.offered_tools:
+        return None
+    region = region_of(model.tokenizer)
+    if region is None:
+        raise _unknown_calls("tools")
+    return CallReader(region, {tool.name for tool in asked.offered_tools}, several=asked.parallel_tool_calls)
+
+
+def grammar_of(asked: ChatRequest, model: ServedModel) -> Grammar | None:
+    """What the answer must follow; None: nothing. Raises ApiError if that cannot be."""
+    if asked.answer_schema is not None:
+        return model.grammars.compile("start: answer", {"answer": asked.answer_schema}, "response_format")
+    if not asked.required_tools:
+        return None
+    written = format_of(str(model.tokenizer.chat_template or ""))
+    if written is None:
+        raise _unknown_calls("tool_choice")
+    arguments = {tool.name: f"arguments{number}" for number, tool in enumerate(asked.required_tools)}
+    schemas = {arguments[tool.name]: tool.parameters or _ANY_OBJECT for tool in asked.required_tools}
+    several = asked.parallel_tool_calls and asked.tool_choice == "required"
+    rules = calls_grammar(written, arguments, several=several, compiler=model.grammars)
+    return model.grammars.compile(rules, schemas, "tools")
+
+
+def _unknown_calls(param: str) -> ApiError:
+    message = f"{param} is not supported with this model: how it writes calls is not known"
+    return ApiError(400, message, param=param, code="unsupported_parameter")

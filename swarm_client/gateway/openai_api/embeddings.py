@@ -1,0 +1,72 @@
+"""``/v1/embeddings``: the mean of a text's last hidden states."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from swarm_client.gateway.admission import ApiError, Place
+from swarm_client.gateway.http import Gateway, as_json, end_tasks
+from swarm_client.gateway.models import ServedModel
+from swarm_client.gateway.openai_api.requests import EmbeddingRequest
+
+_MOST_TOKENS = 1 << 18  # of all inputs of one request
+_TOGETHER = 4  # inputs of one request, each with a place in the queue
+
+
+async def embeddings(gateway: Gateway, asked: EmbeddingRequest, key: str) -> AsyncGenerator[bytes, None]:
+    """The answer. Raises ApiError if the model cannot do what is asked for, SwarmError if the swarm fails."""
+    model = await gateway.models.get(asked.model)
+    inputs = await asyncio.to_thread(_tokens_of, asked, model)
+    num_tokens = sum(map(len, inputs))
+    vectors: list[list[float]] = [[] for _ in inputs]
+    places = gateway.queue.join(key, min(_TOGETHER, len(inputs)))
+    numbered = enumerate(inputs)
+    tasks = [asyncio.create_task(_embed(model, place, numbered, vectors)) for place in places]
+    gateway.metrics.prompt_tokens.inc(num_tokens)
+    try:
+        await asyncio.gather(*tasks)
+    finally:
+        await end_tasks(tasks)
+        for place in places:
+            place.leave()
+    data = [
+        {"object": "embedding", "index": index, "embedding": _written(vector, asked.encoding_format)}
+        for index, vector in enumerate(vectors)
+    ]
+    usage = {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
+    yield as_json({"object": "list", "data": data, "model": model.name, "usage": usage})
+
+
+async def _embed(
+    model: ServedModel, place: Place, numbered: Iterator[tuple[int, Sequence[int]]], vectors: list[list[float]]
+) -> None:
+    """Takes inputs until there are none left."""
+    async with place:
+        for index, token_ids in numbered:
+            vectors[index] = await model.embed(token_ids)
+
+
+def _tokens_of(asked: EmbeddingRequest, model: ServedModel) -> list[list[int]]:
+    inputs = [list(model.tokenizer(each).input_ids) if isinstance(each, str) else each for each in asked.input]
+    for number, token_ids in enumerate(inputs):
+        if not token_ids or asked.input[number] == "":  # which may have a token of the beginning
+            raise ApiError(400, f"input {number} has no tokens: expected some text", param="input")
+        if any(not 0 <= token < model.vocab_size for token in token_ids):
+            raise ApiError(400, f"input: the model's token ids are below {model.vocab_size}", param="input")
+        if model.max_positions is not None and len(token_ids) > model.max_positions:
+            message = f"input {number} has {len(token_ids)} tokens: the model has {model.max_positions} positions"
+            raise ApiError(400, message, param="input", code="context_length_exceeded")
+    if sum(map(len, inputs)) > _MOST_TOKENS:
+        message = f"input has {sum(map(len, inputs))} tokens: expected at most {_MOST_TOKENS} in one request"
+        raise ApiError(400, message, param="input")
+    return inputs
+
+
+def _written(vector: Sequence[float], encoding: str) -> Any:
+    """``base64``: of float32, little-endian."""
+    return vector if encoding == "float" else base64.b64encode(np.array(vector, "<f4").tobytes()).decode()

@@ -1,0 +1,89 @@
+"""The paths under ``/v1``."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from functools import partial
+from typing import Any
+
+from fastapi import APIRouter, Depends, Request, Response
+from fastapi.responses import JSONResponse
+
+from swarm_client.gateway.http import Answer, Gateway, as_json, event, read_body
+from swarm_client.gateway.models import not_found
+from swarm_client.gateway.openai_api.conversation import call_reader
+from swarm_client.gateway.openai_api.embeddings import embeddings
+from swarm_client.gateway.openai_api.formats import ChatFormat, CompletionFormat, TokenTexts, usage
+from swarm_client.gateway.openai_api.generating import Delta, Work
+from swarm_client.gateway.openai_api.requests import ChatRequest, CompletionRequest, EmbeddingRequest, parse
+from swarm_client.gateway.openai_api.sampling import requests_of
+
+_DONE = b"data: [DONE]\n\n"
+
+
+def openai_router(gateway: Gateway) -> APIRouter:
+    router = APIRouter(prefix="/v1")
+
+    async def answer(kind: type[ChatRequest] | type[CompletionRequest], request: Request, key: str) -> Response:
+        began_s = time.perf_counter()
+        gateway.rate.count(key)
+        asked: ChatRequest | CompletionRequest = parse(kind, await read_body(request))
+        return Answer(_generated(gateway, asked, key, began_s), is_stream=asked.stream)
+
+    @router.post("/chat/completions")
+    async def chat(request: Request, key: str = Depends(gateway.admit)) -> Response:
+        return await answer(ChatRequest, request, key)
+
+    @router.post("/completions")
+    async def complete(request: Request, key: str = Depends(gateway.admit)) -> Response:
+        return await answer(CompletionRequest, request, key)
+
+    @router.post("/embeddings")
+    async def embed(request: Request, key: str = Depends(gateway.admit)) -> Response:
+        gateway.rate.count(key)
+        asked = parse(EmbeddingRequest, await read_body(request))
+        return Answer(embeddings(gateway, asked, key), is_stream=False)
+
+    def described(name: str) -> dict[str, Any]:
+        return {"id": name, "object": "model", "created": gateway.created, "owned_by": "swarm"}
+
+    @router.get("/models", dependencies=[Depends(gateway.admit)])
+    async def list_models() -> Response:
+        data = [described(name) for name in await gateway.models.names()]
+        return JSONResponse({"object": "list", "data": data})
+
+    @router.get("/models/{name:path}", dependencies=[Depends(gateway.admit)])
+    async def show_model(name: str) -> Response:
+        if name not in await gateway.models.names():
+            raise not_found(name)
+        return JSONResponse(described(name) | {"chat_template": await gateway.models.has_template(name)})
+
+    return router
+
+
+async def _generated(
+    gateway: Gateway, asked: ChatRequest | CompletionRequest, key: str, began_s: float
+) -> AsyncGenerator[bytes, None]:
+    model = await gateway.models.get(asked.model)
+    requests = await asyncio.to_thread(requests_of, asked, model)
+    num_prompt = sum(len(each.prompt) for each in requests[:: asked.n])
+    texts = None if asked.num_logprobs is None else TokenTexts(model.tokenizer)
+    form = (ChatFormat if isinstance(asked, ChatRequest) else CompletionFormat)(model.name, texts)
+    new_call_reader = partial(call_reader, asked, model) if isinstance(asked, ChatRequest) else lambda: None
+    new_call_reader()  # refuses what it does not know before a place is taken
+    places = gateway.queue.join(key, len(requests))
+    work = Work(model, requests, asked.stop, places, gateway.metrics, began_s, new_call_reader)
+    gateway.metrics.prompt_tokens.inc(num_prompt)
+    async with aclosing(work.items()) as items:
+        if not asked.stream:
+            found = [item async for item in items if isinstance(item, Delta)]
+            yield as_json(form.whole(found, len(requests), usage(num_prompt, work.num_generated)))
+            return
+        async for item in items:
+            yield event(form.chunk(item))
+    if asked.wants_usage:
+        yield event(form.last_chunk(usage(num_prompt, work.num_generated)))
+    yield _DONE

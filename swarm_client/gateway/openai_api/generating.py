@@ -1,0 +1,183 @@
+"""The generations of one request: their turns, their text, and their end when nobody listens any more."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+from swarm_client.batching.request import FinishReason, Request, Servers, Token
+from swarm_client.batching.streaming import stream
+from swarm_client.core.events import Event
+from swarm_client.gateway.admission import Place
+from swarm_client.gateway.http import end_tasks
+from swarm_client.gateway.metrics import Metrics, TokenTimes
+from swarm_client.gateway.models import ServedModel
+from swarm_client.gateway.openai_api.tools import CallReader, ToolCall
+from swarm_client.generation.text_stream import StopStrings, TextStream
+
+Finish = FinishReason | Literal["tool_calls"]
+
+
+@dataclass(frozen=True)
+class SaidToken:
+    """``offset``: where its text begins in the text of the choice."""
+
+    token: Token
+    offset: int
+
+
+@dataclass(frozen=True)
+class Delta:
+    """What has come of one choice; ``finish`` is None as long as there is more."""
+
+    choice: int
+    text: str
+    tokens: tuple[SaidToken, ...] = ()  # if logprobs were asked for
+    finish: Finish | None = None
+    calls: tuple[ToolCall, ...] = ()
+
+
+@dataclass(frozen=True)
+class Happened:
+    """To the servers of one choice; only if that was asked for."""
+
+    choice: int
+    what: Servers | Event
+
+
+Item: TypeAlias = Delta | Happened
+
+
+class _Writer:
+    """Makes deltas of the tokens of one choice."""
+
+    def __init__(
+        self, choice: int, model: ServedModel, request: Request, stop: Sequence[str], calls: CallReader | None
+    ) -> None:
+        self._choice, self._calls = choice, calls
+        # Some of what tells a call is special tokens.
+        self._text = TextStream(model.tokenizer, request.prompt, with_special=calls is not None)
+        self._stops = StopStrings(stop)
+        self._ends = _end_tokens(request)
+        self._with_tokens = request.num_logprobs is not None
+        self._num_decoded = self._num_sent = 0  # characters
+        self._held: list[SaidToken] = []
+        self._has_called = False
+
+    def put(self, token: Token) -> Delta | None:
+        if token.id in self._ends:  # the end itself is no text
+            return None
+        if self._with_tokens:
+            self._held.append(SaidToken(token, self._num_decoded))
+        text = self._passed(self._text.put(token.id))
+        return self._delta(text, "stop" if self._stops.found else None)
+
+    def end(self, reason: FinishReason) -> Delta | None:
+        text = self._passed(self._text.end())
+        if self._stops.found:
+            return self._delta(text, "stop")
+        return self._delta(text + self._stops.end(), reason)
+
+    def _passed(self, text: str) -> str:
+        self._num_decoded += len(text)
+        return self._stops.put(text)
+
+    def _delta(self, text: str, reason: FinishReason | None) -> Delta | None:
+        """With the tokens that begin in the text; at an end without a stop string, also those that have no text."""
+        found: list[ToolCall] = []
+        if self._calls is not None:
+            text, found = self._calls.put(text)
+            if reason is not None:
+                rest, more = self._calls.end()
+                text, found = text + rest, found + more
+            if found and not self._calls.several:
+                found, reason = found[:1], "stop"
+        if not text and not found and reason is None:
+            return None
+        self._has_called |= bool(found)
+        finish: Finish | None = "tool_calls" if reason == "stop" and self._has_called else reason
+        self._num_sent += len(text)
+        is_whole = finish is not None and not self._stops.found
+        said = [token for token in self._held if is_whole or token.offset < self._num_sent]
+        self._held = self._held[len(said) :]
+        return Delta(self._choice, text, tuple(said), finish, tuple(found))
+
+
+def _end_tokens(request: Request) -> frozenset[int]:
+    ends = request.config.eos_token_id
+    return frozenset(ends if isinstance(ends, list) else [] if ends is None else [ends])
+
+
+@dataclass
+class Work:
+    """One request's generations, each with its place in the queue.
+
+    Attributes:
+        began_s: when the request came, by ``time.perf_counter``.
+        new_call_reader: for each of them.
+        num_generated: tokens so far, of all of them.
+    """
+
+    model: ServedModel
+    requests: Sequence[Request]
+    stop: Sequence[str]
+    places: Sequence[Place]
+    metrics: Metrics
+    began_s: float
+    new_call_reader: Callable[[], CallReader | None] = lambda: None
+    num_generated: int = 0
+
+    async def items(self) -> AsyncGenerator[Item, None]:
+        """Of all choices, as they come. Who stops reading closes the iterator, which ends all generations.
+
+        Raises:
+            ValueError: see ``Batcher.submit``.
+            SwarmError: see ``swarm_protocol.errors``.
+        """
+        queue: asyncio.Queue[Item | BaseException | None] = asyncio.Queue()
+        tasks = [asyncio.create_task(self._write(choice, queue)) for choice in range(len(self.requests))]
+        try:
+            num_ended = 0
+            while num_ended < len(tasks):
+                item = await queue.get()
+                if isinstance(item, BaseException):
+                    raise item
+                if item is not None:
+                    yield item
+                num_ended += item is None
+        finally:
+            await end_tasks(tasks)
+            for place in self.places:
+                place.leave()
+
+    async def _write(self, choice: int, queue: asyncio.Queue[Item | BaseException | None]) -> None:
+        try:
+            async with self.places[choice]:
+                await self._generate(choice, queue)
+        except Exception as error:
+            queue.put_nowait(error)
+        else:
+            queue.put_nowait(None)
+
+    async def _generate(self, choice: int, queue: asyncio.Queue[Item | BaseException | None]) -> None:
+        request = self.requests[choice]
+        writer = _Writer(choice, self.model, request, self.stop, self.new_call_reader())
+        times = TokenTimes(self.metrics, self.began_s)
+        async with aclosing(stream(self.model.batcher, request)) as items:
+            async for item in items:
+                if isinstance(item, Token):
+                    self.num_generated += 1
+                    times.token()
+                    delta = writer.put(item)
+                elif isinstance(item, str):
+                    delta = writer.end(item)
+                else:
+                    queue.put_nowait(Happened(choice, item))
+                    continue
+                if delta is not None:
+                    queue.put_nowait(delta)
+                    if delta.finish is not None:
+                        return

@@ -1,0 +1,130 @@
+"""From the fields of a request to what the generation loop is asked for."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+
+import torch
+from transformers import GenerationConfig, LogitsProcessor
+
+from swarm_client.batching.request import Request
+from swarm_client.gateway.admission import ApiError
+from swarm_client.gateway.models import ServedModel
+from swarm_client.gateway.openai_api.conversation import conversation_text, grammar_of
+from swarm_client.gateway.openai_api.requests import ChatRequest, CompletionRequest
+from swarm_client.generation.templates import first_tokens
+
+ANSWER_TOKENS = 1024  # of /v1/chat/completions if nothing was said, or as many as there are positions
+COMPLETION_TOKENS = 16  # of /v1/completions, as OpenAI has it
+
+
+def prompts_of(asked: ChatRequest | CompletionRequest, model: ServedModel) -> list[list[int]]:
+    """Token ids. Raises ApiError if there are none of them, or ids that are none of the model."""
+    if isinstance(asked, ChatRequest):
+        prompts = [first_tokens(model.tokenizer, conversation_text(asked, model.tokenizer))]
+    else:
+        prompts = [
+            list(model.tokenizer(prompt).input_ids) if isinstance(prompt, str) else prompt for prompt in asked.prompt
+        ]
+    for prompt in prompts:
+        if not prompt:
+            raise ApiError(400, "the prompt has no tokens: expected some text", param="prompt")
+        if any(not 0 <= token < model.vocab_size for token in prompt):
+            raise ApiError(400, f"the model's token ids are below {model.vocab_size}", param="prompt")
+    return prompts
+
+
+def requests_of(asked: ChatRequest | CompletionRequest, model: ServedModel) -> list[Request]:
+    """Of each prompt as many as ``n`` says. Raises ApiError if the model cannot do what is asked for."""
+    bias = {int(token): value for token, value in asked.logit_bias.items()}
+    if any(token >= model.vocab_size for token in bias):
+        raise ApiError(400, f"the model's token ids are below {model.vocab_size}", param="logit_bias")
+    grammar = grammar_of(asked, model) if isinstance(asked, ChatRequest) else None
+    requests: list[Request] = []
+    for prompt in prompts_of(asked, model):
+        config = generation_config(asked, model.generation_config)
+        config.max_new_tokens = _num_tokens(asked, model, len(prompt))
+        processors: list[LogitsProcessor] = []
+        if asked.presence_penalty or asked.frequency_penalty:
+            processors.append(Penalties(len(prompt), asked.presence_penalty, asked.frequency_penalty))
+        if bias:
+            processors.append(LogitBias(bias))
+        if grammar is not None:
+            config.eos_token_id = list(grammar.end_ids)
+        token_ids = tuple(prompt)
+        requests += [
+            Request(
+                prompt=token_ids,
+                config=config,
+                seed=asked.seed_of(len(requests) + choice),
+                processors=(*processors, *([] if grammar is None else [grammar.processor(len(prompt))])),
+                num_logprobs=asked.num_logprobs,
+                with_servers=asked.wants_servers,
+            )
+            for choice in range(asked.n)
+        ]
+    return requests
+
+
+def _num_tokens(asked: ChatRequest | CompletionRequest, model: ServedModel, num_prompt: int) -> int:
+    default = ANSWER_TOKENS if isinstance(asked, ChatRequest) else COMPLETION_TOKENS
+    if model.max_positions is None:
+        return asked.most_tokens or default
+    left = model.max_positions - num_prompt
+    if left < (asked.most_tokens or 1):
+        wanted = f", and {asked.most_tokens} more are asked for" if asked.most_tokens else ""
+        raise ApiError(
+            400,
+            f"the model has {model.max_positions} positions: the prompt has {num_prompt} tokens{wanted}",
+            param="messages" if isinstance(asked, ChatRequest) else "prompt",
+            code="context_length_exceeded",
+        )
+    return asked.most_tokens or min(default, left)
+
+
+def generation_config(asked: ChatRequest | CompletionRequest, own: GenerationConfig) -> GenerationConfig:
+    """``own`` with what the request says; where neither says anything, all tokens are sampled as likely as they are.
+
+    A temperature of 0 takes the likeliest token. So does a request without one if ``own`` says not to sample.
+    """
+    config = copy.deepcopy(own)
+    if asked.repetition_penalty is not None:
+        config.repetition_penalty = asked.repetition_penalty
+    config.do_sample = asked.temperature != 0 and not (asked.temperature is None and own.do_sample is False)
+    if not config.do_sample:
+        config.temperature = config.top_p = config.top_k = config.min_p = None
+        return config
+    config.temperature = _first(asked.temperature, own.temperature, 1.0)
+    config.top_p = _first(asked.top_p, own.top_p, 1.0)
+    config.top_k = int(_first(asked.top_k, own.top_k, 0))
+    config.min_p = asked.min_p if asked.min_p is not None else own.min_p
+    return config
+
+
+def _first(*values: float | None) -> float:
+    return next(value for value in values if value is not None)
+
+
+class Penalties(LogitsProcessor):
+    """OpenAI's: the logit of a token that was generated ``c`` times becomes ``logit - c * frequency - presence``."""
+
+    def __init__(self, num_prompt: int, presence: float, frequency: float) -> None:
+        self._num_prompt, self._presence, self._frequency = num_prompt, presence, frequency
+
+    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
+        generated = input_ids[:, self._num_prompt :]
+        counts = torch.zeros_like(scores).scatter_add_(1, generated, torch.ones_like(generated, dtype=scores.dtype))
+        return scores - counts * self._frequency - (counts > 0) * self._presence  # type: ignore[return-value]
+
+
+class LogitBias(LogitsProcessor):
+    """Adds to the logits of some token ids."""
+
+    def __init__(self, bias: Mapping[int, float]) -> None:
+        self._ids, self._values = torch.tensor(list(bias)), torch.tensor(list(bias.values()))
+
+    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
+        scores = scores.clone()  # type: ignore[assignment]
+        scores[:, self._ids.to(scores.device)] += self._values.to(scores)
+        return scores

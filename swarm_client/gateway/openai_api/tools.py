@@ -1,0 +1,180 @@
+"""Calls of tools: how families of models write them, and how they are found in what is written."""
+
+from __future__ import annotations
+
+import json
+import uuid
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+from transformers.utils.chat_parsing import ResponseParser
+
+from swarm_client.gateway.grammars.compiler import GrammarCompiler
+
+_JSON = {"content": "json", "content_args": {"allow_non_json": True}}
+
+
+@dataclass(frozen=True)
+class CallFormat:
+    """How a family of models writes calls.
+
+    Attributes:
+        marker: what only its chat templates contain.
+        region: of an answer, in which a call is, as a field of a ``response_template`` of ``transformers``.
+        begin, end: around all calls.
+        name, arguments, after: around the name and the arguments of each call.
+        between: two calls; None: there can be one only.
+    """
+
+    marker: str
+    region: Mapping[str, Any]
+    name: Sequence[str]
+    arguments: Sequence[str]
+    after: Sequence[str]
+    begin: Sequence[str] = ()
+    end: Sequence[str] = ()
+    between: Sequence[str] | None = None
+
+
+FORMATS = (
+    CallFormat(  # Llama 3.1 to 3.3
+        marker='"parameters": dictionary of argument name',
+        region={"open_pattern": r"(?:\A|<\|python_tag\|>)\s*(?=\{\s*\"name\")", **_JSON},
+        name=['{"name": "'],
+        arguments=['", "parameters": '],
+        after=["}"],
+    ),
+    CallFormat(  # Mistral since 2025
+        marker="[ARGS]",
+        region={"open": "[TOOL_CALLS]", **_JSON},
+        name=["[TOOL_CALLS]"],
+        arguments=["[ARGS]"],
+        after=[],
+        between=[],
+    ),
+    CallFormat(  # Mistral before that
+        marker="[TOOL_CALLS]",
+        region={"open": "[TOOL_CALLS]", **_JSON},
+        begin=["[TOOL_CALLS]", "["],
+        name=['{"name": "'],
+        arguments=['", "arguments": '],
+        after=["}"],
+        between=[", "],
+        end=["]"],
+    ),
+    CallFormat(  # Hermes, Qwen 2 to 3
+        marker='"arguments": <args-json-object>}\\n</tool_call>',
+        region={"open_pattern": r"\s*<tool_call>", "close": "</tool_call>", **_JSON},
+        name=["<tool_call>", '\n{"name": "'],
+        arguments=['", "arguments": '],
+        after=["}\n", "</tool_call>"],
+        between=["\n"],
+    ),
+)
+
+
+def format_of(template: str) -> CallFormat | None:
+    """As the chat template has it; None: it is not known."""
+    plain = template.replace('\\"', '"')
+    return next((known for known in FORMATS if known.marker in plain), None)
+
+
+def region_of(tokenizer: PreTrainedTokenizerBase) -> Mapping[str, Any] | None:
+    """Where calls are in an answer, as the tokenizer says it, or else its chat template; None: neither does."""
+    own = getattr(tokenizer, "response_template", None)
+    if isinstance(own, Mapping) and "tool_calls" in own.get("fields", {}):
+        region: Mapping[str, Any] = own["fields"]["tool_calls"]
+        return region
+    known = format_of(str(tokenizer.chat_template or ""))
+    return None if known is None else known.region
+
+
+def calls_grammar(
+    written: CallFormat, arguments: Mapping[str, str], *, several: bool, compiler: GrammarCompiler
+) -> str:
+    """In Lark's syntax: at least one call.
+
+    arguments: the name of a rule, by name of the tool.
+    """
+
+    def literals(parts: Sequence[str]) -> str:
+        return " ".join(compiler.literal(part) for part in parts)
+
+    more = "" if written.between is None or not several else f"({literals(written.between)} call)*"
+    tools = " | ".join(f"{json.dumps(name)} {literals(written.arguments)} {rule}" for name, rule in arguments.items())
+    rules = [
+        f"start: {literals(written.begin)} call {more} {literals(written.end)}",
+        f"call: {literals(written.name)} ({tools}) {literals(written.after)}",
+    ]
+    return "\n".join(rules)
+
+
+@dataclass(frozen=True)
+class ToolCall:
+    """``arguments``: JSON, as text. ``id``: letters and digits, as some chat templates want them."""
+
+    name: str
+    arguments: str
+    id: str = field(default_factory=lambda: uuid.uuid4().hex[:9])
+
+
+class CallReader:
+    """Separates calls from the rest of an answer, as it comes. What is no call of a known tool stays text."""
+
+    def __init__(self, region: Mapping[str, Any], names: Collection[str], *, several: bool = True) -> None:
+        """``names``: of the tools; ``several``: an answer may have more than one call."""
+        self.several = several
+        text = {"content": "text", "content_args": {"strip": False}}
+        fields = {"tool_calls": {**region, "repeats": True, "optional": True}, "content": text}
+        self._parser: ResponseParser | None = ResponseParser({"start_anchor": "\0", "fields": fields}, prefix="")
+        self._names = names
+        self._unread = ""  # text that has been given out neither as text nor in a call
+
+    def put(self, text: str) -> tuple[str, list[ToolCall]]:
+        """What has become certain: text, and calls."""
+        said = ""
+        calls: list[ToolCall] = []
+        for position, character in enumerate(text):  # so that a call ends where it ends, and not behind it
+            if self._parser is None:
+                return said + text[position:], calls
+            self._unread += character
+            more, found = self._read(self._parser, character)
+            said, calls = said + more, calls + found
+        return said, calls
+
+    def end(self) -> tuple[str, list[ToolCall]]:
+        return ("", []) if self._parser is None else self._read(self._parser, None)
+
+    def _read(self, parser: ResponseParser, text: str | None) -> tuple[str, list[ToolCall]]:
+        """``text``: None at the end."""
+        said = ""
+        calls: list[ToolCall] = []
+        try:
+            for event in parser.finalize()[1] if text is None else parser.feed(text):
+                if event["type"] == "region_chunk" and event["field"] == "content":
+                    said += event["text"]
+                    self._unread = self._unread[len(event["text"]) :]
+                elif event["type"] == "region_close" and event["field"] == "tool_calls":
+                    calls += self._calls(event["value"])
+                    self._unread = ""
+        except (ValueError, KeyError):  # this is no call, and all that follows is text
+            self._parser, said = None, said + self._unread
+        return said, calls
+
+    def _calls(self, value: Any) -> list[ToolCall]:
+        """Those that a region contains. Raises ValueError if something in it is none."""
+        calls = []
+        if isinstance(value, str):  # NAME[ARGS]{…}[TOOL_CALLS]NAME[ARGS]{…}
+            pairs = [part.partition("[ARGS]") for part in value.split("[TOOL_CALLS]")]
+            value = [{"name": name.strip(), "arguments": json.loads(arguments)} for name, _, arguments in pairs]
+        for item in value if isinstance(value, list) else [value]:
+            function = item.get("function", item) if isinstance(item, dict) else None
+            if not isinstance(function, dict) or function.get("name") not in self._names:
+                raise ValueError("no call of a tool")
+            arguments = function.get("arguments", function.get("parameters", {}))
+            if not isinstance(arguments, dict):
+                raise ValueError("arguments are no object")
+            calls.append(ToolCall(function["name"], json.dumps(arguments, ensure_ascii=False)))
+        return calls

@@ -1,0 +1,1 @@
+"""The pages that ``swarm serve`` has for browsers: files, and no build step."""

@@ -1,0 +1,99 @@
+// A conversation: a tree of messages, of which one way from the root is shown. Knows neither the page nor the network.
+//
+// A node is {id, parent, role, text, children, shown}: `children` are ids, `shown` the index of the one on the way.
+// An answer also has `status` (writing, done, stopped, failed, cut) and what `answering.js` finds out about it.
+
+export const ROOT = "root";
+
+/** `like`: a conversation whose model, mode and sampling it has. */
+export function newConversation(like = null) {
+  return {
+    id: crypto.randomUUID?.() ?? randomId(),
+    title: null,
+    created: Date.now(),
+    updated: Date.now(),
+    model: like?.model ?? null,
+    mode: like?.mode ?? null, // "chat" or "complete"; null: as the model can
+    system: "",
+    sampling: { ...like?.sampling },
+    nodes: { [ROOT]: { id: ROOT, parent: null, children: [], shown: 0 } },
+  };
+}
+
+/** What `crypto.randomUUID` gives, which is there only over HTTPS and on this machine. */
+function randomId() {
+  return [...crypto.getRandomValues(new Uint8Array(16))].map((byte) => byte.toString(16).padStart(2, "0")).join("");
+}
+
+/** The nodes that are shown, first message first. */
+export function shownNodes(conversation) {
+  const found = [];
+  for (let node = conversation.nodes[ROOT]; node.children.length; ) {
+    node = conversation.nodes[node.children[node.shown]];
+    found.push(node);
+  }
+  return found;
+}
+
+/** The nodes from the first message to this one. */
+export function wayTo(conversation, node) {
+  const found = [];
+  for (let at = node; at.id !== ROOT; at = conversation.nodes[at.parent]) found.unshift(at);
+  return found;
+}
+
+export function lastNode(conversation) {
+  return shownNodes(conversation).at(-1) ?? conversation.nodes[ROOT];
+}
+
+/** Whether an answer is under way: nothing else is asked, and no other version shown, until it has ended. */
+export function isWriting(conversation) {
+  return lastNode(conversation).status === "writing";
+}
+
+/** A new message after `parent`, which is shown from now on. */
+export function append(conversation, parent, role, text) {
+  const node = { id: randomId(), parent: parent.id, role, text, children: [], shown: 0 };
+  conversation.nodes[node.id] = node;
+  parent.shown = parent.children.push(node.id) - 1;
+  if (conversation.title === null && role === "user") conversation.title = titleOf(text);
+  return node;
+}
+
+/** Removes a message and all that came after it. */
+export function drop(conversation, node) {
+  const parent = conversation.nodes[node.parent];
+  for (const child of node.children) drop(conversation, conversation.nodes[child]);
+  parent.children = parent.children.filter((id) => id !== node.id);
+  parent.shown = Math.max(0, Math.min(parent.shown, parent.children.length - 1));
+  delete conversation.nodes[node.id];
+}
+
+function titleOf(text) {
+  const line = text.trim().split("\n")[0].trim();
+  return line.length > 60 ? `${line.slice(0, 59)}…` : line || "Untitled";
+}
+
+/** What the API's `messages` are for an answer after `parent`. Turns alternate, which some templates insist on. */
+export function messagesFor(conversation, parent) {
+  const turns = [];
+  for (const { role, text } of wayTo(conversation, parent)) {
+    if (!text) continue; // an answer that failed at once
+    if (turns.at(-1)?.role === role) turns.at(-1).content += (role === "user" ? "\n\n" : "") + text;
+    else turns.push({ role, content: text });
+  }
+  return conversation.system.trim() ? [{ role: "system", content: conversation.system }, ...turns] : turns;
+}
+
+/** What the API's `prompt` is: all text until now. */
+export function promptFor(conversation, parent) {
+  return wayTo(conversation, parent)
+    .map((node) => node.text)
+    .join("");
+}
+
+/** An answer that was under way when the page was closed is not under way any more. */
+export function reopened(conversation) {
+  for (const node of Object.values(conversation.nodes)) if (node.status === "writing") node.status = "cut";
+  return conversation;
+}

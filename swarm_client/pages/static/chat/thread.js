@@ -1,0 +1,179 @@
+// The messages of a conversation, each with what can be done with it.
+
+import { el, iconButton } from "../base.js";
+import { isWriting, shownNodes } from "./conversation.js";
+import { editInPlace } from "./editing.js";
+import { copyButton, showMarkdown } from "./markdown.js";
+import { ServerLine } from "./servers.js";
+
+const CUT = "The page was closed while this was written.";
+
+/** `act`: what the page does for a message: edit(node, text), retry(node), turn(node, by), unless it `isRunning`. */
+export class Thread {
+  element = el("div", { class: "thread" });
+  #act;
+  #views = new Map(); // by the id of the message
+
+  constructor(act) {
+    this.#act = act;
+  }
+
+  show(conversation) {
+    const nodes = shownNodes(conversation);
+    const views = nodes.map((node) => this.#viewOf(node));
+    views.forEach((view, index) => view.show(nodes[index], conversation));
+    const elements = views.map((view) => view.element);
+    if (elements.length !== this.element.children.length || elements.some((each, index) => each !== this.element.children[index]))
+      this.element.replaceChildren(...elements);
+  }
+
+  /** Opens the editor of the last message of the user. */
+  editLast(conversation) {
+    const node = shownNodes(conversation).findLast((each) => each.role === "user");
+    if (node) this.#viewOf(node).edit();
+  }
+
+  #viewOf(node) {
+    const Kind = node.role === "user" ? UserMessage : Answer;
+    if (!this.#views.has(node.id)) this.#views.set(node.id, new Kind(node, this.#act));
+    return this.#views.get(node.id);
+  }
+}
+
+/** Which of several versions is shown, and the way to the others; nothing if there is only one. */
+export class Versions {
+  #back;
+  #on;
+  #number = el("span", {});
+  #node = null;
+
+  constructor(act) {
+    this.#back = iconButton("left", "Previous version", () => act.turn(this.#node, -1));
+    this.#on = iconButton("right", "Next version", () => act.turn(this.#node, 1));
+    this.element = el("span", { class: "versions", role: "group", "aria-label": "Versions" }, this.#back, this.#number, this.#on);
+  }
+
+  show(node, conversation) {
+    this.#node = node;
+    const all = conversation.nodes[node.parent].children;
+    const at = all.indexOf(node.id);
+    this.element.hidden = all.length < 2;
+    this.#number.textContent = `${at + 1}/${all.length}`;
+    this.#back.disabled = at === 0 || isWriting(conversation);
+    this.#on.disabled = at === all.length - 1 || isWriting(conversation);
+  }
+}
+
+class UserMessage {
+  #node;
+  #act;
+  #text = el("div", { class: "bubble" });
+  #versions;
+  #editButton = iconButton("edit", "Edit", () => this.edit());
+  #actions;
+
+  constructor(node, act) {
+    this.#node = node;
+    this.#act = act;
+    this.#versions = new Versions(act);
+    this.#actions = el("div", { class: "actions" }, this.#versions.element, copyButton("Copy message", () => this.#node.text), this.#editButton);
+    this.element = el("article", { class: "message user", "aria-label": "You" }, this.#text, this.#actions);
+  }
+
+  show(node, conversation) {
+    if (this.#text.textContent !== node.text) this.#text.textContent = node.text;
+    this.#editButton.disabled = isWriting(conversation);
+    this.#versions.show(node, conversation);
+  }
+
+  edit() {
+    this.#actions.hidden = true;
+    editInPlace(this.#text, this.#node.text, {
+      label: "Edit your message",
+      hint: "What came after stays in the version before.",
+      button: "Send",
+      sendsOnEnter: true,
+      isValid: (text) => text.trim() !== "" && !this.#act.isRunning,
+      submit: (text) => this.#act.edit(this.#node, text),
+      close: () => {
+        this.#actions.hidden = false;
+        this.#editButton.focus();
+      },
+    });
+  }
+}
+
+class Answer {
+  #body = el("div", { class: "markdown" });
+  #shown = null; // the text that the body shows
+  #end = new Ending();
+  #servers;
+  #versions;
+  #retryButton;
+  #node;
+
+  constructor(node, act) {
+    this.#node = node;
+    this.#servers = new ServerLine(node.id);
+    this.#versions = new Versions(act);
+    this.#end.onRetry = () => act.retry(this.#node);
+    this.#retryButton = iconButton("retry", "Retry", () => act.retry(this.#node));
+    this.actions = el(
+      "div",
+      { class: "actions" },
+      this.#versions.element,
+      copyButton("Copy answer", () => this.#node.text),
+      this.#retryButton,
+    );
+    this.element = el("article", { class: "message answer", "aria-label": "Answer" }, this.#body, this.#end.element, this.#servers.element, this.actions);
+  }
+
+  show(node, conversation) {
+    if (this.#shown !== node.text) {
+      this.#shown = node.text;
+      showMarkdown(this.#body, node.text);
+    }
+    const isUnfinished = node.status === "writing";
+    this.element.classList.toggle("writing", isUnfinished);
+    this.element.setAttribute("aria-busy", String(isUnfinished));
+    this.#retryButton.disabled = isWriting(conversation);
+    this.#end.show(node, isWriting(conversation));
+    this.#servers.show(node);
+    this.#versions.show(node, conversation);
+    this.actions.hidden = isUnfinished;
+  }
+}
+
+/** How an answer has ended, if it did not end as it should; with a way to ask again. */
+export class Ending {
+  element = el("div", { class: "ending", hidden: true });
+  onRetry = () => {};
+  #shown = null;
+  #retry = el("button", { type: "button", class: "button", onclick: () => this.onRetry() }, "Retry");
+
+  show(node, isWriting) {
+    const [kind, text] = this.#of(node);
+    this.#retry.disabled = isWriting;
+    if (this.#shown === text) return;
+    this.#shown = text;
+    this.element.hidden = !text;
+    this.element.className = `ending ${kind}`;
+    if (kind === "failed") this.element.setAttribute("role", "alert");
+    else this.element.removeAttribute("role");
+    this.element.replaceChildren(...(text ? [el("span", {}, text), ...(kind === "length" ? [] : [this.#retry])] : []));
+  }
+
+  #of(node) {
+    if (node.status === "failed") return ["failed", errorText(node.error)];
+    if (node.status === "cut") return ["cut", CUT];
+    if (node.status === "stopped") return ["cut", "Stopped."];
+    if (node.status === "done" && !node.text) return ["cut", "The model has ended without a word."];
+    return ["", null];
+  }
+}
+
+function errorText({ message, status, retryAfterS }) {
+  const what = { 0: "No connection", 401: "A key is needed", 429: "Too much at once", 503: "The swarm cannot answer" }[status];
+  const when = retryAfterS ? ` It may be asked again in ${retryAfterS} s.` : "";
+  return `${what ?? "The request was refused"}: ${message}${/[.!?]$/.test(message) ? "" : "."}${when}`;
+}

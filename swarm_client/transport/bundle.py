@@ -1,0 +1,96 @@
+"""One stream to a server for the small steps of all sessions that share it, and for the answers to them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Protocol
+
+from swarm_client.transport.grpc_calls import Stream
+from swarm_protocol.errors import SwarmError
+from swarm_protocol.pb import swarm_pb2 as pb
+from swarm_protocol.wire.bundling import Outbox
+from swarm_protocol.wire.session_keys import new_session_key
+
+
+class Bundled(Protocol):
+    """A session's part that has joined."""
+
+    session_key: bytes
+
+    def bundled_reply(self, reply: pb.SessionReply) -> None:
+        """The server has answered."""
+
+    def bundle_lost(self, error: SwarmError) -> None:
+        """The stream is gone, and with it perhaps an answer."""
+
+
+class StepBundle:
+    """Attributes:
+    key: by which sessions are opened that the server is to answer here.
+    ended: nothing can be sent any more.
+    """
+
+    def __init__(self, stream: Stream[pb.StepBundle, pb.ReplyBundle]) -> None:
+        self.key = new_session_key()
+        self.ended = False
+        self._stream = stream
+        self._members: dict[bytes, Bundled] = {}
+        self._outbox = Outbox[pb.KeyedStep](lambda steps: stream.write(pb.StepBundle(steps=steps)))
+        self._on_end: Callable[[], None] = lambda: None
+        self._running: asyncio.Task[None] | None = None
+
+    @classmethod
+    async def open(
+        cls, stream: Stream[pb.StepBundle, pb.ReplyBundle], timeout_s: float, on_end: Callable[[], None]
+    ) -> StepBundle:
+        """``on_end`` is called as soon as it is of no use any more.
+
+        Raises SwarmError if the server does not open it, TimeoutError if it says nothing.
+        """
+        bundle = cls(stream)
+        try:
+            async with asyncio.timeout(timeout_s):
+                await stream.write(pb.StepBundle(key=bundle.key))
+                await stream.read()
+        except BaseException:
+            stream.cancel()
+            raise
+        bundle._on_end = on_end
+        bundle._running = asyncio.ensure_future(bundle._run())
+        return bundle
+
+    def join(self, member: Bundled) -> None:
+        self._members[member.session_key] = member
+
+    def leave(self, member: Bundled) -> None:
+        self._members.pop(member.session_key, None)
+
+    def post(self, member: Bundled, step: pb.Step) -> None:
+        """Sends a step together with those of other members that are posted before the event loop goes on."""
+        self._outbox.put(pb.KeyedStep(session_key=member.session_key, step=step))
+
+    async def _run(self) -> None:
+        tasks = [asyncio.ensure_future(work) for work in (self._outbox.send_all(), self._read())]
+        error: SwarmError = self._stream.ended_error()
+        try:
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            self.ended = True
+            self._on_end()
+            self._stream.cancel()
+            for task in tasks:
+                task.cancel()
+            for result in await asyncio.gather(*tasks, return_exceptions=True):
+                error = result if isinstance(result, SwarmError) else error
+            members, self._members = self._members, {}
+            for member in members.values():
+                member.bundle_lost(error)
+
+    async def _read(self) -> None:
+        while True:
+            message = await self._stream.read()
+            for entry in message.replies:
+                member = self._members.get(entry.session_key)
+                if member is not None:
+                    member.bundled_reply(entry.reply)

@@ -1,0 +1,38 @@
+"""Experts that live on servers: a mixture of experts whose gate is trained by the client (Learning@home)."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from swarm_experts.core.config import MixtureConfig, ServerConfig
+    from swarm_experts.mixture.client import ExpertClient
+    from swarm_experts.mixture.mixture import RemoteMixtureOfExperts
+    from swarm_experts.server.expert_server import ExpertServer
+    from swarm_experts.server.registry import register_expert
+
+__all__ = [
+    "ExpertClient",
+    "ExpertServer",
+    "MixtureConfig",
+    "RemoteMixtureOfExperts",
+    "ServerConfig",
+    "register_expert",
+]
+
+_MODULES = {
+    "ExpertClient": "mixture.client",
+    "ExpertServer": "server.expert_server",
+    "MixtureConfig": "core.config",
+    "RemoteMixtureOfExperts": "mixture.mixture",
+    "ServerConfig": "core.config",
+    "register_expert": "server.registry",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Loads classes at their first use: decisions of this package need neither torch nor grpc."""
+    if name in _MODULES:
+        return getattr(import_module(f"swarm_experts.{_MODULES[name]}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

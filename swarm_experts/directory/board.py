@@ -1,0 +1,150 @@
+"""Where experts are announced and found: a key of the DHT for each prefix, under which each server has its record.
+
+A server has one record under a key, however many of its experts stand there, and a key has room for 256 servers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Protocol
+
+from swarm_experts.core.access import Access
+from swarm_experts.core.cells import Prefix, check_grid, check_name, expert_name
+from swarm_experts.directory.records import Holder, read_record, record_of
+from swarm_protocol.dht import node as dht_node
+from swarm_protocol.dht import shards
+from swarm_protocol.dht.bootstrap import start_joined
+from swarm_protocol.dht.node import Listening
+from swarm_protocol.dht.notices.revocations import Revocations
+from swarm_protocol.dht.stored_records import BoundedStorage, owner_of, subkey_of
+from swarm_protocol.errors import PeerUnavailable
+from swarm_protocol.net.hivemind_parts import DHTNode, get_dht_time
+
+_TIMEOUT_S = 10.0
+_JOIN_TIMEOUT_S = 30.0
+Holders = dict[int, list[Holder]]  # by the coordinate that follows a prefix, sorted by peer id
+_logger = logging.getLogger(__name__)
+
+
+class Board(Protocol):
+    async def read(self, prefixes: Iterable[Prefix]) -> dict[Prefix, Holders]:
+        """What follows each prefix. Raises PeerUnavailable if that cannot be found out."""
+
+    async def publish(self, own: Holder, following: Mapping[Prefix, Iterable[int]], lifetime_s: float) -> bool:
+        """Of a server; returns whether all is stored."""
+
+
+class DhtNodeOfExperts:
+    """A DHT node inside this process; its libp2p daemon leaves with the process."""
+
+    def __init__(self, node: DHTNode, access: Access) -> None:
+        node.protocol.storage.__class__ = BoundedStorage
+        node.protocol.storage.capacity = shards.CAPACITY
+        node.protocol.storage.access = access.control
+        node.protocol.record_validator.takes_revocations = access.control is not None
+        self.node = node
+        self.access = access
+
+    @classmethod
+    async def join(cls, initial_peers: Sequence[str], access: Access, listening: Listening) -> DhtNodeOfExperts:
+        """Joins through ``initial_peers``, or starts a new DHT if there are none.
+
+        Raises:
+            NoSwarm: no initial peer answered.
+            ValueError: one of them is no multiaddr with a peer id.
+        """
+        return cls(await start_joined(access.identity, listening, initial_peers, _JOIN_TIMEOUT_S), access)
+
+    async def addresses(self) -> list[str]:
+        """Multiaddrs under which others can join through this node."""
+        return [str(address) for address in await self.node.p2p.get_visible_maddrs()]
+
+    @property
+    def is_alive(self) -> bool:
+        return dht_node.is_alive(self.node)
+
+    async def close(self) -> None:
+        await dht_node.stop(self.node)
+
+
+class DhtBoard:
+    """That of one mixture."""
+
+    def __init__(self, dht: DhtNodeOfExperts, name: str, grid: Sequence[int], hidden: int) -> None:
+        """Raises ValueError if the name or the grid is none."""
+        self._name = check_name(name)
+        self._grid = check_grid(grid)
+        self._hidden = hidden
+        self._dht = dht
+        self._expiration = 0.0
+        control = dht.access.control
+        self.revocations = None if control is None else Revocations(dht.node, name, control)
+
+    async def read(self, prefixes: Iterable[Prefix]) -> dict[Prefix, Holders]:
+        keys = {self._key(prefix): prefix for prefix in prefixes}
+        read: dict[Prefix, Holders] = {}
+        for key, records in (await self._read(list(keys))).items():
+            holders = read.setdefault(keys[key], {})
+            for holder, following in self._valid(records, self._grid[len(keys[key])]):
+                for at in following:
+                    holders.setdefault(at, []).append(holder)
+            for each in holders.values():
+                each.sort()
+        return read
+
+    async def keepers(self) -> list[Holder]:
+        """Servers that keep replicas of experts, sorted by peer id. Raises PeerUnavailable if the DHT does not say."""
+        (records,) = (await self._read([self._keepers_key])).values()
+        return sorted(holder for holder, _ in self._valid(records, size=0))
+
+    async def publish(self, own: Holder, following: Mapping[Prefix, Iterable[int]], lifetime_s: float) -> bool:
+        return await self._publish(own, {self._key(prefix): after for prefix, after in following.items()}, lifetime_s)
+
+    async def publish_keeper(self, own: Holder, lifetime_s: float) -> bool:
+        """Of a server that keeps replicas; returns whether it is stored."""
+        return await self._publish(own, {self._keepers_key: ()}, lifetime_s)
+
+    async def _publish(self, own: Holder, following: Mapping[str, Iterable[int]], lifetime_s: float) -> bool:
+        """Under each key the record with those coordinates."""
+        self._expiration = max(get_dht_time() + lifetime_s, self._expiration + 0.001)
+        keys = list(following)
+        values = [record_of(own, self._hidden, after, self._dht.access.token) for after in following.values()]
+        subkeys = [subkey_of(self._dht.access.identity)] * len(keys)
+        try:
+            async with asyncio.timeout(_TIMEOUT_S):
+                stored = await self._dht.node.store_many(keys, values, self._expiration, subkeys=subkeys)
+        except TimeoutError:  # they are published again before long
+            return False
+        return all(stored.values())
+
+    async def _read(self, keys: list[str]) -> dict[str, list[tuple[object, object]]]:
+        """What stands under each key, with its subkey; nobody has read it."""
+        try:
+            async with asyncio.timeout(_TIMEOUT_S):
+                if self.revocations is not None:
+                    await self.revocations.read()
+                found = await self._dht.node.get_many(keys, sufficient_expiration_time=math.inf)
+        except TimeoutError:
+            raise PeerUnavailable("the DHT has not answered in time where experts are") from None
+        values = {key: found.get(key) for key in keys}
+        return {
+            key: list(each.value.items()) if each is not None and isinstance(each.value, dict) else []
+            for key, each in values.items()
+        }
+
+    @property
+    def _keepers_key(self) -> str:
+        return f"swarm.experts.v1/{self._name}/keepers"
+
+    def _key(self, prefix: Prefix) -> str:
+        return f"swarm.experts.v1/{expert_name(self._name, prefix)}"
+
+    def _valid(self, items: Iterable[tuple[object, object]], size: int) -> Iterator[tuple[Holder, frozenset[int]]]:
+        for subkey, item in items:
+            try:
+                yield read_record(owner_of(subkey), item.value, self._hidden, size, self._dht.access.control)  # type: ignore[attr-defined]
+            except ValueError as error:  # from a stranger
+                _logger.debug("a record in the DHT is ignored: %s", error)

@@ -1,0 +1,1 @@
+"""The layer in the model of a user: the gate, and what it asks of experts."""

@@ -1,0 +1,211 @@
+"""Finds the experts of each row, asks them, and waits for those that answer in time."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from swarm_experts.core.cells import Cell
+from swarm_experts.core.config import MixtureConfig, max_rows
+from swarm_experts.directory.directory import Directory
+from swarm_experts.directory.records import Holder
+from swarm_experts.net.calls import ExpertCalls
+from swarm_experts.search.beam import Floats, Found, Ints, Mask, beam_search
+from swarm_protocol.errors import AccessDenied, BadReply, PeerBusy, PeerUnavailable, SwarmError
+
+_ATTEMPTS = 3  # of a row that too few experts have answered
+
+
+@dataclass(frozen=True, eq=False)
+class Call:
+    """What one expert is asked in one message: the row of the batch, and its place among that row's experts."""
+
+    cell: Cell
+    holder: Holder
+    rows: torch.Tensor  # [m], int64
+    slots: torch.Tensor  # [m], int64
+
+
+@dataclass(frozen=True, eq=False)
+class Answers:
+    """Of one forward pass.
+
+    Attributes:
+        cells: [rows, k, dimensions], best first; -1 where there are fewer than k.
+        answered: [rows, k]: in time.
+        outputs: [rows, k, hidden]; 0 where there is no answer.
+        calls: those that were answered, and that backward makes again.
+        living: for each dimension, which coordinates may have living experts.
+    """
+
+    cells: torch.Tensor
+    answered: torch.Tensor
+    outputs: torch.Tensor
+    calls: list[Call]
+    living: list[torch.Tensor]
+
+
+class Dispatcher:
+    """Used on one event loop. Tensors are on the CPU, in fp32."""
+
+    def __init__(
+        self, name: str, hidden: int, k: int, directory: Directory, calls: ExpertCalls, config: MixtureConfig
+    ) -> None:
+        self._name = name
+        self._max_rows = max_rows(hidden)
+        self._k = k
+        self._directory = directory
+        self._calls = calls
+        self._config = config
+
+    async def forward(self, rows: torch.Tensor, scores: Sequence[Floats]) -> Answers:
+        """Asks the k best living experts of each row, and others if fewer than ``k_min`` have answered.
+
+        Args:
+            rows: [rows, hidden].
+            scores: for each dimension, [rows, size].
+
+        Raises:
+            PeerUnavailable: in spite of that, fewer than ``k_min`` have answered for some row.
+            AccessDenied: because the swarm is private, and this client no member.
+        """
+        shape = len(rows), self._k
+        cells = np.full((*shape, len(scores)), -1, np.int64)
+        outputs, answered = torch.zeros(*shape, rows.shape[1]), torch.zeros(shape, dtype=torch.bool)
+        holders: dict[Cell, Holder] = {}
+        living: list[Mask] = []
+        problem: SwarmError | None = None
+        todo = np.arange(len(rows))
+        for _ in range(_ATTEMPTS):
+            found = await self._search([own[todo] for own in scores])
+            living = living or found.living
+            cells[todo], outputs[todo], answered[todo] = found.cells, 0.0, False
+            is_todo = np.zeros(len(rows), bool)
+            is_todo[todo] = True
+            asked = self._planned(cells, is_todo[:, None] & (cells[:, :, 0] >= 0), self._directory.holder)
+            results = await self._ask(
+                asked,
+                lambda call: self._calls.forward(call.holder, self._name, call.cell, rows[call.rows]),
+                self._config.timeout_s,
+            )
+            for call, result in zip(asked, results, strict=True):
+                if isinstance(result, torch.Tensor):
+                    outputs[call.rows, call.slots] = result
+                    answered[call.rows, call.slots] = True
+                    holders[call.cell] = call.holder
+                else:
+                    problem = result
+            todo = np.flatnonzero(answered.sum(1).numpy() < self._config.k_min)
+            if not len(todo):
+                break
+            self._directory.forget()
+        if len(todo):
+            raise problem if isinstance(problem, AccessDenied) else self._too_few(len(todo), len(rows), problem)
+        calls = self._planned(cells, answered.numpy(), holders.get)
+        return Answers(torch.from_numpy(cells), answered, outputs, calls, [torch.from_numpy(mask) for mask in living])
+
+    async def backward(self, rows: torch.Tensor, grad_outputs: torch.Tensor, calls: Sequence[Call]) -> torch.Tensor:
+        """The gradient of the rows. An expert that does not answer in time contributes nothing.
+
+        Args:
+            rows: those of forward.
+            grad_outputs: [rows, k, hidden].
+            calls: those that ``forward`` has returned.
+
+        Raises:
+            PeerUnavailable: not one expert has answered.
+            AccessDenied: because this client is no member with the role of a trainer.
+        """
+        results = await self._ask(
+            calls,
+            lambda call: self._calls.backward(
+                call.holder, self._name, call.cell, rows[call.rows], grad_outputs[call.rows, call.slots]
+            ),
+            self._config.backward_timeout_s,
+        )
+        grad = torch.zeros_like(rows)
+        for call, result in zip(calls, results, strict=True):
+            if isinstance(result, torch.Tensor):
+                grad.index_add_(0, call.rows, result)
+        problems = [result for result in results if not isinstance(result, torch.Tensor)]
+        if problems and len(problems) == len(results):
+            if isinstance(problems[-1], AccessDenied):
+                raise problems[-1]
+            raise PeerUnavailable(f"no expert of {self._name} has answered the backward pass: {problems[-1]}")
+        return grad
+
+    async def close(self) -> None:
+        self._directory.close()
+
+    async def _search(self, scores: Sequence[Floats]) -> Found:
+        search = beam_search(scores, self._k, max(self._config.beam, self._k))
+        try:
+            wanted = next(search)
+            while True:
+                wanted = search.send(await self._directory.following(wanted))
+        except StopIteration as end:
+            found: Found = end.value
+            return found
+
+    def _planned(self, cells: Ints, wanted: Mask, holder_of: Callable[[Cell], Holder | None]) -> list[Call]:
+        """The calls for these places of ``cells``, [rows, k]; those of one expert together, as far as they fit."""
+        rows, slots = np.nonzero(wanted)
+        if not len(rows):
+            return []
+        named, numbers = np.unique(cells[rows, slots], axis=0, return_inverse=True)
+        order = np.argsort(numbers.reshape(-1), kind="stable")
+        ends = np.cumsum(np.bincount(numbers.reshape(-1), minlength=len(named)))
+        calls = []
+        for coordinates, places in zip(named.tolist(), np.split(order, ends[:-1]), strict=True):
+            cell = tuple(coordinates)
+            holder = holder_of(cell)
+            if holder is None:  # the directory has read anew since the search
+                continue
+            for part in torch.from_numpy(places).split(self._max_rows):
+                calls.append(Call(cell, holder, torch.from_numpy(rows)[part], torch.from_numpy(slots)[part]))
+        return calls
+
+    async def _ask(
+        self,
+        calls: Sequence[Call],
+        ask: Callable[[Call], Coroutine[Any, Any, torch.Tensor]],
+        timeout_s: float,
+    ) -> list[torch.Tensor | SwarmError]:
+        """What each has answered in time, or why not. Who has failed is left out of the next searches."""
+        tasks = [asyncio.ensure_future(ask(call)) for call in calls]
+        try:
+            if tasks:
+                await asyncio.wait(tasks, timeout=timeout_s)
+            results = [_outcome(task, timeout_s) for task in tasks]
+        finally:
+            for task in tasks:
+                task.cancel()
+        served = {call.holder for call, result in zip(calls, results, strict=True) if isinstance(result, torch.Tensor)}
+        for call, result in zip(calls, results, strict=True):
+            if isinstance(result, torch.Tensor):
+                self._directory.answered(call.holder, call.cell)
+            elif isinstance(result, PeerUnavailable | BadReply) and call.holder not in served:
+                self._directory.failed(call.holder)
+            elif not isinstance(result, PeerBusy):
+                self._directory.failed(call.holder, call.cell)
+        return results
+
+    def _too_few(self, num_rows: int, of: int, problem: SwarmError | None) -> PeerUnavailable:
+        why = "none that could be asked is known" if problem is None else f"the last one failed: {problem}"
+        return PeerUnavailable(
+            f"{num_rows} of {of} rows have answers of fewer than {self._config.k_min} experts of {self._name}: {why}"
+        )
+
+
+def _outcome(task: asyncio.Task[torch.Tensor], timeout_s: float) -> torch.Tensor | SwarmError:
+    if not task.done():
+        return PeerUnavailable(f"the expert has not answered within {timeout_s:g} s")
+    error = task.exception()
+    if isinstance(error, SwarmError):
+        return error
+    return task.result()  # raises what is a mistake of ours

@@ -1,0 +1,43 @@
+"""The gate's arithmetic: scores of cells, weights of those that answered, and how evenly experts are used."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+_NOTHING = -1e30  # a score that softmax makes 0, without the NaN that infinity gives in a row of nothing else
+
+
+def scores_of(cells: torch.Tensor, scores: Sequence[torch.Tensor]) -> torch.Tensor:
+    """[rows, k]: the sum of each cell's scores.
+
+    Args:
+        cells: [rows, k, dimensions]; -1 counts as 0, whatever that means.
+        scores: for each dimension, [rows, size].
+    """
+    coordinates = cells.clamp(min=0)
+    return torch.stack([own.gather(1, coordinates[:, :, level]) for level, own in enumerate(scores)]).sum(0)
+
+
+def weights_of(chosen: torch.Tensor, answered: torch.Tensor) -> torch.Tensor:
+    """[rows, k]: softmax over the experts that have answered, so that weights add up to 1 without the others."""
+    return chosen.masked_fill(~answered, _NOTHING).softmax(1) * answered
+
+
+def balance_loss(
+    scores: Sequence[torch.Tensor], cells: torch.Tensor, answered: torch.Tensor, living: Sequence[torch.Tensor]
+) -> torch.Tensor:
+    """The auxiliary loss of Switch Transformers (Fedus et al., 2021, equation 4), for each dimension, then their mean.
+
+    n · Σ f_i · p_i over the n coordinates with living experts: f_i is the share of answers that came from experts at
+    coordinate i, p_i the mean probability that this dimension's gate gives it. It is 1 if all are used alike.
+    """
+    losses = []
+    for level, (own, alive) in enumerate(zip(scores, living, strict=True)):
+        alive = alive.to(own.device)
+        probabilities = own.masked_fill(~alive, _NOTHING).softmax(1).mean(0)
+        used = cells[:, :, level][answered]
+        shares = torch.bincount(used, minlength=len(alive)).to(own.dtype) / max(1, len(used))
+        losses.append(alive.sum() * (shares * probabilities).sum())
+    return torch.stack(losses).mean()

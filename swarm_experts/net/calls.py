@@ -1,0 +1,85 @@
+"""Calls of experts over gRPC. Each server is known by the TLS certificate that its signed record promises."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+
+from swarm_experts.core.cells import Cell
+from swarm_experts.core.config import MAX_CALL_BYTES
+from swarm_experts.directory.records import Holder
+from swarm_experts.pb import experts_pb2 as pb
+from swarm_experts.pb.experts_pb2_grpc import ExpertsStub
+from swarm_protocol.errors import BadReply, NotFinite, RequestRejected
+from swarm_protocol.net.tls import ClientCredentials
+from swarm_protocol.pb import swarm_pb2
+from swarm_protocol.rpc.channels import PinnedChannels, translated
+from swarm_protocol.wire.codec import decode, encode
+
+
+class ExpertCalls(Protocol):
+    """Tensors are [rows, hidden] fp32 on the CPU. Both raise SwarmError; who waits no longer cancels them."""
+
+    async def forward(self, holder: Holder, name: str, cell: Cell, inputs: torch.Tensor) -> torch.Tensor:
+        """The expert's outputs."""
+
+    async def backward(
+        self, holder: Holder, name: str, cell: Cell, inputs: torch.Tensor, grad_outputs: torch.Tensor
+    ) -> torch.Tensor:
+        """The gradient of the inputs; the expert takes a step."""
+
+    async def close(self) -> None: ...
+
+
+class GrpcCalls:
+    """Channels are kept open. Used on one event loop."""
+
+    def __init__(self, credentials: ClientCredentials) -> None:
+        self._channels = PinnedChannels(credentials)
+
+    async def forward(self, holder: Holder, name: str, cell: Cell, inputs: torch.Tensor) -> torch.Tensor:
+        reply = await self.send_forward(holder, pb.ForwardRequest(name=name, cell=cell, inputs=encode(inputs)[0]))
+        return _checked(reply.outputs, inputs, holder)
+
+    async def backward(
+        self, holder: Holder, name: str, cell: Cell, inputs: torch.Tensor, grad_outputs: torch.Tensor
+    ) -> torch.Tensor:
+        stub = await self._stub(holder)
+        request = pb.BackwardRequest(
+            name=name, cell=cell, inputs=encode(inputs)[0], grad_outputs=encode(grad_outputs)[0]
+        )
+        with translated(holder.peer_id):
+            reply = await stub.Backward(request)
+        return _checked(reply.grad_inputs, inputs, holder)
+
+    async def send_forward(self, holder: Holder, request: pb.ForwardRequest) -> pb.ForwardReply:
+        """The answer as it comes; nobody has checked it."""
+        stub = await self._stub(holder)
+        with translated(holder.peer_id):
+            reply: pb.ForwardReply = await stub.Forward(request)
+            return reply
+
+    async def close(self) -> None:
+        await self._channels.close()
+
+    async def _stub(self, holder: Holder) -> ExpertsStub:
+        channel = await self._channels.to(holder.address, holder.tls_fingerprint, holder.peer_id)
+        return ExpertsStub(channel)  # type: ignore[no-untyped-call]
+
+
+def _checked(wire: swarm_pb2.Tensor, inputs: torch.Tensor, holder: Holder) -> torch.Tensor:
+    """What has come, if it is like the inputs. Raises BadReply otherwise."""
+    try:
+        tensor = decode(wire, MAX_CALL_BYTES)
+    except RequestRejected as error:
+        raise BadReply(f"an expert's answer cannot be read: {error}", holder.peer_id) from None
+    if tensor.shape != inputs.shape or tensor.dtype != inputs.dtype:
+        raise BadReply(
+            f"an expert has answered {list(tensor.shape)} of {tensor.dtype}: expected {list(inputs.shape)} of "
+            f"{inputs.dtype}",
+            holder.peer_id,
+        )
+    if not bool(torch.isfinite(tensor).all()):
+        raise NotFinite("an expert's answer is not finite (it contains NaN or infinity)", holder.peer_id)
+    return tensor

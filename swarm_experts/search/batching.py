@@ -1,0 +1,57 @@
+"""Whose turn it is to be computed: requests of one expert wait for each other for a short time."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
+
+K = TypeVar("K", bound=Hashable)
+T = TypeVar("T")
+
+
+@dataclass
+class _Waiting(Generic[T]):
+    items: deque[tuple[T, int, float]] = field(default_factory=deque)  # with its rows and when it came, in seconds
+    rows: int = 0
+
+
+class BatchQueue(Generic[K, T]):
+    """Items that wait, by key. Those of one key are computed together.
+
+    A batch is due when its oldest item has waited for ``window_s``, or it is full.
+    """
+
+    def __init__(self, window_s: float, max_rows: int) -> None:
+        self._window_s = window_s
+        self._max_rows = max_rows
+        self._waiting: dict[K, _Waiting[T]] = {}
+
+    def add(self, key: K, item: T, rows: int, now: float) -> None:
+        waiting = self._waiting.setdefault(key, _Waiting())
+        waiting.items.append((item, rows, now))
+        waiting.rows += rows
+
+    def due_in_s(self, now: float) -> float | None:
+        """When the next batch is due; 0: now. None: nothing waits."""
+        return min((max(0.0, self._due_at(waiting) - now) for waiting in self._waiting.values()), default=None)
+
+    def take(self) -> tuple[K, list[T]]:
+        """The batch that is due first, which may not be empty: at least one item, and no more rows than fit."""
+        key = min(self._waiting, key=lambda each: self._due_at(self._waiting[each]))
+        waiting = self._waiting[key]
+        items: list[T] = []
+        taken = 0
+        while waiting.items and (not items or taken + waiting.items[0][1] <= self._max_rows):
+            item, rows, _ = waiting.items.popleft()
+            items.append(item)
+            taken += rows
+        waiting.rows -= taken
+        if not waiting.items:
+            del self._waiting[key]
+        return key, items
+
+    def _due_at(self, waiting: _Waiting[T]) -> float:
+        came = waiting.items[0][2]
+        return came if waiting.rows >= self._max_rows else came + self._window_s

@@ -1,0 +1,103 @@
+"""Which living experts score best for each row: beam search over prefixes of the grid (Learning@home, section 3.2).
+
+The score of a cell is the sum of its coordinates' scores, one gate for each dimension (product keys: Lample et al.,
+2019). So the search goes through the dimensions, and keeps the prefixes with the best sums so far. It asks which
+coordinates follow a prefix; whoever reads the DHT answers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+Floats = npt.NDArray[np.float64]
+Ints = npt.NDArray[np.int64]
+Mask = npt.NDArray[np.bool_]
+Prefix = tuple[int, ...]
+Following = Mapping[Prefix, Iterable[int]]
+_NO_CELL = -1
+
+
+@dataclass(frozen=True)
+class Found:
+    """The best cells of each row, best first.
+
+    Attributes:
+        cells: [rows, k, dimensions]; -1 where there are fewer.
+        living: for each dimension, which coordinates may have living experts: [size]; those that nobody asked for may.
+    """
+
+    cells: Ints
+    living: list[Mask]
+
+
+def beam_search(scores: Sequence[Floats], k: int, beam: int) -> Generator[frozenset[Prefix], Following, Found]:
+    """Yields prefixes, wants to be sent what follows each, and returns the best cells.
+
+    Exact if ``beam`` is at least the number of prefixes of each length; or at least k, and no cell is empty. Of the
+    first dimension, prefixes without experts do not count in the beam.
+
+    Args:
+        scores: for each dimension, [rows, size]; finite.
+    """
+    sizes = [own.shape[1] for own in scores]
+    living = [np.ones(sizes[0], bool), *(np.zeros(size, bool) for size in sizes[1:])]
+    following: dict[Prefix, Mask] = {}
+    # [rows, beam]: prefixes, each as the number that its coordinates make, row by row of the grid; and their sums
+    prefixes, sums = np.zeros((len(scores[0]), 1), np.int64), np.zeros((len(scores[0]), 1))
+    start = 0
+    if len(scores) > 1:  # what follows the empty prefix is not stored: the best first coordinates are tried
+        start = 1
+        while True:
+            prefixes, sums = _top(np.where(living[0], scores[0], -np.inf), beam)
+            wanted = {_coordinates(int(at), sizes[:1]) for at in np.unique(prefixes[sums > -np.inf])}
+            wanted -= following.keys()
+            if not wanted:
+                break
+            _note(following, (yield frozenset(wanted)), wanted, sizes[1])
+            for prefix in wanted:
+                living[0][prefix[0]] = following[prefix].any()
+    for level in range(start, len(scores)):
+        used, numbers = np.unique(prefixes, return_inverse=True)
+        keys = [_coordinates(int(number), sizes[:level]) for number in used]
+        wanted = {_coordinates(int(number), sizes[:level]) for number in np.unique(prefixes[sums > -np.inf])}
+        wanted -= following.keys()
+        if wanted:
+            _note(following, (yield frozenset(wanted)), wanted, sizes[level])
+        nothing = np.zeros(sizes[level], bool)
+        masks = np.array([following.get(key, nothing) for key in keys], bool).reshape(len(keys), sizes[level])
+        living[level] = np.asarray(masks.any(0), bool)
+        of_each = masks[numbers.reshape(prefixes.shape)]  # [rows, beam, size]
+        extended = np.where(of_each, sums[:, :, None] + scores[level][:, None, :], -np.inf)
+        best, sums = _top(
+            extended.reshape(len(prefixes), prefixes.shape[1] * sizes[level]), k if level == len(scores) - 1 else beam
+        )
+        before = np.take_along_axis(prefixes, best // sizes[level], axis=1)
+        prefixes = before * sizes[level] + best % sizes[level]
+    cells = np.full((len(prefixes), k, len(sizes)), _NO_CELL, np.int64)
+    found = np.stack(np.unravel_index(prefixes, sizes), axis=2)
+    cells[:, : found.shape[1]] = np.where(sums[:, :, None] > -np.inf, found, _NO_CELL)
+    return Found(cells, living)
+
+
+def _coordinates(number: int, sizes: Sequence[int]) -> Prefix:
+    return tuple(int(at) for at in np.unravel_index(number, sizes)) if sizes else ()
+
+
+def _top(values: Floats, count: int) -> tuple[Ints, Floats]:
+    """Where the greatest of each row are, and what they are, greatest first: [rows, up to count]."""
+    count = min(count, values.shape[1])
+    some = np.argpartition(-values, count - 1, axis=1)[:, :count]
+    order = np.argsort(-np.take_along_axis(values, some, axis=1), axis=1, kind="stable")
+    best = np.take_along_axis(some, order, axis=1)
+    return best, np.take_along_axis(values, best, axis=1)
+
+
+def _note(following: dict[Prefix, Mask], answer: Following, wanted: Iterable[Prefix], size: int) -> None:
+    for prefix in wanted:
+        mask = np.zeros(size, bool)
+        mask[[at for at in answer.get(prefix, ()) if 0 <= at < size]] = True
+        following[prefix] = mask

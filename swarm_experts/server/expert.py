@@ -1,0 +1,117 @@
+"""One expert: a module, and the optimizer that trains it a little with every backward pass."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from swarm_protocol.errors import RequestRejected
+
+_MODULE, _OPTIMIZER, _STEPS = "module.", "optimizer.", "num_steps"
+_ADAM = {"step", "exp_avg", "exp_avg_sq"}
+_STATE_FACTOR = 4  # bytes of all its state for each of its parameters; Adam takes three times as many
+_SPARE_BYTES = 1 << 20
+
+
+class Expert:
+    """Used by one thread at a time.
+
+    Attributes:
+        num_steps: backward batches it has been trained with, those before it was loaded included: its version.
+    """
+
+    def __init__(self, module: nn.Module, learning_rate: float, max_grad_norm: float) -> None:
+        self.module = module
+        self.num_steps = 0
+        self._parameters = [each for each in module.parameters() if each.requires_grad]
+        self._optimizer = torch.optim.Adam(self._parameters, lr=learning_rate) if self._parameters else None
+        self._max_grad_norm = max_grad_norm
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        """Raises RequestRejected if the outputs are not finite."""
+        with torch.inference_mode():
+            return _finite(self.module(inputs), "outputs")
+
+    def backward(self, inputs: torch.Tensor, grad_outputs: torch.Tensor) -> torch.Tensor:
+        """The gradient of the inputs with the weights of now; then takes a step.
+
+        Raises:
+            RequestRejected: gradients are not finite; no step is taken.
+        """
+        inputs = inputs.clone().requires_grad_()
+        with torch.enable_grad():
+            outputs = self.module(inputs)
+        try:
+            outputs.backward(grad_outputs)
+            assert inputs.grad is not None
+            grad = _finite(inputs.grad, "gradients")
+            norm = nn.utils.clip_grad_norm_(self._parameters, self._max_grad_norm)
+            _finite(norm, "gradients")
+            if self._optimizer is not None:
+                self._optimizer.step()
+                self.num_steps += 1
+        finally:
+            self.module.zero_grad(set_to_none=True)
+        return grad
+
+    @property
+    def most_bytes(self) -> int:
+        """Of its state, encoded."""
+        return _SPARE_BYTES + _STATE_FACTOR * sum(int(each.nbytes) for each in self.module.state_dict().values())
+
+    def versioned_state(self) -> tuple[int, dict[str, torch.Tensor]]:
+        """``num_steps``, and ``state`` at that moment."""
+        return self.num_steps, self.state()
+
+    def state(self) -> dict[str, torch.Tensor]:
+        """Copies of all that it is, by name."""
+        tensors = {_STEPS: torch.tensor(self.num_steps)}
+        tensors |= {f"{_MODULE}{name}": tensor for name, tensor in self.module.state_dict().items()}
+        if self._optimizer is not None:
+            for number, state in self._optimizer.state_dict()["state"].items():
+                tensors |= {f"{_OPTIMIZER}{number}.{name}": tensor for name, tensor in state.items()}
+        return {name: tensor.detach().clone().contiguous() for name, tensor in tensors.items()}
+
+    def load(self, tensors: dict[str, torch.Tensor], num_steps: int | None = None) -> None:
+        """What ``state`` has given; that of an older file has no ``num_steps``.
+
+        Raises:
+            ValueError: they are those of another kind of expert, not after ``num_steps``, or not finite; nothing is
+                changed.
+        """
+        rest = dict(tensors)
+        steps = rest.pop(_STEPS, torch.tensor(0))
+        if steps.shape != () or steps.dtype != torch.int64 or num_steps not in (None, int(steps)) or steps < 0:
+            raise ValueError(f"its number of steps is wrong: expected {'a count' if num_steps is None else num_steps}")
+        if not all(bool(torch.isfinite(tensor).all()) for tensor in rest.values()):
+            raise ValueError("it is not finite (it contains NaN or infinity)")
+        own = {name: rest.pop(f"{_MODULE}{name}", None) for name in self.module.state_dict()}
+        expected = {name: (tensor.shape, tensor.dtype) for name, tensor in self.module.state_dict().items()}
+        if {name: (t.shape, t.dtype) for name, t in own.items() if t is not None} != expected:
+            raise ValueError("it is another kind of expert, or of another size")
+        states = self._optimizer_state(rest)
+        self.module.load_state_dict(own)
+        if self._optimizer is not None:
+            whole = self._optimizer.state_dict()
+            self._optimizer.load_state_dict({**whole, "state": states})
+        self.num_steps = int(steps)
+
+    def _optimizer_state(self, tensors: dict[str, torch.Tensor]) -> dict[int, dict[str, torch.Tensor]]:
+        """Adam's, by the number of the parameter. Raises ValueError if it is not that of these parameters."""
+        states: dict[int, dict[str, torch.Tensor]] = {}
+        for name, tensor in tensors.items():
+            number, _, field = name.removeprefix(_OPTIMIZER).partition(".")
+            is_known = name.startswith(_OPTIMIZER) and number.isdecimal() and int(number) < len(self._parameters)
+            shape = self._parameters[int(number)].shape if is_known and field != "step" else torch.Size()
+            if not is_known or field not in _ADAM or tensor.shape != shape or (field != "exp_avg" and tensor.min() < 0):
+                raise ValueError("the state of its optimizer is that of another kind of expert")
+            states.setdefault(int(number), {})[field] = tensor
+        if any(state.keys() != _ADAM for state in states.values()):
+            raise ValueError("the state of its optimizer is not whole")
+        return states
+
+
+def _finite(tensor: torch.Tensor, what: str) -> torch.Tensor:
+    if not bool(torch.isfinite(tensor).all()):
+        raise RequestRejected(f"{what} of the expert are not finite: expected smaller inputs and gradients")
+    return tensor

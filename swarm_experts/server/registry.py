@@ -1,0 +1,50 @@
+"""Kinds of experts, by name: feed-forward layers, and what users register."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+Factory = Callable[[int], nn.Module]
+_INNER = 4  # times the hidden size
+
+
+def feedforward(hidden: int) -> nn.Module:
+    """As in a transformer: a norm, and two linear layers with GELU between them, four times as wide inside."""
+    inner = _INNER * hidden
+    return nn.Sequential(nn.LayerNorm(hidden), nn.Linear(hidden, inner), nn.GELU(), nn.Linear(inner, hidden))
+
+
+_FACTORIES: dict[str, Factory] = {"feedforward": feedforward, "linear": lambda hidden: nn.Linear(hidden, hidden)}
+
+
+def register_expert(kind: str, factory: Factory) -> None:
+    """Makes a kind of expert known to servers of this process.
+
+    ``factory`` is given the hidden size, and returns a module that maps [rows, hidden] to [rows, hidden], each row by
+    itself: servers put the rows of several clients together. So no batch normalisation, and nothing between positions.
+
+    Raises:
+        ValueError: the name is taken.
+    """
+    if kind in _FACTORIES:
+        raise ValueError(f"experts of kind {kind!r} are known already: expected another name")
+    _FACTORIES[kind] = factory
+
+
+def kinds() -> list[str]:
+    return sorted(_FACTORIES)
+
+
+def build(kind: str, hidden: int) -> nn.Module:
+    """Raises ValueError if there is no such kind, or what its factory makes does not map rows to rows."""
+    if kind not in _FACTORIES:
+        raise ValueError(f"experts of kind {kind!r} are not known: expected one of {', '.join(kinds())}")
+    module = _FACTORIES[kind](hidden)
+    with torch.no_grad():
+        outputs = module(torch.zeros(2, hidden))
+    if not isinstance(outputs, torch.Tensor) or outputs.shape != (2, hidden) or outputs.dtype != torch.float32:
+        raise ValueError(f"experts of kind {kind!r} do not map float32 rows of {hidden} to such rows")
+    return module

@@ -1,0 +1,66 @@
+"""Experts on disk: a file in the safetensors format for each, named after its cell."""
+
+from __future__ import annotations
+
+import os
+import re
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from swarm_experts.core.cells import Cell, expert_name
+
+_SUFFIX = ".safetensors"
+
+
+@dataclass(frozen=True)
+class ExpertFiles:
+    """Those of one mixture in a directory; others there are left alone."""
+
+    directory: Path
+    name: str
+
+    def cells(self) -> list[Cell]:
+        """Of the experts that are there, in order.
+
+        Raises:
+            ValueError: the directory cannot be made or read.
+        """
+        try:
+            self.directory.mkdir(parents=True, exist_ok=True)
+            names = [path.name for path in self.directory.iterdir()]
+        except OSError as error:
+            raise ValueError(f"cannot keep experts in {self.directory}: {error.strerror}") from None
+        pattern = re.compile(rf"{re.escape(self.name)}((?:\.\d{{1,4}})+){re.escape(_SUFFIX)}")
+        found = filter(None, map(pattern.fullmatch, names))
+        return sorted(tuple(map(int, match[1].split(".")[1:])) for match in found)
+
+    def write(self, cell: Cell, state: dict[str, torch.Tensor]) -> None:
+        """Replaces what was there, all or nothing. Raises OSError if it cannot."""
+        path = self._path(cell)
+        partial = path.with_suffix(".part")
+        try:
+            save_file(state, partial, metadata={"expert": expert_name(self.name, cell)})
+        except SafetensorError as error:
+            raise OSError(str(error)) from None
+        os.replace(partial, path)
+
+    def read(self, cell: Cell) -> dict[str, torch.Tensor]:
+        """Raises ValueError if the file is damaged."""
+        try:
+            with safe_open(self._path(cell), "pt") as file:
+                return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  (it is no mapping)
+        except (SafetensorError, OSError) as error:
+            raise ValueError(f"cannot read {self._path(cell)}: {error}") from None
+
+    def move(self, cell: Cell, to: Cell) -> None:
+        """Raises OSError if it cannot; that nothing is there yet does not matter."""
+        with suppress(FileNotFoundError):
+            os.replace(self._path(cell), self._path(to))
+
+    def _path(self, cell: Cell) -> Path:
+        return self.directory / f"{expert_name(self.name, cell)}{_SUFFIX}"

@@ -1,0 +1,79 @@
+"""What a process says on stderr: lines of text for people, or an object of JSON in each line for programs."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import sys
+from datetime import UTC, datetime
+from types import TracebackType
+from typing import Any
+
+LEVELS, FORMATS = ("debug", "info", "warning", "error"), ("text", "json")
+_QUIET = ("httpx", "huggingface_hub", "asyncio", "grpc", "bitsandbytes")
+_FIELDS = "fields"  # of a record: what a program would otherwise have to read out of the message
+_logger = logging.getLogger("swarm")
+
+
+class JsonLines(logging.Formatter):
+    """``time`` (RFC 3339, UTC), ``level``, ``logger``, ``message``, fields of events, ``exception`` if any."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        time = datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds")
+        line: dict[str, Any] = {
+            "time": time.replace("+00:00", "Z"),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        line |= getattr(record, _FIELDS, {})
+        if record.exc_info:
+            line["exception"] = self.formatException(record.exc_info)
+        return json.dumps(line, ensure_ascii=False, default=str)
+
+
+def start_logging(args: argparse.Namespace, text: logging.Formatter | None = None) -> None:
+    """As ``--log-level`` and ``--log-format`` say; libraries of others speak up only if something is wrong.
+
+    Args:
+        text: of lines for people; by default the message alone.
+    """
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(JsonLines() if args.log_format == "json" else text or logging.Formatter("%(message)s"))
+    logging.basicConfig(level=args.log_level.upper(), handlers=[handler])
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    for name in _QUIET:
+        logging.getLogger(name).setLevel(logging.ERROR)
+    if not shows_progress():
+        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # read when huggingface_hub is imported
+    if args.log_format == "json":
+        logging.captureWarnings(True)
+        sys.excepthook = _log_uncaught
+
+
+def writes_json() -> bool:
+    return any(isinstance(handler.formatter, JsonLines) for handler in logging.root.handlers)
+
+
+def shows_progress() -> bool:
+    """Whether somebody looks at stderr who may be shown bars."""
+    return sys.stderr.isatty() and not writes_json()
+
+
+def log_event(logger: logging.Logger, message: str, **fields: Any) -> None:
+    """A message whose parts programs get as fields."""
+    logger.info("%s", message, extra={_FIELDS: fields})
+
+
+def say_error(error: BaseException) -> None:
+    """What ends a command, in one line."""
+    if writes_json():
+        _logger.error("%s", error)
+    else:
+        print(f"error: {error}", file=sys.stderr)
+
+
+def _log_uncaught(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    _logger.critical("%s", error, exc_info=(kind, error, trace))

@@ -1,0 +1,58 @@
+"""Channels to peers, each known by the TLS certificate that its signed record promises."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+
+import grpc
+
+from swarm_protocol.errors import BadReply, PeerUnavailable, SwarmError
+from swarm_protocol.net.tls import ClientCredentials, pinned_channel
+from swarm_protocol.wire.constants import CLIENT_OPTIONS
+from swarm_protocol.wire.status import from_status
+
+_CONNECT_TIMEOUT_S = 3.0
+
+
+class PinnedChannels:
+    """Channels are kept open, and those who need one at once wait for the same. Used on one event loop."""
+
+    def __init__(self, credentials: ClientCredentials) -> None:
+        self._credentials = credentials
+        self._channels: dict[tuple[str, bytes], asyncio.Task[grpc.aio.Channel]] = {}
+
+    async def to(self, address: str, tls_fingerprint: bytes, peer_id: str) -> grpc.aio.Channel:
+        """That to ``HOST:PORT``; raises PeerUnavailable if the peer is not reached there."""
+        key = address, tls_fingerprint
+        if key not in self._channels:
+            opening = pinned_channel(self._credentials, address, tls_fingerprint, CLIENT_OPTIONS, _CONNECT_TIMEOUT_S)
+            self._channels[key] = asyncio.ensure_future(opening)
+        connecting = self._channels[key]
+        try:
+            return await asyncio.shield(connecting)
+        except (PeerUnavailable, BadReply) as error:
+            if self._channels.get(key) is connecting:
+                del self._channels[key]
+            raise PeerUnavailable(str(error), peer_id) from None
+
+    async def close(self) -> None:
+        for connecting in self._channels.values():
+            connecting.cancel()
+            with suppress(asyncio.CancelledError, SwarmError):
+                await (await connecting).close()
+        self._channels.clear()
+
+
+@contextmanager
+def translated(peer_id: str = "") -> Iterator[None]:
+    """gRPC's errors as ours, of this peer."""
+    try:
+        yield
+    except grpc.aio.AioRpcError as error:
+        raise from_status(error.code(), error.details() or "", peer_id) from None
+    except grpc.aio.BaseError as error:
+        raise PeerUnavailable(str(error), peer_id) from None
+    except asyncio.InvalidStateError:  # the stream has ended
+        raise PeerUnavailable("the stream has ended", peer_id) from None

@@ -1,0 +1,1 @@
+"""What Prometheus reads of a server. Import ``exporter``; it asks for prometheus_client."""

@@ -1,0 +1,92 @@
+"""One stream to another server for the small steps of all sessions that go on there."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import grpc
+
+from swarm_protocol.pb import swarm_pb2 as pb
+from swarm_protocol.pb.swarm_pb2_grpc import BlocksStub
+from swarm_protocol.wire.bundling import Outbox
+from swarm_protocol.wire.constants import MIB
+from swarm_protocol.wire.printable import printable
+
+_logger = logging.getLogger(__name__)
+_MAX_UNSENT_BYTES = 4 * MIB  # for a server that does not read
+Taken = asyncio.Future[bool]
+
+
+class PushStream:
+    """Attributes:
+    ended: nothing can be sent any more.
+    """
+
+    def __init__(self, stub: BlocksStub) -> None:
+        self.ended = False
+        self._waiting: dict[tuple[bytes, int], Taken] = {}
+        self._call: grpc.aio.StreamStreamCall[Any, Any] = stub.PushSteps()
+        self._outbox = Outbox[pb.PushedStep](lambda steps: self._call.write(pb.PushBundle(steps=steps)))
+        self._running = asyncio.ensure_future(self._run())
+
+    def send(self, push_key: bytes, step: pb.Step) -> Taken:
+        """Whether the session has taken the step: False if it is not there, or the stream has broken or is full."""
+        taken = asyncio.get_running_loop().create_future()
+        if self.ended or self._outbox.size_bytes > _MAX_UNSENT_BYTES:
+            taken.set_result(False)
+            return taken
+        self._waiting[push_key, step.number] = taken
+        self._outbox.put(pb.PushedStep(push_key=push_key, step=step))
+        return taken
+
+    def forget(self, push_key: bytes, number: int) -> None:
+        """Nobody waits for the answer to this step any more."""
+        self._waiting.pop((push_key, number), None)
+
+    async def _run(self) -> None:
+        tasks = [asyncio.ensure_future(work) for work in (self._outbox.send_all(), self._read())]
+        try:
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            self.ended = True
+            self._call.cancel()
+            for task in tasks:
+                task.cancel()
+            waiting, self._waiting = self._waiting, {}
+            for taken in waiting.values():
+                _set(taken, False)
+            for error in await asyncio.gather(*tasks, return_exceptions=True):
+                if isinstance(error, grpc.RpcError):
+                    _logger.info("a stream to another server broke: %s", printable(error.details() or "no details"))
+
+    async def _read(self) -> None:
+        async for message in self._call:
+            for step in message.steps if message is not None else ():
+                taken = self._waiting.pop((step.push_key, step.number), None)
+                if taken is not None:
+                    _set(taken, not step.lost)
+
+
+def _set(taken: Taken, value: bool) -> None:
+    if not taken.done():
+        taken.set_result(value)
+
+
+class PushStreams:
+    """Those to all other servers; one that has ended is replaced."""
+
+    def __init__(self, stub: Callable[[str], Awaitable[BlocksStub]]) -> None:
+        """``stub``: connects to the server with a peer id."""
+        self._stub = stub
+        self._streams: dict[str, PushStream] = {}
+
+    async def to(self, peer_id: str) -> PushStream:
+        """Raises PeerUnavailable or BadReply if the server cannot be reached."""
+        stub = await self._stub(peer_id)
+        stream = self._streams.get(peer_id)
+        if stream is None or stream.ended:
+            self._streams[peer_id] = stream = PushStream(stub)
+        return stream

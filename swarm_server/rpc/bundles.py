@@ -1,0 +1,249 @@
+"""Streams that carry small steps of many sessions, and the answers to them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import grpc
+
+from swarm_protocol.errors import PeerBusy, PeerError, RequestRejected, SessionLost
+from swarm_protocol.pb import swarm_pb2 as pb
+from swarm_protocol.wire.bundling import Outbox, may_be_bundled
+from swarm_protocol.wire.constants import MAX_BUNDLED, MAX_BUNDLED_BYTES, MIB
+from swarm_server.net.arrivals import Arrivals
+from swarm_server.net.incoming import Incoming
+from swarm_server.net.shares import Caller
+from swarm_server.net.validation import require_key
+from swarm_server.sessions.reading import StepReader
+from swarm_server.sessions.sessions import HostedSession, Reply
+
+C = TypeVar("C")
+_MAX_UNDER_WAY = 4  # steps of one session
+_MAX_TASKS = 512  # of one client on one stream
+_MAX_STREAMS = 8  # of one client
+_MAX_UNREAD_BYTES = 4 * MIB  # answers that the other side has not taken
+_logger = logging.getLogger(__name__)
+
+
+class ReplyBundle:
+    """What goes back to one client on the stream that its sessions share.
+
+    Attributes:
+        num_sessions: those that answer here.
+    """
+
+    def __init__(self, client: Caller, outbox: Outbox[pb.KeyedReply]) -> None:
+        self.client = client
+        self.num_sessions = 0
+        self.is_open = True
+        self._outbox = outbox
+
+    @contextmanager
+    def joined(self, session_key: bytes, otherwise: Reply) -> Iterator[Reply]:
+        """How a session answers: small outputs and failures here, all else by its own stream."""
+
+        async def reply(replies: list[pb.SessionReply]) -> None:
+            if self.is_open and _is_answer(replies) and self._outbox.size_bytes < _MAX_UNREAD_BYTES:
+                keyed = pb.KeyedReply(session_key=session_key, reply=replies[0])
+                if may_be_bundled(keyed):
+                    self._outbox.put(keyed)
+                    return
+            await otherwise(replies)
+
+        self.num_sessions += 1
+        try:
+            yield reply
+        finally:
+            self.num_sessions -= 1
+
+
+def _is_answer(replies: Sequence[pb.SessionReply]) -> bool:
+    """Outputs that the client must pass on keep their order on the session's own stream."""
+    return len(replies) == 1 and (
+        replies[0].HasField("failure") or (replies[0].HasField("output") and not replies[0].output.relay)
+    )
+
+
+class ReplyBundles:
+    """Of all clients, by the keys that they have given them."""
+
+    def __init__(self) -> None:
+        self._open: dict[bytes, ReplyBundle] = {}
+
+    def find(self, key: bytes, client: Caller) -> ReplyBundle | None:
+        """None if the client has no such bundle."""
+        bundle = self._open.get(key)
+        return bundle if bundle is not None and bundle.client.peer_id == client.peer_id else None
+
+    @contextmanager
+    def opened(self, key: bytes, client: Caller, outbox: Outbox[pb.KeyedReply]) -> Iterator[ReplyBundle]:
+        """Raises RequestRejected if the key is too short, or in use; PeerBusy if the client has many bundles."""
+        require_key(key, "the key of a bundle")
+        if sum(bundle.client.peer_id == client.peer_id for bundle in self._open.values()) >= _MAX_STREAMS:
+            raise PeerBusy(f"a client has {_MAX_STREAMS} bundles open: expected that its sessions share one")
+        if key in self._open:
+            raise RequestRejected("a bundle with this key is open already")
+        self._open[key] = bundle = ReplyBundle(client, outbox)
+        try:
+            yield bundle
+        finally:
+            bundle.is_open = False
+            del self._open[key]
+
+
+class StepTasks:
+    """Computes the steps of one stream, each in a task of its own.
+
+    Few of a session may be under way, and not too many of a client.
+    """
+
+    def __init__(self, tasks: asyncio.TaskGroup) -> None:
+        self._tasks = tasks
+        self._under_way: Counter[HostedSession] = Counter()
+        self._of_client: Counter[str] = Counter()
+
+    def start(self, hosted: HostedSession, step: pb.Step, arrivals: Arrivals, done: Callable[[bool], None]) -> None:
+        """``done`` is told at the end whether the step could be one; if not, its client is told why.
+
+        Raises RequestRejected if it is too large, or its client has too many under way, who is told nothing.
+        """
+        if not may_be_bundled(step):
+            raise RequestRejected(f"a step in a bundle is larger than {MAX_BUNDLED_BYTES} bytes")
+        client = hosted.client.peer_id
+        if self._of_client[client] >= _MAX_TASKS:
+            raise RequestRejected(f"a client has {_MAX_TASKS} steps under way on one stream")
+        self._of_client[client] += 1
+        self._under_way[hosted] += 1
+        self._tasks.create_task(self._compute(hosted, step, arrivals, done))
+
+    async def _compute(
+        self, hosted: HostedSession, step: pb.Step, arrivals: Arrivals, done: Callable[[bool], None]
+    ) -> None:
+        try:
+            could_be = await self._take(hosted, step, arrivals)
+            done(could_be)
+        finally:
+            _count_down(self._under_way, hosted)
+            _count_down(self._of_client, hosted.client.peer_id)
+
+    async def _take(self, hosted: HostedSession, step: pb.Step, arrivals: Arrivals) -> bool:
+        try:
+            with StepReader(hosted, arrivals) as reader:
+                if self._under_way[hosted] > _MAX_UNDER_WAY:
+                    raise RequestRejected(f"more than {_MAX_UNDER_WAY} steps of one session came at once")
+                await reader.start(step)
+                if reader.is_reading:
+                    raise RequestRejected("a step in a bundle is not whole")
+            return True
+        except RequestRejected as refusal:
+            error: RequestRejected | PeerError = refusal
+        except Exception:  # the other sessions of the stream go on
+            if hosted.closed:
+                return True
+            _logger.exception("a step failed")
+            error = PeerError("the server failed while it computed; its log says why")
+        await hosted.refuse(step.number, error)
+        return False
+
+
+def _count_down(counter: Counter[C], key: C) -> None:
+    counter[key] -= 1
+    if not counter[key]:
+        del counter[key]
+
+
+async def serve(
+    incoming: Incoming,
+    outbox: Outbox[Any],
+    take: Callable[[StepTasks, Any], None],
+    *,
+    idle_timeout_s: float,
+    is_needed: Callable[[], bool] = lambda: False,
+) -> None:
+    """Takes all entries of all messages, until the stream ends, or is silent for so long and not needed."""
+    sending = asyncio.ensure_future(_send_all(outbox))
+    error: Exception | None = None
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = StepTasks(group)
+            while (message := await _next(incoming, idle_timeout_s, is_needed)) is not None:
+                _take_all(message.steps, tasks, outbox, take)
+    except ExceptionGroup as errors:
+        error = errors.exceptions[0]
+    except asyncio.CancelledError:
+        sending.cancel()
+        raise
+    outbox.close()
+    await sending  # gRPC fails if a call ends in the middle of a message
+    if error is not None:
+        raise error
+
+
+def _take_all(
+    entries: Sequence[Any], tasks: StepTasks, outbox: Outbox[Any], take: Callable[[StepTasks, Any], None]
+) -> None:
+    if len(entries) > MAX_BUNDLED:
+        raise RequestRejected(f"{len(entries)} steps are in one message: expected at most {MAX_BUNDLED}")
+    if outbox.size_bytes > _MAX_UNREAD_BYTES:
+        raise RequestRejected("what this server answers is not read")
+    for entry in entries:
+        take(tasks, entry)
+
+
+async def _next(incoming: Incoming, idle_timeout_s: float, is_needed: Callable[[], bool]) -> Any:
+    reading = asyncio.ensure_future(incoming.begin(None))
+    try:
+        while not (await asyncio.wait([reading], timeout=idle_timeout_s))[0]:
+            if not is_needed():
+                return None
+        return reading.result()
+    finally:
+        reading.cancel()
+
+
+async def _send_all(outbox: Outbox[Any]) -> None:
+    with contextlib.suppress(grpc.aio.BaseError):  # whoever reads the stream notices too
+        await outbox.send_all()
+
+
+def take_for(
+    find: Callable[[bytes], HostedSession], arrivals: Arrivals, admitted: Callable[[], object]
+) -> Callable[[StepTasks, pb.KeyedStep], None]:
+    """How the steps of a client are taken; ``find`` raises SessionLost if there is no such session of it."""
+
+    def take(tasks: StepTasks, entry: pb.KeyedStep) -> None:
+        admitted()
+        with contextlib.suppress(SessionLost):  # its own stream has said why
+            tasks.start(find(entry.session_key), entry.step, arrivals, lambda _could_be: None)
+
+    return take
+
+
+def take_pushed(
+    find: Callable[[bytes], HostedSession],
+    arrivals: Arrivals,
+    admitted: Callable[[], object],
+    outbox: Outbox[pb.TakenStep],
+) -> Callable[[StepTasks, pb.PushedStep], None]:
+    """How those of another server are taken, which is told of each."""
+
+    def take(tasks: StepTasks, entry: pb.PushedStep) -> None:
+        admitted()
+
+        def tell(could_be: bool) -> None:
+            outbox.put(pb.TakenStep(push_key=entry.push_key, number=entry.step.number, lost=not could_be))
+
+        try:
+            hosted = find(entry.push_key)
+            # What it pushes is part of the share of the client whose session it is.
+            tasks.start(hosted, entry.step, arrivals.of(hosted.client), tell)
+        except (SessionLost, RequestRejected):  # the others go on
+            tell(False)
+
+    return take

@@ -1,0 +1,144 @@
+"""From a run file to a stage, its optimizer and its sums, and to the micro-batches of a trainer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import platformdirs
+import torch
+
+from swarm_protocol.access.access_control import AccessControl
+from swarm_protocol.checkpoints.checkpoint import Checkpoint
+from swarm_protocol.checkpoints.default_model import check_location, locate
+from swarm_stages.engine.accumulator import Accumulator
+from swarm_stages.engine.building import build_stage
+from swarm_stages.engine.settings import BoundarySettings, LoraSettings, Scratch, StageOptions, StageSource
+from swarm_stages.engine.stage import Stage
+from swarm_stages.peer.presence import Membership
+from swarm_stages.rpc.client import WireForms
+from swarm_stages.trainer.batches import BlockMicroBatches
+from swarm_stages.trainer.config import TrainerConfig
+from swarm_training.commands.building import build_blocks, build_tokenizer
+from swarm_training.compression.compressor import Plain
+from swarm_training.contract.backend import Joining
+from swarm_training.core.config import TrainingConfig, checkpoints_needed
+from swarm_training.optim.by_name import optimizer_by_name
+from swarm_training.run.state import TrainedState
+from swarm_training.runfile.settings import PRESETS, OptimizerSettings, RunFile
+
+PRESUME_GONE_S = 8.0  # of a mate that is silent: both sides of a network that is cut compute the same
+_PENDING = 16  # micro-batches whose gradients may wait for their commit at a peer
+
+
+@dataclass(frozen=True)
+class BuiltStage:
+    """Attributes:
+    state: of the stage's parameters and their optimizer, whose learning rate follows from the global step.
+    """
+
+    stage: Stage
+    state: TrainedState
+    sums: Accumulator
+
+
+def require_stages(file: RunFile) -> int:
+    """The number of micro-batches of a batch. Raises ValueError if the run is none in stages, or none can be so."""
+    if not file.stages.count:
+        raise ValueError("the run is not trained in stages: expected their number as `count` under [stages]")
+    if file.averaging.aggregation != "mean" or file.averaging.error_feedback or file.averaging.power_sgd_rank:
+        raise ValueError("a run in stages counts exactly: expected none but `codec` under [averaging]")
+    return file.stages.num_micro_batches(file.run.target_batch_size)
+
+
+def member_of(who: Joining) -> Membership:
+    access = None if who.organiser is None else AccessControl(who.organiser)
+    return Membership(who.identity, who.initial_peers, access, who.token)
+
+
+def training_config(file: RunFile, **where: Any) -> TrainingConfig:
+    """``where``: addresses and ports."""
+    codec = "fp64" if file.stages.sums == "fp64" else file.averaging.codec
+    return TrainingConfig(
+        counting="exact",
+        codec=codec,
+        presume_gone_s=PRESUME_GONE_S,
+        checkpoint_every=file.run.checkpoint_every,
+        checkpoints_kept=checkpoints_needed(file.run.checkpoint_every, file.rollback),
+        rollback=file.rollback,
+        **where,
+    )
+
+
+def stage_source(file: RunFile) -> StageSource:
+    """Raises ValueError if there is no such model."""
+    from transformers import AutoConfig, LlamaConfig
+
+    model = file.model
+    if model.preset:
+        hidden, layers, heads = PRESETS[model.preset]
+        config: Any = LlamaConfig(
+            vocab_size=len(build_tokenizer(model)),
+            hidden_size=hidden,
+            intermediate_size=4 * hidden,
+            num_hidden_layers=layers,
+            num_attention_heads=heads,
+            num_key_value_heads=heads,
+            max_position_embeddings=file.data.block_length,
+            tie_word_embeddings=True,
+        )
+        return Scratch(config, model.seed)
+    check_location(name := locate(model.name_or_path))
+    if model.init == "pretrained":
+        return Checkpoint.open(name)
+    try:
+        return Scratch(AutoConfig.from_pretrained(name), model.seed)
+    except (OSError, ValueError) as error:
+        reason = str(error).strip().partition("\n")[0]
+        raise ValueError(f"{model.name_or_path} is no causal language model: {reason}") from None
+
+
+def stage_options(file: RunFile, device: str) -> StageOptions:
+    settings = file.stages
+    lora = LoraSettings(rank=settings.lora_rank, seed=file.model.seed) if settings.lora_rank else None
+    boundaries = BoundarySettings(settings.layers, file.model.seed)
+    return StageOptions(settings.precision, settings.checkpoint_activations, lora, device, boundaries=boundaries)
+
+
+def build(file: RunFile, source: StageSource, index: int, config: TrainingConfig, device: str = "cpu") -> BuiltStage:
+    """Raises ValueError if there is no such stage, and as ``stage_source`` and ``build_stage``."""
+    num_micro_batches = require_stages(file)
+    stage = build_stage(source, index, file.stages.count, stage_options(file, device))
+    settings = file.optimizer
+    optimizer = optimizer_by_name(
+        settings.name, stage.parameters, lr=settings.rate(0), weight_decay=settings.weight_decay
+    )
+    state = TrainedState(stage.parameters, optimizer, Plain(), config.common)
+    _schedule(optimizer, settings, state)
+    dtype = torch.float64 if file.stages.sums == "fp64" else torch.float32
+    gradient_bytes = stage.num_trained * stage.parameters[0].element_size()
+    return BuiltStage(stage, state, Accumulator(stage, num_micro_batches, dtype, _PENDING * gradient_bytes))
+
+
+def build_micro_batches(file: RunFile) -> BlockMicroBatches:
+    """Raises ValueError if there is no such data, or it is streamed: what is in a micro-batch must follow from its
+    number."""
+    if file.data.streaming:
+        raise ValueError("data of a run in stages cannot be streamed: expected streaming = false under [data]")
+    cache = platformdirs.user_cache_path("swarm") / "tokens"
+    blocks = build_blocks(file.data, file.run.name, build_tokenizer(file.model), cache)
+    return BlockMicroBatches(blocks, file.run.name, require_stages(file), file.stages.micro_batch_size)
+
+
+def trainer_config(file: RunFile, routing: str) -> TrainerConfig:
+    forms = WireForms(file.stages.activations, file.stages.gradients)
+    share, precision = file.stages.audit_share, file.stages.precision
+    return replace(TrainerConfig(), forms=forms, routing=routing, audit_share=share, precision=precision)
+
+
+def _schedule(optimizer: torch.optim.Optimizer, settings: OptimizerSettings, state: TrainedState) -> None:
+    def set_rate(*_arguments: object) -> None:
+        for group in optimizer.param_groups:
+            group["lr"] = settings.rate(state.step)
+
+    optimizer.register_step_pre_hook(set_rate)

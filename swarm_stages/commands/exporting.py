@@ -1,0 +1,56 @@
+"""Writes what a run in stages has trained as a checkpoint that stock transformers loads, or an adapter for PEFT."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+
+from swarm_protocol.errors import PeerUnavailable
+from swarm_stages.commands.building import member_of, require_stages, stage_source, training_config
+from swarm_stages.commands.collecting import collect, require_new
+from swarm_stages.compress.layers import NONE
+from swarm_stages.engine.boundaries import FILE_NAME
+from swarm_stages.peer.presence import WatchPresence
+from swarm_stages.peer.watch import Watch
+from swarm_training.contract.backend import Joining
+from swarm_training.runfile.settings import RunFile
+
+Say = Callable[[str], object]
+_LOOK_S = 0.2
+
+
+async def export_run(file: RunFile, who: Joining, directory: Path, say: Say, timeout_s: float = 60.0) -> None:
+    """The run as it is now if it stands still, else its newest checkpoint that all stages have.
+
+    Raises:
+        NoSwarm, PeerUnavailable: nobody gives some stage.
+        ValueError: the directory is not empty, or the peers train another model.
+    """
+    require_stages(file)
+    require_new(directory)
+    config = training_config(file)
+    source = await asyncio.to_thread(stage_source, file)
+    watching = await WatchPresence.enter(file.run.name, file.stages.count, member_of(who), config)
+    try:
+        await _until_all_are_known(watching.watch, timeout_s)
+        step = await collect(file, source, watching.watch.all_records, watching.network, directory)
+    finally:
+        await watching.leave()
+    say(f"wrote {directory}: the run after step {step}")
+    if (layers := file.stages.layers) != NONE:
+        say(
+            f"the model was trained with layers between its stages ({layers}), which no stock model has: without those "
+            f"in {FILE_NAME} it computes something else. swarm_stages.engine.boundaries.install_boundaries puts them "
+            "into the loaded model"
+        )
+
+
+async def _until_all_are_known(watch: Watch, timeout_s: float) -> None:
+    try:
+        async with asyncio.timeout(timeout_s):
+            while watch.view().moment is None:
+                await asyncio.sleep(_LOOK_S)
+    except TimeoutError:
+        empty = [str(number) for number, stage in enumerate(watch.view().stages) if not stage]
+        raise PeerUnavailable(f"nobody is at stage {', '.join(empty)}: expected a peer at each") from None

@@ -1,0 +1,160 @@
+"""After a run's last step, the process of a stage goes on as an inference server of the stage's blocks."""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from swarm_protocol.checkpoints.checkpoint import Checkpoint
+from swarm_protocol.errors import CheckpointError
+from swarm_protocol.process.local_registry import checked_name
+from swarm_server.core.config import ServerConfig
+from swarm_server.node.server import Server
+from swarm_stages.commands.building import stage_source
+from swarm_stages.commands.collecting import collect
+from swarm_stages.compress.layers import NONE
+from swarm_stages.engine.building import build_stage
+from swarm_stages.engine.stage import Stage
+from swarm_stages.peer.watch import Watch
+from swarm_training.core.network import Network
+from swarm_training.run.presence import listening_host
+from swarm_training.runfile.settings import RunFile
+
+Say = Callable[[str], object]
+_LOOK_S = 0.2
+
+
+@dataclass(frozen=True)
+class Afterwards:
+    """What a stage's process does when the run has taken its last step.
+
+    Attributes:
+        directory: gets the trained model, unless another process has written it. The model is called like it, so it
+            has the same name on all machines and at clients.
+        step: the last one.
+        quant: of the blocks, see ``ServerConfig``.
+    """
+
+    directory: Path
+    step: int
+    quant: str = ServerConfig.quant
+
+
+@dataclass(frozen=True)
+class Place:
+    """Of the process in the run.
+
+    Attributes:
+        stage: whose blocks it serves.
+        watch: of all stages, over ``network``.
+        addresses: multiaddrs of its DHT node: whoever joins the run by them finds the servers too.
+        host, announce_host: see ``TrainingConfig``.
+    """
+
+    stage: Stage
+    watch: Watch
+    network: Network
+    addresses: Sequence[str]
+    host: str | None
+    announce_host: str | None
+
+
+def after_last_step(file: RunFile, directory: Path, step: int | None, quant: str) -> Afterwards:
+    """``step``: instead of the schedule's last one. Raises ValueError if the run cannot be served, or never ends."""
+    last = file.optimizer.total_steps if step is None else step
+    if not last:
+        raise ValueError("the run has no last step: expected --steps, or total_steps under [optimizer]")
+    if file.stages.lora_rank:
+        raise ValueError("the run trains an adapter: expected servers of its base model that are given the adapter")
+    if file.stages.layers != NONE:
+        raise ValueError(
+            f"layers between stages are {file.stages.layers}: expected {NONE}, since servers run stock models"
+        )
+    if file.tokens.organiser:
+        raise ValueError("the run is private: expected servers of the swarm's own, since a token is for one process")
+    ServerConfig(model=str(directory), quant=quant)
+    checked_name(file.run.name)
+    if directory.exists() and not directory.is_dir():
+        raise ValueError(f"{directory} is a file: expected a directory, or none yet")
+    return Afterwards(directory.absolute(), last, quant)
+
+
+async def until_step(watch: Watch, step: int) -> None:
+    """Until all stages have taken it."""
+    while (moment := watch.view().moment) is None or moment.step < step:
+        await asyncio.sleep(_LOOK_S)
+
+
+async def serve_trained(file: RunFile, after: Afterwards, place: Place, say: Say) -> None:
+    """After the last step, serves until it is cancelled; generations end or move then.
+
+    Raises:
+        PeerUnavailable: the run has gone on beyond the last step, or nobody gives some stage.
+        ValueError: the directory has another model.
+        SwarmError: the server cannot start.
+    """
+    async with _locked(after.directory):
+        if _has_model(after.directory):
+            await asyncio.to_thread(_require_same, after.directory, place.stage)
+        else:
+            source = await asyncio.to_thread(stage_source, file)
+            await collect(file, source, place.watch.all_records, place.network, after.directory, after.step)
+            say(f"wrote {after.directory}: the run after step {after.step}")
+    config = ServerConfig(
+        model=str(after.directory),
+        blocks=place.stage.span,
+        quant=after.quant,
+        device=place.stage.options.device,
+        host=listening_host(place.host, place.addresses),
+        announce_address=place.announce_host,
+        initial_peers=tuple(place.addresses),
+        swarm=file.run.name,
+    )
+    await _run(Server(config))
+
+
+async def _run(server: Server) -> None:
+    running = asyncio.ensure_future(server.run())
+    try:
+        await asyncio.shield(running)
+    except asyncio.CancelledError:
+        server.stop()
+        if not server.ready:
+            running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+        raise
+
+
+def _has_model(directory: Path) -> bool:
+    return directory.is_dir() and any(directory.iterdir())
+
+
+def _require_same(directory: Path, stage: Stage) -> None:
+    """Raises ValueError unless the stage's weights are those of the model in the directory, bit for bit."""
+    try:
+        stored = build_stage(Checkpoint.open(directory), stage.index, stage.num_stages, stage.options).state()
+    except (CheckpointError, ValueError) as error:
+        raise ValueError(f"{directory} has no model that was trained so: {error}") from None
+    own = stage.state()
+    if stored.keys() != own.keys() or not all(torch.equal(stored[name], own[name]) for name in own):
+        raise ValueError(f"{directory} has another model than the run: expected a new directory")
+
+
+@asynccontextmanager
+async def _locked(directory: Path) -> AsyncIterator[None]:
+    """Held by one process of this machine at a time."""
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    with (directory.parent / f".{directory.name}.lock").open("w") as lock:
+        while True:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                await asyncio.sleep(_LOOK_S)
+        yield

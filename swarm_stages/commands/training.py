@@ -1,0 +1,36 @@
+"""Trains a run in stages: owns nothing but data."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from swarm_stages.commands.building import build_micro_batches, member_of, require_stages, trainer_config
+from swarm_stages.trainer.presence import train
+from swarm_stages.trainer.trainer import StepReport
+from swarm_training.contract.backend import Joining
+from swarm_training.runfile.settings import RunFile
+
+Say = Callable[[str], object]
+
+
+async def train_run(file: RunFile, who: Joining, routing: str, end: int | None, say: Say) -> None:
+    """Until the run has taken ``end`` steps, or all of its schedule, or until it is cancelled.
+
+    Raises ValueError if there is no such data, and as ``swarm_stages.trainer.presence.train``.
+    """
+    require_stages(file)
+    data = await asyncio.to_thread(build_micro_batches, file)
+    steps = end or file.optimizer.total_steps or None
+    config = trainer_config(file, routing)
+
+    def tell(report: StepReport) -> None:
+        if report.loss is None:  # other trainers have done it all
+            return
+        again = f", {report.num_replays} replayed" if report.num_replays else ""
+        say(
+            f"step {report.moment.step + 1}: loss {report.loss:.3f}, {report.num_micro_batches} of {data.count} "
+            f"micro-batches{again} in {report.seconds:.1f} s"
+        )
+
+    await train(file.run.name, file.stages.count, member_of(who), data, config, tell, steps)

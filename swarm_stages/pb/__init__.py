@@ -1,0 +1,1 @@
+"""Generated from protos/stages.proto by `make proto`."""

@@ -1,0 +1,169 @@
+"""Which micro-batches count at this peer: pending, then in its sums, once each."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from math import inf, isfinite
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from swarm_protocol.errors import PeerBusy, PeerMoved
+
+InThread = Callable[[Callable[[], Any]], Awaitable[Any]]
+
+
+class Sums(Protocol):
+    """Gradients of one step, of one peer; its methods may be called from several threads."""
+
+    @property
+    def step(self) -> int: ...
+
+    @property
+    def sums(self) -> Tensor:
+        """A copy, [n] float32 or float64, in the order of the stage's parameters."""
+
+    def add(self, step: int, m: int, trainer: str, gradients: Sequence[Tensor]) -> None:
+        """Raises PeerMoved, PeerBusy or RequestRejected."""
+
+    def commit(self, step: int, m: int, trainer: str) -> bool:
+        """Whether the micro-batch is in the sums now."""
+
+    def clear(self, next_step: int) -> None: ...
+
+    def discard(self) -> None: ...
+
+
+class Gradients(Protocol):
+    """Of one micro-batch: a ``StageGradients``."""
+
+    @property
+    def parameters(self) -> list[Tensor]: ...
+
+    @property
+    def loss_sum(self) -> float | None: ...
+
+    @property
+    def num_tokens(self) -> int | None: ...
+
+
+class Counting:
+    """Its methods are for one event loop, but for ``add`` and ``clear``.
+
+    Attributes:
+        done: the micro-batches in the sums.
+        changing: held while sums or weights change.
+    """
+
+    def __init__(
+        self, sums: Sums, in_thread: InThread, counts_elsewhere: Callable[[int], bool], tell: Callable[[], None]
+    ) -> None:
+        """``counts_elsewhere``: whether another peer of the stage says that it has the micro-batch. ``tell``: called
+        when ``done`` has grown."""
+        self.done: frozenset[int] = frozenset()
+        self.changing = asyncio.Lock()
+        self._sums = sums
+        self._in_thread = in_thread
+        self._counts_elsewhere = counts_elsewhere
+        self._tell = tell
+        self._losses = _Losses()
+        self._is_not_finite = False
+        self._is_closed = False
+
+    def add(self, step: int, m: int, trainer: str, gradients: Gradients) -> None:
+        """See ``StagePeer.add``."""
+        self._sums.add(step, m, trainer, gradients.parameters)
+        self._losses.add(m, trainer, gradients.loss_sum, gradients.num_tokens)
+
+    async def commit(self, step: int, m: int, trainer: str) -> bool:
+        """See ``StagePeer.commit``."""
+        async with self.changing:
+            if step != self._sums.step:
+                raise PeerMoved(f"micro-batch {m} is of step {step}: this peer is at step {self._sums.step}")
+            if m in self.done or self._counts_elsewhere(m):
+                return True
+            if self._is_closed:
+                raise PeerBusy(f"the gradients of step {step} are being averaged")
+            is_done: bool = await self._in_thread(partial(self._sums.commit, step, m, trainer))
+            if is_done:
+                self.done |= {m}
+                self._losses.commit(m, trainer)
+                self._tell()
+            return is_done
+
+    def note_not_finite(self) -> None:
+        """Nobody can compute the gradient of some micro-batch: the loss of the step is infinity."""
+        self._is_not_finite = True
+        self._tell()
+
+    async def discard(self) -> None:
+        """Nothing is in the sums any more."""
+        async with self.changing:
+            await self._in_thread(self._sums.discard)
+            self.done = frozenset()
+
+    def clear(self, step: int) -> None:
+        """Nothing is in the sums or pending, for another step. Who calls it holds ``changing``, and sets ``done``."""
+        self._sums.clear(step)
+        self._losses.clear()
+        self._is_not_finite = False
+
+    @contextmanager
+    def closed(self) -> Iterator[None]:
+        """Nothing is added to the sums meanwhile."""
+        self._is_closed = True
+        try:
+            yield
+        finally:
+            self._is_closed = False
+
+    async def vector(self, dtype: torch.dtype) -> Tensor:
+        """The sums."""
+        async with self.changing:
+            vector: Tensor = await self._in_thread(lambda: self._sums.sums.to(dtype))
+            return vector
+
+    def loss(self) -> tuple[float, int]:
+        """The mean over the tokens of all that is done, infinity if that or anything is not finite; and of how many
+        micro-batches the loss is known."""
+        if self._is_not_finite:
+            return inf, max(1, len(self.done))
+        return self._losses.mean(self.done)
+
+
+class _Losses:
+    """Of the micro-batches that a peer of the last stage has computed; may be used by several threads."""
+
+    def __init__(self) -> None:
+        self._pending: dict[tuple[int, str], tuple[float, int]] = {}
+        self._done: dict[int, tuple[float, int]] = {}
+        self._lock = threading.Lock()
+
+    def add(self, m: int, trainer: str, loss_sum: float | None, num_tokens: int | None) -> None:
+        """The sum over so many tokens; None, from all stages but the last: nothing is known."""
+        if loss_sum is not None and num_tokens:
+            with self._lock:
+                self._pending[m, trainer] = loss_sum, num_tokens
+
+    def commit(self, m: int, trainer: str) -> None:
+        with self._lock:
+            if (found := self._pending.pop((m, trainer), None)) is not None:
+                self._done[m] = found
+
+    def mean(self, done: frozenset[int]) -> tuple[float, int]:
+        with self._lock:
+            known = [self._done[m] for m in sorted(done) if m in self._done]
+        if not known:
+            return 0.0, 0
+        loss = sum(loss_sum for loss_sum, _ in known) / sum(num_tokens for _, num_tokens in known)
+        return (loss if isfinite(loss) else inf), len(known)
+
+    def clear(self) -> None:
+        with self._lock:
+            self._pending.clear()
+            self._done.clear()

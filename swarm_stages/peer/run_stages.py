@@ -1,0 +1,93 @@
+"""What is known of a run in stages: who is at which stage, and how far. Data alone."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from swarm_training.core.moment import Moment
+from swarm_training.core.record import Progress
+from swarm_training.progress.policy import excluded_by_most
+
+
+def stage_run(run: str, stage: int) -> str:
+    """The name of a stage's own run, whose peers average with each other."""
+    return f"{run}/{stage}"
+
+
+@dataclass(frozen=True)
+class StageMember:
+    """A peer that has been heard of lately, as its signed record says.
+
+    Attributes:
+        address: HOST:PORT; empty if nobody can call it.
+        tls_fingerprint: SHA-256 of its certificate, DER.
+        moment: of its weights; a record is renewed a moment after the weights.
+        bits: the micro-batches of this moment in its sums; number m is bit m % 8, from the lowest, of byte m // 8.
+        holds: it holds the stage's average of this moment, which is decided, and waits for the other stages.
+        samples_per_s: micro-batches that it could compute; 0: it has computed none yet.
+        next_stage: where it has said that it will go.
+        skipped_batches: of the data, since the run began: at step t, the batch is t plus this.
+    """
+
+    peer_id: str
+    address: str
+    tls_fingerprint: bytes
+    moment: Moment
+    bits: bytes
+    holds: bool
+    samples_per_s: float
+    next_stage: int | None = None
+    skipped_batches: int = 0
+
+    @classmethod
+    def of(cls, record: Progress) -> StageMember:
+        return cls(
+            record.peer_id,
+            record.address,
+            record.tls_fingerprint,
+            record.moment,
+            record.micro_batches,
+            bool(record.decided),
+            record.samples_per_s,
+            record.next_stage,
+            record.skipped_batches,
+        )
+
+
+@dataclass(frozen=True)
+class RunStages:
+    """Attributes:
+    stages: of each, those that have been heard of lately, in the order of their ids.
+    num_micro_batches: of a batch; 0: nobody has said it.
+    """
+
+    stages: tuple[tuple[StageMember, ...], ...]
+    num_micro_batches: int = 0
+
+    @classmethod
+    def of(cls, stages: Iterable[Sequence[Progress]]) -> RunStages:
+        """From records of present peers. Those that train another model than most of their stage are left out, and
+        those that most of it exclude."""
+        usual = [_usual(records) for records in stages]
+        sizes = Counter(record.target_batch_size for records in usual for record in records)
+        return cls(
+            tuple(tuple(map(StageMember.of, records)) for records in usual),
+            max(sizes, key=lambda size: (sizes[size], size), default=0),
+        )
+
+    @property
+    def moment(self) -> Moment | None:
+        """At which micro-batches are wanted: that of the slowest stage. None if a stage has nobody."""
+        if not self.stages or not all(self.stages):
+            return None
+        return min(max(peer.moment for peer in stage) for stage in self.stages)
+
+
+def _usual(records: Sequence[Progress]) -> list[Progress]:
+    excluded = excluded_by_most(records)
+    exact = [record for record in records if record.counts_exactly and record.peer_id not in excluded]
+    models = Counter(record.model for record in exact)
+    usual = max(models, key=lambda model: (models[model], model), default=b"")
+    return sorted((record for record in exact if record.model == usual), key=lambda record: record.peer_id)

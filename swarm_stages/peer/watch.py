@@ -1,0 +1,200 @@
+"""Watches all stages of a run: finds their peers on the DHT, and has them tell what is new.
+
+A peer answers an exchange that brings no record of the caller's as any other, and waits until it has something to say:
+so news of a stage take one way through the network, whether or not the one who watches has a stage itself.
+
+Who watches also passes on to a peer what it has not told of for a while. So peers of a stage that cannot call each
+other know of each other nevertheless.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
+from typing import Protocol
+
+from google.protobuf.message import DecodeError
+
+from swarm_protocol.errors import SwarmError
+from swarm_stages.peer.run_stages import RunStages
+from swarm_training.core.record import JOINING, PRESENT, Progress
+from swarm_training.pb import training_pb2 as pb
+from swarm_training.progress.table import ProgressTable
+
+_NUM_ASKED = 2  # peers of a stage at a time: one of them may be silent
+_WAIT_S = 1.0  # that a peer without news may keep its answer
+_TIMEOUT_S = 3.0  # beyond that
+_PAUSE_S = 0.01  # between two calls of one peer, which tells together what can wait
+_RETRY_S = 0.25
+_READ_S, _READ_ALONE_S = 15.0, 1.0
+_UNTOLD_S = 2.0  # two heartbeats: a peer that does not tell of another for so long may be cut off from it
+_MOST_PASSED_ON = 64  # records, in a call
+_logger = logging.getLogger(__name__)
+
+
+class Network(Protocol):
+    async def exchange(self, peer: Progress, request: pb.ExchangeRequest) -> pb.ExchangeReply: ...
+
+    async def is_gone(self, peer: Progress) -> bool: ...
+
+
+class Board(Protocol):
+    async def read(self) -> list[pb.SignedProgress]: ...
+
+
+class Watch:
+    """All on one event loop."""
+
+    def __init__(
+        self,
+        runs: Sequence[str],
+        network: Network,
+        boards: Mapping[int, Board],
+        silence_s: float,
+        rng: random.Random,
+        own: Mapping[int, Callable[[], Iterable[Progress]]] | None = None,
+        banned: Callable[[], Collection[str]] = frozenset,
+    ) -> None:
+        """``runs``: names of the stages' runs, from the first on. ``boards``: those of the stages that are watched.
+        ``own``: stages whose peers somebody here knows anyway, those too that are joining. ``banned``: ids of peers
+        that are left out."""
+        self._watched = {
+            number: StageWatch(runs[number], network, board, silence_s, rng) for number, board in boards.items()
+        }
+        self._own = dict(own or {})
+        self._banned = banned
+        self._num_stages = len(runs)
+        assert set(range(len(runs))) == self._watched.keys() | self._own.keys()
+
+    @property
+    def tables(self) -> list[ProgressTable]:
+        return [watched.table for watched in self._watched.values()]
+
+    def records(self, stage: int) -> list[Progress]:
+        """Of its peers that have been heard of lately."""
+        return [record for record in self.placed(stage) if record.state in PRESENT]
+
+    def placed(self, stage: int) -> list[Progress]:
+        """And of those that are on their way to it."""
+        if stage in self._own:
+            return list(self._own[stage]())
+        banned = self._banned()
+        heard = self._watched[stage].table.heard(asyncio.get_running_loop().time(), {*PRESENT, JOINING})
+        return [record for record in heard if record.peer_id not in banned]
+
+    async def look(self) -> None:
+        """Reads all boards now, where those are who can be asked by nobody yet."""
+        await asyncio.gather(*(watched.look() for watched in self._watched.values()))
+
+    def all_records(self) -> list[list[Progress]]:
+        """Of each stage."""
+        return [self.records(number) for number in range(self._num_stages)]
+
+    def view(self) -> RunStages:
+        return RunStages.of(self.all_records())
+
+    async def run(self) -> None:
+        await asyncio.gather(*(watched.run() for watched in self._watched.values()))
+
+    async def relay(self, tell: Callable[[], None]) -> None:
+        """Calls it whenever there are news for which somebody may wait, until it is cancelled."""
+        await asyncio.gather(*(_relay(table, tell) for table in self.tables))
+
+
+class StageWatch:
+    """One stage, by a few of its peers at a time."""
+
+    def __init__(self, run: str, network: Network, board: Board, silence_s: float, rng: random.Random) -> None:
+        self.table = ProgressTable(run, None, "", silence_s)
+        self._network = network
+        self._board = board
+        self._rng = rng
+        self._since: dict[str, int] = {}  # by peer, what it has answered up to
+        self._asked: set[str] = set()
+
+    async def run(self) -> None:
+        await asyncio.gather(self._read(), *(self._ask() for _ in range(_NUM_ASKED)))
+
+    async def look(self) -> None:
+        self._note(await self._board.read())
+
+    async def _read(self) -> None:
+        while True:
+            await self.look()
+            now = asyncio.get_running_loop().time()
+            await asyncio.sleep(_READ_S if self.table.heard(now) else _READ_ALONE_S)
+
+    async def _ask(self) -> None:
+        """One peer after the other; the same one as long as it answers."""
+        while True:
+            peers = [peer for peer in self.table.known() if peer.is_reachable and peer.peer_id not in self._asked]
+            if not peers:
+                await asyncio.sleep(_RETRY_S)
+                continue
+            peer = self._rng.choice(peers)
+            self._asked.add(peer.peer_id)
+            try:
+                await self._follow(peer)
+            finally:
+                self._asked.discard(peer.peer_id)
+            await asyncio.sleep(_RETRY_S)
+
+    async def _follow(self, peer: Progress) -> None:
+        told = _Told(asyncio.get_running_loop().time())
+        while True:
+            others = told.lacking(peer.peer_id, self.table, asyncio.get_running_loop().time())
+            request = pb.ExchangeRequest(since=self._since.get(peer.peer_id, 0), wait_s=_WAIT_S, others=others)
+            try:
+                async with asyncio.timeout(_WAIT_S + _TIMEOUT_S):
+                    reply = await self._network.exchange(peer, request)
+            except (SwarmError, TimeoutError) as error:
+                _logger.debug("%s does not tell of its stage: %s", peer.peer_id, error)
+                self._since.pop(peer.peer_id, None)
+                if await self._network.is_gone(peer):
+                    self.table.note_gone(peer.peer_id)
+                return
+            self._since[peer.peer_id] = reply.until
+            self._note(reply.records)
+            told.note(reply.records, asyncio.get_running_loop().time())
+            await asyncio.sleep(_PAUSE_S)
+
+    def _note(self, records: Iterable[pb.SignedProgress]) -> None:
+        for record in records:
+            with suppress(ValueError):  # from a stranger
+                self.table.add(record, asyncio.get_running_loop().time())
+
+
+async def _relay(table: ProgressTable, tell: Callable[[], None]) -> None:
+    while True:
+        await table.urgent_since(table.counter)
+        tell()
+
+
+class _Told:
+    """Of whom one peer has told when, by itself."""
+
+    def __init__(self, now: float) -> None:
+        self._began_s = now
+        self._told_s: dict[str, float] = {}
+        self._passed_on: dict[str, bytes] = {}  # by peer, the last record: that it comes back is no news
+
+    def note(self, records: Iterable[pb.SignedProgress], now: float) -> None:
+        for record in records:
+            with suppress(DecodeError):  # from a stranger
+                about = pb.Progress.FromString(record.progress).peer_id
+                if self._passed_on.get(about) != record.progress:
+                    self._told_s[about] = now
+
+    def lacking(self, callee: str, table: ProgressTable, now: float) -> list[pb.SignedProgress]:
+        """The records that it has not told of lately, of others that have been heard of."""
+        found = []
+        for record in table.heard(now):
+            signed = table.signed_of(record.peer_id)
+            is_told = now - self._told_s.get(record.peer_id, self._began_s) <= _UNTOLD_S
+            if record.peer_id != callee and signed is not None and not is_told:
+                self._passed_on[record.peer_id] = signed.progress
+                found.append(signed)
+        return found[:_MOST_PASSED_ON]

@@ -1,0 +1,1 @@
+"""Decides which stage a peer works at, and when it moves to another."""

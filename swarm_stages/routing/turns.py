@@ -1,0 +1,46 @@
+"""Which trainer computes which micro-batch, and how many at a time. Pure.
+
+All trainers of a run share the micro-batches of a step by their rank among those that live. Two that compute the same
+one do no harm to what is trained, but cost a peer its sums; so those of another are left to it until nothing has
+happened for a while.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+from math import ceil
+
+
+@dataclass(frozen=True)
+class Turn:
+    """Of ``count`` trainers this is the one of ``rank`` 0..count − 1."""
+
+    rank: int = 0
+    count: int = 1
+
+    def has(self, number: int) -> bool:
+        return number % self.count == self.rank
+
+
+def turn_of(own_id: str, trainers: Mapping[str, int], step: int) -> Turn | None:
+    """``trainers``: from which step on each takes part, by peer id. None while this one takes no part."""
+    present = sorted(peer_id for peer_id, first_step in trainers.items() if first_step <= step)
+    return Turn(present.index(own_id), len(present)) if own_id in present else None
+
+
+def next_ones(lacking: Iterable[int], under_way: Collection[int], turn: Turn | None, is_stalled: bool) -> list[int]:
+    """The micro-batches to begin, first things first; ``is_stalled``: those of other trainers too, after one's own."""
+    waiting = sorted(set(lacking) - set(under_way))
+    own = [number for number in waiting if turn is not None and turn.has(number)]
+    if not is_stalled:
+        return own
+    others = [number for number in waiting if number not in own]
+    first = turn.rank if turn is not None else 0  # trainers that see the same stall begin at different places
+    start = len(others) * first // (turn.count if turn is not None else 1)
+    return own + others[start:] + others[:start]
+
+
+def window(num_peers: int, num_trainers: int, per_peer: float, most: int) -> int:
+    """How many micro-batches a trainer has under way: each of the swarm's peers has one to compute and others wait."""
+    return max(1, min(most, ceil(per_peer * num_peers / num_trainers)))

@@ -1,0 +1,98 @@
+"""How much of trainers' requests a stage peer takes at a time: what is beyond that goes to another peer at once."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from swarm_protocol.errors import PeerBusy
+from swarm_protocol.wire.constants import MIB
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Of one stage peer.
+
+    Attributes:
+        max_requests: that arrive, wait or are computed.
+        max_bytes: of their tensors, as they travel.
+        max_tokens: of one micro-batch, rows × positions.
+        read_s: in which a request must have arrived.
+        silence_s: after which a trainer is taken for gone, and what it has not committed is dropped.
+    """
+
+    max_requests: int = 16
+    max_bytes: int = 1024 * MIB
+    max_tokens: int = 1 << 20
+    read_s: float = 60.0
+    silence_s: float = 120.0
+
+    def __post_init__(self) -> None:
+        for name in ("max_requests", "max_bytes", "max_tokens", "read_s", "silence_s"):
+            if not 0 < getattr(self, name) < float("inf"):
+                raise ValueError(f"{name} is {getattr(self, name)}: expected a number above 0")
+
+
+class Reservation:
+    """The bytes of one request."""
+
+    def __init__(self, room: Room, trainer: str) -> None:
+        self._room = room
+        self._trainer = trainer
+        self.size_bytes = 0
+
+    def take(self, size_bytes: int) -> None:
+        """Raises PeerBusy if there is no room for so many bytes more, as they are announced."""
+        self._room._take(self._trainer, size_bytes)
+        self.size_bytes += size_bytes
+
+
+class Room:
+    """No trainer has more than half of it, so that a broken one does not keep the others out."""
+
+    def __init__(self, limits: Limits) -> None:
+        self._limits = limits
+        self._requests: Counter[str] = Counter()
+        self._bytes: Counter[str] = Counter()
+
+    @property
+    def num_requests(self) -> int:
+        return self._requests.total()
+
+    @property
+    def used_bytes(self) -> int:
+        return self._bytes.total()
+
+    @contextmanager
+    def request(self, trainer: str) -> Iterator[Reservation]:
+        """Raises PeerBusy if there are too many."""
+        most = self._limits.max_requests
+        if self.num_requests >= most or self._requests[trainer] >= max(1, most // 2):
+            raise PeerBusy(
+                f"this peer has {self.num_requests} requests, {self._requests[trainer]} of them from this trainer: "
+                f"it takes {most}, half of them from one"
+            )
+        self._requests[trainer] += 1
+        reservation = Reservation(self, trainer)
+        try:
+            yield reservation
+        finally:
+            _subtract(self._requests, trainer, 1)
+            _subtract(self._bytes, trainer, reservation.size_bytes)
+
+    def _take(self, trainer: str, size_bytes: int) -> None:
+        most = self._limits.max_bytes
+        if self.used_bytes + size_bytes > most or self._bytes[trainer] + size_bytes > max(1, most // 2):
+            raise PeerBusy(
+                f"no room for {size_bytes} bytes more of requests: {self.used_bytes} of {most} bytes are in use, "
+                f"{self._bytes[trainer]} of them by this trainer"
+            )
+        self._bytes[trainer] += size_bytes
+
+
+def _subtract(counter: Counter[str], key: str, number: int) -> None:
+    counter[key] -= number
+    if not counter[key]:
+        del counter[key]

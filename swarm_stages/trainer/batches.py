@@ -1,0 +1,53 @@
+"""What is in a micro-batch: a function of the run, the step and its number alone, so that any trainer can replay it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from swarm_training.data.blocks import TokenBlocks
+from swarm_training.data.order import Order, batch_of_step, derived_seed
+
+
+@dataclass(frozen=True)
+class Content:
+    """Token ids and labels, [rows, positions] int64."""
+
+    ids: Tensor
+    labels: Tensor
+
+
+class MicroBatches(Protocol):
+    """The batches of a run, each of ``count`` micro-batches."""
+
+    @property
+    def count(self) -> int: ...
+
+    @property
+    def loss_scale(self) -> float:
+        """The predicted tokens of a micro-batch, on average: sums of gradients divided by it and by ``count`` are the
+        gradient of the mean over the batch's tokens."""
+
+    def at(self, step: int, number: int) -> Content:
+        """May be called from any thread."""
+
+
+class BlockMicroBatches:
+    """Rows of a table of token blocks, in the order of the run: none comes twice in an epoch."""
+
+    def __init__(self, blocks: TokenBlocks, run: str, count: int, rows: int) -> None:
+        """``rows``: of a micro-batch. Raises ValueError if a number is out of range."""
+        if count < 1 or rows < 1:
+            raise ValueError(f"{count} micro-batches of {rows} rows: expected at least one of each")
+        self.count = count
+        self.loss_scale = float(rows * (blocks.block_length - 1))  # the first token of a row is not predicted
+        self._blocks = blocks
+        self._order = Order(derived_seed(run), len(blocks))
+        self._rows = rows
+
+    def at(self, step: int, number: int) -> Content:
+        size = self.count * self._rows
+        ids = self._blocks.rows(batch_of_step(self._order, step, size, number * self._rows, self._rows))
+        return Content(ids, ids)

@@ -1,0 +1,149 @@
+"""Takes one micro-batch forward and backward through the stages, and commits it where it is lacking."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import TypeVar
+
+from torch import Tensor
+
+from swarm_protocol.errors import PeerBusy, PeerMoved, SwarmError
+from swarm_stages.audit.auditor import Auditor
+from swarm_stages.audit.client import Asked
+from swarm_stages.routing.coverage import Claims
+from swarm_stages.routing.speed import BACKWARD, FORWARD
+from swarm_stages.rpc.client import BackwardReply, MicroBatch, StagesClient
+from swarm_stages.trainer.asking import Asking
+from swarm_stages.trainer.traces import Trace, backwards_needed
+from swarm_training.core.moment import Moment
+from swarm_training.core.record import Progress
+
+R = TypeVar("R", Tensor, BackwardReply)
+_COMMIT_TRIES, _COMMIT_RETRY_S, _COMMIT_S = 3, 0.2, 5.0
+_logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Passes:
+    """Of one step."""
+
+    moment: Moment
+    num_stages: int
+    loss_scale: float
+    asking: Asking
+    client: StagesClient
+    claims: Claims
+    auditor: Auditor | None = None
+
+    async def run(self, number: int, trace: Trace, lacking: frozenset[int]) -> None:
+        """Computes what these stages lack; what becomes known on the way is put into the trace, also if it fails.
+
+        When it returns, ``claims`` has what was committed, or may have been. Raises as ``Asking.ask``.
+        """
+        commits: list[asyncio.Task[None]] = []
+        try:
+            for stage in backwards_needed(lacking, frozenset(trace.grads), self.num_stages):
+                reply, peer = await self._backward(stage, number, trace, stage in lacking)
+                if reply.grad is not None:
+                    trace.grads[stage - 1] = reply.grad
+                if stage == self.num_stages - 1:
+                    trace.loss.loss_sum, trace.loss.num_tokens = reply.loss_sum, reply.num_tokens
+                if stage in lacking:
+                    commits.append(asyncio.create_task(self._commit(peer, MicroBatch(stage, self.moment, number))))
+            await asyncio.gather(*commits)
+        except asyncio.CancelledError:
+            for commit in commits:
+                commit.cancel()
+            raise
+        except BaseException:
+            await asyncio.gather(*commits, return_exceptions=True)
+            raise
+
+    async def note_not_finite(self, number: int) -> bool:
+        """Tells the last stage, which has the losses, and decides whether the run goes back to a checkpoint; false if
+        there is none."""
+        stage = self.num_stages - 1
+        which = MicroBatch(stage, self.moment, number)
+
+        async def call(peer: Progress, timeout_s: float) -> bool:
+            return await self.client.note_not_finite(peer, which, timeout_s)
+
+        return await self.asking.tell(stage, self.moment, call)
+
+    async def _inputs(self, stage: int, number: int, trace: Trace) -> Tensor:
+        """What goes into a stage, from the nearest stage before of which it is known."""
+        if stage == 0:
+            return trace.content.ids
+        if stage not in trace.inputs:
+            before = await self._inputs(stage - 1, number, trace)
+            which = MicroBatch(stage - 1, self.moment, number)
+
+            async def call(peer: Progress, timeout_s: float) -> Tensor:
+                return await self.client.forward(peer, which, before, timeout_s)
+
+            trace.inputs[stage], peer = await self._ask(Asked(which, before), FORWARD, call)
+            trace.kept_by[stage - 1] = peer.peer_id
+        return trace.inputs[stage]
+
+    async def _backward(
+        self, stage: int, number: int, trace: Trace, accumulates: bool
+    ) -> tuple[BackwardReply, Progress]:
+        inputs = await self._inputs(stage, number, trace)
+        asked = Asked(
+            MicroBatch(stage, self.moment, number),
+            inputs,
+            labels=trace.content.labels if stage == self.num_stages - 1 else None,
+            grad=trace.grads.get(stage),
+            loss_scale=self.loss_scale,
+            accumulates=accumulates,
+            wants_grad=stage > 0 and stage - 1 not in trace.grads,
+            is_backward=True,
+        )
+
+        async def call(peer: Progress, timeout_s: float) -> BackwardReply:
+            return await self.client.backward(
+                peer,
+                asked.which,
+                asked.inputs,
+                timeout_s,
+                labels=asked.labels,
+                grad=asked.grad,
+                loss_scale=asked.loss_scale,
+                accumulates=asked.accumulates,
+                wants_grad=asked.wants_grad,
+            )
+
+        return await self._ask(asked, BACKWARD, call, trace.kept_by.pop(stage, None))
+
+    async def _ask(
+        self,
+        asked: Asked,
+        kind: str,
+        call: Callable[[Progress, float], Awaitable[R]],
+        kept_by: str | None = None,
+    ) -> tuple[R, Progress]:
+        if self.auditor is not None:
+            return await self.auditor.ask(asked, kind, call, kept_by)
+        return await self.asking.ask(asked.which.stage, self.moment, kind, call, kept_by)
+
+    async def _commit(self, peer: Progress, which: MicroBatch) -> None:
+        """Whatever happens to the answer, from now on the commit may have been carried out: it is claimed, unless the
+        peer says that it was not. Who claims wrongly loses time, until the peer's record shows it."""
+        clock = asyncio.get_running_loop().time
+        for _ in range(_COMMIT_TRIES):
+            self.claims.add(which.stage, which.number, peer.peer_id, clock())
+            try:
+                if not await self.client.commit(peer, which, _COMMIT_S):
+                    self.claims.drop(which.stage, which.number)
+                return
+            except PeerMoved:
+                self.claims.drop(which.stage, which.number)
+                return
+            except PeerBusy:  # its stage is averaging, which may come to nothing
+                self.claims.drop(which.stage, which.number)
+            except SwarmError as error:
+                _logger.debug("stage %d: the commit of %d is in doubt: %s", which.stage, which.number, error)
+            await asyncio.sleep(_COMMIT_RETRY_S)

@@ -1,0 +1,104 @@
+"""A trainer's presence on the network: it is called by nobody, watches all stages, and is on the roster of trainers."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+from typing import Protocol
+
+from swarm_protocol.errors import PeerUnavailable
+from swarm_stages.peer.presence import Membership, WatchPresence
+from swarm_stages.peer.watch import Watch
+from swarm_stages.trainer.batches import MicroBatches
+from swarm_stages.trainer.config import TrainerConfig
+from swarm_stages.trainer.roster import Roster
+from swarm_stages.trainer.trainer import StepReport, Trainer
+from swarm_training.core.config import TrainingConfig
+from swarm_training.net.channels import GrpcNetwork
+
+_LOOK_S = 0.1
+_NEWS_S = 1.0  # records on the DHT are some seconds old: what the peers themselves say is there by then
+
+
+class Trainers(Protocol):
+    """The trainers of the run, see ``Roster``."""
+
+    def trainers(self) -> Mapping[str, int]: ...
+
+    async def enter(self, step: int) -> None: ...
+
+    async def run(self) -> None: ...
+
+    async def leave(self) -> None: ...
+
+
+async def train(
+    run: str,
+    num_stages: int,
+    member: Membership,
+    data: MicroBatches,
+    config: TrainerConfig,
+    on_step: Callable[[StepReport], object] = lambda report: None,
+    end: int | None = None,
+    join_timeout_s: float = 60.0,
+) -> None:
+    """Trains until the run has taken ``end`` steps, or until it is cancelled.
+
+    Raises:
+        NoSwarm: no initial peer answered.
+        PeerUnavailable: some stage has nobody for ``join_timeout_s``.
+        ValueError: there are no initial peers, or the run has another number of micro-batches.
+        RequestRejected, AccessDenied, TrainingDiverged: as ``Trainer.train``.
+    """
+    peer_config = TrainingConfig(counting="exact", join_timeout_s=join_timeout_s)
+    watching = await WatchPresence.enter(run, num_stages, member, peer_config)
+    try:
+        roster = Roster(watching.board.node, run, member.identity)
+        await train_beside(watching.watch, watching.network, roster, run, member, data, config, on_step, end)
+    finally:
+        await watching.leave()
+
+
+async def train_beside(
+    watch: Watch,
+    network: GrpcNetwork,
+    roster: Trainers,
+    run: str,
+    member: Membership,
+    data: MicroBatches,
+    config: TrainerConfig,
+    on_step: Callable[[StepReport], object] = lambda report: None,
+    end: int | None = None,
+    join_timeout_s: float = 60.0,
+) -> None:
+    """As ``train``, given a watch that runs."""
+    await roster.enter(await _first_step(watch, data, join_timeout_s))
+    own_id = member.identity.peer_id
+    trainer = Trainer(run, own_id, lambda: watch.view().stages, roster.trainers, network, data, config, on_step)
+    staying = asyncio.gather(roster.run(), watch.relay(trainer.look_soon))
+    try:
+        await trainer.train(end)
+    finally:
+        staying.cancel()
+        await asyncio.gather(staying, return_exceptions=True)
+        await roster.leave()
+
+
+async def _first_step(watch: Watch, data: MicroBatches, timeout_s: float) -> int:
+    """Where the run is, once every stage has somebody."""
+    try:
+        async with asyncio.timeout(timeout_s):
+            while watch.view().moment is None:
+                await asyncio.sleep(_LOOK_S)
+            await asyncio.sleep(_NEWS_S)
+            while (moment := (view := watch.view()).moment) is None:
+                await asyncio.sleep(_LOOK_S)
+    except TimeoutError:
+        empty = [number for number, stage in enumerate(watch.view().stages) if not stage]
+        raise PeerUnavailable(f"nobody is at stage {', '.join(map(str, empty))}: expected a peer at each") from None
+    if view.num_micro_batches != data.count:
+        raise ValueError(
+            f"a batch has {view.num_micro_batches} micro-batches in this run, and {data.count} here: expected the same "
+            "run file"
+        )
+    return moment.step

@@ -1,0 +1,72 @@
+"""Commands of ``swarm train`` for runs in stages, which another package carries out."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeAlias
+
+from swarm_training.contract.backend import Joining
+from swarm_training.contract.run_like import RunView
+from swarm_training.runfile.settings import RunFile
+
+STAGE, TRAINER = "stage", "trainer"
+Command: TypeAlias = Callable[[], None]
+_ROLES = f"--as {STAGE} to hold a part of the model, which computes, or --as {TRAINER} to take data through all of them"
+
+
+@dataclass(frozen=True)
+class StagesBackend:
+    """
+    Attributes:
+        hold: a stage until Ctrl-C, of these blocks (START:END), else where it helps most; on this device.
+        train: takes data through the stages.
+        export: what was trained into a directory.
+        look: inside it, the run as it is at each call.
+    """
+
+    hold: Callable[[RunFile, Joining, str | None, str], Command]
+    train: Callable[[RunFile, Joining], Command]
+    export: Callable[[RunFile, Joining, Path], Command]
+    look: Callable[[RunFile, Joining], AbstractContextManager[Callable[[], RunView]]]
+
+
+def join_staged(stages: StagesBackend, args: argparse.Namespace, file: RunFile, who: Joining) -> Command:
+    """Raises ValueError if the flags do not fit."""
+    if args.role is None:
+        raise ValueError(f"{args.run_file} is of a run in stages: expected {_ROLES}")
+    for name, value in (("--batch-size", args.batch_size), ("--part", args.part)):
+        if value is not None:
+            raise ValueError(f"{name} is not for a run in stages: its run file says what is in a batch")
+    if args.role == STAGE:
+        return stages.hold(file, who, args.blocks, args.device)
+    if args.blocks is not None:
+        raise ValueError(f"--blocks is for --as {STAGE}: a trainer holds none")
+    if not args.initial_peers:
+        raise ValueError("--initial-peers is missing: expected members of the run, since a trainer holds no part of it")
+    return stages.train(file, who)
+
+
+def require_unstaged(args: argparse.Namespace) -> None:
+    """Raises ValueError if flags are for runs in stages alone."""
+    for name, value in (("--as", args.role), ("--blocks", args.blocks)):
+        if value is not None:
+            raise ValueError(
+                f"{name} is for a run in stages, and {args.run_file} says no count under [stages]: expected none, as "
+                "every peer holds the whole model"
+            )
+
+
+def export_staged(stages: StagesBackend, args: argparse.Namespace, file: RunFile, who: Joining) -> Command:
+    """Raises ValueError if there is nothing to export, or nobody to ask for it."""
+    if not file.stages.count:
+        raise ValueError(
+            f"{args.run_file} is not of a run in stages: its peers write checkpoints themselves, see `checkpoints` "
+            "under [run]"
+        )
+    if not args.initial_peers:
+        raise ValueError("--initial-peers is missing: expected members of the run")
+    return stages.export(file, who, args.directory)

@@ -1,0 +1,77 @@
+"""What a run file says of a run in stages: a table of it."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from swarm_training.core.bitmap import MAX_MICRO_BATCHES
+
+SUMS = ("fp32", "fp64")
+WIRE_FORMS = ("fp32", "fp64", "bf16", "int8")
+PRECISIONS = ("fp32", "bf16")
+LAYERS = re.compile(r"none|(bottleneck|maxout):([2-9]|[1-9][0-9]{1,4})")
+_MAX_STAGES = 1 << 12
+_MAX_RANK = 1 << 16
+
+
+@dataclass(frozen=True)
+class StageSettings:
+    """
+    Attributes:
+        count: stages that the model is cut into, each held by several peers; 0: every peer holds all of it.
+        micro_batch_size: samples that go through the stages together; a part of ``target_batch_size``.
+        sums: of gradients; in fp64 they do not depend on the order in which they are added up.
+        activations, gradients: how they travel between stages.
+        layers: trained with the model, so that fewer numbers travel between stages: ``bottleneck:4`` or ``maxout:2``,
+            with the factor. They make it another model, which only what knows them computes.
+        precision: of computing; weights are kept in fp32.
+        checkpoint_activations: blocks are computed twice, in less memory.
+        lora_rank: of adapters that are trained instead of the weights; 0: none.
+        audit_share: of what peers compute, which others of their stage compute too, from 0 (nothing) to 1.
+    """
+
+    count: int = 0
+    micro_batch_size: int = 1
+    sums: str = "fp32"
+    activations: str = "fp32"
+    gradients: str = "fp32"
+    precision: str = "fp32"
+    checkpoint_activations: bool = False
+    lora_rank: int = 0
+    layers: str = "none"
+    audit_share: float = 0.0
+
+    def __post_init__(self) -> None:
+        choices = {"sums": SUMS, "activations": WIRE_FORMS, "gradients": WIRE_FORMS, "precision": PRECISIONS}
+        for name, known in choices.items():
+            if getattr(self, name) not in known:
+                raise ValueError(f"{name} is {getattr(self, name)!r}: expected one of {', '.join(known)}")
+        if not 0 <= self.count <= _MAX_STAGES:
+            raise ValueError(f"count is {self.count}: expected 0 (no stages) to {_MAX_STAGES}")
+        if self.micro_batch_size < 1:
+            raise ValueError(f"micro_batch_size is {self.micro_batch_size}: expected at least 1")
+        if not 0 <= self.lora_rank <= _MAX_RANK:
+            raise ValueError(f"lora_rank is {self.lora_rank}: expected 0 (off) to {_MAX_RANK}")
+        if not 0 <= self.audit_share <= 1:
+            raise ValueError(f"audit_share is {self.audit_share}: expected 0 (nothing is audited) to 1")
+        if not LAYERS.fullmatch(self.layers):
+            raise ValueError(
+                f"layers is {self.layers!r}: expected none, or bottleneck or maxout with the factor by which fewer "
+                "numbers travel, at least 2, such as bottleneck:4"
+            )
+        if self.lora_rank and self.layers != "none":
+            raise ValueError(
+                f"layers is {self.layers} and lora_rank {self.lora_rank}: expected none of the two, or one, since an "
+                "adapter is for the stock model"
+            )
+
+    def num_micro_batches(self, target_batch_size: int) -> int:
+        """Of a batch. Raises ValueError if it cannot be divided so."""
+        number, rest = divmod(target_batch_size, self.micro_batch_size)
+        if rest or not 1 <= number <= MAX_MICRO_BATCHES:
+            raise ValueError(
+                f"target_batch_size is {target_batch_size}: expected 1 to {MAX_MICRO_BATCHES} times the "
+                f"micro_batch_size of [stages], which is {self.micro_batch_size}"
+            )
+        return number

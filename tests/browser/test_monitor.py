@@ -1,0 +1,301 @@
+"""The monitor in a browser."""
+
+from __future__ import annotations
+
+import random
+import re
+import shlex
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from swarm_client.history import recorder as recorders
+from swarm_client.history.store import History, Sample
+from swarm_client.monitor.server_events import EventKind, SwarmEvent
+from swarm_protocol.dht.records import ServerState, Work
+from swarm_protocol.span import Span
+from tests.browser.conftest import PHONE, WIDE
+from tests.monitored_swarm import MODEL, PEER, FakeMonitor, monitor_served, server
+from tests.swarm.waiting import wait_for
+
+playwright_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+axe_api = pytest.importorskip("axe_playwright_python.sync_playwright", reason="axe-playwright-python is not installed")
+EVIL = "<img src=x onerror=document.title='owned'>"
+expect = playwright_api.expect
+
+
+@pytest.fixture(autouse=True)
+def often(monkeypatch) -> None:
+    monkeypatch.setattr(recorders, "_LOOK_S", 0.1)
+
+
+@pytest.fixture
+def show(browser) -> Iterator[Callable[..., Any]]:
+    """Opens the monitor of a swarm, which must not complain in the console."""
+    closing: list[Callable[[], object]] = []
+    complaints: list[str] = []
+
+    def start(
+        monitor: FakeMonitor,
+        *,
+        viewport: dict[str, int] = WIDE,
+        dark: bool = False,
+        before: Callable[[Any], object] = lambda page: None,
+        **options: Any,
+    ) -> Any:
+        served = monitor_served(monitor, **options)
+        url = served.__enter__()
+        closing.append(lambda: served.__exit__(None, None, None))
+        context = browser.new_context(viewport=viewport, color_scheme="dark" if dark else "light")
+        context.grant_permissions(["clipboard-read", "clipboard-write"], origin=url)
+        closing.append(context.close)
+        page = context.new_page()
+        page.on("console", lambda message: message.type == "error" and complaints.append(message.text))
+        page.on("pageerror", lambda error: complaints.append(str(error)))
+        before(page)
+        page.goto(f"{url}/monitor")
+        return page
+
+    yield start
+    for close in reversed(closing):
+        close()
+    refused = re.compile("the server responded with a status of (401|502)")  # the browser says it by itself
+    assert [text for text in complaints if not refused.search(text)] == []
+
+
+def row(page: Any, name: str) -> Any:
+    return page.locator(".map tbody tr").filter(has=page.get_by_role("button", name=f"…{name[-6:]}", exact=True))
+
+
+def share(page: Any, name: str) -> tuple[float, float]:
+    """Where the bar of a server begins and how long it is, as a share of all blocks, by the pixels drawn."""
+    bar, track = (row(page, name).locator(which).first.bounding_box() for which in (".bar", ".track"))
+    return (bar["x"] - track["x"]) / track["width"], bar["width"] / track["width"]
+
+
+def test_who_holds_what(show):
+    page = show(FakeMonitor(server("aaaaaa", "0:10"), server("bbbbbb", "5:20")))
+    expect(row(page, "aaaaaa")).to_have_count(1)
+    assert share(page, "aaaaaa") == pytest.approx((0, 0.5), abs=0.01)
+    assert share(page, "bbbbbb") == pytest.approx((0.25, 0.75), abs=0.01)
+    assert page.locator(".strip span").all_inner_texts() == ["1"] * 5 + ["2"] * 5 + ["1"] * 10
+    expect(page.get_by_role("status")).to_have_text("all blocks are served")
+    expect(page.locator(".tiles")).to_contain_text("Blocks missing")
+
+
+def test_a_rebalancing_is_seen_without_reload(show):
+    monitor = FakeMonitor(server("aaaaaa", "0:10"), server("bbbbbb", "10:20"), server("cccccc", "0:10"))
+    page = show(monitor)
+    expect(row(page, "bbbbbb").locator(".state")).to_have_text("online")
+    page.evaluate("window.sameDocument = true")
+
+    monitor.change("bbbbbb", answers=False)
+    expect(row(page, "bbbbbb").locator(".state")).to_have_text("not answering")
+    expect(page.locator(".strip .lost")).to_have_count(10)
+    expect(page.get_by_role("status")).to_have_text(f"{MODEL} cannot be used")
+    expect(page.locator(".reasons")).to_have_text(f"no server holds blocks 10:20 of model {MODEL}")
+    expect(page.locator(".events")).to_contain_text("…bbbbbb does not answer; it held blocks 10:20")
+
+    monitor.change("cccccc", next_span=Span(10, 20))
+    expect(row(page, "cccccc").locator(".state")).to_have_text("moving to 10:20")
+    monitor.change("cccccc", next_span=None, span=Span(10, 20), state=ServerState.JOINING)
+    expect(row(page, "cccccc").locator(".state")).to_have_text("joining")
+    monitor.change("cccccc", state=ServerState.ONLINE)
+    monitor.remove("bbbbbb")
+    expect(page.get_by_role("status")).to_have_text("all blocks are served")
+    expect(page.locator(".strip .lost")).to_have_count(0)
+    expect(row(page, "bbbbbb")).to_have_count(0)
+    assert share(page, "cccccc") == pytest.approx((0.5, 0.5), abs=0.01)
+    expect(page.locator(".events")).to_contain_text("Blocks 10:20 are held again")
+    texts = page.locator(".event-text").all_inner_texts()
+    said = [
+        "…bbbbbb does not answer; it held blocks 10:20",
+        "No server holds blocks 10:20",
+        "…cccccc moves from blocks 0:10 to 10:20",
+        "Blocks 10:20 are held again",
+    ]
+    assert [text for text in reversed(texts) if text in said] == said
+    assert page.evaluate("window.sameDocument")
+
+
+def a_hundred(num_blocks: int = 80) -> FakeMonitor:
+    randomly = random.Random(7)
+    servers = []
+    for number in range(100):
+        length = randomly.choice([4, 8, 12, 20])
+        start = randomly.randrange(num_blocks - length + 1)
+        speed = float(randomly.randrange(1000))
+        span = f"{start}:{start + length}"
+        servers.append(server(f"{number:06}", span, num_blocks=num_blocks, tokens_per_s=speed, answers=number % 9 != 4))
+    return FakeMonitor(*servers, num_blocks=num_blocks)
+
+
+@pytest.mark.parametrize("viewport", [WIDE, PHONE], ids=["desktop", "phone"])
+def test_a_hundred_servers_of_eighty_blocks_are_readable(show, viewport):
+    page = show(a_hundred(), viewport=viewport)
+    expect(page.locator(".map tbody tr")).to_have_count(100)
+    assert page.locator(".strip span").count() == 80
+    assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")  # nothing sticks out
+    box = page.locator(".map tbody tr").nth(50)
+    box.scroll_into_view_if_needed()
+    assert box.bounding_box()["height"] >= 15
+    name = box.locator(".server-name")
+    assert name.evaluate("e => parseFloat(getComputedStyle(e).fontSize)") >= 10.5
+    assert name.evaluate("e => e.scrollWidth <= e.clientWidth")
+    head, scroll = page.locator(".map thead th").first.bounding_box(), page.locator(".map-scroll").bounding_box()
+    assert head["y"] == pytest.approx(scroll["y"], abs=1)  # it stays while rows scroll
+    narrowest = min(
+        each["width"]
+        for each in page.locator(".map .bar:not(.next)").evaluate_all("es => es.map(e => e.getBoundingClientRect())")
+    )
+    assert narrowest >= 4 * (2 if viewport is PHONE else 10)  # of four blocks
+
+
+def test_finding_and_sorting(show):
+    page = show(a_hundred())
+    rows = page.locator(".map tbody tr")
+    expect(rows).to_have_count(100)
+    page.get_by_label("Find a server").fill("00004")
+    expect(rows).to_have_count(11)  # 000004, 000040 … 000049
+    page.get_by_label("State").select_option("cannot be used")
+    expect(rows).to_have_count(3)  # 000004, 000040, 000049
+    expect(page.locator(".map-summary")).to_contain_text("3 of 100 servers")
+    page.get_by_label("Find a server").fill("")
+    page.get_by_label("State").select_option("all states")
+    page.get_by_label("Order").select_option("by speed")
+    table = page.get_by_role("region", name="Table of servers")
+    table.get_by_role("button", name="Speed").click()
+    expect(table.locator("th[aria-sort=descending]")).to_have_text("Speed")
+    speeds = [float(text) for text in table.locator("tbody td:nth-child(5)").all_inner_texts()]
+    assert len(speeds) == 100 and speeds == sorted(speeds, reverse=True)
+    names = [page.locator(f"{where} .server-name").first.inner_text() for where in (".map tbody", ".servers tbody")]
+    assert names[0] == names[1]
+    table.get_by_role("button", name="Speed").click()
+    expect(table.locator("th[aria-sort=ascending]")).to_have_text("Speed")
+
+
+def test_strings_of_strangers_are_text(show):
+    peer, model = f"Qm{EVIL}", f"{EVIL}/model"
+    evil = server(peer, "0:20", addresses=(EVIL,), adapters=(EVIL,), software_version=EVIL, model=model)
+    monitor = FakeMonitor(evil, server("aaaaaa", "0:20"))
+    history = History(None)
+    history.add_events([SwarmEvent(kind, model, peer, EVIL, EVIL, EVIL) for kind in EventKind], 1.0)
+    page = show(monitor, history=history)
+    expect(page.locator(".tabs button")).to_have_count(2)
+    page.get_by_role("group", name="Model").get_by_role("button", name=model).click()
+    expect(page.locator(".servers")).to_contain_text(EVIL)
+    expect(page.locator(".events li")).to_have_count(len(EventKind))
+    assert model in shlex.split(page.locator(".join-command").inner_text())
+    page.locator(".map .server-name").first.click()
+    expect(page.get_by_role("dialog")).to_contain_text(EVIL)
+    monitor.change(peer, answers=False)
+    expect(row(page, peer)).to_have_count(1)
+    expect(page.locator(".events")).to_contain_text("does not answer")
+    assert page.locator("main img, dialog img").count() == 0
+    assert "owned" not in page.title()
+
+
+def test_the_command_to_join_is_copied(show):
+    page = show(FakeMonitor(server("aaaaaa", "0:20")))
+    page.get_by_role("button", name="Copy").click()
+    expect(page.get_by_role("button", name="Copied")).to_be_visible()
+    command = f"python -m swarm_server --model {MODEL} --swarm home --initial-peers {PEER}"
+    assert page.locator(".join-command").inner_text() == command
+    wait_for(lambda: page.evaluate("navigator.clipboard.readText()") == command, "the clipboard has the command")
+
+
+def test_charts_show_what_was_measured(show):
+    history, now = History(None), time.time()
+    for number in range(100):
+        history.add_sample(Sample(8, 7, 10.0 + number % 2, 3, 0.005, 0.1, 0), now - 1000 + 10 * number)
+    page = show(FakeMonitor(server("aaaaaa", "0:20")), history=history)
+    chart = page.get_by_role("img", name=re.compile(r"^Tokens.s: .*at most 11 since"))
+    expect(chart.locator(".line")).to_have_count(1)
+    box = chart.bounding_box()
+    page.mouse.move(box["x"] + box["width"] - 60, box["y"] + 40)
+    expect(page.locator(".chart-now").first).to_have_text(re.compile("^1[01]$"))
+    page.get_by_role("button", name="30 d").click()
+    expect(page.get_by_role("button", name="30 d")).to_have_attribute("aria-pressed", "true")
+    expect(page.locator(".chart").first).to_contain_text(re.compile(r"[A-Z][a-z]{2} \d+"))  # a day, on the axis
+
+
+def test_contributions(show):
+    monitor = FakeMonitor(
+        server("aaaaaa", "0:20", work=Work(20 * 300, 0, 0, 9.0)),
+        server("bbbbbb", "0:20", work=Work(20 * 100, 0, 0, 9.0)),
+    )
+    page = show(monitor)
+    expect(page.locator(".contributions li")).to_have_text(["…aaaaaa300 · 75 %", "…bbbbbb100 · 25 %"])
+
+
+def test_a_lost_connection_is_said_and_comes_back(show):
+    monitor = FakeMonitor(server("aaaaaa", "0:20"))
+    page = show(monitor)
+    expect(row(page, "aaaaaa")).to_have_count(1)
+    alert = page.get_by_role("alert")
+    expect(alert).to_be_hidden()
+    page.route("**/api/v1/**", lambda route: route.fulfill(status=502, body="a proxy's page"))
+    expect(alert).to_contain_text("The server answered with status 502. Trying again in")
+    monitor.put(server("bbbbbb", "0:20"))
+    page.unroute("**/api/v1/**")
+    expect(row(page, "bbbbbb")).to_have_count(1)
+    expect(alert).to_be_hidden()
+    expect(page.locator(".events li")).to_have_count(1)  # what was missed
+
+
+def test_a_key_is_asked_for(show):
+    page = show(FakeMonitor(server("aaaaaa", "0:20")), keys=("secret",))
+    page.get_by_label("Key", exact=True).fill("secret")
+    page.get_by_role("button", name="Use key").click()
+    expect(row(page, "aaaaaa")).to_have_count(1)
+    expect(page.get_by_role("alert")).to_be_hidden()
+
+
+def test_by_keyboard_alone(show):
+    page = show(FakeMonitor(server("aaaaaa", "0:20")))
+    expect(row(page, "aaaaaa")).to_have_count(1)
+    page.keyboard.press("Tab")
+    expect(page.get_by_role("link", name="Skip to the monitor")).to_be_focused()
+    page.keyboard.press("Enter")
+    for _ in range(20):
+        page.keyboard.press("Tab")
+        if page.evaluate("document.activeElement.className") == "server-name":
+            break
+    page.keyboard.press("Enter")
+    expect(page.get_by_role("dialog", name="Server …aaaaaa")).to_contain_text("192.0.2.7:4001")
+    page.keyboard.press("Escape")
+    expect(page.get_by_role("dialog")).to_have_count(0)
+
+
+def serious_violations(page: Any) -> list[tuple[str, str]]:
+    found = axe_api.Axe().run(page).response["violations"]
+    return [(each["id"], each["nodes"][0]["html"]) for each in found if each["impact"] in ("serious", "critical")]
+
+
+@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+@pytest.mark.parametrize("viewport", [WIDE, PHONE], ids=["desktop", "phone"])
+@pytest.mark.parametrize("swarm", ["one", "hundred", "broken"])
+def test_axe_finds_nothing_serious(show, viewport, dark, swarm):
+    monitors = {
+        "one": lambda: FakeMonitor(server("aaaaaa", "0:20")),
+        "hundred": a_hundred,
+        "broken": lambda: FakeMonitor(server("aaaaaa", "0:10"), server("bbbbbb", "5:20", answers=False)),
+    }
+    history = History(None)
+    history.add_events([SwarmEvent(kind, MODEL, "peer", "0:4", "online", "joining") for kind in EventKind], 1.0)
+    page = show(monitors[swarm](), viewport=viewport, dark=dark, history=history)
+    expect(page.locator(".map tbody tr").first).to_be_visible()
+    expect(page.locator(".events li")).to_have_count(len(EventKind))
+    assert serious_violations(page) == []
+
+
+def test_axe_finds_nothing_serious_before_the_history_arrives(show):
+    """The charts are in the page from the start; they have names before they have points."""
+    page = show(
+        FakeMonitor(server("aaaaaa", "0:20")), before=lambda page: page.route("**/api/v1/history*", lambda _: None)
+    )
+    expect(page.locator(".map tbody tr").first).to_be_visible()
+    expect(page.get_by_role("img", name="Tokens/s: nothing measured yet")).to_be_visible()
+    assert serious_violations(page) == []

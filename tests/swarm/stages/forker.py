@@ -1,0 +1,68 @@
+"""Starts ``python -m swarm_stages`` in forks of one process that has imported everything: a start costs little.
+
+``python -m tests.swarm.stages.forker`` reads lines of JSON from stdin, ``{"arguments": [...], "stdout": FILE, "stderr":
+FILE, "lie": NAME}``, and answers each with the process id. When it ends, so do all that it has started.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import importlib
+import json
+import os
+import signal
+import sys
+import traceback
+
+from tests.swarm.stages.lies import tell
+
+HEAVY = [
+    "hivemind.dht.node",
+    "swarm_stages.commands.exporting",
+    "swarm_stages.commands.serving",
+    "swarm_stages.commands.training",
+    "swarm_stages.command_line",
+    "transformers.models.llama.modeling_llama",
+]
+_PR_SET_PDEATHSIG = 1
+
+
+def main() -> None:
+    for module in HEAVY:
+        importlib.import_module(module)
+    gc.collect()
+    gc.freeze()  # the collector of a fork would write to every object, and so copy the page it is on
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for those that end
+    libc = ctypes.CDLL(None)
+    for line in sys.stdin:
+        pid = os.fork()
+        if not pid:
+            libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+            run(**json.loads(line))
+        print(pid, flush=True)
+
+
+def run(arguments: list[str], stdout: str, stderr: str, lie: str) -> None:
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    os.setsid()
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    for descriptor, name in ((1, stdout), (2, stderr)):
+        os.dup2(os.open(name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), descriptor)
+    code = 0
+    try:
+        if lie:
+            tell(lie)
+        importlib.import_module("swarm_stages.command_line").main(arguments)
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else 0
+    except BaseException:
+        traceback.print_exc()
+        code = 99
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+if __name__ == "__main__":
+    main()

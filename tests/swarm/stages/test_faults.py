@@ -1,0 +1,115 @@
+"""Trainers end, peers are stopped, stages die out, networks are cut: the run is what one process trains."""
+
+from __future__ import annotations
+
+import re
+import signal
+import time
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from swarm_stages.commands.building import PRESUME_GONE_S
+from tests.swarm.network import Network
+from tests.swarm.stages.crew import crew
+from tests.swarm.stages.model import write_run
+from tests.swarm.stages.test_kills import require_trained_as_one
+from tests.swarm.waiting import wait_for
+
+pytestmark = pytest.mark.slow
+STOPPED_S = 20.0
+assert STOPPED_S > 2 * PRESUME_GONE_S
+LIMIT_S = 500.0
+
+
+def test_a_killed_trainer_is_followed_by_another(tmp_path: Path) -> None:
+    steps = 10
+    with crew(write_run(tmp_path, 2), tmp_path) as peers:
+        peers.join(0)
+        peers.join(1)
+        first, second = peers.trainer(steps), peers.trainer(steps)
+        first.reach(2)
+        second.reach(2)
+        first.kill()
+        second.reach(4)
+        second.kill()
+        third = peers.trainer(steps)
+        third.reach(steps, LIMIT_S)
+        require_trained_as_one(peers, tmp_path, steps)
+
+
+@pytest.mark.parametrize("stopped_stage", [0, 1])
+def test_without_a_peer_that_is_stopped_the_run_goes_on_and_it_comes_back(tmp_path: Path, stopped_stage: int) -> None:
+    """Of two, the first by id is a quorum by itself: so that one is stopped."""
+    steps, meanwhile = 40, 5
+    with crew(write_run(tmp_path, 2), tmp_path) as peers:
+        peers.join(0)
+        peers.join(0, 1, 1)
+        trainer = peers.trainer(steps)
+        trainer.reach(3)
+        stopped = min(peers.at(stopped_stage), key=lambda peer: peer.peer_id)
+        stopped.signal(signal.SIGSTOP)
+        until_s, seen = time.monotonic() + STOPPED_S, trainer.steps[-1]
+        wait_for(lambda: time.monotonic() > until_s, "the others have long missed it")
+        trainer.reach(seen + meanwhile, LIMIT_S)
+        stopped.signal(signal.SIGCONT)
+        trainer.reach(steps, LIMIT_S)
+        stopped.reach(steps)
+        assert trainer.steps == sorted(set(trainer.steps))  # nothing was lost
+        require_trained_as_one(peers, tmp_path, steps)
+
+
+def test_a_stage_that_dies_out_goes_on_from_a_checkpoint(tmp_path: Path) -> None:
+    steps = 16
+    with crew(write_run(tmp_path, 3), tmp_path) as peers:
+        peers.join(0)
+        peers.join(0, 1, 1, 2, 2)
+        trainer = peers.trainer(steps)
+        trainer.reach(9)
+        peers.kill(*peers.at(1))
+        newcomers = peers.join(1, 1)
+        assert any("goes on from its checkpoint of step" in peer.stderr for peer in newcomers)
+        trainer.reach(steps, LIMIT_S)
+        steps_told = trainer.steps
+        first_again = next(later for step, later in pairwise(steps_told) if later <= step)
+        assert first_again % 4 == 1  # the step after a checkpoint
+        losses = {}
+        for step, loss in re.findall(r"step (\d+): loss ([\d.]+), 8 of 8", "\n".join(trainer.lines)):
+            assert losses.setdefault(step, loss) == loss  # those of the steps that were taken twice
+        assert len(losses) == steps
+        require_trained_as_one(peers, tmp_path, steps)
+
+
+@pytest.mark.parametrize(
+    ("near", "far"), [((0, 0), (1, 1)), ((0, 1), (0, 1))], ids=["a stage is cut off", "mates are cut off"]
+)
+def test_a_network_that_is_cut_for_a_while(tmp_path: Path, near: tuple[int, ...], far: tuple[int, ...]) -> None:
+    steps = 16
+    with Network("far") as network, crew(write_run(tmp_path, 2), tmp_path, network) as peers:
+        peers.join(near[0])
+        started = peers.start(*near[1:]) + peers.start(*far, host="far")
+        wait_for(lambda: all(peer.address for peer in started), "all have joined")
+        trainer = peers.trainer(steps)
+        trainer.reach(3)
+        network.cut("far")
+        until_s = time.monotonic() + STOPPED_S
+        wait_for(lambda: time.monotonic() > until_s, "the cut is longer than anybody waits for an answer")
+        network.mend("far")
+        trainer.reach(steps, LIMIT_S)
+        require_trained_as_one(peers, tmp_path, steps)
+
+
+def test_a_joiner_works_in_the_next_step(tmp_path: Path) -> None:
+    steps = 40
+    with crew(write_run(tmp_path, 2), tmp_path) as peers:
+        peers.join(0)
+        peers.join(1)
+        trainer = peers.trainer(steps)
+        trainer.reach(2)
+        (joiner,) = peers.join(1)
+        wait_for(lambda: len(joiner.steps) >= 2, "two steps of the joiner")
+        worked = [int(re.match(r"step \d+: (\d+) of", line)[1]) for line in joiner.lines if line.startswith("step ")]
+        assert any(worked[:2]), joiner.lines  # it may have come near the end of the first
+        trainer.reach(steps, LIMIT_S)
+        require_trained_as_one(peers, tmp_path, steps)

@@ -1,0 +1,63 @@
+"""Peers of all stages are killed as the run goes on: what it has trained is, bit for bit, what one process trains."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+
+from tests.swarm.stages.crew import Crew, Process, crew
+from tests.swarm.stages.model import assert_equal, one_process, write_run
+from tests.swarm.waiting import wait_for
+
+LIMIT_S = 500.0
+
+
+def kill_and_replace(peers: Crew, trainer: Process, rng: random.Random, steps: int, every: int) -> int:
+    """Until the run has taken so many steps, always after some of them; a stage keeps one peer at least. Returns how
+    many were killed."""
+    num_killed = 0
+    for step in range(every, steps, every):
+        trainer.reach(step)
+        victim = wait_for(lambda: _victim(peers, rng), "a stage has two peers")
+        peers.kill(victim)
+        peers.start(victim.stage)
+        num_killed += 1
+    trainer.reach(steps, LIMIT_S)
+    return num_killed
+
+
+def _victim(peers: Crew, rng: random.Random):
+    spare = [peer for peer in peers.peers if peer.address and len(peers.at(peer.stage)) > 1]
+    return rng.choice(spare) if spare else None
+
+
+def require_trained_as_one(peers: Crew, directory: Path, steps: int) -> None:
+    assert peers.export(directory / "out").endswith(f"after step {steps}")
+    assert_equal(directory / "out", one_process(peers.run_file, steps)[0])
+
+
+@pytest.mark.slow
+def test_a_killed_peer_changes_nothing(tmp_path: Path) -> None:
+    steps = 4
+    with crew(write_run(tmp_path, 2), tmp_path) as peers:
+        peers.join(0)
+        peers.join(1, 1)
+        trainer = peers.trainer(steps)
+        trainer.reach(2)
+        peers.kill(peers.at(1)[0])
+        trainer.reach(steps)
+        require_trained_as_one(peers, tmp_path, steps)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [1, 2])
+def test_four_stages_of_two_peers_of_whom_one_after_the_other_is_killed(tmp_path: Path, seed: int) -> None:
+    steps = 32
+    with crew(write_run(tmp_path, 4), tmp_path) as peers:
+        peers.join(0)
+        peers.join(0, 1, 1, 2, 2, 3, 3)
+        trainer = peers.trainer(steps)
+        assert kill_and_replace(peers, trainer, random.Random(seed), steps, every=2) >= 15
+        require_trained_as_one(peers, tmp_path, steps)

@@ -1,0 +1,61 @@
+"""What travels in fewer bits, beside one process: the losses of steps."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from swarm_protocol.net.identity import Identity
+from swarm_stages.commands.building import build_micro_batches, trainer_config
+from swarm_stages.peer.presence import Membership
+from swarm_stages.trainer.presence import train
+from swarm_stages.trainer.trainer import StepReport
+from swarm_training.runfile.reading import read_run_file
+from tests.swarm.stages.crew import Crew, crew
+from tests.swarm.stages.model import one_process, write_run
+
+pytestmark = pytest.mark.slow
+LIMIT_S = 500.0
+
+
+def train_here(peers: Crew, steps: int) -> list[float]:
+    """The loss of each step; the trainer is this process."""
+    file = read_run_file(peers.run_file)
+    data = build_micro_batches(file)
+    reports: list[StepReport] = []
+
+    async def scenario() -> None:
+        member = Membership(Identity.generate(), peers.addresses)
+        async with asyncio.timeout(LIMIT_S):
+            config = trainer_config(file, "shortest_delay")
+            await train(file.run.name, file.stages.count, member, data, config, reports.append, steps)
+
+    asyncio.run(scenario())
+    assert [report.moment.step for report in reports] == list(range(steps))
+    assert all(report.num_micro_batches == data.count for report in reports)
+    return [report.loss for report in reports]
+
+
+@pytest.mark.parametrize("sums", ["fp32", "fp64"])
+def test_fp32_has_the_losses_of_one_process(tmp_path: Path, sums: str) -> None:
+    steps = 30
+    with crew(write_run(tmp_path, 4, "fp32", sums), tmp_path) as peers:
+        peers.join(0)
+        peers.join(0, 1, 1, 2, 2, 3, 3)
+        found = train_here(peers, steps)
+    expected = one_process(peers.run_file, steps)[1]
+    assert found == pytest.approx(expected, abs=1e-5)
+    assert expected[-1] < 0.5 * expected[0]
+
+
+def test_int8_ends_within_a_hundredth(tmp_path: Path) -> None:
+    steps = 60
+    with crew(write_run(tmp_path, 4, "int8"), tmp_path) as peers:
+        peers.join(0)
+        peers.join(1, 2, 3)
+        found = train_here(peers, steps)
+    expected = one_process(peers.run_file, steps)[1]
+    assert found != expected
+    assert sum(found[-5:]) == pytest.approx(sum(expected[-5:]), rel=0.01)

@@ -1,0 +1,123 @@
+"""``swarm chat`` as somebody types it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from swarm_protocol.checkpoints.default_model import DEFAULT_MODEL, locate
+from tests.swarm.harness import InProcessServers
+from tests.swarm.terminal import ALT_ENTER, CTRL_C, CTRL_D, ENTER, UP, Terminal
+
+LONG = 300  # tokens, which take seconds
+
+
+@pytest.fixture(scope="module")
+def servers() -> Iterator[InProcessServers]:
+    with InProcessServers(Path(locate(DEFAULT_MODEL))) as servers:
+        servers.start("0:10", "10:20")
+        yield servers
+
+
+def chat(servers: InProcessServers, home: Path, num_tokens: int) -> Terminal:
+    flags = ["--swarm", servers.swarm, "--temperature", "0", "--max-new-tokens", str(num_tokens)]
+    return Terminal("chat", *flags, home=home)
+
+
+def turns(path: Path) -> list[str]:
+    return [message["content"] for message in json.loads(path.read_text())["messages"] if message["role"] == "user"]
+
+
+@pytest.mark.slow
+def test_lines_and_their_history(servers, tmp_path):
+    saved = tmp_path / "talk.json"
+    with chat(servers, tmp_path, 2) as terminal:
+        assert "/help shows commands" in terminal.wait_for_prompt()
+        terminal.type(f"one\\{ENTER}two{ENTER}")
+        terminal.wait_for_prompt()
+        terminal.type(f"three{ALT_ENTER}four{ENTER}")
+        terminal.wait_for_prompt()
+        terminal.paste("five\nsix")
+        terminal.type(ENTER)
+        terminal.wait_for_prompt()
+        terminal.type(f"/sav {saved}{ENTER}")
+        assert "error: there is no command /sav" in terminal.wait_for_prompt()
+        terminal.type(f"/save {saved}{ENTER}")
+        assert f"saved to {saved}" in terminal.wait_for_prompt()
+        terminal.type(CTRL_D)
+        assert terminal.end() == 0
+    assert turns(saved) == ["one\ntwo", "three\nfour", "five\nsix"]
+    assert (tmp_path / "state" / "swarm" / "chat_history").stat().st_mode & 0o777 == 0o600
+    with chat(servers, tmp_path, 2) as terminal:
+        terminal.wait_for_prompt()
+        terminal.type(UP + "2" + ENTER)  # the last line of the last conversation
+        terminal.wait_for(r"saved to \S+json2")
+        terminal.wait_for_prompt()
+        terminal.type(f"/exit{ENTER}")
+        assert terminal.end() == 0
+
+
+def test_ctrl_c_stops_the_answer_only(servers, tmp_path):
+    saved = tmp_path / "talk.json"
+    with chat(servers, tmp_path, LONG) as terminal:
+        terminal.wait_for_prompt()
+        terminal.type(f"Return a list of{ENTER}")
+        terminal.wait_for("strings")  # the answer has begun
+        terminal.type(CTRL_C)
+        terminal.wait_for("stopped")
+        terminal.wait_for_prompt()
+        terminal.type(CTRL_C)
+        terminal.wait_for("/exit or Ctrl-D ends the conversation")
+        terminal.wait_for_prompt()
+        terminal.type(f"/save {saved}{ENTER}")
+        terminal.wait_for("saved to")
+        terminal.wait_for_prompt()
+        terminal.type(CTRL_D)
+        assert terminal.end() == 0
+    user, assistant = json.loads(saved.read_text())["messages"]
+    assert user["content"] == "Return a list of" and "strings" in assistant["content"]
+
+
+@pytest.mark.slow
+def test_the_death_of_a_server_is_a_pause_and_a_dim_line(servers, cluster, tmp_path):
+    flags = {"model": servers.model, "swarm": servers.swarm, "blocks": "10:20", "quant": "none", "throughput": 10000}
+    fast = cluster.start(*(part for name, value in flags.items() for part in (f"--{name}", str(value))))
+    cluster.wait_ready([fast])
+    with chat(servers, tmp_path, LONG) as terminal:
+        terminal.wait_for_prompt()
+        terminal.type(f"Return a list of{ENTER}")
+        terminal.wait_for("strings")
+        fast.kill()
+        terminal.wait_for(r"\r\n\x1b\[2m[^\n]*blocks 10:20 move to [^\n]*\x1b\[0m\r\n")
+        terminal.wait_for_prompt()  # the answer has come to its end
+        terminal.type(CTRL_D)
+        assert terminal.end() == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_while_a_turn_is_typed_ends_it_quietly(servers, tmp_path, number):
+    with chat(servers, tmp_path, 2) as terminal:
+        terminal.wait_for_prompt()
+        terminal.type("half a turn")
+        terminal.wait_for("half a turn")
+        os.kill(terminal.pid, number)
+        said = terminal.wait_for_end()
+        assert "Traceback" not in said
+        assert terminal.end() == 128 + number
+
+
+@pytest.mark.slow
+def test_a_history_that_cannot_be_written_is_done_without(servers, tmp_path):
+    (tmp_path / "state").write_text("no directory")
+    with chat(servers, tmp_path, 2) as terminal:
+        terminal.wait_for_prompt()
+        terminal.type(f"Return{ENTER}")
+        terminal.wait_for_prompt()
+        terminal.type(CTRL_D)
+        assert terminal.end() == 0

@@ -1,0 +1,118 @@
+"""``--discover`` on hosts of one network: who is given no address finds the swarm, or says that there is none."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from swarm_client.demo.local_cluster import LocalCluster
+from swarm_protocol.net.identity import Identity
+from tests.marks import SLOW
+from tests.swarm.network import Network
+from tests.swarm.waiting import wait_for
+from tests.zoo import save_checkpoint
+
+COMMAND_S = 120.0
+
+
+class Hosts:
+    """Each has servers and commands of its own, and a home of its own."""
+
+    def __init__(self, network: Network, homes: Path, cleanup: ExitStack) -> None:
+        self.network, self._homes = network, homes
+        self.clusters = {
+            host: cleanup.enter_context(network.run(host, partial(LocalCluster, self._environment(host))))
+            for host in ("one", "two")
+        }
+
+    def command(self, host: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "swarm_client", *arguments]
+        environment = {**os.environ, **self._environment(host)}
+        return self.network.run(
+            host,
+            partial(subprocess.run, command, env=environment, capture_output=True, text=True, timeout=COMMAND_S),
+        )
+
+    def _environment(self, host: str) -> dict[str, str]:
+        return {"XDG_CACHE_HOME": str(self._homes / host)}
+
+
+@pytest.fixture(scope="module")
+def hosts(tmp_path_factory) -> Iterator[Hosts]:
+    with ExitStack() as cleanup:
+        network = cleanup.enter_context(Network("one", "two", "three"))
+        yield Hosts(network, tmp_path_factory.mktemp("homes"), cleanup)
+
+
+@SLOW
+def test_servers_that_start_together_are_one_swarm_and_a_client_finds_it(hosts, tmp_path):
+    save_checkpoint("llama", tmp_path / "llama")
+    flags = ["--model", str(tmp_path / "llama"), "--quant", "none", "--throughput", "10", "--discover"]
+    servers = {
+        host: hosts.clusters[host].start(*flags, "--swarm", "lan", "--blocks", blocks)
+        for host, blocks in (("one", "0:3"), ("two", "3:6"))
+    }
+    for host, server in servers.items():
+        hosts.clusters[host].wait_ready([server])
+        assert server.ready["grpc"].startswith(f"{hosts.network.addresses[host]}:")
+
+    def seen() -> set[str]:
+        done = hosts.command("three", "status", "--discover", "--swarm", "lan", "--json")
+        assert done.returncode == 0, done.stderr
+        return {server["peer_id"] for model in json.loads(done.stdout)["models"] for server in model["servers"]}
+
+    wait_for(lambda: seen() == {server.peer_id for server in servers.values()}, "a client sees both servers")
+    for host, server in servers.items():
+        server.signal(15)
+        assert server.wait_gone(60), host
+
+
+# Says that a member is where nobody listens.
+FALSE_ANSWER = """
+import asyncio, sys
+from swarm_protocol.dht.lan_discovery import LanDiscovery
+async def main():
+    discovery = await LanDiscovery.start("lied")
+    assert await discovery.advertise(sys.argv[2], [f"/ip4/{sys.argv[1]}/tcp/9/p2p/{sys.argv[2]}"])
+    print("advertised", flush=True)
+    await asyncio.get_running_loop().run_in_executor(None, sys.stdin.readline)
+    await discovery.close()
+asyncio.run(main())
+"""
+
+
+@SLOW
+def test_a_false_answer_keeps_no_server_from_its_swarm(hosts):
+    command = [sys.executable, "-c", FALSE_ANSWER, hosts.network.addresses["three"], Identity.generate().peer_id]
+    start = partial(subprocess.Popen, command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    with hosts.network.run("three", start) as liar:
+        assert liar.stdout.readline() == "advertised\n"
+        server = hosts.clusters["one"].start("--discover", "--swarm", "lied", "--num-blocks", "1", "--throughput", "1")
+        hosts.clusters["one"].wait_ready([server])
+        assert "found on the local network, but no initial peer answered" in server.stderr.read_text()
+        server.kill()
+        liar.communicate("\n", timeout=COMMAND_S)
+
+
+@SLOW
+def test_nobody_is_said_in_one_sentence(hosts):
+    done = hosts.command("three", "status", "--discover", "--swarm", "nowhere")
+    assert done.returncode == 1
+    assert done.stderr.startswith("error: nobody of swarm 'nowhere' has answered on the local network within 3 s")
+    assert len(done.stderr.splitlines()) == 1
+
+
+@SLOW
+def test_a_server_for_this_machine_alone_cannot_be_discovered(hosts):
+    server = hosts.clusters["one"].start("--discover", "--host", "127.0.0.1", "--swarm", "lan")
+    assert server.wait_gone(60)
+    words = server.stderr.read_text().splitlines()[-1]
+    assert words.startswith("error: discover lets others find this server, and host 127.0.0.1 is for this machine")

@@ -1,0 +1,50 @@
+"""``swarm doctor`` as a command, well and ill."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from tests.swarm.processes import run_commands
+from tests.swarm.test_command_line import run
+
+
+def subjects(outcome) -> dict[str, dict[str, str]]:
+    return {finding["subject"]: finding for finding in json.loads(outcome)["checks"]}
+
+
+def test_with_a_server_of_this_machine(server_process, tmp_path):
+    with server_process("--blocks", "0:20", "--quant", "none", "--swarm", "mine") as server:
+        assert server.ready
+        (result,) = run_commands("swarm_client", [["doctor", "--swarm", "mine", "--json"]], tmp_path)
+    assert (result.code, result.stderr, result.left_behind) == (0, "", []), result.stdout
+    found = subjects(result.stdout)
+    assert json.loads(result.stdout)["ok"] is True
+    assert found["servers here"]["found"] == "1 of swarm mine on this machine"
+    assert "1 of 1 servers answer" in found["swarm"]["found"]
+    assert any(subject.startswith("server …") for subject in found)
+
+
+@pytest.mark.slow
+def test_with_a_server_that_hangs(server_process, tmp_path):
+    with server_process("--blocks", "0:20", "--quant", "none", "--swarm", "mine") as server:
+        server.freeze()
+        result = run("doctor", "--swarm", "mine", cache=tmp_path)
+        server.resume()
+    assert result.returncode == 1 and "✗ swarm" in result.stdout and "Traceback" not in result.stderr
+
+
+@pytest.mark.slow
+def test_with_things_that_are_broken(tmp_path):
+    peer = "/ip4/127.0.0.1/tcp/1/p2p/QmR4TDUsi3uun3zmW681rpWdk4avvY9jhyfFH5E55pPZNm"
+    (tmp_path / "model").mkdir()
+    flags = ["--json", "--host", "192.0.2.1", "--model", str(tmp_path / "model"), "--initial-peers", peer]
+    cache = tmp_path / "cache"
+    cache.write_text("no directory")
+    (outcome,) = run_commands("swarm_client", [["doctor", *flags]], cache)
+    found = subjects(outcome.stdout)
+    failed = [subject for subject, finding in found.items() if finding["grade"] == "failed"]
+    assert {"port", "model", "swarm", "cache directory"} <= set(failed)
+    assert all(found[subject]["to_do"] for subject in failed)
+    assert outcome.code == 1 and "Traceback" not in outcome.stderr and outcome.left_behind == []

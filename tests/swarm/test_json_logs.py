@@ -1,0 +1,46 @@
+"""``--log-format json`` of commands that run, and the bars that only a terminal sees."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from tests.marks import SLOW
+from tests.swarm.processes import run_commands
+from tests.swarm.terminal import CTRL_C, Terminal
+
+SERVER = ["--blocks", "0:2", "--quant", "none"]
+
+
+def test_a_server_writes_lines_of_json(server_process):
+    with server_process(*SERVER, "--log-format", "json") as server:
+        assert server.ready
+    lines = [json.loads(line) for line in server.stderr.splitlines()]
+    (ready,) = [line for line in lines if line["message"] == "ready"]
+    assert {name: ready[name] for name in server.ready} == server.ready  # as on stdout
+    assert {"time", "level", "logger"} <= ready.keys() and len(lines) > 1
+
+
+@SLOW
+def test_errors_are_lines_of_json_too(tmp_path):
+    wrong = [["status", "--log-format", "json"], ["generate", "", "--log-format", "json"]]
+    for outcome, code in zip(run_commands("swarm_client", wrong, tmp_path), (1, 2), strict=True):
+        (line,) = map(json.loads, outcome.stderr.splitlines())
+        assert line["level"] == "error" and line["message"].startswith(("no swarm named", "the prompt is empty"))
+        assert (outcome.code, outcome.stdout) == (code, "")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("log_format", "is_shown"), [("text", True), ("json", False)])
+def test_loading_blocks_is_shown_to_who_looks(tmp_path, log_format, is_shown):
+    with Terminal(*SERVER, "--log-format", log_format, home=tmp_path, module="swarm_server") as terminal:
+        assert ("loading blocks:" in terminal.wait_for("ready ")) == is_shown
+        terminal.type(CTRL_C)
+        assert terminal.end() == 0
+
+
+@pytest.mark.slow
+def test_nothing_is_shown_to_files(server_process):
+    with server_process(*SERVER) as server:
+        assert "loading blocks:" not in server.stderr

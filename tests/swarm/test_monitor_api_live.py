@@ -1,0 +1,116 @@
+"""``/api/v1`` over real servers that compute, are killed and are replaced."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+
+from swarm_client import DistributedModel
+from swarm_client.core.config import ClientConfig
+from swarm_client.demo.local_cluster import LocalServer
+from swarm_client.generation.generation import load_tokenizer
+from swarm_client.history.store import History
+from swarm_client.monitor.monitor import Monitor
+from swarm_protocol.checkpoints.default_model import DEFAULT_MODEL
+from tests.monitored_swarm import monitor_served
+from tests.swarm.waiting import DEADLINE_S, wait_for
+
+_numbers = itertools.count()
+JSON = {"Accept": "application/json"}
+
+
+class LiveSwarm:
+    def __init__(self, cluster: Any) -> None:
+        self.config = ClientConfig(swarm=f"monitor-{os.getpid()}-{next(_numbers)}")
+        self._cluster = cluster
+        self.running: list[LocalServer] = []
+
+    def start(self, *spans: str) -> list[LocalServer]:
+        servers = [self._cluster.start("--blocks", span, "--swarm", self.config.swarm) for span in spans]
+        self.running += servers
+        self._cluster.wait_ready(servers)
+        return servers
+
+
+@pytest.fixture
+def swarm(cluster) -> Iterator[LiveSwarm]:
+    swarm = LiveSwarm(cluster)
+    yield swarm
+    for server in swarm.running:
+        server.kill()
+
+
+@pytest.fixture
+def api(swarm, tmp_path) -> Iterator[httpx.Client]:
+    swarm.start("0:10", "10:20")
+    monitor, history = Monitor(swarm.config), History(tmp_path / "history.sqlite")
+    with (
+        monitor_served(monitor, history=history, config=swarm.config, own_model=DEFAULT_MODEL) as url,
+        httpx.Client(base_url=f"{url}/api/v1", timeout=DEADLINE_S) as client,
+    ):
+        wait_for(lambda: client.get("/swarm").json()["servers"] == 2, "both servers are seen")
+        yield client
+
+
+def servers_of(api: httpx.Client) -> dict[str, dict[str, Any]]:
+    return {server["peer_id"]: server for server in api.get("/servers").json()["servers"]}
+
+
+def test_what_servers_compute_is_counted(swarm, api):
+    """Of a prompt of p tokens and n that are generated, each of two servers computes half of p + n - 1 positions."""
+    prompt = load_tokenizer(DEFAULT_MODEL, None)("Return a list of", return_tensors="pt").input_ids
+    with DistributedModel.from_pretrained(DEFAULT_MODEL, config=swarm.config) as model:
+        model.generate(prompt, max_new_tokens=9, min_new_tokens=9, do_sample=False)
+
+    def contributions() -> list[tuple[float, float]]:
+        found = api.get("/contributions").json()["contributions"]
+        return [(each["decoded_tokens"], each["prompt_tokens"]) for each in found]
+
+    expected = [(8 / 2, prompt.shape[1] / 2)] * 2
+    wait_for(lambda: contributions() == expected, "all positions are counted")
+    rows = servers_of(api)
+    assert {peer_id: row["contributed_tokens"] for peer_id, row in rows.items()} == {
+        server.peer_id: 4 + prompt.shape[1] / 2 for server in swarm.running
+    }
+    assert all(row["uptime_s"] > 0 and 0 < row["kv_tokens_free"] <= row["kv_tokens"] for row in rows.values())
+    assert api.get("/swarm").json()["join_command"].endswith(f"--swarm {swarm.config.swarm}")
+
+
+def test_a_death_and_a_replacement_are_seen_as_they_happen(swarm, api):
+    assert api.get("/health").status_code == 200
+    seen: list[str] = []
+
+    def listen() -> None:
+        with api.stream("GET", "/events") as answer:
+            for line in answer.iter_lines():
+                seen.append(line)
+                if '"kind":"blocks_back"' in line:
+                    return
+
+    listening = threading.Thread(target=listen)
+    listening.start()
+    wait_for(lambda: "event: tick" in seen, "events are listened to")
+    victim = swarm.running[1]
+    victim.kill()
+    wait_for(lambda: servers_of(api)[victim.peer_id]["state"] == "unreachable", "the death is seen")
+    health = api.get("/health")
+    assert health.status_code == 503
+    assert health.json()["reasons"] == [f"no server holds blocks 10:20 of model {DEFAULT_MODEL}"]
+    (replacement,) = swarm.start("10:20")
+    wait_for(lambda: api.get("/health").status_code == 200, "its blocks are served again")
+    assert servers_of(api)[replacement.peer_id]["usable"]
+    listening.join(DEADLINE_S)
+    assert not listening.is_alive()
+    events = api.get("/events", headers=JSON).json()["events"]
+    of_victim = [event["kind"] for event in events if event["peer_id"] == victim.peer_id]
+    assert of_victim[:1] == ["unreachable"]
+    assert [event["kind"] for event in events if event["peer_id"] == replacement.peer_id][:1] == ["joined"]
+    assert [event["blocks"] for event in events if event["kind"].startswith("blocks_")] == ["10:20", "10:20"]
+    streamed = [line for line in seen if line.startswith("id: ")]
+    assert streamed == [f"id: {event['id']}" for event in events[: len(streamed)]]

@@ -1,0 +1,189 @@
+"""Experts of a private swarm: members compute and train them, strangers are refused and not believed."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from swarm_client.command_line import main as client_main
+from swarm_client.keys.grants import GrantsFile
+from swarm_experts import ExpertClient, ExpertServer, MixtureConfig, RemoteMixtureOfExperts, ServerConfig
+from swarm_experts.directory.board import DhtBoard
+from swarm_experts.directory.records import Holder
+from swarm_experts.net.replica_calls import ReplicaCalls
+from swarm_protocol.access.membership import MemberCredentials
+from swarm_protocol.access.organiser import OrganiserKey
+from swarm_protocol.access.tokens import Grant, Role
+from swarm_protocol.errors import AccessDenied
+from swarm_protocol.net.identity import Identity
+from swarm_protocol.net.tls import ClientCredentials
+from swarm_protocol.process import network_loop
+from tests.swarm.processes import ServerProcess
+from tests.swarm.waiting import wait_for
+
+HIDDEN, GRID = 8, (2, 3)
+QUICK = MixtureConfig(refresh_s=0.2, ban_s=0.2)
+CONFIG = ServerConfig("demo", HIDDEN, GRID, 2, learning_rate=0.01, replicate_every_s=0.1)
+
+
+@dataclass
+class Private:
+    """An organiser, and the process of a server that is a member and has two experts."""
+
+    directory: Path
+    key: OrganiserKey
+    peers: list[str]
+
+    def membership(self, role: Role, name: str) -> Path:
+        path = self.directory / f"{name}.membership"
+        identity, now = Identity.generate(), time.time()
+        grant = Grant.new(self.key.public, role, name, identity.peer_id, now - 1.0, now + 1e6)
+        GrantsFile(self.directory / "organiser.key").add(grant)
+        MemberCredentials(grant, grant.signed(self.key), identity).write(path)
+        return path
+
+    def client(self, name: str, role: Role = Role.TRAINER) -> ExpertClient:
+        return ExpertClient(self.peers, membership=self.membership(role, name))
+
+
+@pytest.fixture(scope="module")
+def private(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Private]:
+    directory, key = tmp_path_factory.mktemp("organiser"), OrganiserKey.generate()
+    key.save(directory / "organiser.key")
+    swarm = Private(directory, key, [])
+    flags = ["serve", "--name", "demo", "--hidden", str(HIDDEN), "--grid", *map(str, GRID), "--cells", "0.0", "0.1"]
+    flags += ["--membership", str(swarm.membership(Role.SERVER, "server")), "--learning-rate", "0.01"]
+    with ServerProcess(*flags, cache=directory, module="swarm_experts") as server:
+        swarm.peers = [server.ready["initial_peer"]]
+        yield swarm
+        log = server.stderr
+    assert "Traceback" not in log
+
+
+def mixture(client: ExpertClient) -> RemoteMixtureOfExperts:
+    return RemoteMixtureOfExperts(HIDDEN, GRID, 2, name="demo", client=client, config=QUICK)
+
+
+def holder_seen_by(client: ExpertClient) -> Holder:
+    return network_loop.run(client.board("demo", GRID, HIDDEN).read([(0,)]))[(0,)][0][0]
+
+
+def test_a_member_computes_and_trains_by_its_role(private: Private) -> None:
+    rows = torch.randn(5, HIDDEN, requires_grad=True)
+    with private.client("ada") as client:
+        moe = mixture(client)
+        moe(rows).sum().backward()
+        assert rows.grad is not None and bool(moe.answered.any())
+        moe.close()
+    with private.client("bob", Role.CLIENT) as client:
+        moe = mixture(client)
+        outputs = moe(rows)
+        assert outputs.shape == rows.shape
+        with pytest.raises(AccessDenied, match="for the role client: expected trainer"):
+            outputs.sum().backward()
+        holder = holder_seen_by(client)
+        with pytest.raises(AccessDenied, match="the membership of bob is for the role client: expected trainer"):
+            network_loop.run(client.calls.backward(holder, "demo", (0, 0), rows.detach(), rows.detach()))
+        moe.close()
+
+
+def test_the_layer_takes_a_membership_as_its_client_does(private: Private) -> None:
+    with pytest.raises(ValueError, match="client and initial_peers or membership"):
+        RemoteMixtureOfExperts(HIDDEN, GRID, 2, client=object(), membership=Path("a"))  # type: ignore[arg-type]
+    path = private.membership(Role.TRAINER, "eve")
+    moe = RemoteMixtureOfExperts(HIDDEN, GRID, 2, name="demo", initial_peers=private.peers, membership=path)
+    assert moe(torch.zeros(1, HIDDEN)).shape == (1, HIDDEN)
+    moe.close()
+
+
+def test_strangers_are_refused_every_call(private: Private) -> None:
+    rows = torch.zeros(1, HIDDEN)
+    with private.client("carl") as client:
+        holder = holder_seen_by(client)
+        with pytest.raises(AccessDenied, match="for the role trainer: expected server"):
+            credentials = ClientCredentials(*_key_of(private, "carl"))
+            network_loop.run(_listed(credentials, holder))
+    with ExpertClient(private.peers) as stranger:
+        moe = mixture(stranger)
+        with pytest.raises(AccessDenied, match="this swarm takes only members"):
+            moe(rows)
+        moe.close()
+        with pytest.raises(AccessDenied, match="this swarm takes only members"):
+            network_loop.run(stranger.calls.forward(holder, "demo", (0, 0), rows))
+        with pytest.raises(AccessDenied, match="this swarm takes only members"):
+            network_loop.run(stranger.calls.backward(holder, "demo", (0, 0), rows, rows))
+    with pytest.raises(AccessDenied, match="this swarm takes only members"):
+        network_loop.run(_listed(ClientCredentials(Identity.generate()), holder))
+
+
+def test_servers_that_are_no_members_are_not_believed(private: Private) -> None:
+    with private.client("dora") as client:
+        with ExpertServer(replace(CONFIG, initial_peers=tuple(private.peers), cells=((1, 0), (1, 1)))) as stranger:
+            # its own node believes it, and no member's does
+            own = DhtBoard(stranger._dht, "demo", GRID, HIDDEN)
+            assert network_loop.run(own.read([(1,)]))[(1,)].keys() == {0, 1}
+            assert network_loop.run(client.board("demo", GRID, HIDDEN).read([(0,), (1,)]))[(1,)] == {}
+            assert stranger.peer_id not in [keeper.peer_id for keeper in keepers(private, client)]
+        moe = mixture(client)
+        moe(torch.zeros(1, HIDDEN))
+        assert moe.cells[0].tolist() == [[0, 0], [0, 1]] or moe.cells[0].tolist() == [[0, 1], [0, 0]]
+        moe.close()
+
+
+def test_members_keep_replicas_for_each_other(private: Private) -> None:
+    config = replace(CONFIG, initial_peers=tuple(private.peers), cells=((1, 0), (1, 2)))
+    with ExpertServer(config, membership=private.membership(Role.SERVER, "second")) as second:
+        with ExpertServer(
+            replace(config, cells=((1, 1),), num_experts=1), membership=private.membership(Role.SERVER, "third")
+        ) as third:
+            wait_for(lambda: third.replicas and second.replicas, "each keeps what the other has")
+        with pytest.raises(ValueError, match="in use by another server of this machine"):
+            ExpertServer(config, membership=private.directory / "second.membership")
+
+
+def test_who_is_revoked_is_refused_from_then_on(private: Private) -> None:
+    with private.client("fay") as client:
+        holder, rows = holder_seen_by(client), torch.zeros(1, HIDDEN)
+        network_loop.run(client.calls.forward(holder, "demo", (0, 0), rows))
+        key = str(private.directory / "organiser.key")
+        client_main(["keys", "revoke", "fay", "--key", key, "--swarm", "demo", "--initial-peers", *private.peers])
+
+        def is_refused() -> bool:
+            try:
+                network_loop.run(client.calls.forward(holder, "demo", (0, 0), rows))
+            except AccessDenied as error:
+                return "the membership of fay was revoked" in str(error)
+            return False
+
+        wait_for(is_refused, "the server knows of the revocation")
+
+
+def test_a_membership_that_cannot_be_used_is_said(private: Private) -> None:
+    path = private.membership(Role.CLIENT, "gil")
+    with pytest.raises(ValueError, match="the membership is for the role client: expected server"):
+        ExpertServer(CONFIG, membership=path)
+    with pytest.raises(ValueError, match="cannot read the membership file"):
+        ExpertClient(private.peers, membership=path.with_name("none"))
+
+
+def keepers(private: Private, client: ExpertClient) -> list[Holder]:
+    return network_loop.run(client.board("demo", GRID, HIDDEN).keepers())
+
+
+def _key_of(private: Private, name: str) -> tuple[Identity, bytes]:
+    member = MemberCredentials.read(private.directory / f"{name}.membership")
+    assert member is not None and member.identity is not None
+    return member.identity, member.token
+
+
+async def _listed(credentials: ClientCredentials, holder: Holder) -> object:
+    calls = ReplicaCalls(credentials, "demo", GRID)
+    try:
+        return await calls.listed(holder)
+    finally:
+        await calls.close()

@@ -1,0 +1,236 @@
+"""A run in stages over a real DHT: what is exported is, bit for bit, what one process trains."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from swarm_protocol.errors import PeerUnavailable
+from swarm_protocol.net.identity import Identity
+from swarm_stages.commands.building import build, build_micro_batches, stage_source, training_config
+from swarm_stages.commands.exporting import export_run
+from swarm_stages.commands.looking import look
+from swarm_stages.commands.serving import serve
+from swarm_stages.commands.training import train_run
+from swarm_stages.engine.accumulator import rounded
+from swarm_stages.engine.boundaries import FILE_NAME
+from swarm_stages.peer.placing import Pace
+from swarm_stages.peer.shared import spans_of
+from swarm_training.contract.backend import Joining
+from swarm_training.contract.run_like import RunView
+from swarm_training.runfile.reading import parse_run_file
+from swarm_training.runfile.settings import RunFile
+from tests.swarm.processes import ServerProcess
+from tests.swarm.waiting import wait_for
+
+TOKENIZER = Path(__file__).parents[2] / "swarm_protocol" / "models" / "tiny-python-docs"
+TEXT = """
+[run]
+name = "whole"
+target_batch_size = 8
+checkpoint_every = 2
+checkpoints = ""
+[model]
+preset = "tiny"
+tokenizer = "{tokenizer}"
+[data]
+source = "{source}"
+block_length = 32
+[optimizer]
+name = "adamw"
+lr = 1e-2
+schedule = "linear"
+warmup_steps = 2
+total_steps = 100
+[stages]
+count = 2
+micro_batch_size = 2
+sums = "fp64"
+"""
+LIMIT_S = 240.0
+
+
+@pytest.fixture
+def text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    source = tmp_path / "text.txt"
+    source.write_text("\n".join(f"The square of {number} is {number * number}." for number in range(400)))
+    return TEXT.format(tokenizer=TOKENIZER, source=source)
+
+
+def one_process(file: RunFile, steps: int) -> dict[str, torch.Tensor]:
+    """The parameters of both stages after so many steps; the first has the embeddings, and the last has them too."""
+    source, config, data = stage_source(file), training_config(file), build_micro_batches(file)
+    built = [build(file, source, index, config) for index in range(2)]
+    first, last = (each.stage for each in built)
+    shared = [spans_of(stage.names, stage.parameters, stage.shared) for stage in (first, last)]
+    for step in range(steps):
+        totals = [torch.zeros(stage.num_trained, dtype=torch.float64) for stage in (first, last)]
+        for number in range(data.count):
+            content = data.at(step, number)
+            hidden = first.forward(content.ids).hidden
+            found = last.backward(hidden, content.labels, loss_scale=data.loss_scale)
+            before = first.backward(content.ids, grad=found.inputs)
+            for total, gradients in zip(totals, (before, found), strict=True):
+                total += rounded(torch.cat([each.reshape(-1) for each in gradients.parameters]))
+        means = [total / data.count for total in totals]
+        for (start, stop), (other_start, other_stop) in zip(*shared, strict=True):
+            both = means[0][start:stop] + means[1][other_start:other_stop]
+            means[0][start:stop] = means[1][other_start:other_stop] = both
+        for each, mean in zip(built, means, strict=True):
+            each.state.apply(mean)
+    parameters = [
+        (name, each) for stage in (first, last) for name, each in zip(stage.names, stage.parameters, strict=True)
+    ]
+    assert shared[0] and all(torch.equal(each, dict(parameters)[name]) for name, each in parameters)
+    return dict(parameters)
+
+
+def require_equal(directory: Path, expected: dict[str, torch.Tensor]) -> None:
+    model = AutoModelForCausalLM.from_pretrained(directory)
+    assert {name for name, _ in model.named_parameters()} <= expected.keys()
+    assert all(torch.equal(model.get_parameter(name), each) for name, each in expected.items())
+
+
+def watched(file: RunFile, who: Joining, step: int) -> RunView:
+    """What `swarm train watch` shows once it has heard from all stages: at first it has what is on the DHT."""
+    with look(file, who) as see:
+        wait_for(lambda: all(stage.step == step for stage in see().stages), "all stages are seen")
+        return see()
+
+
+@asynccontextmanager
+async def serving(
+    file: RunFile, index: int | None, *initial_peers: str, pace: Pace | None = None, said: list[str] | None = None
+) -> AsyncIterator[str]:
+    """A stage in this process, from where its peer moves if there is a pace; the address by which others join."""
+    joined = asyncio.get_running_loop().create_future()
+
+    def say(line: str) -> None:
+        if said is not None:
+            said.append(line)
+        if "--initial-peers " in line and not joined.done():
+            joined.set_result(line.split("--initial-peers ")[1].split()[0])
+
+    who = Joining(file.run.name, file.run.target_batch_size, initial_peers, Identity.generate())
+    task = asyncio.ensure_future(serve(file, who, index, say, host="127.0.0.1", stays=pace is None, pace=pace))
+    try:
+        await asyncio.wait([task, joined], return_when=asyncio.FIRST_COMPLETED)
+        yield task.result() or "" if task.done() else joined.result()
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+@pytest.mark.parametrize("layers", ["none", pytest.param("bottleneck:4", marks=pytest.mark.slow)])
+def test_what_two_stages_have_trained_is_exported_as_one_process_has_it(text: str, layers: str, tmp_path: Path) -> None:
+    file, steps = parse_run_file(f'{text}layers = "{layers}"\n'), 3
+
+    async def scenario() -> None:
+        async with asyncio.timeout(LIMIT_S), serving(file, 0) as address, serving(file, 1, address):
+            who = Joining(file.run.name, file.run.target_batch_size, (address,), Identity.generate())
+            said: list[str] = []
+            await train_run(file, who, "shortest_delay", steps, said.append)
+            assert [line.split(":")[0] for line in said] == [f"step {step + 1}" for step in range(steps)]
+            assert all("4 of 4 micro-batches" in line for line in said)
+            view = await asyncio.to_thread(watched, file, replace(who, identity=Identity.generate()), steps)
+            assert [(stage.step, len(stage.peers), stage.holds) for stage in view.stages] == [(steps, 1, False)] * 2
+            assert view.step == steps and view.loss is not None and f"loss {view.loss:.3f}" in said[-1]
+            assert all(peer.samples_per_s > 0 for peer in view.peers)
+            other = replace(file, run=replace(file.run, target_batch_size=16))
+            with pytest.raises(ValueError, match="4 micro-batches in this run, and 8 here"):
+                await train_run(other, replace(who, identity=Identity.generate()), "random", steps, said.append)
+            await export_run(file, replace(who, identity=Identity.generate()), tmp_path / "out", said.append)
+            assert any(line.endswith("after step 3") for line in said)
+            assert ("which no stock model has" in said[-1]) == (layers != "none")
+            missing = replace(file, stages=replace(file.stages, count=3))
+            with pytest.raises(PeerUnavailable, match="nobody is at stage 2: expected"):
+                await export_run(missing, replace(who, identity=Identity.generate()), tmp_path / "x", said.append, 1.0)
+
+    asyncio.run(scenario())
+    expected = one_process(file, steps)
+    if layers != "none":
+        between = load_file(tmp_path / "out" / FILE_NAME)
+        assert len(between) == 6 and all(torch.equal(expected.pop(name), each) for name, each in between.items())
+    require_equal(tmp_path / "out", expected)
+
+
+@pytest.mark.slow
+def test_a_peer_moves_to_a_lost_stage_and_the_run_is_still_that_of_one_process(text: str, tmp_path: Path) -> None:
+    file, pace = parse_run_file(text), Pace(look_s=6.0, check_s=(1.0, 2.0), cooldown_s=3.0)
+    said: list[str] = []
+
+    async def scenario() -> None:
+        async with AsyncExitStack() as running, asyncio.timeout(LIMIT_S):
+            address = await running.enter_async_context(serving(file, 0, pace=pace, said=said))
+            lonely = serving(file, None, address, pace=pace, said=(second := list[str]()))
+            await lonely.__aenter__()
+            assert second[0].startswith("stage 1 of 2")  # nobody was there
+            for _ in range(2):
+                await running.enter_async_context(
+                    serving(file, 0, address, said=said, pace=replace(pace, cooldown_s=9.0))
+                )
+            who = Joining(file.run.name, file.run.target_batch_size, (address,), Identity.generate())
+            steps: list[str] = []
+            training = asyncio.ensure_future(train_run(file, who, "shortest_delay", 14, steps.append))
+            running.callback(training.cancel)
+            while len(steps) < 4:
+                await asyncio.sleep(0.1)
+            await lonely.__aexit__(None, None, None)
+            await training
+            assert any("moves from stage 0 to stage 1" in line for line in said)
+            await export_run(file, replace(who, identity=Identity.generate()), tmp_path / "out", said.append)
+            assert said[-1].endswith("after step 14")
+
+    asyncio.run(scenario())
+    require_equal(tmp_path / "out", one_process(file, 14))
+
+
+@pytest.mark.slow
+def test_processes_that_are_killed_cost_nothing_but_time(text: str, tmp_path: Path) -> None:
+    run_file, steps = tmp_path / "RUN.toml", 30
+    run_file.write_text(text)
+
+    def start(index: int, *initial_peers: str) -> ServerProcess:
+        peers = ["--initial-peers", *initial_peers] if initial_peers else []
+        arguments = ["--train", str(run_file), "--blocks", f"{index}:{index + 1}", "--host", "127.0.0.1", *peers]
+        return ServerProcess(*arguments, cache=tmp_path, wait=False, module="swarm_server")
+
+    def address_of(process: ServerProcess) -> str:
+        wait_for(lambda: any("--initial-peers" in line for line in process.stdout), "a stage is served")
+        return (
+            next(line for line in process.stdout if "--initial-peers" in line).split("--initial-peers ")[1].split()[0]
+        )
+
+    running = [start(0)]
+    try:
+        address = address_of(running[0])
+        running += [start(index, address) for index in (0, 1, 1)]
+        for process in running:
+            address_of(process)
+        arguments = ["trainer", str(run_file), "--initial-peers", address, "--steps", str(steps)]
+        trainer = ServerProcess(*arguments, cache=tmp_path, wait=False, module="swarm_stages")
+        running.append(trainer)
+        for step, victim, index in ((5, 1, 0), (12, 2, 1), (18, 3, 1)):
+            wait_for(lambda at=f"step {step}:": any(line.startswith(at) for line in trainer.stdout), "the run goes on")
+            running[victim].kill()
+            running.append(start(index, address))
+            address_of(running[-1])
+        wait_for(lambda: any(line.startswith(f"step {steps}:") for line in trainer.stdout), "the run ends", LIMIT_S)
+        out = tmp_path / "out"
+        exporting = ["export", str(run_file), str(out), "--initial-peers", address]
+        export = ServerProcess(*exporting, cache=tmp_path, wait=False, module="swarm_stages")
+        running.append(export)
+        wait_for(lambda: any(f"after step {steps}" in line for line in export.stdout), "it is exported", LIMIT_S)
+        require_equal(out, one_process(parse_run_file(text), steps))
+    finally:
+        for process in running:
+            process.kill()

@@ -1,0 +1,52 @@
+"""The metrics that servers and the HTTP API export, by the names that queries know them by."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable
+from types import SimpleNamespace
+
+from prometheus_client import CollectorRegistry, Metric, generate_latest
+from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.registry import Collector
+
+from swarm_client.gateway.admission import DEFAULT_LIMITS, FairQueue
+from swarm_client.gateway.metrics import Metrics
+from swarm_protocol.dht.records import ServerRecord
+from swarm_protocol.span import Span
+from swarm_server.core.counters import Counters
+from swarm_server.kv.kv_cache import CacheBudget
+from swarm_server.metrics import families
+
+BY_PROMETHEUS = {"up"}
+OF_PROCESSES = {"process_resident_memory_bytes", "process_cpu_seconds_total", "process_open_fds"}
+
+
+def sample_names(text: str) -> set[str]:
+    """Of everything that is exported. Nothing has been counted yet, so labelled metrics have a name and no samples."""
+    names = set()
+    for family in text_string_to_metric_families(text):
+        suffixes = {"counter": ["_total"], "histogram": ["_bucket", "_sum", "_count"]}.get(family.type, [""])
+        names |= {f"{family.name}{suffix}" for suffix in suffixes}
+    return names
+
+
+class _Everything(Collector):
+    def collect(self) -> Iterable[Metric]:
+        sessions = SimpleNamespace(num_sessions=0, admission=(), services=SimpleNamespace(budget=CacheBudget(8, 1)))
+        record = ServerRecord("peer", ("127.0.0.1:1",), "model", "revision", 2, Span(0, 1))
+        yield from families.counted(Counters())
+        yield from families.state(record, sessions)
+
+
+def of_servers() -> set[str]:
+    registry = CollectorRegistry()
+    registry.register(_Everything())
+    return sample_names(generate_latest(registry).decode()) | OF_PROCESSES
+
+
+def of_gateway() -> set[str]:
+    async def text() -> bytes:
+        return Metrics(FairQueue(DEFAULT_LIMITS)).text()
+
+    return sample_names(asyncio.run(text()).decode())

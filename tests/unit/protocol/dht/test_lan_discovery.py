@@ -1,0 +1,160 @@
+"""Who is found on the local network: members of the swarm that is looked for, at addresses of that network."""
+
+from __future__ import annotations
+
+import ipaddress
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+
+import pytest
+from zeroconf import ServiceInfo
+
+from swarm_protocol.dht import lan_discovery
+from swarm_protocol.dht.lan_discovery import SERVICE, LanDiscovery, member_addresses, require_zeroconf
+from swarm_protocol.net.identity import Identity
+from tests.unit.support import run
+
+PEER = Identity.generate().peer_id
+GOOD = {b"swarm": b"mine", b"peer": PEER.encode()}
+ANY_PORT = 31337
+
+
+def found(*addresses: str, properties: dict[bytes, bytes | None] = GOOD, port: int | None = ANY_PORT) -> list[str]:
+    return member_addresses("mine", properties, [ipaddress.ip_address(each) for each in addresses], port)
+
+
+@pytest.mark.parametrize("address", ["10.1.2.3", "172.16.0.1", "192.168.1.10", "169.254.7.7"])
+def test_addresses_of_local_networks(address: str) -> None:
+    assert found(address) == [f"/ip4/{address}/tcp/{ANY_PORT}/p2p/{PEER}"]
+
+
+def test_local_addresses_of_ipv6() -> None:
+    assert found("fd00::7") == [f"/ip6/fd00::7/tcp/{ANY_PORT}/p2p/{PEER}"]
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        *("127.0.0.1", "::1", "0.0.0.0", "8.8.8.8", "224.0.0.1", "255.255.255.255", "172.32.0.1", "100.64.0.1"),
+        *("2001:4860:4860::8888", "fe80::1"),
+    ],
+)
+def test_no_others_are_tried(address: str) -> None:
+    assert found(address) == []
+    assert found(address, "10.0.0.1") == found("10.0.0.1")
+
+
+@pytest.mark.parametrize(
+    "properties",
+    [
+        {},
+        {**GOOD, b"swarm": b"other"},
+        {**GOOD, b"swarm": b"mine\0"},
+        {**GOOD, b"swarm": None},
+        {**GOOD, b"peer": None},
+        {**GOOD, b"peer": b""},
+        {**GOOD, b"peer": b"nobody"},
+        {**GOOD, b"peer": PEER.encode() + b"/p2p-circuit"},
+        {**GOOD, b"peer": b"\xff" + PEER.encode()},
+        {**GOOD, b"peer": PEER.encode() * 3},
+        {**GOOD, b"peer": PEER.encode() + b"\n"},
+    ],
+)
+def test_answers_of_no_member(properties: dict[bytes, bytes | None]) -> None:
+    assert found("10.0.0.1", properties=properties) == []
+
+
+@pytest.mark.parametrize("port", [None, 0, 70_000])
+def test_ports_that_are_none(port: int | None) -> None:
+    assert found("10.0.0.1", port=port) == []
+
+
+def test_few_addresses_of_one_member() -> None:
+    assert found(*(f"10.0.0.{number}" for number in range(200))) == found(*(f"10.0.0.{n}" for n in range(4)))
+
+
+def test_the_package_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda _name: None)
+    with pytest.raises(ValueError, match=r"discover needs one more package: pip install 'swarm-lm\[discover\]'"):
+        require_zeroconf()
+
+
+# ------------------------------------------------------------ on the wire
+
+
+@pytest.fixture
+def on_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The loopback is the local network."""
+    monkeypatch.setattr(lan_discovery, "_LOCAL", [ipaddress.ip_network("127.0.0.0/8")])
+
+
+@asynccontextmanager
+async def discovering(*swarms: str) -> AsyncIterator[list[LanDiscovery]]:
+    async with AsyncExitStack() as cleanup:
+        started = []
+        for swarm in swarms:
+            started.append(await LanDiscovery.start(swarm, "127.0.0.1"))
+            cleanup.push_async_callback(started[-1].close)
+        yield started
+
+
+def address_of(number: int) -> str:
+    return f"/ip4/127.0.0.{number}/tcp/{ANY_PORT}/p2p/{Identity.generate().peer_id}"
+
+
+async def advertise(discovery: LanDiscovery, address: str) -> bool:
+    return await discovery.advertise(address.rpartition("/p2p/")[2], [address])
+
+
+def test_members_of_the_same_swarm_find_each_other(on_loopback: None) -> None:
+    async def scenario() -> None:
+        async with discovering("mine", "other", "mine") as (server, other, client):
+            assert await advertise(server, one := address_of(1))
+            assert await advertise(other, address_of(2))
+            await client.wait_for_members(timeout_s=60.0)
+            assert client.members() == [one]
+
+    run(scenario())
+
+
+def test_who_has_left_is_no_member(on_loopback: None) -> None:
+    async def scenario() -> None:
+        async with discovering("mine") as (client,):
+            async with discovering("mine") as (server,):
+                await advertise(server, address_of(1))
+                await client.wait_for_members(timeout_s=60.0)
+                assert client.members()
+            await client.wait_until(lambda: not client.members(), timeout_s=60.0)
+            assert client.members() == []
+
+    run(scenario())
+
+
+def test_strangers_cannot_send_it_elsewhere(on_loopback: None) -> None:
+    """An answer with an address of the internet, from whoever it is."""
+
+    async def scenario() -> None:
+        async with discovering("mine", "mine") as (client, stranger):
+            info = ServiceInfo(
+                SERVICE,
+                f"stranger.{SERVICE}",
+                port=22,
+                parsed_addresses=["8.8.8.8"],
+                properties={"swarm": "mine", "peer": PEER},
+                server="stranger.local.",
+            )
+            await stranger._zeroconf.async_register_service(info)
+            await advertise(stranger, one := address_of(1))
+            await client.wait_for_members(timeout_s=60.0)
+            assert client.members() == [one]
+
+    run(scenario())
+
+
+def test_addresses_elsewhere_are_not_advertised() -> None:
+    async def scenario() -> None:
+        async with discovering("mine") as (server,):
+            assert not await advertise(server, address_of(1))
+            assert not await server.advertise(PEER, [f"/dns4/example.org/tcp/1/p2p/{PEER}"])
+
+    run(scenario())

@@ -1,0 +1,41 @@
+"""What is changed about hivemind."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import logging
+from collections.abc import Sequence
+
+import pytest
+from hivemind.dht.traverse import traverse_dht
+
+from swarm_protocol.net.hivemind_parts import DHTID
+
+
+def test_a_cancelled_lookup_says_nothing_and_other_complaints_are_heard(caplog: pytest.LogCaptureFixture) -> None:
+    asked = asyncio.Event()
+
+    async def never(node: DHTID, queries: Sequence[DHTID]) -> dict[DHTID, tuple[tuple[DHTID, ...], bool]]:
+        asked.set()
+        await asyncio.sleep(600)
+        raise AssertionError
+
+    async def scenario() -> None:
+        nodes = [DHTID.generate() for _ in range(3)]
+        lookup = asyncio.ensure_future(
+            traverse_dht(nodes[:1], nodes, beam_size=3, num_workers=3, get_neighbors=never, queries_per_call=1)
+        )
+        await asked.wait()
+        lookup.cancel()
+        await asyncio.wait([lookup])
+        del lookup
+        await asyncio.sleep(0)
+        gc.collect()
+
+    with caplog.at_level(logging.ERROR, "asyncio"):
+        asyncio.run(scenario())
+        gc.collect()
+        assert [record for record in caplog.records if "Event.wait" in record.getMessage()] == []
+        logging.getLogger("asyncio").error("Task was destroyed but it is pending!\ntask: <Task coro=<something()>>")
+        assert len(caplog.records) == 1

@@ -1,0 +1,79 @@
+"""What is ready at the same time travels in one message."""
+
+from __future__ import annotations
+
+import asyncio
+
+from swarm_protocol.pb import swarm_pb2 as pb
+from swarm_protocol.wire.bundling import Outbox
+from swarm_protocol.wire.constants import MAX_BUNDLED, MAX_BUNDLED_BYTES, PART_BYTES
+from tests.unit.support import run
+
+
+def sent_of(*turns: list[pb.Output]) -> list[list[int]]:
+    """The numbers in each message; between two turns, the event loop has nothing else to do."""
+    messages: list[list[int]] = []
+
+    async def send(entries: list[pb.Output]) -> None:
+        await asyncio.sleep(0)
+        messages.append([entry.number for entry in entries])
+
+    async def story() -> None:
+        outbox = Outbox[pb.Output](send)
+        sending = asyncio.ensure_future(outbox.send_all())
+        for turn in turns:
+            for entry in turn:
+                outbox.put(entry)
+            while outbox.size_bytes or sum(map(len, messages)) < sum(map(len, turns[: turns.index(turn) + 1])):
+                await asyncio.sleep(0)
+        sending.cancel()
+
+    run(story())
+    return messages
+
+
+def small(*numbers: int) -> list[pb.Output]:
+    return [pb.Output(number=number) for number in numbers]
+
+
+def test_what_is_put_in_one_turn_is_one_message() -> None:
+    assert sent_of(small(1, 2, 3), small(4), small(5, 6)) == [[1, 2, 3], [4], [5, 6]]
+
+
+def test_tasks_that_are_ready_together_share_a_message() -> None:
+    messages: list[list[int]] = []
+
+    async def story() -> None:
+        async def send(entries: list[pb.Output]) -> None:
+            messages.append([entry.number for entry in entries])
+
+        outbox = Outbox[pb.Output](send)
+        sending = asyncio.ensure_future(outbox.send_all())
+        gate = asyncio.Event()
+
+        async def put(number: int) -> None:
+            await gate.wait()
+            outbox.put(*small(number))
+
+        tasks = [asyncio.ensure_future(put(number)) for number in range(1, 9)]
+        await asyncio.sleep(0)
+        gate.set()
+        await asyncio.gather(*tasks)
+        while outbox.size_bytes:
+            await asyncio.sleep(0)
+        sending.cancel()
+
+    run(story())
+    assert messages == [list(range(1, 9))]
+
+
+def test_no_message_has_too_many_entries_or_bytes() -> None:
+    numbers = list(range(1, 2 * MAX_BUNDLED + 2))
+    sizes = [len(message) for message in sent_of(small(*numbers))]
+    assert sizes == [MAX_BUNDLED, MAX_BUNDLED, 1]
+    hidden = pb.Tensor(data=bytes(MAX_BUNDLED_BYTES - 32))
+    large = [pb.Output(number=number, hidden=hidden) for number in range(1, 18)]
+    per_message = PART_BYTES // large[0].ByteSize()
+    messages = sent_of(large)
+    assert [number for message in messages for number in message] == list(range(1, 18))
+    assert all(len(message) <= per_message for message in messages)

@@ -1,0 +1,205 @@
+"""Bundles of steps on a server: each is its own session's matter, and none may be too many."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import pytest
+import torch
+
+from swarm_protocol.errors import RequestRejected, SessionLost
+from swarm_protocol.pb import swarm_pb2 as pb
+from swarm_protocol.wire.bundling import Outbox
+from swarm_protocol.wire.codec import Assembler, encode
+from swarm_protocol.wire.constants import MAX_BUNDLED, MAX_BUNDLED_BYTES
+from swarm_server.net.arrivals import Arrivals
+from swarm_server.net.incoming import Incoming
+from swarm_server.net.shares import Caller
+from swarm_server.rpc import bundles
+from tests.unit.support import run
+
+WHOLE, _ = encode(torch.ones(3))
+CUT = pb.Tensor(dtype=pb.FLOAT32, shape=[8], size_bytes=32, data=bytes(16))
+CLIENT = Caller("client")
+KEY = bytes(16)
+FATAL = 66  # the step that cannot be computed
+
+
+class FakeSession:
+    """Stands for a hosted session, which computes a step once ``gate`` is open."""
+
+    client = CLIENT
+    closed = False
+
+    def __init__(self) -> None:
+        self.taken: list[int] = []
+        self.refused: list[tuple[int, str]] = []
+        self.gate = asyncio.Event()
+        self.gate.set()
+
+    def require_number(self, number: int) -> None:
+        if number > 100:
+            raise RequestRejected("far ahead")
+
+    def start(self, step: pb.Step) -> Assembler:
+        return Assembler(step.hidden)
+
+    async def step(self, step: pb.Step, _payload: torch.Tensor, on_done: Callable[[], None]) -> bool:
+        await self.gate.wait()
+        if step.number == FATAL:
+            on_done()
+            raise RuntimeError("out of memory")
+        self.taken.append(step.number)
+        on_done()
+        return True
+
+    async def refuse(self, number: int, error: Exception) -> None:
+        self.refused.append((number, str(error)))
+
+
+class Story:
+    """A server that has one session, under the key ``KEY``; ``sent``: what it has answered."""
+
+    def __init__(self) -> None:
+        self.session: Any = FakeSession()
+        self.arrivals = Arrivals()
+        self.sent: list[pb.TakenStep] = []
+
+    def find(self, key: bytes) -> Any:
+        if key != KEY:
+            raise SessionLost("no such session")
+        return self.session
+
+    async def push(self, *messages: Any) -> None:
+        """All of a stream of another server's, to its end."""
+
+        async def send(steps: list[pb.TakenStep]) -> None:
+            self.sent += steps
+
+        outbox = Outbox[pb.TakenStep](send)
+        take = bundles.take_pushed(self.find, self.arrivals, lambda: None, outbox)
+        await bundles.serve(Incoming(_stream(messages, outbox), self.arrivals), outbox, take, idle_timeout_s=60.0)
+
+
+async def _stream(messages: Any, outbox: Outbox[Any]) -> AsyncIterator[Any]:
+    for message in messages:
+        yield message
+        for _ in range(20):  # what can be computed is, and sent
+            await asyncio.sleep(0)
+
+
+def pushed(*entries: tuple[bytes, int], hidden: pb.Tensor = WHOLE) -> pb.PushBundle:
+    steps = [pb.PushedStep(push_key=key, step=pb.Step(number=number, hidden=hidden)) for key, number in entries]
+    return pb.PushBundle(steps=steps)
+
+
+def test_a_session_that_is_not_there_is_lost_and_the_others_go_on() -> None:
+    async def story() -> None:
+        server = Story()
+        await server.push(pushed((b"gone", 5), (KEY, 1)), pushed((KEY, 2)))
+        assert server.session.taken == [1, 2]
+        assert [(step.push_key, step.number, step.lost) for step in server.sent] == [
+            (b"gone", 5, True),
+            (KEY, 1, False),
+            (KEY, 2, False),
+        ]
+        assert server.arrivals.used_bytes == 0
+
+    run(story())
+
+
+@pytest.mark.parametrize(
+    ("message", "reason"),
+    [
+        (pushed((KEY, 101)), "far ahead"),
+        (pushed((KEY, 1), hidden=CUT), "not whole"),
+        (pushed((KEY, FATAL)), "the server failed"),
+    ],
+    ids=["far-ahead", "cut-off", "failed"],
+)
+def test_what_cannot_be_a_step_is_refused_to_its_client_alone(message: pb.PushBundle, reason: str) -> None:
+    async def story() -> None:
+        server = Story()
+        await server.push(message, pushed((KEY, 2)))
+        ((_, why),) = server.session.refused
+        assert reason in why and server.session.taken == [2]
+        assert [step.lost for step in server.sent] == [True, False]
+        assert server.arrivals.used_bytes == 0
+
+    run(story())
+
+
+def test_few_steps_of_a_session_may_be_under_way() -> None:
+    async def story() -> None:
+        server = Story()
+        server.session.gate.clear()
+        pushing = asyncio.ensure_future(server.push(pushed(*((KEY, number) for number in range(1, 8)))))
+        while len(server.session.refused) < 3:
+            await asyncio.sleep(0)
+        assert all("came at once" in why for _, why in server.session.refused)
+        server.session.gate.set()
+        await pushing
+        assert len(server.session.taken) == 4
+
+    run(story())
+
+
+def test_a_large_step_and_more_than_a_client_may_have_are_lost_to_it_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def story() -> None:
+        server = Story()
+        large = pb.Tensor(shape=[3], dtype=pb.FLOAT32, data=bytes(MAX_BUNDLED_BYTES), size_bytes=MAX_BUNDLED_BYTES)
+        await server.push(pushed((KEY, 1), hidden=large), pushed((KEY, 2)))
+        assert [(step.number, step.lost) for step in server.sent] == [(1, True), (2, False)]
+        monkeypatch.setattr(bundles, "_MAX_TASKS", 2)
+        await server.push(pushed((KEY, 3), (KEY, 4), (KEY, 5)), pushed((KEY, 6)))
+        assert {step.number for step in server.sent if step.lost} == {1, 5}
+
+    run(story())
+
+
+def test_a_message_of_very_many_steps_is_refused() -> None:
+    async def story() -> None:
+        server = Story()
+        with pytest.raises(RequestRejected, match="steps are in one message"):
+            await server.push(pushed(*((KEY, number) for number in range(MAX_BUNDLED + 1))))
+        assert server.session.taken == []
+
+    run(story())
+
+
+def test_small_answers_go_into_the_bundle_and_all_else_by_the_sessions_own_stream() -> None:
+    async def story() -> None:
+        bundled, own = [], []
+
+        async def send(replies: list[pb.KeyedReply]) -> None:
+            bundled.extend(replies)
+
+        async def otherwise(replies: list[pb.SessionReply]) -> None:
+            own.extend(replies)
+
+        outbox, all_bundles = Outbox[pb.KeyedReply](send), bundles.ReplyBundles()
+        sending = asyncio.ensure_future(outbox.send_all())
+        small = pb.SessionReply(output=pb.Output(number=1))
+        large = pb.SessionReply(output=pb.Output(number=2, hidden=pb.Tensor(data=bytes(MAX_BUNDLED_BYTES))))
+        leaving = pb.SessionReply(leaving=pb.Leaving())
+        relayed = pb.SessionReply(output=pb.Output(number=3, relay=True))
+        with all_bundles.opened(KEY, CLIENT, outbox) as bundle:
+            assert all_bundles.find(KEY, CLIENT) is bundle
+            assert all_bundles.find(KEY, Caller("stranger")) is None
+            with pytest.raises(RequestRejected), all_bundles.opened(KEY, CLIENT, outbox):
+                pass
+            with bundle.joined(b"session", otherwise) as reply:
+                assert bundle.num_sessions == 1
+                for replies in ([small], [large], [leaving], [relayed], [small, pb.SessionReply(more=b"part")]):
+                    await reply(replies)
+            assert bundle.num_sessions == 0
+        await reply([small])  # the client has ended the bundle
+        while outbox.size_bytes:
+            await asyncio.sleep(0)
+        sending.cancel()
+        assert [(entry.session_key, entry.reply) for entry in bundled] == [(b"session", small)]
+        assert own == [large, leaving, relayed, small, pb.SessionReply(more=b"part"), small]
+
+    run(story())

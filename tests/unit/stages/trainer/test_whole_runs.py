@@ -1,0 +1,51 @@
+"""Three stages of a model, two peers each, and a trainer: every tensor of every step is that of one process."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+
+import pytest
+import torch
+
+from swarm_stages.trainer.trainer import StepReport
+from tests.unit.stages.trainer.runs import WholeRun, one_process
+
+LIMIT_S = 300.0
+
+
+def require_equal(run: WholeRun, reports: list[StepReport], steps: int) -> None:
+    truth, losses = one_process(steps)
+    names = {
+        step: {name for moment, found in run.history.items() if moment.step == step for name, _ in found}
+        for step in range(1, steps + 1)
+    }
+    assert all(found == truth[0].keys() for found in names.values())
+    for moment, found in run.history.items():
+        for name, tensor in found:
+            assert moment.step > steps or torch.equal(tensor, truth[moment.step][name]), (moment, name)
+    for report in reports:
+        if report.num_micro_batches == 6:
+            assert report.loss == pytest.approx(losses[report.moment.step], rel=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("steps", "kills"),
+    [(3, 0), pytest.param(10, 8, marks=pytest.mark.slow), pytest.param(30, 25, marks=pytest.mark.slow)],
+)
+def test_every_tensor_is_that_of_one_process(steps: int, kills: int) -> None:
+    async def scenario() -> None:
+        async with asyncio.timeout(LIMIT_S), WholeRun.running(3, 2) as run:
+            reports: list[StepReport] = []
+            await run.until(lambda: all(peer.moment is not None for peer in run.peers))
+            training = asyncio.ensure_future(run.train(steps, reports))
+            churning = asyncio.ensure_future(run.churn(random.Random(kills), kills))
+            await run.until(training.done)
+            training.result()
+            churning.cancel()
+            assert kills == 0 or run._number >= 6 + kills // 2
+            require_equal(run, reports, steps)
+            announced = [[peer.life.record().samples_per_s for peer in run.of_stage(index)] for index in range(3)]
+            assert all(any(speed > 0 for speed in stage) for stage in announced)
+
+    asyncio.run(scenario())
