@@ -165,7 +165,7 @@ class _Serving:
             look_s=0.0 if self.is_founder else LOOK_S,
         )
         telling = asyncio.ensure_future(_tell_steps(presence.stage_peer, place.num_micro_batches, self.say))
-        trimming = asyncio.ensure_future(repeat(HeapTrimmer().trim, (_TRIM_S, _TRIM_S)))
+        trimming: asyncio.Task[None] = asyncio.ensure_future(repeat(HeapTrimmer().trim, (_TRIM_S, _TRIM_S)))
         moved_to: int | None = None
         try:
             self.say(f"others join by: --initial-peers {' '.join(presence.addresses)}")
