@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from safetensors import SafetensorError
 from torch import Tensor
 
 from swarm_protocol.errors import PeerUnavailable, SwarmError
@@ -30,6 +31,10 @@ from swarm_training.runfile.settings import RunFile
 
 Records = Callable[[], Sequence[Sequence[Progress]]]
 _TRIES, _RETRY_S = 5, 1.0
+
+
+class CannotWrite(SwarmError):
+    """The disk is full, or somebody else's; what was to be written is where it was."""
 
 
 @dataclass(frozen=True)
@@ -70,6 +75,7 @@ async def collect(
 
     Raises:
         PeerUnavailable: nobody gives some stage.
+        CannotWrite: the directory cannot be written.
         ValueError: the peers train another model, or the directory is not empty.
     """
     require_new(directory)
@@ -84,6 +90,8 @@ async def collect(
 
             try:
                 await asyncio.to_thread(_write, file, source, plan, fetch, directory)
+            except CannotWrite:
+                raise
             except (SwarmError, TimeoutError):  # it is gone, or has gone on
                 continue
             return plan.moment.step
@@ -100,6 +108,12 @@ def require_new(directory: Path) -> None:
     """Raises ValueError if something is in it."""
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
         raise ValueError(f"{directory} is not empty: expected a new directory")
+
+
+def require_writable(directory: Path) -> None:
+    """Raises CannotWrite unless a checkpoint can be put together beside it."""
+    with _telling_what_fails(directory), _scratch(directory):
+        pass
 
 
 def plans(stages: Sequence[Sequence[Progress]], step: int | None = None) -> list[Plan]:
@@ -160,7 +174,7 @@ def _write(
             yield built.stage.state()
 
     lora = stage_options(file, "cpu").lora
-    with _complete(directory) as partial_directory:
+    with complete(directory) as partial_directory:
         if lora is not None:
             export_adapter(parts(), lora, partial_directory, file.model.name_or_path)
         else:
@@ -169,14 +183,40 @@ def _write(
 
 
 @contextmanager
-def _complete(directory: Path) -> Iterator[Path]:
-    """One that takes the directory's place at the end; nothing is left of it otherwise."""
+def complete(directory: Path) -> Iterator[Path]:
+    """One that takes the directory's place at the end; nothing is left of it otherwise.
+
+    Raises:
+        CannotWrite: files in it cannot be written.
+    """
+    with _telling_what_fails(directory), _scratch(directory) as scratch:
+        yield scratch
+        scratch.chmod(0o755)
+        scratch.replace(directory)
+
+
+@contextmanager
+def _scratch(directory: Path) -> Iterator[Path]:
+    """An empty one on the same disk. If it is still there at the end, it goes."""
     directory.parent.mkdir(parents=True, exist_ok=True)
     scratch = Path(tempfile.mkdtemp(prefix=f".{directory.name}-", dir=directory.parent))
     try:
         yield scratch
-        scratch.chmod(0o755)
-        scratch.replace(directory)
-    except BaseException:
+    finally:
         shutil.rmtree(scratch, ignore_errors=True)
-        raise
+
+
+@contextmanager
+def _telling_what_fails(directory: Path) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, SwarmError | TimeoutError) or not _is_of_disk(error):
+            raise
+        reason = getattr(error, "strerror", None) or str(error)
+        raise CannotWrite(f"cannot write {directory}: {reason}") from None
+
+
+def _is_of_disk(error: Exception) -> bool:
+    """tokenizers raises a bare Exception, and both of its kind write the number of the error at the end."""
+    return isinstance(error, OSError | SafetensorError) or "(os error " in str(error)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from swarm_protocol.errors import PeerUnavailable
 from swarm_stages.commands.building import member_of, require_stages, stage_source, training_config
-from swarm_stages.commands.collecting import collect, require_new
+from swarm_stages.commands.collecting import collect, require_new, require_writable
 from swarm_stages.compress.layers import NONE
 from swarm_stages.engine.boundaries import FILE_NAME
 from swarm_stages.peer.presence import WatchPresence
@@ -25,10 +25,12 @@ async def export_run(file: RunFile, who: Joining, directory: Path, say: Say, tim
 
     Raises:
         NoSwarm, PeerUnavailable: nobody gives some stage.
+        CannotWrite: the directory cannot be written.
         ValueError: the directory is not empty, or the peers train another model.
     """
     require_stages(file)
     require_new(directory)
+    require_writable(directory)
     config = training_config(file)
     source = await asyncio.to_thread(stage_source, file)
     watching = await WatchPresence.enter(file.run.name, file.stages.count, member_of(who), config)

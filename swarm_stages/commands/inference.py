@@ -17,7 +17,7 @@ from swarm_protocol.process.local_registry import checked_name
 from swarm_server.core.config import ServerConfig
 from swarm_server.node.server import Server
 from swarm_stages.commands.building import stage_source
-from swarm_stages.commands.collecting import collect
+from swarm_stages.commands.collecting import CannotWrite, collect, require_writable
 from swarm_stages.compress.layers import NONE
 from swarm_stages.engine.building import build_stage
 from swarm_stages.engine.stage import Stage
@@ -28,6 +28,7 @@ from swarm_training.runfile.settings import RunFile
 
 Say = Callable[[str], object]
 _LOOK_S = 0.2
+_WRITE_AGAIN_S = 10.0
 
 
 @dataclass(frozen=True)
@@ -66,7 +67,12 @@ class Place:
 
 
 def after_last_step(file: RunFile, directory: Path, step: int | None, quant: str) -> Afterwards:
-    """``step``: instead of the schedule's last one. Raises ValueError if the run cannot be served, or never ends."""
+    """``step``: instead of the schedule's last one.
+
+    Raises:
+        ValueError: the run cannot be served, or never ends.
+        CannotWrite: the directory cannot be written.
+    """
     last = file.optimizer.total_steps if step is None else step
     if not last:
         raise ValueError("the run has no last step: expected --steps, or total_steps under [optimizer]")
@@ -82,6 +88,8 @@ def after_last_step(file: RunFile, directory: Path, step: int | None, quant: str
     checked_name(file.run.name)
     if directory.exists() and not directory.is_dir():
         raise ValueError(f"{directory} is a file: expected a directory, or none yet")
+    if not _has_model(directory):
+        require_writable(directory.absolute())
     return Afterwards(directory.absolute(), last, quant)
 
 
@@ -99,13 +107,7 @@ async def serve_trained(file: RunFile, after: Afterwards, place: Place, say: Say
         ValueError: the directory has another model.
         SwarmError: the server cannot start.
     """
-    async with _locked(after.directory):
-        if _has_model(after.directory):
-            await asyncio.to_thread(_require_same, after.directory, place.stage)
-        else:
-            source = await asyncio.to_thread(stage_source, file)
-            await collect(file, source, place.watch.all_records, place.network, after.directory, after.step)
-            say(f"wrote {after.directory}: the run after step {after.step}")
+    await _have_model(file, after, place, say)
     config = ServerConfig(
         model=str(after.directory),
         blocks=place.stage.span,
@@ -117,6 +119,26 @@ async def serve_trained(file: RunFile, after: Afterwards, place: Place, say: Say
         swarm=file.run.name,
     )
     await _run(Server(config))
+
+
+async def _have_model(file: RunFile, after: Afterwards, place: Place, say: Say) -> None:
+    """Waits until the directory can be written: what was trained is nowhere else than in memory."""
+    said = ""
+    while True:
+        try:
+            async with _locked(after.directory):
+                if _has_model(after.directory):
+                    await asyncio.to_thread(_require_same, after.directory, place.stage)
+                else:
+                    source = await asyncio.to_thread(stage_source, file)
+                    await collect(file, source, place.watch.all_records, place.network, after.directory, after.step)
+                    say(f"wrote {after.directory}: the run after step {after.step}")
+            return
+        except CannotWrite as error:
+            if said != str(error):
+                said = str(error)
+                say(f"{said}: this process keeps its stage, and tries again every {_WRITE_AGAIN_S:.0f} s")
+        await asyncio.sleep(_WRITE_AGAIN_S)
 
 
 async def _run(server: Server) -> None:
@@ -148,9 +170,13 @@ def _require_same(directory: Path, stage: Stage) -> None:
 
 @asynccontextmanager
 async def _locked(directory: Path) -> AsyncIterator[None]:
-    """Held by one process of this machine at a time."""
-    directory.parent.mkdir(parents=True, exist_ok=True)
-    with (directory.parent / f".{directory.name}.lock").open("w") as lock:
+    """Held by one process of this machine at a time. Raises CannotWrite if there can be no lock."""
+    try:
+        directory.parent.mkdir(parents=True, exist_ok=True)
+        lock = (directory.parent / f".{directory.name}.lock").open("w")
+    except OSError as error:
+        raise CannotWrite(f"cannot write {directory}: {error.strerror}") from None
+    with lock:
         while True:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

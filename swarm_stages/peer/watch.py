@@ -97,7 +97,8 @@ class Watch:
         return RunStages.of(self.all_records())
 
     async def run(self) -> None:
-        await asyncio.gather(*(watched.run() for watched in self._watched.values()))
+        """Until it is cancelled, also if there is no other stage to watch."""
+        await asyncio.gather(*(watched.run() for watched in self._watched.values()), asyncio.Event().wait())
 
     async def relay(self, tell: Callable[[], None]) -> None:
         """Calls it whenever there are news for which somebody may wait, until it is cancelled."""

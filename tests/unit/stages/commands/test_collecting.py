@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
-from swarm_stages.commands.collecting import plans, require_new
+from swarm_stages.commands.collecting import CannotWrite, complete, plans, require_new, require_writable
+from swarm_stages.engine.export import export
+from swarm_stages.engine.settings import Scratch
 from swarm_training.core.moment import Moment
 from swarm_training.core.record import Kept, Progress
+from tests import zoo
+from tests.unit.stages.engine import passes
 
 
 def peer(
@@ -56,3 +63,35 @@ def test_a_directory_with_files_is_refused(tmp_path: Path) -> None:
     for place in (tmp_path, tmp_path / "file"):
         with pytest.raises(ValueError, match="is not empty: expected a new directory"):
             require_new(place)
+
+
+def test_a_directory_that_cannot_be_written_is_known_before_the_run(tmp_path: Path) -> None:
+    require_writable(tmp_path / "new" / "model")
+    assert list((tmp_path / "new").iterdir()) == []
+    (tmp_path / "file").touch()
+    with pytest.raises(CannotWrite, match=r"cannot write .*file/model: "):
+        require_writable(tmp_path / "file" / "model")
+
+
+@pytest.mark.parametrize("fits", [False, True])
+def test_nothing_is_left_of_a_checkpoint_for_which_there_is_no_room(tmp_path: Path, fits: bool) -> None:
+    config = zoo.make_config("llama")
+    states = [stage.state() for stage in passes.stages_of(Scratch(config, seed=2), 2)]
+    with largest_file(1 << 30 if fits else 4096):
+        try:
+            with complete(tmp_path / "model") as directory:
+                export(states, config, directory)
+        except CannotWrite as error:
+            assert not fits and "File too large" in str(error)
+    assert [path.name for path in tmp_path.iterdir()] == (["model"] if fits else [])
+
+
+@contextmanager
+def largest_file(num_bytes: int) -> Iterator[None]:
+    """As if the disk were full."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)

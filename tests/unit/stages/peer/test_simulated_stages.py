@@ -61,6 +61,17 @@ def test_without_failures_every_step_is_that_of_one_process() -> None:
     simulate(scenario)
 
 
+def test_a_run_may_have_one_stage() -> None:
+    async def scenario() -> None:
+        world = StageWorld(1, MICRO_BATCHES)
+        own = [task for peer in (world.join(0), world.join(0)) for task in peer.tasks]
+        await train(world, 3, ToyTrainer(world))
+        require_equal_to_single(world, 3)
+        assert not any(task.done() for task in own)  # nothing to watch is no reason to end
+
+    simulate(scenario)
+
+
 async def train(world: StageWorld, steps: int, *trainers: ToyTrainer) -> None:
     tasks = [asyncio.ensure_future(trainer.run()) for trainer in trainers]
     await world.reach(steps)
