@@ -6,21 +6,18 @@ No more than one stage is in memory, and the directory is there when all of it i
 from __future__ import annotations
 
 import asyncio
-import shutil
-import tempfile
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from safetensors import SafetensorError
 from torch import Tensor
 
 from swarm_protocol.errors import PeerUnavailable, SwarmError
 from swarm_stages.commands.building import build, stage_options, training_config
 from swarm_stages.engine.export import export, export_adapter
 from swarm_stages.engine.settings import StageSource
+from swarm_training.checkpoints.whole_directory import whole_directory
 from swarm_training.commands.building import build_tokenizer
 from swarm_training.core.moment import Moment
 from swarm_training.core.network import Network
@@ -31,10 +28,6 @@ from swarm_training.runfile.settings import RunFile
 
 Records = Callable[[], Sequence[Sequence[Progress]]]
 _TRIES, _RETRY_S = 5, 1.0
-
-
-class CannotWrite(SwarmError):
-    """The disk is full, or somebody else's; what was to be written is where it was."""
 
 
 @dataclass(frozen=True)
@@ -89,9 +82,7 @@ async def collect(
                 return asyncio.run_coroutine_threadsafe(_fetched(network, source, own, moment), loop).result()
 
             try:
-                await asyncio.to_thread(_write, file, source, plan, fetch, directory)
-            except CannotWrite:
-                raise
+                await asyncio.to_thread(write, file, source, plan, fetch, directory)
             except (SwarmError, TimeoutError):  # it is gone, or has gone on
                 continue
             return plan.moment.step
@@ -108,12 +99,6 @@ def require_new(directory: Path) -> None:
     """Raises ValueError if something is in it."""
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
         raise ValueError(f"{directory} is not empty: expected a new directory")
-
-
-def require_writable(directory: Path) -> None:
-    """Raises CannotWrite unless a checkpoint can be put together beside it."""
-    with _telling_what_fails(directory), _scratch(directory):
-        pass
 
 
 def plans(stages: Sequence[Sequence[Progress]], step: int | None = None) -> list[Plan]:
@@ -156,7 +141,7 @@ async def _fetched(network: Network, source: Source, own: TrainedState, moment: 
     return downloaded.data
 
 
-def _write(
+def write(
     file: RunFile,
     source: StageSource,
     plan: Plan,
@@ -174,49 +159,20 @@ def _write(
             yield built.stage.state()
 
     lora = stage_options(file, "cpu").lora
-    with complete(directory) as partial_directory:
+    with whole_directory(directory) as partial_directory:
         if lora is not None:
             export_adapter(parts(), lora, partial_directory, file.model.name_or_path)
         else:
             export(parts(), source.config, partial_directory, layers=file.stages.layers)
-            build_tokenizer(file.model).save_pretrained(partial_directory)
+            save_tokenizer(file, partial_directory)
 
 
-@contextmanager
-def complete(directory: Path) -> Iterator[Path]:
-    """One that takes the directory's place at the end; nothing is left of it otherwise.
-
-    Raises:
-        CannotWrite: files in it cannot be written.
-    """
-    with _telling_what_fails(directory), _scratch(directory) as scratch:
-        yield scratch
-        scratch.chmod(0o755)
-        scratch.replace(directory)
-
-
-@contextmanager
-def _scratch(directory: Path) -> Iterator[Path]:
-    """An empty one on the same disk. If it is still there at the end, it goes."""
-    directory.parent.mkdir(parents=True, exist_ok=True)
-    scratch = Path(tempfile.mkdtemp(prefix=f".{directory.name}-", dir=directory.parent))
+def save_tokenizer(file: RunFile, directory: Path) -> None:
+    """Raises OSError if it cannot be written."""
+    tokenizer = build_tokenizer(file.model)
     try:
-        yield scratch
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
-
-
-@contextmanager
-def _telling_what_fails(directory: Path) -> Iterator[None]:
-    try:
-        yield
+        tokenizer.save_pretrained(directory)
     except Exception as error:
-        if isinstance(error, SwarmError | TimeoutError) or not _is_of_disk(error):
+        if type(error) is not Exception:
             raise
-        reason = getattr(error, "strerror", None) or str(error)
-        raise CannotWrite(f"cannot write {directory}: {reason}") from None
-
-
-def _is_of_disk(error: Exception) -> bool:
-    """tokenizers raises a bare Exception, and both of its kind write the number of the error at the end."""
-    return isinstance(error, OSError | SafetensorError) or "(os error " in str(error)
+        raise OSError(str(error)) from None  # tokenizers has no error of its own for that

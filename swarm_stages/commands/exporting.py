@@ -8,11 +8,12 @@ from pathlib import Path
 
 from swarm_protocol.errors import PeerUnavailable
 from swarm_stages.commands.building import member_of, require_stages, stage_source, training_config
-from swarm_stages.commands.collecting import collect, require_new, require_writable
+from swarm_stages.commands.collecting import collect, require_new
 from swarm_stages.compress.layers import NONE
 from swarm_stages.engine.boundaries import FILE_NAME
 from swarm_stages.peer.presence import WatchPresence
 from swarm_stages.peer.watch import Watch
+from swarm_training.checkpoints.whole_directory import require_writable
 from swarm_training.contract.backend import Joining
 from swarm_training.runfile.settings import RunFile
 

@@ -17,18 +17,19 @@ from swarm_protocol.process.local_registry import checked_name
 from swarm_server.core.config import ServerConfig
 from swarm_server.node.server import Server
 from swarm_stages.commands.building import stage_source
-from swarm_stages.commands.collecting import CannotWrite, collect, require_writable
+from swarm_stages.commands.collecting import collect
 from swarm_stages.compress.layers import NONE
 from swarm_stages.engine.building import build_stage
 from swarm_stages.engine.stage import Stage
 from swarm_stages.peer.watch import Watch
+from swarm_training.checkpoints.whole_directory import CannotWrite, refusals, require_writable
 from swarm_training.core.network import Network
 from swarm_training.run.presence import listening_host
 from swarm_training.runfile.settings import RunFile
 
 Say = Callable[[str], object]
 _LOOK_S = 0.2
-_WRITE_AGAIN_S = 10.0
+_WRITE_AGAIN_S, _MOST_S = 10.0, 300.0  # each time, all stages are fetched again
 
 
 @dataclass(frozen=True)
@@ -107,7 +108,7 @@ async def serve_trained(file: RunFile, after: Afterwards, place: Place, say: Say
         ValueError: the directory has another model.
         SwarmError: the server cannot start.
     """
-    await _have_model(file, after, place, say)
+    await _write_or_compare(file, after, place, say)
     config = ServerConfig(
         model=str(after.directory),
         blocks=place.stage.span,
@@ -121,9 +122,9 @@ async def serve_trained(file: RunFile, after: Afterwards, place: Place, say: Say
     await _run(Server(config))
 
 
-async def _have_model(file: RunFile, after: Afterwards, place: Place, say: Say) -> None:
+async def _write_or_compare(file: RunFile, after: Afterwards, place: Place, say: Say) -> None:
     """Waits until the directory can be written: what was trained is nowhere else than in memory."""
-    said = ""
+    retry_s, said = _WRITE_AGAIN_S, ""
     while True:
         try:
             async with _locked(after.directory):
@@ -137,8 +138,9 @@ async def _have_model(file: RunFile, after: Afterwards, place: Place, say: Say) 
         except CannotWrite as error:
             if said != str(error):
                 said = str(error)
-                say(f"{said}: this process keeps its stage, and tries again every {_WRITE_AGAIN_S:.0f} s")
-        await asyncio.sleep(_WRITE_AGAIN_S)
+                say(f"{said}: this process keeps its stage, and tries again; `swarm train export` can write elsewhere")
+        await asyncio.sleep(retry_s)
+        retry_s = min(2 * retry_s, _MOST_S)
 
 
 async def _run(server: Server) -> None:
@@ -171,11 +173,9 @@ def _require_same(directory: Path, stage: Stage) -> None:
 @asynccontextmanager
 async def _locked(directory: Path) -> AsyncIterator[None]:
     """Held by one process of this machine at a time. Raises CannotWrite if there can be no lock."""
-    try:
+    with refusals(directory):
         directory.parent.mkdir(parents=True, exist_ok=True)
         lock = (directory.parent / f".{directory.name}.lock").open("w")
-    except OSError as error:
-        raise CannotWrite(f"cannot write {directory}: {error.strerror}") from None
     with lock:
         while True:
             try:

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import shutil
-import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,6 +17,7 @@ from swarm_protocol.errors import CheckpointError
 from swarm_protocol.untrusted.json_file import read_object, shown
 from swarm_protocol.untrusted.numbers import Expected, require_number
 from swarm_training.checkpoints.flat_state import FlatState, flatten, unflatten
+from swarm_training.checkpoints.whole_directory import whole_directory
 
 MODEL, OPTIMIZER, FACTS = "model.safetensors", "optimizer.safetensors", "checkpoint.json"
 _VERSION = 1
@@ -81,23 +79,10 @@ def write(checkpoint: Checkpoint, directory: Path) -> None:
     }
     if directory.exists():
         raise ValueError(f"{directory} exists already: nothing was written")
-    partial: Path | None = None
-    try:
-        directory.parent.mkdir(parents=True, exist_ok=True)
-        partial = Path(tempfile.mkdtemp(prefix=".partial-", dir=directory.parent))
+    with whole_directory(directory) as partial:
         save_file(_apart(checkpoint.parameters), partial / MODEL)
         save_file(_apart(optimizer.tensors), partial / OPTIMIZER)
         (partial / FACTS).write_text(json.dumps(facts))
-        for path in (*partial.iterdir(), partial):
-            _sync(path)
-        partial.chmod(0o755)
-        partial.rename(directory)
-        _sync(directory.parent)
-    except OSError as error:
-        raise ValueError(f"cannot write the checkpoint {directory}: {error.strerror or error}") from None
-    finally:
-        if partial is not None:
-            shutil.rmtree(partial, ignore_errors=True)
 
 
 def read_facts(directory: Path) -> dict[str, Any]:
@@ -153,11 +138,3 @@ def _apart(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         found[name] = plain.clone() if storage in seen else plain
         seen.add(storage)
     return found
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

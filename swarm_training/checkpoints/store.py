@@ -13,6 +13,7 @@ from swarm_protocol.errors import CheckpointError
 from swarm_protocol.wire.printable import printable
 from swarm_training.checkpoints import checkpoint
 from swarm_training.checkpoints.checkpoint import Checkpoint
+from swarm_training.checkpoints.whole_directory import PREFIX
 
 _LONG_AGO_S = 3600.0  # nobody writes a checkpoint for so long
 
@@ -45,7 +46,7 @@ class CheckpointDirectory:
             checkpoint.write(content, path)
         for step in self.steps()[: -self._keep]:
             shutil.rmtree(self.path(step), ignore_errors=True)
-        for partial in self.directory.glob(".partial-*"):
+        for partial in self.directory.glob(f"{PREFIX}*"):
             with contextlib.suppress(FileNotFoundError):
                 if partial.stat().st_mtime < time.time() - _LONG_AGO_S:  # of a process that was killed
                     shutil.rmtree(partial, ignore_errors=True)

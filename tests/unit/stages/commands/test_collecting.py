@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-import resource
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 
-from swarm_stages.commands.collecting import CannotWrite, complete, plans, require_new, require_writable
-from swarm_stages.engine.export import export
-from swarm_stages.engine.settings import Scratch
+from swarm_protocol.checkpoints.default_model import DEFAULT_MODEL
+from swarm_stages.commands.building import build, stage_source, training_config
+from swarm_stages.commands.collecting import Plan, Source, plans, require_new, save_tokenizer, write
+from swarm_training.checkpoints.whole_directory import CannotWrite, whole_directory
 from swarm_training.core.moment import Moment
 from swarm_training.core.record import Kept, Progress
-from tests import zoo
-from tests.unit.stages.engine import passes
+from swarm_training.runfile.reading import parse_run_file
+from tests.unit.stages.commands.test_command_line import TEXT
+from tests.unit.training.checkpoints import file_size_limit
+
+FILE = TEXT.replace("nowhere", DEFAULT_MODEL)
 
 
 def peer(
@@ -65,33 +67,21 @@ def test_a_directory_with_files_is_refused(tmp_path: Path) -> None:
             require_new(place)
 
 
-def test_a_directory_that_cannot_be_written_is_known_before_the_run(tmp_path: Path) -> None:
-    require_writable(tmp_path / "new" / "model")
-    assert list((tmp_path / "new").iterdir()) == []
-    (tmp_path / "file").touch()
-    with pytest.raises(CannotWrite, match=r"cannot write .*file/model: "):
-        require_writable(tmp_path / "file" / "model")
+@pytest.mark.parametrize("largest", [10, 4096, None])
+def test_nothing_is_left_of_a_checkpoint_for_which_there_is_no_room(tmp_path: Path, largest: int | None) -> None:
+    file = parse_run_file(FILE)
+    source = stage_source(file)
+    states = [build(file, source, index, training_config(file)).state for index in range(2)]
+    plan = Plan(Moment(0, 0), tuple(Source(peer("a", 0), state.digest(), False) for state in states))
+    directory = tmp_path / "model"
+    refused = nullcontext() if largest is None else pytest.raises(CannotWrite, match="File too large")
+    with file_size_limit(largest), refused:
+        write(file, source, plan, lambda own, giver: own.to_bytes()[1], directory)
+    assert [path.name for path in tmp_path.iterdir()] == (["model"] if largest is None else [])
 
 
-@pytest.mark.parametrize("fits", [False, True])
-def test_nothing_is_left_of_a_checkpoint_for_which_there_is_no_room(tmp_path: Path, fits: bool) -> None:
-    config = zoo.make_config("llama")
-    states = [stage.state() for stage in passes.stages_of(Scratch(config, seed=2), 2)]
-    with largest_file(1 << 30 if fits else 4096):
-        try:
-            with complete(tmp_path / "model") as directory:
-                export(states, config, directory)
-        except CannotWrite as error:
-            assert not fits and "File too large" in str(error)
-    assert [path.name for path in tmp_path.iterdir()] == (["model"] if fits else [])
-
-
-@contextmanager
-def largest_file(num_bytes: int) -> Iterator[None]:
-    """As if the disk were full."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+@pytest.mark.parametrize("largest", [10, 4096])  # each of two libraries has an error of its own
+def test_a_tokenizer_for_which_there_is_no_room_is_told_too(tmp_path: Path, largest: int) -> None:
+    told = pytest.raises(CannotWrite, match="File too large")
+    with file_size_limit(largest), told, whole_directory(tmp_path / "model") as partial:
+        save_tokenizer(parse_run_file(FILE), partial)

@@ -12,11 +12,11 @@ import pytest
 
 from swarm_protocol.errors import NoSwarm
 from swarm_stages.commands import inference
-from swarm_stages.commands.collecting import CannotWrite
 from swarm_stages.commands.inference import Afterwards, Place, serve_trained
 from swarm_stages.engine.export import export
 from swarm_stages.engine.settings import Scratch
 from swarm_stages.engine.stage import Stage
+from swarm_training.checkpoints.whole_directory import CannotWrite
 from swarm_training.runfile.reading import parse_run_file
 from tests import zoo
 from tests.unit.stages.commands.test_command_line import PEER, TEXT

@@ -20,7 +20,6 @@ from swarm_protocol.access.membership import MemberCredentials
 from swarm_protocol.access.organiser import OrganiserKey
 from swarm_protocol.access.tokens import Grant, Role
 from swarm_protocol.net.identity import Identity
-from swarm_protocol.process import signals
 from swarm_training import command_line
 from swarm_training.commands import joining as joining_module
 from swarm_training.commands import watching
@@ -280,7 +279,6 @@ print(*[name for name in ("torch", "transformers", "hivemind", "datasets") if na
 def test_grants_of_a_run_are_those_of_private_swarms(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(signals, "exit_on_interrupt", lambda: None)
     ORGANISER.save(tmp_path / "organiser.key")
     argv = ["--key", str(tmp_path / "organiser.key"), "--role", "moderator", "--name", "mo", "--days", "1"]
     monkeypatch.setattr(
