@@ -1,0 +1,418 @@
+// int8 linear on CPU: x [rows, in] fp32 times a packed int8 weight [out, in] with a scale per output, and the product with
+// its transpose from the same packed bytes. Each row of x is written with two digits to base 128 in a unit of its own, so
+// that a product is exact in integers and no bit of a row depends on the other rows.
+//
+// Packed: [out / 64][in / 4][64][4] unsigned bytes, weight + 128; padding is 128. One strip of 64 outputs is read as one
+// stream: with four of 16 outputs, reading takes 12 % longer. With digits from -64 to 64, AVX2's sums of two products in
+// 16 bits cannot overflow: 2 * 255 * 64 < 2**15.
+//
+// Needs a C++17 compiler and nothing else; called from Python through the functions at the end of this file.
+#include <atomic>
+#include <cmath>
+#include <cstdint>
+#include <cstdlib>
+#include <cstring>
+#include <memory>
+#include <new>
+#include <thread>
+#include <type_traits>
+#include <vector>
+
+#if defined(__x86_64__) && defined(__GNUC__)
+#define X86 1
+#include <immintrin.h>
+#elif defined(__aarch64__) && defined(__GNUC__) && !defined(__AARCH64EB__)
+#define ARM 1
+#include <arm_neon.h>
+#if defined(__linux__)
+#include <sys/auxv.h>
+#endif
+#endif
+
+#if defined(__GNUC__)
+#define INLINE __attribute__((always_inline))
+#define ALWAYS_INLINE INLINE static inline
+#define PREFETCH(address) __builtin_prefetch(address)
+#define EXPORT extern "C" __attribute__((visibility("default")))
+#else
+#define INLINE
+#define ALWAYS_INLINE static inline
+#define PREFETCH(address) (void)0
+#define EXPORT extern "C" __declspec(dllexport)
+#endif
+
+static constexpr long STRIP = 64;  // outputs that are packed together
+
+namespace {
+
+// Rows as digits
+struct Activations {
+    long rows, padded;
+    const int8_t *digits;  // [rows][2][padded]
+    const int32_t *sums;   // [rows][2]
+    const float *units;    // [rows]
+};
+
+struct Weight {
+    long out, in;
+    const uint8_t *packed;
+    const float *scale;
+};
+
+struct Kernel {
+    void (*make_digits)(const float *x, const float *factor, long rows, long width, long padded, int8_t *digits,
+                        int32_t *sums, float *units, float *scaled);
+    void (*times_strips)(const Activations &, const Weight &, float *y, long first, long last);
+    void (*times_columns)(const Activations &, const Weight &, float *y, long first, long last);
+};
+
+// ------------------------------------------------------------ one namespace for each instruction set
+
+namespace generic {
+struct Vec {
+    int32_t lane[4];
+};
+constexpr int LANES = 4, TILES = 1, ROWS = 1, OFFSET = 128;
+ALWAYS_INLINE Vec zero() { return {}; }
+ALWAYS_INLINE Vec load(const void *p) { Vec v; memcpy(&v, p, 16); return v; }
+ALWAYS_INLINE void store(int32_t *p, Vec v) { memcpy(p, &v, 16); }
+ALWAYS_INLINE Vec spread(const int8_t *p) { Vec v; for (auto &lane : v.lane) memcpy(&lane, p, 4); return v; }
+ALWAYS_INLINE Vec expand(const int8_t *p) { return spread(p); }
+ALWAYS_INLINE Vec transpose(Vec v) {
+    uint8_t from[16], to[16];
+    memcpy(from, &v, 16);
+    for (int i = 0; i < 16; i++) to[i] = from[i % 4 * 4 + i / 4];
+    memcpy(&v, to, 16);
+    return v;
+}
+ALWAYS_INLINE void dot(Vec &sum, Vec weights, Vec digits) {
+    uint8_t w[16];
+    int8_t d[16];
+    memcpy(w, &weights, 16);
+    memcpy(d, &digits, 16);
+    for (int lane = 0; lane < 4; lane++)
+        for (int i = 4 * lane; i < 4 * lane + 4; i++) sum.lane[lane] += w[i] * d[i];
+}
+#include "tiles.h"
+}  // namespace generic
+
+#if X86
+#define BYTES_OF_FOUR_TRANSPOSED 0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15
+
+#if defined(__clang__)
+#pragma clang attribute push(__attribute__((target("avx2"))), apply_to = function)
+#else
+#pragma GCC push_options
+#pragma GCC target("avx2")
+#endif
+namespace avx2 {
+using Vec = __m256i;
+constexpr int LANES = 8, TILES = 2, ROWS = 2, OFFSET = 128;
+ALWAYS_INLINE Vec zero() { return _mm256_setzero_si256(); }
+ALWAYS_INLINE Vec load(const void *p) { return _mm256_loadu_si256((const __m256i *)p); }
+ALWAYS_INLINE void store(int32_t *p, Vec v) { _mm256_storeu_si256((__m256i *)p, v); }
+ALWAYS_INLINE Vec spread(const int8_t *p) { int32_t four; memcpy(&four, p, 4); return _mm256_set1_epi32(four); }
+ALWAYS_INLINE Vec expand(const int8_t *p) {
+    const __m256i both = _mm256_broadcastq_epi64(_mm_loadl_epi64((const __m128i *)p));
+    return _mm256_permutevar8x32_epi32(both, _mm256_setr_epi32(0, 0, 0, 0, 1, 1, 1, 1));
+}
+ALWAYS_INLINE Vec transpose(Vec v) {
+    return _mm256_shuffle_epi8(v, _mm256_broadcastsi128_si256(_mm_setr_epi8(BYTES_OF_FOUR_TRANSPOSED)));
+}
+ALWAYS_INLINE void dot(Vec &sum, Vec weights, Vec digits) {
+    const __m256i pairs = _mm256_maddubs_epi16(weights, digits);
+    sum = _mm256_add_epi32(sum, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
+}
+#include "tiles.h"
+}  // namespace avx2
+namespace avx_vnni {
+using avx2::expand, avx2::load, avx2::spread, avx2::store, avx2::transpose, avx2::zero;
+using Vec = __m256i;
+constexpr int LANES = 8, TILES = 2, ROWS = 2, OFFSET = 128;
+// as an instruction, not an intrinsic: compilers older than the instruction know their assembler's name for it
+ALWAYS_INLINE void dot(Vec &sum, Vec weights, Vec digits) {
+    __asm__("%{vex%} vpdpbusd %2, %1, %0" : "+x"(sum) : "x"(weights), "x"(digits));
+}
+#include "tiles.h"
+}  // namespace avx_vnni
+#if defined(__clang__)
+#pragma clang attribute pop
+#pragma clang attribute push(__attribute__((target("avx512f,avx512bw,avx512vl,avx512vnni"))), apply_to = function)
+#else
+#pragma GCC pop_options
+#pragma GCC push_options
+#pragma GCC target("avx512f,avx512bw,avx512vl,avx512vnni")
+#endif
+namespace avx512 {
+using Vec = __m512i;
+constexpr int LANES = 16, TILES = 4, ROWS = 3, OFFSET = 128;
+ALWAYS_INLINE Vec zero() { return _mm512_setzero_si512(); }
+ALWAYS_INLINE Vec load(const void *p) { return _mm512_loadu_si512(p); }
+ALWAYS_INLINE void store(int32_t *p, Vec v) { _mm512_storeu_si512(p, v); }
+ALWAYS_INLINE Vec spread(const int8_t *p) { int32_t four; memcpy(&four, p, 4); return _mm512_set1_epi32(four); }
+ALWAYS_INLINE Vec expand(const int8_t *p) {
+    const __m512i all = _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i *)p));
+    return _mm512_permutexvar_epi32(_mm512_setr_epi32(0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3), all);
+}
+ALWAYS_INLINE Vec transpose(Vec v) {
+    return _mm512_shuffle_epi8(v, _mm512_broadcast_i32x4(_mm_setr_epi8(BYTES_OF_FOUR_TRANSPOSED)));
+}
+ALWAYS_INLINE void dot(Vec &sum, Vec weights, Vec digits) {
+    __asm__("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(weights), "v"(digits));  // the intrinsic has GCC copy every sum twice
+}
+#include "tiles.h"
+}  // namespace avx512
+#if defined(__clang__)
+#pragma clang attribute pop
+#else
+#pragma GCC pop_options
+#endif
+#endif  // X86
+
+#if ARM
+#if defined(__clang__)
+#pragma clang attribute push(__attribute__((target("dotprod"))), apply_to = function)
+#else
+#pragma GCC push_options
+#pragma GCC target("arch=armv8.2-a+dotprod")
+#endif
+namespace neon {
+using Vec = int32x4_t;
+constexpr int LANES = 4, TILES = 4, ROWS = 2, OFFSET = 0;
+ALWAYS_INLINE Vec zero() { return vdupq_n_s32(0); }
+ALWAYS_INLINE Vec load(const void *p) { return vreinterpretq_s32_u8(vld1q_u8((const uint8_t *)p)); }
+ALWAYS_INLINE void store(int32_t *p, Vec v) { vst1q_s32(p, v); }
+ALWAYS_INLINE Vec spread(const int8_t *p) { int32_t four; memcpy(&four, p, 4); return vdupq_n_s32(four); }
+ALWAYS_INLINE Vec expand(const int8_t *p) { return spread(p); }
+ALWAYS_INLINE Vec transpose(Vec v) {
+    const uint8x16_t from = {0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15};
+    return vreinterpretq_s32_u8(vqtbl1q_u8(vreinterpretq_u8_s32(v), from));
+}
+ALWAYS_INLINE void dot(Vec &sum, Vec weights, Vec digits) {  // both factors are signed
+    const int8x16_t w = vreinterpretq_s8_u8(veorq_u8(vreinterpretq_u8_s32(weights), vdupq_n_u8(128)));
+    sum = vdotq_s32(sum, w, vreinterpretq_s8_s32(digits));
+}
+#include "tiles.h"
+}  // namespace neon
+#if defined(__clang__)
+#pragma clang attribute pop
+#else
+#pragma GCC pop_options
+#endif
+#endif  // ARM
+
+// ------------------------------------------------------------ which of them
+
+struct Choice {
+    const char *name;
+    const Kernel *kernel;
+    bool runs_here;
+};
+
+#if X86
+bool has_avx_vnni() {  // CPUID 7.1: EAX bit 4; GCC 12 does not know its name
+    unsigned eax, ebx, ecx, edx;
+    __asm__("cpuid" : "=a"(eax), "=b"(ebx), "=c"(ecx), "=d"(edx) : "a"(7), "c"(0));
+    if (eax < 1) return false;
+    __asm__("cpuid" : "=a"(eax), "=b"(ebx), "=c"(ecx), "=d"(edx) : "a"(7), "c"(1));
+    return eax >> 4 & 1;
+}
+#endif
+#if ARM
+bool has_dotprod() {
+#if defined(__APPLE__)
+    return true;
+#elif defined(__linux__)
+    return getauxval(AT_HWCAP) >> 20 & 1;  // HWCAP_ASIMDDP
+#else
+    return false;
+#endif
+}
+#endif
+
+// Best first
+const std::vector<Choice> &choices() {
+    static const std::vector<Choice> all = {
+#if X86
+        {"avx512-vnni", &avx512::kernel,
+         __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512bw")},
+        {"avx-vnni", &avx_vnni::kernel, __builtin_cpu_supports("avx2") && has_avx_vnni()},
+        {"avx2", &avx2::kernel, bool(__builtin_cpu_supports("avx2"))},
+#endif
+#if ARM
+        {"neon-dotprod", &neon::kernel, has_dotprod()},
+#endif
+        {"generic", &generic::kernel, true},
+    };
+    return all;
+}
+
+// ------------------------------------------------------------ threads
+
+// GOMP_parallel: the threads that torch has anyway. A second pool would compete with them, because they spin.
+using Parallel = void (*)(void (*)(void *), void *, unsigned threads, unsigned flags);
+std::atomic<Parallel> parallel{nullptr};
+
+constexpr long SERIAL = 1 << 18;  // products of bytes that take less than threads take to wake up, tens of microseconds
+
+struct Job {
+    void (*part)(const void *, long number);
+    const void *data;
+    long parts;
+    std::atomic<long> next{0};
+};
+
+void work(void *pointer) {
+    Job &job = *static_cast<Job *>(pointer);
+    for (long number; (number = job.next.fetch_add(1)) < job.parts;) job.part(job.data, number);
+}
+
+// Calls body(first, last) for ranges that cover 0 to n, on up to `threads` threads if the products are worth it.
+template <class Body> void over(long n, long products, int threads, const Body &body) {
+    const long most = products / SERIAL;
+    long parts = threads < most ? threads : most;
+    parts = parts < n ? parts : n;
+    if (parts <= 1) return body(0, n);
+    struct Data {
+        const Body &body;
+        long n, parts;
+    } data{body, n, parts};
+    Job job{[](const void *pointer, long number) {
+                const Data &data = *static_cast<const Data *>(pointer);
+                data.body(data.n * number / data.parts, data.n * (number + 1) / data.parts);
+            },
+            &data, parts};
+    if (const Parallel run = parallel) return run(work, &job, (unsigned)parts, 0);
+    std::vector<std::thread> others;  // without OpenMP: worth it only where there is much to do
+    if (products / parts > 64 * SERIAL)
+        for (long i = 1; i < parts; i++) others.emplace_back(work, &job);
+    work(&job);
+    for (auto &other : others) other.join();
+}
+
+// ------------------------------------------------------------ products
+
+constexpr long SCRATCH = 4 << 20;  // bytes of digits at a time
+
+struct Scratch {
+    char *bytes = nullptr;
+    size_t size = 0;
+    ~Scratch() { free(bytes); }
+    bool reserve(size_t wanted) {
+        if (wanted <= size) return true;
+        free(bytes);
+        bytes = static_cast<char *>(malloc(wanted));
+        size = bytes ? wanted : 0;
+        return bytes;
+    }
+};
+thread_local Scratch scratch;  // of the thread that calls
+
+long round_up(long n, long to) { return (n + to - 1) / to * to; }
+
+// Calls body(activations, first row) with the digits of as many rows as scratch may hold. False: no memory.
+template <class Body>
+bool with_digits(const Kernel &kernel, const float *x, const float *factor, long rows, long width, long padded, int threads,
+                 const Body &body) {
+    const long per_row = 2 * padded + 12;
+    long block = SCRATCH / per_row;
+    block = block < 16 ? 16 : block > 252 ? 252 : block;  // a multiple of the rows that are computed together
+    block = rows < block ? rows : block;
+    const long num_scaled = factor ? threads : 0;
+    if (!scratch.reserve(block * per_row + num_scaled * width * 4 + 64)) return false;
+    char *const start = scratch.bytes;
+    float *const scaled = (float *)(start + round_up(block * per_row, 16));
+    for (long row = 0; row < rows; row += block) {
+        const long count = rows - row < block ? rows - row : block;
+        int32_t *const sums = (int32_t *)start;
+        float *const units = (float *)(sums + 2 * block);
+        int8_t *const digits = (int8_t *)(units + block);
+        std::atomic<long> user{0};
+        over(count, count > 8 ? count * padded * 16 : 0, threads, [&](long first, long last) {
+            kernel.make_digits(x + (row + first) * width, factor, last - first, width, padded, digits + first * 2 * padded,
+                               sums + 2 * first, units + first, scaled + (factor ? user++ * width : 0));
+        });
+        body(Activations{count, padded, digits, sums, units}, row);
+    }
+    return true;
+}
+
+const Kernel *kernel_of(int isa) {
+    return isa >= 0 && isa < (int)choices().size() && choices()[isa].runs_here ? choices()[isa].kernel : nullptr;
+}
+
+}  // namespace
+
+// ------------------------------------------------------------ what Python calls
+
+// Of the instruction set with this number, best first; null: there are no more.
+EXPORT const char *swarm_isa_name(int isa) { return isa < (int)choices().size() ? choices()[isa].name : nullptr; }
+EXPORT int swarm_isa_runs_here(int isa) { return kernel_of(isa) != nullptr; }
+EXPORT void swarm_use_openmp(void *gomp_parallel) { parallel = (Parallel)gomp_parallel; }
+
+// q: [out][in] -> packed: round_up(out, 64) * round_up(in, 4) bytes
+EXPORT void swarm_pack(const int8_t *q, long out, long in, uint8_t *packed, int threads) {
+    const long width4 = round_up(in, 4);
+    over(round_up(out, STRIP) / STRIP, out * in, threads, [&](long first, long last) {
+        for (long strip = first; strip < last; strip++) {
+            uint8_t *to = packed + strip * STRIP * width4;
+            if (width4 != in || (strip + 1) * STRIP > out) memset(to, 128, STRIP * width4);
+            for (long c = 0; c < STRIP && strip * STRIP + c < out; c++) {
+                const int8_t *row = q + (strip * STRIP + c) * in;
+                uint8_t *column = to + c * 4;
+                long i = 0;
+                for (; i + 4 <= in; i += 4, column += STRIP * 4) {
+                    uint32_t four;
+                    memcpy(&four, row + i, 4);
+                    four ^= 0x80808080u;
+                    memcpy(column, &four, 4);
+                }
+                for (; i < in; i++) column[i % 4] = (uint8_t)(row[i] ^ 0x80);
+            }
+        }
+    });
+}
+
+// Output channels first to last -> q: [last - first][in]
+EXPORT void swarm_unpack(const uint8_t *packed, long in, long first, long last, int8_t *q) {
+    const long width4 = round_up(in, 4);
+    for (long c = first; c < last; c++, q += in) {
+        const uint8_t *from = packed + c / STRIP * STRIP * width4 + c % STRIP * 4;
+        for (long i = 0; i < in; i++) q[i] = (int8_t)(from[i / 4 * STRIP * 4 + i % 4] ^ 0x80);
+    }
+}
+
+// x: [rows][in] times `count` weights of `in` inputs -> ys[i]: [rows][outs[i]]. 0, or -1: no memory, or no such kernel.
+EXPORT int swarm_matmul(const float *x, long rows, long in, int count, const uint8_t *const *packed,
+                        const float *const *scales, float *const *ys, const long *outs, int isa, int threads) {
+    const Kernel *kernel = kernel_of(isa);
+    if (!kernel) return -1;
+    const long width4 = round_up(in, 4);
+    return with_digits(*kernel, x, nullptr, rows, in, width4, threads, [&](const Activations &digits, long row) {
+        long strips = 0;
+        for (int i = 0; i < count; i++) strips += round_up(outs[i], STRIP) / STRIP;
+        over(strips, strips * STRIP * width4 * digits.rows, threads, [&](long first, long last) {
+            for (int i = 0; i < count && last > 0; i++) {
+                const long here = round_up(outs[i], STRIP) / STRIP;
+                if (first < here)
+                    kernel->times_strips(digits, {outs[i], in, packed[i], scales[i]}, ys[i] + row * outs[i],
+                                         first > 0 ? first : 0, last < here ? last : here);
+                first -= here;
+                last -= here;
+            }
+        });
+    }) ? 0 : -1;
+}
+
+// grad: [rows][out] -> y: [rows][in] = (grad * scale) @ q. 0, or -1: no memory, or no such kernel.
+EXPORT int swarm_matmul_transposed(const float *grad, long rows, long out, long in, const uint8_t *packed,
+                                   const float *scale, float *y, int isa, int threads) {
+    const Kernel *kernel = kernel_of(isa);
+    if (!kernel) return -1;
+    const long padded = round_up(out, STRIP), steps = round_up(in, 4) / 4;
+    return with_digits(*kernel, grad, scale, rows, out, padded, threads, [&](const Activations &digits, long row) {
+        over(steps, steps * 4 * padded * digits.rows, threads, [&](long first, long last) {
+            kernel->times_columns(digits, {out, in, packed, scale}, y + row * in, first, last);
+        });
+    }) ? 0 : -1;
+}

@@ -1,0 +1,149 @@
+"""Loads the compiled kernel and says which of the instruction sets it was written for this processor has."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import importlib.machinery
+import os
+from collections.abc import Sequence
+from ctypes import c_char_p, c_int, c_long, c_void_p
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+ENV_ISA = "SWARM_KERNEL"  # a name of `Kernel.names`, or "off": for tests and comparisons
+
+_SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
+    "swarm_isa_name": (c_char_p, [c_int]),
+    "swarm_isa_runs_here": (c_int, [c_int]),
+    "swarm_use_openmp": (None, [c_void_p]),
+    "swarm_pack": (None, [c_void_p, c_long, c_long, c_void_p, c_int]),
+    "swarm_unpack": (None, [c_void_p, c_long, c_long, c_long, c_void_p]),
+    "swarm_matmul": (c_int, [c_void_p, c_long, c_long, c_int, *[c_void_p] * 4, c_int, c_int]),
+    "swarm_matmul_transposed": (c_int, [c_void_p, c_long, c_long, c_long, *[c_void_p] * 3, c_int, c_int]),
+}
+
+
+class Address(NamedTuple):
+    """Where a weight lies in memory."""
+
+    packed: int
+    scale: int
+
+
+class Kernel:
+    """The compiled functions, and the instruction set they are to use.
+
+    Attributes:
+        names: instruction sets that run here, best first.
+        isa: the number of the one in use.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Raises OSError or AttributeError: not a library, or of another version."""
+        library = ctypes.CDLL(str(path))
+        for name, (result, arguments) in _SIGNATURES.items():
+            function = getattr(library, name)
+            function.restype, function.argtypes = result, arguments
+        self._library = library
+        self._numbers: dict[str, int] = {}
+        number = 0
+        while (name := library.swarm_isa_name(number)) is not None:
+            if library.swarm_isa_runs_here(number):
+                self._numbers[name.decode()] = number
+            number += 1
+        self.isa = next(iter(self._numbers.values()))
+        gomp_parallel = _gomp_parallel()
+        if gomp_parallel is not None:
+            library.swarm_use_openmp(gomp_parallel)
+
+    @property
+    def names(self) -> list[str]:
+        return list(self._numbers)
+
+    @property
+    def name(self) -> str:
+        return next(name for name, number in self._numbers.items() if number == self.isa)
+
+    def pack(self, q: torch.Tensor, packed: torch.Tensor) -> None:
+        """q: [out, in] int8 -> packed: uint8, of ``packed_bytes``."""
+        self._library.swarm_pack(q.data_ptr(), *q.shape, packed.data_ptr(), torch.get_num_threads())
+
+    def unpack(self, packed: int, first: int, q: torch.Tensor) -> None:
+        """Output channels from ``first`` on of the weight at this address -> q: [channels, in] int8."""
+        self._library.swarm_unpack(packed, q.shape[1], first, first + len(q), q.data_ptr())
+
+    def matmul(self, x: torch.Tensor, weights: Sequence[Address], ys: Sequence[torch.Tensor]) -> None:
+        """x: [rows, in] fp32, contiguous, times each weight -> ys: [rows, out] each."""
+        count = len(weights)
+        failed = self._library.swarm_matmul(
+            x.data_ptr(),
+            *x.shape,
+            count,
+            (c_void_p * count)(*[weight.packed for weight in weights]),
+            (c_void_p * count)(*[weight.scale for weight in weights]),
+            (c_void_p * count)(*[y.data_ptr() for y in ys]),
+            (c_long * count)(*[y.shape[1] for y in ys]),
+            self.isa,
+            torch.get_num_threads(),
+        )
+        if failed:
+            raise MemoryError(f"no memory for a product with {len(x)} rows of {x.shape[1]} inputs")
+
+    def matmul_transposed(self, grad: torch.Tensor, weight: Address, y: torch.Tensor) -> None:
+        """grad: [rows, out] fp32, contiguous, times scales and weight -> y: [rows, in]."""
+        failed = self._library.swarm_matmul_transposed(
+            grad.data_ptr(),
+            *grad.shape,
+            y.shape[1],
+            weight.packed,
+            weight.scale,
+            y.data_ptr(),
+            self.isa,
+            torch.get_num_threads(),
+        )
+        if failed:
+            raise MemoryError(f"no memory for a product with {len(grad)} rows of {grad.shape[1]} gradients")
+
+    def choose(self, name: str) -> None:
+        """Raises ValueError: it does not run here."""
+        if name not in self._numbers:
+            raise ValueError(f"the kernel {name!r} does not run here: choose one of {', '.join(self.names)}")
+        self.isa = self._numbers[name]
+
+
+@functools.cache
+def kernel() -> Kernel | None:
+    """The kernel, or None if it was not built here or ``SWARM_KERNEL`` is "off".
+
+    Raises:
+        ValueError: ``SWARM_KERNEL`` names an instruction set that does not run here.
+    """
+    wanted = os.environ.get(ENV_ISA, "")
+    if wanted == "off":
+        return None
+    for suffix in importlib.machinery.EXTENSION_SUFFIXES:
+        path = Path(__file__).with_name(f"_kernel{suffix}")
+        if path.exists():
+            try:
+                loaded = Kernel(path)
+            except (OSError, AttributeError):  # for another machine, or older than this file
+                continue
+            if wanted:
+                loaded.choose(wanted)
+            return loaded
+    return None
+
+
+def _gomp_parallel() -> int | None:
+    """The address of OpenMP's entry point in the library that torch uses, so that threads are shared."""
+    libraries = sorted(Path(torch.__file__).parent.glob("lib/lib[gi]omp*"))
+    for path in [*map(str, libraries), None]:
+        try:
+            function = ctypes.CDLL(path).GOMP_parallel
+        except (OSError, AttributeError):
+            continue
+        return ctypes.cast(function, c_void_p).value
+    return None

@@ -1,0 +1,186 @@
+// The loops of the kernel, for one instruction set: kernel.cpp includes this file once for each, inside a namespace in
+// which the compiler may use that set and which has defined, for vectors of LANES 32-bit lanes:
+//   Vec                                 the vector
+//   TILES                               vectors of outputs in registers at a time; TILES * LANES divides STRIP
+//   ROWS                                rows in registers at a time
+//   zero(), load(p), store(p, v)        p: 32-bit integers of any alignment
+//   spread(p)                           four bytes in every lane
+//   expand(p)                           LANES bytes: four of them in all lanes of each 128 bits
+//   transpose(v)                        the 4 x 4 bytes of each 128 bits transposed
+//   dot(sum, weights, digits)           adds to each lane four products of stored weights and digits
+//   OFFSET                              by how much the weights in these products are too large: 128, or 0
+
+// Loops over accumulators are unrolled by templates: GCC keeps arrays that a loop indexes in memory.
+template <int I, int END, class F> ALWAYS_INLINE void each(F &&body) {
+    if constexpr (I < END) {
+        body(std::integral_constant<int, I>{});
+        each<I + 1, END>(body);
+    }
+}
+
+// x, [rows][width], times factor, [width] unless null: as digits [rows][2][padded], hi and lo, their sums [rows][2]
+// and units [rows], with x ~ unit * (128 * hi + lo). The unit of a row that is not finite is NaN.
+static void make_digits(const float *x, const float *factor, long rows, long width, long padded, int8_t *digits,
+                        int32_t *sums, float *units, float *scaled) {
+    for (long r = 0; r < rows; r++, x += width, digits += 2 * padded) {
+        const float *row = x;
+        if (factor) {
+            for (long i = 0; i < width; i++) scaled[i] = x[i] * factor[i];
+            row = scaled;
+        }
+        uint32_t top_bits = 0;  // of floats without sign, integers have the order of the numbers, NaN above infinity
+        for (long i = 0; i < width; i++) {
+            uint32_t bits;
+            memcpy(&bits, row + i, 4);
+            bits &= 0x7fffffffu;
+            top_bits = bits > top_bits ? bits : top_bits;
+        }
+        float top;
+        memcpy(&top, &top_bits, 4);
+        const bool finite = top_bits < 0x7f800000u;
+        const float unit = top / 8192;  // a power of two: exact, unless it is subnormal
+        float per_unit = finite && top > 0 ? 1 / unit : 0;
+        if (!(per_unit < INFINITY)) per_unit = 0;
+        const float magic = 12582912.0f;  // 1.5 * 2**23: adding it rounds to the nearest integer, ties to even
+        int32_t sum_hi = 0, sum_lo = 0;
+        for (long i = 0; i < width; i++) {
+            const float shifted = row[i] * per_unit + magic;
+            int32_t n;
+            memcpy(&n, &shifted, 4);
+            n -= 0x4b400000;
+            const int32_t hi = (n + 64) >> 7, lo = n - hi * 128;
+            digits[i] = (int8_t)hi;
+            digits[padded + i] = (int8_t)lo;
+            sum_hi += (int8_t)hi;
+            sum_lo += (int8_t)lo;
+        }
+        memset(digits + width, 0, padded - width);
+        memset(digits + padded + width, 0, padded - width);
+        sums[2 * r] = sum_hi;
+        sums[2 * r + 1] = sum_lo;
+        units[r] = finite ? unit : NAN;
+    }
+}
+
+// (128 * hi + lo) * unit, of two sums of products and the sums of their digits
+static inline float combined(int32_t hi, int32_t lo, const int32_t *sums, float unit) {
+    return ((float)(hi - OFFSET * sums[0]) * 128 + (float)(lo - OFFSET * sums[1])) * unit;
+}
+
+// Adds to sums, [N][STRIP], the products of N digit vectors with one strip; weights: [steps][STRIP][4].
+template <int N, int FIRST>
+ALWAYS_INLINE void add_products(const int8_t *digits, long padded, const uint8_t *weights, long first, long steps,
+                                int32_t *sums) {
+    if constexpr (FIRST < STRIP / LANES) {
+        Vec acc[TILES * N], w[TILES];
+        each<0, TILES>([&](auto t) INLINE {
+            each<0, N>([&](auto n) INLINE { acc[t * N + n] = load(sums + n * STRIP + (FIRST + t) * LANES); });
+        });
+        for (long k = first; k < first + steps; k++) {
+            const uint8_t *here = weights + k * STRIP * 4 + FIRST * LANES * 4;
+            each<0, TILES>([&](auto t) INLINE {
+                w[t] = load(here + t * LANES * 4);
+                if constexpr (N > 2) PREFETCH(here + t * LANES * 4 + 4096);  // with one row it costs 4 %
+            });
+            each<0, N>([&](auto n) INLINE {
+                const Vec d = spread(digits + n * padded + 4 * k);
+                each<0, TILES>([&](auto t) INLINE { dot(acc[t * N + n], w[t], d); });
+            });
+        }
+        each<0, TILES>([&](auto t) INLINE {
+            each<0, N>([&](auto n) INLINE { store(sums + n * STRIP + (FIRST + t) * LANES, acc[t * N + n]); });
+        });
+        add_products<N, FIRST + TILES>(digits, padded, weights, first, steps, sums);
+    }
+}
+
+// R rows times one strip, of which y has `channels` outputs
+template <int R>
+static void rows_times_strip(const Activations &x, long row, const uint8_t *weights, const float *scale, float *y,
+                             long stride, long channels) {
+    alignas(64) int32_t sums[2 * R * STRIP] = {};
+    const int8_t *digits = x.digits + row * 2 * x.padded;
+    const long steps = x.padded / 4;
+    // registers for less than a strip: what the next part reads is still in the first cache
+    const long chunk = TILES * LANES == STRIP ? steps : 64;
+    for (long k = 0; k < steps; k += chunk)
+        add_products<2 * R, 0>(digits, x.padded, weights, k, steps - k < chunk ? steps - k : chunk, sums);
+    for (long r = 0; r < R; r++)
+        for (long c = 0; c < channels; c++)
+            y[r * stride + c] =
+                combined(sums[2 * r * STRIP + c], sums[(2 * r + 1) * STRIP + c], x.sums + 2 * (row + r), x.units[row + r]) * scale[c];
+}
+
+// Strips first to last of y = x @ weight.T
+static void times_strips(const Activations &x, const Weight &weight, float *y, long first, long last) {
+    for (long strip = first; strip < last; strip++) {
+        const uint8_t *weights = weight.packed + strip * STRIP * x.padded;
+        const float *scale = weight.scale + strip * STRIP;
+        const long left = weight.out - strip * STRIP, channels = left < STRIP ? left : STRIP;
+        for (long row = 0; row < x.rows;) {
+            float *here = y + row * weight.out + strip * STRIP;
+            const long rows = x.rows - row;
+            if (ROWS >= 3 && rows >= 3 && rows != 4) {
+                rows_times_strip<ROWS >= 3 ? 3 : 1>(x, row, weights, scale, here, weight.out, channels);
+                row += 3;
+            } else if (ROWS >= 2 && rows >= 2) {
+                rows_times_strip<ROWS >= 2 ? 2 : 1>(x, row, weights, scale, here, weight.out, channels);
+                row += 2;
+            } else {
+                rows_times_strip<1>(x, row, weights, scale, here, weight.out, channels);
+                row += 1;
+            }
+        }
+    }
+}
+
+// R rows of gradients times STEPS groups of four inputs, over all strips: 4 * STEPS columns of y = grad @ q
+template <int R, int STEPS>
+static void rows_times_columns(const Activations &grad, long row, const Weight &weight, long step, float *y) {
+    constexpr int N = 2 * R;
+    const long strips = grad.padded / STRIP, width4 = (weight.in + 3) / 4 * 4;
+    Vec acc[STEPS * N];
+    each<0, STEPS * N>([&](auto i) INLINE { acc[i] = zero(); });
+    const int8_t *digits = grad.digits + row * 2 * grad.padded;
+    for (long strip = 0; strip < strips; strip++) {
+        const uint8_t *weights = weight.packed + strip * STRIP * width4 + step * STRIP * 4;
+        for (long part = 0; part < STRIP / LANES; part++) {
+            Vec w[STEPS];
+            each<0, STEPS>([&](auto s) INLINE { w[s] = transpose(load(weights + s * STRIP * 4 + part * LANES * 4)); });
+            each<0, N>([&](auto n) INLINE {
+                const Vec d = expand(digits + n * grad.padded + strip * STRIP + part * LANES);
+                each<0, STEPS>([&](auto s) INLINE { dot(acc[s * N + n], w[s], d); });
+            });
+        }
+    }
+    alignas(64) int32_t lanes[LANES];
+    int32_t sums[STEPS][N][4] = {};
+    each<0, STEPS>([&](auto s) INLINE {
+        each<0, N>([&](auto n) INLINE {
+            store(lanes, acc[s * N + n]);
+            for (int lane = 0; lane < LANES; lane++) sums[s][n][lane % 4] += lanes[lane];
+        });
+    });
+    for (long r = 0; r < R; r++)
+        for (long s = 0; s < STEPS; s++)
+            for (long i = 0; i < 4 && 4 * (step + s) + i < weight.in; i++)
+                y[(row + r) * weight.in + 4 * (step + s) + i] = combined(
+                    sums[s][2 * r][i], sums[s][2 * r + 1][i], grad.sums + 2 * (row + r), grad.units[row + r]);
+}
+
+template <int STEPS> static void all_rows_times_columns(const Activations &grad, const Weight &weight, long step, float *y) {
+    long row = 0;
+    if constexpr (ROWS >= 2)
+        for (; row + 2 <= grad.rows; row += 2) rows_times_columns<2, STEPS>(grad, row, weight, step, y);
+    for (; row < grad.rows; row++) rows_times_columns<1, STEPS>(grad, row, weight, step, y);
+}
+
+// Groups of four inputs first to last of y = grad @ q; grad has been multiplied by the scales
+static void times_columns(const Activations &grad, const Weight &weight, float *y, long first, long last) {
+    constexpr int STEPS = LANES == 16 ? 4 : 2;
+    long step = first;
+    for (; step + STEPS <= last; step += STEPS) all_rows_times_columns<STEPS>(grad, weight, step, y);
+    for (; step < last; step++) all_rows_times_columns<1>(grad, weight, step, y);
+}
+
+static const Kernel kernel = {make_digits, times_strips, times_columns};
