@@ -25,7 +25,7 @@ from transformers import AutoModelForCausalLM, logging
 
 from swarm_protocol.checkpoints.checkpoint import Checkpoint
 from swarm_protocol.checkpoints.default_model import DEFAULT_MODEL, locate
-from swarm_protocol.checkpoints.int8_linear import FbgemmWeight, PlainWeight
+from swarm_protocol.kernels.int8_linear import FbgemmWeight, PlainWeight
 from swarm_protocol.span import Span
 from swarm_protocol.verification.comparison import Bounds, Comparison, Kind
 from swarm_protocol.verification.evidence import SEED_BYTES, probe, sketch_excess

@@ -1,1 +1,1 @@
-"""Products with quantised weights in C++: built when the package is installed, if there is a compiler."""
+"""Linear layers with int8 weights: multiplied by C++ that is compiled at installation, or by torch."""

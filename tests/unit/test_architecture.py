@@ -40,7 +40,7 @@ LAYERS = {  # from the top: a room imports from those below it only
         ["dht", "rpc"],
         ["access"],
         ["net"],
-        ["process", "checkpoints"],
+        ["process", "checkpoints", "kernels"],
         ["wire", "untrusted"],
         ["errors"],
         ["span", "pb"],

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from swarm_protocol.checkpoints.family import WEIGHT_IS_READ
-from swarm_protocol.checkpoints.int8_linear import Int8Linear, Int8Weight, quantize_rows
+from swarm_protocol.kernels.int8_linear import Int8Linear, Int8Weight, quantize_rows
 from swarm_server.blocks.quantization import bnb
 from swarm_server.blocks.quantization.experts import ExpertLayout, QuantizedExperts
 from swarm_server.blocks.quantization.report import Left, Report

@@ -1,7 +1,8 @@
 """int8 linear on CPU: one byte per weight in memory, fp32 in and out, fp32 accuracy but for the rounded weight.
 
-Two implementations of ``Int8Weight`` stand behind ``Int8Linear``. ``FbgemmWeight`` is the faster one, but PyTorch has
-announced that it will drop the quantised dtypes which fbgemm's operators need
+Three implementations of ``Int8Weight`` stand behind ``Int8Linear``. ``KernelWeight``, of ``swarm_protocol/kernels``, is
+the fastest where it was compiled and the processor has instructions for products of bytes. ``FbgemmWeight`` comes next,
+but PyTorch has announced that it will drop the quantised dtypes which fbgemm's operators need
 (https://github.com/pytorch/pytorch/issues/184982); ``PlainWeight`` needs only plain int8 tensors.
 """
 
@@ -213,6 +214,15 @@ class PlainWeight(Int8Weight):
             yield channels, self._q[channels], self._scale[channels]
 
 
+def fastest() -> type[Int8Weight]:
+    """The implementation that multiplies fastest on this machine."""
+    from swarm_protocol.kernels.kernel_weight import KernelWeight  # which implements what stands above
+
+    if KernelWeight.is_fastest():
+        return KernelWeight
+    return FbgemmWeight if FbgemmWeight.is_available() else PlainWeight
+
+
 class _Matmul(torch.autograd.Function):
     """``x @ weight.T``, differentiable in x alone: the weight is frozen, so nothing needs to be saved."""
 
@@ -260,8 +270,7 @@ class Int8Linear(torch.nn.Module):
         implementation: type[Int8Weight] | None = None,
     ) -> L:
         """From the result of ``quantize_rows``."""
-        implementation = implementation or (FbgemmWeight if FbgemmWeight.is_available() else PlainWeight)
-        return cls(implementation(q, scale), bias)
+        return cls((implementation or fastest())(q, scale), bias)
 
     @property
     def weight(self) -> torch.Tensor:
