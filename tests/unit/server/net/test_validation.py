@@ -133,6 +133,19 @@ class TestPositions:
         with pytest.raises(RequestRejected, match="only 11 of 12 bytes"):
             VALIDATOR.positions(wire, 1, 3)
 
+    @pytest.mark.parametrize("num_bytes", [8, 16])
+    def test_another_size_than_the_shape_takes_is_refused(self, num_bytes: int) -> None:
+        wire = encode_positions(torch.tensor([[1, 2, 3]]))
+        wire.data, wire.size_bytes = bytes(num_bytes), num_bytes
+        with pytest.raises(RequestRejected, match=f"takes 12 bytes, not {num_bytes} as announced"):
+            VALIDATOR.positions(wire, 1, 3)
+
+    def test_another_codec_is_refused(self) -> None:
+        wire = encode_positions(torch.tensor([[1, 2, 3]]))
+        wire.codec = pb.INT8_BLOCKS
+        with pytest.raises(RequestRejected, match=r"codec 1 for torch\.int32 is unknown"):
+            VALIDATOR.positions(wire, 1, 3)
+
 
 def test_masks_must_cover_all_positions() -> None:
     assert VALIDATOR.mask(pb.AttentionMask(values=b"\x0e"), 2, 2).tolist() == [[0, 1], [1, 1]]
