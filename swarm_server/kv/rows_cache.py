@@ -84,13 +84,17 @@ class RowsCache(StatesCache):
         self, keys: torch.Tensor, values: torch.Tensor, layer_idx: int, *_args: object, **_kwargs: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Stores keys and values [rows, heads, new, width]; returns what attention is to be given."""
-        block = self._current = self._blocks[layer_idx]
-        for run, key_channel, value_channel in zip(block.runs, block.keys, block.values, strict=True):
-            _write(run, key_channel, keys)
-            _write(run, value_channel, values)
+        block = self._store(layer_idx, keys, values)
         if self.in_place:
             return keys, values
         return self._aligned(block.keys, keys), self._aligned(block.values, values)
+
+    def _store(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> BlockRuns:
+        block = self._current = self._blocks[layer]
+        for run, key_channel, value_channel in zip(block.runs, block.keys, block.values, strict=True):
+            _write(run, key_channel, keys)
+            _write(run, value_channel, values)
+        return block
 
     def attend(
         self,
@@ -119,6 +123,33 @@ class RowsCache(StatesCache):
                     attention(module, rows, torch.cat(keys, 2), torch.cat(values, 2), run_mask, **options)[0]
                 )
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
+    def attend_new(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        scaling: float | None = None,
+        mask: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Stores one new position of every row and attends to all: ``update`` and ``attend`` in one call.
+
+        Args:
+            layer: the block, counted from the first of this call.
+            query: [rows, heads, 1, width].
+            keys, values: [rows, kv_heads, 1, width of each].
+            mask: as transformers makes it for a right-aligned batch; None: everything is attended to.
+
+        Returns:
+            [rows, 1, heads, width of the values].
+        """
+        self._store(layer, keys, values)
+        block, outputs = self._blocks[layer], []
+        for number, (run, run_mask) in enumerate(zip(block.runs, self._run_masks(block.runs, mask), strict=True)):
+            parts = list(run.read(block.keys[number])), list(run.read(block.values[number]))
+            outputs.append(_attend_parts(query[run.rows], *parts, run_mask, scaling))
+        return torch.cat(outputs)
 
     def _run_masks(self, runs: Sequence[Run], mask: torch.Tensor | None) -> list[torch.Tensor | None]:
         """The mask's rows and columns for each run; None where everything is attended to."""
