@@ -12,7 +12,6 @@ import torch
 from transformers.cache_utils import LinearAttentionLayer
 
 from swarm_protocol.errors import PeerBusy, RequestRejected
-from swarm_protocol.kernels.attention import AttentionKernel, attention_kernel
 from swarm_protocol.kernels.int8_linear import Int8Linear, Int8Weight
 from swarm_protocol.span import Span
 from swarm_protocol.wire.adapters import Adapter
@@ -23,19 +22,26 @@ from swarm_server.adapters.targets import require_fit
 from swarm_server.blocks.blocks import BlockStack
 from swarm_server.blocks.recording import require_finite
 from swarm_server.core.counters import Counters
-from swarm_server.engine.batch import Prepared, adapter_order, batch_inputs, block_runs, positions_and_mask
+from swarm_server.engine.batch import (
+    Prepared,
+    adapter_order,
+    batch_mask,
+    batch_positions,
+    block_runs,
+    hides_nothing,
+    positions_and_mask,
+)
 from swarm_server.engine.session_state import HistoryChange, Session, SessionStep, State, changed, cropped, forgotten
 from swarm_server.engine.token_by_token import can_go_on, tokens_of
+from swarm_server.engine.ways import Ways, fastest_ways
 from swarm_server.kv.kv_cache import CacheBudget, Lease
 from swarm_server.kv.kv_layout import StackLayout
 from swarm_server.kv.kv_rows import PageLayout, Parts, Row, grow, runs
 from swarm_server.kv.kv_transfer import Stored, pack, read, unpack
 from swarm_server.kv.prefix_cache import PrefixCache, token_content
 from swarm_server.kv.row_states import Room, RowStates, Slot, state_layers, states_after
-from swarm_server.kv.rows_cache import RowsCache, attention_in_place, replaceable
+from swarm_server.kv.rows_cache import RowsCache, attention_in_place
 from swarm_server.training.stateless import StatelessPasses
-
-_SAME = 5e-3  # relative; rounding in int8 and bfloat16 amplifies differences of 1e-7, mistakes are of order 1
 
 
 class BatchMeter(Protocol):
@@ -50,6 +56,7 @@ class Engine:
     Attributes:
         stateless: passes through the same blocks without a session.
         counters: of the positions that steps compute.
+        ways: how batches are computed.
     """
 
     def __init__(self, stack: BlockStack, *, prefix_cache: PrefixCache | None = None) -> None:
@@ -60,9 +67,9 @@ class Engine:
         self.counters = Counters()
         self._patches = Patches(stack)
         self.stateless = StatelessPasses(stack, self._patches)
-        self._in_place = self._token_by_token = False
-        self._attention: AttentionKernel | None = None
-        self._in_place = self._can_attend_in_place()
+        self._token_by_token = False
+        self.ways = Ways()
+        self.ways = fastest_ways(stack, self.layout, self._try_rows)
         self._token_by_token = self.layout.has_states and not can_go_on(self)
 
     @property
@@ -100,7 +107,7 @@ class Engine:
 
     def layout_of(self, blocks: Span, keeps_outputs: bool) -> PageLayout:
         """What a session over ``blocks`` stores."""
-        return self.layout.part(blocks, keeps_outputs, windows=self._in_place)
+        return self.layout.part(blocks, keeps_outputs, windows=self.ways.in_place)
 
     def open(
         self,
@@ -431,24 +438,22 @@ class Engine:
 
     def _run_part(self, blocks: Span, batch: list[Prepared], hidden: list[torch.Tensor]) -> list[torch.Tensor]:
         """Blocks that all sessions of the batch go through."""
-        num_new = hidden[0].shape[1]
+        num_new, num_rows = hidden[0].shape[1], [work.num_rows for work in batch]
         length = max(work.state.length for work in batch)
-        slots = batch[0].slots(blocks)
+        places, slots, ways = block_runs(blocks, batch), batch[0].slots(blocks), self.ways
         layers = self._state_layers(blocks, batch, slots)
-        cache = RowsCache(
-            block_runs(blocks, batch),
-            length,
-            num_new,
-            self._in_place,
-            layers if any(slots) else (),
-            self._attention if self._in_place else None,
-        )
-        mask, positions = batch_inputs(batch, length, num_new)
+        positions = batch_positions(batch, num_new)
         view, device = self._stack.view(blocks), self._stack.device
         shares = shares_of(
             [(work.session.adapter, work.num_rows, work.step.start + work.num_matched) for work in batch]
         )
-        in_place = attention_in_place(cache, view.configs) if self._in_place else nullcontext()
+        if ways.graphs is not None and num_new == 1 and not shares and hides_nothing(batch):
+            output = ways.graphs.run(blocks, hidden, positions, places)
+            if output is not None:
+                return list(output.split(num_rows))
+        mask = batch_mask(batch, length)
+        cache = RowsCache(places, length, num_new, ways.in_place, layers if any(slots) else (), ways.attention)
+        in_place = attention_in_place(cache, view.configs) if ways.in_place else nullcontext()
         with in_place, self._patches.applied(shares, sum(work.num_rows for work in batch), num_new):
             output = view(
                 hidden[0] if len(hidden) == 1 else torch.cat(hidden),
@@ -456,7 +461,6 @@ class Engine:
                 positions.to(device),
                 cache,
             )
-        num_rows = [work.num_rows for work in batch]
         for work, states in zip(batch, states_after(slots, layers, num_rows), strict=True):
             work.states.update(zip(blocks, states, strict=True))
         return list(output.split(num_rows))
@@ -468,25 +472,15 @@ class Engine:
         num_rows = sum(work.num_rows for work in batch)
         return state_layers(slots, members, num_rows, self._stack.device, recording=batch[0].records)
 
-    def _can_attend_in_place(self) -> bool:
-        """Tries attention in place, on rows of different lengths, and compares with attention to a copy."""
-        if self._stack.device.type != "cpu" or not replaceable(self._stack.config):
-            return False  # elsewhere memory is fast and calls are slow: one copy for all rows is better
+    def _try_rows(self, ways: Ways) -> torch.Tensor:
+        """What a step of rows of different lengths gives."""
+        before, self.ways = self.ways, ways
         try:
-            copied = self._try_rows(in_place=False)
-            self._attention = attention_kernel()
-            attended = self._try_rows(in_place=True)
-            if self._attention is not None and not _same(attended, copied):
-                self._attention = None
-                attended = self._try_rows(in_place=True)
-        except Exception:  # a family's own code: whatever it raises means that this way does not fit
-            return False
+            return self._step_of_two_lengths()
         finally:
-            self._in_place = False
-        return _same(attended, copied)
+            self.ways = before
 
-    def _try_rows(self, in_place: bool) -> torch.Tensor:
-        self._in_place = in_place
+    def _step_of_two_lengths(self) -> torch.Tensor:
         generator = torch.Generator().manual_seed(0)
         budget = CacheBudget(2**62, 1)
         batch = []
@@ -502,10 +496,6 @@ class Engine:
                 raise output
             outputs.append(output)
         return torch.cat(outputs)
-
-
-def _same(outputs: torch.Tensor, expected: torch.Tensor) -> bool:
-    return bool((outputs - expected).abs().max() <= _SAME * expected.abs().max())
 
 
 def _hiding(mask: torch.Tensor | None) -> torch.Tensor | None:
