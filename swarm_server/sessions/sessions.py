@@ -364,4 +364,5 @@ def _with_hidden(step: pb.Step, hidden: pb.Tensor) -> pb.Step:
         position_ids=step.position_ids if step.HasField("position_ids") else None,
         outputs_wanted=step.outputs_wanted if step.HasField("outputs_wanted") else None,
         every_block=step.every_block,
+        settled=step.settled,
     )
