@@ -31,6 +31,12 @@ class Prepared:
         return len(self.state.rows)
 
     @property
+    def new_hidden(self) -> torch.Tensor:
+        """What is to be computed, [rows, new, hidden_size]."""
+        hidden = self.step.inputs.hidden
+        return hidden[:, self.num_matched :] if self.num_matched else hidden
+
+    @property
     def bounds(self) -> Iterable[int]:
         """Before and after which blocks hidden states are looked at."""
         blocks = self.session.blocks
@@ -74,6 +80,8 @@ def positions_and_mask(step: SessionStep) -> tuple[torch.Tensor, torch.Tensor]:
 
 def batch_positions(batch: list[Prepared], num_new: int) -> torch.Tensor:
     """[rows, num_new]."""
+    if num_new == 1 and all(work.step.inputs.position_ids is None for work in batch):  # as in decoding: one call
+        return torch.tensor([[work.state.length - 1] for work in batch for _ in work.state.rows])
     return torch.cat([positions_and_mask(work.step)[0][:, -num_new:] for work in batch])
 
 

@@ -29,8 +29,8 @@ from swarm_server.engine.batch import (
     batch_positions,
     block_runs,
     hides_nothing,
-    positions_and_mask,
 )
+from swarm_server.engine.content import followed, hashed, hiding, same_mask
 from swarm_server.engine.session_state import HistoryChange, Session, SessionStep, State, changed, cropped, forgotten
 from swarm_server.engine.token_by_token import can_go_on, tokens_of
 from swarm_server.engine.ways import Ways, fastest_ways
@@ -38,7 +38,7 @@ from swarm_server.kv.kv_cache import CacheBudget, Lease
 from swarm_server.kv.kv_layout import StackLayout
 from swarm_server.kv.kv_rows import PageLayout, Parts, Row, grow, runs
 from swarm_server.kv.kv_transfer import Stored, pack, read, unpack
-from swarm_server.kv.prefix_cache import PrefixCache, token_content
+from swarm_server.kv.prefix_cache import PrefixCache
 from swarm_server.kv.row_states import Room, RowStates, Slot, state_layers, states_after
 from swarm_server.kv.rows_cache import RowsCache, attention_in_place
 from swarm_server.training.stateless import StatelessPasses
@@ -235,6 +235,8 @@ class Engine:
         state = session.state
         if not state.rows:
             raise RequestRejected("the session is closed")
+        if step.changes:
+            state = hashed(state)
         for change in step.changes:
             state = changed(state, change, session.layout)
         state = cropped(state, step.start, session.layout)
@@ -286,30 +288,24 @@ class Engine:
         """Adds the step to the content hashes; returns, page by page, where each row's content is found."""
         if state.hashes is None:
             return state, []
-        mask = _hiding(step.inputs.attention_mask)
-        if not _same_mask(state.mask, _hiding(None if mask is None else mask[:, : step.start])):
+        mask = hiding(step.inputs.attention_mask)
+        if not same_mask(state.mask, hiding(None if mask is None else mask[:, : step.start])):
             return forgotten(state), []  # what came before looks different now: another content
+        may_match, num_known = state.can_match and step.start % PAGE_TOKENS == 0, step.start // PAGE_TOKENS
+        state = followed(state if mask is state.mask else replace(state, mask=mask), step)
         num_tokens = step.inputs.hidden.shape[1]
-        content = token_content(step.inputs.hidden, *positions_and_mask(step))
-        added = [row_hash.added(row) for row_hash, row in zip(state.hashes, content, strict=True)]
+        if not may_match or num_tokens < PAGE_TOKENS:
+            return state, []
         num_pages = num_tokens // PAGE_TOKENS
         if step.every_block:
             num_pages = 0
         elif not keeps_outputs:  # then the outputs that are wanted must be computed
             num_wanted = num_tokens if step.num_wanted is None else step.num_wanted
             num_pages = max(0, num_tokens - num_wanted) // PAGE_TOKENS
-        num_found = 0
-        if state.can_match and step.start % PAGE_TOKENS == 0:
-            assert self.prefix_cache is not None  # or there would be no hashes
-            found = [self.prefix_cache.longest(digests[:num_pages]) for _, digests in added]
-            num_found = min(map(len, found))
-        state = replace(
-            state,
-            hashes=tuple(row_hash for row_hash, _ in added),
-            digests=tuple((*old, *new) for old, (_, new) in zip(state.digests, added, strict=True)),
-            mask=mask,
-            can_match=num_found * PAGE_TOKENS == num_tokens,
-        )
+        assert self.prefix_cache is not None  # or there would be no hashes
+        found = [self.prefix_cache.longest(digests[num_known:][:num_pages]) for digests in state.digests]
+        num_found = min(map(len, found))
+        state = replace(state, can_match=num_found * PAGE_TOKENS == num_tokens)
         return state, [[row[page] for row in found] for page in range(num_found)]
 
     def _commit(self, work: Prepared, output: torch.Tensor | None) -> torch.Tensor:
@@ -331,7 +327,7 @@ class Engine:
         elif work.num_matched:  # nobody wants those that were not computed
             skipped = torch.zeros_like(step.inputs.hidden[:, : work.num_matched])
             output = skipped if output is None else torch.cat([skipped.to(output), output], 1)
-        if work.state.hashes is not None:
+        if work.state.hashes is not None and not work.state.unhashed:
             self._add_pages(work.state, step.start // PAGE_TOKENS)
         if step.every_block:
             output = torch.stack(work.block_outputs)
@@ -373,10 +369,10 @@ class Engine:
         """
         if not session.state.rows:
             raise RequestRejected("the session is closed")
-        state = replace(session.state, states=None)  # those after the step come with it
+        state = replace(forgotten(session.state), states=None)  # those after the step come with it
         for change in changes:
             state = changed(state, change, session.layout)
-        state = forgotten(cropped(state, start, session.layout))
+        state = cropped(state, start, session.layout)
         stored.require_fit(session.layout, len(state.rows))
         room = None
         if session.layout.slots:
@@ -411,7 +407,7 @@ class Engine:
     def _compute(self, batch: list[Prepared]) -> Iterator[torch.Tensor]:
         """The output of each, on the device."""
         device, dtype = self._stack.device, self._stack.dtype
-        hidden = [work.step.inputs.hidden[:, work.num_matched :].to(device, dtype) for work in batch]
+        hidden = [work.new_hidden.to(device, dtype) for work in batch]
         bounds = sorted({bound for work in batch for bound in work.bounds})
         for part in map(Span, bounds, bounds[1:]):
             members = [i for i, work in enumerate(batch) if work.session.blocks.covers(part)]
@@ -496,12 +492,3 @@ class Engine:
                 raise output
             outputs.append(output)
         return torch.cat(outputs)
-
-
-def _hiding(mask: torch.Tensor | None) -> torch.Tensor | None:
-    """The mask, if it hides anything."""
-    return None if mask is None or bool(mask.all()) else mask
-
-
-def _same_mask(mask: torch.Tensor | None, other: torch.Tensor | None) -> bool:
-    return mask is other or (mask is not None and other is not None and torch.equal(mask, other))
