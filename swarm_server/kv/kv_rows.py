@@ -17,6 +17,7 @@ from itertools import chain
 import torch
 
 from swarm_protocol.errors import PeerBusy
+from swarm_protocol.kernels.attention import Numbers, channel_table
 from swarm_server.kv.kv_cache import Lease
 from swarm_server.kv.row_states import COPIES, CPU, Slot
 
@@ -141,6 +142,14 @@ class Page:
             torch.empty(num_rows, channel.heads, capacity, channel.width, dtype=channel.dtype, device=channel.device)
             for channel in group.channels
         ]
+        self._table: Numbers | None = None
+
+    @property
+    def table(self) -> Numbers:
+        """Where the channels are, for the attention kernel."""
+        if self._table is None:
+            self._table = channel_table(self.data)
+        return self._table
 
     def trim(self) -> None:
         """Gives back the room that is not filled; nothing can be added any more."""
@@ -149,6 +158,7 @@ class Page:
             self._charge.shrink(self._charge.size_bytes * filled // self.capacity)
             self.data = [data[:, :, :filled].clone() for data in self.data]
             self.capacity = filled
+            self._table = None
 
 
 @dataclass(frozen=True)
