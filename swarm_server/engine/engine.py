@@ -19,8 +19,8 @@ from swarm_protocol.wire.block_input import BlockInput
 from swarm_protocol.wire.constants import PAGE_TOKENS
 from swarm_server.adapters.lora import Patches, PlacedAdapter, shares_of
 from swarm_server.adapters.targets import require_fit
-from swarm_server.blocks.blocks import BlockStack
 from swarm_server.blocks.recording import require_finite
+from swarm_server.blocks.split_stack import Stack
 from swarm_server.core.counters import Counters
 from swarm_server.engine.batch import (
     Prepared,
@@ -59,7 +59,7 @@ class Engine:
         ways: how batches are computed.
     """
 
-    def __init__(self, stack: BlockStack, *, prefix_cache: PrefixCache | None = None) -> None:
+    def __init__(self, stack: Stack, *, prefix_cache: PrefixCache | None = None) -> None:
         self._stack = stack
         self.layout = StackLayout.probe(stack)
         self.prefix_cache = prefix_cache
@@ -73,8 +73,9 @@ class Engine:
         self._token_by_token = self.layout.has_states and not can_go_on(self)
 
     @property
-    def device(self) -> torch.device:
-        return self._stack.device
+    def devices(self) -> tuple[torch.device, ...]:
+        """Of the blocks, in their order."""
+        return self._stack.devices
 
     @property
     def hidden_size(self) -> int:
@@ -101,7 +102,7 @@ class Engine:
             RequestRejected: it does not fit the blocks.
         """
         require_fit(adapter, self._stack.span, self.hidden_size, self._stack.original)
-        return PlacedAdapter.of(key, adapter.mapped(lambda tensor: tensor.to(self._stack.device)))
+        return PlacedAdapter.of(key, adapter.moved(self._stack.device_of))
 
     # ------------------------------------------------------------ sessions
 
@@ -257,7 +258,6 @@ class Engine:
                 num_tokens - num_matched,
                 session.layout,
                 session.lease,
-                self._stack.device,
                 reserved=session.reserved,
                 settled=state.settled,
             )
@@ -330,7 +330,7 @@ class Engine:
         if work.state.hashes is not None and not work.state.unhashed:
             self._add_pages(work.state, step.start // PAGE_TOKENS)
         if step.every_block:
-            output = torch.stack(work.block_outputs)
+            output = torch.stack([output.to(work.block_outputs[0].device) for output in work.block_outputs])
         assert output is not None
         return output.to("cpu", step.inputs.hidden.dtype)
 
@@ -384,12 +384,11 @@ class Engine:
                 stored.num_tokens,
                 session.layout,
                 session.lease,
-                self._stack.device,
                 reserved=session.reserved,
                 settled=state.settled,
                 counts=stored.num_kept,
             )
-            states = unpack(stored, growth.rows, session.layout, self._stack.device)
+            states = unpack(stored, growth.rows, session.layout)
         session.state = replace(state, rows=growth.rows)
         if states is not None:
             assert room is not None
@@ -405,10 +404,10 @@ class Engine:
     # ------------------------------------------------------------ one batch
 
     def _compute(self, batch: list[Prepared]) -> Iterator[torch.Tensor]:
-        """The output of each, on the device."""
-        device, dtype = self._stack.device, self._stack.dtype
-        hidden = [work.new_hidden.to(device, dtype) for work in batch]
-        bounds = sorted({bound for work in batch for bound in work.bounds})
+        """The output of each, on the device of its last block."""
+        stack = self._stack
+        hidden = [work.new_hidden.to(stack.device_of(work.session.blocks.start), stack.dtype) for work in batch]
+        bounds = sorted({*(bound for work in batch for bound in work.bounds), *stack.cuts})
         for part in map(Span, bounds, bounds[1:]):
             members = [i for i, work in enumerate(batch) if work.session.blocks.covers(part)]
             members.sort(key=lambda i: adapter_order(batch[i]))  # those with the same adapter are computed as one
@@ -433,13 +432,14 @@ class Engine:
         return iter([kind for kind in kinds if kind])
 
     def _run_part(self, blocks: Span, batch: list[Prepared], hidden: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Blocks that all sessions of the batch go through."""
+        """Blocks of one device that all sessions of the batch go through."""
+        view = self._stack.view(blocks)
+        device, hidden = view.device, [rows.to(view.device) for rows in hidden]
         num_new, num_rows = hidden[0].shape[1], [work.num_rows for work in batch]
         length = max(work.state.length for work in batch)
         places, slots, ways = block_runs(blocks, batch), batch[0].slots(blocks), self.ways
-        layers = self._state_layers(blocks, batch, slots)
+        layers = self._state_layers(blocks, batch, slots, device)
         positions = batch_positions(batch, num_new)
-        view, device = self._stack.view(blocks), self._stack.device
         shares = shares_of(
             [(work.session.adapter, work.num_rows, work.step.start + work.num_matched) for work in batch]
         )
@@ -462,11 +462,11 @@ class Engine:
         return list(output.split(num_rows))
 
     def _state_layers(
-        self, blocks: Span, batch: list[Prepared], slots: tuple[tuple[Slot, ...], ...]
+        self, blocks: Span, batch: list[Prepared], slots: tuple[tuple[Slot, ...], ...], device: torch.device
     ) -> list[LinearAttentionLayer | None]:
         members = [work.states_before(blocks) for work in batch] if any(slots) and batch[0].step.start else None
         num_rows = sum(work.num_rows for work in batch)
-        return state_layers(slots, members, num_rows, self._stack.device, recording=batch[0].records)
+        return state_layers(slots, members, num_rows, device, recording=batch[0].records)
 
     def _try_rows(self, ways: Ways) -> torch.Tensor:
         """What a step of rows of different lengths gives."""

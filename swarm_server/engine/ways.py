@@ -9,6 +9,7 @@ import torch
 
 from swarm_protocol.kernels.attention import AttentionKernel, attention_kernel
 from swarm_server.blocks.blocks import BlockStack
+from swarm_server.blocks.split_stack import Stack
 from swarm_server.graph.step_graph import StepGraphs
 from swarm_server.kv.kv_layout import StackLayout
 from swarm_server.kv.rows_cache import replaceable
@@ -33,14 +34,15 @@ class Ways:
     refusal: str = ""
 
 
-def fastest_ways(stack: BlockStack, layout: StackLayout, try_rows: Callable[[Ways], torch.Tensor]) -> Ways:
+def fastest_ways(stack: Stack, layout: StackLayout, try_rows: Callable[[Ways], torch.Tensor]) -> Ways:
     """The fastest of which a trial gives the same as the slowest.
 
     try_rows: what a decode step of rows of different lengths gives.
     """
-    if stack.device.type != "cpu":  # memory is fast there and calls are slow: one copy for all rows is better
+    views = stack.views(stack.span)
+    if any(view.device.type != "cpu" for view in views):  # memory is fast there, calls are slow: one copy is better
         return Ways(refusal="blocks are not on the CPU")
-    if not replaceable(stack.config):
+    if not all(replaceable(view.config) for view in views):
         return Ways(refusal="attention cannot be taken over")
     ways = Ways(in_place=True, attention=attention_kernel())
     try:
@@ -54,13 +56,15 @@ def fastest_ways(stack: BlockStack, layout: StackLayout, try_rows: Callable[[Way
     return _with_graphs(ways, stack, layout, lambda tried: _same(try_rows(tried), expected))
 
 
-def _with_graphs(ways: Ways, stack: BlockStack, layout: StackLayout, is_right: Callable[[Ways], bool]) -> Ways:
+def _with_graphs(ways: Ways, stack: Stack, layout: StackLayout, is_right: Callable[[Ways], bool]) -> Ways:
     if ways.attention is None:
         return replace(ways, refusal="attention is not the kernel's")
     if layout.has_states:
         return replace(ways, refusal="blocks remember more than keys and values")
     if not stack.row_independent:
         return replace(ways, refusal="what a row gives depends on the other rows")
+    if not isinstance(stack, BlockStack):
+        return replace(ways, refusal="blocks are on several devices")
     graphs = StepGraphs(stack, max(block.window or 0 for block in layout.blocks))
     if graphs.refusal is not None:
         return replace(ways, refusal=graphs.refusal)

@@ -132,6 +132,7 @@ POLICIES = [
     "swarm_experts/search/keeping.py",
     "swarm_experts/search/placing.py",
     "swarm_server/placement/capacity.py",
+    "swarm_server/placement/device_split.py",
     "swarm_server/placement/placement.py",
     "swarm_stages/peer/barrier.py",
     "swarm_stages/peer/run_stages.py",
