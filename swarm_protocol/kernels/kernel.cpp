@@ -32,7 +32,7 @@
 #if defined(__GNUC__)
 #define INLINE __attribute__((always_inline))
 #define ALWAYS_INLINE INLINE static inline
-#define PREFETCH(address) __builtin_prefetch(address)
+#define PREFETCH(address) __builtin_prefetch(address, 0, 2)  // into the second cache
 #define EXPORT extern "C" __attribute__((visibility("default")))
 #else
 #define INLINE
@@ -42,6 +42,7 @@
 #endif
 
 static constexpr long STRIP = 64;  // outputs that are packed together
+static constexpr long LINE = 64;   // bytes that memory is read by
 
 namespace {
 
@@ -72,7 +73,7 @@ namespace generic {
 struct Vec {
     int32_t lane[4];
 };
-constexpr int LANES = 4, TILES = 1, ROWS = 1, OFFSET = 128;
+constexpr int LANES = 4, REGISTERS = 8, ROWS = 1, OFFSET = 128;
 ALWAYS_INLINE Vec zero() { return {}; }
 ALWAYS_INLINE Vec load(const void *p) { Vec v; memcpy(&v, p, 16); return v; }
 ALWAYS_INLINE void store(int32_t *p, Vec v) { memcpy(p, &v, 16); }
@@ -107,7 +108,7 @@ ALWAYS_INLINE void dot(Vec &sum, Vec weights, Vec digits) {
 #endif
 namespace avx2 {
 using Vec = __m256i;
-constexpr int LANES = 8, TILES = 2, ROWS = 2, OFFSET = 128;
+constexpr int LANES = 8, REGISTERS = 16, ROWS = 2, OFFSET = 128;
 ALWAYS_INLINE Vec zero() { return _mm256_setzero_si256(); }
 ALWAYS_INLINE Vec load(const void *p) { return _mm256_loadu_si256((const __m256i *)p); }
 ALWAYS_INLINE void store(int32_t *p, Vec v) { _mm256_storeu_si256((__m256i *)p, v); }
@@ -128,7 +129,7 @@ ALWAYS_INLINE void dot(Vec &sum, Vec weights, Vec digits) {
 namespace avx_vnni {
 using avx2::expand, avx2::load, avx2::spread, avx2::store, avx2::transpose, avx2::zero;
 using Vec = __m256i;
-constexpr int LANES = 8, TILES = 2, ROWS = 2, OFFSET = 128;
+constexpr int LANES = 8, REGISTERS = 16, ROWS = 2, OFFSET = 128;
 // as an instruction, not an intrinsic: compilers older than the instruction know their assembler's name for it
 ALWAYS_INLINE void dot(Vec &sum, Vec weights, Vec digits) {
     __asm__("%{vex%} vpdpbusd %2, %1, %0" : "+x"(sum) : "x"(weights), "x"(digits));
@@ -145,7 +146,7 @@ ALWAYS_INLINE void dot(Vec &sum, Vec weights, Vec digits) {
 #endif
 namespace avx512 {
 using Vec = __m512i;
-constexpr int LANES = 16, TILES = 4, ROWS = 3, OFFSET = 128;
+constexpr int LANES = 16, REGISTERS = 32, ROWS = 4, OFFSET = 128;
 ALWAYS_INLINE Vec zero() { return _mm512_setzero_si512(); }
 ALWAYS_INLINE Vec load(const void *p) { return _mm512_loadu_si512(p); }
 ALWAYS_INLINE void store(int32_t *p, Vec v) { _mm512_storeu_si512(p, v); }
@@ -178,7 +179,7 @@ ALWAYS_INLINE void dot(Vec &sum, Vec weights, Vec digits) {
 #endif
 namespace neon {
 using Vec = int32x4_t;
-constexpr int LANES = 4, TILES = 4, ROWS = 2, OFFSET = 0;
+constexpr int LANES = 4, REGISTERS = 32, ROWS = 4, OFFSET = 0;
 ALWAYS_INLINE Vec zero() { return vdupq_n_s32(0); }
 ALWAYS_INLINE Vec load(const void *p) { return vreinterpretq_s32_u8(vld1q_u8((const uint8_t *)p)); }
 ALWAYS_INLINE void store(int32_t *p, Vec v) { vst1q_s32(p, v); }
@@ -316,7 +317,7 @@ bool with_digits(const Kernel &kernel, const float *x, const float *factor, long
                  const Body &body) {
     const long per_row = 2 * padded + 12;
     long block = SCRATCH / per_row;
-    block = block < 16 ? 16 : block > 252 ? 252 : block;  // a multiple of the rows that are computed together
+    block = block < 16 ? 16 : block > 256 ? 256 : block;
     block = rows < block ? rows : block;
     const long num_scaled = factor ? threads : 0;
     if (!scratch.reserve(block * per_row + num_scaled * width * 4 + 64)) return false;
