@@ -202,5 +202,3 @@ static void times_columns(const Activations &grad, const Weight &weight, float *
     for (; step + STEPS <= last; step += STEPS) all_rows_times_columns<STEPS>(grad, weight, step, y);
     for (; step < last; step++) all_rows_times_columns<1>(grad, weight, step, y);
 }
-
-static const Kernel kernel = {make_digits, times_strips, times_columns};
