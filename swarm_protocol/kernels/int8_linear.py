@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import functools
 import warnings
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
-from typing import Any, TypeVar
+from abc import abstractmethod
+from collections.abc import Iterator
+from typing import TypeVar
 
 import torch
-from torch.autograd.function import once_differentiable
+
+from swarm_protocol.kernels.quantized_linear import QuantizedLinear, QuantizedWeight
 
 L = TypeVar("L", bound="Int8Linear")
 
@@ -42,11 +43,9 @@ def quantize_rows(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return q, scale
 
 
-class Int8Weight(ABC):
+class Int8Weight(QuantizedWeight):
     """One frozen weight [out, in] in int8 with an fp32 scale per output channel."""
 
-    shape: torch.Size
-    size_bytes: int
     transpose_bytes: int = 0  # that ``keep_transpose`` takes; 0: gradients are fast without
 
     @classmethod
@@ -58,11 +57,7 @@ class Int8Weight(ABC):
     def __init__(self, q: torch.Tensor, scale: torch.Tensor) -> None:
         """q: [out, in] int8, scale: [out] fp32."""
 
-    @abstractmethod
-    def matmul(self, x: torch.Tensor) -> torch.Tensor:
-        """x: [rows, in] fp32 -> x @ weight.T: [rows, out] fp32. A non-finite row spoils no other row."""
-
-    def keep_transpose(self, wanted: bool) -> None:  # noqa: B027
+    def keep_transpose(self, wanted: bool) -> None:
         """Whether ``matmul_grad`` keeps a copy of the weight, to be faster from the second time on. From any thread."""
 
     @abstractmethod
@@ -70,14 +65,13 @@ class Int8Weight(ABC):
         """(output channels, q: [tile, in] int8, scale: [tile] fp32), tile by tile."""
 
     def matmul_grad(self, grad: torch.Tensor) -> torch.Tensor:
-        """grad: [rows, out] fp32 -> gradient of ``matmul`` with respect to x, ``(grad * scale) @ q``: [rows, in]."""
+        """``(grad * scale) @ q``, tile by tile."""
         total = torch.zeros(len(grad), self.shape[1], dtype=torch.float32)
         for channels, q, scale in self.tiles():
             total.addmm_(grad[:, channels] * scale, q.float())
         return total
 
     def dequantize(self) -> torch.Tensor:
-        """The weight the products are computed with: [out, in] fp32, a new tensor."""
         weight = torch.empty(self.shape, dtype=torch.float32)
         for channels, q, scale in self.tiles():
             torch.mul(q, scale[:, None], out=weight[channels])
@@ -223,33 +217,14 @@ def fastest() -> type[Int8Weight]:
     return FbgemmWeight if FbgemmWeight.is_available() else PlainWeight
 
 
-class _Matmul(torch.autograd.Function):
-    """``x @ weight.T``, differentiable in x alone: the weight is frozen, so nothing needs to be saved."""
+class Int8Linear(QuantizedLinear):
+    """A frozen linear layer over an ``Int8Weight``."""
 
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: Int8Weight) -> torch.Tensor:
-        ctx.weight = weight
-        return weight.matmul(x)
+    quantized: Int8Weight
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return ctx.weight.matmul_grad(grad), None
-
-
-class Int8Linear(torch.nn.Module):
-    """A frozen linear layer over an ``Int8Weight``: [..., in] of any float dtype -> [..., out] of that dtype."""
-
-    bias: torch.nn.Parameter | None
-
-    def __init__(self, int8: Int8Weight, bias: torch.Tensor | None = None) -> None:
-        """bias: [out]; copied."""
-        super().__init__()
-        self.out_features, self.in_features = int8.shape
-        self.int8 = int8
-        if bias is not None:
-            bias = torch.nn.Parameter(bias.detach().to(torch.float32, copy=True), requires_grad=False)
-        self.register_parameter("bias", bias)
+    @property
+    def int8(self) -> Int8Weight:
+        return self.quantized
 
     @classmethod
     def from_float(
@@ -271,19 +246,3 @@ class Int8Linear(torch.nn.Module):
     ) -> L:
         """From the result of ``quantize_rows``."""
         return cls((implementation or fastest())(q, scale), bias)
-
-    @property
-    def weight(self) -> torch.Tensor:
-        """The dequantised weight, [out, in] fp32, made again at each access: for model code that looks at it."""
-        return self.int8.dequantize()
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        rows = x.reshape(-1, self.in_features).float()
-        multiply: Callable[[torch.Tensor, Int8Weight], torch.Tensor] = _Matmul.apply
-        y = multiply(rows, self.int8) if rows.requires_grad else self.int8.matmul(rows)
-        if self.bias is not None:
-            y += self.bias
-        return y.view(*x.shape[:-1], self.out_features).to(x.dtype)
-
-    def extra_repr(self) -> str:
-        return f"{self.in_features}, {self.out_features}, bias={self.bias is not None}, {type(self.int8).__name__}"

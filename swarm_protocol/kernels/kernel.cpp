@@ -21,6 +21,9 @@
 #include "threads.h"
 
 static constexpr long STRIP = 64;  // outputs that are packed together
+static constexpr long LINE = 64;   // bytes that memory is read by
+static constexpr long GROUP = 32;  // inputs that have a scale of their own in int4
+static constexpr long GROUP_BYTES = 2 * STRIP + GROUP / 2 * STRIP;
 
 namespace {
 
@@ -30,12 +33,13 @@ struct Activations {
     const int8_t *digits;  // [rows][2][padded]
     const int32_t *sums;   // [rows][2]
     const float *units;    // [rows]
+    const int32_t *group_sums;  // [rows][padded / GROUP]; for int4 alone
 };
 
 struct Weight {
     long out, in;
     const uint8_t *packed;
-    const float *scale;
+    const float *scale;  // int4: null
 };
 
 struct Kernel {
@@ -43,6 +47,8 @@ struct Kernel {
                         int32_t *sums, float *units, float *scaled);
     void (*times_strips)(const Activations &, const Weight &, float *y, long first, long last);
     void (*times_columns)(const Activations &, const Weight &, float *y, long first, long last);
+    void (*add_up_groups)(const int8_t *digits, long rows, long padded, int32_t *sums);
+    void (*times_strips4)(const Activations &, const Weight &, float *y, long first, long last);
 };
 
 // ------------------------------------------------------------ one namespace for each instruction set
@@ -51,7 +57,7 @@ namespace generic {
 struct Vec {
     int32_t lane[4];
 };
-constexpr int LANES = 4, TILES = 1, ROWS = 1, OFFSET = 128;
+constexpr int LANES = 4, REGISTERS = 8, ROWS = 1, OFFSET = 128;
 ALWAYS_INLINE Vec zero() { return {}; }
 ALWAYS_INLINE Vec load(const void *p) { Vec v; memcpy(&v, p, 16); return v; }
 ALWAYS_INLINE void store(int32_t *p, Vec v) { memcpy(p, &v, 16); }
@@ -72,7 +78,25 @@ ALWAYS_INLINE void dot(Vec &sum, Vec weights, Vec digits) {
     for (int lane = 0; lane < 4; lane++)
         for (int i = 4 * lane; i < 4 * lane + 4; i++) sum.lane[lane] += w[i] * d[i];
 }
+ALWAYS_INLINE Vec low(Vec v) { for (auto &lane : v.lane) lane &= 0x0f0f0f0f; return v; }
+ALWAYS_INLINE Vec high(Vec v) { for (auto &lane : v.lane) lane = lane >> 4 & 0x0f0f0f0f; return v; }
+ALWAYS_INLINE void dot4(Vec &sum, Vec weights, Vec digits) { dot(sum, weights, digits); }
+ALWAYS_INLINE Vec total(Vec sum) { return sum; }
+ALWAYS_INLINE Vec widen(const uint8_t *p) {
+    uint16_t from[4];
+    memcpy(from, p, 8);
+    return {{from[0], from[1], from[2], from[3]}};
+}
+ALWAYS_INLINE void add_group(float *sums, Vec hi, Vec lo, Vec digit_sum, Vec group) {
+    for (int lane = 0; lane < 4; lane++) {
+        const int32_t bits = (group.lane[lane] & 0xfff0) << 15;
+        float scale;
+        memcpy(&scale, &bits, 4);
+        sums[lane] += (float)(128 * hi.lane[lane] + lo.lane[lane] - (group.lane[lane] & 15) * digit_sum.lane[lane]) * scale;
+    }
+}
 #include "tiles.h"
+#include "nibbles.h"
 }  // namespace generic
 
 #if X86
@@ -86,7 +110,7 @@ ALWAYS_INLINE void dot(Vec &sum, Vec weights, Vec digits) {
 #endif
 namespace avx2 {
 using Vec = __m256i;
-constexpr int LANES = 8, TILES = 2, ROWS = 2, OFFSET = 128;
+constexpr int LANES = 8, REGISTERS = 16, ROWS = 2, OFFSET = 128;
 ALWAYS_INLINE Vec zero() { return _mm256_setzero_si256(); }
 ALWAYS_INLINE Vec load(const void *p) { return _mm256_loadu_si256((const __m256i *)p); }
 ALWAYS_INLINE void store(int32_t *p, Vec v) { _mm256_storeu_si256((__m256i *)p, v); }
@@ -102,17 +126,36 @@ ALWAYS_INLINE void dot(Vec &sum, Vec weights, Vec digits) {
     const __m256i pairs = _mm256_maddubs_epi16(weights, digits);
     sum = _mm256_add_epi32(sum, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
 }
+ALWAYS_INLINE Vec low(Vec v) { return _mm256_and_si256(v, _mm256_set1_epi8(15)); }
+ALWAYS_INLINE Vec high(Vec v) { return _mm256_and_si256(_mm256_srli_epi16(v, 4), _mm256_set1_epi8(15)); }
+ALWAYS_INLINE void dot4(Vec &sum, Vec weights, Vec digits) {  // in 16 bits: 8 * 2 * 15 * 64 < 2**15
+    sum = _mm256_add_epi16(sum, _mm256_maddubs_epi16(weights, digits));
+}
+ALWAYS_INLINE Vec total(Vec sum) { return _mm256_madd_epi16(sum, _mm256_set1_epi16(1)); }
+ALWAYS_INLINE Vec widen(const uint8_t *p) { return _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)p)); }
+ALWAYS_INLINE void add_group(float *sums, Vec hi, Vec lo, Vec digit_sum, Vec group) {
+    const Vec zeros = _mm256_mullo_epi32(_mm256_and_si256(group, _mm256_set1_epi32(15)), digit_sum);
+    const Vec product = _mm256_sub_epi32(_mm256_add_epi32(_mm256_slli_epi32(hi, 7), lo), zeros);
+    const Vec scale = _mm256_slli_epi32(_mm256_and_si256(group, _mm256_set1_epi32(0xfff0)), 15);
+    const __m256 scaled = _mm256_mul_ps(_mm256_cvtepi32_ps(product), _mm256_castsi256_ps(scale));
+    _mm256_storeu_ps(sums, _mm256_add_ps(_mm256_loadu_ps(sums), scaled));
+}
 #include "tiles.h"
+#include "nibbles.h"
 }  // namespace avx2
 namespace avx_vnni {
-using avx2::expand, avx2::load, avx2::spread, avx2::store, avx2::transpose, avx2::zero;
+using avx2::add_group, avx2::expand, avx2::high, avx2::load, avx2::low, avx2::spread, avx2::store, avx2::transpose;
+using avx2::widen, avx2::zero;
 using Vec = __m256i;
-constexpr int LANES = 8, TILES = 2, ROWS = 2, OFFSET = 128;
+constexpr int LANES = 8, REGISTERS = 16, ROWS = 2, OFFSET = 128;
 // as an instruction, not an intrinsic: compilers older than the instruction know their assembler's name for it
 ALWAYS_INLINE void dot(Vec &sum, Vec weights, Vec digits) {
     __asm__("%{vex%} vpdpbusd %2, %1, %0" : "+x"(sum) : "x"(weights), "x"(digits));
 }
+ALWAYS_INLINE void dot4(Vec &sum, Vec weights, Vec digits) { dot(sum, weights, digits); }
+ALWAYS_INLINE Vec total(Vec sum) { return sum; }
 #include "tiles.h"
+#include "nibbles.h"
 }  // namespace avx_vnni
 #if defined(__clang__)
 #pragma clang attribute pop
@@ -124,7 +167,7 @@ ALWAYS_INLINE void dot(Vec &sum, Vec weights, Vec digits) {
 #endif
 namespace avx512 {
 using Vec = __m512i;
-constexpr int LANES = 16, TILES = 4, ROWS = 3, OFFSET = 128;
+constexpr int LANES = 16, REGISTERS = 32, ROWS = 4, OFFSET = 128;
 ALWAYS_INLINE Vec zero() { return _mm512_setzero_si512(); }
 ALWAYS_INLINE Vec load(const void *p) { return _mm512_loadu_si512(p); }
 ALWAYS_INLINE void store(int32_t *p, Vec v) { _mm512_storeu_si512(p, v); }
@@ -139,7 +182,20 @@ ALWAYS_INLINE Vec transpose(Vec v) {
 ALWAYS_INLINE void dot(Vec &sum, Vec weights, Vec digits) {
     __asm__("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(weights), "v"(digits));  // the intrinsic has GCC copy every sum twice
 }
+ALWAYS_INLINE Vec low(Vec v) { return _mm512_and_si512(v, _mm512_set1_epi8(15)); }
+ALWAYS_INLINE Vec high(Vec v) { return _mm512_and_si512(_mm512_srli_epi16(v, 4), _mm512_set1_epi8(15)); }
+ALWAYS_INLINE void dot4(Vec &sum, Vec weights, Vec digits) { dot(sum, weights, digits); }
+ALWAYS_INLINE Vec total(Vec sum) { return sum; }
+ALWAYS_INLINE Vec widen(const uint8_t *p) { return _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)p)); }
+ALWAYS_INLINE void add_group(float *sums, Vec hi, Vec lo, Vec digit_sum, Vec group) {
+    const Vec zeros = _mm512_mullo_epi32(_mm512_and_si512(group, _mm512_set1_epi32(15)), digit_sum);
+    const Vec product = _mm512_sub_epi32(_mm512_add_epi32(_mm512_slli_epi32(hi, 7), lo), zeros);
+    const Vec scale = _mm512_slli_epi32(_mm512_and_si512(group, _mm512_set1_epi32(0xfff0)), 15);
+    const __m512 scaled = _mm512_mul_ps(_mm512_cvtepi32_ps(product), _mm512_castsi512_ps(scale));
+    _mm512_storeu_ps(sums, _mm512_add_ps(_mm512_loadu_ps(sums), scaled));
+}
 #include "tiles.h"
+#include "nibbles.h"
 }  // namespace avx512
 #if defined(__clang__)
 #pragma clang attribute pop
@@ -157,7 +213,7 @@ ALWAYS_INLINE void dot(Vec &sum, Vec weights, Vec digits) {
 #endif
 namespace neon {
 using Vec = int32x4_t;
-constexpr int LANES = 4, TILES = 4, ROWS = 2, OFFSET = 0;
+constexpr int LANES = 4, REGISTERS = 32, ROWS = 4, OFFSET = 0;
 ALWAYS_INLINE Vec zero() { return vdupq_n_s32(0); }
 ALWAYS_INLINE Vec load(const void *p) { return vreinterpretq_s32_u8(vld1q_u8((const uint8_t *)p)); }
 ALWAYS_INLINE void store(int32_t *p, Vec v) { vst1q_s32(p, v); }
@@ -171,7 +227,21 @@ ALWAYS_INLINE void dot(Vec &sum, Vec weights, Vec digits) {  // both factors are
     const int8x16_t w = vreinterpretq_s8_u8(veorq_u8(vreinterpretq_u8_s32(weights), vdupq_n_u8(128)));
     sum = vdotq_s32(sum, w, vreinterpretq_s8_s32(digits));
 }
+ALWAYS_INLINE Vec low(Vec v) { return vandq_s32(v, vdupq_n_s32(0x0f0f0f0f)); }
+ALWAYS_INLINE Vec high(Vec v) { return vreinterpretq_s32_u8(vshrq_n_u8(vreinterpretq_u8_s32(v), 4)); }
+ALWAYS_INLINE void dot4(Vec &sum, Vec weights, Vec digits) {
+    sum = vdotq_s32(sum, vreinterpretq_s8_s32(weights), vreinterpretq_s8_s32(digits));
+}
+ALWAYS_INLINE Vec total(Vec sum) { return sum; }
+ALWAYS_INLINE Vec widen(const uint8_t *p) { return vreinterpretq_s32_u32(vmovl_u16(vld1_u16((const uint16_t *)p))); }
+ALWAYS_INLINE void add_group(float *sums, Vec hi, Vec lo, Vec digit_sum, Vec group) {
+    const Vec product = vmlsq_s32(vaddq_s32(vshlq_n_s32(hi, 7), lo), vandq_s32(group, vdupq_n_s32(15)), digit_sum);
+    const Vec scale = vshlq_n_s32(vandq_s32(group, vdupq_n_s32(0xfff0)), 15);
+    const float32x4_t scaled = vmulq_f32(vcvtq_f32_s32(product), vreinterpretq_f32_s32(scale));
+    vst1q_f32(sums, vaddq_f32(vld1q_f32(sums), scaled));
+}
 #include "tiles.h"
+#include "nibbles.h"
 }  // namespace neon
 #if defined(__clang__)
 #pragma clang attribute pop
@@ -246,13 +316,14 @@ thread_local Scratch scratch;  // of the thread that calls
 
 long round_up(long n, long to) { return (n + to - 1) / to * to; }
 
-// Calls body(activations, first row) with the digits of as many rows as scratch may hold. False: no memory.
+// Calls body(activations, first row) with the digits of as many rows as scratch may hold, and the sums of their groups if
+// there are any. False: no memory.
 template <class Body>
-bool with_digits(const Kernel &kernel, const float *x, const float *factor, long rows, long width, long padded, int threads,
-                 const Body &body) {
-    const long per_row = 2 * padded + 12;
+bool with_digits(const Kernel &kernel, const float *x, const float *factor, long rows, long width, long padded, long groups,
+                 int threads, const Body &body) {
+    const long per_row = 2 * padded + 4 * groups + 12;
     long block = SCRATCH / per_row;
-    block = block < 16 ? 16 : block > 252 ? 252 : block;  // a multiple of the rows that are computed together
+    block = block < 16 ? 16 : block > 256 ? 256 : block;
     block = rows < block ? rows : block;
     const long num_scaled = factor ? threads : 0;
     if (!scratch.reserve(block * per_row + num_scaled * width * 4 + 64)) return false;
@@ -262,19 +333,41 @@ bool with_digits(const Kernel &kernel, const float *x, const float *factor, long
         const long count = rows - row < block ? rows - row : block;
         int32_t *const sums = (int32_t *)start;
         float *const units = (float *)(sums + 2 * block);
-        int8_t *const digits = (int8_t *)(units + block);
+        int32_t *const group_sums = (int32_t *)(units + block);
+        int8_t *const digits = (int8_t *)(group_sums + block * groups);
         std::atomic<long> user{0};
         over(count, count > 8 ? count * padded * 16 : 0, threads, [&](long first, long last) {
-            kernel.make_digits(x + (row + first) * width, factor, last - first, width, padded, digits + first * 2 * padded,
-                               sums + 2 * first, units + first, scaled + (factor ? user++ * width : 0));
+            int8_t *const here = digits + first * 2 * padded;
+            kernel.make_digits(x + (row + first) * width, factor, last - first, width, padded, here, sums + 2 * first,
+                               units + first, scaled + (factor ? user++ * width : 0));
+            if (groups) kernel.add_up_groups(here, last - first, padded, group_sums + first * groups);
         });
-        body(Activations{count, padded, digits, sums, units}, row);
+        body(Activations{count, padded, digits, sums, units, group_sums}, row);
     }
     return true;
 }
 
 const Kernel *kernel_of(int isa) {
     return isa >= 0 && isa < (int)choices().size() && choices()[isa].runs_here ? choices()[isa].kernel : nullptr;
+}
+
+int multiply(const Kernel &kernel, decltype(Kernel::times_strips) times_strips, const float *x, long rows, long in, long padded,
+             long groups, int count, const uint8_t *const *packed, const float *const *scales, float *const *ys,
+             const long *outs, int threads) {
+    return with_digits(kernel, x, nullptr, rows, in, padded, groups, threads, [&](const Activations &digits, long row) {
+        long strips = 0;
+        for (int i = 0; i < count; i++) strips += round_up(outs[i], STRIP) / STRIP;
+        over(strips, strips * STRIP * padded * digits.rows, threads, [&](long first, long last) {
+            for (int i = 0; i < count && last > 0; i++) {
+                const long here = round_up(outs[i], STRIP) / STRIP;
+                if (first < here)
+                    times_strips(digits, {outs[i], in, packed[i], scales ? scales[i] : nullptr}, ys[i] + row * outs[i],
+                                 first > 0 ? first : 0, last < here ? last : here);
+                first -= here;
+                last -= here;
+            }
+        });
+    }) ? 0 : -1;
 }
 
 }  // namespace
@@ -322,22 +415,19 @@ EXPORT void swarm_unpack(const uint8_t *packed, long in, long first, long last, 
 EXPORT int swarm_matmul(const float *x, long rows, long in, int count, const uint8_t *const *packed,
                         const float *const *scales, float *const *ys, const long *outs, int isa, int threads) {
     const Kernel *kernel = kernel_of(isa);
-    if (!kernel) return -1;
-    const long width4 = round_up(in, 4);
-    return with_digits(*kernel, x, nullptr, rows, in, width4, threads, [&](const Activations &digits, long row) {
-        long strips = 0;
-        for (int i = 0; i < count; i++) strips += round_up(outs[i], STRIP) / STRIP;
-        over(strips, strips * STRIP * width4 * digits.rows, threads, [&](long first, long last) {
-            for (int i = 0; i < count && last > 0; i++) {
-                const long here = round_up(outs[i], STRIP) / STRIP;
-                if (first < here)
-                    kernel->times_strips(digits, {outs[i], in, packed[i], scales[i]}, ys[i] + row * outs[i],
-                                         first > 0 ? first : 0, last < here ? last : here);
-                first -= here;
-                last -= here;
-            }
-        });
-    }) ? 0 : -1;
+    return kernel ? multiply(*kernel, kernel->times_strips, x, rows, in, round_up(in, 4), 0, count, packed, scales, ys, outs,
+                             threads)
+                  : -1;
+}
+
+// As swarm_matmul, with int4 weights
+EXPORT int swarm_matmul4(const float *x, long rows, long in, int count, const uint8_t *const *packed, float *const *ys,
+                         const long *outs, int isa, int threads) {
+    const Kernel *kernel = kernel_of(isa);
+    const long groups = round_up(in, GROUP) / GROUP;
+    return kernel ? multiply(*kernel, kernel->times_strips4, x, rows, in, groups * GROUP, groups, count, packed, nullptr, ys,
+                             outs, threads)
+                  : -1;
 }
 
 // grad: [rows][out] -> y: [rows][in] = (grad * scale) @ q. 0, or -1: no memory, or no such kernel.
@@ -346,9 +436,49 @@ EXPORT int swarm_matmul_transposed(const float *grad, long rows, long out, long 
     const Kernel *kernel = kernel_of(isa);
     if (!kernel) return -1;
     const long padded = round_up(out, STRIP), steps = round_up(in, 4) / 4;
-    return with_digits(*kernel, grad, scale, rows, out, padded, threads, [&](const Activations &digits, long row) {
+    return with_digits(*kernel, grad, scale, rows, out, padded, 0, threads, [&](const Activations &digits, long row) {
         over(steps, steps * 4 * padded * digits.rows, threads, [&](long first, long last) {
             kernel->times_columns(digits, {out, in, packed, scale}, y + row * in, first, last);
         });
     }) ? 0 : -1;
+}
+
+// int4: q, [out][in] from 0 to 15, and descriptions, [out][in / 32], -> packed
+EXPORT void swarm_pack4(const uint8_t *q, const uint16_t *descriptions, long out, long in, uint8_t *packed, int threads) {
+    const long groups = round_up(in, GROUP) / GROUP;
+    over(round_up(out, STRIP) / STRIP, out * in, threads, [&](long first, long last) {
+        memset(packed + first * groups * GROUP_BYTES, 0, (last - first) * groups * GROUP_BYTES);
+        for (long c = first * STRIP; c < last * STRIP && c < out; c++) {
+            uint8_t *group = packed + c / STRIP * groups * GROUP_BYTES;
+            for (long g = 0; g < groups; g++, group += GROUP_BYTES) {
+                memcpy(group + c % STRIP * 2, descriptions + c * groups + g, 2);
+                uint8_t *bytes = group + 2 * STRIP + c % STRIP * 4;
+                const long left = in - g * GROUP, width = left < GROUP ? left : GROUP;
+                for (long i = 0; i < width; i++)
+                    bytes[i / 8 * STRIP * 4 + i % 4] |= (uint8_t)(q[c * in + g * GROUP + i] << (i & 4));
+            }
+        }
+    });
+}
+
+// Output channels first to last -> the weight: [last - first][in]
+EXPORT void swarm_unpack4(const uint8_t *packed, long in, long first, long last, float *weight, int threads) {
+    const long groups = round_up(in, GROUP) / GROUP;
+    over(last - first, (last - first) * in, threads, [&](long start, long stop) {
+        for (long c = first + start; c < first + stop; c++) {
+            const uint8_t *group = packed + c / STRIP * groups * GROUP_BYTES;
+            float *to = weight + (c - first) * in;
+            for (long g = 0; g < groups; g++, group += GROUP_BYTES, to += GROUP) {
+                uint16_t description;
+                memcpy(&description, group + c % STRIP * 2, 2);
+                const uint32_t bits = (uint32_t)(description & 0xfff0) << 15;
+                float scale;
+                memcpy(&scale, &bits, 4);
+                const uint8_t *bytes = group + 2 * STRIP + c % STRIP * 4;
+                const long left = in - g * GROUP, width = left < GROUP ? left : GROUP;
+                for (long i = 0; i < width; i++)
+                    to[i] = (float)((bytes[i / 8 * STRIP * 4 + i % 4] >> (i & 4) & 15) - (description & 15)) * scale;
+            }
+        }
+    });
 }

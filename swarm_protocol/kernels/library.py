@@ -22,6 +22,9 @@ _SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
     "swarm_pack": (None, [c_void_p, c_long, c_long, c_void_p, c_int]),
     "swarm_unpack": (None, [c_void_p, c_long, c_long, c_long, c_void_p]),
     "swarm_matmul": (c_int, [c_void_p, c_long, c_long, c_int, *[c_void_p] * 4, c_int, c_int]),
+    "swarm_pack4": (None, [c_void_p, c_void_p, c_long, c_long, c_void_p, c_int]),
+    "swarm_unpack4": (None, [c_void_p, c_long, c_long, c_long, c_void_p, c_int]),
+    "swarm_matmul4": (c_int, [c_void_p, c_long, c_long, c_int, *[c_void_p] * 3, c_int, c_int]),
     "swarm_matmul_transposed": (c_int, [c_void_p, c_long, c_long, c_long, *[c_void_p] * 3, c_int, c_int]),
 }
 
@@ -76,6 +79,15 @@ class Kernel:
         """Output channels from ``first`` on of the weight at this address -> q: [channels, in] int8."""
         self._library.swarm_unpack(packed, q.shape[1], first, first + len(q), q.data_ptr())
 
+    def pack4(self, q: torch.Tensor, groups: torch.Tensor, packed: torch.Tensor) -> None:
+        """q: [out, in] uint8 from 0 to 15, groups: [out, groups] int16 -> packed: uint8, of ``packed4_bytes``."""
+        self._library.swarm_pack4(q.data_ptr(), groups.data_ptr(), *q.shape, packed.data_ptr(), torch.get_num_threads())
+
+    def unpack4(self, packed: int, first: int, weight: torch.Tensor) -> None:
+        """Output channels from ``first`` on of the int4 weight at this address -> weight: [channels, in] fp32."""
+        channels, width = weight.shape
+        self._library.swarm_unpack4(packed, width, first, first + channels, weight.data_ptr(), torch.get_num_threads())
+
     def matmul(self, x: torch.Tensor, weights: Sequence[Address], ys: Sequence[torch.Tensor]) -> None:
         """x: [rows, in] fp32, contiguous, times each weight -> ys: [rows, out] each."""
         count = len(weights)
@@ -85,6 +97,22 @@ class Kernel:
             count,
             (c_void_p * count)(*[weight.packed for weight in weights]),
             (c_void_p * count)(*[weight.scale for weight in weights]),
+            (c_void_p * count)(*[y.data_ptr() for y in ys]),
+            (c_long * count)(*[y.shape[1] for y in ys]),
+            self.isa,
+            torch.get_num_threads(),
+        )
+        if failed:
+            raise MemoryError(f"no memory for a product with {len(x)} rows of {x.shape[1]} inputs")
+
+    def matmul4(self, x: torch.Tensor, packed: Sequence[int], ys: Sequence[torch.Tensor]) -> None:
+        """x: [rows, in] fp32, contiguous, times each int4 weight at these addresses -> ys: [rows, out] each."""
+        count = len(packed)
+        failed = self._library.swarm_matmul4(
+            x.data_ptr(),
+            *x.shape,
+            count,
+            (c_void_p * count)(*packed),
             (c_void_p * count)(*[y.data_ptr() for y in ys]),
             (c_long * count)(*[y.shape[1] for y in ys]),
             self.isa,

@@ -15,7 +15,7 @@
 #if defined(__GNUC__)
 #define INLINE __attribute__((always_inline))
 #define ALWAYS_INLINE INLINE static inline
-#define PREFETCH(address) __builtin_prefetch(address)
+#define PREFETCH(address) __builtin_prefetch(address, 0, 2)  // into the second cache
 #define EXPORT extern "C" __attribute__((visibility("default")))
 #else
 #define INLINE

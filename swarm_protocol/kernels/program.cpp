@@ -26,16 +26,16 @@ struct Operand {
     float *at(long i, long j, long k) const { return address + i * strides[0] + j * strides[1] + k * strides[2]; }
 };
 
-// PRODUCT: a, [rows][in], times the packed weight b with the scales c, [out] -> out; sizes: rows, in, out.
+// PRODUCT: a, [rows][in], times the packed weight b with the scales c, [out], of int8, or without of int4 -> out; sizes: rows, in, out.
 // ATTEND: query a, keys b and values c of the new position -> out, [rows][heads][value width]; strides between rows and
-// heads; sizes: rows, heads, key heads, width; other: value width.
+// heads; sizes: rows, heads, key heads, width.
 // LAYER_NORM: a times b plus c; b or c may be missing. Others: out = f(a) or f(a, b), element by element; sizes of out, but
 // MEAN is over the last of a.
 struct Instruction {
     int64_t kind, sizes[4];
     Operand out, a, b, c;
     double scalar;  // scaling of ATTEND, epsilon of LAYER_NORM
-    int64_t number, other;  // ATTEND: which block; PRODUCT: which kind of weight
+    int64_t number, other;  // ATTEND: which block; the width of its values
 };
 
 using Compute = void (*)(const Instruction &);
@@ -99,7 +99,8 @@ EXPORT long swarm_run_program(const Instruction *program, long count, const Plac
             const uint8_t *packed = (const uint8_t *)op.b.address;
             const float *scale = op.c.address;
             const long outs = op.sizes[2];
-            if (swarm_matmul(op.a.address, op.sizes[0], op.sizes[1], 1, &packed, &scale, &op.out.address, &outs, isa, threads))
+            if (scale ? swarm_matmul(op.a.address, op.sizes[0], op.sizes[1], 1, &packed, &scale, &op.out.address, &outs, isa, threads)
+                      : swarm_matmul4(op.a.address, op.sizes[0], op.sizes[1], 1, &packed, &op.out.address, &outs, isa, threads))
                 return i;
         } else if (op.kind == ATTEND) {
             const Places &at = places[op.number];

@@ -1,8 +1,8 @@
 // The loops of the kernel, for one instruction set: kernel.cpp includes this file once for each, inside a namespace in
 // which the compiler may use that set and which has defined, for vectors of LANES 32-bit lanes:
 //   Vec                                 the vector
-//   TILES                               vectors of outputs in registers at a time; TILES * LANES divides STRIP
-//   ROWS                                rows in registers at a time
+//   REGISTERS                           how many of them there are
+//   ROWS                                rows at a time, at most 4
 //   zero(), load(p), store(p, v)        p: 32-bit integers of any alignment
 //   spread(p)                           four bytes in every lane
 //   expand(p)                           LANES bytes: four of them in all lanes of each 128 bits
@@ -61,21 +61,28 @@ static inline float combined(int32_t hi, int32_t lo, const int32_t *sums, float 
     return ((float)(hi - OFFSET * sums[0]) * 128 + (float)(lo - OFFSET * sums[1])) * unit;
 }
 
-// Adds to sums, [N][STRIP], the products of N digit vectors with one strip; weights: [steps][STRIP][4].
-template <int N, int FIRST>
-ALWAYS_INLINE void add_products(const int8_t *digits, long padded, const uint8_t *weights, long first, long steps,
-                                int32_t *sums) {
+// Vectors of outputs in registers at a time, beside which there is room for their weights, digits and two more
+constexpr int tiles_of(int vectors) {
+    int tiles = STRIP / LANES;
+    while (tiles > 1 && tiles * vectors + tiles + 3 > REGISTERS) tiles /= 2;
+    return tiles;
+}
+
+// Adds to sums, [N][STRIP], the products of N digit vectors with `steps` times four inputs of a strip, [steps][STRIP][4];
+// meanwhile fetches the lines from `ahead` on, LINES in each step and part of the strip.
+template <int N, int LINES, int FIRST = 0>
+ALWAYS_INLINE void add_products(const int8_t *digits, long padded, const uint8_t *weights, long steps, int32_t *sums,
+                                const uint8_t *ahead) {
+    constexpr int TILES = tiles_of(N);
     if constexpr (FIRST < STRIP / LANES) {
         Vec acc[TILES * N], w[TILES];
         each<0, TILES>([&](auto t) INLINE {
             each<0, N>([&](auto n) INLINE { acc[t * N + n] = load(sums + n * STRIP + (FIRST + t) * LANES); });
         });
-        for (long k = first; k < first + steps; k++) {
+        for (long k = 0; k < steps; k++) {
             const uint8_t *here = weights + k * STRIP * 4 + FIRST * LANES * 4;
-            each<0, TILES>([&](auto t) INLINE {
-                w[t] = load(here + t * LANES * 4);
-                if constexpr (N > 2) PREFETCH(here + t * LANES * 4 + 4096);  // with one row it costs 4 %
-            });
+                        each<0, LINES>([&](auto line) INLINE { PREFETCH(ahead + (k * LINES + line) * LINE); });
+            each<0, TILES>([&](auto t) INLINE { w[t] = load(here + t * LANES * 4); });
             each<0, N>([&](auto n) INLINE {
                 const Vec d = spread(digits + n * padded + 4 * k);
                 each<0, TILES>([&](auto t) INLINE { dot(acc[t * N + n], w[t], d); });
@@ -84,45 +91,58 @@ ALWAYS_INLINE void add_products(const int8_t *digits, long padded, const uint8_t
         each<0, TILES>([&](auto t) INLINE {
             each<0, N>([&](auto n) INLINE { store(sums + n * STRIP + (FIRST + t) * LANES, acc[t * N + n]); });
         });
-        add_products<N, FIRST + TILES>(digits, padded, weights, first, steps, sums);
+        add_products<N, LINES, FIRST + TILES>(digits, padded, weights, steps, sums, ahead + steps * LINES * LINE);
     }
 }
 
-// R rows times one strip, of which y has `channels` outputs
+// R rows times `steps` times four inputs of a strip. What follows in memory, as much, is fetched meanwhile, evenly over
+// `passes` calls for as many groups of rows; this one is number `pass`.
 template <int R>
-static void rows_times_strip(const Activations &x, long row, const uint8_t *weights, const float *scale, float *y,
-                             long stride, long channels) {
-    alignas(64) int32_t sums[2 * R * STRIP] = {};
-    const int8_t *digits = x.digits + row * 2 * x.padded;
-    const long steps = x.padded / 4;
-    // registers for less than a strip: what the next part reads is still in the first cache
-    const long chunk = TILES * LANES == STRIP ? steps : 64;
-    for (long k = 0; k < steps; k += chunk)
-        add_products<2 * R, 0>(digits, x.padded, weights, k, steps - k < chunk ? steps - k : chunk, sums);
-    for (long r = 0; r < R; r++)
-        for (long c = 0; c < channels; c++)
-            y[r * stride + c] =
-                combined(sums[2 * r * STRIP + c], sums[(2 * r + 1) * STRIP + c], x.sums + 2 * (row + r), x.units[row + r]) * scale[c];
+static void add_rows(const int8_t *digits, long padded, const uint8_t *weights, long steps, int32_t *sums, long pass,
+                     long passes) {
+    constexpr int PARTS = STRIP / LANES / tiles_of(2 * R), ALL = STRIP * 4 / LINE / PARTS;  // lines per step
+    constexpr int HALF = (ALL + 1) / 2, QUARTER = (ALL + 3) / 4;
+    const uint8_t *ahead = weights + steps * STRIP * 4;
+    if (passes == 1)  // whole strips are one stream, which the processor itself fetches better
+        add_products<2 * R, PARTS == 1 ? 0 : ALL>(digits, padded, weights, steps, sums, ahead);
+    else if (passes < 4)
+        add_products<2 * R, HALF>(digits, padded, weights, steps, sums, ahead + pass * PARTS * HALF * steps * LINE);
+    else
+        add_products<2 * R, QUARTER>(digits, padded, weights, steps, sums, ahead + pass * PARTS * QUARTER * steps * LINE);
 }
 
 // Strips first to last of y = x @ weight.T
 static void times_strips(const Activations &x, const Weight &weight, float *y, long first, long last) {
+    constexpr long BLOCK = 32;  // rows whose sums are kept
+    constexpr long CHUNK = 64;  // steps whose weights stay in the first cache while all these rows are multiplied
+    alignas(64) int32_t sums[2 * BLOCK * STRIP];
+    const long all_steps = x.padded / 4;
     for (long strip = first; strip < last; strip++) {
         const uint8_t *weights = weight.packed + strip * STRIP * x.padded;
         const float *scale = weight.scale + strip * STRIP;
         const long left = weight.out - strip * STRIP, channels = left < STRIP ? left : STRIP;
-        for (long row = 0; row < x.rows;) {
-            float *here = y + row * weight.out + strip * STRIP;
-            const long rows = x.rows - row;
-            if (ROWS >= 3 && rows >= 3 && rows != 4) {
-                rows_times_strip<ROWS >= 3 ? 3 : 1>(x, row, weights, scale, here, weight.out, channels);
-                row += 3;
-            } else if (ROWS >= 2 && rows >= 2) {
-                rows_times_strip<ROWS >= 2 ? 2 : 1>(x, row, weights, scale, here, weight.out, channels);
-                row += 2;
-            } else {
-                rows_times_strip<1>(x, row, weights, scale, here, weight.out, channels);
-                row += 1;
+        for (long row = 0; row < x.rows; row += BLOCK) {
+            const long rows = x.rows - row < BLOCK ? x.rows - row : BLOCK, passes = (rows + ROWS - 1) / ROWS;
+            const bool is_stream = passes == 1 && tiles_of(2 * rows) * LANES == STRIP;
+            memset(sums, 0, 2 * rows * STRIP * sizeof *sums);
+            for (long k = 0, steps; k < all_steps; k += steps) {
+                steps = is_stream || all_steps - k < CHUNK ? all_steps - k : CHUNK;
+                long r = 0;
+                for (long pass = 0; pass < passes; pass++) {
+                    const long count = (rows - r + passes - pass - 1) / (passes - pass);  // as even as possible
+                    const int8_t *digits = x.digits + (row + r) * 2 * x.padded + 4 * k;
+                    each<1, ROWS + 1>([&](auto R) INLINE {
+                        if (count == R)
+                            add_rows<R>(digits, x.padded, weights + k * STRIP * 4, steps, sums + 2 * r * STRIP, pass, passes);
+                    });
+                    r += count;
+                }
+            }
+            for (long r = 0; r < rows; r++) {
+                const int32_t *hi = sums + 2 * r * STRIP, *lo = hi + STRIP;
+                float *to = y + (row + r) * weight.out + strip * STRIP;
+                for (long c = 0; c < channels; c++)
+                    to[c] = combined(hi[c], lo[c], x.sums + 2 * (row + r), x.units[row + r]) * scale[c];
             }
         }
     }
@@ -176,5 +196,3 @@ static void times_columns(const Activations &grad, const Weight &weight, float *
     for (; step + STEPS <= last; step += STEPS) all_rows_times_columns<STEPS>(grad, weight, step, y);
     for (; step < last; step++) all_rows_times_columns<1>(grad, weight, step, y);
 }
-
-static const Kernel kernel = {make_digits, times_strips, times_columns};

@@ -7,8 +7,10 @@ from dataclasses import dataclass
 
 import torch
 
+from swarm_protocol.kernels.int4_linear import KernelInt4Weight
 from swarm_protocol.kernels.kernel_weight import KernelWeight
 from swarm_protocol.kernels.program import MAX_DIMENSIONS, NOTHING, Instruction, Kind, Operand, Program
+from swarm_protocol.kernels.quantized_linear import QuantizedWeight
 from swarm_server.graph.lowering import Lowered, Place
 from swarm_server.graph.recording import Memory, NotCapturable
 
@@ -127,9 +129,7 @@ class Assembled:
             sizes, places = _folded(lowered.kind, sizes, places)
         operands = [self._operand(place, addresses) for place in places]
         if lowered.kind == Kind.PRODUCT:
-            assert isinstance(lowered.weight, KernelWeight)
-            packed, scale = lowered.weight.address
-            operands[2:] = [Operand(packed), Operand(scale)]
+            operands[2:] = _weight_operands(lowered.weight)
         out, a, b, c = operands
         sizes = (*sizes, *[0] * (MAX_DIMENSIONS - len(sizes)))
         return Instruction(lowered.kind, sizes, (out, a, b, c), lowered.scalar, lowered.number, lowered.other)
@@ -146,6 +146,14 @@ class Assembled:
         item_bytes = 8 if place.memory.number == self._positions_number else 4
         strides = (*place.strides, *[0] * (MAX_DIMENSIONS - len(place.strides)))
         return Operand(address + item_bytes * place.offset, strides)
+
+
+def _weight_operands(weight: QuantizedWeight | None) -> list[Operand]:
+    """Where it is packed, and its scales, of which int4 has none apart."""
+    if isinstance(weight, KernelWeight):
+        return [Operand(weight.address.packed), Operand(weight.address.scale)]
+    assert isinstance(weight, KernelInt4Weight)
+    return [Operand(weight.address), NOTHING]
 
 
 def _ends(captured: Captured) -> tuple[Place, Place, Place]:

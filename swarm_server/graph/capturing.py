@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from swarm_protocol.kernels.int8_linear import Int8Linear, Int8Weight
+from swarm_protocol.kernels.quantized_linear import QuantizedLinear, QuantizedWeight
 from swarm_server.blocks.blocks import BlockStack
 from swarm_server.graph.assembling import Captured
 from swarm_server.graph.lowering import Place, lowered
@@ -117,26 +117,22 @@ def _window(mask: torch.Tensor) -> int | None:
 
 @contextmanager
 def _recorded_products(stack: BlockStack, recorder: Recorder) -> Iterator[None]:
-    """Int8 layers only tell the recorder of their product meanwhile."""
-    layers = [module for module in stack.modules() if isinstance(module, Int8Linear)]
-    weights = [layer.int8 for layer in layers]
+    """Quantised layers only tell the recorder of their product meanwhile."""
+    layers = [module for module in stack.modules() if isinstance(module, QuantizedLinear)]
+    weights = [layer.quantized for layer in layers]
     try:
         for layer in layers:
-            layer.int8 = _RecordedWeight(layer.int8, recorder)
+            layer.quantized = _RecordedWeight(layer.quantized, recorder)
         yield
     finally:
         for layer, weight in zip(layers, weights, strict=True):
-            layer.int8 = weight
+            layer.quantized = weight
 
 
-class _RecordedWeight(Int8Weight):
-    def __init__(self, weight: Int8Weight, recorder: Recorder) -> None:
+class _RecordedWeight(QuantizedWeight):
+    def __init__(self, weight: QuantizedWeight, recorder: Recorder) -> None:
         self._weight, self._recorder = weight, recorder
         self.shape = weight.shape
-
-    @classmethod
-    def is_available(cls) -> bool:
-        return False  # as a weight to be multiplied with
 
     def matmul(self, x: torch.Tensor) -> torch.Tensor:
         x = x.contiguous()
@@ -144,8 +140,11 @@ class _RecordedWeight(Int8Weight):
         self._recorder.add("product", product, x, weight=self._weight)
         return product
 
-    def tiles(self) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor]]:
-        return self._weight.tiles()
+    def matmul_grad(self, grad: torch.Tensor) -> torch.Tensor:
+        return self._weight.matmul_grad(grad)
+
+    def dequantize(self) -> torch.Tensor:
+        return self._weight.dequantize()
 
 
 __all__: Sequence[str] = ["capture"]

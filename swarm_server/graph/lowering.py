@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from swarm_protocol.kernels.int8_linear import Int8Weight
 from swarm_protocol.kernels.program import Kind
+from swarm_protocol.kernels.quantized_linear import QuantizedWeight
 from swarm_server.graph.recording import Memory, NotCapturable, Operation, View
 
 
@@ -37,7 +37,7 @@ class Lowered:
     scalar: float = 0.0
     number: int = 0
     other: int = 0
-    weight: Int8Weight | None = None
+    weight: QuantizedWeight | None = None
 
     def with_numbers(self, sizes: tuple[int, ...], places: tuple[Place | None, ...]) -> Lowered:
         return Lowered(self.kind, sizes, places, self.scalar, self.number, self.other, self.weight)

@@ -10,7 +10,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from swarm_protocol.kernels.int8_linear import Int8Weight
+from swarm_protocol.kernels.quantized_linear import QuantizedWeight
 
 
 class NotCapturable(Exception):
@@ -57,7 +57,7 @@ class Operation:
     output: View
     arguments: tuple[Any, ...] = ()
     options: Mapping[str, Any] = field(default_factory=dict)
-    weight: Int8Weight | None = None
+    weight: QuantizedWeight | None = None
 
     @property
     def inputs(self) -> list[View]:

@@ -10,9 +10,10 @@ import numpy as np
 import torch
 
 from swarm_protocol.kernels.attention import Numbers, PagedRows
-from swarm_protocol.kernels.int8_linear import Int8Linear
+from swarm_protocol.kernels.int4_linear import KernelInt4Weight
 from swarm_protocol.kernels.kernel_weight import KernelWeight
 from swarm_protocol.kernels.program import Program
+from swarm_protocol.kernels.quantized_linear import QuantizedLinear
 from swarm_protocol.span import Span
 from swarm_server.blocks.blocks import BlockStack
 from swarm_server.graph.assembling import Assembled, Linear
@@ -69,8 +70,8 @@ class StepGraphs:
     def _first_refusal(self) -> str | None:
         if not Program.is_available():
             return "the kernel is not compiled here"
-        weights = [module.int8 for module in self._stack.modules() if isinstance(module, Int8Linear)]
-        if not weights or not all(isinstance(weight, KernelWeight) for weight in weights):
+        weights = [module.quantized for module in self._stack.modules() if isinstance(module, QuantizedLinear)]
+        if not weights or not all(isinstance(weight, KernelWeight | KernelInt4Weight) for weight in weights):
             return "products are not the kernel's"
         if not self._stack.family.takes_positions:
             return "the family has positions of its own"

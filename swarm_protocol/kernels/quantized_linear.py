@@ -1,0 +1,75 @@
+"""A frozen linear layer over a weight that is kept in few bits, whatever the format."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.autograd.function import once_differentiable
+
+
+class QuantizedWeight(ABC):
+    """One frozen weight [out, in] in a format of few bits."""
+
+    shape: torch.Size
+    size_bytes: int
+
+    @abstractmethod
+    def matmul(self, x: torch.Tensor) -> torch.Tensor:
+        """x: [rows, in] fp32 -> x @ weight.T: [rows, out] fp32. A non-finite row spoils no other row."""
+
+    @abstractmethod
+    def matmul_grad(self, grad: torch.Tensor) -> torch.Tensor:
+        """grad: [rows, out] fp32 -> gradient of ``matmul`` with respect to x, ``grad @ weight``: [rows, in]."""
+
+    @abstractmethod
+    def dequantize(self) -> torch.Tensor:
+        """The weight the products are computed with: [out, in] fp32, a new tensor."""
+
+
+class _Matmul(torch.autograd.Function):
+    """``x @ weight.T``, differentiable in x alone: the weight is frozen, so nothing needs to be saved."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: QuantizedWeight) -> torch.Tensor:
+        ctx.weight = weight
+        return weight.matmul(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return ctx.weight.matmul_grad(grad), None
+
+
+class QuantizedLinear(torch.nn.Module):
+    """A frozen linear layer over a ``QuantizedWeight``: [..., in] of any float dtype -> [..., out] of that dtype."""
+
+    bias: torch.nn.Parameter | None
+
+    def __init__(self, quantized: QuantizedWeight, bias: torch.Tensor | None = None) -> None:
+        """bias: [out]; copied."""
+        super().__init__()
+        self.out_features, self.in_features = quantized.shape
+        self.quantized = quantized
+        if bias is not None:
+            bias = torch.nn.Parameter(bias.detach().to(torch.float32, copy=True), requires_grad=False)
+        self.register_parameter("bias", bias)
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """The dequantised weight, [out, in] fp32, made again at each access: for model code that looks at it."""
+        return self.quantized.dequantize()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        rows = x.reshape(-1, self.in_features).float()
+        multiply: Callable[[torch.Tensor, QuantizedWeight], torch.Tensor] = _Matmul.apply
+        y = multiply(rows, self.quantized) if rows.requires_grad else self.quantized.matmul(rows)
+        if self.bias is not None:
+            y += self.bias
+        return y.view(*x.shape[:-1], self.out_features).to(x.dtype)
+
+    def extra_repr(self) -> str:
+        weight = type(self.quantized).__name__
+        return f"{self.in_features}, {self.out_features}, bias={self.bias is not None}, {weight}"
