@@ -485,4 +485,3 @@ class Engine:
                 raise output
             outputs.append(output)
         return torch.cat(outputs)
-

@@ -205,9 +205,7 @@ class HostedSession:
         mask = positions = None
         if request.HasField("attention_mask") and request.attention_mask.values:  # an empty one hides nothing
             mask = validator.mask(request.attention_mask, batch_size, request.start_position + num_tokens)
-        if request.HasField("position_ids") and not counts_on(
-            request.position_ids, request.start_position, num_tokens
-        ):
+        if request.HasField("position_ids") and not counts_on(request.position_ids, request.start_position, num_tokens):
             positions = validator.positions(request.position_ids, batch_size, num_tokens)
         num_wanted = request.outputs_wanted if request.HasField("outputs_wanted") else num_tokens
         if num_wanted > num_tokens:
