@@ -74,6 +74,12 @@ def make_parser() -> argparse.ArgumentParser:
     add("--dtype", default=default.dtype, help="of computation: auto, float32, bfloat16 or float16")
     add("--device", default=default.device, help="auto, cpu, cuda, cuda:1, …")
     add(
+        "--devices",
+        default="",
+        metavar="DEVICE,…",
+        help="several devices of one type, such as cuda:0,cuda:1: the blocks are split over them by free memory",
+    )
+    add(
         "--host",
         metavar="ADDRESS",
         help="to listen on; by default the one that leads to the swarm, and for a new swarm the loopback: only this "
@@ -180,6 +186,7 @@ def read_config(args: argparse.Namespace) -> ServerConfig:
         quant=args.quant,
         dtype=args.dtype,
         device=args.device,
+        devices=tuple(args.devices.split(",")) if args.devices else (),
         host=args.host,
         port=args.port,
         dht_port=args.dht_port,

@@ -13,33 +13,12 @@
 #include <cstdlib>
 #include <cstring>
 #include <memory>
-#include <new>
-#include <thread>
 #include <type_traits>
 #include <vector>
 
-#if defined(__x86_64__) && defined(__GNUC__)
-#define X86 1
-#include <immintrin.h>
-#elif defined(__aarch64__) && defined(__GNUC__) && !defined(__AARCH64EB__)
-#define ARM 1
-#include <arm_neon.h>
-#if defined(__linux__)
-#include <sys/auxv.h>
-#endif
-#endif
-
-#if defined(__GNUC__)
-#define INLINE __attribute__((always_inline))
-#define ALWAYS_INLINE INLINE static inline
-#define PREFETCH(address) __builtin_prefetch(address)
-#define EXPORT extern "C" __attribute__((visibility("default")))
-#else
-#define INLINE
-#define ALWAYS_INLINE static inline
-#define PREFETCH(address) (void)0
-#define EXPORT extern "C" __declspec(dllexport)
-#endif
+#include "exported.h"
+#include "platform.h"
+#include "threads.h"
 
 static constexpr long STRIP = 64;  // outputs that are packed together
 
@@ -245,49 +224,6 @@ const std::vector<Choice> &choices() {
         {"generic", &generic::kernel, true},
     };
     return all;
-}
-
-// ------------------------------------------------------------ threads
-
-// GOMP_parallel: the threads that torch has anyway. A second pool would compete with them, because they spin.
-using Parallel = void (*)(void (*)(void *), void *, unsigned threads, unsigned flags);
-std::atomic<Parallel> parallel{nullptr};
-
-constexpr long SERIAL = 1 << 18;  // products of bytes that take less than threads take to wake up, tens of microseconds
-
-struct Job {
-    void (*part)(const void *, long number);
-    const void *data;
-    long parts;
-    std::atomic<long> next{0};
-};
-
-void work(void *pointer) {
-    Job &job = *static_cast<Job *>(pointer);
-    for (long number; (number = job.next.fetch_add(1)) < job.parts;) job.part(job.data, number);
-}
-
-// Calls body(first, last) for ranges that cover 0 to n, on up to `threads` threads if the products are worth it.
-template <class Body> void over(long n, long products, int threads, const Body &body) {
-    const long most = products / SERIAL;
-    long parts = threads < most ? threads : most;
-    parts = parts < n ? parts : n;
-    if (parts <= 1) return body(0, n);
-    struct Data {
-        const Body &body;
-        long n, parts;
-    } data{body, n, parts};
-    Job job{[](const void *pointer, long number) {
-                const Data &data = *static_cast<const Data *>(pointer);
-                data.body(data.n * number / data.parts, data.n * (number + 1) / data.parts);
-            },
-            &data, parts};
-    if (const Parallel run = parallel) return run(work, &job, (unsigned)parts, 0);
-    std::vector<std::thread> others;  // without OpenMP: worth it only where there is much to do
-    if (products / parts > 64 * SERIAL)
-        for (long i = 1; i < parts; i++) others.emplace_back(work, &job);
-    work(&job);
-    for (auto &other : others) other.join();
 }
 
 // ------------------------------------------------------------ products

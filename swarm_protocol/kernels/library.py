@@ -39,6 +39,7 @@ class Kernel:
     Attributes:
         names: instruction sets that run here, best first.
         isa: the number of the one in use.
+        library: everything that was compiled into it.
     """
 
     def __init__(self, path: Path) -> None:
@@ -47,7 +48,7 @@ class Kernel:
         for name, (result, arguments) in _SIGNATURES.items():
             function = getattr(library, name)
             function.restype, function.argtypes = result, arguments
-        self._library = library
+        self._library = self.library = library
         self._numbers: dict[str, int] = {}
         number = 0
         while (name := library.swarm_isa_name(number)) is not None:

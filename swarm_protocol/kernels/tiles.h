@@ -10,13 +10,7 @@
 //   dot(sum, weights, digits)           adds to each lane four products of stored weights and digits
 //   OFFSET                              by how much the weights in these products are too large: 128, or 0
 
-// Loops over accumulators are unrolled by templates: GCC keeps arrays that a loop indexes in memory.
-template <int I, int END, class F> ALWAYS_INLINE void each(F &&body) {
-    if constexpr (I < END) {
-        body(std::integral_constant<int, I>{});
-        each<I + 1, END>(body);
-    }
-}
+#include "each.h"
 
 // x, [rows][width], times factor, [width] unless null: as digits [rows][2][padded], hi and lo, their sums [rows][2]
 // and units [rows], with x ~ unit * (128 * hi + lo). The unit of a row that is not finite is NaN.

@@ -481,29 +481,53 @@ class KeptForward(_message.Message):
     key: bytes
     def __init__(self, contract: _Optional[_Union[Contract, _Mapping]] = ..., key: _Optional[bytes] = ...) -> None: ...
 
+class Summand(_message.Message):
+    __slots__ = ("key", "number")
+    KEY_FIELD_NUMBER: _ClassVar[int]
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    key: bytes
+    number: int
+    def __init__(self, key: _Optional[bytes] = ..., number: _Optional[int] = ...) -> None: ...
+
+class TakeSum(_message.Message):
+    __slots__ = ("contract", "key", "numbers")
+    CONTRACT_FIELD_NUMBER: _ClassVar[int]
+    KEY_FIELD_NUMBER: _ClassVar[int]
+    NUMBERS_FIELD_NUMBER: _ClassVar[int]
+    contract: Contract
+    key: bytes
+    numbers: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, contract: _Optional[_Union[Contract, _Mapping]] = ..., key: _Optional[bytes] = ..., numbers: _Optional[_Iterable[int]] = ...) -> None: ...
+
 class BackwardRequest(_message.Message):
-    __slots__ = ("forward", "grad", "more", "kept")
+    __slots__ = ("forward", "grad", "more", "kept", "take_sum", "summand")
     FORWARD_FIELD_NUMBER: _ClassVar[int]
     GRAD_FIELD_NUMBER: _ClassVar[int]
     MORE_FIELD_NUMBER: _ClassVar[int]
     KEPT_FIELD_NUMBER: _ClassVar[int]
+    TAKE_SUM_FIELD_NUMBER: _ClassVar[int]
+    SUMMAND_FIELD_NUMBER: _ClassVar[int]
     forward: Forward
     grad: Tensor
     more: bytes
     kept: KeptForward
-    def __init__(self, forward: _Optional[_Union[Forward, _Mapping]] = ..., grad: _Optional[_Union[Tensor, _Mapping]] = ..., more: _Optional[bytes] = ..., kept: _Optional[_Union[KeptForward, _Mapping]] = ...) -> None: ...
+    take_sum: TakeSum
+    summand: Summand
+    def __init__(self, forward: _Optional[_Union[Forward, _Mapping]] = ..., grad: _Optional[_Union[Tensor, _Mapping]] = ..., more: _Optional[bytes] = ..., kept: _Optional[_Union[KeptForward, _Mapping]] = ..., take_sum: _Optional[_Union[TakeSum, _Mapping]] = ..., summand: _Optional[_Union[Summand, _Mapping]] = ...) -> None: ...
 
 class TensorReply(_message.Message):
-    __slots__ = ("output", "more", "kept", "statement")
+    __slots__ = ("output", "more", "kept", "statement", "summed")
     OUTPUT_FIELD_NUMBER: _ClassVar[int]
     MORE_FIELD_NUMBER: _ClassVar[int]
     KEPT_FIELD_NUMBER: _ClassVar[int]
     STATEMENT_FIELD_NUMBER: _ClassVar[int]
+    SUMMED_FIELD_NUMBER: _ClassVar[int]
     output: Tensor
     more: bytes
     kept: bool
     statement: SignedStatement
-    def __init__(self, output: _Optional[_Union[Tensor, _Mapping]] = ..., more: _Optional[bytes] = ..., kept: bool = ..., statement: _Optional[_Union[SignedStatement, _Mapping]] = ...) -> None: ...
+    summed: bool
+    def __init__(self, output: _Optional[_Union[Tensor, _Mapping]] = ..., more: _Optional[bytes] = ..., kept: bool = ..., statement: _Optional[_Union[SignedStatement, _Mapping]] = ..., summed: bool = ...) -> None: ...
 
 class Statement(_message.Message):
     __slots__ = ("peer_id", "model", "revision", "blocks", "quant", "dtype", "device", "input_digest", "sketch", "made_at")

@@ -75,6 +75,17 @@ class Adapter:
             prompts=tuple(replace(prompt, values=change(prompt.values)) for prompt in self.prompts),
         )
 
+    def moved(self, device_of: Callable[[int], torch.device]) -> Adapter:
+        """The same with the tensors of each block on its device."""
+        return replace(
+            self,
+            low_rank=tuple(
+                replace(part, a=part.a.to(device_of(part.block)), b=part.b.to(device_of(part.block)))
+                for part in self.low_rank
+            ),
+            prompts=tuple(replace(prompt, values=prompt.values.to(device_of(prompt.block))) for prompt in self.prompts),
+        )
+
     @property
     def is_empty(self) -> bool:
         return not self.low_rank and not self.prompts

@@ -17,14 +17,14 @@ from swarm_protocol.errors import RequestRejected
 from swarm_protocol.span import Span
 from swarm_protocol.wire.adapters import Adapter, LowRank
 from swarm_server.adapters.dropout import Dropout
-from swarm_server.blocks.blocks import BlockStack
+from swarm_server.blocks.split_stack import Stack
 
 ModulePlace = tuple[int, str]  # block, and the module's path inside it
 
 
 @dataclass(frozen=True, eq=False)
 class PlacedAdapter:
-    """An adapter on the device of the blocks, which it fits.
+    """An adapter on the devices of the blocks, which it fits.
 
     Attributes:
         key: equal only for equal adapters.
@@ -87,7 +87,7 @@ class Patches:
     A hook is made when the first adapter needs it, and stays: without shares it does nothing.
     """
 
-    def __init__(self, stack: BlockStack) -> None:
+    def __init__(self, stack: Stack) -> None:
         self._stack = stack
         self._hooked: set[ModulePlace] = set()  # blocks themselves under the empty path
         self._shares: Sequence[Share] = ()

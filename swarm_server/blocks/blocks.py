@@ -71,6 +71,22 @@ class BlockStack:
     def device(self) -> torch.device:
         return self._hosted.device
 
+    # What stacks on several devices have as well, see ``SplitStack``.
+
+    @property
+    def devices(self) -> tuple[torch.device, ...]:
+        return (self.device,)
+
+    @property
+    def cuts(self) -> tuple[int, ...]:
+        return ()
+
+    def views(self, span: Span) -> list[BlockStack]:
+        return [self.view(span)]
+
+    def device_of(self, _index: int) -> torch.device:
+        return self.device
+
     @property
     def row_independent(self) -> bool:
         """Whether a row's result does not depend on how long the other rows are, or on how a prompt is cut."""

@@ -33,6 +33,7 @@ class ServerConfig:
     quant: str = "int8"
     dtype: str = "auto"  # of computation; auto: float32 on CPU, bfloat16 on CUDA
     device: str = "auto"  # auto: CUDA if there is any
+    devices: tuple[str, ...] = ()  # several, which share the blocks, such as cuda:0 and cuda:1; empty: device
     host: str | None = None  # None: the address that leads to the swarm, loopback if all of it is on this machine
     port: int = 0  # gRPC; 0: any free one
     dht_port: int = 0
@@ -73,6 +74,7 @@ class ServerConfig:
             )
         if not re.fullmatch(r"auto|(cpu|cuda|xpu|mps)(:\d+)?", self.device):
             raise ValueError(f"device {self.device!r} is unknown: expected auto, cpu, cuda, cuda:1, …")
+        self._check_devices()
         if self.announce_address is not None:
             split_address(self.announce_address, 0)
         if self.discover:
@@ -115,6 +117,26 @@ class ServerConfig:
             raise ValueError("cache_tokens and cache_bytes are both given: expected one of them")
         if self.throughput is not None and not 0 < self.throughput < inf:
             raise ValueError(f"throughput is {self.throughput}: expected a number of tokens per second above 0")
+
+    def _check_devices(self) -> None:
+        if not self.devices:
+            return
+        if self.device != "auto":
+            raise ValueError("device and devices are both given: expected one of them")
+        for name in self.devices:
+            if not re.fullmatch(r"(cuda|xpu):\d+", name):
+                raise ValueError(f"device {name!r} is none of several: expected a type and a number, such as cuda:0")
+        if len(set(self.devices)) < len(self.devices):
+            raise ValueError(f"devices {','.join(self.devices)} name one twice: expected each once")
+        if len({name.partition(":")[0] for name in self.devices}) > 1:
+            raise ValueError(f"devices {','.join(self.devices)} are of several types: expected one type")
+        pinned = self.blocks or self.initial_blocks
+        num_blocks = self.num_blocks if pinned is None else len(pinned)
+        if num_blocks is not None and num_blocks < len(self.devices):
+            raise ValueError(
+                f"{num_blocks} blocks cannot be split over {len(self.devices)} devices: "
+                "expected at least one block for each"
+            )
 
 
 _UNITS = {"": 1, "B": 1} | {

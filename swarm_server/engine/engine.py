@@ -19,23 +19,29 @@ from swarm_protocol.wire.block_input import BlockInput
 from swarm_protocol.wire.constants import PAGE_TOKENS
 from swarm_server.adapters.lora import Patches, PlacedAdapter, shares_of
 from swarm_server.adapters.targets import require_fit
-from swarm_server.blocks.blocks import BlockStack
 from swarm_server.blocks.recording import require_finite
+from swarm_server.blocks.split_stack import Stack
 from swarm_server.core.counters import Counters
-from swarm_server.engine.batch import Prepared, adapter_order, batch_inputs, block_runs
+from swarm_server.engine.batch import (
+    Prepared,
+    adapter_order,
+    batch_mask,
+    batch_positions,
+    block_runs,
+    hides_nothing,
+)
 from swarm_server.engine.content import followed, hashed, hiding, same_mask
 from swarm_server.engine.session_state import HistoryChange, Session, SessionStep, State, changed, cropped, forgotten
 from swarm_server.engine.token_by_token import can_go_on, tokens_of
+from swarm_server.engine.ways import Ways, fastest_ways
 from swarm_server.kv.kv_cache import CacheBudget, Lease
 from swarm_server.kv.kv_layout import StackLayout
 from swarm_server.kv.kv_rows import PageLayout, Parts, Row, grow, runs
 from swarm_server.kv.kv_transfer import Stored, pack, read, unpack
 from swarm_server.kv.prefix_cache import PrefixCache
 from swarm_server.kv.row_states import Room, RowStates, Slot, state_layers, states_after
-from swarm_server.kv.rows_cache import RowsCache, attention_in_place, replaceable
+from swarm_server.kv.rows_cache import RowsCache, attention_in_place
 from swarm_server.training.stateless import StatelessPasses
-
-_SAME = 5e-3  # relative; rounding in int8 and bfloat16 amplifies differences of 1e-7, mistakes are of order 1
 
 
 class BatchMeter(Protocol):
@@ -50,9 +56,10 @@ class Engine:
     Attributes:
         stateless: passes through the same blocks without a session.
         counters: of the positions that steps compute.
+        ways: how batches are computed.
     """
 
-    def __init__(self, stack: BlockStack, *, prefix_cache: PrefixCache | None = None) -> None:
+    def __init__(self, stack: Stack, *, prefix_cache: PrefixCache | None = None) -> None:
         self._stack = stack
         self.layout = StackLayout.probe(stack)
         self.prefix_cache = prefix_cache
@@ -60,13 +67,15 @@ class Engine:
         self.counters = Counters()
         self._patches = Patches(stack)
         self.stateless = StatelessPasses(stack, self._patches)
-        self._in_place = self._token_by_token = False
-        self._in_place = self._can_attend_in_place()
+        self._token_by_token = False
+        self.ways = Ways()
+        self.ways = fastest_ways(stack, self.layout, self._try_rows)
         self._token_by_token = self.layout.has_states and not can_go_on(self)
 
     @property
-    def device(self) -> torch.device:
-        return self._stack.device
+    def devices(self) -> tuple[torch.device, ...]:
+        """Of the blocks, in their order."""
+        return self._stack.devices
 
     @property
     def hidden_size(self) -> int:
@@ -93,13 +102,13 @@ class Engine:
             RequestRejected: it does not fit the blocks.
         """
         require_fit(adapter, self._stack.span, self.hidden_size, self._stack.original)
-        return PlacedAdapter.of(key, adapter.mapped(lambda tensor: tensor.to(self._stack.device)))
+        return PlacedAdapter.of(key, adapter.moved(self._stack.device_of))
 
     # ------------------------------------------------------------ sessions
 
     def layout_of(self, blocks: Span, keeps_outputs: bool) -> PageLayout:
         """What a session over ``blocks`` stores."""
-        return self.layout.part(blocks, keeps_outputs, windows=self._in_place)
+        return self.layout.part(blocks, keeps_outputs, windows=self.ways.in_place)
 
     def open(
         self,
@@ -249,7 +258,6 @@ class Engine:
                 num_tokens - num_matched,
                 session.layout,
                 session.lease,
-                self._stack.device,
                 reserved=session.reserved,
                 settled=state.settled,
             )
@@ -322,7 +330,7 @@ class Engine:
         if work.state.hashes is not None and not work.state.unhashed:
             self._add_pages(work.state, step.start // PAGE_TOKENS)
         if step.every_block:
-            output = torch.stack(work.block_outputs)
+            output = torch.stack([output.to(work.block_outputs[0].device) for output in work.block_outputs])
         assert output is not None
         return output.to("cpu", step.inputs.hidden.dtype)
 
@@ -376,12 +384,11 @@ class Engine:
                 stored.num_tokens,
                 session.layout,
                 session.lease,
-                self._stack.device,
                 reserved=session.reserved,
                 settled=state.settled,
                 counts=stored.num_kept,
             )
-            states = unpack(stored, growth.rows, session.layout, self._stack.device)
+            states = unpack(stored, growth.rows, session.layout)
         session.state = replace(state, rows=growth.rows)
         if states is not None:
             assert room is not None
@@ -397,10 +404,10 @@ class Engine:
     # ------------------------------------------------------------ one batch
 
     def _compute(self, batch: list[Prepared]) -> Iterator[torch.Tensor]:
-        """The output of each, on the device."""
-        device, dtype = self._stack.device, self._stack.dtype
-        hidden = [work.new_hidden.to(device, dtype) for work in batch]
-        bounds = sorted({bound for work in batch for bound in work.bounds})
+        """The output of each, on the device of its last block."""
+        stack = self._stack
+        hidden = [work.new_hidden.to(stack.device_of(work.session.blocks.start), stack.dtype) for work in batch]
+        bounds = sorted({*(bound for work in batch for bound in work.bounds), *stack.cuts})
         for part in map(Span, bounds, bounds[1:]):
             members = [i for i, work in enumerate(batch) if work.session.blocks.covers(part)]
             members.sort(key=lambda i: adapter_order(batch[i]))  # those with the same adapter are computed as one
@@ -425,18 +432,24 @@ class Engine:
         return iter([kind for kind in kinds if kind])
 
     def _run_part(self, blocks: Span, batch: list[Prepared], hidden: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Blocks that all sessions of the batch go through."""
-        num_new = hidden[0].shape[1]
+        """Blocks of one device that all sessions of the batch go through."""
+        view = self._stack.view(blocks)
+        device, hidden = view.device, [rows.to(view.device) for rows in hidden]
+        num_new, num_rows = hidden[0].shape[1], [work.num_rows for work in batch]
         length = max(work.state.length for work in batch)
-        slots = batch[0].slots(blocks)
-        layers = self._state_layers(blocks, batch, slots)
-        cache = RowsCache(block_runs(blocks, batch), length, num_new, self._in_place, layers if any(slots) else ())
-        mask, positions = batch_inputs(batch, length, num_new)
-        view, device = self._stack.view(blocks), self._stack.device
+        places, slots, ways = block_runs(blocks, batch), batch[0].slots(blocks), self.ways
+        layers = self._state_layers(blocks, batch, slots, device)
+        positions = batch_positions(batch, num_new)
         shares = shares_of(
             [(work.session.adapter, work.num_rows, work.step.start + work.num_matched) for work in batch]
         )
-        in_place = attention_in_place(cache, view.configs) if self._in_place else nullcontext()
+        if ways.graphs is not None and num_new == 1 and not shares and hides_nothing(batch):
+            output = ways.graphs.run(blocks, hidden, positions, places)
+            if output is not None:
+                return list(output.split(num_rows))
+        mask = batch_mask(batch, length)
+        cache = RowsCache(places, length, num_new, ways.in_place, layers if any(slots) else (), ways.attention)
+        in_place = attention_in_place(cache, view.configs) if ways.in_place else nullcontext()
         with in_place, self._patches.applied(shares, sum(work.num_rows for work in batch), num_new):
             output = view(
                 hidden[0] if len(hidden) == 1 else torch.cat(hidden),
@@ -444,32 +457,26 @@ class Engine:
                 positions.to(device),
                 cache,
             )
-        num_rows = [work.num_rows for work in batch]
         for work, states in zip(batch, states_after(slots, layers, num_rows), strict=True):
             work.states.update(zip(blocks, states, strict=True))
         return list(output.split(num_rows))
 
     def _state_layers(
-        self, blocks: Span, batch: list[Prepared], slots: tuple[tuple[Slot, ...], ...]
+        self, blocks: Span, batch: list[Prepared], slots: tuple[tuple[Slot, ...], ...], device: torch.device
     ) -> list[LinearAttentionLayer | None]:
         members = [work.states_before(blocks) for work in batch] if any(slots) and batch[0].step.start else None
         num_rows = sum(work.num_rows for work in batch)
-        return state_layers(slots, members, num_rows, self._stack.device, recording=batch[0].records)
+        return state_layers(slots, members, num_rows, device, recording=batch[0].records)
 
-    def _can_attend_in_place(self) -> bool:
-        """Tries attention in place, on rows of different lengths, and compares with attention to a copy."""
-        if self._stack.device.type != "cpu" or not replaceable(self._stack.config):
-            return False  # elsewhere memory is fast and calls are slow: one copy for all rows is better
+    def _try_rows(self, ways: Ways) -> torch.Tensor:
+        """What a step of rows of different lengths gives."""
+        before, self.ways = self.ways, ways
         try:
-            copied, attended = self._try_rows(in_place=False), self._try_rows(in_place=True)
-        except Exception:  # a family's own code: whatever it raises means that this way does not fit
-            return False
+            return self._step_of_two_lengths()
         finally:
-            self._in_place = False
-        return bool((attended - copied).abs().max() <= _SAME * copied.abs().max())
+            self.ways = before
 
-    def _try_rows(self, in_place: bool) -> torch.Tensor:
-        self._in_place = in_place
+    def _step_of_two_lengths(self) -> torch.Tensor:
         generator = torch.Generator().manual_seed(0)
         budget = CacheBudget(2**62, 1)
         batch = []

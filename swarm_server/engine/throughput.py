@@ -166,10 +166,10 @@ class SpeedCache:
         return self._directory / f"{hashlib.sha256(json.dumps(self._key()).encode()).hexdigest()[:32]}.json"
 
 
-def hardware_name(device: torch.device) -> str:
-    """The model of the processor that computes."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
+def hardware_name(devices: Sequence[torch.device]) -> str:
+    """The models of the processors that compute."""
+    if devices[0].type == "cuda":
+        return ", ".join(map(torch.cuda.get_device_name, devices))
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         return next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))

@@ -9,6 +9,7 @@ from transformers.cache_utils import DynamicCache, LinearAttentionAndFullAttenti
 
 from swarm_protocol.span import Span
 from swarm_server.blocks.blocks import BlockStack
+from swarm_server.blocks.split_stack import Stack
 from swarm_server.kv.kv_rows import Channel, ChannelPlace, Group, PageLayout
 from swarm_server.kv.row_states import Slot
 from swarm_server.kv.rows_cache import StatesCache
@@ -34,27 +35,30 @@ class BlockFacts:
 
 @dataclass(frozen=True)
 class StackLayout:
-    """What each hosted block stores."""
+    """What each hosted block stores, and its outputs."""
 
     hosted: Span
     blocks: tuple[BlockFacts, ...]
-    outputs: Channel
+    outputs: tuple[Channel, ...]
 
     @classmethod
-    def probe(cls, stack: BlockStack) -> StackLayout:
-        layers = [LinearAttentionAndFullAttentionLayer(_MAX_STATES) for _ in stack.span]  # they take all there is
-        cache = StatesCache([*layers])
-        with torch.inference_mode():
-            hidden = torch.zeros(1, 1, stack.hidden_size, dtype=stack.dtype, device=stack.device)
-            stack(hidden, None, torch.zeros(1, 1, dtype=torch.long, device=stack.device), cache)
-        windows = [getattr(layer, "sliding_window", None) for layer in DynamicCache(config=stack.config).layers]
-        facts = tuple(_facts(layer, window) for layer, window in zip(layers, windows, strict=True))
-        return cls(stack.span, facts, Channel(1, stack.hidden_size, stack.dtype))
+    def probe(cls, stack: Stack) -> StackLayout:
+        facts = tuple(facts for part in stack.views(stack.span) for facts in _probed(part))
+        outputs = tuple(Channel(1, stack.hidden_size, stack.dtype, stack.device_of(block)) for block in stack.span)
+        return cls(stack.span, facts, outputs)
 
     @property
     def token_bytes(self) -> int:
         """What one position takes in all hosted blocks, with the outputs."""
         return sum(group.token_bytes for group in self.part(self.hosted, keeps_outputs=True).groups)
+
+    def token_bytes_by_device(self) -> dict[torch.device, int]:
+        """What one position takes in the blocks of each."""
+        result: dict[torch.device, int] = {}
+        for group in self.part(self.hosted, keeps_outputs=True).groups:
+            for channel in group.channels:
+                result[channel.device] = result.get(channel.device, 0) + channel.token_bytes
+        return result
 
     @property
     def has_states(self) -> bool:
@@ -79,15 +83,25 @@ class StackLayout:
         outputs_group = None
         if keeps_outputs:
             outputs_group = numbers.setdefault(None, len(numbers))
-            channels.setdefault(None, []).append(self.outputs)
+            channels.setdefault(None, []).append(self.outputs[span.end - 1 - self.hosted.start])
         groups = tuple(Group(tuple(channels[window]), window) for window in numbers)
         slots = tuple(block.slots for block in facts)
         return PageLayout(groups, tuple(places), outputs_group, slots if any(slots) else ())
 
 
+def _probed(stack: BlockStack) -> list[BlockFacts]:
+    layers = [LinearAttentionAndFullAttentionLayer(_MAX_STATES) for _ in stack.span]  # they take all there is
+    cache = StatesCache([*layers])
+    with torch.inference_mode():
+        hidden = torch.zeros(1, 1, stack.hidden_size, dtype=stack.dtype, device=stack.device)
+        stack(hidden, None, torch.zeros(1, 1, dtype=torch.long, device=stack.device), cache)
+    windows = [getattr(layer, "sliding_window", None) for layer in DynamicCache(config=stack.config).layers]
+    return [_facts(layer, window) for layer, window in zip(layers, windows, strict=True)]
+
+
 def _facts(layer: LinearAttentionAndFullAttentionLayer, window: int | None) -> BlockFacts:
     slots = [
-        Slot(is_convolution, index, tuple(state.shape[1:]), state.dtype)
+        Slot(is_convolution, index, tuple(state.shape[1:]), state.dtype, state.device)
         for is_convolution, states in ((True, layer.conv_states), (False, layer.recurrent_states))
         for index, state in states.items()
         if state is not None
@@ -99,4 +113,4 @@ def _facts(layer: LinearAttentionAndFullAttentionLayer, window: int | None) -> B
 
 def _channel(tensor: torch.Tensor) -> Channel:
     """tensor: [1, heads, 1, width]."""
-    return Channel(tensor.shape[1], tensor.shape[3], tensor.dtype)
+    return Channel(tensor.shape[1], tensor.shape[3], tensor.dtype, tensor.device)

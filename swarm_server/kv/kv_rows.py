@@ -17,8 +17,9 @@ from itertools import chain
 import torch
 
 from swarm_protocol.errors import PeerBusy
+from swarm_protocol.kernels.attention import Numbers, channel_table
 from swarm_server.kv.kv_cache import Lease
-from swarm_server.kv.row_states import COPIES, Slot
+from swarm_server.kv.row_states import COPIES, CPU, Slot
 
 MAX_PARTS = 4  # of one row; with more, attention would read small pieces
 FORK_TOKENS = 32  # room of a page for a row that leaves another's page
@@ -27,11 +28,16 @@ GROWTH_TOKENS = 64  # least room of a page for a row whose page is full
 
 @dataclass(frozen=True)
 class Channel:
-    """What is stored of every position: the keys or the values of one block, or the outputs of the last one."""
+    """What is stored of every position: the keys or the values of one block, or the outputs of the last one.
+
+    Attributes:
+        device: that of the block.
+    """
 
     heads: int
     width: int
     dtype: torch.dtype
+    device: torch.device = CPU
 
     @property
     def token_bytes(self) -> int:
@@ -124,7 +130,7 @@ class Page:
         pinned: per row, how many positions may not be given back because others know them.
     """
 
-    def __init__(self, group: Group, num_rows: int, capacity: int, lease: Lease, device: torch.device) -> None:
+    def __init__(self, group: Group, num_rows: int, capacity: int, lease: Lease) -> None:
         """Raises PeerBusy if the lease finds no room."""
         self.lease = lease
         self.capacity = capacity
@@ -133,9 +139,17 @@ class Page:
         self.pinned = [0] * num_rows
         self._charge = lease.take(group.token_bytes * num_rows * capacity, self)
         self.data = [
-            torch.empty(num_rows, channel.heads, capacity, channel.width, dtype=channel.dtype, device=device)
+            torch.empty(num_rows, channel.heads, capacity, channel.width, dtype=channel.dtype, device=channel.device)
             for channel in group.channels
         ]
+        self._table: Numbers | None = None
+
+    @property
+    def table(self) -> Numbers:
+        """Where the channels are, for the attention kernel."""
+        if self._table is None:
+            self._table = channel_table(self.data)
+        return self._table
 
     def trim(self) -> None:
         """Gives back the room that is not filled; nothing can be added any more."""
@@ -144,6 +158,7 @@ class Page:
             self._charge.shrink(self._charge.size_bytes * filled // self.capacity)
             self.data = [data[:, :, :filled].clone() for data in self.data]
             self.capacity = filled
+            self._table = None
 
 
 @dataclass(frozen=True)
@@ -258,7 +273,6 @@ def grow(
     count: int,
     layout: PageLayout,
     lease: Lease,
-    device: torch.device,
     *,
     reserved: int = 0,
     settled: int | None = None,
@@ -281,7 +295,7 @@ def grow(
             for page, row, filled in _given_back(before, rows, lease):
                 growth.fill(page, row, filled)
         columns = [
-            _grow_group(growth, group, number, counts[number] if counts else count, lease, device, reserved, settled)
+            _grow_group(growth, group, number, counts[number] if counts else count, lease, reserved, settled)
             for number, group in enumerate(layout.groups)
         ]
     except BaseException:
@@ -297,7 +311,6 @@ def _grow_group(
     number: int,
     count: int,
     lease: Lease,
-    device: torch.device,
     reserved: int,
     settled: int | None,
 ) -> list[Parts]:
@@ -309,7 +322,7 @@ def _grow_group(
     kept = sum(map(len, all_parts[0]))  # rows of one session are equally long
     excess = group.excess(length, kept, count, length if settled is None else settled)
     if excess or max(map(len, all_parts)) > MAX_PARTS:
-        all_parts = _compacted(growth, group, all_parts, excess, count, lease, device)
+        all_parts = _compacted(growth, group, all_parts, excess, count, lease)
     grown = list(all_parts)
     homeless: dict[bool, list[int]] = {False: [], True: []}  # rows that need a new page; True: they leave another's
     for i, parts in enumerate(all_parts):
@@ -328,20 +341,20 @@ def _grow_group(
             room = FORK_TOKENS
         else:
             room = max(min(reserved, group.most) - kept, max(GROWTH_TOKENS, kept // 4) if kept else 0)
-        page = _page(group, len(indices), count, room, lease, device)
+        page = _page(group, len(indices), count, room, lease)
         for row, i in enumerate(indices):
             grown[i] = (*all_parts[i], growth.claim(page, row, count))
     return grown
 
 
-def _page(group: Group, num_rows: int, least: int, best: int, lease: Lease, device: torch.device) -> Page:
+def _page(group: Group, num_rows: int, least: int, best: int, lease: Lease) -> Page:
     """A page for ``best`` positions, or for ``least`` if there is no room for so many."""
     try:
-        return Page(group, num_rows, max(best, least), lease, device)
+        return Page(group, num_rows, max(best, least), lease)
     except PeerBusy:
         if best <= least:
             raise
-    return Page(group, num_rows, least, lease, device)
+    return Page(group, num_rows, least, lease)
 
 
 def _compacted(
@@ -351,13 +364,12 @@ def _compacted(
     excess: int,
     count: int,
     lease: Lease,
-    device: torch.device,
 ) -> list[Parts]:
     """All rows' parts copied into one page, without the ``excess`` oldest positions."""
     kept = [_take(parts, excess, sum(map(len, parts))) for parts in all_parts]
     length = sum(map(len, kept[0]))
     room = max(GROWTH_TOKENS, length // 4 if group.window is None else group.most - length)
-    page = _page(group, len(kept), length + count, length + room, lease, device)
+    page = _page(group, len(kept), length + count, length + room, lease)
     compacted: list[Parts] = []
     for row, parts in enumerate(kept):
         position = 0
@@ -409,6 +421,16 @@ class Run:
         """[rows, heads, positions, width] of each part; views."""
         for page, rows, positions in self.parts:
             yield page.data[channel][rows, :, positions]
+
+    def last(self, count: int) -> tuple[tuple[Page, slice, slice], ...]:
+        """The parts with the last ``count`` positions, or with all if there are fewer."""
+        skipped, parts = max(0, self.length - count), []
+        for page, rows, positions in self.parts:
+            here = min(skipped, positions.stop - positions.start)
+            skipped -= here
+            if positions.start + here < positions.stop:
+                parts.append((page, rows, slice(positions.start + here, positions.stop)))
+        return tuple(parts)
 
 
 def runs(rows: Sequence[Row], group: int, first: int) -> list[Run]:

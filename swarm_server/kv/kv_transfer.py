@@ -75,7 +75,7 @@ def pack(rows: Sequence[Row], layout: PageLayout, start: int, end: int, states: 
     return Stored(end - start, tuple(num_kept), torch.cat(data) if data else torch.empty(0, dtype=torch.uint8))
 
 
-def unpack(stored: Stored, rows: Sequence[Row], layout: PageLayout, device: torch.device) -> States | None:
+def unpack(stored: Stored, rows: Sequence[Row], layout: PageLayout) -> States | None:
     """Writes to the last positions of the rows, for which there is room; returns the states after them if they came."""
     offset = 0
 
@@ -96,7 +96,8 @@ def unpack(stored: Stored, rows: Sequence[Row], layout: PageLayout, device: torc
     if not stored.has_states(layout, len(rows)):
         return None
     return tuple(
-        tuple(take(len(rows), *slot.shape, dtype=slot.dtype).to(device) for slot in slots) for slots in layout.slots
+        tuple(take(len(rows), *slot.shape, dtype=slot.dtype).to(slot.device) for slot in slots)
+        for slots in layout.slots
     )
 
 

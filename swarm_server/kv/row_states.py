@@ -16,6 +16,7 @@ from transformers.cache_utils import LinearAttentionLayer
 
 from swarm_server.kv.kv_cache import Lease
 
+CPU = torch.device("cpu")
 COPIES = 3  # of a row's states: those after the last step, those before it, those that are being computed
 
 
@@ -26,12 +27,14 @@ class Slot:
     Attributes:
         index: which of the block's states of this kind.
         shape: of one row; the last dimension of a convolution's is positions.
+        device: that of the block.
     """
 
     is_convolution: bool
     index: int
     shape: tuple[int, ...]
     dtype: torch.dtype
+    device: torch.device = CPU
 
     @property
     def size_bytes(self) -> int:

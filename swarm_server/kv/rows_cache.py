@@ -22,7 +22,9 @@ from transformers.cache_utils import Cache, LinearAttentionLayer
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from swarm_protocol.kernels.attention import AttentionKernel, Numbers, PagedRows
 from swarm_server.kv.kv_rows import Run
+from swarm_server.kv.rows_attention import channel_numbers, is_plain_sdpa, paged_rows
 
 _PREFIX = "swarm_rows_"
 _NAME = "_attn_implementation_internal"  # where a config keeps the name of its attention function
@@ -69,8 +71,15 @@ class RowsCache(StatesCache):
         num_new: int,
         in_place: bool,
         states: Sequence[LinearAttentionLayer | None] = (),
+        kernel: AttentionKernel | None = None,
     ) -> None:
-        """``length``: of the longest row with its ``num_new`` new positions; ``states``: of each block, if any have."""
+        """What the rows of one call look like.
+
+        Args:
+            length: of the longest row with its ``num_new`` new positions.
+            states: of each block, if any have.
+            kernel: what is to attend for one new position where it can.
+        """
         layers: list[Any] = list(states)  # None where transformers expects layers: such blocks do not ask for one
         self.layers = layers
         self._blocks = blocks
@@ -78,19 +87,27 @@ class RowsCache(StatesCache):
         self._num_new = num_new
         self._current: BlockRuns | None = None
         self._masks: dict[tuple[int, int], tuple[object, object, list[torch.Tensor | None]]] = {}
+        self._kernel = kernel if num_new == 1 else None
+        self._paged: dict[int, tuple[object, PagedRows]] = {}  # by the id of the runs, which are kept with them
         self.in_place = in_place
 
     def update(  # type: ignore[override]  # they come by position
         self, keys: torch.Tensor, values: torch.Tensor, layer_idx: int, *_args: object, **_kwargs: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Stores keys and values [rows, heads, new, width]; returns what attention is to be given."""
-        block = self._current = self._blocks[layer_idx]
-        for run, key_channel, value_channel in zip(block.runs, block.keys, block.values, strict=True):
-            _write(run, key_channel, keys)
-            _write(run, value_channel, values)
+        block = self._store(layer_idx, keys, values)
         if self.in_place:
             return keys, values
         return self._aligned(block.keys, keys), self._aligned(block.values, values)
+
+    def _store(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> BlockRuns:
+        block = self._current = self._blocks[layer]
+        if self._kernel is not None and self._kernel.store(*self._places(block), keys, values):
+            return block
+        for run, key_channel, value_channel in zip(block.runs, block.keys, block.values, strict=True):
+            _write(run, key_channel, keys)
+            _write(run, value_channel, values)
+        return block
 
     def attend(
         self,
@@ -107,6 +124,10 @@ class RowsCache(StatesCache):
         """
         block, outputs = self._current, []
         assert block is not None
+        if piecewise and is_plain_sdpa(options):
+            output = self._attend_by_kernel(block, query, mask, options.get("scaling"))
+            if output is not None:
+                return output
         for number, (run, run_mask) in enumerate(zip(block.runs, self._run_masks(block.runs, mask), strict=True)):
             rows = query if len(block.runs) == 1 else query[run.rows]
             keys, values = list(run.read(block.keys[number])), list(run.read(block.values[number]))
@@ -119,6 +140,51 @@ class RowsCache(StatesCache):
                     attention(module, rows, torch.cat(keys, 2), torch.cat(values, 2), run_mask, **options)[0]
                 )
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
+    def attend_new(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        scaling: float | None = None,
+        mask: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Stores one new position of every row and attends to all: ``update`` and ``attend`` in one call.
+
+        Args:
+            layer: the block, counted from the first of this call.
+            query: [rows, heads, 1, width].
+            keys, values: [rows, kv_heads, 1, width of each].
+            mask: as transformers makes it for a right-aligned batch; None: everything is attended to.
+
+        Returns:
+            [rows, 1, heads, width of the values].
+        """
+        block, outputs = self._store(layer, keys, values), []
+        output = self._attend_by_kernel(block, query, mask, scaling)
+        if output is not None:
+            return output
+        for number, (run, run_mask) in enumerate(zip(block.runs, self._run_masks(block.runs, mask), strict=True)):
+            parts = list(run.read(block.keys[number])), list(run.read(block.values[number]))
+            outputs.append(_attend_parts(query[run.rows], *parts, run_mask, scaling))
+        return torch.cat(outputs)
+
+    def _attend_by_kernel(
+        self, block: BlockRuns, query: torch.Tensor, mask: torch.Tensor | None, scaling: float | None
+    ) -> torch.Tensor | None:
+        """None if it cannot."""
+        if self._kernel is None or not block.runs:
+            return None
+        if mask is not None and any(part is not None for part in self._run_masks(block.runs, mask)):
+            return None
+        value_width = block.runs[0].parts[0][0].data[block.values[0]].shape[3]
+        return self._kernel.attend(*self._places(block), query, value_width, scaling)
+
+    def _places(self, block: BlockRuns) -> tuple[PagedRows, tuple[Numbers, Numbers]]:
+        if id(block.runs) not in self._paged:
+            self._paged[id(block.runs)] = block.runs, paged_rows(block.runs)
+        return self._paged[id(block.runs)][1], (channel_numbers(block.keys), channel_numbers(block.values))
 
     def _run_masks(self, runs: Sequence[Run], mask: torch.Tensor | None) -> list[torch.Tensor | None]:
         """The mask's rows and columns for each run; None where everything is attended to."""

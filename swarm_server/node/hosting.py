@@ -6,7 +6,7 @@ import asyncio
 import gc
 import logging
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -17,9 +17,10 @@ from swarm_protocol.checkpoints.family import max_positions
 from swarm_protocol.process.logs import shows_progress
 from swarm_protocol.span import Span
 from swarm_server.adapters.store import AdapterStore
-from swarm_server.blocks.blocks import BlockStack, load_blocks
+from swarm_server.blocks.blocks import load_blocks
 from swarm_server.blocks.dense_linear import use_onednn_
 from swarm_server.blocks.quantization import Report, quantize_
+from swarm_server.blocks.split_stack import SplitStack, Stack
 from swarm_server.core.config import ServerConfig
 from swarm_server.core.counters import Counters
 from swarm_server.engine.engine import Engine
@@ -32,6 +33,7 @@ from swarm_server.machine.memory import available_bytes, hosted_bytes_per_block
 from swarm_server.net.neighbours import Neighbours
 from swarm_server.net.validation import RequestValidator
 from swarm_server.node.preloaded import load_adapters
+from swarm_server.placement.device_split import split_span
 from swarm_server.sessions.host import SessionManager
 from swarm_server.sessions.services import SpanServices
 from swarm_server.training.training_memory import TrainingMemory
@@ -41,17 +43,22 @@ CHUNK_TOKENS_CPU, CHUNK_TOKENS_CUDA = 64, 512
 _SHARE_CORES_S = 5.0
 
 
-def device_and_dtype(config: ServerConfig) -> tuple[torch.device, torch.dtype]:
+def devices_and_dtype(config: ServerConfig) -> tuple[tuple[torch.device, ...], torch.dtype]:
     """Of the blocks and of computation; raises ValueError if there is no such device."""
     name = ("cuda" if torch.cuda.is_available() else "cpu") if config.device == "auto" else config.device
+    devices = tuple(map(_usable, config.devices or (name,)))
+    if config.dtype != "auto":
+        return devices, getattr(torch, config.dtype)
+    return devices, torch.bfloat16 if devices[0].type == "cuda" else torch.float32
+
+
+def _usable(name: str) -> torch.device:
     try:
         device = torch.device(name)
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
         raise ValueError(f"device {name!r} cannot be used: {str(error).splitlines()[0]}") from None
-    if config.dtype != "auto":
-        return device, getattr(torch, config.dtype)
-    return device, torch.bfloat16 if device.type == "cuda" else torch.float32
+    return device
 
 
 class SpanRuntime:
@@ -100,7 +107,7 @@ class SpanLoader:
         config: ServerConfig,
         checkpoint: Checkpoint,
         cores: CoreShare,
-        device: torch.device,
+        devices: Sequence[torch.device],
         dtype: torch.dtype,
         counters: Counters,
     ) -> None:
@@ -108,11 +115,11 @@ class SpanLoader:
         self._counters = counters
         self._checkpoint = checkpoint
         self._cores = cores
-        self._device = device
+        self._devices = tuple(devices)
         self._dtype = dtype
-        setting = [checkpoint.name, checkpoint.revision, config.quant, str(dtype), hardware_name(device)]
+        setting = [checkpoint.name, checkpoint.revision, config.quant, str(dtype), hardware_name(devices)]
         self._speed_cache = SpeedCache(setting, cores)
-        self._prefetching: dict[Span, asyncio.Task[BlockStack]] = {}
+        self._prefetching: dict[Span, asyncio.Task[Stack]] = {}
 
     def known_speeds(self, num_blocks: int) -> Speeds | None:
         """What so many blocks would be computed at; None if this machine has never measured it."""
@@ -125,7 +132,7 @@ class SpanLoader:
         """Starts what ``load`` will wait for: in a thread, which goes on if nobody does."""
         self._prefetching[span] = asyncio.ensure_future(asyncio.to_thread(self._load, span))
 
-    async def load(self, span: Span) -> BlockStack:
+    async def load(self, span: Span) -> Stack:
         if span not in self._prefetching:
             self.prefetch(span)
         return await self._prefetching.pop(span)
@@ -135,7 +142,7 @@ class SpanLoader:
         for loading in self._prefetching.values():
             loading.cancel()
 
-    async def start(self, stack: BlockStack, neighbours: Neighbours, sharing: str) -> SpanRuntime:
+    async def start(self, stack: Stack, neighbours: Neighbours, sharing: str) -> SpanRuntime:
         """Hosts what was loaded. ``sharing``: see ``prefix_sharing``."""
         config, span = self._config, stack.span
         prefix_cache = None if sharing == "none" else PrefixCache(between_owners=sharing == "all")
@@ -167,7 +174,7 @@ class SpanLoader:
         )
         return SpanRuntime(span, SessionManager(services, config.max_sessions), meter, self._cores)
 
-    def _load(self, span: Span) -> BlockStack:
+    def _load(self, span: Span) -> Stack:
         gc.collect()  # what was hosted before
         report = Report(self._config.quant)
         bar = tqdm(
@@ -180,22 +187,32 @@ class SpanLoader:
         )
         with bar:
 
-            def prepare(block: torch.nn.Module, _index: int) -> None:
+            def prepare(device: torch.device, block: torch.nn.Module, _index: int) -> None:
                 nonlocal report
-                report += quantize_(block, self._config.quant, self._device, self._dtype)
-                if self._device.type == "cpu":
+                report += quantize_(block, self._config.quant, device, self._dtype)
+                if device.type == "cpu":
                     use_onednn_(block)
 
-            stack = load_blocks(
-                self._checkpoint,
-                span,
-                dtype=self._dtype,
-                device=self._device,
-                transform=prepare,
-                progress=lambda _index: bar.update(),
-            )
+            parts = [
+                load_blocks(
+                    self._checkpoint,
+                    part,
+                    dtype=self._dtype,
+                    device=device,
+                    transform=partial(prepare, device),
+                    progress=lambda _index: bar.update(),
+                )
+                for part, device in self._split(span)
+            ]
         _logger.info("blocks %s loaded; %s", span, report)
-        return stack
+        if len(parts) == 1:
+            return parts[0]
+        _logger.info("%s", ", ".join(f"blocks {part.span} are on {part.device}" for part in parts))
+        return SplitStack(parts)
+
+    def _split(self, span: Span) -> list[tuple[Span, torch.device]]:
+        sizes = [self._checkpoint.block_parameters(index) for index in span]
+        return list(zip(split_span(span, sizes, list(map(available_bytes, self._devices))), self._devices, strict=True))
 
     def _cache_budget(self, engine: Engine, num_blocks: int) -> CacheBudget:
         config, token_bytes = self._config, engine.layout.token_bytes
@@ -206,13 +223,19 @@ class SpanLoader:
         elif config.memory_bytes is not None:
             size_bytes = config.memory_bytes - hosted_bytes_per_block(self._checkpoint, config.quant) * num_blocks
         else:
-            size_bytes = default_cache_bytes(token_bytes, available_bytes(engine.device))
+            size_bytes = default_cache_bytes(token_bytes, _room_bytes(engine))
         if size_bytes < token_bytes:
             raise ValueError(f"cache memory of {size_bytes} bytes has no room for one token, which takes {token_bytes}")
         return CacheBudget(size_bytes, token_bytes)
 
     def _chunk_tokens(self, engine: Engine) -> int:
-        return self._config.chunk_tokens or (CHUNK_TOKENS_CPU if engine.device.type == "cpu" else CHUNK_TOKENS_CUDA)
+        return self._config.chunk_tokens or (CHUNK_TOKENS_CPU if engine.devices[0].type == "cpu" else CHUNK_TOKENS_CUDA)
+
+
+def _room_bytes(engine: Engine) -> int:
+    """Free memory for keys and values: of each device as much as its blocks can use when the first one is full."""
+    token_bytes = engine.layout.token_bytes_by_device()
+    return min(available_bytes(device) * sum(token_bytes.values()) // token_bytes[device] for device in token_bytes)
 
 
 async def _share_cores(cores: CoreShare, scheduler: Scheduler) -> None:

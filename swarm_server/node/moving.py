@@ -46,7 +46,8 @@ def num_hosted(starting: Starting) -> int:
         return config.num_blocks
     block_bytes = hosted_bytes_per_block(starting.checkpoint, config.quant)
     share = _BLOCKS_OF_FREE if config.memory_bytes is None else _BLOCKS_OF_GIVEN
-    affordable = int((config.memory_bytes or available_bytes(starting.device)) * share // block_bytes)
+    free_bytes = [config.memory_bytes] if config.memory_bytes else map(available_bytes, starting.devices)
+    affordable = sum(int(free * share // block_bytes) for free in free_bytes)
     if affordable < 1:
         given = "free memory" if config.memory_bytes is None else f"memory in {config.memory_bytes >> 20} MiB"
         raise ValueError(

@@ -31,7 +31,7 @@ from swarm_server.net.arrivals import Arrivals
 from swarm_server.net.network_probe import NetworkProbe
 from swarm_server.net.push import ChannelPool
 from swarm_server.node.addresses import announced, bind
-from swarm_server.node.hosting import SpanLoader, device_and_dtype
+from swarm_server.node.hosting import SpanLoader, devices_and_dtype
 from swarm_server.node.joining import join
 from swarm_server.node.moving import Mover, PeerMonitor, num_hosted
 from swarm_server.node.preloaded import check_adapters
@@ -162,17 +162,17 @@ async def _start(config: ServerConfig, counters: Counters, cleanup: AsyncExitSta
     given = config.blocks or config.initial_blocks
     if given is not None:
         given.within(checkpoint.family.num_blocks)
-    device, dtype = device_and_dtype(config)
+    devices, dtype = devices_and_dtype(config)
     cores = cleanup.enter_context(CoreShare())
     torch.set_num_threads(cores.threads())  # of threads that have not computed yet
-    loader = SpanLoader(config, checkpoint, cores, device, dtype, counters)
+    loader = SpanLoader(config, checkpoint, cores, devices, dtype, counters)
     if given is not None:  # nothing to find out first: load while joining
         loader.prefetch(given)
         cleanup.callback(loader.cancel)
     access = ServerAccess.of(config)
     channels = ChannelPool(partial(pinned_channel, ClientCredentials(access.identity, access.token)))
     cleanup.push_async_callback(channels.close)
-    return Starting(config, access, checkpoint, device, dtype, channels, loader, counters)
+    return Starting(config, access, checkpoint, devices, dtype, channels, loader, counters)
 
 
 async def _join(starting: Starting, cleanup: AsyncExitStack) -> Joined:
@@ -203,6 +203,8 @@ async def _announce_ready(joined: Joined, record: ServerRecord, cache_tokens: in
     swarm = "" if config.swarm == DEFAULT_SWARM else f" --swarm {config.swarm}"
     model = "" if config.model == ServerConfig.model else f" --model {config.model}"
     fields = {"model": record.model, "blocks": str(record.span), "quant": record.quant}
+    if len(joined.starting.devices) > 1:
+        fields["devices"] = ",".join(map(str, joined.starting.devices))
     fields |= {"peer": str(peer), "grpc": record.addresses[0]}
     print("ready", *(f"{name}={value}" for name, value in fields.items()), flush=True)
     if writes_json():

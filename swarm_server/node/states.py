@@ -34,7 +34,7 @@ class Starting:
     config: ServerConfig
     access: ServerAccess
     checkpoint: Checkpoint
-    device: torch.device
+    devices: tuple[torch.device, ...]
     dtype: torch.dtype
     channels: ChannelPool
     loader: SpanLoader
@@ -72,7 +72,7 @@ class Joined:
             state=ServerState.JOINING,
             quant=config.quant,
             dtype=str(self.starting.dtype).removeprefix("torch."),
-            device=self.starting.device.type,
+            device=self.starting.devices[0].type,
             tls_fingerprint=self.tls_fingerprint,
             software_version=metadata.version("swarm-lm"),
             pinned=config.blocks is not None,

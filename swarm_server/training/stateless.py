@@ -10,8 +10,8 @@ from swarm_protocol.span import Span
 from swarm_protocol.wire.block_input import BlockInput
 from swarm_server.adapters.dropout import Dropout
 from swarm_server.adapters.lora import Patches, PlacedAdapter, Share
-from swarm_server.blocks.blocks import BlockStack
 from swarm_server.blocks.recording import ActivationLimit, Recorded, require_finite
+from swarm_server.blocks.split_stack import Stack
 from swarm_server.core.counters import Counters
 
 
@@ -22,7 +22,7 @@ class StatelessPasses:
         counters: of the positions that go forward.
     """
 
-    def __init__(self, stack: BlockStack, patches: Patches) -> None:
+    def __init__(self, stack: Stack, patches: Patches) -> None:
         self._stack = stack
         self._patches = patches
         self._weight_addresses = stack.weight_addresses()
@@ -91,14 +91,16 @@ class StatelessPasses:
     def _run_plain(
         self, blocks: Span, inputs: BlockInput, adapter: PlacedAdapter | None, dropout: Dropout | None
     ) -> torch.Tensor:
-        device, (num_rows, num_tokens, _) = self._stack.device, inputs.hidden.shape
+        hidden, (num_rows, num_tokens, _) = inputs.hidden, inputs.hidden.shape
         shares = [] if adapter is None else [Share(slice(0, num_rows), adapter, dropout=dropout)]
         with self._patches.applied(shares, num_rows, num_tokens):
-            output = self._stack.view(blocks)(
-                inputs.hidden.to(device, self._stack.dtype),
-                None if inputs.attention_mask is None else inputs.attention_mask.to(device),
-                None if inputs.position_ids is None else inputs.position_ids.to(device),
-                packed=inputs.packed,
-            )
+            for view in self._stack.views(blocks):
+                device = view.device
+                hidden = view(
+                    hidden.to(device, view.dtype),
+                    None if inputs.attention_mask is None else inputs.attention_mask.to(device),
+                    None if inputs.position_ids is None else inputs.position_ids.to(device),
+                    packed=inputs.packed,
+                )
         self.counters.block_positions["forward"] += num_rows * num_tokens * len(blocks)
-        return output.to("cpu", inputs.hidden.dtype)
+        return hidden.to("cpu", inputs.hidden.dtype)

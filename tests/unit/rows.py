@@ -8,7 +8,6 @@ import torch
 
 from swarm_server.kv.kv_rows import Channel, ChannelPlace, Group, PageLayout, Row, runs
 
-CPU = torch.device("cpu")
 WINDOW = 3
 KEYS, VALUES = Channel(2, 1, torch.float64), Channel(1, 3, torch.float64)
 FULL, SLIDING = Group((KEYS, VALUES), None), Group((VALUES, KEYS), WINDOW)

@@ -46,6 +46,7 @@ def test_every_flag_reaches_the_config() -> None:
         (["--balance-margin", "0.2"], ServerConfig(balance_margin=0.2)),
         (["--adapters", "a/poet", "b/cook/"], ServerConfig(adapters=(Path("a/poet"), Path("b/cook")))),
         (["--adapter-memory", "1GiB"], ServerConfig(adapter_bytes=1 << 30)),
+        (["--devices", "cuda:0,cuda:1"], ServerConfig(devices=("cuda:0", "cuda:1"))),
         (["--no-prefix-cache"], ServerConfig(prefix_cache="none")),
     ],
 )
@@ -65,6 +66,20 @@ def test_other_flags(argv: list[str], expected: ServerConfig) -> None:
         (["--balance-margin", "0"], "balance_margin is 0.0: expected a number above 0, such as 0.03"),
         (["--adapters", "a/poet", "b/poet"], r"adapters are called like their directories: \['poet', 'poet'\] are no"),
         (["--adapters", "/"], "are no distinct, printable names"),
+        (["--devices", "cuda:0,cuda:0"], "devices cuda:0,cuda:0 name one twice: expected each once"),
+        (["--devices", "cuda:0,xpu:1"], "devices cuda:0,xpu:1 are of several types: expected one type"),
+        (
+            ["--devices", "cuda,cuda:1"],
+            "device 'cuda' is none of several: expected a type and a number, such as cuda:0",
+        ),
+        (["--devices", "cuda:0,cpu"], "device 'cpu' is none of several"),
+        (["--devices", "cuda:0,"], "device '' is none of several"),
+        (["--devices", "cuda:0", "--device", "cpu"], "device and devices are both given: expected one of them"),
+        (
+            ["--devices", "cuda:0,cuda:1", "--blocks", "3:4"],
+            "1 blocks cannot be split over 2 devices: expected at least",
+        ),
+        (["--devices", "cuda:0,cuda:1", "--num-blocks", "1"], "1 blocks cannot be split over 2 devices"),
         (["--adapter-memory", "0"], "adapter_bytes is 0: expected at least 1"),
         (["--balance-margin", "nan"], "balance_margin is nan: expected a number above 0"),
         (["--initial-blocks", "3"], "blocks '3' are no range of blocks"),

@@ -111,7 +111,7 @@ def test_where_nothing_can_be_cached_nothing_is_lost(tmp_path) -> None:
 
 
 def test_the_hardware_has_a_name() -> None:
-    assert hardware_name(torch.device("cpu"))
+    assert hardware_name([torch.device("cpu")])
 
 
 # ------------------------------------------------------------ at work

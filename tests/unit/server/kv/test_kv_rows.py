@@ -13,7 +13,7 @@ from swarm_protocol.errors import PeerBusy
 from swarm_server.kv import kv_rows
 from swarm_server.kv.kv_cache import CacheBudget, Lease
 from swarm_server.kv.kv_rows import GROWTH_TOKENS, Page, PageLayout, Row, grow, runs
-from tests.unit.rows import CPU, LAYOUTS, WINDOW, read, write
+from tests.unit.rows import LAYOUTS, WINDOW, read, write
 
 
 @pytest.fixture
@@ -22,7 +22,7 @@ def budget() -> CacheBudget:
 
 
 def grown(rows: tuple[Row, ...], count: int, lease: Lease, layout: PageLayout, **options) -> tuple[Row, ...]:
-    return grow(rows, rows, count, layout, lease, CPU, **options).rows
+    return grow(rows, rows, count, layout, lease, **options).rows
 
 
 def pages(rows: Sequence[Row], group: int = 0) -> list[list[Page]]:
@@ -53,14 +53,14 @@ def test_what_was_cropped_is_filled_again(budget: CacheBudget) -> None:
     taken = lease.charged
     for _ in range(20):
         cropped = tuple(row.crop(3, layout) for row in rows)
-        rows = grow(rows, cropped, 4, layout, lease, CPU, reserved=8).rows
+        rows = grow(rows, cropped, 4, layout, lease, reserved=8).rows
     assert lease.charged == taken and len(rows[0].parts[0]) == 1
 
 
 def test_only_the_first_of_two_equal_rows_goes_on_in_their_page(budget: CacheBudget) -> None:
     layout, lease = LAYOUTS["full"], budget.lease("")
     (row,) = grown((Row.empty(layout),), 2, lease, layout, reserved=8)
-    first, second = pages(grow((row,), (row, row), 1, layout, lease, CPU, reserved=8).rows)
+    first, second = pages(grow((row,), (row, row), 1, layout, lease, reserved=8).rows)
     assert len(first) == 1 and len(second) == 2 and second[0] is first[0]
 
 
@@ -69,7 +69,7 @@ def test_too_many_parts_are_brought_together(budget: CacheBudget) -> None:
     rows = grown((Row.empty(layout),), 2, lease, layout)
     write(rows, layout, torch.tensor([[1.0, 2.0]]))
     for value in range(3, 40):
-        rows = grow(rows, (*rows, rows[-1])[-2:], 1, layout, lease, CPU).rows
+        rows = grow(rows, (*rows, rows[-1])[-2:], 1, layout, lease).rows
         write(rows, layout, torch.tensor([[value], [value]]))
         assert max(len(parts) for row in rows for parts in row.parts) <= kv_rows.MAX_PARTS + 1
     assert read(rows, layout) == [[list(range(1, 40))] * 2]
@@ -119,7 +119,7 @@ def test_rows_that_find_no_room_are_as_they_were() -> None:
     write(rows, layout, torch.tensor([[1.0, 2.0, 3.0]]))
     taken = lease.charged
     with pytest.raises(PeerBusy):
-        grow(rows, tuple(row.crop(2, layout) for row in rows), 9, layout, lease, CPU)
+        grow(rows, tuple(row.crop(2, layout) for row in rows), 9, layout, lease)
     assert lease.charged == taken
     assert read(rows, layout) == [[[1.0, 2.0, 3.0]]] * 2
     rows = grown(rows, 1, lease, layout)

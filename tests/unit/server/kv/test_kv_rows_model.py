@@ -17,7 +17,7 @@ from swarm_server.kv import kv_rows
 from swarm_server.kv.kv_cache import CacheBudget, Lease
 from swarm_server.kv.kv_rows import Growth, PageLayout, Row, grow
 from swarm_server.kv.prefix_cache import PrefixCache
-from tests.unit.rows import CPU, LAYOUTS, read, write
+from tests.unit.rows import LAYOUTS, read, write
 
 CONTENT = 4  # tokens of a page of content
 
@@ -155,7 +155,7 @@ class Rows(RuleBasedStateMachine):
 
     def growth(self, generation: Generation, rows: tuple[Row, ...], count: int) -> Growth:
         one = generation
-        return grow(one.rows, rows, count, one.layout, one.lease, CPU, reserved=one.reserved, settled=one.settled)
+        return grow(one.rows, rows, count, one.layout, one.lease, reserved=one.reserved, settled=one.settled)
 
     def values(self, tokens: Sequence[tuple[int, ...]], count: int) -> torch.Tensor:
         """[rows, count] of the last positions."""

@@ -13,7 +13,7 @@ from swarm_protocol.wire.constants import PAGE_TOKENS
 from swarm_server.kv.kv_cache import CacheBudget, Lease
 from swarm_server.kv.kv_rows import PageLayout, Row, grow
 from swarm_server.kv.prefix_cache import ContentHash, PrefixCache, token_content
-from tests.unit.rows import CPU, LAYOUTS
+from tests.unit.rows import LAYOUTS
 from tests.unit.support import TIMEOUT_S
 
 HIDDEN = 5
@@ -110,7 +110,7 @@ class Memory:
     def row(self, lease: Lease, num_tokens: int = 4) -> Row:
         """With a page of its own."""
         empty = (Row.empty(self.layout),)
-        (row,) = grow(empty, empty, num_tokens, self.layout, lease, CPU).rows
+        (row,) = grow(empty, empty, num_tokens, self.layout, lease).rows
         return row
 
     def remember(self, *digests: bytes) -> None:

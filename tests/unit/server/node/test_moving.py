@@ -127,7 +127,7 @@ class Life:
             ServerConfig(**config),
             ServerAccess(None),
             checkpoint,
-            torch.device("cpu"),
+            (torch.device("cpu"),),
             "torch.float32",
             None,
             self.loader,

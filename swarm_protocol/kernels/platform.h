@@ -1,0 +1,25 @@
+// What differs between processors and compilers: which instruction sets there may be, and how functions are marked.
+#pragma once
+
+#if defined(__x86_64__) && defined(__GNUC__)
+#define X86 1
+#include <immintrin.h>
+#elif defined(__aarch64__) && defined(__GNUC__) && !defined(__AARCH64EB__)
+#define ARM 1
+#include <arm_neon.h>
+#if defined(__linux__)
+#include <sys/auxv.h>
+#endif
+#endif
+
+#if defined(__GNUC__)
+#define INLINE __attribute__((always_inline))
+#define ALWAYS_INLINE INLINE static inline
+#define PREFETCH(address) __builtin_prefetch(address)
+#define EXPORT extern "C" __attribute__((visibility("default")))
+#else
+#define INLINE
+#define ALWAYS_INLINE static inline
+#define PREFETCH(address) (void)0
+#define EXPORT extern "C" __declspec(dllexport)
+#endif

@@ -1,0 +1,48 @@
+"""A span over several devices is loaded in parts, and hosted as one."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from pathlib import Path
+
+import pytest
+import torch
+
+from swarm_protocol.checkpoints.checkpoint import Checkpoint
+from swarm_protocol.span import Span
+from swarm_server.blocks.split_stack import SplitStack
+from swarm_server.core.config import ServerConfig
+from swarm_server.core.counters import Counters
+from swarm_server.machine.cores import CoreShare
+from swarm_server.node.hosting import SpanLoader, devices_and_dtype
+from tests.zoo import save_checkpoint
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("quant", ["none", "int8"])
+def test_a_span_on_two_devices(quant: str, tmp_path: Path, caplog) -> None:
+    save_checkpoint("llama", tmp_path)
+    config = ServerConfig(model=str(tmp_path), quant=quant, throughput=5.0)
+
+    async def scenario() -> None:
+        with CoreShare() as cores:
+            checkpoint = Checkpoint.open(tmp_path)
+            loader = SpanLoader(config, checkpoint, cores, (CPU, CPU), torch.float32, Counters())
+            stack = await loader.load(Span(1, 5))
+            assert isinstance(stack, SplitStack) and stack.cuts == (3,) and stack.span == Span(1, 5)
+            runtime = await loader.start(stack, None, "none")
+            assert runtime.span == Span(1, 5) and runtime.cache_tokens >= 1024
+            await runtime.close()
+
+    with caplog.at_level(logging.INFO, "swarm_server.node.hosting"):
+        asyncio.run(scenario())
+    assert "blocks 1:3 are on cpu, blocks 3:5 are on cpu" in caplog.text
+    assert "blocks 1:5 loaded" in caplog.text
+
+
+def test_a_device_that_is_not_there() -> None:
+    with pytest.raises(ValueError, match="device 'cuda:99' cannot be used: "):
+        devices_and_dtype(ServerConfig(devices=("cuda:99", "cuda:98")))
+    assert devices_and_dtype(ServerConfig(device="cpu")) == ((CPU,), torch.float32)
