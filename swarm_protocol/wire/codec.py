@@ -91,7 +91,7 @@ class Assembler:
             raise RequestRejected(
                 f"tensor {list(self.shape)} of {self.dtype} takes {expected} bytes, not {wire.size_bytes} as announced"
             )
-        if math.prod(filter(None, self.shape)) > max_bytes:  # possible if it is empty; torch's strides overflow
+        if 0 in self.shape and math.prod(filter(None, self.shape)) > max_bytes:  # torch's strides overflow
             raise RequestRejected(f"tensor shape {list(self.shape)} is over the limit of {max_bytes} bytes")
         self.size_bytes = wire.size_bytes
         self._data = bytearray()
