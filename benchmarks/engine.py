@@ -42,6 +42,7 @@ PREFIX, QUESTION, ANSWER = 256, 32, 16
 CACHE_TOKENS = 16384  # of each server: the sessions with long contexts take a bit more than half
 QUICK = {"model": "bench-tiny", "rounds": 1, "new_tokens": 8}
 HOP_MODEL, HOP_CHAINS, HOP_TOKENS = "bench-tiny", (1, 2, 4), 64
+HOP_QUANT = "int8"  # whose decode steps are programs
 
 
 @dataclass(frozen=True)
@@ -203,22 +204,30 @@ def hop_rows(args: argparse.Namespace) -> Iterator[Row]:
     """The same blocks in chains of several lengths: what a token costs more for each hop, by least squares."""
     path = make_model(HOP_MODEL, args.models)
 
-    def token_ms(model: PreTrainedModel) -> float:
-        return 1000 / decode(model, 1, PROMPT, HOP_TOKENS)
+    cpu_ms: list[float] = []  # of a server in the middle of the longest chain
+
+    def token_ms(model: PreTrainedModel, servers: Fleet | None = None) -> float:
+        middle = servers.servers[1:-1] if servers is not None else []
+        before_s = sum(server.cpu_s for server in middle)
+        result = 1000 / decode(model, 1, PROMPT, HOP_TOKENS)
+        if middle:
+            cpu_ms.append((sum(server.cpu_s for server in middle) - before_s) * 1e3 / len(middle) / HOP_TOKENS)
+        return result
 
     with ExitStack() as stack:
         local = load_local(path)
         token_ms(local)  # warm-up
         contestants = {"local": partial(token_ms, local)}
         for length in HOP_CHAINS:
-            servers = stack.enter_context(fleet(path, length, "none", "--cache-tokens", str(CACHE_TOKENS)))
+            servers = stack.enter_context(fleet(path, length, HOP_QUANT, "--cache-tokens", str(CACHE_TOKENS)))
             model = stack.enter_context(servers.client())
-            contestants[f"{length} servers"] = partial(token_ms, model)
+            contestants[f"{length} servers"] = partial(token_ms, model, servers)
             token_ms(model)  # warm-up
         measured = take_turns(2 * args.rounds + 1, contestants)
     chains = [measured[f"{length} servers"] for length in HOP_CHAINS]
     slopes = [slope(HOP_CHAINS, times_ms) for times_ms in zip(*chains, strict=True)]
     yield judged("hop", statistics.median(slopes), rounds={**measured, "slope": slopes})
+    yield Row("hop cpu", "processor time of a server in the middle", "ms/token", statistics.median(cpu_ms))
     local_ms = statistics.median(measured["local"])
     for length, times_ms in zip(HOP_CHAINS, chains, strict=True):
         what = f"{HOP_MODEL}: a token through {length} server{'s'[: length > 1]}, beside local"

@@ -30,6 +30,12 @@ class LocalServer:
     start_s: float  # from the start of the process to its ready line
 
     @property
+    def cpu_s(self) -> float:
+        """Processor time of all its threads so far."""
+        threads = Path(f"/proc/{self.pid}/task").iterdir()
+        return sum(int((thread / "schedstat").read_text().split()[0]) for thread in threads) / 1e9
+
+    @property
     def peak_memory_bytes(self) -> int:
         """The most resident memory the process has had so far."""
         for line in Path(f"/proc/{self.pid}/status").read_text().splitlines():

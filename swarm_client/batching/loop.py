@@ -88,7 +88,7 @@ class _Row:
         """The token is the next one; returns why it was the last."""
         self.last = token.id
         self.num_new += 1
-        self.choice.token_ids = torch.cat([self.choice.token_ids, torch.tensor([token.id])])
+        self.choice.token_ids.append(token.id)
         if token.id in self._stop_ids:
             return "stop"
         return "length" if self.num_new == self._max_new_tokens else None
@@ -139,7 +139,7 @@ class GenerationLoop:
         """See ``Batcher``."""
         config = self._checked(request)
         choice = Choice(
-            torch.tensor(request.prompt),
+            list(request.prompt),
             self._model._get_logits_processor(
                 config, len(request.prompt), logits_processor=LogitsProcessorList(request.processors), device="cpu"
             ),

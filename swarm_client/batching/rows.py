@@ -91,10 +91,7 @@ class _Before(_Rows):
         self.taken: list[BlockInput] = []
 
     def step(self, inputs: BlockInput, _num_wanted: int | None = None) -> torch.Tensor:
-        for row, past in enumerate(self.lengths):
-            hidden = inputs.hidden[row : row + 1]
-            positions = torch.arange(past, past + hidden.shape[1], device=hidden.device)[None]
-            self.taken.append(BlockInput(hidden, None, positions))
+        self.taken = [BlockInput(hidden) for hidden in inputs.hidden.split(1)]  # positions count on in each session
         raise _TakenOver
 
 

@@ -39,7 +39,7 @@ class Choice:
         key: equal for those whose processors do the same to every row; None: they look at the tokens before.
     """
 
-    token_ids: torch.Tensor
+    token_ids: list[int]
     processors: LogitsProcessorList
     generator: torch.Generator | None
     num_logprobs: int | None
@@ -56,7 +56,7 @@ def choose(choices: Sequence[Choice], logits: torch.Tensor) -> list[Token | Exce
     chosen: list[Token | Exception] = [ValueError("no scores")] * len(choices)
     for rows in _alike(choices):
         try:
-            tokens = _choose_alike([choices[row] for row in rows], logits[rows])
+            tokens = _choose_alike([choices[row] for row in rows], logits if len(rows) == len(logits) else logits[rows])
         except Exception as error:  # of a grammar for instance: it is that of one generation
             chosen[rows[0]] = error
             continue
@@ -75,9 +75,11 @@ def _alike(choices: Sequence[Choice]) -> list[list[int]]:
 
 def _choose_alike(choices: Sequence[Choice], logits: torch.Tensor) -> list[Token]:
     first = choices[0]
-    ids_so_far: Any = first.token_ids[None]
-    copied: Any = logits.clone()  # they may write into it
-    scores = first.processors(ids_so_far, copied)
+    scores = logits
+    if first.processors:
+        ids_so_far: Any = torch.tensor([first.token_ids]) if first.key is None else None  # or they do not look at it
+        copied: Any = logits.clone()  # they may write into it
+        scores = first.processors(ids_so_far, copied)
     if first.generator is None:
         ids = scores.argmax(-1).tolist()
     else:

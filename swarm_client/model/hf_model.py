@@ -233,13 +233,14 @@ def client_class(hf_class: type[PreTrainedModel], family: Family) -> type[Remote
             owner.register_forward_pre_hook(_context_hook(owner, blocks, family, self.no_dropout), with_kwargs=True)
             owner.register_forward_hook(lambda _owner, _inputs, output: blocks.end(output), always_call=True)
 
-        @functools.wraps(hf_class.forward)  # transformers looks at its signature
+        @functools.wraps(hf_class.forward)  # transformers looks at its signature, with every token
         def forward(self, *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]
             kwargs |= without_router_logits(names, {**dict(zip(names, args, strict=False)), **kwargs}, self.config)
             num_wanted = None if self.is_watched else _num_wanted(self.config, kwargs)
             with self._remote_blocks[0].only_last(num_wanted):
                 return super().forward(*args, **kwargs)
 
+    Client.forward.__signature__ = inspect.signature(hf_class.forward)  # type: ignore[attr-defined]  # found at once
     # Both names: transformers skips its weight conversions for classes that look like a user's own.
     Client.__name__, Client.__qualname__ = hf_class.__name__, hf_class.__qualname__
     Client.__module__ = hf_class.__module__

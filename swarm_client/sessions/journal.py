@@ -21,8 +21,8 @@ class _Pool:
         self.size = 0
 
     def add(self, hidden: torch.Tensor, positions: torch.Tensor) -> None:
-        self._hidden.append(hidden.detach().cpu().clone())
-        self._positions.append(positions.detach().cpu().clone())
+        self._hidden.append(hidden.detach().to("cpu", copy=True))
+        self._positions.append(positions.detach().to("cpu", copy=True))
         self.size += len(hidden)
 
     def copy(self) -> _Pool:

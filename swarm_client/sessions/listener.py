@@ -68,7 +68,8 @@ class Listener:
         while True:
             event = None
             with suppress(TimeoutError):
-                event = await asyncio.wait_for(self._inbox.get(), after_s)
+                async with asyncio.timeout(after_s):
+                    event = await self._inbox.get()
             is_asking = self._probing is not None and not self._probing.done()
             if not is_asking and (event is None or now_s() - max(self.progress_s, self._probed_s) > after_s):
                 self._probed_s = now_s()

@@ -43,20 +43,29 @@ async def translated(
     """Turns grpc's errors into ours."""
     try:
         yield
-    except grpc.RpcError as error:
+    except (grpc.RpcError, asyncio.InvalidStateError) as error:
+        raise await _translation(error, server, span, call) from None
+
+
+async def _translation(
+    error: grpc.RpcError | asyncio.InvalidStateError,
+    server: ServerRecord,
+    span: Span | None,
+    call: grpc.aio.Call | None,
+) -> SwarmError:
+    if isinstance(error, grpc.RpcError):
         details = re.sub(r"^Stream removed \((.*)\)$", r"\1", error.details() or "no details")
         if error.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED):
             details = f"server {server.short_id} at {server.addresses[0]} cannot be reached: {details}"
         if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
             details = f"server {server.short_id} at {server.addresses[0]} does not answer"
-        raise error_of(error.code(), details, server, span) from None
-    except asyncio.InvalidStateError:  # the server has ended the stream before everything was sent
-        assert call is not None, "only streams are sent more than one message"
-        code = await call.code()
-        if code is grpc.StatusCode.OK:
-            details = f"the stream to server {server.short_id} has ended"
-            raise PeerUnavailable(details, server.peer_id, span) from None
-        raise error_of(code, await call.details(), server, span) from None
+        return error_of(error.code(), details, server, span)
+    # The server has ended the stream before everything was sent.
+    assert call is not None, "only streams are sent more than one message"
+    code = await call.code()
+    if code is grpc.StatusCode.OK:
+        return PeerUnavailable(f"the stream to server {server.short_id} has ended", server.peer_id, span)
+    return error_of(code, await call.details(), server, span)
 
 
 class Stream(Generic[Request, Reply]):
@@ -71,8 +80,10 @@ class Stream(Generic[Request, Reply]):
         self._span = span
 
     async def write(self, request: Request) -> None:
-        async with translated(self._server, self._span, self._call):
+        try:  # not ``translated``: an asynchronous context manager takes longer than what it stands around
             await self._call.write(request)
+        except (grpc.RpcError, asyncio.InvalidStateError) as error:
+            raise await self._translated(error) from None
 
     async def done_writing(self) -> None:
         async with translated(self._server, self._span, self._call):
@@ -80,16 +91,21 @@ class Stream(Generic[Request, Reply]):
 
     async def read(self) -> Reply:
         """The next reply. Raises the error that the stream ended with; PeerUnavailable if it ended without."""
-        async with translated(self._server, self._span, self._call):
+        try:
             reply = await self._call.read()
             if reply is None:
                 raise unreadable(self._server, self._span)
             if reply is not grpc.aio.EOF:
                 return cast(Reply, reply)
             code, details = await self._call.code(), await self._call.details()
+        except (grpc.RpcError, asyncio.InvalidStateError) as error:
+            raise await self._translated(error) from None
         if code is grpc.StatusCode.OK:
             raise self.ended_error()
         raise error_of(code, details, self._server, self._span)
+
+    async def _translated(self, error: grpc.RpcError | asyncio.InvalidStateError) -> SwarmError:
+        return await _translation(error, self._server, self._span, self._call)
 
     def cancel(self) -> None:
         self._call.cancel()

@@ -86,6 +86,8 @@ def split(
     for first in range(0, num_tokens, size):
         last = min(first + size, num_tokens)
         mask, positions = inputs.attention_mask, inputs.position_ids
+        if positions is not None and num_tokens == 1 and all(row == [start] for row in positions.tolist()):
+            positions = None  # servers count on by themselves
         context = Context.of(
             BlockInput(
                 inputs.hidden,

@@ -11,7 +11,7 @@ from swarm_client.adapters.snapshots import NOTHING, Snapshot
 from swarm_protocol.errors import BadReply, NotFinite, RequestRejected
 from swarm_protocol.pb import swarm_pb2 as pb
 from swarm_protocol.wire.block_input import BlockInput
-from swarm_protocol.wire.codec import Assembler, encode, encode_mask, encode_positions
+from swarm_protocol.wire.codec import Assembler, all_finite, encode, encode_mask, encode_positions
 
 CODECS = {"none": pb.RAW, "int8": pb.INT8_BLOCKS}  # by the names of ``ClientConfig.compression``
 
@@ -41,7 +41,7 @@ class WireTensor:
                 f"the server answered {list(assembler.shape)} of {assembler.dtype}: expected {list(shape)} of {dtype}"
             )
         tensor = assembler.tensor()
-        if not bool(torch.isfinite(tensor).all()):
+        if not all_finite(tensor):
             raise NotFinite("the server answered values that are not finite (NaN or infinity)")
         return tensor
 

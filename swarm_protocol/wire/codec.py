@@ -47,8 +47,8 @@ def encode(tensor: torch.Tensor, codec: pb.Codec = pb.RAW) -> tuple[pb.Tensor, l
     if tensor.dtype not in _WIRE_DTYPES:
         known = ", ".join(str(dtype).removeprefix("torch.") for dtype in _WIRE_DTYPES if dtype.is_floating_point)
         raise RequestRejected(f"tensors of {tensor.dtype} cannot be sent to servers: expected {known}")
-    tensor = tensor.detach().cpu().contiguous()
-    data = pack_int8(tensor) if codec == pb.INT8_BLOCKS else tensor.reshape(-1).view(torch.uint8).numpy().tobytes()
+    tensor = tensor.detach().cpu()
+    data = pack_int8(tensor.contiguous()) if codec == pb.INT8_BLOCKS else _raw_bytes(tensor)
     wire = pb.Tensor(
         dtype=_WIRE_DTYPES[tensor.dtype],
         shape=tensor.shape,
@@ -57,6 +57,17 @@ def encode(tensor: torch.Tensor, codec: pb.Codec = pb.RAW) -> tuple[pb.Tensor, l
         data=data[:PART_BYTES],
     )
     return wire, [data[i : i + PART_BYTES] for i in range(PART_BYTES, len(data), PART_BYTES)]
+
+
+def _raw_bytes(tensor: torch.Tensor) -> bytes:
+    """Row by row, whatever the strides."""
+    as_known = tensor.view(torch.int16) if tensor.dtype == torch.bfloat16 else tensor  # numpy knows no bfloat16
+    return as_known.numpy().tobytes()
+
+
+def all_finite(tensor: torch.Tensor) -> bool:
+    """In one pass over the tensor if the answer is yes: a finite sum has finite terms; others may have overflowed."""
+    return math.isfinite(tensor.sum().item()) or bool(torch.isfinite(tensor).all())
 
 
 class Assembler:
@@ -80,7 +91,7 @@ class Assembler:
             raise RequestRejected(
                 f"tensor {list(self.shape)} of {self.dtype} takes {expected} bytes, not {wire.size_bytes} as announced"
             )
-        if math.prod(filter(None, self.shape)) > max_bytes:  # possible if it is empty; torch's strides overflow
+        if 0 in self.shape and math.prod(filter(None, self.shape)) > max_bytes:  # torch's strides overflow
             raise RequestRejected(f"tensor shape {list(self.shape)} is over the limit of {max_bytes} bytes")
         self.size_bytes = wire.size_bytes
         self._data = bytearray()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import threading
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -11,6 +10,7 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from swarm_protocol.errors import RequestRejected
+from swarm_protocol.wire.codec import all_finite
 
 
 @dataclass(eq=False)
@@ -109,6 +109,5 @@ def _unpack(packed: torch.Tensor | None) -> torch.Tensor:
 
 def require_finite(tensor: torch.Tensor, what: str) -> None:
     """Raises RequestRejected if the tensor is not finite; ``what``: its name in the plural."""
-    # A finite sum has finite terms, and is found in one pass; one that is not may have overflowed.
-    if not math.isfinite(tensor.sum().item()) and not bool(torch.isfinite(tensor).all()):
+    if not all_finite(tensor):
         raise RequestRejected(f"the {what} sent are not finite (they contain NaN or infinity)")

@@ -11,7 +11,7 @@ import torch
 
 from swarm_protocol.errors import RequestRejected, SessionLost
 from swarm_protocol.wire.codec import Assembler
-from swarm_server.net.arrivals import Arrivals, ArrivingTensor
+from swarm_server.net.arrivals import Arrivals, ArrivingTensor, Pace
 
 
 class Incoming:
@@ -20,14 +20,16 @@ class Incoming:
     def __init__(self, messages: AsyncIterator[Any], arrivals: Arrivals) -> None:
         self._messages = messages
         self._arrivals = arrivals
-        self._pace = arrivals.pace()
+        self._pace: Pace | None = None  # of the request that has begun to come
 
     async def begin(self, idle_timeout_s: float | None) -> Any:
         """The next request, before which there may be silence; None at the end of the stream.
 
         Raises SessionLost after ``idle_timeout_s``; None: never.
         """
-        self._pace = self._arrivals.pace()
+        self._pace = None
+        if idle_timeout_s is None:
+            return await anext(self._messages, None)
         try:
             async with asyncio.timeout(idle_timeout_s):
                 return await anext(self._messages, None)
@@ -38,6 +40,8 @@ class Incoming:
         """The next message of a request; None at the end of the stream. Raises SessionLost if it is late."""
         clock = asyncio.get_running_loop().time
         start_s = clock()
+        if self._pace is None:
+            self._pace = self._arrivals.pace()
         try:
             async with asyncio.timeout(self._pace.left_s):
                 message = await anext(self._messages, None)

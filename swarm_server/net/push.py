@@ -81,8 +81,8 @@ class Pusher:
     """One session's stream to another server's session: that of its next hop, or one that stands by for it.
 
     Steps that were not taken when the stream breaks are handed to ``give_up``, in order, as are all that come later. A
-    step that arrives twice is harmless. The other server says that it has taken a step, unless it is settled: then
-    the next one says so.
+    step that arrives twice is harmless. The other server says that it has taken a step, unless it is settled: then the
+    next one says so.
     """
 
     def __init__(self, neighbours: Reachable, hop: pb.NextHop, give_up: GiveUp, is_bundled: bool = False) -> None:
@@ -157,7 +157,7 @@ class Pusher:
         taken.add_done_callback(lambda done: asyncio.ensure_future(self._answered(step.number, done.result())))
 
     def _ask_for_settled(self) -> None:
-        """Whether those that share a stream are taken, of which the other server says nothing: sends them again."""
+        """Whether those that share a stream are taken, of which nothing is said: by sending them again."""
         for number, stream in list(self._bundled.items()):
             step, _ = self._untaken.get(number, (None, []))  # none if the stream is broken
             if step is not None and step.settled:

@@ -76,8 +76,8 @@ class RequestValidator:
     def hidden(self, wire: pb.Tensor, batch_size: int | None = None) -> Assembler:
         """Checks the header of hidden states [batch, tokens, hidden_size] and starts to collect them."""
         shape = wire.shape
-        expected = f"[{'batch' if batch_size is None else batch_size}, tokens, {self.hidden_size}]"
         if len(shape) != 3 or shape[2] != self.hidden_size or batch_size not in (None, shape[0]) or shape[1] < 1:
+            expected = f"[{'batch' if batch_size is None else batch_size}, tokens, {self.hidden_size}]"
             raise RequestRejected(f"hidden states have shape {shown_shape(wire)}: expected {expected}")
         self.batch_size(shape[0])
         if wire.dtype not in (pb.FLOAT32, pb.BFLOAT16, pb.FLOAT16):

@@ -34,7 +34,7 @@ class Claim:
         self._preempted = asyncio.Event()
         self._is_computing = False
         self._has_begun = False
-        self._used_bytes = 0
+        self._used_bytes: Callable[[], int] = lambda: 0
         self._last_s = _now_s()  # when it was let in, or last used
 
     def heard(self) -> None:
@@ -43,18 +43,18 @@ class Claim:
 
     @contextlib.contextmanager
     def computing(self, used_bytes: Callable[[], int]) -> Iterator[None]:
-        """While a step is computed. ``used_bytes``: what has something in it, afterwards."""
+        """While a step is computed. ``used_bytes``: what has something in it, asked afterwards if others need room."""
         self._is_computing = True
         try:
             yield
         finally:
             self._is_computing = False
-            self._has_begun, self._used_bytes, self._last_s = True, used_bytes(), _now_s()
+            self._has_begun, self._used_bytes, self._last_s = True, used_bytes, _now_s()
 
     def as_tenant(self) -> Tenant:
         idle_s = 0.0 if self._is_computing else _now_s() - self._last_s
         charged, held = self.lease.charged, self.lease.held
-        return Tenant(self.client, self.seniority, charged, held, self._used_bytes, idle_s, self._has_begun)
+        return Tenant(self.client, self.seniority, charged, held, self._used_bytes(), idle_s, self._has_begun)
 
     def shrink(self) -> None:
         """Others wait for what was promised and is not used."""

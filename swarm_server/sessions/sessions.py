@@ -59,7 +59,7 @@ class HostedSession:
         self._sent_number = request.sent_number
         self._changed_number = request.changed_number
         self._last_number = request.last_number or FIRST_STEP
-        self._progress = pb.SessionProgress(batch_size=request.batch_size)
+        self._done = 0, 0, request.batch_size  # the last step's number; positions and rows after it
         self._turn = asyncio.Lock()  # steps may come from the client and from the hop before
         self._computing = asyncio.Lock()  # inside a turn
         self._routed = asyncio.Event()  # cleared: nothing is computed or sent until there is another next hop
@@ -79,7 +79,12 @@ class HostedSession:
     @property
     def number(self) -> int:
         """Of the last step."""
-        return self._progress.number
+        return self._done[0]
+
+    @property
+    def _progress(self) -> pb.SessionProgress:
+        number, length, batch_size = self._done
+        return pb.SessionProgress(number=number, length=length, batch_size=batch_size)
 
     @property
     def closed(self) -> bool:
@@ -107,8 +112,12 @@ class HostedSession:
         ``on_done`` is called when the payload is needed no more.
         """
         finishing = asyncio.ensure_future(self._finish(request, payload))
-        finishing.add_done_callback(_heed)
-        finishing.add_done_callback(lambda _done: on_done())
+
+        def end(done: asyncio.Task[bool]) -> None:
+            _heed(done)
+            on_done()
+
+        finishing.add_done_callback(end)
         return await asyncio.shield(finishing)
 
     async def _finish(self, request: pb.Step, payload: torch.Tensor) -> bool:
@@ -122,9 +131,7 @@ class HostedSession:
                         output = await self._compute(request, payload)
                     if self.closed:  # its rows may be gone
                         return True
-                    self._progress = pb.SessionProgress(
-                        number=request.number, length=self.session.length, batch_size=self.session.batch_size
-                    )
+                    self._done = request.number, self.session.length, self.session.batch_size
             except (RequestRejected, PeerBusy) as error:
                 await self.refuse(request.number, error)
                 return False

@@ -150,7 +150,10 @@ class ToyEngine:
         rows = self._changed(session, step.start, step.changes)
         if step.inputs.hidden.shape[0] != len(rows):
             raise RequestRejected("hidden states of another number of rows came")
-        positions = step.inputs.position_ids.expand(len(rows), -1)
+        positions = step.inputs.position_ids
+        if positions is None:
+            positions = torch.arange(step.start, step.start + step.inputs.hidden.shape[1])[None]
+        positions = positions.expand(len(rows), -1)
         session.rows = tuple(
             self._extended(session.blocks, row, hidden[:, 0].tolist(), ids.tolist())
             for row, hidden, ids in zip(rows, step.inputs.hidden, positions, strict=True)

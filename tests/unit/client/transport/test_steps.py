@@ -160,3 +160,11 @@ def test_a_prompt_of_32k_positions_can_be_resent() -> None:
     steps = [step.without_data() for step in split(inputs, start=0, number=1, size=chunk // 2, codec=pb.RAW)]
     assert len(steps) == 1024 and may_be_resent(steps)
     assert max(pb.RerouteRequest(resend=message).ByteSize() for message in in_messages(steps)) <= PART_BYTES + 1000
+
+
+@pytest.mark.parametrize(
+    ("positions", "sent"), [([[START]], False), ([[START], [START]], False), ([[START - 1]], True)]
+)
+def test_the_position_of_one_token_is_sent_if_it_does_not_count_on(positions: list[list[int]], sent: bool) -> None:
+    (step,) = cut(BlockInput(torch.randn(len(positions), 1, HIDDEN), None, torch.tensor(positions)), 9)
+    assert step.message.HasField("position_ids") is sent

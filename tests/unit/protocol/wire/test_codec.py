@@ -17,6 +17,8 @@ from swarm_protocol.errors import RequestRejected
 from swarm_protocol.pb import swarm_pb2 as pb
 from swarm_protocol.wire.codec import (
     Assembler,
+    all_finite,
+    counts_on,
     decode,
     decode_mask,
     encode,
@@ -318,3 +320,40 @@ def test_split_rows_keeps_all_rows_within_the_limit(rows: int, columns: int, max
     if max_bytes >= 4 * columns:  # one row at least fits
         assert all(encode(piece)[0].size_bytes <= max_bytes for piece in pieces)
         assert all(len(piece) + 1 > max_bytes // (4 * columns) for piece in pieces[:-1])
+
+
+@pytest.mark.parametrize(
+    ("ids", "start", "expected"),
+    [
+        ([[7]], 7, True),
+        ([[7]], 8, False),
+        ([[7, 8, 9]], 7, True),
+        ([[7, 8, 8]], 7, False),
+        ([[7], [7]], 7, False),  # of each row: as well, but nobody sends it
+        ([[2**31 - 1]], 2**31 - 1, True),
+    ],
+)
+def test_positions_that_count_on(ids: list[list[int]], start: int, expected: bool) -> None:
+    assert counts_on(encode_positions(torch.tensor(ids)), start, len(ids[0])) is expected
+
+
+def test_what_is_no_row_of_positions_does_not_count_on() -> None:
+    whole = encode_positions(torch.tensor([[7]]))
+    for change in ({"dtype": pb.FLOAT32}, {"size_bytes": 8}, {"data": b"7"}, {"codec": pb.INT8_BLOCKS}, {"shape": [1]}):
+        other = pb.Tensor()
+        other.CopyFrom(whole)
+        for name, value in change.items():
+            if name == "shape":
+                other.shape[:] = value
+            else:
+                setattr(other, name, value)
+        assert not counts_on(other, 7, 1)
+    assert not counts_on(whole, 2**40, 1)
+
+
+def test_a_sum_that_overflows_is_looked_at_again() -> None:
+    assert all_finite(torch.full((4,), 3e38))
+    assert all_finite(torch.full((100,), 6e4, dtype=torch.float16))
+    for wrong in (float("nan"), float("inf"), -float("inf")):
+        assert not all_finite(torch.tensor([1.0, wrong, 2.0]))
+    assert not all_finite(torch.tensor([float("inf"), -float("inf")]))

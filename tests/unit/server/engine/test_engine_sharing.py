@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from swarm_protocol.wire.block_input import BlockInput
 from swarm_protocol.wire.constants import PAGE_TOKENS
 from swarm_server.blocks.blocks import BlockStack, load_blocks
 from swarm_server.engine.engine import Engine
-from swarm_server.engine.session_state import SessionStep
+from swarm_server.engine.session_state import Reorder, SessionStep
 from swarm_server.kv.kv_cache import CacheBudget
 from swarm_server.kv.prefix_cache import PrefixCache
 from tests.unit.server.engine.test_engine import HOSTED, PLENTY, Generation, run
@@ -103,6 +104,40 @@ def test_equal_prompts_in_pieces_of_whole_pages(
             (output,) = run(engine, (generation, generation.step(0, hidden=piece, num_wanted=int(is_last))))
         generation.check(output, 1)
     assert computed == [1]
+
+
+@pytest.mark.parametrize("pieces", [(1,) * (2 * PAGE_TOKENS), (5, *(1,) * 40, *(19,) * 1), (40, 7, 17)])
+def test_what_was_decoded_is_found_as_a_prompt(
+    engine: Engine, budget: CacheBudget, computed: list[int], pieces: tuple[int, ...]
+) -> None:
+    """However the pages were filled, and whether positions were sent or counted on."""
+    content = torch.randn(1, 2 * PAGE_TOKENS + 1, HIDDEN)
+    first = Generation.open(engine, budget)
+    for number, hidden in enumerate(content[:, : 2 * PAGE_TOKENS].split(pieces, 1)):
+        step = first.step(0, hidden=hidden)
+        if number % 2:
+            step = replace(step, inputs=replace(step.inputs, position_ids=None))
+        first.check(*run(engine, (first, step)), hidden.shape[1])
+    computed.clear()
+    second = Generation.open(engine, budget)
+    second.check(*run(engine, (second, second.step(0, hidden=content, num_wanted=1))), 1)
+    assert computed == [1]
+
+
+def test_rows_that_are_reordered_within_a_page_take_their_content_along(
+    engine: Engine, budget: CacheBudget, computed: list[int]
+) -> None:
+    first = Generation.open(engine, budget, batch_size=2)
+    run(engine, (first, first.step(PAGE_TOKENS - 3)))
+    run(engine, (first, first.step(1)))
+    run(engine, (first, first.step(2, Reorder((1, 0)))))
+    last = torch.randn(1, 1, HIDDEN)
+    for row in range(2):
+        computed.clear()
+        second = Generation.open(engine, budget)
+        prompt = torch.cat([first.hidden[row : row + 1], last], 1)
+        second.check(*run(engine, (second, second.step(0, hidden=prompt, num_wanted=1))), 1)
+        assert computed == [1]
 
 
 @pytest.mark.parametrize("between_owners", [False, True])
