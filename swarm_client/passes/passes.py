@@ -8,7 +8,6 @@ import math
 import secrets
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
@@ -16,48 +15,25 @@ import torch
 
 from swarm_client.adapters.snapshots import NOTHING, Snapshot
 from swarm_client.passes.divergence import require_finite
+from swarm_client.passes.remote_sums import Added, RemoteSum, RemoteSums, Summand
 from swarm_client.passes.retry_budget import RetryBudget
+from swarm_client.passes.ways import Visited, Way
 from swarm_client.routing.routing import Hop, Route
 from swarm_client.swarm.pass_watchdog import BACKWARD
 from swarm_client.swarm.swarm import Swarm
 from swarm_client.transport.transport import Watch
 from swarm_client.transport.wire_tensor import CODECS, Context, WireTensor
-from swarm_protocol.errors import BadReply, PeerError
+from swarm_protocol.errors import BadReply, CacheMiss, PeerError
 from swarm_protocol.span import Span
 from swarm_protocol.wire.block_input import BlockInput
 from swarm_protocol.wire.codec import split_rows, torch_dtype
 from swarm_protocol.wire.constants import MAX_BATCH_SIZE, MAX_POSITION_IDS
 
 T = TypeVar("T")
+Found = list[tuple[Span, list[torch.Tensor]]]  # gradients of the adapter's tensors in spans
 _MICRO_BATCH_TOKENS = 64  # at least, unless there are not so many
 _MAX_MICRO_BATCHES = 16  # under way at a time
 _KEY_BYTES = 16
-
-
-@dataclass(frozen=True)
-class Visited:
-    """A server that some rows went to.
-
-    Attributes:
-        hidden: with which they entered its blocks.
-        kept_key: under which it keeps what the backward pass needs; empty if it does not.
-    """
-
-    hop: Hop
-    hidden: WireTensor
-    kept_key: bytes = b""
-
-
-@dataclass(frozen=True)
-class Way:
-    """How one micro-batch went through the blocks, and what accompanied it."""
-
-    context: Context
-    path: list[Visited]
-
-    @property
-    def num_rows(self) -> int:
-        return self.path[0].hidden.header.shape[0]
 
 
 async def forward(
@@ -146,19 +122,27 @@ async def _forward_hop(
 
 
 async def _backward_hop(
-    swarm: Swarm, part: Visited, grad: WireTensor, context: Context, alarms: int
-) -> tuple[WireTensor, list[torch.Tensor]]:
-    """Gradients of the hop's inputs and of the adapter in it, given that of its outputs; raises as ``_forward_hop``."""
+    swarm: Swarm, part: Visited, grad: WireTensor, context: Context, alarms: int, summand: Summand | None = None
+) -> tuple[WireTensor, list[torch.Tensor] | None]:
+    """Gradients of the hop's inputs and of the adapter in it, given that of its outputs; raises as ``_forward_hop``.
+
+    None instead of those of the adapter if the server has added them to the sum.
+    """
     hop, hidden = part.hop, part.hidden
     server = await swarm.server(hop.server)
     adapter = context.adapter.part(hop.span)
     shapes = () if adapter is None else adapter.shapes
     grads_bytes = sum(math.prod(shape) for shape in shapes) * torch.float32.itemsize
     watch = _watch(swarm, hop, hidden, BACKWARD, grads_bytes, alarms)
-    input_grad, grads = await server.backward(hop.span, hidden, grad, context, watch, part.kept_key)
+    name = None if summand is None else summand.name
+    input_grad, grads = await server.backward(hop.span, hidden, grad, context, watch, part.kept_key, name)
     with _blamed_on(hop):
         input_grad.decode(hidden.header.shape, torch_dtype(input_grad.header.dtype))
-        return input_grad, [grad.decode(grad.header.shape, torch.float32) for grad in grads]
+        return input_grad, None if grads is None else _decoded(grads)
+
+
+def _decoded(grads: list[WireTensor]) -> list[torch.Tensor]:
+    return [grad.decode(grad.header.shape, torch.float32) for grad in grads]
 
 
 def _watch(swarm: Swarm, hop: Hop, hidden: WireTensor, times: float, more_bytes: int, alarms: int) -> Watch:
@@ -204,38 +188,59 @@ async def backward(
     require_finite([grad], "gradients")
     sums = adapter.sums(span)
     first_block = span.start if need_input else adapter.begins(span)
+    remote = RemoteSums(ways, adapter, first_block)
 
-    async def one(way: Way, rows: torch.Tensor) -> tuple[torch.Tensor, list[tuple[Span, list[torch.Tensor]]]]:
-        wire, found = WireTensor.of(rows), []
+    async def one(way: Way, rows: torch.Tensor) -> tuple[torch.Tensor | None, Found]:
+        wire, found = WireTensor.of(rows), Found()
         for part in reversed(way.path):
             if part.hop.span.end <= first_block:
                 break
-            wire, of_adapter = await _backward_rows(swarm, part, wire, way.context)
-            found += of_adapter
-        return wire.decode(rows.shape, rows.dtype), found
+            of_outputs, summand = wire, remote.summand(part)
+            wire, of_adapter = await _backward_rows(swarm, part, of_outputs, way.context, summand)
+            found += of_adapter or []
+            if summand is not None:
+                summand.ended(Added(part, of_outputs, way.context) if of_adapter is None else None)
+        return wire.decode(rows.shape, rows.dtype) if need_input else None, found
+
+    async def taken(sum_: RemoteSum) -> tuple[None, Found]:
+        return None, await _take_sum(swarm, sum_)
 
     pieces = grad.split([way.num_rows for way in ways])
-    results = await _together([partial(one, *job) for job in zip(ways, pieces, strict=True)])
+    jobs: list[Callable[[], Coroutine[Any, Any, tuple[torch.Tensor | None, Found]]]]
+    jobs = [partial(one, *job) for job in zip(ways, pieces, strict=True)]
+    jobs += [partial(taken, sum_) for sum_ in remote.sums]  # which wait for those before
+    results = await _together(jobs)
     for _, found in results:  # in the order of rows, whichever came first: sums are the same every time
         for part, grads in found:
             sums.add(part, grads)
     require_finite(sums.tensors, "gradients of what is trained")
-    return [input_grad for input_grad, _ in results] if need_input else [], sums.tensors
+    return [input_grad for input_grad, _ in results if input_grad is not None], sums.tensors
 
 
 async def _backward_rows(
-    swarm: Swarm, part: Visited, grad: WireTensor, context: Context
-) -> tuple[WireTensor, list[tuple[Span, list[torch.Tensor]]]]:
+    swarm: Swarm,
+    part: Visited,
+    grad: WireTensor,
+    context: Context,
+    summand: Summand | None = None,
+    chain: Route | None = None,
+) -> tuple[WireTensor, Found | None]:
     """Through the blocks of ``part``: on the same server, or on any others that hold them.
 
-    Returns the gradient of the inputs, and for each server those of the adapter's tensors in its blocks.
+    Returns the gradient of the inputs, and for each server those of the adapter's tensors in its blocks; None if they
+    are in the sum.
+
+    Args:
+        summand: the pass among those of the server's sum. If the server fails, it is none of them any more.
+        chain: another one, if the first server has failed.
     """
-    retry_budget, chain = RetryBudget(swarm, trains=True), None  # another one, where the first server failed
+    retry_budget = RetryBudget(swarm, trains=True)
     while True:
         try:
             if chain is None:
                 parts = [part]
             else:
+                summand = None
                 again = len(chain) == 1 and chain[0].server.peer_id == part.hop.server.peer_id  # it was busy, say
                 parts = [Visited(chain[0], part.hidden, part.kept_key if again else b"")]
                 for hop in chain[1:]:
@@ -243,16 +248,39 @@ async def _backward_rows(
                     output, _ = await _forward_hop(swarm, last.hop, last.hidden, context, retry_budget.alarms)
                     parts.append(Visited(hop, output))
                     retry_budget.renew()
-            result, found = grad, []
+            result, found = grad, Found()
             for visited in reversed(parts):
-                result, grads = await _backward_hop(swarm, visited, result, context, retry_budget.alarms)
+                result, grads = await _backward_hop(swarm, visited, result, context, retry_budget.alarms, summand)
+                retry_budget.renew(part.hop.span.end if visited is parts[0] else 0)
+                if grads is None:
+                    return result, None
                 found.append((visited.hop.span, grads))
-                retry_budget.renew()
-            retry_budget.renew(part.hop.span.end)
             return result, found
         except PeerError as error:
             retry_budget.failed(error)
         chain = await retry_budget.chain(part.hop.span)
+
+
+async def _take_sum(swarm: Swarm, sum_: RemoteSum) -> Found:
+    """The sum; or, if its server does not have it (any more), the gradients of the passes that had been added to it."""
+    added, hop = await sum_.complete(), sum_.hop
+    if not added:
+        return []
+    retry_budget, chain = RetryBudget(swarm, trains=True), None
+    try:
+        server = await swarm.server(hop.server)
+        grads = await server.take_sum(hop.span, sum_.request(), sum_.adapter)
+        with _blamed_on(hop):
+            return [(hop.span, _decoded(grads))]
+    except CacheMiss:
+        pass
+    except PeerError as error:
+        retry_budget.failed(error)
+        chain = await retry_budget.chain(hop.span)
+    again = [partial(_backward_rows, swarm, one.part, one.grad, one.context, chain=chain) for one in added]
+    results = await _together(again)
+    retry_budget.renew(hop.span.end)
+    return [found for _, of_one in results for found in of_one or []]
 
 
 def _seed(dropout_seed: int, number: int) -> int:

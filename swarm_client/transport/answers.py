@@ -20,7 +20,7 @@ async def read_tensors(
 ) -> list[tuple[WireTensor, pb.TensorReply]]:
     """The tensors of an answer, which must have these shapes and dtypes, each with the message that it began with.
 
-    Raises BadReply.
+    The first is alone if the others are in a sum. Raises BadReply.
     """
     replies, tensors = aiter(call), []
     for like in expected:
@@ -29,6 +29,8 @@ async def read_tensors(
             call.cancel()
             raise BadReply(f"server {server.short_id} sent a broken answer", server.peer_id, span)
         tensors.append(tensor)
+        if tensors[0][1].summed:
+            break
     async for _ in replies:
         call.cancel()
         raise BadReply(f"server {server.short_id} sent a broken answer", server.peer_id, span)

@@ -160,6 +160,7 @@ class HopSession:
 
         ``is_alone``: all of them were answered.
         """
+        step.settled = is_alone  # of this way to the server: in a replay, it is not
         if is_alone and self._bundle is not None and not parts and may_be_bundled(step):
             self._bundle.post(self, step)
             return

@@ -51,6 +51,7 @@ class OutgoingStep:
         message = pb.Step()
         message.CopyFrom(self.message)
         message.hidden.ClearField("data")
+        message.ClearField("settled")
         return message
 
 

@@ -14,10 +14,10 @@ from swarm_client.adapters.snapshots import AdapterUploader, Part
 from swarm_client.core.background import exact_s
 from swarm_client.core.config import ClientConfig
 from swarm_client.routing.routing import Hop
-from swarm_client.transport.answers import read_tensors
 from swarm_client.transport.bundle import StepBundle
 from swarm_client.transport.grpc_calls import Stream, translated, unreadable
 from swarm_client.transport.hops import HopSession, Inbox
+from swarm_client.transport.pass_calls import PassCalls, expected_grads
 from swarm_client.transport.wire_tensor import Context, WireTensor
 from swarm_protocol.dht.records import ServerRecord
 from swarm_protocol.errors import BadReply, CacheMiss, PeerUnavailable, SwarmError
@@ -54,6 +54,7 @@ class ServerConnection:
         self._channel = channel
         self._stub = BlocksStub(channel)  # type: ignore[no-untyped-call]
         self._config, self._timeouts = config, config.timeouts
+        self._passes = PassCalls(self._stub, record, config.step_timeout_s)
         self._uploader = AdapterUploader(self._put_adapter)
         self._bundle: asyncio.Task[StepBundle | None] | None = None
 
@@ -195,7 +196,7 @@ class ServerConnection:
         message.sign = True
 
         async def work() -> tuple[WireTensor, pb.SignedStatement]:
-            output, reply = await self._answer_to(span, message, hidden)
+            output, reply = await self._passes.forward(span, message, hidden)
             return output, reply.statement
 
         output, signed = await self._watched(work(), span)
@@ -219,20 +220,32 @@ class ServerConnection:
         return reply.is_shown
 
     async def backward(
-        self, span: Span, hidden: WireTensor, grad: WireTensor, context: Context, watch: Watch, kept_key: bytes = b""
-    ) -> tuple[WireTensor, list[WireTensor]]:
+        self,
+        span: Span,
+        hidden: WireTensor,
+        grad: WireTensor,
+        context: Context,
+        watch: Watch,
+        kept_key: bytes = b"",
+        summand: pb.Summand | None = None,
+    ) -> tuple[WireTensor, list[WireTensor] | None]:
         """Gradients of ``hidden`` and of the adapter's tensors in these blocks; otherwise like ``forward``.
 
-        ``kept_key``: of the forward pass, if the server has kept it; the inputs are sent only if it has not.
+        Args:
+            kept_key: of the forward pass, if the server has kept it; the inputs are sent only if it has not.
+            summand: to what sum the server may add the adapter's gradients; it says None instead of them if it has.
         """
         part = context.adapter.part(span)
-        shapes = () if part is None else part.shapes
-        expected = [hidden.header, *(pb.Tensor(dtype=pb.FLOAT32, shape=shape) for shape in shapes)]
+        expected = [hidden.header, *expected_grads(part)]
 
-        async def work(first: pb.BackwardRequest, parts: Sequence[bytes] = ()) -> tuple[WireTensor, list[WireTensor]]:
-            return await watch(self._watched(self._backward(span, first, parts, grad, expected), span))
+        async def work(
+            first: pb.BackwardRequest, parts: Sequence[bytes] = ()
+        ) -> tuple[WireTensor, list[WireTensor] | None]:
+            if summand is not None:
+                first.summand.CopyFrom(summand)
+            return await watch(self._watched(self._passes.backward(span, first, parts, grad, expected), span))
 
-        async def whole(name: pb.AdapterName | None) -> tuple[WireTensor, list[WireTensor]]:
+        async def whole(name: pb.AdapterName | None) -> tuple[WireTensor, list[WireTensor] | None]:
             forward = self._forward_message(span, hidden, context, name)
             return await work(pb.BackwardRequest(forward=forward), hidden.parts)
 
@@ -241,6 +254,11 @@ class ServerConnection:
             with contextlib.suppress(CacheMiss):
                 return await work(pb.BackwardRequest(kept=kept))
         return await self._uploader.use(part, span, whole)
+
+    async def take_sum(self, span: Span, request: pb.TakeSum, adapter: Part) -> list[WireTensor]:
+        """The sum of the gradients of an adapter's tensors, which the server forgets. Raises CacheMiss if it has."""
+        request.contract.CopyFrom(self._contract(span))
+        return await self._watched(self._passes.take_sum(span, request, expected_grads(adapter)), span)
 
     async def _watched(self, work: Coroutine[Any, Any, T], span: Span) -> T:
         """Asks the server whether it is there while it works."""
@@ -271,42 +289,8 @@ class ServerConnection:
     ) -> tuple[WireTensor, bool]:
         message = self._forward_message(span, hidden, context, adapter)
         message.keep_key = keep_key
-        output, reply = await self._answer_to(span, message, hidden)
+        output, reply = await self._passes.forward(span, message, hidden)
         return output, reply.kept
-
-    async def _answer_to(
-        self, span: Span, message: pb.Forward, hidden: WireTensor
-    ) -> tuple[WireTensor, pb.TensorReply]:
-        """The output of a forward pass, and the message that it began with."""
-        call = self._stub.Forward(timeout=self._config.step_timeout_s)
-        async with translated(self.record, span, call):
-            await call.write(pb.ForwardRequest(forward=message))
-            for part in hidden.parts:
-                await call.write(pb.ForwardRequest(more=part))
-            await call.done_writing()
-            ((output, reply),) = await read_tensors(call, [hidden.header], self.record, span)
-        return output, reply
-
-    async def _backward(
-        self,
-        span: Span,
-        first: pb.BackwardRequest,
-        parts: Sequence[bytes],
-        grad: WireTensor,
-        expected: Sequence[pb.Tensor],
-    ) -> tuple[WireTensor, list[WireTensor]]:
-        """``parts``: of the hidden states that ``first`` begins."""
-        call = self._stub.Backward(timeout=self._config.step_timeout_s)
-        async with translated(self.record, span, call):
-            await call.write(first)
-            for part in parts:
-                await call.write(pb.BackwardRequest(more=part))
-            await call.write(pb.BackwardRequest(grad=grad.header))
-            for part in grad.parts:
-                await call.write(pb.BackwardRequest(more=part))
-            await call.done_writing()
-            (input_grad, _), *grads = await read_tensors(call, expected, self.record, span)
-        return input_grad, [grad for grad, _ in grads]
 
     def _forward_message(
         self, span: Span, hidden: WireTensor, context: Context, adapter: pb.AdapterName | None

@@ -10,6 +10,7 @@
 #include <type_traits>
 #include <vector>
 
+#include "exported.h"
 #include "platform.h"
 #include "threads.h"
 
@@ -293,16 +294,16 @@ EXPORT int swarm_attention_isa_runs_here(int isa) { return kernel_of(isa) != nul
 
 // keys: [rows][heads][width], values: [rows][heads][value_width], with these strides between rows and between heads, are
 // written to the last position of each row. 0, or -1: the pages are others; nothing was written.
-EXPORT int swarm_store(const Part *parts, const int64_t *firsts, long count, const int64_t *key_channels,
+EXPORT int swarm_store(const void *parts, const int64_t *firsts, long count, const int64_t *key_channels,
                        const int64_t *value_channels, const float *keys, long key_row, long key_head, const float *values,
                        long value_row, long value_head, long heads, long width, long value_width) {
-    const Rows rows{parts, firsts, count, key_channels, value_channels};
+    const Rows rows{static_cast<const Part *>(parts), firsts, count, key_channels, value_channels};
     if (!count) return 0;
     if (!alike(rows)) return -1;
-    const Channel &like = rows.keys(parts[0]);
-    if (like.heads != heads || like.width != width || rows.values(parts[0]).width != value_width) return -1;
+    const Channel &like = rows.keys(rows.parts[0]);
+    if (like.heads != heads || like.width != width || rows.values(rows.parts[0]).width != value_width) return -1;
     for (long row = 0; row < count; row++) {
-        const Part &part = parts[firsts[row + 1] - 1];
+        const Part &part = rows.parts[firsts[row + 1] - 1];
         const long last = part.start + part.count - 1;
         for (long head = 0; head < heads; head++) {
             memcpy(address(part, rows.keys(part), head, last), keys + row * key_row + head * key_head, width * 4);
@@ -314,15 +315,15 @@ EXPORT int swarm_store(const Part *parts, const int64_t *firsts, long count, con
 
 // out: [rows][heads][value_width] = softmax(query @ keys.T * scale) @ values; query: [rows][heads][width], with these strides.
 // Query head h looks at kv head h / (heads / kv_heads). 0, or -1: the pages do not fit, or there is no such kernel.
-EXPORT int swarm_attend(const Part *parts, const int64_t *firsts, long count, const int64_t *key_channels,
+EXPORT int swarm_attend(const void *parts, const int64_t *firsts, long count, const int64_t *key_channels,
                         const int64_t *value_channels, const float *query, long query_row, long query_head, long heads,
                         long width, long value_width, float scale, float *out, int isa, int threads) {
-    const Rows rows{parts, firsts, count, key_channels, value_channels};
+    const Rows rows{static_cast<const Part *>(parts), firsts, count, key_channels, value_channels};
     const Kernel *kernel = kernel_of(isa);
     if (!count) return 0;
     if (!kernel || !alike(rows)) return -1;
-    const long kv_heads = rows.keys(parts[0]).heads;
-    if (rows.keys(parts[0]).width != width || rows.values(parts[0]).width != value_width || kv_heads <= 0 || heads % kv_heads) return -1;
+    const long kv_heads = rows.keys(rows.parts[0]).heads;
+    if (rows.keys(rows.parts[0]).width != width || rows.values(rows.parts[0]).width != value_width || kv_heads <= 0 || heads % kv_heads) return -1;
     const long shared = heads / kv_heads, steps = (shared + kernel->most_heads - 1) / kernel->most_heads;
     long total = 0;  // what there is to do, counted in positions
     for (long row = 0; row < count; row++) total += length_of(rows, row) * kv_heads * steps;

@@ -75,7 +75,7 @@ class AttentionKernel:
 
     Attributes:
         names: instruction sets that run here, best first.
-        name: the one in use.
+        name, isa: the one in use, and its number.
     """
 
     def __init__(self, library: ctypes.CDLL) -> None:
@@ -94,7 +94,7 @@ class AttentionKernel:
         self.choose(self.names[0])
 
     def choose(self, name: str) -> None:
-        self.name, self._isa = name, self._numbers[name]
+        self.name, self.isa = name, self._numbers[name]
 
     def store(
         self, rows: PagedRows, channels: tuple[Numbers, Numbers], keys: torch.Tensor, values: torch.Tensor
@@ -156,7 +156,7 @@ class AttentionKernel:
             value_width,
             width**-0.5 if scaling is None else scaling,
             output.data_ptr(),
-            self._isa,
+            self.isa,
             torch.get_num_threads(),
         )
         return None if failed else output

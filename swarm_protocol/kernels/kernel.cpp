@@ -16,6 +16,7 @@
 #include <type_traits>
 #include <vector>
 
+#include "exported.h"
 #include "platform.h"
 #include "threads.h"
 

@@ -29,7 +29,7 @@ class KernelWeight(Int8Weight):
         self.shape, self._scale = q.shape, scale.contiguous()
         self._packed = in_huge_pages(packed_bytes(*q.shape))
         library.pack(q.contiguous(), self._packed)
-        self._address = Address(self._packed.data_ptr(), self._scale.data_ptr())
+        self.address = Address(self._packed.data_ptr(), self._scale.data_ptr())
         self.size_bytes = self._packed.nbytes + self._scale.nbytes
 
     @classmethod
@@ -49,12 +49,12 @@ class KernelWeight(Int8Weight):
     def matmul_shared(x: torch.Tensor, weights: Sequence[KernelWeight]) -> list[torch.Tensor]:
         """The product with each weight, for which x is written as digits once."""
         ys = [torch.empty(len(x), weight.shape[0], dtype=torch.float32) for weight in weights]
-        weights[0]._library.matmul(x.contiguous(), [weight._address for weight in weights], ys)
+        weights[0]._library.matmul(x.contiguous(), [weight.address for weight in weights], ys)
         return ys
 
     def matmul_grad(self, grad: torch.Tensor) -> torch.Tensor:
         y = torch.empty(len(grad), self.shape[1], dtype=torch.float32)
-        self._library.matmul_transposed(grad.contiguous(), self._address, y)
+        self._library.matmul_transposed(grad.contiguous(), self.address, y)
         return y
 
     def tiles(self) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor]]:
@@ -62,7 +62,7 @@ class KernelWeight(Int8Weight):
         for start in range(0, num_channels, TILE):
             stop = min(start + TILE, num_channels)
             q = torch.empty(stop - start, width, dtype=torch.int8)
-            self._library.unpack(self._address.packed, start, q)
+            self._library.unpack(self.address.packed, start, q)
             yield slice(start, stop), q, self._scale[start:stop]
 
 

@@ -152,7 +152,7 @@ class NextHop(_message.Message):
     def __init__(self, peer_id: _Optional[str] = ..., push_key: _Optional[bytes] = ...) -> None: ...
 
 class Step(_message.Message):
-    __slots__ = ("number", "changes", "start_position", "hidden", "attention_mask", "position_ids", "outputs_wanted", "stored", "every_block")
+    __slots__ = ("number", "changes", "start_position", "hidden", "attention_mask", "position_ids", "outputs_wanted", "stored", "every_block", "settled")
     NUMBER_FIELD_NUMBER: _ClassVar[int]
     CHANGES_FIELD_NUMBER: _ClassVar[int]
     START_POSITION_FIELD_NUMBER: _ClassVar[int]
@@ -162,6 +162,7 @@ class Step(_message.Message):
     OUTPUTS_WANTED_FIELD_NUMBER: _ClassVar[int]
     STORED_FIELD_NUMBER: _ClassVar[int]
     EVERY_BLOCK_FIELD_NUMBER: _ClassVar[int]
+    SETTLED_FIELD_NUMBER: _ClassVar[int]
     number: int
     changes: _containers.RepeatedCompositeFieldContainer[Change]
     start_position: int
@@ -171,7 +172,8 @@ class Step(_message.Message):
     outputs_wanted: int
     stored: Stored
     every_block: bool
-    def __init__(self, number: _Optional[int] = ..., changes: _Optional[_Iterable[_Union[Change, _Mapping]]] = ..., start_position: _Optional[int] = ..., hidden: _Optional[_Union[Tensor, _Mapping]] = ..., attention_mask: _Optional[_Union[AttentionMask, _Mapping]] = ..., position_ids: _Optional[_Union[Tensor, _Mapping]] = ..., outputs_wanted: _Optional[int] = ..., stored: _Optional[_Union[Stored, _Mapping]] = ..., every_block: bool = ...) -> None: ...
+    settled: bool
+    def __init__(self, number: _Optional[int] = ..., changes: _Optional[_Iterable[_Union[Change, _Mapping]]] = ..., start_position: _Optional[int] = ..., hidden: _Optional[_Union[Tensor, _Mapping]] = ..., attention_mask: _Optional[_Union[AttentionMask, _Mapping]] = ..., position_ids: _Optional[_Union[Tensor, _Mapping]] = ..., outputs_wanted: _Optional[int] = ..., stored: _Optional[_Union[Stored, _Mapping]] = ..., every_block: bool = ..., settled: bool = ...) -> None: ...
 
 class Stored(_message.Message):
     __slots__ = ("num_tokens", "num_kept", "data")
@@ -479,29 +481,53 @@ class KeptForward(_message.Message):
     key: bytes
     def __init__(self, contract: _Optional[_Union[Contract, _Mapping]] = ..., key: _Optional[bytes] = ...) -> None: ...
 
+class Summand(_message.Message):
+    __slots__ = ("key", "number")
+    KEY_FIELD_NUMBER: _ClassVar[int]
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    key: bytes
+    number: int
+    def __init__(self, key: _Optional[bytes] = ..., number: _Optional[int] = ...) -> None: ...
+
+class TakeSum(_message.Message):
+    __slots__ = ("contract", "key", "numbers")
+    CONTRACT_FIELD_NUMBER: _ClassVar[int]
+    KEY_FIELD_NUMBER: _ClassVar[int]
+    NUMBERS_FIELD_NUMBER: _ClassVar[int]
+    contract: Contract
+    key: bytes
+    numbers: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, contract: _Optional[_Union[Contract, _Mapping]] = ..., key: _Optional[bytes] = ..., numbers: _Optional[_Iterable[int]] = ...) -> None: ...
+
 class BackwardRequest(_message.Message):
-    __slots__ = ("forward", "grad", "more", "kept")
+    __slots__ = ("forward", "grad", "more", "kept", "take_sum", "summand")
     FORWARD_FIELD_NUMBER: _ClassVar[int]
     GRAD_FIELD_NUMBER: _ClassVar[int]
     MORE_FIELD_NUMBER: _ClassVar[int]
     KEPT_FIELD_NUMBER: _ClassVar[int]
+    TAKE_SUM_FIELD_NUMBER: _ClassVar[int]
+    SUMMAND_FIELD_NUMBER: _ClassVar[int]
     forward: Forward
     grad: Tensor
     more: bytes
     kept: KeptForward
-    def __init__(self, forward: _Optional[_Union[Forward, _Mapping]] = ..., grad: _Optional[_Union[Tensor, _Mapping]] = ..., more: _Optional[bytes] = ..., kept: _Optional[_Union[KeptForward, _Mapping]] = ...) -> None: ...
+    take_sum: TakeSum
+    summand: Summand
+    def __init__(self, forward: _Optional[_Union[Forward, _Mapping]] = ..., grad: _Optional[_Union[Tensor, _Mapping]] = ..., more: _Optional[bytes] = ..., kept: _Optional[_Union[KeptForward, _Mapping]] = ..., take_sum: _Optional[_Union[TakeSum, _Mapping]] = ..., summand: _Optional[_Union[Summand, _Mapping]] = ...) -> None: ...
 
 class TensorReply(_message.Message):
-    __slots__ = ("output", "more", "kept", "statement")
+    __slots__ = ("output", "more", "kept", "statement", "summed")
     OUTPUT_FIELD_NUMBER: _ClassVar[int]
     MORE_FIELD_NUMBER: _ClassVar[int]
     KEPT_FIELD_NUMBER: _ClassVar[int]
     STATEMENT_FIELD_NUMBER: _ClassVar[int]
+    SUMMED_FIELD_NUMBER: _ClassVar[int]
     output: Tensor
     more: bytes
     kept: bool
     statement: SignedStatement
-    def __init__(self, output: _Optional[_Union[Tensor, _Mapping]] = ..., more: _Optional[bytes] = ..., kept: bool = ..., statement: _Optional[_Union[SignedStatement, _Mapping]] = ...) -> None: ...
+    summed: bool
+    def __init__(self, output: _Optional[_Union[Tensor, _Mapping]] = ..., more: _Optional[bytes] = ..., kept: bool = ..., statement: _Optional[_Union[SignedStatement, _Mapping]] = ..., summed: bool = ...) -> None: ...
 
 class Statement(_message.Message):
     __slots__ = ("peer_id", "model", "revision", "blocks", "quant", "dtype", "device", "input_digest", "sketch", "made_at")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import struct
 from collections.abc import Iterator
 
 import numpy as np
@@ -24,6 +25,7 @@ _WIRE_DTYPES = {dtype: wire for wire, dtype in _TORCH_DTYPES.items()}
 INT8_BLOCK = 64  # elements that share one scale in INT8_BLOCKS
 MAX_RANK = 4
 _SHOWN_DIMS = 8
+_INT32_END = 1 << 31
 
 
 def torch_dtype(dtype: pb.DType) -> torch.dtype:
@@ -162,6 +164,22 @@ def encode_positions(ids: torch.Tensor | None) -> pb.Tensor | None:
     if ids.numel() and int(ids.abs().max()) > torch.iinfo(torch.int32).max:
         raise RequestRejected(f"position ids from {int(ids.min())} to {int(ids.max())} are outside any model")
     return encode(ids.to(torch.int32))[0]
+
+
+def counts_on(wire: pb.Tensor, start: int, num_tokens: int) -> bool:
+    """Whether these are the position ids of one row for all, which counts on from ``start``.
+
+    It is what nearly all steps say, and takes no tensor to find out.
+    """
+    ids = wire.data
+    return (
+        len(ids) == wire.size_bytes == 4 * num_tokens
+        and wire.codec == pb.RAW
+        and wire.dtype == pb.INT32
+        and list(wire.shape) == [1, num_tokens]
+        and start + num_tokens <= _INT32_END
+        and ids == struct.pack(f"<{num_tokens}i", *range(start, start + num_tokens))
+    )
 
 
 def split_rows(tensor: torch.Tensor, max_bytes: int = MAX_TENSOR_BYTES) -> Iterator[torch.Tensor]:

@@ -31,6 +31,7 @@ MAX_BUNDLED_BYTES = MIB // 8
 MAX_NUMBER_JUMP = 1 << 20  # from one step to the next; a call that fails may have had so many
 
 MAX_ECHO_BYTES = 1 * MIB
+MAX_SUMMANDS = 4096  # passes of which one sum of gradients is made
 MAX_ADAPTER_BYTES = 256 * MIB  # of one adapter over one span, serialised
 
 _KEEPALIVE = [

@@ -31,6 +31,12 @@ class Prepared:
         return len(self.state.rows)
 
     @property
+    def new_hidden(self) -> torch.Tensor:
+        """What is to be computed, [rows, new, hidden_size]."""
+        hidden = self.step.inputs.hidden
+        return hidden[:, self.num_matched :] if self.num_matched else hidden
+
+    @property
     def bounds(self) -> Iterable[int]:
         """Before and after which blocks hidden states are looked at."""
         blocks = self.session.blocks
@@ -72,18 +78,30 @@ def positions_and_mask(step: SessionStep) -> tuple[torch.Tensor, torch.Tensor]:
     return positions.expand(batch_size, -1), mask.expand(batch_size, -1)
 
 
-def batch_inputs(batch: list[Prepared], length: int, num_new: int) -> tuple[torch.Tensor | None, torch.Tensor]:
-    """Mask [rows, length] of rows that end together, None if all is attended to, and positions [rows, num_new]."""
-    positions = torch.cat([positions_and_mask(work.step)[0][:, -num_new:] for work in batch])
+def batch_positions(batch: list[Prepared], num_new: int) -> torch.Tensor:
+    """[rows, num_new]."""
+    if num_new == 1 and all(work.step.inputs.position_ids is None for work in batch):  # as in decoding: one call
+        return torch.tensor([[work.state.length - 1] for work in batch for _ in work.state.rows])
+    return torch.cat([positions_and_mask(work.step)[0][:, -num_new:] for work in batch])
+
+
+def hides_nothing(batch: list[Prepared]) -> bool:
+    """Whether every session attends to all its positions."""
     masks = [work.step.inputs.attention_mask for work in batch]
-    if all(mask is None or bool(mask.all()) for mask in masks) and all(work.state.length == length for work in batch):
-        return None, positions
-    result = torch.zeros(len(positions), length, dtype=torch.long)
+    return all(mask is None or bool(mask.all()) for mask in masks)
+
+
+def batch_mask(batch: list[Prepared], length: int) -> torch.Tensor | None:
+    """[rows, length], of rows that end together; None if all is attended to."""
+    if all(work.state.length == length for work in batch) and hides_nothing(batch):
+        return None
+    result = torch.zeros(sum(work.num_rows for work in batch), length, dtype=torch.long)
     first = 0
-    for work, mask in zip(batch, masks, strict=True):
+    for work in batch:
+        mask = work.step.inputs.attention_mask
         result[first : first + work.num_rows, length - work.state.length :] = 1 if mask is None else mask
         first += work.num_rows
-    return result, positions
+    return result
 
 
 def block_runs(blocks: Span, batch: list[Prepared]) -> list[BlockRuns]:

@@ -12,7 +12,6 @@ import torch
 from transformers.cache_utils import LinearAttentionLayer
 
 from swarm_protocol.errors import PeerBusy, RequestRejected
-from swarm_protocol.kernels.attention import AttentionKernel, attention_kernel
 from swarm_protocol.kernels.int8_linear import Int8Linear, Int8Weight
 from swarm_protocol.span import Span
 from swarm_protocol.wire.adapters import Adapter
@@ -23,19 +22,26 @@ from swarm_server.adapters.targets import require_fit
 from swarm_server.blocks.recording import require_finite
 from swarm_server.blocks.split_stack import Stack
 from swarm_server.core.counters import Counters
-from swarm_server.engine.batch import Prepared, adapter_order, batch_inputs, block_runs, positions_and_mask
+from swarm_server.engine.batch import (
+    Prepared,
+    adapter_order,
+    batch_mask,
+    batch_positions,
+    block_runs,
+    hides_nothing,
+)
+from swarm_server.engine.content import followed, hashed, hiding, same_mask
 from swarm_server.engine.session_state import HistoryChange, Session, SessionStep, State, changed, cropped, forgotten
 from swarm_server.engine.token_by_token import can_go_on, tokens_of
+from swarm_server.engine.ways import Ways, fastest_ways
 from swarm_server.kv.kv_cache import CacheBudget, Lease
 from swarm_server.kv.kv_layout import StackLayout
 from swarm_server.kv.kv_rows import PageLayout, Parts, Row, grow, runs
 from swarm_server.kv.kv_transfer import Stored, pack, read, unpack
-from swarm_server.kv.prefix_cache import PrefixCache, token_content
+from swarm_server.kv.prefix_cache import PrefixCache
 from swarm_server.kv.row_states import Room, RowStates, Slot, state_layers, states_after
-from swarm_server.kv.rows_cache import RowsCache, attention_in_place, replaceable
+from swarm_server.kv.rows_cache import RowsCache, attention_in_place
 from swarm_server.training.stateless import StatelessPasses
-
-_SAME = 5e-3  # relative; rounding in int8 and bfloat16 amplifies differences of 1e-7, mistakes are of order 1
 
 
 class BatchMeter(Protocol):
@@ -50,6 +56,7 @@ class Engine:
     Attributes:
         stateless: passes through the same blocks without a session.
         counters: of the positions that steps compute.
+        ways: how batches are computed.
     """
 
     def __init__(self, stack: Stack, *, prefix_cache: PrefixCache | None = None) -> None:
@@ -60,9 +67,9 @@ class Engine:
         self.counters = Counters()
         self._patches = Patches(stack)
         self.stateless = StatelessPasses(stack, self._patches)
-        self._in_place = self._token_by_token = False
-        self._attention: AttentionKernel | None = None
-        self._in_place = self._can_attend_in_place()
+        self._token_by_token = False
+        self.ways = Ways()
+        self.ways = fastest_ways(stack, self.layout, self._try_rows)
         self._token_by_token = self.layout.has_states and not can_go_on(self)
 
     @property
@@ -101,7 +108,7 @@ class Engine:
 
     def layout_of(self, blocks: Span, keeps_outputs: bool) -> PageLayout:
         """What a session over ``blocks`` stores."""
-        return self.layout.part(blocks, keeps_outputs, windows=self._in_place)
+        return self.layout.part(blocks, keeps_outputs, windows=self.ways.in_place)
 
     def open(
         self,
@@ -229,6 +236,8 @@ class Engine:
         state = session.state
         if not state.rows:
             raise RequestRejected("the session is closed")
+        if step.changes:
+            state = hashed(state)
         for change in step.changes:
             state = changed(state, change, session.layout)
         state = cropped(state, step.start, session.layout)
@@ -279,30 +288,24 @@ class Engine:
         """Adds the step to the content hashes; returns, page by page, where each row's content is found."""
         if state.hashes is None:
             return state, []
-        mask = _hiding(step.inputs.attention_mask)
-        if not _same_mask(state.mask, _hiding(None if mask is None else mask[:, : step.start])):
+        mask = hiding(step.inputs.attention_mask)
+        if not same_mask(state.mask, hiding(None if mask is None else mask[:, : step.start])):
             return forgotten(state), []  # what came before looks different now: another content
+        may_match, num_known = state.can_match and step.start % PAGE_TOKENS == 0, step.start // PAGE_TOKENS
+        state = followed(state if mask is state.mask else replace(state, mask=mask), step)
         num_tokens = step.inputs.hidden.shape[1]
-        content = token_content(step.inputs.hidden, *positions_and_mask(step))
-        added = [row_hash.added(row) for row_hash, row in zip(state.hashes, content, strict=True)]
+        if not may_match or num_tokens < PAGE_TOKENS:
+            return state, []
         num_pages = num_tokens // PAGE_TOKENS
         if step.every_block:
             num_pages = 0
         elif not keeps_outputs:  # then the outputs that are wanted must be computed
             num_wanted = num_tokens if step.num_wanted is None else step.num_wanted
             num_pages = max(0, num_tokens - num_wanted) // PAGE_TOKENS
-        num_found = 0
-        if state.can_match and step.start % PAGE_TOKENS == 0:
-            assert self.prefix_cache is not None  # or there would be no hashes
-            found = [self.prefix_cache.longest(digests[:num_pages]) for _, digests in added]
-            num_found = min(map(len, found))
-        state = replace(
-            state,
-            hashes=tuple(row_hash for row_hash, _ in added),
-            digests=tuple((*old, *new) for old, (_, new) in zip(state.digests, added, strict=True)),
-            mask=mask,
-            can_match=num_found * PAGE_TOKENS == num_tokens,
-        )
+        assert self.prefix_cache is not None  # or there would be no hashes
+        found = [self.prefix_cache.longest(digests[num_known:][:num_pages]) for digests in state.digests]
+        num_found = min(map(len, found))
+        state = replace(state, can_match=num_found * PAGE_TOKENS == num_tokens)
         return state, [[row[page] for row in found] for page in range(num_found)]
 
     def _commit(self, work: Prepared, output: torch.Tensor | None) -> torch.Tensor:
@@ -324,7 +327,7 @@ class Engine:
         elif work.num_matched:  # nobody wants those that were not computed
             skipped = torch.zeros_like(step.inputs.hidden[:, : work.num_matched])
             output = skipped if output is None else torch.cat([skipped.to(output), output], 1)
-        if work.state.hashes is not None:
+        if work.state.hashes is not None and not work.state.unhashed:
             self._add_pages(work.state, step.start // PAGE_TOKENS)
         if step.every_block:
             output = torch.stack([output.to(work.block_outputs[0].device) for output in work.block_outputs])
@@ -366,10 +369,10 @@ class Engine:
         """
         if not session.state.rows:
             raise RequestRejected("the session is closed")
-        state = replace(session.state, states=None)  # those after the step come with it
+        state = replace(forgotten(session.state), states=None)  # those after the step come with it
         for change in changes:
             state = changed(state, change, session.layout)
-        state = forgotten(cropped(state, start, session.layout))
+        state = cropped(state, start, session.layout)
         stored.require_fit(session.layout, len(state.rows))
         room = None
         if session.layout.slots:
@@ -402,12 +405,9 @@ class Engine:
 
     def _compute(self, batch: list[Prepared]) -> Iterator[torch.Tensor]:
         """The output of each, on the device of its last block."""
-        dtype = self._stack.dtype
-        hidden = [
-            work.step.inputs.hidden[:, work.num_matched :].to(self._stack.device_of(work.session.blocks.start), dtype)
-            for work in batch
-        ]
-        bounds = sorted({*(bound for work in batch for bound in work.bounds), *self._stack.cuts})
+        stack = self._stack
+        hidden = [work.new_hidden.to(stack.device_of(work.session.blocks.start), stack.dtype) for work in batch]
+        bounds = sorted({*(bound for work in batch for bound in work.bounds), *stack.cuts})
         for part in map(Span, bounds, bounds[1:]):
             members = [i for i, work in enumerate(batch) if work.session.blocks.covers(part)]
             members.sort(key=lambda i: adapter_order(batch[i]))  # those with the same adapter are computed as one
@@ -435,23 +435,21 @@ class Engine:
         """Blocks of one device that all sessions of the batch go through."""
         view = self._stack.view(blocks)
         device, hidden = view.device, [rows.to(view.device) for rows in hidden]
-        num_new = hidden[0].shape[1]
+        num_new, num_rows = hidden[0].shape[1], [work.num_rows for work in batch]
         length = max(work.state.length for work in batch)
-        slots = batch[0].slots(blocks)
+        places, slots, ways = block_runs(blocks, batch), batch[0].slots(blocks), self.ways
         layers = self._state_layers(blocks, batch, slots, device)
-        cache = RowsCache(
-            block_runs(blocks, batch),
-            length,
-            num_new,
-            self._in_place,
-            layers if any(slots) else (),
-            self._attention if self._in_place else None,
-        )
-        mask, positions = batch_inputs(batch, length, num_new)
+        positions = batch_positions(batch, num_new)
         shares = shares_of(
             [(work.session.adapter, work.num_rows, work.step.start + work.num_matched) for work in batch]
         )
-        in_place = attention_in_place(cache, view.configs) if self._in_place else nullcontext()
+        if ways.graphs is not None and num_new == 1 and not shares and hides_nothing(batch):
+            output = ways.graphs.run(blocks, hidden, positions, places)
+            if output is not None:
+                return list(output.split(num_rows))
+        mask = batch_mask(batch, length)
+        cache = RowsCache(places, length, num_new, ways.in_place, layers if any(slots) else (), ways.attention)
+        in_place = attention_in_place(cache, view.configs) if ways.in_place else nullcontext()
         with in_place, self._patches.applied(shares, sum(work.num_rows for work in batch), num_new):
             output = view(
                 hidden[0] if len(hidden) == 1 else torch.cat(hidden),
@@ -459,7 +457,6 @@ class Engine:
                 positions.to(device),
                 cache,
             )
-        num_rows = [work.num_rows for work in batch]
         for work, states in zip(batch, states_after(slots, layers, num_rows), strict=True):
             work.states.update(zip(blocks, states, strict=True))
         return list(output.split(num_rows))
@@ -471,26 +468,15 @@ class Engine:
         num_rows = sum(work.num_rows for work in batch)
         return state_layers(slots, members, num_rows, device, recording=batch[0].records)
 
-    def _can_attend_in_place(self) -> bool:
-        """Tries attention in place, on rows of different lengths, and compares with attention to a copy."""
-        views = self._stack.views(self._stack.span)
-        if not all(view.device.type == "cpu" and replaceable(view.config) for view in views):
-            return False  # elsewhere memory is fast and calls are slow: one copy for all rows is better
+    def _try_rows(self, ways: Ways) -> torch.Tensor:
+        """What a step of rows of different lengths gives."""
+        before, self.ways = self.ways, ways
         try:
-            copied = self._try_rows(in_place=False)
-            self._attention = attention_kernel()
-            attended = self._try_rows(in_place=True)
-            if self._attention is not None and not _same(attended, copied):
-                self._attention = None
-                attended = self._try_rows(in_place=True)
-        except Exception:  # a family's own code: whatever it raises means that this way does not fit
-            return False
+            return self._step_of_two_lengths()
         finally:
-            self._in_place = False
-        return _same(attended, copied)
+            self.ways = before
 
-    def _try_rows(self, in_place: bool) -> torch.Tensor:
-        self._in_place = in_place
+    def _step_of_two_lengths(self) -> torch.Tensor:
         generator = torch.Generator().manual_seed(0)
         budget = CacheBudget(2**62, 1)
         batch = []
@@ -506,16 +492,3 @@ class Engine:
                 raise output
             outputs.append(output)
         return torch.cat(outputs)
-
-
-def _same(outputs: torch.Tensor, expected: torch.Tensor) -> bool:
-    return bool((outputs - expected).abs().max() <= _SAME * expected.abs().max())
-
-
-def _hiding(mask: torch.Tensor | None) -> torch.Tensor | None:
-    """The mask, if it hides anything."""
-    return None if mask is None or bool(mask.all()) else mask
-
-
-def _same_mask(mask: torch.Tensor | None, other: torch.Tensor | None) -> bool:
-    return mask is other or (mask is not None and other is not None and torch.equal(mask, other))

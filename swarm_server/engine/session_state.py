@@ -69,6 +69,7 @@ class State:
         mask: under which that was sent, [batch, positions]; None if nothing was hidden.
         can_match: all content so far was found in the prefix cache.
         states: what blocks remember besides; None before the first position, or if it is not known.
+        unhashed: the last steps, whose content is not in ``hashes`` yet, since no page has become full by them.
     """
 
     rows: tuple[Row, ...]
@@ -78,6 +79,7 @@ class State:
     mask: torch.Tensor | None = None
     can_match: bool = True
     states: RowStates | None = None
+    unhashed: tuple[SessionStep, ...] = ()
 
     @property
     def length(self) -> int:
@@ -124,6 +126,7 @@ def changed(state: State, change: HistoryChange, layout: PageLayout) -> State:
             raise RequestRejected(f"reordering takes row {highest} of a session that has {len(state.rows)} rows")
         picked: dict[str, Any] = {"rows": tuple(state.rows[i] for i in change.indices)}
         if state.hashes is not None:
+            assert not state.unhashed, "the rows' content is to be hashed before they are reordered"
             picked["hashes"] = tuple(state.hashes[i] for i in change.indices)
             picked["digests"] = tuple(state.digests[i] for i in change.indices)
             picked["mask"] = None if state.mask is None else state.mask[list(change.indices)]
@@ -150,4 +153,4 @@ def cropped(state: State, length: int, layout: PageLayout) -> State:
 
 def forgotten(state: State) -> State:
     """Without the knowledge of its content: nothing more of it is shared."""
-    return replace(state, hashes=None, digests=(), mask=None, can_match=False)
+    return replace(state, hashes=None, digests=(), mask=None, can_match=False, unhashed=())

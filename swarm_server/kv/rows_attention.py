@@ -9,13 +9,13 @@ from swarm_protocol.kernels.attention import Numbers, PagedRows, PartOfPage
 from swarm_server.kv.kv_rows import Run
 
 
-def paged_rows(runs: Sequence[Run]) -> PagedRows:
-    """runs: of all rows of a batch, in order."""
+def paged_rows(runs: Sequence[Run], window: int | None = None) -> PagedRows:
+    """runs: of all rows of a batch, in order; window: how many of the last positions are looked at, None for all."""
     rows = []
     for number, run in enumerate(runs):
         parts = [
             (page.table.address, page.capacity, rows_of_page.start, positions.start, positions.stop - positions.start)
-            for page, rows_of_page, positions in run.parts
+            for page, rows_of_page, positions in (run.parts if window is None else run.last(window))
         ]
         for i in range(run.rows.stop - run.rows.start):
             rows.append(

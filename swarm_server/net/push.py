@@ -24,6 +24,7 @@ _logger = logging.getLogger(__name__)
 _CONNECT_TIMEOUT_S = 3.0
 _MAX_ADDRESSES = 4  # of one server, which are tried
 _MAX_UNTAKEN = 4  # steps under way to the next hop; more wait, so that a slow hop slows those before it
+_MAX_SETTLED_BYTES = 64 * 1024  # hidden states of a step that are kept until the next, which may take minutes
 
 Connect = Callable[[str, bytes, list[tuple[str, int]], float], Awaitable[grpc.aio.Channel]]
 Parts = list[bytes]
@@ -80,7 +81,8 @@ class Pusher:
     """One session's stream to another server's session: that of its next hop, or one that stands by for it.
 
     Steps that were not taken when the stream breaks are handed to ``give_up``, in order, as are all that come later. A
-    step that arrives twice is harmless.
+    step that arrives twice is harmless. The other server says that it has taken a step, unless the step is settled: then
+    the next one says so.
     """
 
     def __init__(self, neighbours: Reachable, hop: pb.NextHop, give_up: GiveUp, is_bundled: bool = False) -> None:
@@ -101,27 +103,43 @@ class Pusher:
 
     async def send(self, step: pb.Step, parts: Parts) -> None:
         """Returns once the step is on its way; waits while the next hop has too many to take."""
-        await asyncio.wait([self._connecting])
+        if not self._connecting.done():
+            await asyncio.wait([self._connecting])
+        if step.settled:
+            self._forget_taken()
+            step.settled = not parts and step.hidden.size_bytes <= _MAX_SETTLED_BYTES
+        else:
+            self._ask_for_settled()
         # Nothing may be under way on the other stream, which this step could overtake.
         if self._is_bundled and not parts and not self._untaken and not self._broken and may_be_bundled(step):
             await self._send_bundled(step)
             return
-        async with self._taken:  # nor may this one overtake what shares a stream
-            await self._taken.wait_for(lambda: self._broken or not self._bundled)
+        await self._until(lambda: not self._bundled)  # nor may this one overtake what shares a stream
         if self._call is None and not self._broken:
             await self._attach()
         call = self._call
-        async with self._taken:
-            await self._taken.wait_for(lambda: self._broken or len(self._untaken) < _MAX_UNTAKEN)
-            if not self._broken:
-                self._untaken[step.number] = step, parts
+        await self._until(lambda: len(self._untaken) < _MAX_UNTAKEN)
         if self._broken:
             if not self.retired:
                 await self._give_up(step, parts)
             return
+        self._untaken[step.number] = step, parts
         assert call is not None  # or the stream would be broken
         # If it breaks, the reader notices as well, and gives up what was not taken.
-        await self._write(call, _requests(step, parts))
+        await self._write(call, _requests(step, parts), waits=not step.settled)
+
+    async def _until(self, holds: Callable[[], bool]) -> None:
+        """Waits until it holds, or the stream is broken; takes no turn of the event loop if it does already."""
+        if not (self._broken or holds()):
+            async with self._taken:
+                await self._taken.wait_for(lambda: self._broken or holds())
+
+    def _forget_taken(self) -> None:
+        """All that was sent has been taken; nobody waits for that, since one step at a time is sent."""
+        self._untaken.clear()
+        for number, stream in self._bundled.items():
+            stream.forget(self._hop.push_key, number)
+        self._bundled.clear()
 
     async def _send_bundled(self, step: pb.Step) -> None:
         try:
@@ -131,9 +149,20 @@ class Pusher:
             await self._give_up(step, [])
             return
         self._untaken[step.number] = step, []
+        self._post_bundled(stream, step)
+
+    def _post_bundled(self, stream: PushStream, step: pb.Step) -> None:
         self._bundled[step.number] = stream
         taken = stream.send(self._hop.push_key, step)
         taken.add_done_callback(lambda done: asyncio.ensure_future(self._answered(step.number, done.result())))
+
+    def _ask_for_settled(self) -> None:
+        """Whether those that share a stream are taken, of which the other server says nothing: by sending them again."""
+        for number, stream in list(self._bundled.items()):
+            step, _ = self._untaken.get(number, (None, []))  # none if the stream is broken
+            if step is not None and step.settled:
+                step.settled = False
+                self._post_bundled(stream, step)
 
     async def _answered(self, number: int, taken: bool) -> None:
         if taken:
@@ -155,9 +184,7 @@ class Pusher:
     async def retire(self) -> None:
         """Ends the stream; what was not taken is forgotten. Whoever waits in ``send`` is let go."""
         self.retired = self._broken = True
-        self._untaken.clear()
-        for number, stream in self._bundled.items():
-            stream.forget(self._hop.push_key, number)
+        self._forget_taken()
         self._connecting.cancel()
         if self._call is not None:
             self._call.cancel()  # which ends the reader, unless it is in the middle of giving something up
@@ -178,12 +205,18 @@ class Pusher:
         self._reading = asyncio.ensure_future(self._read(call))
         await self._write(call, [pb.PushRequest(push_key=self._hop.push_key)])
 
-    async def _write(self, call: grpc.aio.StreamStreamCall[Any, Any], requests: Iterable[pb.PushRequest]) -> None:
-        """Returns once they are on their way, or the stream is broken.
+    async def _write(
+        self, call: grpc.aio.StreamStreamCall[Any, Any], requests: Iterable[pb.PushRequest], waits: bool = True
+    ) -> None:
+        """Returns once they are on their way, or the stream is broken; not ``waits``: once those before are.
 
         In a task of its own, which can be cancelled: gRPC lets a writer wait for ever whose call ends before it began.
         """
+        if self._writing is not None and not self._writing.done():
+            await asyncio.wait([self._writing])
         self._writing = asyncio.ensure_future(_write_all(call, requests))
+        if not waits:
+            return
         try:
             await asyncio.wait([self._writing])
         except asyncio.CancelledError:
@@ -202,7 +235,8 @@ class Pusher:
         try:
             async for reply in call:
                 async with self._taken:
-                    self._untaken.pop(reply.number, None)
+                    for number in [number for number in self._untaken if number <= reply.number]:
+                        del self._untaken[number]  # of settled ones before it nothing is said
                     self._taken.notify_all()
         except grpc.RpcError as error:
             details = printable(error.details() or "no details")

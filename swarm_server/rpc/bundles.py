@@ -237,7 +237,8 @@ def take_pushed(
         admitted()
 
         def tell(could_be: bool) -> None:
-            outbox.put(pb.TakenStep(push_key=entry.push_key, number=entry.step.number, lost=not could_be))
+            if not (could_be and entry.step.settled):
+                outbox.put(pb.TakenStep(push_key=entry.push_key, number=entry.step.number, lost=not could_be))
 
         try:
             hosted = find(entry.push_key)

@@ -25,6 +25,7 @@ from swarm_server.net.incoming import Incoming
 from swarm_server.net.shares import Caller
 from swarm_server.net.validation import RequestValidator, require_key
 from swarm_server.sessions.services import SpanServices
+from swarm_server.training.gradient_sums import require_summand
 from swarm_server.training.training_memory import KeptPass
 
 
@@ -100,18 +101,36 @@ def _forward_rows(
 async def backward(
     services: SpanServices, client: Caller, incoming: Incoming, request: ExitStack
 ) -> list[pb.TensorReply]:
-    """See ``forward``."""
+    """See ``forward``; also takes sums of gradients."""
+    message = await incoming.first("forward", "kept", "take_sum")
+    if message.WhichOneof("kind") == "take_sum":
+        blocks = services.validator.blocks(message.take_sum.contract)
+        return [reply for sum_ in services.sums.take(message.take_sum, blocks, client) for reply in _in_parts(sum_)]
+    if message.HasField("summand"):
+        require_summand(message.summand)
+    blocks, hidden_grad, of_adapter = await _go_back(services, client, incoming, request, message)
+    first, *more = _in_parts(hidden_grad)
+    if message.HasField("summand") and of_adapter:
+        first.summed = services.sums.add(message.summand, blocks, of_adapter, client)
+    grads = () if first.summed else of_adapter
+    return [first, *more, *(reply for grad in grads for reply in _in_parts(grad))]
+
+
+async def _go_back(
+    services: SpanServices, client: Caller, incoming: Incoming, request: ExitStack, message: pb.BackwardRequest
+) -> tuple[Span, torch.Tensor, list[torch.Tensor]]:
+    """The blocks, and the gradients of their input and of the adapter's tensors over them."""
     with ExitStack() as uses:
-        message = await incoming.first("forward", "kept")
         if message.WhichOneof("kind") == "kept":
-            sizes = services.training.look(message.kept.key, services.validator.blocks(message.kept.contract))
+            blocks = services.validator.blocks(message.kept.contract)
+            sizes = services.training.look(message.kept.key, blocks)
             shape, num_rows = sizes.shape, sizes.num_rows
             take = uses.enter_context(services.training.taking(message.kept.key))
             ways_back = [partial(_through_kept, take, number) for number in range(len(num_rows))]
         else:
             asked = await _read(services, message.forward, incoming, uses, request)
             few = list(_few_rows(services.validator, asked))
-            shape, num_rows = asked.inputs.hidden.shape, [len(inputs.hidden) for inputs, _ in few]
+            blocks, shape, num_rows = asked.blocks, asked.inputs.hidden.shape, [len(inputs.hidden) for inputs, _ in few]
             ways_back = [partial(_recomputing, services, asked, inputs, dropout) for inputs, dropout in few]
         grads = (await _read_grad(services.validator, incoming, shape, request)).split(num_rows)
         services.training.transpose()
@@ -124,7 +143,7 @@ async def backward(
             services.counters.positions["backward"] += _num_positions(grad)
             hidden_grads.append(hidden_grad)
             sums = [total + more for total, more in zip(sums, of_adapter, strict=True)] if sums else of_adapter
-        return [reply for tensor in (torch.cat(hidden_grads), *sums) for reply in _in_parts(tensor)]
+        return blocks, torch.cat(hidden_grads), sums
 
 
 def _through_kept(take: Callable[[], KeptPass], number: int, grad: torch.Tensor) -> tuple[torch.Tensor, ...]:

@@ -114,13 +114,13 @@ class BlocksService(BlocksServicer):
                 admitted()
                 kind = request.WhichOneof("kind")
                 if kind == "step":
-                    number = request.step.number
+                    number, is_settled = request.step.number, request.step.settled
                     await reader.start(request.step)
                 elif kind == "more":
                     await reader.more(request.more)
                 else:
                     raise RequestRejected("a request of unknown kind")
-                if not reader.is_reading:
+                if not (reader.is_reading or is_settled):
                     await context.write(pb.PushReply(number=number))
 
     async def Steps(self, requests: AsyncIterator[pb.StepBundle], context: _Context) -> None:

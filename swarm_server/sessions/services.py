@@ -12,6 +12,7 @@ from swarm_server.engine.scheduler import Scheduler
 from swarm_server.kv.kv_cache import CacheBudget
 from swarm_server.net.neighbours import Neighbours
 from swarm_server.net.validation import RequestValidator
+from swarm_server.training.gradient_sums import GradientSums
 from swarm_server.training.training_memory import TrainingMemory
 
 
@@ -34,3 +35,8 @@ class SpanServices:
     adapters: AdapterStore = field(default_factory=AdapterStore)
     placing: asyncio.Lock = field(default_factory=asyncio.Lock)
     counters: Counters = field(default_factory=Counters)
+
+    @property
+    def sums(self) -> GradientSums:
+        """Of the adapters' gradients."""
+        return GradientSums(self.adapters)

@@ -13,7 +13,7 @@ import torch
 from swarm_protocol.errors import PeerBusy, PeerError, RequestRejected
 from swarm_protocol.pb import swarm_pb2 as pb
 from swarm_protocol.wire.block_input import BlockInput
-from swarm_protocol.wire.codec import Assembler, encode, shown_shape, torch_dtype
+from swarm_protocol.wire.codec import Assembler, counts_on, encode, shown_shape, torch_dtype
 from swarm_protocol.wire.constants import FIRST_STEP, MAX_NUMBER_JUMP
 from swarm_protocol.wire.printable import printable
 from swarm_protocol.wire.session_keys import push_key_of
@@ -203,9 +203,9 @@ class HostedSession:
     def _checked(self, request: pb.Step, hidden: torch.Tensor, changes: tuple[HistoryChange, ...]) -> SessionStep:
         validator, (batch_size, num_tokens, _) = self._services.validator, hidden.shape
         mask = positions = None
-        if request.HasField("attention_mask"):
+        if request.HasField("attention_mask") and request.attention_mask.values:  # an empty one hides nothing
             mask = validator.mask(request.attention_mask, batch_size, request.start_position + num_tokens)
-        if request.HasField("position_ids"):
+        if request.HasField("position_ids") and not counts_on(request.position_ids, request.start_position, num_tokens):
             positions = validator.positions(request.position_ids, batch_size, num_tokens)
         num_wanted = request.outputs_wanted if request.HasField("outputs_wanted") else num_tokens
         if num_wanted > num_tokens:
@@ -362,4 +362,5 @@ def _with_hidden(step: pb.Step, hidden: pb.Tensor) -> pb.Step:
         position_ids=step.position_ids if step.HasField("position_ids") else None,
         outputs_wanted=step.outputs_wanted if step.HasField("outputs_wanted") else None,
         every_block=step.every_block,
+        settled=step.settled,
     )

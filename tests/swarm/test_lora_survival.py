@@ -15,6 +15,7 @@ from tests.swarm.tuning import SEED, assert_close, lora, loss_of, padded_batch, 
 from tests.swarm.waiting import wait_for
 
 BATCH = padded_batch()
+MANY = padded_batch(rows=9, tokens=24)  # three micro-batches
 IDS = random_ids(1, 10, seed=31)
 
 
@@ -32,10 +33,10 @@ def adapted(fleet: Fleet, client: Client):
 
 @pytest.fixture
 def assert_same_gradients(adapted) -> Callable[..., None]:
-    def check(between: Callable[[], object] = lambda: None) -> None:
+    def check(between: Callable[[], object] = lambda: None, batch: dict[str, torch.Tensor] = BATCH) -> None:
         for model, action in zip(adapted, (lambda: None, between), strict=True):
             model.zero_grad()
-            loss = loss_of(**BATCH)(model)
+            loss = loss_of(**batch)(model)
             action()
             loss.backward()
         for local, remote in zip(*map(trained, adapted), strict=True):
@@ -60,6 +61,22 @@ def test_killed_in_the_middle(fleet, assert_same_gradients, moments: Moments, na
     moments.after_hop(name, 1, victim.kill)
     assert_same_gradients()
     assert not victim.alive
+
+
+@each_hop(1)
+def test_killed_with_a_sum_that_it_has_not_handed_over(fleet, adapted, assert_same_gradients, monkeypatch, hop):
+    """All micro-batches have come back; what was added to the sum is computed by another server."""
+    victim, take_sum, asked = used(fleet, hop), ServerConnection.take_sum, []
+
+    async def killing(server: ServerConnection, *arguments):
+        asked.append(server.record.peer_id)
+        if server.record.peer_id == victim.peer_id:
+            victim.kill()
+        return await take_sum(server, *arguments)
+
+    monkeypatch.setattr(ServerConnection, "take_sum", killing)
+    assert_same_gradients(batch=MANY)
+    assert not victim.alive and victim.peer_id in asked and len(asked) == len(SPANS)
 
 
 def test_dropout_is_the_same_after_a_failure(fleet, client):

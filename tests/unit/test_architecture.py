@@ -67,7 +67,7 @@ LAYERS = {  # from the top: a room imports from those below it only
         ["verification"],
         ["sessions"],
         ["engine"],
-        ["training"],
+        ["training", "graph"],
         ["adapters"],
         ["kv"],
         ["blocks"],

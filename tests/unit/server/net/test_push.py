@@ -38,7 +38,8 @@ class OtherServer(BlocksServicer):
             if request.HasField("step") and len(self.taken) < self._num_taken:
                 self.taken.append(request.step.number)
                 await self.answering.wait()
-                await context.write(pb.PushReply(number=request.step.number))
+                if not request.step.settled:
+                    await context.write(pb.PushReply(number=request.step.number))
 
     async def PushSteps(self, requests: AsyncIterator[pb.PushBundle], context: grpc.aio.ServicerContext) -> None:
         """Loses what it does not take."""
@@ -51,7 +52,8 @@ class OtherServer(BlocksServicer):
                 lost = len(self.taken) >= self._num_taken
                 if not lost:
                     self.taken.append(entry.step.number)
-                steps.append(pb.TakenStep(push_key=entry.push_key, number=entry.step.number, lost=lost))
+                if lost or not entry.step.settled:
+                    steps.append(pb.TakenStep(push_key=entry.push_key, number=entry.step.number, lost=lost))
             await context.write(pb.TakenBundle(steps=steps))
 
 
@@ -264,6 +266,61 @@ def test_a_server_that_does_not_read_has_no_more_than_it_may() -> None:
             refused = [taken for taken in waiting if taken.done()]
             assert refused and not any(taken.result() for taken in refused)
             assert stream._outbox.size_bytes < 5 * MIB
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("is_bundled", [False, True])
+def test_a_settled_step_is_kept_until_the_next_and_given_up_if_the_stream_breaks(is_bundled) -> None:
+    async def scenario() -> None:
+        given_up: list[int] = []
+
+        async def give_up(step: pb.Step, _parts: list[bytes]) -> None:
+            given_up.append(step.number)
+
+        other = OtherServer(num_taken=9)
+        async with connected(other) as (server, channels):
+            pusher = Pusher(channels, pb.NextHop(push_key=b"key"), give_up, is_bundled)
+            await pusher.send(pb.Step(number=1), [])
+            assert await pusher.drain()
+            for number in range(2, 6):
+                await pusher.send(pb.Step(number=number, settled=True), [])
+                while number not in other.taken:
+                    await asyncio.sleep(0)
+            await server.stop(None)
+            assert not await pusher.drain()
+        assert other.taken == [1, 2, 3, 4, 5] and given_up == [5]
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("is_bundled", [False, True])
+@pytest.mark.parametrize("large", [False, True])
+def test_the_other_server_says_of_all_what_it_has_taken_if_one_is_not_settled(is_bundled, large) -> None:
+    async def scenario() -> None:
+        other = OtherServer(num_taken=99)
+        async with connected(other) as (_server, channels):
+            pusher = Pusher(channels, pb.NextHop(push_key=b"key"), never, is_bundled)
+            for number in range(1, 20, 2):
+                await pusher.send(pb.Step(number=number, settled=True), [])
+                await asyncio.wait_for(pusher.send(pb.Step(number=number + 1), [b"part"] * large), TIMEOUT_S)
+            assert await asyncio.wait_for(pusher.drain(), TIMEOUT_S)
+        assert list(dict.fromkeys(other.taken)) == list(range(1, 21))
+
+    run(scenario())
+
+
+def test_a_large_step_is_settled_for_nobody() -> None:
+    """It would be kept, outside all budgets, while the session is silent."""
+
+    async def scenario() -> None:
+        other = OtherServer(num_taken=9)
+        async with connected(other) as (_server, channels):
+            pusher = Pusher(channels, pb.NextHop(), never)
+            hidden = pb.Tensor(size_bytes=MIB // 8, data=bytes(MIB // 8))
+            await pusher.send(pb.Step(number=1, settled=True, hidden=hidden), [])
+            await pusher.send(pb.Step(number=2, settled=True), [b"part"])
+            assert await asyncio.wait_for(pusher.drain(), TIMEOUT_S)
 
     run(scenario())
 

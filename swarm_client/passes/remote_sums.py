@@ -1,0 +1,106 @@
+"""Sums of an adapter's gradients that servers make of several micro-batches, so that they travel once.
+
+A server may forget a sum or die with it. So the client keeps what it takes to go back through those micro-batches
+again, until it has the sum.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from swarm_client.adapters.snapshots import Part, Snapshot
+from swarm_client.passes.ways import Visited, Way
+from swarm_client.routing.routing import Hop
+from swarm_client.transport.wire_tensor import Context, WireTensor
+from swarm_protocol.pb import swarm_pb2 as pb
+from swarm_protocol.span import Span
+from swarm_protocol.wire.constants import MAX_SUMMANDS
+
+_KEY_BYTES = 16
+
+
+@dataclass(frozen=True)
+class Added:
+    """A pass back whose gradients are in the sum, and all that it takes to repeat it.
+
+    Attributes:
+        grad: of its outputs.
+    """
+
+    part: Visited
+    grad: WireTensor
+    context: Context
+
+
+class RemoteSum:
+    """Of one server, over all micro-batches that go back through the same blocks there."""
+
+    def __init__(self, hop: Hop, adapter: Part, num_passes: int) -> None:
+        self.hop = hop
+        self.adapter = adapter
+        self._key = secrets.token_bytes(_KEY_BYTES)
+        self._added: dict[int, Added] = {}
+        self._num_missing = num_passes
+        self._complete = asyncio.Event()
+
+    def summand(self, number: int) -> Summand:
+        return Summand(self, number, pb.Summand(key=self._key, number=number))
+
+    def request(self) -> pb.TakeSum:
+        """Without a contract."""
+        return pb.TakeSum(key=self._key, numbers=sorted(self._added))
+
+    def ended(self, number: int, added: Added | None) -> None:
+        """One of the passes has, ``added`` to the sum or not."""
+        if added is not None:
+            self._added[number] = added
+        self._num_missing -= 1
+        if not self._num_missing:
+            self._complete.set()
+
+    async def complete(self) -> list[Added]:
+        """When all passes have ended, those that were added, in the order of rows."""
+        await self._complete.wait()
+        return [self._added[number] for number in sorted(self._added)]
+
+
+@dataclass(frozen=True)
+class Summand:
+    """The place of one pass back among those of a sum."""
+
+    sum: RemoteSum
+    number: int
+    name: pb.Summand
+
+    def ended(self, added: Added | None) -> None:
+        self.sum.ended(self.number, added)
+
+
+class RemoteSums:
+    """Of the pass back of a whole batch.
+
+    Attributes:
+        sums: of servers that more than one micro-batch goes back through.
+    """
+
+    def __init__(self, ways: Sequence[Way], adapter: Snapshot, first_block: int) -> None:
+        """``first_block``: where the pass back ends."""
+        together: dict[tuple[str, Span], list[Visited]] = defaultdict(list)
+        for part in (part for way in ways for part in way.path if part.hop.span.end > first_block):
+            together[part.hop.server.peer_id, part.hop.span].append(part)
+        self.sums: list[RemoteSum] = []
+        self._summands: dict[int, Summand] = {}  # by the identity of what was visited
+        for (_, span), parts in together.items():
+            of_server = adapter.part(span)
+            if of_server is not None and of_server.shapes and 1 < len(parts) <= MAX_SUMMANDS:
+                sum_ = RemoteSum(parts[0].hop, of_server, len(parts))
+                self.sums.append(sum_)
+                self._summands.update((id(part), sum_.summand(number)) for number, part in enumerate(parts))
+
+    def summand(self, part: Visited) -> Summand | None:
+        """None: the gradients come back with the pass, as the only ones of their server."""
+        return self._summands.get(id(part))

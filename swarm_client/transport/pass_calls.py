@@ -1,0 +1,76 @@
+"""The streams of passes without a session: what is written, and how the answer is read."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from swarm_client.adapters.snapshots import Part
+from swarm_client.transport.answers import read_tensors
+from swarm_client.transport.grpc_calls import translated
+from swarm_client.transport.wire_tensor import WireTensor
+from swarm_protocol.dht.records import ServerRecord
+from swarm_protocol.errors import BadReply
+from swarm_protocol.pb import swarm_pb2 as pb
+from swarm_protocol.pb.swarm_pb2_grpc import BlocksStub
+from swarm_protocol.span import Span
+
+
+class PassCalls:
+    """To one server."""
+
+    def __init__(self, stub: BlocksStub, record: ServerRecord, timeout_s: float) -> None:
+        self._stub = stub
+        self._record = record
+        self._timeout_s = timeout_s
+
+    async def forward(self, span: Span, message: pb.Forward, hidden: WireTensor) -> tuple[WireTensor, pb.TensorReply]:
+        """The output of a forward pass, and the message that it began with."""
+        call = self._stub.Forward(timeout=self._timeout_s)
+        async with translated(self._record, span, call):
+            await call.write(pb.ForwardRequest(forward=message))
+            for part in hidden.parts:
+                await call.write(pb.ForwardRequest(more=part))
+            await call.done_writing()
+            ((output, reply),) = await read_tensors(call, [hidden.header], self._record, span)
+        return output, reply
+
+    async def backward(
+        self,
+        span: Span,
+        first: pb.BackwardRequest,
+        parts: Sequence[bytes],
+        grad: WireTensor,
+        expected: Sequence[pb.Tensor],
+    ) -> tuple[WireTensor, list[WireTensor] | None]:
+        """``parts``: of the hidden states that ``first`` begins."""
+        call = self._stub.Backward(timeout=self._timeout_s)
+        async with translated(self._record, span, call):
+            await call.write(first)
+            for part in parts:
+                await call.write(pb.BackwardRequest(more=part))
+            await call.write(pb.BackwardRequest(grad=grad.header))
+            for part in grad.parts:
+                await call.write(pb.BackwardRequest(more=part))
+            await call.done_writing()
+            (input_grad, reply), *grads = await read_tensors(call, expected, self._record, span)
+        if reply.summed and not first.HasField("summand"):
+            raise self._broken(span)
+        return input_grad, None if reply.summed else [grad for grad, _ in grads]
+
+    async def take_sum(self, span: Span, request: pb.TakeSum, expected: Sequence[pb.Tensor]) -> list[WireTensor]:
+        call = self._stub.Backward(timeout=self._timeout_s)
+        async with translated(self._record, span, call):
+            await call.write(pb.BackwardRequest(take_sum=request))
+            await call.done_writing()
+            tensors = [tensor for tensor, _ in await read_tensors(call, expected, self._record, span)]
+        if len(tensors) < len(expected):
+            raise self._broken(span)
+        return tensors
+
+    def _broken(self, span: Span) -> BadReply:
+        return BadReply(f"server {self._record.short_id} sent a broken answer", self._record.peer_id, span)
+
+
+def expected_grads(adapter: Part | None) -> list[pb.Tensor]:
+    """What gradients of an adapter's tensors are like."""
+    return [pb.Tensor(dtype=pb.FLOAT32, shape=shape) for shape in (() if adapter is None else adapter.shapes)]

@@ -1,0 +1,118 @@
+// Runs a list of instructions on fp32 tensors: a decode step of several blocks in one call, without an interpreter between
+// two products. Instructions name memory by its address; whoever wrote the list (swarm_server/graph) has made sure that all
+// of it is there.
+//
+// Needs a C++17 compiler and nothing else; called from Python through the function at the end of this file.
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <vector>
+
+#include "exported.h"
+#include "platform.h"
+
+namespace {
+
+// In the order of `Kind` in instructions.py
+enum Kind : int64_t {
+    COPY, NEG, RSQRT, SILU, SIGMOID, TANH, RELU, GELU, GELU_TANH, COS, SIN, SQUARE, CUBE, FROM_INT64,
+    ADD, SUB, MUL, DIV, MEAN, LAYER_NORM, PRODUCT, ATTEND
+};
+
+struct Operand {
+    float *address;
+    int64_t strides[4];  // in elements
+
+    float *at(long i, long j, long k) const { return address + i * strides[0] + j * strides[1] + k * strides[2]; }
+};
+
+// PRODUCT: a, [rows][in], times the packed weight b with the scales c, [out] -> out; sizes: rows, in, out.
+// ATTEND: query a, keys b and values c of the new position -> out, [rows][heads][value width]; strides between rows and
+// heads; sizes: rows, heads, key heads, width; other: value width.
+// LAYER_NORM: a times b plus c; b or c may be missing. Others: out = f(a) or f(a, b), element by element; sizes of out, but
+// MEAN is over the last of a.
+struct Instruction {
+    int64_t kind, sizes[4];
+    Operand out, a, b, c;
+    double scalar;  // scaling of ATTEND, epsilon of LAYER_NORM
+    int64_t number, other;  // ATTEND: which block; PRODUCT: which kind of weight
+};
+
+using Compute = void (*)(const Instruction &);
+
+namespace generic {
+#include "elementwise.h"
+}  // namespace generic
+
+#if X86
+#if defined(__clang__)
+#pragma clang attribute push(__attribute__((target("avx2"))), apply_to = function)
+#else
+#pragma GCC push_options
+#pragma GCC target("avx2")
+#endif
+namespace avx2 {
+#include "elementwise.h"
+}  // namespace avx2
+#if defined(__clang__)
+#pragma clang attribute pop
+#pragma clang attribute push(__attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,prefer-vector-width=512"))), apply_to = function)
+#else
+#pragma GCC pop_options
+#pragma GCC push_options
+#pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,prefer-vector-width=512")
+#endif
+namespace avx512 {
+#include "elementwise.h"
+}  // namespace avx512
+#if defined(__clang__)
+#pragma clang attribute pop
+#else
+#pragma GCC pop_options
+#endif
+#endif  // X86
+
+Compute best() {
+#if X86
+    if (__builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq"))
+        return avx512::compute;
+    if (__builtin_cpu_supports("avx2")) return avx2::compute;
+#endif
+    return generic::compute;
+}
+
+// Where the rows of a batch are, as attention knows it
+struct Places {
+    const void *parts;
+    const int64_t *firsts, *key_channels, *value_channels;
+};
+
+}  // namespace
+
+// places: of each block. Returns -1 when all instructions have been run, or the number of the one that could not.
+EXPORT long swarm_run_program(const Instruction *program, long count, const Places *places, int isa, int attention_isa,
+                              int threads) {
+    static const Compute compute = best();
+    for (long i = 0; i < count; i++) {
+        const Instruction &op = program[i];
+        if (op.kind == PRODUCT) {
+            const uint8_t *packed = (const uint8_t *)op.b.address;
+            const float *scale = op.c.address;
+            const long outs = op.sizes[2];
+            if (swarm_matmul(op.a.address, op.sizes[0], op.sizes[1], 1, &packed, &scale, &op.out.address, &outs, isa, threads))
+                return i;
+        } else if (op.kind == ATTEND) {
+            const Places &at = places[op.number];
+            if (swarm_store(at.parts, at.firsts, op.sizes[0], at.key_channels, at.value_channels, op.b.address,
+                            op.b.strides[0], op.b.strides[1], op.c.address, op.c.strides[0], op.c.strides[1], op.sizes[2],
+                            op.sizes[3], op.other) ||
+                swarm_attend(at.parts, at.firsts, op.sizes[0], at.key_channels, at.value_channels, op.a.address,
+                             op.a.strides[0], op.a.strides[1], op.sizes[1], op.sizes[3], op.other, (float)op.scalar, op.out.address,
+                             attention_isa, threads))
+                return i;
+        } else {
+            compute(op);
+        }
+    }
+    return -1;
+}

@@ -1,0 +1,129 @@
+"""What clients have a server keep for a while, by key: in a byte budget that they share, dropped if nobody uses it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from swarm_protocol.errors import PeerBusy
+from swarm_server.net.shares import Caller, Shares
+
+UNUSED_S = 120.0  # after which an entry that nobody uses is dropped
+
+
+@dataclass(eq=False)
+class Entry:
+    value: object
+    size_bytes: int
+    owner: Caller
+    num_users: int = 0
+    dropping: asyncio.TimerHandle | None = None  # while nobody uses it
+
+
+class SharedStore:
+    """Entries by key. Used on one event loop.
+
+    Those that nobody uses make room for others, least recently used first, and are dropped after ``UNUSED_S``. A client
+    may have much of the room, never all, and what it puts beyond a fair part is at the cost of its own.
+    """
+
+    def __init__(self, capacity_bytes: int, unused_s: float = UNUSED_S) -> None:
+        self.capacity_bytes = capacity_bytes
+        self._unused_s = unused_s
+        self._entries: OrderedDict[bytes, Entry] = OrderedDict()
+        self._shares = Shares(capacity_bytes)  # of entries, and of what is arriving
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    @property
+    def used_bytes(self) -> int:
+        return self._shares.used
+
+    @property
+    def share_bytes(self) -> int:
+        """What one client may have at most."""
+        return self._shares.most()
+
+    def take(self, size_bytes: int, client: Caller) -> None:
+        """Counts so many bytes more of a client's.
+
+        Raises:
+            PeerBusy: there is no room for it, even without the entries that nobody uses.
+        """
+        while not self._shares.fits(client, size_bytes):
+            unused = self._unused(client, size_bytes)
+            if unused is None:
+                raise PeerBusy(
+                    f"no room for {size_bytes} bytes more of adapters: {self.used_bytes} of {self.capacity_bytes} "
+                    f"bytes are in use, {self._shares.held(client)} of them by this client"
+                )
+            self.drop(unused)
+        self._shares.add(client, size_bytes)
+
+    def give_back(self, size_bytes: int, client: Caller) -> None:
+        self._shares.add(client, -size_bytes)
+
+    def put(self, key: bytes, value: object, size_bytes: int, client: Caller) -> None:
+        """Keeps something for which so many bytes have been taken, unless there is an entry with this key."""
+        if key in self._entries:
+            self.give_back(size_bytes, client)
+        else:
+            self._entries[key] = Entry(value, size_bytes, client)
+        self._touch(key)
+
+    def resize(self, key: bytes, more_bytes: int) -> None:
+        """Counts an entry as larger, or smaller; whether there is room is known before."""
+        entry = self._entries[key]
+        entry.size_bytes += more_bytes
+        self._shares.add(entry.owner, more_bytes)
+        self._touch(key)
+
+    def find(self, key: bytes) -> Entry | None:
+        return self._entries.get(key)
+
+    @contextmanager
+    def in_use(self, key: bytes) -> Iterator[None]:
+        """Meanwhile the entry, which must be there, is not dropped."""
+        entry = self._entries[key]
+        entry.num_users += 1
+        self._touch(key)
+        try:
+            yield
+        finally:
+            entry.num_users -= 1
+            self._touch(key)
+
+    def drop(self, key: bytes) -> None:
+        entry = self._entries.pop(key)
+        self.give_back(entry.size_bytes, entry.owner)
+        if entry.dropping is not None:
+            entry.dropping.cancel()
+
+    def close(self) -> None:
+        """Drops everything."""
+        for key in list(self._entries):
+            self.drop(key)
+
+    def _unused(self, client: Caller, size_bytes: int) -> bytes | None:
+        """What goes next for a client that wants so much more: its own beyond a fair part, else of who has most."""
+        unused = {key: entry.owner for key, entry in self._entries.items() if not entry.num_users}
+        owners = {entry.owner.peer_id for entry in self._entries.values()} | {client.peer_id}
+        if self._shares.held(client) + size_bytes > self.capacity_bytes / len(owners):
+            unused = {key: owner for key, owner in unused.items() if owner.peer_id == client.peer_id}
+        others = {key: owner for key, owner in unused.items() if owner.peer_id != client.peer_id}
+        return max(others or unused, key=lambda key: self._shares.held(unused[key]), default=None)
+
+    def _touch(self, key: bytes) -> None:
+        entry = self._entries.get(key)
+        if entry is None:  # everything was dropped meanwhile
+            return
+        self._entries.move_to_end(key)
+        if entry.dropping is not None:
+            entry.dropping.cancel()
+            entry.dropping = None
+        if not entry.num_users:
+            entry.dropping = asyncio.get_running_loop().call_later(self._unused_s, self.drop, key)

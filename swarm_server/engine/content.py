@@ -1,0 +1,46 @@
+"""What a session has been sent, as the prefix cache knows it: by a digest of each full page.
+
+What is decoded fills a page in many steps. It is hashed all at once when the page is full: to hash each token takes as
+long as the rest of preparing its step.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from swarm_protocol.wire.constants import PAGE_TOKENS
+from swarm_server.engine.batch import positions_and_mask
+from swarm_server.engine.session_state import SessionStep, State
+from swarm_server.kv.prefix_cache import token_content
+
+
+def followed(state: State, step: SessionStep) -> State:
+    """With the step's content, which comes after all others; no hidden positions may have changed."""
+    state = replace(state, unhashed=(*state.unhashed, step), can_match=False)
+    is_full = step.start % PAGE_TOKENS + step.inputs.hidden.shape[1] >= PAGE_TOKENS
+    return hashed(state) if is_full else state
+
+
+def hashed(state: State) -> State:
+    """With all content in the hashes."""
+    if not state.unhashed or state.hashes is None:
+        return state
+    content = torch.cat([token_content(step.inputs.hidden, *positions_and_mask(step)) for step in state.unhashed], 1)
+    added = [row_hash.added(row) for row_hash, row in zip(state.hashes, content, strict=True)]
+    return replace(
+        state,
+        hashes=tuple(row_hash for row_hash, _ in added),
+        digests=tuple((*old, *new) for old, (_, new) in zip(state.digests, added, strict=True)),
+        unhashed=(),
+    )
+
+
+def same_mask(mask: torch.Tensor | None, other: torch.Tensor | None) -> bool:
+    return mask is other or (mask is not None and other is not None and torch.equal(mask, other))
+
+
+def hiding(mask: torch.Tensor | None) -> torch.Tensor | None:
+    """The mask, if it hides anything."""
+    return None if mask is None or bool(mask.all()) else mask

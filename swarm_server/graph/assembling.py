@@ -1,0 +1,257 @@
+"""Instructions for any number of rows, from captures with two and three: every number in them is linear in the rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from swarm_protocol.kernels.kernel_weight import KernelWeight
+from swarm_protocol.kernels.program import MAX_DIMENSIONS, NOTHING, Instruction, Kind, Operand, Program
+from swarm_server.graph.lowering import Lowered, Place
+from swarm_server.graph.recording import Memory, NotCapturable
+
+_ALIGNMENT = 16  # floats: a cache line
+_WHOLE = {Kind.PRODUCT, Kind.ATTEND}  # which have sizes of their own
+_OF_VECTORS = {Kind.MEAN, Kind.LAYER_NORM}  # which look at the innermost dimension as one
+
+
+@dataclass(frozen=True)
+class Captured:
+    """What a stack of blocks does with so many rows.
+
+    Attributes:
+        memories: those that depend on the inputs, by number.
+        hidden, positions, output: of the step.
+        windows: of each block that attends, how many of the last positions it looks at; None: all.
+    """
+
+    num_rows: int
+    code: tuple[Lowered, ...]
+    memories: Mapping[int, Memory]
+    hidden: Place
+    positions: Place
+    output: Place
+    windows: Mapping[int, int | None]
+
+
+class Linear:
+    """Two captures that differ in their number of rows alone, and what they say about any number."""
+
+    def __init__(self, less: Captured, more: Captured) -> None:
+        """Raises NotCapturable: they differ in something else."""
+        self._less, self._more = less, more
+        alike = len(less.code) == len(more.code) and less.windows == more.windows
+        if not (alike and all(map(_same_kind, less.code, more.code))):
+            raise NotCapturable("what is computed depends on the number of rows, or on how many positions there are")
+        if not all(_same_place(a, b) for a, b in zip(_ends(less), _ends(more), strict=True)):
+            raise NotCapturable("inputs or outputs depend on the number of rows")
+
+    @property
+    def windows(self) -> Mapping[int, int | None]:
+        return self._less.windows
+
+    def matches(self, other: Captured) -> bool:
+        """Whether it says about another capture what that says itself."""
+        try:
+            Linear(self._less, other)
+        except NotCapturable:
+            return False
+        at = self._at(other.num_rows)
+        for mine, less, code in zip(self._more.code, self._less.code, other.code, strict=True):
+            predicted = _between(less, mine, at)
+            if predicted.sizes != code.sizes:
+                return False
+            for a, b in zip(predicted.places, code.places, strict=True):
+                if a is not None and b is not None and (a.offset, a.strides) != (b.offset, b.strides):
+                    return False
+        return True
+
+    def assembled(self, num_rows: int) -> Assembled:
+        at = self._at(num_rows)
+        code = [_between(less, more, at) for less, more in zip(self._less.code, self._more.code, strict=True)]
+        sizes = {
+            number: at(memory.num_elements, self._more.memories[number].num_elements)
+            for number, memory in self._less.memories.items()
+        }
+        ends = [_place_between(a, b, at) for a, b in zip(_ends(self._less), _ends(self._more), strict=True)]
+        return Assembled(code, sizes, *ends)
+
+    def _at(self, num_rows: int) -> Callable[[int, int], int]:
+        first, second = self._less.num_rows, self._more.num_rows
+
+        def at(less: int, more: int) -> int:
+            slope, rest = divmod(more - less, second - first)
+            if rest:
+                raise NotCapturable("a size is not linear in the number of rows")
+            return less + (num_rows - first) * slope
+
+        return at
+
+
+class Assembled:
+    """A program with its memory.
+
+    Attributes:
+        hidden: [rows, 1, hidden_size], to be written before a run.
+        positions: [rows, 1] int64, too.
+        output: [rows, 1, hidden_size], to be read after a run.
+    """
+
+    def __init__(
+        self, code: Sequence[Lowered], sizes: Mapping[int, int], hidden: Place, positions: Place, output: Place
+    ) -> None:
+        self._constants: list[object] = [code]  # which hold on to weights
+        self._positions_number = positions.memory.number
+        sizes = dict(sizes)
+        num_rows = sizes.pop(self._positions_number)
+        offsets, total = _arena(code, sizes, kept=(hidden.memory.number, output.memory.number))
+        arena = torch.zeros(total, dtype=torch.float32)
+        self.positions = torch.zeros(num_rows, 1, dtype=torch.int64)
+        width = sizes[hidden.memory.number] // num_rows
+        self.hidden, self.output = (
+            arena[offsets[place.memory.number] + place.offset :][: num_rows * width].view(num_rows, 1, width)
+            for place in (hidden, output)
+        )
+        start = arena.data_ptr()
+        addresses = {number: start + 4 * offset for number, offset in offsets.items()}
+        addresses[self._positions_number] = self.positions.data_ptr()
+        self.program = Program([self._instruction(lowered, addresses) for lowered in code])
+        self._arena = arena
+
+    def _instruction(self, lowered: Lowered, addresses: Mapping[int, int]) -> Instruction:
+        places: list[Place | None] = [*lowered.places, *[None] * (4 - len(lowered.places))]
+        sizes = lowered.sizes
+        if lowered.kind not in _WHOLE:
+            sizes, places = _folded(lowered.kind, sizes, places)
+        operands = [self._operand(place, addresses) for place in places]
+        if lowered.kind == Kind.PRODUCT:
+            assert isinstance(lowered.weight, KernelWeight)
+            packed, scale = lowered.weight.address
+            operands[2:] = [Operand(packed), Operand(scale)]
+        out, a, b, c = operands
+        sizes = (*sizes, *[0] * (MAX_DIMENSIONS - len(sizes)))
+        return Instruction(lowered.kind, sizes, (out, a, b, c), lowered.scalar, lowered.number, lowered.other)
+
+    def _operand(self, place: Place | None, addresses: Mapping[int, int]) -> Operand:
+        if place is None:
+            return NOTHING
+        constant = place.memory.constant
+        if constant is None:
+            address = addresses[place.memory.number]
+        else:
+            self._constants.append(constant)
+            address = constant.untyped_storage().data_ptr()
+        item_bytes = 8 if place.memory.number == self._positions_number else 4
+        strides = (*place.strides, *[0] * (MAX_DIMENSIONS - len(place.strides)))
+        return Operand(address + item_bytes * place.offset, strides)
+
+
+def _ends(captured: Captured) -> tuple[Place, Place, Place]:
+    return captured.hidden, captured.positions, captured.output
+
+
+def _same_kind(a: Lowered, b: Lowered) -> bool:
+    if (a.kind, a.scalar, a.number, a.other, a.weight) != (b.kind, b.scalar, b.number, b.other, b.weight):
+        return False
+    return len(a.sizes) == len(b.sizes) and all(map(_same_place, a.places, b.places))
+
+
+def _same_place(a: Place | None, b: Place | None) -> bool:
+    """But for its numbers."""
+    if a is None or b is None:
+        return a is b
+    if len(a.strides) != len(b.strides) or a.memory.number != b.memory.number:
+        return False
+    ours, theirs = a.memory.constant, b.memory.constant
+    if ours is None or theirs is None:
+        return ours is theirs
+    if ours.untyped_storage().data_ptr() == theirs.untyped_storage().data_ptr():
+        return True
+    return ours.shape == theirs.shape and ours.dtype == theirs.dtype and bool(torch.equal(ours, theirs))
+
+
+def _between(less: Lowered, more: Lowered, at: Callable[[int, int], int]) -> Lowered:
+    places = tuple(
+        None if a is None or b is None else _place_between(a, b, at)
+        for a, b in zip(less.places, more.places, strict=True)
+    )
+    return less.with_numbers(tuple(map(at, less.sizes, more.sizes)), places)
+
+
+def _place_between(less: Place, more: Place, at: Callable[[int, int], int]) -> Place:
+    return Place(less.memory, at(less.offset, more.offset), tuple(map(at, less.strides, more.strides)))
+
+
+def _folded(
+    kind: Kind, sizes: Sequence[int], places: Sequence[Place | None]
+) -> tuple[tuple[int, ...], list[Place | None]]:
+    """Without dimensions of one, and with those joined that lie behind each other for all operands; four of them."""
+    strides = [place.strides for place in places if place is not None]
+    folded: list[tuple[int, list[int]]] = []
+    for number, size in enumerate(sizes):
+        here = [of_place[number] for of_place in strides]
+        is_vector = kind in _OF_VECTORS and number == len(sizes) - 1
+        if is_vector or not folded:
+            folded.append((size, here))
+            continue
+        before, outer = folded[-1]
+        if size == 1:
+            continue
+        if before == 1:
+            folded[-1] = size, here
+        elif all(large == size * small for large, small in zip(outer, here, strict=True)):
+            folded[-1] = before * size, here
+        else:
+            folded.append((size, here))
+    if len(folded) > MAX_DIMENSIONS:
+        raise NotCapturable(f"an operation over {len(folded)} dimensions")
+    folded = [(1, [0] * len(strides))] * (MAX_DIMENSIONS - len(folded)) + folded
+    shorter = iter(zip(*[here for _, here in folded], strict=True))
+    new_places = [None if place is None else Place(place.memory, place.offset, next(shorter)) for place in places]
+    return tuple(size for size, _ in folded), new_places
+
+
+def _arena(code: Sequence[Lowered], sizes: Mapping[int, int], kept: tuple[int, int]) -> tuple[dict[int, int], int]:
+    """Where each memory begins, in floats, and how many there are in all; what is not needed any more is used again.
+
+    kept: the memories of input and output, the first of which is written before and the second read after.
+    """
+    first = {kept[0]: -1}
+    last = {kept[0]: 0, kept[1]: len(code)}
+    for number, lowered in enumerate(code):
+        for place in lowered.places:
+            if place is not None and place.memory.number in sizes:
+                first.setdefault(place.memory.number, number)
+                last[place.memory.number] = max(last.get(place.memory.number, 0), number)
+    room = {memory: -(-size // _ALIGNMENT) * _ALIGNMENT for memory, size in sizes.items()}
+    ends: dict[int, list[int]] = {}
+    for memory, end in last.items():
+        ends.setdefault(end, []).append(memory)
+    offsets: dict[int, int] = {}
+    free: list[tuple[int, int]] = []  # where, and how much
+    total, before = 0, -1
+    for memory, number in first.items():  # in the order of their first use
+        freed = [other for end in range(before, number) for other in ends.get(end, [])]
+        free = _joined([*free, *((offsets[other], room[other]) for other in freed)])
+        before = number
+        found = next((i for i, (_, size) in enumerate(free) if size >= room[memory]), None)
+        if found is None:
+            offsets[memory], total = total, total + room[memory]
+        else:
+            where, size = free.pop(found)
+            offsets[memory] = where
+            free.append((where + room[memory], size - room[memory]))
+    return offsets, total
+
+
+def _joined(free: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Neighbours as one, in order."""
+    joined: list[tuple[int, int]] = []
+    for where, room in sorted(piece for piece in free if piece[1]):
+        if joined and sum(joined[-1]) == where:
+            joined[-1] = joined[-1][0], joined[-1][1] + room
+        else:
+            joined.append((where, room))
+    return joined

@@ -1,0 +1,240 @@
+"""What torch's operators are as instructions: each is a row of a table."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from swarm_protocol.kernels.int8_linear import Int8Weight
+from swarm_protocol.kernels.program import Kind
+from swarm_server.graph.recording import Memory, NotCapturable, Operation, View
+
+
+@dataclass(frozen=True)
+class Place:
+    """Elements of a memory. Offset and strides in elements; one stride for each of the instruction's sizes."""
+
+    memory: Memory
+    offset: int
+    strides: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Lowered:
+    """An instruction before it is known where memories are.
+
+    Attributes:
+        places: out, a, b and c, as far as there are any.
+        weight: of a product.
+    """
+
+    kind: Kind
+    sizes: tuple[int, ...]
+    places: tuple[Place | None, ...]
+    scalar: float = 0.0
+    number: int = 0
+    other: int = 0
+    weight: Int8Weight | None = None
+
+    def with_numbers(self, sizes: tuple[int, ...], places: tuple[Place | None, ...]) -> Lowered:
+        return Lowered(self.kind, sizes, places, self.scalar, self.number, self.other, self.weight)
+
+
+def lowered(operation: Operation) -> list[Lowered]:
+    """Raises NotCapturable: there is no instruction for it."""
+    lower = _TABLE.get(operation.name)
+    if lower is None:
+        raise NotCapturable(f"there is no instruction for {operation.name}")
+    return lower(operation)
+
+
+def _spread(view: View, sizes: Sequence[int]) -> Place:
+    """As torch broadcasts."""
+    missing = len(sizes) - len(view.sizes)
+    strides = [0] * missing
+    for have, want, stride in zip(view.sizes, sizes[missing:], view.strides, strict=True):
+        strides.append(0 if have == 1 and want != 1 else stride)
+    return Place(view.memory, view.offset, tuple(strides))
+
+
+def _floats(*views: View) -> None:
+    for view in views:
+        if view.dtype != torch.float32:
+            raise NotCapturable(f"a tensor is {view.dtype}")
+
+
+def _operand(value: Any, sizes: Sequence[int]) -> Place:
+    """A tensor or a number."""
+    if isinstance(value, View):
+        if value.sizes == () and value.memory.constant is not None:
+            value = value.memory.constant.item()
+        else:
+            _floats(value)
+            return _spread(value, sizes)
+    number = torch.tensor([float(value)], dtype=torch.float32)
+    return Place(Memory(-1, 1, number), 0, (0,) * len(sizes))
+
+
+def _unary(kind: Kind) -> Callable[[Operation], list[Lowered]]:
+    def lower(operation: Operation) -> list[Lowered]:
+        out, a = operation.output, operation.arguments[0]
+        _floats(out, a)
+        return [Lowered(kind, out.sizes, (_spread(out, out.sizes), _spread(a, out.sizes)))]
+
+    return lower
+
+
+def _binary(kind: Kind) -> Callable[[Operation], list[Lowered]]:
+    def lower(operation: Operation) -> list[Lowered]:
+        out, (a, b, *others) = operation.output, operation.arguments
+        if others or any(value != 1 for value in operation.options.values()):
+            raise NotCapturable(f"{operation.name} has options")
+        _floats(out)
+        places = _spread(out, out.sizes), _operand(a, out.sizes), _operand(b, out.sizes)
+        return [Lowered(kind, out.sizes, places)]
+
+    return lower
+
+
+def _to_copy(operation: Operation) -> list[Lowered]:
+    out, a = operation.output, operation.arguments[0]
+    _floats(out)
+    kind = Kind.FROM_INT64 if a.dtype == torch.int64 else Kind.COPY
+    if kind == Kind.COPY:
+        _floats(a)
+    return [Lowered(kind, out.sizes, (_spread(out, out.sizes), _spread(a, out.sizes)))]
+
+
+def _copy_into(operation: Operation) -> list[Lowered]:
+    out, a = operation.arguments[:2]
+    _floats(out, a)
+    return [Lowered(Kind.COPY, out.sizes, (_spread(out, out.sizes), _spread(a, out.sizes)))]
+
+
+def _gelu(operation: Operation) -> list[Lowered]:
+    return _unary(Kind.GELU_TANH if operation.options.get("approximate") == "tanh" else Kind.GELU)(operation)
+
+
+def _pow(operation: Operation) -> list[Lowered]:
+    kinds = {2: Kind.SQUARE, 3: Kind.CUBE, -0.5: Kind.RSQRT}
+    exponent = operation.arguments[1]
+    if exponent not in kinds:
+        raise NotCapturable(f"a power of {exponent}")
+    return _unary(kinds[exponent])(operation)
+
+
+def _mean(operation: Operation) -> list[Lowered]:
+    a, dims, *keeps = operation.arguments
+    out = operation.output
+    _floats(a, out)
+    if [dim % len(a.sizes) for dim in dims] != [len(a.sizes) - 1] or operation.options:
+        raise NotCapturable("a mean over other than the last dimension")
+    strides = out.strides[:-1] if keeps and keeps[0] else out.strides
+    places = Place(out.memory, out.offset, (*strides, 0)), _spread(a, a.sizes)
+    return [Lowered(Kind.MEAN, a.sizes, places)]
+
+
+def _layer_norm(operation: Operation) -> list[Lowered]:
+    a, shape, weight, bias, epsilon = operation.arguments
+    out = operation.output
+    if len(shape) != 1 or a.strides[-1] != 1 or out.strides[-1] != 1:
+        raise NotCapturable("a layer norm over other than the last dimension")
+    given = [view for view in (weight, bias) if view is not None]
+    _floats(a, out, *given)
+    if any(view.memory.constant is None or view.strides != (1,) for view in given):
+        raise NotCapturable("a layer norm whose weights are computed")
+    flat = [None if view is None else Place(view.memory, view.offset, (0,) * len(a.sizes)) for view in (weight, bias)]
+    places = _spread(out, out.sizes), _spread(a, out.sizes), *flat
+    return [Lowered(Kind.LAYER_NORM, a.sizes, places, scalar=epsilon)]
+
+
+def _cat(operation: Operation) -> list[Lowered]:
+    views, *rest = operation.arguments
+    out, dim = operation.output, rest[0] if rest else 0
+    dim %= len(out.sizes)
+    _floats(out, *views)
+    copies, start = [], 0
+    for view in views:
+        if 0 in view.sizes:
+            continue
+        place = Place(out.memory, out.offset + start * out.strides[dim], out.strides)
+        copies.append(Lowered(Kind.COPY, view.sizes, (place, _spread(view, view.sizes))))
+        start += view.sizes[dim]
+    return copies
+
+
+def _stack(operation: Operation) -> list[Lowered]:
+    views, *rest = operation.arguments
+    out, dim = operation.output, rest[0] if rest else 0
+    dim %= len(out.sizes)
+    _floats(out, *views)
+    strides = out.strides[:dim] + out.strides[dim + 1 :]
+    return [
+        Lowered(
+            Kind.COPY,
+            view.sizes,
+            (Place(out.memory, out.offset + i * out.strides[dim], strides), _spread(view, view.sizes)),
+        )
+        for i, view in enumerate(views)
+    ]
+
+
+def _product(operation: Operation) -> list[Lowered]:
+    (x,), out, weight = operation.arguments, operation.output, operation.weight
+    assert weight is not None
+    _floats(x, out)
+    places = Place(out.memory, out.offset, ()), Place(x.memory, x.offset, ())
+    return [Lowered(Kind.PRODUCT, (len_of(x), *reversed(weight.shape)), places, weight=weight)]
+
+
+def len_of(view: View) -> int:
+    return view.sizes[0]
+
+
+def _attend(operation: Operation) -> list[Lowered]:
+    query, keys, values = operation.arguments
+    out, options = operation.output, operation.options
+    _floats(query, keys, values, out)
+    places = Place(out.memory, out.offset, ()), *(Place(v.memory, v.offset, v.strides[:2]) for v in operation.arguments)
+    sizes = query.sizes[0], query.sizes[1], keys.sizes[1], query.sizes[3]
+    return [
+        Lowered(Kind.ATTEND, sizes, places, scalar=options["scaling"], number=options["block"], other=values.sizes[3])
+    ]
+
+
+_TABLE: dict[str, Callable[[Operation], list[Lowered]]] = {
+    "product": _product,
+    "attend": _attend,
+    "aten._to_copy.default": _to_copy,
+    "aten.clone.default": _unary(Kind.COPY),
+    "aten.copy_.default": _copy_into,
+    "aten.gelu.default": _gelu,
+    "aten.pow.Tensor_Scalar": _pow,
+    "aten.mean.dim": _mean,
+    "aten.native_layer_norm.default": _layer_norm,
+    "aten.cat.default": _cat,
+    "aten.stack.default": _stack,
+    **{
+        f"aten.{name}{suffix}.default": _unary(kind)
+        for name, kind in (
+            ("neg", Kind.NEG),
+            ("rsqrt", Kind.RSQRT),
+            ("silu", Kind.SILU),
+            ("sigmoid", Kind.SIGMOID),
+            ("tanh", Kind.TANH),
+            ("relu", Kind.RELU),
+            ("cos", Kind.COS),
+            ("sin", Kind.SIN),
+        )
+        for suffix in ("", "_")
+    },
+    **{
+        f"aten.{name}{suffix}.{overload}": _binary(kind)
+        for name, kind in (("add", Kind.ADD), ("sub", Kind.SUB), ("mul", Kind.MUL), ("div", Kind.DIV))
+        for suffix in ("", "_")
+        for overload in ("Tensor", "Scalar")
+    },
+}

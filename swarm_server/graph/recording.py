@@ -1,0 +1,150 @@
+"""Writes down what the blocks' own code does with tensors in a step of one new position."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+from swarm_protocol.kernels.int8_linear import Int8Weight
+
+
+class NotCapturable(Exception):
+    """The blocks do something that cannot be an instruction; says what."""
+
+
+@dataclass(eq=False)
+class Memory:
+    """The storage of a tensor.
+
+    Attributes:
+        number: in the order of appearance among those that depend on the step's inputs; -1 for constants.
+        constant: a tensor in this storage, for constants.
+        num_elements: how many of ``dtype`` there is room for.
+    """
+
+    number: int
+    num_elements: int
+    constant: torch.Tensor | None = None
+
+
+@dataclass(frozen=True)
+class View:
+    """A tensor: where its elements lie. Offset and strides in elements."""
+
+    memory: Memory
+    dtype: torch.dtype
+    offset: int
+    sizes: tuple[int, ...]
+    strides: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Operation:
+    """One call. ``arguments``: those of the operator, with views for tensors.
+
+    Attributes:
+        name: of the operator, such as ``aten.mul.Tensor``; or ``product``, ``attend``.
+        output: what it writes.
+        weight: of a ``product``.
+    """
+
+    name: str
+    output: View
+    arguments: tuple[Any, ...] = ()
+    options: Mapping[str, Any] = field(default_factory=dict)
+    weight: Int8Weight | None = None
+
+    @property
+    def inputs(self) -> list[View]:
+        return [leaf for leaf in tree_leaves((self.arguments, dict(self.options))) if isinstance(leaf, View)]
+
+
+class Recorder(TorchDispatchMode):
+    """While active, writes down every operation whose result depends on tensors that were marked.
+
+    What depends on none of them is a constant. Views are not operations: tensors are known by where they lie.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.operations: list[Operation] = []
+        self._memories: dict[int, Memory] = {}
+        self._alive: list[torch.Tensor] = []  # so that no address is used twice
+        self._num_dynamic = 0
+
+    def mark(self, tensor: torch.Tensor) -> View:
+        """The tensor, and whatever is computed from it, differs from step to step."""
+        key = tensor.untyped_storage()._cdata
+        if key not in self._memories:
+            self._alive.append(tensor)
+            room = tensor.untyped_storage().nbytes() // tensor.dtype.itemsize
+            self._memories[key] = Memory(self._num_dynamic, room)
+            self._num_dynamic += 1
+        return self.view(tensor)
+
+    def view(self, tensor: torch.Tensor) -> View:
+        key = tensor.untyped_storage()._cdata
+        memory = self._memories.get(key)
+        if memory is None:
+            self._alive.append(tensor)
+            memory = self._memories[key] = Memory(
+                -1, tensor.untyped_storage().nbytes() // tensor.dtype.itemsize, tensor
+            )
+        return View(memory, tensor.dtype, tensor.storage_offset(), tuple(tensor.shape), tuple(tensor.stride()))
+
+    def add(self, name: str, output: torch.Tensor, *inputs: torch.Tensor, **more: Any) -> None:
+        """An operation that torch does not see."""
+        arguments = tuple(self.view(tensor) for tensor in inputs)
+        weight = more.pop("weight", None)
+        self.operations.append(Operation(name, self.mark(output), arguments, more, weight))
+
+    def depends(self, tensor: torch.Tensor) -> bool:
+        memory = self._memories.get(tensor.untyped_storage()._cdata)
+        return memory is not None and memory.constant is None
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        options = dict(kwargs or {})
+        result = func(*args, **options)
+        inputs = [leaf for leaf in tree_leaves((args, options)) if isinstance(leaf, torch.Tensor)]
+        outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+        self._alive += outputs
+        if not any(map(self.depends, inputs)):
+            return result
+        name = str(func)
+        if not outputs:
+            raise NotCapturable(f"{name} looks at values")
+        storages = {tensor.untyped_storage()._cdata for tensor in inputs}
+        within = all(tensor.untyped_storage()._cdata in storages for tensor in outputs)
+        if within and not func._schema.is_mutable:
+            return result  # another view
+        if within and not all(map(self.depends, outputs)):
+            raise NotCapturable(f"{name} writes to a constant")
+
+        def described(leaf: Any) -> Any:
+            return self.view(leaf) if isinstance(leaf, torch.Tensor) else leaf
+
+        operation = Operation(
+            name, self.mark(outputs[0]), tree_map(described, tuple(args)), tree_map(described, options)
+        )
+        for other in outputs[1:]:
+            self.mark(other)
+        self.operations.append(operation)
+        return result
+
+
+def needed(operations: Sequence[Operation], output: View) -> list[Operation]:
+    """Those on which the output, or what attention stores, depends; in their order."""
+    wanted = {output.memory}
+    kept = []
+    for operation in reversed(operations):
+        if operation.output.memory in wanted or operation.name == "attend":
+            kept.append(operation)
+            wanted.update(view.memory for view in operation.inputs)
+    return kept[::-1]

@@ -1,0 +1,128 @@
+"""Decode steps as programs: one for every part of the span and number of rows that comes along."""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import torch
+
+from swarm_protocol.kernels.attention import Numbers, PagedRows
+from swarm_protocol.kernels.int8_linear import Int8Linear
+from swarm_protocol.kernels.kernel_weight import KernelWeight
+from swarm_protocol.kernels.program import Program
+from swarm_protocol.span import Span
+from swarm_server.blocks.blocks import BlockStack
+from swarm_server.graph.assembling import Assembled, Linear
+from swarm_server.graph.capturing import capture
+from swarm_server.graph.recording import NotCapturable
+from swarm_server.kv.rows_attention import channel_numbers, paged_rows
+from swarm_server.kv.rows_cache import BlockRuns
+
+_MOST_PROGRAMS = 64  # that are kept; each takes the activations of a step, and some 100 KB
+_MOST_ROWS = 64  # above, what is done between products is little beside them
+_ROWS = (2, 3, 5)  # of the captures: two say what any other is, the third that it is so
+_BEYOND = (1000, 5000, 1003)  # positions of the captures, beyond the longest window
+
+_logger = logging.getLogger(__name__)
+
+
+class StepGraphs:
+    """Of one stack and its views. Used by the compute thread only.
+
+    Attributes:
+        refusal: why steps of the whole stack are not programs; None if they are.
+    """
+
+    def __init__(self, stack: BlockStack, longest_window: int) -> None:
+        self._stack = stack
+        self._longest_window = longest_window
+        self._captured: dict[Span, Linear | None] = {}
+        self._assembled: OrderedDict[tuple[Span, int], Assembled] = OrderedDict()
+        self.refusal = self._first_refusal()
+
+    def run(
+        self, blocks: Span, hidden: Sequence[torch.Tensor], positions: torch.Tensor, places: Sequence[BlockRuns]
+    ) -> torch.Tensor | None:
+        """Stores and computes one new position of each row; None if that is not possible here.
+
+        Args:
+            hidden: [rows, 1, hidden_size] of each session.
+            positions: [rows, 1].
+            places: of each block.
+        """
+        if self.refusal is not None or not 0 < len(positions) <= _MOST_ROWS:
+            return None
+        linear = self._linear(blocks)
+        if linear is None:
+            return None
+        assembled = self._program(blocks, linear, len(positions))
+        torch.cat([*hidden], out=assembled.hidden)
+        assembled.positions.copy_(positions)
+        attending, keep = _places(places, linear.windows)
+        done = assembled.program.run(attending)
+        del keep
+        return assembled.output.clone() if done else None
+
+    def _first_refusal(self) -> str | None:
+        if not Program.is_available():
+            return "the kernel is not compiled here"
+        weights = [module.int8 for module in self._stack.modules() if isinstance(module, Int8Linear)]
+        if not weights or not all(isinstance(weight, KernelWeight) for weight in weights):
+            return "products are not the kernel's"
+        if not self._stack.family.takes_positions:
+            return "the family has positions of its own"
+        try:
+            self._captured[self._stack.span] = self._capture(self._stack)
+        except NotCapturable as error:
+            return str(error)
+        return None
+
+    def _linear(self, blocks: Span) -> Linear | None:
+        if blocks not in self._captured:
+            try:
+                self._captured[blocks] = self._capture(self._stack.view(blocks))
+            except NotCapturable as error:
+                _logger.info("decode steps of blocks %s are not programs: %s", blocks, error)
+                self._captured[blocks] = None
+        return self._captured[blocks]
+
+    def _capture(self, stack: BlockStack) -> Linear:
+        with torch.inference_mode(False):
+            captures = [
+                capture(stack, num_rows, self._longest_window + beyond)
+                for num_rows, beyond in zip(_ROWS, _BEYOND, strict=True)
+            ]
+        linear = Linear(*captures[:2])
+        if not linear.matches(captures[2]):
+            raise NotCapturable("what is computed depends on how many positions there are")
+        return linear
+
+    def _program(self, blocks: Span, linear: Linear, num_rows: int) -> Assembled:
+        key = blocks, num_rows
+        if key not in self._assembled:
+            with torch.inference_mode(False):
+                self._assembled[key] = linear.assembled(num_rows)
+            if len(self._assembled) > _MOST_PROGRAMS:
+                self._assembled.popitem(last=False)
+        self._assembled.move_to_end(key)
+        return self._assembled[key]
+
+
+def _places(blocks: Sequence[BlockRuns], windows: Mapping[int, int | None]) -> tuple[np.ndarray, list[object]]:
+    """For each block what ``Program.run`` wants, and what must live until it has run."""
+    rows: dict[tuple[int, int | None], PagedRows] = {}
+    keep: list[object] = []
+    words = np.zeros((len(blocks), 4), dtype=np.int64)
+    for number, window in windows.items():
+        block = blocks[number]
+        key = id(block.runs), window
+        if key not in rows:
+            rows[key] = paged_rows(block.runs, window)
+        numbers: tuple[Numbers, Numbers] = channel_numbers(block.keys), channel_numbers(block.values)
+        keep.append(numbers)
+        words[number] = rows[key].address, rows[key].firsts, numbers[0].address, numbers[1].address
+    keep.append(rows)
+    return words, keep

@@ -1,0 +1,140 @@
+"""Sums of an adapter's gradients over the backward passes of one client, which takes them when all have been added.
+
+Kept with the client's adapters, and forgotten like them: then the client has the passes computed again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from swarm_protocol.errors import CacheMiss, PeerBusy, RequestRejected
+from swarm_protocol.pb import swarm_pb2 as pb
+from swarm_protocol.span import Span
+from swarm_protocol.wire.constants import MAX_SUMMANDS
+from swarm_server.adapters.shared_store import SharedStore
+from swarm_server.net.shares import Caller
+from swarm_server.net.validation import require_key
+
+_SHARE = 4  # a sum may have one part in so many of a client's share: adapters, old and new, need room beside it
+
+
+@dataclass(eq=False)
+class _Sum:
+    """Whichever comes first, gradients are added in the order of their numbers: sums are the same every time.
+
+    Attributes:
+        num_added: those of the passes 0, 1, 2, … so far are in ``total``.
+        ahead: of passes after one that has not come yet, by number.
+    """
+
+    blocks: Span
+    total: list[torch.Tensor] = field(default_factory=list)
+    num_added: int = 0
+    ahead: dict[int, list[torch.Tensor]] = field(default_factory=dict)
+
+    @property
+    def numbers(self) -> list[int]:
+        return [*range(self.num_added), *sorted(self.ahead)]
+
+    @property
+    def num_held(self) -> int:
+        """Lists of gradients in memory."""
+        return bool(self.total) + len(self.ahead)
+
+    def add(self, number: int, grads: list[torch.Tensor]) -> None:
+        self.ahead[number] = grads
+        while self.num_added in self.ahead:
+            self._add_to_total(self.ahead.pop(self.num_added))
+            self.num_added += 1
+
+    def finish(self) -> list[torch.Tensor]:
+        """The sum, also without those that have not come."""
+        for number in sorted(self.ahead):
+            self._add_to_total(self.ahead.pop(number))
+        return self.total
+
+    def _add_to_total(self, grads: list[torch.Tensor]) -> None:
+        self.total = [sum_ + grad for sum_, grad in zip(self.total, grads, strict=True)] if self.total else grads
+
+
+class GradientSums:
+    """Those of all clients. Used on one event loop."""
+
+    def __init__(self, store: SharedStore) -> None:
+        self._store = store
+
+    def add(self, summand: pb.Summand, blocks: Span, grads: list[torch.Tensor], client: Caller) -> bool:
+        """Adds gradients, which are the sum's afterwards, unless it has those of this number; False: there is no room.
+
+        Raises:
+            RequestRejected: the sum is one over other blocks, or of other tensors.
+        """
+        key, size_bytes = _key(summand.key, client), sum(grad.nbytes for grad in grads)
+        if size_bytes > self._store.share_bytes // _SHARE:
+            return False
+        try:
+            self._store.take(size_bytes, client)
+        except PeerBusy:
+            return False
+        sum_ = self._find(key)
+        if sum_ is None:
+            sum_ = _Sum(blocks)
+            self._store.put(key, sum_, 0, client)
+        held = sum_.num_held
+        try:
+            _require_like(sum_, blocks, grads)
+            if summand.number not in sum_.numbers:
+                sum_.add(summand.number, grads)
+        finally:
+            self._store.resize(key, size_bytes * (sum_.num_held - held))
+            self._store.give_back(size_bytes, client)
+        return True
+
+    def take(self, message: pb.TakeSum, blocks: Span, client: Caller) -> list[torch.Tensor]:
+        """The sum, which is forgotten.
+
+        Raises:
+            CacheMiss: it was forgotten before, or other passes were added.
+            RequestRejected: it is one over other blocks.
+        """
+        if len(message.numbers) > MAX_SUMMANDS:
+            raise RequestRejected(f"a sum of {len(message.numbers)} passes: expected at most {MAX_SUMMANDS}")
+        key = _key(message.key, client)
+        sum_ = self._find(key)
+        if sum_ is None:
+            raise CacheMiss("this server does not have the sum (any more)")
+        _require_like(sum_, blocks)
+        self._store.drop(key)
+        if sum_.numbers != list(message.numbers):
+            raise CacheMiss("this server has added other passes to the sum")
+        return sum_.finish()
+
+    def _find(self, key: bytes) -> _Sum | None:
+        entry = self._store.find(key)
+        if entry is None:
+            return None
+        assert isinstance(entry.value, _Sum)
+        return entry.value
+
+
+def require_summand(summand: pb.Summand) -> None:
+    """Raises RequestRejected if it cannot be one."""
+    require_key(summand.key, "the key of a sum")
+    if summand.number >= MAX_SUMMANDS:
+        raise RequestRejected(f"pass {summand.number} of a sum: expected a number below {MAX_SUMMANDS}")
+
+
+def _key(key: bytes, client: Caller) -> bytes:
+    """In the store, where adapters have other keys."""
+    return b"sum %s %s" % (client.peer_id.encode(), key)
+
+
+def _require_like(sum_: _Sum, blocks: Span, grads: Sequence[torch.Tensor] | None = None) -> None:
+    if sum_.blocks != blocks:
+        raise RequestRejected(f"the sum is one over blocks {sum_.blocks}, not {blocks}")
+    known = sum_.total or next(iter(sum_.ahead.values()), [])
+    if known and grads is not None and [t.shape for t in known] != [t.shape for t in grads]:
+        raise RequestRejected("the sum is one of other tensors: expected those of one adapter")

@@ -1,0 +1,329 @@
+"""Gradients of an adapter are summed on servers and travel once; an adapter that did not change travels once, too."""
+
+from __future__ import annotations
+
+import secrets
+from collections import Counter
+from collections.abc import Callable, Iterator
+
+import grpc
+import pytest
+import torch
+
+from swarm_client.transport.transport import ServerConnection
+from swarm_protocol.errors import PeerUnavailable
+from swarm_protocol.net.identity import Identity
+from swarm_protocol.net.tls import ClientCredentials
+from swarm_protocol.pb import swarm_pb2 as pb
+from swarm_server.rpc import passes
+from tests.swarm.adapter_target import HOSTED, OK, Target, adapter_target, random, tensors
+from tests.swarm.harness import InProcessServers
+from tests.swarm.raw_client import Answer, RawClient
+from tests.swarm.target import INVALID, assert_one_sentence, wire
+from tests.swarm.tuning import assert_close, lora, loss_of, padded_batch, tuned
+from tests.zoo import HIDDEN, save_checkpoint
+
+FORGOTTEN = grpc.StatusCode.ABORTED
+NUM_PASSES = 4
+PASSES = [(random(2, 6, HIDDEN, seed=n), random(2, 6, HIDDEN, seed=10 + n)) for n in range(NUM_PASSES)]
+
+
+def new_key() -> bytes:
+    return secrets.token_bytes(16)
+
+
+# ------------------------------------------------------------ over the wire
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory) -> Iterator[Target]:
+    directory = tmp_path_factory.mktemp("sums")
+    with adapter_target(directory, chunk_tokens=32, adapters=(directory / "poet",)) as target:
+        yield target
+
+
+@pytest.fixture(scope="module")
+def name(target) -> pb.AdapterName:
+    return target.put(target.local.adapter(HOSTED, salt=new_key()))
+
+
+def go_back(
+    target: Target, name: pb.AdapterName | None, number: int, summand: pb.Summand, kept: bool = False
+) -> Answer:
+    hidden, grad = PASSES[number]
+    first = pb.BackwardRequest(forward=target.forward(hidden, name), summand=summand)
+    if kept:
+        key = new_key()
+        target.kept_output(key, hidden, name)
+        first = pb.BackwardRequest(kept=pb.KeptForward(contract=target.contract(), key=key), summand=summand)
+    return target.client.backward(first, pb.BackwardRequest(grad=wire(grad)))
+
+
+def take(target: Target, key: bytes, *numbers: int, client: RawClient | None = None) -> Answer:
+    request = pb.TakeSum(contract=target.contract(), key=key, numbers=numbers)
+    return (client or target.client).backward(pb.BackwardRequest(take_sum=request))
+
+
+def summed(target: Target, name: pb.AdapterName, *numbers: int) -> list[torch.Tensor]:
+    """Of gradients that travel one by one, in this order."""
+    sums: list[torch.Tensor] = []
+    for number in numbers:
+        _, *grads = target.gradients(*PASSES[number], name)
+        sums = [total + grad for total, grad in zip(sums, grads, strict=True)] if sums else grads
+    return sums
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2, 3), (3, 1, 0, 2), (2, 3, 1), (1,)], ids=str)
+@pytest.mark.parametrize("kept", [False, True], ids=["recomputed", "kept"])
+def test_the_sum_is_that_in_the_order_of_numbers(target, name, order, kept):
+    key = new_key()
+    for number in order:
+        answer = go_back(target, name, number, pb.Summand(key=key, number=number), kept)
+        (hidden_grad,) = tensors(answer)
+        assert answer.status is OK and answer.replies[0].summed
+        assert_close(hidden_grad, target.gradients(*PASSES[number], name)[0])
+    found = tensors(take(target, key, *sorted(order)))
+    assert found and all(map(torch.equal, found, summed(target, name, *sorted(order))))
+    again = take(target, key, *sorted(order))
+    assert (again.replies, again.status) == ([], FORGOTTEN)
+    assert_one_sentence(again.details, "does not have the sum")
+
+
+def test_a_pass_counts_once(target, name):
+    key = new_key()
+    for number in (0, 1, 0, 1, 3, 3):
+        assert go_back(target, name, number, pb.Summand(key=key, number=number)).replies[0].summed
+    assert all(map(torch.equal, tensors(take(target, key, 0, 1, 3)), summed(target, name, 0, 1, 3)))
+
+
+@pytest.mark.parametrize("numbers", [(0,), (0, 1, 2), (0, 2), ()], ids=str)
+def test_a_sum_of_other_passes_is_not_handed_over(target, name, numbers):
+    key = new_key()
+    for number in (0, 1):
+        go_back(target, name, number, pb.Summand(key=key, number=number))
+    answer = take(target, key, *numbers)
+    assert (answer.replies, answer.status) == ([], FORGOTTEN)
+    assert_one_sentence(answer.details, "has added other passes")
+
+
+def test_only_the_client_itself_takes_its_sum(target, name):
+    key = new_key()
+    go_back(target, name, 0, pb.Summand(key=key, number=0))
+    with RawClient(target.client.record, ClientCredentials(Identity.generate())) as other:
+        assert take(target, key, 0, client=other).status is FORGOTTEN
+    assert take(target, key, 0).status is OK
+
+
+def test_without_gradients_of_an_adapter_nothing_is_summed(target):
+    for adapter in (None, pb.AdapterName(name="poet")):
+        key = new_key()
+        answer = go_back(target, adapter, 0, pb.Summand(key=key))
+        assert answer.status is OK and not answer.replies[0].summed
+        assert take(target, key, 0).status is FORGOTTEN
+
+
+@pytest.mark.parametrize(
+    ("summand", "sentence"),
+    [
+        (pb.Summand(key=bytes(5)), "key of a sum has 5 bytes: expected 16 to 64"),
+        (pb.Summand(key=bytes(16), number=4096), "pass 4096 of a sum: expected a number below 4096"),
+    ],
+    ids=["key", "number"],
+)
+def test_summands_that_are_refused(target, name, summand, sentence):
+    answer = go_back(target, name, 0, summand)
+    assert (answer.replies, answer.status) == ([], INVALID)
+    assert_one_sentence(answer.details, sentence)
+
+
+def test_a_sum_is_one_over_the_same_tensors(target, name):
+    key, other = new_key(), target.local.adapter(HOSTED, salt=new_key())
+    half = target.put(type(other)(other.salt, other.low_rank[:2]))
+    go_back(target, name, 0, pb.Summand(key=key, number=0))
+    answer = go_back(target, half, 1, pb.Summand(key=key, number=1))
+    assert (answer.replies, answer.status) == ([], INVALID)
+    assert_one_sentence(answer.details, "the sum is one of other tensors")
+    request = pb.TakeSum(contract=target.contract(), key=key, numbers=[0])
+    request.contract.blocks.end -= 1
+    assert target.client.backward(pb.BackwardRequest(take_sum=request)).status is INVALID
+    assert all(map(torch.equal, tensors(take(target, key, 0)), summed(target, name, 0)))
+
+
+def test_where_there_is_no_room_gradients_travel_one_by_one(target, tmp_path):
+    data, key = target.adapter().serialize()[0], new_key()
+    with adapter_target(tmp_path, chunk_tokens=32, adapter_bytes=2 * len(data)) as small:
+        name = small.put(small.adapter())
+        answer = go_back(small, name, 0, pb.Summand(key=key, number=0))
+        assert not answer.replies[0].summed
+        assert all(map(torch.equal, tensors(answer), small.gradients(*PASSES[0], name)))
+        assert take(small, key, 0).status is FORGOTTEN
+
+
+# ------------------------------------------------------------ a client's
+
+
+class Traffic:
+    """Bytes of adapters that servers are given, and of what they answer backward passes with."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.uploads: list[int] = []
+        self.answers: list[int] = []
+        backward, put = passes.backward, ServerConnection._put
+
+        async def answering(*arguments):
+            replies = await backward(*arguments)
+            self.answers.append(sum(reply.ByteSize() for reply in replies))
+            return replies
+
+        async def putting(server: ServerConnection, data: bytes, span) -> None:
+            self.uploads.append(len(data))
+            await put(server, data, span)
+
+        monkeypatch.setattr(passes, "backward", answering)
+        monkeypatch.setattr(ServerConnection, "_put", putting)
+
+    def clear(self) -> None:
+        self.uploads, self.answers = [], []
+
+
+@pytest.fixture
+def traffic(monkeypatch) -> Traffic:
+    return Traffic(monkeypatch)
+
+
+@pytest.fixture(scope="module")
+def servers(tmp_path_factory) -> Iterator[InProcessServers]:
+    directory = tmp_path_factory.mktemp("llama")
+    save_checkpoint("llama", directory)
+    with InProcessServers(directory) as servers:
+        servers.start("0:2", "2:6")
+        yield servers
+
+
+NUM_SERVERS, MICRO_BATCHES = 2, 6
+BATCH = padded_batch(rows=12, tokens=40)  # two rows are a micro-batch
+
+
+def assert_same_gradients(pair, between: Callable[[], object] = lambda: None) -> None:
+    for model, action in zip(pair.models, (lambda: None, between), strict=True):
+        model.zero_grad()
+        loss = loss_of(**BATCH)(model)
+        action()
+        loss.backward()
+    for local, remote in zip(*pair.parameters, strict=True):
+        assert local.grad.abs().max() > 0
+        assert_close(remote.grad, local.grad)
+
+
+def test_an_adapter_and_its_gradients_travel_once_in_a_step(servers, traffic):
+    with tuned(servers, lora()) as pair:
+        pair.train(1, loss_of(**BATCH))
+        traffic.clear()
+        assert_same_gradients(pair)
+        weights = sum(parameter.nbytes for parameter in pair.parameters[1])
+        hidden = MICRO_BATCHES * 2 * 40 * HIDDEN * 4
+        assert len(traffic.answers) == NUM_SERVERS * (MICRO_BATCHES + 1)
+        # the gradients that enter the second server's blocks go back to the first; nobody wants those of the embeddings
+        assert sum(traffic.answers) < 1.1 * (NUM_SERVERS * hidden + weights)
+        assert sum(traffic.answers) > NUM_SERVERS * hidden + weights
+        assert len(traffic.uploads) == NUM_SERVERS and weights < sum(traffic.uploads) < 1.1 * weights
+
+
+def test_an_adapter_that_did_not_change_is_not_sent_again(servers, traffic):
+    with tuned(servers, lora(lora_dropout=0.1)) as pair:
+        for mode in (True, False):  # a step's micro-batches, and an evaluation
+            model = pair.remote.train(mode)
+            loss_of(**BATCH)(model).backward()
+            with torch.no_grad():
+                loss_of(**padded_batch())(model)
+            model.generate(BATCH["input_ids"][1:2, :8], max_new_tokens=2, do_sample=False)
+        assert len(traffic.uploads) == NUM_SERVERS
+        torch.optim.SGD(pair.parameters[1], lr=0.1).step()
+        for _ in range(2):
+            loss_of(**BATCH)(pair.remote).backward()
+        assert len(traffic.uploads) == 2 * NUM_SERVERS
+
+
+def test_gradients_are_the_same_every_time(servers):
+    with tuned(servers, lora(init_lora_weights="orthogonal")) as pair:
+        found = []
+        for _ in range(3):
+            pair.remote.zero_grad()
+            loss_of(**BATCH)(pair.remote).backward()
+            found.append([parameter.grad.clone() for parameter in pair.parameters[1]])
+        assert all(torch.equal(*grads) for other in found[1:] for grads in zip(found[0], other, strict=True))
+
+
+def test_sums_that_servers_forget_are_computed_again(servers, monkeypatch):
+    take_sum, forgotten = ServerConnection.take_sum, []
+
+    async def forgetting(server: ServerConnection, span, request, adapter):
+        forgotten.append(await take_sum(server, span, request, adapter))  # which is then not there any more
+        return await take_sum(server, span, request, adapter)
+
+    monkeypatch.setattr(ServerConnection, "take_sum", forgetting)
+    with tuned(servers, lora()) as pair:
+        pair.train(1, loss_of(**BATCH))
+        forgotten.clear()
+        assert_same_gradients(pair)
+    assert len(forgotten) == NUM_SERVERS
+
+
+def test_a_sum_that_is_dropped_half_way_is_not_taken_for_the_whole(servers, monkeypatch):
+    """What is added afterwards begins another sum under the same key."""
+    backward, count = passes.backward, Counter()
+
+    async def dropping(services, *arguments):
+        replies = await backward(services, *arguments)
+        count[services.adapters] += replies[0].summed
+        if replies[0].summed and count[services.adapters] == MICRO_BATCHES // 2:
+            services.adapters.close()
+        return replies
+
+    with tuned(servers, lora()) as pair:
+        pair.train(1, loss_of(**BATCH))
+        monkeypatch.setattr(passes, "backward", dropping)
+        assert_same_gradients(pair)
+    assert list(count.values()) == [MICRO_BATCHES] * NUM_SERVERS
+
+
+def test_a_pass_whose_answer_is_lost_counts_once(servers, monkeypatch):
+    backward, lost = ServerConnection.backward, []
+
+    async def losing(server: ServerConnection, span, *arguments):
+        answer = await backward(server, span, *arguments)
+        if not lost and answer[1] is None:
+            lost.append(server)
+            raise PeerUnavailable("the answer is lost", server.record.peer_id, span)
+        return answer
+
+    with tuned(servers, lora(), recovery_timeout_s=30.0) as pair:
+        pair.train(1, loss_of(**BATCH))
+        monkeypatch.setattr(ServerConnection, "backward", losing)
+        assert_same_gradients(pair)
+    assert len(lost) == 1
+
+
+def test_servers_that_know_of_no_sums(servers, monkeypatch):
+    """Older ones skip the field, and answer as they always have."""
+    backward, answers = passes.backward, []
+
+    async def older(services, client, incoming, request):
+        first = incoming.first
+
+        async def reading(*kinds):
+            message = await first(*kinds)
+            message.ClearField("summand")
+            return message
+
+        incoming.first = reading
+        replies = await backward(services, client, incoming, request)
+        answers.append(len(replies))
+        return replies
+
+    monkeypatch.setattr(passes, "backward", older)
+    with tuned(servers, lora()) as pair:
+        pair.train(1, loss_of(**BATCH))
+        answers.clear()
+        assert_same_gradients(pair)
+    assert len(answers) == NUM_SERVERS * MICRO_BATCHES and min(answers) > 1

@@ -1,0 +1,244 @@
+"""Decode steps as programs give what the blocks' own code gives, for every family that has them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from swarm_protocol.checkpoints.checkpoint import Checkpoint
+from swarm_protocol.kernels.int8_linear import Int8Weight
+from swarm_protocol.kernels.kernel_weight import KernelWeight
+from swarm_protocol.span import Span
+from swarm_server.blocks.blocks import BlockStack, load_blocks
+from swarm_server.blocks.quantization import quantize_
+from swarm_server.engine.engine import Engine
+from swarm_server.engine.session_state import Crop, Reorder
+from swarm_server.graph.capturing import capture
+from swarm_server.graph.recording import NotCapturable
+from swarm_server.graph.step_graph import StepGraphs
+from swarm_server.kv.kv_cache import CacheBudget
+from tests.families import FAMILIES
+from tests.unit.server.engine.test_engine import HOSTED, PLENTY, Generation, run
+from tests.zoo import BLOCKS, SLIDING, save_checkpoint
+
+pytestmark = pytest.mark.skipif(not KernelWeight.is_available(), reason="no compiled kernel")
+
+# The others have experts, recurrent states, positions of their own, or attention that is more than scaled dot products.
+WITH = {
+    *(
+        "llama",
+        "mistral-sliding",
+        "gpt2",
+        "gpt_bigcode",
+        "gpt_neox",
+        "qwen2",
+        "qwen2-sliding",
+        "qwen3",
+        "gemma",
+        "gemma3_text",
+    ),
+    *(
+        "phi",
+        "phi3",
+        "olmo2",
+        "olmo3",
+        "stablelm",
+        "starcoder2",
+        "cohere",
+        "cohere2",
+        "glm",
+        "glm4",
+        "granite",
+        "smollm3",
+    ),
+    *("nemotron", "exaone4", "nanochat", "opt", "opt-projected", "gemma4_unified_text"),
+}
+# Relative. Sums in another order differ by 1e-7, which now and then decides how an activation is rounded to 14 bits.
+UNLESS_ROUNDED, ALL = 2e-6, 5e-3
+
+
+def load_int8(directory, weight: type[Int8Weight] | None = KernelWeight) -> BlockStack:
+    def transform(block: nn.Module, _index: int) -> None:
+        quantize_(block, "int8", torch.device("cpu"), torch.float32, int8_weight=weight)
+
+    return load_blocks(Checkpoint.open(directory), HOSTED, transform=transform)
+
+
+class Counted:
+    """Graphs, and how many steps they have computed."""
+
+    def __init__(self, graphs: StepGraphs) -> None:
+        self.graphs = graphs
+        self.steps = 0
+
+    def run(self, *arguments):
+        output = self.graphs.run(*arguments)
+        self.steps += output is not None
+        return output
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def name(request) -> str:
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def stack(name: str, tmp_path_factory) -> BlockStack:
+    directory = tmp_path_factory.mktemp(name)
+    save_checkpoint(name, directory)
+    return load_int8(directory)
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory) -> BlockStack:
+    directory = tmp_path_factory.mktemp("llama")
+    save_checkpoint("llama", directory)
+    return load_int8(directory)
+
+
+def everyone(engine: Engine) -> list[Generation]:
+    budget = CacheBudget(PLENTY, 1)
+    return [
+        Generation.open(engine, budget, seed=1, shares=False),
+        Generation.open(engine, budget, batch_size=3, seed=2, shares=False),
+        Generation.open(engine, budget, Span(2, BLOCKS), seed=3, shares=False),
+        Generation.open(engine, budget, Span(0, 3), batch_size=2, seed=4, shares=False),
+    ]
+
+
+def talk(engine: Engine, *, checked: bool) -> list[torch.Tensor]:
+    """Prompts of several lengths, beyond windows too, and then steps of all, in which rows leave and change places."""
+    generations, outputs = everyone(engine), []
+    for generation, num_tokens in zip(generations, (5, 4, SLIDING + 3, 1), strict=True):
+        run(engine, (generation, generation.step(num_tokens)))
+    for number in range(SLIDING + 2):
+        changes = [()] * len(generations)
+        if number == 3:
+            changes[1] = (Reorder((2, 0, 0, 1)),)
+        if number == 5:
+            changes[0] = (Crop(generations[0].hidden.shape[1] - 2),)
+        if number == 6:
+            generations = generations[:3]
+        steps = [(one, one.step(1, *change)) for one, change in zip(generations, changes, strict=False)]
+        for (generation, _), output in zip(steps, run(engine, *steps), strict=True):
+            assert isinstance(output, torch.Tensor), output
+            outputs.append(output)
+            if checked:
+                expected = generation.expected()[:, -1:]
+                assert (output - expected).abs().max() <= ALL * expected.abs().max()
+    return outputs
+
+
+def test_steps_are_programs_or_say_why_not(name: str, stack: BlockStack) -> None:
+    ways = Engine(stack).ways
+    assert (ways.graphs is not None) == (name in WITH), ways.refusal
+    assert (ways.graphs is None) == bool(ways.refusal)
+
+
+def test_a_program_gives_what_the_code_gives(stack: BlockStack) -> None:
+    engine = Engine(stack)
+    if engine.ways.graphs is None:
+        pytest.skip(engine.ways.refusal)
+    counted = Counted(engine.ways.graphs)
+    engine.ways = replace(engine.ways, graphs=counted)
+    ours = talk(engine, checked=True)
+    assert counted.steps > SLIDING
+    engine.ways = replace(engine.ways, graphs=None)
+    theirs = talk(engine, checked=False)
+    errors = [float((a - b).abs().max() / b.abs().max()) for a, b in zip(ours, theirs, strict=True)]
+    assert min(errors) <= UNLESS_ROUNDED and max(errors) <= ALL
+
+
+def test_rows_do_not_depend_on_their_mates(llama: BlockStack) -> None:
+    """Bit for bit, whatever the number of rows."""
+    engine = Engine(llama)
+    counted = Counted(engine.ways.graphs)
+    engine.ways = replace(engine.ways, graphs=counted)
+    budget = CacheBudget(PLENTY, 1)
+    alone, among = (Generation.open(engine, budget, seed=7, shares=False) for _ in range(2))
+    others = [Generation.open(engine, budget, seed=seed, shares=False) for seed in range(20)]
+    for number, other in enumerate(others):
+        run(engine, (other, other.step(number + 2)))
+    for generation in (alone, among):
+        run(engine, (generation, generation.step(6)))
+    for count in (1, 4, 20):
+        (expected,) = run(engine, (alone, alone.step(1)))
+        mates = [(other, other.step(1)) for other in others[:count]]
+        outputs = run(engine, *mates, (among, among.step(1)))
+        assert torch.equal(outputs[-1], expected)
+    assert counted.steps == 6
+
+
+def test_padding_and_several_positions_are_left_to_the_code(llama: BlockStack) -> None:
+    engine = Engine(llama)
+    counted = Counted(engine.ways.graphs)
+    engine.ways = replace(engine.ways, graphs=counted)
+    budget = CacheBudget(PLENTY, 1)
+    padded = Generation.open(engine, budget, batch_size=2, padded=2, seed=1)
+    plain = Generation.open(engine, budget, seed=2)
+    for generation in (padded, plain):
+        run(engine, (generation, generation.step(5)))
+    (output,) = run(engine, (padded, padded.step(1)))
+    assert (output - padded.expected()[:, -1:]).abs().max() <= ALL * output.abs().max()
+    run(engine, (plain, plain.step(3)))
+    assert counted.steps == 0
+    run(engine, (plain, plain.step(1)))
+    assert counted.steps == 1
+
+
+def test_weights_of_another_kind_have_no_programs(tmp_path) -> None:
+    save_checkpoint("llama", tmp_path)
+    stack = load_blocks(Checkpoint.open(tmp_path), HOSTED)
+    assert Engine(stack).ways.refusal == "products are not the kernel's"
+
+
+class Looks(nn.Module):
+    """Stands in for a block's MLP, and decides by values."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x if x.sum() > 0 else -x
+
+
+class Sorts(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.sort(-1).values
+
+
+@pytest.mark.parametrize(("mlp", "reason"), [(Looks(), "looks at values"), (Sorts(), "no instruction for aten.sort")])
+def test_what_cannot_be_captured_is_refused(tmp_path, mlp: nn.Module, reason: str) -> None:
+    save_checkpoint("llama", tmp_path)
+
+    def transform(block: nn.Module, _index: int) -> None:
+        quantize_(block, "int8", torch.device("cpu"), torch.float32, int8_weight=KernelWeight)
+        if hasattr(block, "mlp"):
+            block.mlp = mlp
+
+    stack = load_blocks(Checkpoint.open(tmp_path), HOSTED, transform=transform)
+    with pytest.raises(NotCapturable, match=reason):
+        capture(stack, 2, 100)
+    assert reason in Engine(stack).ways.refusal
+
+
+class Remembers(nn.Module):
+    """Depends on how many positions there are, which nobody tells a program."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        from swarm_server.kv import rows_cache
+
+        return x * rows_cache._running.cache.get_seq_length()
+
+
+def test_what_depends_on_the_length_is_refused(tmp_path) -> None:
+    save_checkpoint("llama", tmp_path)
+
+    def transform(block: nn.Module, _index: int) -> None:
+        quantize_(block, "int8", torch.device("cpu"), torch.float32, int8_weight=KernelWeight)
+        if hasattr(block, "mlp"):
+            block.mlp = Remembers()
+
+    stack = load_blocks(Checkpoint.open(tmp_path), HOSTED, transform=transform)
+    graphs = StepGraphs(stack, 0)
+    assert graphs.refusal is not None and "how many positions" in graphs.refusal
