@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -61,11 +62,14 @@ def split(directory: Path, devices: tuple[torch.device, ...], **options) -> Spli
 
 
 def engines(directory: Path, devices: tuple[torch.device, ...], **options) -> tuple[Engine, Engine]:
-    """On one of the devices, and over all."""
-    whole = load_blocks(Checkpoint.open(directory), HOSTED, device=devices[0], **options)
-    return Engine(whole, prefix_cache=PrefixCache()), Engine(
-        split(directory, devices, **options), prefix_cache=PrefixCache()
+    """On one of the devices, and over all; no programs, which round otherwise and are for one device."""
+    stacks = (
+        load_blocks(Checkpoint.open(directory), HOSTED, device=devices[0], **options),
+        split(directory, devices, **options),
     )
+    whole, parts = (Engine(stack, prefix_cache=PrefixCache()) for stack in stacks)
+    whole.ways = replace(whole.ways, graphs=None)
+    return whole, parts
 
 
 def make_adapter(*, dropout: float = 0.0) -> Adapter:
