@@ -4,7 +4,7 @@ BIN := $(VENV)/bin
 IN_PARALLEL := --numprocesses 2 --dist loadfile
 export HF_HUB_OFFLINE ?= 1
 
-.PHONY: demo test test-all test-browser screenshots bench docs lint format proto clean
+.PHONY: demo test test-all test-cuda test-browser screenshots bench docs lint format proto clean
 
 demo: $(VENV)/.installed
 	$(BIN)/python -m swarm_client demo
@@ -15,6 +15,9 @@ test: $(VENV)/.installed lint
 test-all: $(VENV)/.installed lint
 	$(BIN)/python -m pytest $(IN_PARALLEL) -m "not browser"
 	$(MAKE) test-browser
+
+test-cuda: $(VENV)/.installed
+	$(BIN)/python -m pytest -m cuda -rs tests
 
 test-browser: $(VENV)/.installed
 	test -x /usr/bin/chromium || test "$$(id -u)" != 0 || apt-get install --quiet --yes --no-install-recommends chromium || \

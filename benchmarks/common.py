@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from logging import ERROR, getLogger
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ import numpy
 import torch
 from local_servers import LocalServer, local_servers
 from make_model import SHAPES
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
 from transformers.utils import logging
 
@@ -44,8 +45,9 @@ class Fleet:
     servers: list[LocalServer]
 
     @contextmanager
-    def client(self, head_quant: str = "none") -> Iterator[PreTrainedModel]:
+    def client(self, head_quant: str = "none", device: str = "cpu") -> Iterator[PreTrainedModel]:
         options = {} if head_quant == "none" else {"head_quant": head_quant}
+        options |= {} if device == "cpu" else {"device": device, "dtype": torch.bfloat16}
         with DistributedModel.from_pretrained(str(self.path), swarm=self.swarm, **options) as model:
             yield model
 
@@ -75,10 +77,11 @@ def _log(server: LocalServer) -> str:
 
 @contextmanager
 def fleet(path: Path, num_servers: int, quant: str, *arguments: str) -> Iterator[Fleet]:
-    """Servers that share the blocks evenly; they take turns over the cores this process may use."""
+    """Servers that share the blocks evenly; unless a GPU computes, they take turns over the cores there are."""
     swarm = f"benchmark-{os.getpid()}-{next(_numbers)}"
     cores = sorted(os.sched_getaffinity(0))
-    pins = [cores[number % len(cores)] for number in range(num_servers)]
+    on_cpu = "--device" not in arguments or arguments[arguments.index("--device") + 1] == "cpu"
+    pins = [cores[number % len(cores)] for number in range(num_servers)] if on_cpu else None
     spans = even_spans(SHAPES[path.name]["num_hidden_layers"], num_servers)
     options = ["--model", str(path), "--quant", quant, "--log-level", "warning", *arguments]
     with local_servers(swarm, spans, options, pins) as running:
@@ -90,12 +93,16 @@ def even_spans(num_blocks: int, num_servers: int) -> list[str]:
     return [f"{start}:{end}" for start, end in itertools.pairwise(cuts)]
 
 
-def load_local(path: Path) -> PreTrainedModel:
-    """The whole model in this process: float32, one thread."""
+def load_local(path: Path, device: str = "cpu", quant: str = "none") -> PreTrainedModel:
+    """The whole model in this process: on the CPU float32, one thread; on CUDA bfloat16, or bitsandbytes' int8."""
     torch.set_num_threads(1)
     logging.disable_progress_bar()
     logging.set_verbosity_error()
-    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    if device == "cpu":
+        return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    getLogger("bitsandbytes.autograd._functions").setLevel(ERROR)  # it warns at every product that is not in float16
+    options = {} if quant == "none" else {"quantization_config": BitsAndBytesConfig(load_in_8bit=True)}
+    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16, device_map={"": device}, **options).eval()
 
 
 def random_ids(num_tokens: int, generator: torch.Generator = _generator) -> torch.Tensor:
@@ -105,6 +112,7 @@ def random_ids(num_tokens: int, generator: torch.Generator = _generator) -> torc
 
 def generate(model: PreTrainedModel, input_ids: torch.Tensor, new_tokens: int, **options: Any) -> torch.Tensor:
     """Greedy, exactly ``new_tokens`` more."""
+    input_ids = input_ids.to(model.device)
     return model.generate(
         input_ids,
         attention_mask=torch.ones_like(input_ids),

@@ -3,6 +3,7 @@
     python benchmarks/engine.py                              # bench-1b, 2 servers on one core each
     python benchmarks/engine.py --quick                      # bench-tiny in a minute or two, to see that it works
     python benchmarks/engine.py --only decode-8-int8 hop --json engine.json
+    python benchmarks/engine.py --device cuda --model bench-8b --servers 1
 
 Contestants take turns (A B A B), because such machines are noisy: compare by the ratio, not across runs.
 """
@@ -140,7 +141,7 @@ def second_turn(model: PreTrainedModel) -> float:
     """A prompt and its answer have been there; a question follows."""
     cache = DynamicCache()
     talk = generate(model, random_ids(PREFIX), ANSWER, past_key_values=cache)
-    return first_token_s(model, torch.cat([talk, random_ids(QUESTION)], 1), past_key_values=cache)
+    return first_token_s(model, torch.cat([talk, random_ids(QUESTION).to(talk.device)], 1), past_key_values=cache)
 
 
 def shared_prefix(model: PreTrainedModel) -> float:
@@ -152,9 +153,9 @@ def shared_prefix(model: PreTrainedModel) -> float:
 
 def int8_rows(args: argparse.Namespace, servers: Fleet, local: PreTrainedModel) -> Iterator[Row]:
     """Memory is read before the rows that fill the KV cache, and again at the end."""
-    heads = sorted(args.head_quant)  # int8 first: it is the one that counts
+    heads = sorted(args.head_quant) if args.device == "cpu" else ["none"]  # int8 first: it is the one that counts
     with ExitStack() as stack:
-        models = {f"head {QUANT_NAMES[head]}": stack.enter_context(servers.client(head)) for head in heads}
+        models = {f"head {QUANT_NAMES[head]}": stack.enter_context(servers.client(head, args.device)) for head in heads}
         model = next(iter(models.values()))
         for each in models.values():
             decode(each, 2, PROMPT, 4)  # warm-up
@@ -191,7 +192,7 @@ def int8_rows(args: argparse.Namespace, servers: Fleet, local: PreTrainedModel) 
 
 
 def fp32_rows(args: argparse.Namespace, servers: Fleet, local: PreTrainedModel) -> Iterator[Row]:
-    with servers.client() as model:
+    with servers.client(device=args.device) as model:
         decode(model, 2, PROMPT, 4)  # warm-up
         if "decode-1-fp32" in args.only:
             alone, remote = (partial(decode, each, 1, PROMPT, args.new_tokens) for each in (local, model))
@@ -218,8 +219,9 @@ def hop_rows(args: argparse.Namespace) -> Iterator[Row]:
         local = load_local(path)
         token_ms(local)  # warm-up
         contestants = {"local": partial(token_ms, local)}
+        options = "--cache-tokens", str(CACHE_TOKENS), "--device", "cpu"
         for length in HOP_CHAINS:
-            servers = stack.enter_context(fleet(path, length, HOP_QUANT, "--cache-tokens", str(CACHE_TOKENS)))
+            servers = stack.enter_context(fleet(path, length, HOP_QUANT, *options))
             model = stack.enter_context(servers.client())
             contestants[f"{length} servers"] = partial(token_ms, model, servers)
             token_ms(model)  # warm-up
@@ -240,13 +242,15 @@ def slope(x: Sequence[float], y: Sequence[float]) -> float:
 
 def run(args: argparse.Namespace) -> Iterator[Row]:
     path = make_model(args.model, args.models)
-    local = load_local(path)
-    decode(local, 1, PROMPT, 4)  # warm-up; and the checkpoint is in the page cache when the servers start
+    options = "--cache-tokens", str(CACHE_TOKENS), "--device", args.device
     for quant, rows in (("int8", int8_rows), ("none", fp32_rows)):
         names = {name for name in args.only if name != "hop" and name.endswith("fp32") == (quant == "none")}
         if names:
-            with fleet(path, args.servers, quant, "--cache-tokens", str(CACHE_TOKENS)) as servers:
+            local = load_local(path, args.device, quant)
+            decode(local, 1, PROMPT, 4)  # warm-up; and the checkpoint is in the page cache when the servers start
+            with fleet(path, args.servers, quant, *options) as servers:
                 yield from rows(args, servers, local)
+            del local
     if "hop" in args.only:
         yield from hop_rows(args)
 
@@ -282,16 +286,21 @@ def main() -> None:
     parser.add_argument("--models", type=Path, default=DEFAULT_OUTPUT, help="directory of the checkpoints")
     parser.add_argument("--only", nargs="+", default=list(GOALS), choices=GOALS, metavar="NAME", help=", ".join(GOALS))
     parser.add_argument("--head-quant", nargs="+", default=["int8", "none"], choices=QUANT_NAMES)
+    parser.add_argument("--device", default="cpu", help="of servers and local model; cuda: bfloat16, LLM.int8()")
     parser.add_argument("--servers", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--new-tokens", type=int, default=32)
     parser.add_argument("--quick", action="store_true", help="bench-tiny, one round: shows that everything works")
     parser.add_argument("--json", type=Path, metavar="FILE")
     args = parser.parse_args()
+    if args.device != "cpu" and not torch.cuda.is_available():
+        parser.error(f"--device {args.device}: there is no CUDA device")
     if args.quick:
         vars(args).update(QUICK)
     rows = []
     for row in run(args):
+        if args.device != "cpu":  # the goals are for CPUs
+            row = replace(row, what=row.what.replace("fp32", "bf16"), target=None, stretch=None, met="")
         rows.append(row)
         ratio = "" if row.ratio is None else f" ({row.ratio:.2f} ×)"
         print(f"{row.what}: {number(row.measured)} {row.unit}{ratio}", flush=True)

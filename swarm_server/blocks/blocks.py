@@ -249,7 +249,7 @@ def load_blocks(
     """
     family = checkpoint.family
     span.within(family.num_blocks)
-    device = torch.device(device)
+    device = torch.empty(0, device=device).device  # "cuda" is the current one: tensors there name it by its number
     # Tensors born in inference mode could never meet autograd.
     with torch.inference_mode(False), torch.no_grad(), freed_memory_returned():
         hollow, _ = load_hollow_model(family, checkpoint.config, dtype=dtype)

@@ -14,7 +14,8 @@ _BYTES_PER_WEIGHT = {"int8": 1.1, "bnb-int8": 1.1, "nf4": 0.6, "none": 4.0}
 def available_bytes(device: torch.device) -> int:
     """Memory of the device that is free now."""
     if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
+        kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # by torch, for new tensors
+        return torch.cuda.mem_get_info(device)[0] + kept
     try:
         with open("/proc/meminfo") as file:
             lines = dict(line.split(":") for line in file)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -33,8 +34,12 @@ PLACEMENTS = {"cpu": (CPU, CPU, CPU), "accelerators": (FIRST, SECOND, FIRST)}
 Make = Callable[..., Engine]
 
 
-@pytest.fixture(params=PLACEMENTS)
+@pytest.fixture(params=[*PLACEMENTS, pytest.param("cuda", marks=pytest.mark.cuda)])
 def devices(request) -> Iterator[tuple[torch.device, ...]]:
+    if request.param == "cuda":
+        first, last = torch.device("cuda", 0), torch.device("cuda", torch.cuda.device_count() - 1)
+        yield first, last, first
+        return
     with nullcontext() if request.param == "cpu" else SimulatedDevices():
         yield PLACEMENTS[request.param]
 
@@ -61,11 +66,14 @@ def split(directory: Path, devices: tuple[torch.device, ...], **options) -> Spli
 
 
 def engines(directory: Path, devices: tuple[torch.device, ...], **options) -> tuple[Engine, Engine]:
-    """On one of the devices, and over all."""
-    whole = load_blocks(Checkpoint.open(directory), HOSTED, device=devices[0], **options)
-    return Engine(whole, prefix_cache=PrefixCache()), Engine(
-        split(directory, devices, **options), prefix_cache=PrefixCache()
+    """On one of the devices, and over all; no programs, which round otherwise and are for one device."""
+    stacks = (
+        load_blocks(Checkpoint.open(directory), HOSTED, device=devices[0], **options),
+        split(directory, devices, **options),
     )
+    whole, parts = (Engine(stack, prefix_cache=PrefixCache()) for stack in stacks)
+    whole.ways = replace(whole.ways, graphs=None)
+    return whole, parts
 
 
 def make_adapter(*, dropout: float = 0.0) -> Adapter:
@@ -258,6 +266,28 @@ def test_int8_on_parts(llama: Path) -> None:
     whole, parts = engines(llama, PLACEMENTS["cpu"], transform=prepare)
     same(generated(parts), generated(whole))
     assert len(parts.int8_weights) == len(whole.int8_weights) > 0
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
+@pytest.mark.parametrize("method", ["none", "bnb-int8"])
+def test_bfloat16_and_bitsandbytes(llama: Path, device: str, method: str) -> None:
+    """What a server on CUDA computes, beside fp32."""
+
+    def prepare(block: torch.nn.Module, _index: int) -> None:
+        quantize_(block, method, torch.device(device), torch.bfloat16)
+
+    checkpoint = Checkpoint.open(llama)
+    exact = Engine(load_blocks(checkpoint, HOSTED))
+    rounded = Engine(load_blocks(checkpoint, HOSTED, dtype=torch.bfloat16, device=device, transform=prepare))
+    outputs = []
+    for engine in (exact, rounded):
+        generation = Generation.open(engine, CacheBudget(PLENTY, 1), batch_size=2)
+        steps = [(generation.session, generation.step(num_tokens)) for num_tokens in (5, 1, 1)]
+        outputs.append(torch.cat([engine.run([step])[0] for step in steps], 1))
+    expected, found = outputs
+    assert found.dtype == torch.float32
+    error = float((found - expected).norm() / expected.norm())
+    assert error < BLOCKS * {"none": 0.007, "bnb-int8": 0.02}[method], error  # mistakes are of order 1
 
 
 def test_blocks_on_two_devices_are_no_one_stack(llama: Path) -> None:
