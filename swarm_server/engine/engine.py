@@ -441,7 +441,7 @@ class Engine:
             num_new,
             self._in_place,
             layers if any(slots) else (),
-            self._attention if self._in_place else None,
+            self._attention,
         )
         mask, positions = batch_inputs(batch, length, num_new)
         view, device = self._stack.view(blocks), self._stack.device
@@ -474,16 +474,15 @@ class Engine:
             return False  # elsewhere memory is fast and calls are slow: one copy for all rows is better
         try:
             copied = self._try_rows(in_place=False)
-            self._attention = attention_kernel()
-            attended = self._try_rows(in_place=True)
-            if self._attention is not None and not _same(attended, copied):
-                self._attention = None
-                attended = self._try_rows(in_place=True)
+            for kernel in (attention_kernel(), None):
+                self._attention = kernel
+                if _same(self._try_rows(in_place=True), copied):
+                    return True
         except Exception:  # a family's own code: whatever it raises means that this way does not fit
-            return False
+            self._attention = None
         finally:
             self._in_place = False
-        return _same(attended, copied)
+        return False
 
     def _try_rows(self, in_place: bool) -> torch.Tensor:
         self._in_place = in_place
