@@ -3,6 +3,7 @@
 //   Vec                                 the vector
 //   SUMS                                vectors of sums in registers at a time
 //   fill(x), load(p), store(p, v)       p: of any alignment
+//   in_register(v)                      v, which the compiler is not to load again for every use
 //   load_some(p, n)                     n < LANES floats, then zeros; reads no others
 //   add, sub, mul(a, b), fma(a, b, c)   fma: a * b + c
 //   max(a, b)                           b where either is NaN
@@ -10,7 +11,7 @@
 //   sum_lanes(v)                        of LANES vectors: lane i is the sum of the lanes of v[i]
 #include "each.h"
 
-constexpr int MOST_HEADS = LANES < 8 ? LANES : 8;
+constexpr int GROUP = 4;  // of the heads that are computed together, those whose scores share a vector
 
 // e**x for x <= 0; NaN stays NaN, less than e**-88 is 0
 ALWAYS_INLINE Vec exp(Vec x) {
@@ -31,21 +32,24 @@ ALWAYS_INLINE Vec exp(Vec x) {
     return mul(sum, power_of_two(shifted));
 }
 
-// Products of H query heads, [H][stride], with LANES / H keys: lane [head][position]
+// Products of H query heads, [H][stride], with LANES / H keys: lane [head][position]; `soon`: what will be read then
 template <int H>
-ALWAYS_INLINE Vec products(const float *query, long stride, const float *const *keys, long width) {
+ALWAYS_INLINE Vec products(const float *query, long stride, const float *const *keys, const float *const *soon, long width) {
     constexpr int POSITIONS = LANES / H;
     Vec acc[LANES], key[POSITIONS];
     each<0, LANES>([&](auto i) INLINE { acc[i] = fill(0); });
     const auto add_products = [&](long i) INLINE {
         each<0, H>([&](auto h) INLINE {
-            const Vec q = load(query + h * stride + i);
+            const Vec q = in_register(load(query + h * stride + i));
             each<0, POSITIONS>([&](auto p) INLINE { acc[h * POSITIONS + p] = fma(q, key[p], acc[h * POSITIONS + p]); });
         });
     };
     long i = 0;
     for (; i + LANES <= width; i += LANES) {
-        each<0, POSITIONS>([&](auto p) INLINE { key[p] = load(keys[p] + i); });
+        each<0, POSITIONS>([&](auto p) INLINE {
+            key[p] = load(keys[p] + i);
+            PREFETCH_FAR(soon[p] + i);
+        });
         add_products(i);
     }
     if (i < width) {
@@ -55,23 +59,26 @@ ALWAYS_INLINE Vec products(const float *query, long stride, const float *const *
     return sum_lanes(acc);
 }
 
-// Of H heads, D vectors of the output from `at` on: sums, [H][stride], times a factor per head, plus weights times values.
+// Adds to D vectors of H heads' sums, [H][stride], from `at` on, weights times values, after multiplying by a factor per head.
 // In the last vector of a value, `some` floats; 0: it is a whole one.
 template <int H, int D>
 ALWAYS_INLINE void add_values(const float *const *values, long count, const float *weights, const float *factors, float *sums,
-                              long stride, long at, long some) {
-    constexpr int POSITIONS = LANES / H;
+                              long stride, long at, long some, const float *soon, long soon_stride) {
+    constexpr int G = H < GROUP ? H : GROUP, GROUPS = H / G, POSITIONS = LANES / G;
     Vec acc[H * D], value[D];
     each<0, H>([&](auto h) INLINE {
         const Vec factor = fill(factors[h * POSITIONS]);
         each<0, D>([&](auto d) INLINE { acc[h * D + d] = mul(load(sums + h * stride + at + d * LANES), factor); });
     });
     for (long p = 0; p < count; p++) {
-        const float *here = weights + p / POSITIONS * LANES + p % POSITIONS;
+        const float *here = weights + p / POSITIONS * GROUPS * LANES + p % POSITIONS;
         if (D == 1 && some)
             value[0] = load_some(values[p] + at, some);
         else
-            each<0, D>([&](auto d) INLINE { value[d] = load(values[p] + at + d * LANES); });
+            each<0, D>([&](auto d) INLINE {
+                value[d] = load(values[p] + at + d * LANES);
+                PREFETCH_FAR(soon + p * soon_stride + at + d * LANES);
+            });
         each<0, H>([&](auto h) INLINE {
             const Vec weight = fill(here[h * POSITIONS]);
             each<0, D>([&](auto d) INLINE { acc[h * D + d] = fma(weight, value[d], acc[h * D + d]); });
@@ -84,34 +91,33 @@ ALWAYS_INLINE void add_values(const float *const *values, long count, const floa
 
 template <int H>
 ALWAYS_INLINE void add_values(const float *const *values, long count, const float *weights, const float *factors, float *sums,
-                              long stride, long width) {
-    constexpr int WIDE = SUMS / H < 4 ? SUMS / H : 4;
+                              long stride, long width, const float *soon, long soon_stride) {
+    constexpr int WIDE = SUMS / H < 1 ? 1 : SUMS / H < 4 ? SUMS / H : 4;
     long at = 0;
     for (; at + WIDE * LANES <= width; at += WIDE * LANES)
-        add_values<H, WIDE>(values, count, weights, factors, sums, stride, at, 0);
-    for (; at + LANES <= width; at += LANES) add_values<H, 1>(values, count, weights, factors, sums, stride, at, 0);
-    if (at < width) add_values<H, 1>(values, count, weights, factors, sums, stride, at, width - at);
+        add_values<H, WIDE>(values, count, weights, factors, sums, stride, at, 0, soon, soon_stride);
+    for (; at + LANES <= width; at += LANES) add_values<H, 1>(values, count, weights, factors, sums, stride, at, 0, soon, soon_stride);
+    if (at < width) add_values<H, 1>(values, count, weights, factors, sums, stride, at, width - at, soon, soon_stride);
 }
 
 // Lane [head][position] -> the same for all positions of a head: join(a, b) of all of them
-template <int H, class Join> ALWAYS_INLINE Vec joined(Vec v, Join join) {
-    constexpr int POSITIONS = LANES / H;
+template <int POSITIONS, class Join> ALWAYS_INLINE Vec joined(Vec v, Join join) {
     if constexpr (POSITIONS == 1) return v;
     alignas(64) float lanes[LANES];
     store(lanes, v);
-    for (int h = 0; h < H; h++) {
-        float *of_head = lanes + h * POSITIONS;
-        for (int p = 1; p < POSITIONS; p++) of_head[0] = join(of_head[0], of_head[p]);
-        for (int p = 1; p < POSITIONS; p++) of_head[p] = of_head[0];
+    for (int first = 0; first < LANES; first += POSITIONS) {
+        for (int p = 1; p < POSITIONS; p++) lanes[first] = join(lanes[first], lanes[first + p]);
+        for (int p = 1; p < POSITIONS; p++) lanes[first + p] = lanes[first];
     }
     return load(lanes);
 }
 
 // A chunk of positions after the other: their scores, what the largest so far changes about the sums, their values.
 template <int H> static void attend_heads(const Heads &heads, Positions positions) {
-    constexpr int EACH = LANES / H;  // positions in one vector of scores
+    constexpr int G = H < GROUP ? H : GROUP, GROUPS = H / G;
+    constexpr int EACH = LANES / G;  // positions in one vector of scores
     alignas(64) float query[H * MAX_WIDTH], sums[H * MAX_WIDTH];
-    alignas(64) float scores[H * CHUNK], factors[LANES];
+    alignas(64) float scores[H * CHUNK], factors[GROUPS * LANES];  // [CHUNK / EACH][GROUPS][G][EACH]
     const float *keys[CHUNK], *values[CHUNK];
     const long query_stride = (positions.key_width + LANES - 1) / LANES * LANES;
     const long sums_stride = (positions.value_width + LANES - 1) / LANES * LANES;
@@ -120,45 +126,56 @@ template <int H> static void attend_heads(const Heads &heads, Positions position
     for (long h = 0; h < heads.count; h++)
         memcpy(query + h * query_stride, heads.query + h * heads.query_stride, positions.key_width * sizeof(float));
     const Vec scale = fill(heads.scale);
-    Vec top = fill(-FLT_MAX), total = fill(0);
+    Vec top[GROUPS], total[GROUPS];
+    each<0, GROUPS>([&](auto g) INLINE { top[g] = fill(-FLT_MAX), total[g] = fill(0); });
     while (const long count = positions.next(keys, values)) {
         const long vectors = (count + EACH - 1) / EACH;
-        for (long p = count; p < vectors * EACH; p++) keys[p] = keys[count - 1];
-        Vec highest = top;
-        for (long i = 0; i < vectors; i++) {
-            Vec score = mul(products<H>(query, query_stride, keys + i * EACH, positions.key_width), scale);
-            store(scores + i * LANES, score);
-            if ((i + 1) * EACH > count) {
-                for (long lane = 0; lane < LANES; lane++)
-                    if (i * EACH + lane % EACH >= count) scores[i * LANES + lane] = -INFINITY;
-                score = load(scores + i * LANES);
-            }
-            highest = max(score, highest);
-        }
-        highest = joined<H>(highest, [](float a, float b) INLINE { return a > b ? a : b; });
-        const Vec factor = exp(sub(top, highest));
-        store(factors, factor);
-        total = mul(total, factor);
-        top = highest;
-        for (long i = 0; i < vectors; i++) {
-            const Vec weight = exp(sub(load(scores + i * LANES), top));
-            store(scores + i * LANES, weight);
-            total = add(total, weight);
-        }
-        add_values<H>(values, count, scores, factors, sums, sums_stride, positions.value_width);
+        for (long p = count; p < vectors * EACH; p++) keys[p] = keys[count - 1], values[p] = values[count - 1];
+        Vec highest[GROUPS];
+        each<0, GROUPS>([&](auto g) INLINE { highest[g] = top[g]; });
+        for (long i = 0; i < vectors; i++)
+            each<0, GROUPS>([&](auto g) INLINE {
+                float *const here = scores + (i * GROUPS + g) * LANES;
+                const float *const of_group = query + g * G * query_stride;
+                Vec score = mul(products<G>(of_group, query_stride, keys + i * EACH, (g == 0 ? values : keys) + i * EACH, positions.key_width), scale);
+                store(here, score);
+                if ((i + 1) * EACH > count) {
+                    for (long lane = 0; lane < LANES; lane++)
+                        if (i * EACH + lane % EACH >= count) here[lane] = -INFINITY;
+                    score = load(here);
+                }
+                highest[g] = max(score, highest[g]);
+            });
+        each<0, GROUPS>([&](auto g) INLINE {
+            highest[g] = joined<EACH>(highest[g], [](float a, float b) INLINE { return a > b ? a : b; });
+            const Vec factor = exp(sub(top[g], highest[g]));
+            store(factors + g * LANES, factor);
+            total[g] = mul(total[g], factor);
+            top[g] = highest[g];
+        });
+        for (long i = 0; i < vectors; i++)
+            each<0, GROUPS>([&](auto g) INLINE {
+                float *const here = scores + (i * GROUPS + g) * LANES;
+                const Vec weight = exp(sub(load(here), top[g]));
+                store(here, weight);
+                total[g] = add(total[g], weight);
+            });
+        const float *soon = positions.is_at_end() ? heads.then : keys[count - 1] + positions.key_width;
+        add_values<H>(values, count, scores, factors, sums, sums_stride, positions.value_width, soon, positions.key_width);
     }
-    store(factors, joined<H>(total, [](float a, float b) INLINE { return a + b; }));
+    each<0, GROUPS>([&](auto g) INLINE {
+        store(factors + g * LANES, joined<EACH>(total[g], [](float a, float b) INLINE { return a + b; }));
+    });
     for (long h = 0; h < heads.count; h++)
         for (long i = 0; i < positions.value_width; i++)
             heads.out[h * positions.value_width + i] = sums[h * sums_stride + i] / factors[h * EACH];
 }
 
 static void attend(const Heads &heads, const Positions &positions) {
-    if constexpr (MOST_HEADS == 8)
-        if (heads.count > 4) return attend_heads<MOST_HEADS>(heads, positions);
+    if (heads.count > 4) return attend_heads<8>(heads, positions);
     if (heads.count > 2) return attend_heads<4>(heads, positions);
     if (heads.count > 1) return attend_heads<2>(heads, positions);
     attend_heads<1>(heads, positions);
 }
 
-static const Kernel kernel = {attend, MOST_HEADS};
+static const Kernel kernel = {attend};

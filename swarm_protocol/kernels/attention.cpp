@@ -17,6 +17,7 @@
 namespace {
 
 constexpr long MAX_WIDTH = 1024;  // of a key or a value: what is kept on the stack is as wide
+constexpr long MOST_HEADS = 8;    // that are computed together
 constexpr long CHUNK = 64;        // positions; their keys and values stay in the first cache
 
 // What Python writes: 64-bit integers throughout
@@ -76,6 +77,8 @@ class Positions {
         return count;
     }
 
+    bool is_at_end() const { return part == end; }
+
   private:
     const Rows &rows;
     const Part *part, *const end;
@@ -90,11 +93,11 @@ struct Heads {
     float *out;  // [count][width of the values]
     long count;
     float scale;
+    const float *then;  // the keys that are read next
 };
 
 struct Kernel {
     void (*attend)(const Heads &, const Positions &);
-    long most_heads;
 };
 
 // ------------------------------------------------------------ one namespace for each instruction set
@@ -107,6 +110,7 @@ constexpr int LANES = 4, SUMS = 8;
 template <class F> ALWAYS_INLINE Vec lanes(F of_lane) { return {{of_lane(0), of_lane(1), of_lane(2), of_lane(3)}}; }
 ALWAYS_INLINE Vec fill(float x) { return {{x, x, x, x}}; }
 ALWAYS_INLINE Vec load(const float *p) { Vec v; memcpy(&v, p, 16); return v; }
+ALWAYS_INLINE Vec in_register(Vec v) { return v; }
 ALWAYS_INLINE Vec load_some(const float *p, long n) { Vec v = fill(0); memcpy(&v, p, n * 4); return v; }
 ALWAYS_INLINE void store(float *p, Vec v) { memcpy(p, &v, 16); }
 ALWAYS_INLINE Vec add(Vec a, Vec b) { return lanes([&](int i) INLINE { return a.lane[i] + b.lane[i]; }); }
@@ -139,6 +143,7 @@ using Vec = __m256;
 constexpr int LANES = 8, SUMS = 8;
 ALWAYS_INLINE Vec fill(float x) { return _mm256_set1_ps(x); }
 ALWAYS_INLINE Vec load(const float *p) { return _mm256_loadu_ps(p); }
+ALWAYS_INLINE Vec in_register(Vec v) { __asm__("" : "+x"(v)); return v; }
 ALWAYS_INLINE Vec load_some(const float *p, long n) {
     const __m256i numbers = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
     return _mm256_maskload_ps(p, _mm256_cmpgt_epi32(_mm256_set1_epi32((int)n), numbers));
@@ -178,6 +183,7 @@ using Vec = __m512;
 constexpr int LANES = 16, SUMS = 16;
 ALWAYS_INLINE Vec fill(float x) { return _mm512_set1_ps(x); }
 ALWAYS_INLINE Vec load(const float *p) { return _mm512_loadu_ps(p); }
+ALWAYS_INLINE Vec in_register(Vec v) { __asm__("" : "+v"(v)); return v; }
 ALWAYS_INLINE Vec load_some(const float *p, long n) { return _mm512_maskz_loadu_ps((__mmask16)((1u << n) - 1), p); }
 ALWAYS_INLINE void store(float *p, Vec v) { _mm512_storeu_ps(p, v); }
 ALWAYS_INLINE Vec add(Vec a, Vec b) { return _mm512_add_ps(a, b); }
@@ -217,6 +223,7 @@ using Vec = float32x4_t;
 constexpr int LANES = 4, SUMS = 16;
 ALWAYS_INLINE Vec fill(float x) { return vdupq_n_f32(x); }
 ALWAYS_INLINE Vec load(const float *p) { return vld1q_f32(p); }
+ALWAYS_INLINE Vec in_register(Vec v) { __asm__("" : "+w"(v)); return v; }
 ALWAYS_INLINE Vec load_some(const float *p, long n) {
     float some[4] = {};
     memcpy(some, p, n * 4);
@@ -323,8 +330,9 @@ EXPORT int swarm_attend(const void *parts, const int64_t *firsts, long count, co
     if (!count) return 0;
     if (!kernel || !alike(rows)) return -1;
     const long kv_heads = rows.keys(rows.parts[0]).heads;
-    if (rows.keys(rows.parts[0]).width != width || rows.values(rows.parts[0]).width != value_width || kv_heads <= 0 || heads % kv_heads) return -1;
-    const long shared = heads / kv_heads, steps = (shared + kernel->most_heads - 1) / kernel->most_heads;
+    if (rows.keys(rows.parts[0]).width != width || rows.values(rows.parts[0]).width != value_width) return -1;
+    if (kv_heads <= 0 || heads % kv_heads) return -1;
+    const long shared = heads / kv_heads, steps = (shared + MOST_HEADS - 1) / MOST_HEADS;
     long total = 0;  // what there is to do, counted in positions
     for (long row = 0; row < count; row++) total += length_of(rows, row) * kv_heads * steps;
     const long products = total / steps * shared * (width + value_width) * 4;  // of floats: four times of bytes
@@ -334,11 +342,14 @@ EXPORT int swarm_attend(const void *parts, const int64_t *firsts, long count, co
             const long length = length_of(rows, row);
             for (long step = 0; step < kv_heads * steps; step++, at += length) {
                 if (at < first || at >= last) continue;
-                const long kv_head = step / steps, done = step % steps * kernel->most_heads, head = kv_head * shared + done;
+                const long kv_head = step / steps, done = step % steps * MOST_HEADS, head = kv_head * shared + done;
                 const long left = shared - done;
+                const bool last_of_row = step + 1 == kv_heads * steps;
+                const Part &then = parts[firsts[last_of_row && row + 1 < count ? row + 1 : row]];
                 const Heads here{query + row * query_row + head * query_head, query_head,
                                  out + (row * heads + head) * value_width,
-                                 left < kernel->most_heads ? left : kernel->most_heads, scale};
+                                 left < MOST_HEADS ? left : MOST_HEADS, scale,
+                                 address(then, rows.keys(then), last_of_row ? 0 : (step + 1) / steps, then.start)};
                 kernel->attend(here, Positions(rows, row, kv_head));
             }
         }

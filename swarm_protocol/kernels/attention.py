@@ -31,7 +31,7 @@ class Numbers:
 
 
 class PartOfPage(NamedTuple):
-    """Positions ``start`` to ``start + count`` of one row of a page.
+    """Positions ``start`` to ``start + length`` of one row of a page.
 
     Attributes:
         channels: the address of what ``channel_table`` made for the page.
@@ -42,7 +42,7 @@ class PartOfPage(NamedTuple):
     capacity: int
     row: int
     start: int
-    count: int
+    length: int
     run: int
 
 

@@ -46,7 +46,7 @@ ALWAYS_INLINE void add_group_products(const int8_t *digits, long padded, const i
                     each<0, TILES>([&](auto t) INLINE { dot4(acc[t * N + n], w[t], d); });
                 });
                 if constexpr (half % 2 == 0)
-                    each<0, LINES>([&](auto line) INLINE { PREFETCH(ahead + ((g * 4 + half / 2) * LINES + line) * LINE); });
+                    each<0, LINES>([&](auto line) INLINE { PREFETCH_FAR(ahead + ((g * 4 + half / 2) * LINES + line) * LINE); });
             });
             each<0, TILES>([&](auto t) INLINE {
                 const Vec group = widen(descriptions + (FIRST + t) * LANES * 2);

@@ -81,7 +81,7 @@ ALWAYS_INLINE void add_products(const int8_t *digits, long padded, const uint8_t
         });
         for (long k = 0; k < steps; k++) {
             const uint8_t *here = weights + k * STRIP * 4 + FIRST * LANES * 4;
-                        each<0, LINES>([&](auto line) INLINE { PREFETCH(ahead + (k * LINES + line) * LINE); });
+                        each<0, LINES>([&](auto line) INLINE { PREFETCH_FAR(ahead + (k * LINES + line) * LINE); });
             each<0, TILES>([&](auto t) INLINE { w[t] = load(here + t * LANES * 4); });
             each<0, N>([&](auto n) INLINE {
                 const Vec d = spread(digits + n * padded + 4 * k);

@@ -19,6 +19,7 @@ from swarm_server.blocks.blocks import BlockStack
 from swarm_server.graph.assembling import Assembled, Linear
 from swarm_server.graph.capturing import capture
 from swarm_server.graph.recording import NotCapturable
+from swarm_server.kv.kv_rows import Run
 from swarm_server.kv.rows_attention import channel_numbers, paged_rows
 from swarm_server.kv.rows_cache import BlockRuns
 
@@ -121,9 +122,14 @@ def _places(blocks: Sequence[BlockRuns], windows: Mapping[int, int | None]) -> t
         block = blocks[number]
         key = id(block.runs), window
         if key not in rows:
-            rows[key] = paged_rows(block.runs, window)
+            rows[key] = paged_rows(block.runs, None if window is None else _before(block.runs, window))
         numbers: tuple[Numbers, Numbers] = channel_numbers(block.keys), channel_numbers(block.values)
         keep.append(numbers)
         words[number] = rows[key].address, rows[key].firsts, numbers[0].address, numbers[1].address
     keep.append(rows)
     return words, keep
+
+
+def _before(runs: Sequence[Run], window: int) -> list[int]:
+    """How many positions of each row lie before its last ``window``."""
+    return [max(0, run.length - window) for run in runs for _ in range(run.rows.start, run.rows.stop)]

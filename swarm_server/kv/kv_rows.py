@@ -422,16 +422,6 @@ class Run:
         for page, rows, positions in self.parts:
             yield page.data[channel][rows, :, positions]
 
-    def last(self, count: int) -> tuple[tuple[Page, slice, slice], ...]:
-        """The parts with the last ``count`` positions, or with all if there are fewer."""
-        skipped, parts = max(0, self.length - count), []
-        for page, rows, positions in self.parts:
-            here = min(skipped, positions.stop - positions.start)
-            skipped -= here
-            if positions.start + here < positions.stop:
-                parts.append((page, rows, slice(positions.start + here, positions.stop)))
-        return tuple(parts)
-
 
 def runs(rows: Sequence[Row], group: int, first: int) -> list[Run]:
     """Where to read the rows of one session, which begin at row ``first`` of the batch."""

@@ -5,26 +5,49 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping, Sequence
 
+import torch
+
 from swarm_protocol.kernels.attention import Numbers, PagedRows, PartOfPage
 from swarm_server.kv.kv_rows import Run
 
 
-def paged_rows(runs: Sequence[Run], window: int | None = None) -> PagedRows:
-    """runs: of all rows of a batch, in order; window: how many of the last positions are looked at, None for all."""
+def paged_rows(runs: Sequence[Run], hidden: Sequence[int] | None = None) -> PagedRows:
+    """Where a batch's positions are, without the first ``hidden`` ones of each row; runs: of all rows, in order."""
     rows = []
     for number, run in enumerate(runs):
         parts = [
-            (page.table.address, page.capacity, rows_of_page.start, positions.start, positions.stop - positions.start)
-            for page, rows_of_page, positions in (run.parts if window is None else run.last(window))
+            (page.table.address, page.capacity, rows_of_page.start, positions.start, positions.stop)
+            for page, rows_of_page, positions in run.parts
         ]
         for i in range(run.rows.stop - run.rows.start):
-            rows.append(
-                [
-                    PartOfPage(table, capacity, row + i, start, count, number)
-                    for table, capacity, row, start, count in parts
-                ]
-            )
+            left = hidden[run.rows.start + i] if hidden else 0  # still to be left out
+            row = []
+            for table, capacity, first_row, start, stop in parts:
+                first, left = start + left, max(0, left - (stop - start))
+                if first < stop:
+                    row.append(PartOfPage(table, capacity, first_row + i, first, stop - first, number))
+            rows.append(row)
     return PagedRows(rows)
+
+
+def hidden_at_start(mask: torch.Tensor | None, num_rows: int) -> list[int] | None:
+    """How many positions at the start a mask of one new position hides from each row; None: it does something else.
+
+    mask: [rows or 1, heads or 1, 1, positions], bool or to be added to scores; None: it hides nothing.
+    """
+    if mask is None:
+        return [0] * num_rows
+    if mask.shape[1] != 1:
+        return None
+    mask = mask[:, 0, 0]
+    attended = mask if mask.dtype == torch.bool else mask == 0
+    if mask.dtype != torch.bool and bool((mask[~attended] > torch.finfo(mask.dtype).min).any()):
+        return None
+    counts = attended.sum(-1)
+    if not bool(counts.all()) or not bool((attended.int().argmax(-1) + counts == mask.shape[-1]).all()):
+        return None
+    hidden: list[int] = (mask.shape[-1] - counts).tolist()
+    return hidden if len(hidden) == num_rows else hidden * num_rows
 
 
 @functools.lru_cache(maxsize=4096)

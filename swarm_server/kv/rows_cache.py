@@ -22,9 +22,9 @@ from transformers.cache_utils import Cache, LinearAttentionLayer
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from swarm_protocol.kernels.attention import AttentionKernel, Numbers, PagedRows
+from swarm_protocol.kernels.attention import AttentionKernel, PagedRows
 from swarm_server.kv.kv_rows import Run
-from swarm_server.kv.rows_attention import channel_numbers, is_plain_sdpa, paged_rows
+from swarm_server.kv.rows_attention import channel_numbers, hidden_at_start, is_plain_sdpa, paged_rows
 
 _PREFIX = "swarm_rows_"
 _NAME = "_attn_implementation_internal"  # where a config keeps the name of its attention function
@@ -86,9 +86,10 @@ class RowsCache(StatesCache):
         self._length = length
         self._num_new = num_new
         self._current: BlockRuns | None = None
+        # By the ids of mask and runs, which are kept as well, so that the ids stay theirs
         self._masks: dict[tuple[int, int], tuple[object, object, list[torch.Tensor | None]]] = {}
         self._kernel = kernel if num_new == 1 else None
-        self._paged: dict[int, tuple[object, PagedRows]] = {}  # by the id of the runs, which are kept with them
+        self._paged: dict[tuple[int, int], tuple[object, object, PagedRows | None]] = {}
         self.in_place = in_place
 
     def update(  # type: ignore[override]  # they come by position
@@ -102,8 +103,11 @@ class RowsCache(StatesCache):
 
     def _store(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> BlockRuns:
         block = self._current = self._blocks[layer]
-        if self._kernel is not None and self._kernel.store(*self._places(block), keys, values):
-            return block
+        if self._kernel is not None and block.runs:
+            rows = self._paged_rows(block.runs, None)
+            channels = channel_numbers(block.keys), channel_numbers(block.values)
+            if rows is not None and self._kernel.store(rows, channels, keys, values):
+                return block
         for run, key_channel, value_channel in zip(block.runs, block.keys, block.values, strict=True):
             _write(run, key_channel, keys)
             _write(run, value_channel, values)
@@ -176,22 +180,30 @@ class RowsCache(StatesCache):
         """None if it cannot."""
         if self._kernel is None or not block.runs:
             return None
-        if mask is not None and any(part is not None for part in self._run_masks(block.runs, mask)):
+        rows = self._paged_rows(block.runs, mask)
+        if rows is None:
             return None
+        channels = channel_numbers(block.keys), channel_numbers(block.values)
         value_width = block.runs[0].parts[0][0].data[block.values[0]].shape[3]
-        return self._kernel.attend(*self._places(block), query, value_width, scaling)
+        return self._kernel.attend(rows, channels, query, value_width, scaling)
 
-    def _places(self, block: BlockRuns) -> tuple[PagedRows, tuple[Numbers, Numbers]]:
-        if id(block.runs) not in self._paged:
-            self._paged[id(block.runs)] = block.runs, paged_rows(block.runs)
-        return self._paged[id(block.runs)][1], (channel_numbers(block.keys), channel_numbers(block.values))
+    def _paged_rows(self, runs: tuple[Run, ...], mask: torch.Tensor | None) -> PagedRows | None:
+        """The positions that the mask does not hide; None if the kernel cannot leave out those that it does."""
+        key = id(mask), id(runs)
+        if key not in self._paged:
+            hidden: list[int] | None = []
+            for run, part in zip(runs, self._run_masks(runs, mask), strict=True):
+                of_run = hidden_at_start(part, run.rows.stop - run.rows.start)
+                hidden = None if hidden is None or of_run is None else hidden + of_run
+            self._paged[key] = mask, runs, None if hidden is None else paged_rows(runs, hidden)
+        return self._paged[key][2]
 
     def _run_masks(self, runs: Sequence[Run], mask: torch.Tensor | None) -> list[torch.Tensor | None]:
         """The mask's rows and columns for each run; None where everything is attended to."""
         if mask is None:
             return [None] * len(runs)
         key = id(mask), id(runs)
-        if key not in self._masks:  # kept with mask and runs, so that the ids stay theirs
+        if key not in self._masks:
             self._masks[key] = mask, runs, [_run_mask(run, mask) for run in runs]
         return self._masks[key][2]
 
