@@ -1,6 +1,7 @@
 """Training through servers beside local Hugging Face and PEFT: how fast a step is, and what it costs.
 
     python benchmarks/finetune.py [--model bench-models/bench-1b] [--rounds 3] [--only fp32|int8] [--json FILE]
+    python benchmarks/finetune.py --part beside-frozen  # one part of it, each within two minutes
     python benchmarks/finetune.py --quick               # bench-tiny, one round, to see that it works
 
 Two servers hold half of the blocks each, one core each; the local model computes in fp32 with one thread. A step is the
@@ -8,7 +9,8 @@ forward and backward pass of 4 rows of 64 tokens; nothing is updated. Rounds are
 computes the head with two threads, while the servers wait for it.
 
 Other servers have no room to keep anything between forward and backward, so they compute the forward twice. A second
-table says what the passes of one block cost. Beside frozen blocks, the positions of virtual tokens count too.
+table says what the passes of one block cost. Beside frozen blocks, the positions of virtual tokens count too, and an
+optimizer changes LoRA before some steps, so that it travels to the servers again.
 """
 
 from __future__ import annotations
@@ -19,34 +21,29 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
 import peft
 import torch
 from common import QUANT_NAMES, Fleet, fleet, json_row, load_local, median_ratio, take_turns, write_json
 from make_model import DEFAULT_OUTPUT, make_model
+from pass_costs import RANK, TARGETS, TOKENS, PassCost, pass_costs
 from rich.console import Console
 from rich.table import Table
 from torch import nn
 from transformers import PreTrainedModel
 
 from swarm_client import DistributedModel
-from swarm_protocol.checkpoints.checkpoint import Checkpoint
-from swarm_protocol.span import Span
-from swarm_protocol.wire.block_input import BlockInput
-from swarm_server.blocks.blocks import load_blocks
-from swarm_server.blocks.dense_linear import use_onednn_
-from swarm_server.blocks.quantization import quantize_
-from swarm_server.engine.engine import Engine
 
-ROWS, TOKENS, NUM_PROMPT_TOKENS = 4, 64, 8
+ROWS, NUM_PROMPT_TOKENS = 4, 8  # rows of TOKENS each
 TARGET, ADAPTER_TARGET = 1.6, 0.9  # of the local model's speed; of the frozen pass's
 NO_ROOM = ("--cache-tokens", "1")  # nor for keys and values, which training does not need
-PASS_BLOCKS = 4
-LORA = {"r": 8, "target_modules": ["q_proj", "v_proj"]}
+PARTS = ("beside-local", "beside-frozen", "nothing-kept", "memory", "passes")
+LORA = {"r": RANK, "target_modules": list(TARGETS)}
 _MEMORY = """
 import sys, torch
 from swarm_client import DistributedModel
@@ -150,44 +147,106 @@ def remote_models(path: Path, quant: str, *arguments: str) -> Iterator[tuple[Fle
         yield servers, models
 
 
-def measure(path: Path, quant: str, rounds: int, local: dict[str, nn.Module]) -> Iterator[Row]:
+def measure(path: Path, quant: str, rounds: int, parts: Sequence[str]) -> Iterator[Row]:
+    if "beside-local" in parts:
+        yield from beside_local(path, quant, rounds)
+    if "beside-frozen" in parts:
+        yield from beside_frozen(path, quant, rounds)
+    if "nothing-kept" in parts:
+        yield from nothing_kept(path, quant, rounds)
+    if "memory" in parts:
+        with fleet(path, 2, quant) as servers:
+            memory_mb = client_memory_mb(path, servers.swarm)
+        print(f"{QUANT_NAMES[quant]}: client's peak memory {memory_mb:.0f} MB, one frozen step", flush=True)
+
+
+def beside_local(path: Path, quant: str, rounds: int) -> Iterator[Row]:
     kind = QUANT_NAMES[quant]
-    with remote_models(path, quant) as (servers, remote), remote_models(path, quant, *NO_ROOM) as (_, forgetful):
+    with local_models(path) as local, remote_models(path, quant) as (_, remote):
         contestants: dict[str, Callable[[], float]] = {}
         for name, model in remote.items():
             contestants[f"local {name}"] = lambda name=name: with_threads(1, lambda: step(local[name]))
             contestants[f"remote {name}"] = lambda model=model: with_threads(2, lambda: step(model))
-        contestants["forgetful"] = lambda: with_threads(2, lambda: step(forgetful["LoRA"]))
-        contestants["forward"] = lambda: with_threads(2, lambda: step(remote["frozen"], backward=False))
-        measured = take_turns(rounds, contestants)
-        traffic = {}
-        for name, model in (*remote.items(), ("forgetful", forgetful["LoRA"])):
-            before = loopback_bytes()
-            step(model)
-            traffic[name] = (loopback_bytes() - before) / ROWS / TOKENS
-        memory_mb = client_memory_mb(path, servers.swarm)
-    for name in remote:
-        values, beside = measured[f"remote {name}"], measured[f"local {name}"]
-        yield Row(f"local fp32, {name}, beside swarm {kind}", statistics.median(beside))
-        ratio = median_ratio(values, beside)
+        traffic = Traffic()
+        measured = take_turns(rounds, traffic.counted(contestants))
+        for name in remote:
+            values, beside = measured[f"remote {name}"], measured[f"local {name}"]
+            yield Row(f"local fp32, {name}, beside swarm {kind}", statistics.median(beside))
+            ratio = median_ratio(values, beside)
+            yield Row(
+                f"swarm {kind}, {name}",
+                statistics.median(values),
+                statistics.median(beside),
+                ratio,
+                TARGET,
+                traffic.per_token[f"remote {name}"],
+            )
+
+
+def beside_frozen(path: Path, quant: str, rounds: int) -> Iterator[Row]:
+    kind = QUANT_NAMES[quant]
+    with remote_models(path, quant) as (_, remote):
+        optimizer = torch.optim.AdamW([p for p in remote["LoRA"].parameters() if p.requires_grad], lr=1e-4)
+
+        def changed() -> float:
+            optimizer.step()
+            return step(remote["LoRA"])
+
+        contestants: dict[str, Callable[[], float]] = {
+            "frozen": lambda: step(remote["frozen"]),
+            "LoRA": lambda: step(remote["LoRA"]),
+            "LoRA, changed before": changed,
+            "deep prompts": lambda: step(remote["deep prompts"]),
+            "forward alone": lambda: step(remote["frozen"], backward=False),
+        }
+        contestants = {name: partial(with_threads, 2, work) for name, work in contestants.items()}
+        traffic = Traffic()
+        measured = take_turns(rounds, traffic.counted(contestants))
+        frozen = measured["frozen"]
+        for name in contestants:
+            positions = TOKENS + NUM_PROMPT_TOKENS if name == "deep prompts" else TOKENS
+            values = [value * positions / TOKENS for value in measured[name]]
+            is_adapter = name not in ("frozen", "forward alone")
+            yield Row(
+                f"swarm {kind}, {name}" + (", beside frozen" if is_adapter else ""),
+                statistics.median(values),
+                statistics.median(frozen) if is_adapter else None,
+                median_ratio(values, frozen) if is_adapter else None,
+                ADAPTER_TARGET if is_adapter else None,
+                traffic.per_token[name],
+            )
+
+
+def nothing_kept(path: Path, quant: str, rounds: int) -> Iterator[Row]:
+    kind = QUANT_NAMES[quant]
+    with remote_models(path, quant) as (_, remote), remote_models(path, quant, *NO_ROOM) as (_, forgetful):
+        models = {"kept": remote["LoRA"], "nothing kept": forgetful["LoRA"]}
+        contestants = {name: partial(with_threads, 2, partial(step, model)) for name, model in models.items()}
+        traffic = Traffic()
+        measured = take_turns(rounds, traffic.counted(contestants))
         yield Row(
-            f"swarm {kind}, {name}", statistics.median(values), statistics.median(beside), ratio, TARGET, traffic[name]
+            f"swarm {kind}, LoRA, nothing kept, beside kept",
+            statistics.median(measured["nothing kept"]),
+            statistics.median(measured["kept"]),
+            median_ratio(measured["nothing kept"], measured["kept"]),
+            bytes_per_token=traffic.per_token["nothing kept"],
         )
-    lora = measured["remote LoRA"]
-    ratio = median_ratio(measured["forgetful"], lora)
-    yield Row(
-        f"swarm {kind}, LoRA, nothing kept, beside kept",
-        statistics.median(measured["forgetful"]),
-        statistics.median(lora),
-        ratio,
-        bytes_per_token=traffic["forgetful"],
-    )
-    for name, positions in (("LoRA", TOKENS), ("deep prompts", TOKENS + NUM_PROMPT_TOKENS)):
-        values, beside = [value * positions / TOKENS for value in measured[f"remote {name}"]], measured["remote frozen"]
-        what, ratio = f"swarm {kind}, {name}, beside frozen", median_ratio(values, beside)
-        yield Row(what, statistics.median(values), statistics.median(beside), ratio, ADAPTER_TARGET)
-    yield Row(f"swarm {kind}, forward alone", statistics.median(measured["forward"]))
-    print(f"{kind}: client's peak memory {memory_mb:.0f} MB, one frozen step", flush=True)
+
+
+class Traffic:
+    """Bytes per token that this machine has received from itself in steps."""
+
+    def __init__(self) -> None:
+        self.per_token: dict[str, float] = {}  # of the last one, by what was measured
+
+    def counted(self, contestants: dict[str, Callable[[], float]]) -> dict[str, Callable[[], float]]:
+        return {name: partial(self._count, name, work) for name, work in contestants.items()}
+
+    def _count(self, name: str, work: Callable[[], float]) -> float:
+        before = loopback_bytes()
+        value = work()
+        self.per_token[name] = (loopback_bytes() - before) / ROWS / TOKENS
+        return value
 
 
 def with_threads(number: int, measure: Callable[[], float]) -> float:
@@ -196,63 +255,6 @@ def with_threads(number: int, measure: Callable[[], float]) -> float:
         return measure()
     finally:
         torch.set_num_threads(1)
-
-
-# ------------------------------------------------------------ passes
-
-
-@dataclass(frozen=True)
-class PassCost:
-    """Milliseconds per block for one row of TOKENS tokens, one thread."""
-
-    what: str
-    forward: float
-    recorded: float  # forward that keeps its activations
-    back: float  # through what was kept
-    recomputed: float  # backward that computes the forward again
-    kept_mb: float  # activations per block
-
-
-def pass_costs(path: Path, quant: str) -> Iterator[PassCost]:
-    """Of an engine in this process, with and without transposed weights where there are any."""
-    span = Span(0, PASS_BLOCKS)
-
-    def prepare(block: nn.Module, _index: int) -> None:
-        quantize_(block, quant, torch.device("cpu"), torch.float32)
-        use_onednn_(block)
-
-    engine = Engine(load_blocks(Checkpoint.open(path), span, transform=prepare))
-    hidden, grad = torch.randn(2, 1, TOKENS, engine.hidden_size)
-    kept_mb = 0.0
-
-    def inputs() -> BlockInput:
-        return BlockInput(hidden.clone())
-
-    def back() -> float:
-        nonlocal kept_mb
-        _, recorded = engine.stateless.record(span, inputs(), max_bytes=1 << 40)
-        kept_mb = recorded.size_bytes / 1e6
-        return milliseconds(lambda: recorded.backward(grad))
-
-    for transposed in (False, True) if engine.int8_weights else (False,):
-        for weight in engine.int8_weights:
-            weight.keep_transpose(transposed)
-        engine.stateless.backward(span, inputs(), grad)
-        contestants = {
-            "forward": lambda: milliseconds(lambda: engine.stateless.forward(span, inputs())),
-            "recorded": lambda: milliseconds(lambda: engine.stateless.record(span, inputs(), max_bytes=1 << 40)),
-            "back": back,
-            "recomputed": lambda: milliseconds(lambda: engine.stateless.backward(span, inputs(), grad)),
-        }
-        costs = {name: statistics.median(times) / len(span) for name, times in take_turns(5, contestants).items()}
-        what = QUANT_NAMES[quant] + (", transposed weights" if transposed else "")
-        yield PassCost(what, **costs, kept_mb=kept_mb / len(span))
-
-
-def milliseconds(call: Callable[[], object]) -> float:
-    start = time.perf_counter()
-    call()
-    return (time.perf_counter() - start) * 1e3
 
 
 def client_memory_mb(path: Path, swarm: str) -> float:
@@ -268,6 +270,9 @@ def main() -> None:
         "--models", type=Path, default=DEFAULT_OUTPUT, metavar="DIR", help="where --quick makes its model"
     )
     parser.add_argument("--rounds", type=int, default=3, metavar="N")
+    parser.add_argument(
+        "--part", nargs="+", choices=PARTS, default=PARTS, help="some of it; each takes a minute or two"
+    )
     parser.add_argument("--only", choices=sorted(QUANT_NAMES.values()), help="one kind of servers")
     parser.add_argument("--quick", action="store_true", help="bench-tiny, one round: shows that everything works")
     parser.add_argument("--json", type=Path, metavar="FILE")
@@ -278,12 +283,11 @@ def main() -> None:
         parser.error(f"{args.model} is no directory: make it with `python benchmarks/make_model.py {args.model.name}`")
     rows: list[Row] = []
     costs: list[PassCost] = []
-    with local_models(args.model) as local:
-        for quant, kind in QUANT_NAMES.items():
-            if args.only in (None, kind):
-                rows += measure(args.model, quant, args.rounds, local)
-                costs += pass_costs(args.model, quant)
-                gc.collect()
+    for quant, kind in QUANT_NAMES.items():
+        if args.only in (None, kind):
+            rows += measure(args.model, quant, args.rounds, args.part)
+            costs += pass_costs(args.model, quant) if "passes" in args.part else ()
+            gc.collect()
     table = Table("", "tokens/s", "ratio", "target", "bytes per token", title=f"{ROWS} x {TOKENS} tokens", box=None)
     for row in rows:
         ratio = "" if row.ratio is None else f"{row.ratio:.2f}"
