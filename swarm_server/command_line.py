@@ -270,9 +270,13 @@ def run(config: ServerConfig) -> None:
     Raises:
         ValueError, SwarmError: see ``Server.run``.
     """
-    import uvloop
+    from swarm_protocol.process.light_imports import collected_later, import_transformers
 
-    from swarm_server.node.server import Server
+    with collected_later():
+        import uvloop
+
+        import_transformers()
+        from swarm_server.node.server import Server
 
     # Not uvloop.run(): after a signal it would wait for threads that still load.
     uvloop.new_event_loop().run_until_complete(serve(Server(config)))

@@ -19,7 +19,7 @@ from transformers import MODEL_MAPPING, PreTrainedConfig
 from transformers import initialization as weight_init
 
 from swarm_protocol.checkpoints.family import Family
-from swarm_protocol.checkpoints.hollow_model import hf_loader, load_hollow_model
+from swarm_protocol.checkpoints.hollow_model import RangesOnCpu, hf_loader, load_hollow_model
 from swarm_protocol.errors import UnsupportedModel
 
 if TYPE_CHECKING:
@@ -90,7 +90,7 @@ def _describe(config: PreTrainedConfig) -> Family:
     _check_config(config)
     base_class: Any = MODEL_MAPPING[type(config)]
     try:
-        with weight_init.no_init_weights(), torch.device("meta"):
+        with weight_init.no_init_weights(), torch.device("meta"), RangesOnCpu():
             base = base_class(copy.deepcopy(config))
     except Exception as error:  # each model class has its own ways to dislike a config
         raise _unsupported(config, f"transformers cannot build it from this config ({_one_line(error)})") from error

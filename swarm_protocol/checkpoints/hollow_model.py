@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedConfig
 from transformers import initialization as weight_init
 from transformers.utils import logging
@@ -34,6 +35,31 @@ class ZeroPositions(nn.Module):
         return torch.zeros((), device=positions.device)
 
 
+class RangesOnCpu(TorchFunctionMode):
+    """Meanwhile ranges are made on the CPU, also where the meta device is the default, and what is computed from them.
+
+    On the meta device, torch computes frequencies of positions in Python, for which it imports SymPy: 0.3 s and 50 MB
+    at the start of a process.
+    """
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        options = dict(kwargs or {})
+        if func is torch.arange and options.get("device") is None:
+            options["device"] = "cpu"
+        try:
+            return func(*args, **options)
+        except RuntimeError:  # something on the meta device was among them
+            return func(*map(_on_meta, args), **options)
+
+
+def _on_meta(value: Any) -> Any:
+    if isinstance(value, list | tuple):
+        return [_on_meta(each) for each in value]
+    return value.to("meta") if isinstance(value, torch.Tensor) else value
+
+
 def hollow_class(
     family: Family, hosted: Container[int], prepare: Callable[[nn.Module], None] | None = None
 ) -> type[PreTrainedModel]:
@@ -46,7 +72,10 @@ def hollow_class(
 
     class HollowModel(family.base_class):  # type: ignore[name-defined,misc]
         def __init__(self, config: PreTrainedConfig, *args: Any, **kwargs: Any) -> None:
-            with weight_init.no_init_weights():  # all is on the meta device as yet, and most of it goes at once
+            with (
+                weight_init.no_init_weights(),
+                RangesOnCpu(),
+            ):  # all is on the meta device as yet, and most of it goes at once
                 super().__init__(config, *args, **kwargs)
             _hollow_out(self, family, hosted)
             if prepare is not None:

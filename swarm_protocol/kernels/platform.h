@@ -15,13 +15,11 @@
 #if defined(__GNUC__)
 #define INLINE __attribute__((always_inline))
 #define ALWAYS_INLINE INLINE static inline
-#define PREFETCH(address) __builtin_prefetch(address)
 #define PREFETCH_FAR(address) __builtin_prefetch(address, 0, 2)  // into the second cache: does not hold up nearer reads
 #define EXPORT extern "C" __attribute__((visibility("default")))
 #else
 #define INLINE
 #define ALWAYS_INLINE static inline
-#define PREFETCH(address) (void)0
 #define PREFETCH_FAR(address) (void)0
 #define EXPORT extern "C" __declspec(dllexport)
 #endif

@@ -7,11 +7,10 @@ of a second at every start. Here the package is entered without it; it runs if s
 # ruff: noqa: E402
 from __future__ import annotations
 
-import importlib.util
 import logging
-import sys
-from types import ModuleType
 from typing import Any
+
+from swarm_protocol.process.late_modules import enter
 
 __all__ = [
     "DHTID",
@@ -36,28 +35,7 @@ __all__ = [
 ]
 
 
-class _Package(ModuleType):
-    """A package whose ``__init__`` has not run yet."""
-
-    def __getattr__(self, name: str) -> Any:
-        being_imported = f"{self.__name__}.{name}" in sys.modules
-        if not being_imported and (name == "__version__" or not name.startswith("__")):
-            self.__class__ = ModuleType  # type: ignore[assignment]
-            assert self.__spec__ is not None and self.__spec__.loader is not None
-            self.__spec__.loader.exec_module(self)
-            return getattr(self, name)
-        raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
-
-
-def _enter(name: str) -> None:
-    spec = importlib.util.find_spec(name)
-    if name not in sys.modules and spec is not None:
-        package = importlib.util.module_from_spec(spec)
-        package.__class__ = _Package
-        sys.modules[name] = package
-
-
-_enter("hivemind")
+enter("hivemind")
 
 from hivemind.dht.crypto import RSASignatureValidator
 from hivemind.dht.node import DHTNode

@@ -10,6 +10,8 @@ from importlib.metadata import version
 
 import pytest
 
+from tests.zoo import save_checkpoint
+
 HEAVY = ["torch", "transformers", "hivemind", "huggingface_hub", "datasets"]
 
 # Starts a command in this process.
@@ -51,6 +53,27 @@ class Finder:
 sys.meta_path.insert(0, Finder)
 start(package, arguments)
 """
+
+# Runs a server until it is ready; says which modules have run then.
+READY = """
+import json, os, signal, sys
+from swarm_protocol.process.late_modules import has_run
+from swarm_server.command_line import parse_args, read_config, run
+class Output:
+    def write(self, text):
+        if text.startswith("ready"):
+            os.kill(os.getpid(), signal.SIGTERM)
+    def flush(self):
+        pass
+heavy, *arguments = sys.argv[1:]
+config = read_config(parse_args(arguments))
+stdout, sys.stdout = sys.stdout, Output()
+run(config)
+stdout.write(json.dumps([name for name in json.loads(heavy) if has_run(name)]))
+"""
+# Of what torch and transformers import for things that no server does; sklearn and others may not be installed.
+UNUSED = ["torch._dynamo", "torch.distributed.tensor", "torch.distributed.fsdp", "sympy", "accelerate", "bitsandbytes"]
+UNUSED += ["scipy", "scipy.optimize", "sklearn", "PIL", "jinja2", "torchvision", "peft", "datasets"]
 
 
 def python(script: str, *arguments: str, cache: os.PathLike[str]) -> subprocess.CompletedProcess:
@@ -192,3 +215,13 @@ def test_interrupted_while_a_server_is_imported(module, tmp_path):
 def test_interrupted_while_a_client_is_imported(package, module, tmp_path):
     result = python(INTERRUPTED, module, package, "status", cache=tmp_path)
     assert (result.returncode, result.stdout, result.stderr) == (130, "", "")
+
+
+@pytest.mark.parametrize("quant", ["int8", "none"])
+def test_a_server_gets_ready_without_what_it_does_not_use(quant, tmp_path):
+    model = tmp_path / "llama"
+    save_checkpoint("llama", model)
+    arguments = ["--model", str(model), "--quant", quant, "--swarm", f"start-{os.getpid()}-{quant}"]
+    result = python(READY, json.dumps([*UNUSED, "torch", "transformers"]), *arguments, cache=tmp_path)
+    assert result.returncode == 0, result.stderr
+    assert json.loads(result.stdout) == ["torch", "transformers"]
