@@ -19,7 +19,7 @@ from swarm_protocol.span import Span
 from swarm_server.adapters.store import AdapterStore
 from swarm_server.blocks.blocks import BlockStack, load_blocks
 from swarm_server.blocks.dense_linear import use_onednn_
-from swarm_server.blocks.quantization import Report, quantize_
+from swarm_server.blocks.quantization import Report, quantize_, require_device
 from swarm_server.core.config import ServerConfig
 from swarm_server.core.counters import Counters
 from swarm_server.engine.engine import Engine
@@ -42,13 +42,14 @@ _SHARE_CORES_S = 5.0
 
 
 def device_and_dtype(config: ServerConfig) -> tuple[torch.device, torch.dtype]:
-    """Of the blocks and of computation; raises ValueError if there is no such device."""
+    """Of the blocks and of computation; raises ValueError if there is no such device, or it does not quantise so."""
     name = ("cuda" if torch.cuda.is_available() else "cpu") if config.device == "auto" else config.device
     try:
         device = torch.device(name)
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
         raise ValueError(f"device {name!r} cannot be used: {str(error).splitlines()[0]}") from None
+    require_device(config.quant, device)
     if config.dtype != "auto":
         return device, getattr(torch, config.dtype)
     return device, torch.bfloat16 if device.type == "cuda" else torch.float32
