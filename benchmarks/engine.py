@@ -68,6 +68,7 @@ class Goal:
 
 GOALS = {
     "decode-1-int8": Goal("decode, 1 session, int8", "tokens/s", 2.5, 3.0),
+    "decode-1-int4": Goal("decode, 1 session, int4", "tokens/s", 7.0),
     "decode-1-fp32": Goal("decode, 1 session, fp32", "tokens/s", 0.97),
     "decode-8-int8": Goal("decode, 8 sessions, int8", "tokens/s", 8.0, 10.0),
     "decode-16-int8": Goal("decode, 16 sessions, int8", "tokens/s", 11.0),
@@ -191,6 +192,16 @@ def int8_rows(args: argparse.Namespace, servers: Fleet, local: PreTrainedModel) 
             yield Row("memory at the end", "the same, at the end of this run", "GB", servers.peak_memory_bytes / 1e9)
 
 
+def int4_rows(args: argparse.Namespace, servers: Fleet, local: PreTrainedModel) -> Iterator[Row]:
+    heads = sorted(args.head_quant)  # int8 first, as above
+    with ExitStack() as stack:
+        models = {f"head {QUANT_NAMES[head]}": stack.enter_context(servers.client(head)) for head in heads}
+        for each in models.values():
+            decode(each, 2, PROMPT, 4)  # warm-up
+        alone, *remote = (partial(decode, each, 1, PROMPT, args.new_tokens) for each in (local, *models.values()))
+        yield from compared("decode-1-int4", args.rounds, alone, *zip(models, remote, strict=True))
+
+
 def fp32_rows(args: argparse.Namespace, servers: Fleet, local: PreTrainedModel) -> Iterator[Row]:
     with servers.client(device=args.device) as model:
         decode(model, 2, PROMPT, 4)  # warm-up
@@ -243,9 +254,9 @@ def slope(x: Sequence[float], y: Sequence[float]) -> float:
 def run(args: argparse.Namespace) -> Iterator[Row]:
     path = make_model(args.model, args.models)
     options = "--cache-tokens", str(CACHE_TOKENS), "--device", args.device
-    for quant, rows in (("int8", int8_rows), ("none", fp32_rows)):
-        names = {name for name in args.only if name != "hop" and name.endswith("fp32") == (quant == "none")}
-        if names:
+    quants = {name: {"fp32": "none", "int4": "int4"}.get(name[-4:], "int8") for name in args.only if name != "hop"}
+    for quant, rows in (("int8", int8_rows), ("int4", int4_rows), ("none", fp32_rows)):
+        if quant in quants.values():
             local = load_local(path, args.device, quant)
             decode(local, 1, PROMPT, 4)  # warm-up; and the checkpoint is in the page cache when the servers start
             with fleet(path, args.servers, quant, *options) as servers:

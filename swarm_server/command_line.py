@@ -70,7 +70,11 @@ def make_parser() -> argparse.ArgumentParser:
     add("--initial-blocks", metavar="START:END", help="blocks to host at first; it moves if others need it more")
     add("--num-blocks", type=int, metavar="N", help="how many blocks to host, where the swarm needs them most")
     add("--memory", metavar="SIZE", help="for blocks, keys and values, such as 4GiB; decides how many blocks")
-    add("--quant", default=default.quant, help="int8, nf4, none, or bnb-int8 (slow on CPU, for comparison)")
+    add(
+        "--quant",
+        default=default.quant,
+        help="int8, int4 (on CPU), nf4, none, or bnb-int8 (slow on CPU, for comparison)",
+    )
     add("--dtype", default=default.dtype, help="of computation: auto, float32, bfloat16 or float16")
     add("--device", default=default.device, help="auto, cpu, cuda, cuda:1, …")
     add(

@@ -15,7 +15,7 @@ from swarm_protocol.span import Span
 from swarm_protocol.wire.constants import MIB
 from swarm_server.placement.placement import MARGIN
 
-METHODS = ("int8", "nf4", "none", "bnb-int8")  # of quantisation
+METHODS = ("int8", "int4", "nf4", "none", "bnb-int8")  # of quantisation
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 PREFIX_CACHES = ("auto", "all", "own", "none")
 

@@ -8,7 +8,7 @@ import torch
 
 from swarm_protocol.checkpoints.checkpoint import Checkpoint
 
-_BYTES_PER_WEIGHT = {"int8": 1.1, "bnb-int8": 1.1, "nf4": 0.6, "none": 4.0}
+_BYTES_PER_WEIGHT = {"int8": 1.1, "bnb-int8": 1.1, "int4": 0.62, "nf4": 0.6, "none": 4.0}
 
 
 def available_bytes(device: torch.device) -> int:

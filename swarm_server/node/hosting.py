@@ -19,7 +19,7 @@ from swarm_protocol.span import Span
 from swarm_server.adapters.store import AdapterStore
 from swarm_server.blocks.blocks import load_blocks
 from swarm_server.blocks.dense_linear import use_onednn_
-from swarm_server.blocks.quantization import Report, quantize_
+from swarm_server.blocks.quantization import Report, quantize_, require_device
 from swarm_server.blocks.split_stack import SplitStack, Stack
 from swarm_server.core.config import ServerConfig
 from swarm_server.core.counters import Counters
@@ -44,9 +44,11 @@ _SHARE_CORES_S = 5.0
 
 
 def devices_and_dtype(config: ServerConfig) -> tuple[tuple[torch.device, ...], torch.dtype]:
-    """Of the blocks and of computation; raises ValueError if there is no such device."""
+    """Of the blocks and of computation; raises ValueError if there is no such device, or it does not quantise so."""
     name = ("cuda" if torch.cuda.is_available() else "cpu") if config.device == "auto" else config.device
     devices = tuple(map(_usable, config.devices or (name,)))
+    for device in devices:
+        require_device(config.quant, device)
     if config.dtype != "auto":
         return devices, getattr(torch, config.dtype)
     return devices, torch.bfloat16 if devices[0].type == "cuda" else torch.float32

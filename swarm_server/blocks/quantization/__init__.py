@@ -1,4 +1,4 @@
-"""Quantises transformer blocks in place: int8 or nf4, on CPU and CUDA, fused experts and transposed layers included."""
+"""Quantises transformer blocks in place: int8, int4 or nf4, fused experts and transposed layers included."""
 
 from __future__ import annotations
 
@@ -10,13 +10,15 @@ from typing import Any
 import torch
 
 from swarm_protocol.checkpoints.family import WEIGHT_IS_READ
+from swarm_protocol.kernels.int4_linear import Int4Linear, Int4Weight
 from swarm_protocol.kernels.int8_linear import Int8Linear, Int8Weight, quantize_rows
+from swarm_protocol.kernels.quantized_linear import QuantizedLinear
 from swarm_server.blocks.quantization import bnb
 from swarm_server.blocks.quantization.experts import ExpertLayout, QuantizedExperts
 from swarm_server.blocks.quantization.report import Left, Report
 from swarm_server.core.config import METHODS
 
-__all__ = ["METHODS", "Left", "Report", "quantize_"]
+__all__ = ["METHODS", "Left", "Report", "quantize_", "require_device"]
 
 # Classes of torch and transformers that multiply by their weight and do nothing else, and whether it is kept as
 # [in, out]. A subclass that is not here computes something of its own, as Llama4Router does, and stays as it is.
@@ -30,6 +32,7 @@ def quantize_(
     compute_dtype: torch.dtype,
     *,
     int8_weight: type[Int8Weight] | None = None,
+    int4_weight: type[Int4Weight] | None = None,
 ) -> Report:
     """Replaces every linear and fused expert weight of one block by its quantised version and moves it to ``device``.
 
@@ -39,16 +42,14 @@ def quantize_(
     quantised so far plus one weight: give it one block after the other. Quantised weights are frozen, gradients flow
     to the inputs. Routers, norms and biases stay as they are.
 
-    ``method``: "int8" is ``Int8Linear`` on CPU and LLM.int8() on CUDA; "nf4" is 4-bit NormalFloat, expanded to
-    ``compute_dtype`` for each product; "bnb-int8" is LLM.int8() on CPU too, to compare with; "none" only moves.
-    ``int8_weight`` is the implementation of int8 on CPU, the fastest that runs here unless given.
-    Raises ValueError for an unknown method, or one that ``device`` cannot run.
+    ``method``: "int8" is ``Int8Linear`` on CPU and LLM.int8() on CUDA; "int4" is ``Int4Linear``, on CPU alone; "nf4" is
+    4-bit NormalFloat, expanded to ``compute_dtype`` for each product; "bnb-int8" is LLM.int8() on CPU too, to compare
+    with; "none" only moves.
+    ``int8_weight`` and ``int4_weight`` are the implementations on CPU, the fastest that run here unless given.
+    Raises ValueError: see ``require_device``.
     """
-    if method not in METHODS:
-        raise ValueError(f"unknown quantisation {method!r}: choose one of {', '.join(METHODS)}")
-    if method != "none" and device.type not in ("cpu", "cuda"):
-        raise ValueError(f"{method} runs on cpu and cuda, not on {device.type}: choose none")
-    quantizer = _Quantizer(method, device, compute_dtype, int8_weight)
+    require_device(method, device)
+    quantizer = _Quantizer(method, device, compute_dtype, int8_weight, int4_weight)
     num_expert_weights = 0
     if method != "none":
         layouts = {name: ExpertLayout.of(part) for name, part in module.named_modules()}
@@ -71,6 +72,17 @@ def quantize_(
     )
 
 
+def require_device(method: str, device: torch.device) -> None:
+    """Raises ValueError for an unknown method of quantisation, or one that ``device`` cannot run."""
+    if method not in METHODS:
+        raise ValueError(f"unknown quantisation {method!r}: choose one of {', '.join(METHODS)}")
+    if method == "int4" and device.type == "cuda":
+        raise ValueError("int4 runs on cpu, not on cuda: choose nf4")
+    if method != "none" and device.type not in ("cpu", "cuda"):
+        runs_on = "cpu" if method == "int4" else "cpu and cuda"
+        raise ValueError(f"{method} runs on {runs_on}, not on {device.type}: choose none")
+
+
 @dataclass
 class _Quantizer:
     """Builds the quantised layers of one block and counts them."""
@@ -79,6 +91,7 @@ class _Quantizer:
     device: torch.device
     compute_dtype: torch.dtype
     int8_weight: type[Int8Weight] | None
+    int4_weight: type[Int4Weight] | None
     layers: set[torch.nn.Module] = field(default_factory=set)
     num_params: int = 0
     size_bytes: int = 0
@@ -86,14 +99,18 @@ class _Quantizer:
     def linear(self, take_weight: Callable[[], torch.Tensor], bias: torch.Tensor | None) -> torch.nn.Module:
         """``take_weight()``: [out, in] of any strides, which is dropped as soon as it can be; bias: [out]."""
         if self.method == "int8" and self.device.type == "cpu":
-            rounded = Int8Linear.from_int8(*quantize_rows(take_weight()), bias, self.int8_weight)
-            return self._counted(rounded, rounded.int8.shape.numel(), rounded.int8.size_bytes)
+            return self._packed(Int8Linear.from_int8(*quantize_rows(take_weight()), bias, self.int8_weight))
+        if self.method == "int4":
+            return self._packed(Int4Linear.from_float(take_weight(), bias, self.int4_weight))
         weight = take_weight()
         if self.method == "nf4":
             layer, size_bytes = bnb.nf4_linear(weight, bias, self.device, self.compute_dtype)
         else:
             layer, size_bytes = bnb.int8_linear(weight, bias, self.device)
         return self._counted(layer, weight.numel(), size_bytes)
+
+    def _packed(self, layer: QuantizedLinear) -> torch.nn.Module:
+        return self._counted(layer, layer.quantized.shape.numel(), layer.quantized.size_bytes)
 
     def _counted(self, layer: Any, num_params: int, size_bytes: int) -> torch.nn.Module:
         layer.is_quantised = True

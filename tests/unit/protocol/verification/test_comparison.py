@@ -77,9 +77,11 @@ def test_a_router_near_a_tie_is_no_lie() -> None:
 
 
 def test_four_bits_are_compared_with_four_bits_only() -> None:
-    nf4 = Kind("nf4", "float32")
-    assert Bounds.of(nf4, INT8, 1, False) is None and Bounds.of(FP32, nf4, 1, False) is None
-    assert Bounds.of(nf4, nf4, 1, False) is not None
+    nf4, int4 = Kind("nf4", "float32"), Kind("int4", "float32")
+    for one in (nf4, int4):
+        assert Bounds.of(one, INT8, 1, False) is None and Bounds.of(FP32, one, 1, False) is None
+        assert Bounds.of(one, one, 1, False) is not None
+    assert Bounds.of(nf4, int4, 1, False) is None
 
 
 def test_nothing_computed_is_compared_too() -> None:

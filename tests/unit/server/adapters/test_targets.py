@@ -18,7 +18,7 @@ from tests.zoo import FFN, HIDDEN, save_checkpoint
 SPAN = Span(1, 4)
 
 
-@pytest.fixture(scope="module", params=["none", "int8", "nf4"])
+@pytest.fixture(scope="module", params=["none", "int8", "int4", "nf4"])
 def quant(request) -> str:
     return request.param
 

@@ -462,8 +462,12 @@ def test_originals_are_freed_one_by_one(name, ndim, alive):
 
 
 def test_wrong_method_or_device_is_explained():
-    with pytest.raises(ValueError, match="'int4': choose one of int8, nf4, none, bnb-int8"):
-        quantize_(nn.Sequential(), "int4", CPU, torch.float32)
+    with pytest.raises(ValueError, match="'int3': choose one of int8, int4, nf4, none, bnb-int8"):
+        quantize_(nn.Sequential(), "int3", CPU, torch.float32)
+    with pytest.raises(ValueError, match="int4 runs on cpu, not on cuda: choose nf4"):
+        quantize_(nn.Sequential(), "int4", torch.device("cuda"), torch.float32)
+    with pytest.raises(ValueError, match="int4 runs on cpu, not on mps: choose none"):
+        quantize_(nn.Sequential(), "int4", torch.device("mps"), torch.float32)
     with pytest.raises(ValueError, match="int8 runs on cpu and cuda, not on mps"):
         quantize_(nn.Sequential(), "int8", torch.device("mps"), torch.float32)
 
