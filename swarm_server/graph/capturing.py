@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -95,7 +95,7 @@ class _RecordingCache(RowsCache):
     def is_sliding(self) -> list[bool]:
         return [False] * self._num_blocks
 
-    is_linear = is_dummy = is_sliding  # type: ignore[assignment]
+    is_linear = is_dummy = is_sliding
 
     def __len__(self) -> int:
         return self._num_blocks
@@ -145,6 +145,3 @@ class _RecordedWeight(QuantizedWeight):
 
     def dequantize(self) -> torch.Tensor:
         return self._weight.dequantize()
-
-
-__all__: Sequence[str] = ["capture"]

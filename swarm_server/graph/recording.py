@@ -71,7 +71,7 @@ class Recorder(TorchDispatchMode):
     """
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.operations: list[Operation] = []
         self._memories: dict[int, Memory] = {}
         self._alive: list[torch.Tensor] = []  # so that no address is used twice
@@ -82,8 +82,7 @@ class Recorder(TorchDispatchMode):
         key = tensor.untyped_storage()._cdata
         if key not in self._memories:
             self._alive.append(tensor)
-            room = tensor.untyped_storage().nbytes() // tensor.dtype.itemsize
-            self._memories[key] = Memory(self._num_dynamic, room)
+            self._memories[key] = Memory(self._num_dynamic, _room(tensor))
             self._num_dynamic += 1
         return self.view(tensor)
 
@@ -92,10 +91,9 @@ class Recorder(TorchDispatchMode):
         memory = self._memories.get(key)
         if memory is None:
             self._alive.append(tensor)
-            memory = self._memories[key] = Memory(
-                -1, tensor.untyped_storage().nbytes() // tensor.dtype.itemsize, tensor
-            )
-        return View(memory, tensor.dtype, tensor.storage_offset(), tuple(tensor.shape), tuple(tensor.stride()))
+            memory = self._memories[key] = Memory(-1, _room(tensor), tensor)
+        offset = int(tensor.storage_offset())
+        return View(memory, tensor.dtype, offset, tuple(tensor.shape), tuple(tensor.stride()))
 
     def add(self, name: str, output: torch.Tensor, *inputs: torch.Tensor, **more: Any) -> None:
         """An operation that torch does not see."""
@@ -137,6 +135,11 @@ class Recorder(TorchDispatchMode):
             self.mark(other)
         self.operations.append(operation)
         return result
+
+
+def _room(tensor: torch.Tensor) -> int:
+    """How many elements like the tensor's its storage has room for."""
+    return tensor.untyped_storage().nbytes() // tensor.dtype.itemsize
 
 
 def needed(operations: Sequence[Operation], output: View) -> list[Operation]:
