@@ -32,6 +32,7 @@ SHAPES: dict[str, dict[str, Any]] = {
         dtype="bfloat16",
     ),
     "bench-1b": dict(hidden_size=2048, intermediate_size=5632, num_hidden_layers=22, num_attention_heads=32),
+    "bench-mid": dict(hidden_size=1024, intermediate_size=2816, num_hidden_layers=8, num_attention_heads=16),
     "bench-100m": dict(hidden_size=768, intermediate_size=2048, num_hidden_layers=12, num_attention_heads=12),
     "bench-tiny": dict(hidden_size=64, intermediate_size=176, num_hidden_layers=8, num_attention_heads=4),
 }

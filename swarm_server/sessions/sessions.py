@@ -230,8 +230,8 @@ class HostedSession:
         self.session.reserved = self.session.length if self.session.batch_size else 0
 
     def _used_bytes(self) -> int:
-        session = self.session
-        return session.batch_size * session.layout.size_bytes(session.length) if session.batch_size else 0
+        rows = self.session.state.rows  # read once: the compute thread may be changing them
+        return len(rows) * self.session.layout.size_bytes(rows[0].length) if rows else 0
 
     def _changes(self, request: pb.Step) -> Iterator[HistoryChange]:
         """Those that were not made before the rows came here."""
