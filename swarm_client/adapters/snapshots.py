@@ -125,6 +125,13 @@ class AdapterUploader:
         self._given: OrderedDict[bytes, None] = OrderedDict()
         self._giving = asyncio.Lock()
 
+    async def give(self, part: Part | None, span: Span) -> None:
+        """Before it is needed, unless the server has it. Raises what the connection does."""
+
+        async def nothing(_name: pb.AdapterName | None) -> None: ...
+
+        await self.use(part, span, nothing)
+
     async def use(self, part: Part | None, span: Span, request: Callable[[pb.AdapterName | None], Awaitable[T]]) -> T:
         """Makes a request that names the part, which the server is given before, and again if it has forgotten it.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import math
 import secrets
@@ -23,7 +24,7 @@ from swarm_client.swarm.pass_watchdog import BACKWARD
 from swarm_client.swarm.swarm import Swarm
 from swarm_client.transport.transport import Watch
 from swarm_client.transport.wire_tensor import CODECS, Context, WireTensor
-from swarm_protocol.errors import BadReply, CacheMiss, PeerError
+from swarm_protocol.errors import BadReply, CacheMiss, PeerError, SwarmError
 from swarm_protocol.span import Span
 from swarm_protocol.wire.block_input import BlockInput
 from swarm_protocol.wire.codec import split_rows, torch_dtype
@@ -72,8 +73,21 @@ async def forward(
         return output.decode(rows.hidden.shape, rows.hidden.dtype), Way(context, path)
 
     jobs = enumerate(zip(batches, chains, strict=True))
-    results = await _together([partial(one, number, *job) for number, job in jobs])
+    giving = asyncio.ensure_future(_give_adapter(swarm, chains, adapter))
+    try:
+        results = await _together([partial(one, number, *job) for number, job in jobs])
+    finally:
+        giving.cancel()
     return [output for output, _ in results], [] if first_grad is None else [way for _, way in results]
+
+
+async def _give_adapter(swarm: Swarm, chains: list[Route], adapter: Snapshot) -> None:
+    """Servers get it in the order in which rows come to them: the later ones while the first ones compute."""
+    hops = {(hop.server.peer_id, hop.span): hop for chain in chains for hop in chain}
+    for hop in sorted(hops.values(), key=lambda hop: hop.span.start):
+        with contextlib.suppress(SwarmError):  # rows that come to it find out
+            server = await swarm.server(hop.server)
+            await server.give_adapter(hop.span, adapter.part(hop.span))
 
 
 async def _forward_rows(

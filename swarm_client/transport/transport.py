@@ -174,6 +174,10 @@ class ServerConnection:
             raise unreadable(self.record, span)
         return progress
 
+    async def give_adapter(self, span: Span, adapter: Part | None) -> None:
+        """Before the first pass that needs it, unless the server has it."""
+        await self._uploader.give(adapter, span)
+
     async def forward(
         self, span: Span, hidden: WireTensor, context: Context, watch: Watch, keep_key: bytes = b""
     ) -> tuple[WireTensor, bool]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -21,6 +22,7 @@ from tests.swarm.harness import InProcessServers
 from tests.swarm.raw_client import Answer, RawClient
 from tests.swarm.target import INVALID, assert_one_sentence, wire
 from tests.swarm.tuning import assert_close, lora, loss_of, padded_batch, tuned
+from tests.swarm.waiting import DEADLINE_S
 from tests.zoo import HIDDEN, save_checkpoint
 
 FORGOTTEN = grpc.StatusCode.ABORTED
@@ -131,7 +133,8 @@ def test_without_gradients_of_an_adapter_nothing_is_summed(target):
     ids=["key", "number"],
 )
 def test_summands_that_are_refused(target, name, summand, sentence):
-    answer = go_back(target, name, 0, summand)
+    first = pb.BackwardRequest(forward=target.forward(PASSES[0][0], name), summand=summand)
+    answer = target.client.backward(first)  # refused before there is a gradient
     assert (answer.replies, answer.status) == ([], INVALID)
     assert_one_sentence(answer.details, sentence)
 
@@ -242,6 +245,26 @@ def test_an_adapter_that_did_not_change_is_not_sent_again(servers, traffic):
         for _ in range(2):
             loss_of(**BATCH)(pair.remote).backward()
         assert len(traffic.uploads) == 2 * NUM_SERVERS
+
+
+def test_later_servers_are_given_the_adapter_while_the_first_computes(servers, monkeypatch):
+    forward, put, given = ServerConnection.forward, ServerConnection._put, asyncio.Event()
+
+    async def putting(server: ServerConnection, data: bytes, span) -> None:
+        await put(server, data, span)
+        if span.start:
+            given.set()
+
+    async def waiting(server: ServerConnection, span, *arguments):
+        if not span.start:
+            await asyncio.wait_for(given.wait(), DEADLINE_S)
+        return await forward(server, span, *arguments)
+
+    monkeypatch.setattr(ServerConnection, "_put", putting)
+    monkeypatch.setattr(ServerConnection, "forward", waiting)
+    with tuned(servers, lora()) as pair:
+        pair.train(1, loss_of(**BATCH))
+    assert given.is_set()
 
 
 def test_gradients_are_the_same_every_time(servers):

@@ -124,7 +124,7 @@ def test_a_server_that_forgets_is_given_the_adapter_again(adapted, assert_same_g
 
     async def putting(server: ServerConnection, data: bytes, span) -> None:
         uploader.append(span)
-        if len(uploader) % 2:  # only said to be there
+        if uploader.count(span) == 1:  # only said to be there
             return
         await put(server, data, span)
 
