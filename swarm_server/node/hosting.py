@@ -19,7 +19,9 @@ from swarm_protocol.span import Span
 from swarm_server.adapters.store import AdapterStore
 from swarm_server.blocks.blocks import BlockStack, load_blocks
 from swarm_server.blocks.dense_linear import use_onednn_
+from swarm_server.blocks.packed_layers import PackedLayers
 from swarm_server.blocks.quantization import Report, quantize_
+from swarm_server.blocks.weight_cache import WeightCache
 from swarm_server.core.config import ServerConfig
 from swarm_server.core.counters import Counters
 from swarm_server.engine.engine import Engine
@@ -170,6 +172,8 @@ class SpanLoader:
     def _load(self, span: Span) -> BlockStack:
         gc.collect()  # what was hosted before
         report = Report(self._config.quant)
+        cache = WeightCache(self._config.weight_cache_bytes)
+        layers = PackedLayers(cache, self._config.quant, self._device, self._dtype)
         bar = tqdm(
             total=len(span),
             desc="loading blocks",
@@ -193,8 +197,9 @@ class SpanLoader:
                 device=self._device,
                 transform=prepare,
                 progress=lambda _index: bar.update(),
+                layers=layers,
             )
-        _logger.info("blocks %s loaded; %s", span, report)
+        _logger.info("blocks %s loaded; %s", span, layers.report + report)
         return stack
 
     def _cache_budget(self, engine: Engine, num_blocks: int) -> CacheBudget:

@@ -10,13 +10,14 @@ from typing import Any
 import torch
 
 from swarm_protocol.checkpoints.family import WEIGHT_IS_READ
-from swarm_protocol.kernels.int8_linear import Int8Linear, Int8Weight, quantize_rows
+from swarm_protocol.kernels.int8_linear import Int8Linear, Int8Weight, fastest, quantize_rows
+from swarm_protocol.kernels.kernel_weight import KernelWeight
 from swarm_server.blocks.quantization import bnb
 from swarm_server.blocks.quantization.experts import ExpertLayout, QuantizedExperts
 from swarm_server.blocks.quantization.report import Left, Report
 from swarm_server.core.config import METHODS
 
-__all__ = ["METHODS", "Left", "Report", "quantize_"]
+__all__ = ["METHODS", "Left", "Report", "packed_kind", "packed_weight", "quantize_", "restored"]
 
 # Classes of torch and transformers that multiply by their weight and do nothing else, and whether it is kept as
 # [in, out]. A subclass that is not here computes something of its own, as Llama4Router does, and stays as it is.
@@ -69,6 +70,35 @@ def quantize_(
         quantised_bytes=quantizer.size_bytes,
         left=tuple(_left(module, quantizer.layers)),
     )
+
+
+# ------------------------------------------------------------ weights that can be kept as bytes
+
+
+def packed_kind(method: str, device: torch.device) -> type[KernelWeight] | None:
+    """How linear weights are packed by ``quantize_``; None if they cannot be made of bytes alone."""
+    kind = fastest() if method == "int8" and device.type == "cpu" else None
+    return kind if kind is KernelWeight else None
+
+
+def packed_weight(layer: torch.nn.Module) -> KernelWeight | None:
+    """The weight of a layer that ``quantize_`` has made, if it can be."""
+    weight = layer.int8 if isinstance(layer, Int8Linear) else None
+    return weight if isinstance(weight, KernelWeight) else None
+
+
+def restored(method: str, weight: KernelWeight, bias: torch.Tensor | None) -> tuple[torch.nn.Module, Report]:
+    """The layer that ``quantize_`` made with this weight, and what it then said. bias: [out]."""
+    layer: Any = Int8Linear(weight, bias)
+    layer.is_quantised = True
+    report = Report(
+        method,
+        num_linears=1,
+        quantised_params=weight.shape.numel(),
+        quantised_bytes=weight.size_bytes,
+        left=tuple(_left(layer, {layer})),
+    )
+    return layer, report
 
 
 @dataclass
