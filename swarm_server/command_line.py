@@ -120,6 +120,20 @@ def make_parser() -> argparse.ArgumentParser:
         default=argparse.SUPPRESS,
         help="the same as --prefix-cache none",
     )
+    add(
+        "--weight-cache",
+        default=f"{default.weight_cache_bytes >> 30}GiB",
+        metavar="SIZE",
+        help="for packed weights in the user's cache directory, which later starts read instead of packing them again",
+    )
+    add(
+        "--no-weight-cache",
+        dest="weight_cache",
+        action="store_const",
+        const="0",
+        default=argparse.SUPPRESS,
+        help="neither read nor write packed weights; the same as --weight-cache 0",
+    )
     add("--adapters", type=Path, nargs="+", default=[], metavar="PATH", help="LoRA adapters of PEFT's format to offer")
     add(
         "--adapter-memory",
@@ -177,6 +191,7 @@ def read_config(args: argparse.Namespace) -> ServerConfig:
         num_blocks=args.num_blocks,
         memory_bytes=None if args.memory is None else parse_size(args.memory),
         cache_bytes=None if args.cache_memory is None else parse_size(args.cache_memory),
+        weight_cache_bytes=parse_size(args.weight_cache),
         prefix_cache=args.prefix_cache,
         adapters=tuple(args.adapters),
         adapter_bytes=parse_size(args.adapter_memory),

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
-from typing import TypeVar
+from typing import ClassVar, TypeVar
 
 import torch
 
+from swarm_protocol.kernels.huge_pages import in_huge_pages
 from swarm_protocol.kernels.int8_linear import TILE, TINY
-from swarm_protocol.kernels.kernel_weight import STRIP, in_huge_pages
+from swarm_protocol.kernels.kernel_weight import STRIP
 from swarm_protocol.kernels.library import kernel
 from swarm_protocol.kernels.quantized_linear import QuantizedLinear, QuantizedWeight
 
@@ -86,15 +87,32 @@ class Int4Weight(QuantizedWeight):
 
 
 class KernelInt4Weight(Int4Weight):
-    """A weight as the kernel reads it: strips of 64 outputs, each in groups of 32 inputs."""
+    """A weight as the kernel reads it: strips of 64 outputs, each in groups of 32 inputs.
+
+    Attributes:
+        parts: all that the weight is made of, contiguous: with the same bytes in them, another one is the same weight.
+    """
+
+    FORMAT: ClassVar[str] = "int4-groups32-strips64-1"  # of ``parts``, and how they are rounded
 
     def __init__(self, q: torch.Tensor, groups: torch.Tensor) -> None:
+        self._place(q.shape)
+        self._library.pack4(q.contiguous(), groups.contiguous(), self._packed)
+
+    @classmethod
+    def empty(cls, shape: Sequence[int]) -> KernelInt4Weight:
+        """Whose ``parts`` are to be filled."""
+        weight = cls.__new__(cls)
+        weight._place(torch.Size(shape))
+        return weight
+
+    def _place(self, shape: torch.Size) -> None:
         library = kernel()
         assert library is not None, "is_available() has not been asked"
         self._library = library
-        self.shape = q.shape
-        self._packed = in_huge_pages(packed4_bytes(*q.shape))
-        library.pack4(q.contiguous(), groups.contiguous(), self._packed)
+        self.shape = shape
+        self._packed = in_huge_pages(packed4_bytes(*shape))
+        self.parts: tuple[torch.Tensor, ...] = (self._packed,)
         self.address = self._packed.data_ptr()
         self.size_bytes = self._packed.nbytes
 

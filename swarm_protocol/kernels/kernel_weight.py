@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import mmap
 from collections.abc import Iterator, Sequence
+from typing import ClassVar
 
 import torch
 
+from swarm_protocol.kernels.huge_pages import in_huge_pages
 from swarm_protocol.kernels.int8_linear import TILE, Int8Weight
 from swarm_protocol.kernels.library import Address, kernel
 
 STRIP, STEP = 64, 4  # the packed weight is padded to multiples of these outputs and inputs
-HUGE_PAGE = 2 << 20
 FAST = ("avx512-vnni", "avx-vnni", "neon-dotprod")
 
 
@@ -20,15 +20,33 @@ class KernelWeight(Int8Weight):
 
     The arithmetic is that of ``FbgemmWeight``: two digits to base 128 per activation in a unit of the row's own, exact
     integer products, so that no bit of a row depends on the others. Gradients are computed from the same bytes.
+
+    Attributes:
+        parts: all that the weight is made of, contiguous: with the same bytes in them, another one is the same weight.
     """
 
+    FORMAT: ClassVar[str] = (
+        "int8-rows-strips64-1"  # of ``parts``, and how they are rounded: another one for other bytes
+    )
+
     def __init__(self, q: torch.Tensor, scale: torch.Tensor) -> None:
+        self._place(q.shape, scale.contiguous())
+        self._library.pack(q.contiguous(), self._packed)
+
+    @classmethod
+    def empty(cls, shape: Sequence[int]) -> KernelWeight:
+        """Whose ``parts`` are to be filled."""
+        weight = cls.__new__(cls)
+        weight._place(torch.Size(shape), torch.empty(shape[0], dtype=torch.float32))
+        return weight
+
+    def _place(self, shape: torch.Size, scale: torch.Tensor) -> None:
         library = kernel()
         assert library is not None, "is_available() has not been asked"
         self._library = library
-        self.shape, self._scale = q.shape, scale.contiguous()
-        self._packed = in_huge_pages(packed_bytes(*q.shape))
-        library.pack(q.contiguous(), self._packed)
+        self.shape, self._scale = shape, scale
+        self._packed = in_huge_pages(packed_bytes(*shape))
+        self.parts: tuple[torch.Tensor, ...] = (self._packed, self._scale)
         self.address = Address(self._packed.data_ptr(), self._scale.data_ptr())
         self.size_bytes = self._packed.nbytes + self._scale.nbytes
 
@@ -68,17 +86,3 @@ class KernelWeight(Int8Weight):
 
 def packed_bytes(num_channels: int, width: int) -> int:
     return -(-num_channels // STRIP) * STRIP * (-(-width // STEP) * STEP)
-
-
-def in_huge_pages(size_bytes: int) -> torch.Tensor:
-    """Memory in huge pages where the system has them, which is read 5 to 12 % faster: [size_bytes] uint8."""
-    if size_bytes < HUGE_PAGE or not hasattr(mmap, "MADV_HUGEPAGE"):
-        return torch.empty(size_bytes, dtype=torch.uint8)
-    memory = mmap.mmap(-1, size_bytes + HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    try:
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    except OSError:  # a kernel without them
-        return torch.empty(size_bytes, dtype=torch.uint8)
-    pool = torch.frombuffer(memory, dtype=torch.uint8)
-    start = -pool.data_ptr() % HUGE_PAGE
-    return pool[start : start + size_bytes]

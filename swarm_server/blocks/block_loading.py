@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
+from typing import Protocol
 
 import torch
 from torch import nn
@@ -17,13 +18,28 @@ from swarm_protocol.errors import CheckpointError
 NARROW = {torch.bfloat16, torch.float16}
 
 
+class LayerStore(Protocol):
+    """Where finished layers may come from, and go to for the next time."""
+
+    def restore(self, tensors: Mapping[str, StoredTensor]) -> nn.Module | None:
+        """The layer that stands for a linear one with these tensors, weight and bias; None if it is not there."""
+
+    def keep(self, layer: nn.Module, tensors: Mapping[str, StoredTensor]) -> None:
+        """What stands for it now."""
+
+
 def load_block(
-    checkpoint: Checkpoint, index: int, dtype: torch.dtype, replace: Callable[[nn.Linear], nn.Module] | None = None
+    checkpoint: Checkpoint,
+    index: int,
+    dtype: torch.dtype,
+    replace: Callable[[nn.Linear], nn.Module] | None = None,
+    layers: LayerStore | None = None,
 ) -> nn.Module:
     """Block ``index`` on the CPU, as transformers itself would have loaded it within the whole model.
 
     ``replace`` is given linear layers one by one, as they are read, and returns what shall stand in their place; so
-    they are never all in memory. Layers whose weights transformers renames or fuses are not among them.
+    they are never all in memory. Layers whose weights transformers renames or fuses are not among them. What ``layers``
+    has is not read and not given to ``replace``.
 
     Raises:
         CheckpointError: if a tensor is missing, damaged or of the wrong shape.
@@ -58,10 +74,16 @@ def load_block(
             if parameter.dtype in NARROW:
                 parameter.data = parameter.data.float()
     for name in sorted(late, key=lambda name: -stored[f"{name}.weight"].size_bytes):  # the last ones need least room
-        for kind, tensor in _tensors_of(name, stored).items():
-            setattr(late[name], kind, nn.Parameter(tensor.read().to(dtype), requires_grad=False))
-        assert replace is not None
-        block.set_submodule(name, replace(late.pop(name)))
+        linear, kinds = late.pop(name), _tensors_of(name, stored)
+        layer = None if layers is None else layers.restore(kinds)
+        if layer is None:
+            for kind, tensor in kinds.items():
+                setattr(linear, kind, nn.Parameter(tensor.read().to(dtype), requires_grad=False))
+            assert replace is not None
+            layer = replace(linear)
+            if layers is not None:
+                layers.keep(layer, kinds)
+        block.set_submodule(name, layer)
     return block
 
 

@@ -34,6 +34,7 @@ class ServerConfig:
     dtype: str = "auto"  # of computation; auto: float32 on CPU, bfloat16 on CUDA
     device: str = "auto"  # auto: CUDA if there is any
     devices: tuple[str, ...] = ()  # several, which share the blocks, such as cuda:0 and cuda:1; empty: device
+    weight_cache_bytes: int = 16 << 30  # of packed weights on disk, of all servers of this user; 0: there is none
     host: str | None = None  # None: the address that leads to the swarm, loopback if all of it is on this machine
     port: int = 0  # gRPC; 0: any free one
     dht_port: int = 0
@@ -96,6 +97,8 @@ class ServerConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name} is {value}: expected at least 1")
+        if self.weight_cache_bytes < 0:
+            raise ValueError(f"weight_cache_bytes is {self.weight_cache_bytes}: expected at least 0")
         given = [
             name
             for name in ("blocks", "initial_blocks", "num_blocks", "memory_bytes")

@@ -19,8 +19,10 @@ from swarm_protocol.span import Span
 from swarm_server.adapters.store import AdapterStore
 from swarm_server.blocks.blocks import load_blocks
 from swarm_server.blocks.dense_linear import use_onednn_
+from swarm_server.blocks.packed_layers import PackedLayers
 from swarm_server.blocks.quantization import Report, quantize_, require_device
 from swarm_server.blocks.split_stack import SplitStack, Stack
+from swarm_server.blocks.weight_cache import WeightCache
 from swarm_server.core.config import ServerConfig
 from swarm_server.core.counters import Counters
 from swarm_server.engine.engine import Engine
@@ -179,6 +181,8 @@ class SpanLoader:
     def _load(self, span: Span) -> Stack:
         gc.collect()  # what was hosted before
         report = Report(self._config.quant)
+        cache = WeightCache(self._config.weight_cache_bytes)
+        layers = {device: PackedLayers(cache, self._config.quant, device, self._dtype) for device in self._devices}
         bar = tqdm(
             total=len(span),
             desc="loading blocks",
@@ -203,9 +207,12 @@ class SpanLoader:
                     device=device,
                     transform=partial(prepare, device),
                     progress=lambda _index: bar.update(),
+                    layers=layers[device],
                 )
                 for part, device in self._split(span)
             ]
+        for kept in layers.values():
+            report += kept.report
         _logger.info("blocks %s loaded; %s", span, report)
         if len(parts) == 1:
             return parts[0]

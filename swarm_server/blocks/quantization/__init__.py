@@ -10,15 +10,18 @@ from typing import Any
 import torch
 
 from swarm_protocol.checkpoints.family import WEIGHT_IS_READ
-from swarm_protocol.kernels.int4_linear import Int4Linear, Int4Weight
+from swarm_protocol.kernels.int4_linear import Int4Linear, Int4Weight, KernelInt4Weight
 from swarm_protocol.kernels.int8_linear import Int8Linear, Int8Weight, quantize_rows
+from swarm_protocol.kernels.kernel_weight import KernelWeight
 from swarm_protocol.kernels.quantized_linear import QuantizedLinear
 from swarm_server.blocks.quantization import bnb
 from swarm_server.blocks.quantization.experts import ExpertLayout, QuantizedExperts
 from swarm_server.blocks.quantization.report import Left, Report
 from swarm_server.core.config import METHODS
 
-__all__ = ["METHODS", "Left", "Report", "quantize_", "require_device"]
+Packed = KernelWeight | KernelInt4Weight  # weights that are made of some bytes alone
+
+__all__ = ["METHODS", "Left", "Report", "packed_kind", "packed_weight", "quantize_", "require_device", "restored"]
 
 # Classes of torch and transformers that multiply by their weight and do nothing else, and whether it is kept as
 # [in, out]. A subclass that is not here computes something of its own, as Llama4Router does, and stays as it is.
@@ -81,6 +84,38 @@ def require_device(method: str, device: torch.device) -> None:
     if method != "none" and device.type not in ("cpu", "cuda"):
         runs_on = "cpu" if method == "int4" else "cpu and cuda"
         raise ValueError(f"{method} runs on {runs_on}, not on {device.type}: choose none")
+
+
+# ------------------------------------------------------------ weights that can be kept as bytes
+
+
+def packed_kind(method: str, device: torch.device) -> type[Packed] | None:
+    """How linear weights are packed by ``quantize_``; None if they cannot be made of bytes alone."""
+    if device.type != "cpu":
+        return None
+    if method == "int4" and KernelInt4Weight.is_available():
+        return KernelInt4Weight
+    return KernelWeight if method == "int8" and KernelWeight.is_fastest() else None
+
+
+def packed_weight(layer: torch.nn.Module) -> Packed | None:
+    """The weight of a layer that ``quantize_`` has made, if it can be."""
+    weight = layer.quantized if isinstance(layer, QuantizedLinear) else None
+    return weight if isinstance(weight, Packed) else None
+
+
+def restored(method: str, weight: Packed, bias: torch.Tensor | None) -> tuple[torch.nn.Module, Report]:
+    """The layer that ``quantize_`` made with this weight, and what it then said. bias: [out]."""
+    layer: Any = Int8Linear(weight, bias) if isinstance(weight, KernelWeight) else Int4Linear(weight, bias)
+    layer.is_quantised = True
+    report = Report(
+        method,
+        num_linears=1,
+        quantised_params=weight.shape.numel(),
+        quantised_bytes=weight.size_bytes,
+        left=tuple(_left(layer, {layer})),
+    )
+    return layer, report
 
 
 @dataclass

@@ -1,0 +1,205 @@
+"""Packed weights on disk, so that the next start need not read, round and pack the checkpoint's.
+
+Weights are read into memory of their own, not mapped. A file that is not there, damaged, of another version or cannot
+be read is a cache miss; one that cannot be written is not written.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import shutil
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import ClassVar, Protocol, Self, TypeVar
+
+import platformdirs
+import torch
+
+from swarm_protocol.checkpoints.safetensors_file import StoredTensor
+
+_logger = logging.getLogger(__name__)
+_SUFFIX, _PARTIAL = ".weight", ".partial"
+_MAX_HEADER_BYTES = 4096
+_PAGE_BYTES = 4096
+_SAMPLE_BYTES = 4096
+_FREE_SHARE = 0.1  # of the disk, which the cache leaves free
+_ABANDONED_S = 3600.0  # for a partial file of this age, nobody writes it any more
+
+
+class PackedWeight(Protocol):
+    """A weight that is made of some bytes alone.
+
+    Attributes:
+        FORMAT: of ``parts``, and how they are computed from a weight; another one whenever that changes.
+        parts: contiguous tensors, [...], whose bytes are the weight.
+    """
+
+    FORMAT: ClassVar[str]
+    shape: torch.Size
+    parts: tuple[torch.Tensor, ...]
+
+    @classmethod
+    def empty(cls, shape: Sequence[int]) -> Self:
+        """One of this shape, [out, in], whose ``parts`` are to be filled."""
+
+
+def content_key(stored: StoredTensor, packing: str) -> str:
+    """Names what a tensor on disk becomes by ``packing``; another name once the tensor may have changed.
+
+    In it are the file's device, inode, size and times of its last change, the tensor's place in the file, and a sample
+    of its data. The second of the times is the system's own and cannot be set back. Raises CheckpointError or OSError.
+    """
+    status = os.stat(stored.path)
+    file = [status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns]
+    tensor = [stored.name, str(stored.dtype), list(stored.shape), stored.offset, stored.size_bytes]
+    digest = hashlib.sha256(json.dumps([packing, file, tensor]).encode())
+    digest.update(stored.sample(_SAMPLE_BYTES))
+    return digest.hexdigest()
+
+
+W = TypeVar("W", bound=PackedWeight)
+
+
+class WeightCache:
+    """Of all servers of this user on this machine. They may read, write and evict at the same time."""
+
+    def __init__(self, budget_bytes: int, directory: Path | None = None) -> None:
+        """``budget_bytes``: about as much is kept, what was used last; 0: nothing is read or written."""
+        self._budget_bytes = budget_bytes
+        self._directory = directory or platformdirs.user_cache_path("swarm") / "weights"
+        self._used: set[Path] = set()
+        self._oldest_first: list[tuple[Path, int]] | None = None  # what may be evicted, with its bytes
+        self._total_bytes = 0
+        self._cannot_read = self._cannot_write = False
+
+    def read(self, key: str, kind: type[W], shape: Sequence[int]) -> W | None:
+        """None if it is not there, or not whole."""
+        if not self._budget_bytes or self._cannot_read:
+            return None
+        path = self._path(key)
+        try:
+            weight = _read(path, key, kind, shape)
+            os.utime(path)
+        except FileNotFoundError:
+            return None
+        except ValueError as error:
+            _logger.warning("the packed weight %s cannot be used and is made again: %s", path, error)
+            return None
+        except OSError as error:
+            self._cannot_read = True
+            _logger.warning("packed weights of earlier starts are made again: %s", error)
+            return None
+        self._used.add(path)
+        return weight
+
+    def write(self, key: str, weight: PackedWeight) -> None:
+        """Does nothing if there is no room, or writing has failed before."""
+        size_bytes = sum(part.nbytes for part in weight.parts)
+        if not self._budget_bytes or self._cannot_write:
+            return
+        path = self._path(key)
+        partial = path.with_suffix(f".{os.getpid()}-{time.monotonic_ns()}{_PARTIAL}")
+        try:
+            self._directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+            if not self._make_room(size_bytes):
+                return
+            _write(partial, key, weight)
+            partial.rename(path)
+        except OSError as error:
+            self._cannot_write = True
+            _logger.warning("packed weights are not kept for the next start: %s", error)
+            with suppress(OSError):
+                partial.unlink()
+            return
+        self._used.add(path)
+        self._total_bytes += size_bytes
+
+    def _path(self, key: str) -> Path:
+        return self._directory / f"{key[:40]}{_SUFFIX}"
+
+    def _make_room(self, size_bytes: int) -> bool:
+        """Deletes what was used the longest ago; never what this server has used."""
+        if self._oldest_first is None:
+            self._oldest_first = self._find_files()
+            self._total_bytes = sum(size for _, size in self._oldest_first)
+        while self._total_bytes + size_bytes > self._budget_bytes and self._oldest_first:
+            path, freed_bytes = self._oldest_first.pop(0)
+            if path not in self._used:
+                path.unlink(missing_ok=True)
+                self._total_bytes -= freed_bytes
+        disk = shutil.disk_usage(self._directory)
+        if disk.free - size_bytes < _FREE_SHARE * disk.total:
+            raise OSError(f"{self._directory} is on a disk of which less than {_FREE_SHARE:.0%} would be left free")
+        return self._total_bytes + size_bytes <= self._budget_bytes
+
+    def _find_files(self) -> list[tuple[Path, int]]:
+        """The packed weights, oldest first; deletes what servers have left that were killed while they wrote."""
+        found = []
+        for entry in os.scandir(self._directory):
+            try:
+                status = entry.stat()
+                if entry.name.endswith(_SUFFIX):
+                    found.append((status.st_mtime, Path(entry.path), status.st_size))
+                elif entry.name.endswith(_PARTIAL) and time.time() - status.st_mtime > _ABANDONED_S:
+                    os.unlink(entry.path)
+            except FileNotFoundError:  # another server was faster
+                continue
+        return [(path, size_bytes) for _, path, size_bytes in sorted(found)]
+
+
+# ---------------------------------------------------------------- files: length of the header, header, parts
+
+
+def _read(path: Path, key: str, kind: type[W], shape: Sequence[int]) -> W:
+    """Raises OSError; ValueError, if it is not what it should be."""
+    with path.open("rb", buffering=0) as file:
+        size_bytes = os.fstat(file.fileno()).st_size
+        header_bytes = int.from_bytes(file.read(8), "little")
+        if header_bytes > _MAX_HEADER_BYTES:
+            raise ValueError("it has no header")
+        header = json.loads(file.read(header_bytes))
+        weight = kind.empty(shape)
+        expected = _header(key, weight, checksum=header.get("checksum") if isinstance(header, dict) else None)
+        if header != expected or size_bytes != 8 + header_bytes + sum(part.nbytes for part in weight.parts):
+            raise ValueError("it is another one, or not whole")
+        for part in weight.parts:
+            data = part.view(torch.uint8).numpy().data.cast("B")
+            while data:
+                count = file.readinto(data)
+                if not count:
+                    raise ValueError("it ends too early")
+                data = data[count:]
+    if _checksum(weight.parts) != header["checksum"]:
+        raise ValueError("its checksum is wrong")
+    return weight
+
+
+def _write(path: Path, key: str, weight: PackedWeight) -> None:
+    header = json.dumps(_header(key, weight, _checksum(weight.parts))).encode()
+    with path.open("wb") as file:
+        file.write(len(header).to_bytes(8, "little") + header)
+        for part in weight.parts:
+            file.write(part.view(torch.uint8).numpy().data)
+
+
+def _header(key: str, weight: PackedWeight, checksum: str | None) -> dict[str, object]:
+    parts = [[str(part.dtype), list(part.shape)] for part in weight.parts]
+    return {"key": key, "format": weight.FORMAT, "shape": list(weight.shape), "parts": parts, "checksum": checksum}
+
+
+def _checksum(parts: Sequence[torch.Tensor]) -> str:
+    """Over the sum of each page: adding is as fast as reading, and one changed bit changes a sum."""
+    digest = hashlib.sha256()
+    for part in parts:
+        data = part.view(torch.uint8)
+        whole = len(data) // _PAGE_BYTES * _PAGE_BYTES
+        if whole:
+            sums = data[:whole].view(torch.int64).view(-1, _PAGE_BYTES // 8).sum(1)
+            digest.update(sums.numpy().tobytes())
+        digest.update(data[whole:].numpy().tobytes())
+    return digest.hexdigest()
