@@ -2,8 +2,8 @@
 
 Honest servers compute the same spans of the same models over the same inputs: float32, bfloat16, int8 by fbgemm with
 the instructions of this machine, with those of AVX2 (in a process of its own), int8 on plain tensors, and LLM.int8() in
-float32 and bfloat16, as on GPUs; int4 with the kernel and without. Every pair is compared as checks do, and over probes as evidence
-is judged. An honest pair must stay below 1, a lie must come out above.
+float32 and bfloat16, as on GPUs; int4 with the kernel and without. Every pair is compared as checks do, and over probes
+as evidence is judged. An honest pair must stay below 1, a lie must come out above.
 """
 
 from __future__ import annotations
