@@ -345,7 +345,7 @@ EXPORT int swarm_attend(const void *parts, const int64_t *firsts, long count, co
                 const long kv_head = step / steps, done = step % steps * MOST_HEADS, head = kv_head * shared + done;
                 const long left = shared - done;
                 const bool last_of_row = step + 1 == kv_heads * steps;
-                const Part &then = parts[firsts[last_of_row && row + 1 < count ? row + 1 : row]];
+                const Part &then = rows.parts[firsts[last_of_row && row + 1 < count ? row + 1 : row]];
                 const Heads here{query + row * query_row + head * query_head, query_head,
                                  out + (row * heads + head) * value_width,
                                  left < MOST_HEADS ? left : MOST_HEADS, scale,
