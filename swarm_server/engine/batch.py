@@ -91,6 +91,21 @@ def hides_nothing(batch: list[Prepared]) -> bool:
     return all(mask is None or bool(mask.all()) for mask in masks)
 
 
+def positions_seen(batch: list[Prepared]) -> list[int] | None:
+    """How many of its last positions each row attends to; None: some attend to others before."""
+    seen: list[int] = []
+    for work in batch:
+        mask, length = work.step.inputs.attention_mask, work.state.length
+        if mask is None:
+            seen += [length] * work.num_rows
+            continue
+        counts = mask.sum(-1)
+        if not bool((mask.argmax(-1) + counts == length).all()):
+            return None
+        seen += counts.tolist()
+    return seen
+
+
 def batch_mask(batch: list[Prepared], length: int) -> torch.Tensor | None:
     """[rows, length], of rows that end together; None if all is attended to."""
     if all(work.state.length == length for work in batch) and hides_nothing(batch):

@@ -28,7 +28,7 @@ from swarm_server.engine.batch import (
     batch_mask,
     batch_positions,
     block_runs,
-    hides_nothing,
+    positions_seen,
 )
 from swarm_server.engine.content import followed, hashed, hiding, same_mask
 from swarm_server.engine.session_state import HistoryChange, Session, SessionStep, State, changed, cropped, forgotten
@@ -443,8 +443,9 @@ class Engine:
         shares = shares_of(
             [(work.session.adapter, work.num_rows, work.step.start + work.num_matched) for work in batch]
         )
-        if ways.graphs is not None and num_new == 1 and not shares and hides_nothing(batch):
-            output = ways.graphs.run(blocks, hidden, positions, places)
+        if ways.graphs is not None and num_new == 1 and not shares:
+            seen = positions_seen(batch)
+            output = None if seen is None else ways.graphs.run(blocks, hidden, positions, places, seen)
             if output is not None:
                 return list(output.split(num_rows))
         mask = batch_mask(batch, length)

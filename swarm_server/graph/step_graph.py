@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 
@@ -46,7 +47,12 @@ class StepGraphs:
         self.refusal = self._first_refusal()
 
     def run(
-        self, blocks: Span, hidden: Sequence[torch.Tensor], positions: torch.Tensor, places: Sequence[BlockRuns]
+        self,
+        blocks: Span,
+        hidden: Sequence[torch.Tensor],
+        positions: torch.Tensor,
+        places: Sequence[BlockRuns],
+        seen: Sequence[int],
     ) -> torch.Tensor | None:
         """Stores and computes one new position of each row; None if that is not possible here.
 
@@ -54,6 +60,7 @@ class StepGraphs:
             hidden: [rows, 1, hidden_size] of each session.
             positions: [rows, 1].
             places: of each block.
+            seen: how many of its last positions each row attends to at most.
         """
         if self.refusal is not None or not 0 < len(positions) <= _MOST_ROWS:
             return None
@@ -63,7 +70,7 @@ class StepGraphs:
         assembled = self._program(blocks, linear, len(positions))
         torch.cat([*hidden], out=assembled.hidden)
         assembled.positions.copy_(positions)
-        attending, keep = _places(places, linear.windows)
+        attending, keep = _places(places, linear.windows, seen)
         done = assembled.program.run(attending)
         del keep
         return assembled.output.clone() if done else None
@@ -113,7 +120,9 @@ class StepGraphs:
         return self._assembled[key]
 
 
-def _places(blocks: Sequence[BlockRuns], windows: Mapping[int, int | None]) -> tuple[np.ndarray, list[object]]:
+def _places(
+    blocks: Sequence[BlockRuns], windows: Mapping[int, int | None], seen: Sequence[int]
+) -> tuple[np.ndarray, list[object]]:
     """For each block what ``Program.run`` wants, and what must live until it has run."""
     rows: dict[tuple[int, int | None], PagedRows] = {}
     keep: list[object] = []
@@ -122,7 +131,7 @@ def _places(blocks: Sequence[BlockRuns], windows: Mapping[int, int | None]) -> t
         block = blocks[number]
         key = id(block.runs), window
         if key not in rows:
-            rows[key] = paged_rows(block.runs, None if window is None else _before(block.runs, window))
+            rows[key] = paged_rows(block.runs, _before(block.runs, window, seen))
         numbers: tuple[Numbers, Numbers] = channel_numbers(block.keys), channel_numbers(block.values)
         keep.append(numbers)
         words[number] = rows[key].address, rows[key].firsts, numbers[0].address, numbers[1].address
@@ -130,6 +139,8 @@ def _places(blocks: Sequence[BlockRuns], windows: Mapping[int, int | None]) -> t
     return words, keep
 
 
-def _before(runs: Sequence[Run], window: int) -> list[int]:
-    """How many positions of each row lie before its last ``window``."""
-    return [max(0, run.length - window) for run in runs for _ in range(run.rows.start, run.rows.stop)]
+def _before(runs: Sequence[Run], window: int | None, seen: Sequence[int]) -> list[int]:
+    """How many of the positions that are kept of each row lie before those that it attends to."""
+    most = sys.maxsize if window is None else window
+    rows = [(run.length, row) for run in runs for row in range(run.rows.start, run.rows.stop)]
+    return [max(0, length - min(most, seen[row])) for length, row in rows]

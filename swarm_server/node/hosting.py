@@ -151,6 +151,10 @@ class SpanLoader:
         config, span = self._config, stack.span
         prefix_cache = None if sharing == "none" else PrefixCache(between_owners=sharing == "all")
         engine = await asyncio.to_thread(Engine, stack, prefix_cache=prefix_cache)
+        if engine.ways.graphs is None:
+            _logger.info("decode steps are computed by the family's own code: %s", engine.ways.refusal)
+        else:
+            _logger.info("decode steps are programs, which the kernel runs in one call")
         speeds = self.known_speeds(len(span))
         if speeds is None:
             speeds = await asyncio.to_thread(measure, engine, span)

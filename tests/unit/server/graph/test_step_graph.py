@@ -172,8 +172,10 @@ def test_rows_do_not_depend_on_their_mates(llama: BlockStack) -> None:
     assert counted.steps == 6
 
 
-def test_padding_and_several_positions_are_left_to_the_code(llama: BlockStack) -> None:
-    engine = Engine(llama)
+@pytest.mark.parametrize("name", ["llama", "mistral-sliding"])
+def test_padding_is_left_out(name: str, tmp_path) -> None:
+    save_checkpoint(name, tmp_path)
+    engine = Engine(load_int8(tmp_path))
     counted = Counted(engine.ways.graphs)
     engine.ways = replace(engine.ways, graphs=counted)
     budget = CacheBudget(PLENTY, 1)
@@ -181,8 +183,23 @@ def test_padding_and_several_positions_are_left_to_the_code(llama: BlockStack) -
     plain = Generation.open(engine, budget, seed=2)
     for generation in (padded, plain):
         run(engine, (generation, generation.step(5)))
-    (output,) = run(engine, (padded, padded.step(1)))
-    assert (output - padded.expected()[:, -1:]).abs().max() <= ALL * output.abs().max()
+    for _ in range(SLIDING):
+        outputs = run(engine, *((one, one.step(1)) for one in (padded, plain)))
+        for generation, output in zip((padded, plain), outputs, strict=True):
+            assert (output - generation.expected()[:, -1:]).abs().max() <= ALL * output.abs().max()
+    assert counted.steps == SLIDING
+
+
+def test_holes_and_several_positions_are_left_to_the_code(llama: BlockStack) -> None:
+    engine = Engine(llama)
+    counted = Counted(engine.ways.graphs)
+    engine.ways = replace(engine.ways, graphs=counted)
+    budget = CacheBudget(PLENTY, 1)
+    holes, plain = (Generation.open(engine, budget, seed=seed, shares=False) for seed in (1, 2))
+    for generation in (holes, plain):
+        run(engine, (generation, generation.step(5)))
+    holes.mask[0, 2] = 0
+    run(engine, (holes, holes.step(1)))
     run(engine, (plain, plain.step(3)))
     assert counted.steps == 0
     run(engine, (plain, plain.step(1)))
