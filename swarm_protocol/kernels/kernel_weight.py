@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import ClassVar, Self
 
 import torch
 
@@ -24,14 +25,16 @@ class KernelWeight(Int8Weight):
         parts: all that the weight is made of, contiguous: with the same bytes in them, another one is the same weight.
     """
 
-    FORMAT = "int8-rows-strips64-1"  # of ``parts``, and how they are rounded: another one for other bytes
+    FORMAT: ClassVar[str] = (
+        "int8-rows-strips64-1"  # of ``parts``, and how they are rounded: another one for other bytes
+    )
 
     def __init__(self, q: torch.Tensor, scale: torch.Tensor) -> None:
         self._place(q.shape, scale.contiguous())
         self._library.pack(q.contiguous(), self._packed)
 
     @classmethod
-    def empty(cls, shape: Sequence[int]) -> KernelWeight:
+    def empty(cls, shape: Sequence[int]) -> Self:
         """Whose ``parts`` are to be filled."""
         weight = cls.__new__(cls)
         weight._place(torch.Size(shape), torch.empty(shape[0], dtype=torch.float32))
@@ -43,7 +46,7 @@ class KernelWeight(Int8Weight):
         self._library = library
         self.shape, self._scale = shape, scale
         self._packed = in_huge_pages(packed_bytes(*shape))
-        self.parts = (self._packed, self._scale)
+        self.parts: tuple[torch.Tensor, ...] = (self._packed, self._scale)
         self._address = Address(self._packed.data_ptr(), self._scale.data_ptr())
         self.size_bytes = self._packed.nbytes + self._scale.nbytes
 

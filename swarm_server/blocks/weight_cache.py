@@ -15,7 +15,7 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import ClassVar, Protocol, Self
+from typing import ClassVar, Protocol, Self, TypeVar
 
 import platformdirs
 import torch
@@ -48,6 +48,9 @@ class PackedWeight(Protocol):
         """One of this shape, [out, in], whose ``parts`` are to be filled."""
 
 
+W = TypeVar("W", bound=PackedWeight)
+
+
 def content_key(stored: StoredTensor, packing: str) -> str:
     """Names what a tensor on disk becomes by ``packing``; another name once the tensor may have changed.
 
@@ -74,7 +77,7 @@ class WeightCache:
         self._total_bytes = 0
         self._cannot_read = self._cannot_write = False
 
-    def read(self, key: str, kind: type[PackedWeight], shape: Sequence[int]) -> PackedWeight | None:
+    def read(self, key: str, kind: type[W], shape: Sequence[int]) -> W | None:
         """None if it is not there, or not whole."""
         if not self._budget_bytes or self._cannot_read:
             return None
@@ -152,7 +155,7 @@ class WeightCache:
 # ---------------------------------------------------------------- files: length of the header, header, parts
 
 
-def _read(path: Path, key: str, kind: type[PackedWeight], shape: Sequence[int]) -> PackedWeight:
+def _read(path: Path, key: str, kind: type[W], shape: Sequence[int]) -> W:
     """Raises OSError; ValueError, if it is not what it should be."""
     with path.open("rb", buffering=0) as file:
         size_bytes = os.fstat(file.fileno()).st_size
