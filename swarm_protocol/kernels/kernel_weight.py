@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import ClassVar
+from typing import ClassVar, Self
 
 import torch
 
@@ -34,7 +34,7 @@ class KernelWeight(Int8Weight):
         self._library.pack(q.contiguous(), self._packed)
 
     @classmethod
-    def empty(cls, shape: Sequence[int]) -> KernelWeight:
+    def empty(cls, shape: Sequence[int]) -> Self:
         """Whose ``parts`` are to be filled."""
         weight = cls.__new__(cls)
         weight._place(torch.Size(shape), torch.empty(shape[0], dtype=torch.float32))

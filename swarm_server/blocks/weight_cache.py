@@ -48,6 +48,9 @@ class PackedWeight(Protocol):
         """One of this shape, [out, in], whose ``parts`` are to be filled."""
 
 
+W = TypeVar("W", bound=PackedWeight)
+
+
 def content_key(stored: StoredTensor, packing: str) -> str:
     """Names what a tensor on disk becomes by ``packing``; another name once the tensor may have changed.
 

@@ -22,6 +22,7 @@ from swarm_protocol.process.invocation import typed
 from swarm_protocol.process.local_registry import DEFAULT_SWARM, RENEW_S
 from swarm_protocol.process.logs import log_event, writes_json
 from swarm_protocol.verification.statements import Signer
+from swarm_server.blocks.products import described, multiplied_by
 from swarm_server.core.access import ServerAccess
 from swarm_server.core.config import ServerConfig
 from swarm_server.core.counters import Counters
@@ -206,11 +207,14 @@ async def _announce_ready(joined: Joined, record: ServerRecord, cache_tokens: in
     if len(joined.starting.devices) > 1:
         fields["devices"] = ",".join(map(str, joined.starting.devices))
     fields |= {"peer": str(peer), "grpc": record.addresses[0]}
+    products = config.quant, joined.starting.device, joined.starting.dtype
+    fields["products"] = multiplied_by(*products)
     print("ready", *(f"{name}={value}" for name, value in fields.items()), flush=True)
     if writes_json():
         log_event(_logger, "ready", **fields)
     _logger.info(
-        "%.0f tokens/s decoding, %.0f tokens/s otherwise; room for %d tokens",
+        "%s: %.0f tokens/s decoding, %.0f tokens/s otherwise; room for %d tokens",
+        described(*products),
         record.tokens_per_s,
         record.forward_tokens_per_s,
         cache_tokens,

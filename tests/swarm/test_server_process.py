@@ -25,7 +25,8 @@ from tests.swarm.waiting import DEADLINE_S, wait_for
 from tests.zoo import save_checkpoint
 
 READY_LINE = re.compile(
-    r"ready model=llama blocks=\d+:\d+ quant=none peer=/ip4/127\.0\.0\.1/tcp/\d+/p2p/\w+ grpc=127\.0\.0\.1:\d+"
+    r"ready model=llama blocks=\d+:\d+ quant=none peer=/ip4/127\.0\.0\.1/tcp/\d+/p2p/\w+ grpc=127\.0\.0\.1:\d+ "
+    r"products=(onednn|torch)"
 )
 
 
@@ -123,6 +124,7 @@ def test_servers_find_each_other_and_leave_without_trace(machine, observe):
             "quant": record.quant,
             "peer": server.ready["peer"],
             "grpc": record.addresses[0],
+            "products": server.ready["products"],
         }
         assert record.revision == Checkpoint.open(machine.model).revision
         assert record.state.name == "ONLINE" and record.tokens_per_s > 0 and record.cache_tokens_left > 0

@@ -1,0 +1,34 @@
+"""Says what multiplies with the weights of linear layers, for the ready line and the log."""
+
+from __future__ import annotations
+
+import torch
+
+from swarm_protocol.kernels.int8_linear import FbgemmWeight, fastest
+from swarm_protocol.kernels.kernel_weight import KernelWeight
+from swarm_protocol.kernels.library import kernel
+from swarm_server.blocks import dense_linear
+
+MISSING = "; no compiled kernel"
+
+
+def multiplied_by(method: str, device: torch.device, dtype: torch.dtype) -> str:
+    """One word: ``avx512-vnni`` or another instruction set of the compiled kernel, or a library."""
+    if method == "none":
+        plain = device.type == "cpu" and dtype == torch.float32 and dense_linear.is_available()
+        return "onednn" if plain else "torch"
+    if method != "int8" or device.type != "cpu":
+        return "bitsandbytes"
+    library, kind = kernel(), fastest()
+    if kind is KernelWeight and library is not None:
+        return library.name
+    return "fbgemm" if kind is FbgemmWeight else "torch"
+
+
+def described(method: str, device: torch.device, dtype: torch.dtype) -> str:
+    """Such as ``int8 (avx512-vnni kernel)`` or ``int8 (fbgemm; no compiled kernel)``."""
+    by, library = multiplied_by(method, device, dtype), kernel()
+    if method == "int8" and device.type == "cpu":
+        note = MISSING if library is None else " kernel" if by == library.name else "; faster here than the kernel"
+        return f"{method} ({by}{note})"
+    return f"{method} ({by})"
