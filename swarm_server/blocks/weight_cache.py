@@ -168,7 +168,7 @@ def _read(path: Path, key: str, kind: type[W], shape: Sequence[int]) -> W:
         if header != expected or size_bytes != 8 + header_bytes + sum(part.nbytes for part in weight.parts):
             raise ValueError("it is another one, or not whole")
         for part in weight.parts:
-            data = memoryview(part.view(torch.uint8).numpy()).cast("B")
+            data = part.view(torch.uint8).numpy().data.cast("B")
             while data:
                 count = file.readinto(data)
                 if not count:
