@@ -9,6 +9,7 @@ from swarm_protocol.kernels.kernel_weight import KernelWeight
 from swarm_protocol.kernels.library import kernel
 from swarm_server.blocks import dense_linear
 
+OURS = ("int8", "int4")  # for which there are kernels, on CPU
 MISSING = "; no compiled kernel"
 
 
@@ -17,9 +18,11 @@ def multiplied_by(method: str, device: torch.device, dtype: torch.dtype) -> str:
     if method == "none":
         plain = device.type == "cpu" and dtype == torch.float32 and dense_linear.is_available()
         return "onednn" if plain else "torch"
-    if method != "int8" or device.type != "cpu":
+    if method not in OURS or device.type != "cpu":
         return "bitsandbytes"
     library, kind = kernel(), fastest()
+    if method == "int4":
+        return "torch" if library is None else library.name
     if kind is KernelWeight and library is not None:
         return library.name
     return "fbgemm" if kind is FbgemmWeight else "torch"
@@ -28,7 +31,7 @@ def multiplied_by(method: str, device: torch.device, dtype: torch.dtype) -> str:
 def described(method: str, device: torch.device, dtype: torch.dtype) -> str:
     """Such as ``int8 (avx512-vnni kernel)`` or ``int8 (fbgemm; no compiled kernel)``."""
     by, library = multiplied_by(method, device, dtype), kernel()
-    if method == "int8" and device.type == "cpu":
+    if method in OURS and device.type == "cpu":
         note = MISSING if library is None else " kernel" if by == library.name else "; faster here than the kernel"
         return f"{method} ({by}{note})"
     return f"{method} ({by})"

@@ -207,7 +207,7 @@ async def _announce_ready(joined: Joined, record: ServerRecord, cache_tokens: in
     if len(joined.starting.devices) > 1:
         fields["devices"] = ",".join(map(str, joined.starting.devices))
     fields |= {"peer": str(peer), "grpc": record.addresses[0]}
-    products = config.quant, joined.starting.device, joined.starting.dtype
+    products = config.quant, joined.starting.devices[0], joined.starting.dtype
     fields["products"] = multiplied_by(*products)
     print("ready", *(f"{name}={value}" for name, value in fields.items()), flush=True)
     if writes_json():

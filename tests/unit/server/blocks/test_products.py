@@ -29,6 +29,12 @@ def test_int8_names_what_quantised_layers_use() -> None:
         assert library is not None and described("int8", CPU, torch.float32) == f"int8 ({library.name} kernel)"
 
 
+def test_int4_names_the_kernel_wherever_it_is() -> None:
+    library = kernel()
+    expected = "int4 (torch; no compiled kernel)" if library is None else f"int4 ({library.name} kernel)"
+    assert described("int4", CPU, torch.float32) == expected
+
+
 @pytest.mark.parametrize(
     ("method", "device", "dtype", "expected"),
     [
