@@ -65,9 +65,6 @@ def content_key(stored: StoredTensor, packing: str) -> str:
     return digest.hexdigest()
 
 
-W = TypeVar("W", bound=PackedWeight)
-
-
 class WeightCache:
     """Of all servers of this user on this machine. They may read, write and evict at the same time."""
 
