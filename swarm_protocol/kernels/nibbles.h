@@ -25,85 +25,60 @@ static void add_up_groups(const int8_t *digits, long rows, long padded, int32_t 
         }
 }
 
-// Adds to sums, [R][STRIP], the products of R rows with `groups` groups of a strip; meanwhile fetches the lines from `ahead`
-// on, 4 * LINES in each group and part of the strip.
-template <int R, int LINES, int FIRST = 0>
-ALWAYS_INLINE void add_group_products(const int8_t *digits, long padded, const int32_t *digit_sums, const uint8_t *weights,
-                                      long groups, float *sums, const uint8_t *ahead) {
-    constexpr int N = 2 * R, TILES = tiles_of(N);
+// Adds to sums, [rows][STRIP], the products of rows with one group of a strip, part by part: a part's weights stay in
+// registers for all rows.
+template <int FIRST = 0>
+ALWAYS_INLINE void add_group_products(const int8_t *digits, long rows, long padded, const int32_t *digit_sums,
+                                      const uint8_t *group, float *sums) {
+    constexpr int TILES = REGISTERS >= 32 ? 2 : 1, HALVES = GROUP / 4;
     if constexpr (FIRST < STRIP / LANES) {
-        for (long g = 0; g < groups; g++) {
-            const uint8_t *descriptions = weights + g * GROUP_BYTES, *bytes = descriptions + 2 * STRIP;
-            Vec acc[TILES * N], w[TILES];
-            each<0, TILES * N>([&](auto i) INLINE { acc[i] = zero(); });
-            each<0, 8>([&](auto half) INLINE {
-                each<0, TILES>([&](auto t) INLINE {
-                    const Vec both = load(bytes + (half / 2 * STRIP + (FIRST + t) * LANES) * 4);
-                    w[t] = half % 2 ? high(both) : low(both);
-                });
-                each<0, N>([&](auto n) INLINE {
-                    const Vec d = spread(digits + n * padded + g * GROUP + half * 4);
-                    each<0, TILES>([&](auto t) INLINE { dot4(acc[t * N + n], w[t], d); });
-                });
-                if constexpr (half % 2 == 0)
-                    each<0, LINES>([&](auto line) INLINE { PREFETCH_FAR(ahead + ((g * 4 + half / 2) * LINES + line) * LINE); });
+        Vec w[HALVES * TILES];
+        each<0, HALVES * TILES>([&](auto i) INLINE {
+            const Vec both = load(group + 2 * STRIP + (i / TILES / 2 * STRIP + (FIRST + i % TILES) * LANES) * 4);
+            w[i] = i / TILES % 2 ? high(both) : low(both);
+        });
+        for (long r = 0; r < rows; r++) {
+            const int8_t *hi_digits = digits + r * 2 * padded, *lo_digits = hi_digits + padded;
+            Vec hi[TILES], lo[TILES];
+            each<0, TILES>([&](auto t) INLINE { hi[t] = lo[t] = zero(); });
+            each<0, HALVES>([&](auto half) INLINE {
+                const Vec d = spread(hi_digits + half * 4), e = spread(lo_digits + half * 4);
+                each<0, TILES>([&](auto t) INLINE { dot4(hi[t], w[half * TILES + t], d); });
+                each<0, TILES>([&](auto t) INLINE { dot4(lo[t], w[half * TILES + t], e); });
             });
+            const Vec digit_sum = spread((const int8_t *)(digit_sums + r * (padded / GROUP)));
             each<0, TILES>([&](auto t) INLINE {
-                const Vec group = widen(descriptions + (FIRST + t) * LANES * 2);
-                each<0, R>([&](auto r) INLINE {
-                    const Vec digit_sum = spread((const int8_t *)(digit_sums + r * (padded / GROUP) + g));
-                    add_group(sums + r * STRIP + (FIRST + t) * LANES, total(acc[t * N + 2 * r]),
-                              total(acc[t * N + 2 * r + 1]), digit_sum, group);
-                });
+                add_group(sums + r * STRIP + (FIRST + t) * LANES, total(hi[t]), total(lo[t]), digit_sum,
+                          widen(group + (FIRST + t) * LANES * 2));
             });
         }
-        add_group_products<R, LINES, FIRST + TILES>(digits, padded, digit_sums, weights, groups, sums,
-                                                    ahead + groups * 4 * LINES * LINE);
+        add_group_products<FIRST + TILES>(digits, rows, padded, digit_sums, group, sums);
     }
-}
-
-// As add_rows, for groups
-template <int R>
-static void add_rows4(const int8_t *digits, long padded, const int32_t *digit_sums, const uint8_t *weights, long groups,
-                      float *sums, long pass, long passes) {
-    constexpr int PARTS = STRIP / LANES / tiles_of(2 * R), ALL = (GROUP_BYTES / LINE + 4 * PARTS - 1) / (4 * PARTS);
-    constexpr int HALF = (ALL + 1) / 2, QUARTER = (ALL + 3) / 4;
-    const uint8_t *ahead = weights + groups * GROUP_BYTES;
-    const long lines = 4 * PARTS * groups * pass;
-    if (passes == 1)
-        add_group_products<R, PARTS == 1 ? 0 : ALL>(digits, padded, digit_sums, weights, groups, sums, ahead);
-    else if (passes < 4)
-        add_group_products<R, HALF>(digits, padded, digit_sums, weights, groups, sums, ahead + HALF * lines * LINE);
-    else
-        add_group_products<R, QUARTER>(digits, padded, digit_sums, weights, groups, sums, ahead + QUARTER * lines * LINE);
 }
 
 // Strips first to last of y = x @ weight.T
 static void times_strips4(const Activations &x, const Weight &weight, float *y, long first, long last) {
-    constexpr long BLOCK = 32, CHUNK = 8;  // rows whose sums are kept, groups that stay in the first cache
+    constexpr long BLOCK = 32;  // rows whose sums are kept
+    constexpr long ROWS4 = 8;   // of them, whose digits do not evict one another from the first cache
+    constexpr long CHUNK = 8;   // groups whose weights stay in it, too
     alignas(64) float sums[BLOCK * STRIP];
     const long all_groups = x.padded / GROUP;
     for (long strip = first; strip < last; strip++) {
         const uint8_t *weights = weight.packed + strip * all_groups * GROUP_BYTES;
         const long left = weight.out - strip * STRIP, channels = left < STRIP ? left : STRIP;
         for (long row = 0; row < x.rows; row += BLOCK) {
-            const long rows = x.rows - row < BLOCK ? x.rows - row : BLOCK, passes = (rows + ROWS - 1) / ROWS;
-            const bool is_stream = passes == 1 && tiles_of(2 * rows) * LANES == STRIP;
+            const long rows = x.rows - row < BLOCK ? x.rows - row : BLOCK;
             memset(sums, 0, rows * STRIP * sizeof *sums);
-            for (long g = 0, groups; g < all_groups; g += groups) {
-                groups = is_stream || all_groups - g < CHUNK ? all_groups - g : CHUNK;
-                long r = 0;
-                for (long pass = 0; pass < passes; pass++) {
-                    const long count = (rows - r + passes - pass - 1) / (passes - pass);  // as even as possible
-                    const int8_t *digits = x.digits + (row + r) * 2 * x.padded + g * GROUP;
-                    const int32_t *digit_sums = x.group_sums + (row + r) * all_groups + g;
-                    each<1, ROWS + 1>([&](auto R) INLINE {
-                        if (count == R)
-                            add_rows4<R>(digits, x.padded, digit_sums, weights + g * GROUP_BYTES, groups, sums + r * STRIP,
-                                         pass, passes);
-                    });
-                    r += count;
-                }
+            for (long begin = 0; begin < all_groups; begin += CHUNK) {
+                const long end = begin + CHUNK < all_groups ? begin + CHUNK : all_groups;
+                for (long r = 0; r < rows; r += ROWS4)
+                    for (long g = begin; g < end; g++) {
+                        const uint8_t *group = weights + g * GROUP_BYTES;
+                        if (r == 0 && rows > 2)  // fewer rows are one stream, which the processor itself fetches better
+                            for (long i = 0; i < GROUP_BYTES; i += LINE) PREFETCH_FAR(group + CHUNK * GROUP_BYTES + i);
+                        add_group_products(x.digits + (row + r) * 2 * x.padded + g * GROUP, rows - r < ROWS4 ? rows - r : ROWS4,
+                                           x.padded, x.group_sums + (row + r) * all_groups + g, group, sums + r * STRIP);
+                    }
             }
             for (long r = 0; r < rows; r++)
                 for (long c = 0; c < channels; c++)
