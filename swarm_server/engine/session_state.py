@@ -112,6 +112,12 @@ class Session:
         return self.state.length
 
     @property
+    def used_bytes(self) -> int:
+        """What takes the positions that there are. From any thread."""
+        rows = self.state.rows  # read once: the compute thread may be changing them
+        return len(rows) * self.layout.size_bytes(rows[0].length) if rows else 0
+
+    @property
     def keeps_outputs(self) -> bool:
         return self.layout.outputs_group is not None
 

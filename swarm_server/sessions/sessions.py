@@ -127,7 +127,7 @@ class HostedSession:
                 return True
             try:
                 async with self._computing:
-                    with self.claim.computing(self._used_bytes):
+                    with self.claim.computing(lambda: self.session.used_bytes):
                         output = await self._compute(request, payload)
                     if self.closed:  # its rows may be gone
                         return True
@@ -228,10 +228,6 @@ class HostedSession:
     def _promised_nothing(self) -> None:
         """The next step must make sure of room by itself."""
         self.session.reserved = self.session.length if self.session.batch_size else 0
-
-    def _used_bytes(self) -> int:
-        rows = self.session.state.rows  # read once: the compute thread may be changing them
-        return len(rows) * self.session.layout.size_bytes(rows[0].length) if rows else 0
 
     def _changes(self, request: pb.Step) -> Iterator[HistoryChange]:
         """Those that were not made before the rows came here."""

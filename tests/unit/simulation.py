@@ -125,6 +125,10 @@ class ToySession:
     def batch_size(self) -> int:
         return len(self.rows)
 
+    @property
+    def used_bytes(self) -> int:
+        return self.batch_size * self.layout.size_bytes(self.length)
+
 
 class ToyEngine:
     """Stands for the engine. ``spoils``: makes something else of outputs."""

@@ -99,14 +99,14 @@ class RandomBatcher:
     def _generate(self, generation: Generation, listener: Listener) -> None:
         request, random = generation.request, torch.Generator().manual_seed(generation.request.seed or 0)
         processors = LogitsProcessorList(request.processors)
-        choice = Choice(torch.tensor(request.prompt), processors, random, request.num_logprobs)
+        choice = Choice(list(request.prompt), processors, random, request.num_logprobs)
         for _ in range(request.config.max_new_tokens):
             if generation.cancelled.is_set():
                 return
             (token,) = choose([choice], 3 * torch.randn(1, self.vocab_size, generator=random))
             if isinstance(token, Exception):
                 return listener.ended(token)
-            choice.token_ids = torch.cat([choice.token_ids, torch.tensor([token.id])])
+            choice.token_ids.append(token.id)
             listener.token(token)
             if token.id in self.ends:
                 return listener.ended("stop")

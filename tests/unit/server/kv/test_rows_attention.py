@@ -13,7 +13,6 @@ from swarm_server.kv.kv_cache import CacheBudget
 from swarm_server.kv.kv_rows import Channel, ChannelPlace, Group, PageLayout, Row, grow, runs
 from swarm_server.kv.rows_attention import hidden_at_start, is_plain_sdpa
 from swarm_server.kv.rows_cache import BlockRuns, RowsCache
-from tests.unit.rows import CPU
 
 pytestmark = pytest.mark.skipif(attention_kernel() is None, reason="the kernel was not compiled")
 HEADS, KV_HEADS, WIDTH = 6, 2, 20
@@ -47,7 +46,7 @@ def block() -> BlockRuns:
     for count, length in SESSIONS:
         rows, lease = (Row.empty(layout),) * count, budget.lease("")
         for num_tokens in (length // 3, length - length // 3):
-            rows = grow(rows, rows, num_tokens, layout, lease, CPU).rows if num_tokens else rows
+            rows = grow(rows, rows, num_tokens, layout, lease).rows if num_tokens else rows
         for page in {part.page for row in rows for part in row.parts[0]}:
             for data in page.data:
                 data.normal_(generator=generator)
