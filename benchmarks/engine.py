@@ -67,13 +67,13 @@ class Goal:
 
 
 GOALS = {
-    "decode-1-int8": Goal("decode, 1 session, int8", "tokens/s", 2.5, 3.0),
+    "decode-1-int8": Goal("decode, 1 session, int8", "tokens/s", 5.2),
     "decode-1-int4": Goal("decode, 1 session, int4", "tokens/s", 7.0),
     "decode-1-fp32": Goal("decode, 1 session, fp32", "tokens/s", 0.97),
-    "decode-8-int8": Goal("decode, 8 sessions, int8", "tokens/s", 8.0, 10.0),
-    "decode-16-int8": Goal("decode, 16 sessions, int8", "tokens/s", 11.0),
+    "decode-8-int8": Goal("decode, 8 sessions, int8", "tokens/s", 15.0),
+    "decode-16-int8": Goal("decode, 16 sessions, int8", "tokens/s", 20.0),
     "context": Goal(f"decode, 8 sessions at {LONG_CONTEXT}, beside {SHORT_CONTEXT}", "tokens/s", 0.7, 0.85),
-    "prefill-int8": Goal(f"prefill {PREFILL}, int8", "tokens/s", 1.7, 2.0),
+    "prefill-int8": Goal(f"prefill {PREFILL}, int8", "tokens/s", 5.0),
     "prefill-fp32": Goal(f"prefill {PREFILL}, fp32", "tokens/s", 1.7, 2.0),
     "memory": Goal("peak memory of a server, int8", "GB", 0.8, at_most=True, by_ratio=False),
     "start": Goal("start to ready, int8", "s", 4.0, at_most=True, by_ratio=False),
