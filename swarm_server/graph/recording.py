@@ -70,6 +70,10 @@ class Recorder(TorchDispatchMode):
     What depends on none of them is a constant. Views are not operations: tensors are known by where they lie.
     """
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # which would import torch's compiler, a second of a server's start, to keep it out
+
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.operations: list[Operation] = []
