@@ -26,7 +26,7 @@ def capture(stack: BlockStack, num_rows: int, length: int) -> Captured:
     """
     recorder = Recorder()
     cache = _RecordingCache(stack.num_blocks, length, recorder)
-    hidden = torch.zeros(num_rows, 1, stack.hidden_size)
+    hidden = torch.zeros(num_rows, 1, stack.hidden_size, dtype=stack.dtype)
     positions = torch.full((num_rows, 1), length - 1)
     places = _place(recorder.mark(hidden)), _place(recorder.mark(positions))
     with torch.no_grad(), attention_in_place(cache, stack.configs), _recorded_products(stack, recorder), recorder:
