@@ -130,6 +130,8 @@ def test_a_step_that_is_numbered_far_ahead(target: Attacked) -> None:
             answer = attacker.push(pb.PushRequest(push_key=push_key_of(KEY)), push)
             assert_refused(answer, INVALID, f"step {number} is far ahead of the session's last one, 1")
         session.send(step(2, 3))
-        torch.testing.assert_close(decode(session.read().output.hidden), decode(expected.output.hidden))
+        found, wanted = decode(session.read().output.hidden), decode(expected.output.hidden)
+        # float32 products of a batch that the honest client's step may share differ from those of one row by rounding
+        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
         session.send(close)
         assert session.answer().status is grpc.StatusCode.OK
