@@ -187,11 +187,7 @@ def _product(operation: Operation) -> list[Lowered]:
     assert weight is not None
     _floats(x, out)
     places = Place(out.memory, out.offset, ()), Place(x.memory, x.offset, ())
-    return [Lowered(Kind.PRODUCT, (len_of(x), *reversed(weight.shape)), places, weight=weight)]
-
-
-def len_of(view: View) -> int:
-    return view.sizes[0]
+    return [Lowered(Kind.PRODUCT, (x.sizes[0], *reversed(weight.shape)), places, weight=weight)]
 
 
 def _attend(operation: Operation) -> list[Lowered]:

@@ -145,35 +145,6 @@ class RowsCache(StatesCache):
                 )
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
-    def attend_new(
-        self,
-        layer: int,
-        query: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        scaling: float | None = None,
-        mask: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """Stores one new position of every row and attends to all: ``update`` and ``attend`` in one call.
-
-        Args:
-            layer: the block, counted from the first of this call.
-            query: [rows, heads, 1, width].
-            keys, values: [rows, kv_heads, 1, width of each].
-            mask: as transformers makes it for a right-aligned batch; None: everything is attended to.
-
-        Returns:
-            [rows, 1, heads, width of the values].
-        """
-        block, outputs = self._store(layer, keys, values), []
-        output = self._attend_by_kernel(block, query, mask, scaling)
-        if output is not None:
-            return output
-        for number, (run, run_mask) in enumerate(zip(block.runs, self._run_masks(block.runs, mask), strict=True)):
-            parts = list(run.read(block.keys[number])), list(run.read(block.values[number]))
-            outputs.append(_attend_parts(query[run.rows], *parts, run_mask, scaling))
-        return torch.cat(outputs)
-
     def _attend_by_kernel(
         self, block: BlockRuns, query: torch.Tensor, mask: torch.Tensor | None, scaling: float | None
     ) -> torch.Tensor | None:

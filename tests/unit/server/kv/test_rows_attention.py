@@ -55,14 +55,12 @@ def block() -> BlockRuns:
     return BlockRuns(tuple(found), (0,) * len(found), (1,) * len(found))
 
 
-def attended(block: BlockRuns, kernel, mask: torch.Tensor | None, *, together: bool = False, **options) -> torch.Tensor:
+def attended(block: BlockRuns, kernel, mask: torch.Tensor | None, **options) -> torch.Tensor:
     generator = torch.Generator().manual_seed(1)
     query = torch.randn(NUM_ROWS, 1, HEADS, WIDTH, generator=generator).transpose(1, 2)
     keys = torch.randn(NUM_ROWS, KV_HEADS, 1, WIDTH, generator=generator)
     values = torch.randn(NUM_ROWS, KV_HEADS, 1, WIDTH + 4, generator=generator)
     cache = RowsCache((block,), LENGTH, 1, True, (), kernel)
-    if together:
-        return cache.attend_new(0, query, keys, values, options["scaling"], mask)
     cache.update(keys, values, 0)
     return cache.attend(ALL_ATTENTION_FUNCTIONS["sdpa"], MODULE, query, mask, True, **options)
 
@@ -82,16 +80,14 @@ NOTHING, WINDOW = padding(0, 0, 0, 0, 0, 0, 0), padding(1, 66, 66, 66, 0, 126, 1
 ROWS_DIFFER = padding(0, 0, 69, 20, 0, 0, 129)
 
 
-@pytest.mark.parametrize("together", [False, True])
 @pytest.mark.parametrize(
     "mask", [None, NOTHING, WINDOW, ROWS_DIFFER, added(WINDOW), added(ROWS_DIFFER, -torch.inf)], ids=range(6)
 )
-def test_the_kernel_gives_what_sdpa_gives(block, mask, together):
+def test_the_kernel_gives_what_sdpa_gives(block, mask):
     kernel = Counting()
-    output = attended(block, kernel, mask, scaling=0.3, together=together)
+    output = attended(block, kernel, mask, scaling=0.3)
     assert kernel.attended == 1
-    for expected in (attended(block, None, mask, scaling=0.3), attended(block, None, mask, scaling=0.3, together=True)):
-        torch.testing.assert_close(output, expected, rtol=2e-5, atol=5e-6)
+    torch.testing.assert_close(output, attended(block, None, mask, scaling=0.3), rtol=2e-5, atol=5e-6)
 
 
 def test_new_keys_and_values_are_stored_as_without_the_kernel(block):
@@ -111,15 +107,14 @@ def test_a_page_is_found_after_it_was_trimmed(block):
     assert torch.equal(attended(block, Counting(), None, scaling=None), expected)
 
 
-@pytest.mark.parametrize("together", [False, True])
-def test_other_masks_are_left_to_sdpa(block, together):
+def test_other_masks_are_left_to_sdpa(block):
     holes = NOTHING.clone()
     holes[:, :, :, -2] = False
     bias = torch.zeros(NUM_ROWS, 1, 1, LENGTH).masked_fill(~NOTHING, torch.finfo(torch.float32).min)
     bias[..., -1] = -1.0
     for mask in (holes, bias):
         kernel = Counting()
-        output = attended(block, kernel, mask, scaling=0.3, together=together)
+        output = attended(block, kernel, mask, scaling=0.3)
         assert kernel.attended == 0
         torch.testing.assert_close(output, attended(block, None, mask, scaling=0.3), rtol=2e-5, atol=5e-6)
 
