@@ -42,6 +42,8 @@ class ChatPage:
         for name, value in values.items():
             self.page.fill("#system-prompt" if name == "system" else f"#option-{name}", str(value))
         self.page.get_by_role("button", name="Apply").click()
+        # options count from the dialog's close event on, which a browser under load delivers after the click
+        self.page.wait_for_selector("dialog", state="detached")
         return self
 
     def send(self, text: str) -> ChatPage:
