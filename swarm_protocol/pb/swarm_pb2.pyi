@@ -21,6 +21,8 @@ class Codec(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
     RAW: _ClassVar[Codec]
     INT8_BLOCKS: _ClassVar[Codec]
+    BFLOAT16_ELEMENTS: _ClassVar[Codec]
+    INT4_BLOCKS: _ClassVar[Codec]
 
 class ServerState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -46,6 +48,8 @@ UINT8: DType
 INT32: DType
 RAW: Codec
 INT8_BLOCKS: Codec
+BFLOAT16_ELEMENTS: Codec
+INT4_BLOCKS: Codec
 STATE_UNSPECIFIED: ServerState
 JOINING: ServerState
 ONLINE: ServerState
@@ -144,12 +148,14 @@ class Open(_message.Message):
     def __init__(self, contract: _Optional[_Union[Contract, _Mapping]] = ..., session_key: _Optional[bytes] = ..., batch_size: _Optional[int] = ..., reserve_tokens: _Optional[int] = ..., next: _Optional[_Union[NextHop, _Mapping]] = ..., codec: _Optional[_Union[Codec, str]] = ..., sent_number: _Optional[int] = ..., changed_number: _Optional[int] = ..., records_past: bool = ..., adapter: _Optional[_Union[AdapterName, _Mapping]] = ..., wait_s: _Optional[float] = ..., age_s: _Optional[float] = ..., spare_tokens: _Optional[int] = ..., last_number: _Optional[int] = ..., bundle_key: _Optional[bytes] = ...) -> None: ...
 
 class NextHop(_message.Message):
-    __slots__ = ("peer_id", "push_key")
+    __slots__ = ("peer_id", "push_key", "codec")
     PEER_ID_FIELD_NUMBER: _ClassVar[int]
     PUSH_KEY_FIELD_NUMBER: _ClassVar[int]
+    CODEC_FIELD_NUMBER: _ClassVar[int]
     peer_id: str
     push_key: bytes
-    def __init__(self, peer_id: _Optional[str] = ..., push_key: _Optional[bytes] = ...) -> None: ...
+    codec: Codec
+    def __init__(self, peer_id: _Optional[str] = ..., push_key: _Optional[bytes] = ..., codec: _Optional[_Union[Codec, str]] = ...) -> None: ...
 
 class Step(_message.Message):
     __slots__ = ("number", "changes", "start_position", "hidden", "attention_mask", "position_ids", "outputs_wanted", "stored", "every_block", "settled")
@@ -452,7 +458,7 @@ class ForwardRequest(_message.Message):
     def __init__(self, forward: _Optional[_Union[Forward, _Mapping]] = ..., more: _Optional[bytes] = ...) -> None: ...
 
 class Forward(_message.Message):
-    __slots__ = ("contract", "hidden", "attention_mask", "position_ids", "adapter", "dropout_seed", "keep_key", "packed", "sign")
+    __slots__ = ("contract", "hidden", "attention_mask", "position_ids", "adapter", "dropout_seed", "keep_key", "packed", "sign", "codec")
     CONTRACT_FIELD_NUMBER: _ClassVar[int]
     HIDDEN_FIELD_NUMBER: _ClassVar[int]
     ATTENTION_MASK_FIELD_NUMBER: _ClassVar[int]
@@ -462,6 +468,7 @@ class Forward(_message.Message):
     KEEP_KEY_FIELD_NUMBER: _ClassVar[int]
     PACKED_FIELD_NUMBER: _ClassVar[int]
     SIGN_FIELD_NUMBER: _ClassVar[int]
+    CODEC_FIELD_NUMBER: _ClassVar[int]
     contract: Contract
     hidden: Tensor
     attention_mask: AttentionMask
@@ -471,7 +478,8 @@ class Forward(_message.Message):
     keep_key: bytes
     packed: bool
     sign: bool
-    def __init__(self, contract: _Optional[_Union[Contract, _Mapping]] = ..., hidden: _Optional[_Union[Tensor, _Mapping]] = ..., attention_mask: _Optional[_Union[AttentionMask, _Mapping]] = ..., position_ids: _Optional[_Union[Tensor, _Mapping]] = ..., adapter: _Optional[_Union[AdapterName, _Mapping]] = ..., dropout_seed: _Optional[int] = ..., keep_key: _Optional[bytes] = ..., packed: bool = ..., sign: bool = ...) -> None: ...
+    codec: Codec
+    def __init__(self, contract: _Optional[_Union[Contract, _Mapping]] = ..., hidden: _Optional[_Union[Tensor, _Mapping]] = ..., attention_mask: _Optional[_Union[AttentionMask, _Mapping]] = ..., position_ids: _Optional[_Union[Tensor, _Mapping]] = ..., adapter: _Optional[_Union[AdapterName, _Mapping]] = ..., dropout_seed: _Optional[int] = ..., keep_key: _Optional[bytes] = ..., packed: bool = ..., sign: bool = ..., codec: _Optional[_Union[Codec, str]] = ...) -> None: ...
 
 class KeptForward(_message.Message):
     __slots__ = ("contract", "key")
@@ -500,20 +508,22 @@ class TakeSum(_message.Message):
     def __init__(self, contract: _Optional[_Union[Contract, _Mapping]] = ..., key: _Optional[bytes] = ..., numbers: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class BackwardRequest(_message.Message):
-    __slots__ = ("forward", "grad", "more", "kept", "take_sum", "summand")
+    __slots__ = ("forward", "grad", "more", "kept", "take_sum", "summand", "codec")
     FORWARD_FIELD_NUMBER: _ClassVar[int]
     GRAD_FIELD_NUMBER: _ClassVar[int]
     MORE_FIELD_NUMBER: _ClassVar[int]
     KEPT_FIELD_NUMBER: _ClassVar[int]
     TAKE_SUM_FIELD_NUMBER: _ClassVar[int]
     SUMMAND_FIELD_NUMBER: _ClassVar[int]
+    CODEC_FIELD_NUMBER: _ClassVar[int]
     forward: Forward
     grad: Tensor
     more: bytes
     kept: KeptForward
     take_sum: TakeSum
     summand: Summand
-    def __init__(self, forward: _Optional[_Union[Forward, _Mapping]] = ..., grad: _Optional[_Union[Tensor, _Mapping]] = ..., more: _Optional[bytes] = ..., kept: _Optional[_Union[KeptForward, _Mapping]] = ..., take_sum: _Optional[_Union[TakeSum, _Mapping]] = ..., summand: _Optional[_Union[Summand, _Mapping]] = ...) -> None: ...
+    codec: Codec
+    def __init__(self, forward: _Optional[_Union[Forward, _Mapping]] = ..., grad: _Optional[_Union[Tensor, _Mapping]] = ..., more: _Optional[bytes] = ..., kept: _Optional[_Union[KeptForward, _Mapping]] = ..., take_sum: _Optional[_Union[TakeSum, _Mapping]] = ..., summand: _Optional[_Union[Summand, _Mapping]] = ..., codec: _Optional[_Union[Codec, str]] = ...) -> None: ...
 
 class TensorReply(_message.Message):
     __slots__ = ("output", "more", "kept", "statement", "summed")
@@ -618,7 +628,7 @@ class Work(_message.Message):
     def __init__(self, decoded: _Optional[int] = ..., prompts: _Optional[int] = ..., passes: _Optional[int] = ..., uptime_s: _Optional[float] = ...) -> None: ...
 
 class ServerRecord(_message.Message):
-    __slots__ = ("peer_id", "wire_version", "software_version", "addresses", "model", "revision", "num_blocks", "blocks", "state", "quant", "dtype", "tokens_per_s", "cache_tokens_left", "queue_delay_s", "tls_fingerprint", "next_hop_rtts_s", "adapters", "max_request_bytes", "forward_tokens_per_s", "network_tokens_per_s", "pinned", "next_blocks", "device", "work", "cache_tokens", "token")
+    __slots__ = ("peer_id", "wire_version", "software_version", "addresses", "model", "revision", "num_blocks", "blocks", "state", "quant", "dtype", "tokens_per_s", "cache_tokens_left", "queue_delay_s", "tls_fingerprint", "next_hop_rtts_s", "adapters", "max_request_bytes", "forward_tokens_per_s", "network_tokens_per_s", "pinned", "next_blocks", "device", "work", "cache_tokens", "token", "codecs")
     class NextHopRttsSEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -652,6 +662,7 @@ class ServerRecord(_message.Message):
     WORK_FIELD_NUMBER: _ClassVar[int]
     CACHE_TOKENS_FIELD_NUMBER: _ClassVar[int]
     TOKEN_FIELD_NUMBER: _ClassVar[int]
+    CODECS_FIELD_NUMBER: _ClassVar[int]
     peer_id: str
     wire_version: int
     software_version: str
@@ -678,7 +689,8 @@ class ServerRecord(_message.Message):
     work: Work
     cache_tokens: int
     token: bytes
-    def __init__(self, peer_id: _Optional[str] = ..., wire_version: _Optional[int] = ..., software_version: _Optional[str] = ..., addresses: _Optional[_Iterable[str]] = ..., model: _Optional[str] = ..., revision: _Optional[str] = ..., num_blocks: _Optional[int] = ..., blocks: _Optional[_Union[Span, _Mapping]] = ..., state: _Optional[_Union[ServerState, str]] = ..., quant: _Optional[str] = ..., dtype: _Optional[str] = ..., tokens_per_s: _Optional[float] = ..., cache_tokens_left: _Optional[int] = ..., queue_delay_s: _Optional[float] = ..., tls_fingerprint: _Optional[bytes] = ..., next_hop_rtts_s: _Optional[_Mapping[str, float]] = ..., adapters: _Optional[_Iterable[str]] = ..., max_request_bytes: _Optional[int] = ..., forward_tokens_per_s: _Optional[float] = ..., network_tokens_per_s: _Optional[float] = ..., pinned: bool = ..., next_blocks: _Optional[_Union[Span, _Mapping]] = ..., device: _Optional[str] = ..., work: _Optional[_Union[Work, _Mapping]] = ..., cache_tokens: _Optional[int] = ..., token: _Optional[bytes] = ...) -> None: ...
+    codecs: _containers.RepeatedScalarFieldContainer[Codec]
+    def __init__(self, peer_id: _Optional[str] = ..., wire_version: _Optional[int] = ..., software_version: _Optional[str] = ..., addresses: _Optional[_Iterable[str]] = ..., model: _Optional[str] = ..., revision: _Optional[str] = ..., num_blocks: _Optional[int] = ..., blocks: _Optional[_Union[Span, _Mapping]] = ..., state: _Optional[_Union[ServerState, str]] = ..., quant: _Optional[str] = ..., dtype: _Optional[str] = ..., tokens_per_s: _Optional[float] = ..., cache_tokens_left: _Optional[int] = ..., queue_delay_s: _Optional[float] = ..., tls_fingerprint: _Optional[bytes] = ..., next_hop_rtts_s: _Optional[_Mapping[str, float]] = ..., adapters: _Optional[_Iterable[str]] = ..., max_request_bytes: _Optional[int] = ..., forward_tokens_per_s: _Optional[float] = ..., network_tokens_per_s: _Optional[float] = ..., pinned: bool = ..., next_blocks: _Optional[_Union[Span, _Mapping]] = ..., device: _Optional[str] = ..., work: _Optional[_Union[Work, _Mapping]] = ..., cache_tokens: _Optional[int] = ..., token: _Optional[bytes] = ..., codecs: _Optional[_Iterable[_Union[Codec, str]]] = ...) -> None: ...
 
 class Grant(_message.Message):
     __slots__ = ("swarm_key", "id", "role", "name", "peer_id", "granted_at", "expires_at")

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
 
+from swarm_protocol.codecs.elements import pack_bf16, pack_int8, unpack_bf16, unpack_int8
+from swarm_protocol.codecs.int4 import pack_int4, unpack_int4
+from swarm_protocol.codecs.sizes import encoded_bytes
 from swarm_protocol.errors import RequestRejected
 from swarm_protocol.pb import swarm_pb2 as pb
 from swarm_protocol.wire.constants import MAX_MASK_BYTES, MAX_POSITION_IDS, MAX_TENSOR_BYTES, PART_BYTES
@@ -22,7 +25,16 @@ _TORCH_DTYPES: dict[pb.DType, torch.dtype] = {
     pb.INT32: torch.int32,
 }
 _WIRE_DTYPES = {dtype: wire for wire, dtype in _TORCH_DTYPES.items()}
-INT8_BLOCK = 64  # elements that share one scale in INT8_BLOCKS
+CODECS: dict[str, pb.Codec] = {  # by the names of ``swarm_protocol/codecs/sizes.py``
+    "raw": pb.RAW,
+    "bf16": pb.BFLOAT16_ELEMENTS,
+    "int8": pb.INT8_BLOCKS,
+    "int4": pb.INT4_BLOCKS,
+}
+CODEC_NAMES = {codec: name for name, codec in CODECS.items()}
+_PACK = {pb.BFLOAT16_ELEMENTS: pack_bf16, pb.INT8_BLOCKS: pack_int8, pb.INT4_BLOCKS: pack_int4}
+_UNPACK = {pb.BFLOAT16_ELEMENTS: unpack_bf16, pb.INT8_BLOCKS: unpack_int8, pb.INT4_BLOCKS: unpack_int4}
+_MORE_DECODED = {pb.INT4_BLOCKS: 2}  # as many times more memory than INT8_BLOCKS it may take to decode a byte
 MAX_RANK = 4
 _SHOWN_DIMS = 8
 _INT32_END = 1 << 31
@@ -38,8 +50,9 @@ def torch_dtype(dtype: pb.DType) -> torch.dtype:
 def encode(tensor: torch.Tensor, codec: pb.Codec = pb.RAW) -> tuple[pb.Tensor, list[bytes]]:
     """Returns the wire tensor with its first part inside, and the parts that follow it.
 
-    ``INT8_BLOCKS`` is for floating-point tensors: absolute-maximum int8 in blocks of 64 elements (relative error about
-    0.006 for normally distributed values, 3.8 times smaller than float32).
+    All codecs but ``RAW`` are for floating-point tensors. ``INT8_BLOCKS``: absolute-maximum int8 in blocks of 64
+    elements (relative error about 0.006 for normally distributed values, 3.8 times smaller than float32).
+    ``INT4_BLOCKS``: see ``swarm_protocol/codecs/int4.py`` (0.1, 7.1 times smaller). ``BFLOAT16_ELEMENTS``: 0.0017.
 
     Raises:
         RequestRejected: there is no wire form of the tensor's dtype.
@@ -48,7 +61,7 @@ def encode(tensor: torch.Tensor, codec: pb.Codec = pb.RAW) -> tuple[pb.Tensor, l
         known = ", ".join(str(dtype).removeprefix("torch.") for dtype in _WIRE_DTYPES if dtype.is_floating_point)
         raise RequestRejected(f"tensors of {tensor.dtype} cannot be sent to servers: expected {known}")
     tensor = tensor.detach().cpu()
-    data = pack_int8(tensor.contiguous()) if codec == pb.INT8_BLOCKS else _raw_bytes(tensor)
+    data = _PACK[codec](tensor.contiguous()) if codec in _PACK and tensor.numel() else _raw_bytes(tensor)
     wire = pb.Tensor(
         dtype=_WIRE_DTYPES[tensor.dtype],
         shape=tensor.shape,
@@ -86,7 +99,9 @@ class Assembler:
         self.codec = wire.codec
         if wire.size_bytes > max_bytes:
             raise RequestRejected(f"tensor of {wire.size_bytes} bytes is over the limit of {max_bytes} bytes")
-        expected = _encoded_bytes(math.prod(self.shape), self.dtype, self.codec)
+        if wire.size_bytes > max_bytes // _MORE_DECODED.get(self.codec, 1):
+            raise RequestRejected(f"tensor of {wire.size_bytes} bytes is over the limit of {max_bytes} bytes, decoded")
+        expected = _encoded_bytes(self.shape, self.dtype, self.codec)
         if wire.size_bytes != expected:
             raise RequestRejected(
                 f"tensor {list(self.shape)} of {self.dtype} takes {expected} bytes, not {wire.size_bytes} as announced"
@@ -115,8 +130,8 @@ class Assembler:
         assert self.complete
         if not self._data:
             return torch.empty(self.shape, dtype=self.dtype)
-        if self.codec == pb.INT8_BLOCKS:
-            return unpack_int8(self._data, self.shape, self.dtype)
+        if self.codec != pb.RAW:
+            return _UNPACK[self.codec](self._data, self.shape, self.dtype)
         return torch.frombuffer(self._data, dtype=self.dtype).view(self.shape)
 
 
@@ -199,27 +214,9 @@ def split_rows(tensor: torch.Tensor, max_bytes: int = MAX_TENSOR_BYTES) -> Itera
     return iter(tensor.split(max(1, max_bytes // row_bytes)))
 
 
-def _encoded_bytes(numel: int, dtype: torch.dtype, codec: pb.Codec) -> int:
-    if codec == pb.RAW:
-        return numel * dtype.itemsize
-    if codec == pb.INT8_BLOCKS and dtype.is_floating_point:
-        num_blocks = -(-numel // INT8_BLOCK)
-        return num_blocks * (INT8_BLOCK + 4)
-    raise RequestRejected(f"codec {codec} for {dtype} is unknown")
-
-
-def pack_int8(tensor: torch.Tensor) -> bytes:
-    """The blocks' maxima, then their elements; a block with an element that is not finite has none that is, decoded."""
-    flat = tensor.reshape(-1).float()
-    padded = torch.nn.functional.pad(flat, (0, -flat.numel() % INT8_BLOCK)).view(-1, INT8_BLOCK)
-    absmax = padded.abs().amax(1)
-    quantized = (padded * (127 / absmax.clamp(min=1e-30))[:, None]).round_().to(torch.int8)
-    return absmax.numpy().tobytes() + quantized.numpy().tobytes()
-
-
-def unpack_int8(data: bytearray, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """Of as many bytes as the shape takes."""
-    num_blocks = len(data) // (INT8_BLOCK + 4)
-    absmax = torch.frombuffer(data, dtype=torch.float32, count=num_blocks)
-    quantized = torch.frombuffer(data, dtype=torch.int8, offset=4 * num_blocks).view(num_blocks, INT8_BLOCK)
-    return (quantized * (absmax / 127)[:, None]).view(-1)[: math.prod(shape)].view(shape).to(dtype)
+def _encoded_bytes(shape: Sequence[int], dtype: torch.dtype, codec: pb.Codec) -> int:
+    if codec not in CODEC_NAMES or (codec != pb.RAW and not dtype.is_floating_point):
+        raise RequestRejected(f"codec {codec} for {dtype} is unknown")
+    width = shape[-1] if shape else 1
+    num_rows = math.prod(shape[:-1]) if width else 0
+    return encoded_bytes(CODEC_NAMES[codec], num_rows, width, dtype.itemsize)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from swarm_protocol.wire.codec import INT8_BLOCK
+from swarm_protocol.codecs.sizes import INT8_BLOCK
 from swarm_stages.compress.layers import Compression
 
 _SCALE_BYTES = 4  # a float32 for each block of int8 elements

@@ -7,7 +7,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from swarm_protocol.wire.codec import INT8_BLOCK, pack_int8, unpack_int8
+from swarm_protocol.codecs.elements import pack_int8, unpack_int8
+from swarm_protocol.codecs.sizes import INT8_BLOCK
 
 _MAX_FLOAT16 = 65504.0
 

@@ -42,6 +42,7 @@ LAYERS = {  # from the top: a room imports from those below it only
         ["net"],
         ["process", "checkpoints", "kernels"],
         ["wire", "untrusted"],
+        ["codecs"],
         ["errors"],
         ["span", "pb"],
     ],

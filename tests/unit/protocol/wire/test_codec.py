@@ -139,7 +139,7 @@ class TestInt8:
 
 
 class TestParts:
-    @pytest.mark.parametrize("codec", [pb.RAW, pb.INT8_BLOCKS])
+    @pytest.mark.parametrize("codec", [pb.RAW, pb.INT8_BLOCKS, pb.BFLOAT16_ELEMENTS])
     def test_large_tensors_travel_in_parts_of_a_mebibyte(self, codec: int) -> None:
         tensor = torch.randn(5, MIB // 4 + 3)
         header, parts = encode(tensor, codec)
@@ -209,6 +209,11 @@ class TestRefusals:
             (header(shape=(0, 2**62, 2**62)), "over the limit"),
             (header(dtype=pb.DTYPE_UNSPECIFIED, size=2**28), "dtype 0 is unknown"),
             (header(dtype=99, size=2**28), "dtype 99 is unknown"),
+            (header(shape=(2**26, 64), size=2**26 * 34, codec=pb.INT4_BLOCKS), "over the limit"),
+            (header(shape=(2**22, 64), size=2**22 * 34, codec=pb.INT4_BLOCKS), "over the limit of .* decoded"),
+            (header(shape=(2**21, 64), size=2**21 * 34 + 1, codec=pb.INT4_BLOCKS), "takes 71303168 bytes"),
+            (header(shape=(2**62, 2**62), size=2**20, codec=pb.INT4_BLOCKS), "takes .* bytes, not 1048576"),
+            (header(shape=(2**26,), dtype=pb.INT32, size=2**27, codec=pb.BFLOAT16_ELEMENTS), "codec 2 .* is unknown"),
             (header(shape=(2**26,), codec=7, size=2**28), "codec 7 .* is unknown"),
             (header(shape=(2**25,), dtype=pb.INT64, codec=pb.INT8_BLOCKS, size=2**28), "codec 1 .* is unknown"),
         ],
@@ -234,7 +239,7 @@ class TestRefusals:
     @given(
         dtype=st.integers(0, 6),
         shape=st.lists(st.integers(-(2**63), 2**63 - 1) | st.integers(0, 5), max_size=6),
-        codec=st.integers(0, 3),
+        codec=st.integers(0, 4),
         size=st.integers(0, 2**64 - 1) | st.integers(0, 200),
         data=st.binary(max_size=200),
     )

@@ -1,0 +1,27 @@
+"""The names of codecs, from the most exact to the smallest, and how many bytes they take. Pure."""
+
+from __future__ import annotations
+
+LADDER = ("raw", "bf16", "int8", "int4")
+ALWAYS_KNOWN = frozenset({"raw", "int8"})  # every peer of this wire version reads and writes these
+INT8_BLOCK = 64  # elements that share one scale
+INT4_BLOCK = 64
+_OUTLIER_EVERY = 128  # one element of so many in a row is written by itself
+_MOST_WIDTH = 1 << 16  # of rows whose elements two bytes can number
+
+
+def encoded_bytes(name: str, num_rows: int, width: int, item_bytes: int) -> int:
+    """Of ``num_rows`` rows of ``width`` elements, which have ``item_bytes`` each when they are raw."""
+    if name == "raw":
+        return num_rows * width * item_bytes
+    if name == "bf16":
+        return num_rows * width * 2
+    if name == "int8":
+        return -(-num_rows * width // INT8_BLOCK) * (INT8_BLOCK + 4)
+    assert name == "int4", name
+    return num_rows * (-(-width // INT4_BLOCK) * (INT4_BLOCK // 2 + 2) + 4 * num_outliers(width))
+
+
+def num_outliers(width: int) -> int:
+    """How many elements of a row the 4-bit codec writes by themselves."""
+    return width // _OUTLIER_EVERY if width <= _MOST_WIDTH else 0
