@@ -6,7 +6,7 @@ import argparse
 import os
 from typing import Any
 
-from swarm_client.core.config import ClientConfig
+from swarm_client.core.config import COMPRESSIONS, ClientConfig
 from swarm_client.generation.opening import ModelChoice
 from swarm_client.generation.text_options import TextOptions
 from swarm_protocol.access.member_flags import ENVIRONMENT, add_member_flags
@@ -65,6 +65,12 @@ def add_remote_flags(command: argparse.ArgumentParser) -> None:
     )
     add("--allow", nargs="+", default=[], metavar="PEER", help="use these servers only; the end of a peer id will do")
     add("--block", nargs="+", default=[], metavar="PEER", help="do not use these servers")
+    add(
+        "--compression",
+        default=client.compression,
+        metavar="|".join(COMPRESSIONS),
+        help="of hidden states on the wire",
+    )
     add("--standby", action="store_true", help="keep copies of keys and values on other servers")
 
 
@@ -95,6 +101,7 @@ def remote_config(args: argparse.Namespace) -> ClientConfig:
         recovery_timeout_s=args.recovery_timeout,
         standby=args.standby,
         head_quant=args.head_quant,
+        compression=args.compression,
         allowed_servers=tuple(args.allow),
         blocked_servers=tuple(args.block),
         **member_fields(args),

@@ -8,10 +8,12 @@ from pathlib import Path
 
 from swarm_client.core.events import OnEvent
 from swarm_protocol.access.organiser import SwarmKey
+from swarm_protocol.codecs.sizes import LADDER
 from swarm_protocol.dht.addresses import check_peer
 from swarm_protocol.dht.lan_discovery import require_zeroconf
 from swarm_protocol.process.local_registry import DEFAULT_SWARM
 
+COMPRESSIONS = ("auto", *LADDER)
 CHECK_SHARE = 0.02  # less than 2 % of throughput, also of full servers: computing many positions at once is cheaper
 
 
@@ -50,7 +52,8 @@ class ClientConfig:
     recovery_timeout_s: float = 120.0  # for others to take the place of servers that failed, until the next answer
     standby: bool = False  # sessions keep copies of their keys and values on other servers
     on_event: OnEvent | None = None  # called with what happens to sessions
-    compression: str = "none"  # of hidden states that leave the client: none or int8
+    compression: str = "auto"  # of hidden states on the wire: auto, raw, bf16, int8 or int4; none is raw
+    compression_error: float = 0.1  # relative, of the last hidden state, that auto may cause
     head_quant: str = "none"  # of the head that makes logits: none or int8
     view_max_age_s: float = 10.0
     allowed_servers: tuple[str, ...] = ()  # peer ids or their ends; none: all that are not blocked
@@ -80,9 +83,15 @@ class ClientConfig:
                     f"{name} are {list(peer_ids)}: expected peer ids, or their ends as `status` shows them"
                 )
             object.__setattr__(self, name, cleaned)
-        for name in ("compression", "head_quant"):
-            if getattr(self, name) not in ("none", "int8"):
-                raise ValueError(f"{name} {getattr(self, name)!r} is unknown: expected none or int8")
+        if self.head_quant not in ("none", "int8"):
+            raise ValueError(f"head_quant {self.head_quant!r} is unknown: expected none or int8")
+        if self.compression == "none":
+            object.__setattr__(self, "compression", "raw")
+        if self.compression not in COMPRESSIONS:
+            raise ValueError(f"compression {self.compression!r} is unknown: expected {', '.join(COMPRESSIONS)}")
+        bound = self.compression_error
+        if not isinstance(bound, int | float) or not bound >= 0:
+            raise ValueError(f"compression_error is {bound!r}: expected a number of at least 0")
         for name in ("wait_timeout_s", "step_timeout_s", "recovery_timeout_s"):
             seconds = getattr(self, name)
             if not isinstance(seconds, int | float) or not seconds >= 0:

@@ -20,7 +20,7 @@ from swarm_client.adapters.trained import save_for_trainer
 from swarm_client.batching.joining import SharedLoop
 from swarm_client.core import background
 from swarm_client.model.cache import RemoteCache, session_of
-from swarm_client.model.head import float_head
+from swarm_client.model.head import final_norm, float_head
 from swarm_client.model.hollow_blocks import HollowBlocks
 from swarm_client.model.left_out import NoDropout, refuse_inner_outputs, wants, without_router_logits
 from swarm_client.model.model_pass import has_hooks
@@ -68,6 +68,7 @@ class RemoteModelMixin(PromptsMixin, LoraMixin):
         """Gives the model its remote blocks."""
         remote = self._remote_blocks[0]
         remote.adapter_name = swarm.config.adapter
+        swarm.links.finish = final_norm(self._owners[0])
         remote.connect(RemoteSpan(swarm, self._family.all_blocks, max_positions, remote.added))
 
     @property

@@ -50,6 +50,7 @@ class _Distributed:
         standby: bool | None = None,
         on_event: OnEvent | None = None,
         compression: str | None = None,
+        compression_error: float | None = None,
         head_quant: str | None = None,
         allowed_servers: Sequence[str] | None = None,
         blocked_servers: Sequence[str] | None = None,
@@ -85,7 +86,9 @@ class _Distributed:
             on_event: called with what happens to generations and training, an event of ``swarm_client.core.events``:
                 ``Recovery``, ``Move``, ``Waiting``, ``Retry``, ``WrongAnswers`` or ``DoubtfulTokens``. It runs on the
                 network's thread and must not hold it up.
-            compression: of hidden states on their way to the servers: "none" or "int8".
+            compression: of hidden states and their gradients on the wire: "raw", "bf16", "int8" or "int4" (4.5 bits).
+                "auto", the default, is raw where links are fast enough.
+            compression_error: relative error of the last hidden state, measured for this model, that "auto" may cause.
             head_quant: of the head that turns hidden states into logits: "none", or "int8" (on the CPU), which is
                 faster and smaller, and frozen. A classifier's head stays as it is.
             allowed_servers: peer ids, or their ends as ``status`` shows them. If any are given, no others are used.
@@ -123,6 +126,7 @@ class _Distributed:
             standby=standby,
             on_event=on_event,
             compression=compression,
+            compression_error=compression_error,
             head_quant=head_quant,
             allowed_servers=allowed_servers,
             blocked_servers=blocked_servers,

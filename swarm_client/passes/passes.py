@@ -19,11 +19,13 @@ from swarm_client.passes.divergence import require_finite
 from swarm_client.passes.remote_sums import Added, RemoteSum, RemoteSums, Summand
 from swarm_client.passes.retry_budget import RetryBudget
 from swarm_client.passes.ways import Visited, Way
+from swarm_client.routing.compression import known_to
 from swarm_client.routing.routing import Hop, Route
 from swarm_client.swarm.pass_watchdog import BACKWARD
 from swarm_client.swarm.swarm import Swarm
 from swarm_client.transport.transport import Watch
-from swarm_client.transport.wire_tensor import CODECS, Context, WireTensor
+from swarm_client.transport.wire_tensor import Context, WireTensor
+from swarm_protocol.codecs.sizes import CODEC_NAMES, CODECS
 from swarm_protocol.errors import BadReply, CacheMiss, PeerError, SwarmError
 from swarm_protocol.span import Span
 from swarm_protocol.wire.block_input import BlockInput
@@ -60,6 +62,7 @@ async def forward(
         TrainingDiverged: numbers overflow, here or on whichever server.
     """
     batches = _micro_batches(inputs)
+    swarm.links.see(inputs.hidden)
     chains = await swarm.chains(span, [rows.hidden.shape[0] * rows.hidden.shape[1] for rows in batches])
     ends_at = span.end if first_grad is None else first_grad
     trains = first_grad is not None or adapter.begins(span) < span.end
@@ -67,7 +70,7 @@ async def forward(
     require_finite(adapter.tensors, "adapter's weights")
 
     async def one(number: int, rows: BlockInput, chain: Route) -> tuple[torch.Tensor, Way]:
-        wire = WireTensor.of(rows.hidden, CODECS[swarm.config.compression])
+        wire = WireTensor.of(rows.hidden, swarm.links.codec_of_pass(chain))
         context = Context.of(rows, adapter, _seed(dropout_seed, number))
         output, path = await _forward_rows(swarm, span, wire, context, chain, ends_at, RetryBudget(swarm, trains))
         return output.decode(rows.hidden.shape, rows.hidden.dtype), Way(context, path)
@@ -108,6 +111,7 @@ async def _forward_rows(
     while True:
         try:
             for hop in chain:
+                hidden = _readable(hidden, hop)
                 key = secrets.token_bytes(_KEY_BYTES) if hop.span.end > first_grad else b""
                 output, kept = await _forward_hop(swarm, hop, hidden, context, retry_budget.alarms, key)
                 path.append(Visited(hop, hidden, key if kept else b""))
@@ -128,7 +132,8 @@ async def _forward_hop(
         BadReply: they are wrong. Stalled: they have not come, see ``PassWatchdog``.
     """
     server = await swarm.server(hop.server)
-    output, kept = await server.forward(hop.span, hidden, context, _watch(swarm, hop, hidden, 1.0, 0, alarms), keep_key)
+    watch = _watch(swarm, hop, hidden, 1.0, 0, alarms)
+    output, kept = await server.forward(hop.span, hidden, context, watch, keep_key, hidden.header.codec)
     with _blamed_on(hop):
         output.decode(hidden.header.shape, torch_dtype(output.header.dtype))
     swarm.worked([hop.server.peer_id])
@@ -143,6 +148,7 @@ async def _backward_hop(
     None instead of those of the adapter if the server has added them to the sum.
     """
     hop, hidden = part.hop, part.hidden
+    grad = _readable(grad, hop)
     server = await swarm.server(hop.server)
     adapter = context.adapter.part(hop.span)
     shapes = () if adapter is None else adapter.shapes
@@ -153,6 +159,12 @@ async def _backward_hop(
     with _blamed_on(hop):
         input_grad.decode(hidden.header.shape, torch_dtype(input_grad.header.dtype))
         return input_grad, None if grads is None else _decoded(grads)
+
+
+def _readable(tensor: WireTensor, hop: Hop) -> WireTensor:
+    """In a codec that the server knows: another may have taken the place of the one it was for."""
+    known = known_to(hop.server)
+    return tensor if CODEC_NAMES[tensor.header.codec] in known else tensor.recoded(CODECS["raw"])
 
 
 def _decoded(grads: list[WireTensor]) -> list[torch.Tensor]:
@@ -205,7 +217,8 @@ async def backward(
     remote = RemoteSums(ways, adapter, first_block)
 
     async def one(way: Way, rows: torch.Tensor) -> tuple[torch.Tensor | None, Found]:
-        wire, found = WireTensor.of(rows), Found()
+        codec = swarm.links.codec_of_pass(tuple(part.hop for part in way.path))
+        wire, found = WireTensor.of(rows, codec), Found()
         for part in reversed(way.path):
             if part.hop.span.end <= first_block:
                 break
@@ -256,11 +269,11 @@ async def _backward_rows(
             else:
                 summand = None
                 again = len(chain) == 1 and chain[0].server.peer_id == part.hop.server.peer_id  # it was busy, say
-                parts = [Visited(chain[0], part.hidden, part.kept_key if again else b"")]
+                parts = [Visited(chain[0], _readable(part.hidden, chain[0]), part.kept_key if again else b"")]
                 for hop in chain[1:]:
                     last = parts[-1]
                     output, _ = await _forward_hop(swarm, last.hop, last.hidden, context, retry_budget.alarms)
-                    parts.append(Visited(hop, output))
+                    parts.append(Visited(hop, _readable(output, hop)))
                     retry_budget.renew()
             result, found = grad, Found()
             for visited in reversed(parts):

@@ -21,7 +21,6 @@ from swarm_client.sessions.standby import StandbyReplicas
 from swarm_client.swarm.swarm import Swarm, closed_error
 from swarm_client.transport.hops import HopSession, Inbox
 from swarm_client.transport.steps import OutgoingStep, chunk_size, split
-from swarm_client.transport.wire_tensor import CODECS
 from swarm_protocol.errors import SwarmError
 from swarm_protocol.span import Span
 from swarm_protocol.wire.constants import FIRST_STEP
@@ -218,7 +217,7 @@ class Chain:
             start=call.start,
             number=self.number + 1,
             size=chunk_size(num_tokens, batch_size, [hop.max_step_tokens for hop in self.hops]),
-            codec=CODECS[self._swarm.config.compression],
+            codec=self._swarm.links.codec(None, self.hops[0].hop.server),
             changes=call.changes,
             num_wanted=call.num_wanted,
             every_block=bool(call.watched),
@@ -253,7 +252,9 @@ class Chain:
                 continue
             try:
                 if index:
-                    await self.hops[index - 1].reroute(replica, [])
+                    before = self.hops[index - 1]
+                    codec = self._swarm.links.codec(before.hop.server, replica.hop.server)
+                    await before.reroute(replica, [], codec)
             except SwarmError:  # nobody knows where its outputs go
                 await self._forget()
                 return

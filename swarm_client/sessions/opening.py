@@ -16,7 +16,6 @@ from swarm_client.routing.routing import Hop, Route
 from swarm_client.swarm.swarm import Swarm
 from swarm_client.transport.hops import Answer, HopSession, Inbox, Trouble, next_hop
 from swarm_client.transport.steps import split
-from swarm_client.transport.wire_tensor import CODECS
 from swarm_protocol.dht.records import ServerRecord
 from swarm_protocol.errors import BadReply, PeerBusy, PeerError, PeerUnavailable
 from swarm_protocol.pb import swarm_pb2 as pb
@@ -225,9 +224,11 @@ class Opener:
             next_hop(hop.server, key) for hop, key in zip(chain[1:], keys[1:], strict=True)
         ]
         nexts.append(None if after is None else after.as_next())
+        to = [*(hop.server for hop in chain[1:]), None if after is None else after.hop.server]
+        codecs = [self._swarm.links.codec(hop.server, server) for hop, server in zip(chain, to, strict=True)]
         return [
-            self._open(hop, key, onward, opening, opening.sent_number * (hop is chain[-1]), wait_s)
-            for hop, key, onward in zip(chain, keys, nexts, strict=True)
+            self._open(hop, key, onward, codec, opening, opening.sent_number * (hop is chain[-1]), wait_s)
+            for hop, key, onward, codec in zip(chain, keys, nexts, codecs, strict=True)
         ]
 
     async def open_copy(
@@ -235,7 +236,8 @@ class Opener:
     ) -> HopSession:
         """A session on ``server`` like that of ``of``, with nothing in it yet."""
         onward = None if after is None else after.as_next()
-        hop = await self._open(Hop(server, of.span), new_session_key(), onward, opening, 0)
+        codec = self._swarm.links.codec(server, None if after is None else after.hop.server)
+        hop = await self._open(Hop(server, of.span), new_session_key(), onward, codec, opening, 0)
         hop.next_number = None if after is None else after.number
         return hop
 
@@ -244,6 +246,7 @@ class Opener:
         hop: Hop,
         key: bytes,
         onward: pb.NextHop | None,
+        codec: pb.Codec,
         opening: Opening,
         sent_number: int,
         wait_s: Callable[[], float] = lambda: 0.0,
@@ -253,7 +256,7 @@ class Opener:
             session_key=key,
             batch_size=opening.batch_size,
             reserve_tokens=opening.reserve_tokens,
-            codec=CODECS[self._swarm.config.compression],
+            codec=codec,
             next=onward,
             sent_number=sent_number,
             changed_number=opening.changed_number,

@@ -20,7 +20,6 @@ from swarm_client.swarm.swarm import Swarm
 from swarm_client.swarm.watchdog import Stalled
 from swarm_client.transport.hops import HopSession
 from swarm_client.transport.steps import OutgoingStep, chunk_size, may_be_resent, split
-from swarm_client.transport.wire_tensor import CODECS
 from swarm_protocol.errors import NoRoute, PeerBusy, PeerError, SessionLost, SwarmError
 from swarm_protocol.pb import swarm_pb2 as pb
 from swarm_protocol.span import Span
@@ -324,7 +323,8 @@ class HopReplacer:
         (replica,) = self._new
         try:
             if reroute and after is not None:
-                await replica.reroute(after, [step.without_data() for step in _steps(call, resend)])
+                codec = self._swarm.links.codec(replica.hop.server, after.hop.server)
+                await replica.reroute(after, [step.without_data() for step in _steps(call, resend)], codec)
         except SwarmError:
             return messages.ReplicaLost()
         return messages.Opened()
@@ -360,7 +360,9 @@ class HopReplacer:
                 new[0].post(step.message, step.parts)
             return messages.Connected(links)
         try:
-            await self._hop(instruction.before).reroute(new[0], bare)
+            before = self._hop(instruction.before)
+            codec = self._swarm.links.codec(before.hop.server, new[0].hop.server)
+            await before.reroute(new[0], bare, codec)
         except SwarmError as error:
             return messages.NotConnected({instruction.before: error}, self._is_late)
         return messages.Connected(links)
@@ -373,7 +375,7 @@ class HopReplacer:
         if end <= start:
             return []
         size = chunk_size(end - start, rows.batch_size, [hop.max_step_tokens for hop in hops])
-        codec = CODECS[self._swarm.config.compression]
+        codec = self._swarm.links.codec(None, hops[0].hop.server)
         return split(rows.read(start, end), start=start, number=number, size=size, codec=codec)
 
 

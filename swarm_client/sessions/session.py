@@ -162,6 +162,7 @@ class RemoteSession:
         if rows.batch_size != batch_size:
             raise RequestRejected(f"hidden states of {batch_size} rows came for a session of {rows.batch_size} rows")
         changes, after = tuple(self._changes), rows.appended(inputs)
+        self._swarm.links.see(inputs.hidden)
         if self._checks.distrusts(self.hops):
             await self._leave_servers()
         num_asked = self._checks.num_asked(num_wanted, num_tokens)

@@ -107,7 +107,8 @@ class StandbyReplicas:
         try:
             num_tokens = await _agree(hop, replica)
             if after is not None and replica.next_number != after.number:
-                await replica.reroute(after, [])
+                codec = self._swarm.links.codec(replica.hop.server, after.hop.server)
+                await replica.reroute(after, [], codec)
         except SwarmError as error:
             _logger.info("blocks %s could not be moved: %s", hop.span, error)
             self.drop([hop])

@@ -28,6 +28,7 @@ from swarm_client.routing.routing import (
 )
 from swarm_client.swarm.caller import Caller
 from swarm_client.swarm.discovery import Discovery, Join
+from swarm_client.swarm.links import Links
 from swarm_client.swarm.pass_watchdog import PassWatchdog
 from swarm_client.swarm.peer_health import DENIED, FAILED, SILENT, Acquaintance, PeerBackoff, RttTracker
 from swarm_client.transport.transport import ServerConnection
@@ -87,6 +88,7 @@ class Swarm:
         self._servers: dict[str, ServerConnection] = {}
         self._connecting: dict[str, asyncio.Lock] = {}
         self._rtts = RttTracker(self._ping)
+        self.links = Links(config, self.server)
         self._denials: dict[str, AccessDenied] = {}  # by servers, who are not asked again
         self._backoff = PeerBackoff()
         self._acquaintance = Acquaintance()
@@ -197,6 +199,8 @@ class Swarm:
         (chain,) = await self._when_there_is(choose, blocks, avoid, timeout_s, like, on_wait)
         if is_session:
             self._last_chains[blocks] = chain
+            if pushes:
+                await self.links.prepare([chain])
         return chain
 
     async def chains(self, blocks: Span, sizes: Sequence[int]) -> list[Route]:
@@ -211,7 +215,9 @@ class Swarm:
             costs = Costs(self._rtts.known, self._rtts.guess_s(hopeful), pushes=False, newcomers=newcomers)
             return spread(servers, blocks, sizes, costs)
 
-        return await self._when_there_is(choose, blocks)
+        routes = await self._when_there_is(choose, blocks)
+        await self.links.prepare(routes, pushes=False)
+        return routes
 
     async def _when_there_is(
         self,

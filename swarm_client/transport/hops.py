@@ -227,11 +227,13 @@ class HopSession:
         self.held |= hold
         return await self._server.progress(request, self.span, timeout_s or self._timeouts.open_s)
 
-    async def reroute(self, to: HopSession, resend: Sequence[pb.Step]) -> None:
-        """Outputs go to another hop from now on, those of the steps of ``resend`` first."""
+    async def reroute(self, to: HopSession, resend: Sequence[pb.Step], codec: pb.Codec) -> None:
+        """Outputs go to another hop from now on, in this codec, those of the steps of ``resend`` first."""
         self.route += 1  # even if it fails: the server may have heard of it
         key, route = self.session_key, self.route
-        first = pb.RerouteRequest(session_key=key, next=to.as_next(), route=route)
+        onward = to.as_next()
+        onward.codec = codec
+        first = pb.RerouteRequest(session_key=key, next=onward, route=route)
         more = [pb.RerouteRequest(resend=steps) for steps in in_messages(resend)]
         await self._server.reroute([first, *more], self.span, self._timeouts.open_s)
         self.held = False

@@ -33,6 +33,8 @@ from swarm_protocol.wire.constants import CLIENT_OPTIONS, PART_BYTES, WIRE_VERSI
 T = TypeVar("T")
 _logger = logging.getLogger(__name__)
 _PINGS = 3
+_ECHO_BYTES = 64 * 1024  # a twentieth of a second at 10 Mbit/s
+_LEAST_S = 1e-5
 
 
 class Watch(Protocol):
@@ -91,6 +93,23 @@ class ServerConnection:
                 await self._stub.Echo(pb.EchoRequest(), timeout=self._timeouts.connect_s)
                 rtts_s.append(exact_s() - start_s)
         return min(rtts_s)
+
+    async def bytes_per_s(self) -> float:
+        """That pass in the slower direction. The first round is not timed: it widens TCP's window."""
+        async with translated(self.record):
+
+            async def timed_s(request: pb.EchoRequest) -> float:
+                start_s = exact_s()
+                await self._stub.Echo(request, timeout=self._config.step_timeout_s)
+                return exact_s() - start_s
+
+            empty, full = pb.EchoRequest(), pb.EchoRequest(payload=bytes(_ECHO_BYTES), reply_bytes=_ECHO_BYTES)
+            await timed_s(full)
+            there = pb.EchoRequest(payload=full.payload)
+            back = pb.EchoRequest(reply_bytes=_ECHO_BYTES)
+            rtt_s = min([await timed_s(empty) for _ in range(_PINGS)])
+            slower_s = max([min([await timed_s(request) for _ in range(2)]) for request in (there, back)])
+        return _ECHO_BYTES / max(_LEAST_S, slower_s - rtt_s)
 
     async def describe(self) -> ServerRecord:
         """What the server says of itself now; raises BadReply if it is no record of this server."""
@@ -179,15 +198,21 @@ class ServerConnection:
         await self._uploader.give(adapter, span)
 
     async def forward(
-        self, span: Span, hidden: WireTensor, context: Context, watch: Watch, keep_key: bytes = b""
+        self,
+        span: Span,
+        hidden: WireTensor,
+        context: Context,
+        watch: Watch,
+        keep_key: bytes = b"",
+        codec: pb.Codec = pb.RAW,
     ) -> tuple[WireTensor, bool]:
-        """The output, and whether the server keeps under ``keep_key`` what ``backward`` needs, for a while.
+        """The output in this codec, and whether the server keeps for a while what ``backward`` needs, under ``keep_key``.
 
         Raises PeerUnavailable when the server stops answering, and what ``watch`` raises.
         """
 
         async def work(name: pb.AdapterName | None) -> tuple[WireTensor, bool]:
-            return await watch(self._watched(self._forward(span, hidden, context, name, keep_key), span))
+            return await watch(self._watched(self._forward(span, hidden, context, name, keep_key, codec), span))
 
         return await self._uploader.use(context.adapter.part(span), span, work)
 
@@ -233,7 +258,9 @@ class ServerConnection:
         kept_key: bytes = b"",
         summand: pb.Summand | None = None,
     ) -> tuple[WireTensor, list[WireTensor] | None]:
-        """Gradients of ``hidden`` and of the adapter's tensors in these blocks; otherwise like ``forward``.
+        """Gradients of ``hidden``, in the codec of ``grad``, and of the adapter's tensors in these blocks.
+
+        Otherwise like ``forward``.
 
         Args:
             kept_key: of the forward pass, if the server has kept it; the inputs are sent only if it has not.
@@ -245,6 +272,7 @@ class ServerConnection:
         async def work(
             first: pb.BackwardRequest, parts: Sequence[bytes] = ()
         ) -> tuple[WireTensor, list[WireTensor] | None]:
+            first.codec = grad.header.codec
             if summand is not None:
                 first.summand.CopyFrom(summand)
             return await watch(self._watched(self._passes.backward(span, first, parts, grad, expected), span))
@@ -289,10 +317,16 @@ class ServerConnection:
             raise BadReply(f"server {self.record.short_id} understood another adapter", self.record.peer_id, span)
 
     async def _forward(
-        self, span: Span, hidden: WireTensor, context: Context, adapter: pb.AdapterName | None, keep_key: bytes
+        self,
+        span: Span,
+        hidden: WireTensor,
+        context: Context,
+        adapter: pb.AdapterName | None,
+        keep_key: bytes,
+        codec: pb.Codec,
     ) -> tuple[WireTensor, bool]:
         message = self._forward_message(span, hidden, context, adapter)
-        message.keep_key = keep_key
+        message.keep_key, message.codec = keep_key, codec
         output, reply = await self._passes.forward(span, message, hidden)
         return output, reply.kept
 

@@ -11,9 +11,7 @@ from swarm_client.adapters.snapshots import NOTHING, Snapshot
 from swarm_protocol.errors import BadReply, NotFinite, RequestRejected
 from swarm_protocol.pb import swarm_pb2 as pb
 from swarm_protocol.wire.block_input import BlockInput
-from swarm_protocol.wire.codec import Assembler, all_finite, encode, encode_mask, encode_positions
-
-CODECS = {"none": pb.RAW, "int8": pb.INT8_BLOCKS}  # by the names of ``ClientConfig.compression``
+from swarm_protocol.wire.codec import Assembler, all_finite, encode, encode_mask, encode_positions, torch_dtype
 
 
 @dataclass(frozen=True)
@@ -27,6 +25,12 @@ class WireTensor:
     def of(cls, tensor: torch.Tensor, codec: pb.Codec = pb.RAW) -> WireTensor:
         header, parts = encode(tensor, codec)
         return cls(header, tuple(parts))
+
+    def recoded(self, codec: pb.Codec) -> WireTensor:
+        """The same in another codec; raises BadReply as ``decode`` does."""
+        if self.header.codec == codec:
+            return self
+        return WireTensor.of(self.decode(self.header.shape, torch_dtype(self.header.dtype)), codec)
 
     def decode(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """The tensor, which must be finite and have this shape and dtype; raises BadReply otherwise."""

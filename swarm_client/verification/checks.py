@@ -12,11 +12,12 @@ from swarm_client.adapters.snapshots import Snapshot
 from swarm_client.routing.routing import Hop, Route
 from swarm_client.swarm.swarm import Swarm
 from swarm_client.transport.transport import unwatched
-from swarm_client.transport.wire_tensor import CODECS, Context, WireTensor
+from swarm_client.transport.wire_tensor import Context, WireTensor
 from swarm_client.verification.references import Part, kind_of, others, references
 from swarm_client.verification.verdict import Disagreement, Lie, Verdict
 from swarm_protocol.dht.records import ServerRecord
 from swarm_protocol.errors import BadReply, PeerError
+from swarm_protocol.pb import swarm_pb2 as pb
 from swarm_protocol.span import Span
 from swarm_protocol.verification.comparison import MIN_POSITIONS, Bounds, Comparison, Kind
 from swarm_protocol.wire.block_input import BlockInput
@@ -72,11 +73,13 @@ class Check:
         num_compared = int(self._attended[-len(sample.outputs) :].sum())
         if len(unchecked) == len(parts) or bounds is None or num_compared < MIN_POSITIONS:
             return Verdict(unchecked=unchecked)
-        hidden = WireTensor.of(sample.inputs.hidden, CODECS[self._swarm.config.compression])
+        # As in the session: rounded between the same blocks.
+        to_first, *after_hops = self._swarm.links.codecs_of(sample.hops)
+        hidden = WireTensor.of(sample.inputs.hidden, to_first).recoded(pb.RAW)
         answers: list[list[_Answer]] = []
-        for part in parts:
+        for part, codec in zip(parts, after_hops, strict=True):
             answers.append(await self._through(part.route, hidden))
-            hidden = answers[-1][-1].outputs
+            hidden = answers[-1][-1].outputs.recoded(codec).recoded(pb.RAW)
         num_last = len(sample.outputs)
         again, inputs = self._decoded(hidden)[-num_last:], sample.inputs.hidden[0, -num_last:]
         attended = self._attended[-num_last:]
@@ -184,7 +187,7 @@ class Check:
 
     def _bounds_of_chain(self, parts: Sequence[Part]) -> Bounds | None:
         hops, again = self._sample.hops, [hop for part in parts for hop in part.route]
-        compressed = self._swarm.config.compression != "none"  # between hops only in the session
+        compressed = self._swarm.links.is_lossy(tuple(hops))
         return _bounds(hops, again, hops[-1].span.end - hops[0].span.start, self._routed, compressed)
 
 

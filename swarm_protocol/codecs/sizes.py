@@ -2,8 +2,18 @@
 
 from __future__ import annotations
 
-LADDER = ("raw", "bf16", "int8", "int4")
+from swarm_protocol.pb import swarm_pb2 as pb
+
+CODECS: dict[str, pb.Codec] = {
+    "raw": pb.RAW,
+    "bf16": pb.BFLOAT16_ELEMENTS,
+    "int8": pb.INT8_BLOCKS,
+    "int4": pb.INT4_BLOCKS,
+}
+CODEC_NAMES = {codec: name for name, codec in CODECS.items()}
+LADDER = tuple(CODECS)
 ALWAYS_KNOWN = frozenset({"raw", "int8"})  # every peer of this wire version reads and writes these
+ANNOUNCED = tuple(name for name in LADDER if name not in ALWAYS_KNOWN)  # what this software knows besides
 INT8_BLOCK = 64  # elements that share one scale
 INT4_BLOCK = 64
 _OUTLIER_EVERY = 128  # one element of so many in a row is written by itself

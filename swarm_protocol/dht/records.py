@@ -10,6 +10,7 @@ from math import inf
 
 from google.protobuf.message import DecodeError
 
+from swarm_protocol.codecs.sizes import CODEC_NAMES, CODECS
 from swarm_protocol.pb import swarm_pb2 as pb
 from swarm_protocol.span import Span
 from swarm_protocol.wire.constants import MAX_ADDRESSES, MAX_NAME_CHARS, MAX_TENSOR_BYTES, WIRE_VERSION
@@ -26,6 +27,7 @@ MAX_NETWORK_TOKENS_PER_S = 1e8  # small hidden states through a link of 400 Gbit
 MAX_WORK = 2**53  # positions x blocks: beyond, languages with one kind of number are not exact
 _MAX_NEIGHBOURS = 64  # whose round-trip times are told; servers tell 8
 _MAX_ADAPTERS = 256
+_MAX_CODECS = 32
 _FINGERPRINT_BYTES = 32
 _KIND = re.compile(r"[\w.-]{0,32}", re.ASCII)  # of quantisation, and of numbers
 ROOT_SHARD = "all"  # where readers begin; swarm_protocol/dht/shards.py has the others
@@ -89,6 +91,7 @@ class ServerRecord:
     next_span: Span | None = None
     work: Work = Work()
     cache_tokens: int = 0
+    codecs: tuple[str, ...] = ()  # names, besides those that all know
     token: bytes = field(default=b"", repr=False)  # of a member of a private swarm
     expires_at: float = field(default=inf, compare=False)  # DHT time (Unix, in seconds); known from the DHT, not sent
 
@@ -128,6 +131,7 @@ class ServerRecord:
             token=self.token,
             work=self.work.to_proto(),
             cache_tokens=self.cache_tokens,
+            codecs=[CODECS[name] for name in self.codecs],
             next_blocks=None if self.next_span is None else pb.Span(start=self.next_span.start, end=self.next_span.end),
         )
 
@@ -152,6 +156,7 @@ class ServerRecord:
             (message.addresses, MAX_ADDRESSES, "addresses"),
             (message.adapters, _MAX_ADAPTERS, "adapters"),
             (message.next_hop_rtts_s, _MAX_NEIGHBOURS, "round-trip times"),
+            (message.codecs, _MAX_CODECS, "codecs"),
         ):
             if len(entries) > most:
                 raise ValueError(f"there are {len(entries)} {what}: expected at most {most}")
@@ -191,6 +196,7 @@ class ServerRecord:
             token=message.token,
             work=Work.from_proto(message.work),
             cache_tokens=message.cache_tokens,
+            codecs=tuple(CODEC_NAMES[codec] for codec in message.codecs if codec in CODEC_NAMES),
         )
 
     @classmethod

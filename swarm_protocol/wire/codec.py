@@ -11,7 +11,7 @@ import torch
 
 from swarm_protocol.codecs.elements import pack_bf16, pack_int8, unpack_bf16, unpack_int8
 from swarm_protocol.codecs.int4 import pack_int4, unpack_int4
-from swarm_protocol.codecs.sizes import encoded_bytes
+from swarm_protocol.codecs.sizes import CODEC_NAMES, encoded_bytes
 from swarm_protocol.errors import RequestRejected
 from swarm_protocol.pb import swarm_pb2 as pb
 from swarm_protocol.wire.constants import MAX_MASK_BYTES, MAX_POSITION_IDS, MAX_TENSOR_BYTES, PART_BYTES
@@ -25,13 +25,6 @@ _TORCH_DTYPES: dict[pb.DType, torch.dtype] = {
     pb.INT32: torch.int32,
 }
 _WIRE_DTYPES = {dtype: wire for wire, dtype in _TORCH_DTYPES.items()}
-CODECS: dict[str, pb.Codec] = {  # by the names of ``swarm_protocol/codecs/sizes.py``
-    "raw": pb.RAW,
-    "bf16": pb.BFLOAT16_ELEMENTS,
-    "int8": pb.INT8_BLOCKS,
-    "int4": pb.INT4_BLOCKS,
-}
-CODEC_NAMES = {codec: name for name, codec in CODECS.items()}
 _PACK = {pb.BFLOAT16_ELEMENTS: pack_bf16, pb.INT8_BLOCKS: pack_int8, pb.INT4_BLOCKS: pack_int4}
 _UNPACK = {pb.BFLOAT16_ELEMENTS: unpack_bf16, pb.INT8_BLOCKS: unpack_int8, pb.INT4_BLOCKS: unpack_int4}
 _MORE_DECODED = {pb.INT4_BLOCKS: 2}  # as many times more memory than INT8_BLOCKS it may take to decode a byte

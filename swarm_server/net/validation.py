@@ -69,7 +69,7 @@ class RequestValidator:
         return batch_size
 
     def codec(self, codec: pb.Codec) -> None:
-        """Of what a session sends. Raises RequestRejected if there is none of that number."""
+        """Of what is sent. Raises RequestRejected if there is none of that number."""
         if codec not in pb.Codec.values():
             raise RequestRejected(f"codec {codec} is unknown: expected one of {sorted(pb.Codec.values())}")
 
@@ -116,6 +116,7 @@ class RequestValidator:
             raise RequestRejected(
                 f"the next server's peer id has {len(hop.peer_id)} characters: expected at most {MAX_NAME_CHARS}"
             )
+        self.codec(hop.codec)
 
     def step_tokens(self, batch_size: int, num_tokens: int) -> None:
         """No step may hold up the others for long."""

@@ -15,6 +15,7 @@ import grpc
 import torch
 
 from swarm_protocol.checkpoints.checkpoint import Checkpoint
+from swarm_protocol.codecs.sizes import ANNOUNCED
 from swarm_protocol.dht.records import ServerRecord, ServerState
 from swarm_protocol.span import Span
 from swarm_server.core.access import ServerAccess
@@ -63,6 +64,7 @@ class Joined:
     def load(self, span: Span) -> Loading:
         config, checkpoint = self.starting.config, self.starting.checkpoint
         record = ServerRecord(
+            codecs=ANNOUNCED,
             peer_id=self.membership.dht.peer_id,
             addresses=(self.address,),
             model=checkpoint.name,

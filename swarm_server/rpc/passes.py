@@ -37,6 +37,7 @@ class _Pass:
         trains_adapter: gradients of the adapter are wanted, not only through it.
         keep_key: under which the backward will name this forward; empty: nobody asks for it.
         sign: a statement is wanted with the output.
+        codec: of the output.
     """
 
     blocks: Span
@@ -46,6 +47,7 @@ class _Pass:
     trains_adapter: bool
     keep_key: bytes
     sign: bool
+    codec: pb.Codec
 
 
 async def forward(
@@ -66,7 +68,7 @@ async def forward(
         ]
         services.counters.positions["forward"] += _num_positions(asked.inputs.hidden)
         output = torch.cat(outputs)
-        first, *more = _in_parts(output)
+        first, *more = _in_parts(output, asked.codec)
         if asked.sign:
             if signer is None:
                 raise RequestRejected("this server makes no statements")
@@ -106,10 +108,11 @@ async def backward(
     if message.WhichOneof("kind") == "take_sum":
         blocks = services.validator.blocks(message.take_sum.contract)
         return [reply for sum_ in services.sums.take(message.take_sum, blocks, client) for reply in _in_parts(sum_)]
+    services.validator.codec(message.codec)
     if message.HasField("summand"):
         require_summand(message.summand)
     blocks, hidden_grad, of_adapter = await _go_back(services, client, incoming, request, message)
-    first, *more = _in_parts(hidden_grad)
+    first, *more = _in_parts(hidden_grad, message.codec)
     if message.HasField("summand") and of_adapter:
         first.summed = services.sums.add(message.summand, blocks, of_adapter, client)
     grads = () if first.summed else of_adapter
@@ -198,6 +201,7 @@ async def _read(
     validator = services.validator
     if message.keep_key:
         require_key(message.keep_key, "the key to keep the pass under")
+    validator.codec(message.codec)
     blocks = validator.blocks(message.contract)
     arriving = validator.hidden(message.hidden)
     validator.length(arriving.shape[1])
@@ -207,7 +211,7 @@ async def _read(
     trains_adapter = message.adapter.WhichOneof("kind") == "key"
     if message.sign and (adapter is not None or dropout is not None or len(inputs.hidden) != 1):
         raise RequestRejected("statements are made about one row, computed without an adapter")
-    return _Pass(blocks, inputs, adapter, dropout, trains_adapter, message.keep_key, message.sign)
+    return _Pass(blocks, inputs, adapter, dropout, trains_adapter, message.keep_key, message.sign, message.codec)
 
 
 def _few_rows(validator: RequestValidator, asked: _Pass) -> Iterator[tuple[BlockInput, Dropout | None]]:
@@ -233,6 +237,6 @@ def _block_input(validator: RequestValidator, message: pb.Forward, hidden: torch
     return BlockInput(hidden, mask, positions, message.packed)
 
 
-def _in_parts(tensor: torch.Tensor) -> list[pb.TensorReply]:
-    wire, parts = encode(tensor)
+def _in_parts(tensor: torch.Tensor, codec: pb.Codec = pb.RAW) -> list[pb.TensorReply]:
+    wire, parts = encode(tensor, codec)
     return [pb.TensorReply(output=wire), *(pb.TensorReply(more=part) for part in parts)]

@@ -56,6 +56,7 @@ class HostedSession:
         self._preemption = preemption
         self._reply = reply
         self._codec = request.codec
+        self._next_codec = request.next.codec if request.next.HasField("codec") else request.codec
         self._sent_number = request.sent_number
         self._changed_number = request.changed_number
         self._last_number = request.last_number or FIRST_STEP
@@ -248,7 +249,7 @@ class HostedSession:
 
     async def _send(self, request: pb.Step, output: torch.Tensor) -> None:
         if self._pusher is not None:
-            header, parts = encode(output, self._codec)
+            header, parts = encode(output, self._next_codec)
             self._services.counters.sent_bytes["push"] += header.size_bytes
             await self._pusher.send(_with_hidden(request, header), parts)
             return
@@ -316,6 +317,7 @@ class HostedSession:
                 raise RequestRejected("outputs are no floating-point tensor: expected float32, bfloat16 or float16")
         self._sent_number = progress.number  # up to here, the client has named what the next hop needs
         self._pusher = self._pusher_to(request.next, request.route)
+        self._next_codec = request.next.codec if request.next.HasField("codec") else self._codec
         resending = asyncio.ensure_future(self._resend(self._pusher, resend))
         resending.add_done_callback(_heed)
         resending.add_done_callback(lambda _done: on_sent())
@@ -327,7 +329,7 @@ class HostedSession:
             start, end = step.start_position, step.start_position + step.hidden.shape[1]
             read = partial(engine.outputs, self.session, start, end)
             output = await self._services.scheduler.call(read, self.client.peer_id)
-            header, parts = encode(output.to("cpu", torch_dtype(step.hidden.dtype)), self._codec)
+            header, parts = encode(output.to("cpu", torch_dtype(step.hidden.dtype)), self._next_codec)
             await pusher.send(_with_hidden(step, header), parts)
             if pusher.retired:  # that hop is gone too
                 return

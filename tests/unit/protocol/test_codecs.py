@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from swarm_protocol.codecs.int4 import pack_int4, unpack_int4
-from swarm_protocol.codecs.sizes import LADDER, encoded_bytes, num_outliers
+from swarm_protocol.codecs.sizes import CODECS, LADDER, encoded_bytes, num_outliers
 from swarm_protocol.pb import swarm_pb2 as pb
-from swarm_protocol.wire.codec import CODECS, Assembler, decode, encode
+from swarm_protocol.wire.codec import Assembler, decode, encode
 
 FLOATS = [torch.float32, torch.bfloat16, torch.float16]
 LOSSY = [name for name in LADDER if name != "raw"]

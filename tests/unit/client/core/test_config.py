@@ -18,7 +18,7 @@ from swarm_client.core.config import ClientConfig, Timeouts
         ({"step_timeout_s": None}, "step_timeout_s is None: expected a number of seconds"),
         ({"timeouts": 3}, "timeouts is 3: expected Timeouts(connect_s=…, …)"),
         ({"on_event": 3}, "on_event is 3: expected a function of one event"),
-        ({"compression": "zip"}, "compression 'zip' is unknown: expected none or int8"),
+        ({"compression": "zip"}, "compression 'zip' is unknown: expected auto, raw, bf16, int8, int4"),
         ({"initial_peers": "/ip4/1"}, "initial_peers is a string: expected a list of multiaddrs"),
         (
             {"initial_peers": ("localhost:1",)},

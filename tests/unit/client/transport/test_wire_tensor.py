@@ -9,7 +9,8 @@ import torch
 
 from swarm_client.adapters.snapshots import NOTHING, Added, Snapshot
 from swarm_client.core.config import ClientConfig
-from swarm_client.transport.wire_tensor import CODECS, Context, WireTensor
+from swarm_client.transport.wire_tensor import Context, WireTensor
+from swarm_protocol.codecs.sizes import CODECS
 from swarm_protocol.errors import BadReply, NotFinite
 from swarm_protocol.pb import swarm_pb2 as pb
 from swarm_protocol.wire.block_input import BlockInput

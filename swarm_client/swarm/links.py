@@ -1,0 +1,182 @@
+"""What a client knows of the links of its chains, and in which codec hidden states go over them."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Iterable
+from itertools import pairwise
+from math import inf
+
+import torch
+
+from swarm_client.core.background import now_s
+from swarm_client.core.config import ClientConfig
+from swarm_client.routing.compression import (
+    Link,
+    client_link,
+    codec_for,
+    forced,
+    is_on_this_machine,
+    known_to,
+    server_link,
+    to_measure,
+    within,
+)
+from swarm_client.routing.routing import Route
+from swarm_client.transport.transport import ServerConnection, unwatched
+from swarm_client.transport.wire_tensor import Context, WireTensor
+from swarm_protocol.codecs.sizes import CODECS, LADDER, encoded_bytes
+from swarm_protocol.dht.records import ServerRecord
+from swarm_protocol.errors import SwarmError
+from swarm_protocol.pb import swarm_pb2 as pb
+from swarm_protocol.wire.block_input import BlockInput
+
+_logger = logging.getLogger(__name__)
+_SAMPLE_POSITIONS = 16  # of a prompt, through which the error of codecs is measured
+_MEASURE_TIMEOUT_S = 20.0
+_AGAIN_AFTER_S = 300.0  # a link's rate is measured anew
+_RETRY_AFTER_S = 30.0  # if it could not be
+
+Connection = Callable[[ServerRecord], Awaitable[ServerConnection]]
+
+
+class Links:
+    """The links of one client.
+
+    With ``compression`` other than ``auto`` nothing is measured. Otherwise the rates of links to servers on other
+    machines are, and, if one of them is slow, once per model the relative error of the last hidden state with each
+    codec on all links of the chain: a prompt's first positions are computed with and without.
+
+    Attributes:
+        errors: those, by codec; empty before.
+        finish: what the model does with the last hidden state before its head (the norm), in which errors are measured.
+    """
+
+    def __init__(self, config: ClientConfig, connection: Connection) -> None:
+        self._compression, self._bound = config.compression, config.compression_error
+        self._connection = connection
+        self._bytes_per_s: dict[str, float] = {}  # by peer id
+        self._measured_s: dict[str, float] = {}
+        self._sample: torch.Tensor | None = None  # [1, positions, width]
+        self._width, self._item_bytes = 0, 4
+        self._chosen: dict[tuple[str, str], pb.Codec] = {}
+        self._measuring = asyncio.Lock()
+        self.errors: dict[str, float] = {}
+        self.finish: Callable[[torch.Tensor], torch.Tensor] = lambda hidden: hidden
+
+    def see(self, hidden: torch.Tensor) -> None:
+        """Hidden states of a prompt, [batch, positions, width], that will go into the first block."""
+        if self._compression != "auto":
+            return
+        if hidden.shape[-1] != self._width or hidden.element_size() != self._item_bytes:
+            self._width, self._item_bytes, self._sample = hidden.shape[-1], hidden.element_size(), None
+            self._chosen.clear()
+        if not self.errors and (
+            self._sample is None or self._sample.shape[1] < min(_SAMPLE_POSITIONS, hidden.shape[1])
+        ):
+            self._sample = hidden[:1, :_SAMPLE_POSITIONS].detach().cpu().clone()
+
+    async def prepare(self, routes: Iterable[Route], pushes: bool = True) -> None:
+        """Measures what is not known of these chains. ``pushes``: only first and last servers speak to the client."""
+        if self._compression != "auto" or not self._width:
+            return
+        ends = {
+            hop.server.peer_id: hop.server for route in routes for hop in (route[:1] + route[-1:] if pushes else route)
+        }
+        await asyncio.gather(*map(self._measure_rate, ends.values()))
+        self._chosen.clear()
+        for route in routes:
+            await self._measure_errors_if_needed(route)
+
+    def codec(self, one: ServerRecord | None, other: ServerRecord | None) -> pb.Codec:
+        """Of what goes from one to the other; None: this client."""
+        key = ("" if one is None else one.peer_id, "" if other is None else other.peer_id)
+        if key not in self._chosen:
+            self._chosen[key] = CODECS[self._choose(one, other)]
+        return self._chosen[key]
+
+    def codec_of_pass(self, route: Route) -> pb.Codec:
+        """Of hidden states that go from the client to each of these servers and back."""
+        names = [self._choose(None, hop.server) for hop in route]
+        return CODECS[forced(max(names, key=LADDER.index), known_to(*(hop.server for hop in route)))]
+
+    def is_lossy(self, route: Route) -> bool:
+        """Whether a session's outputs are rounded on their way through this chain."""
+        return any(codec != pb.RAW for codec in self.codecs_of(route))
+
+    def codecs_of(self, route: Route) -> list[pb.Codec]:
+        """From the client to the first server, on from each to the next, and back to the client."""
+        servers = [None, *(hop.server for hop in route), None]
+        return [self.codec(one, other) for one, other in pairwise(servers)]
+
+    def send_s(self, server: ServerRecord, num_positions: int) -> float:
+        """How long it takes to send these to the server; 0 if it is fast, or nobody knows."""
+        rate = self._bytes_per_s.get(server.peer_id, inf)
+        name = next(name for name, codec in CODECS.items() if codec == self.codec(None, server))
+        return num_positions * encoded_bytes(name, 1, self._width, self._item_bytes) / rate
+
+    def _choose(self, one: ServerRecord | None, other: ServerRecord | None) -> str:
+        servers = [server for server in (one, other) if server is not None]
+        if self._compression != "auto":
+            return forced(self._compression, known_to(*servers))
+        if not self._width:
+            return "raw"
+        return codec_for(self._link(servers), self._width, self._item_bytes, within(self.errors, self._bound))
+
+    def _link(self, servers: list[ServerRecord]) -> Link:
+        if len(servers) == 1:
+            return client_link(servers[0], self._bytes_per_s.get(servers[0].peer_id, inf))
+        one, other = servers
+        return server_link(one, other, self._width)
+
+    # ------------------------------------------------------------ measuring
+
+    async def _measure_rate(self, server: ServerRecord) -> None:
+        if is_on_this_machine(server) or now_s() < self._measured_s.get(server.peer_id, -inf):
+            return
+        self._measured_s[server.peer_id] = now_s() + _RETRY_AFTER_S
+        try:
+            async with asyncio.timeout(_MEASURE_TIMEOUT_S):
+                self._bytes_per_s[server.peer_id] = await (await self._connection(server)).bytes_per_s()
+        except (SwarmError, TimeoutError) as error:
+            _logger.info("the link to server %s could not be measured: %s", server.short_id, error)
+            return
+        self._measured_s[server.peer_id] = now_s() + _AGAIN_AFTER_S
+
+    async def _measure_errors_if_needed(self, route: Route) -> None:
+        servers = [None, *(hop.server for hop in route), None]
+        pairs = [[s for s in pair if s is not None] for pair in pairwise(servers)]
+        links = [self._link(pair) for pair in pairs]
+        missing = to_measure(self.errors)
+        wanted = {codec_for(link, self._width, self._item_bytes, LADDER) for link in links} & set(missing)
+        if not wanted or self._sample is None:
+            return
+        async with self._measuring:
+            names = [
+                name for name in missing if name in known_to(*(hop.server for hop in route)) and name not in self.errors
+            ]
+            if not names:
+                return
+            try:
+                async with asyncio.timeout(_MEASURE_TIMEOUT_S):
+                    exact, *others = await asyncio.gather(*(self._through(route, name) for name in ("raw", *names)))
+            except (SwarmError, TimeoutError) as error:
+                _logger.info("the error of codecs could not be measured: %s", error)
+                return
+            for name, other in zip(names, others, strict=True):
+                self.errors[name] = float((other - exact).norm() / exact.norm().clamp(min=1e-30))
+            self._chosen.clear()
+            _logger.info("relative error of the last hidden state: %s", self.errors)
+
+    async def _through(self, route: Route, name: str) -> torch.Tensor:
+        """The last hidden states of the sample if every link has this codec."""
+        assert self._sample is not None
+        codec, sample = CODECS[name], self._sample
+        context = Context.of(BlockInput(sample))
+        hidden = WireTensor.of(sample, codec)
+        for hop in route:
+            server = await self._connection(hop.server)
+            output, _ = await server.forward(hop.span, hidden, context, unwatched, codec=codec)
+            hidden = output.recoded(codec)
+        return self.finish(hidden.decode(sample.shape, sample.dtype).float())

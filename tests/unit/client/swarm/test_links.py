@@ -1,0 +1,188 @@
+"""What a client measures of its links, and what follows from it; the servers are functions."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from swarm_client.core.config import ClientConfig
+from swarm_client.routing.routing import Hop, Route
+from swarm_client.swarm.links import Links
+from swarm_client.transport.wire_tensor import WireTensor
+from swarm_protocol.codecs.sizes import ANNOUNCED
+from swarm_protocol.dht.records import ServerRecord
+from swarm_protocol.errors import PeerUnavailable
+from swarm_protocol.pb import swarm_pb2 as pb
+from swarm_protocol.span import Span
+from tests.unit.support import run, server_record
+
+WIDTH = 128
+PROMPT = torch.randn(2, 40, WIDTH, generator=torch.Generator().manual_seed(0))
+RAW_BYTES_PER_S = WIDTH * 4 * 100.0  # of 100 positions per second
+
+
+class FakeConnection:
+    """To a server that triples what it gets."""
+
+    def __init__(self, bytes_per_s: float) -> None:
+        self._bytes_per_s = bytes_per_s
+        self.num_measured = 0
+        self.codecs: list[pb.Codec] = []
+
+    async def bytes_per_s(self) -> float:
+        self.num_measured += 1
+        if not self._bytes_per_s:
+            raise PeerUnavailable("gone")
+        return self._bytes_per_s
+
+    async def forward(self, _span: Span, hidden: WireTensor, *_: Any, codec: pb.Codec) -> tuple[WireTensor, bool]:
+        self.codecs.append(hidden.header.codec)
+        output = 3 * hidden.decode(hidden.header.shape, torch.float32)
+        return WireTensor.of(output, codec), False
+
+
+def record(name: str, blocks: str, **fields: Any) -> ServerRecord:
+    given = {"addresses": ("192.0.2.1:1",), "codecs": ANNOUNCED, "forward_tokens_per_s": 100.0} | fields
+    return server_record(name, blocks, **given)
+
+
+def chain(**fields: Any) -> Route:
+    records = [record("a", "0:4", **fields), record("b", "4:8", **fields)]
+    return tuple(Hop(server, server.span) for server in records)
+
+
+def links(rates: dict[str, float], **config: Any) -> tuple[Links, dict[str, FakeConnection]]:
+    connections = {name: FakeConnection(rate) for name, rate in rates.items()}
+
+    async def connection(server: ServerRecord) -> Any:
+        return connections[server.peer_id]
+
+    return Links(ClientConfig(**config), connection), connections
+
+
+def prepared(
+    route: Route, rates: dict[str, float], before: Callable[[Links], None] = lambda _: None, **config: Any
+) -> tuple[Links, dict[str, FakeConnection]]:
+    async def story() -> tuple[Links, dict[str, FakeConnection]]:
+        found, connections = links(rates, **config)
+        found.see(PROMPT)
+        before(found)
+        await found.prepare([route])
+        return found, connections
+
+    return run(story())
+
+
+def test_fast_links_stay_raw_and_no_error_is_measured() -> None:
+    found, connections = prepared(chain(), {"a": 1e9, "b": 1e9})
+    assert found.codecs_of(chain()) == [pb.RAW] * 3 and not found.is_lossy(chain())
+    assert found.codec_of_pass(chain()) == pb.RAW
+    assert found.errors == {} and connections["a"].codecs == []
+
+
+def test_each_link_has_its_own_codec() -> None:
+    """The first server's line is at a third of what raw takes, the servers' among themselves at half of it."""
+    route = chain(network_tokens_per_s=50.0)
+    found, connections = prepared(route, {"a": RAW_BYTES_PER_S / 3, "b": 1e9})
+    assert found.codecs_of(route) == [pb.INT8_BLOCKS, pb.BFLOAT16_ELEMENTS, pb.RAW] and found.is_lossy(route)
+    assert found.codec_of_pass(route) == pb.INT8_BLOCKS
+    assert sorted(connections["b"].codecs) == [pb.RAW, pb.INT8_BLOCKS, pb.INT4_BLOCKS]
+
+
+@pytest.mark.parametrize(
+    ("bound", "codec"), [(0.5, pb.INT4_BLOCKS), (0.05, pb.INT8_BLOCKS), (0.0, pb.BFLOAT16_ELEMENTS)]
+)
+def test_a_codec_beyond_the_bound_is_not_taken(bound: float, codec: pb.Codec) -> None:
+    """The sample's error is what the codecs do to it on three links, one after the other."""
+    route = chain()
+    found, _ = prepared(route, {"a": 10.0, "b": 10.0}, compression_error=bound)
+    assert found.codec(None, route[0].server) == codec
+    for name, wire in (("int8", pb.INT8_BLOCKS), ("int4", pb.INT4_BLOCKS)):
+        hidden = sample = PROMPT[:1, :16]
+        for factor in (1, 3, 3):
+            hidden = WireTensor.of(factor * hidden, wire).decode(sample.shape, sample.dtype)
+        expected = float((hidden - 9 * sample).norm() / (9 * sample).norm())
+        assert found.errors[name] == pytest.approx(expected, rel=1e-4)
+
+
+def test_the_error_is_that_after_the_norm() -> None:
+    def with_norm(found: Links) -> None:
+        found.finish = lambda hidden: hidden * torch.nn.functional.one_hot(torch.tensor(5), WIDTH)
+
+    found, _ = prepared(chain(), {"a": 10.0, "b": 10.0}, with_norm)
+    plain, _ = prepared(chain(), {"a": 10.0, "b": 10.0})
+    assert found.errors["int4"] != pytest.approx(plain.errors["int4"], rel=1e-3)
+
+
+def test_an_older_server_is_sent_what_it_knows() -> None:
+    route = chain(codecs=(), network_tokens_per_s=1.0)
+    for config in ({}, {"compression": "int4"}):
+        found, connections = prepared(route, {"a": 10.0, "b": 10.0}, **config)
+        assert found.codecs_of(route) == [pb.INT8_BLOCKS] * 3 and found.codec_of_pass(route) == pb.INT8_BLOCKS
+        assert pb.INT4_BLOCKS not in connections["a"].codecs
+    newer = Hop(record("b", "4:8", network_tokens_per_s=1.0), Span(4, 8))
+    found, _ = prepared(route, {"a": 10.0, "b": 10.0}, compression="bf16")
+    assert found.codecs_of((route[0], newer)) == [pb.RAW, pb.RAW, pb.BFLOAT16_ELEMENTS]
+
+
+@pytest.mark.parametrize(
+    ("name", "codec"),
+    [
+        ("raw", pb.RAW),
+        ("none", pb.RAW),
+        ("bf16", pb.BFLOAT16_ELEMENTS),
+        ("int8", pb.INT8_BLOCKS),
+        ("int4", pb.INT4_BLOCKS),
+    ],
+)
+def test_a_codec_that_is_forced_is_taken_and_nothing_measured(name: str, codec: pb.Codec) -> None:
+    found, connections = prepared(chain(), {"a": 10.0, "b": 10.0}, compression=name)
+    assert found.codecs_of(chain()) == [codec] * 3 and found.codec_of_pass(chain()) == codec
+    assert connections["a"].num_measured == 0 and found.errors == {}
+
+
+def test_on_this_machine_nothing_is_measured() -> None:
+    route = chain(addresses=("127.0.0.1:5",), network_tokens_per_s=0.001)
+    found, connections = prepared(route, {"a": 10.0, "b": 10.0})
+    assert found.codecs_of(route) == [pb.RAW] * 3 and connections["a"].num_measured == 0
+
+
+def test_who_cannot_be_measured_is_taken_for_fast_and_not_asked_at_once_again() -> None:
+    async def story() -> None:
+        found, connections = links({"a": 0.0, "b": 10.0})
+        found.see(PROMPT)
+        for _ in range(3):
+            await found.prepare([chain()])
+        assert found.codec(None, chain()[0].server) == pb.RAW
+        assert connections["a"].num_measured == connections["b"].num_measured == 1
+
+    run(story())
+
+
+def test_before_a_prompt_has_come_all_is_raw() -> None:
+    async def story() -> None:
+        found, connections = links({"a": 10.0, "b": 10.0})
+        await asyncio.wait_for(found.prepare([chain()]), 5)
+        assert found.codecs_of(chain()) == [pb.RAW] * 3 and connections["a"].num_measured == 0
+
+    run(story())
+
+
+def test_the_longest_prompt_so_far_is_the_sample() -> None:
+    async def story() -> None:
+        found, connections = links({"a": 10.0, "b": 10.0})
+        for length in (1, 5, 3):
+            found.see(PROMPT[:, :length])
+        await found.prepare([chain()])
+        assert connections["a"].codecs
+        expected = PROMPT[:1, :5]
+        hidden = expected
+        for factor in (1, 3, 3):
+            hidden = WireTensor.of(factor * hidden, pb.INT8_BLOCKS).decode(hidden.shape, hidden.dtype)
+        assert found.errors["int8"] == pytest.approx(float((hidden / 9 - expected).norm() / expected.norm()), rel=1e-3)
+
+    run(story())
