@@ -15,169 +15,76 @@ While it trains, it prints how often the draft guesses the model's own next toke
 from __future__ import annotations
 
 import argparse
-import contextlib
+import dataclasses
 import math
 import sys
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
+from draft_texts import LENGTH, ROWS, Rows, collected, loaded
 from torch import nn
 from torch.nn import functional as F
 from train_tiny_model import Muon, learning_rate
-from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel
 
-from swarm_client import DistributedModel
-from swarm_client.generation.generation import load_tokenizer
 from swarm_client.speculation.distilled.file import save_draft
 from swarm_client.speculation.distilled.network import DraftNetwork, DraftShape
 from swarm_protocol.checkpoints.checkpoint import Checkpoint
 from swarm_protocol.checkpoints.default_model import DEFAULT_MODEL, check_location, locate
 from swarm_protocol.errors import SwarmError
 
-LENGTH = 256  # tokens of a row
-PROMPT = 48  # of them in a row that the model continues
-ROWS = 8  # of a step
-TOGETHER = 32  # rows that the model continues at a time
-HELD_OUT_SHARE = 0.04
 GUESSES = 4  # of which acceptance is measured
 UNROLL_FROM = 0.5  # of the run: then the draft learns from its own output too
 STEP_WEIGHT = 0.7  # of each next guess in the loss: it counts only if those before were right
-
-
-@dataclass
-class Rows:
-    """Texts and what the model thought of them.
-
-    Attributes:
-        ids: [rows, LENGTH]
-        features: the model's last hidden states, what its head reads, [rows, LENGTH, hidden] in half precision.
-    """
-
-    ids: torch.Tensor
-    features: torch.Tensor
-
-    def split(self) -> tuple[Rows, Rows]:
-        """What is trained on, and what is held out: the last rows, which are of other places of the text."""
-        held_out = max(1, round(len(self.ids) * HELD_OUT_SHARE))
-        return self[:-held_out], self[-held_out:]
-
-    def __getitem__(self, which: slice | torch.Tensor) -> Rows:
-        return Rows(self.ids[which], self.features[which])
-
-
-# --- the model, here or in a swarm --------------------------------------------------------------------------------
-
-
-@contextlib.contextmanager
-def loaded(args: argparse.Namespace) -> Iterator[PreTrainedModel]:
-    """The model that is distilled; its blocks are here, or on servers."""
-    if args.local:
-        yield AutoModelForCausalLM.from_pretrained(locate(args.model), dtype=torch.float32).eval()
-        return
-    with DistributedModel.from_pretrained(args.model, args.initial_peers, args.swarm) as model:
-        yield model
-
-
-@torch.inference_mode()
-def features_of(model: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:
-    """[rows, tokens, hidden]"""
-    parts = [model.base_model(input_ids=rows, use_cache=False).last_hidden_state.half() for rows in ids.split(ROWS)]
-    return torch.cat(parts)
-
-
-@torch.inference_mode()
-def continued(model: PreTrainedModel, prompts: torch.Tensor, *, sample: bool) -> torch.Tensor:
-    """Rows of LENGTH tokens that begin with ``prompts``; the likeliest tokens, or as likely as they are."""
-    new = LENGTH - prompts.shape[1]
-    how = {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0} if sample else {"do_sample": False}
-    rows = []
-    for some in prompts.split(TOGETHER):
-        mask = torch.ones_like(some)
-        rows.append(model.generate(some, attention_mask=mask, min_new_tokens=new, max_new_tokens=new, **how))
-        print(f"  the model has written {sum(map(len, rows)) * new:,} of {len(prompts) * new:,} tokens", flush=True)
-    return torch.cat(rows)
-
-
-def first_token(model: PreTrainedModel) -> int:
-    """What the model begins a text with."""
-    config = model.generation_config
-    token = config.bos_token_id if config.bos_token_id is not None else config.eos_token_id
-    token = token[0] if isinstance(token, list) else token
-    return 0 if token is None else token
-
-
-def given_text(args: argparse.Namespace, begin: int) -> torch.Tensor:
-    """Windows of the files, each behind the token that begins a text, as many as ``--tokens`` allows."""
-    tokenizer = load_tokenizer(args.model)
-    text = "\n\n".join(path.read_text(encoding="utf-8") for path in args.text)
-    ids = torch.tensor(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"], dtype=torch.long)
-    count = len(ids) // (LENGTH - 1)
-    if count < 4:
-        raise ValueError(f"--text has {len(ids)} tokens: expected at least {4 * LENGTH}")
-    windows = F.pad(ids[: count * (LENGTH - 1)].view(count, -1), (1, 0), value=begin)
-    return windows[: max(4, args.tokens // LENGTH)]
-
-
-def collected(model: PreTrainedModel, args: argparse.Namespace) -> list[Rows]:
-    """Texts (given, or written by the model at random), and the model's likeliest continuations of parts of them."""
-    if args.data is not None and args.data.exists():
-        return [Rows(*tensors) for tensors in torch.load(args.data)]
-    begin, count = first_token(model), max(4, args.tokens // LENGTH)
-    texts = given_text(args, begin) if args.text else continued(model, torch.full((count, 1), begin), sample=True)
-    sources = torch.linspace(0, len(texts) - 1, count).round().long()  # in order: held-out prompts are of held-out text
-    starts = torch.randint(LENGTH - PROMPT, (count,)).tolist()
-    parts = [texts[row, start + 1 : start + PROMPT] for row, start in zip(sources.tolist(), starts, strict=True)]
-    likeliest = continued(model, F.pad(torch.stack(parts), (1, 0), value=begin), sample=False)
-    print("what the model makes of it is computed …", flush=True)
-    kept = [Rows(ids, features_of(model, ids)) for ids in (texts, likeliest)]
-    if args.data is not None:
-        torch.save([(rows.ids, rows.features) for rows in kept], args.data)
-    return kept
 
 
 # --- the draft ----------------------------------------------------------------------------------------------------
 
 
 def new_network(model: PreTrainedModel, args: argparse.Namespace) -> DraftNetwork:
-    """Random, or with the first blocks of the model if they are here and have the draft's shape."""
+    """Random, or with the first blocks of the model if they are here and those of a Llama."""
     embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
-    config = model.config.get_text_config()
-    width = min(config.hidden_size, args.width)
-    heads = config.num_attention_heads if width == config.hidden_size else max(1, width // 64)
-    shape = DraftShape(
-        vocab_size=head.shape[0],
-        model_hidden_size=head.shape[1],
-        hidden_size=width,
-        intermediate_size=config.intermediate_size if width == config.hidden_size else width * 11 // 4,
-        num_blocks=args.blocks,
-        num_heads=heads,
-        num_kv_heads=getattr(config, "num_key_value_heads", heads) if width == config.hidden_size else heads,
-        context=LENGTH,
+    if embedding.shape[1] != head.shape[1]:
+        raise ValueError(f"the model embeds in {embedding.shape[1]} dimensions, but its head reads {head.shape[1]}")
+    vocab_size, hidden_size = head.shape
+    width = min(hidden_size, args.width) // 2 * 2
+    heads = max(count for count in range(1, max(width // 32, 1) + 1) if width % (2 * count) == 0)
+    network = DraftNetwork(
+        DraftShape(vocab_size, hidden_size, width, width * 11 // 4, args.blocks, heads, heads, context=LENGTH)
     )
-    network = DraftNetwork(shape)
     with torch.no_grad():
         network.token_norm.weight.fill_(embedding.float().pow(2).mean().sqrt())
         network.body.norm.weight.fill_(0.1)
-        nn.init.normal_(network.join.weight, std=shape.hidden_size**-0.5)
+        nn.init.normal_(network.join.weight, std=width**-0.5)
     for name, parameter in network.body.named_parameters():
         if name.endswith(("o_proj.weight", "down_proj.weight")):
-            nn.init.normal_(parameter, std=0.02 / math.sqrt(2 * shape.num_blocks))
-    if args.local and width == shape.model_hidden_size and model.config.model_type == "llama":
-        copy_blocks(model, network)
-    return network
+            nn.init.normal_(parameter, std=0.02 / math.sqrt(2 * args.blocks))
+    return (args.local and with_first_blocks(model, network, args)) or network
 
 
 @torch.no_grad()
-def copy_blocks(model: PreTrainedModel, network: DraftNetwork) -> None:
-    """Begins as an early exit of the model that knows no features yet."""
-    width = network.shape.hidden_size
+def with_first_blocks(model: PreTrainedModel, like: DraftNetwork, args: argparse.Namespace) -> DraftNetwork | None:
+    """An early exit of the model, which knows no features yet; None if its blocks do not fit."""
+    config, width = model.config, like.shape.model_hidden_size
+    if config.model_type != "llama" or width != like.shape.hidden_size or config.num_hidden_layers < args.blocks:
+        return None
+    heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+    network = DraftNetwork(
+        dataclasses.replace(
+            like.shape, intermediate_size=config.intermediate_size, num_heads=heads, num_kv_heads=kv_heads
+        )
+    )
     for own, block in zip(network.body.layers, model.model.layers, strict=False):
-        own.load_state_dict(block.state_dict())
+        theirs = block.state_dict()
+        if {name: value.shape for name, value in own.state_dict().items()} != {n: v.shape for n, v in theirs.items()}:
+            return None
+        own.load_state_dict(theirs)
+    network.token_norm.load_state_dict(like.token_norm.state_dict())
     network.body.norm.load_state_dict(model.model.norm.state_dict())
     network.join.weight.copy_(torch.eye(width, 2 * width))
+    return network
 
 
 def unrolled(network: DraftNetwork, embedded: torch.Tensor, features: torch.Tensor, steps: int) -> list[torch.Tensor]:
@@ -269,9 +176,10 @@ def train(distillation: Distillation, data: list[Rows], args: argparse.Namespace
         if time.monotonic() - shown_s > args.every_s or progress >= 1:
             shown_s = time.monotonic()
             of_texts, of_own = (distillation.accepted(rows) for rows in held_out)
+            so_far = f"step {step} ({min(progress, 1):.0%}), loss {recent:.3f}" if step else "before training"
             print(
-                f"step {step} ({min(progress, 1):.0%}): loss {recent:.3f}, accepted {of_own[0]:.3f} of the model's own "
-                f"text ({of_own[1]:.2f} of {GUESSES} in a row), {of_texts[0]:.3f} of other text",
+                f"{so_far}: {of_own[0]:.3f} of guesses are right in what the model writes "
+                f"({of_own[1]:.2f} of {GUESSES} in a row), {of_texts[0]:.3f} in other text",
                 flush=True,
             )
         if progress >= 1:
@@ -291,7 +199,7 @@ def train(distillation: Distillation, data: list[Rows], args: argparse.Namespace
 # --- the command --------------------------------------------------------------------------------------------------
 
 
-def parse_arguments() -> argparse.Namespace:
+def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", nargs="?", default=DEFAULT_MODEL, help="as swarm generate takes it (%(default)s)")
     parser.add_argument("--local", action="store_true", help="load the whole model here, and ask no swarm")
@@ -309,20 +217,22 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--peak-lr", type=float, default=3e-3)
     parser.add_argument("--every-s", type=float, default=60, help="seconds between two reports (%(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="the same seed and --steps give the same draft")
-    args = parser.parse_args()
+    args = parser.parse_args(arguments)
     for name, least in (("tokens", 1), ("steps", 1), ("minutes", 1e-3), ("blocks", 1), ("width", 64), ("unroll", 1)):
         if not getattr(args, name) >= least:
             parser.error(f"--{name} is {getattr(args, name)}: expected at least {least}")
     for path in args.text:
         if not path.is_file():
             parser.error(f"--text {path} does not exist: expected a file of text in UTF-8")
+    if args.local and (args.swarm or args.initial_peers):
+        parser.error("--local asks no swarm: leave out --swarm and --initial-peers, or --local")
     if not args.out.resolve().parent.is_dir():
         parser.error(f"--out {args.out}: its folder does not exist")
     return args
 
 
-def main() -> None:
-    args = parse_arguments()
+def main(arguments: Sequence[str] | None = None) -> None:
+    args = parse_arguments(arguments)
     torch.manual_seed(args.seed)
     try:
         check_location(locate(args.model))
