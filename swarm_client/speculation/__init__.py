@@ -1,0 +1,1 @@
+"""Speculation: a draft on the client guesses the next tokens, and one pass through the servers verifies them."""
