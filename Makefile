@@ -45,6 +45,7 @@ format: $(VENV)/.installed
 proto: $(VENV)/.installed
 	$(BIN)/python -m grpc_tools.protoc -Iswarm_protocol/pb=protos --python_out=. --pyi_out=. --grpc_python_out=. \
 	    swarm_protocol/pb/swarm.proto
+	$(BIN)/python -m grpc_tools.protoc -Iswarm_protocol/pb=protos --python_out=. --pyi_out=. swarm_protocol/pb/tunnel.proto
 	$(BIN)/python -m grpc_tools.protoc -Iswarm_training/pb=protos --python_out=. --pyi_out=. --grpc_python_out=. \
 	    swarm_training/pb/training.proto
 	$(BIN)/python -m grpc_tools.protoc -Iswarm_training/pb=protos --python_out=. --pyi_out=. \

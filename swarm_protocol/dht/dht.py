@@ -31,6 +31,7 @@ from swarm_protocol.dht.records import (
 )
 from swarm_protocol.dht.stored_records import BoundedStorage, owner_of, subkey_of
 from swarm_protocol.net.hivemind_parts import (
+    P2P,
     ControlFailure,
     DHTNode,
     P2PDaemonError,
@@ -137,6 +138,12 @@ class Dht:
     @property
     def peer_id(self) -> str:
         return self._identity.peer_id
+
+    @property
+    def p2p(self) -> P2P:
+        """The libp2p daemon that runs at present; ``restart`` starts another."""
+        p2p: P2P = self._node.p2p
+        return p2p
 
     @property
     def revocations(self) -> Revocations | None:

@@ -37,6 +37,8 @@ LAYERS = {  # from the top: a room imports from those below it only
     "swarm_protocol": [
         [DOOR],
         ["verification"],
+        ["tunnel"],
+        ["streams"],
         ["dht", "rpc"],
         ["access"],
         ["net"],

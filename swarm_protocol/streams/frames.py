@@ -1,0 +1,40 @@
+"""Messages and runs of bytes on a stream, each behind its length; see ``protos/tunnel.proto``."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TypeVar
+
+from google.protobuf.message import DecodeError, Message
+
+from swarm_protocol.errors import BadReply
+
+MAX_RUN_BYTES = 64 * 1024
+_LENGTH_BYTES = 4
+M = TypeVar("M", bound=Message)
+
+
+def framed(data: bytes) -> bytes:
+    return len(data).to_bytes(_LENGTH_BYTES) + data
+
+
+async def read_run(reader: asyncio.StreamReader) -> bytes:
+    """The next run; empty: the other side sends no more. Raises BadReply, or IncompleteReadError at an early end."""
+    length = int.from_bytes(await reader.readexactly(_LENGTH_BYTES))
+    if length > MAX_RUN_BYTES:
+        raise BadReply(f"a run of {length} bytes came through a tunnel: expected at most {MAX_RUN_BYTES}")
+    return await reader.readexactly(length)
+
+
+async def read_message(reader: asyncio.StreamReader, kind: type[M], timeout_s: float) -> M:
+    """Raises BadReply if it is no such message or does not come in time, or is cut off."""
+    try:
+        return kind.FromString(await asyncio.wait_for(read_run(reader), timeout_s))
+    except (TimeoutError, asyncio.IncompleteReadError, OSError, DecodeError) as error:
+        raise BadReply(f"no {kind.DESCRIPTOR.name} came: {error!r}") from None
+
+
+async def write_message(writer: asyncio.StreamWriter, message: Message) -> None:
+    """Raises OSError if the stream is gone."""
+    writer.write(framed(message.SerializeToString()))
+    await writer.drain()

@@ -1,0 +1,81 @@
+"""Copies bytes between two connections until both sides have ended, or one of them is lost."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
+from swarm_protocol.errors import BadReply
+from swarm_protocol.streams.frames import MAX_RUN_BYTES, framed, read_run
+from swarm_protocol.streams.streams import Stream
+
+_LOSSES = (OSError, asyncio.IncompleteReadError, BadReply)
+
+
+async def pipe(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, stream: Stream) -> None:
+    """A TCP connection through a tunnel. An end of one direction leaves the other open; a loss ends both.
+
+    No more is in memory than a few runs of each direction: who does not read is not sent more.
+    """
+
+    async def up() -> None:
+        while data := await reader.read(MAX_RUN_BYTES):
+            stream.writer.write(framed(data))
+            await stream.writer.drain()
+        stream.writer.write(framed(b""))
+        await stream.writer.drain()
+
+    async def down() -> None:
+        while data := await read_run(stream.reader):
+            writer.write(data)
+            await writer.drain()
+        writer.write_eof()
+
+    whole = await _both(up(), down())
+    if whole:
+        stream.close()
+        writer.close()
+    else:
+        stream.abort()
+        writer.transport.abort()
+
+
+async def splice(one: Stream, other: Stream, take: Callable[[int], Awaitable[None]]) -> None:
+    """Both directions between two streams, without a look at what passes. ``take`` waits until so many bytes may.
+
+    Returns when one side is closed: the ends of directions are among the bytes.
+    """
+
+    async def copy(source: Stream, sink: Stream) -> None:
+        while data := await source.reader.read(MAX_RUN_BYTES):
+            await take(len(data))
+            sink.writer.write(data)
+            await sink.writer.drain()
+
+    tasks = [asyncio.ensure_future(copy(*ends)) for ends in ((one, other), (other, one))]
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        await _end(tasks)
+        one.close()
+        other.close()
+
+
+async def _both(*copying: Any) -> bool:
+    """Whether both came to their end."""
+    tasks = [asyncio.ensure_future(copy) for copy in copying]
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+        whole = all(task.done() and not task.cancelled() and task.exception() is None for task in tasks)
+    finally:
+        await _end(tasks)
+    return whole
+
+
+async def _end(tasks: Sequence[asyncio.Future[None]]) -> None:
+    for task in tasks:
+        task.cancel()
+    for outcome in await asyncio.gather(*tasks, return_exceptions=True):
+        if isinstance(outcome, Exception) and not isinstance(outcome, _LOSSES):
+            raise outcome

@@ -1,0 +1,119 @@
+"""Streams of libp2p to other peers: opened to them, and taken from them."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from swarm_protocol.errors import PeerUnavailable, SwarmError
+from swarm_protocol.net.hivemind_parts import P2P, ControlFailure, Multiaddr, P2PDaemonError, PeerID
+from swarm_protocol.wire.printable import printable
+
+OPEN_TIMEOUT_S = 5.0
+_LINGER_S = 10.0
+_FAILURES = (ControlFailure, P2PDaemonError, OSError, asyncio.IncompleteReadError, ValueError)
+_logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Stream:
+    """Attributes:
+    peer_id: at the other end; libp2p has proved it.
+    host: the IP address from which it comes, or empty.
+    """
+
+    peer_id: str
+    host: str
+    reader: asyncio.StreamReader
+    writer: asyncio.StreamWriter
+
+    def close(self) -> None:
+        """What was written is still sent, if the other end takes it soon."""
+        if not self.writer.is_closing():
+            self.writer.close()
+            asyncio.get_running_loop().call_later(_LINGER_S, self.writer.transport.abort)
+
+    def abort(self) -> None:
+        self.writer.transport.abort()
+
+
+Handler = Callable[[Stream], Awaitable[None]]
+
+
+class Streams(Protocol):
+    """Stands for libp2p."""
+
+    @property
+    def peer_id(self) -> str: ...
+
+    async def open(self, peer: str, protocol: str) -> Stream: ...
+
+    async def serve(self, protocol: str, handler: Handler) -> None: ...
+
+
+class DaemonStreams:
+    """Those of the libp2p daemon, which may be replaced by another: then ``attach`` must be called."""
+
+    def __init__(self, daemon: Callable[[], P2P | None]) -> None:
+        self._daemon = daemon
+        self._handlers: dict[str, Handler] = {}
+
+    @property
+    def peer_id(self) -> str:
+        return str(self._p2p().peer_id)
+
+    async def open(self, peer: str, protocol: str) -> Stream:
+        """``peer``: a multiaddr, or the id of a peer that is connected. Raises PeerUnavailable."""
+        transport, _, name = peer.rpartition("/p2p/")
+        try:
+            p2p, peer_id = self._p2p(), PeerID.from_base58(name)
+            opening = _open(p2p, peer_id, transport, protocol)
+            info, reader, writer = await asyncio.wait_for(opening, OPEN_TIMEOUT_S)
+        except TimeoutError:
+            raise PeerUnavailable(f"no stream to {printable(peer, 80)} within {OPEN_TIMEOUT_S:g} s", name) from None
+        except _FAILURES as error:
+            raise PeerUnavailable(f"no stream to {printable(peer, 80)}: {printable(str(error), 120)}", name) from None
+        return Stream(name, _host(info.addr), reader, writer)
+
+    async def serve(self, protocol: str, handler: Handler) -> None:
+        self._handlers[protocol] = handler
+        await self._register(protocol, handler)
+
+    async def attach(self) -> None:
+        """Takes streams from a daemon that has just been started."""
+        for protocol, handler in self._handlers.items():
+            await self._register(protocol, handler)
+
+    async def _register(self, protocol: str, handler: Handler) -> None:
+        async def handle(info: Any, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            stream = Stream(info.peer_id.to_base58(), _host(info.addr), reader, writer)
+            try:
+                await handler(stream)
+            except (OSError, asyncio.IncompleteReadError, SwarmError) as error:
+                _logger.debug("a stream of %s ended: %r", protocol, error)
+                stream.abort()
+            finally:
+                stream.close()
+
+        await self._p2p().add_binary_stream_handler(protocol, handle)
+
+    def _p2p(self) -> P2P:
+        p2p = self._daemon()
+        if p2p is None:
+            raise PeerUnavailable("there is no libp2p daemon, through which tunnels go")
+        return p2p
+
+
+async def _open(p2p: P2P, peer_id: PeerID, transport: str, protocol: str) -> Any:
+    if transport:
+        await p2p._client.connect(peer_id, [Multiaddr(transport)])
+    return await p2p.call_binary_stream_handler(peer_id, protocol)
+
+
+def _host(address: Any) -> str:
+    """The IP address in a multiaddr; empty if there is none."""
+    parts = str(address).split("/")
+    return parts[2] if len(parts) > 2 and parts[1] in ("ip4", "ip6") else ""

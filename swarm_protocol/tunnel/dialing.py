@@ -1,0 +1,178 @@
+"""gRPC channels to servers, by whatever address leads there: directly, or through a tunnel."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
+
+import grpc
+
+from swarm_protocol.errors import BadReply, PeerUnavailable, SwarmError
+from swarm_protocol.net.tls import ClientCredentials, pinned_channel
+from swarm_protocol.pb import tunnel_pb2 as pb
+from swarm_protocol.streams.frames import read_message, write_message
+from swarm_protocol.streams.pipe import pipe
+from swarm_protocol.streams.streams import Stream, Streams
+from swarm_protocol.tunnel.accepting import HELLO_TIMEOUT_S, TUNNEL
+from swarm_protocol.tunnel.circuit import Circuit, is_circuit
+from swarm_protocol.tunnel.members import Membership
+from swarm_protocol.tunnel.relaying import RELAY
+from swarm_protocol.wire.printable import printable
+
+_LOCAL = "127.0.0.1"
+_HEAD_START_S = 0.25  # of an address over the next one (RFC 8305)
+_TUNNEL_S = 5.0  # that a connection through a relay may take longer: several round trips to open it
+_logger = logging.getLogger(__name__)
+_closing: set[asyncio.Future[None]] = set()
+
+
+class Dialer:
+    """Connects to servers; a tunnel is a port of the loopback, from which each connection goes through a stream."""
+
+    def __init__(
+        self, credentials: ClientCredentials, streams: Streams | None = None, membership: Membership | None = None
+    ) -> None:
+        """Without ``streams``, servers are reached directly or not at all."""
+        self._credentials = credentials
+        self._streams = streams
+        self._membership = membership or Membership()
+        self._ports: dict[str, asyncio.Task[_TunnelPort]] = {}
+
+    async def connect(
+        self, address: str, fingerprint: bytes, options: list[tuple[str, object]], timeout_s: float
+    ) -> grpc.aio.Channel:
+        """See ``pinned_channel``; ``address`` is HOST:PORT or a circuit."""
+        if not is_circuit(address):
+            return await pinned_channel(self._credentials, address, fingerprint, options, timeout_s)
+        port = await self._port(address)
+        try:
+            local = f"{_LOCAL}:{port.number}"
+            return await pinned_channel(self._credentials, local, fingerprint, options, timeout_s + _TUNNEL_S)
+        except PeerUnavailable as error:
+            raise PeerUnavailable(port.failure or str(error), port.circuit.target) from None
+
+    async def close(self) -> None:
+        for opening in self._ports.values():
+            opening.cancel()
+            with suppress(asyncio.CancelledError, SwarmError, OSError):
+                (await opening).close()
+        self._ports.clear()
+
+    async def _port(self, address: str) -> _TunnelPort:
+        if self._streams is None:
+            raise PeerUnavailable("the server is reached through a relay, and there is no libp2p daemon here")
+        try:
+            circuit = Circuit.parse(address)
+        except ValueError as error:
+            raise PeerUnavailable(f"no server answers at {printable(address, 80)}: {error}") from None
+        if address not in self._ports:
+            port = _TunnelPort(circuit, self._streams, self._membership)
+            self._ports[address] = asyncio.ensure_future(port.open())
+        return await asyncio.shield(self._ports[address])
+
+
+class _TunnelPort:
+    """A port of the loopback. Whoever connects there is, to the server, who its TLS certificate says.
+
+    Attributes:
+        failure: why the last tunnel could not be opened; empty if it could.
+    """
+
+    def __init__(self, circuit: Circuit, streams: Streams, membership: Membership) -> None:
+        self.circuit = circuit
+        self.failure = ""
+        self.number = 0
+        self._streams, self._membership = streams, membership
+        self._connections: set[asyncio.Task[None]] = set()
+
+    async def open(self) -> _TunnelPort:
+        self._server = await asyncio.start_server(self._take, _LOCAL, 0)
+        self.number = self._server.sockets[0].getsockname()[1]
+        return self
+
+    def close(self) -> None:
+        self._server.close()
+        for connection in self._connections:
+            connection.cancel()
+
+    async def _take(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._connections.add(task)
+        try:
+            stream = await open_tunnel(self._streams, self.circuit, self._membership)
+            self.failure = ""
+            await pipe(reader, writer, stream)
+        except (SwarmError, OSError) as error:
+            self.failure = f"no way through relay {self.circuit.relay_id[-6:]}: {printable(str(error), 200)}"
+            _logger.info("%s", self.failure)
+        except asyncio.CancelledError:
+            pass  # the dialer was closed; asyncio would report it
+        finally:
+            self._connections.discard(task)
+            writer.transport.abort()
+
+
+async def open_tunnel(streams: Streams, circuit: Circuit, membership: Membership) -> Stream:
+    """A stream that leads to the server's gRPC port. Raises PeerUnavailable."""
+    protocol = TUNNEL if circuit.is_direct else RELAY
+    stream = await streams.open(circuit.relay, protocol)
+    try:
+        member = pb.Member() if circuit.is_direct else membership.shown(streams.peer_id, circuit.relay_id)
+        await write_message(stream.writer, pb.Open(target=circuit.target, member=member))
+        answer = await read_message(stream.reader, pb.Opened, HELLO_TIMEOUT_S)
+    except (OSError, BadReply) as error:
+        stream.abort()
+        raise PeerUnavailable(f"the tunnel was not opened: {error}", circuit.target) from None
+    except BaseException:
+        stream.abort()
+        raise
+    if answer.refusal:
+        stream.close()
+        raise PeerUnavailable(answer.refusal, circuit.target)
+    return stream
+
+
+async def first_reached(
+    addresses: Sequence[str], connect: Callable[[str], Awaitable[grpc.aio.Channel]]
+) -> tuple[str, grpc.aio.Channel]:
+    """The first address at which the server answers, of those tried one after the other with a short head start each.
+
+    Direct ones come first. What was not needed is closed.
+
+    Raises:
+        PeerUnavailable or BadReply: none of them leads to it; says what the first of them said.
+    """
+    waiting = sorted(addresses, key=is_circuit)  # stable: otherwise in the server's order
+    if not waiting:
+        raise PeerUnavailable("it announces no address")
+    trying: dict[asyncio.Future[grpc.aio.Channel], str] = {}
+    failures: list[SwarmError] = []
+    try:
+        while waiting or trying:
+            if waiting:
+                address = waiting.pop(0)
+                trying[asyncio.ensure_future(connect(address))] = address
+            done, _ = await asyncio.wait(
+                trying, timeout=_HEAD_START_S if waiting else None, return_when=asyncio.FIRST_COMPLETED
+            )
+            for attempt in done:
+                address = trying.pop(attempt)
+                try:
+                    return address, attempt.result()
+                except (PeerUnavailable, BadReply) as error:
+                    failures.append(error)
+    finally:
+        for attempt in trying:
+            attempt.cancel()
+            attempt.add_done_callback(_close_unneeded)
+    raise failures[0]
+
+
+def _close_unneeded(attempt: asyncio.Future[grpc.aio.Channel]) -> None:
+    if not attempt.cancelled() and attempt.exception() is None:
+        closing = asyncio.ensure_future(attempt.result().close())
+        _closing.add(closing)
+        closing.add_done_callback(_closing.discard)

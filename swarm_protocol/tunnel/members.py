@@ -1,0 +1,49 @@
+"""Relays of a private swarm carry bytes for its members alone: how a peer shows that it acts for one."""
+
+from __future__ import annotations
+
+from swarm_protocol.access.access_control import AccessControl
+from swarm_protocol.access.tokens import Role
+from swarm_protocol.errors import AccessDenied
+from swarm_protocol.net.hivemind_parts import RSAPublicKey
+from swarm_protocol.net.identity import Identity, peer_id_of
+from swarm_protocol.pb import tunnel_pb2 as pb
+
+_SENTENCE = b"swarm tunnel: these two peers, from one to the other\0"
+
+
+class Membership:
+    """Of whoever opens streams; of no one in a swarm that is open to all."""
+
+    def __init__(self, identity: Identity | None = None, token: bytes = b"") -> None:
+        self._identity, self._token = identity, token
+
+    def shown(self, caller: str, relay: str) -> pb.Member:
+        """``caller`` and ``relay`` are the peer ids of both ends: what is signed is of no use on another stream."""
+        if self._identity is None or not self._token:
+            return pb.Member()
+        key = self._identity.private_key
+        return pb.Member(
+            token=self._token,
+            public_key=key.get_public_key().to_bytes(),
+            signature=key.sign(_said(caller, relay)),
+        )
+
+
+def require_member(access: AccessControl | None, role: Role, member: pb.Member, caller: str, relay: str) -> None:
+    """Raises AccessDenied if the swarm is private (``access``), and the caller acts for no member of this role."""
+    if access is None:
+        return
+    peer_id = ""
+    if member.token:
+        try:
+            peer_id = peer_id_of(member.public_key)
+            if not RSAPublicKey.from_bytes(member.public_key).verify(_said(caller, relay), member.signature):
+                raise ValueError("it was signed for another stream")
+        except ValueError as error:
+            raise AccessDenied(f"the membership that was shown is not the caller's: {error}") from None
+    access.require(role, peer_id, member.token)
+
+
+def _said(caller: str, relay: str) -> bytes:
+    return _SENTENCE + f"{caller} {relay}".encode()

@@ -1,0 +1,101 @@
+"""A relay: opens tunnels to servers that keep a stream open to it, and copies what passes, which is TLS."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from math import inf
+
+from swarm_protocol.access.access_control import AccessControl
+from swarm_protocol.access.tokens import Role
+from swarm_protocol.errors import AccessDenied, PeerBusy, PeerError, SwarmError
+from swarm_protocol.pb import tunnel_pb2 as pb
+from swarm_protocol.streams.frames import read_message, write_message
+from swarm_protocol.streams.limits import Budget, Places
+from swarm_protocol.streams.pipe import splice
+from swarm_protocol.streams.streams import Stream, Streams
+from swarm_protocol.tunnel.accepting import HELLO_TIMEOUT_S, TUNNEL
+from swarm_protocol.tunnel.members import require_member
+from swarm_protocol.wire.printable import printable
+
+RELAY, RESERVE = "/swarm/relay/1", "/swarm/reserve/1"
+_LATE = 3.0  # times the pause between two signs of life, after which a server is taken for gone
+_MAX_PAUSE_S = 300.0
+_logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class RelayLimits:
+    """Of one relay; ``bytes_per_s`` of both directions of all tunnels together, 0: it does not relay."""
+
+    bytes_per_s: float = inf
+    servers: int = 64
+    tunnels: int = 512
+    tunnels_of_caller: int = 64  # to all servers
+
+
+@dataclass
+class Relay:
+    """Takes servers and callers from libp2p. ``may_relay``: whether others can reach this member at present."""
+
+    streams: Streams
+    limits: RelayLimits
+    access: AccessControl | None = None
+    may_relay: Callable[[], bool] = lambda: True
+    _servers: dict[str, Stream] = field(default_factory=dict)  # by peer id
+
+    def __post_init__(self) -> None:
+        self.budget = Budget(self.limits.bytes_per_s or inf)
+        self._places = Places("tunnels through this relay", self.limits.tunnels, self.limits.tunnels_of_caller)
+
+    @property
+    def offers(self) -> bool:
+        return self.limits.bytes_per_s > 0 and self.may_relay()
+
+    async def start(self) -> None:
+        await self.streams.serve(RESERVE, self._reserve)
+        await self.streams.serve(RELAY, self._relay)
+
+    async def _reserve(self, stream: Stream) -> None:
+        request = await read_message(stream.reader, pb.Reserve, HELLO_TIMEOUT_S)
+        try:
+            self._require(Role.SERVER, request.member, stream)
+            if len(self._servers) >= self.limits.servers and stream.peer_id not in self._servers:
+                raise PeerBusy(f"this relay has {self.limits.servers} servers already")
+        except (AccessDenied, PeerError) as error:
+            await write_message(stream.writer, pb.Reserved(refusal=str(error)))
+            return
+        self._servers[stream.peer_id] = stream  # in place of an older stream, which the server has lost
+        _logger.info("relaying for server %s", printable(stream.peer_id[-6:]))
+        try:
+            await write_message(stream.writer, pb.Reserved())
+            pause_s = min(max(request.keepalive_s, 1.0), _MAX_PAUSE_S)
+            while sign := await asyncio.wait_for(stream.reader.read(1), _LATE * pause_s):
+                stream.writer.write(sign)
+                await stream.writer.drain()
+        except TimeoutError:
+            _logger.info("server %s is silent, no more is relayed for it", printable(stream.peer_id[-6:]))
+        finally:
+            if self._servers.get(stream.peer_id) is stream:
+                del self._servers[stream.peer_id]
+
+    async def _relay(self, stream: Stream) -> None:
+        request = await read_message(stream.reader, pb.Open, HELLO_TIMEOUT_S)
+        try:
+            self._require(Role.CLIENT, request.member, stream)
+            if request.target not in self._servers:
+                raise PeerBusy("this relay has no such server")
+            with self._places.taken(stream.peer_id):
+                server = await self.streams.open(request.target, TUNNEL)
+                opening = pb.Open(target=request.target, caller=stream.peer_id, caller_host=stream.host)
+                await write_message(server.writer, opening)
+                await splice(stream, server, self.budget.take)
+        except SwarmError as error:
+            await write_message(stream.writer, pb.Opened(refusal=str(error)))
+
+    def _require(self, role: Role, member: pb.Member, stream: Stream) -> None:
+        if not self.offers:
+            raise PeerBusy("this member does not relay")
+        require_member(self.access, role, member, stream.peer_id, self.streams.peer_id)

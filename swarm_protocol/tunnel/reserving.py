@@ -1,0 +1,72 @@
+"""A server's stream to a relay: while it is open, others reach the server through the relay."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+from swarm_protocol.errors import BadReply, PeerBusy, PeerUnavailable
+from swarm_protocol.pb import tunnel_pb2 as pb
+from swarm_protocol.streams.frames import read_message, write_message
+from swarm_protocol.streams.streams import Stream, Streams
+from swarm_protocol.tunnel.accepting import HELLO_TIMEOUT_S
+from swarm_protocol.tunnel.members import Membership
+from swarm_protocol.tunnel.relaying import RESERVE
+
+_ANSWER_S = 5.0  # of a relay, to a sign of life
+_SIGN = b"\0"
+
+
+class Reservation:
+    """Attributes:
+    relay: the relay's multiaddr.
+    rtt_s: to the relay and back.
+    lost: done when the relay does not answer any more, or the reservation was closed.
+    """
+
+    def __init__(self, relay: str, rtt_s: float, stream: Stream, keepalive_s: float) -> None:
+        self.relay, self.rtt_s = relay, rtt_s
+        self._stream = stream
+        self.lost = asyncio.ensure_future(self._keep(keepalive_s))
+
+    @property
+    def relay_id(self) -> str:
+        return self.relay.rpartition("/p2p/")[2]
+
+    async def _keep(self, keepalive_s: float) -> None:
+        """Signs of life keep the connection in the tables of routers on the way, and find out that it is lost."""
+        try:
+            while True:
+                await self._exchange(keepalive_s)
+        except (OSError, asyncio.IncompleteReadError, TimeoutError):
+            self._stream.abort()
+
+    async def _exchange(self, keepalive_s: float) -> None:
+        try:
+            if not await asyncio.wait_for(self._stream.reader.read(1), keepalive_s):
+                raise ConnectionResetError("the relay has closed the stream")
+        except TimeoutError:  # nothing is said between two signs
+            self._stream.writer.write(_SIGN)
+            await self._stream.writer.drain()
+            await asyncio.wait_for(self._stream.reader.readexactly(1), _ANSWER_S)
+
+    def close(self) -> None:
+        self.lost.cancel()
+        self._stream.close()
+
+
+async def reserve(streams: Streams, relay: str, membership: Membership, keepalive_s: float) -> Reservation:
+    """``relay``: its multiaddr. Raises PeerUnavailable if it cannot be reached, PeerBusy if it does not want to."""
+    stream = await streams.open(relay, RESERVE)
+    start_s = time.perf_counter()
+    member = membership.shown(streams.peer_id, stream.peer_id)
+    try:
+        await write_message(stream.writer, pb.Reserve(member=member, keepalive_s=keepalive_s))
+        answer = await read_message(stream.reader, pb.Reserved, HELLO_TIMEOUT_S)
+    except (OSError, BadReply) as error:
+        stream.abort()
+        raise PeerUnavailable(f"relay {stream.peer_id} does not answer: {error}", stream.peer_id) from None
+    if answer.refusal:
+        stream.close()
+        raise PeerBusy(answer.refusal, stream.peer_id)
+    return Reservation(relay, time.perf_counter() - start_s, stream, keepalive_s)

@@ -1,0 +1,187 @@
+"""Tunnels and relays between real libp2p daemons on loopback; the server's daemon listens nowhere."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import os
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+
+import pytest
+
+from swarm_protocol.dht.dht import Dht
+from swarm_protocol.errors import PeerBusy, PeerUnavailable
+from swarm_protocol.net.identity import Identity
+from swarm_protocol.streams.streams import DaemonStreams
+from swarm_protocol.tunnel.accepting import Acceptor
+from swarm_protocol.tunnel.circuit import Circuit
+from swarm_protocol.tunnel.dial_back import ask_dial_back, serve_dial_back
+from swarm_protocol.tunnel.dialing import _TunnelPort, open_tunnel
+from swarm_protocol.tunnel.members import Membership
+from swarm_protocol.tunnel.relaying import Relay, RelayLimits
+from swarm_protocol.tunnel.reserving import reserve
+from tests.swarm.waiting import DEADLINE_S
+
+NOBODY = Membership()
+KEEPALIVE_S = 0.2
+
+
+@dataclass
+class Three:
+    """A relay, a server that nobody can dial, and a client. ``origins``: of connections that the server has now."""
+
+    relay: Relay
+    relay_address: str
+    dhts: dict[str, Dht]
+    streams: dict[str, DaemonStreams]
+    origins: dict[int, str]
+    service: asyncio.Server
+
+    @property
+    def circuit(self) -> Circuit:
+        return Circuit(self.relay_address, self.dhts["server"].peer_id)
+
+
+async def answer_digest(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    """Says at once that it is there; all else only when the other direction has ended."""
+    writer.write(b"hello")
+    writer.write(hashlib.sha256(await reader.read()).digest())
+    writer.write_eof()
+    await writer.drain()
+    writer.close()
+
+
+@asynccontextmanager
+async def three(limits: RelayLimits = RelayLimits(), service=answer_digest) -> AsyncIterator[Three]:  # noqa: B008
+    async with AsyncExitStack() as stack:
+        dhts, peers = {}, []
+        for name in ("relay", "server", "client"):
+            host = "127.0.0.1" if name == "relay" else None
+            dhts[name] = await Dht.join("tunnels", peers, Identity.generate(), host=host)
+            stack.push_async_callback(dhts[name].shutdown)
+            peers = peers or [(await dhts[name].addresses())[0]]
+        streams = {name: DaemonStreams(lambda dht=dht: dht.p2p) for name, dht in dhts.items()}
+        relay = Relay(streams["relay"], limits)
+        await relay.start()
+        listening = await asyncio.start_server(service, "127.0.0.1", 0)
+        stack.callback(listening.close)
+        origins: dict[int, str] = {}
+        port = listening.sockets[0].getsockname()[1]
+        acceptor = Acceptor(streams["server"], "127.0.0.1", port, {dhts["relay"].peer_id}, origins)
+        await acceptor.start()
+        yield Three(relay, peers[0], dhts, streams, origins, listening)
+
+
+def run(check: Callable[[], Awaitable[None]]) -> None:
+    asyncio.run(asyncio.wait_for(check(), DEADLINE_S))
+
+
+async def until(holds: Callable[[], object]) -> None:
+    while not holds():
+        await asyncio.sleep(0.01)
+
+
+def test_bytes_go_both_ways_and_one_direction_may_end_before_the_other():
+    async def check() -> None:
+        async with three() as net:
+            reservation = await reserve(net.streams["server"], net.relay_address, NOBODY, KEEPALIVE_S)
+            port = await _TunnelPort(net.circuit, net.streams["client"], NOBODY).open()
+            data = os.urandom(3_000_000)
+            reader, writer = await asyncio.open_connection("127.0.0.1", port.number)
+            assert await reader.readexactly(5) == b"hello"
+            assert list(net.origins.values()) == ["127.0.0.1"]
+            writer.write(data)
+            writer.write_eof()
+            assert await reader.read() == hashlib.sha256(data).digest()
+            writer.close()
+            await until(lambda: not net.origins)
+            assert net.relay.budget.num_bytes > len(data)
+            await until(lambda: net.relay._places.num_taken == 0)
+            port.close()
+            reservation.close()
+
+    run(check)
+
+
+def test_who_does_not_read_is_not_sent_more():
+    sent = 0
+
+    async def talk_for_ever(_reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal sent
+        while True:
+            writer.write(bytes(65536))
+            await writer.drain()
+            sent += 65536
+
+    async def check() -> None:
+        async with three(service=talk_for_ever) as net:
+            await reserve(net.streams["server"], net.relay_address, NOBODY, KEEPALIVE_S)
+            stream = await open_tunnel(net.streams["client"], net.circuit, NOBODY)
+            seen = -1
+            while sent != seen:  # until it stands still
+                seen = sent
+                await asyncio.sleep(0.5)
+            assert 0 < sent < 64 << 20
+            for _ in range(1000):  # it goes on once somebody reads
+                await stream.reader.read(1 << 16)
+            await until(lambda: sent > seen)
+            stream.abort()
+            await until(lambda: not net.origins)
+
+    run(check)
+
+
+def test_a_relay_refuses_and_says_why():
+    async def check() -> None:
+        async with three(RelayLimits(servers=1, tunnels_of_caller=1)) as net:
+            server, client = net.streams["server"], net.streams["client"]
+            with pytest.raises(PeerUnavailable, match="no such server"):
+                await open_tunnel(client, net.circuit, NOBODY)
+            reservation = await reserve(server, net.relay_address, NOBODY, KEEPALIVE_S)
+            with pytest.raises(PeerBusy, match="has 1 servers already"):
+                await reserve(client, net.relay_address, NOBODY, KEEPALIVE_S)
+            stream = await open_tunnel(client, net.circuit, NOBODY)
+            with pytest.raises(PeerUnavailable, match="this peer has 1 tunnels through this relay already"):
+                await open_tunnel(client, net.circuit, NOBODY)
+            stream.close()
+            reservation.close()
+            await until(lambda: not net.relay._servers)
+            net.relay.may_relay = lambda: False
+            with pytest.raises(PeerBusy, match="does not relay"):
+                await reserve(server, net.relay_address, NOBODY, KEEPALIVE_S)
+
+    run(check)
+
+
+def test_both_ends_notice_when_the_other_is_gone():
+    async def check() -> None:
+        async with three() as net:
+            first = await reserve(net.streams["server"], net.relay_address, NOBODY, KEEPALIVE_S)
+            second = await reserve(net.streams["server"], net.relay_address, NOBODY, KEEPALIVE_S)  # in its place
+            await until(lambda: len(net.relay._servers) == 1)
+            second.close()
+            first.close()
+            await until(lambda: not net.relay._servers)
+            third = await reserve(net.streams["server"], net.relay_address, NOBODY, KEEPALIVE_S)
+            stream = await open_tunnel(net.streams["client"], net.circuit, NOBODY)
+            net.dhts["relay"].p2p._child.kill()
+            await third.lost
+            await stream.reader.read()  # what was sent, and then the end
+
+    run(check)
+
+
+def test_others_dial_back_only_where_one_comes_from():
+    async def check() -> None:
+        async with three() as net:
+            await serve_dial_back(net.streams["relay"])
+            open_port = net.service.sockets[0].getsockname()[1]
+            asked = [f"127.0.0.1:{open_port}", "127.0.0.1:1", f"192.0.2.1:{open_port}"]
+            answer = await ask_dial_back(net.streams["server"], net.relay_address, asked)
+            assert (list(answer.reached), answer.host) == ([asked[0]], "127.0.0.1")
+            silent = net.relay_address.replace(net.dhts["relay"].peer_id, net.dhts["client"].peer_id)
+            assert await ask_dial_back(net.streams["server"], silent, asked) is None
+
+    run(check)

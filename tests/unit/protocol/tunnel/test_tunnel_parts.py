@@ -1,0 +1,169 @@
+"""What tunnels are made of, without a network: addresses, limits, proofs of membership, the race of addresses."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+import pytest
+
+from swarm_protocol.access.access_control import AccessControl
+from swarm_protocol.access.organiser import OrganiserKey
+from swarm_protocol.access.tokens import Grant, Role
+from swarm_protocol.errors import AccessDenied, BadReply, PeerBusy, PeerUnavailable
+from swarm_protocol.net.identity import Identity
+from swarm_protocol.pb import tunnel_pb2 as pb
+from swarm_protocol.streams.frames import MAX_RUN_BYTES, framed, read_message, read_run
+from swarm_protocol.streams.limits import Budget, Places
+from swarm_protocol.tunnel.circuit import Circuit, relay_of
+from swarm_protocol.tunnel.dialing import first_reached
+from swarm_protocol.tunnel.members import Membership, require_member
+from tests.unit.support import run
+
+RELAY_ID = "QmYyQSo1c1Ym7orWxLYvCrM2EmxFTANf8wXmmE7DWjhx5N"
+TARGET_ID = "QmcgpsyWgH8Y8ajJz1Cu72KnS5uo2Aa2LpzU7kinSupNKC"
+RELAY = f"/ip4/192.0.2.1/tcp/31330/p2p/{RELAY_ID}"
+
+
+@pytest.mark.parametrize("host", ["ip4/192.0.2.1", "ip6/2001:db8::1", "dns4/relay.example.org"])
+def test_a_circuit_is_written_as_libp2p_does(host):
+    text = f"/{host}/tcp/31330/p2p/{RELAY_ID}/p2p-circuit/p2p/{TARGET_ID}"
+    circuit = Circuit.parse(text)
+    assert (str(circuit), circuit.relay_id, circuit.target, circuit.is_direct) == (text, RELAY_ID, TARGET_ID, False)
+    assert relay_of(text) == RELAY_ID
+
+
+@pytest.mark.parametrize(
+    "address",
+    ["192.0.2.1:80", RELAY, f"{RELAY}/p2p-circuit/p2p/someone", f"/p2p/{RELAY_ID}/p2p-circuit/p2p/{TARGET_ID}", "/"],
+)
+def test_what_is_no_circuit(address):
+    with pytest.raises(ValueError):
+        Circuit.parse(address)
+    assert relay_of(address) == ""
+
+
+def test_a_server_whose_own_daemon_takes_tunnels_has_no_relay():
+    circuit = Circuit(RELAY, RELAY_ID)
+    assert circuit.is_direct
+    assert relay_of(str(circuit)) == ""
+
+
+def test_places_end_for_one_peer_before_they_end_for_all():
+    places = Places("tunnels", most=3, most_of_one=2)
+    with places.taken("anna"), places.taken("anna"):
+        with pytest.raises(PeerBusy, match="this peer has 2 tunnels already"), places.taken("anna"):
+            pass
+        with places.taken("bert"), pytest.raises(PeerBusy, match="there are 3 tunnels already"), places.taken("carl"):
+            pass
+    assert places.num_taken == 0
+
+
+def test_a_budget_is_kept_over_time():
+    """Time is the loop's, which a test can set forward: nothing waits really."""
+
+    class Loop(asyncio.SelectorEventLoop):
+        ahead_s = 0.0
+
+        def time(self) -> float:
+            return super().time() + self.ahead_s
+
+        def call_at(self, when, callback, *args, **kwargs):
+            self.ahead_s += max(0.0, when - self.time())
+            return super().call_at(self.time(), callback, *args, **kwargs)
+
+    async def spend() -> float:
+        start_s = asyncio.get_running_loop().time()
+        budget = Budget(1000.0)
+        await asyncio.gather(*(budget.take(500) for _ in range(10)))
+        assert budget.num_bytes == 5000
+        return asyncio.get_running_loop().time() - start_s
+
+    loop = Loop()
+    took_s = loop.run_until_complete(spend())
+    loop.close()
+    assert 4.5 <= took_s < 5.5  # 5000 bytes, of which half a second's may pass at once
+
+
+def test_a_budget_without_end_does_not_wait():
+    run(Budget().take(1 << 40))
+
+
+def test_messages_that_are_none_are_refused():
+    async def check() -> None:
+        for data, error in (
+            (framed(b"\xff\xff"), BadReply),  # no message
+            (framed(pb.Opened(refusal="no").SerializeToString())[:-1], BadReply),  # cut off
+            ((MAX_RUN_BYTES + 1).to_bytes(4) + bytes(MAX_RUN_BYTES + 1), BadReply),
+        ):
+            reader = asyncio.StreamReader()
+            reader.feed_data(data)
+            reader.feed_eof()
+            with pytest.raises(error):
+                await read_message(reader, pb.Opened, 1.0)
+        reader = asyncio.StreamReader()
+        with pytest.raises(BadReply):
+            await read_message(reader, pb.Opened, 0.01)  # nothing comes
+        reader.feed_data(framed(b"abc") + framed(b""))
+        assert [await read_run(reader), await read_run(reader)] == [b"abc", b""]
+
+    run(check())
+
+
+def test_only_members_open_streams_to_a_relay_of_a_private_swarm():
+    organiser = OrganiserKey.generate()
+    identity, thief = Identity.generate(), Identity.generate()
+    now = time.time()
+    token = Grant(organiser.public, b"0" * 16, Role.CLIENT, "anna", identity.peer_id, now, now + 1000).signed(organiser)
+    access = AccessControl(organiser.public)
+    shown = Membership(identity, token).shown("caller", "relay")
+    require_member(access, Role.CLIENT, shown, "caller", "relay")
+    require_member(None, Role.CLIENT, pb.Member(), "caller", "relay")  # a swarm that is open to all
+    for member, caller, relay, role in (
+        (shown, "caller", "another relay", Role.CLIENT),  # what a relay has seen is of no use to it elsewhere
+        (shown, "another caller", "relay", Role.CLIENT),
+        (shown, "caller", "relay", Role.SERVER),
+        (pb.Member(), "caller", "relay", Role.CLIENT),
+        (Membership(thief, token).shown("caller", "relay"), "caller", "relay", Role.CLIENT),
+        (pb.Member(token=token, public_key=b"none", signature=b""), "caller", "relay", Role.CLIENT),
+    ):
+        with pytest.raises(AccessDenied):
+            require_member(access, role, member, caller, relay)
+
+
+class _Channel:
+    def __init__(self, address: str) -> None:
+        self.address, self.is_closed = address, False
+
+    async def close(self) -> None:
+        self.is_closed = True
+
+
+def test_the_first_address_that_answers_is_taken_and_direct_ones_come_first():
+    circuit = str(Circuit(RELAY, TARGET_ID))
+    tried: list[str] = []
+
+    async def connect(address: str) -> _Channel:
+        tried.append(address)
+        if address == "silent:1":
+            await asyncio.Event().wait()
+        if address == "refuses:1":
+            raise PeerUnavailable("it refuses")
+        if address == "other:1":
+            raise BadReply("somebody else")
+        return _Channel(address)
+
+    def reached(*addresses: str) -> str:
+        tried.clear()
+        address, channel = run(first_reached(addresses, connect))
+        assert channel.address == address
+        return address
+
+    assert reached(circuit, "good:1") == "good:1"
+    assert tried == ["good:1"]
+    for bad in ("silent:1", "refuses:1", "other:1"):
+        assert reached(circuit, bad) == circuit
+    with pytest.raises(PeerUnavailable, match="it refuses"):
+        reached("refuses:1", "other:1")
+    with pytest.raises(PeerUnavailable, match="announces no address"):
+        reached()
