@@ -46,11 +46,16 @@ class LocalServer:
 
 @contextlib.contextmanager
 def local_servers(
-    swarm: str, spans: Sequence[str], arguments: Sequence[str] = (), cores: Sequence[int] | None = None
+    swarm: str,
+    spans: Sequence[str],
+    arguments: Sequence[str] = (),
+    cores: Sequence[int] | None = None,
+    hosts: Sequence[tuple[Sequence[str], str]] | None = None,
 ) -> Iterator[list[LocalServer]]:
     """One single-threaded server process per span, ready to serve; all are gone afterwards.
 
-    With ``cores``, the server of ``spans[i]`` runs on core ``cores[i]`` alone.
+    With ``cores``, the server of ``spans[i]`` runs on core ``cores[i]`` alone. With ``hosts``, it runs where the words
+    of ``hosts[i]`` before a command lead (see ``NetworkLab.on``), at the address beside them.
 
     Raises:
         SwarmError: with the server's own words, if one does not start.
@@ -63,6 +68,9 @@ def local_servers(
             log = cleanup.enter_context(open(Path(directory) / str(number), "w+"))
             pin = [] if cores is None else ["taskset", "--cpu-list", str(cores[number])]
             command = [*pin, sys.executable, "-m", "swarm_server", "--blocks", span, "--swarm", swarm, *arguments]
+            if hosts is not None:
+                words, address = hosts[number]
+                command = [*words, *command, "--host", address]
             process = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=log, text=True, env=environment
             )

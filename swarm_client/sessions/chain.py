@@ -216,7 +216,12 @@ class Chain:
             call.inputs,
             start=call.start,
             number=self.number + 1,
-            size=chunk_size(num_tokens, batch_size, [hop.max_step_tokens for hop in self.hops]),
+            size=chunk_size(
+                num_tokens,
+                batch_size,
+                [hop.max_step_tokens for hop in self.hops],
+                self._swarm.links.num_slow([hop.hop for hop in self.hops], num_tokens * batch_size),
+            ),
             codec=self._swarm.links.codec(None, self.hops[0].hop.server),
             changes=call.changes,
             num_wanted=call.num_wanted,

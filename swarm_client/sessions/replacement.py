@@ -374,7 +374,8 @@ class HopReplacer:
         start, end = history
         if end <= start:
             return []
-        size = chunk_size(end - start, rows.batch_size, [hop.max_step_tokens for hop in hops])
+        num_slow = self._swarm.links.num_slow([hop.hop for hop in hops], (end - start) * rows.batch_size)
+        size = chunk_size(end - start, rows.batch_size, [hop.max_step_tokens for hop in hops], num_slow)
         codec = self._swarm.links.codec(None, hops[0].hop.server)
         return split(rows.read(start, end), start=start, number=number, size=size, codec=codec)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from itertools import pairwise
 from math import inf
 
@@ -23,10 +23,10 @@ from swarm_client.routing.compression import (
     to_measure,
     within,
 )
-from swarm_client.routing.routing import Route
+from swarm_client.routing.routing import Hop, Route
 from swarm_client.transport.transport import ServerConnection, unwatched
 from swarm_client.transport.wire_tensor import Context, WireTensor
-from swarm_protocol.codecs.sizes import CODECS, LADDER, encoded_bytes
+from swarm_protocol.codecs.sizes import CODEC_NAMES, CODECS, LADDER, encoded_bytes
 from swarm_protocol.dht.records import ServerRecord
 from swarm_protocol.errors import SwarmError
 from swarm_protocol.pb import swarm_pb2 as pb
@@ -35,6 +35,7 @@ from swarm_protocol.wire.block_input import BlockInput
 _logger = logging.getLogger(__name__)
 _SAMPLE_POSITIONS = 16  # of a prompt, through which the error of codecs is measured
 _MEASURE_TIMEOUT_S = 20.0
+_SLOW_S = 0.05  # a link that is longer at a prompt is a stage of the pipeline
 _AGAIN_AFTER_S = 300.0  # a link's rate is measured anew
 _RETRY_AFTER_S = 30.0  # if it could not be
 
@@ -44,9 +45,9 @@ Connection = Callable[[ServerRecord], Awaitable[ServerConnection]]
 class Links:
     """The links of one client.
 
-    With ``compression`` other than ``auto`` nothing is measured. Otherwise the rates of links to servers on other
-    machines are, and, if one of them is slow, once per model the relative error of the last hidden state with each
-    codec on all links of the chain: a prompt's first positions are computed with and without.
+    The rates of links to servers on other machines are measured. With ``auto``, if a link is slow, so is once per model
+    the relative error of the last hidden state with each codec on all links of the chain: a prompt's first positions
+    are computed with and without.
 
     Attributes:
         errors: those, by codec; empty before.
@@ -67,8 +68,6 @@ class Links:
 
     def see(self, hidden: torch.Tensor) -> None:
         """Hidden states of a prompt, [batch, positions, width], that will go into the first block."""
-        if self._compression != "auto":
-            return
         if hidden.shape[-1] != self._width or hidden.element_size() != self._item_bytes:
             self._width, self._item_bytes, self._sample = hidden.shape[-1], hidden.element_size(), None
             self._chosen.clear()
@@ -79,7 +78,7 @@ class Links:
 
     async def prepare(self, routes: Iterable[Route], pushes: bool = True) -> None:
         """Measures what is not known of these chains. ``pushes``: only first and last servers speak to the client."""
-        if self._compression != "auto" or not self._width:
+        if not self._width:
             return
         ends = {
             hop.server.peer_id: hop.server for route in routes for hop in (route[:1] + route[-1:] if pushes else route)
@@ -110,11 +109,18 @@ class Links:
         servers = [None, *(hop.server for hop in route), None]
         return [self.codec(one, other) for one, other in pairwise(servers)]
 
-    def send_s(self, server: ServerRecord, num_positions: int) -> float:
-        """How long it takes to send these to the server; 0 if it is fast, or nobody knows."""
-        rate = self._bytes_per_s.get(server.peer_id, inf)
-        name = next(name for name, codec in CODECS.items() if codec == self.codec(None, server))
-        return num_positions * encoded_bytes(name, 1, self._width, self._item_bytes) / rate
+    def num_slow(self, hops: Sequence[Hop], num_positions: int) -> int:
+        """Links, from the client to the last server, that take a while to carry so many positions."""
+        if num_positions == 1 or not self._width:
+            return 0
+        servers = [None, *(hop.server for hop in hops)]
+        return sum(self._send_s(one, other) * num_positions > _SLOW_S for one, other in pairwise(servers))
+
+    def _send_s(self, one: ServerRecord | None, other: ServerRecord | None) -> float:
+        """What one position takes; 0 if nobody knows."""
+        name = CODEC_NAMES[self.codec(one, other)]
+        servers = [server for server in (one, other) if server is not None]
+        return encoded_bytes(name, 1, self._width, self._item_bytes) / self._link(servers).bytes_per_s
 
     def _choose(self, one: ServerRecord | None, other: ServerRecord | None) -> str:
         servers = [server for server in (one, other) if server is not None]
@@ -145,12 +151,14 @@ class Links:
         self._measured_s[server.peer_id] = now_s() + _AGAIN_AFTER_S
 
     async def _measure_errors_if_needed(self, route: Route) -> None:
+        if self._compression != "auto" or self._sample is None:
+            return
         servers = [None, *(hop.server for hop in route), None]
         pairs = [[s for s in pair if s is not None] for pair in pairwise(servers)]
         links = [self._link(pair) for pair in pairs]
         missing = to_measure(self.errors)
         wanted = {codec_for(link, self._width, self._item_bytes, LADDER) for link in links} & set(missing)
-        if not wanted or self._sample is None:
+        if not wanted:
             return
         async with self._measuring:
             names = [

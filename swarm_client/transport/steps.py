@@ -55,11 +55,14 @@ class OutgoingStep:
         return message
 
 
-def chunk_size(num_tokens: int, batch_size: int, limits: Sequence[int]) -> int:
-    """Positions per row and step, for ``num_tokens`` new ones; ``limits``: rows × positions that each hop takes."""
-    size = min(limits)
-    if len(limits) > 1 and size < _IN_ONE_PIECE:
-        even = -(-num_tokens // (_CHUNKS_PER_HOP * len(limits)))
+def chunk_size(num_tokens: int, batch_size: int, limits: Sequence[int], num_slow_links: int = 0) -> int:
+    """Positions per row and step, for ``num_tokens`` new ones; ``limits``: rows × positions that each hop takes.
+
+    A slow link takes its part of the time like a hop: one step is on its way while others are computed.
+    """
+    size, num_stages = min(limits), len(limits) + num_slow_links
+    if num_stages > 1 and size < _IN_ONE_PIECE:
+        even = -(-num_tokens // (_CHUNKS_PER_HOP * num_stages))
         size = min(size, batch_size * -(-even // PAGE_TOKENS) * PAGE_TOKENS)
     size = max(1, size // batch_size)
     return size - size % PAGE_TOKENS if size > PAGE_TOKENS else size

@@ -13,13 +13,18 @@ from swarm_protocol.errors import RequestRejected, SessionLost
 from swarm_protocol.wire.codec import Assembler
 from swarm_server.net.arrivals import Arrivals, ArrivingTensor, Pace
 
+_LARGE_BYTES = 16 * 1024  # of a message that takes a while on a slow line, unlike a step of one token
+
 
 class Incoming:
     """Reads a client's stream. Within a request, what comes counts among ``arrivals``, and must not come too slowly."""
 
-    def __init__(self, messages: AsyncIterator[Any], arrivals: Arrivals) -> None:
+    def __init__(self, messages: AsyncIterator[Any], arrivals: Arrivals, reads_ahead: bool = False) -> None:
+        """``reads_ahead``: after a large message, another arrives while that one is worked at; then ``close`` it."""
         self._messages = messages
         self._arrivals = arrivals
+        self._reads_ahead = reads_ahead
+        self._ahead: asyncio.Future[Any] | None = None
         self._pace: Pace | None = None  # of the request that has begun to come
 
     async def begin(self, idle_timeout_s: float | None) -> Any:
@@ -29,10 +34,10 @@ class Incoming:
         """
         self._pace = None
         if idle_timeout_s is None:
-            return await anext(self._messages, None)
+            return await self._message()
         try:
             async with asyncio.timeout(idle_timeout_s):
-                return await anext(self._messages, None)
+                return await self._message()
         except TimeoutError:
             raise SessionLost(f"the session was closed after {idle_timeout_s:g} s without a request") from None
 
@@ -44,7 +49,7 @@ class Incoming:
             self._pace = self._arrivals.pace()
         try:
             async with asyncio.timeout(self._pace.left_s):
-                message = await anext(self._messages, None)
+                message = await self._message()
         except TimeoutError:
             raise SessionLost(
                 f"a request came too slowly: expected {self._arrivals.min_bytes_per_s:g} bytes per second, and no "
@@ -53,6 +58,20 @@ class Incoming:
         if message is not None:
             self._pace.received(message.ByteSize(), clock() - start_s)
         return message
+
+    async def _message(self) -> Any:
+        """None at the end of the stream."""
+        ahead, self._ahead = self._ahead, None
+        message = await (anext(self._messages, None) if ahead is None else ahead)
+        if self._reads_ahead and message is not None and message.ByteSize() > _LARGE_BYTES:
+            self._ahead = asyncio.ensure_future(anext(self._messages, None))
+        return message
+
+    def close(self) -> None:
+        """Nothing is read any more."""
+        if self._ahead is not None:
+            self._ahead.cancel()
+            self._ahead.add_done_callback(lambda done: done.cancelled() or done.exception())
 
     async def first(self, *kinds: str) -> Any:
         """The next message, which must be of one of these kinds; raises RequestRejected if it is not."""

@@ -102,7 +102,7 @@ class Pusher:
         self._writing: asyncio.Task[Any] | None = None
 
     async def send(self, step: pb.Step, parts: Parts) -> None:
-        """Returns once the step is on its way; waits while the next hop has too many to take."""
+        """Returns once those before are on their way; waits while the next hop has too many to take."""
         if not self._connecting.done():
             await asyncio.wait([self._connecting])
         if step.settled:
@@ -111,7 +111,8 @@ class Pusher:
         else:
             self._ask_for_settled()
         # Nothing may be under way on the other stream, which this step could overtake.
-        if self._is_bundled and not parts and not self._untaken and not self._broken and may_be_bundled(step):
+        is_idle = not self._untaken and (self._writing is None or self._writing.done())
+        if self._is_bundled and is_idle and not parts and not self._broken and may_be_bundled(step):
             await self._send_bundled(step)
             return
         await self._until(lambda: not self._bundled)  # nor may this one overtake what shares a stream
@@ -125,8 +126,9 @@ class Pusher:
             return
         self._untaken[step.number] = step, parts
         assert call is not None  # or the stream would be broken
-        # If it breaks, the reader notices as well, and gives up what was not taken.
-        await self._write(call, _requests(step, parts), waits=not step.settled)
+        # If it breaks, the reader notices as well, and gives up what was not taken. What comes after this step is
+        # computed while it travels.
+        await self._write(call, _requests(step, parts), waits=False)
 
     async def _until(self, holds: Callable[[], bool]) -> None:
         """Waits until it holds, or the stream is broken; takes no turn of the event loop if it does already."""

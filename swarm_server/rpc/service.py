@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack, closing, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -85,7 +85,7 @@ class BlocksService(BlocksServicer):
 
         client = self._admit(context)
         arrivals = self._arrivals.of(client)
-        incoming = Incoming(requests, arrivals)
+        incoming = Incoming(requests, arrivals, reads_ahead=True)
         request = await incoming.next()
         if request is None:
             return
@@ -99,17 +99,18 @@ class BlocksService(BlocksServicer):
                 await hosted.announce()
                 await self._serve(host, hosted, incoming, arrivals, self._membership(context))
             finally:
+                incoming.close()
                 await asyncio.shield(host.end(hosted))
 
     async def Push(self, requests: AsyncIterator[pb.PushRequest], context: _Context) -> None:
         self._admit(context, Role.SERVER)
         admitted = self._membership(context, Role.SERVER)
-        incoming = Incoming(requests, self._arrivals)
+        incoming = Incoming(requests, self._arrivals, reads_ahead=True)
         request = await incoming.first("push_key")
         hosted = self._sessions().find_pushed(request.push_key)
         # The client blames this stream's sender for one refusal, and would blame who takes its place for more.
         # What it pushes is part of the share of the client whose session it is.
-        with StepReader(hosted, self._arrivals.of(hosted.client), one_refusal=True) as reader:
+        with closing(incoming), StepReader(hosted, self._arrivals.of(hosted.client), one_refusal=True) as reader:
             while (request := await reader.next(incoming, self._idle_timeout_s)) is not None:
                 admitted()
                 kind = request.WhichOneof("kind")

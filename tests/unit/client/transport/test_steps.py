@@ -43,6 +43,15 @@ def test_how_many_positions_a_step_has(num_tokens: int, batch_size: int, limits:
     assert chunk_size(num_tokens, batch_size, limits) == size
 
 
+@pytest.mark.parametrize(
+    ("num_slow_links", "limits", "size"),
+    [(0, [1024], 1024), (1, [1024], 128), (1, [1024, 1024], 96), (2, [1024, 1024], 64), (1, [UNLIMITED], UNLIMITED)],
+)
+def test_slow_links_are_stages_of_the_pipeline(num_slow_links: int, limits: list[int], size: int) -> None:
+    """4 steps for each: while one computes or carries a step, the others do so with the steps before and after."""
+    assert chunk_size(1024, 1, limits, num_slow_links) == size
+
+
 @given(st.integers(1, 5000), st.integers(1, 8), st.lists(st.integers(8, 4096), min_size=1, max_size=6))
 def test_a_step_fits_every_hop_and_is_of_whole_pages(num_tokens: int, batch_size: int, limits: list[int]) -> None:
     size = chunk_size(num_tokens, batch_size, limits)

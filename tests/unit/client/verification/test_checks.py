@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,10 +12,12 @@ import torch
 from swarm_client.adapters.snapshots import NOTHING
 from swarm_client.core.config import ClientConfig
 from swarm_client.routing.routing import Hop, Route
+from swarm_client.swarm.links import Links
 from swarm_client.transport.wire_tensor import WireTensor
 from swarm_client.verification.checks import Check, Sample
 from swarm_client.verification.references import others, references
 from swarm_client.verification.verdict import Disagreement, Lie, Verdict
+from swarm_protocol.codecs.sizes import ANNOUNCED
 from swarm_protocol.dht.records import ServerRecord
 from swarm_protocol.errors import PeerUnavailable
 from swarm_protocol.pb import swarm_pb2 as pb
@@ -41,6 +44,16 @@ def scaled(hidden: torch.Tensor) -> torch.Tensor:
     return 1.01 * hidden
 
 
+def otherwise_rounded(hidden: torch.Tensor) -> torch.Tensor:
+    """As a server of another kind computes."""
+    return hidden * (1 + 2e-3 * torch.randn(hidden.shape, generator=torch.Generator().manual_seed(5)))
+
+
+def rounded(hidden: torch.Tensor, codec: pb.Codec) -> torch.Tensor:
+    """As it comes out of a link."""
+    return WireTensor.of(hidden, codec).decode(hidden.shape, hidden.dtype)
+
+
 def zeros(hidden: torch.Tensor) -> torch.Tensor:
     return torch.zeros_like(hidden)
 
@@ -55,6 +68,7 @@ class Servers:
         self.records = [server_record(name, span) for name, span in zip(names, blocks, strict=False)]
         self.lying, self.gone = lying or {}, gone
         self.asked: list[str] = []
+        self.links = Links(self.config, self.server)
 
     async def usable_servers(self) -> list[ServerRecord]:
         return self.records
@@ -70,10 +84,11 @@ class Servers:
         """Of a session through these servers; ``by`` lies in it."""
         hops = tuple(self.hop(name) for name in names)
         hidden = torch.randn(1, TOKENS, HIDDEN, generator=torch.Generator().manual_seed(1))
-        outputs = hidden
-        for hop in hops:
+        to_first, *codecs = self.links.codecs_of(hops)
+        outputs = rounded(hidden, to_first)
+        for hop, codec in zip(hops, codecs, strict=True):
             outputs = true(hop.span, outputs)
-            outputs = lying(outputs) if hop.server.peer_id == by else outputs
+            outputs = rounded(lying(outputs) if hop.server.peer_id == by else outputs, codec)
         return Sample(hops, BlockInput(hidden), outputs[0, -8:], NOTHING, is_first_chain)
 
     def verdict(self, sample: Sample) -> Verdict:
@@ -103,6 +118,18 @@ def test_honest_servers_pass() -> None:
     servers = Servers(*TWO_OF_EACH)
     assert servers.verdict(servers.sample("a", "b")) == Verdict(frozenset("ab"))
     assert servers.asked == ["c", "d"]  # and nobody else
+
+
+@pytest.mark.parametrize("compression", ["bf16", "int8", "int4"])
+@pytest.mark.parametrize("lie", [honest, zeros])
+def test_what_links_round_is_no_lie(compression: str, lie: Lying) -> None:
+    """Those who compute again are sent what the session's servers were sent, and their answers are rounded alike."""
+    servers = Servers(*THREE_OF_EACH, lying={"a": lie} | dict.fromkeys("cdef", otherwise_rounded))
+    servers.records = [replace(record, codecs=ANNOUNCED) for record in servers.records]
+    servers.links = Links(ClientConfig(compression=compression), servers.server)
+    verdict = servers.verdict(servers.sample("a", "b", lying=lie, by="a"))
+    assert verdict.distrusted == ({"a"} if lie is zeros else set())
+    assert verdict.passed == (set() if lie is zeros else {"a", "b"})
 
 
 @pytest.mark.parametrize("liar", "ab")

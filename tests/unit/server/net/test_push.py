@@ -368,3 +368,24 @@ def test_a_connection_that_failed_when_nobody_waited_for_it_any_more_is_tried_ag
         await channels.close()
 
     run(scenario())
+
+
+def test_what_comes_next_can_be_computed_while_a_step_travels():
+    """The other server reads no further than the first message; the step after next must wait for the first."""
+
+    async def scenario() -> None:
+        other = OtherServer(num_taken=9)
+        other.answering.clear()
+        parts = [bytes(MIB)] * 16  # more than lies between the two
+        async with connected(other) as (_server, channels):
+            pusher = Pusher(channels, pb.NextHop(), never)
+            await ended(asyncio.ensure_future(pusher.send(pb.Step(number=1), parts)))
+            second = asyncio.ensure_future(pusher.send(pb.Step(number=2), parts))
+            await asyncio.wait_for(other.asked.wait(), TIMEOUT_S)
+            assert not (await asyncio.wait([second], timeout=0.2))[0]
+            other.answering.set()
+            await ended(second)
+            assert await pusher.drain()
+            assert other.taken == [1, 2]
+
+    run(scenario())

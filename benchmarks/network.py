@@ -1,0 +1,74 @@
+"""What distance costs: links of so many Mbit/s and ms between hosts that are network namespaces.
+
+    python benchmarks/network.py [--only SECTION …] [--links LINK …] [--model DIR] [--quick] [--json FILE]
+
+Section ``bytes``: bytes per token and tokens per second, by link and codec, and the loss of the shipped model by codec.
+Makes its namespaces itself and removes them; needs root, iproute2, /dev/net/tun and a C compiler, and says so if one is
+missing. A link's ms are a round trip between any two hosts. ``--quick`` shows with the shipped model that it works.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import network_bytes
+from common import write_json
+from network_lab import Link, NoLab, require_lab
+from rich.console import Console
+from rich.table import Table
+
+LINKS = {
+    "1 Gbit, 5 ms": Link(delay_ms=2.5, mbit=1000),
+    "100 Mbit, 5 ms": Link(delay_ms=2.5, mbit=100),
+    "100 Mbit, 100 ms": Link(delay_ms=50, mbit=100),
+    "10 Mbit, 100 ms": Link(delay_ms=50, mbit=10),
+}
+Section = Callable[[argparse.Namespace, dict[str, Link], Console], list[dict[str, Any]]]
+SECTIONS: dict[str, Section] = {"bytes": network_bytes.measure}  # reach and speculation have their place here
+
+
+def main() -> int:
+    args = parse()
+    console = Console(width=150, highlight=False)
+    try:
+        require_lab()
+    except NoLab as error:
+        console.print(f"nothing can be measured here: {error}")
+        if args.json:
+            write_json(args.json, vars(args), rows=[], skipped=str(error))
+        return 0
+    rows: list[dict[str, Any]] = []
+    links = {name: link for name, link in LINKS.items() if name in args.links}
+    for section in args.only:
+        rows += SECTIONS[section](args, links, console)
+        if args.json:
+            write_json(args.json, vars(args), rows=rows)
+    console.print(table(rows))
+    return 0
+
+
+def table(rows: list[dict[str, Any]]) -> Table:
+    shown = Table("", "measured", "beside", "ratio", "target", "met")
+    for row in rows:
+        numbers = [row[name] for name in ("measured", "beside", "ratio", "target")]
+        shown.add_row(row["name"], *("" if n is None else f"{n:.4g}" for n in numbers), row["met"] or "")
+    return shown
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", choices=SECTIONS, default=list(SECTIONS), metavar="SECTION")
+    parser.add_argument("--links", nargs="+", choices=LINKS, default=list(LINKS), metavar="LINK", help=", ".join(LINKS))
+    parser.add_argument("--model", type=Path, default=Path("bench-models/bench-1b"), help="made by make_model.py")
+    parser.add_argument("--codecs", nargs="+", default=["raw", "bf16", "int8", "int4", "auto"], metavar="CODEC")
+    parser.add_argument("--rows", type=int, default=0, help="of the long step; 0: as many as take Petals' 0.585 s")
+    parser.add_argument("--quick", action="store_true", help="the shipped model, two codecs, few tokens")
+    parser.add_argument("--json", type=Path, help="where to write the rows")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

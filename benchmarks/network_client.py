@@ -1,0 +1,66 @@
+"""The client of ``network.py``, on a host of the lab: reads tasks as lines of JSON, answers each with one.
+
+A task has the model's ``path``, the ``swarm``, the ``codec``, and how many ``rows``, ``prompt`` and new ``tokens``.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers.utils import logging
+
+from swarm_client import DistributedModel
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()
+    for line in sys.stdin:
+        print(json.dumps(answer(json.loads(line))), flush=True)
+
+
+@torch.no_grad()
+def answer(task: dict[str, Any]) -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(task["rows"])
+    with DistributedModel.from_pretrained(task["path"], swarm=task["swarm"], compression=task["codec"]) as model:
+        ids = torch.randint(3, model.config.vocab_size, (task["rows"], task["prompt"]), generator=generator)
+        cache = model.new_cache(task["prompt"] + task["tokens"] + 1)
+        start = time.perf_counter()
+        logits = model(ids, past_key_values=cache, logits_to_keep=1).logits
+        prompt_s = time.perf_counter() - start
+        times, sent = [], line_bytes()
+        for _ in range(task["tokens"]):
+            start = time.perf_counter()
+            logits = model(logits[:, -1:].argmax(-1), past_key_values=cache).logits
+            times.append(time.perf_counter() - start)
+        links = model.blocks.swarm.links
+        codecs = links.codecs_of(cache.session.hops)
+        num_tokens = task["rows"] * task["tokens"]
+        times.sort()
+        return {
+            "step_s": times[len(times) // 2],
+            "prompt_s": prompt_s,
+            "bytes_per_token": (line_bytes() - sent) / num_tokens,
+            "codecs": [int(codec) for codec in codecs],
+            "errors": links.errors,
+        }
+
+
+def line_bytes() -> int:
+    """That have passed this host's line, in both directions."""
+    for line in Path("/proc/net/dev").read_text().splitlines():
+        name, _, counts = line.partition(":")
+        if name.strip() == "eth0":
+            fields = counts.split()
+            return int(fields[0]) + int(fields[8])
+    return 0
+
+
+if __name__ == "__main__":
+    main()
