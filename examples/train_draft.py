@@ -117,8 +117,8 @@ def inputs(rows: Rows, prompt: int) -> torch.Tensor:
 class Distillation:
     def __init__(self, model: PreTrainedModel, network: DraftNetwork) -> None:
         self.network = network
-        self.embedding = model.get_input_embeddings().weight.detach().float()
-        self.head = model.get_output_embeddings().weight.detach().float()
+        self.embedding = model.get_input_embeddings().requires_grad_(False)
+        self.head = model.get_output_embeddings().requires_grad_(False)
         matrices = [p for p in network.parameters() if p.ndim == 2]
         vectors = [p for p in network.parameters() if p.ndim < 2]
         self.optimizers: list[torch.optim.Optimizer] = [
@@ -132,12 +132,12 @@ class Distillation:
         features = inputs(rows, prompt)
         features[torch.rand(len(features)) < 0.06] = 0  # a session that has just moved here knows none
         with torch.autocast("cpu", torch.bfloat16):
-            outputs = unrolled(self.network, F.embedding(rows.ids, self.embedding), features, steps)
+            outputs = unrolled(self.network, self.embedding(rows.ids), features, steps)
             with torch.no_grad():
-                target = F.linear(rows.features[:, prompt:].float(), self.head).float().softmax(-1)
+                target = self.head(rows.features[:, prompt:].float()).float().softmax(-1)
             total = torch.zeros(())
             for step, output in enumerate(outputs):
-                logits = F.linear(output[:, prompt + step :], self.head).float()
+                logits = self.head(output[:, prompt + step :]).float()
                 total = total + STEP_WEIGHT**step * F.cross_entropy(logits.mT, target[:, step:].mT)
         return total / sum(STEP_WEIGHT**step for step in range(steps))
 
@@ -157,9 +157,9 @@ class Distillation:
         """How often the first guess is the model's likeliest token, and how many of GUESSES are right in a row."""
         right = []
         for some in (rows[start : start + ROWS] for start in range(0, min(len(rows.ids), 4 * ROWS), ROWS)):
-            outputs = unrolled(self.network, F.embedding(some.ids, self.embedding), inputs(some, prompt), GUESSES)
-            best = F.linear(some.features.float(), self.head).argmax(-1)
-            hits = [F.linear(output, self.head).argmax(-1) == best for output in outputs]
+            outputs = unrolled(self.network, self.embedding(some.ids), inputs(some, prompt), GUESSES)
+            best = self.head(some.features.float()).argmax(-1)
+            hits = [self.head(output).argmax(-1) == best for output in outputs]
             last = LENGTH - GUESSES
             right.append(torch.stack([hits[i][:, prompt + i : last + i] for i in range(GUESSES)], -1))
         hits = torch.cat(right).float()  # [rows, positions, guesses]
