@@ -55,6 +55,7 @@ class ClientConfig:
     compression: str = "auto"  # of hidden states on the wire: auto, raw, bf16, int8 or int4; none is raw
     compression_error: float = 0.1  # relative, of the last hidden state, that auto may cause
     head_quant: str = "none"  # of the head that makes logits: none or int8
+    draft: str = "auto"  # guesses tokens: auto, none, lookup, or name or directory of a model with the same tokenizer
     view_max_age_s: float = 10.0
     allowed_servers: tuple[str, ...] = ()  # peer ids or their ends; none: all that are not blocked
     blocked_servers: tuple[str, ...] = ()
@@ -92,6 +93,8 @@ class ClientConfig:
         bound = self.compression_error
         if not isinstance(bound, int | float) or not bound >= 0:
             raise ValueError(f"compression_error is {bound!r}: expected a number of at least 0")
+        if not isinstance(self.draft, str) or not self.draft:
+            raise ValueError(f"draft is {self.draft!r}: expected auto, none, lookup, or the name of a model")
         for name in ("wait_timeout_s", "step_timeout_s", "recovery_timeout_s"):
             seconds = getattr(self, name)
             if not isinstance(seconds, int | float) or not seconds >= 0:
