@@ -289,7 +289,7 @@ def run(config: ServerConfig) -> None:
     Raises:
         ValueError, SwarmError: see ``Server.run``.
     """
-    from swarm_protocol.process.light_imports import collected_later, import_transformers
+    from swarm_protocol.imports.light_imports import collected_later, import_transformers
 
     with collected_later():
         import uvloop

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,6 +13,9 @@ from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedConfig
 from transformers import initialization as weight_init
 from transformers.utils import logging
+
+from swarm_protocol.imports.late_modules import has_run, run
+from swarm_protocol.imports.light_imports import META_OPERATIONS
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -52,6 +55,21 @@ class RangesOnCpu(TorchFunctionMode):
             return func(*args, **options)
         except RuntimeError:  # something on the meta device was among them
             return func(*map(_on_meta, args), **options)
+
+
+class MetaOperations(TorchFunctionMode):
+    """Runs torch's operations on the meta device that are in Python once one is needed, if they were put off."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        try:
+            return func(*args, **(kwargs or {}))
+        except RuntimeError:
+            if has_run(META_OPERATIONS):
+                raise
+            run(META_OPERATIONS)
+            return func(*args, **(kwargs or {}))
 
 
 def _on_meta(value: Any) -> Any:
@@ -132,7 +150,7 @@ def hf_loader() -> Iterator[None]:
     Its loader sets process-wide state (default dtype, whether weights get initial values): two threads inside it at
     once leave weights unloaded in each other's models.
     """
-    with _LOADER:
+    with _LOADER, nullcontext() if has_run(META_OPERATIONS) else MetaOperations():
         bars, verbosity = logging.is_progress_bar_enabled(), logging.get_verbosity()
         logging.disable_progress_bar()
         logging.set_verbosity_error()

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-from swarm_protocol.process.late_modules import enter
+from swarm_protocol.imports.late_modules import enter
 
 __all__ = [
     "DHTID",

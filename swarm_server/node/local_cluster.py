@@ -34,7 +34,7 @@ def _warm_up() -> None:
     """Does once what every server would: imports, also those that the first model and the first address ask for."""
     import uvloop  # noqa: F401
 
-    from swarm_protocol.process.light_imports import import_transformers
+    from swarm_protocol.imports.light_imports import import_transformers
 
     import_transformers()
     import swarm_server.command_line

@@ -57,7 +57,7 @@ start(package, arguments)
 # Runs a server until it is ready; says which modules have run then.
 READY = """
 import json, os, signal, sys
-from swarm_protocol.process.late_modules import has_run
+from swarm_protocol.imports.late_modules import has_run
 from swarm_server.command_line import parse_args, read_config, run
 class Output:
     def write(self, text):
@@ -73,6 +73,7 @@ stdout.write(json.dumps([name for name in json.loads(heavy) if has_run(name)]))
 """
 # Of what torch and transformers import for things that no server does; sklearn and others may not be installed.
 UNUSED = ["torch._dynamo", "torch.distributed.tensor", "torch.distributed.fsdp", "sympy", "accelerate", "bitsandbytes"]
+UNUSED += ["torch._meta_registrations", "torch._prims", "torch._decomp"]
 UNUSED += ["scipy", "scipy.optimize", "sklearn", "PIL", "jinja2", "torchvision", "peft", "datasets"]
 
 

@@ -43,7 +43,7 @@ LAYERS = {  # from the top: a room imports from those below it only
         ["access"],
         ["net"],
         ["process", "checkpoints", "kernels"],
-        ["wire", "untrusted"],
+        ["wire", "untrusted", "imports"],
         ["codecs"],
         ["errors"],
         ["span", "pb"],

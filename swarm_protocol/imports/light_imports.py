@@ -3,24 +3,30 @@
 Wherever they are installed, transformers imports SciPy and others for what a server never does, torch's distributed
 tensors for models that one process does not hold, and torch's compiler to mark a few functions for it. All of them stay
 importable; only transformers does without. What a later transformers no longer asks for is simply not left out.
+
+Of torch itself, operations on the meta device that it has in Python wait until one is needed: 18 MB and 0.35 s.
 """
 
 from __future__ import annotations
 
+import functools
 import gc
 import importlib
 import logging
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from importlib.abc import Loader
+from types import ModuleType
 from typing import Any
 
-from swarm_protocol.process.late_modules import enter
+from swarm_protocol.imports.late_modules import enter, import_by, put_off, run
 
 _logger = logging.getLogger(__name__)
 # Optional packages of transformers: it asks once for each whether it is there.
 LEFT_OUT = ("scipy", "sklearn", "PIL", "torchvision", "jinja2", "accelerate")
 MODULES = ("transformers.modeling_utils", "transformers.generation.utils")  # those that ask
+META_OPERATIONS = "torch._meta_registrations"
 
 
 def _mark(function: Callable[..., Any] | None = None, *_arguments: Any, **_options: Any) -> Any:
@@ -28,11 +34,29 @@ def _mark(function: Callable[..., Any] | None = None, *_arguments: Any, **_optio
     return _mark if function is None else function
 
 
+def _enter_torch() -> None:
+    """Its operations on the meta device wait; among the modules that they import one makes generators usable."""
+    if "torch" in sys.modules:
+        return
+    put_off(META_OPERATIONS)
+    import torch
+
+    with suppress(ImportError, KeyError):  # another version
+        from torch._opaque_base import OpaqueBaseMeta
+
+        vars(torch._C)["_set_generator_metaclass"](OpaqueBaseMeta)
+    try:
+        torch.Generator()
+    except RuntimeError:
+        run(META_OPERATIONS)
+
+
 def _enter_compiler() -> None:
     """torch's compiler waits until somebody compiles something."""
     import torch  # noqa: F401  (whose module is entered)
 
-    enter("torch._dynamo", dict.fromkeys(("disable", "allow_in_graph", "assume_constant_result"), _mark))
+    marks = dict.fromkeys(("disable", "allow_in_graph", "assume_constant_result"), _mark)
+    enter("torch._dynamo", marks, after=META_OPERATIONS)
 
 
 @contextmanager
@@ -54,6 +78,8 @@ def import_transformers() -> None:
     """To be called before anything else of transformers is imported; does nothing if it has been."""
     if "transformers" in sys.modules:
         return
+    import_by("transformers.utils.import_utils", _remember_all_models)
+    _enter_torch()
     _enter_compiler()
     try:
         with _left_out(), _one_process():
@@ -63,6 +89,15 @@ def import_transformers() -> None:
         _logger.debug("transformers is imported with all that it asks for: %s", error)
         for name in [name for name in sys.modules if name.partition(".")[0] == "transformers"]:
             del sys.modules[name]
+
+
+def _remember_all_models(module: ModuleType, loader: Loader) -> None:
+    """It reads the sources of all models twice, and remembers 128 of what is five times as many."""
+    loader.exec_module(module)
+    name = "create_import_structure_from_path"
+    without_memory = getattr(getattr(module, name, None), "__wrapped__", None)
+    if without_memory is not None:
+        setattr(module, name, functools.cache(without_memory))
 
 
 @contextmanager

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from swarm_protocol.process.late_modules import enter, has_run
+from swarm_protocol.imports.late_modules import enter, has_run, import_by, put_off, run
 
 _numbers = itertools.count()
 MakePackage = Callable[..., str]
@@ -66,6 +66,35 @@ def test_what_has_run_or_is_not_there_stays_as_it_is(package: MakePackage) -> No
     enter("no_such_package_anywhere")
     assert sys.modules[name] is module and has_run(name)
     assert "no_such_package_anywhere" not in sys.modules
+
+
+def test_what_is_entered_after_another_runs_that_first(package: MakePackage) -> None:
+    name, before = package("import builtins\nvalue = builtins.late_modules_test[:]\n"), package()
+    vars(importlib.import_module("builtins"))["late_modules_test"] = order = []  # type: ignore[var-annotated]
+    put_off(f"{before}.part")
+    import_by(before, lambda module, loader: (loader.exec_module(module), order.append("its package"))[0])
+    try:
+        importlib.import_module(f"{before}.part")
+        enter(name, after=f"{before}.part")
+        assert not has_run(f"{before}.part") and order == ["its package"]
+        assert importlib.import_module(name).value == ["its package"]
+        assert has_run(f"{before}.part")
+    finally:
+        del vars(importlib.import_module("builtins"))["late_modules_test"]
+
+
+def test_a_module_is_put_off_before_its_package_is_imported(package: MakePackage) -> None:
+    name = package("from . import part\n")
+    finders = list(sys.meta_path)
+    put_off(f"{name}.part")
+    part = importlib.import_module(name).part
+    assert not has_run(f"{name}.part") and vars(part).get("value") is None
+    run(f"{name}.part")
+    assert has_run(f"{name}.part") and vars(part)["value"] == 2
+    run(f"{name}.part"), run("no_such_module_anywhere")
+    put_off(f"{name}.part")  # too late
+    assert has_run(f"{name}.part") and sys.meta_path == finders
+    assert importlib.reload(part).value == 2
 
 
 def test_another_thread_waits_until_all_of_it_is_there(package: MakePackage) -> None:
