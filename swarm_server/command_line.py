@@ -92,6 +92,26 @@ def make_parser() -> argparse.ArgumentParser:
     add("--port", type=int, default=default.port, help="gRPC port; 0 takes a free one")
     add("--dht-port", type=int, default=default.dht_port, help="libp2p port; 0 takes a free one")
     add("--announce-address", metavar="HOST[:PORT]", help="how others reach this server, if not at --host")
+    add(
+        "--relay",
+        default=default.relay,
+        metavar="auto|always|never",
+        help="let others reach this server through members that relay; auto does so if they cannot reach it directly, "
+        "as behind a home router",
+    )
+    add(
+        "--relay-for-others",
+        default=f"{default.relay_bytes_per_s // 10**6}MB",
+        metavar="SIZE",
+        help="per second that this server, if it can be reached, relays for others that cannot; 0: nothing",
+    )
+    add(
+        "--relay-keepalive",
+        type=float,
+        default=default.relay_keepalive_s,
+        metavar="SECONDS",
+        help="between two signs of life to relays, so that routers do not forget the connection",
+    )
     add("--initial-peers", nargs="+", default=[], metavar="MULTIADDR", help="members of the swarm to join")
     add(
         "--discover",
@@ -210,6 +230,9 @@ def read_config(args: argparse.Namespace) -> ServerConfig:
         port=args.port,
         dht_port=args.dht_port,
         announce_address=args.announce_address,
+        relay=args.relay,
+        relay_bytes_per_s=parse_size(args.relay_for_others),
+        relay_keepalive_s=args.relay_keepalive,
         initial_peers=tuple(args.initial_peers),
         discover=args.discover,
         swarm=checked_name(args.swarm),

@@ -52,7 +52,7 @@ class Monitor:
         connect: Connect | None = None,
     ) -> None:
         """``join`` and ``connect`` stand for the network."""
-        caller = Caller(config)
+        self._caller = caller = Caller(config)
         self._config = config
         self._model = model
         self._dht: Dht | None = None
@@ -105,6 +105,7 @@ class Monitor:
                 task.cancel()
         for model in self._models.values():
             await model.close()
+        await self._caller.close()
         if self._dht is not None:
             await self._dht.shutdown()
 

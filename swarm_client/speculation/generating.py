@@ -67,7 +67,7 @@ class Text:
         self.ids = torch.cat([self.ids, token], -1)
         if self.streamer is not None:
             self.streamer.put(token[0].cpu())
-        self.is_over = bool(self.criteria(self.ids, None).all())  # type: ignore[arg-type]
+        self.is_over = bool(self.criteria(self.ids, None).all())
         return int(token), self.is_over
 
 

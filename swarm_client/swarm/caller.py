@@ -16,6 +16,9 @@ from swarm_protocol.net.identity import Identity
 from swarm_protocol.net.tls import ClientCredentials
 from swarm_protocol.process.invocation import typed
 from swarm_protocol.process.local_registry import DEFAULT_SWARM, LocalRegistry, addresses_of, registered_swarms
+from swarm_protocol.streams.streams import DaemonStreams
+from swarm_protocol.tunnel.dialing import Dialer
+from swarm_protocol.tunnel.members import Membership
 
 
 class Caller:
@@ -23,6 +26,7 @@ class Caller:
 
     def __init__(self, config: ClientConfig) -> None:
         self._config = config
+        self._dht: Dht | None = None  # the last that it has joined: tunnels go through its libp2p daemon
 
     @cached_property
     def access(self) -> ClientAccess:
@@ -38,13 +42,24 @@ class Caller:
     def credentials(self) -> ClientCredentials:
         return ClientCredentials(self.access.identity, self.access.token)
 
+    @cached_property
+    def dialer(self) -> Dialer:
+        streams = DaemonStreams(lambda: None if self._dht is None else self._dht.p2p)
+        return Dialer(self.credentials, streams, Membership(self.access.identity, self.access.token))
+
     async def connect(self, record: ServerRecord, config: ClientConfig) -> ServerConnection:
         """See ``ServerConnection.connect``."""
-        return await ServerConnection.connect(record, config, self.credentials)
+        return await ServerConnection.connect(record, config, self.dialer)
 
     async def join(self, config: ClientConfig) -> Dht:
         """See ``join_swarm``."""
-        return await join_swarm(config, self.identity, self.access.control)
+        self._dht = await join_swarm(config, self.identity, self.access.control)
+        return self._dht
+
+    async def close(self) -> None:
+        """Ends the tunnels."""
+        if "dialer" in self.__dict__:  # nobody else has asked for it: there are none
+            await self.dialer.close()
 
 
 async def join_swarm(config: ClientConfig, identity: Identity, access: AccessControl | None) -> Dht:

@@ -70,7 +70,7 @@ class Swarm:
 
         ``routed``: the model's blocks choose among experts.
         """
-        caller = Caller(config)
+        self._caller = caller = Caller(config)
         self.config = config
         self.model = model
         self.revision = revision
@@ -122,6 +122,7 @@ class Swarm:
         for server in self._servers.values():
             await server.close()
         self._servers.clear()
+        await self._caller.close()
         if not self.closed:
             self.closed = True
             await self._discovery.close()

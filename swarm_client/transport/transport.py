@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Coroutine, Sequence
+from collections.abc import Awaitable, Coroutine, Sequence
 from typing import Any, Protocol, TypeVar
 
 import grpc
@@ -21,10 +21,11 @@ from swarm_client.transport.pass_calls import PassCalls, expected_grads
 from swarm_client.transport.wire_tensor import Context, WireTensor
 from swarm_protocol.dht.records import ServerRecord
 from swarm_protocol.errors import BadReply, CacheMiss, PeerUnavailable, SwarmError
-from swarm_protocol.net.tls import ClientCredentials, pinned_channel
 from swarm_protocol.pb import swarm_pb2 as pb
 from swarm_protocol.pb.swarm_pb2_grpc import BlocksStub
 from swarm_protocol.span import Span
+from swarm_protocol.tunnel.circuit import relay_of
+from swarm_protocol.tunnel.dialing import Dialer, first_reached
 from swarm_protocol.verification.statements import Statement
 from swarm_protocol.wire.adapters import adapter_key
 from swarm_protocol.wire.block_input import BlockInput
@@ -51,8 +52,12 @@ async def unwatched(job: Coroutine[Any, Any, T], /) -> T:
 class ServerConnection:
     """A connection to one server of one model."""
 
-    def __init__(self, record: ServerRecord, channel: grpc.aio.Channel, config: ClientConfig) -> None:
+    def __init__(
+        self, record: ServerRecord, channel: grpc.aio.Channel, config: ClientConfig, address: str = ""
+    ) -> None:
+        """``address``: of the record's, that through which the channel goes."""
         self.record = record
+        self.address = address
         self._channel = channel
         self._stub = BlocksStub(channel)  # type: ignore[no-untyped-call]
         self._config, self._timeouts = config, config.timeouts
@@ -61,25 +66,27 @@ class ServerConnection:
         self._bundle: asyncio.Task[StepBundle | None] | None = None
 
     @classmethod
-    async def connect(
-        cls, record: ServerRecord, config: ClientConfig, credentials: ClientCredentials
-    ) -> ServerConnection:
+    async def connect(cls, record: ServerRecord, config: ClientConfig, dialer: Dialer) -> ServerConnection:
         """Raises PeerUnavailable if none of its addresses answers, BadReply if somebody else does."""
-        error: PeerUnavailable | None = None
-        for address in record.addresses:
-            try:
-                timeout_s = config.timeouts.connect_s
-                channel = await pinned_channel(credentials, address, record.tls_fingerprint, CLIENT_OPTIONS, timeout_s)
-                return cls(record, channel, config)
-            except PeerUnavailable as failure:
-                error = failure
-        reason = error or "it announces no address"
-        raise PeerUnavailable(f"server {record.short_id} cannot be reached: {reason}", record.peer_id, record.span)
+
+        def connect(address: str) -> Awaitable[grpc.aio.Channel]:
+            return dialer.connect(address, record.tls_fingerprint, CLIENT_OPTIONS, config.timeouts.connect_s)
+
+        try:
+            address, channel = await first_reached(record.addresses, connect)
+        except PeerUnavailable as error:
+            reason = f"server {record.short_id} cannot be reached: {error}"
+            raise PeerUnavailable(reason, record.peer_id, record.span) from None
+        return cls(record, channel, config, address)
+
+    @property
+    def relay_id(self) -> str:
+        """The peer through which the server is reached; empty if it is reached directly."""
+        return relay_of(self.address)
 
     def leads_to(self, record: ServerRecord) -> bool:
         """Whether this connection is still the right one for a newer record of the server."""
-        ours = self.record
-        return (ours.addresses, ours.tls_fingerprint) == (record.addresses, record.tls_fingerprint)
+        return self.record.tls_fingerprint == record.tls_fingerprint and self.address in record.addresses
 
     async def close(self) -> None:
         await self._channel.close()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 
 from swarm_protocol.dht import node as dht_node
@@ -13,6 +13,7 @@ from swarm_protocol.dht.node import Listening
 from swarm_protocol.errors import JoinRefused, NoSwarm
 from swarm_protocol.net.hivemind_parts import (
     MAX_DHT_TIME_DISCREPANCY_SECONDS,
+    P2P,
     ControlFailure,
     DHTNode,
     Multiaddr,
@@ -68,8 +69,11 @@ async def start_joined(
     *,
     are_alive: bool = False,
     on_wait: Callable[[float], None] = lambda _: None,
+    is_reachable: Callable[[P2P], Awaitable[bool]] | None = None,
 ) -> DHTNode:
     """A node that has joined through the initial peers, see ``join_through``, or the first of a new DHT.
+
+    ``is_reachable`` is asked before others hear of the node; it only asks them if they cannot reach its daemon.
 
     Raises:
         NoSwarm: no initial peer answered. JoinRefused: one did, but see there.
@@ -79,6 +83,8 @@ async def start_joined(
         await require_answer(initial_peers)
     node = await dht_node.start(identity, listening)
     try:
+        if initial_peers and is_reachable is not None:
+            dht_node.set_serving(node, await is_reachable(node.p2p))
         if initial_peers and not await join_through(
             node, initial_peers, timeout_s, are_alive=are_alive, on_wait=on_wait
         ):

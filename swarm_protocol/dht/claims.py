@@ -67,7 +67,11 @@ def hosts_of(server: ServerRecord) -> frozenset[str]:
 
 @lru_cache(maxsize=1 << 15)  # every choice of a chain looks at all servers
 def _public_host(address: str) -> str:
-    """Empty if it is not public."""
+    """Empty if it is not public. Servers behind one relay count together, apart from those at the relay's address."""
+    if address.startswith("/"):
+        relay = address.split("/")[2:3]
+        host = _public_host(f"{relay[0]}:1") if relay else ""
+        return f"relay {host}" if host else ""
     host = address.rpartition(":")[0].strip("[]").lower().rstrip(".")
     ip = parse_host(host)
     if ip is None:

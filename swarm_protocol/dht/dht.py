@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -108,6 +108,7 @@ class Dht:
         max_lifetime_s: float = MAX_LIFETIME_S,
         are_alive: bool = False,
         access: AccessControl | None = None,
+        is_reachable: Callable[[P2P], Awaitable[bool]] | None = None,
     ) -> Dht:
         """Joins through ``initial_peers``, or starts a new DHT if there are none.
 
@@ -117,7 +118,8 @@ class Dht:
         room nearer to the root once in ``climb_every`` publications. Records that expire later than in
         ``max_lifetime_s`` are neither stored nor read. Initial peers that ``are_alive`` for all that is
         known, or that libp2p has a connection to, are asked for ``JOIN_TIMEOUT_S`` if they do not answer. ``access`` is
-        that of a private swarm: nothing is stored or read but the records of servers that are members.
+        that of a private swarm: nothing is stored or read but the records of servers that are members. A node that
+        listens and is not ``is_reachable`` stores nothing for others either.
 
         Raises:
             NoSwarm: no initial peer answered; where nobody listens, within 4 s. JoinRefused: one did, but see there.
@@ -131,7 +133,13 @@ class Dht:
 
         listening = Listening(host, port, announce_host)
         node = await start_joined(
-            identity, listening, initial_peers, JOIN_TIMEOUT_S, are_alive=are_alive, on_wait=say_that_it_waits
+            identity,
+            listening,
+            initial_peers,
+            JOIN_TIMEOUT_S,
+            are_alive=are_alive,
+            on_wait=say_that_it_waits,
+            is_reachable=is_reachable,
         )
         return cls(node, swarm, identity, listening, capacity, climb_every, max_lifetime_s, access)
 
@@ -166,6 +174,20 @@ class Dht:
     def is_alive(self) -> bool:
         """Whether the libp2p daemon runs, without which nobody is reached."""
         return dht_node.is_alive(self._node)
+
+    @property
+    def serves_others(self) -> bool:
+        return not self._node.protocol.client_mode
+
+    @serves_others.setter
+    def serves_others(self, serves: bool) -> None:
+        dht_node.set_serving(self._node, serves)
+
+    def move(self, host: str) -> None:
+        """Ends the libp2p daemon, which ``restart`` starts again: listening on another address of this machine."""
+        self._listening = dataclasses.replace(self._listening, host=host)
+        with suppress(ProcessLookupError):
+            self._node.p2p._child.terminate()
 
     async def daemon_ended(self) -> None:
         """Returns when the libp2p daemon has ended; somebody may kill it, or it may not get the memory it needs."""

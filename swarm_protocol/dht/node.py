@@ -66,8 +66,15 @@ async def start_again(ended: DHTNode, identity: Identity, listening: Listening) 
     node = await start(identity, _same_place(listening, ended.p2p), ended.node_id)
     node.protocol.storage = ended.protocol.storage
     node.protocol.record_validator = ended.protocol.record_validator
+    set_serving(node, not ended.protocol.client_mode)
     await _stop_daemon(ended.p2p)
     return node
+
+
+def set_serving(node: DHTNode, serves: bool) -> None:
+    """Whether others may ask this node, which they do if they hear of it; one that cannot be reached only asks."""
+    node.protocol.client_mode = not serves
+    node.protocol.node_info = type(node.protocol.node_info)(node_id=node.node_id.to_bytes() if serves else b"")
 
 
 async def stop(node: DHTNode) -> None:
@@ -115,11 +122,11 @@ def _same_place(listening: Listening, p2p: P2P) -> Listening:
     if listening.host is None or listening.port:
         return listening
     targets = [tcp_target(f"{address}/p2p/{p2p.peer_id}") for address in p2p._visible_maddrs]
-    host, port = next((target for target in targets if target is not None), (None, 0))
+    port = next((target[1] for target in targets if target is not None), 0)
     try:
-        with socket.socket(socket.AF_INET6 if ":" in (host or "") else socket.AF_INET) as probe:
+        with socket.socket(socket.AF_INET6 if ":" in listening.host else socket.AF_INET) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # its old connections linger
-            probe.bind((host, port))
+            probe.bind((listening.host, port))
     except OSError:
         return listening
     return replace(listening, port=port)

@@ -92,6 +92,7 @@ class ServerRecord:
     work: Work = Work()
     cache_tokens: int = 0
     codecs: tuple[str, ...] = ()  # names, besides those that all know
+    relay_address: str = ""
     token: bytes = field(default=b"", repr=False)  # of a member of a private swarm
     expires_at: float = field(default=inf, compare=False)  # DHT time (Unix, in seconds); known from the DHT, not sent
 
@@ -132,6 +133,7 @@ class ServerRecord:
             work=self.work.to_proto(),
             cache_tokens=self.cache_tokens,
             codecs=[CODECS[name] for name in self.codecs],
+            relay_address=self.relay_address,
             next_blocks=None if self.next_span is None else pb.Span(start=self.next_span.start, end=self.next_span.end),
         )
 
@@ -166,7 +168,7 @@ class ServerRecord:
         if len(message.tls_fingerprint) > _FINGERPRINT_BYTES:
             raise ValueError(f"the fingerprint has {len(message.tls_fingerprint)} bytes: expected {_FINGERPRINT_BYTES}")
         texts = message.peer_id, message.model, message.revision, message.quant, message.dtype, message.software_version
-        for text in (*texts, *message.addresses, *message.adapters, *message.next_hop_rtts_s):
+        for text in (*texts, message.relay_address, *message.addresses, *message.adapters, *message.next_hop_rtts_s):
             if len(text) > MAX_NAME_CHARS or not text.isprintable():
                 raise ValueError(f"{printable(text, 40)!r} is no name: expected {MAX_NAME_CHARS} printable characters")
         return cls(
@@ -197,6 +199,7 @@ class ServerRecord:
             work=Work.from_proto(message.work),
             cache_tokens=message.cache_tokens,
             codecs=tuple(CODEC_NAMES[codec] for codec in message.codecs if codec in CODEC_NAMES),
+            relay_address=message.relay_address,
         )
 
     @classmethod

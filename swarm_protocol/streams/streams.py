@@ -55,10 +55,14 @@ class Streams(Protocol):
 
 
 class DaemonStreams:
-    """Those of the libp2p daemon, which may be replaced by another: then ``attach`` must be called."""
+    """Those of the libp2p daemon, which may be replaced by another: then ``attach`` must be called.
 
-    def __init__(self, daemon: Callable[[], P2P | None]) -> None:
-        self._daemon = daemon
+    Attributes:
+        daemon: gives the one that runs; None while there is none.
+    """
+
+    def __init__(self, daemon: Callable[[], P2P | None] = lambda: None) -> None:
+        self.daemon = daemon
         self._handlers: dict[str, Handler] = {}
 
     @property
@@ -101,7 +105,7 @@ class DaemonStreams:
         await self._p2p().add_binary_stream_handler(protocol, handle)
 
     def _p2p(self) -> P2P:
-        p2p = self._daemon()
+        p2p = self.daemon()
         if p2p is None:
             raise PeerUnavailable("there is no libp2p daemon, through which tunnels go")
         return p2p

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Collection
-from typing import Protocol
+from collections.abc import Collection, MutableMapping
 
 from swarm_protocol.errors import PeerBusy
 from swarm_protocol.pb import tunnel_pb2 as pb
@@ -20,12 +19,7 @@ _MOST, _MOST_OF_ONE = 512, 16  # tunnels; a client has two or three
 _logger = logging.getLogger(__name__)
 
 
-class Origins(Protocol):
-    """Where the connections of tunnels come from, by the local port from which they reach gRPC."""
-
-    def __setitem__(self, port: int, host: str) -> None: ...
-
-    def __delitem__(self, port: int) -> None: ...
+Origins = MutableMapping[tuple[str, int], str]  # where the connections of tunnels come from, by the end that gRPC sees
 
 
 class Acceptor:
@@ -49,13 +43,13 @@ class Acceptor:
         try:
             with self._places.taken(caller):
                 reader, writer = await asyncio.open_connection(*self._target)
-                port = writer.get_extra_info("sockname")[1]
-                self._origins[port] = request.caller_host if is_relayed else stream.host
+                end = writer.get_extra_info("sockname")[:2]
+                self._origins[end] = request.caller_host if is_relayed else stream.host
                 try:
                     await write_message(stream.writer, pb.Opened())
                     await pipe(reader, writer, stream)
                 finally:
-                    del self._origins[port]
+                    del self._origins[end]
                     writer.close()
         except PeerBusy as error:
             await write_message(stream.writer, pb.Opened(refusal=str(error)))

@@ -41,7 +41,7 @@ class Dialer:
         self._ports: dict[str, asyncio.Task[_TunnelPort]] = {}
 
     async def connect(
-        self, address: str, fingerprint: bytes, options: list[tuple[str, object]], timeout_s: float
+        self, address: str, fingerprint: bytes, options: Sequence[tuple[str, object]], timeout_s: float
     ) -> grpc.aio.Channel:
         """See ``pinned_channel``; ``address`` is HOST:PORT or a circuit."""
         if not is_circuit(address):
@@ -136,11 +136,11 @@ async def open_tunnel(streams: Streams, circuit: Circuit, membership: Membership
 
 
 async def first_reached(
-    addresses: Sequence[str], connect: Callable[[str], Awaitable[grpc.aio.Channel]]
+    addresses: Sequence[str], connect: Callable[[str], Awaitable[grpc.aio.Channel]], *, keeps: bool = False
 ) -> tuple[str, grpc.aio.Channel]:
     """The first address at which the server answers, of those tried one after the other with a short head start each.
 
-    Direct ones come first. What was not needed is closed.
+    Direct ones come first. What was not needed is closed, unless the caller ``keeps`` channels.
 
     Raises:
         PeerUnavailable or BadReply: none of them leads to it; says what the first of them said.
@@ -167,8 +167,9 @@ async def first_reached(
     finally:
         for attempt in trying:
             attempt.cancel()
-            attempt.add_done_callback(_close_unneeded)
-    raise failures[0]
+            if not keeps:
+                attempt.add_done_callback(_close_unneeded)
+    raise type(failures[0])("; ".join(dict.fromkeys(map(str, failures))))
 
 
 def _close_unneeded(attempt: asyncio.Future[grpc.aio.Channel]) -> None:

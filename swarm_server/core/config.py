@@ -18,6 +18,7 @@ from swarm_server.placement.placement import MARGIN
 METHODS = ("int8", "int4", "nf4", "none", "bnb-int8")  # of quantisation
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 PREFIX_CACHES = ("auto", "all", "own", "none")
+RELAYS = ("auto", "always", "never")
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,9 @@ class ServerConfig:
     port: int = 0  # gRPC; 0: any free one
     dht_port: int = 0
     announce_address: str | None = None  # HOST or HOST:PORT that others should use
+    relay: str = "auto"  # whether others reach this server through relays; auto: if they cannot reach it directly
+    relay_bytes_per_s: int = 8_000_000  # that it relays for servers that cannot be reached; 0: it does not
+    relay_keepalive_s: float = 20.0  # of the way to relays; routers forget connections that are silent for a minute
     initial_peers: tuple[str, ...] = ()
     discover: bool = False  # look for members on the local network besides, and let others find this server
     swarm: str = DEFAULT_SWARM
@@ -73,6 +77,12 @@ class ServerConfig:
             raise ValueError(
                 f"prefix cache {self.prefix_cache!r} is unknown: expected one of {', '.join(PREFIX_CACHES)}"
             )
+        if self.relay not in RELAYS:
+            raise ValueError(f"relay {self.relay!r} is unknown: expected one of {', '.join(RELAYS)}")
+        if self.relay_bytes_per_s < 0:
+            raise ValueError(f"relay_bytes_per_s is {self.relay_bytes_per_s}: expected at least 0")
+        if not 1 <= self.relay_keepalive_s <= 300:
+            raise ValueError(f"relay_keepalive_s is {self.relay_keepalive_s}: expected 1 to 300 seconds")
         if not re.fullmatch(r"auto|(cpu|cuda|xpu|mps)(:\d+)?", self.device):
             raise ValueError(f"device {self.device!r} is unknown: expected auto, cpu, cuda, cuda:1, …")
         self._check_devices()

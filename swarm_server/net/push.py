@@ -15,6 +15,7 @@ from swarm_protocol.dht.records import ServerRecord, short_id
 from swarm_protocol.errors import BadReply, PeerUnavailable
 from swarm_protocol.pb import swarm_pb2 as pb
 from swarm_protocol.pb.swarm_pb2_grpc import BlocksStub
+from swarm_protocol.tunnel.dialing import first_reached
 from swarm_protocol.wire.bundling import may_be_bundled
 from swarm_protocol.wire.constants import CLIENT_OPTIONS
 from swarm_protocol.wire.printable import printable
@@ -43,26 +44,28 @@ class ChannelPool:
     """Connections to other servers, kept open for all sessions."""
 
     def __init__(self, connect: Connect) -> None:
-        """``connect`` stands for the network: ``pinned_channel``, with the server's credentials."""
+        """``connect`` stands for the network, see ``Dialer.connect``."""
         self._connect = connect
         self._channels: dict[tuple[str, bytes], asyncio.Task[grpc.aio.Channel]] = {}
 
     async def stub(self, server: ServerRecord) -> BlocksStub:
         """Raises PeerUnavailable or BadReply if the server cannot be reached or is another one."""
-        error: Exception = PeerUnavailable("no address is known")
-        for address in server.addresses[:_MAX_ADDRESSES]:
-            key = address, server.tls_fingerprint
-            if key not in self._channels:
-                self._channels[key] = connecting = asyncio.ensure_future(
-                    self._connect(address, server.tls_fingerprint, CLIENT_OPTIONS, _CONNECT_TIMEOUT_S)
-                )
-                connecting.add_done_callback(partial(self._forget_failure, key))
-            try:
-                channel = await asyncio.shield(self._channels[key])
-                return BlocksStub(channel)  # type: ignore[no-untyped-call]
-            except (PeerUnavailable, BadReply) as failure:
-                error = failure
-        raise error
+        addresses, fingerprint = server.addresses[:_MAX_ADDRESSES], server.tls_fingerprint
+        known = (self._channels.get((address, fingerprint)) for address in addresses)
+        channel = next((task.result() for task in known if task is not None and task.done()), None)
+        if channel is None:
+            _, channel = await first_reached(addresses, partial(self._channel, fingerprint), keeps=True)
+        return BlocksStub(channel)  # type: ignore[no-untyped-call]
+
+    async def _channel(self, fingerprint: bytes, address: str) -> grpc.aio.Channel:
+        """Whoever wants it meanwhile waits for the same; it goes on if nobody waits any more."""
+        key = address, fingerprint
+        if key not in self._channels:
+            self._channels[key] = connecting = asyncio.ensure_future(
+                self._connect(address, fingerprint, CLIENT_OPTIONS, _CONNECT_TIMEOUT_S)
+            )
+            connecting.add_done_callback(partial(self._forget_failure, key))
+        return await asyncio.shield(self._channels[key])
 
     def _forget_failure(self, key: tuple[str, bytes], connecting: asyncio.Task[grpc.aio.Channel]) -> None:
         """Even if nobody waits for the connection any more: the next who wants it tries again."""

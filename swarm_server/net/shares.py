@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from urllib.parse import unquote
 
 from swarm_protocol.net.ip_networks import customer_of, parse_host
 
 _OF_A_CLIENT = 3  # times what is left: 3/4 of all if it is alone, 3/7 each if there are two
+_NO_ORIGINS: Mapping[tuple[str, int], str] = {}
 _OF_AN_ADDRESS = 7  # 7/8 of all for everybody behind one address, if there are no others
 
 
@@ -27,15 +28,19 @@ class Caller:
     address: str = ""
 
 
-def address_of(peer: str) -> str:
+def address_of(peer: str, origins: Mapping[tuple[str, int], str] = _NO_ORIGINS) -> str:
     """The ``address`` of a caller, given gRPC's name for the other end, such as ``ipv4:192.0.2.1:5000``.
 
-    Empty for this machine itself: proxies and tunnels bring everybody by the same address.
+    Empty for this machine itself: proxies bring everybody by the same address. ``origins``: where those of this machine
+    come from that are ends of tunnels, by address and port.
     """
     kind, _, rest = peer.partition(":")
     if kind not in ("ipv4", "ipv6"):
         return ""
-    address = parse_host(unquote(rest).rpartition(":")[0])
+    host, _, port = unquote(rest).rpartition(":")
+    address = parse_host(host)
+    if port.isdecimal() and (origin := origins.get((str(address), int(port)))) is not None:
+        address = parse_host(origin)
     return "" if address is None or address.is_loopback else customer_of(address)
 
 

@@ -9,11 +9,12 @@ from contextlib import contextmanager
 
 import grpc
 
-from swarm_protocol.dht.addresses import split_address, tcp_target
+from swarm_protocol.dht.addresses import tcp_target
 from swarm_protocol.errors import NoSwarm
 from swarm_protocol.net.tls import Certificate
 from swarm_protocol.process.local_registry import is_loopback
 from swarm_protocol.wire.constants import SERVER_OPTIONS
+from swarm_server.reach.own_addresses import source_address
 
 LOOPBACK = "127.0.0.1"
 _ANY_PORT = 9  # which it is does not matter
@@ -53,21 +54,12 @@ def listening_host(host: str | None, initial_peers: Sequence[str], registered: S
         target = tcp_target(peer)
         assert target is not None
         try:
-            return _source_address(target[0])
+            return source_address(target[0])
         except OSError as error:
             reason = f"no way leads from this machine to {peer}: {error.strerror or error}"
     if initial_peers and len(remote) == len(initial_peers):
         raise NoSwarm(reason)
     return LOOPBACK
-
-
-def _source_address(host: str) -> str:
-    """The address of this machine from which packets go to another; nothing is sent. Raises OSError without a route."""
-    family, kind, protocol, _, target = socket.getaddrinfo(host, _ANY_PORT, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, kind, protocol) as probe:
-        probe.connect(target)
-        address: str = probe.getsockname()[0]
-    return address
 
 
 @contextmanager
@@ -110,16 +102,6 @@ def bind(host: str, port: int, certificate: Certificate) -> tuple[grpc.aio.Serve
     if bound == 0:
         raise ValueError(_cannot_listen(host, port))
     return server, bound
-
-
-def announced(host: str, port: int, announce_address: str | None) -> str:
-    """Where others reach a server that listens there."""
-    if announce_address is not None:
-        host, port = split_address(announce_address, port)
-        return f"{host}:{port}"
-    if host in ("0.0.0.0", "::"):
-        return f"{lan_address()}:{port}"
-    return f"{host}:{port}"
 
 
 def lan_address() -> str:

@@ -14,6 +14,7 @@ from swarm_protocol.dht.addresses import split_address
 from swarm_protocol.dht.dht import Dht
 from swarm_protocol.dht.lan_discovery import LanDiscovery, local_address
 from swarm_protocol.errors import JoinRefused, NoSwarm
+from swarm_protocol.net.hivemind_parts import P2P
 from swarm_protocol.net.ip_networks import parse_host
 from swarm_protocol.process.local_registry import (
     LocalRegistry,
@@ -25,6 +26,7 @@ from swarm_protocol.process.local_registry import (
 from swarm_server.core.access import ServerAccess
 from swarm_server.core.config import ServerConfig
 from swarm_server.node.addresses import LOOPBACK, claimed, free_port, ip_address, lan_address, listening_host
+from swarm_server.reach.reach import can_be_reached
 
 _LOCK_TIMEOUT_S = 90.0  # for servers that are joining, each for no longer than it waits for those who do not answer
 _MAX_MET = 3  # strangers at a time: in a large swarm a node does not know all others
@@ -49,7 +51,10 @@ class Membership:
         host: str = LOOPBACK,
         discovered: Callable[[], Sequence[str]] = list,
     ) -> None:
-        """``host`` is the address that the server listens on. ``discovered``: members on the local network."""
+        """``host`` is the address that the server listens on. ``discovered``: members on the local network.
+
+        ``after_restart`` is called whenever another libp2p daemon was started.
+        """
         self.dht = dht
         self.host = host
         self._registry = registry
@@ -59,6 +64,7 @@ class Membership:
         self._entry_fails = False
         self._num_failures = 0
         self._restarted_s = -inf
+        self.after_restart: Callable[[], Awaitable[None]] = _nothing
         self._keep_entry(lambda: registry.write(dht.peer_id, addresses))
 
     async def keep(self) -> bool:
@@ -89,6 +95,7 @@ class Membership:
                 reason = str(error)
                 continue
             self._restarted_s = time.monotonic()
+            await self.after_restart()
             addresses = await self.dht.addresses()
             if addresses != self._addresses:
                 _logger.warning("others reach this server's libp2p daemon at %s from now on", addresses[0])
@@ -96,6 +103,10 @@ class Membership:
             self._keep_entry(lambda: self._registry.write(self.dht.peer_id, self._addresses))
             return
         raise NoSwarm(f"the libp2p daemon ended and cannot be started again: {reason}")
+
+    def members(self) -> list[str]:
+        """Multiaddrs of those through which the swarm was joined, or could be."""
+        return [peer for peer in (*self._initial_peers, *self._discovered()) if not peer.endswith(self.dht.peer_id)]
 
     def leave(self) -> None:
         self._keep_entry(lambda: self._registry.remove(self.dht.peer_id))
@@ -156,6 +167,7 @@ async def join(config: ServerConfig, access: ServerAccess, cleanup: AsyncExitSta
                 announce_host=announce_host,
                 are_alive=are_alive,
                 access=access.control,
+                is_reachable=_reachability(config.relay, initial_peers),
             )
 
         if config.initial_peers:
@@ -169,6 +181,21 @@ async def join(config: ServerConfig, access: ServerAccess, cleanup: AsyncExitSta
         if discovery is not None and not await discovery.advertise(dht.peer_id, addresses):
             _logger.warning("nobody can discover this server: %s is no address of a local network", addresses[0])
     return membership
+
+
+def _reachability(relay: str, initial_peers: Sequence[str]) -> Callable[[P2P], Awaitable[bool]] | None:
+    """Finds out whether others reach the libp2p daemon; None: they do."""
+    if relay == "never":
+        return None
+
+    async def ask(p2p: P2P) -> bool:
+        return relay == "auto" and await can_be_reached(p2p, initial_peers)
+
+    return ask
+
+
+async def _nothing() -> None:
+    pass
 
 
 async def _discover(config: ServerConfig, cleanup: AsyncExitStack) -> LanDiscovery:

@@ -36,6 +36,7 @@ class Presence:
         self._known_revocations = None if control is None else KnownRevocations(control)
         self._measures_network = joined.starting.config.throughput is None
         self._network_probe = network_probe
+        self._reach = joined.reach
         self._counters = joined.starting.counters
         self._state: State = state
 
@@ -54,7 +55,10 @@ class Presence:
 
     def record(self) -> ServerRecord:
         """As it is at this moment."""
-        return replace(self._measured(), work=self._counters.work())
+        record = replace(self._measured(), work=self._counters.work())
+        if self._reach is None:
+            return record
+        return replace(record, addresses=self._reach.addresses, relay_address=self._reach.relay_address)
 
     def _measured(self) -> ServerRecord:
         state = self._state

@@ -7,7 +7,6 @@ import ipaddress
 import logging
 import time
 from contextlib import AsyncExitStack
-from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -17,10 +16,13 @@ from swarm_protocol.checkpoints.default_model import locate
 from swarm_protocol.checkpoints.family import has_experts
 from swarm_protocol.dht.records import REFRESH_S, ServerRecord
 from swarm_protocol.errors import SwarmError
-from swarm_protocol.net.tls import Certificate, ClientCredentials, pinned_channel
+from swarm_protocol.net.tls import Certificate, ClientCredentials
 from swarm_protocol.process.invocation import typed
 from swarm_protocol.process.local_registry import DEFAULT_SWARM, RENEW_S
 from swarm_protocol.process.logs import log_event, writes_json
+from swarm_protocol.streams.streams import DaemonStreams
+from swarm_protocol.tunnel.dialing import Dialer
+from swarm_protocol.tunnel.members import Membership
 from swarm_protocol.verification.statements import Signer
 from swarm_server.blocks.products import described, multiplied_by
 from swarm_server.core.access import ServerAccess
@@ -31,7 +33,7 @@ from swarm_server.machine.heap import HeapTrimmer
 from swarm_server.net.arrivals import Arrivals
 from swarm_server.net.network_probe import NetworkProbe
 from swarm_server.net.push import ChannelPool
-from swarm_server.node.addresses import announced, bind
+from swarm_server.node.addresses import bind
 from swarm_server.node.hosting import SpanLoader, devices_and_dtype
 from swarm_server.node.joining import join
 from swarm_server.node.moving import Mover, PeerMonitor, num_hosted
@@ -39,6 +41,8 @@ from swarm_server.node.preloaded import check_adapters
 from swarm_server.node.presence import Presence, repeat
 from swarm_server.node.states import Joined, Starting
 from swarm_server.placement.placement import CHECK_S
+from swarm_server.reach.own_addresses import OwnAddresses
+from swarm_server.reach.reach import Reach
 from swarm_server.rpc.registration import add_service
 from swarm_server.rpc.service import BlocksService
 from swarm_server.verification.judge import Judge
@@ -92,6 +96,8 @@ class Server:
             cleanup.callback(losing_daemon.cancel)
             cleanup.push_async_callback(lambda: presence.withdraw(may_restart=not losing_daemon.done()))
             await presence.publish()
+            reaching = asyncio.ensure_future(_reach(joined, monitor).keep(presence.publish))
+            cleanup.callback(reaching.cancel)
             keeping: asyncio.Task[None] = asyncio.ensure_future(repeat(presence.keep_membership, (RENEW_S, RENEW_S)))
             cleanup.callback(keeping.cancel)
             mover = Mover(joined, monitor, presence)
@@ -108,6 +114,7 @@ class Server:
                 access=starting.access.control,
                 signer=Signer(starting.access.identity, lambda: presence.record().to_proto(), time.time),
                 judge=judge,
+                origins=_reach(joined, monitor).origins,
             )
             add_service(service, joined.grpc_server, counters)
             cleanup.push_async_callback(mover.close)
@@ -171,19 +178,39 @@ async def _start(config: ServerConfig, counters: Counters, cleanup: AsyncExitSta
         loader.prefetch(given)
         cleanup.callback(loader.cancel)
     access = ServerAccess.of(config)
-    channels = ChannelPool(partial(pinned_channel, ClientCredentials(access.identity, access.token)))
+    streams = DaemonStreams()
+    credentials = ClientCredentials(access.identity, access.token)
+    dialer = Dialer(credentials, streams, Membership(access.identity, access.token))
+    cleanup.push_async_callback(dialer.close)
+    channels = ChannelPool(dialer.connect)
     cleanup.push_async_callback(channels.close)
-    return Starting(config, access, checkpoint, devices, dtype, channels, loader, counters)
+    return Starting(config, access, checkpoint, devices, dtype, channels, loader, counters, streams)
 
 
 async def _join(starting: Starting, cleanup: AsyncExitStack) -> Joined:
     config = starting.config
     membership = await join(config, starting.access, cleanup)
     certificate = Certificate.generate()
-    grpc_server, port = bind(membership.host, config.port, certificate)
+    own = OwnAddresses(membership.host, config.announce_address, config.host is None, config.initial_peers)
+    grpc_server, own.port = bind(own.grpc_host, config.port, certificate)
     cleanup.push_async_callback(grpc_server.stop, _GRACE_S)
-    address = announced(membership.host, port, config.announce_address)
-    return Joined(starting, membership, grpc_server, address, certificate.fingerprint)
+    starting.streams.daemon = lambda: membership.dht.p2p
+    reach = Reach(config, starting.access, membership.dht, starting.streams, own, membership.members)
+    cleanup.push_async_callback(reach.close)
+    membership.after_restart = reach.attach
+    await reach.start()
+    return Joined(starting, membership, grpc_server, own.direct()[0], certificate.fingerprint, reach)
+
+
+def _reach(joined: Joined, monitor: PeerMonitor) -> Reach:
+    """It finds relays among the servers of the model besides."""
+
+    async def offered() -> list[str]:
+        return [server.relay_address for server in (await monitor.servers()).servers]
+
+    assert joined.reach is not None, "a server that has joined has one"
+    joined.reach.offered = offered
+    return joined.reach
 
 
 def _judge(joined: Joined, presence: Presence, liars: Liars) -> Judge:

@@ -7,7 +7,7 @@ Loading; one that is stopped while it loads goes from Loading to Unloaded.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from importlib import metadata
 from typing import Self
 
@@ -18,6 +18,7 @@ from swarm_protocol.checkpoints.checkpoint import Checkpoint
 from swarm_protocol.codecs.sizes import ANNOUNCED
 from swarm_protocol.dht.records import ServerRecord, ServerState
 from swarm_protocol.span import Span
+from swarm_protocol.streams.streams import DaemonStreams
 from swarm_server.core.access import ServerAccess
 from swarm_server.core.config import ServerConfig
 from swarm_server.core.counters import Counters
@@ -26,6 +27,7 @@ from swarm_server.net.push import ChannelPool
 from swarm_server.node.hosting import SpanLoader, SpanRuntime
 from swarm_server.node.joining import Membership
 from swarm_server.node.preloaded import adapter_names
+from swarm_server.reach.reach import Reach
 
 
 @dataclass(frozen=True)
@@ -40,6 +42,7 @@ class Starting:
     channels: ChannelPool
     loader: SpanLoader
     counters: Counters
+    streams: DaemonStreams = field(default_factory=DaemonStreams)
 
     @property
     def span(self) -> Span | None:
@@ -52,7 +55,7 @@ class Joined:
     """The server has its place in the DHT and a port, and the swarm does not know yet what it will host.
 
     Attributes:
-        address: where others reach ``grpc_server``, which is not started yet.
+        address: where others reach ``grpc_server``, which is not started yet. ``reach`` knows if that changes.
     """
 
     starting: Starting
@@ -60,6 +63,7 @@ class Joined:
     grpc_server: grpc.aio.Server
     address: str
     tls_fingerprint: bytes
+    reach: Reach | None = None
 
     def load(self, span: Span) -> Loading:
         config, checkpoint = self.starting.config, self.starting.checkpoint

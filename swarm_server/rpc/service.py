@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import ExitStack, closing, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -53,11 +53,12 @@ class BlocksService(BlocksServicer):
         access: AccessControl | None = None,
         signer: Signer | None = None,
         judge: Judge | None = None,
+        origins: Mapping[tuple[str, int], str] | None = None,
     ) -> None:
         """``hosted``: the sessions of the blocks that are hosted at present; None while others are loaded.
 
         ``client_of`` stands for the network: the peer id of whoever calls. ``access`` is that of a private swarm.
-        Without ``signer`` and ``judge`` it makes no statements, and judges nobody.
+        Without ``signer`` and ``judge`` it makes no statements, and judges nobody. ``origins``: see ``address_of``.
         """
         self._hosted = hosted
         self._record = record
@@ -67,6 +68,7 @@ class BlocksService(BlocksServicer):
         self._access = access
         self._signer = signer
         self._judge = judge
+        self._origins = {} if origins is None else origins
         self._bundles = bundles.ReplyBundles()
 
     async def Session(self, requests: AsyncIterator[pb.SessionRequest], context: _Context) -> None:
@@ -254,7 +256,7 @@ class BlocksService(BlocksServicer):
     def _admit(self, context: _Context, role: Role = Role.CLIENT) -> Caller:
         """The client. Raises AccessDenied if it may not do what takes this role."""
         self._membership(context, role)()
-        return Caller(self._client_of(context), address_of(context.peer()))
+        return Caller(self._client_of(context), address_of(context.peer(), self._origins))
 
     def _membership(self, context: _Context, role: Role = Role.CLIENT) -> Callable[[], object]:
         """Raises AccessDenied, whenever it is called, if the client may not do what takes this role (any more)."""

@@ -23,6 +23,7 @@ from swarm_client.monitor.status import read_status
 from swarm_client.transport.transport import ServerConnection
 from swarm_protocol.dht.records import ServerRecord
 from swarm_protocol.errors import BadReply
+from swarm_protocol.tunnel.dialing import Dialer
 from tests.swarm.processes import all_processes, is_alive, parent_of, run_commands
 from tests.swarm.raw_client import own_credentials
 from tests.swarm.waiting import DEADLINE_S, wait_for
@@ -154,7 +155,8 @@ def test_a_server_that_was_killed_does_not_answer_and_the_chain_avoids_it(server
 
 def test_a_server_describes_itself_and_nobody_else(servers):
     async def described(record: ServerRecord) -> ServerRecord:
-        server = await ServerConnection.connect(record, ClientConfig(step_timeout_s=DEADLINE_S), own_credentials())
+        config = ClientConfig(step_timeout_s=DEADLINE_S)
+        server = await ServerConnection.connect(record, config, Dialer(own_credentials()))
         try:
             return await server.describe()
         finally:

@@ -36,7 +36,7 @@ class Three:
     relay_address: str
     dhts: dict[str, Dht]
     streams: dict[str, DaemonStreams]
-    origins: dict[int, str]
+    origins: dict[tuple[str, int], str]
     service: asyncio.Server
 
     @property
@@ -67,7 +67,7 @@ async def three(limits: RelayLimits = RelayLimits(), service=answer_digest) -> A
         await relay.start()
         listening = await asyncio.start_server(service, "127.0.0.1", 0)
         stack.callback(listening.close)
-        origins: dict[int, str] = {}
+        origins: dict[tuple[str, int], str] = {}
         port = listening.sockets[0].getsockname()[1]
         acceptor = Acceptor(streams["server"], "127.0.0.1", port, {dhts["relay"].peer_id}, origins)
         await acceptor.start()

@@ -10,7 +10,7 @@ import grpc
 import pytest
 
 from swarm_client.core import background
-from swarm_protocol.net.tls import ClientCredentials
+from swarm_protocol.tunnel.dialing import Dialer
 from swarm_server.node import server
 
 
@@ -84,13 +84,13 @@ async def _pass_on(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -
 def wires_between_servers() -> Iterator[Wires]:
     """Servers that start meanwhile reach each other through wires that can be cut."""
     wires = Wires()
-    connect = server.pinned_channel
 
-    async def through_a_wire(credentials: ClientCredentials, address: str, *args) -> grpc.aio.Channel:
-        return await connect(credentials, await wires.proxy(address), *args)
+    class Wired(Dialer):
+        async def connect(self, address: str, *args) -> grpc.aio.Channel:
+            return await super().connect(await wires.proxy(address), *args)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(server, "pinned_channel", through_a_wire)
+        patch.setattr(server, "Dialer", Wired)
         try:
             yield wires
         finally:

@@ -76,6 +76,7 @@ LAYERS = {  # from the top: a room imports from those below it only
         ["adapters"],
         ["kv"],
         ["blocks"],
+        ["reach"],
         ["net", "core"],
         ["placement", "machine"],
     ],

@@ -1,0 +1,97 @@
+"""The addresses of this machine, which may change while a server runs."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Sequence
+
+from swarm_protocol.dht.addresses import split_address, tcp_target
+from swarm_protocol.net.ip_networks import parse_host
+from swarm_protocol.process.local_registry import is_loopback
+
+ANY_HOSTS = ("0.0.0.0", "::")
+_LOOPBACK = "127.0.0.1"
+_ANY_PORT = 9  # which it is does not matter
+_OUTSIDE = ("192.0.2.1", "2001:db8::1")  # for documentation alone: routed like any outside address
+
+
+def source_address(host: str) -> str:
+    """The address of this machine from which packets go to another; nothing is sent. Raises OSError without a route."""
+    family, kind, protocol, _, target = socket.getaddrinfo(host, _ANY_PORT, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind, protocol) as probe:
+        probe.connect(target)
+        address: str = probe.getsockname()[0]
+    return address
+
+
+def outside_addresses() -> list[str]:
+    """Those of the interfaces that lead outside, by IPv4 and IPv6; empty if none does."""
+    found = []
+    for host in _OUTSIDE:
+        try:
+            found.append(source_address(host))
+        except OSError:
+            continue
+    return found
+
+
+def host_port(host: str, port: int) -> str:
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def every_host() -> str:
+    """To listen on all addresses of this machine, also those that it will get: of both families if it has both."""
+    try:
+        with socket.socket(socket.AF_INET6) as probe:
+            probe.bind(("::", 0))
+    except OSError:
+        return ANY_HOSTS[0]
+    return ANY_HOSTS[1]
+
+
+class OwnAddresses:
+    """Where others reach this machine directly.
+
+    Attributes:
+        host: the address at which the libp2p daemon listens; ``move`` sets another.
+        grpc_host: that at which gRPC listens.
+        port: of gRPC; 0: not known yet.
+    """
+
+    def __init__(self, host: str, announce_address: str | None, is_chosen: bool, initial_peers: Sequence[str]) -> None:
+        """``is_chosen``: the host was not given, but found as the one that leads to the swarm."""
+        self.host, self.port = host, 0
+        self._announce_address = announce_address
+        self._is_local = (ip := parse_host(host)) is not None and ip.is_loopback
+        self._follows = is_chosen and not self._is_local
+        self._initial_peers = initial_peers
+        self.grpc_host = every_host() if self._follows else host
+
+    @property
+    def is_local(self) -> bool:
+        """Only this machine can reach it."""
+        return self._is_local and self._announce_address is None
+
+    def direct(self) -> tuple[str, ...]:
+        """``HOST:PORT`` of gRPC, the best first."""
+        if self._announce_address is not None:
+            return (host_port(*split_address(self._announce_address, self.port)),)
+        hosts = {} if self.host in ANY_HOSTS else {":" in self.host: self.host}  # by family
+        if self.grpc_host in ANY_HOSTS:
+            for other in outside_addresses():
+                if self.grpc_host == "::" or ":" not in other:
+                    hosts.setdefault(":" in other, other)
+        return tuple(host_port(host, self.port) for host in hosts.values() or [_LOOPBACK])
+
+    def moved(self) -> str | None:
+        """The address that leads to the swarm now, if it is another; None as well while there is no way."""
+        if not self._follows:
+            return None
+        targets = [target for peer in self._initial_peers if not is_loopback(peer) and (target := tcp_target(peer))]
+        for host in [target[0] for target in targets] or _OUTSIDE:
+            try:
+                address = source_address(host)
+            except OSError:
+                continue
+            return None if address == self.host else address
+        return None

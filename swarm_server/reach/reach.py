@@ -1,0 +1,220 @@
+"""Keeps this server within reach: follows its address, asks others whether they reach it, and finds relays if not."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from math import inf
+
+from swarm_protocol.dht.dht import Dht
+from swarm_protocol.dht.records import short_id
+from swarm_protocol.errors import SwarmError
+from swarm_protocol.net.hivemind_parts import P2P
+from swarm_protocol.process.local_registry import is_loopback
+from swarm_protocol.streams.streams import DaemonStreams
+from swarm_protocol.tunnel.accepting import Acceptor
+from swarm_protocol.tunnel.circuit import Circuit
+from swarm_protocol.tunnel.dial_back import ask_dial_back, serve_dial_back
+from swarm_protocol.tunnel.members import Membership
+from swarm_protocol.tunnel.relaying import Relay, RelayLimits
+from swarm_protocol.tunnel.reserving import Reservation, reserve
+from swarm_server.core.access import ServerAccess
+from swarm_server.core.config import ServerConfig
+from swarm_server.reach.choosing import WANTED, best, candidates, is_unreachable
+from swarm_server.reach.own_addresses import ANY_HOSTS, OwnAddresses
+
+_LOOK_S = 5.0  # between two looks at the own address, and for relays that are missing
+_ASK_EVERY_S = 60.0  # whether others reach this server
+_AGAIN_S = 0.5  # after a relay was lost
+_MAX_ASKED = 3
+_logger = logging.getLogger(__name__)
+
+
+class Reach:
+    """What a server announces of how it is reached; it keeps its relays and may be one itself.
+
+    Attributes:
+        is_reachable: whether others reach this server directly, as far as is known.
+        relay: relays for others, if it can be reached.
+        origins: where the connections of tunnels come from, see ``Acceptor``.
+    """
+
+    def __init__(
+        self,
+        config: ServerConfig,
+        access: ServerAccess,
+        dht: Dht,
+        streams: DaemonStreams,
+        own: OwnAddresses,
+        members: Callable[[], Sequence[str]],
+    ) -> None:
+        """``members``: multiaddrs of initial peers and others that were found before."""
+        self._config, self._dht, self._streams, self._own = config, dht, streams, own
+        self._membership = Membership(access.identity, access.token)
+        self._members = members
+        self._reservations: dict[str, Reservation] = {}  # by the relay's peer id
+        self._failed: dict[str, float] = {}
+        self._peer_address = ""  # of the libp2p daemon, for others
+        self._takes_tunnels = False  # others reach the libp2p daemon, though not gRPC
+        self._asked_s = -inf
+        self._wake = asyncio.Event()
+        self.is_reachable = config.relay != "always" and dht.serves_others
+        self.offered: Callable[[], Awaitable[Iterable[str]]] = _nobody
+        self.origins: dict[tuple[str, int], str] = {}
+        limits = RelayLimits(config.relay_bytes_per_s)
+        self.relay = Relay(streams, limits, access.control, lambda: self.is_reachable)
+
+    @property
+    def addresses(self) -> tuple[str, ...]:
+        """The direct ones, and circuits through relays."""
+        circuits = [str(Circuit(held.relay, self._dht.peer_id)) for held in self._reservations.values()]
+        if self._takes_tunnels:
+            circuits.insert(0, str(Circuit(self._peer_address, self._dht.peer_id)))
+        return (*self._own.direct(), *circuits)
+
+    @property
+    def relay_address(self) -> str:
+        """Where it relays for others; empty if it does not, or only for this machine."""
+        return self._peer_address if self.relay.offers and not self._own.is_local else ""
+
+    async def start(self) -> None:
+        """Takes tunnels, and looks for relays if it is known already that they are needed."""
+        host = "127.0.0.1" if self._own.grpc_host in ANY_HOSTS else self._own.grpc_host
+        await Acceptor(self._streams, host, self._own.port, self._reservations, self.origins).start()
+        await self.relay.start()
+        await serve_dial_back(self._streams)
+        await self._find_own()
+        if not self.is_reachable:
+            await self._find_relays()
+
+    async def attach(self) -> None:
+        """After another libp2p daemon was started."""
+        await self._streams.attach()
+        self._wake.set()
+
+    async def keep(self, publish: Callable[[], Awaitable[object]]) -> None:
+        """For ever; ``publish`` is called whenever something has changed."""
+        while True:
+            before = self.addresses, self.relay_address
+            try:
+                await self._look()
+            except (SwarmError, OSError, ValueError, asyncio.IncompleteReadError) as error:  # no daemon at this moment
+                _logger.info("looking how others reach this server: %s", error)
+            if (self.addresses, self.relay_address) != before:
+                await publish()
+            await self._pause()
+
+    async def close(self) -> None:
+        for held in self._reservations.values():
+            held.close()
+        self._reservations.clear()
+
+    async def _look(self) -> None:
+        if (host := self._own.moved()) is not None:
+            _logger.warning("the address of this machine is %s now, it was %s", host, self._own.host)
+            self._own.host = host
+            self._dht.move(host)
+            self._asked_s = -inf
+            return
+        self._forget_lost()
+        await self._find_own()
+        if time.monotonic() - self._asked_s > _ASK_EVERY_S:
+            await self._ask_others()
+        if self.is_reachable:
+            await self.close()
+        elif len(self._reservations) < WANTED:
+            await self._find_relays()
+
+    async def _find_own(self) -> None:
+        addresses = await self._dht.addresses()
+        self._peer_address = next((a for a in addresses if not is_loopback(a)), addresses[0])
+
+    async def _ask_others(self) -> None:
+        """Whether they reach this server: members of the swarm, each of its own place in the network."""
+        if self._config.relay != "auto" or self._own.is_local:
+            return
+        self._asked_s = time.monotonic()
+        direct, libp2p = self._own.direct(), _host_port(self._peer_address)
+        peers = [*await self._dht.peers(), *self._members()]
+        asked = {peer.rpartition("/p2p/")[2]: peer for peer in peers if not is_loopback(peer)}
+        asking = (ask_dial_back(self._streams, peer, [*direct, libp2p]) for peer in list(asked.values())[:_MAX_ASKED])
+        said = [answer.reached for answer in await asyncio.gather(*asking) if answer is not None]
+        if not said:
+            return
+        was_reachable, self.is_reachable = self.is_reachable, not is_unreachable(said, direct)
+        takes_libp2p = not is_unreachable(said, [libp2p])
+        self._dht.serves_others = takes_libp2p
+        self._takes_tunnels = takes_libp2p and not self.is_reachable
+        if was_reachable and not self.is_reachable:
+            _logger.warning(
+                "others cannot connect to this server at %s: it looks for relays among them; to be reached directly, "
+                "open the ports of --port and --dht-port, and give --announce-address",
+                ", ".join(direct),
+            )
+
+    async def _find_relays(self) -> None:
+        offered = [address for address in await self.offered() if address]
+        members = [*self._members(), *await self._dht.peers()]
+        asked = candidates(offered, members, self._dht.peer_id, self._reservations, self._failed)
+        found = [held for held in await asyncio.gather(*map(self._reserve, asked)) if held is not None]
+        kept = best({held.relay_id: held.rtt_s for held in found}, WANTED - len(self._reservations))
+        for held in found:
+            if held.relay_id not in kept:
+                held.close()
+                continue
+            self._reservations[held.relay_id] = held
+            held.lost.add_done_callback(lambda _: self._wake.set())
+            _logger.info("others reach this server through relay %s", short_id(held.relay_id))
+
+    async def _reserve(self, relay: str) -> Reservation | None:
+        peer_id = relay.rpartition("/p2p/")[2]
+        try:
+            held = await reserve(self._streams, relay, self._membership, self._config.relay_keepalive_s)
+        except SwarmError as error:
+            _logger.info("%s does not relay for this server: %s", short_id(peer_id), error)
+            self._failed[peer_id] = time.monotonic()
+            return None
+        self._failed.pop(peer_id, None)
+        return held
+
+    def _forget_lost(self) -> None:
+        for peer_id, held in list(self._reservations.items()):
+            if held.lost.done():
+                _logger.warning("relay %s does not answer any more", short_id(peer_id))
+                self._failed[peer_id] = time.monotonic()
+                held.close()
+                del self._reservations[peer_id]
+
+    async def _pause(self) -> None:
+        try:
+            await asyncio.wait_for(self._wake.wait(), _LOOK_S)
+        except TimeoutError:
+            return
+        self._wake.clear()
+        if not self._dht.is_alive:  # somebody starts another daemon, and says so by ``attach``
+            await asyncio.sleep(_AGAIN_S)
+
+
+async def can_be_reached(p2p: P2P, initial_peers: Sequence[str]) -> bool:
+    """Whether initial peers reach a libp2p daemon that has just been started; True as well if they do not say."""
+    streams = DaemonStreams(lambda: p2p)
+    peers = [peer for peer in initial_peers if not is_loopback(peer)][:_MAX_ASKED]
+    own = [_host_port(str(address)) for address in await p2p.get_visible_maddrs()]
+    said = [
+        answer.reached
+        for answer in await asyncio.gather(*(ask_dial_back(streams, peer, own) for peer in peers))
+        if answer
+    ]
+    return not is_unreachable(said, own)
+
+
+def _host_port(peer: str) -> str:
+    """Of a multiaddr such as /ip4/192.0.2.1/tcp/31330."""
+    _, kind, host, _, port, *_ = peer.split("/")
+    return f"[{host}]:{port}" if kind == "ip6" else f"{host}:{port}"
+
+
+async def _nobody() -> Iterable[str]:
+    return ()
