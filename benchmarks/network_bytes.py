@@ -1,4 +1,4 @@
-"""Section ``bytes`` of ``network.py``: what codecs cost and save, by link.
+"""Sections ``bytes`` and ``loss`` of ``network.py``: what codecs cost and save, by link.
 
 Petals' published steps per second (BLOOM-176B, 3 × A100) are those of steps that take 0.585 s on the best link. Beside
 them stand steps of so many rows that they take about as long here: delay costs a short step a larger share of its time,
@@ -40,7 +40,6 @@ Answer = dict[str, Any]
 
 
 def measure(args: argparse.Namespace, links: dict[str, Link], console: Console) -> list[dict[str, Any]]:
-    rows = losses(args, console)
     found: dict[tuple[str, str, str], Answer] = {}
     num_rows = 4 if args.quick else args.rows
     codecs = ["raw", "auto"] if args.quick else args.codecs
@@ -51,7 +50,7 @@ def measure(args: argparse.Namespace, links: dict[str, Link], console: Console) 
                 found[name, codec, "one row"] = ask(codec, 1, 16 if args.quick else 128, 4 if args.quick else 16)
                 found[name, codec, f"{num_rows} rows"] = ask(codec, num_rows, 8, 2 if args.quick else 8)
         console.print(shown(name, found))
-    return rows + as_rows(found)
+    return as_rows(found)
 
 
 # ------------------------------------------------------------ speed
@@ -137,7 +136,7 @@ def as_rows(found: dict[tuple[str, str, str], Answer]) -> list[dict[str, Any]]:
 # ------------------------------------------------------------ loss
 
 
-def losses(args: argparse.Namespace, console: Console) -> list[dict[str, Any]]:
+def losses(args: argparse.Namespace, _links: dict[str, Link], console: Console) -> list[dict[str, Any]]:
     """Cross-entropy of the shipped model on its held-out text, through two servers, by codec."""
     path = Path(locate(DEFAULT_MODEL))
     ids = AutoTokenizer.from_pretrained(path)((path / "heldout.txt").read_text(), verbose=False)["input_ids"]
