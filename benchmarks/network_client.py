@@ -15,6 +15,10 @@ import torch
 from transformers.utils import logging
 
 from swarm_client import DistributedModel
+from swarm_client.core import background
+from swarm_client.swarm.swarm import Swarm
+
+_RATES_TIMEOUT_S = 45.0
 
 
 def main() -> None:
@@ -29,7 +33,18 @@ def main() -> None:
                 model.close()
             codec = task["codec"]
             model = DistributedModel.from_pretrained(task["path"], swarm=task["swarm"], compression=codec)
+            wait_for_rates(model.blocks.swarm)
         print(json.dumps(answer(model, task)), flush=True)
+
+
+def wait_for_rates(swarm: Swarm) -> None:
+    """Until all servers say how fast their links are, or for a while: they measure it soon after their start."""
+    deadline = time.monotonic() + _RATES_TIMEOUT_S
+    while time.monotonic() < deadline:
+        servers = background.run(swarm.view(0.0)).servers
+        if servers and all(server.network_tokens_per_s for server in servers):
+            return
+        time.sleep(1.0)
 
 
 @torch.no_grad()
