@@ -2,7 +2,8 @@
 
     python benchmarks/network.py [--only SECTION …] [--links LINK …] [--model DIR] [--quick] [--json FILE]
 
-Section ``bytes``: bytes per token and tokens per second, by link and codec, and the loss of the shipped model by codec.
+Section ``loss``: that of the shipped model on its held-out text, by codec. Section ``bytes``: bytes per token and
+tokens per second, by link and codec.
 Makes its namespaces itself and removes them; needs root, iproute2, /dev/net/tun and a C compiler, and says so if one is
 missing. A link's ms are a round trip between any two hosts. ``--quick`` shows with the shipped model that it works.
 """
@@ -27,7 +28,10 @@ LINKS = {
     "10 Mbit, 100 ms": Link(delay_ms=50, mbit=10),
 }
 Section = Callable[[argparse.Namespace, dict[str, Link], Console], list[dict[str, Any]]]
-SECTIONS: dict[str, Section] = {"bytes": network_bytes.measure}  # reach and speculation have their place here
+SECTIONS: dict[str, Section] = {
+    "loss": network_bytes.losses,
+    "bytes": network_bytes.measure,
+}  # reach and speculation have their place here
 
 
 def main() -> int:

@@ -15,41 +15,63 @@ import torch
 from transformers.utils import logging
 
 from swarm_client import DistributedModel
+from swarm_client.core import background
+from swarm_client.swarm.swarm import Swarm
+
+_RATES_TIMEOUT_S = 45.0
 
 
 def main() -> None:
     torch.set_num_threads(1)
     logging.disable_progress_bar()
     logging.set_verbosity_error()
+    codec, model = None, None
     for line in sys.stdin:
-        print(json.dumps(answer(json.loads(line))), flush=True)
+        task = json.loads(line)
+        if model is None or task["codec"] != codec:
+            if model is not None:
+                model.close()
+            codec = task["codec"]
+            model = DistributedModel.from_pretrained(task["path"], swarm=task["swarm"], compression=codec)
+            wait_for_rates(model.blocks.swarm)
+        print(json.dumps(answer(model, task)), flush=True)
+
+
+def wait_for_rates(swarm: Swarm) -> None:
+    """Until all servers say how fast their links are, or for a while: they measure it soon after their start."""
+    deadline = time.monotonic() + _RATES_TIMEOUT_S
+    while time.monotonic() < deadline:
+        servers = background.run(swarm.view(0.0)).servers
+        if servers and all(server.network_tokens_per_s for server in servers):
+            return
+        time.sleep(1.0)
 
 
 @torch.no_grad()
-def answer(task: dict[str, Any]) -> dict[str, Any]:
+def answer(model: Any, task: dict[str, Any]) -> dict[str, Any]:
     generator = torch.Generator().manual_seed(task["rows"])
-    with DistributedModel.from_pretrained(task["path"], swarm=task["swarm"], compression=task["codec"]) as model:
-        ids = torch.randint(3, model.config.vocab_size, (task["rows"], task["prompt"]), generator=generator)
-        cache = model.new_cache(task["prompt"] + task["tokens"] + 1)
+    ids = torch.randint(3, model.config.vocab_size, (task["rows"], task["prompt"]), generator=generator)
+    cache = model.new_cache(task["prompt"] + task["tokens"] + 1)
+    start = time.perf_counter()
+    logits = model(ids, past_key_values=cache, logits_to_keep=1).logits
+    prompt_s = time.perf_counter() - start
+    times, sent = [], line_bytes()
+    for _ in range(task["tokens"]):
         start = time.perf_counter()
-        logits = model(ids, past_key_values=cache, logits_to_keep=1).logits
-        prompt_s = time.perf_counter() - start
-        times, sent = [], line_bytes()
-        for _ in range(task["tokens"]):
-            start = time.perf_counter()
-            logits = model(logits[:, -1:].argmax(-1), past_key_values=cache).logits
-            times.append(time.perf_counter() - start)
-        links = model.blocks.swarm.links
-        codecs = links.codecs_of(cache.session.hops)
-        num_tokens = task["rows"] * task["tokens"]
-        times.sort()
-        return {
-            "step_s": times[len(times) // 2],
-            "prompt_s": prompt_s,
-            "bytes_per_token": (line_bytes() - sent) / num_tokens,
-            "codecs": [int(codec) for codec in codecs],
-            "errors": links.errors,
-        }
+        logits = model(logits[:, -1:].argmax(-1), past_key_values=cache).logits
+        times.append(time.perf_counter() - start)
+    links = model.blocks.swarm.links
+    codecs = links.codecs_of(cache.session.hops)
+    cache.session.close()
+    num_tokens = task["rows"] * task["tokens"]
+    times.sort()
+    return {
+        "step_s": times[len(times) // 2],
+        "prompt_s": prompt_s,
+        "bytes_per_token": (line_bytes() - sent) / num_tokens,
+        "codecs": [int(codec) for codec in codecs],
+        "errors": links.errors,
+    }
 
 
 def line_bytes() -> int:

@@ -11,6 +11,7 @@ from swarm_protocol.dht.records import ServerRecord
 
 _LOOPBACK = ("127.", "localhost:", "[::1]", "unix:")
 _NEEDS_NO_MEASURING = frozenset({"raw", "bf16"})  # bfloat16 rounds as servers with GPUs do anyway
+_SHARE = 0.1  # of the time of computing that sending may take: a token of one session waits for both
 _FLOAT_BYTES = 4  # of a number in the hidden states by which servers count
 
 
@@ -59,13 +60,13 @@ def server_link(one: ServerRecord, other: ServerRecord, width: int) -> Link:
 
 
 def codec_for(link: Link, width: int, item_bytes: int, allowed: Collection[str]) -> str:
-    """The most exact of the allowed codecs with which the link carries positions as fast as its ends compute them.
+    """The most exact of the allowed codecs with which sending takes a tenth of the time of computing at most.
 
-    The smallest of them if it never does: sending is what takes longest then.
+    The smallest of them if it never does.
     """
     usable = [name for name in LADDER if name in link.known and (name in allowed or name == "raw")]
     for name in usable:
-        if encoded_bytes(name, 1, width, item_bytes) * link.tokens_per_s <= link.bytes_per_s:
+        if encoded_bytes(name, 1, width, item_bytes) * link.tokens_per_s <= _SHARE * link.bytes_per_s:
             return name
     return min(usable, key=lambda name: encoded_bytes(name, 1, width, item_bytes))
 

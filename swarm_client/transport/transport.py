@@ -213,7 +213,7 @@ class ServerConnection:
         keep_key: bytes = b"",
         codec: pb.Codec = pb.RAW,
     ) -> tuple[WireTensor, bool]:
-        """The output in this codec, and whether the server keeps for a while what ``backward`` needs, by ``keep_key``.
+        """The output in this codec, and whether the server keeps what ``backward`` needs for a while, by ``keep_key``.
 
         Raises PeerUnavailable when the server stops answering, and what ``watch`` raises.
         """

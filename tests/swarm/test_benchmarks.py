@@ -11,6 +11,9 @@ from typing import Any
 
 import pytest
 
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+from network_lab import NoLab, require_lab
+
 ROOT = Path(__file__).parents[2]
 COLUMNS = {"name", "measured", "beside", "ratio", "target", "met"}
 
@@ -113,3 +116,17 @@ def test_fuzz_finds_nothing_and_repeats_a_case(tmp_path: Path) -> None:
     assert {"wrong answers", "tracebacks", "not as before"} <= results["rows"].keys()
     again = run_quick("fuzz.py", tmp_path, "--only", "7")
     assert again["exit code"] == 0 and " beside " in again["output"], again["output"]
+
+
+def test_network_measures_bytes_and_loss_by_codec(tmp_path: Path) -> None:
+    try:
+        require_lab()
+    except NoLab as error:
+        pytest.skip(str(error))
+    results = run_quick("network.py", tmp_path, "--links", "1 Gbit, 5 ms", "10 Mbit, 100 ms")
+    assert results["exit code"] == 0, results["output"]
+    rows = results["rows"]
+    assert {f"loss of the shipped model, {name}" for name in ("raw", "bf16", "int8", "int4")} <= rows.keys()
+    slow = {codec: rows[f"10 Mbit, 100 ms, {codec}, 4 rows: tokens/s"] for codec in ("raw", "auto")}
+    assert slow["raw"]["codecs"] == ["raw"] * 3 and slow["auto"]["codecs"] != ["raw"] * 3
+    assert slow["auto"]["bytes_per_token"] < slow["raw"]["bytes_per_token"]

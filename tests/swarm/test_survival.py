@@ -141,14 +141,14 @@ def test_the_one_that_takes_over_is_killed_too(fleet, client, moments, monkeypat
     fleet.wait_ready(third)
     reroute, killed = HopSession.reroute, []
 
-    async def deadly(hop: HopSession, to: HopSession, resend) -> None:
+    async def deadly(hop: HopSession, to: HopSession, resend, codec) -> None:
         if moment == "during-the-replay":
-            await reroute(hop, to, resend)
+            await reroute(hop, to, resend, codec)
         if not killed:
             killed.append(to.hop.server.peer_id)
             fleet.find(killed[0]).kill()
         if moment == "before-the-replay":
-            await reroute(hop, to, resend)
+            await reroute(hop, to, resend, codec)
 
     monkeypatch.setattr(HopSession, "reroute", deadly)
     moments.before_step(5, lambda: client.kill(1))

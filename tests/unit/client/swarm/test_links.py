@@ -22,7 +22,7 @@ from tests.unit.support import run, server_record
 
 WIDTH = 128
 PROMPT = torch.randn(2, 40, WIDTH, generator=torch.Generator().manual_seed(0))
-RAW_BYTES_PER_S = WIDTH * 4 * 100.0  # of 100 positions per second
+RAW_BYTES_PER_S = WIDTH * 4 * 1000.0  # enough for 100 positions per second in a tenth of the time
 
 
 class FakeConnection:
@@ -86,7 +86,7 @@ def test_fast_links_stay_raw_and_no_error_is_measured() -> None:
 
 def test_each_link_has_its_own_codec() -> None:
     """The first server's line is at a third of what raw takes, the servers' among themselves at half of it."""
-    route = chain(network_tokens_per_s=50.0)
+    route = chain(network_tokens_per_s=500.0)
     found, connections = prepared(route, {"a": RAW_BYTES_PER_S / 3, "b": 1e9})
     assert found.codecs_of(route) == [pb.INT8_BLOCKS, pb.BFLOAT16_ELEMENTS, pb.RAW] and found.is_lossy(route)
     assert found.codec_of_pass(route) == pb.INT8_BLOCKS
@@ -190,7 +190,7 @@ def test_the_longest_prompt_so_far_is_the_sample() -> None:
 
 def test_links_that_take_a_while_are_counted() -> None:
     """At 25.6 kB/s raw positions of 512 bytes take 20 ms each; the servers among themselves are as slow."""
-    route = chain(network_tokens_per_s=50.0, forward_tokens_per_s=10.0)
+    route = chain(network_tokens_per_s=50.0, forward_tokens_per_s=1.0, tokens_per_s=1.0)
     found, _ = prepared(route, {"a": 25600.0, "b": 25600.0})
     assert found.codecs_of(route) == [pb.RAW] * 3
     assert found.num_slow(route, 1) == found.num_slow(route, 2) == 0
