@@ -46,6 +46,10 @@ class SharedLoop:
             if idle is not None:
                 idle.close()
 
+    def is_alone(self) -> bool:
+        """Whether there is one generation at most."""
+        return self._num_running <= 1
+
     def join(
         self, model: RemoteModelMixin, arguments: Mapping[str, Any], streamer: BaseStreamer | None
     ) -> torch.Tensor | None:

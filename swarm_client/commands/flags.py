@@ -7,6 +7,7 @@ import os
 from typing import Any
 
 from swarm_client.core.config import ClientConfig
+from swarm_client.core.draft_names import check_draft_name
 from swarm_client.generation.opening import ModelChoice
 from swarm_client.generation.text_options import TextOptions
 from swarm_protocol.access.member_flags import ENVIRONMENT, add_member_flags
@@ -50,6 +51,12 @@ def add_remote_flags(command: argparse.ArgumentParser) -> None:
     add("--revision", help="branch, tag or commit of a hub model")
     add("--head-quant", default=client.head_quant, metavar="none|int8", help="of the head that makes logits")
     add(
+        "--draft",
+        default=client.draft,
+        metavar="auto|none|lookup|NAME_OR_PATH",
+        help="what guesses the next tokens, which one pass verifies; a small model needs the same tokenizer",
+    )
+    add(
         "--wait",
         type=float,
         default=client.wait_timeout_s,
@@ -87,6 +94,7 @@ def model_choice(args: argparse.Namespace) -> ModelChoice:
 def remote_config(args: argparse.Namespace) -> ClientConfig:
     """Of the flags that say which model and which servers; they are checked now."""
     check_location(locate(args.model), args.revision)
+    check_draft_name(args.draft)
     config = ClientConfig(
         initial_peers=tuple(args.initial_peers),
         discover=args.discover,
@@ -95,6 +103,7 @@ def remote_config(args: argparse.Namespace) -> ClientConfig:
         recovery_timeout_s=args.recovery_timeout,
         standby=args.standby,
         head_quant=args.head_quant,
+        draft=args.draft,
         allowed_servers=tuple(args.allow),
         blocked_servers=tuple(args.block),
         **member_fields(args),

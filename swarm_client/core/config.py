@@ -52,6 +52,7 @@ class ClientConfig:
     on_event: OnEvent | None = None  # called with what happens to sessions
     compression: str = "none"  # of hidden states that leave the client: none or int8
     head_quant: str = "none"  # of the head that makes logits: none or int8
+    draft: str = "auto"  # guesses tokens: auto, none, lookup, or name or directory of a model with the same tokenizer
     view_max_age_s: float = 10.0
     allowed_servers: tuple[str, ...] = ()  # peer ids or their ends; none: all that are not blocked
     blocked_servers: tuple[str, ...] = ()
@@ -83,6 +84,8 @@ class ClientConfig:
         for name in ("compression", "head_quant"):
             if getattr(self, name) not in ("none", "int8"):
                 raise ValueError(f"{name} {getattr(self, name)!r} is unknown: expected none or int8")
+        if not isinstance(self.draft, str) or not self.draft:
+            raise ValueError(f"draft is {self.draft!r}: expected auto, none, lookup, or the name of a model")
         for name in ("wait_timeout_s", "step_timeout_s", "recovery_timeout_s"):
             seconds = getattr(self, name)
             if not isinstance(seconds, int | float) or not seconds >= 0:

@@ -25,6 +25,8 @@ from swarm_client.model.hollow_blocks import HollowBlocks
 from swarm_client.model.left_out import NoDropout, refuse_inner_outputs, wants, without_router_logits
 from swarm_client.model.model_pass import has_hooks
 from swarm_client.model.remote_blocks import BlockModule, RemoteBlocks, RemoteSpan
+from swarm_client.speculation.generating import may_speculate, speculative_sample
+from swarm_client.speculation.speculation import Speculation
 from swarm_client.swarm.swarm import Swarm
 from swarm_protocol.checkpoints.family import Family
 from swarm_protocol.checkpoints.hollow_model import hf_loader, hosted_alone
@@ -57,6 +59,7 @@ class RemoteModelMixin(PromptsMixin, LoraMixin):
     _remote_blocks: list[RemoteBlocks]  # in a list: it is registered where the blocks were
     _owners: list[nn.Module]  # the module inside the model that has them
     _shared_loop: SharedLoop
+    speculation: Speculation
 
     def fill_blocks(self, config: PreTrainedConfig) -> None:
         """Puts modules without weights into the remote blocks of a model that has been loaded."""
@@ -189,6 +192,45 @@ class RemoteModelMixin(PromptsMixin, LoraMixin):
         if fresh:
             model_kwargs[argument]._is_user_defined = False
 
+    def _sample(
+        self,
+        input_ids: torch.Tensor,
+        logits_processor: Any,
+        stopping_criteria: Any,
+        generation_config: Any,
+        synced_gpus: bool = False,
+        streamer: Any = None,
+        **model_kwargs: Any,
+    ) -> Any:
+        """Called by ``generate``: chooses tokens one by one, several in a pass where guesses for them are right."""
+        cache = model_kwargs.get(self._family.cache_argument)
+        if (
+            self.speculation.draft is not None
+            and cache is not None
+            and self.prompts is None
+            and not self.is_watched
+            and may_speculate(input_ids, generation_config, synced_gpus, model_kwargs)
+        ):
+            session = session_of(cache, self.blocks)
+            is_alone = self._shared_loop.is_alone
+            output = speculative_sample(
+                self,
+                self.speculation,
+                input_ids,
+                logits_processor,
+                stopping_criteria,
+                generation_config,
+                streamer,
+                session,
+                is_alone,
+                model_kwargs,
+            )
+            if output is not None:
+                return output
+        return super()._sample(  # type: ignore[misc]  # of GenerationMixin
+            input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus, streamer, **model_kwargs
+        )
+
 
 def _require_exact(cache_implementation: str | None) -> None:
     if cache_implementation == "quantized":
@@ -229,7 +271,7 @@ def client_class(hf_class: type[PreTrainedModel], family: Family) -> type[Remote
             base.save_pretrained = base.push_to_hub = _refuse_to_save
             base._init_weights = functools.partial(_init_without_blocks, base, family, base._init_weights)
             self._remote_blocks, self._owners, self.no_dropout = [blocks], [owner], NoDropout(family)
-            self._shared_loop = SharedLoop()
+            self._shared_loop, self.speculation = SharedLoop(), Speculation(None)
             owner.register_forward_pre_hook(_context_hook(owner, blocks, family, self.no_dropout), with_kwargs=True)
             owner.register_forward_hook(lambda _owner, _inputs, output: blocks.end(output), always_call=True)
 

@@ -14,7 +14,9 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from swarm_client.adapters.prompts import NEW_HEADS
 from swarm_client.core import background
 from swarm_client.core.config import ClientConfig, Timeouts
+from swarm_client.core.draft_names import check_draft_name
 from swarm_client.core.events import OnEvent
+from swarm_client.drafts.opening import open_speculation
 from swarm_client.model.head import check_head_quant, quantize_head_
 from swarm_client.model.hf_model import ATTENTION, RemoteModelMixin, client_class
 from swarm_client.model.progress import reading_shown
@@ -51,6 +53,7 @@ class _Distributed:
         on_event: OnEvent | None = None,
         compression: str | None = None,
         head_quant: str | None = None,
+        draft: str | None = None,
         allowed_servers: Sequence[str] | None = None,
         blocked_servers: Sequence[str] | None = None,
         adapter: str | None = None,
@@ -88,6 +91,9 @@ class _Distributed:
             compression: of hidden states on their way to the servers: "none" or "int8".
             head_quant: of the head that turns hidden states into logits: "none", or "int8" (on the CPU), which is
                 faster and smaller, and frozen. A classifier's head stays as it is.
+            draft: what guesses the next tokens, which one pass through the servers verifies: "lookup", or the name or
+                directory of a small model with the same tokenizer; "none"; or "auto", which guesses where passes are
+                slow. The text is the same. See ``model.speculation``.
             allowed_servers: peer ids, or their ends as ``status`` shows them. If any are given, no others are used.
             blocked_servers: the same of servers that are not used.
             adapter: name of an adapter that servers have loaded; only those that have are used.
@@ -124,6 +130,7 @@ class _Distributed:
             on_event=on_event,
             compression=compression,
             head_quant=head_quant,
+            draft=draft,
             allowed_servers=allowed_servers,
             blocked_servers=blocked_servers,
             adapter=adapter,
@@ -133,6 +140,7 @@ class _Distributed:
             membership=membership,
             identity=identity,
         )
+        check_draft_name(config.draft)
         device = torch.device(device)
         check_head_quant(config.head_quant, device)
         checkpoint = Checkpoint.open(locate(name_or_path), revision)
@@ -149,6 +157,7 @@ class _Distributed:
             if config.head_quant == "int8":
                 quantize_head_(model)
             model.connect(connection, max_positions(checkpoint.config))
+            model.speculation = open_speculation(config.draft, model, checkpoint)
             if tuning_mode is not None:
                 model.add_prompts(tuning_mode, num_prompt_tokens)
         except BaseException:

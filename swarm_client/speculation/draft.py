@@ -1,4 +1,4 @@
-"""What a draft is: it guesses the tokens that a model writes next."""
+"""What a draft is: it guesses the tokens that a model writes next, in one line or in several."""
 
 from __future__ import annotations
 
@@ -9,18 +9,20 @@ from typing import Protocol
 
 import torch
 
+# What another row is worth to a branch that has m - 1 of them, by the probability of the branch. The first brings its
+# token and what follows it; later ones bring what follows if it is not the likeliest, which is not much.
+_FIRST_ROW, _LATER_ROW = 1.0, 0.2
+
 
 class Ranking(Protocol):
-    """By what a draft's guesses are ordered, so that they are what the model is most likely to choose."""
+    """By what guesses are ordered, so that they are what the model is most likely to choose."""
 
     def scores(self, logits: torch.Tensor, depth: int) -> torch.Tensor:
-        """The higher, the sooner a token is guessed: [rows, vocabulary], like the logits of the draft.
+        """[rows, vocabulary], like the draft's logits: the higher, the sooner a token is guessed.
 
-        depth: how many guesses come before this one.
+        ``scores.softmax(-1)`` is about the probability that the guess is right. ``depth``: how many guesses come before
+        this one.
         """
-
-    def probabilities(self, logits: torch.Tensor) -> torch.Tensor:
-        """[rows, vocabulary]: how likely the draft takes each token to be."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +32,7 @@ class Plan:
     Attributes:
         num_rows: lines of guesses that are verified together, at most.
         length: guesses in a line, at most.
-        least: a line is not made longer by guesses that are all right with a lower probability than this.
+        least: lines are not made longer if the probability that all guesses of the likeliest are right is lower.
     """
 
     num_rows: int
@@ -40,19 +42,25 @@ class Plan:
 
 @dataclass(frozen=True)
 class Guesses:
-    """Lines of guesses, the likeliest first.
+    """Lines of guesses, of which the first is the likeliest.
 
     Attributes:
-        token_ids: [rows, length] int64; either may be 0.
-        confidences: [rows, length], the estimated probability that each is right if those before it are.
+        token_ids: [rows, length] int64; there are none if it is empty.
     """
 
     token_ids: torch.Tensor
-    confidences: torch.Tensor
 
     @classmethod
     def none(cls) -> Guesses:
-        return cls(torch.empty(0, 0, dtype=torch.long), torch.empty(0, 0))
+        return cls(torch.empty(0, 0, dtype=torch.long))
+
+    @property
+    def num_rows(self) -> int:
+        return self.token_ids.shape[0]
+
+    @property
+    def length(self) -> int:
+        return self.token_ids.shape[1]
 
 
 class Draft(ABC):
@@ -62,10 +70,12 @@ class Draft(ABC):
         name: as users know it.
         num_hidden: of how many of the last positions of a prompt it wants hidden states; 0: of none, token ids are all
             that it is given.
+        acceptance: how often a guess is right, as long as that has not been measured.
     """
 
     name: str
     num_hidden: int = 0
+    acceptance: float = 0.5
 
     @abstractmethod
     def begin(self) -> DraftSession:
@@ -88,24 +98,67 @@ class DraftSession(ABC):
 
     @abstractmethod
     def guess(self, plan: Plan, ranking: Ranking) -> Guesses:
-        """What comes after all that is confirmed. May be called again, which forgets what it has guessed before."""
+        """What comes after all that is confirmed. May be called again, which forgets what was guessed before."""
 
 
 class SteppedSession(DraftSession):
     """Of a draft that computes logits token by token, for several lines at once."""
 
     @abstractmethod
-    def start(self, num_rows: int) -> torch.Tensor:
-        """Forgets guesses. Logits of the token after all that is confirmed: [vocabulary]; so many lines begin here.
+    def start(self, num_rows: int) -> torch.Tensor | None:
+        """Logits of the token after all that is confirmed, [vocabulary] float32; so many lines begin here.
 
-        The draft cannot go on (its context is full) if this has no elements.
+        None: the draft cannot go on, since its context is full.
         """
 
     @abstractmethod
     def step(self, token_ids: torch.Tensor) -> torch.Tensor:
-        """Each line goes on with one token, [rows]. Logits of the one after it: [rows, vocabulary]."""
+        """Each line goes on with one token, [rows] int64. Logits of the one after it: [rows, vocabulary] float32."""
 
     def guess(self, plan: Plan, ranking: Ranking) -> Guesses:
-        from swarm_client.speculation.lines import grow
+        logits = self.start(plan.num_rows) if plan.length > 0 else None
+        if logits is None:
+            return Guesses.none()
+        branches, by_row = [_Branch((), 1.0, range(plan.num_rows))], logits[None].expand(plan.num_rows, -1)
+        while True:
+            depth, firsts = len(branches[0].token_ids), [branch.rows.start for branch in branches]
+            scores = ranking.scores(by_row[firsts], depth)
+            grown = [child for branch, row in zip(branches, scores, strict=True) for child in branch.children(row)]
+            if max(branch.probability for branch in grown) < plan.least:
+                break
+            branches = grown
+            if depth + 1 == plan.length:
+                break
+            by_row = self.step(torch.tensor([branch.token_ids[-1] for branch in branches for _ in branch.rows]))
+        if not branches[0].token_ids:
+            return Guesses.none()
+        branches.sort(key=lambda branch: -branch.probability)
+        return Guesses(torch.tensor([branch.token_ids for branch in branches]))
 
-        return grow(self, plan, ranking)
+
+@dataclass(frozen=True)
+class _Branch:
+    """Guesses that some rows have in common, and the probability that all of them are right."""
+
+    token_ids: tuple[int, ...]
+    probability: float
+    rows: range
+
+    def children(self, scores: torch.Tensor) -> list[_Branch]:
+        """The rows, shared out among the likeliest next tokens; scores: [vocabulary]."""
+        best = scores.softmax(-1).topk(min(len(self.rows), len(scores)))
+        probabilities: list[float] = best.values.tolist()
+        counts = [0] * len(probabilities)
+        for _ in self.rows:
+            worth = [
+                p * (_LATER_ROW / (count + 1) if count else _FIRST_ROW)
+                for p, count in zip(probabilities, counts, strict=True)
+            ]
+            counts[worth.index(max(worth))] += 1
+        found, start = [], self.rows.start
+        for token_id, p, count in zip(best.indices.tolist(), probabilities, counts, strict=True):
+            if count:
+                child = range(start, start + count)
+                found.append(_Branch((*self.token_ids, token_id), self.probability * p, child))
+                start += count
+        return found

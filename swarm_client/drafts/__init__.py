@@ -1,0 +1,1 @@
+"""Drafts: prompt lookup, small models, and the choice among them by name."""

@@ -1,0 +1,81 @@
+"""Which draft guesses for a model: by the name that a user gives."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from swarm_client.core.draft_names import AUTO, LOOKUP, NONE, check_draft_name
+from swarm_client.drafts.lookup import LookupDraft
+from swarm_client.drafts.small_model import SmallModelDraft
+from swarm_client.speculation.draft import Draft
+from swarm_client.speculation.speculation import Speculation
+from swarm_protocol.checkpoints.checkpoint import Checkpoint
+from swarm_protocol.checkpoints.default_model import locate
+from swarm_protocol.errors import CheckpointError
+
+_RECURRENT = {"linear_attention", "hybrid"}
+_logger = logging.getLogger(__name__)
+
+
+def open_speculation(name: str, model: Any, checkpoint: Checkpoint) -> Speculation:
+    """
+    Args:
+        name: auto, none, lookup, or name or directory of a model.
+        model: a client's half of the one that is guessed for.
+
+    Raises:
+        CheckpointError, UnsupportedModel: there is no such draft, or it cannot be read.
+        ValueError: it has other tokens than the model.
+    """
+    if name == NONE:
+        return Speculation(None)
+    obstacle = why_not(model)
+    if obstacle:
+        if name != AUTO:
+            _logger.warning("no draft is used: %s", obstacle)
+        return Speculation(None, off=obstacle)
+    return Speculation(_open(name, model, checkpoint), is_asked_for=name != AUTO)
+
+
+def why_not(model: Any) -> str:
+    """Why nothing can be guessed for this model; empty: it can."""
+    kinds = set(getattr(model.config, "layer_types", None) or ())
+    if model._is_stateful or kinds & _RECURRENT:  # transformers' own word for it
+        return "the model has recurrent blocks, from whose state a wrong guess cannot be taken out again"
+    return ""
+
+
+def _open(name: str, model: Any, checkpoint: Checkpoint) -> Draft:
+    if name in (AUTO, LOOKUP):
+        return LookupDraft()
+    vocab_size = model.get_input_embeddings().num_embeddings
+    check_draft_name(name)
+    _check_tokens(name, checkpoint)
+    return SmallModelDraft.load(name, vocab_size)
+
+
+def _check_tokens(name: str, checkpoint: Checkpoint) -> None:
+    """Whether both have the same tokens under the same ids."""
+    draft = Checkpoint.open(locate(name))
+    ours, theirs = _vocabulary(str(checkpoint.location)), _vocabulary(str(draft.location))
+    if ours is None or theirs is None:  # the size of the embedding is all there is to compare
+        ours = theirs = {}
+        sizes = checkpoint.config.vocab_size, draft.config.vocab_size
+    else:
+        sizes = len(ours), len(theirs)
+    if sizes[0] != sizes[1] or ours != theirs:
+        what = f"{sizes[1]} against {sizes[0]}" if sizes[0] != sizes[1] else f"{sizes[0]}, of which some differ"
+        raise ValueError(
+            f"draft {name} has other tokens than {checkpoint.name} ({what}): expected a model with the same tokenizer"
+        )
+
+
+def _vocabulary(location: str) -> dict[str, int] | None:
+    """None if the model brings no tokenizer."""
+    from transformers import AutoTokenizer
+
+    try:
+        return dict(AutoTokenizer.from_pretrained(location, trust_remote_code=False).get_vocab())
+    except (OSError, ValueError, KeyError, TypeError, CheckpointError):
+        return None

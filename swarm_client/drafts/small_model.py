@@ -1,0 +1,87 @@
+"""A small model of transformers as a draft: it has the same tokens as the model whose text it guesses."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM
+from transformers.cache_utils import DynamicCache, DynamicLayer
+
+from swarm_client.speculation.draft import Draft, SteppedSession
+from swarm_protocol.checkpoints.checkpoint import Checkpoint
+from swarm_protocol.checkpoints.default_model import locate
+from swarm_protocol.checkpoints.family import max_positions
+
+
+class SmallModelDraft(Draft):
+    """Guesses by a causal language model on this machine."""
+
+    acceptance = 0.6
+
+    def __init__(self, model: Any, name: str, vocab_size: int) -> None:
+        """
+        Args:
+            model: as ``AutoModelForCausalLM`` gives it; is not changed.
+            vocab_size: of the model whose text is guessed.
+        """
+        self.name, self.model, self.vocab_size = name, model, vocab_size
+        self.max_positions = max_positions(model.config)
+
+    @classmethod
+    def load(cls, name_or_path: str, vocab_size: int) -> SmallModelDraft:
+        """Raises CheckpointError, UnsupportedModel: it cannot be read."""
+        Checkpoint.open(locate(name_or_path))
+        model = AutoModelForCausalLM.from_pretrained(locate(name_or_path), dtype=torch.float32).eval()
+        return cls(model, name_or_path, vocab_size)
+
+    def begin(self) -> SmallModelSession:
+        return SmallModelSession(self)
+
+
+class SmallModelSession(SteppedSession):
+    """Keys and values of what is confirmed; guesses are taken back, or made in a copy."""
+
+    def __init__(self, draft: SmallModelDraft) -> None:
+        self._draft = draft
+        self._cache = DynamicCache(config=draft.model.config)
+        self._waiting: list[int] = []  # confirmed, but not in the cache
+        self._length = 0  # confirmed, and in the cache
+        self._line: DynamicCache | None = None  # with the guesses
+        self._num_rows = 1
+        self._num_guessed = 0  # positions of the cache itself
+
+    def confirm(self, token_ids: Sequence[int], hidden: torch.Tensor | None) -> None:
+        self._waiting.extend(token_ids)
+
+    def start(self, num_rows: int) -> torch.Tensor | None:
+        if self._num_guessed:
+            self._cache.crop(-self._num_guessed)
+        self._line, self._num_rows, self._num_guessed = None, num_rows, 0
+        total, limit = self._length + len(self._waiting), self._draft.max_positions
+        if limit is not None and total + 1 > limit:
+            return None
+        assert self._waiting, "a guess needs what was confirmed since the one before"
+        logits = self._forward(torch.tensor([self._waiting]), self._cache)[0]
+        self._length, self._waiting = total, []
+        return logits
+
+    def step(self, token_ids: torch.Tensor) -> torch.Tensor:
+        if self._line is None:
+            is_simple = self._num_rows == 1 and all(type(layer) is DynamicLayer for layer in self._cache.layers)
+            self._line = self._cache if is_simple else copy.deepcopy(self._cache)
+            if self._num_rows > 1:
+                self._line.batch_repeat_interleave(self._num_rows)
+        self._num_guessed += self._line is self._cache
+        return self._forward(token_ids[:, None], self._line)
+
+    def _forward(self, token_ids: torch.Tensor, cache: DynamicCache) -> torch.Tensor:
+        """Logits after the last token, [rows, vocabulary of the model that is guessed for]."""
+        model, size = self._draft.model, self._draft.vocab_size
+        with torch.inference_mode():
+            output = model(token_ids.to(model.device), past_key_values=cache, use_cache=True, logits_to_keep=1)
+            logits = output.logits[:, -1, :size].float().cpu()
+        missing = size - logits.shape[1]  # rows of an embedding that stand for no token
+        return torch.nn.functional.pad(logits, (0, missing), value=-torch.inf) if missing else logits

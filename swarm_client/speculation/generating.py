@@ -1,0 +1,206 @@
+"""Stock ``generate`` with guesses: the loop over tokens in which one pass through the servers gives several."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import GenerationConfig, LogitsProcessorList
+from transformers.generation.stopping_criteria import StoppingCriteriaList
+from transformers.generation.streamers import BaseStreamer
+
+from swarm_client.sessions.session import RemoteSession
+from swarm_client.speculation.choosing import GreedyRanking, SampledRanking, Verified, verify
+from swarm_client.speculation.draft import Guesses, Ranking
+from swarm_client.speculation.policy import MOST_POSITIONS
+from swarm_client.speculation.speculation import Guessing, Speculation
+from swarm_protocol.errors import PeerBusy
+
+_IN_OUTPUT = ("return_dict_in_generate", "output_scores", "output_logits", "output_attentions", "output_hidden_states")
+
+
+def ranking_of(config: GenerationConfig, processors: LogitsProcessorList, generator: torch.Generator | None) -> Ranking:
+    """Of guesses for a generation that samples with ``generator``; None: with one that cannot be looked into."""
+    return SampledRanking(processors, generator) if config.do_sample else GreedyRanking()
+
+
+def may_speculate(
+    input_ids: torch.Tensor, config: GenerationConfig, synced_gpus: bool, model_kwargs: dict[str, Any]
+) -> bool:
+    """Whether this generation is of one row of tokens without padding, and only its tokens are asked for."""
+    mask = model_kwargs.get("attention_mask")
+    is_plain = mask is None or (mask.shape == input_ids.shape and bool(mask.all()))
+    return (
+        len(input_ids) == 1
+        and is_plain
+        and bool(model_kwargs.get("use_cache"))
+        and model_kwargs.get("inputs_embeds") is None
+        and config.prefill_chunk_size is None
+        and not synced_gpus
+        and not config.is_assistant
+        and not any(getattr(config, name, None) for name in _IN_OUTPUT)
+    )
+
+
+@dataclass
+class Text:
+    """What has been written, and how the next token is chosen: as ``_sample`` of transformers does."""
+
+    ids: torch.Tensor  # [1, length]
+    processors: LogitsProcessorList
+    criteria: StoppingCriteriaList
+    do_sample: bool
+    streamer: BaseStreamer | None
+    is_over: bool = False
+
+    def choose(self, logits: torch.Tensor) -> tuple[int, bool]:
+        """See ``verify``."""
+        copied = logits[None].to(copy=True, dtype=torch.float32, device=self.ids.device)
+        scores = self.processors(self.ids, copied)  # type: ignore[arg-type]
+        if self.do_sample:
+            token = torch.multinomial(scores.softmax(-1), num_samples=1)
+        else:
+            token = scores.argmax(-1, keepdim=True)
+        self.ids = torch.cat([self.ids, token], -1)
+        if self.streamer is not None:
+            self.streamer.put(token[0].cpu())
+        self.is_over = bool(self.criteria(self.ids, None).all())  # type: ignore[arg-type]
+        return int(token), self.is_over
+
+
+class SpeculativeGeneration:
+    """One call of ``generate``."""
+
+    def __init__(self, model: Any, text: Text, session: RemoteSession, guessing: Guessing) -> None:
+        self._model, self._text, self._session, self._guessing = model, text, session, guessing
+        self._most_rows = MOST_POSITIONS
+        self._row = 0  # of the session, which the text goes on from
+
+    def run(self, config: GenerationConfig, model_kwargs: dict[str, Any], is_alone: Callable[[], bool]) -> torch.Tensor:
+        """The whole text, [1, length]."""
+        text, num_hidden = self._text, self._guessing.num_hidden
+        with _HeadInput(self._model, num_hidden > 0) as head_input:
+            if num_hidden:
+                model_kwargs["logits_to_keep"] = num_hidden
+            outputs = self._model._prefill(text.ids, config, model_kwargs, is_first_iteration=True)
+            text.choose(outputs.logits[0, -1])
+            if text.is_over:
+                return text.ids
+            model_kwargs = self._model._update_model_kwargs_for_generation(outputs, model_kwargs)
+            self._guessing.begin(int(text.ids[0, -1]), head_input.of_row(0))
+            self._session.record_past()
+            try:
+                while not text.is_over:
+                    most = text.criteria.max_length - text.ids.shape[1] - 1 if text.criteria.max_length else 0
+                    guesses = self._guessing.next(most, most_rows=self._most_rows, is_alone=is_alone())
+                    num_before = text.ids.shape[1]
+                    outputs, guesses = self._pass(guesses, model_kwargs)
+                    found = verify(guesses, outputs.logits, text.choose)
+                    self._settle(found, guesses, num_before)
+                    hidden = head_input.of_row(found.row)
+                    self._guessing.verified(found, None if hidden is None else hidden[: len(found.token_ids)])
+                    model_kwargs = self._model._update_model_kwargs_for_generation(
+                        outputs, model_kwargs, num_new_tokens=len(found.token_ids)
+                    )
+            finally:
+                self._guessing.end()
+        return text.ids
+
+    def _pass(self, guesses: Guesses, model_kwargs: dict[str, Any]) -> tuple[Any, Guesses]:
+        """Through the servers; without guesses for other rows if there is no room for those."""
+        rows = max(1, guesses.num_rows)
+        if rows > 1 or self._session.batch_size != 1:
+            self._session.reorder(torch.full((rows,), self._row))
+        try:
+            return self._forward(guesses, model_kwargs), guesses
+        except PeerBusy:
+            if rows == 1:
+                raise
+        self._most_rows, self._row = 1, 0
+        self._session.reorder(torch.tensor([0]))
+        guesses = self._guessing.only_first_row()
+        return self._forward(guesses, model_kwargs), guesses
+
+    def _forward(self, guesses: Guesses, model_kwargs: dict[str, Any]) -> Any:
+        ids, kwargs = self._text.ids, dict(model_kwargs)
+        if guesses.length:
+            ids = torch.cat([ids.expand(guesses.num_rows, -1), guesses.token_ids.to(ids.device)], 1)
+            for name in ("attention_mask", "position_ids"):
+                kwargs[name] = _longer(kwargs.get(name), ids.shape[1], guesses.num_rows, counts=name == "position_ids")
+        inputs = self._model.prepare_inputs_for_generation(ids, next_sequence_length=guesses.length + 1, **kwargs)
+        if "logits_to_keep" in inputs:
+            inputs["logits_to_keep"] = guesses.length + 1
+        return self._model(**inputs, return_dict=True)
+
+    def _settle(self, found: Verified, guesses: Guesses, num_before: int) -> None:
+        """The session keeps what was right."""
+        self._row = found.row
+        if guesses.length:
+            self._session.crop(guesses.length - found.num_right)  # by 0 too: sliding windows forget what is settled
+        if self._text.is_over and guesses.num_rows > 1:
+            self._session.reorder(torch.tensor([found.row]))  # as it would be without guesses
+
+
+def speculative_sample(
+    model: Any,
+    speculation: Speculation,
+    input_ids: torch.Tensor,
+    processors: LogitsProcessorList,
+    criteria: StoppingCriteriaList,
+    config: GenerationConfig,
+    streamer: BaseStreamer | None,
+    session: RemoteSession,
+    is_alone: Callable[[], bool],
+    model_kwargs: dict[str, Any],
+) -> torch.Tensor | None:
+    """What ``_sample`` of transformers returns with these arguments; None if there are no guesses for them."""
+    # Of another device's generator nobody here knows what it will draw.
+    generator = torch.default_generator if input_ids.device.type == "cpu" else None
+    guessing = speculation.begin(input_ids[0].tolist(), ranking_of(config, processors, generator))
+    if guessing is None:
+        return None
+    text = Text(input_ids, processors, criteria, bool(config.do_sample), streamer)
+    with model._optimize_model_for_decode():
+        ids = SpeculativeGeneration(model, text, session, guessing).run(config, model_kwargs, is_alone)
+    if streamer is not None:
+        streamer.end()
+    return ids
+
+
+class _HeadInput:
+    """What the model's head was given in this thread last. A context manager."""
+
+    def __init__(self, model: Any, is_wanted: bool) -> None:
+        self._head = model.get_output_embeddings() if is_wanted else None
+        self._thread = threading.get_ident()
+        self._last: torch.Tensor | None = None
+
+    def of_row(self, row: int) -> torch.Tensor | None:
+        """[positions, hidden_size] float32."""
+        return None if self._last is None else self._last[row].float()
+
+    def __enter__(self) -> _HeadInput:
+        if self._head is not None:
+            self._handle = self._head.register_forward_pre_hook(self._keep)
+        return self
+
+    def __exit__(self, *_exception: object) -> None:
+        if self._head is not None:
+            self._handle.remove()
+
+    def _keep(self, _head: Any, args: tuple[Any, ...]) -> None:
+        if threading.get_ident() == self._thread:
+            self._last = args[0].detach()
+
+
+def _longer(values: torch.Tensor | None, length: int, num_rows: int, *, counts: bool) -> torch.Tensor | None:
+    """A mask or position ids, [1, positions], of as many rows and positions."""
+    if values is None:
+        return None
+    new = values.new_ones(1, length - values.shape[1])
+    if counts:
+        new = new.cumsum(-1) + values[:, -1:]
+    return torch.cat([values, new], -1).expand(num_rows, -1)

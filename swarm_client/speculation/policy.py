@@ -1,0 +1,148 @@
+"""How many guesses pay, decided by what has been measured: acceptance, and what passes and guesses cost. Pure."""
+
+from __future__ import annotations
+
+import statistics
+from collections import deque
+from dataclasses import dataclass
+
+MOST_POSITIONS = 32  # rows × new positions of a pass: with more, servers take it for a prompt
+_LENGTHS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 15)
+_LEAST_GAIN = 1.08  # of tokens per second, or there is no speculation
+_FIRST_PASSES = 2  # without guesses, from which a pass is known
+_NUM_REMEMBERED = 24  # passes
+_OUTLIER = 3.0  # times the median: a pass that waited for something else
+_SLOPE_GUESS = 0.03  # of a pass's time: what another position costs until that is known, and ``_SLOPE_WEIGHT`` passes
+_SLOPE_WEIGHT = 2.0
+_PRIOR_WEIGHT = 6.0  # guesses
+_FORGET = 0.99  # with each pass
+_CATCH = {1: 0.0, 2: 0.12, 3: 0.18, 4: 0.22, 6: 0.27, 8: 0.3}  # of wrong guesses, that another row has right, at first
+
+
+def expected_tokens(acceptance: float, length: int) -> float:
+    """Tokens of a pass that verifies a line of guesses: Leviathan et al., 2023, equation (1)."""
+    if acceptance >= 1:
+        return length + 1
+    return (1 - acceptance ** (length + 1)) / (1 - acceptance)
+
+
+@dataclass(frozen=True)
+class Size:
+    """Rows of guesses, and guesses in each; ``least`` as in ``Plan``."""
+
+    num_rows: int = 0
+    length: int = 0
+    least: float = 0.0
+
+    @property
+    def num_positions(self) -> int:
+        return max(1, self.num_rows) * (self.length + 1)
+
+
+PLAIN = Size()
+
+
+class PassCosts:
+    """Seconds of a pass by its positions: a line through the passes remembered."""
+
+    def __init__(self) -> None:
+        self._passes: deque[tuple[int, float]] = deque(maxlen=_NUM_REMEMBERED)
+
+    @property
+    def are_known(self) -> bool:
+        return len(self._passes) >= _FIRST_PASSES
+
+    def add(self, num_positions: int, seconds: float) -> None:
+        self._passes.append((num_positions, seconds))
+
+    def fit(self) -> tuple[float, float]:
+        """Seconds of a pass of one position, and of each position more."""
+        middle = statistics.median(seconds for _, seconds in self._passes)
+        kept = [(n, s) for n, s in self._passes if s <= _OUTLIER * middle]
+        mean_n = statistics.fmean(n for n, _ in kept)
+        mean_s = statistics.fmean(s for _, s in kept)
+        # Beside the passes, some that say what is believed at first: as far from the mean as a short line of guesses.
+        prior = _SLOPE_WEIGHT * 16
+        spread = prior + sum((n - mean_n) ** 2 for n, _ in kept)
+        slope = (prior * _SLOPE_GUESS * middle + sum((n - mean_n) * (s - mean_s) for n, s in kept)) / spread
+        slope = max(0.0, slope)
+        one = max(mean_s - slope * (mean_n - 1), 0.1 * middle)
+        return one, slope
+
+
+class Acceptance:
+    """How often a guess is right if those before it are, by the number of rows; forgets slowly."""
+
+    def __init__(self, prior: float) -> None:
+        self._prior = prior
+        self._counts: dict[int, tuple[float, float]] = {}  # right, all
+
+    def add(self, num_rows: int, num_right: int, num_guesses: int) -> None:
+        """Of a pass's longest line; what comes behind a wrong guess says nothing."""
+        tried = num_right + (num_right < num_guesses)
+        right, all_ = self._counts.get(num_rows, (0.0, 0.0))
+        self._counts[num_rows] = right + num_right, all_ + tried
+
+    def forget(self) -> None:
+        self._counts = {rows: (right * _FORGET, all_ * _FORGET) for rows, (right, all_) in self._counts.items()}
+
+    def of(self, num_rows: int) -> float:
+        """With more rows, what one has shown is what is believed at first, and some of the rest besides."""
+        right, all_ = self._counts.get(1, (0.0, 0.0))
+        one = (self._prior * _PRIOR_WEIGHT + right) / (_PRIOR_WEIGHT + all_)
+        if num_rows == 1:
+            return one
+        prior = one + (1 - one) * _catch(num_rows)
+        right, all_ = self._counts.get(num_rows, (0.0, 0.0))
+        return (prior * _PRIOR_WEIGHT + right) / (_PRIOR_WEIGHT + all_)
+
+
+class Policy:
+    """Chooses the size of the next pass of one generation.
+
+    Of several sizes the one with the most tokens per second, expected tokens divided by what the pass takes:
+    E / (R + s + c · positions + d · guesses).
+    """
+
+    def __init__(self, acceptance: float, most_rows: int = 8, least_pass_s: float = 0.0) -> None:
+        """
+        Args:
+            acceptance: how often a guess is right, as long as that has not been measured.
+            least_pass_s: if a plain pass takes less, there is no speculation.
+        """
+        self._rows = [rows for rows in _CATCH if rows <= most_rows]
+        self._least_pass_s = least_pass_s
+        self.costs, self.acceptance = PassCosts(), Acceptance(acceptance)
+        self._guess_s = 0.0  # a step of the draft
+
+    def choose(self, most_guesses: int, most_rows: int = MOST_POSITIONS) -> Size:
+        """``most_guesses``: in a line, which must not be longer."""
+        if not self.costs.are_known or most_guesses < 1:
+            return PLAIN
+        pass_s, position_s = self.costs.fit()
+        if pass_s < self._least_pass_s:
+            return PLAIN
+        best, best_rate = PLAIN, _LEAST_GAIN / pass_s
+        for rows in self._rows:
+            acceptance = self.acceptance.of(rows)
+            for length in _LENGTHS:
+                if rows > most_rows or length > most_guesses or rows * (length + 1) > MOST_POSITIONS:
+                    continue
+                seconds = pass_s + position_s * (rows * (length + 1) - 1) + self._guess_s * length
+                rate = expected_tokens(acceptance, length) / seconds
+                if rate > best_rate:
+                    best, best_rate = Size(rows, length, (position_s * rows + self._guess_s) * rate), rate
+        return best
+
+    def passed(self, size: Size, seconds: float, num_right: int, guess_s: float) -> None:
+        """A pass is over, ``seconds`` after the guesses for it, which took ``guess_s``, were there."""
+        self.costs.add(size.num_positions, seconds)
+        self.acceptance.forget()
+        if size.length:
+            self.acceptance.add(size.num_rows, num_right, size.length)
+            each_s = guess_s / size.length
+            self._guess_s = each_s if not self._guess_s else 0.8 * self._guess_s + 0.2 * each_s
+
+
+def _catch(num_rows: int) -> float:
+    return max((caught for rows, caught in _CATCH.items() if rows <= num_rows), default=0.0)

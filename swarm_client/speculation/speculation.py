@@ -1,0 +1,142 @@
+"""The guesses for one model, and how many there are of them in each generation."""
+
+from __future__ import annotations
+
+import threading
+import time
+from dataclasses import dataclass
+
+import torch
+
+from swarm_client.speculation.choosing import Verified
+from swarm_client.speculation.draft import Draft, Guesses, Plan, Ranking
+from swarm_client.speculation.policy import PLAIN, Policy, Size
+
+MAX_ROWS = 8
+LEAST_PASS_S = 0.04  # of a model whose user has not asked for a draft: what is faster than 25 tokens/s is left alone
+
+
+@dataclass
+class SpeculationStats:
+    """Of one generation, or of all of a model.
+
+    Attributes:
+        passes: through the servers after the prompt; ``tokens``: that they gave.
+        guesses: in the rows that were verified, and how many of them were ``right``.
+    """
+
+    passes: int = 0
+    tokens: int = 0
+    guesses: int = 0
+    right: int = 0
+
+    def add(self, num_tokens: int, guesses: Guesses, num_right: int) -> None:
+        self.passes += 1
+        self.tokens += num_tokens
+        self.guesses += guesses.num_rows * guesses.length
+        self.right += num_right
+
+
+class Speculation:
+    """What a model has to do with drafts.
+
+    Attributes:
+        draft: guesses; ``off`` says why it does not, empty: it does.
+        stats: of all generations.
+    """
+
+    def __init__(self, draft: Draft | None, *, is_asked_for: bool = True, off: str = "") -> None:
+        """``is_asked_for``: by the user, or it is tried where passes are slow only."""
+        self.draft, self.off = draft, off
+        self.stats = SpeculationStats()
+        self._least_pass_s = 0.0 if is_asked_for else LEAST_PASS_S
+        self._acceptance: float | None = None  # in the last generation
+        self._lock = threading.Lock()
+
+    def begin(self, prompt: list[int], ranking: Ranking, size: Size | None = None) -> Guessing | None:
+        """For a generation; None if there are no guesses for it.
+
+        size: of every pass, instead of what pays best.
+        """
+        if self.draft is None or self.off:
+            return None
+        with self._lock:
+            prior = self.draft.acceptance if self._acceptance is None else self._acceptance
+        return Guessing(self, self.draft, prompt, ranking, Policy(prior, MAX_ROWS, self._least_pass_s), size)
+
+    def learn(self, acceptance: float) -> None:
+        with self._lock:
+            self._acceptance = acceptance
+
+
+class Guessing:
+    """The guesses for one generation. Used by one thread at a time."""
+
+    def __init__(
+        self,
+        owner: Speculation,
+        draft: Draft,
+        prompt: list[int],
+        ranking: Ranking,
+        policy: Policy,
+        fixed: Size | None,
+    ) -> None:
+        self.num_hidden = draft.num_hidden
+        self.stats = SpeculationStats()
+        self._owner, self._ranking, self._policy, self._fixed = owner, ranking, policy, fixed
+        self._session = draft.begin()
+        self._prompt: list[int] | None = prompt
+        self._size, self._guess_s, self._sent_s = PLAIN, 0.0, 0.0
+        self._guesses = Guesses.none()
+
+    def next(self, most_guesses: int, *, most_rows: int, is_alone: bool = True) -> Guesses:
+        """What is to be verified in the next pass, which begins now.
+
+        Args:
+            most_guesses: in a line.
+            is_alone: servers have nothing else to do, as far as is known.
+        """
+        start_s = time.perf_counter()
+        size = self._policy.choose(most_guesses, most_rows) if self._fixed is None else self._fixed
+        self._guesses = Guesses.none()
+        if is_alone and size.length and most_guesses > 0:
+            rows, length = min(size.num_rows, most_rows), min(size.length, most_guesses)
+            self._guesses = self._session.guess(Plan(rows, length, size.least), self._ranking)
+        self._sent_s = time.perf_counter()
+        self._guess_s = self._sent_s - start_s
+        return self._guesses
+
+    def only_first_row(self) -> Guesses:
+        """There is no room for other rows: of what came last, the likeliest line is verified, beginning now."""
+        self._guesses = Guesses(self._guesses.token_ids[:1])
+        self._sent_s = time.perf_counter()
+        return self._guesses
+
+    def verified(self, verified: Verified, hidden: torch.Tensor | None) -> None:
+        """Of the guesses that came last. The pass took until now.
+
+        hidden: [tokens, hidden_size], from which each of the tokens was predicted; None if the draft does not want it.
+        """
+        guesses = self._guesses
+        seconds = time.perf_counter() - self._sent_s
+        self._policy.passed(Size(guesses.num_rows, guesses.length), seconds, verified.num_right, self._guess_s)
+        for stats in (self.stats, self._owner.stats):
+            stats.add(len(verified.token_ids), guesses, verified.num_right)
+        self._session.confirm(verified.token_ids, hidden)
+
+    def begin(self, first_token: int, hidden: torch.Tensor | None) -> None:
+        """The prompt is through, and a first token chosen.
+
+        hidden: [positions, hidden_size], of the last positions of the prompt.
+        """
+        assert self._prompt is not None
+        token_ids = [*self._prompt, first_token]
+        self._prompt, before = None, None
+        if hidden is not None:
+            before = hidden.new_zeros(len(token_ids), hidden.shape[1])
+            before[-len(hidden) :] = hidden
+        self._session.confirm(token_ids, before)
+
+    def end(self) -> None:
+        if self.stats.guesses:
+            self._owner.learn(self._policy.acceptance.of(1))

@@ -1,0 +1,144 @@
+"""Guesses do not change the text: greedy or sampled, in one row or several, whatever is right of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from swarm_client.drafts import lookup
+from swarm_client.drafts.lookup import LookupDraft
+from swarm_client.drafts.opening import open_speculation
+from swarm_client.drafts.small_model import SmallModelDraft
+from swarm_client.speculation.policy import Size
+from swarm_client.speculation.speculation import Speculation
+from swarm_protocol.checkpoints.checkpoint import Checkpoint
+from swarm_protocol.errors import CheckpointError
+from tests.drafts import KnowingDraft
+from tests.swarm.pair import Pair, started
+from tests.zoo import VOCAB, save_checkpoint
+
+NEW_TOKENS = 40
+SAMPLED = {"do_sample": True, "temperature": 0.8, "top_p": 0.9, "top_k": 20}
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory) -> Iterator[Pair]:
+    with started(tmp_path_factory.mktemp("llama"), "0:3", "3:6") as pair:
+        yield pair
+
+
+@pytest.fixture
+def prompt() -> torch.Tensor:
+    return torch.randint(3, VOCAB, (1, 7), generator=torch.Generator().manual_seed(1))
+
+
+class Always(Speculation):
+    """Verifies so many guesses in every pass, whether it pays or not."""
+
+    def __init__(self, draft, rows: int, length: int) -> None:
+        super().__init__(draft)
+        self._of_tests = Size(rows, length)
+
+    def begin(self, prompt, ranking, size=None):
+        return super().begin(prompt, ranking, self._of_tests)
+
+
+def written(pair: Pair, prompt: torch.Tensor, speculation: Speculation | None, **options) -> tuple[list[int], int]:
+    """The text, and how many passes it took."""
+    pair.remote.speculation = speculation or Speculation(None)
+    torch.manual_seed(5)
+    cache = pair.remote.new_cache()
+    ids = pair.remote.generate(
+        prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=NEW_TOKENS, past_key_values=cache, **options
+    )
+    assert cache.get_seq_length() == ids.shape[1] - 1 and cache.session.batch_size == 1
+    cache.session.close()
+    return ids[0].tolist(), cache.session.stats.steps
+
+
+@pytest.mark.parametrize("options", [{"do_sample": False}, SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("rows", [1, 4], ids=["one-row", "tree"])
+@pytest.mark.parametrize("chance", [0.0, 0.7, 1.0])
+def test_text_is_that_of_plain_generation(pair, prompt, options, rows, chance):
+    plain, num_plain = written(pair, prompt, None, **options)
+    assert num_plain == NEW_TOKENS
+    speculation = Always(KnowingDraft([plain], chance), rows, 4)
+    text, num_passes = written(pair, prompt, speculation, **options)
+    assert text == plain
+    if chance == 1:
+        assert num_passes == 1 + -(-(NEW_TOKENS - 1) // 5)
+    elif chance == 0:
+        assert num_passes == NEW_TOKENS
+    else:
+        assert NEW_TOKENS / 5 < num_passes < 0.8 * NEW_TOKENS
+    assert speculation.stats.right == NEW_TOKENS - num_passes
+
+
+def test_draft_gets_what_was_written_and_the_states_it_was_predicted_from(pair, prompt):
+    plain, _ = written(pair, prompt, None, do_sample=False)
+    draft = KnowingDraft([plain], 0.7, num_hidden=3)
+    text, _ = written(pair, prompt, Always(draft, 2, 3), do_sample=False)
+    session = draft.sessions[0]
+    assert session.ids == text == plain
+    hidden = torch.cat(session.hidden)
+    whole = pair.whole.model(torch.tensor([plain])).last_hidden_state[0, :-1]
+    num_prompt = prompt.shape[1]
+    assert torch.equal(hidden[: num_prompt - 2], torch.zeros_like(hidden[: num_prompt - 2]))
+    torch.testing.assert_close(hidden[num_prompt - 2 :], whole[num_prompt - 3 :], atol=1e-4, rtol=1e-3)
+
+
+def test_lookup_finds_what_repeats(pair, prompt, monkeypatch):
+    monkeypatch.setattr(lookup, "SHORTEST", 1)  # a model of random weights repeats no more than that
+    plain, _ = written(pair, prompt, None, do_sample=False)
+    speculation = Always(LookupDraft(), 3, 4)
+    text, num_passes = written(pair, prompt, speculation, do_sample=False)
+    assert text == plain
+    assert speculation.stats.guesses
+    assert num_passes <= NEW_TOKENS
+
+
+@pytest.mark.parametrize("rows", [1, 4])
+@pytest.mark.parametrize("options", [{"do_sample": False}, SAMPLED], ids=["greedy", "sampled"])
+def test_model_as_its_own_draft_is_always_right(pair, prompt, rows, options):
+    """Also when it samples: its guesses are drawn with the random numbers that choose the tokens."""
+    plain, _ = written(pair, prompt, None, **options)
+    draft = SmallModelDraft(pair.whole, "itself", VOCAB)
+    text, num_passes = written(pair, prompt, Always(draft, rows, 4), **options)
+    assert text == plain
+    assert num_passes == 1 + -(-(NEW_TOKENS - 1) // 5)
+
+
+def test_other_small_model_guesses_in_vain(pair, prompt, tmp_path):
+    save_checkpoint("llama", tmp_path, seed=1)
+    plain, _ = written(pair, prompt, None, do_sample=False)
+    text, _ = written(pair, prompt, Always(SmallModelDraft.load(str(tmp_path), VOCAB), 2, 3), do_sample=False)
+    assert text == plain
+
+
+def test_end_of_text_within_guesses(pair, prompt):
+    plain, _ = written(pair, prompt, None, do_sample=False)
+    end = plain[prompt.shape[1] + 8]
+    speculation = Always(KnowingDraft([plain], 1.0), 1, 6)
+    expected, _ = written(pair, prompt, None, do_sample=False, eos_token_id=end)
+    text, _ = written(pair, prompt, speculation, do_sample=False, eos_token_id=end)
+    assert text == expected
+    assert text[-1] == end and len(text) < len(plain)
+
+
+def test_draft_of_other_vocabulary_or_name_is_refused(pair, tmp_path):
+    checkpoint = Checkpoint.open(pair.servers.model)
+    save_checkpoint("llama", tmp_path, vocab_size=VOCAB + 8)
+    with pytest.raises(ValueError, match="has other tokens than"):
+        open_speculation(str(tmp_path), pair.remote, checkpoint)
+    with pytest.raises((ValueError, CheckpointError), match="nobody/knows-this"):
+        open_speculation("nobody/knows-this", pair.remote, checkpoint)
+
+
+def test_auto_leaves_fast_passes_alone(pair, prompt):
+    plain, _ = written(pair, prompt, None, do_sample=False)
+    speculation = Speculation(KnowingDraft([plain], 1.0), is_asked_for=False)
+    speculation._least_pass_s = 1e6
+    text, num_passes = written(pair, prompt, speculation, do_sample=False)
+    assert text == plain and num_passes == NEW_TOKENS

@@ -1,0 +1,95 @@
+"""How many guesses there are follows from what was measured."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from swarm_client.speculation.policy import MOST_POSITIONS, PLAIN, Policy, Size, expected_tokens
+
+
+def measured(
+    acceptance: float, pass_s: float, position_s: float, guess_s: float = 0.0, passes: int = 60, **options
+) -> tuple[Policy, Size]:
+    """A policy after so many passes that took what a line of these costs says."""
+    policy = Policy(0.5, **options)
+    owed = 0.0
+    for _ in range(passes):
+        size = policy.choose(15)
+        owed += expected_tokens(acceptance, size.length) - 1
+        right = min(size.length, int(owed))
+        owed -= right
+        policy.passed(size, pass_s + position_s * size.num_positions, right, guess_s * size.length)
+    return policy, policy.choose(15)
+
+
+def best_of_one_row(acceptance: float, pass_s: float, position_s: float, guess_s: float) -> int:
+    def rate(length: int) -> float:
+        return expected_tokens(acceptance, length) / (pass_s + position_s * (length + 1) + guess_s * length)
+
+    return max(range(16), key=rate)
+
+
+def test_expected_tokens_are_a_sum_of_powers():
+    for acceptance, length in itertools.product((0.0, 0.3, 0.8, 1.0), (0, 1, 5)):
+        assert expected_tokens(acceptance, length) == pytest.approx(sum(acceptance**n for n in range(length + 1)))
+
+
+def test_nothing_is_guessed_until_a_plain_pass_is_known():
+    policy = Policy(0.9)
+    assert policy.choose(8) == PLAIN
+    policy.passed(PLAIN, 0.2, 0, 0.0)
+    assert policy.choose(8) == PLAIN
+    policy.passed(PLAIN, 0.2, 0, 0.0)
+    assert policy.choose(8).length
+
+
+@pytest.mark.parametrize(
+    ("acceptance", "position_s", "guess_s"), [(0.8, 0.002, 0.002), (0.6, 0.005, 0.005), (0.9, 0.001, 0.001)]
+)
+def test_length_is_near_the_best_of_the_formula(acceptance, position_s, guess_s):
+    _, size = measured(acceptance, 0.2, position_s, guess_s, most_rows=1)
+    best = best_of_one_row(acceptance, 0.2, position_s, guess_s)
+
+    def rate(length: int) -> float:
+        return expected_tokens(acceptance, length) / (0.2 + position_s * (length + 1) + guess_s * length)
+
+    assert rate(size.length) > 0.93 * rate(best)
+
+
+def test_farther_servers_are_asked_with_more_guesses():
+    lengths = [measured(0.8, pass_s, 0.004, 0.002, most_rows=1)[1].length for pass_s in (0.01, 0.05, 0.4)]
+    assert lengths == sorted(lengths) and lengths[0] < lengths[-1]
+
+
+def test_where_positions_are_as_dear_as_passes_there_is_no_speculation():
+    _, size = measured(0.6, 0.0, 0.05)
+    assert size == PLAIN
+
+
+def test_wrong_guesses_end_it():
+    _, size = measured(0.0, 0.1, 0.01, 0.01)
+    assert size.length <= 1
+
+
+def test_rows_where_the_way_is_long_and_positions_are_cheap():
+    assert measured(0.45, 0.3, 0.0005)[1].num_rows > 1
+    assert measured(0.45, 0.3, 0.02)[1].num_rows <= 1
+
+
+def test_a_pass_is_never_taken_for_a_prompt():
+    for acceptance in (0.3, 0.6, 0.9, 1.0):
+        _, size = measured(acceptance, 1.0, 0.0)
+        assert size.num_positions <= MOST_POSITIONS
+
+
+def test_fast_passes_are_left_alone_unless_it_was_asked_for():
+    assert measured(0.9, 0.01, 0.0001, least_pass_s=0.04)[1] == PLAIN
+    assert measured(0.9, 0.01, 0.0001)[1].length > 1
+
+
+def test_a_stall_is_no_measurement():
+    policy, size = measured(0.8, 0.2, 0.002, 0.001, most_rows=1)
+    policy.passed(size, 20.0, 0, 0.001)
+    assert policy.choose(15).length >= size.length - 2
