@@ -29,8 +29,8 @@ from torch.nn import functional as F
 from train_tiny_model import Muon, learning_rate
 from transformers import DynamicCache, PreTrainedModel
 
-from swarm_client.speculation.distilled.file import save_draft
-from swarm_client.speculation.distilled.network import DraftNetwork, DraftShape
+from swarm_client.drafts.distilled.file import save_draft
+from swarm_client.drafts.distilled.network import DraftNetwork, DraftShape
 from swarm_protocol.checkpoints.checkpoint import Checkpoint
 from swarm_protocol.checkpoints.default_model import DEFAULT_MODEL, check_location, locate
 from swarm_protocol.errors import SwarmError

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from swarm_client.speculation.distilled.draft import load_distilled
+from swarm_client.drafts.distilled.draft import load_distilled
 from tests.swarm.harness import InProcessServers
 from tests.zoo import save_checkpoint
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from swarm_client.speculation.distilled.network import DraftNetwork, DraftShape
+from swarm_client.drafts.distilled.network import DraftNetwork, DraftShape
 from swarm_protocol.checkpoints.safetensors_file import StoredTensor, read_header, read_metadata
 from swarm_protocol.errors import CheckpointError
 
@@ -45,11 +45,6 @@ def save_draft(network: DraftNetwork, base_model: str, acceptance: float, path: 
         os.replace(part, path)
     finally:
         part.unlink(missing_ok=True)
-
-
-def is_draft(path: Path) -> bool:
-    """Whether a distilled draft is meant by this path, and no model of its own, which would be a directory."""
-    return path.is_file() and path.suffix == ".safetensors"
 
 
 def load_draft(path: Path, *, base_model: str, vocab_size: int, model_hidden_size: int) -> tuple[DraftNetwork, float]:

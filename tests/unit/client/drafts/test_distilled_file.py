@@ -9,8 +9,8 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from swarm_client.speculation.distilled.file import load_draft, save_draft
-from swarm_client.speculation.distilled.network import DraftNetwork, DraftShape
+from swarm_client.drafts.distilled.file import load_draft, save_draft
+from swarm_client.drafts.distilled.network import DraftNetwork, DraftShape
 from swarm_protocol.errors import CheckpointError
 
 SHAPE = DraftShape(40, 32, 16, 24, num_blocks=2, num_heads=2, num_kv_heads=1, context=64)

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 from transformers import DynamicCache, PreTrainedModel
 
-from swarm_client.speculation.distilled.file import load_draft
-from swarm_client.speculation.distilled.network import DraftNetwork
+from swarm_client.drafts.distilled.file import load_draft
+from swarm_client.drafts.distilled.network import DraftNetwork
 from swarm_client.speculation.draft import Draft, SteppedSession
 
 BESIDE_MODEL = "draft.safetensors"  # in a model's directory
@@ -122,6 +122,8 @@ def load_distilled(path: Path, model: PreTrainedModel) -> DistilledDraft:
     """
     embedding: Any = model.get_input_embeddings()
     head: Any = model.get_output_embeddings()
+    if head is None:
+        raise ValueError(f"{path} guesses tokens, but this model has no head that makes any")
     network, acceptance = load_draft(
         path,
         base_model=str(model.name_or_path),
@@ -134,4 +136,4 @@ def load_distilled(path: Path, model: PreTrainedModel) -> DistilledDraft:
 def own_draft(model: PreTrainedModel) -> DistilledDraft | None:
     """The draft in the directory of a model, as the shipped model has one; None if there is none."""
     path = Path(str(model.name_or_path)) / BESIDE_MODEL
-    return load_distilled(path, model) if path.is_file() else None
+    return load_distilled(path, model) if path.is_file() and model.get_output_embeddings() is not None else None

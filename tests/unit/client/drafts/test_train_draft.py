@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM
 
-from swarm_client.speculation.distilled.draft import DistilledDraft, load_distilled
+from swarm_client.drafts.distilled.draft import DistilledDraft, load_distilled
 from swarm_protocol.checkpoints.default_model import DEFAULT_MODEL
 from tests.zoo import save_checkpoint
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from swarm_client.speculation.distilled.draft import SLACK, DistilledDraft, DistilledSession
-from swarm_client.speculation.distilled.network import DraftNetwork, DraftShape
+from swarm_client.drafts.distilled.draft import SLACK, DistilledDraft, DistilledSession
+from swarm_client.drafts.distilled.network import DraftNetwork, DraftShape
 
 VOCAB, HIDDEN = 40, 32
 SHAPE = DraftShape(VOCAB, HIDDEN, 16, 24, num_blocks=2, num_heads=2, num_kv_heads=1, context=64)
