@@ -25,6 +25,7 @@ def software_checks() -> list[Check]:
         Check("Python", _python),
         Check("packages", _packages),
         Check("processor", lambda: [processor(_cpu_flags())]),
+        Check("kernel", lambda: [compiled_kernel()], _IMPORT_S),
         Check("GPU", _gpu, _IMPORT_S),
     ]
 
@@ -79,6 +80,21 @@ def processor(flags: set[str]) -> Finding:
         return ok("processor", f"{count}{f' with {has}' if has else ''}")
     to_do = "use it as a client, or serve few blocks from it: blocks in int8 are slow here"
     return warning("processor", f"{count} without AVX2", to_do)
+
+
+def compiled_kernel() -> Finding:
+    """What multiplies with int8 and int4 weights on the CPU."""
+    from swarm_protocol.kernels.int8_linear import FbgemmWeight, fastest
+    from swarm_protocol.kernels.library import ENV_ISA, kernel, why_none
+
+    library = kernel()
+    if library is None:
+        to_do = f"install a C++ compiler, then: pip install --force-reinstall --no-deps {DISTRIBUTION}"
+        if ENV_ISA in os.environ:
+            to_do = f"unset {ENV_ISA}, which is for tests and comparisons"
+        return warning("kernel", f"none ({why_none()}): torch multiplies and attends, which is slower", to_do)
+    note = "; int8 is multiplied by fbgemm, which is faster here" if fastest() is FbgemmWeight else ""
+    return ok("kernel", f"compiled; it uses {library.name}{note}")
 
 
 def _gpu() -> Iterator[Finding]:

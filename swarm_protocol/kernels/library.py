@@ -153,17 +153,29 @@ def kernel() -> Kernel | None:
     wanted = os.environ.get(ENV_ISA, "")
     if wanted == "off":
         return None
-    for suffix in importlib.machinery.EXTENSION_SUFFIXES:
-        path = Path(__file__).with_name(f"_kernel{suffix}")
-        if path.exists():
-            try:
-                loaded = Kernel(path)
-            except (OSError, AttributeError):  # for another machine, or older than this file
-                continue
-            if wanted:
-                loaded.choose(wanted)
-            return loaded
+    for path in _compiled():
+        try:
+            loaded = Kernel(path)
+        except (OSError, AttributeError):  # for another machine, or older than this file
+            continue
+        if wanted:
+            loaded.choose(wanted)
+        return loaded
     return None
+
+
+def why_none() -> str:
+    """Why there is no ``kernel()``."""
+    if os.environ.get(ENV_ISA) == "off":
+        return f"{ENV_ISA} is off"
+    for path in _compiled():
+        return f"{path} is for another machine, or of another version"
+    return "it was not compiled when this was installed"
+
+
+def _compiled() -> list[Path]:
+    paths = [Path(__file__).with_name(f"_kernel{suffix}") for suffix in importlib.machinery.EXTENSION_SUFFIXES]
+    return [path for path in paths if path.exists()]
 
 
 def _gomp_parallel() -> int | None:

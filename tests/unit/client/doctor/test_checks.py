@@ -12,10 +12,11 @@ from swarm_client.doctor.check import Check, Grade, findings_of, ok
 from swarm_client.doctor.machine import listening, writable
 from swarm_client.doctor.members import clock, reached, registered, seen
 from swarm_client.doctor.model_files import model_checks
-from swarm_client.doctor.software import packages, processor
+from swarm_client.doctor.software import compiled_kernel, packages, processor
 from swarm_client.monitor.model_monitor import ModelStatus, ServerStatus
 from swarm_client.monitor.monitor import SwarmSnapshot
 from swarm_protocol.dht.records import LIFETIME_S, ServerRecord
+from swarm_protocol.kernels.library import ENV_ISA, kernel
 from swarm_protocol.process.local_registry import RegistryEntry
 from swarm_protocol.span import Span
 
@@ -60,6 +61,29 @@ def test_packages_are_compared_with_what_is_required():
     assert "torch is " in found.found and "expected >=99" in found.found and "no-such-package is missing" in found.found
     assert "openai" not in found.found
     assert packages(["numpy>=1"]).grade == Grade.OK
+
+
+@pytest.fixture
+def chosen(monkeypatch):
+    """Sets the instruction set that the kernel is to use."""
+    yield lambda name: (monkeypatch.setenv(ENV_ISA, name), kernel.cache_clear())
+    monkeypatch.undo()
+    kernel.cache_clear()
+
+
+def test_the_kernel_is_named_or_why_there_is_none(chosen):
+    library = kernel()
+    for name in [] if library is None else library.names:
+        chosen(name)
+        found = compiled_kernel()
+        assert found.grade == Grade.OK and f"it uses {name}" in found.found
+    chosen("off")
+    found = compiled_kernel()
+    assert found.grade == Grade.WARNING and f"none ({ENV_ISA} is off)" in found.found and "unset" in found.to_do
+    chosen("abacus")
+    (found,) = findings_of([Check("kernel", lambda: [compiled_kernel()])])
+    assert found.grade == (Grade.WARNING if library is None else Grade.FAILED)
+    assert library is None or "'abacus' does not run here" in found.found
 
 
 def test_a_processor_without_vectors(monkeypatch):

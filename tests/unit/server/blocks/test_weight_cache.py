@@ -176,6 +176,27 @@ def test_what_this_server_uses_is_not_evicted_for_more(tmp_path: Path) -> None:
     assert [read(cache, key * 64) is not None for key in "abc"] == [True, True, False]
 
 
+def test_what_this_server_has_read_is_not_evicted(tmp_path: Path) -> None:
+    size_bytes = sum(part.nbytes for part in weight().parts)
+    for number, key in enumerate("abc"):
+        WeightCache(BUDGET, tmp_path / "weights").write(key * 64, weight(number))
+        os.utime(tmp_path / "weights" / f"{key * 40}.weight", (number, number))
+    cache = WeightCache(int(3.5 * size_bytes), tmp_path / "weights")
+    cache.write("d" * 64, weight(3))  # finds what there is; a goes
+    assert read(cache, "b" * 64) is not None
+    cache.write("e" * 64, weight(4))
+    assert {key for key in "abcde" if read(cache, key * 64) is not None} == {"b", "d", "e"}
+
+
+def test_who_reads_while_another_writes_has_all_of_the_older_file(cache: WeightCache, tmp_path: Path) -> None:
+    cache.write("a" * 64, weight(0))
+    before = only_file(tmp_path).read_bytes()
+    with only_file(tmp_path).open("rb") as file:
+        cache.write("a" * 64, weight(1))
+        assert file.read() == before
+    assert same(weight(1), read(cache))
+
+
 def test_what_a_killed_server_was_writing_is_deleted_in_time(tmp_path: Path) -> None:
     directory = tmp_path / "weights"
     directory.mkdir()

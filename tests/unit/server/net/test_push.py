@@ -23,9 +23,10 @@ TIMEOUT_S = 60.0  # of what would otherwise never end
 
 
 class OtherServer(BlocksServicer):
-    """Takes the first ``num_taken`` steps, and no more."""
+    """Takes the first ``num_taken`` steps, and no more. ``is_older``: it does not know that a step may be settled."""
 
-    def __init__(self, num_taken: int) -> None:
+    def __init__(self, num_taken: int, is_older: bool = False) -> None:
+        self.is_older = is_older
         self.taken: list[int] = []
         self.bundles: list[list[int]] = []
         self.asked, self.answering = asyncio.Event(), asyncio.Event()
@@ -38,7 +39,7 @@ class OtherServer(BlocksServicer):
             if request.HasField("step") and len(self.taken) < self._num_taken:
                 self.taken.append(request.step.number)
                 await self.answering.wait()
-                if not request.step.settled:
+                if self.is_older or not request.step.settled:
                     await context.write(pb.PushReply(number=request.step.number))
 
     async def PushSteps(self, requests: AsyncIterator[pb.PushBundle], context: grpc.aio.ServicerContext) -> None:
@@ -52,7 +53,7 @@ class OtherServer(BlocksServicer):
                 lost = len(self.taken) >= self._num_taken
                 if not lost:
                     self.taken.append(entry.step.number)
-                if lost or not entry.step.settled:
+                if lost or self.is_older or not entry.step.settled:
                     steps.append(pb.TakenStep(push_key=entry.push_key, number=entry.step.number, lost=lost))
             await context.write(pb.TakenBundle(steps=steps))
 
@@ -306,6 +307,27 @@ def test_the_other_server_says_of_all_what_it_has_taken_if_one_is_not_settled(is
                 await asyncio.wait_for(pusher.send(pb.Step(number=number + 1), [b"part"] * large), TIMEOUT_S)
             assert await asyncio.wait_for(pusher.drain(), TIMEOUT_S)
         assert list(dict.fromkeys(other.taken)) == list(range(1, 21))
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("is_bundled", [False, True])
+@pytest.mark.parametrize("slow", [False, True])
+def test_an_older_server_says_of_settled_steps_too_that_it_has_taken_them(is_bundled, slow) -> None:
+    """Its answers, which may come when the next step is sent already, are of steps that nobody waits for."""
+
+    async def scenario() -> None:
+        other = OtherServer(num_taken=99, is_older=True)
+        async with connected(other) as (_server, channels):
+            pusher = Pusher(channels, pb.NextHop(push_key=b"key"), never, is_bundled)
+            for number in range(1, 31):
+                await asyncio.wait_for(pusher.send(pb.Step(number=number, settled=number % 10 != 0), []), TIMEOUT_S)
+                while slow and number not in other.taken:
+                    await asyncio.sleep(0)
+            assert await asyncio.wait_for(pusher.drain(), TIMEOUT_S)
+        # What shares a stream is sent again when somebody wants to know of it; twice is harmless.
+        assert list(dict.fromkeys(other.taken)) == list(range(1, 31))
+        assert not pusher._untaken and not pusher._bundled
 
     run(scenario())
 
