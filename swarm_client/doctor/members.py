@@ -17,6 +17,7 @@ from swarm_protocol.dht.records import LIFETIME_S, REFRESH_S, short_id
 from swarm_protocol.errors import NoSwarm, SwarmError
 from swarm_protocol.process.invocation import typed
 from swarm_protocol.process.local_registry import DEFAULT_SWARM, LocalRegistry, RegistryEntry, is_loopback
+from swarm_protocol.tunnel.circuit import relay_of
 from swarm_protocol.wire.constants import WIRE_VERSION
 from swarm_protocol.wire.printable import printable
 
@@ -85,6 +86,8 @@ def _model(status: ModelStatus) -> Finding:
     answering = [server for server in status.servers if server.answers]
     rtts_ms = [server.rtt_s * 1e3 for server in answering if server.rtt_s is not None]
     latency = f", in {min(rtts_ms):.1f} to {max(rtts_ms):.1f} ms" if rtts_ms else ""
+    relayed = [f"{s.record.short_id} via {short_id(s.relay_id)}" for s in answering if s.relay_id]
+    latency += f" ({', '.join(relayed)}; the others directly)" if relayed else ""
     found = f"model {name}: {len(answering)} of {len(status.servers)} servers answer{latency}"
     if status.denied:
         spans = ", ".join(map(str, status.denied))
@@ -119,10 +122,14 @@ def reached(peer_id: str, addresses: Sequence[str], servers: Sequence[ServerStat
     if not own.answers:
         found = f"does not answer at {', '.join(own.record.addresses)}, which it announces"
         return failed(subject, found, "see its log; open its --port, or give the --announce-address that leads to it")
+    relays = dict.fromkeys(filter(None, map(relay_of, own.record.addresses)))
+    how = f", through relay {' or '.join(map(short_id, relays))}: others do not reach it directly" if relays else ""
     by = {s.record.peer_id: s.record.next_hop_rtts_s[peer_id] for s in servers if peer_id in s.record.next_hop_rtts_s}
     if by:
         shown = ", ".join(f"{short_id(other)} in {rtt_s * 1e3:.1f} ms" for other, rtt_s in sorted(by.items()))
-        return ok(subject, f"is reached by {shown}")
+        return ok(subject, f"is reached by {shown}{how}")
+    if relays:
+        return ok(subject, f"is reached{how}")
     if addresses and all(map(is_loopback, addresses)):
         found = "is reached from this machine alone"
         return warning(subject, found, "to let others in, start it with --host ADDRESS")

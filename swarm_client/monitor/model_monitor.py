@@ -40,12 +40,14 @@ class ServerStatus:
         rtt_s: None if it has not been measured.
         answers: False if it was asked and did not answer.
         denial: what it answered if it does not let this client in.
+        relay_id: the peer through which it was reached; empty if it was reached directly.
     """
 
     record: ServerRecord
     rtt_s: float | None = None
     answers: bool = True
     denial: str = ""
+    relay_id: str = ""
 
 
 @dataclass(frozen=True)
@@ -180,10 +182,10 @@ class ModelMonitor:
         if answer is None or answer.asked.tls_fingerprint != record.tls_fingerprint:  # not since it was started
             return ServerStatus(record)
         if answer.record is None:
-            return ServerStatus(record, answers=bool(answer.denial), denial=answer.denial)
+            return ServerStatus(record, answers=bool(answer.denial), denial=answer.denial, relay_id=answer.relay_id)
         is_newer = answer.asked.expires_at == record.expires_at
         latest = dataclasses.replace(answer.record, expires_at=record.expires_at) if is_newer else record
-        return ServerStatus(latest, answer.rtt_s)
+        return ServerStatus(latest, answer.rtt_s, relay_id=answer.relay_id)
 
     async def _use(self, revision: str) -> Swarm:
         old, self._chain = self._swarm, ()
@@ -218,7 +220,7 @@ class ModelMonitor:
                 answer = None
         rtt_s = swarm.costs().rtts_s.get(record.peer_id)
         denial = "" if answer is not None else swarm.denial(record.peer_id)
-        self._answers[record.peer_id] = _Answer(record, answer, rtt_s, now_s(), denial)
+        self._answers[record.peer_id] = _Answer(record, answer, rtt_s, now_s(), denial, swarm.relay_of(record.peer_id))
 
     async def _find_chain(self, swarm: Swarm) -> tuple[Route, str]:
         """The chain, or why there is none; blocks that are missing or denied say enough."""
@@ -242,6 +244,7 @@ class _Answer:
     rtt_s: float | None
     time_s: float
     denial: str
+    relay_id: str
 
 
 class _Seen:

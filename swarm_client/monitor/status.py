@@ -133,5 +133,6 @@ def _server_json(server: ServerStatus) -> dict[str, Any]:
     fields["rtt_s"] = server.rtt_s
     fields["answers"] = server.answers
     fields["denial"] = server.denial or None
+    fields["relay"] = server.relay_id or None
     del fields["span"], fields["token"]
     return fields

@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from swarm_client.monitor.model_monitor import ModelStatus, ServerStatus
-from swarm_protocol.dht.records import ServerState
+from swarm_protocol.dht.records import ServerState, short_id
 from swarm_protocol.wire.constants import WIRE_VERSION
 from swarm_protocol.wire.printable import printable
 
@@ -73,9 +73,12 @@ def _fitting(status: ModelStatus, servers: Sequence[ServerStatus], width: int) -
         _Column("load", [_load(server) for server in servers], 2, True),
         _Column("KV room", [str(s.record.cache_tokens_left) if s.answers else _UNKNOWN for s in servers], 3, True),
         _Column("RTT", [_rtt(server) for server in servers], 1, True),
+        _Column("reached", [_way(server) for server in servers], 7),
         _Column("quant", [printable(record.quant) for record in records], 5),
         _Column("address", [printable(r.addresses[0]) if r.addresses else _UNKNOWN for r in records], 6),
     ]
+    if not any(server.relay_id for server in servers):
+        columns = [column for column in columns if column.heading != "reached"]
     left = width
     for column in sorted(columns, key=lambda column: column.rank):
         least = min(status.num_blocks, _MIN_WIDTH if column.is_number else _GOOD_WIDTH)
@@ -103,6 +106,12 @@ def _state(status: ModelStatus, server: ServerStatus) -> str:
 
 def _load(server: ServerStatus) -> str:
     return f"{server.record.queue_delay_s * 1e3:.0f} ms" if server.answers else _UNKNOWN
+
+
+def _way(server: ServerStatus) -> str:
+    if not server.answers:
+        return _UNKNOWN
+    return f"via {short_id(server.relay_id)}" if server.relay_id else "directly"
 
 
 def _rtt(server: ServerStatus) -> str:

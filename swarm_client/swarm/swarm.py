@@ -327,6 +327,11 @@ class Swarm:
         error = self._denials.get(peer_id)
         return "" if error is None else str(error)
 
+    def relay_of(self, peer_id: str) -> str:
+        """The peer through which a server is reached at present; empty if it is reached directly, or not at all."""
+        server = self._servers.get(peer_id)
+        return "" if server is None else server.relay_id
+
     def costs(self, need_tokens: int = 0) -> Costs:
         """What is known at present of the time that things take; unknown servers are taken for far."""
         return Costs(self._rtts.known, self._rtts.guess_s(False), need_tokens)

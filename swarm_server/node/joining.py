@@ -65,14 +65,14 @@ class Membership:
         self._num_failures = 0
         self._restarted_s = -inf
         self.after_restart: Callable[[], Awaitable[None]] = _nothing
-        self._keep_entry(lambda: registry.write(dht.peer_id, addresses))
+        self._keep_entry(lambda: registry.write(dht.peer_id, self._registered()))
 
     async def keep(self) -> bool:
         """Renews the registry entry, and merges a swarm that was partitioned; returns whether anybody was met.
 
         Does little if all registered servers and initial peers are known.
         """
-        self._keep_entry(lambda: self._registry.renew(self.dht.peer_id, self._addresses))
+        self._keep_entry(lambda: self._registry.renew(self.dht.peer_id, self._registered()))
         await self.dht.remember_peers()
         strangers = [peer for peer in self._others() if not self.dht.knows(peer.rpartition("/p2p/")[2])]
         return bool(strangers) and await self.dht.connect_to(random.sample(strangers, min(len(strangers), _MAX_MET)))
@@ -100,13 +100,17 @@ class Membership:
             if addresses != self._addresses:
                 _logger.warning("others reach this server's libp2p daemon at %s from now on", addresses[0])
                 self._addresses = addresses
-            self._keep_entry(lambda: self._registry.write(self.dht.peer_id, self._addresses))
+            self._keep_entry(lambda: self._registry.write(self.dht.peer_id, self._registered()))
             return
         raise NoSwarm(f"the libp2p daemon ended and cannot be started again: {reason}")
 
     def members(self) -> list[str]:
         """Multiaddrs of those through which the swarm was joined, or could be."""
         return [peer for peer in (*self._initial_peers, *self._discovered()) if not peer.endswith(self.dht.peer_id)]
+
+    def _registered(self) -> list[str]:
+        """Where others of this machine join: elsewhere, if this server only asks others itself."""
+        return self._addresses if self.dht.serves_others else self.members() or self._addresses
 
     def leave(self) -> None:
         self._keep_entry(lambda: self._registry.remove(self.dht.peer_id))

@@ -20,6 +20,7 @@ class FakeDht:
     def __init__(self, *known: str) -> None:
         self.peer_id = "own"
         self.known = set(known)
+        self.serves_others = True
 
     def knows(self, peer_id: str) -> bool:
         return peer_id in self.known

@@ -1,0 +1,144 @@
+"""Server and client both behind routers that translate addresses: real processes in network namespaces."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from swarm_client.core import background
+from swarm_protocol.dht.dht import Dht
+from swarm_protocol.dht.records import ServerRecord
+from swarm_protocol.net.identity import Identity
+from swarm_protocol.tunnel.circuit import relay_of
+from tests.swarm.nat import NatNetwork
+from tests.swarm.pair import ends_only_at_its_length
+from tests.swarm.processes import ServerProcess
+from tests.swarm.waiting import DEADLINE_S, wait_for
+from tests.zoo import VOCAB, save_checkpoint
+
+pytestmark = pytest.mark.slow
+PROMPT = torch.randint(3, VOCAB, (1, 8), generator=torch.Generator().manual_seed(0))
+NEW_TOKENS = 24
+
+
+class Lab:
+    """Servers on the hosts of a network, and a client in one of its homes."""
+
+    def __init__(self, network: NatNetwork, directory: Path, cache: Path, stack: ExitStack) -> None:
+        self.network, self._directory, self._cache, self._stack = network, directory, cache, stack
+        self.peers: list[str] = []
+        self._dht: Dht | None = None
+
+    def serve(self, host: str, blocks: str, *flags: str) -> ServerProcess:
+        """A public host listens at its address; one in a home has found nothing out about its router."""
+        arguments = ["--model", str(self._directory), "--blocks", blocks, "--quant", "none", "--throughput", "100"]
+        arguments += ["--initial-peers", *self.peers] if self.peers else ["--host", self.network.addresses[host]]
+        cache = self._cache / host
+        cache.mkdir(exist_ok=True)
+        start = partial(ServerProcess, *arguments, *flags, cache=cache)
+        process = self._stack.enter_context(self.network.run(host, start))
+        if not host.startswith("home"):
+            self.peers.append(process.ready["peer"])
+        return process
+
+    def records(self) -> list[ServerRecord]:
+        """As a public host sees them: this process."""
+        if self._dht is None:
+            self._dht = background.run(Dht.join("default", self.peers, Identity.generate()))
+            self._stack.callback(lambda: background.run(self._dht.shutdown()))
+        return list(background.run(self._dht.view(self._directory.name, 6)).servers)
+
+    def relays_of(self, process: ServerProcess) -> set[str]:
+        peer_id = process.ready["peer"].rpartition("/")[2]
+        found = (record for record in self.records() if record.peer_id == peer_id)
+        return {relay_of(address) for record in found for address in record.addresses} - {""}
+
+    def generate(self, pauses: dict[int, float] | None = None) -> subprocess.Popen[str]:
+        """By a client in the second home."""
+        task = [str(self._directory), self.peers, PROMPT[0].tolist(), NEW_TOKENS, list((pauses or {}).items())]
+        command = [sys.executable, "-m", "tests.swarm.nat_client", json.dumps(task)]
+        start = partial(subprocess.Popen, command, stdout=subprocess.PIPE, text=True)
+        return self._stack.enter_context(self.network.run("home-b", start))
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory) -> Path:
+    directory = tmp_path_factory.mktemp("models") / "llama"
+    save_checkpoint("llama", directory)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def expected(checkpoint) -> list[int]:
+    model = ends_only_at_its_length(AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32))
+    return model.generate(PROMPT, max_new_tokens=NEW_TOKENS, do_sample=False)[0, PROMPT.shape[1] :].tolist()
+
+
+@pytest.fixture
+def lab(checkpoint, tmp_path) -> Iterator[Lab]:
+    with NatNetwork("one", "two", homes=("home-a", "home-b")) as network, ExitStack() as stack:
+        yield Lab(network, checkpoint, tmp_path, stack)
+
+
+def tokens_of(client: subprocess.Popen[str]) -> list[int]:
+    output, _ = client.communicate(timeout=DEADLINE_S)
+    assert client.returncode == 0
+    return list(map(int, output.split()))
+
+
+def test_both_are_behind_routers_and_one_relay_is_enough(lab, expected):
+    one = lab.serve("one", "0:2")
+    hidden = lab.serve("home-a", "2:6")
+    wait_for(lambda: lab.relays_of(hidden), "the server has a relay")
+    assert lab.relays_of(hidden) == {one.ready["peer"].rpartition("/")[2]}
+    assert tokens_of(lab.generate()) == expected
+
+
+def test_the_relay_is_killed_in_mid_generation(lab, expected):
+    relays = {
+        process.ready["peer"].rpartition("/")[2]: process
+        for process in (lab.serve("one", "0:2"), lab.serve("two", "0:2"))
+    }
+    hidden = lab.serve("home-a", "2:6")
+    wait_for(lambda: lab.relays_of(hidden) == relays.keys(), "the server has two relays")
+    client = lab.generate({6: 1.0})
+    seen = [int(client.stdout.readline()) for _ in range(6)]
+    record = next(r for r in lab.records() if r.peer_id == hidden.ready["peer"].rpartition("/")[2])
+    used = next(filter(None, map(relay_of, record.addresses)))
+    relays[used].kill()
+    assert seen + tokens_of(client) == expected
+
+
+def test_routers_that_forget_silent_connections(lab, expected):
+    """Both forget after 12 s; the client is silent for longer in the middle of a generation, and before it."""
+    for home in ("home-a", "home-b"):
+        lab.network.forget_after(home, 12)
+    lab.serve("one", "0:2")
+    hidden = lab.serve("home-a", "2:6", "--relay-keepalive", "4")
+    wait_for(lambda: lab.relays_of(hidden), "the server has a relay")
+    assert tokens_of(lab.generate({6: 30.0})) == expected
+    assert "does not answer any more" not in hidden.stderr
+
+
+def test_a_laptop_that_changes_networks_goes_on_serving(lab, expected):
+    lab.serve("one", "0:2")
+    hidden = lab.serve("home-a", "2:6", "--relay-keepalive", "2")
+    wait_for(lambda: lab.relays_of(hidden), "the server has a relay")
+    client = lab.generate({6: 1.0})
+    seen = [int(client.stdout.readline()) for _ in range(6)]
+    address = lab.network.change_address("home-a", 77)
+    assert seen + tokens_of(client) == expected
+    peer_id = hidden.ready["peer"].rpartition("/")[2]
+    wait_for(
+        lambda: any(r.peer_id == peer_id and r.addresses[0].startswith(f"{address}:") for r in lab.records()),
+        "the server announces its new address",
+    )

@@ -1,0 +1,115 @@
+"""Servers that nobody reaches directly, on loopback: the address that they announce leads nowhere."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from swarm_client import ClientConfig, DistributedModel
+from swarm_client.core import background
+from swarm_client.monitor.status import read_status
+from swarm_protocol.dht.records import ServerRecord
+from swarm_protocol.tunnel.circuit import relay_of
+from tests.swarm.harness import InProcessServers, Watcher
+from tests.swarm.pair import ends_only_at_its_length
+from tests.swarm.processes import ServerProcess
+from tests.swarm.waiting import wait_for
+from tests.zoo import VOCAB, save_checkpoint
+
+NOWHERE = "127.0.0.1:1"  # connections are refused
+PROMPT = torch.randint(3, VOCAB, (1, 8), generator=torch.Generator().manual_seed(0))
+NEW_TOKENS = 24
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory) -> Path:
+    directory = tmp_path_factory.mktemp("models") / "llama"
+    save_checkpoint("llama", directory)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def expected(checkpoint) -> torch.Tensor:
+    return generate(AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32))
+
+
+@pytest.fixture
+def servers(checkpoint) -> Iterator[InProcessServers]:
+    with InProcessServers(checkpoint) as servers:
+        yield servers
+
+
+@pytest.fixture
+def connect(servers) -> Iterator[Callable[[], PreTrainedModel]]:
+    models: list[PreTrainedModel] = []
+
+    def connect(initial_peers: Sequence[str] = ()) -> PreTrainedModel:
+        peers = list(initial_peers) or servers.initial_peers
+        models.append(DistributedModel.from_pretrained(str(servers.model), initial_peers=peers, swarm=servers.swarm))
+        return models[-1]
+
+    yield connect
+    for model in models:
+        model.close()
+
+
+def generate(model: PreTrainedModel, **options) -> torch.Tensor:
+    ends_only_at_its_length(model)
+    return model.generate(PROMPT, max_new_tokens=NEW_TOKENS, do_sample=False, **options)
+
+
+def hidden(servers: InProcessServers, *spans: str, **options) -> list[ServerRecord]:
+    """Starts servers that are reached through relays alone."""
+    servers.start(*spans, relay="always", announce_address=NOWHERE, relay_keepalive_s=1.0, **options)
+
+    def records() -> list[ServerRecord]:
+        found = [record for record in servers.records() if record.addresses[0] == NOWHERE]
+        return found if len(found) == len(spans) and all(len(r.addresses) > 1 for r in found) else []
+
+    wait_for(records, "servers have relays")
+    return records()
+
+
+def test_a_chain_of_servers_that_push_through_a_relay(servers, connect, expected):
+    servers.start("0:2")
+    records = hidden(servers, "2:4", "4:6")
+    (relay,) = (record for record in servers.records() if record.addresses[0] != NOWHERE)
+    assert {relay_of(address) for record in records for address in record.addresses[1:]} == {relay.peer_id}
+    model = connect()
+    assert torch.equal(generate(model), expected)
+    config = ClientConfig(initial_peers=tuple(servers.initial_peers), swarm=servers.swarm)
+    (status,) = background.run(read_status(config)).models
+    assert {server.record.peer_id: server.relay_id for server in status.servers} == {
+        relay.peer_id: "",
+        **{record.peer_id: relay.peer_id for record in records},
+    }
+
+
+def test_no_token_is_lost_when_the_relay_dies_and_another_is_found(servers, connect, expected, tmp_path):
+    arguments = ["--model", str(servers.model), "--blocks", "0:2", "--quant", "none", "--throughput", "100"]
+    arguments += ["--swarm", servers.swarm, "--host", "127.0.0.1"]
+    with ExitStack() as stack:
+        relays: dict[str, ServerProcess] = {}
+        peers: list[str] = []
+        for _ in range(3):
+            joins = ["--initial-peers", *peers] if peers else []
+            process = stack.enter_context(ServerProcess(*arguments, *joins, cache=tmp_path))
+            peers.append(process.ready["peer"])
+            relays[peers[-1].rpartition("/")[2]] = process
+        (record,) = hidden(servers, "2:6", initial_peers=tuple(peers))
+        assert len(record.addresses) == 3  # two of the three relays
+        model = connect(peers)
+        used = relay_of(record.addresses[1])
+        assert torch.equal(generate(model, streamer=Watcher(6, relays[used].kill)), expected)
+
+        def relays_now() -> set[str]:
+            (now,) = (found for found in servers.records() if found.peer_id == record.peer_id)
+            return {relay_of(address) for address in now.addresses[1:]}
+
+        wait_for(lambda: relays_now() == relays.keys() - {used}, "the server has found another relay")
+        assert torch.equal(generate(model), expected)
