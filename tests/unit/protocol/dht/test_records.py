@@ -74,7 +74,8 @@ def test_every_field_of_the_contract_is_written() -> None:
     record = server_record(
         revision="r", quant="int8", cache_tokens_left=1, queue_delay_s=0.5, tls_fingerprint=b"f", adapters=("a",),
         next_hop_rtts_s={"other": 0.25}, software_version="1", forward_tokens_per_s=2.0, network_tokens_per_s=3.0,
-        pinned=True, next_span=Span(1, 2), token=b"t", work=Work(1, 2, 3, 4.0), cache_tokens=9,
+        pinned=True, next_span=Span(1, 2), token=b"t", work=Work(1, 2, 3, 4.0), cache_tokens=9, codecs=("int4",),
+        relay_address="/ip4/192.0.2.1/tcp/1/p2p/QmRelay",
     )  # fmt: skip
     written = {field.name for field, _ in record.to_proto().ListFields()}
     assert written == {field.name for field in pb.ServerRecord.DESCRIPTOR.fields}
