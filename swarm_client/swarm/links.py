@@ -58,7 +58,8 @@ class Links:
         self._compression, self._bound = config.compression, config.compression_error
         self._connection = connection
         self._bytes_per_s: dict[str, float] = {}  # by peer id
-        self._measured_s: dict[str, float] = {}
+        self._due_s: dict[str, float] = {}  # when it is to be measured
+        self._tasks: set[asyncio.Task[None]] = set()
         self._sample: torch.Tensor | None = None  # [1, positions, width]
         self._width, self._item_bytes = 0, 4
         self._chosen: dict[tuple[str, str], pb.Codec] = {}
@@ -83,7 +84,14 @@ class Links:
         ends = {
             hop.server.peer_id: hop.server for route in routes for hop in (route[:1] + route[-1:] if pushes else route)
         }
-        await asyncio.gather(*map(self._measure_rate, ends.values()))
+        due = [server for server in ends.values() if self._is_due(server)]
+        measuring = {server.peer_id: asyncio.ensure_future(self._measure_rate(server)) for server in due}
+        for task in measuring.values():
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+        unknown = [task for peer_id, task in measuring.items() if peer_id not in self._bytes_per_s]
+        if unknown:  # nobody waits for what is measured anew
+            await asyncio.wait(unknown)
         self._chosen.clear()
         for route in routes:
             await self._measure_errors_if_needed(route)
@@ -138,17 +146,18 @@ class Links:
 
     # ------------------------------------------------------------ measuring
 
+    def _is_due(self, server: ServerRecord) -> bool:
+        return not is_on_this_machine(server) and now_s() >= self._due_s.get(server.peer_id, -inf)
+
     async def _measure_rate(self, server: ServerRecord) -> None:
-        if is_on_this_machine(server) or now_s() < self._measured_s.get(server.peer_id, -inf):
-            return
-        self._measured_s[server.peer_id] = now_s() + _RETRY_AFTER_S
+        self._due_s[server.peer_id] = now_s() + _RETRY_AFTER_S
         try:
             async with asyncio.timeout(_MEASURE_TIMEOUT_S):
                 self._bytes_per_s[server.peer_id] = await (await self._connection(server)).bytes_per_s()
         except (SwarmError, TimeoutError) as error:
             _logger.info("the link to server %s could not be measured: %s", server.short_id, error)
             return
-        self._measured_s[server.peer_id] = now_s() + _AGAIN_AFTER_S
+        self._due_s[server.peer_id] = now_s() + _AGAIN_AFTER_S
 
     async def _measure_errors_if_needed(self, route: Route) -> None:
         if self._compression != "auto" or self._sample is None:

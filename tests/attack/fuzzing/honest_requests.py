@@ -125,7 +125,7 @@ class HonestRequests:
     def hidden(self, batch_size: int, num_tokens: int, chance: Random) -> tuple[pb.Tensor, list[bytes]]:
         """Hidden states, now and then in parts smaller than necessary."""
         tensor = random_tensor((batch_size, num_tokens, self.hidden_size), chance).to(chance.choice(_DTYPES))
-        wire, _ = encode(tensor, chance.choice((pb.RAW, pb.RAW, pb.RAW, pb.INT8_BLOCKS)))
+        wire, _ = encode(tensor, chance.choice((pb.RAW, pb.RAW, pb.RAW, *pb.Codec.values())))
         if chance.random() < 0.7:
             return wire, []
         cuts = sorted(chance.sample(range(len(wire.data)), 2))

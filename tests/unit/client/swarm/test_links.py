@@ -11,6 +11,7 @@ import torch
 
 from swarm_client.core.config import ClientConfig
 from swarm_client.routing.routing import Hop, Route
+from swarm_client.swarm import links as module
 from swarm_client.swarm.links import Links
 from swarm_client.transport.wire_tensor import WireTensor
 from swarm_protocol.codecs.sizes import ANNOUNCED
@@ -18,7 +19,7 @@ from swarm_protocol.dht.records import ServerRecord
 from swarm_protocol.errors import PeerUnavailable
 from swarm_protocol.pb import swarm_pb2 as pb
 from swarm_protocol.span import Span
-from tests.unit.support import run, server_record
+from tests.unit.support import run, server_record, until
 
 WIDTH = 128
 PROMPT = torch.randn(2, 40, WIDTH, generator=torch.Generator().manual_seed(0))
@@ -29,15 +30,15 @@ class FakeConnection:
     """To a server that triples what it gets."""
 
     def __init__(self, bytes_per_s: float) -> None:
-        self._bytes_per_s = bytes_per_s
+        self.rate = bytes_per_s
         self.num_measured = 0
         self.codecs: list[pb.Codec] = []
 
     async def bytes_per_s(self) -> float:
         self.num_measured += 1
-        if not self._bytes_per_s:
+        if not self.rate:
             raise PeerUnavailable("gone")
-        return self._bytes_per_s
+        return self.rate
 
     async def forward(self, _span: Span, hidden: WireTensor, *_: Any, codec: pb.Codec) -> tuple[WireTensor, bool]:
         self.codecs.append(hidden.header.codec)
@@ -199,3 +200,25 @@ def test_links_that_take_a_while_are_counted() -> None:
     assert found.num_slow(fast, 3) == 1  # to the first: of the other nobody has said anything
     raw, _ = prepared(route, {"a": 25600.0, "b": 25600.0}, compression="raw")
     assert raw.num_slow(route, 3) == 2
+
+
+def test_a_rate_is_measured_anew_while_nobody_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def story() -> None:
+        time_s = 1000.0
+        monkeypatch.setattr(module, "now_s", lambda: time_s)
+        found, connections = links({"a": 10.0, "b": 1e9})
+        found.see(PROMPT)
+        await found.prepare([chain()])
+        assert connections["b"].num_measured == 1 and found.codec(chain()[1].server, None) == pb.RAW
+        connections["b"].rate = 10.0
+        time_s += 200.0
+        await found.prepare([chain()])
+        assert connections["b"].num_measured == 1
+        time_s += 200.0
+        await found.prepare([chain()])
+        assert found.codec(chain()[1].server, None) == pb.RAW
+        await until(lambda: connections["b"].num_measured == 2)
+        await found.prepare([chain()])
+        assert found.codec(chain()[1].server, None) == pb.INT4_BLOCKS
+
+    run(story())
