@@ -38,7 +38,7 @@ class Acceptor:
 
     async def _take(self, stream: Stream) -> None:
         request = await read_message(stream.reader, pb.Open, HELLO_TIMEOUT_S)
-        is_relayed = stream.peer_id in self._relays
+        is_relayed = stream.peer_id in self._relays and bool(request.caller)  # a relay may call as well
         caller = request.caller if is_relayed else stream.peer_id
         try:
             with self._places.taken(caller):

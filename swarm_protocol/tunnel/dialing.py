@@ -117,8 +117,10 @@ class _TunnelPort:
 
 async def open_tunnel(streams: Streams, circuit: Circuit, membership: Membership) -> Stream:
     """A stream that leads to the server's gRPC port. Raises PeerUnavailable."""
-    protocol = TUNNEL if circuit.is_direct else RELAY
-    stream = await streams.open(circuit.relay, protocol)
+    if circuit.relay_id == streams.peer_id:  # this peer relays for it, and is connected
+        stream = await streams.open(circuit.target, TUNNEL)
+    else:
+        stream = await streams.open(circuit.relay, TUNNEL if circuit.is_direct else RELAY)
     try:
         member = pb.Member() if circuit.is_direct else membership.shown(streams.peer_id, circuit.relay_id)
         await write_message(stream.writer, pb.Open(target=circuit.target, member=member))

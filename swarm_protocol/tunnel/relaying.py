@@ -45,6 +45,7 @@ class Relay:
     access: AccessControl | None = None
     may_relay: Callable[[], bool] = lambda: True
     _servers: dict[str, Stream] = field(default_factory=dict)  # by peer id
+    _tunnels: dict[str, set[Stream]] = field(default_factory=dict)  # to them
 
     def __post_init__(self) -> None:
         self.budget = Budget(self.limits.bytes_per_s or inf)
@@ -67,7 +68,10 @@ class Relay:
         except (AccessDenied, PeerError) as error:
             await write_message(stream.writer, pb.Reserved(refusal=str(error)))
             return
-        self._servers[stream.peer_id] = stream  # in place of an older stream, which the server has lost
+        if stream.peer_id in self._servers:  # the server has lost that connection, which libp2p must not take again
+            self._servers.pop(stream.peer_id).abort()
+            self._cut(stream.peer_id)
+        self._servers[stream.peer_id] = stream
         _logger.info("relaying for server %s", printable(stream.peer_id[-6:]))
         try:
             await write_message(stream.writer, pb.Reserved())
@@ -77,9 +81,12 @@ class Relay:
                 await stream.writer.drain()
         except TimeoutError:
             _logger.info("server %s is silent, no more is relayed for it", printable(stream.peer_id[-6:]))
+            self._cut(stream.peer_id)
         finally:
             if self._servers.get(stream.peer_id) is stream:
                 del self._servers[stream.peer_id]
+            if not self._tunnels.get(stream.peer_id):
+                self._tunnels.pop(stream.peer_id, None)
 
     async def _relay(self, stream: Stream) -> None:
         request = await read_message(stream.reader, pb.Open, HELLO_TIMEOUT_S)
@@ -90,10 +97,20 @@ class Relay:
             with self._places.taken(stream.peer_id):
                 server = await self.streams.open(request.target, TUNNEL)
                 opening = pb.Open(target=request.target, caller=stream.peer_id, caller_host=stream.host)
-                await write_message(server.writer, opening)
-                await splice(stream, server, self.budget.take)
+                tunnels = self._tunnels.setdefault(request.target, set())
+                tunnels.add(server)
+                try:
+                    await write_message(server.writer, opening)
+                    await splice(stream, server, self.budget.take)
+                finally:
+                    tunnels.discard(server)
         except SwarmError as error:
             await write_message(stream.writer, pb.Opened(refusal=str(error)))
+
+    def _cut(self, peer_id: str) -> None:
+        """Ends the tunnels to a server, so that callers notice at once."""
+        for tunnel in self._tunnels.pop(peer_id, ()):
+            tunnel.abort()
 
     def _require(self, role: Role, member: pb.Member, stream: Stream) -> None:
         if not self.offers:

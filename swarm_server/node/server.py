@@ -249,7 +249,8 @@ async def _announce_ready(joined: Joined, record: ServerRecord, cache_tokens: in
     if ipaddress.ip_address(membership.host).is_loopback:
         _logger.info("only this machine can join; to let others in, start servers with --host ADDRESS")
     else:
-        _logger.info("on the next machine: %s%s%s --initial-peers %s", typed("server"), model, swarm, peer)
+        known = peer if membership.dht.serves_others else membership.members()[0]
+        _logger.info("on the next machine: %s%s%s --initial-peers %s", typed("server"), model, swarm, known)
     if joined.starting.access.control is not None:
         _logger.info("only members of swarm %s are let in", joined.starting.access.control.swarm_key)
     _logger.info('try it: %s%s%s "Return a list of"', typed("generate"), model, swarm)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -113,3 +114,15 @@ def test_no_token_is_lost_when_the_relay_dies_and_another_is_found(servers, conn
 
         wait_for(lambda: relays_now() == relays.keys() - {used}, "the server has found another relay")
         assert torch.equal(generate(model), expected)
+
+
+def test_servers_that_speak_ipv6(servers, connect, expected):
+    try:
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+    except OSError as error:
+        pytest.skip(f"there is no IPv6 here: {error}")
+    servers.start("0:3", host="::1")
+    servers.start("3:6", host="::1")
+    assert all(record.addresses[0].startswith("[::1]:") for record in servers.records())
+    assert all(peer.startswith("/ip6/::1/tcp/") for peer in servers.initial_peers)
+    assert torch.equal(generate(connect()), expected)

@@ -14,6 +14,7 @@ import pytest
 from swarm_protocol.dht.dht import Dht
 from swarm_protocol.errors import PeerBusy, PeerUnavailable
 from swarm_protocol.net.identity import Identity
+from swarm_protocol.streams.frames import read_run
 from swarm_protocol.streams.streams import DaemonStreams
 from swarm_protocol.tunnel.accepting import Acceptor
 from swarm_protocol.tunnel.circuit import Circuit
@@ -155,12 +156,25 @@ def test_a_relay_refuses_and_says_why():
     run(check)
 
 
+def test_a_relay_itself_reaches_the_servers_for_which_it_relays():
+    async def check() -> None:
+        async with three() as net:
+            await reserve(net.streams["server"], net.relay_address, NOBODY, KEEPALIVE_S)
+            stream = await open_tunnel(net.streams["relay"], net.circuit, NOBODY)
+            assert await read_run(stream.reader) == b"hello"
+            stream.close()
+
+    run(check)
+
+
 def test_both_ends_notice_when_the_other_is_gone():
     async def check() -> None:
         async with three() as net:
             first = await reserve(net.streams["server"], net.relay_address, NOBODY, KEEPALIVE_S)
+            old = await open_tunnel(net.streams["client"], net.circuit, NOBODY)
             second = await reserve(net.streams["server"], net.relay_address, NOBODY, KEEPALIVE_S)  # in its place
-            await until(lambda: len(net.relay._servers) == 1)
+            await old.reader.read()  # cut: as if the server had come by another way
+            await first.lost
             second.close()
             first.close()
             await until(lambda: not net.relay._servers)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import platform
 import socket
 import threading
@@ -174,3 +175,14 @@ def test_models(tmp_path):
     assert "can be loaded: llama, 20 blocks" in model("tiny-python-docs").found
     assert model(str(tmp_path)).grade == Grade.FAILED and model(str(tmp_path)).to_do == "check the directory"
     assert "name and the network" in model("nobody/has-this").to_do
+
+
+def test_servers_that_are_reached_through_relays_are_named_with_them():
+    relay = "QmYyQSo1c1Ym7orWxLYvCrM2EmxFTANf8wXmmE7DWjhx5N"
+    target = "QmcgpsyWgH8Y8ajJz1Cu72KnS5uo2Aa2LpzU7kinSupNKC"
+    addresses = ("192.168.1.5:5", f"/ip4/192.0.2.1/tcp/1/p2p/{relay}/p2p-circuit/p2p/{target}")
+    own = dataclasses.replace(server(target, addresses=addresses), relay_id=relay)
+    found = reached(target, ["/ip4/192.168.1.5/tcp/5"], [own])
+    assert found.grade == Grade.OK and f"through relay …{relay[-6:]}" in found.found
+    swarm, *_ = seen("s", swarm_of(own, server(OTHER)), frozenset(), NOW_S)
+    assert f"…{target[-6:]} via …{relay[-6:]}; the others directly" in swarm.found

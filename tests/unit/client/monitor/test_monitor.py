@@ -62,6 +62,8 @@ class Net:
 
 
 class FakeServer:
+    relay_id = ""  # it is reached directly
+
     def __init__(self, net: Net, record: ServerRecord) -> None:
         self.record = record
         self._net = net

@@ -252,3 +252,11 @@ def test_json_of_chain_and_round_trips():
     assert [server["rtt_s"] for server in entry["servers"]] == [0.0042, None, None]
     assert [server["answers"] for server in entry["servers"]] == [True, True, False]
     assert [server["next_span"] for server in entry["servers"]] == [None, "3:15", None]
+
+
+def test_how_each_server_is_reached_is_shown_where_one_is_relayed():
+    direct, relayed = server("aaaaaa", "0:20"), dataclasses.replace(server("bbbbbb", "0:20"), relay_id="relay-cccccc")
+    assert not any("directly" in line for line in shown(model(direct), 200))
+    both = shown(model(direct, relayed), 200)
+    assert "directly" in line_of(both, "…aaaaaa")
+    assert "via …cccccc" in line_of(both, "…bbbbbb")

@@ -59,6 +59,7 @@ records = st.builds(
     next_span=st.none() | spans.map(lambda ends: Span(*ends)),
     token=st.binary(max_size=100),
     cache_tokens=st.integers(0, 2**64 - 1),
+    relay_address=texts,
     work=st.builds(
         Work, st.integers(0, 2**50), st.integers(0, 2**50), st.integers(0, 2**50), st.floats(2e7, 1e9, width=32)
     ),
