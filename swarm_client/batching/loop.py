@@ -17,11 +17,14 @@ from transformers import GenerationConfig, LogitsProcessorList
 from transformers.generation.configuration_utils import GenerationMode
 
 from swarm_client.batching.groups import groups_of
-from swarm_client.batching.request import FinishReason, Listener, Request, Servers, Token
+from swarm_client.batching.request import FinishReason, Listener, Request, Token
+from swarm_client.batching.row import Row
 from swarm_client.batching.rows import BatchedModel
 from swarm_client.batching.sampler import Choice, choose
 from swarm_client.core import background
-from swarm_client.sessions.session import RemoteSession
+from swarm_client.speculation.choosing import verify
+from swarm_client.speculation.generating import ranking_of
+from swarm_client.speculation.head_input import HeadInput
 from swarm_protocol.errors import PeerUnavailable, RequestRejected, SwarmError
 from swarm_protocol.wire.block_input import BlockInput
 
@@ -40,75 +43,21 @@ _NOT_HERE = {  # other ways to end, or to choose, and the values with which they
 _logger = logging.getLogger(__name__)
 
 
-class _Row:
-    """One generation that is under way.
-
-    Attributes:
-        num_new: tokens so far; ``last``: the newest one's id.
-        stepping: the step of its session that servers compute.
-    """
-
-    def __init__(
-        self,
-        loop: GenerationLoop,
-        request: Request,
-        choice: Choice,
-        session: RemoteSession,
-        listener: Listener,
-        stop_ids: frozenset[int],
-        max_new_tokens: int,
-    ) -> None:
-        self._servers = Servers(()) if request.with_servers else None  # that the listener knows
-        self.choice = choice
-        self.session = session
-        self.listener = listener
-        self.num_new = 0
-        self.last = request.prompt[-1]
-        self.stepping: asyncio.Task[None] | None = None
-        self._prompt = request.prompt
-        self._stop_ids = stop_ids
-        self._max_new_tokens = max_new_tokens
-        self._loop = loop
-
-    def cancel(self) -> None:
-        self._loop._inbox.put(_Cancelled(self))
-
-    def tell_servers(self) -> None:
-        """If the listener wants to know, and knows others."""
-        if self._servers is not None and self._servers.hops != self.session.hops:
-            self._servers = Servers(self.session.hops)
-            self.listener.happened(self._servers)
-
-    @property
-    def next_ids(self) -> torch.Tensor:
-        """[1, new]: what its session gets next."""
-        return torch.tensor([[self.last]] if self.num_new else [self._prompt])
-
-    def take(self, token: Token) -> FinishReason | None:
-        """The token is the next one; returns why it was the last."""
-        self.last = token.id
-        self.num_new += 1
-        self.choice.token_ids.append(token.id)
-        if token.id in self._stop_ids:
-            return "stop"
-        return "length" if self.num_new == self._max_new_tokens else None
-
-
 @dataclass(frozen=True)
 class _New:
-    row: _Row
+    row: Row
 
 
 @dataclass(frozen=True)
 class _Cancelled:
-    row: _Row
+    row: Row
 
 
 @dataclass(frozen=True)
 class _Stepped:
     """hidden: [1, 1, hidden_size], of the last position; or why there is none."""
 
-    row: _Row
+    row: Row
     hidden: torch.Tensor | BaseException
 
 
@@ -129,13 +78,13 @@ class GenerationLoop:
         self._model: Any = model
         self._batched = BatchedModel(model)
         self._inbox: queue.SimpleQueue[_Event] = queue.SimpleQueue()
-        self._rows: set[_Row] = set()
+        self._rows: set[Row] = set()
         self._is_closed = False
         self._submitting = threading.Lock()  # what comes before the end is told of it
         self._thread = threading.Thread(target=self._run, name="swarm generations", daemon=True)
         self._thread.start()
 
-    def submit(self, request: Request, listener: Listener) -> _Row:
+    def submit(self, request: Request, listener: Listener) -> Row:
         """See ``Batcher``."""
         config = self._checked(request)
         choice = Choice(
@@ -147,8 +96,8 @@ class GenerationLoop:
             request.num_logprobs,
         )
         stop_ids = config._eos_token_tensor
-        row = _Row(
-            self,
+        row = Row(
+            lambda: self._inbox.put(_Cancelled(row)),
             request,
             choice,
             self._model.blocks.open_session(
@@ -159,6 +108,9 @@ class GenerationLoop:
             listener,
             frozenset([] if stop_ids is None else stop_ids.tolist()),
             config.max_new_tokens,
+            self._model.speculation.begin(
+                list(request.prompt), ranking_of(config, choice.processors, choice.generator)
+            ),
         )
         with self._submitting:
             if self._is_closed:
@@ -211,7 +163,8 @@ class GenerationLoop:
     # ------------------------------------------------------------ the loop
 
     def _run(self) -> None:
-        with torch.no_grad():
+        draft = self._model.speculation.draft
+        with torch.no_grad(), HeadInput(self._model, draft is not None and draft.num_hidden > 0) as self._head_input:
             while True:
                 events = self._next_events()
                 going_on = [row for row in self._joined(events) if row in self._rows]
@@ -228,7 +181,7 @@ class GenerationLoop:
                 events.append(self._inbox.get(timeout=_QUIET_S))
         return events
 
-    def _joined(self, events: Iterable[_Event]) -> list[_Row]:
+    def _joined(self, events: Iterable[_Event]) -> list[Row]:
         """Those that are new; who has been cancelled is gone."""
         joined = [event.row for event in events if isinstance(event, _New)]
         self._rows.update(joined)
@@ -236,29 +189,60 @@ class GenerationLoop:
         self._forget([row for row in cancelled if row in self._rows])
         return joined
 
-    def _written(self, stepped: Sequence[_Stepped]) -> list[_Row]:
+    def _written(self, stepped: Sequence[_Stepped]) -> list[Row]:
         """Chooses and tells the next token of each; returns those that go on."""
         rows, hidden = [], []
+        verified: list[Row] = []
         for event in stepped:
             if event.row not in self._rows:
                 continue
             if isinstance(event.hidden, BaseException):
                 self._end([event.row], event.hidden)
                 continue
+            if event.row.guesses.length:
+                if self._verified(event.row, event.hidden):
+                    verified.append(event.row)
+                continue
             rows.append(event.row)
             hidden.append(event.hidden)
         if not rows:
-            return []
+            return verified
         try:
             last_ids = torch.tensor([[row.last] for row in rows])
             logits = self._batched.logits(last_ids, torch.cat(hidden), [row.session for row in rows])
             tokens = choose([row.choice for row in rows], logits.cpu())
         except Exception as error:  # whatever a family's own code raises; the other generations go on
             self._end(rows, error)
-            return []
-        return [row for row, token in zip(rows, tokens, strict=True) if self._told(row, token)]
+            return verified
+        states = [self._head_input.of_row(number) for number in range(len(rows))]
+        going_on = [self._told(row, token) for row, token in zip(rows, tokens, strict=True)]
+        for row, state, goes_on in zip(rows, states, going_on, strict=True):
+            if goes_on:
+                row.confirm([row.last], state)
+        return [*verified, *(row for row, goes_on in zip(rows, going_on, strict=True) if goes_on)]
 
-    def _told(self, row: _Row, token: Token | Exception) -> bool:
+    def _verified(self, row: Row, hidden: torch.Tensor) -> bool:
+        """The same for one that has guesses, of which several may be right."""
+
+        def choose_one(logits: torch.Tensor) -> tuple[int, bool]:
+            token = choose([row.choice], logits[None].cpu())[0]
+            goes_on = self._told(row, token)
+            return (-1 if isinstance(token, Exception) else token.id), not goes_on
+
+        try:
+            logits = self._batched.logits_of_all(row.next_ids, hidden, row.session)
+        except Exception as error:  # as above
+            self._end([row], error)
+            return False
+        found = verify(row.guesses, logits, choose_one)
+        if row not in self._rows:
+            return False
+        row.session.crop(row.guesses.length - found.num_right)
+        state = self._head_input.of_row(0)
+        row.confirm(found.token_ids, None if state is None else state[: len(found.token_ids)])
+        return True
+
+    def _told(self, row: Row, token: Token | Exception) -> bool:
         """Whether the generation goes on."""
         if isinstance(token, Exception):
             self._end([row], token)
@@ -274,15 +258,17 @@ class GenerationLoop:
             self._end([row], reason)
         return reason is None
 
-    def _send(self, rows: Sequence[_Row]) -> None:
+    def _send(self, rows: Sequence[Row]) -> None:
         """The next step of each, into its session: those of one token together."""
         decoding = [row for row in rows if row.num_new]
+        for row in decoding:
+            row.guess(is_alone=len(self._rows) == 1)
         num_hops = max((len(row.session.hops) for row in decoding), default=0)
         groups = groups_of(decoding, len(self._rows), num_hops)
         started = []
         for group in [*groups, *([row] for row in rows if not row.num_new)]:
             try:
-                ids = torch.cat([row.next_ids for row in group])
+                ids = torch.cat([row.next_ids for row in group])  # guesses are made for one that is alone
                 inputs = self._batched.inputs(ids, [row.session for row in group])
             except Exception as error:  # as above
                 self._end(group, error)
@@ -291,7 +277,7 @@ class GenerationLoop:
         if started:
             background.submit(self._start(started))
 
-    def _end(self, rows: Iterable[_Row], reason: FinishReason | BaseException) -> None:
+    def _end(self, rows: Iterable[Row], reason: FinishReason | BaseException) -> None:
         rows = list(rows)
         if isinstance(reason, BaseException) and not isinstance(reason, SwarmError | ValueError):
             _logger.error("a generation has failed", exc_info=reason)
@@ -302,14 +288,14 @@ class GenerationLoop:
             except Exception:
                 _logger.debug("a generation has lost its listener", exc_info=True)
 
-    def _forget(self, rows: Iterable[_Row]) -> None:
+    def _forget(self, rows: Iterable[Row]) -> None:
         for row in rows:
             self._rows.discard(row)
             background.submit(_stop(row))
 
     # ------------------------------------------------------------ on the network's thread
 
-    async def _start(self, groups: Sequence[Sequence[tuple[_Row, BlockInput]]]) -> None:
+    async def _start(self, groups: Sequence[Sequence[tuple[Row, BlockInput]]]) -> None:
         for number, steps in enumerate(groups):
             if number and steps[0][0].num_new:  # prompts have streams of their own
                 await asyncio.sleep(_BETWEEN_GROUPS_S)  # or both groups would travel in one message
@@ -318,9 +304,9 @@ class GenerationLoop:
                     continue
                 row.stepping = asyncio.ensure_future(self._step(row, inputs))
 
-    async def _step(self, row: _Row, inputs: BlockInput) -> None:
+    async def _step(self, row: Row, inputs: BlockInput) -> None:
         try:
-            hidden: torch.Tensor | BaseException = await row.session.step_on_loop(inputs, 1)
+            hidden: torch.Tensor | BaseException = await row.session.step_on_loop(inputs, 1 + row.guesses.length)
             row.tell_servers()
         except asyncio.CancelledError:  # by ``_stop``, when nobody waits; or the connection was closed
             hidden = PeerUnavailable("the connection to a server was closed")
@@ -340,7 +326,7 @@ def _generator(request: Request) -> torch.Generator:
     return generator
 
 
-async def _stop(row: _Row) -> None:
+async def _stop(row: Row) -> None:
     """Its room on servers is free, whatever they compute for it."""
     if row.stepping is not None:
         row.stepping.cancel()

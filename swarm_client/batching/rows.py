@@ -51,6 +51,15 @@ class BatchedModel:
         logits: torch.Tensor = output.logits[:, -1].float()
         return logits
 
+    def logits_of_all(self, token_ids: torch.Tensor, hidden: torch.Tensor, session: RemoteSession) -> torch.Tensor:
+        """Of the token after each of one session's last: [1, new, vocabulary] float32.
+
+        token_ids: [1, new]; hidden: [1, new, hidden_size], what has come out of the blocks for them.
+        """
+        output = self._forward(token_ids, _Behind([session], hidden))
+        logits: torch.Tensor = output.logits.float()
+        return logits
+
     def _forward(self, token_ids: torch.Tensor, stand_in: _Rows) -> Any:
         model, past = self._model, stand_in.lengths
         new = token_ids.shape[1]
@@ -62,15 +71,19 @@ class BatchedModel:
             options["attention_mask"] = (columns >= max(past) - torch.tensor(past)[:, None]).long()
         options = {name: value.to(model.device) for name, value in options.items()}
         options[model._family.cache_argument] = Cache(layers=[RemoteLayer(stand_in)])  # type: ignore[arg-type]
-        return model(token_ids.to(model.device), use_cache=True, return_dict=True, logits_to_keep=1, **options)
+        return model(
+            token_ids.to(model.device), use_cache=True, return_dict=True, logits_to_keep=stand_in.num_wanted, **options
+        )
 
 
 class _Rows:
     """Stands in a cache for the sessions of all rows: what ``RemoteLayer`` and ``ModelPass`` need of a session."""
 
-    def __init__(self, sessions: Sequence[RemoteSession], lengths: Sequence[int]) -> None:
+    def __init__(self, sessions: Sequence[RemoteSession], lengths: Sequence[int], num_wanted: int = 1) -> None:
+        """``num_wanted``: of how many of the last positions logits are wanted."""
         self._sessions = sessions
         self.lengths = lengths
+        self.num_wanted = num_wanted
         self.length = max(lengths)
 
     def runs_on(self, swarm: Swarm) -> bool:
@@ -97,7 +110,8 @@ class _Before(_Rows):
 
 class _Behind(_Rows):
     def __init__(self, sessions: Sequence[RemoteSession], hidden: torch.Tensor) -> None:
-        super().__init__(sessions, [session.length - 1 for session in sessions])
+        new = hidden.shape[1]
+        super().__init__(sessions, [session.length - new for session in sessions], new)
         self._hidden = hidden
 
     def step(self, _inputs: BlockInput, _num_wanted: int | None = None) -> torch.Tensor:

@@ -18,6 +18,7 @@ class LookupDraft(Draft):
 
     name = "lookup"
     acceptance = 0.4
+    most_rows = 3
 
     def begin(self) -> LookupSession:
         return LookupSession()

@@ -71,11 +71,13 @@ class Draft(ABC):
         num_hidden: of how many of the last positions of a prompt it wants hidden states; 0: of none, token ids are all
             that it is given.
         acceptance: how often a guess is right, as long as that has not been measured.
+        most_rows: lines that it can guess at once.
     """
 
     name: str
     num_hidden: int = 0
     acceptance: float = 0.5
+    most_rows: int = 8
 
     @abstractmethod
     def begin(self) -> DraftSession:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +14,7 @@ from transformers.generation.streamers import BaseStreamer
 from swarm_client.sessions.session import RemoteSession
 from swarm_client.speculation.choosing import GreedyRanking, SampledRanking, Verified, verify
 from swarm_client.speculation.draft import Guesses, Ranking
+from swarm_client.speculation.head_input import HeadInput
 from swarm_client.speculation.policy import MOST_POSITIONS
 from swarm_client.speculation.speculation import Guessing, Speculation
 from swarm_protocol.errors import PeerBusy
@@ -82,7 +82,7 @@ class SpeculativeGeneration:
     def run(self, config: GenerationConfig, model_kwargs: dict[str, Any], is_alone: Callable[[], bool]) -> torch.Tensor:
         """The whole text, [1, length]."""
         text, num_hidden = self._text, self._guessing.num_hidden
-        with _HeadInput(self._model, num_hidden > 0) as head_input:
+        with HeadInput(self._model, num_hidden > 0) as head_input:
             if num_hidden:
                 model_kwargs["logits_to_keep"] = num_hidden
             outputs = self._model._prefill(text.ids, config, model_kwargs, is_first_iteration=True)
@@ -168,32 +168,6 @@ def speculative_sample(
     if streamer is not None:
         streamer.end()
     return ids
-
-
-class _HeadInput:
-    """What the model's head was given in this thread last. A context manager."""
-
-    def __init__(self, model: Any, is_wanted: bool) -> None:
-        self._head = model.get_output_embeddings() if is_wanted else None
-        self._thread = threading.get_ident()
-        self._last: torch.Tensor | None = None
-
-    def of_row(self, row: int) -> torch.Tensor | None:
-        """[positions, hidden_size] float32."""
-        return None if self._last is None else self._last[row].float()
-
-    def __enter__(self) -> _HeadInput:
-        if self._head is not None:
-            self._handle = self._head.register_forward_pre_hook(self._keep)
-        return self
-
-    def __exit__(self, *_exception: object) -> None:
-        if self._head is not None:
-            self._handle.remove()
-
-    def _keep(self, _head: Any, args: tuple[Any, ...]) -> None:
-        if threading.get_ident() == self._thread:
-            self._last = args[0].detach()
 
 
 def _longer(values: torch.Tensor | None, length: int, num_rows: int, *, counts: bool) -> torch.Tensor | None:

@@ -12,7 +12,6 @@ from swarm_client.speculation.choosing import Verified
 from swarm_client.speculation.draft import Draft, Guesses, Plan, Ranking
 from swarm_client.speculation.policy import PLAIN, Policy, Size
 
-MAX_ROWS = 8
 LEAST_PASS_S = 0.04  # of a model whose user has not asked for a draft: what is faster than 25 tokens/s is left alone
 
 
@@ -62,7 +61,9 @@ class Speculation:
             return None
         with self._lock:
             prior = self.draft.acceptance if self._acceptance is None else self._acceptance
-        return Guessing(self, self.draft, prompt, ranking, Policy(prior, MAX_ROWS, self._least_pass_s), size)
+        return Guessing(
+            self, self.draft, prompt, ranking, Policy(prior, self.draft.most_rows, self._least_pass_s), size
+        )
 
     def learn(self, acceptance: float) -> None:
         with self._lock:
@@ -123,6 +124,10 @@ class Guessing:
         for stats in (self.stats, self._owner.stats):
             stats.add(len(verified.token_ids), guesses, verified.num_right)
         self._session.confirm(verified.token_ids, hidden)
+
+    def written(self, token_ids: list[int], hidden: torch.Tensor | None) -> None:
+        """These came without guesses, and beside so much else that it says nothing of what a pass takes."""
+        self._session.confirm(token_ids, hidden)
 
     def begin(self, first_token: int, hidden: torch.Tensor | None) -> None:
         """The prompt is through, and a first token chosen.

@@ -120,7 +120,7 @@ def chance_of(way: Callable[[torch.Generator], tuple[list[int], int]]) -> float:
 @pytest.mark.parametrize(
     "way",
     [plain, with_guesses, lambda generator: with_guesses(generator, 4), accepting],
-    ids="plain ours tree exact".split(),
+    ids=["plain", "ours", "tree", "exact"],
 )
 def test_right_ways_have_the_distribution(way):
     assert chance_of(way) > LIMIT

@@ -1,0 +1,99 @@
+"""One generation of the loop: what it has written, and what its session gets next."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+import torch
+
+from swarm_client.batching.request import FinishReason, Listener, Request, Servers, Token
+from swarm_client.batching.sampler import Choice
+from swarm_client.sessions.session import RemoteSession
+from swarm_client.speculation.choosing import Verified
+from swarm_client.speculation.draft import Guesses
+from swarm_client.speculation.speculation import Guessing
+
+
+class Row:
+    """One generation that is under way.
+
+    Attributes:
+        num_new: tokens so far; ``last``: the newest one's id.
+        stepping: the step of its session that servers compute.
+    """
+
+    def __init__(
+        self,
+        cancel: Callable[[], None],
+        request: Request,
+        choice: Choice,
+        session: RemoteSession,
+        listener: Listener,
+        stop_ids: frozenset[int],
+        max_new_tokens: int,
+        guessing: Guessing | None,
+    ) -> None:
+        self._servers = Servers(()) if request.with_servers else None  # that the listener knows
+        self.choice = choice
+        self.session = session
+        self.listener = listener
+        self.num_new = 0
+        self.last = request.prompt[-1]
+        self.stepping: asyncio.Task[None] | None = None
+        self._prompt = request.prompt
+        self._stop_ids = stop_ids
+        self._max_new_tokens = max_new_tokens
+        self.cancel = cancel
+        self.guesses = Guesses.none()  # that the step under way verifies
+        self._guessing = guessing
+        self._is_timed = self._has_begun = self._records = False
+        self._sent = self.last  # the token that the step under way begins with
+
+    def tell_servers(self) -> None:
+        """If the listener wants to know, and knows others."""
+        if self._servers is not None and self._servers.hops != self.session.hops:
+            self._servers = Servers(self.session.hops)
+            self.listener.happened(self._servers)
+
+    @property
+    def next_ids(self) -> torch.Tensor:
+        """[1, new]: what its session gets next, or has got last."""
+        if not self.num_new:
+            return torch.tensor([self._prompt])
+        last = torch.tensor([[self._sent]])
+        return torch.cat([last, self.guesses.token_ids], 1) if self.guesses.length else last
+
+    def guess(self, *, is_alone: bool) -> None:
+        """What the next step is to verify: nothing if there are other generations, with which it is batched."""
+        self._sent, self.guesses = self.last, Guesses.none()
+        if self._guessing is None:
+            return
+        self._is_timed = is_alone
+        if is_alone:
+            most = self._max_new_tokens - self.num_new - 1
+            self.guesses = self._guessing.next(most, most_rows=1)
+        if self.guesses.length and not self._records:
+            self.session.record_past()
+            self._records = True
+
+    def confirm(self, token_ids: list[int], hidden: torch.Tensor | None) -> None:
+        """These were written by the last step; hidden: [tokens, hidden_size] if the draft wants it."""
+        if self._guessing is None:
+            return
+        if not self._has_begun:
+            self._guessing.begin(token_ids[0], hidden)
+            self._has_begun = True
+        elif self._is_timed:
+            self._guessing.verified(Verified(token_ids, 0), hidden)
+        else:
+            self._guessing.written(token_ids, hidden)
+
+    def take(self, token: Token) -> FinishReason | None:
+        """The token is the next one; returns why it was the last."""
+        self.last = token.id
+        self.num_new += 1
+        self.choice.token_ids.append(token.id)
+        if token.id in self._stop_ids:
+            return "stop"
+        return "length" if self.num_new == self._max_new_tokens else None
