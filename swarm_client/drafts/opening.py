@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 from typing import Any
 
-from swarm_client.core.draft_names import AUTO, LOOKUP, NONE, check_draft_name
+from swarm_client.core.draft_names import AUTO, LOOKUP, NONE, check_draft_name, is_draft_file
+from swarm_client.drafts.distilled.draft import load_distilled, own_draft
 from swarm_client.drafts.lookup import LookupDraft
 from swarm_client.drafts.small_model import SmallModelDraft
 from swarm_client.speculation.draft import Draft
@@ -21,12 +23,12 @@ _logger = logging.getLogger(__name__)
 def open_speculation(name: str, model: Any, checkpoint: Checkpoint) -> Speculation:
     """
     Args:
-        name: auto, none, lookup, or name or directory of a model.
+        name: auto, none, lookup, name or directory of a model, or the file of a distilled draft.
         model: a client's half of the one that is guessed for.
 
     Raises:
         CheckpointError, UnsupportedModel: there is no such draft, or it cannot be read.
-        ValueError: it has other tokens than the model.
+        ValueError: it has other tokens than the model, or was distilled from another.
     """
     if name == NONE:
         return Speculation(None)
@@ -47,12 +49,25 @@ def why_not(model: Any) -> str:
 
 
 def _open(name: str, model: Any, checkpoint: Checkpoint) -> Draft:
-    if name in (AUTO, LOOKUP):
+    if name == AUTO:
+        return _own_draft(model) or LookupDraft()
+    if name == LOOKUP:
         return LookupDraft()
+    if is_draft_file(name):
+        return load_distilled(Path(name), model)
     vocab_size = model.get_input_embeddings().num_embeddings
     check_draft_name(name)
     _check_tokens(name, checkpoint)
     return SmallModelDraft.load(name, vocab_size)
+
+
+def _own_draft(model: Any) -> Draft | None:
+    """Nobody has asked for it: a file that is no draft for this model is left alone."""
+    try:
+        return own_draft(model)
+    except ValueError as error:
+        _logger.warning("the draft beside the model is not used: %s", error)
+        return None
 
 
 def _check_tokens(name: str, checkpoint: Checkpoint) -> None:

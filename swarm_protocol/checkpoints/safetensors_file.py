@@ -21,6 +21,7 @@ MAX_HEADER_BYTES = 32 << 20  # of 300 000 tensors; the format allows 100 MB, whi
 MAX_NAME = 512  # characters of a tensor's name
 MAX_DIMS = 16
 MAX_SIZE = 1 << 48  # of one dimension, and offsets
+METADATA = "__metadata__"  # of the header: strings that are no tensor's
 LENGTH_BYTES = 8  # the file begins with the header's length, little endian
 
 DTYPES = {
@@ -72,6 +73,23 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
     Raises:
         CheckpointError: if the file is missing, is no safetensors file, or is shorter or longer than its header says.
     """
+    entries, data_start, size_bytes = _read_json(path)
+    entries.pop(METADATA, None)
+    tensors = {name: _entry(name, path, data_start, fields) for name, fields in entries.items()}
+    _require_whole(path, data_start, size_bytes, tensors)
+    return tensors
+
+
+def read_metadata(path: Path) -> dict[str, str]:
+    """What the header says beside the tensors; raises CheckpointError if the file is missing or no safetensors file."""
+    metadata = _read_json(path)[0].get(METADATA, {})
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        raise CheckpointError(f"{path} is damaged: the header's {METADATA} is not an object of strings")
+    return metadata
+
+
+def _read_json(path: Path) -> tuple[dict[str, Any], int, int]:
+    """The header, where the data begin, and the size of the file."""
     try:
         with path.open("rb") as file:
             size_bytes = os.fstat(file.fileno()).st_size
@@ -86,10 +104,7 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
     entries = parse_object(header, f"{path} is no safetensors file: its header")
-    entries.pop("__metadata__", None)
-    tensors = {name: _entry(name, path, LENGTH_BYTES + header_bytes, fields) for name, fields in entries.items()}
-    _require_whole(path, LENGTH_BYTES + header_bytes, size_bytes, tensors)
-    return tensors
+    return entries, LENGTH_BYTES + header_bytes, size_bytes
 
 
 def _entry(name: str, path: Path, data_start: int, fields: Any) -> StoredTensor:

@@ -46,8 +46,8 @@ def known_flags() -> frozenset[str]:
 
 
 def flags_in(text: str) -> set[str]:
-    """Of the package's own commands: those of ``python benchmarks/….py``, ``git``, ``pip`` and the like are others'."""
-    others = r"benchmarks/|pip install|\b(?:git|docker|systemctl) |pytest"
+    """Of the package's own commands: those of ``python examples/….py``, ``git``, ``pip`` and the like are others'."""
+    others = r"benchmarks/|python examples/|pip install|\b(?:git|docker|systemctl) |pytest"
     lines = [line for line in text.splitlines() if not re.search(others, line)]
     return set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]*", "\n".join(lines)))
 

@@ -1,0 +1,1 @@
+"""Drafts distilled from the model itself: a few blocks between its own embedding and head. Import ``draft``."""

@@ -1,0 +1,84 @@
+"""The shipped model writes the same text with its own draft, in fewer passes through the servers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from swarm_client import DistributedModel
+from swarm_client.drafts.distilled.draft import DistilledDraft
+from swarm_client.drafts.lookup import LookupDraft
+from swarm_client.generation.generation import load_tokenizer
+from swarm_client.speculation.policy import Size
+from swarm_client.speculation.speculation import Speculation
+from swarm_protocol.checkpoints.default_model import DEFAULT_MODEL, locate
+from swarm_protocol.errors import CheckpointError
+from tests.swarm.harness import InProcessServers
+
+MODEL = Path(locate(DEFAULT_MODEL))
+PROMPTS = ("Return a list of", "The class is used to", "Raises an exception if the")
+NEW_TOKENS = 40
+
+
+@pytest.fixture(scope="module")
+def servers() -> Iterator[InProcessServers]:
+    with InProcessServers(MODEL) as servers:
+        servers.start("0:10", "10:20")
+        yield servers
+
+
+class Always(Speculation):
+    """Verifies so many guesses in every pass, whether it pays or not."""
+
+    def __init__(self, draft, rows: int) -> None:
+        super().__init__(draft)
+        self._of_tests = Size(rows, 4)
+
+    def begin(self, prompt, ranking, size=None):
+        return super().begin(prompt, ranking, self._of_tests)
+
+
+def test_by_default_it_is_the_models_own(servers):
+    with DistributedModel.from_pretrained(str(MODEL), servers.initial_peers, servers.swarm) as model:
+        assert isinstance(model.speculation.draft, DistilledDraft) and not model.speculation.off
+        assert 0.4 < model.speculation.draft.acceptance < 1
+    with DistributedModel.from_pretrained(str(MODEL), servers.initial_peers, servers.swarm, draft="lookup") as model:
+        assert isinstance(model.speculation.draft, LookupDraft)
+
+
+@pytest.mark.parametrize("rows", [1, 4], ids=["one-row", "tree"])
+@pytest.mark.parametrize(
+    "options",
+    [{"do_sample": False}, pytest.param({"do_sample": True, "temperature": 0.7}, marks=pytest.mark.slow)],
+    ids=["greedy", "sampled"],
+)
+def test_text_is_that_of_plain_generation_in_fewer_passes(servers, options, rows):
+    tokenizer, passes = load_tokenizer(DEFAULT_MODEL), 0
+    path = str(MODEL / "draft.safetensors")
+    with DistributedModel.from_pretrained(str(MODEL), servers.initial_peers, servers.swarm, draft=path) as model:
+        draft = model.speculation.draft
+        for prompt in PROMPTS:
+            texts = []
+            for speculation in (Speculation(None), Always(draft, rows)):
+                model.speculation = speculation
+                torch.manual_seed(5)
+                inputs = tokenizer(prompt, return_tensors="pt")
+                texts.append(model.generate(**inputs, max_new_tokens=NEW_TOKENS, min_new_tokens=NEW_TOKENS, **options))
+            assert torch.equal(*texts)
+            passes += model.speculation.stats.passes
+    assert passes < 0.75 * len(PROMPTS) * NEW_TOKENS
+
+
+def test_wrong_drafts_are_named(servers, tmp_path):
+    other = tmp_path / "other.safetensors"
+    other.write_bytes(b"no draft")
+    for path, error, message in (
+        (str(tmp_path / "nowhere.safetensors"), ValueError, "nowhere.safetensors does not exist"),
+        (str(MODEL / "model.safetensors"), CheckpointError, "is no draft"),
+        (str(other), CheckpointError, "is no safetensors file"),
+    ):
+        with pytest.raises(error, match=message):
+            DistributedModel.from_pretrained(str(MODEL), servers.initial_peers, servers.swarm, draft=path)
