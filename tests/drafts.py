@@ -8,6 +8,8 @@ from collections.abc import Sequence
 import torch
 
 from swarm_client.speculation.draft import Draft, DraftSession, Guesses, Plan, Ranking
+from swarm_client.speculation.policy import Size
+from swarm_client.speculation.speculation import Guessing, Speculation
 
 
 class KnowingDraft(Draft):
@@ -58,3 +60,14 @@ class KnowingSession(DraftSession):
             is_right = row == 0 and self._random.random() < self._draft.chance
             line.append(token if is_right else (token + 1 + row) % 50)
         return line
+
+
+class Always(Speculation):
+    """Verifies so many guesses in every pass, whether it pays or not."""
+
+    def __init__(self, draft: Draft, rows: int, length: int) -> None:
+        super().__init__(draft)
+        self._size_of_tests = Size(rows, length)
+
+    def begin(self, prompt: list[int], ranking: Ranking, size: Size | None = None) -> Guessing | None:
+        return super().begin(prompt, ranking, self._size_of_tests)

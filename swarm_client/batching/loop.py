@@ -23,7 +23,7 @@ from swarm_client.batching.rows import BatchedModel
 from swarm_client.batching.sampler import Choice, choose
 from swarm_client.core import background
 from swarm_client.speculation.choosing import verify
-from swarm_client.speculation.generating import ranking_of
+from swarm_client.speculation.generating import has_room, ranking_of
 from swarm_client.speculation.head_input import HeadInput
 from swarm_protocol.errors import PeerUnavailable, RequestRejected, SwarmError
 from swarm_protocol.wire.block_input import BlockInput
@@ -262,7 +262,7 @@ class GenerationLoop:
         """The next step of each, into its session: those of one token together."""
         decoding = [row for row in rows if row.num_new]
         for row in decoding:
-            row.guess(is_alone=len(self._rows) == 1)
+            row.guess(is_alone=len(self._rows) == 1 and has_room(row.session))
         num_hops = max((len(row.session.hops) for row in decoding), default=0)
         groups = groups_of(decoding, len(self._rows), num_hops)
         started = []

@@ -25,7 +25,8 @@ from swarm_client.model.hollow_blocks import HollowBlocks
 from swarm_client.model.left_out import NoDropout, refuse_inner_outputs, wants, without_router_logits
 from swarm_client.model.model_pass import has_hooks
 from swarm_client.model.remote_blocks import BlockModule, RemoteBlocks, RemoteSpan
-from swarm_client.speculation.generating import may_speculate, speculative_sample
+from swarm_client.sessions.session import RemoteSession
+from swarm_client.speculation.mixin import SpeculationMixin
 from swarm_client.speculation.speculation import Speculation
 from swarm_client.swarm.swarm import Swarm
 from swarm_protocol.checkpoints.family import Family
@@ -50,7 +51,7 @@ ALL_MASK_ATTENTION_FUNCTIONS.register(ATTENTION, _tiny_mask)
 ALL_ATTENTION_FUNCTIONS.register(ATTENTION, _no_attention)
 
 
-class RemoteModelMixin(PromptsMixin, LoraMixin):
+class RemoteModelMixin(PromptsMixin, LoraMixin, SpeculationMixin):
     """What a distributed model has besides the stock class."""
 
     hf_class: type[PreTrainedModel]
@@ -59,7 +60,6 @@ class RemoteModelMixin(PromptsMixin, LoraMixin):
     _remote_blocks: list[RemoteBlocks]  # in a list: it is registered where the blocks were
     _owners: list[nn.Module]  # the module inside the model that has them
     _shared_loop: SharedLoop
-    speculation: Speculation
 
     def fill_blocks(self, config: PreTrainedConfig) -> None:
         """Puts modules without weights into the remote blocks of a model that has been loaded."""
@@ -193,44 +193,8 @@ class RemoteModelMixin(PromptsMixin, LoraMixin):
         if fresh:
             model_kwargs[argument]._is_user_defined = False
 
-    def _sample(
-        self,
-        input_ids: torch.Tensor,
-        logits_processor: Any,
-        stopping_criteria: Any,
-        generation_config: Any,
-        synced_gpus: bool = False,
-        streamer: Any = None,
-        **model_kwargs: Any,
-    ) -> Any:
-        """Called by ``generate``: chooses tokens one by one, several in a pass where guesses for them are right."""
-        cache = model_kwargs.get(self._family.cache_argument)
-        if (
-            self.speculation.draft is not None
-            and cache is not None
-            and self.prompts is None
-            and not self.is_watched
-            and may_speculate(input_ids, generation_config, synced_gpus, model_kwargs)
-        ):
-            session = session_of(cache, self.blocks)
-            is_alone = self._shared_loop.is_alone
-            output = speculative_sample(
-                self,
-                self.speculation,
-                input_ids,
-                logits_processor,
-                stopping_criteria,
-                generation_config,
-                streamer,
-                session,
-                is_alone,
-                model_kwargs,
-            )
-            if output is not None:
-                return output
-        return super()._sample(  # type: ignore[misc]  # of GenerationMixin
-            input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus, streamer, **model_kwargs
-        )
+    def _session_of(self, cache: Any) -> RemoteSession:
+        return session_of(cache, self.blocks)
 
 
 def _require_exact(cache_implementation: str | None) -> None:

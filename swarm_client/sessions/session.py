@@ -84,6 +84,12 @@ class RemoteSession:
         """The servers that hold its keys and values now, first blocks first; none before the first step."""
         return tuple(session.hop for session in self._chain.hops)
 
+    @property
+    def num_sharing(self) -> int:
+        """Sessions that its last server has computed for lately, this one among them; 0: it has not said."""
+        hops = self._chain.hops
+        return hops[-1].num_active if hops else 0
+
     def runs_on(self, swarm: Swarm) -> bool:
         """Whether the session belongs to this connection."""
         return self._swarm is swarm
@@ -176,7 +182,7 @@ class RemoteSession:
                 num_tokens,
                 total,
                 self._chain.adapter,
-                bool(changes),
+                next((change.reorder.indices for change in changes if change.HasField("reorder")), None),
             ):
                 break
             await self._leave_servers()

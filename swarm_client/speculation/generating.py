@@ -10,6 +10,7 @@ import torch
 from transformers import GenerationConfig, LogitsProcessorList
 from transformers.generation.stopping_criteria import StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
+from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from swarm_client.sessions.session import RemoteSession
 from swarm_client.speculation.choosing import GreedyRanking, SampledRanking, Verified, verify
@@ -19,7 +20,8 @@ from swarm_client.speculation.policy import MOST_POSITIONS
 from swarm_client.speculation.speculation import Guessing, Speculation
 from swarm_protocol.errors import PeerBusy
 
-_IN_OUTPUT = ("return_dict_in_generate", "output_scores", "output_logits", "output_attentions", "output_hidden_states")
+MOST_SHARING = 2  # sessions of a server, or none has guesses verified
+_IN_OUTPUT = ("output_scores", "output_logits", "output_attentions", "output_hidden_states")
 
 
 def ranking_of(config: GenerationConfig, processors: LogitsProcessorList, generator: torch.Generator | None) -> Ranking:
@@ -43,6 +45,11 @@ def may_speculate(
         and not config.is_assistant
         and not any(getattr(config, name, None) for name in _IN_OUTPUT)
     )
+
+
+def has_room(session: RemoteSession) -> bool:
+    """Whether its servers have so little else to do that others are not slower for the guesses they verify."""
+    return session.num_sharing <= MOST_SHARING
 
 
 @dataclass
@@ -95,11 +102,11 @@ class SpeculativeGeneration:
             try:
                 while not text.is_over:
                     most = text.criteria.max_length - text.ids.shape[1] - 1 if text.criteria.max_length else 0
-                    guesses = self._guessing.next(most, most_rows=self._most_rows, is_alone=is_alone())
-                    num_before = text.ids.shape[1]
+                    alone = is_alone() and has_room(self._session)
+                    guesses = self._guessing.next(most, most_rows=self._most_rows, is_alone=alone)
                     outputs, guesses = self._pass(guesses, model_kwargs)
                     found = verify(guesses, outputs.logits, text.choose)
-                    self._settle(found, guesses, num_before)
+                    self._settle(found, guesses)
                     hidden = head_input.of_row(found.row)
                     self._guessing.verified(found, None if hidden is None else hidden[: len(found.token_ids)])
                     model_kwargs = self._model._update_model_kwargs_for_generation(
@@ -135,7 +142,7 @@ class SpeculativeGeneration:
             inputs["logits_to_keep"] = guesses.length + 1
         return self._model(**inputs, return_dict=True)
 
-    def _settle(self, found: Verified, guesses: Guesses, num_before: int) -> None:
+    def _settle(self, found: Verified, guesses: Guesses) -> None:
         """The session keeps what was right."""
         self._row = found.row
         if guesses.length:
@@ -155,7 +162,7 @@ def speculative_sample(
     session: RemoteSession,
     is_alone: Callable[[], bool],
     model_kwargs: dict[str, Any],
-) -> torch.Tensor | None:
+) -> torch.Tensor | GenerateDecoderOnlyOutput | None:
     """What ``_sample`` of transformers returns with these arguments; None if there are no guesses for them."""
     # Of another device's generator nobody here knows what it will draw.
     generator = torch.default_generator if input_ids.device.type == "cpu" else None
@@ -167,6 +174,9 @@ def speculative_sample(
         ids = SpeculativeGeneration(model, text, session, guessing).run(config, model_kwargs, is_alone)
     if streamer is not None:
         streamer.end()
+    if config.return_dict_in_generate:
+        cache = model_kwargs[model._family.cache_argument]
+        return GenerateDecoderOnlyOutput(sequences=ids, past_key_values=cache)  # type: ignore[arg-type]
     return ids
 
 

@@ -10,10 +10,11 @@ MOST_POSITIONS = 32  # rows × new positions of a pass: with more, servers take 
 _LENGTHS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 15)
 _LEAST_GAIN = 1.08  # of tokens per second, or there is no speculation
 _FIRST_PASSES = 2  # without guesses, from which a pass is known
-_NUM_REMEMBERED = 24  # passes
+_NUM_REMEMBERED = 6  # passes of each size
+_MAX_AGE = 64  # passes since
 _OUTLIER = 3.0  # times the median: a pass that waited for something else
-_SLOPE_GUESS = 0.03  # of a pass's time: what another position costs until that is known, and ``_SLOPE_WEIGHT`` passes
-_SLOPE_WEIGHT = 2.0
+_SLOPE_GUESS = 0.03  # of a pass's time: what another position costs until that is known,
+_SLOPE_WEIGHT = 8.0  # which counts like two passes, of which one has four guesses
 _PRIOR_WEIGHT = 6.0  # guesses
 _FORGET = 0.99  # with each pass
 _CATCH = {1: 0.0, 2: 0.12, 3: 0.18, 4: 0.22, 6: 0.27, 8: 0.3}  # of wrong guesses, that another row has right, at first
@@ -43,31 +44,42 @@ PLAIN = Size()
 
 
 class PassCosts:
-    """Seconds of a pass by its positions: a line through the passes remembered."""
+    """Seconds of a pass by its positions: a line through the passes remembered, which are a few of each size."""
 
     def __init__(self) -> None:
-        self._passes: deque[tuple[int, float]] = deque(maxlen=_NUM_REMEMBERED)
+        self._passes: dict[int, deque[tuple[int, float]]] = {}  # by positions: number of the pass, seconds
+        self._num = 0
+        self._slope_share = _SLOPE_GUESS  # of a pass's time, that another position costs as far as is believed
 
     @property
     def are_known(self) -> bool:
-        return len(self._passes) >= _FIRST_PASSES
+        return self._num >= _FIRST_PASSES
 
     def add(self, num_positions: int, seconds: float) -> None:
-        self._passes.append((num_positions, seconds))
+        self._passes.setdefault(num_positions, deque(maxlen=_NUM_REMEMBERED)).append((self._num, seconds))
+        self._num += 1
+        if num_positions > 1 and self.are_known:
+            one, slope = self.fit()
+            self._slope_share = slope / (one + slope)
+        else:  # what has been found out is believed for a hundred passes or so
+            self._slope_share += (1 - _FORGET) * (_SLOPE_GUESS - self._slope_share)
 
     def fit(self) -> tuple[float, float]:
         """Seconds of a pass of one position, and of each position more."""
-        middle = statistics.median(seconds for _, seconds in self._passes)
-        kept = [(n, s) for n, s in self._passes if s <= _OUTLIER * middle]
+        recent = [
+            (positions, seconds)
+            for positions, passes in self._passes.items()
+            for number, seconds in passes
+            if self._num - number <= _MAX_AGE
+        ]
+        middle = statistics.median(seconds for _, seconds in recent)
+        kept = [(n, s) for n, s in recent if s <= _OUTLIER * middle]
         mean_n = statistics.fmean(n for n, _ in kept)
         mean_s = statistics.fmean(s for _, s in kept)
-        # Beside the passes, some that say what is believed at first: as far from the mean as a short line of guesses.
-        prior = _SLOPE_WEIGHT * 16
-        spread = prior + sum((n - mean_n) ** 2 for n, _ in kept)
-        slope = (prior * _SLOPE_GUESS * middle + sum((n - mean_n) * (s - mean_s) for n, s in kept)) / spread
-        slope = max(0.0, slope)
-        one = max(mean_s - slope * (mean_n - 1), 0.1 * middle)
-        return one, slope
+        spread = _SLOPE_WEIGHT + sum((n - mean_n) ** 2 for n, _ in kept)
+        covered = sum((n - mean_n) * (s - mean_s) for n, s in kept)
+        slope = max(0.0, (_SLOPE_WEIGHT * self._slope_share * middle + covered) / spread)
+        return max(mean_s - slope * (mean_n - 1), 0.1 * middle), slope
 
 
 class Acceptance:

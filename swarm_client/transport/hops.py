@@ -84,6 +84,7 @@ class HopSession:
         seen_number: how far the server was when it was last asked, among the steps that it was sent.
         doubted: first number of the call in which the hop after it seemed to stall; 0: of none.
         refused: a step that the server has not taken because of the one before.
+        num_active: sessions that the server has computed for lately, as it said last; 0: it has not.
         next_number: which hop the outputs go to; None: to the client.
         route: how often that was to change; ``held``: the server does nothing until it changes again.
     """
@@ -109,6 +110,7 @@ class HopSession:
         self.seen_number = 0
         self.doubted = 0
         self.refused: int | None = None
+        self.num_active = 0
         self.next_number: int | None = None
         self.route = 0
         self.leaving = False
@@ -306,6 +308,7 @@ class HopSession:
             error = from_status(failure.status, failure.message, self.hop.server.peer_id, self.hop.span)
             return Trouble(self.number, failure.number, error)
         output = reply.output
+        self.num_active = output.active_sessions
         return Answer(self.number, output.number, hidden, output.relay, output.route)
 
     def _check(self, header: pb.Tensor) -> None:

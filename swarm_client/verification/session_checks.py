@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -69,7 +69,7 @@ class SessionChecks:
         num_tokens: int,
         length: int,
         adapter: Snapshot,
-        changed: bool,
+        reordered: Sequence[int] | None,
     ) -> bool:
         """Whether a step's outputs may be used; if not, its servers must not go on.
 
@@ -77,10 +77,10 @@ class SessionChecks:
             rows: all inputs of one row of the session, [1, length, hidden_size], the step's among them.
             outputs: [batch, asked, hidden_size], of the step's last positions.
             num_tokens: positions that the step has added, for every row; ``length``: of the session now.
-            changed: rows were reordered or cropped before the step.
+            reordered: before the step, each row became one of those that were there; None: all stayed.
         """
         self._checker.start()
-        self._keep(hops, outputs, num_tokens, length, changed)
+        self._keep(hops, outputs, num_tokens, length, reordered)
         if sum(kept.shape[1] for kept in self._outputs) < MIN_POSITIONS:
             return True
         batch_size = len(outputs)
@@ -121,17 +121,32 @@ class SessionChecks:
         self._blamed |= servers
         self._reporter.report(DoubtfulTokens(tuple(sorted(servers)), self._good_length, end))
 
-    def _keep(self, hops: Route, outputs: torch.Tensor, num_tokens: int, length: int, changed: bool) -> None:
+    def _keep(
+        self, hops: Route, outputs: torch.Tensor, num_tokens: int, length: int, reordered: Sequence[int] | None
+    ) -> None:
         stats, before = self._reporter.stats, self._hops
         repairs, self._repairs = self._repairs, stats.recoveries + stats.moves
         self._good_length = min(self._good_length, length - num_tokens)
+        num_cropped = self._length - (length - num_tokens)
         self._hops, self._length = hops, length
         same = [hop.server.peer_id for hop in hops] == [hop.server.peer_id for hop in before]
         if before and (not same or repairs != self._repairs):
             self._is_first_chain, self._outputs = False, []
             return  # nobody knows which of them has answered what
-        if changed or outputs.shape[1] < num_tokens:
+        if num_cropped < 0 or outputs.shape[1] < num_tokens:
             self._outputs.clear()
+        elif num_cropped or reordered is not None:
+            self._outputs = _changed(self._outputs, num_cropped, reordered)
         self._outputs.append(outputs)
         while sum(kept.shape[1] for kept in self._outputs[1:]) >= _MOST_OUTPUTS:
             del self._outputs[0]
+
+
+def _changed(outputs: Sequence[torch.Tensor], num_cropped: int, reordered: Sequence[int] | None) -> list[torch.Tensor]:
+    """Without the last positions, of the rows that are there now."""
+    if not outputs:
+        return []
+    joined = torch.cat(list(outputs), 1)
+    joined = joined[:, : max(0, joined.shape[1] - num_cropped)]
+    joined = joined if reordered is None else joined[list(reordered)]
+    return [joined] if joined.shape[1] else []

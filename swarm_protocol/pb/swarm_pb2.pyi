@@ -246,16 +246,18 @@ class Opened(_message.Message):
     def __init__(self, tokens_left: _Optional[int] = ..., max_step_tokens: _Optional[int] = ...) -> None: ...
 
 class Output(_message.Message):
-    __slots__ = ("number", "hidden", "relay", "route")
+    __slots__ = ("number", "hidden", "relay", "route", "active_sessions")
     NUMBER_FIELD_NUMBER: _ClassVar[int]
     HIDDEN_FIELD_NUMBER: _ClassVar[int]
     RELAY_FIELD_NUMBER: _ClassVar[int]
     ROUTE_FIELD_NUMBER: _ClassVar[int]
+    ACTIVE_SESSIONS_FIELD_NUMBER: _ClassVar[int]
     number: int
     hidden: Tensor
     relay: bool
     route: int
-    def __init__(self, number: _Optional[int] = ..., hidden: _Optional[_Union[Tensor, _Mapping]] = ..., relay: bool = ..., route: _Optional[int] = ...) -> None: ...
+    active_sessions: int
+    def __init__(self, number: _Optional[int] = ..., hidden: _Optional[_Union[Tensor, _Mapping]] = ..., relay: bool = ..., route: _Optional[int] = ..., active_sessions: _Optional[int] = ...) -> None: ...
 
 class BlockOutput(_message.Message):
     __slots__ = ("number", "block", "hidden")

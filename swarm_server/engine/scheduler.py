@@ -23,6 +23,7 @@ T = TypeVar("T")
 
 _logger = logging.getLogger(__name__)
 _DELAY_HALF_LIFE_S = 10.0
+_ACTIVE_S = 1.0
 _NOBODY = Caller("")
 _PREFILLS_PER_TRAINING = 3  # of turns that decoding leaves
 _FEW_POSITIONS = 32  # rows × positions of a step that somebody watches, such as one of speculative decoding
@@ -169,6 +170,7 @@ class Scheduler:
         self._changed = threading.Condition()
         self._stopping = False
         self._delay_s, self._delay_time = 0.0, time.monotonic()
+        self._stepped_s: dict[int, float] = {}  # when each session, by its id(), had its last step; the latest last
         self._thread = threading.Thread(target=self._main, name="compute", daemon=True)
         self._thread.start()
 
@@ -179,8 +181,22 @@ class Scheduler:
         faded: float = 0.5 ** (idle_s / _DELAY_HALF_LIFE_S)
         return self._delay_s * faded
 
+    @property
+    def num_active(self) -> int:
+        """Sessions that had a step lately. On the event loop."""
+        oldest_s = time.monotonic() - _ACTIVE_S
+        while self._stepped_s and (first := next(iter(self._stepped_s.items())))[1] < oldest_s:
+            del self._stepped_s[first[0]]
+        return len(self._stepped_s)
+
+    def forget(self, session: Session) -> None:
+        """It has come to its end, and is not counted any more."""
+        self._stepped_s.pop(id(session), None)
+
     async def step(self, session: Session, step: SessionStep, client: str = "") -> torch.Tensor:
         """The step's output, [batch, tokens, hidden_size]; raises what refused it (see ``Engine.run``)."""
+        self._stepped_s.pop(id(session), None)
+        self._stepped_s[id(session)] = time.monotonic()
         rows, num_tokens, _ = step.inputs.hidden.shape
         is_short = num_tokens == 1 or (step.start > 0 and rows * num_tokens <= _FEW_POSITIONS)
         kind = Kind.DECODE if is_short else Kind.PREFILL

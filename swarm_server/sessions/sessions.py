@@ -179,6 +179,7 @@ class HostedSession:
     async def close(self) -> None:
         """Nothing is computed or sent any more; what the session has stored is still there."""
         self.claim.close()
+        self._services.scheduler.forget(self.session)
         self._routed.set()
         if self._copier is not None:
             await self._copier.close()
@@ -258,7 +259,8 @@ class HostedSession:
             await self._reply([pb.SessionReply(output=pb.Output(number=request.number))])
             return
         header, parts = encode(output[:, -num_wanted:], self._codec)
-        await self._reply_output(pb.Output(number=request.number, hidden=header), parts)
+        active = self._services.scheduler.num_active
+        await self._reply_output(pb.Output(number=request.number, hidden=header, active_sessions=active), parts)
 
     async def _send_block_outputs(self, number: int, outputs: torch.Tensor) -> None:
         """To the client; outputs: [blocks, batch, tokens, hidden_size]."""

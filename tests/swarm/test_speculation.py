@@ -6,17 +6,22 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from transformers import GenerationConfig
 
+from swarm_client.batching.loop import GenerationLoop
+from swarm_client.batching.request import Request
 from swarm_client.drafts import lookup
 from swarm_client.drafts.lookup import LookupDraft
 from swarm_client.drafts.opening import open_speculation
 from swarm_client.drafts.small_model import SmallModelDraft
-from swarm_client.speculation.policy import Size
+from swarm_client.sessions.session import RemoteSession
+from swarm_client.speculation.generating import MOST_SHARING
 from swarm_client.speculation.speculation import Speculation
 from swarm_protocol.checkpoints.checkpoint import Checkpoint
 from swarm_protocol.errors import CheckpointError
-from tests.drafts import KnowingDraft
+from tests.drafts import Always, KnowingDraft
 from tests.swarm.pair import Pair, started
+from tests.swarm.test_batching import Heard
 from tests.zoo import VOCAB, save_checkpoint
 
 NEW_TOKENS = 40
@@ -34,15 +39,10 @@ def prompt() -> torch.Tensor:
     return torch.randint(3, VOCAB, (1, 7), generator=torch.Generator().manual_seed(1))
 
 
-class Always(Speculation):
-    """Verifies so many guesses in every pass, whether it pays or not."""
-
-    def __init__(self, draft, rows: int, length: int) -> None:
-        super().__init__(draft)
-        self._of_tests = Size(rows, length)
-
-    def begin(self, prompt, ranking, size=None):
-        return super().begin(prompt, ranking, self._of_tests)
+@pytest.fixture(autouse=True)
+def servers_with_nothing_else_to_do(monkeypatch) -> None:
+    """However lately the sessions of other tests have ended."""
+    monkeypatch.setattr(RemoteSession, "num_sharing", 1)
 
 
 def written(pair: Pair, prompt: torch.Tensor, speculation: Speculation | None, **options) -> tuple[list[int], int]:
@@ -142,3 +142,40 @@ def test_auto_leaves_fast_passes_alone(pair, prompt):
     speculation._least_pass_s = 1e6
     text, num_passes = written(pair, prompt, speculation, do_sample=False)
     assert text == plain and num_passes == NEW_TOKENS
+
+
+@pytest.mark.parametrize("chance", [0.6, 1.0])
+def test_generation_of_the_loop_writes_what_it_writes_alone(pair, prompt, chance):
+    """Two in turn and then two at once, which are batched without guesses."""
+    asked = [
+        Request(tuple(prompt[0].tolist()), GenerationConfig(max_new_tokens=NEW_TOKENS, **options), seed=5)
+        for options in ({"do_sample": False}, SAMPLED)
+    ]
+    expected = [written(pair, prompt, None, **options)[0] for options in ({"do_sample": False}, SAMPLED)]
+    draft = KnowingDraft(expected, chance)
+    pair.remote.speculation = speculation = Always(draft, 1, 3)
+    with GenerationLoop(pair.remote) as loop:
+        for request, text in zip(asked, expected, strict=True):
+            heard = Heard()
+            loop.submit(request, heard)
+            assert heard.ids == text[prompt.shape[1] :]
+        assert speculation.stats.right > 5
+        assert all(text[: len(own.ids)] == own.ids for own, text in zip(draft.sessions, expected, strict=True))
+        together = [Heard(), Heard()]
+        for request, heard in zip(asked, together, strict=True):
+            loop.submit(request, heard)
+        assert [heard.ids for heard in together] == [text[prompt.shape[1] :] for text in expected]
+
+
+def test_servers_that_others_use_verify_nothing(pair, prompt, monkeypatch):
+    plain, _ = written(pair, prompt, None, do_sample=False)
+    monkeypatch.setattr(RemoteSession, "num_sharing", MOST_SHARING + 1)
+    speculation = Always(KnowingDraft([plain], 1.0), 1, 3)
+    text, num_passes = written(pair, prompt, speculation, do_sample=False)
+    assert text == plain and num_passes == NEW_TOKENS
+
+
+def test_server_says_how_many_share_it(pair, prompt):
+    cache = pair.remote.new_cache()
+    pair.remote.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=2, past_key_values=cache)
+    assert cache.session._chain.hops[-1].num_active >= 1

@@ -14,8 +14,10 @@ from swarm_client.core.config import Timeouts
 from swarm_client.core.events import Waiting
 from swarm_client.sessions.call import Call
 from swarm_client.sessions.listener import Failures, Listener
+from swarm_client.sessions.session import RemoteSession
 from swarm_client.transport.hops import BlockAnswer, HopSession
 from swarm_protocol.span import Span
+from tests.drafts import Always, KnowingDraft
 from tests.marks import SLOW, always
 from tests.swarm.pair import NEW_TOKENS, random_ids
 from tests.swarm.survival import SPANS, each_hop
@@ -269,6 +271,22 @@ def test_whatever_way_of_generating(client, moments, way):
     moments.before_step(5, lambda: client.kill(1))
     client.generate(ids, **options)
     assert client.moved_blocks == ["2:4"]
+
+
+@each_hop(1)
+@pytest.mark.parametrize("rows", [1, pytest.param(4, marks=SLOW)])
+@pytest.mark.parametrize("options", [{}, pytest.param({"do_sample": True, "top_k": 20}, marks=SLOW)])
+def test_killed_while_guesses_are_verified(client, moments, monkeypatch, hop, rows, options):
+    """The guesses are dropped; what is confirmed is replayed, and verified again."""
+    torch.manual_seed(3)
+    ways = {"max_new_tokens": NEW_TOKENS, "do_sample": False, **options}
+    text = client.fleet.whole.generate(PROMPT, attention_mask=torch.ones_like(PROMPT), **ways)[0].tolist()
+    monkeypatch.setattr(RemoteSession, "num_sharing", 1)
+    monkeypatch.setattr(client.model, "speculation", Always(KnowingDraft([text], 0.6), rows, 2))
+    moments.after_sending(4, lambda: client.kill(hop))
+    output = client.generate(PROMPT, **options)
+    assert client.moved_blocks == [SPANS[hop]]
+    assert output.past_key_values.session.stats.steps < NEW_TOKENS
 
 
 @SLOW

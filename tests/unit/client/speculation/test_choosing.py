@@ -13,7 +13,7 @@ from transformers.generation.logits_process import TemperatureLogitsWarper, TopP
 from swarm_client.speculation.choosing import SampledRanking, verify
 from swarm_client.speculation.draft import Plan, SteppedSession
 
-VOCAB, DEPTH, COUNT = 8, 3, 6000
+VOCAB, DEPTH, COUNT = 8, 3, 3000
 TEMPERATURE, TOP_P = 0.8, 0.8
 WARPERS = LogitsProcessorList([TemperatureLogitsWarper(TEMPERATURE), TopPLogitsWarper(TOP_P)])
 LIMIT = 1e-4  # of the probability that a right way looks as wrong as this; wrong ways are far below
@@ -143,11 +143,11 @@ def test_text_of_a_seed_does_not_depend_on_the_draft(rows):
 def test_guesses_with_the_noise_to_come_are_right_more_often():
     """At least (1 - d) / (1 + d) of the first ones, where d is the total variation distance."""
     generator = torch.Generator().manual_seed(1)
-    share = sum(with_guesses(generator)[1] >= 1 for _ in range(2000)) / 2000
+    share = sum(with_guesses(generator)[1] >= 1 for _ in range(1000)) / 1000
     p, q = MODEL.probs(0), DRAFT.probs(0)
     distance = float((p - q).abs().sum()) / 2
     likeliest = float(p[int(q.argmax())])
-    assert share > (1 - distance) / (1 + distance) - 0.03
+    assert share > (1 - distance) / (1 + distance) - 0.05
     assert share > likeliest
-    more = sum(with_guesses(generator, 4)[1] >= 1 for _ in range(2000)) / 2000
+    more = sum(with_guesses(generator, 4)[1] >= 1 for _ in range(1000)) / 1000
     assert more > share
