@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -53,6 +54,8 @@ class Streams(Protocol):
 
     async def serve(self, protocol: str, handler: Handler) -> None: ...
 
+    async def disconnect(self, peer_id: str) -> None: ...
+
 
 class DaemonStreams:
     """Those of the libp2p daemon, which may be replaced by another: then ``attach`` must be called.
@@ -85,6 +88,11 @@ class DaemonStreams:
     async def serve(self, protocol: str, handler: Handler) -> None:
         self._handlers[protocol] = handler
         await self._register(protocol, handler)
+
+    async def disconnect(self, peer_id: str) -> None:
+        """Closes all connections to a peer: libp2p would go on using one that is dead for most of a minute."""
+        with suppress(*_FAILURES, SwarmError):
+            await self._p2p()._client.disconnect(PeerID.from_base58(peer_id))
 
     async def attach(self) -> None:
         """Takes streams from a daemon that has just been started."""

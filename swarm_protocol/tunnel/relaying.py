@@ -68,9 +68,11 @@ class Relay:
         except (AccessDenied, PeerError) as error:
             await write_message(stream.writer, pb.Reserved(refusal=str(error)))
             return
-        if stream.peer_id in self._servers:  # the server has lost that connection, which libp2p must not take again
+        if stream.peer_id in self._servers:  # the server has lost that connection; it asks again by a new one
             self._servers.pop(stream.peer_id).abort()
             self._cut(stream.peer_id)
+            await self.streams.disconnect(stream.peer_id)
+            return
         self._servers[stream.peer_id] = stream
         _logger.info("relaying for server %s", printable(stream.peer_id[-6:]))
         try:

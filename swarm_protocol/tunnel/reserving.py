@@ -57,6 +57,13 @@ class Reservation:
 
 async def reserve(streams: Streams, relay: str, membership: Membership, keepalive_s: float) -> Reservation:
     """``relay``: its multiaddr. Raises PeerUnavailable if it cannot be reached, PeerBusy if it does not want to."""
+    try:
+        return await _reserve(streams, relay, membership, keepalive_s)
+    except PeerUnavailable:  # it may have found an older connection of this server, and have closed all
+        return await _reserve(streams, relay, membership, keepalive_s)
+
+
+async def _reserve(streams: Streams, relay: str, membership: Membership, keepalive_s: float) -> Reservation:
     stream = await streams.open(relay, RESERVE)
     start_s = time.perf_counter()
     member = membership.shown(streams.peer_id, stream.peer_id)

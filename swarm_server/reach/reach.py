@@ -8,6 +8,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from math import inf
 
+from swarm_protocol.dht.addresses import connects, tcp_target
 from swarm_protocol.dht.dht import Dht
 from swarm_protocol.dht.records import short_id
 from swarm_protocol.errors import SwarmError
@@ -28,7 +29,9 @@ from swarm_server.reach.own_addresses import ANY_HOSTS, OwnAddresses
 _LOOK_S = 5.0  # between two looks at the own address, and for relays that are missing
 _ASK_EVERY_S = 60.0  # whether others reach this server
 _AGAIN_S = 0.5  # after a relay was lost
+_RESTART_S = 30.0  # that another libp2p daemon may take
 _MAX_ASKED = 3
+_NO_DAEMON = (SwarmError, TimeoutError, OSError, ValueError, asyncio.IncompleteReadError)  # at this moment
 _logger = logging.getLogger(__name__)
 
 
@@ -59,7 +62,7 @@ class Reach:
         self._peer_address = ""  # of the libp2p daemon, for others
         self._takes_tunnels = False  # others reach the libp2p daemon, though not gRPC
         self._asked_s = -inf
-        self._wake = asyncio.Event()
+        self._wake, self._attached = asyncio.Event(), asyncio.Event()
         self.is_reachable = config.relay != "always" and dht.serves_others
         self.offered: Callable[[], Awaitable[Iterable[str]]] = _nobody
         self.origins: dict[tuple[str, int], str] = {}
@@ -92,6 +95,7 @@ class Reach:
     async def attach(self) -> None:
         """After another libp2p daemon was started."""
         await self._streams.attach()
+        self._attached.set()
         self._wake.set()
 
     async def keep(self, publish: Callable[[], Awaitable[object]]) -> None:
@@ -100,7 +104,7 @@ class Reach:
             before = self.addresses, self.relay_address
             try:
                 await self._look()
-            except (SwarmError, OSError, ValueError, asyncio.IncompleteReadError) as error:  # no daemon at this moment
+            except _NO_DAEMON as error:
                 _logger.info("looking how others reach this server: %s", error)
             if (self.addresses, self.relay_address) != before:
                 await publish()
@@ -115,9 +119,10 @@ class Reach:
         if (host := self._own.moved()) is not None:
             _logger.warning("the address of this machine is %s now, it was %s", host, self._own.host)
             self._own.host = host
+            self._attached.clear()
             self._dht.move(host)
+            await asyncio.wait_for(self._attached.wait(), _RESTART_S)  # nothing can be published before
             self._asked_s = -inf
-            return
         self._forget_lost()
         await self._find_own()
         if time.monotonic() - self._asked_s > _ASK_EVERY_S:
@@ -202,11 +207,15 @@ async def can_be_reached(p2p: P2P, initial_peers: Sequence[str]) -> bool:
     streams = DaemonStreams(lambda: p2p)
     peers = [peer for peer in initial_peers if not is_loopback(peer)][:_MAX_ASKED]
     own = [_host_port(str(address)) for address in await p2p.get_visible_maddrs()]
-    said = [
-        answer.reached
-        for answer in await asyncio.gather(*(ask_dial_back(streams, peer, own) for peer in peers))
-        if answer
-    ]
+
+    async def ask(peer: str) -> Sequence[str] | None:
+        target = tcp_target(peer)
+        if target is not None and not await connects(*target):  # or libp2p would wait before it dials again
+            return None
+        answer = await ask_dial_back(streams, peer, own)
+        return None if answer is None else answer.reached
+
+    said = [reached for reached in await asyncio.gather(*map(ask, peers)) if reached is not None]
     return not is_unreachable(said, own)
 
 
