@@ -291,6 +291,7 @@ class GenerationLoop:
     def _forget(self, rows: Iterable[Row]) -> None:
         for row in rows:
             self._rows.discard(row)
+            row.end()
             background.submit(_stop(row))
 
     # ------------------------------------------------------------ on the network's thread

@@ -97,3 +97,8 @@ class Row:
         if token.id in self._stop_ids:
             return "stop"
         return "length" if self.num_new == self._max_new_tokens else None
+
+    def end(self) -> None:
+        """Nothing more is written."""
+        if self._guessing is not None:
+            self._guessing.end()

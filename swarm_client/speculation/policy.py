@@ -13,7 +13,7 @@ _FIRST_PASSES = 2  # without guesses, from which a pass is known
 _NUM_REMEMBERED = 6  # passes of each size
 _MAX_AGE = 64  # passes since
 _OUTLIER = 3.0  # times the median: a pass that waited for something else
-_SLOPE_GUESS = 0.03  # of a pass's time: what another position costs until that is known,
+_SLOPE_GUESS = 0.01  # of a pass's time: what another position costs until that is known,
 _SLOPE_WEIGHT = 8.0  # which counts like two passes, of which one has four guesses
 _PRIOR_WEIGHT = 6.0  # guesses
 _FORGET = 0.99  # with each pass
@@ -116,15 +116,18 @@ class Policy:
     E / (R + s + c · positions + d · guesses).
     """
 
-    def __init__(self, acceptance: float, most_rows: int = 8, least_pass_s: float = 0.0) -> None:
+    def __init__(
+        self, acceptance: float, most_rows: int = 8, least_pass_s: float = 0.0, costs: PassCosts | None = None
+    ) -> None:
         """
         Args:
             acceptance: how often a guess is right, as long as that has not been measured.
             least_pass_s: if a plain pass takes less, there is no speculation.
+            costs: of passes of another generation, from which this one goes on.
         """
         self._rows = [rows for rows in _CATCH if rows <= most_rows]
         self._least_pass_s = least_pass_s
-        self.costs, self.acceptance = PassCosts(), Acceptance(acceptance)
+        self.costs, self.acceptance = costs or PassCosts(), Acceptance(acceptance)
         self._guess_s = 0.0  # a step of the draft
 
     def choose(self, most_guesses: int, most_rows: int = MOST_POSITIONS) -> Size:

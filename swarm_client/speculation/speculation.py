@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 import time
 from dataclasses import dataclass
@@ -10,7 +11,7 @@ import torch
 
 from swarm_client.speculation.choosing import Verified
 from swarm_client.speculation.draft import Draft, Guesses, Plan, Ranking
-from swarm_client.speculation.policy import PLAIN, Policy, Size
+from swarm_client.speculation.policy import PLAIN, PassCosts, Policy, Size
 
 LEAST_PASS_S = 0.04  # of a model whose user has not asked for a draft: what is faster than 25 tokens/s is left alone
 
@@ -50,6 +51,7 @@ class Speculation:
         self.stats = SpeculationStats()
         self._least_pass_s = 0.0 if is_asked_for else LEAST_PASS_S
         self._acceptance: float | None = None  # in the last generation
+        self._costs: PassCosts | None = None  # likewise
         self._lock = threading.Lock()
 
     def begin(self, prompt: list[int], ranking: Ranking, size: Size | None = None) -> Guessing | None:
@@ -61,13 +63,14 @@ class Speculation:
             return None
         with self._lock:
             prior = self.draft.acceptance if self._acceptance is None else self._acceptance
-        return Guessing(
-            self, self.draft, prompt, ranking, Policy(prior, self.draft.most_rows, self._least_pass_s), size
-        )
+            costs = copy.deepcopy(self._costs)
+        policy = Policy(prior, self.draft.most_rows, self._least_pass_s, costs)
+        return Guessing(self, self.draft, prompt, ranking, policy, size)
 
-    def learn(self, acceptance: float) -> None:
+    def learn(self, policy: Policy) -> None:
+        """What a generation that has ended has found out: the next one begins with it."""
         with self._lock:
-            self._acceptance = acceptance
+            self._acceptance, self._costs = policy.acceptance.of(1), policy.costs
 
 
 class Guessing:
@@ -144,4 +147,4 @@ class Guessing:
 
     def end(self) -> None:
         if self.stats.guesses:
-            self._owner.learn(self._policy.acceptance.of(1))
+            self._owner.learn(self._policy)

@@ -10,6 +10,9 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from swarm_client import RequestRejected
+from swarm_client.drafts.opening import why_not
+from swarm_client.sessions.session import RemoteSession
+from tests.drafts import Always, KnowingDraft
 from tests.marks import always
 from tests.swarm.harness import InProcessServers
 from tests.swarm.pair import connected
@@ -104,6 +107,21 @@ def test_prompt_lookup(pair, padded):
             pair.remote.generate(repetitive, **lookup)
     else:
         pair.assert_same_tokens(repetitive, torch.ones_like(repetitive), **lookup)
+
+
+def test_draft_in_rows(pair, padded, monkeypatch):
+    """Guesses of several lines are taken back, or nothing is guessed where that cannot be."""
+    prompt = padded[0][1:]
+    obstacle = why_not(pair.remote)
+    assert bool(obstacle) == (pair.whole._is_stateful or pair.whole.config.model_type == "minimax")
+    options = {"attention_mask": torch.ones_like(prompt), "max_new_tokens": 24, "do_sample": False}
+    text = pair.whole.generate(prompt, **options)[0].tolist()
+    speculation = Always(KnowingDraft([text], 0.6), 3, 3)
+    speculation.off = obstacle
+    monkeypatch.setattr(RemoteSession, "num_sharing", 1)
+    monkeypatch.setattr(pair.remote, "speculation", speculation)
+    assert pair.remote.generate(prompt, **options)[0].tolist() == text
+    assert bool(speculation.stats.right) == (not obstacle)
 
 
 def test_gradients_of_embeddings(pair, padded):

