@@ -113,6 +113,7 @@ def test_assisted_decoding(pair, repetitive, steps, tmp_path, draft_seed):
     save_checkpoint("llama", tmp_path, seed=draft_seed)
     draft = ends_only_at_its_length(AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32))
     whole, _ = pair.both(repetitive, do_sample=False)
+    steps.clear()
     remote = pair.remote.generate(
         repetitive,
         attention_mask=torch.ones_like(repetitive),
@@ -121,7 +122,7 @@ def test_assisted_decoding(pair, repetitive, steps, tmp_path, draft_seed):
         assistant_model=draft,
     )
     assert torch.equal(remote, whole)
-    assert max(steps[1:]) > 1
+    assert steps[0] == repetitive.shape[1] + NEW_TOKENS - 1  # however unsure the draft is, it goes on guessing
 
 
 def test_streamer(pair, repetitive):
