@@ -114,7 +114,7 @@ def test_draft_in_rows(pair, padded, monkeypatch):
     prompt = padded[0][1:]
     obstacle = why_not(pair.remote)
     assert bool(obstacle) == (pair.whole._is_stateful or pair.whole.config.model_type == "minimax")
-    options = {"attention_mask": torch.ones_like(prompt), "max_new_tokens": 24, "do_sample": False}
+    options = {"attention_mask": torch.ones_like(prompt), "max_new_tokens": 24, "do_sample": False, "use_cache": True}
     text = pair.whole.generate(prompt, **options)[0].tolist()
     speculation = Always(KnowingDraft([text], 0.6), 3, 3)
     speculation.off = obstacle
