@@ -3,7 +3,7 @@
     python benchmarks/network.py [--only SECTION …] [--links LINK …] [--model DIR] [--quick] [--json FILE]
 
 Section ``loss``: that of the shipped model on its held-out text, by codec. Section ``bytes``: bytes per token and
-tokens per second, by link and codec.
+tokens per second, by link and codec. Section ``reach``: round trips through a relay beside direct ones, on loopback.
 Makes its namespaces itself and removes them; needs root, iproute2, /dev/net/tun and a C compiler, and says so if one is
 missing. A link's ms are a round trip between any two hosts. ``--quick`` shows with the shipped model that it works.
 """
@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import network_bytes
+import network_reach
 from common import write_json
 from network_lab import Link, NoLab, require_lab
 from rich.console import Console
@@ -31,7 +32,8 @@ Section = Callable[[argparse.Namespace, dict[str, Link], Console], list[dict[str
 SECTIONS: dict[str, Section] = {
     "loss": network_bytes.losses,
     "bytes": network_bytes.measure,
-}  # reach and speculation have their place here
+    "reach": network_reach.measure,
+}
 
 
 def main() -> int:
