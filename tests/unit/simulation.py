@@ -220,6 +220,8 @@ class ToyEngine:
 class ToyScheduler:
     """Computes where it is called, after a while; not at all while ``computes`` is not set."""
 
+    num_active = 1  # sessions that had a step lately
+
     def __init__(self, engine: ToyEngine, chance: random.Random) -> None:
         self.computes = asyncio.Event()
         self.computes.set()
@@ -230,6 +232,9 @@ class ToyScheduler:
         await asyncio.sleep(self._chance.uniform(0.001, 0.02))
         await self.computes.wait()
         return self._engine.run(session, step)
+
+    def forget(self, session: ToySession) -> None:
+        """It has come to its end."""
 
     async def call(self, call: Callable[[], Any], _client: str = "") -> Any:
         await asyncio.sleep(self._chance.uniform(0, 0.002))
