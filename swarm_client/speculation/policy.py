@@ -13,7 +13,7 @@ _FIRST_PASSES = 2  # without guesses, from which a pass is known
 _NUM_REMEMBERED = 6  # passes of each size
 _MAX_AGE = 64  # passes since
 _OUTLIER = 3.0  # times the median: a pass that waited for something else
-_SLOPE_GUESS = 0.01  # of a pass's time: what another position costs until that is known,
+_SLOPE_GUESS = 0.004  # of a pass's time: what another position costs until that is known,
 _SLOPE_WEIGHT = 8.0  # which counts like two passes, of which one has four guesses
 _PRIOR_WEIGHT = 6.0  # guesses
 _FORGET = 0.99  # with each pass
@@ -44,7 +44,7 @@ PLAIN = Size()
 
 
 class PassCosts:
-    """Seconds of a pass by its positions: a line through the passes remembered, which are a few of each size."""
+    """Seconds of a pass by its positions: of one, and a line through longer ones; a few of each size are remembered."""
 
     def __init__(self) -> None:
         self._passes: dict[int, deque[tuple[int, float]]] = {}  # by positions: number of the pass, seconds
@@ -59,13 +59,16 @@ class PassCosts:
         self._passes.setdefault(num_positions, deque(maxlen=_NUM_REMEMBERED)).append((self._num, seconds))
         self._num += 1
         if num_positions > 1 and self.are_known:
-            one, slope = self.fit()
+            one, _, slope = self.fit()
             self._slope_share = slope / (one + slope)
         else:  # what has been found out is believed for a hundred passes or so
             self._slope_share += (1 - _FORGET) * (_SLOPE_GUESS - self._slope_share)
 
-    def fit(self) -> tuple[float, float]:
-        """Seconds of a pass of one position, and of each position more."""
+    def fit(self) -> tuple[float, float, float]:
+        """Seconds of a pass of one position, what any more positions add at once, and what each of them adds.
+
+        Servers have a shorter way for one position, so that the first one more is dearer than the others.
+        """
         recent = [
             (positions, seconds)
             for positions, passes in self._passes.items()
@@ -74,12 +77,16 @@ class PassCosts:
         ]
         middle = statistics.median(seconds for _, seconds in recent)
         kept = [(n, s) for n, s in recent if s <= _OUTLIER * middle]
-        mean_n = statistics.fmean(n for n, _ in kept)
-        mean_s = statistics.fmean(s for _, s in kept)
-        spread = _SLOPE_WEIGHT + sum((n - mean_n) ** 2 for n, _ in kept)
-        covered = sum((n - mean_n) * (s - mean_s) for n, s in kept)
+        plain, several = [s for n, s in kept if n == 1], [(n, s) for n, s in kept if n > 1]
+        if not several:
+            return statistics.fmean(plain), 0.0, self._slope_share * middle
+        mean_n, mean_s = (statistics.fmean(values) for values in zip(*several, strict=True))
+        spread = _SLOPE_WEIGHT + sum((n - mean_n) ** 2 for n, _ in several)
+        covered = sum((n - mean_n) * (s - mean_s) for n, s in several)
         slope = max(0.0, (_SLOPE_WEIGHT * self._slope_share * middle + covered) / spread)
-        return max(mean_s - slope * (mean_n - 1), 0.1 * middle), slope
+        line = max(mean_s - slope * (mean_n - 1), 0.1 * middle)  # of one position, if it were like several
+        one = statistics.fmean(plain) if plain else line
+        return one, max(0.0, line - one), slope
 
 
 class Acceptance:
@@ -134,7 +141,7 @@ class Policy:
         """``most_guesses``: in a line, which must not be longer."""
         if not self.costs.are_known or most_guesses < 1:
             return PLAIN
-        pass_s, position_s = self.costs.fit()
+        pass_s, several_s, position_s = self.costs.fit()
         if pass_s < self._least_pass_s:
             return PLAIN
         best, best_rate = PLAIN, _LEAST_GAIN / pass_s
@@ -143,7 +150,7 @@ class Policy:
             for length in _LENGTHS:
                 if rows > most_rows or length > most_guesses or rows * (length + 1) > MOST_POSITIONS:
                     continue
-                seconds = pass_s + position_s * (rows * (length + 1) - 1) + self._guess_s * length
+                seconds = pass_s + several_s + position_s * (rows * (length + 1) - 1) + self._guess_s * length
                 rate = expected_tokens(acceptance, length) / seconds
                 if rate > best_rate:
                     best, best_rate = Size(rows, length, (position_s * rows + self._guess_s) * rate), rate
