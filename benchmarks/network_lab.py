@@ -18,8 +18,8 @@ import re
 import shutil
 import subprocess
 import tempfile
-import threading
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
@@ -111,24 +111,15 @@ class NetworkLab:
 
     def run(self, host: str, function: Callable[[], T]) -> T:
         """What the function returns or raises, called in a thread on that host; processes that it starts are there."""
-        results: list[T] = []
-        errors: list[BaseException] = []
 
-        def call() -> None:
-            try:
-                with open(f"/run/netns/{self.namespace(host)}") as namespace:
-                    if ctypes.CDLL(None, use_errno=True).setns(namespace.fileno(), _CLONE_NEWNET):
-                        raise OSError(ctypes.get_errno(), "setns")
-                results.append(function())
-            except BaseException as error:
-                errors.append(error)
+        def call() -> T:
+            with open(f"/run/netns/{self.namespace(host)}") as namespace:
+                if ctypes.CDLL(None, use_errno=True).setns(namespace.fileno(), _CLONE_NEWNET):
+                    raise OSError(ctypes.get_errno(), "setns")
+            return function()
 
-        thread = threading.Thread(target=call)  # a namespace is a thread's
-        thread.start()
-        thread.join()
-        if errors:
-            raise errors[0]
-        return results[0]
+        with ThreadPoolExecutor(1) as executor:  # a namespace is a thread's
+            return executor.submit(call).result()
 
     def link(self, host: str) -> Link:
         return self._links[host]

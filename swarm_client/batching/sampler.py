@@ -8,24 +8,9 @@ from typing import Any
 
 import torch
 from transformers import LogitsProcessorList
-from transformers.generation.logits_process import (
-    InfNanRemoveLogitsProcessor,
-    MinPLogitsWarper,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-)
 
 from swarm_client.batching.request import Token
-
-# What these do to a row follows from the row's scores and their own numbers.
-_BY_ROW = (
-    InfNanRemoveLogitsProcessor,
-    MinPLogitsWarper,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-)
+from swarm_client.speculation.choosing import BY_ROW
 
 
 @dataclass(eq=False)
@@ -46,7 +31,7 @@ class Choice:
     key: Hashable = field(init=False)
 
     def __post_init__(self) -> None:
-        is_by_row = all(type(processor) in _BY_ROW for processor in self.processors)
+        is_by_row = all(type(processor) in BY_ROW for processor in self.processors)
         described = ((type(processor), *sorted(vars(processor).items())) for processor in self.processors)
         self.key = (self.generator is None, *described) if is_by_row else None
 

@@ -28,18 +28,14 @@ class LookupSession(DraftSession):
     def __init__(self) -> None:
         self._ids: list[int] = []
         self._places: dict[tuple[int, ...], list[int]] = {}  # where the text goes on after these tokens, latest last
+        self._num_indexed = 0  # tokens whose places are there
 
     def confirm(self, token_ids: Sequence[int], hidden: torch.Tensor | None = None) -> None:
-        for token_id in token_ids:
-            for length in range(SHORTEST, LONGEST + 1):
-                if len(self._ids) >= length:
-                    places = self._places.setdefault(tuple(self._ids[-length:]), [])
-                    places.append(len(self._ids))
-                    del places[:-_MOST_PLACES]
-            self._ids.append(token_id)
+        self._ids.extend(token_ids)
 
     def guess(self, plan: Plan, ranking: Ranking) -> Guesses:
         """Lines that begin with different tokens, after the longest tokens first, and the latest."""
+        self._index()
         lines: list[list[int]] = []
         for length in range(min(LONGEST, len(self._ids)), SHORTEST - 1, -1):
             for place in reversed(self._places.get(tuple(self._ids[-length:]), ())):
@@ -51,3 +47,12 @@ class LookupSession(DraftSession):
         longest = max(map(len, lines))
         padded = [[*line, *[line[-1]] * (longest - len(line))] for line in lines]
         return Guesses(torch.tensor(padded))
+
+    def _index(self) -> None:
+        """Of what is new; not before a guess, which among many generations never comes."""
+        for place in range(self._num_indexed, len(self._ids)):
+            for length in range(SHORTEST, min(LONGEST, place) + 1):
+                places = self._places.setdefault(tuple(self._ids[place - length : place]), [])
+                places.append(place)
+                del places[:-_MOST_PLACES]
+        self._num_indexed = len(self._ids)

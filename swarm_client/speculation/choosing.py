@@ -23,8 +23,8 @@ from transformers.generation.logits_process import (
 
 from swarm_client.speculation.draft import Guesses
 
-# What these do to scores depends on nothing else, so a draft's can be treated alike; others may count their calls.
-_BY_ROW = (
+# What these do to a row follows from its scores and their own numbers: a draft's are treated alike, and rows together.
+BY_ROW = (
     InfNanRemoveLogitsProcessor,
     MinPLogitsWarper,
     TemperatureLogitsWarper,
@@ -45,7 +45,7 @@ class SampledRanking:
 
     def __init__(self, processors: LogitsProcessorList, generator: torch.Generator | None) -> None:
         """``generator`` is the one that samples, which this looks into but does not use; None: that cannot be."""
-        self._processors = LogitsProcessorList([own for own in processors if type(own) in _BY_ROW])
+        self._processors = LogitsProcessorList([own for own in processors if type(own) in BY_ROW])
         self._generator = generator
         self._noise: list[torch.Tensor] = []
         self._state: torch.Tensor | None = None  # of a generator that goes through the same numbers

@@ -54,8 +54,11 @@ class DistilledSession(SteppedSession):
         if hidden is None:
             hidden = torch.zeros(len(token_ids), size)
         assert hidden.shape == (len(token_ids), size), f"{tuple(hidden.shape)} for {len(token_ids)} tokens"
+        context = self._network.shape.context
         self._new_ids += token_ids
-        self._new_features.append(hidden.detach().to(self._device, torch.float32))
+        self._new_features.append(hidden[-context:].detach().to(self._device, torch.float32).clone())
+        if len(self._new_features) > context:  # nobody has asked for guesses for long
+            self._new_features = [torch.cat(self._new_features)[-context:]]
 
     @torch.inference_mode()
     def start(self, num_rows: int) -> torch.Tensor:
