@@ -113,3 +113,14 @@ def test_a_long_text_takes_no_more_room_than_its_end(draft):
 def test_hidden_states_of_another_size_are_a_bug_of_the_caller(draft, size):
     with pytest.raises(AssertionError):
         draft.begin().confirm([1, 2], torch.zeros(2, size))
+
+
+def test_who_never_guesses_keeps_no_more_than_the_end_and_can_still_begin(draft):
+    ids, hidden = text(5 * SHAPE.context)
+    whole, written = draft.begin(), draft.begin()
+    whole.confirm(ids, hidden)
+    written.confirm(ids[: 2 * SHAPE.context], hidden[: 2 * SHAPE.context])
+    for position in range(2 * SHAPE.context, len(ids)):
+        written.confirm([ids[position]], hidden[position : position + 1])
+    assert sum(len(kept) for kept in written._new_features) <= 2 * SHAPE.context
+    torch.testing.assert_close(cached(written, [[5, 6]]), cached(whole, [[5, 6]]))
