@@ -443,7 +443,7 @@ class Engine:
         shares = shares_of(
             [(work.session.adapter, work.num_rows, work.step.start + work.num_matched) for work in batch]
         )
-        if ways.graphs is not None and num_new == 1 and not shares:
+        if ways.graphs is not None and not shares:
             seen = positions_seen(batch)
             output = None if seen is None else ways.graphs.run(blocks, hidden, positions, places, seen)
             if output is not None:
@@ -480,16 +480,20 @@ class Engine:
     def _step_of_two_lengths(self) -> torch.Tensor:
         generator = torch.Generator().manual_seed(0)
         budget = CacheBudget(2**62, 1)
-        batch = []
+        sessions, outputs = [], []
         for length in (3, 1) if self.mixes_rows else (3,):
-            session = self.open(self._stack.span, 1, budget.lease(""), shares=False)
-            prompt = torch.randn(1, length, self.hidden_size, generator=generator)
-            self.run([(session, SessionStep(0, BlockInput(prompt)))])
-            token = torch.randn(1, 1, self.hidden_size, generator=generator)
-            batch.append((session, SessionStep(length, BlockInput(token))))
+            sessions.append(self.open(self._stack.span, 1, budget.lease(""), shares=False))
+            outputs += self._tried([(sessions[-1], length)], generator)
+        outputs += self._tried([(session, 1) for session in sessions], generator)
+        return torch.cat([output.flatten(0, 1) for output in outputs])
+
+    def _tried(self, batch: list[tuple[Session, int]], generator: torch.Generator) -> list[torch.Tensor]:
+        """What so many made-up positions more of each session give."""
+        hidden = [torch.randn(1, length, self.hidden_size, generator=generator) for _, length in batch]
+        steps = [SessionStep(session.length, BlockInput(rows)) for (session, _), rows in zip(batch, hidden, strict=True)]
         outputs = []
-        for output in self.run(batch):
+        for output in self.run([(session, step) for (session, _), step in zip(batch, steps, strict=True)]):
             if isinstance(output, Exception):
                 raise output
             outputs.append(output)
-        return torch.cat(outputs)
+        return outputs

@@ -25,7 +25,7 @@ from swarm_server.kv.rows_attention import channel_numbers, paged_rows
 from swarm_server.kv.rows_cache import BlockRuns
 
 _MOST_PROGRAMS = 64  # that are kept; each takes the activations of a step, and some 100 KB
-_MOST_ROWS = 64  # above, what is done between products is little beside them
+_MOST_POSITIONS = 64  # that are new; above, what is done between products is little beside them
 _ROWS = (2, 3, 5)  # of the captures: two say what any other is, the third that it is so
 _BEYOND = (1000, 5000, 1003)  # positions of the captures, beyond the longest window
 
@@ -54,26 +54,33 @@ class StepGraphs:
         places: Sequence[BlockRuns],
         seen: Sequence[int],
     ) -> torch.Tensor | None:
-        """Stores and computes one new position of each row; None if that is not possible here.
+        """Stores and computes the new positions of each row; None if that is not possible here.
+
+        A program has rows of one new position. Several of one sequence are such rows, too: each sees those before it,
+        since all keys and values of a block are stored before any row attends.
 
         Args:
-            hidden: [rows, 1, hidden_size] of each session.
-            positions: [rows, 1].
+            hidden: [rows, new, hidden_size] of each session.
+            positions: [rows, new].
             places: of each block.
-            seen: how many of its last positions each row attends to at most.
+            seen: how many of its last positions each row attends to at most, its new ones included.
+
+        Returns:
+            [rows, new, hidden_size]
         """
-        if self.refusal is not None or not 0 < len(positions) <= _MOST_ROWS:
+        num_rows, num_new = positions.shape
+        if self.refusal is not None or not 0 < num_rows * num_new <= _MOST_POSITIONS or min(seen) < num_new:
             return None
         linear = self._linear(blocks)
         if linear is None:
             return None
-        assembled = self._program(blocks, linear, len(positions))
-        torch.cat([*hidden], out=assembled.hidden)
-        assembled.positions.copy_(positions)
-        attending, keep = _places(places, linear.windows, seen)
+        assembled = self._program(blocks, linear, num_rows * num_new)
+        torch.cat([rows.reshape(-1, 1, rows.shape[2]) for rows in hidden], out=assembled.hidden)
+        assembled.positions.copy_(positions.reshape(-1, 1))
+        attending, keep = _places(places, linear.windows, seen, num_new)
         done = assembled.program.run(attending)
         del keep
-        return assembled.output.clone() if done else None
+        return assembled.output.view(num_rows, num_new, -1).clone() if done else None
 
     def _first_refusal(self) -> str | None:
         if not Program.is_available():
@@ -121,7 +128,7 @@ class StepGraphs:
 
 
 def _places(
-    blocks: Sequence[BlockRuns], windows: Mapping[int, int | None], seen: Sequence[int]
+    blocks: Sequence[BlockRuns], windows: Mapping[int, int | None], seen: Sequence[int], num_new: int
 ) -> tuple[np.ndarray, list[object]]:
     """For each block what ``Program.run`` wants, and what must live until it has run."""
     rows: dict[tuple[int, int | None], PagedRows] = {}
@@ -131,7 +138,7 @@ def _places(
         block = blocks[number]
         key = id(block.runs), window
         if key not in rows:
-            rows[key] = paged_rows(block.runs, _before(block.runs, window, seen))
+            rows[key] = paged_rows(block.runs, _before(block.runs, window, seen, num_new), num_new)
         numbers: tuple[Numbers, Numbers] = channel_numbers(block.keys), channel_numbers(block.values)
         keep.append(numbers)
         words[number] = rows[key].address, rows[key].firsts, numbers[0].address, numbers[1].address
@@ -139,8 +146,12 @@ def _places(
     return words, keep
 
 
-def _before(runs: Sequence[Run], window: int | None, seen: Sequence[int]) -> list[int]:
-    """How many of the positions that are kept of each row lie before those that it attends to."""
+def _before(runs: Sequence[Run], window: int | None, seen: Sequence[int], num_new: int) -> list[int]:
+    """How many of the positions that are kept of each row lie before those that each of its new ones attends to."""
     most = sys.maxsize if window is None else window
     rows = [(run.length, row) for run in runs for row in range(run.rows.start, run.rows.stop)]
-    return [max(0, length - min(most, seen[row])) for length, row in rows]
+    return [
+        max(0, length - behind - min(most, seen[row] - behind))
+        for length, row in rows
+        for behind in reversed(range(num_new))
+    ]

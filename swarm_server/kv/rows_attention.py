@@ -11,22 +11,34 @@ from swarm_protocol.kernels.attention import Numbers, PagedRows, PartOfPage
 from swarm_server.kv.kv_rows import Run
 
 
-def paged_rows(runs: Sequence[Run], hidden: Sequence[int] | None = None) -> PagedRows:
-    """Where a batch's positions are, without the first ``hidden`` ones of each row; runs: of all rows, in order."""
+def paged_rows(runs: Sequence[Run], hidden: Sequence[int] | None = None, num_new: int = 1) -> PagedRows:
+    """Where a batch's positions are, as each new position sees them: without those behind it.
+
+    Args:
+        runs: of all rows, in order; each ends with its ``num_new`` new positions.
+        hidden: how many positions at the start are left out, for each row and new position.
+
+    Returns:
+        Of each row as many as it has new positions, in order.
+    """
     rows = []
     for number, run in enumerate(runs):
         parts = [
             (page.table.address, page.capacity, rows_of_page.start, positions.start, positions.stop)
             for page, rows_of_page, positions in run.parts
         ]
-        for i in range(run.rows.stop - run.rows.start):
-            left = hidden[run.rows.start + i] if hidden else 0  # still to be left out
-            row = []
-            for table, capacity, first_row, start, stop in parts:
-                first, left = start + left, max(0, left - (stop - start))
-                if first < stop:
-                    row.append(PartOfPage(table, capacity, first_row + i, first, stop - first, number))
-            rows.append(row)
+        for row in range(run.rows.stop - run.rows.start):
+            for new in range(num_new):
+                left = hidden[(run.rows.start + row) * num_new + new] if hidden else 0  # still to be left out
+                behind = num_new - 1 - new  # which are all in the last part
+                seen = []
+                for i, (table, capacity, first_row, start, stop) in enumerate(parts, 1 - len(parts)):
+                    if i == 0:
+                        stop -= behind
+                    first, left = start + left, max(0, left - (stop - start))
+                    if first < stop:
+                        seen.append(PartOfPage(table, capacity, first_row + row, first, stop - first, number))
+                rows.append(seen)
     return PagedRows(rows)
 
 

@@ -113,7 +113,7 @@ def talk(engine: Engine, *, checked: bool) -> list[torch.Tensor]:
     """Prompts of several lengths, beyond windows too, and then steps of all, in which rows leave and change places."""
     generations, outputs = everyone(engine), []
     for generation, num_tokens in zip(generations, (5, 4, SLIDING + 3, 1), strict=True):
-        run(engine, (generation, generation.step(num_tokens)))
+        outputs += run(engine, (generation, generation.step(num_tokens)))
     for number in range(SLIDING + 2):
         changes = [()] * len(generations)
         if number == 3:
@@ -122,12 +122,13 @@ def talk(engine: Engine, *, checked: bool) -> list[torch.Tensor]:
             changes[0] = (Crop(generations[0].hidden.shape[1] - 2),)
         if number == 6:
             generations = generations[:3]
-        steps = [(one, one.step(1, *change)) for one, change in zip(generations, changes, strict=False)]
+        num_new = 3 if number % 4 == 2 else 1
+        steps = [(one, one.step(num_new, *change)) for one, change in zip(generations, changes, strict=False)]
         for (generation, _), output in zip(steps, run(engine, *steps), strict=True):
             assert isinstance(output, torch.Tensor), output
             outputs.append(output)
             if checked:
-                expected = generation.expected()[:, -1:]
+                expected = generation.expected()[:, -num_new:]
                 assert (output - expected).abs().max() <= ALL * expected.abs().max()
     return outputs
 
@@ -148,7 +149,8 @@ def test_a_program_gives_what_the_code_gives(stack: BlockStack) -> None:
     assert counted.steps > SLIDING
     engine.ways = replace(engine.ways, graphs=None)
     theirs = talk(engine, checked=False)
-    errors = [float((a - b).abs().max() / b.abs().max()) for a, b in zip(ours, theirs, strict=True)]
+    of_positions = [(a - b).abs().amax(-1) / b.abs().max() for a, b in zip(ours, theirs, strict=True)]
+    errors: list[float] = torch.cat([of_output.flatten() for of_output in of_positions]).tolist()
     assert min(errors) <= UNLESS_ROUNDED and max(errors) <= ALL
 
 
@@ -169,7 +171,7 @@ def test_rows_do_not_depend_on_their_mates(llama: BlockStack) -> None:
         mates = [(other, other.step(1)) for other in others[:count]]
         outputs = run(engine, *mates, (among, among.step(1)))
         assert torch.equal(outputs[-1], expected)
-    assert counted.steps == 6
+    assert counted.steps == len(others) + 2 + 6
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral-sliding"])
@@ -187,23 +189,48 @@ def test_padding_is_left_out(name: str, tmp_path) -> None:
         outputs = run(engine, *((one, one.step(1)) for one in (padded, plain)))
         for generation, output in zip((padded, plain), outputs, strict=True):
             assert (output - generation.expected()[:, -1:]).abs().max() <= ALL * output.abs().max()
-    assert counted.steps == SLIDING
+    assert counted.steps == 1 + SLIDING  # the prompt of one, and the steps of both
 
 
-def test_holes_and_several_positions_are_left_to_the_code(llama: BlockStack) -> None:
+@pytest.mark.parametrize("name", ["llama", "mistral-sliding", "gemma3_text"])
+@pytest.mark.parametrize("num_rows", [1, 3])
+def test_several_positions_are_bitwise_those_of_one_after_the_other(name: str, num_rows: int, tmp_path) -> None:
+    save_checkpoint(name, tmp_path)
+    engine = Engine(load_int8(tmp_path))
+    counted = Counted(engine.ways.graphs)
+    engine.ways = replace(engine.ways, graphs=counted)
+    budget = CacheBudget(PLENTY, 1)
+    together, single, mate = (
+        Generation.open(engine, budget, batch_size=rows, seed=seed, shares=False)
+        for rows, seed in ((num_rows, 1), (num_rows, 1), (2, 3))
+    )
+    for generation in (together, single, mate):
+        run(engine, (generation, generation.step(4)))
+    num_before, steps = counted.steps, 0
+    for num_new in (2, SLIDING + 1, 5, 1, SLIDING + 3):
+        output, _ = run(engine, (together, together.step(num_new)), (mate, mate.step(num_new)))
+        hidden = together.hidden[:, -num_new:].split(1, 1)
+        one_by_one = [run(engine, (single, single.step(1, hidden=one)))[0] for one in hidden]
+        assert torch.equal(output, torch.cat(one_by_one, 1))
+        steps += 1 + num_new
+    assert counted.steps == num_before + steps
+
+
+def test_holes_and_padding_among_the_new_are_left_to_the_code(llama: BlockStack) -> None:
     engine = Engine(llama)
     counted = Counted(engine.ways.graphs)
     engine.ways = replace(engine.ways, graphs=counted)
     budget = CacheBudget(PLENTY, 1)
-    holes, plain = (Generation.open(engine, budget, seed=seed, shares=False) for seed in (1, 2))
-    for generation in (holes, plain):
-        run(engine, (generation, generation.step(5)))
+    holes, padded = (Generation.open(engine, budget, seed=1, padded=padding, shares=False) for padding in (0, 4))
+    run(engine, (padded, padded.step(5)))
+    assert counted.steps == 0
+    run(engine, (holes, holes.step(5)))
+    assert counted.steps == 1
     holes.mask[0, 2] = 0
     run(engine, (holes, holes.step(1)))
-    run(engine, (plain, plain.step(3)))
-    assert counted.steps == 0
-    run(engine, (plain, plain.step(1)))
     assert counted.steps == 1
+    run(engine, (padded, padded.step(1)))
+    assert counted.steps == 2
 
 
 def test_weights_of_another_kind_have_no_programs(tmp_path) -> None:
