@@ -6,6 +6,7 @@ long as the rest of preparing its step.
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
 import torch
@@ -27,14 +28,16 @@ def hashed(state: State) -> State:
     """With all content in the hashes."""
     if not state.unhashed or state.hashes is None:
         return state
-    content = torch.cat([token_content(step.inputs.hidden, *positions_and_mask(step)) for step in state.unhashed], 1)
-    added = [row_hash.added(row) for row_hash, row in zip(state.hashes, content, strict=True)]
-    return replace(
-        state,
-        hashes=tuple(row_hash for row_hash, _ in added),
-        digests=tuple((*old, *new) for old, (_, new) in zip(state.digests, added, strict=True)),
-        unhashed=(),
-    )
+    for _, alike in itertools.groupby(state.unhashed, lambda step: step.inputs.hidden.dtype):
+        content = torch.cat([token_content(step.inputs.hidden, *positions_and_mask(step)) for step in alike], 1)
+        added = [row_hash.added(row) for row_hash, row in zip(state.hashes, content, strict=True)]
+        state = replace(
+            state,
+            hashes=tuple(row_hash for row_hash, _ in added),
+            digests=tuple((*old, *new) for old, (_, new) in zip(state.digests, added, strict=True)),
+        )
+        assert state.hashes is not None
+    return replace(state, unhashed=())
 
 
 def same_mask(mask: torch.Tensor | None, other: torch.Tensor | None) -> bool:

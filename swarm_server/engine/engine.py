@@ -490,7 +490,9 @@ class Engine:
     def _tried(self, batch: list[tuple[Session, int]], generator: torch.Generator) -> list[torch.Tensor]:
         """What so many made-up positions more of each session give."""
         hidden = [torch.randn(1, length, self.hidden_size, generator=generator) for _, length in batch]
-        steps = [SessionStep(session.length, BlockInput(rows)) for (session, _), rows in zip(batch, hidden, strict=True)]
+        steps = [
+            SessionStep(session.length, BlockInput(rows)) for (session, _), rows in zip(batch, hidden, strict=True)
+        ]
         outputs = []
         for output in self.run([(session, step) for (session, _), step in zip(batch, steps, strict=True)]):
             if isinstance(output, Exception):

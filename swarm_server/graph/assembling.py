@@ -70,7 +70,8 @@ class Linear:
                     return False
         return True
 
-    def assembled(self, num_rows: int) -> Assembled:
+    def assembled(self, num_rows: int, room: Callable[[int], torch.Tensor]) -> Assembled:
+        """``room``: so many floats to compute in, one-dimensional, or more."""
         at = self._at(num_rows)
         code = [_between(less, more, at) for less, more in zip(self._less.code, self._more.code, strict=True)]
         sizes = {
@@ -78,7 +79,7 @@ class Linear:
             for number, memory in self._less.memories.items()
         }
         ends = [_place_between(a, b, at) for a, b in zip(_ends(self._less), _ends(self._more), strict=True)]
-        return Assembled(code, sizes, *ends)
+        return Assembled(code, sizes, *ends, room)
 
     def _at(self, num_rows: int) -> Callable[[int, int], int]:
         first, second = self._less.num_rows, self._more.num_rows
@@ -93,7 +94,7 @@ class Linear:
 
 
 class Assembled:
-    """A program with its memory.
+    """A program, and the memory that it is for, which it may share with others.
 
     Attributes:
         hidden: [rows, 1, hidden_size], to be written before a run.
@@ -102,14 +103,20 @@ class Assembled:
     """
 
     def __init__(
-        self, code: Sequence[Lowered], sizes: Mapping[int, int], hidden: Place, positions: Place, output: Place
+        self,
+        code: Sequence[Lowered],
+        sizes: Mapping[int, int],
+        hidden: Place,
+        positions: Place,
+        output: Place,
+        room: Callable[[int], torch.Tensor],
     ) -> None:
         self._constants: list[object] = [code]  # which hold on to weights
         self._positions_number = positions.memory.number
         sizes = dict(sizes)
         num_rows = sizes.pop(self._positions_number)
         offsets, total = _arena(code, sizes, kept=(hidden.memory.number, output.memory.number))
-        arena = torch.zeros(total, dtype=torch.float32)
+        arena = room(total)
         self.positions = torch.zeros(num_rows, 1, dtype=torch.int64)
         width = sizes[hidden.memory.number] // num_rows
         self.hidden, self.output = (

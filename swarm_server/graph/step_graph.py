@@ -24,8 +24,8 @@ from swarm_server.kv.kv_rows import Run
 from swarm_server.kv.rows_attention import channel_numbers, paged_rows
 from swarm_server.kv.rows_cache import BlockRuns
 
-_MOST_PROGRAMS = 64  # that are kept; each takes the activations of a step, and some 100 KB
-_MOST_POSITIONS = 64  # that are new; above, what is done between products is little beside them
+_MOST_PROGRAMS = 64  # that are kept; each takes some 100 KB
+_MOST_POSITIONS = 256  # that are new: as many as a chunk of a prompt has
 _ROWS = (2, 3, 5)  # of the captures: two say what any other is, the third that it is so
 _BEYOND = (1000, 5000, 1003)  # positions of the captures, beyond the longest window
 
@@ -44,6 +44,7 @@ class StepGraphs:
         self._longest_window = longest_window
         self._captured: dict[Span, Linear | None] = {}
         self._assembled: OrderedDict[tuple[Span, int], Assembled] = OrderedDict()
+        self._memory = torch.empty(0)  # which all programs compute in, one at a time
         self.refusal = self._first_refusal()
 
     def run(
@@ -120,11 +121,17 @@ class StepGraphs:
         key = blocks, num_rows
         if key not in self._assembled:
             with torch.inference_mode(False):
-                self._assembled[key] = linear.assembled(num_rows)
+                self._assembled[key] = linear.assembled(num_rows, self._room)
             if len(self._assembled) > _MOST_PROGRAMS:
                 self._assembled.popitem(last=False)
         self._assembled.move_to_end(key)
         return self._assembled[key]
+
+    def _room(self, num_floats: int) -> torch.Tensor:
+        if num_floats > len(self._memory):
+            self._assembled.clear()  # they would hold on to what there was
+            self._memory = torch.zeros(num_floats)
+        return self._memory
 
 
 def _places(

@@ -184,3 +184,24 @@ def test_a_session_without_room_holds_nothing(llama: BlockStack) -> None:
     del output
     engine.close(generation.session)
     budget.lease("next", budget.capacity_bytes)
+
+
+def test_a_session_may_change_its_number_format_within_a_page(engine: Engine, budget: CacheBudget) -> None:
+    hidden = torch.randn(1, 2 * PAGE_TOKENS, HIDDEN, generator=torch.Generator().manual_seed(3))
+    ends = (3, 7, PAGE_TOKENS + 1, 2 * PAGE_TOKENS)
+    pieces = [
+        hidden[:, start:end].to(dtype)
+        for start, end, dtype in zip(
+            (0, *ends), ends, (torch.float32, torch.bfloat16, torch.float16, torch.float32), strict=False
+        )
+    ]
+    outputs = []
+    session = engine.open(HOSTED, 1, budget.lease(""))
+    for piece in pieces:
+        (output,) = engine.run([(session, SessionStep(session.length, BlockInput(piece)))])
+        assert isinstance(output, torch.Tensor) and output.dtype == piece.dtype
+        outputs.append(output.float())
+    sent = torch.cat([piece.float() for piece in pieces], 1)
+    expected = engine.stateless.forward(HOSTED, BlockInput(sent))
+    assert (torch.cat(outputs, 1) - expected).abs().max() <= 1e-2 * expected.abs().max()
+    assert len(session.state.digests[0]) == 2
