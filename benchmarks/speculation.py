@@ -10,6 +10,7 @@ Contestants take turns (A B A B). Texts are compared with those of plain generat
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import random
 import statistics
@@ -44,14 +45,15 @@ class KnowingDraft(Draft):
 
     def __init__(self, texts: Sequence[Sequence[int]], chance: float) -> None:
         self.name, self.texts, self.chance, self.acceptance = f"knowing-{chance}", texts, chance, chance
+        self._seeds = itertools.count()  # its luck is another in each generation
 
     def begin(self) -> _KnowingSession:
-        return _KnowingSession(self)
+        return _KnowingSession(self, next(self._seeds))
 
 
 class _KnowingSession(DraftSession):
-    def __init__(self, draft: KnowingDraft) -> None:
-        self._draft, self._random, self._ids = draft, random.Random(0), []
+    def __init__(self, draft: KnowingDraft, seed: int) -> None:
+        self._draft, self._random, self._ids = draft, random.Random(seed), []
 
     def confirm(self, token_ids: Sequence[int], hidden: torch.Tensor | None) -> None:
         self._ids += token_ids

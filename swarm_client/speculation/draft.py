@@ -32,7 +32,7 @@ class Plan:
     Attributes:
         num_rows: lines of guesses that are verified together, at most.
         length: guesses in a line, at most.
-        least: lines are not made longer if the probability that all guesses of the likeliest are right is lower.
+        least: lines are not made longer if the probability that all guesses of one of them are right is lower.
     """
 
     num_rows: int
@@ -126,7 +126,7 @@ class SteppedSession(DraftSession):
             depth, firsts = len(branches[0].token_ids), [branch.rows.start for branch in branches]
             scores = ranking.scores(by_row[firsts], depth)
             grown = [child for branch, row in zip(branches, scores, strict=True) for child in branch.children(row)]
-            if max(branch.probability for branch in grown) < plan.least:
+            if sum(branch.probability for branch in grown) < plan.least:
                 break
             branches = grown
             if depth + 1 == plan.length:

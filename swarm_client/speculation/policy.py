@@ -135,7 +135,7 @@ class Policy:
         self._rows = [rows for rows in _CATCH if rows <= most_rows]
         self._least_pass_s = least_pass_s
         self.costs, self.acceptance = costs or PassCosts(), Acceptance(acceptance)
-        self._guess_s = 0.0  # a step of the draft
+        self._guesses_s: deque[float] = deque(maxlen=_NUM_REMEMBERED)  # what a guess has taken lately
 
     def choose(self, most_guesses: int, most_rows: int = MOST_POSITIONS) -> Size:
         """``most_guesses``: in a line, which must not be longer."""
@@ -144,16 +144,17 @@ class Policy:
         pass_s, several_s, position_s = self.costs.fit()
         if pass_s < self._least_pass_s:
             return PLAIN
+        guess_s = statistics.median(self._guesses_s) if self._guesses_s else 0.0
         best, best_rate = PLAIN, _LEAST_GAIN / pass_s
         for rows in self._rows:
             acceptance = self.acceptance.of(rows)
             for length in _LENGTHS:
                 if rows > most_rows or length > most_guesses or rows * (length + 1) > MOST_POSITIONS:
                     continue
-                seconds = pass_s + several_s + position_s * (rows * (length + 1) - 1) + self._guess_s * length
+                seconds = pass_s + several_s + position_s * (rows * (length + 1) - 1) + guess_s * length
                 rate = expected_tokens(acceptance, length) / seconds
                 if rate > best_rate:
-                    best, best_rate = Size(rows, length, (position_s * rows + self._guess_s) * rate), rate
+                    best, best_rate = Size(rows, length, (position_s * rows + guess_s) * rate), rate
         return best
 
     def passed(self, size: Size, seconds: float, num_right: int, guess_s: float) -> None:
@@ -162,8 +163,7 @@ class Policy:
         self.acceptance.forget()
         if size.length:
             self.acceptance.add(size.num_rows, num_right, size.length)
-            each_s = guess_s / size.length
-            self._guess_s = each_s if not self._guess_s else 0.8 * self._guess_s + 0.2 * each_s
+            self._guesses_s.append(guess_s / size.length)
 
 
 def _catch(num_rows: int) -> float:

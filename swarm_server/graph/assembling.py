@@ -78,8 +78,10 @@ class Linear:
             number: at(memory.num_elements, self._more.memories[number].num_elements)
             for number, memory in self._less.memories.items()
         }
-        ends = [_place_between(a, b, at) for a, b in zip(_ends(self._less), _ends(self._more), strict=True)]
-        return Assembled(code, sizes, *ends, room)
+        hidden, positions, output = (
+            _place_between(a, b, at) for a, b in zip(_ends(self._less), _ends(self._more), strict=True)
+        )
+        return Assembled(code, sizes, hidden, positions, output, room)
 
     def _at(self, num_rows: int) -> Callable[[int, int], int]:
         first, second = self._less.num_rows, self._more.num_rows
