@@ -33,11 +33,16 @@ BY_ROW = (
 )
 
 
+# A model's likeliest token is what greedy generation takes, each time, and not as often as a draft has learned that it
+# comes. With this factor the probabilities of the shipped draft say on average how often it is right: 0.53 beside 0.54.
+_GREEDY_SHARPNESS = 1.4
+
+
 class GreedyRanking:
     """For generations that take the likeliest token."""
 
     def scores(self, logits: torch.Tensor, depth: int) -> torch.Tensor:
-        return logits
+        return logits * _GREEDY_SHARPNESS
 
 
 class SampledRanking:

@@ -12,7 +12,6 @@ _LEAST_GAIN = 1.08  # of tokens per second, or there is no speculation
 _FIRST_PASSES = 2  # without guesses, from which a pass is known
 _NUM_REMEMBERED = 6  # passes of each size
 _MAX_AGE = 64  # passes since
-_OUTLIER = 3.0  # times the median: a pass that waited for something else
 _SLOPE_GUESS = 0.004  # of a pass's time: what another position costs until that is known,
 _SLOPE_WEIGHT = 8.0  # which counts like two passes, of which one has four guesses
 _PRIOR_WEIGHT = 6.0  # guesses
@@ -67,7 +66,8 @@ class PassCosts:
     def fit(self) -> tuple[float, float, float]:
         """Seconds of a pass of one position, what any more positions add at once, and what each of them adds.
 
-        Servers have a shorter way for one position, so that the first one more is dearer than the others.
+        Servers have a shorter way for one position, so that the first one more is dearer than the others. What disturbs
+        a pass makes it longer and never shorter: the shortest ones tell.
         """
         recent = [
             (positions, seconds)
@@ -76,16 +76,21 @@ class PassCosts:
             if self._num - number <= _MAX_AGE
         ]
         middle = statistics.median(seconds for _, seconds in recent)
-        kept = [(n, s) for n, s in recent if s <= _OUTLIER * middle]
-        plain, several = [s for n, s in kept if n == 1], [(n, s) for n, s in kept if n > 1]
+        plain, several = [s for n, s in recent if n == 1], sorted((n, s) for n, s in recent if n > 1)
+        slope = self._slope_share * middle
         if not several:
-            return statistics.fmean(plain), 0.0, self._slope_share * middle
-        mean_n, mean_s = (statistics.fmean(values) for values in zip(*several, strict=True))
-        spread = _SLOPE_WEIGHT + sum((n - mean_n) ** 2 for n, _ in several)
-        covered = sum((n - mean_n) * (s - mean_s) for n, s in several)
-        slope = max(0.0, (_SLOPE_WEIGHT * self._slope_share * middle + covered) / spread)
-        line = max(mean_s - slope * (mean_n - 1), 0.1 * middle)  # of one position, if it were like several
-        one = statistics.fmean(plain) if plain else line
+            return min(plain), 0.0, slope
+        half = len(several) // 2
+        while 0 < half < len(several) and several[half - 1][0] == several[half][0]:
+            half += 1  # a size is on one side
+        few, many = several[:half], several[half:]
+        if few and many:
+            less, more = (statistics.fmean(n for n, _ in side) for side in (few, many))
+            weight = (more - less) ** 2 * min(len(few), len(many))
+            found = max(0.0, (min(s for _, s in many) - min(s for _, s in few)) / (more - less))
+            slope = (_SLOPE_WEIGHT * slope + weight * found) / (_SLOPE_WEIGHT + weight)
+        line = max(min(s - slope * (n - 1) for n, s in several), 0.1 * middle)  # of one position, were it like several
+        one = min(plain) if plain else line
         return one, max(0.0, line - one), slope
 
 
