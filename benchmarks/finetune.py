@@ -208,7 +208,7 @@ def beside_frozen(path: Path, quant: str, rounds: int) -> Iterator[Row]:
             values = [value * positions / TOKENS for value in measured[name]]
             is_adapter = name not in ("frozen", "forward alone")
             yield Row(
-                f"swarm {kind}, {name}" + (", beside frozen" if is_adapter else ""),
+                f"swarm {kind}, {name}" + (", beside frozen" if is_adapter else ", beside adapters"),
                 statistics.median(values),
                 statistics.median(frozen) if is_adapter else None,
                 median_ratio(values, frozen) if is_adapter else None,

@@ -28,6 +28,9 @@ from swarm_training.runfile.settings import RunFile
 
 Records = Callable[[], Sequence[Sequence[Progress]]]
 _TRIES, _RETRY_S = 5, 1.0
+_TRIES_AT_REST = (
+    30  # of a run that does not go on: its last stages may still take the last step, or tell that they have
+)
 
 
 @dataclass(frozen=True)
@@ -73,10 +76,13 @@ async def collect(
     """
     require_new(directory)
     loop = asyncio.get_running_loop()
-    for attempt in range(_TRIES):
+    stages = records()
+    newest, attempt, is_last = _newest(stages), 0, False
+    while not is_last:
+        attempt += 1
         # Records of a run that stands still may be old at first: a checkpoint, older than what peers have, comes last.
-        takes_older = step is not None or attempt == _TRIES - 1
-        for plan in (each for each in plans(records(), step) if takes_older or not each.is_kept):
+        is_last = attempt >= (_TRIES_AT_REST if step is None and _newest(stages) == newest else _TRIES)
+        for plan in (each for each in plans(stages, step) if step is not None or is_last or not each.is_kept):
 
             def fetch(own: TrainedState, source: Source, moment: Moment = plan.moment) -> bytes:
                 return asyncio.run_coroutine_threadsafe(_fetched(network, source, own, moment), loop).result()
@@ -86,13 +92,20 @@ async def collect(
             except (SwarmError, TimeoutError):  # it is gone, or has gone on
                 continue
             return plan.moment.step
-        await asyncio.sleep(_RETRY_S)
+        if not is_last:
+            await asyncio.sleep(_RETRY_S)
+            stages = records()
     if step is not None:
         raise PeerUnavailable(f"some stage has no state of step {step}: expected a run that ended there")
     raise PeerUnavailable(
         "the stages are at different steps, and have no checkpoint of one: expected a run that is stopped, or that has "
         "taken a few times checkpoint_every steps"
     )
+
+
+def _newest(stages: Sequence[Sequence[Progress]]) -> Moment | None:
+    """The last that any peer has come to."""
+    return max((peer.moment for stage in stages for peer in stage), default=None)
 
 
 def require_new(directory: Path) -> None:

@@ -89,7 +89,7 @@ def test_simulate_swarm_simulates_training_in_stages(tmp_path: Path) -> None:
     rows = results["rows"]
     assert rows["100 training peers, ours: share of the optimum"]["met"] == "yes"
     assert rows["100 training peers, moves at rest"]["met"] == "yes"
-    assert "100 peers, 8 trainers, expected ready time: share of the slowest stage" in rows
+    assert "100 peers, 1 trainers, expected ready time: share of the slowest stage" in rows
 
 
 def test_square_cube_shows_that_larger_models_wait_less(tmp_path: Path) -> None:

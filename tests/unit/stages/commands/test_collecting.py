@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
+import itertools
 from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 
 from swarm_protocol.checkpoints.default_model import DEFAULT_MODEL
+from swarm_stages.commands import collecting
 from swarm_stages.commands.building import build, stage_source, training_config
 from swarm_stages.commands.collecting import Plan, Source, plans, require_new, save_tokenizer, write
 from swarm_training.checkpoints.whole_directory import CannotWrite, whole_directory
@@ -85,3 +88,25 @@ def test_a_tokenizer_for_which_there_is_no_room_is_told_too(tmp_path: Path, larg
     told = pytest.raises(CannotWrite, match="File too large")
     with file_size_limit(largest), told, whole_directory(tmp_path / "model") as partial:
         save_tokenizer(parse_run_file(FILE), partial)
+
+
+@pytest.mark.parametrize("goes_on", [False, True], ids=["at rest", "goes on"])
+def test_a_run_at_rest_is_waited_for_before_an_older_checkpoint_is_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, goes_on: bool
+) -> None:
+    """The last stage's record of the last step comes after ten looks."""
+    taken, looks = [], itertools.count()
+
+    def records() -> list[list[Progress]]:
+        look = next(looks)
+        first = 8 + look if goes_on else 8
+        return [[peer("a", first, kept=4)], [peer("b", 8 if look >= 10 else 7, kept=4)]]
+
+    async def no_pause(_seconds: float) -> None:
+        pass
+
+    monkeypatch.setattr(collecting.asyncio, "sleep", no_pause)
+    monkeypatch.setattr(collecting, "write", lambda _file, _source, plan, *_rest: taken.append(plan))
+    file = parse_run_file(FILE)
+    step = asyncio.run(collecting.collect(file, stage_source(file), records, None, tmp_path / "out"))
+    assert (step, [plan.is_kept for plan in taken]) == ((4, [True]) if goes_on else (8, [False]))
