@@ -12,6 +12,7 @@ _LEAST_GAIN = 1.08  # of tokens per second, or there is no speculation
 _FIRST_PASSES = 2  # without guesses, from which a pass is known
 _NUM_REMEMBERED = 6  # passes of each size
 _MAX_AGE = 64  # passes since
+_OUTLIER = 3.0  # times the median: a pass that waited for something else
 _SLOPE_GUESS = 0.004  # of a pass's time: what another position costs until that is known,
 _SLOPE_WEIGHT = 8.0  # which counts like two passes, of which one has four guesses
 _PRIOR_WEIGHT = 6.0  # guesses
@@ -76,7 +77,8 @@ class PassCosts:
             if self._num - number <= _MAX_AGE
         ]
         middle = statistics.median(seconds for _, seconds in recent)
-        plain, several = [s for n, s in recent if n == 1], sorted((n, s) for n, s in recent if n > 1)
+        kept = [(n, s) for n, s in recent if s <= _OUTLIER * middle]
+        plain, several = [s for n, s in kept if n == 1], sorted((n, s) for n, s in kept if n > 1)
         slope = self._slope_share * middle
         if not several:
             return min(plain), 0.0, slope

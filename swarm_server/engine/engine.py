@@ -420,16 +420,17 @@ class Engine:
         return iter(hidden)
 
     def _alike(self, batch: list[Prepared], members: list[int]) -> Iterator[list[int]]:
-        """Those that can be computed as one: with states before them or without, and with as much recorded."""
-        if not self.layout.has_states:
-            kinds = [members]
-        else:
-            by_kind: dict[tuple[bool, bool, int], list[int]] = {}
-            for i in members:
-                work = batch[i]
-                by_kind.setdefault((work.step.start > 0, work.records, work.num_recorded), []).append(i)
-            kinds = list(by_kind.values())
-        return iter([kind for kind in kinds if kind])
+        """Those that can be computed as one.
+
+        They have equally many positions that no cache has, states before them or none, and as much recorded.
+        """
+        by_kind: dict[tuple[int, ...], list[int]] = {}
+        for i in members:
+            work = batch[i]
+            num_new = work.step.inputs.hidden.shape[1] - work.num_matched
+            of_states = (work.step.start > 0, work.records, work.num_recorded) if self.layout.has_states else ()
+            by_kind.setdefault((num_new, *of_states), []).append(i)
+        return iter(by_kind.values())
 
     def _run_part(self, blocks: Span, batch: list[Prepared], hidden: list[torch.Tensor]) -> list[torch.Tensor]:
         """Blocks of one device that all sessions of the batch go through."""

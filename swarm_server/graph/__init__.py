@@ -1,1 +1,1 @@
-"""A decode step of a stack of blocks as a list of instructions, which the kernel runs in one call."""
+"""A step of a stack of blocks as a list of instructions, which the kernel runs in one call."""

@@ -1,4 +1,4 @@
-"""Decode steps as programs: one for every part of the span and number of rows that comes along."""
+"""Steps as programs: one for every part of the span and number of new positions that comes along."""
 
 from __future__ import annotations
 

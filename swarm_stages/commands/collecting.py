@@ -28,9 +28,7 @@ from swarm_training.runfile.settings import RunFile
 
 Records = Callable[[], Sequence[Sequence[Progress]]]
 _TRIES, _RETRY_S = 5, 1.0
-_TRIES_AT_REST = (
-    30  # of a run that does not go on: its last stages may still take the last step, or tell that they have
-)
+_TRIES_AT_REST = 30  # if the run does not go on: some stages may still take the last step, or tell that they have
 
 
 @dataclass(frozen=True)

@@ -205,3 +205,19 @@ def test_a_session_may_change_its_number_format_within_a_page(engine: Engine, bu
     expected = engine.stateless.forward(HOSTED, BlockInput(sent))
     assert (torch.cat(outputs, 1) - expected).abs().max() <= 1e-2 * expected.abs().max()
     assert len(session.state.digests[0]) == 2
+
+
+def test_prompts_of_which_the_cache_has_parts_share_a_batch(
+    engine: Engine, budget: CacheBudget, computed: list[int]
+) -> None:
+    prompt = torch.randn(1, 3 * PAGE_TOKENS, HIDDEN, generator=torch.Generator().manual_seed(4))
+    first, second, other = (Generation.open(engine, budget, seed=seed) for seed in (1, 2, 3))
+    run(engine, (first, first.step(0, hidden=prompt[:, : 2 * PAGE_TOKENS])))
+    computed.clear()
+    steps = (
+        (second, second.step(0, hidden=prompt, num_wanted=1)),
+        (other, other.step(3 * PAGE_TOKENS, num_wanted=1)),
+    )
+    for (generation, _), output in zip(steps, run(engine, *steps), strict=True):
+        generation.check(output, 1)
+    assert sorted(computed) == [PAGE_TOKENS, 3 * PAGE_TOKENS]
