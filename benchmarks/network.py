@@ -71,6 +71,13 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--model", type=Path, default=Path("bench-models/bench-1b"), help="made by make_model.py")
     parser.add_argument("--codecs", nargs="+", default=["raw", "bf16", "int8", "int4", "auto"], metavar="CODEC")
     parser.add_argument("--rows", type=int, default=0, help="of the long step; 0: as many as take Petals' 0.585 s")
+    parser.add_argument(
+        "--sysctl",
+        nargs="+",
+        default=[],
+        metavar="NAME=VALUE",
+        help="settings of the hosts of --only bytes, such as net.ipv4.tcp_slow_start_after_idle=0",
+    )
     parser.add_argument("--quick", action="store_true", help="the shipped model, two codecs, few tokens")
     parser.add_argument("--json", type=Path, help="where to write the rows")
     return parser.parse_args()

@@ -64,7 +64,7 @@ def swarm_behind(args: argparse.Namespace, link: Link) -> Iterator[Any]:
     hosts = ["client", *(f"server{number}" for number in range(_NUM_SERVERS))]
     swarm = f"network-{os.getpid()}-{next(_numbers)}"
     with contextlib.ExitStack() as stack:
-        lab = stack.enter_context(NetworkLab({host: half(link) for host in hosts}, _MTU))
+        lab = stack.enter_context(NetworkLab({host: half(link) for host in hosts}, _MTU, args.sysctl))
         cores = sorted(os.sched_getaffinity(0))
         places = [(lab.on(host), lab.addresses[host]) for host in hosts[1:]]
         options = ["--model", str(path), "--quant", "int8", "--log-level", "warning", "--prefix-cache", "none"]

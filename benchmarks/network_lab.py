@@ -18,7 +18,7 @@ import re
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -70,8 +70,9 @@ def half(path: Link) -> Link:
 class NetworkLab:
     """A context manager. ``addresses`` and ``addresses_v6``: of hosts, by name. ``router``: its namespace."""
 
-    def __init__(self, links: Mapping[str, Link], mtu: int = 1500) -> None:
-        self._links = dict(links)
+    def __init__(self, links: Mapping[str, Link], mtu: int = 1500, settings: Sequence[str] = ()) -> None:
+        """``settings``: of each host's network, as ``sysctl`` takes them."""
+        self._links, self._settings = dict(links), settings
         self._mtu = mtu
         self._numbers = {host: number for number, host in enumerate(links)}
         self._tag = f"{_PREFIX}{os.getpid()}-{next(_counter)}"
@@ -92,6 +93,8 @@ class NetworkLab:
                 _run("ip", "-n", name, "link", "set", "lo", "up")
             for setting in ("net.ipv4.ip_forward=1", "net.ipv6.conf.all.forwarding=1"):
                 _run("ip", "netns", "exec", self.router, "sysctl", "-qw", setting)
+            for host, setting in itertools.product(self._links, self._settings):
+                _run(*self.on(host), "sysctl", "-qw", setting)
             self._emulator = cleanup.enter_context(self._start_emulator())
             for host, link in self._links.items():
                 self._connect(host)

@@ -47,10 +47,13 @@ class LocalServer:
 
     @property
     def alive(self) -> bool:
+        """Whether it runs, or what it has open is not closed yet: a zombie's threads end after its first one."""
         try:
-            return Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+            words = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()
         except OSError:
             return False
+        state, num_threads = words[0], int(words[17])  # fields 3 and 20 of proc_pid_stat(5)
+        return state != "Z" or num_threads > 1
 
     def signal(self, number: signal.Signals) -> None:
         with contextlib.suppress(ProcessLookupError):
