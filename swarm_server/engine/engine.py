@@ -15,7 +15,6 @@ from swarm_protocol.errors import PeerBusy, RequestRejected
 from swarm_protocol.kernels.int8_linear import Int8Linear, Int8Weight
 from swarm_protocol.span import Span
 from swarm_protocol.wire.adapters import Adapter
-from swarm_protocol.wire.block_input import BlockInput
 from swarm_protocol.wire.constants import PAGE_TOKENS
 from swarm_server.adapters.lora import Patches, PlacedAdapter, shares_of
 from swarm_server.adapters.targets import require_fit
@@ -33,8 +32,8 @@ from swarm_server.engine.batch import (
 from swarm_server.engine.content import followed, hashed, hiding, same_mask
 from swarm_server.engine.session_state import HistoryChange, Session, SessionStep, State, changed, cropped, forgotten
 from swarm_server.engine.token_by_token import can_go_on, tokens_of
-from swarm_server.engine.ways import Ways, fastest_ways
-from swarm_server.kv.kv_cache import CacheBudget, Lease
+from swarm_server.engine.ways import Ways, fastest_ways, steps_of_two_lengths
+from swarm_server.kv.kv_cache import Lease
 from swarm_server.kv.kv_layout import StackLayout
 from swarm_server.kv.kv_rows import PageLayout, Parts, Row, grow, runs
 from swarm_server.kv.kv_transfer import Stored, pack, read, unpack
@@ -471,32 +470,9 @@ class Engine:
         return state_layers(slots, members, num_rows, device, recording=batch[0].records)
 
     def _try_rows(self, ways: Ways) -> torch.Tensor:
-        """What a step of rows of different lengths gives."""
+        """What steps of rows of different lengths give if they are computed like this."""
         before, self.ways = self.ways, ways
         try:
-            return self._step_of_two_lengths()
+            return steps_of_two_lengths(self)
         finally:
             self.ways = before
-
-    def _step_of_two_lengths(self) -> torch.Tensor:
-        generator = torch.Generator().manual_seed(0)
-        budget = CacheBudget(2**62, 1)
-        sessions, outputs = [], []
-        for length in (3, 1) if self.mixes_rows else (3,):
-            sessions.append(self.open(self._stack.span, 1, budget.lease(""), shares=False))
-            outputs += self._tried([(sessions[-1], length)], generator)
-        outputs += self._tried([(session, 1) for session in sessions], generator)
-        return torch.cat([output.flatten(0, 1) for output in outputs])
-
-    def _tried(self, batch: list[tuple[Session, int]], generator: torch.Generator) -> list[torch.Tensor]:
-        """What so many made-up positions more of each session give."""
-        hidden = [torch.randn(1, length, self.hidden_size, generator=generator) for _, length in batch]
-        steps = [
-            SessionStep(session.length, BlockInput(rows)) for (session, _), rows in zip(batch, hidden, strict=True)
-        ]
-        outputs = []
-        for output in self.run([(session, step) for (session, _), step in zip(batch, steps, strict=True)]):
-            if isinstance(output, Exception):
-                raise output
-            outputs.append(output)
-        return outputs

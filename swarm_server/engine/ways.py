@@ -4,15 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import torch
 
 from swarm_protocol.kernels.attention import AttentionKernel, attention_kernel
+from swarm_protocol.wire.block_input import BlockInput
 from swarm_server.blocks.blocks import BlockStack
 from swarm_server.blocks.split_stack import Stack
+from swarm_server.engine.session_state import Session, SessionStep
 from swarm_server.graph.step_graph import StepGraphs
+from swarm_server.kv.kv_cache import CacheBudget
 from swarm_server.kv.kv_layout import StackLayout
 from swarm_server.kv.rows_cache import replaceable
+
+if TYPE_CHECKING:
+    from swarm_server.engine.engine import Engine
 
 _SAME = 5e-3  # relative; rounding in int8 and bfloat16 amplifies differences of 1e-7, mistakes are of order 1
 
@@ -37,7 +44,7 @@ class Ways:
 def fastest_ways(stack: Stack, layout: StackLayout, try_rows: Callable[[Ways], torch.Tensor]) -> Ways:
     """The fastest of which a trial gives the same as the slowest.
 
-    try_rows: what a decode step of rows of different lengths gives.
+    try_rows: what ``steps_of_two_lengths`` gives.
     """
     views = stack.views(stack.span)
     if any(view.device.type != "cpu" for view in views):  # memory is fast there, calls are slow: one copy is better
@@ -74,3 +81,28 @@ def _with_graphs(ways: Ways, stack: Stack, layout: StackLayout, is_right: Callab
 
 def _same(outputs: torch.Tensor, expected: torch.Tensor) -> bool:
     return bool((outputs - expected).abs().max() <= _SAME * expected.abs().max())
+
+
+def steps_of_two_lengths(engine: Engine) -> torch.Tensor:
+    """What two prompts give, and then a step of both; [positions, hidden_size]."""
+    generator = torch.Generator().manual_seed(0)
+    budget = CacheBudget(2**62, 1)
+    sessions, outputs = [], []
+    for length in (3, 1) if engine.mixes_rows else (3,):
+        sessions.append(engine.open(engine.layout.hosted, 1, budget.lease(""), shares=False))
+        outputs += _stepped(engine, sessions[-1:], length, generator)
+    outputs += _stepped(engine, sessions, 1, generator)
+    return torch.cat([output.flatten(0, 1) for output in outputs])
+
+
+def _stepped(engine: Engine, sessions: list[Session], num_new: int, generator: torch.Generator) -> list[torch.Tensor]:
+    batch = []
+    for session in sessions:
+        hidden = torch.randn(1, num_new, engine.hidden_size, generator=generator)
+        batch.append((session, SessionStep(session.length, BlockInput(hidden))))
+    outputs = []
+    for output in engine.run(batch):
+        if isinstance(output, Exception):
+            raise output
+        outputs.append(output)
+    return outputs

@@ -25,7 +25,7 @@ from swarm_server.kv.rows_attention import channel_numbers, paged_rows
 from swarm_server.kv.rows_cache import BlockRuns
 
 _MOST_PROGRAMS = 64  # that are kept; each takes some 100 KB
-_MOST_POSITIONS = 256  # that are new: as many as a chunk of a prompt has
+_MOST_POSITIONS = 256  # that are new: as in the largest batch of decoding steps
 _ROWS = (2, 3, 5)  # of the captures: two say what any other is, the third that it is so
 _BEYOND = (1000, 5000, 1003)  # positions of the captures, beyond the longest window
 
