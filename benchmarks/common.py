@@ -23,12 +23,13 @@ import numpy
 import torch
 from local_servers import LocalServer, local_servers
 from make_model import SHAPES
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, GenerationConfig, PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
 from transformers.utils import logging
 
 from swarm_client import DistributedModel
 
+NO_TOKEN = 2**31 - 1  # in no vocabulary
 QUANT_NAMES = {"none": "fp32", "int8": "int8"}
 _TIMES_AND_ADDRESSES = r"^\d\d:\d\d:\d\d | at 0x[0-9a-f]+"
 _NO_COMPLAINT = r"\s|$|Traceback|During handling|loading blocks"  # stacks and progress bars
@@ -111,17 +112,11 @@ def random_ids(num_tokens: int, generator: torch.Generator = _generator) -> torc
 
 
 def generate(model: PreTrainedModel, input_ids: torch.Tensor, new_tokens: int, **options: Any) -> torch.Tensor:
-    """Greedy, exactly ``new_tokens`` more."""
+    """Greedy, exactly ``new_tokens`` more: no token ends it, as one might that a random model takes by chance."""
     input_ids = input_ids.to(model.device)
-    return model.generate(
-        input_ids,
-        attention_mask=torch.ones_like(input_ids),
-        max_new_tokens=new_tokens,
-        min_new_tokens=new_tokens,
-        do_sample=False,
-        pad_token_id=0,
-        **options,
-    )
+    endless = GenerationConfig(max_new_tokens=new_tokens, do_sample=False, pad_token_id=0, eos_token_id=NO_TOKEN)
+    mask = torch.ones_like(input_ids)
+    return model.generate(input_ids, attention_mask=mask, generation_config=endless, **options)
 
 
 def first_token_s(model: PreTrainedModel, input_ids: torch.Tensor, **options: Any) -> float:

@@ -44,6 +44,7 @@ CACHE_TOKENS = 16384  # of each server: the sessions with long contexts take a b
 QUICK = {"model": "bench-tiny", "rounds": 1, "new_tokens": 8}
 HOP_MODEL, HOP_CHAINS, HOP_TOKENS = "bench-tiny", (1, 2, 4), 64
 HOP_QUANT = "int8"  # whose decode steps are programs
+THREADS_MODEL, THREADS = "bench-mid", 8
 
 
 @dataclass(frozen=True)
@@ -77,6 +78,7 @@ GOALS = {
     "prefill-fp32": Goal(f"prefill {PREFILL}, fp32", "tokens/s", 1.7, 2.0),
     "memory": Goal("peak memory of a server, int8", "GB", 0.8, at_most=True, by_ratio=False),
     "start": Goal("start to ready, int8", "s", 4.0, at_most=True, by_ratio=False),
+    "threads": Goal(f"{THREADS} generate() threads, {THREADS_MODEL}, beside one", "tokens/s", 3.0),
     "hop": Goal("overhead per hop, hidden 64", "ms/token", 1.0, at_most=True, by_ratio=False),
     "chat": Goal("first token, second chat turn, beside cold", "s", 0.3, at_most=True),
     "prefix": Goal(f"first token, shared prefix {PREFIX}, beside cold", "s", 0.3, at_most=True),
@@ -247,6 +249,16 @@ def hop_rows(args: argparse.Namespace) -> Iterator[Row]:
         yield Row(f"hop chain {length}", what, "ms", statistics.median(times_ms), local_ms)
 
 
+def thread_rows(args: argparse.Namespace) -> Iterator[Row]:
+    """One client process with several ``generate()`` at once, beside itself with one; the servers are pinned, it is not."""
+    path = make_model(THREADS_MODEL, args.models)
+    options = "--cache-tokens", str(CACHE_TOKENS), "--device", "cpu"
+    with fleet(path, 2, "int8", *options) as servers, servers.client("int8") as model:
+        one, many = (partial(decode, model, sessions, PROMPT, args.new_tokens) for sessions in (1, THREADS))
+        one(), many()  # warm-up
+        yield from compared("threads", 2 * args.rounds + 1, one, ("", many))
+
+
 def slope(x: Sequence[float], y: Sequence[float]) -> float:
     return statistics.linear_regression(x, y).slope
 
@@ -254,7 +266,9 @@ def slope(x: Sequence[float], y: Sequence[float]) -> float:
 def run(args: argparse.Namespace) -> Iterator[Row]:
     path = make_model(args.model, args.models)
     options = "--cache-tokens", str(CACHE_TOKENS), "--device", args.device
-    quants = {name: {"fp32": "none", "int4": "int4"}.get(name[-4:], "int8") for name in args.only if name != "hop"}
+    own_models = {"hop": hop_rows, "threads": thread_rows}
+    names = [name for name in args.only if name not in own_models]
+    quants = {name: {"fp32": "none", "int4": "int4"}.get(name[-4:], "int8") for name in names}
     for quant, rows in (("int8", int8_rows), ("int4", int4_rows), ("none", fp32_rows)):
         if quant in quants.values():
             local = load_local(path, args.device, quant)
@@ -262,8 +276,9 @@ def run(args: argparse.Namespace) -> Iterator[Row]:
             with fleet(path, args.servers, quant, *options) as servers:
                 yield from rows(args, servers, local)
             del local
-    if "hop" in args.only:
-        yield from hop_rows(args)
+    for name, rows in own_models.items():
+        if name in args.only:
+            yield from rows(args)
 
 
 def table(rows: Sequence[Row]) -> list[str]:

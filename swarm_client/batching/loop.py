@@ -174,12 +174,18 @@ class GenerationLoop:
                     return
 
     def _next_events(self) -> list[_Event]:
-        """Waits for one, and for those that come close behind it."""
+        """Waits for one, and for those that come close behind it, unless a whole group is there."""
         events = [self._inbox.get()]
         with contextlib.suppress(queue.Empty):
-            while len(events) < len(self._rows) or not self._inbox.empty():
+            while not self._inbox.empty() or (len(events) < len(self._rows) and not self._is_group(events)):
                 events.append(self._inbox.get(timeout=_QUIET_S))
         return events
+
+    def _is_group(self, events: Sequence[_Event]) -> bool:
+        """Whether these are all that were sent together, and no fewer than a group of all rows has."""
+        rows = {event.row for event in events if isinstance(event, _Stepped)}
+        num_hops = max((len(row.session.hops) for row in rows), default=0)
+        return len(rows) * num_hops >= len(self._rows) and all(row.group <= rows for row in rows)
 
     def _joined(self, events: Iterable[_Event]) -> list[Row]:
         """Those that are new; who has been cancelled is gone."""
@@ -273,6 +279,8 @@ class GenerationLoop:
             except Exception as error:  # as above
                 self._end(group, error)
                 continue
+            for row in group:
+                row.group = frozenset(group)
             started.append(list(zip(group, inputs, strict=True)))
         if started:
             background.submit(self._start(started))

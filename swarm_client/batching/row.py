@@ -21,6 +21,7 @@ class Row:
     Attributes:
         num_new: tokens so far; ``last``: the newest one's id.
         stepping: the step of its session that servers compute.
+        group: the rows whose steps were sent together with it.
     """
 
     def __init__(
@@ -41,6 +42,7 @@ class Row:
         self.num_new = 0
         self.last = request.prompt[-1]
         self.stepping: asyncio.Task[None] | None = None
+        self.group: frozenset[Row] = frozenset()
         self._prompt = request.prompt
         self._stop_ids = stop_ids
         self._max_new_tokens = max_new_tokens

@@ -74,8 +74,8 @@ static void times_strips4(const Activations &x, const Weight &weight, float *y, 
                 for (long r = 0; r < rows; r += ROWS4)
                     for (long g = begin; g < end; g++) {
                         const uint8_t *group = weights + g * GROUP_BYTES;
-                        if (r == 0 && rows > 2)  // fewer rows are one stream, which the processor itself fetches better
-                            for (long i = 0; i < GROUP_BYTES; i += LINE) PREFETCH_FAR(group + CHUNK * GROUP_BYTES + i);
+                        if (r == 0)  // for one row, too: the processor fetches too late by itself
+                            for (long i = 0; i < GROUP_BYTES; i += LINE) PREFETCH_NEAR(group + CHUNK * GROUP_BYTES + i);
                         add_group_products(x.digits + (row + r) * 2 * x.padded + g * GROUP, rows - r < ROWS4 ? rows - r : ROWS4,
                                            x.padded, x.group_sums + (row + r) * all_groups + g, group, sums + r * STRIP);
                     }

@@ -16,10 +16,12 @@
 #define INLINE __attribute__((always_inline))
 #define ALWAYS_INLINE INLINE static inline
 #define PREFETCH_FAR(address) __builtin_prefetch(address, 0, 2)  // into the second cache: does not hold up nearer reads
+#define PREFETCH_NEAR(address) __builtin_prefetch(address, 0, 3)  // into the first one
 #define EXPORT extern "C" __attribute__((visibility("default")))
 #else
 #define INLINE
 #define ALWAYS_INLINE static inline
 #define PREFETCH_FAR(address) (void)0
+#define PREFETCH_NEAR(address) (void)0
 #define EXPORT extern "C" __declspec(dllexport)
 #endif

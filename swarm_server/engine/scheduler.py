@@ -257,17 +257,15 @@ class Scheduler:
             start_s = time.monotonic()
             results = self._run(batch)
             self._counters.compute_s[batch[0].kind.name.lower()] += time.monotonic() - start_s
-            for work, result in zip(batch, results, strict=True):
-                work.done.get_loop().call_soon_threadsafe(_resolve, work.done, result)
-            del batch, results, work, result  # their memory is not needed until there is more to do
+            _resolve([work.done for work in batch], results)
+            del batch, results  # their memory is not needed until there is more to do
 
     def _next_batch(self) -> list[Work]:
         with self._changed:
             self._changed.wait_for(lambda: len(self._queue) or self._stopping)
             if self._stopping:
-                error = PeerBusy("the server is shutting down")
-                for work in self._queue.clear():
-                    work.done.get_loop().call_soon_threadsafe(_resolve, work.done, error)
+                waiting = [work.done for work in self._queue.clear()]
+                _resolve(waiting, [PeerBusy("the server is shutting down")] * len(waiting))
                 return []
             batch = self._queue.next_batch()
         now = time.monotonic()
@@ -295,10 +293,20 @@ def _future() -> asyncio.Future[Any]:
     return asyncio.get_running_loop().create_future()
 
 
-def _resolve(future: asyncio.Future[Any], result: Any) -> None:
-    if future.done():
-        return
-    if isinstance(result, Exception):
-        future.set_exception(result)
-    else:
-        future.set_result(result)
+def _resolve(futures: Sequence[asyncio.Future[Any]], results: Sequence[Any]) -> None:
+    """On their loops, each of which is woken once: what was computed together goes on its way together."""
+    by_loop: dict[asyncio.AbstractEventLoop, list[tuple[asyncio.Future[Any], Any]]] = {}
+    for future, result in zip(futures, results, strict=True):
+        by_loop.setdefault(future.get_loop(), []).append((future, result))
+    for loop, resolved in by_loop.items():
+        loop.call_soon_threadsafe(_set_all, resolved)
+
+
+def _set_all(resolved: Sequence[tuple[asyncio.Future[Any], Any]]) -> None:
+    for future, result in resolved:
+        if future.done():
+            continue
+        if isinstance(result, Exception):
+            future.set_exception(result)
+        else:
+            future.set_result(result)
