@@ -250,7 +250,7 @@ def hop_rows(args: argparse.Namespace) -> Iterator[Row]:
 
 
 def thread_rows(args: argparse.Namespace) -> Iterator[Row]:
-    """One client process with several ``generate()`` at once, beside itself with one; the servers are pinned, it is not."""
+    """Several ``generate()`` at once in one client process beside one of them; the servers are pinned, it is not."""
     path = make_model(THREADS_MODEL, args.models)
     options = "--cache-tokens", str(CACHE_TOKENS), "--device", "cpu"
     with fleet(path, 2, "int8", *options) as servers, servers.client("int8") as model:

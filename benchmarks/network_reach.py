@@ -105,7 +105,7 @@ async def ways() -> AsyncIterator[Ways]:
         direct = await listen(echo)
         start_s = time.perf_counter()
         server, server_streams = await node(peers)
-        await Acceptor(server_streams, HOST, direct, {relay.peer_id}, {}).start()
+        await Acceptor(server_streams, HOST, direct, {relay.peer_id: ""}.get, {}).start()
         reservation = await reserve(server_streams, peers[0], NOBODY, 20.0)
         found_s = time.perf_counter() - start_s
         stack.callback(reservation.close)

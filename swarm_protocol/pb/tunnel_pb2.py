@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1eswarm_protocol/pb/tunnel.proto\x12\x0fswarm.tunnel.v1\"d\n\x04Open\x12\x0e\n\x06target\x18\x01 \x01(\t\x12\'\n\x06member\x18\x02 \x01(\x0b\x32\x17.swarm.tunnel.v1.Member\x12\x0e\n\x06\x63\x61ller\x18\x03 \x01(\t\x12\x13\n\x0b\x63\x61ller_host\x18\x04 \x01(\t\"\x19\n\x06Opened\x12\x0f\n\x07refusal\x18\x01 \x01(\t\"G\n\x07Reserve\x12\'\n\x06member\x18\x01 \x01(\x0b\x32\x17.swarm.tunnel.v1.Member\x12\x13\n\x0bkeepalive_s\x18\x02 \x01(\x02\"\x1b\n\x08Reserved\x12\x0f\n\x07refusal\x18\x01 \x01(\t\">\n\x06Member\x12\r\n\x05token\x18\x01 \x01(\x0c\x12\x12\n\npublic_key\x18\x02 \x01(\x0c\x12\x11\n\tsignature\x18\x03 \x01(\x0c\"\x1d\n\x08\x44ialBack\x12\x11\n\taddresses\x18\x01 \x03(\t\"+\n\nDialedBack\x12\x0f\n\x07reached\x18\x01 \x03(\t\x12\x0c\n\x04host\x18\x02 \x01(\tb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1eswarm_protocol/pb/tunnel.proto\x12\x0fswarm.tunnel.v1\"r\n\x04Open\x12\x0e\n\x06target\x18\x01 \x01(\t\x12\'\n\x06member\x18\x02 \x01(\x0b\x32\x17.swarm.tunnel.v1.Member\x12\x0e\n\x06\x63\x61ller\x18\x03 \x01(\t\x12\x13\n\x0b\x63\x61ller_host\x18\x04 \x01(\t\x12\x0c\n\x04port\x18\x05 \x01(\r\"5\n\x06Opened\x12\x0f\n\x07refusal\x18\x01 \x01(\t\x12\x0c\n\x04host\x18\x02 \x01(\t\x12\x0c\n\x04port\x18\x03 \x01(\r\"G\n\x07Reserve\x12\'\n\x06member\x18\x01 \x01(\x0b\x32\x17.swarm.tunnel.v1.Member\x12\x13\n\x0bkeepalive_s\x18\x02 \x01(\x02\")\n\x08Reserved\x12\x0f\n\x07refusal\x18\x01 \x01(\t\x12\x0c\n\x04host\x18\x02 \x01(\t\">\n\x06Member\x12\r\n\x05token\x18\x01 \x01(\x0c\x12\x12\n\npublic_key\x18\x02 \x01(\x0c\x12\x11\n\tsignature\x18\x03 \x01(\x0c\"\x1d\n\x08\x44ialBack\x12\x11\n\taddresses\x18\x01 \x03(\t\"+\n\nDialedBack\x12\x0f\n\x07reached\x18\x01 \x03(\t\x12\x0c\n\x04host\x18\x02 \x01(\tb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -32,17 +32,17 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'swarm_protocol.pb.tunnel_pb
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_OPEN']._serialized_start=51
-  _globals['_OPEN']._serialized_end=151
-  _globals['_OPENED']._serialized_start=153
-  _globals['_OPENED']._serialized_end=178
-  _globals['_RESERVE']._serialized_start=180
-  _globals['_RESERVE']._serialized_end=251
-  _globals['_RESERVED']._serialized_start=253
-  _globals['_RESERVED']._serialized_end=280
-  _globals['_MEMBER']._serialized_start=282
-  _globals['_MEMBER']._serialized_end=344
-  _globals['_DIALBACK']._serialized_start=346
-  _globals['_DIALBACK']._serialized_end=375
-  _globals['_DIALEDBACK']._serialized_start=377
-  _globals['_DIALEDBACK']._serialized_end=420
+  _globals['_OPEN']._serialized_end=165
+  _globals['_OPENED']._serialized_start=167
+  _globals['_OPENED']._serialized_end=220
+  _globals['_RESERVE']._serialized_start=222
+  _globals['_RESERVE']._serialized_end=293
+  _globals['_RESERVED']._serialized_start=295
+  _globals['_RESERVED']._serialized_end=336
+  _globals['_MEMBER']._serialized_start=338
+  _globals['_MEMBER']._serialized_end=400
+  _globals['_DIALBACK']._serialized_start=402
+  _globals['_DIALBACK']._serialized_end=431
+  _globals['_DIALEDBACK']._serialized_start=433
+  _globals['_DIALEDBACK']._serialized_end=476
 # @@protoc_insertion_point(module_scope)

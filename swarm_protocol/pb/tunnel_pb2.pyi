@@ -7,22 +7,28 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class Open(_message.Message):
-    __slots__ = ("target", "member", "caller", "caller_host")
+    __slots__ = ("target", "member", "caller", "caller_host", "port")
     TARGET_FIELD_NUMBER: _ClassVar[int]
     MEMBER_FIELD_NUMBER: _ClassVar[int]
     CALLER_FIELD_NUMBER: _ClassVar[int]
     CALLER_HOST_FIELD_NUMBER: _ClassVar[int]
+    PORT_FIELD_NUMBER: _ClassVar[int]
     target: str
     member: Member
     caller: str
     caller_host: str
-    def __init__(self, target: _Optional[str] = ..., member: _Optional[_Union[Member, _Mapping]] = ..., caller: _Optional[str] = ..., caller_host: _Optional[str] = ...) -> None: ...
+    port: int
+    def __init__(self, target: _Optional[str] = ..., member: _Optional[_Union[Member, _Mapping]] = ..., caller: _Optional[str] = ..., caller_host: _Optional[str] = ..., port: _Optional[int] = ...) -> None: ...
 
 class Opened(_message.Message):
-    __slots__ = ("refusal",)
+    __slots__ = ("refusal", "host", "port")
     REFUSAL_FIELD_NUMBER: _ClassVar[int]
+    HOST_FIELD_NUMBER: _ClassVar[int]
+    PORT_FIELD_NUMBER: _ClassVar[int]
     refusal: str
-    def __init__(self, refusal: _Optional[str] = ...) -> None: ...
+    host: str
+    port: int
+    def __init__(self, refusal: _Optional[str] = ..., host: _Optional[str] = ..., port: _Optional[int] = ...) -> None: ...
 
 class Reserve(_message.Message):
     __slots__ = ("member", "keepalive_s")
@@ -33,10 +39,12 @@ class Reserve(_message.Message):
     def __init__(self, member: _Optional[_Union[Member, _Mapping]] = ..., keepalive_s: _Optional[float] = ...) -> None: ...
 
 class Reserved(_message.Message):
-    __slots__ = ("refusal",)
+    __slots__ = ("refusal", "host")
     REFUSAL_FIELD_NUMBER: _ClassVar[int]
+    HOST_FIELD_NUMBER: _ClassVar[int]
     refusal: str
-    def __init__(self, refusal: _Optional[str] = ...) -> None: ...
+    host: str
+    def __init__(self, refusal: _Optional[str] = ..., host: _Optional[str] = ...) -> None: ...
 
 class Member(_message.Message):
     __slots__ = ("token", "public_key", "signature")

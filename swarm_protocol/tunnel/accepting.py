@@ -1,17 +1,20 @@
-"""A server's end of tunnels: each becomes a connection to its own gRPC port."""
+"""A server's end of tunnels, and of connections in their place: each becomes one to its own gRPC port."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Collection, MutableMapping
+from collections.abc import Callable, MutableMapping
 
+from swarm_protocol.dht.records import short_id
 from swarm_protocol.errors import PeerBusy
+from swarm_protocol.net.ip_networks import parse_host
 from swarm_protocol.pb import tunnel_pb2 as pb
-from swarm_protocol.streams.frames import read_message, write_message
+from swarm_protocol.streams.frames import read_message, read_run, write_message
 from swarm_protocol.streams.limits import Places
 from swarm_protocol.streams.pipe import pipe
 from swarm_protocol.streams.streams import Stream, Streams
+from swarm_protocol.tunnel.punching import Hole, hole_towards
 
 TUNNEL = "/swarm/tunnel/1"
 HELLO_TIMEOUT_S = 10.0
@@ -25,33 +28,67 @@ Origins = MutableMapping[tuple[str, int], str]  # where the connections of tunne
 class Acceptor:
     """Takes tunnels from peers that open them directly, and from relays for others."""
 
-    def __init__(self, streams: Streams, host: str, port: int, relays: Collection[str], origins: Origins) -> None:
-        """``relays``: peer ids of those that are asked to relay; what they say of a caller is taken for true."""
+    def __init__(
+        self, streams: Streams, host: str, port: int, seen_by: Callable[[str], str | None], origins: Origins
+    ) -> None:
+        """``seen_by``: of a peer id, the IP address at which that relay sees this server, or empty; None if it was not
+        asked to relay. What relays say of a caller is taken for true."""
         self._streams = streams
         self._target = host, port
-        self._relays = relays
+        self._seen_by = seen_by
         self._origins = origins
         self._places = Places("tunnels", _MOST, _MOST_OF_ONE)
+        self._direct: set[asyncio.Task[None]] = set()
 
     async def start(self) -> None:
         await self._streams.serve(TUNNEL, self._take)
 
     async def _take(self, stream: Stream) -> None:
         request = await read_message(stream.reader, pb.Open, HELLO_TIMEOUT_S)
-        is_relayed = stream.peer_id in self._relays and bool(request.caller)  # a relay may call as well
+        own_host = self._seen_by(stream.peer_id)
+        is_relayed = own_host is not None and bool(request.caller)  # a relay may call as well
         caller = request.caller if is_relayed else stream.peer_id
+        caller_host = request.caller_host if is_relayed else stream.host
         try:
             with self._places.taken(caller):
-                reader, writer = await asyncio.open_connection(*self._target)
-                end = writer.get_extra_info("sockname")[:2]
-                self._origins[end] = request.caller_host if is_relayed else stream.host
-                try:
-                    await write_message(stream.writer, pb.Opened())
-                    await pipe(reader, writer, stream)
-                finally:
-                    del self._origins[end]
-                    writer.close()
+                hole = hole_for(own_host or "", request) if is_relayed else None
+                if hole is None:
+                    await self._pipe(stream, caller_host, is_asked=True)
+                    return
+                with hole:
+                    await write_message(stream.writer, pb.Opened(host=own_host, port=hole.port))
+                    await asyncio.wait_for(read_run(stream.reader), HELLO_TIMEOUT_S)
+                    direct = await hole.through(caller, caller_host, request.port)
+                if direct is not None:
+                    _logger.info("%s is connected directly, through the routers of both", short_id(caller))
+                    piping = asyncio.ensure_future(self._pipe(direct, caller_host))
+                    self._direct.add(piping)  # nobody else holds on to it: the stream through the relay has ended
+                    piping.add_done_callback(self._direct.discard)
+                    await piping
         except PeerBusy as error:
             await write_message(stream.writer, pb.Opened(refusal=str(error)))
         except ConnectionRefusedError:
             await write_message(stream.writer, pb.Opened(refusal="the server is about to end"))
+
+    async def _pipe(self, stream: Stream, caller_host: str, *, is_asked: bool = False) -> None:
+        """``is_asked``: the caller waits for an answer."""
+        reader, writer = await asyncio.open_connection(*self._target)
+        end = writer.get_extra_info("sockname")[:2]
+        self._origins[end] = caller_host
+        try:
+            if is_asked:
+                await write_message(stream.writer, pb.Opened())
+            await pipe(reader, writer, stream)
+        finally:
+            del self._origins[end]
+            writer.close()
+
+
+def hole_for(own_host: str, request: pb.Open) -> Hole | None:
+    """If the caller wants one, and it may work: between two routers in the same network."""
+    own, other = parse_host(own_host), parse_host(request.caller_host)
+    if not 0 < request.port < 65536 or own is None or other is None or own == other:
+        return None
+    if (own.version, own.is_global) != (other.version, other.is_global):
+        return None
+    return hole_towards(request.caller_host)

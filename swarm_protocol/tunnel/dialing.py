@@ -4,26 +4,31 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
+from math import inf
 
 import grpc
 
+from swarm_protocol.dht.records import short_id
 from swarm_protocol.errors import BadReply, PeerUnavailable, SwarmError
 from swarm_protocol.net.tls import ClientCredentials, pinned_channel
 from swarm_protocol.pb import tunnel_pb2 as pb
-from swarm_protocol.streams.frames import read_message, write_message
+from swarm_protocol.streams.frames import framed, read_message, write_message
 from swarm_protocol.streams.pipe import pipe
 from swarm_protocol.streams.streams import Stream, Streams
 from swarm_protocol.tunnel.accepting import HELLO_TIMEOUT_S, TUNNEL
 from swarm_protocol.tunnel.circuit import Circuit, is_circuit
 from swarm_protocol.tunnel.members import Membership
+from swarm_protocol.tunnel.punching import PUNCH_S, hole_towards
 from swarm_protocol.tunnel.relaying import RELAY
 from swarm_protocol.wire.printable import printable
 
 _LOCAL = "127.0.0.1"
 _HEAD_START_S = 0.25  # of an address over the next one (RFC 8305)
-_TUNNEL_S = 5.0  # that a connection through a relay may take longer: several round trips to open it
+_TUNNEL_S = 5.0 + PUNCH_S  # that a connection through a relay may take longer: several round trips to open it
+_PUNCH_AGAIN_S = 600.0  # after routers did not let a connection through
 _logger = logging.getLogger(__name__)
 _closing: set[asyncio.Future[None]] = set()
 
@@ -86,6 +91,7 @@ class _TunnelPort:
         self.number = 0
         self._streams, self._membership = streams, membership
         self._connections: set[asyncio.Task[None]] = set()
+        self._punching, self._punch_after_s = asyncio.Lock(), -inf
 
     async def open(self) -> _TunnelPort:
         self._server = await asyncio.start_server(self._take, _LOCAL, 0)
@@ -102,7 +108,7 @@ class _TunnelPort:
         assert task is not None
         self._connections.add(task)
         try:
-            stream = await open_tunnel(self._streams, self.circuit, self._membership)
+            stream = await self._opened()
             self.failure = ""
             await pipe(reader, writer, stream)
         except (SwarmError, OSError) as error:
@@ -114,16 +120,66 @@ class _TunnelPort:
             self._connections.discard(task)
             writer.transport.abort()
 
+    async def _opened(self) -> Stream:
+        """To the server's gRPC port: through the routers of both, or through the relay."""
+        if not self.circuit.is_direct:
+            async with self._punching:  # the next one knows whether it worked
+                now_s = asyncio.get_running_loop().time()
+                if now_s >= self._punch_after_s:
+                    stream = await open_punched(self._streams, self.circuit, self._membership)
+                    if stream is not None:
+                        return stream
+                    self._punch_after_s = now_s + _PUNCH_AGAIN_S
+        return await open_tunnel(self._streams, self.circuit, self._membership)
+
 
 async def open_tunnel(streams: Streams, circuit: Circuit, membership: Membership) -> Stream:
     """A stream that leads to the server's gRPC port. Raises PeerUnavailable."""
+    return (await _ask(await _stream(streams, circuit), streams, circuit, membership))[0]
+
+
+async def open_punched(streams: Streams, circuit: Circuit, membership: Membership) -> Stream | None:
+    """The same, through the routers of both peers and not the relay if the server agrees; None if that fails.
+
+    Raises PeerUnavailable.
+    """
+    stream = await _stream(streams, circuit)
+    hole = hole_towards(stream.host) if circuit.relay_id != streams.peer_id else None
+    if hole is None:
+        return (await _ask(stream, streams, circuit, membership))[0]
+    with hole:
+        start_s = time.perf_counter()
+        stream, answer = await _ask(stream, streams, circuit, membership, hole.port)
+        if not answer.port:
+            return stream
+        rtt_s = time.perf_counter() - start_s
+        try:
+            stream.writer.write(framed(b""))
+            await stream.writer.drain()
+            await asyncio.sleep(rtt_s / 2)  # the server begins when it hears this
+            direct = await hole.through(circuit.target, answer.host, answer.port)
+        except OSError as error:
+            raise PeerUnavailable(f"the tunnel was not opened: {error}", circuit.target) from None
+        finally:
+            stream.close()
+    result = "connected directly, through the routers of both" if direct else "only reached through its relay"
+    _logger.info("%s is %s", short_id(circuit.target), result)
+    return direct
+
+
+async def _stream(streams: Streams, circuit: Circuit) -> Stream:
     if circuit.relay_id == streams.peer_id:  # this peer relays for it, and is connected
-        stream = await streams.open(circuit.target, TUNNEL)
-    else:
-        stream = await streams.open(circuit.relay, TUNNEL if circuit.is_direct else RELAY)
+        return await streams.open(circuit.target, TUNNEL)
+    return await streams.open(circuit.relay, TUNNEL if circuit.is_direct else RELAY)
+
+
+async def _ask(
+    stream: Stream, streams: Streams, circuit: Circuit, membership: Membership, port: int = 0
+) -> tuple[Stream, pb.Opened]:
+    """The stream is closed if the answer is no. Raises PeerUnavailable."""
     try:
         member = pb.Member() if circuit.is_direct else membership.shown(streams.peer_id, circuit.relay_id)
-        await write_message(stream.writer, pb.Open(target=circuit.target, member=member))
+        await write_message(stream.writer, pb.Open(target=circuit.target, member=member, port=port))
         answer = await read_message(stream.reader, pb.Opened, HELLO_TIMEOUT_S)
     except (OSError, BadReply) as error:
         stream.abort()
@@ -134,7 +190,7 @@ async def open_tunnel(streams: Streams, circuit: Circuit, membership: Membership
     if answer.refusal:
         stream.close()
         raise PeerUnavailable(answer.refusal, circuit.target)
-    return stream
+    return stream, answer
 
 
 async def first_reached(

@@ -76,7 +76,7 @@ class Relay:
         self._servers[stream.peer_id] = stream
         _logger.info("relaying for server %s", printable(stream.peer_id[-6:]))
         try:
-            await write_message(stream.writer, pb.Reserved())
+            await write_message(stream.writer, pb.Reserved(host=stream.host))
             pause_s = min(max(request.keepalive_s, 1.0), _MAX_PAUSE_S)
             while sign := await asyncio.wait_for(stream.reader.read(1), _LATE * pause_s):
                 stream.writer.write(sign)
@@ -98,7 +98,9 @@ class Relay:
                 raise PeerBusy("this relay has no such server")
             with self._places.taken(stream.peer_id):
                 server = await self.streams.open(request.target, TUNNEL)
-                opening = pb.Open(target=request.target, caller=stream.peer_id, caller_host=stream.host)
+                opening = pb.Open(
+                    target=request.target, caller=stream.peer_id, caller_host=stream.host, port=request.port
+                )
                 tunnels = self._tunnels.setdefault(request.target, set())
                 tunnels.add(server)
                 try:

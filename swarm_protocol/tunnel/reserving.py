@@ -21,11 +21,12 @@ class Reservation:
     """Attributes:
     relay: the relay's multiaddr.
     rtt_s: to the relay and back.
+    host: the IP address at which the relay sees this server; empty if it does not say.
     lost: done when the relay does not answer any more, or the reservation was closed.
     """
 
-    def __init__(self, relay: str, rtt_s: float, stream: Stream, keepalive_s: float) -> None:
-        self.relay, self.rtt_s = relay, rtt_s
+    def __init__(self, relay: str, rtt_s: float, host: str, stream: Stream, keepalive_s: float) -> None:
+        self.relay, self.rtt_s, self.host = relay, rtt_s, host
         self._stream = stream
         self.lost = asyncio.ensure_future(self._keep(keepalive_s))
 
@@ -76,4 +77,4 @@ async def _reserve(streams: Streams, relay: str, membership: Membership, keepali
     if answer.refusal:
         stream.close()
         raise PeerBusy(answer.refusal, stream.peer_id)
-    return Reservation(relay, time.perf_counter() - start_s, stream, keepalive_s)
+    return Reservation(relay, time.perf_counter() - start_s, answer.host, stream, keepalive_s)

@@ -85,7 +85,7 @@ class Reach:
     async def start(self) -> None:
         """Takes tunnels, and looks for relays if it is known already that they are needed."""
         host = "127.0.0.1" if self._own.grpc_host in ANY_HOSTS else self._own.grpc_host
-        await Acceptor(self._streams, host, self._own.port, self._reservations, self.origins).start()
+        await Acceptor(self._streams, host, self._own.port, self._seen_by, self.origins).start()
         await self.relay.start()
         await serve_dial_back(self._streams)
         await self._find_own()
@@ -131,6 +131,10 @@ class Reach:
             await self.close()
         elif len(self._reservations) < WANTED:
             await self._find_relays()
+
+    def _seen_by(self, relay_id: str) -> str | None:
+        held = self._reservations.get(relay_id)
+        return None if held is None else held.host
 
     async def _find_own(self) -> None:
         addresses = await self._dht.addresses()

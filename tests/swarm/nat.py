@@ -28,6 +28,29 @@ class NatNetwork(Network):
         for name, value in (("tcp_timeout_established", silence_s), ("tcp_loose", 0)):
             self.in_namespace(f"at-{home}", "sysctl", "-qw", f"net.netfilter.nf_conntrack_{name}={value}")
 
+    def says_nothing(self, home: str) -> None:
+        """The router swallows what it does not expect, as those at home do, instead of refusing it."""
+        rule = "iptables -A INPUT -i eth0 -m conntrack ! --ctstate ESTABLISHED,RELATED -j DROP"
+        self.in_namespace(f"at-{home}", *rule.split())
+
+    def draws_ports(self, home: str) -> None:
+        """The router gives each connection a port of its own."""
+        nat = ["iptables", "-t", "nat"]
+        self.in_namespace(
+            f"at-{home}", *nat, "-I", "POSTROUTING", *["-o", "eth0", "-j", "MASQUERADE", "--random-fully"]
+        )
+
+    def bytes_between(self, home: str, other: str) -> int:
+        """That the router of one home has got from that of the other, since it was first asked."""
+        rule = ["FORWARD", "-i", "eth0", "-s", self.addresses[f"at-{other}"]]
+        try:
+            self.in_namespace(f"at-{home}", "iptables", "-C", *rule)
+        except subprocess.CalledProcessError:
+            self.in_namespace(f"at-{home}", "iptables", "-I", *rule)
+        listed = self.in_namespace(f"at-{home}", *["iptables", "-vnxL", "FORWARD"])
+        line = next(line for line in listed.splitlines() if self.addresses[f"at-{other}"] in line.split())
+        return int(line.split()[1])
+
     def change_address(self, home: str, number: int) -> str:
         """As a laptop that changes networks: the host has another address, and all of its connections are lost."""
         address = f"{_SUBNET}.{number}"

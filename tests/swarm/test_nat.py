@@ -103,6 +103,34 @@ def test_both_are_behind_routers_and_one_relay_is_enough(lab, expected):
     assert tokens_of(lab.generate()) == expected
 
 
+def test_two_routers_let_their_homes_connect_directly(lab, expected):
+    """After which the relay is not needed any more: it is killed while nothing but tokens is under way."""
+    for home in ("home-a", "home-b"):
+        lab.network.says_nothing(home)
+    assert lab.network.bytes_between("home-b", "home-a") == 0
+    lab.serve("one", "0:2", "--relay-for-others", "0")
+    relay = lab.serve("two", "5:6")
+    hidden = lab.serve("home-a", "2:6")
+    wait_for(lambda: lab.relays_of(hidden), "the server has a relay")
+    client = lab.generate({6: 1.0})
+    seen = [int(client.stdout.readline()) for _ in range(6)]
+    relay.kill()
+    before = lab.network.bytes_between("home-b", "home-a")
+    assert seen + tokens_of(client) == expected
+    assert lab.network.bytes_between("home-b", "home-a") > before > 0
+
+
+def test_a_router_that_draws_ports_leaves_it_to_the_relay(lab, expected):
+    for home in ("home-a", "home-b"):
+        lab.network.says_nothing(home)
+    lab.network.draws_ports("home-b")
+    lab.serve("one", "0:2")
+    hidden = lab.serve("home-a", "2:6")
+    wait_for(lambda: lab.relays_of(hidden), "the server has a relay")
+    assert tokens_of(lab.generate()) == expected
+    assert lab.network.bytes_between("home-b", "home-a") == 0
+
+
 def test_the_relay_is_killed_in_mid_generation(lab, expected):
     relays = {
         process.ready["peer"].rpartition("/")[2]: process
@@ -118,10 +146,13 @@ def test_the_relay_is_killed_in_mid_generation(lab, expected):
     assert seen + tokens_of(client) == expected
 
 
-def test_routers_that_forget_silent_connections(lab, expected):
+@pytest.mark.parametrize("way", ["through the relay", "directly"])
+def test_routers_that_forget_silent_connections(lab, expected, way):
     """Both forget after 12 s; the client is silent for longer in the middle of a generation, and before it."""
     for home in ("home-a", "home-b"):
         lab.network.forget_after(home, 12)
+        if way == "directly":
+            lab.network.says_nothing(home)
     lab.serve("one", "0:2")
     hidden = lab.serve("home-a", "2:6", "--relay-keepalive", "4")
     wait_for(lambda: lab.relays_of(hidden), "the server has a relay")

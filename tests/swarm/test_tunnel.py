@@ -70,7 +70,7 @@ async def three(limits: RelayLimits = RelayLimits(), service=answer_digest) -> A
         stack.callback(listening.close)
         origins: dict[tuple[str, int], str] = {}
         port = listening.sockets[0].getsockname()[1]
-        acceptor = Acceptor(streams["server"], "127.0.0.1", port, {dhts["relay"].peer_id}, origins)
+        acceptor = Acceptor(streams["server"], "127.0.0.1", port, {dhts["relay"].peer_id: ""}.get, origins)
         await acceptor.start()
         yield Three(relay, peers[0], dhts, streams, origins, listening)
 

@@ -1,0 +1,106 @@
+"""Connections between two peers that are both behind routers, without a relay in between: TCP hole punching.
+
+A router lets in what comes from where somebody at home is just connecting to. So both connect at the same moment, from
+ports that they have told each other through a relay. That works where routers keep a connection's port, as most at home
+do; where they choose another one, the relay carries what it would anyway. See Ford, Srisuresh and Kegel, "Peer-to-Peer
+Communication Across Network Address Translators" (USENIX 2005).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from contextlib import suppress
+
+from swarm_protocol.net.ip_networks import parse_host
+from swarm_protocol.streams.streams import Stream
+
+PUNCH_S = 2.5  # what is lost on the way is sent again after one second
+_AGAIN_S = 0.1
+# Routers forget connections on which nothing passes; TCP's own signs of life are no traffic of either program.
+_KEEPALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}
+
+
+class Hole:
+    """A port from which this machine connects to a peer, and at which it takes the peer's connection meanwhile."""
+
+    def __init__(self, family: socket.AddressFamily) -> None:
+        """Raises OSError."""
+        self._family = family
+        self._listener = self._bound(0)
+        self._listener.listen(1)
+        self.port: int = self._listener.getsockname()[1]
+
+    def close(self) -> None:
+        """Connections stay."""
+        self._listener.close()
+
+    def __enter__(self) -> Hole:
+        return self
+
+    def __exit__(self, *_exception: object) -> None:
+        self.close()
+
+    async def through(self, peer_id: str, host: str, port: int) -> Stream | None:
+        """A connection to the peer, which does the same at about the same time; None if there is none in time.
+
+        It is between the same two ports whichever of them made it, and so there is only one.
+        """
+        ways = [asyncio.ensure_future(way) for way in (self._taken(host, port), self._made(host, port))]
+        try:
+            await asyncio.wait(ways, timeout=PUNCH_S, return_when=asyncio.FIRST_COMPLETED)
+            found = [way.result() for way in ways if way.done()]
+        finally:
+            for way in ways:
+                way.cancel()
+            await asyncio.gather(*ways, return_exceptions=True)
+        if not found:
+            return None
+        connection = found[0]
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for name, value in _KEEPALIVE.items():
+            if hasattr(socket, name):
+                connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+        return Stream(peer_id, host, *await asyncio.open_connection(sock=connection))
+
+    async def _taken(self, host: str, port: int) -> socket.socket:
+        while True:
+            connection, address = await asyncio.get_running_loop().sock_accept(self._listener)
+            if (parse_host(address[0]), address[1]) == (parse_host(host), port):
+                return connection
+            connection.close()  # of a stranger
+
+    async def _made(self, host: str, port: int) -> socket.socket:
+        while True:
+            connection = self._bound(self.port)
+            try:
+                await asyncio.get_running_loop().sock_connect(connection, (host, port))
+                return connection
+            except OSError:  # refused: the router over there has not heard of us yet
+                connection.close()
+            except BaseException:
+                connection.close()
+                raise
+            await asyncio.sleep(_AGAIN_S)
+
+    def _bound(self, port: int) -> socket.socket:
+        bound = socket.socket(self._family, socket.SOCK_STREAM)
+        try:
+            bound.setblocking(False)
+            bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+            bound.bind(("", port))
+        except BaseException:
+            bound.close()
+            raise
+        return bound
+
+
+def hole_towards(host: str) -> Hole | None:
+    """For a peer at such an IP address; None if it is on this machine, or no connection can be made that way."""
+    ip = parse_host(host)
+    if ip is None or ip.is_loopback or ip.is_multicast or ip.is_unspecified or ip.is_link_local:
+        return None
+    with suppress(OSError, AttributeError):  # of SO_REUSEPORT, which not all systems have
+        return Hole(socket.AF_INET if ip.version == 4 else socket.AF_INET6)
+    return None
