@@ -250,11 +250,17 @@ def hop_rows(args: argparse.Namespace) -> Iterator[Row]:
 
 
 def thread_rows(args: argparse.Namespace) -> Iterator[Row]:
-    """Several ``generate()`` at once in one client process beside one of them; the servers are pinned, it is not."""
+    """Several ``generate()`` at once in one process beside one of a model that never has company.
+
+    The servers are pinned to a core each, the client to none.
+    """
     path = make_model(THREADS_MODEL, args.models)
     options = "--cache-tokens", str(CACHE_TOKENS), "--device", "cpu"
-    with fleet(path, 2, "int8", *options) as servers, servers.client("int8") as model:
-        one, many = (partial(decode, model, sessions, PROMPT, args.new_tokens) for sessions in (1, THREADS))
+    with fleet(path, 2, "int8", *options) as servers, servers.client("int8") as alone, servers.client("int8") as model:
+        one, many = (
+            partial(decode, alone, 1, PROMPT, args.new_tokens),
+            partial(decode, model, THREADS, PROMPT, args.new_tokens),
+        )
         one(), many()  # warm-up
         yield from compared("threads", 2 * args.rounds + 1, one, ("", many))
 

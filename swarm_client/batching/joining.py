@@ -1,11 +1,13 @@
-"""``generate`` in several threads: from the second on, generations of a model go through one loop."""
+"""``generate`` in several threads: as soon as there are two, generations of a model go through one loop."""
 
 from __future__ import annotations
 
 import queue
 import threading
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from math import inf
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,10 +16,14 @@ from transformers.generation.streamers import BaseStreamer
 from swarm_client.batching.loop import GenerationLoop
 from swarm_client.batching.request import FinishReason, Generation, Request, Servers, Token
 from swarm_client.core.events import Event
+from swarm_client.sessions.session import RemoteSession
+from swarm_client.speculation.generating import Ends, Text
+from swarm_client.speculation.speculation import Guessing
 
 if TYPE_CHECKING:
     from swarm_client.model.hf_model import RemoteModelMixin
 
+_SOON_S = 60.0
 _NOT_IN_A_CONFIG = {"inputs", "input_ids", "attention_mask", "generation_config", "logits_processor"}
 
 
@@ -27,6 +33,7 @@ class SharedLoop:
     def __init__(self) -> None:
         self._loop: GenerationLoop | None = None
         self._num_running = 0
+        self._shared_s = -inf  # when there were several
         self._lock = threading.Lock()
 
     @contextmanager
@@ -35,11 +42,15 @@ class SharedLoop:
         with self._lock:
             are_others = self._num_running > 0
             self._num_running += 1
+            if are_others:
+                self._shared_s = time.monotonic()
         try:
             yield are_others
         finally:
             with self._lock:
                 self._num_running -= 1
+                if self._num_running:
+                    self._shared_s = time.monotonic()
                 idle = None
                 if not self._num_running:  # who comes from now on begins another
                     idle, self._loop = self._loop, None
@@ -49,6 +60,10 @@ class SharedLoop:
     def is_alone(self) -> bool:
         """Whether there is one generation at most."""
         return self._num_running <= 1
+
+    def expects_others(self) -> bool:
+        """Whether a generation that begins will probably not be alone: there were several just now."""
+        return time.monotonic() - self._shared_s < _SOON_S
 
     def join(
         self, model: RemoteModelMixin, arguments: Mapping[str, Any], streamer: BaseStreamer | None
@@ -69,7 +84,16 @@ class SharedLoop:
         if streamer is not None:
             streamer.put(prompt)
         new = answer.tokens(generation, streamer)
+        if streamer is not None:
+            streamer.end()
         return torch.cat([prompt, torch.tensor([new], dtype=prompt.dtype)], 1)
+
+    def take_over(self, model: Any, text: Text, ends: Ends, session: RemoteSession, guessing: Guessing) -> torch.Tensor:
+        """The whole text, [1, length], of a generation that has been alone so far. Raises SwarmError."""
+        answer = _Answer()
+        generation = self._of(model).take_over(text, ends, session, guessing, answer)
+        new = answer.tokens(generation, text.streamer)
+        return torch.cat([text.ids, torch.tensor([new], dtype=text.ids.dtype)], 1)
 
     def close(self) -> None:
         """All that go through the loop end."""
@@ -136,6 +160,4 @@ class _Answer:
             raise
         if isinstance(heard, BaseException):
             raise heard
-        if streamer is not None:
-            streamer.end()
         return ids

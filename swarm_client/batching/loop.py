@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import copy
 import logging
 import queue
 import threading
@@ -13,18 +12,20 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import GenerationConfig, LogitsProcessorList
-from transformers.generation.configuration_utils import GenerationMode
+from transformers import LogitsProcessorList
 
+from swarm_client.batching.config import checked_config, generator_of
 from swarm_client.batching.groups import groups_of
 from swarm_client.batching.request import FinishReason, Listener, Request, Token
 from swarm_client.batching.row import Row
 from swarm_client.batching.rows import BatchedModel
 from swarm_client.batching.sampler import Choice, choose
 from swarm_client.core import background
+from swarm_client.sessions.session import RemoteSession
 from swarm_client.speculation.choosing import verify
-from swarm_client.speculation.generating import has_room, ranking_of
+from swarm_client.speculation.generating import Ends, Text, has_room, ranking_of
 from swarm_client.speculation.head_input import HeadInput
+from swarm_client.speculation.speculation import Guessing
 from swarm_protocol.errors import PeerUnavailable, RequestRejected, SwarmError
 from swarm_protocol.wire.block_input import BlockInput
 
@@ -34,12 +35,6 @@ if TYPE_CHECKING:
 _QUIET_S = 1e-3  # what servers have computed together comes back one after the other
 _BETWEEN_GROUPS_S = 1e-3
 _RESERVED_TOKENS = 256  # of those to be generated, at most; a lease grows with its session
-_NOT_HERE = {  # other ways to end, or to choose, and the values with which they do nothing
-    "stop_strings": (None,),
-    "max_time": (None,),
-    "guidance_scale": (None, 1),
-    "watermarking_config": (None,),
-}
 _logger = logging.getLogger(__name__)
 
 
@@ -86,19 +81,18 @@ class GenerationLoop:
 
     def submit(self, request: Request, listener: Listener) -> Row:
         """See ``Batcher``."""
-        config = self._checked(request)
+        config = checked_config(self._model, request)
         choice = Choice(
             list(request.prompt),
             self._model._get_logits_processor(
                 config, len(request.prompt), logits_processor=LogitsProcessorList(request.processors), device="cpu"
             ),
-            _generator(request) if config.do_sample else None,
+            generator_of(request) if config.do_sample else None,
             request.num_logprobs,
         )
         stop_ids = config._eos_token_tensor
         row = Row(
             lambda: self._inbox.put(_Cancelled(row)),
-            request,
             choice,
             self._model.blocks.open_session(
                 len(request.prompt) + min(config.max_new_tokens, _RESERVED_TOKENS),
@@ -111,7 +105,28 @@ class GenerationLoop:
             self._model.speculation.begin(
                 list(request.prompt), ranking_of(config, choice.processors, choice.generator)
             ),
+            with_servers=request.with_servers,
         )
+        return self._entered(row)
+
+    def take_over(self, text: Text, ends: Ends, session: RemoteSession, guessing: Guessing, listener: Listener) -> Row:
+        """Goes on with a text of which the session has all tokens but the last; the session stays open at the end."""
+        choice = Choice(
+            text.ids[0].tolist(), text.processors, torch.default_generator if text.do_sample else None, None
+        )
+        row = Row(
+            lambda: self._inbox.put(_Cancelled(row)),
+            choice,
+            session,
+            listener,
+            ends.stop_ids,
+            ends.most_tokens,
+            guessing,
+            has_begun=True,
+        )
+        return self._entered(row)
+
+    def _entered(self, row: Row) -> Row:
         with self._submitting:
             if self._is_closed:
                 raise RequestRejected("the generation loop was closed")
@@ -130,35 +145,6 @@ class GenerationLoop:
 
     def __exit__(self, *_exception: object) -> None:
         self.close()
-
-    def _checked(self, request: Request) -> GenerationConfig:
-        """Its config with the model's in place of what is not set, as ``generate`` prepares it."""
-        if not request.prompt:
-            raise RequestRejected("the prompt is empty: expected at least one token")
-        config: Any = self._model._prepare_generation_config(copy.deepcopy(request.config))[0]
-        if config.get_generation_mode() not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
-            raise RequestRejected("beams and assistants are not batched: expected greedy search or sampling")
-        if config.num_return_sequences not in (None, 1):
-            raise RequestRejected("num_return_sequences is not batched: submit one request for each")
-        for name, neutral in _NOT_HERE.items():
-            if getattr(config, name, None) not in neutral:
-                raise RequestRejected(f"{name} is not batched: call generate")
-        if config.max_new_tokens is None or config.max_new_tokens < 1:
-            raise RequestRejected(f"max_new_tokens is {config.max_new_tokens}: expected at least 1")
-        total, limit = len(request.prompt) + config.max_new_tokens, self._model.blocks.max_positions
-        if limit is not None and total > limit:
-            raise RequestRejected(
-                f"prompt and new tokens need {total} positions, but the model has {limit}: shorten the prompt or ask "
-                "for fewer new tokens"
-            )
-        vocabulary = self._model.get_input_embeddings().num_embeddings
-        if not all(0 <= token_id < vocabulary for token_id in request.prompt):
-            raise RequestRejected(f"token ids must be from 0 to {vocabulary - 1}")
-        config.max_length = total
-        if config.min_new_tokens is not None:
-            config.min_length = len(request.prompt) + config.min_new_tokens
-        self._model._prepare_special_tokens(config, True, device="cpu")
-        return config  # type: ignore[no-any-return]
 
     # ------------------------------------------------------------ the loop
 
@@ -266,13 +252,13 @@ class GenerationLoop:
 
     def _send(self, rows: Sequence[Row]) -> None:
         """The next step of each, into its session: those of one token together."""
-        decoding = [row for row in rows if row.num_new]
+        decoding = [row for row in rows if row.is_decoding]
         for row in decoding:
             row.guess(is_alone=len(self._rows) == 1 and has_room(row.session))
         num_hops = max((len(row.session.hops) for row in decoding), default=0)
         groups = groups_of(decoding, len(self._rows), num_hops)
         started = []
-        for group in [*groups, *([row] for row in rows if not row.num_new)]:
+        for group in [*groups, *([row] for row in rows if not row.is_decoding)]:
             try:
                 ids = torch.cat([row.next_ids for row in group])  # guesses are made for one that is alone
                 inputs = self._batched.inputs(ids, [row.session for row in group])
@@ -306,7 +292,7 @@ class GenerationLoop:
 
     async def _start(self, groups: Sequence[Sequence[tuple[Row, BlockInput]]]) -> None:
         for number, steps in enumerate(groups):
-            if number and steps[0][0].num_new:  # prompts have streams of their own
+            if number and steps[0][0].is_decoding:  # prompts have streams of their own
                 await asyncio.sleep(_BETWEEN_GROUPS_S)  # or both groups would travel in one message
             for row, inputs in steps:
                 if row not in self._rows:  # it was cancelled meanwhile
@@ -324,20 +310,10 @@ class GenerationLoop:
         self._inbox.put(_Stepped(row, hidden))
 
 
-def _generator(request: Request) -> torch.Generator:
-    if request.generator is not None:
-        return request.generator
-    generator = torch.Generator()
-    if request.seed is None:
-        generator.seed()
-    else:
-        generator.manual_seed(request.seed)
-    return generator
-
-
 async def _stop(row: Row) -> None:
     """Its room on servers is free, whatever they compute for it."""
     if row.stepping is not None:
         row.stepping.cancel()
         await asyncio.gather(row.stepping, return_exceptions=True)
-    await row.session.close_on_loop()
+    if row.is_own:
+        await row.session.close_on_loop()

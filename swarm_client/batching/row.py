@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import torch
 
-from swarm_client.batching.request import FinishReason, Listener, Request, Servers, Token
+from swarm_client.batching.request import FinishReason, Listener, Servers, Token
 from swarm_client.batching.sampler import Choice
 from swarm_client.sessions.session import RemoteSession
 from swarm_client.speculation.choosing import Verified
@@ -20,6 +20,8 @@ class Row:
 
     Attributes:
         num_new: tokens so far; ``last``: the newest one's id.
+        is_decoding: servers have computed all tokens but the last.
+        is_own: its session is closed when it ends.
         stepping: the step of its session that servers compute.
         group: the rows whose steps were sent together with it.
     """
@@ -27,29 +29,32 @@ class Row:
     def __init__(
         self,
         cancel: Callable[[], None],
-        request: Request,
         choice: Choice,
         session: RemoteSession,
         listener: Listener,
         stop_ids: frozenset[int],
         max_new_tokens: int,
         guessing: Guessing | None,
+        *,
+        with_servers: bool = False,
+        has_begun: bool = False,
     ) -> None:
-        self._servers = Servers(()) if request.with_servers else None  # that the listener knows
+        """``has_begun``: elsewhere; the session has all tokens of the choice but the last."""
+        self._servers = Servers(()) if with_servers else None  # that the listener knows
         self.choice = choice
         self.session = session
         self.listener = listener
         self.num_new = 0
-        self.last = request.prompt[-1]
+        self.last = choice.token_ids[-1]
+        self.is_decoding, self.is_own = has_begun, not has_begun
         self.stepping: asyncio.Task[None] | None = None
         self.group: frozenset[Row] = frozenset()
-        self._prompt = request.prompt
         self._stop_ids = stop_ids
         self._max_new_tokens = max_new_tokens
         self.cancel = cancel
         self.guesses = Guesses.none()  # that the step under way verifies
         self._guessing = guessing
-        self._is_timed = self._has_begun = self._records = False
+        self._is_timed, self._has_begun, self._records = False, has_begun, has_begun
         self._sent = self.last  # the token that the step under way begins with
 
     def tell_servers(self) -> None:
@@ -61,8 +66,8 @@ class Row:
     @property
     def next_ids(self) -> torch.Tensor:
         """[1, new]: what its session gets next, or has got last."""
-        if not self.num_new:
-            return torch.tensor([self._prompt])
+        if not self.is_decoding:
+            return torch.tensor([self.choice.token_ids])
         last = torch.tensor([[self._sent]])
         return torch.cat([last, self.guesses.token_ids], 1) if self.guesses.length else last
 
@@ -95,6 +100,7 @@ class Row:
         """The token is the next one; returns why it was the last."""
         self.last = token.id
         self.num_new += 1
+        self.is_decoding = True
         self.choice.token_ids.append(token.id)
         if token.id in self._stop_ids:
             return "stop"

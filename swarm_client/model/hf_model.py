@@ -186,7 +186,9 @@ class RemoteModelMixin(PromptsMixin, LoraMixin, SpeculationMixin):
         if fresh:
             _require_exact(generation_config.cache_implementation)
             generation_config.cache_implementation = None  # of this call's own copy
-            model_kwargs[argument] = self.new_cache(max_cache_length + num_virtual)
+            # By itself a session is faster: 6 % of a token's time on one machine.
+            is_bundled = batch_size == 1 and self._shared_loop.expects_others()
+            model_kwargs[argument] = self.new_cache(max_cache_length + num_virtual, is_bundled=is_bundled)
         super()._prepare_cache_for_generation(  # type: ignore[misc]  # of GenerationMixin
             generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
         )

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from itertools import chain
+from typing import Any, Protocol
 
 import torch
 from transformers import GenerationConfig, LogitsProcessorList
-from transformers.generation.stopping_criteria import StoppingCriteriaList
+from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
@@ -52,6 +52,14 @@ def has_room(session: RemoteSession) -> bool:
     return session.num_sharing <= MOST_SHARING
 
 
+@dataclass(frozen=True)
+class Ends:
+    """How a text ends: with one of these tokens, or after so many more."""
+
+    stop_ids: frozenset[int]
+    most_tokens: int
+
+
 @dataclass
 class Text:
     """What has been written, and how the next token is chosen: as ``_sample`` of transformers does."""
@@ -77,6 +85,24 @@ class Text:
         self.is_over = bool(self.criteria(self.ids, None).all())
         return int(token), self.is_over
 
+    def ends(self) -> Ends | None:
+        """None: in other ways as well."""
+        lengths = [each.max_length for each in self.criteria if type(each) is MaxLengthCriteria]
+        stops = [each.eos_token_id.tolist() for each in self.criteria if type(each) is EosTokenCriteria]
+        if not lengths or len(lengths) + len(stops) < len(self.criteria) or self.ids.device.type != "cpu":
+            return None
+        return Ends(frozenset(chain.from_iterable(stops)), min(lengths) - self.ids.shape[1])
+
+
+class Company(Protocol):
+    """The other generations of a model that are under way."""
+
+    def is_alone(self) -> bool:
+        """Whether there is none."""
+
+    def take_over(self, model: Any, text: Text, ends: Ends, session: RemoteSession, guessing: Guessing) -> torch.Tensor:
+        """The whole text, [1, length]: the rest of it is computed together with theirs."""
+
 
 class SpeculativeGeneration:
     """One call of ``generate``."""
@@ -86,8 +112,18 @@ class SpeculativeGeneration:
         self._most_rows = MOST_POSITIONS
         self._row = 0  # of the session, which the text goes on from
 
-    def run(self, config: GenerationConfig, model_kwargs: dict[str, Any], is_alone: Callable[[], bool]) -> torch.Tensor:
+    def run(self, config: GenerationConfig, model_kwargs: dict[str, Any], company: Company) -> torch.Tensor:
         """The whole text, [1, length]."""
+        self._run_alone(config, model_kwargs, company)
+        ends = None if self._text.is_over else self._text.ends()
+        if ends is None:
+            return self._text.ids
+        if self._session.batch_size != 1:
+            self._session.reorder(torch.tensor([self._row]))
+        return company.take_over(self._model, self._text, ends, self._session, self._guessing)
+
+    def _run_alone(self, config: GenerationConfig, model_kwargs: dict[str, Any], company: Company) -> None:
+        """Until the text is over, or others have come with which it can be computed."""
         text, num_hidden = self._text, self._guessing.num_hidden
         with HeadInput(self._model, num_hidden > 0) as head_input:
             if num_hidden:
@@ -95,14 +131,15 @@ class SpeculativeGeneration:
             outputs = self._model._prefill(text.ids, config, model_kwargs, is_first_iteration=True)
             text.choose(outputs.logits[0, -1])
             if text.is_over:
-                return text.ids
+                return
+            can_join = text.ends() is not None and self._model.device.type == "cpu"
             model_kwargs = self._model._update_model_kwargs_for_generation(outputs, model_kwargs)
             self._guessing.begin(int(text.ids[0, -1]), head_input.of_row(0))
             self._session.record_past()
             try:
-                while not text.is_over:
+                while not text.is_over and (company.is_alone() or not can_join):
                     most = text.criteria.max_length - text.ids.shape[1] - 1 if text.criteria.max_length else 0
-                    alone = is_alone() and has_room(self._session)
+                    alone = company.is_alone() and has_room(self._session)
                     guesses = self._guessing.next(most, most_rows=self._most_rows, is_alone=alone)
                     outputs, guesses = self._pass(guesses, model_kwargs)
                     found = verify(guesses, outputs.logits, text.choose)
@@ -114,7 +151,6 @@ class SpeculativeGeneration:
                     )
             finally:
                 self._guessing.end()
-        return text.ids
 
     def _pass(self, guesses: Guesses, model_kwargs: dict[str, Any]) -> tuple[Any, Guesses]:
         """Through the servers; without guesses for other rows if there is no room for those."""
@@ -160,7 +196,7 @@ def speculative_sample(
     config: GenerationConfig,
     streamer: BaseStreamer | None,
     session: RemoteSession,
-    is_alone: Callable[[], bool],
+    company: Company,
     model_kwargs: dict[str, Any],
 ) -> torch.Tensor | GenerateDecoderOnlyOutput | None:
     """What ``_sample`` of transformers returns with these arguments; None if there are no guesses for them."""
@@ -171,7 +207,7 @@ def speculative_sample(
         return None
     text = Text(input_ids, processors, criteria, bool(config.do_sample), streamer)
     with model._optimize_model_for_decode():
-        ids = SpeculativeGeneration(model, text, session, guessing).run(config, model_kwargs, is_alone)
+        ids = SpeculativeGeneration(model, text, session, guessing).run(config, model_kwargs, company)
     if streamer is not None:
         streamer.end()
     if config.return_dict_in_generate:

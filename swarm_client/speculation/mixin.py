@@ -60,7 +60,7 @@ class SpeculationMixin:
                 generation_config,
                 streamer,
                 self._session_of(cache),
-                self._shared_loop.is_alone,
+                self._shared_loop,
                 model_kwargs,
             )
             if output is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -23,20 +24,22 @@ GREEDY = {"max_new_tokens": 8, "do_sample": False}
 
 
 class Gate(BaseStreamer):
-    """Holds up a generation at its prompt until it is opened. Keeps what it gets."""
+    """Holds up a generation until it is opened, at its prompt or after so many tokens. Keeps what it gets."""
 
-    def __init__(self) -> None:
+    def __init__(self, num_tokens: int = 0) -> None:
         self.arrived, self.opened = threading.Event(), threading.Event()
         self.got: list[list[int]] = []
-        self.ended = False
+        self.num_ends = 0
+        self._num_tokens = num_tokens
 
     def put(self, value: torch.Tensor) -> None:
         self.got.append(value.flatten().tolist())
-        self.arrived.set()
-        assert self.opened.wait(DEADLINE_S)
+        if len(self.got) > self._num_tokens:
+            self.arrived.set()
+            assert self.opened.wait(DEADLINE_S)
 
     def end(self) -> None:
-        self.ended = True
+        self.num_ends += 1
 
 
 @pytest.fixture(scope="module")
@@ -58,6 +61,20 @@ def submitted(monkeypatch) -> list[Request]:
 
     monkeypatch.setattr(GenerationLoop, "submit", spy)
     return requests
+
+
+@pytest.fixture
+def taken_over(monkeypatch) -> list[Any]:
+    """The texts that loops go on with."""
+    texts: list[Any] = []
+    take_over = GenerationLoop.take_over
+
+    def spy(self: GenerationLoop, text: Any, *others: Any) -> Generation:
+        texts.append(text)
+        return take_over(self, text, *others)
+
+    monkeypatch.setattr(GenerationLoop, "take_over", spy)
+    return texts
 
 
 @contextmanager
@@ -108,7 +125,7 @@ def test_a_streamer_gets_prompt_tokens_and_end(pair, submitted):
     with another_under_way(pair):
         output = pair.remote.generate(ids, streamer=stream, **GREEDY)
     assert stream.got == [ids[0].tolist(), *([token] for token in output[0, 4:].tolist())]
-    assert stream.ended and len(submitted) == 1
+    assert stream.num_ends == 1 and len(submitted) == 1
 
 
 class Favourite(LogitsProcessor):
@@ -153,6 +170,66 @@ def test_a_cache_of_ones_own_and_inference_mode(pair, submitted):
         with torch.inference_mode():
             assert torch.equal(pair.remote.generate(ids, **GREEDY), expected)
     assert len(submitted) == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "joins"),
+    [
+        ({}, True),
+        ({"do_sample": True, "temperature": 1.3, "top_k": 30}, True),
+        ({"repetition_penalty": 1.4}, True),
+        ({"eos_token_id": None}, True),
+        ({"return_dict_in_generate": True}, True),
+        ({"stopping_criteria": [lambda ids, _scores: torch.tensor([ids.shape[1] >= 11])]}, False),
+        ({"max_time": 600.0}, False),
+        ({"output_scores": True, "return_dict_in_generate": True}, False),
+    ],
+    ids=lambda value: next(iter(value), "greedy") if isinstance(value, dict) else "",
+)
+def test_one_that_has_begun_alone_goes_on_with_those_that_come(pair, taken_over, options: dict[str, Any], joins: bool):
+    ids = random_ids(1, 5, seed=3)
+    options = {**GREEDY, "max_new_tokens": 10, **options}
+    if "eos_token_id" in options:
+        options["eos_token_id"] = int(pair.whole.generate(ids, **GREEDY)[0, 5 + 4])
+    torch.manual_seed(1)
+    expected = pair.whole.generate(ids, **options)
+    torch.manual_seed(1)
+    first, cache = Gate(num_tokens=2), pair.remote.new_cache()
+    with ThreadPoolExecutor(1) as pool:
+        beginning = pool.submit(pair.remote.generate, ids, streamer=first, past_key_values=cache, **options)
+        assert first.arrived.wait(DEADLINE_S)
+        with another_under_way(pair):
+            first.opened.set()
+            output = beginning.result()
+    assert torch.equal(sequences(output), sequences(expected)) and type(output) is type(expected)
+    assert first.got == [ids[0].tolist(), *([token] for token in sequences(output)[0, 5:].tolist())]
+    assert first.num_ends == 1 and len(taken_over) == joins
+    assert cache.get_seq_length() == sequences(expected).shape[1] - 1
+    longer = torch.cat([sequences(output), random_ids(1, 2, seed=5)], 1)
+    again = pair.remote.generate(longer, past_key_values=cache, **GREEDY)
+    assert torch.equal(again, pair.whole.generate(longer, **GREEDY))
+    assert cache.session.stats.replayed_tokens == 0  # its session was still open
+
+
+def test_one_that_is_interrupted_among_others_leaves_its_cache_as_it_is(pair, taken_over):
+    class Interrupted(Gate):
+        def put(self, value: torch.Tensor) -> None:
+            super().put(value)
+            if len(self.got) > 5:
+                raise KeyboardInterrupt
+
+    ids, first = random_ids(1, 5, seed=3), Interrupted(num_tokens=2)
+    with ThreadPoolExecutor(1) as pool:
+        beginning = pool.submit(pair.remote.generate, ids, streamer=first, max_new_tokens=60)
+        assert first.arrived.wait(DEADLINE_S)
+        with another_under_way(pair):
+            first.opened.set()
+            with pytest.raises(KeyboardInterrupt):
+                beginning.result()
+    del beginning
+    assert len(taken_over) == 1
+    gc.collect()
+    pair.servers.wait_until_all_room_is_free()
 
 
 def sequences(output: Any) -> torch.Tensor:

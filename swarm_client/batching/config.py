@@ -1,0 +1,69 @@
+"""What a request of the generation loop says of how its tokens are chosen, checked."""
+
+from __future__ import annotations
+
+import copy
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers import GenerationConfig
+from transformers.generation.configuration_utils import GenerationMode
+
+from swarm_client.batching.request import Request
+from swarm_protocol.errors import RequestRejected
+
+if TYPE_CHECKING:
+    from swarm_client.model.hf_model import RemoteModelMixin
+
+_NOT_HERE = {  # other ways to end, or to choose, and the values with which they do nothing
+    "stop_strings": (None,),
+    "max_time": (None,),
+    "guidance_scale": (None, 1),
+    "watermarking_config": (None,),
+}
+
+
+def checked_config(model: RemoteModelMixin, request: Request) -> GenerationConfig:
+    """The request's config with the model's in place of what is not set, as ``generate`` prepares it.
+
+    Raises RequestRejected if the loop cannot do what it asks for.
+    """
+    stock: Any = model
+    if not request.prompt:
+        raise RequestRejected("the prompt is empty: expected at least one token")
+    config: Any = stock._prepare_generation_config(copy.deepcopy(request.config))[0]
+    if config.get_generation_mode() not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
+        raise RequestRejected("beams and assistants are not batched: expected greedy search or sampling")
+    if config.num_return_sequences not in (None, 1):
+        raise RequestRejected("num_return_sequences is not batched: submit one request for each")
+    for name, neutral in _NOT_HERE.items():
+        if getattr(config, name, None) not in neutral:
+            raise RequestRejected(f"{name} is not batched: call generate")
+    if config.max_new_tokens is None or config.max_new_tokens < 1:
+        raise RequestRejected(f"max_new_tokens is {config.max_new_tokens}: expected at least 1")
+    total, limit = len(request.prompt) + config.max_new_tokens, model.blocks.max_positions
+    if limit is not None and total > limit:
+        raise RequestRejected(
+            f"prompt and new tokens need {total} positions, but the model has {limit}: shorten the prompt or ask "
+            "for fewer new tokens"
+        )
+    vocabulary = stock.get_input_embeddings().num_embeddings
+    if not all(0 <= token_id < vocabulary for token_id in request.prompt):
+        raise RequestRejected(f"token ids must be from 0 to {vocabulary - 1}")
+    config.max_length = total
+    if config.min_new_tokens is not None:
+        config.min_length = len(request.prompt) + config.min_new_tokens
+    stock._prepare_special_tokens(config, True, device="cpu")
+    return config  # type: ignore[no-any-return]
+
+
+def generator_of(request: Request) -> torch.Generator:
+    """Of the random numbers that it is sampled with."""
+    if request.generator is not None:
+        return request.generator
+    generator = torch.Generator()
+    if request.seed is None:
+        generator.seed()
+    else:
+        generator.manual_seed(request.seed)
+    return generator
