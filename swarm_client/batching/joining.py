@@ -61,6 +61,12 @@ class SharedLoop:
         """Whether there is one generation at most."""
         return self._num_running <= 1
 
+    @staticmethod
+    def computes_for(model: Any) -> bool:
+        """Whether what a loop's thread computes for a model is what the calling thread would."""
+        is_plain = not model.training and model.prompts is None and not model.is_watched
+        return is_plain and model.device.type == "cpu" and not torch.is_autocast_enabled("cpu")
+
     def expects_others(self) -> bool:
         """Whether a generation that begins will probably not be alone: there were several just now."""
         return time.monotonic() - self._shared_s < _SOON_S
@@ -119,7 +125,7 @@ def _request(model: Any, arguments: Mapping[str, Any]) -> Request | None:
         return None
     if ids.dtype != torch.int64 or (mask is not None and not bool(mask.all())):
         return None
-    if model.training or model.prompts is not None or model.device.type != "cpu" or model.is_watched:
+    if not SharedLoop.computes_for(model):
         return None
     processors = given.pop("logits_processor", ())
     config, others = model._prepare_generation_config(given.pop("generation_config", None), **given)

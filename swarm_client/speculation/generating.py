@@ -100,6 +100,9 @@ class Company(Protocol):
     def is_alone(self) -> bool:
         """Whether there is none."""
 
+    def computes_for(self, model: Any) -> bool:
+        """Whether they are computed as a generation of the calling thread would be."""
+
     def take_over(self, model: Any, text: Text, ends: Ends, session: RemoteSession, guessing: Guessing) -> torch.Tensor:
         """The whole text, [1, length]: the rest of it is computed together with theirs."""
 
@@ -132,7 +135,7 @@ class SpeculativeGeneration:
             text.choose(outputs.logits[0, -1])
             if text.is_over:
                 return
-            can_join = text.ends() is not None and self._model.device.type == "cpu"
+            can_join = text.ends() is not None and company.computes_for(self._model)
             model_kwargs = self._model._update_model_kwargs_for_generation(outputs, model_kwargs)
             self._guessing.begin(int(text.ids[0, -1]), head_input.of_row(0))
             self._session.record_past()

@@ -211,6 +211,23 @@ def test_one_that_has_begun_alone_goes_on_with_those_that_come(pair, taken_over,
     assert cache.session.stats.replayed_tokens == 0  # its session was still open
 
 
+def test_whoever_computes_in_a_format_of_its_thread_stays_by_itself(pair, submitted, taken_over):
+    """``torch.autocast`` is of one thread, and not of the loop's."""
+    ids, first = random_ids(1, 5, seed=3), Gate(num_tokens=2)
+
+    def generate(**options: Any) -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return pair.remote.generate(ids, **options, **GREEDY)
+
+    with ThreadPoolExecutor(1) as pool:
+        beginning = pool.submit(generate, streamer=first)
+        assert first.arrived.wait(DEADLINE_S)
+        with another_under_way(pair):
+            first.opened.set()
+            assert torch.equal(generate(), beginning.result())
+    assert len(submitted) == 1 and taken_over == []  # the other one
+
+
 def test_one_that_is_interrupted_among_others_leaves_its_cache_as_it_is(pair, taken_over):
     class Interrupted(Gate):
         def put(self, value: torch.Tensor) -> None:
