@@ -23,6 +23,11 @@ _NOT_HERE = {  # other ways to end, or to choose, and the values with which they
 }
 
 
+def not_batched(config: GenerationConfig) -> str | None:
+    """The name of a setting that the loop does not know; None if there is none."""
+    return next((name for name, neutral in _NOT_HERE.items() if getattr(config, name, None) not in neutral), None)
+
+
 def checked_config(model: RemoteModelMixin, request: Request) -> GenerationConfig:
     """The request's config with the model's in place of what is not set, as ``generate`` prepares it.
 
@@ -36,9 +41,8 @@ def checked_config(model: RemoteModelMixin, request: Request) -> GenerationConfi
         raise RequestRejected("beams and assistants are not batched: expected greedy search or sampling")
     if config.num_return_sequences not in (None, 1):
         raise RequestRejected("num_return_sequences is not batched: submit one request for each")
-    for name, neutral in _NOT_HERE.items():
-        if getattr(config, name, None) not in neutral:
-            raise RequestRejected(f"{name} is not batched: call generate")
+    if (name := not_batched(config)) is not None:
+        raise RequestRejected(f"{name} is not batched: call generate")
     if config.max_new_tokens is None or config.max_new_tokens < 1:
         raise RequestRejected(f"max_new_tokens is {config.max_new_tokens}: expected at least 1")
     total, limit = len(request.prompt) + config.max_new_tokens, model.blocks.max_positions

@@ -1,4 +1,7 @@
-"""``generate`` in several threads: as soon as there are two, generations of a model go through one loop."""
+"""``generate`` in several threads: from the second on, generations of a model go through one loop.
+
+The first one goes on in it, if it is one that may guess: between two passes it looks whether there are others.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +14,10 @@ from math import inf
 from typing import TYPE_CHECKING, Any
 
 import torch
+from transformers import GenerationConfig
 from transformers.generation.streamers import BaseStreamer
 
+from swarm_client.batching.config import not_batched
 from swarm_client.batching.loop import GenerationLoop
 from swarm_client.batching.request import FinishReason, Generation, Request, Servers, Token
 from swarm_client.core.events import Event
@@ -24,6 +29,7 @@ if TYPE_CHECKING:
     from swarm_client.model.hf_model import RemoteModelMixin
 
 _SOON_S = 60.0
+_STOP_S = 10.0
 _NOT_IN_A_CONFIG = {"inputs", "input_ids", "attention_mask", "generation_config", "logits_processor"}
 
 
@@ -62,10 +68,11 @@ class SharedLoop:
         return self._num_running <= 1
 
     @staticmethod
-    def computes_for(model: Any) -> bool:
-        """Whether what a loop's thread computes for a model is what the calling thread would."""
+    def computes_for(model: Any, config: GenerationConfig) -> bool:
+        """Whether a loop's thread computes what the calling thread would."""
         is_plain = not model.training and model.prompts is None and not model.is_watched
-        return is_plain and model.device.type == "cpu" and not torch.is_autocast_enabled("cpu")
+        is_here = model.device.type == "cpu" and not torch.is_autocast_enabled("cpu")
+        return is_plain and is_here and not_batched(config) is None
 
     def expects_others(self) -> bool:
         """Whether a generation that begins will probably not be alone: there were several just now."""
@@ -97,8 +104,11 @@ class SharedLoop:
     def take_over(self, model: Any, text: Text, ends: Ends, session: RemoteSession, guessing: Guessing) -> torch.Tensor:
         """The whole text, [1, length], of a generation that has been alone so far. Raises SwarmError."""
         answer = _Answer()
-        generation = self._of(model).take_over(text, ends, session, guessing, answer)
-        new = answer.tokens(generation, text.streamer)
+        row = self._of(model).take_over(text, ends, session, guessing, answer)
+        try:
+            new = answer.tokens(row, text.streamer)
+        finally:
+            row.stopped.wait(_STOP_S)  # the caller may use the session at once
         return torch.cat([text.ids, torch.tensor([new], dtype=text.ids.dtype)], 1)
 
     def close(self) -> None:
@@ -125,11 +135,11 @@ def _request(model: Any, arguments: Mapping[str, Any]) -> Request | None:
         return None
     if ids.dtype != torch.int64 or (mask is not None and not bool(mask.all())):
         return None
-    if not SharedLoop.computes_for(model):
-        return None
     processors = given.pop("logits_processor", ())
     config, others = model._prepare_generation_config(given.pop("generation_config", None), **given)
-    if others or config.max_new_tokens is None or config.return_dict_in_generate or config.use_cache is False:
+    if others or not SharedLoop.computes_for(model, config):
+        return None
+    if config.max_new_tokens is None or config.return_dict_in_generate or config.use_cache is False:
         return None
     if config.cache_implementation is not None or config.token_healing:
         return None

@@ -9,7 +9,7 @@ import queue
 import threading
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from transformers import LogitsProcessorList
@@ -56,6 +56,7 @@ class _Stepped:
     hidden: torch.Tensor | BaseException
 
 
+_Ending = FinishReason | Exception | Literal["lost"]  # lost: nobody listens
 _Event = _New | _Cancelled | _Stepped | None  # None: the loop is to end
 
 
@@ -158,6 +159,7 @@ class GenerationLoop:
                 if None in events:
                     self._end(self._rows.copy(), RequestRejected("the generation loop was closed"))
                     return
+                del events, going_on  # and with them the sessions of those that have ended
 
     def _next_events(self) -> list[_Event]:
         """Waits for one, and for those that come close behind it, unless a whole group is there."""
@@ -202,11 +204,11 @@ class GenerationLoop:
         try:
             last_ids = torch.tensor([[row.last] for row in rows])
             logits = self._batched.logits(last_ids, torch.cat(hidden), [row.session for row in rows])
+            states = [self._head_input.of_row(number) for number in range(len(rows))]  # processors may call the model
             tokens = choose([row.choice for row in rows], logits.cpu())
         except Exception as error:  # whatever a family's own code raises; the other generations go on
             self._end(rows, error)
             return verified
-        states = [self._head_input.of_row(number) for number in range(len(rows))]
         going_on = [self._told(row, token) for row, token in zip(rows, tokens, strict=True)]
         for row, state, goes_on in zip(rows, states, going_on, strict=True):
             if goes_on:
@@ -216,39 +218,52 @@ class GenerationLoop:
     def _verified(self, row: Row, hidden: torch.Tensor) -> bool:
         """The same for one that has guesses, of which several may be right."""
 
+        ending: _Ending | None = None
+
         def choose_one(logits: torch.Tensor) -> tuple[int, bool]:
+            nonlocal ending
             token = choose([row.choice], logits[None].cpu())[0]
-            goes_on = self._told(row, token)
-            return (-1 if isinstance(token, Exception) else token.id), not goes_on
+            ending = self._taken(row, token)
+            return (-1 if isinstance(token, Exception) else token.id), ending is not None
 
         try:
             logits = self._batched.logits_of_all(row.next_ids, hidden, row.session)
         except Exception as error:  # as above
             self._end([row], error)
             return False
-        found = verify(row.guesses, logits, choose_one)
-        if row not in self._rows:
-            return False
-        row.session.crop(row.guesses.length - found.num_right)
         state = self._head_input.of_row(0)
+        found = verify(row.guesses, logits, choose_one)
+        row.session.crop(row.guesses.length - found.num_right)  # before anybody else has the session again
+        if ending is not None:
+            self._finish(row, ending)
+            return False
         row.confirm(found.token_ids, None if state is None else state[: len(found.token_ids)])
         return True
 
     def _told(self, row: Row, token: Token | Exception) -> bool:
         """Whether the generation goes on."""
+        ending = self._taken(row, token)
+        if ending is not None:
+            self._finish(row, ending)
+        return ending is None
+
+    def _taken(self, row: Row, token: Token | Exception) -> _Ending | None:
+        """The token is the next one, and its listener is told; why the generation ends, if it does."""
         if isinstance(token, Exception):
-            self._end([row], token)
-            return False
+            return token
         reason = row.take(token)
         try:
             row.listener.token(token)
         except Exception:  # who listens has gone, its event loop for instance
             _logger.debug("a generation has lost its listener", exc_info=True)
+            return "lost"
+        return reason
+
+    def _finish(self, row: Row, ending: _Ending) -> None:
+        if ending == "lost":
             self._forget([row])
-            return False
-        if reason is not None:
-            self._end([row], reason)
-        return reason is None
+        else:
+            self._end([row], ending)
 
     def _send(self, rows: Sequence[Row]) -> None:
         """The next step of each, into its session: those of one token together."""
@@ -311,9 +326,12 @@ class GenerationLoop:
 
 
 async def _stop(row: Row) -> None:
-    """Its room on servers is free, whatever they compute for it."""
-    if row.stepping is not None:
-        row.stepping.cancel()
-        await asyncio.gather(row.stepping, return_exceptions=True)
-    if row.is_own:
-        await row.session.close_on_loop()
+    """Its room on servers is free, whatever they compute for it; a session that others go on with is at rest."""
+    try:
+        if row.stepping is not None:
+            row.stepping.cancel()
+            await asyncio.gather(row.stepping, return_exceptions=True)
+        if row.is_own:
+            await row.session.close_on_loop()
+    finally:
+        row.stopped.set()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Callable
 
 import torch
@@ -24,6 +25,7 @@ class Row:
         is_own: its session is closed when it ends.
         stepping: the step of its session that servers compute.
         group: the rows whose steps were sent together with it.
+        stopped: set some time after it has ended, when nobody steps its session any more.
     """
 
     def __init__(
@@ -49,6 +51,7 @@ class Row:
         self.is_decoding, self.is_own = has_begun, not has_begun
         self.stepping: asyncio.Task[None] | None = None
         self.group: frozenset[Row] = frozenset()
+        self.stopped = threading.Event()
         self._stop_ids = stop_ids
         self._max_new_tokens = max_new_tokens
         self.cancel = cancel
@@ -107,6 +110,11 @@ class Row:
         return "length" if self.num_new == self._max_new_tokens else None
 
     def end(self) -> None:
-        """Nothing more is written."""
+        """Nothing more is written. What would keep its session for longer is let go."""
+        self.group, self.cancel = frozenset(), _do_nothing
         if self._guessing is not None:
             self._guessing.end()
+
+
+def _do_nothing() -> None:
+    pass

@@ -21,6 +21,7 @@ from swarm_client.speculation.speculation import Guessing, Speculation
 from swarm_protocol.errors import PeerBusy
 
 MOST_SHARING = 2  # sessions of a server, or none has guesses verified
+_FOLLOWS = {"attention_mask", "position_ids", "cache_position", "logits_to_keep", "use_cache"}  # from the text
 _IN_OUTPUT = ("output_scores", "output_logits", "output_attentions", "output_hidden_states")
 
 
@@ -45,6 +46,14 @@ def may_speculate(
         and not config.is_assistant
         and not any(getattr(config, name, None) for name in _IN_OUTPUT)
     )
+
+
+def _says_nothing_else(model_kwargs: dict[str, Any], cache_argument: str) -> bool:
+    """Whether all that a model is given besides a text's tokens follows from them: positions that are counted."""
+    given = {name for name, value in model_kwargs.items() if value is not None}
+    positions = model_kwargs.get("position_ids")
+    counts = positions is None or torch.equal(positions.cpu(), torch.arange(positions.shape[-1])[None])
+    return counts and given <= {*_FOLLOWS, cache_argument}
 
 
 def has_room(session: RemoteSession) -> bool:
@@ -100,7 +109,7 @@ class Company(Protocol):
     def is_alone(self) -> bool:
         """Whether there is none."""
 
-    def computes_for(self, model: Any) -> bool:
+    def computes_for(self, model: Any, config: GenerationConfig) -> bool:
         """Whether they are computed as a generation of the calling thread would be."""
 
     def take_over(self, model: Any, text: Text, ends: Ends, session: RemoteSession, guessing: Guessing) -> torch.Tensor:
@@ -131,11 +140,12 @@ class SpeculativeGeneration:
         with HeadInput(self._model, num_hidden > 0) as head_input:
             if num_hidden:
                 model_kwargs["logits_to_keep"] = num_hidden
+            is_plain = _says_nothing_else(model_kwargs, self._model._family.cache_argument)
             outputs = self._model._prefill(text.ids, config, model_kwargs, is_first_iteration=True)
             text.choose(outputs.logits[0, -1])
             if text.is_over:
                 return
-            can_join = text.ends() is not None and company.computes_for(self._model)
+            can_join = is_plain and text.ends() is not None and company.computes_for(self._model, config)
             model_kwargs = self._model._update_model_kwargs_for_generation(outputs, model_kwargs)
             self._guessing.begin(int(text.ids[0, -1]), head_input.of_row(0))
             self._session.record_past()
@@ -145,9 +155,10 @@ class SpeculativeGeneration:
                     alone = company.is_alone() and has_room(self._session)
                     guesses = self._guessing.next(most, most_rows=self._most_rows, is_alone=alone)
                     outputs, guesses = self._pass(guesses, model_kwargs)
+                    states = [head_input.of_row(row) for row in range(len(outputs.logits))]  # processors may call it
                     found = verify(guesses, outputs.logits, text.choose)
                     self._settle(found, guesses)
-                    hidden = head_input.of_row(found.row)
+                    hidden = states[found.row]
                     self._guessing.verified(found, None if hidden is None else hidden[: len(found.token_ids)])
                     model_kwargs = self._model._update_model_kwargs_for_generation(
                         outputs, model_kwargs, num_new_tokens=len(found.token_ids)

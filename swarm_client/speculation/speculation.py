@@ -70,7 +70,7 @@ class Speculation:
     def learn(self, policy: Policy) -> None:
         """What a generation that has ended has found out: the next one begins with it."""
         with self._lock:
-            self._acceptance, self._costs = policy.acceptance.of(1), policy.costs
+            self._acceptance, self._costs = policy.acceptance.of(1), copy.deepcopy(policy.costs)
 
 
 class Guessing:

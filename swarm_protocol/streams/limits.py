@@ -24,6 +24,9 @@ class Places:
     def num_taken(self) -> int:
         return self._taken.total()
 
+    def has_room(self, peer_id: str) -> bool:
+        return self.num_taken < self._most and self._taken[peer_id] < self._most_of_one
+
     @contextmanager
     def taken(self, peer_id: str) -> Iterator[None]:
         """Raises PeerBusy if there is none left."""

@@ -8,17 +8,17 @@ from collections.abc import Callable, MutableMapping
 
 from swarm_protocol.dht.records import short_id
 from swarm_protocol.errors import PeerBusy
-from swarm_protocol.net.ip_networks import parse_host
 from swarm_protocol.pb import tunnel_pb2 as pb
 from swarm_protocol.streams.frames import read_message, read_run, write_message
 from swarm_protocol.streams.limits import Places
 from swarm_protocol.streams.pipe import pipe
 from swarm_protocol.streams.streams import Stream, Streams
-from swarm_protocol.tunnel.punching import Hole, hole_towards
+from swarm_protocol.tunnel.punching import hole_beside, partner
 
 TUNNEL = "/swarm/tunnel/1"
 HELLO_TIMEOUT_S = 10.0
 _MOST, _MOST_OF_ONE = 512, 16  # tunnels; a client has two or three
+_MOST_PUNCHING, _MOST_PUNCHING_OF_ONE = 32, 8  # connections that are tried at a time; through one relay
 _logger = logging.getLogger(__name__)
 
 
@@ -38,6 +38,7 @@ class Acceptor:
         self._seen_by = seen_by
         self._origins = origins
         self._places = Places("tunnels", _MOST, _MOST_OF_ONE)
+        self._punching = Places("connections through routers", _MOST_PUNCHING, _MOST_PUNCHING_OF_ONE)
         self._direct: set[asyncio.Task[None]] = set()
 
     async def start(self) -> None:
@@ -51,24 +52,34 @@ class Acceptor:
         caller_host = request.caller_host if is_relayed else stream.host
         try:
             with self._places.taken(caller):
-                hole = hole_for(own_host or "", request) if is_relayed else None
-                if hole is None:
+                met = (
+                    partner(caller_host, request.port, stream.host) if is_relayed and caller_host != own_host else None
+                )
+                hole = hole_beside(stream.host) if met and self._punching.has_room(stream.peer_id) else None
+                if met is None or hole is None:
                     await self._pipe(stream, caller_host, is_asked=True)
                     return
-                with hole:
+                with hole, self._punching.taken(stream.peer_id):
                     await write_message(stream.writer, pb.Opened(host=own_host, port=hole.port))
                     await asyncio.wait_for(read_run(stream.reader), HELLO_TIMEOUT_S)
-                    direct = await hole.through(caller, caller_host, request.port)
+                    direct = await hole.through(caller, *met)
+                stream.close()
                 if direct is not None:
-                    _logger.info("%s is connected directly, through the routers of both", short_id(caller))
-                    piping = asyncio.ensure_future(self._pipe(direct, caller_host))
-                    self._direct.add(piping)  # nobody else holds on to it: the stream through the relay has ended
-                    piping.add_done_callback(self._direct.discard)
-                    await piping
+                    await self._pipe_direct(direct, caller_host)
         except PeerBusy as error:
             await write_message(stream.writer, pb.Opened(refusal=str(error)))
         except ConnectionRefusedError:
             await write_message(stream.writer, pb.Opened(refusal="the server is about to end"))
+
+    async def _pipe_direct(self, direct: Stream, caller_host: str) -> None:
+        _logger.info("%s is connected directly, through the routers of both", short_id(direct.peer_id))
+        piping = asyncio.ensure_future(self._pipe(direct, caller_host))
+        self._direct.add(piping)  # nobody else holds on to it: the stream through the relay has ended
+        piping.add_done_callback(self._direct.discard)
+        try:
+            await piping
+        finally:
+            direct.abort()
 
     async def _pipe(self, stream: Stream, caller_host: str, *, is_asked: bool = False) -> None:
         """``is_asked``: the caller waits for an answer."""
@@ -82,13 +93,3 @@ class Acceptor:
         finally:
             del self._origins[end]
             writer.close()
-
-
-def hole_for(own_host: str, request: pb.Open) -> Hole | None:
-    """If the caller wants one, and it may work: between two routers in the same network."""
-    own, other = parse_host(own_host), parse_host(request.caller_host)
-    if not 0 < request.port < 65536 or own is None or other is None or own == other:
-        return None
-    if (own.version, own.is_global) != (other.version, other.is_global):
-        return None
-    return hole_towards(request.caller_host)

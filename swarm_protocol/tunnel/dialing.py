@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, MutableMapping, Sequence
 from contextlib import suppress
 from math import inf
 
@@ -21,7 +21,7 @@ from swarm_protocol.streams.streams import Stream, Streams
 from swarm_protocol.tunnel.accepting import HELLO_TIMEOUT_S, TUNNEL
 from swarm_protocol.tunnel.circuit import Circuit, is_circuit
 from swarm_protocol.tunnel.members import Membership
-from swarm_protocol.tunnel.punching import PUNCH_S, hole_towards
+from swarm_protocol.tunnel.punching import PUNCH_S, hole_beside, partner
 from swarm_protocol.tunnel.relaying import RELAY
 from swarm_protocol.wire.printable import printable
 
@@ -44,6 +44,7 @@ class Dialer:
         self._streams = streams
         self._membership = membership or Membership()
         self._ports: dict[str, asyncio.Task[_TunnelPort]] = {}
+        self._not_before_s: dict[str, float] = {}  # by server: when routers may be tried again
 
     async def connect(
         self, address: str, fingerprint: bytes, options: Sequence[tuple[str, object]], timeout_s: float
@@ -73,7 +74,7 @@ class Dialer:
         except ValueError as error:
             raise PeerUnavailable(f"no server answers at {printable(address, 80)}: {error}") from None
         if address not in self._ports:
-            port = _TunnelPort(circuit, self._streams, self._membership)
+            port = _TunnelPort(circuit, self._streams, self._membership, self._not_before_s)
             self._ports[address] = asyncio.ensure_future(port.open())
         return await asyncio.shield(self._ports[address])
 
@@ -85,13 +86,16 @@ class _TunnelPort:
         failure: why the last tunnel could not be opened; empty if it could.
     """
 
-    def __init__(self, circuit: Circuit, streams: Streams, membership: Membership) -> None:
+    def __init__(
+        self, circuit: Circuit, streams: Streams, membership: Membership, not_before_s: MutableMapping[str, float]
+    ) -> None:
+        """``not_before_s``: by peer id of servers, when to try again to get through the routers."""
         self.circuit = circuit
         self.failure = ""
         self.number = 0
         self._streams, self._membership = streams, membership
         self._connections: set[asyncio.Task[None]] = set()
-        self._punching, self._punch_after_s = asyncio.Lock(), -inf
+        self._punching, self._not_before_s = asyncio.Lock(), not_before_s
 
     async def open(self) -> _TunnelPort:
         self._server = await asyncio.start_server(self._take, _LOCAL, 0)
@@ -125,11 +129,11 @@ class _TunnelPort:
         if not self.circuit.is_direct:
             async with self._punching:  # the next one knows whether it worked
                 now_s = asyncio.get_running_loop().time()
-                if now_s >= self._punch_after_s:
+                if now_s >= self._not_before_s.get(self.circuit.target, -inf):
                     stream = await open_punched(self._streams, self.circuit, self._membership)
                     if stream is not None:
                         return stream
-                    self._punch_after_s = now_s + _PUNCH_AGAIN_S
+                    self._not_before_s[self.circuit.target] = now_s + _PUNCH_AGAIN_S
         return await open_tunnel(self._streams, self.circuit, self._membership)
 
 
@@ -144,7 +148,7 @@ async def open_punched(streams: Streams, circuit: Circuit, membership: Membershi
     Raises PeerUnavailable.
     """
     stream = await _stream(streams, circuit)
-    hole = hole_towards(stream.host) if circuit.relay_id != streams.peer_id else None
+    hole = hole_beside(stream.host) if circuit.relay_id != streams.peer_id else None
     if hole is None:
         return (await _ask(stream, streams, circuit, membership))[0]
     with hole:
@@ -153,11 +157,13 @@ async def open_punched(streams: Streams, circuit: Circuit, membership: Membershi
         if not answer.port:
             return stream
         rtt_s = time.perf_counter() - start_s
+        met, direct = partner(answer.host, answer.port, stream.host), None
         try:
-            stream.writer.write(framed(b""))
-            await stream.writer.drain()
-            await asyncio.sleep(rtt_s / 2)  # the server begins when it hears this
-            direct = await hole.through(circuit.target, answer.host, answer.port)
+            if met is not None:
+                stream.writer.write(framed(b""))
+                await stream.writer.drain()
+                await asyncio.sleep(rtt_s / 2)  # the server begins when it hears this
+                direct = await hole.through(circuit.target, *met)
         except OSError as error:
             raise PeerUnavailable(f"the tunnel was not opened: {error}", circuit.target) from None
         finally:

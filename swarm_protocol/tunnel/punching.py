@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from contextlib import suppress
 
 from swarm_protocol.net.ip_networks import parse_host
 from swarm_protocol.streams.streams import Stream
@@ -46,6 +45,19 @@ class Hole:
 
         It is between the same two ports whichever of them made it, and so there is only one.
         """
+        try:
+            connection = await self._connection(host, port)
+            if connection is None:
+                return None
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            for name, value in _KEEPALIVE.items():
+                if hasattr(socket, name):
+                    connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+            return Stream(peer_id, host, *await asyncio.open_connection(sock=connection))
+        except OSError:  # whatever this machine has against it
+            return None
+
+    async def _connection(self, host: str, port: int) -> socket.socket | None:
         ways = [asyncio.ensure_future(way) for way in (self._taken(host, port), self._made(host, port))]
         try:
             await asyncio.wait(ways, timeout=PUNCH_S, return_when=asyncio.FIRST_COMPLETED)
@@ -54,19 +66,12 @@ class Hole:
             for way in ways:
                 way.cancel()
             await asyncio.gather(*ways, return_exceptions=True)
-        if not found:
-            return None
-        connection = found[0]
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        for name, value in _KEEPALIVE.items():
-            if hasattr(socket, name):
-                connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
-        return Stream(peer_id, host, *await asyncio.open_connection(sock=connection))
+        return found[0] if found else None
 
     async def _taken(self, host: str, port: int) -> socket.socket:
         while True:
             connection, address = await asyncio.get_running_loop().sock_accept(self._listener)
-            if (parse_host(address[0]), address[1]) == (parse_host(host), port):
+            if (str(parse_host(address[0])), address[1]) == (host, port):
                 return connection
             connection.close()  # of a stranger
 
@@ -96,11 +101,25 @@ class Hole:
         return bound
 
 
-def hole_towards(host: str) -> Hole | None:
-    """For a peer at such an IP address; None if it is on this machine, or no connection can be made that way."""
-    ip = parse_host(host)
-    if ip is None or ip.is_loopback or ip.is_multicast or ip.is_unspecified or ip.is_link_local:
+def hole_beside(relay_host: str) -> Hole | None:
+    """For the network in which a relay is; None if that is this machine, or no connection can be made that way."""
+    ip = parse_host(relay_host)
+    if ip is None or ip.is_loopback or not hasattr(socket, "SO_REUSEPORT"):
         return None
-    with suppress(OSError, AttributeError):  # of SO_REUSEPORT, which not all systems have
+    try:
         return Hole(socket.AF_INET if ip.version == 4 else socket.AF_INET6)
-    return None
+    except OSError:
+        return None
+
+
+def partner(host: str, port: int, relay_host: str) -> tuple[str, int] | None:
+    """IP address and port at which somebody says that a peer is; None if nobody is to be connected to there.
+
+    A peer can only be where the relay is to which both are connected: who is on the internet names nothing at home.
+    """
+    ip, relay = parse_host(host), parse_host(relay_host)
+    if ip is None or relay is None or (ip.version, ip.is_global) != (relay.version, relay.is_global):
+        return None
+    if ip.is_loopback or ip.is_link_local or ip.is_multicast or ip.is_unspecified or not 0 < port < 65536:
+        return None
+    return str(ip), port

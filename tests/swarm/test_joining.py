@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import threading
+import weakref
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -17,6 +18,7 @@ from transformers.generation.streamers import BaseStreamer
 from swarm_client import RequestRejected, SwarmError
 from swarm_client.batching.loop import GenerationLoop
 from swarm_client.batching.request import Generation, Listener, Request
+from tests.drafts import Always, KnowingDraft
 from tests.swarm.pair import Pair, random_ids, started
 from tests.swarm.waiting import DEADLINE_S, wait_for
 
@@ -182,6 +184,8 @@ def test_a_cache_of_ones_own_and_inference_mode(pair, submitted):
         ({"return_dict_in_generate": True}, True),
         ({"stopping_criteria": [lambda ids, _scores: torch.tensor([ids.shape[1] >= 11])]}, False),
         ({"max_time": 600.0}, False),
+        ({"guidance_scale": 1.5}, False),
+        ({"position_ids": torch.tensor([[0, 1, 2, 3, 5]])}, False),
         ({"output_scores": True, "return_dict_in_generate": True}, False),
     ],
     ids=lambda value: next(iter(value), "greedy") if isinstance(value, dict) else "",
@@ -205,10 +209,61 @@ def test_one_that_has_begun_alone_goes_on_with_those_that_come(pair, taken_over,
     assert first.got == [ids[0].tolist(), *([token] for token in sequences(output)[0, 5:].tolist())]
     assert first.num_ends == 1 and len(taken_over) == joins
     assert cache.get_seq_length() == sequences(expected).shape[1] - 1
+    if "position_ids" in options:
+        return
     longer = torch.cat([sequences(output), random_ids(1, 2, seed=5)], 1)
     again = pair.remote.generate(longer, past_key_values=cache, **GREEDY)
     assert torch.equal(again, pair.whole.generate(longer, **GREEDY))
     assert cache.session.stats.replayed_tokens == 0  # its session was still open
+
+
+def test_one_that_was_taken_over_gives_its_room_back_at_once(pair, monkeypatch):
+    """Nothing is left of its session, not even in cycles of references, which would be collected some time."""
+    ids, first = random_ids(1, 5, seed=3), Gate(num_tokens=2)
+    sessions: list[weakref.ref] = []
+    take_over = GenerationLoop.take_over
+
+    def spy(self: GenerationLoop, text: Any, ends: Any, session: Any, *others: Any) -> Generation:
+        sessions.append(weakref.ref(session))
+        return take_over(self, text, ends, session, *others)
+
+    monkeypatch.setattr(GenerationLoop, "take_over", spy)
+    monkeypatch.setattr(gc, "collect", lambda *_: 0)  # which servers call
+    gc.disable()
+    try:
+        with ThreadPoolExecutor(1) as pool:
+            beginning = pool.submit(pair.remote.generate, ids, streamer=first, **GREEDY)
+            assert first.arrived.wait(DEADLINE_S)
+            with another_under_way(pair):
+                first.opened.set()
+                beginning.result()
+        wait_for(lambda: [session() for session in sessions] == [None], "the session is gone")
+    finally:
+        gc.enable()
+
+
+def test_a_text_that_ends_among_guesses_leaves_none_of_them_in_its_session(pair, taken_over, monkeypatch):
+    """It is taken over, then alone in the loop, where it guesses again: rightly, and beyond its end."""
+    ids = random_ids(1, 5, seed=3)
+    greedy = pair.whole.generate(ids, max_new_tokens=20, do_sample=False)
+    options = {"max_new_tokens": 20, "do_sample": False, "eos_token_id": int(greedy[0, 5 + 4])}
+    expected = pair.whole.generate(ids, **options)
+    assert expected.shape[1] < greedy.shape[1]
+    monkeypatch.setattr(pair.remote, "speculation", Always(KnowingDraft([greedy[0].tolist()], 1.0), 1, 12))
+    first, second, cache = Gate(num_tokens=1), Gate(num_tokens=1), pair.remote.new_cache()
+    with ThreadPoolExecutor(2) as pool:
+        beginning = pool.submit(pair.remote.generate, ids, streamer=first, past_key_values=cache, **options)
+        assert first.arrived.wait(DEADLINE_S)
+        coming = pool.submit(pair.remote.generate, random_ids(1, 5, seed=99), streamer=second, **GREEDY)
+        assert second.arrived.wait(DEADLINE_S)
+        wait_for(lambda: not pair.remote._shared_loop._loop._rows, "all of the second is computed, though not read")
+        first.opened.set()
+        wait_for(lambda: taken_over, "the first goes on in the loop")
+        second.opened.set()
+        output = beginning.result()
+        coming.result()
+    assert torch.equal(output, expected)
+    assert cache.get_seq_length() == expected.shape[1] - 1
 
 
 def test_whoever_computes_in_a_format_of_its_thread_stays_by_itself(pair, submitted, taken_over):
@@ -245,7 +300,6 @@ def test_one_that_is_interrupted_among_others_leaves_its_cache_as_it_is(pair, ta
                 beginning.result()
     del beginning
     assert len(taken_over) == 1
-    gc.collect()
     pair.servers.wait_until_all_room_is_free()
 
 

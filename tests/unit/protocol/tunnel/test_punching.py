@@ -7,10 +7,8 @@ import socket
 
 import pytest
 
-from swarm_protocol.pb import tunnel_pb2 as pb
 from swarm_protocol.tunnel import punching
-from swarm_protocol.tunnel.accepting import hole_for
-from swarm_protocol.tunnel.punching import Hole, hole_towards
+from swarm_protocol.tunnel.punching import Hole, hole_beside, partner
 from tests.unit.support import run
 
 LOCAL = "127.0.0.1"
@@ -66,26 +64,41 @@ def test_without_a_peer_there_is_no_connection_and_the_port_is_free_again(monkey
     run(check())
 
 
-@pytest.mark.parametrize("host", ["", "router.example.org", "127.0.0.1", "::1", "0.0.0.0", "224.0.0.1", "169.254.0.1"])
-def test_towards_some_addresses_no_hole_is_made(host):
-    assert hole_towards(host) is None
+def test_what_this_machine_has_against_it_is_no_error():
+    async def check() -> None:
+        with Hole(socket.AF_INET) as hole:
+            assert await hole.through("peer", "2001:db8::1", 40000) is None  # another family than the hole's
+
+    run(check())
+
+
+@pytest.mark.parametrize("host", ["", "router.example.org", "127.0.0.1", "::1"])
+def test_beside_a_relay_on_this_machine_no_hole_is_made(host):
+    assert hole_beside(host) is None
 
 
 @pytest.mark.parametrize(
-    ("own", "other", "port", "is_made"),
+    ("host", "port", "relay", "is_met"),
     [
-        ("203.0.113.5", "203.0.113.6", 40000, True),
-        ("203.0.113.5", "203.0.113.6", 0, False),  # the caller wants a tunnel
-        ("203.0.113.5", "203.0.113.6", 70000, False),
-        ("203.0.113.5", "203.0.113.5", 40000, False),  # the same router
-        ("203.0.113.5", "8.8.8.8", 40000, False),  # one of them is in a network of its own
-        ("203.0.113.5", "2001:db8::1", 40000, False),
-        ("", "203.0.113.6", 40000, False),  # a relay that does not say
-        ("203.0.113.5", "nonsense", 40000, False),
+        ("8.8.8.8", 40000, "9.9.9.9", True),
+        ("::ffff:8.8.8.8", 40000, "9.9.9.9", True),
+        ("192.168.7.2", 40000, "192.168.7.1", True),  # all are in one network
+        ("8.8.8.8", 0, "9.9.9.9", False),
+        ("8.8.8.8", 65536, "9.9.9.9", False),
+        ("192.168.7.2", 40000, "9.9.9.9", False),  # a relay on the internet names something at home
+        ("8.8.8.8", 40000, "192.168.7.1", False),
+        ("2001:4860:4860::8888", 40000, "9.9.9.9", False),
+        ("127.0.0.1", 40000, "192.168.7.1", False),
+        ("0.0.0.0", 40000, "192.168.7.1", False),
+        ("169.254.169.254", 40000, "192.168.7.1", False),
+        ("224.0.0.1", 40000, "224.0.0.2", False),
+        ("router.example.org", 40000, "9.9.9.9", False),
+        ("8.8.8.8", 40000, "", False),
     ],
 )
-def test_when_a_server_agrees(own, other, port, is_made):
-    hole = hole_for(own, pb.Open(caller_host=other, port=port))
-    assert (hole is not None) == is_made
-    if hole is not None:
-        hole.close()
+def test_where_a_peer_may_be(host, port, relay, is_met):
+    assert (partner(host, port, relay) is not None) == is_met
+
+
+def test_a_partner_is_an_address_and_nothing_that_a_resolver_sees():
+    assert partner("[8.8.8.8%x.example.org]", 40000, "9.9.9.9") in (None, ("8.8.8.8", 40000))
