@@ -107,8 +107,12 @@ class SharedLoop:
         row = self._of(model).take_over(text, ends, session, guessing, answer)
         try:
             new = answer.tokens(row, text.streamer)
-        finally:
+        except BaseException:
             row.stopped.wait(_STOP_S)  # the caller may use the session at once
+            ahead = session.length - (text.ids.shape[1] + len(answer.ids) - 1)  # of what the caller has read
+            if ahead > 0:
+                session.crop(ahead)
+            raise
         return torch.cat([text.ids, torch.tensor([new], dtype=text.ids.dtype)], 1)
 
     def close(self) -> None:
@@ -152,6 +156,7 @@ class _Answer:
     """A listener whose tokens are read on the thread that has asked."""
 
     def __init__(self) -> None:
+        self.ids: list[int] = []  # that were read
         self._heard: queue.SimpleQueue[Token | FinishReason | BaseException] = queue.SimpleQueue()
 
     def token(self, token: Token) -> None:
@@ -165,10 +170,9 @@ class _Answer:
 
     def tokens(self, generation: Generation, streamer: BaseStreamer | None) -> list[int]:
         """Once all are there. Whatever interrupts it cancels the generation."""
-        ids: list[int] = []
         try:
             while isinstance(heard := self._heard.get(), Token):
-                ids.append(heard.id)
+                self.ids.append(heard.id)
                 if streamer is not None:
                     streamer.put(torch.tensor([heard.id]))
         except BaseException:
@@ -176,4 +180,4 @@ class _Answer:
             raise
         if isinstance(heard, BaseException):
             raise heard
-        return ids
+        return self.ids

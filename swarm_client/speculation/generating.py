@@ -156,8 +156,7 @@ class SpeculativeGeneration:
                     guesses = self._guessing.next(most, most_rows=self._most_rows, is_alone=alone)
                     outputs, guesses = self._pass(guesses, model_kwargs)
                     states = [head_input.of_row(row) for row in range(len(outputs.logits))]  # processors may call it
-                    found = verify(guesses, outputs.logits, text.choose)
-                    self._settle(found, guesses)
+                    found = self._verified(guesses, outputs.logits)
                     hidden = states[found.row]
                     self._guessing.verified(found, None if hidden is None else hidden[: len(found.token_ids)])
                     model_kwargs = self._model._update_model_kwargs_for_generation(
@@ -192,12 +191,26 @@ class SpeculativeGeneration:
             inputs["logits_to_keep"] = guesses.length + 1
         return self._model(**inputs, return_dict=True)
 
-    def _settle(self, found: Verified, guesses: Guesses) -> None:
-        """The session keeps what was right."""
+    def _verified(self, guesses: Guesses, logits: torch.Tensor) -> Verified:
+        """The session keeps what was right, also if a streamer or a processor raises something in the middle."""
+        text = self._text
+        length = text.ids.shape[1]
+        try:
+            found = verify(guesses, logits, text.choose)
+        except BaseException:
+            chosen = text.ids[0, length:].tolist()
+            told = torch.tensor(chosen[:-1], dtype=guesses.token_ids.dtype)
+            rows = (guesses.token_ids[:, : len(told)] == told).all(1).nonzero().flatten().tolist()
+            self._settle(Verified(chosen or [-1], rows[0] if rows else 0), guesses, is_last=True)
+            raise
+        self._settle(found, guesses, is_last=text.is_over)
+        return found
+
+    def _settle(self, found: Verified, guesses: Guesses, *, is_last: bool) -> None:
         self._row = found.row
         if guesses.length:
             self._session.crop(guesses.length - found.num_right)  # by 0 too: sliding windows forget what is settled
-        if self._text.is_over and guesses.num_rows > 1:
+        if is_last and guesses.num_rows > 1:
             self._session.reorder(torch.tensor([found.row]))  # as it would be without guesses
 
 

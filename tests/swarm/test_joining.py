@@ -7,12 +7,13 @@ import threading
 import weakref
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import pytest
 import torch
 from transformers import LogitsProcessor
+from transformers.cache_utils import Cache
 from transformers.generation.streamers import BaseStreamer
 
 from swarm_client import RequestRejected, SwarmError
@@ -283,24 +284,42 @@ def test_whoever_computes_in_a_format_of_its_thread_stays_by_itself(pair, submit
     assert len(submitted) == 1 and taken_over == []  # the other one
 
 
-def test_one_that_is_interrupted_among_others_leaves_its_cache_as_it_is(pair, taken_over):
-    class Interrupted(Gate):
-        def put(self, value: torch.Tensor) -> None:
-            super().put(value)
-            if len(self.got) > 5:
-                raise KeyboardInterrupt
+class Interrupted(Gate):
+    """Raises at its sixth token, when the cache has as many positions."""
 
-    ids, first = random_ids(1, 5, seed=3), Interrupted(num_tokens=2)
-    with ThreadPoolExecutor(1) as pool:
-        beginning = pool.submit(pair.remote.generate, ids, streamer=first, max_new_tokens=60)
-        assert first.arrived.wait(DEADLINE_S)
-        with another_under_way(pair):
-            first.opened.set()
-            with pytest.raises(KeyboardInterrupt):
-                beginning.result()
-    del beginning
-    assert len(taken_over) == 1
-    pair.servers.wait_until_all_room_is_free()
+    def __init__(self, cache: Cache, at_length: int) -> None:
+        super().__init__(num_tokens=1)
+        self._cache, self._at_length = cache, at_length
+
+    def put(self, value: torch.Tensor) -> None:
+        super().put(value)
+        if len(self.got) > 6:
+            wait_for(lambda: self._cache.get_seq_length() >= self._at_length, "the loop is ahead of its listener")
+            raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("size", [(1, 0), (1, 12), (3, 8)], ids=["without-guesses", "guesses", "rows-of-guesses"])
+@pytest.mark.parametrize("has_company", [False, True], ids=["alone", "among-others"])
+def test_after_an_interruption_a_cache_is_where_the_text_is(pair, taken_over, monkeypatch, size, has_company):
+    ids = random_ids(1, 5, seed=3)
+    whole = pair.whole.generate(ids, max_new_tokens=40, do_sample=False)
+    monkeypatch.setattr(pair.remote, "speculation", Always(KnowingDraft([whole[0].tolist()], 1.0), *size))
+    cache = pair.remote.new_cache()
+    first = Interrupted(cache, 5 + 9 if has_company else 0)
+    options = {"max_new_tokens": 40, "do_sample": False, "past_key_values": cache}
+    with ThreadPoolExecutor(1) as pool, another_under_way(pair) if has_company else nullcontext():
+        beginning = pool.submit(pair.remote.generate, ids, streamer=first, **options)
+        assert has_company or first.arrived.wait(DEADLINE_S)
+        first.opened.set()
+        with pytest.raises(KeyboardInterrupt):
+            beginning.result()
+    written = torch.tensor([[*first.got[0], *(token for got in first.got[1:] for token in got)]])
+    assert torch.equal(written, whole[:, : 5 + 6]) and len(taken_over) == has_company
+    assert cache.get_seq_length() == written.shape[1] - 1
+    monkeypatch.undo()
+    longer = torch.cat([written, random_ids(1, 2, seed=5)], 1)
+    again = pair.remote.generate(longer, past_key_values=cache, **GREEDY)
+    assert torch.equal(again, pair.whole.generate(longer, **GREEDY))
 
 
 def sequences(output: Any) -> torch.Tensor:
