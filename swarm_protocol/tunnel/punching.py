@@ -14,7 +14,7 @@ import socket
 from swarm_protocol.net.ip_networks import parse_host
 from swarm_protocol.streams.streams import Stream
 
-PUNCH_S = 2.5  # what is lost on the way is sent again after one second
+PUNCH_S = 3.5  # what is lost on the way is sent again after one second, and after three
 _AGAIN_S = 0.1
 # Routers forget connections on which nothing passes; TCP's own signs of life are no traffic of either program.
 _KEEPALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}
