@@ -51,6 +51,11 @@ class Plan:
     def is_kept(self) -> bool:
         return any(source.is_kept for source in self.sources)
 
+    def is_of_now(self, newest: Moment) -> bool:
+        """Whether the run, in which somebody is at ``newest``, is there: no checkpoint, nor peers that are behind."""
+        behind = newest.step - self.moment.step
+        return not self.is_kept and self.moment.rollbacks == newest.rollbacks and behind <= 1
+
 
 async def collect(
     file: RunFile,
@@ -78,9 +83,12 @@ async def collect(
     newest, attempt, is_last = _newest(stages), 0, False
     while not is_last:
         attempt += 1
-        # Records of a run that stands still may be old at first: a checkpoint, older than what peers have, comes last.
-        is_last = attempt >= (_TRIES_AT_REST if step is None and _newest(stages) == newest else _TRIES)
-        for plan in (each for each in plans(stages, step) if step is not None or is_last or not each.is_kept):
+        now = _newest(stages)
+        # Records of a run that stands still may be old at first: what is older than the newest of them comes last, a
+        # checkpoint as well as peers that were cut off.
+        is_last = attempt >= (_TRIES_AT_REST if step is None and now == newest else _TRIES)
+        all_plans = plans(stages, step)
+        for plan in (each for each in all_plans if step is not None or is_last or (now and each.is_of_now(now))):
 
             def fetch(own: TrainedState, source: Source, moment: Moment = plan.moment) -> bytes:
                 return asyncio.run_coroutine_threadsafe(_fetched(network, source, own, moment), loop).result()
@@ -113,14 +121,15 @@ def require_new(directory: Path) -> None:
 
 
 def plans(stages: Sequence[Sequence[Progress]], step: int | None = None) -> list[Plan]:
-    """The ways to get all stages of one step, the best first: what peers have now, then checkpoints, newest first."""
+    """The ways to get all stages of one step, newest first; what peers have now comes before checkpoints of it."""
     life = max((peer.rollbacks for stage in stages for peer in stage), default=0)
     now = [[(peer.moment, Source(peer, peer.state_digest, False)) for peer in stage] for stage in stages]
     kept = [
         [(Moment(life, peer.kept.step), Source(peer, peer.kept.state_digest, True)) for peer in stage if peer.kept]
         for stage in stages
     ]
-    return [plan for offers in (now, kept) for plan in _plans(offers) if step in (None, plan.moment.step)]
+    found = [plan for offers in (now, kept) for plan in _plans(offers) if step in (None, plan.moment.step)]
+    return sorted(found, key=lambda plan: plan.moment, reverse=True)
 
 
 def _plans(offers: Sequence[Iterable[tuple[Moment, Source]]]) -> list[Plan]:
@@ -131,9 +140,7 @@ def _plans(offers: Sequence[Iterable[tuple[Moment, Source]]]) -> list[Plan]:
             if source.peer.is_reachable:
                 by_moment[-1][moment].append(source)
     common = set.intersection(*map(set, by_moment)) if by_moment else set()
-    return [
-        Plan(moment, tuple(_usual(stage[moment]) for stage in by_moment)) for moment in sorted(common, reverse=True)
-    ]
+    return [Plan(moment, tuple(_usual(stage[moment]) for stage in by_moment)) for moment in common]
 
 
 def _usual(sources: Sequence[Source]) -> Source:

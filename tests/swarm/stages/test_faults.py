@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import signal
 import time
@@ -97,6 +98,8 @@ def test_a_network_that_is_cut_for_a_while(tmp_path: Path, near: tuple[int, ...]
         wait_for(lambda: time.monotonic() > until_s, "the cut is longer than anybody waits for an answer")
         network.mend("far")
         trainer.reach(steps, LIMIT_S)
+        exports = (peers.export(tmp_path / f"export-{number}") for number in itertools.count())
+        wait_for(lambda: next(exports).endswith(f"after step {steps}"), "both sides know of each other again")
         require_trained_as_one(peers, tmp_path, steps)
 
 
@@ -107,7 +110,9 @@ def test_a_joiner_works_in_the_next_step(tmp_path: Path) -> None:
         peers.join(1)
         trainer = peers.trainer(steps)
         trainer.reach(2)
+        trainer.signal(signal.SIGSTOP)  # or all steps may be over before it has joined
         (joiner,) = peers.join(1)
+        trainer.signal(signal.SIGCONT)
         wait_for(lambda: len(joiner.steps) >= 2, "two steps of the joiner")
         worked = [int(re.match(r"step \d+: (\d+) of", line)[1]) for line in joiner.lines if line.startswith("step ")]
         assert any(worked[:2]), joiner.lines  # it may have come near the end of the first

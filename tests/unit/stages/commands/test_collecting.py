@@ -43,6 +43,11 @@ def test_what_all_stages_have_now_comes_before_their_checkpoints() -> None:
     assert steps(first, last, step=6) == []
 
 
+def test_peers_that_were_cut_off_come_after_newer_checkpoints() -> None:
+    first, last = [peer("a", 9, kept=8), peer("x", 3)], [peer("b", 8, kept=8), peer("y", 3)]
+    assert steps(first, last) == [(8, True), (3, False)]
+
+
 def test_stages_at_different_steps_have_checkpoints_in_common_or_nothing() -> None:
     assert steps([peer("a", 8, kept=4), peer("b", 8, kept=6)], [peer("c", 7, kept=6)]) == [(6, True)]
     assert steps([peer("a", 8, kept=4)], [peer("c", 7, kept=6)]) == []
@@ -100,7 +105,8 @@ def test_a_run_at_rest_is_waited_for_before_an_older_checkpoint_is_taken(
     def records() -> list[list[Progress]]:
         look = next(looks)
         first = 8 + look if goes_on else 8
-        return [[peer("a", first, kept=4)], [peer("b", 8 if look >= 10 else 7, kept=4)]]
+        behind = [peer("x", 3), peer("y", 3)]  # which were cut off and do not know yet
+        return [[peer("a", first, kept=4), behind[0]], [peer("b", 8 if look >= 10 else 7, kept=4), behind[1]]]
 
     async def no_pause(_seconds: float) -> None:
         pass
