@@ -88,7 +88,7 @@ def test_bytes_go_both_ways_and_one_direction_may_end_before_the_other():
     async def check() -> None:
         async with three() as net:
             reservation = await reserve(net.streams["server"], net.relay_address, NOBODY, KEEPALIVE_S)
-            port = await _TunnelPort(net.circuit, net.streams["client"], NOBODY).open()
+            port = await _TunnelPort(net.circuit, net.streams["client"], NOBODY, {}).open()
             data = os.urandom(3_000_000)
             reader, writer = await asyncio.open_connection("127.0.0.1", port.number)
             assert await reader.readexactly(5) == b"hello"
