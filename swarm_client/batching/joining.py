@@ -28,8 +28,8 @@ from swarm_client.speculation.speculation import Guessing
 if TYPE_CHECKING:
     from swarm_client.model.hf_model import RemoteModelMixin
 
-_SOON_S = 60.0
-_STOP_S = 10.0
+_SOON_S = 60.0  # after there were several, there may be several again
+_STOP_S = 10.0  # that a step which is given up takes to end, at most
 _NOT_IN_A_CONFIG = {"inputs", "input_ids", "attention_mask", "generation_config", "logits_processor"}
 
 

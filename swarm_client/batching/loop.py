@@ -172,8 +172,7 @@ class GenerationLoop:
     def _is_group(self, events: Sequence[_Event]) -> bool:
         """Whether these are all that were sent together, and no fewer than a group of all rows has."""
         rows = {event.row for event in events if isinstance(event, _Stepped)}
-        num_hops = max((len(row.session.hops) for row in rows), default=0)
-        return len(rows) * num_hops >= len(self._rows) and all(row.group <= rows for row in rows)
+        return len(rows) * _num_hops(rows) >= len(self._rows) and all(row.group <= rows for row in rows)
 
     def _joined(self, events: Iterable[_Event]) -> list[Row]:
         """Those that are new; who has been cancelled is gone."""
@@ -270,8 +269,7 @@ class GenerationLoop:
         decoding = [row for row in rows if row.is_decoding]
         for row in decoding:
             row.guess(is_alone=len(self._rows) == 1 and has_room(row.session))
-        num_hops = max((len(row.session.hops) for row in decoding), default=0)
-        groups = groups_of(decoding, len(self._rows), num_hops)
+        groups = groups_of(decoding, len(self._rows), _num_hops(decoding))
         started = []
         for group in [*groups, *([row] for row in rows if not row.is_decoding)]:
             try:
@@ -280,8 +278,9 @@ class GenerationLoop:
             except Exception as error:  # as above
                 self._end(group, error)
                 continue
+            together = frozenset(group)
             for row in group:
-                row.group = frozenset(group)
+                row.group = together
             started.append(list(zip(group, inputs, strict=True)))
         if started:
             background.submit(self._start(started))
@@ -323,6 +322,11 @@ class GenerationLoop:
         except Exception as error:  # a SwarmError, or a mistake that the log tells; who waits must hear of it
             hidden = error
         self._inbox.put(_Stepped(row, hidden))
+
+
+def _num_hops(rows: Iterable[Row]) -> int:
+    """Of the longest chain."""
+    return max((len(row.session.hops) for row in rows), default=0)
 
 
 async def _stop(row: Row) -> None:

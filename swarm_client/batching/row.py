@@ -21,7 +21,6 @@ class Row:
 
     Attributes:
         num_new: tokens so far; ``last``: the newest one's id.
-        is_decoding: servers have computed all tokens but the last.
         is_own: its session is closed when it ends.
         stepping: the step of its session that servers compute.
         group: the rows whose steps were sent together with it.
@@ -48,7 +47,7 @@ class Row:
         self.listener = listener
         self.num_new = 0
         self.last = choice.token_ids[-1]
-        self.is_decoding, self.is_own = has_begun, not has_begun
+        self.is_own = not has_begun
         self.stepping: asyncio.Task[None] | None = None
         self.group: frozenset[Row] = frozenset()
         self.stopped = threading.Event()
@@ -65,6 +64,11 @@ class Row:
         if self._servers is not None and self._servers.hops != self.session.hops:
             self._servers = Servers(self.session.hops)
             self.listener.happened(self._servers)
+
+    @property
+    def is_decoding(self) -> bool:
+        """Whether servers have computed all tokens but the last."""
+        return self.num_new > 0 or not self.is_own
 
     @property
     def next_ids(self) -> torch.Tensor:
@@ -103,7 +107,6 @@ class Row:
         """The token is the next one; returns why it was the last."""
         self.last = token.id
         self.num_new += 1
-        self.is_decoding = True
         self.choice.token_ids.append(token.id)
         if token.id in self._stop_ids:
             return "stop"

@@ -52,10 +52,9 @@ class Acceptor:
         caller_host = request.caller_host if is_relayed else stream.host
         try:
             with self._places.taken(caller):
-                met = (
-                    partner(caller_host, request.port, stream.host) if is_relayed and caller_host != own_host else None
-                )
-                hole = hole_beside(stream.host) if met and self._punching.has_room(stream.peer_id) else None
+                may_punch = is_relayed and caller_host != own_host and self._punching.has_room(stream.peer_id)
+                met = partner(caller_host, request.port, stream.host) if may_punch else None
+                hole = hole_beside(stream.host) if met is not None else None
                 if met is None or hole is None:
                     await self._pipe(stream, caller_host, is_asked=True)
                     return

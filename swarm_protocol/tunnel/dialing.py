@@ -139,7 +139,9 @@ class _TunnelPort:
 
 async def open_tunnel(streams: Streams, circuit: Circuit, membership: Membership) -> Stream:
     """A stream that leads to the server's gRPC port. Raises PeerUnavailable."""
-    return (await _ask(await _stream(streams, circuit), streams, circuit, membership))[0]
+    stream = await _stream(streams, circuit)
+    await _ask(stream, streams, circuit, membership)
+    return stream
 
 
 async def open_punched(streams: Streams, circuit: Circuit, membership: Membership) -> Stream | None:
@@ -150,10 +152,11 @@ async def open_punched(streams: Streams, circuit: Circuit, membership: Membershi
     stream = await _stream(streams, circuit)
     hole = hole_beside(stream.host) if circuit.relay_id != streams.peer_id else None
     if hole is None:
-        return (await _ask(stream, streams, circuit, membership))[0]
+        await _ask(stream, streams, circuit, membership)
+        return stream
     with hole:
         start_s = time.perf_counter()
-        stream, answer = await _ask(stream, streams, circuit, membership, hole.port)
+        answer = await _ask(stream, streams, circuit, membership, hole.port)
         if not answer.port:
             return stream
         rtt_s = time.perf_counter() - start_s
@@ -179,10 +182,11 @@ async def _stream(streams: Streams, circuit: Circuit) -> Stream:
     return await streams.open(circuit.relay, TUNNEL if circuit.is_direct else RELAY)
 
 
-async def _ask(
-    stream: Stream, streams: Streams, circuit: Circuit, membership: Membership, port: int = 0
-) -> tuple[Stream, pb.Opened]:
-    """The stream is closed if the answer is no. Raises PeerUnavailable."""
+async def _ask(stream: Stream, streams: Streams, circuit: Circuit, membership: Membership, port: int = 0) -> pb.Opened:
+    """What the server says to a tunnel, or to a connection from ``port``; the stream is closed if it is no.
+
+    Raises PeerUnavailable.
+    """
     try:
         member = pb.Member() if circuit.is_direct else membership.shown(streams.peer_id, circuit.relay_id)
         await write_message(stream.writer, pb.Open(target=circuit.target, member=member, port=port))
@@ -196,7 +200,7 @@ async def _ask(
     if answer.refusal:
         stream.close()
         raise PeerUnavailable(answer.refusal, circuit.target)
-    return stream, answer
+    return answer
 
 
 async def first_reached(
