@@ -35,7 +35,8 @@ class View:
         own: its own record.
         others: those it has heard of lately that are part of the run, and not just joining.
         silent: those it has not heard of for a moment.
-        gone: ids of those that have left, have not joined yet or stand aside, or whose process has evidently ended.
+        gone: ids of those that have left, have not joined yet, stand aside or have been banned for a while, or whose
+            process has evidently ended.
     """
 
     own: Progress

@@ -60,7 +60,7 @@ class ProgressTable:
         self._entries: dict[str, _Entry] = {}
         self._gone: dict[str, int] = {}  # the version with which a peer was last seen to be gone
         self._suspects: dict[str, int] = {}
-        self._banned: frozenset[str] = frozenset()
+        self._banned: dict[str, float] = {}  # since when
         self._known: set[bytes] = set()  # the bytes of all entries, whose signatures need not be checked again
         self._digests: dict[str, deque[Progress]] = {}  # of the last steps, by peer
         self.counter = self.urgent = 0
@@ -106,7 +106,7 @@ class ProgressTable:
 
     def majority_digest(self, moment: Moment) -> bytes | None:
         """The state that most others had at a moment, those too that have gone on since; None if nobody has said it."""
-        others = self._digests.keys() - {self._own_id} - self._banned
+        others = self._digests.keys() - {self._own_id} - self._banned.keys()
         records = (record for peer in others for record in self._digests[peer])
         return majority_digest(record for record in records if record.moment == moment)
 
@@ -121,7 +121,7 @@ class ProgressTable:
     def since(self, counter: int, but_of: str) -> list[pb.SignedProgress]:
         """Records that have come later than that."""
         news = [entry for entry in self._entries.values() if entry.counter > counter]
-        return [entry.signed for entry in news if entry.record.peer_id not in self._banned | {but_of}]
+        return [entry.signed for entry in news if entry.record.peer_id not in {but_of, *self._banned}]
 
     async def changed_since(self, counter: int, timeout_s: float, gather_s: float = 0.0) -> None:
         """Returns once there are later records than that, or after that time. If nobody waits for the first of them,
@@ -146,19 +146,20 @@ class ProgressTable:
         return [
             entry.record
             for peer_id, entry in self._entries.items()
-            if peer_id not in self._banned | {self._own_id}
+            if peer_id not in {self._own_id, *self._banned}
             and not self._has_ended(entry)
             and entry.record.state in states
             and self._is_heard(entry, now)
         ]
 
-    def ban(self, peer_ids: frozenset[str]) -> None:
-        """These, and no others, are left out of views until they leave.
+    def ban(self, peer_ids: Collection[str], now: float) -> None:
+        """These, and no others, are left out of views.
 
-        They are not *gone*: of a roster they count until the next step, since one who has not heard of the ban yet may
-        still vote together with them.
+        For as long as silence is suffered they are not *gone* unless they leave: one who has not heard of the ban yet
+        may still vote together with them. Then they are: who is heard of has heard of the ban, who is not counts as
+        silent, and a run does not wait for the vote of somebody whom it does not ask.
         """
-        self._banned = peer_ids
+        self._banned = {peer_id: self._banned.get(peer_id, now) for peer_id in peer_ids}
 
     def suspect(self, peer_id: str) -> None:
         """It does not answer; it counts as silent until it is heard of again."""
@@ -171,7 +172,9 @@ class ProgressTable:
             self._gone[peer_id] = self._entries[peer_id].record.version
 
     def view(self, own: Progress, now: float) -> View:
-        others, silent, gone = [], [], set()
+        others, silent = [], []
+        banned_long = (peer_id for peer_id, since_s in self._banned.items() if now - since_s > self._silence_s)
+        gone = set(banned_long) - {self._own_id}
         for peer_id, entry in self._entries.items():
             if peer_id == self._own_id:
                 continue

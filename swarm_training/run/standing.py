@@ -36,7 +36,7 @@ class Standing:
 
     def view(self) -> View:
         self._adopt()
-        self.table.ban(self.banned())
+        self.table.ban(self.banned(), now())
         return self.table.view(self.own, now())
 
     def exclude(self, peer_id: str) -> None:

@@ -88,12 +88,13 @@ def member(path: str) -> dict[str, Any]:
 
 
 def strike(moment: str, at_step: int, name: str) -> None:
-    """Has the process send itself a signal at that moment."""
+    """Has the process send itself a signal at that moment, once: of several calls that wait then the others go on."""
     kind, method = MOMENTS[moment]
     original = getattr(kind, method)
+    strikes = iter([True])
 
     def struck(*args: Any, **options: Any) -> Any:
-        if run is not None and run.num_steps == at_step:
+        if run is not None and run.num_steps == at_step and next(strikes, False):
             say("struck", moment=moment)
             os.kill(os.getpid(), getattr(signal, name))
         return original(*args, **options)

@@ -92,15 +92,17 @@ def test_a_ban_is_found_when_it_comes_and_gone_when_it_expires() -> None:
     assert known.banned() == frozenset()
 
 
-def test_who_is_banned_is_neither_there_nor_gone_until_it_leaves() -> None:
+def test_who_is_banned_is_neither_there_nor_gone_until_it_leaves_or_all_have_heard() -> None:
     """It still counts in the roster: who has not heard of the ban may vote together with it."""
     known, own, peer_id = table(), record(0), identity(1).peer_id
     known.add(signed(version=5, state_digest=b"theirs", step=1), 0.0)
-    known.ban(frozenset({peer_id}))
-    view = known.view(own, 0.0)
+    known.ban({peer_id}, 0.0)
+    known.ban({peer_id}, 4.0)
+    view = known.view(own, 4.0)
     assert (view.others, view.silent, view.gone) == ((), (), frozenset())
     assert known.since(0, "nobody") == [] and known.majority_digest(Moment(0, 1)) is None
-    known.add(signed(version=6, state=LEFT), 0.0)
-    assert known.view(own, 0.0).gone == {peer_id}
-    known.ban(frozenset())
+    assert known.view(own, 4.1).gone == {peer_id}
+    known.add(signed(version=6, state=LEFT), 4.0)
+    assert known.view(own, 4.0).gone == {peer_id}
+    known.ban((), 4.0)
     assert known.majority_digest(Moment(0, 1)) == b"theirs"

@@ -56,21 +56,27 @@ async def trained(
     audit_share: float,
     *,
     later: bool = False,
+    founds: bool = False,
     **lie: Any,
 ) -> AsyncIterator[tuple[WholeRun, RunningPeer | None, asyncio.Task[None], list[StepReport]]]:
     """A run of so many peers per stage, one of them a liar, and its trainer. ``later``: it lies while there are
-    micro-batches in its sums, and not before."""
+    micro-batches in its sums, and not before. ``founds``: it is the founder of its stage, who alone decides about the
+    first step."""
     async with asyncio.timeout(LIMIT_S), WholeRun.running(len(per_stage), 0) as run:
         liar = None
         for index, count in enumerate(per_stage):
             for number in range(count):
-                if (index, number) != (liar_at, 1):
+                if (index, number) != (liar_at, 0 if founds else 1):
                     await run.join(index)
-                    continue
-                made: list[LyingStage] = []
-                liar = await run.join(index, lambda stage, made=made: made.append(LyingStage(stage, **lie)) or made[0])
-                if later:
-                    made[0].lies = lambda counting=liar.life._counting: bool(counting.done)
+                else:
+                    made: list[LyingStage] = []
+                    liar = await run.join(
+                        index, lambda stage, made=made: made.append(LyingStage(stage, **lie)) or made[0]
+                    )
+                    if later:
+                        made[0].lies = lambda counting=liar.life._counting: bool(counting.done)
+                if not number:
+                    await run.until(lambda: run.peers[-1].moment is not None)
         await run.until(lambda: all(peer.moment is not None for peer in run.peers))
         reports: list[StepReport] = []
         training = asyncio.ensure_future(run.train(steps, reports, audit_share=audit_share))
@@ -108,9 +114,10 @@ def test_a_liar_is_excluded_and_leaves_no_trace(stage: int, lie: dict[str, Any])
     asyncio.run(scenario())
 
 
-def test_a_liar_that_does_not_leave_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("founds", [False, True])
+def test_a_liar_that_does_not_leave_is_left_out(founds: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     async def scenario() -> None:
-        lie = {"backward": lambda found: scaled(found, -1.0, -1.0), "later": True}
+        lie = {"backward": lambda found: scaled(found, -1.0, -1.0), "later": not founds, "founds": founds}
         async with trained(None, [1, 3], 1, 1.0, **lie) as (run, liar, _, reports):
             monkeypatch.setattr(liar.life.peer._standing, "require_admitted", lambda peer_id: None)
             own, mates = liar.life.peer.own, [peer for peer in run.of_stage(1) if peer is not liar]
