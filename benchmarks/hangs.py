@@ -46,7 +46,7 @@ class Watch:
         self._thread.start()
 
     def _watch(self) -> None:
-        if wait_until(lambda: self._session._chain.is_recovering, _NOTICE_TIMEOUT_S) is not None:
+        if wait_until(lambda: self._session._lanes[0].chain.is_recovering, _NOTICE_TIMEOUT_S) is not None:
             self.noticed_s = time.perf_counter() - self.start_s
 
 

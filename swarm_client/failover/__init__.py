@@ -1,1 +1,1 @@
-"""Decides, without a socket or a clock, how a chain is put right whose servers fail; import from its modules."""
+"""How a chain is put right whose servers fail: what was sent to it, and decisions without a socket or a clock."""

@@ -188,7 +188,8 @@ class RemoteModelMixin(PromptsMixin, LoraMixin, SpeculationMixin):
             generation_config.cache_implementation = None  # of this call's own copy
             # By itself a session is faster: 6 % of a token's time on one machine.
             is_bundled = batch_size == 1 and self._shared_loop.expects_others()
-            model_kwargs[argument] = self.new_cache(max_cache_length + num_virtual, is_bundled=is_bundled)
+            options = {"is_bundled": is_bundled, "row_unit": generation_config.num_beams or 1}
+            model_kwargs[argument] = self.new_cache(max_cache_length + num_virtual, **options)
         super()._prepare_cache_for_generation(  # type: ignore[misc]  # of GenerationMixin
             generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
         )

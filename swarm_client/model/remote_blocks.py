@@ -98,6 +98,7 @@ class RemoteSpan:
         standby: bool | None = None,
         on_event: OnEvent | None = None,
         is_bundled: bool = False,
+        row_unit: int = 1,
     ) -> RemoteSession:
         """A session over these blocks.
 
@@ -107,6 +108,7 @@ class RemoteSpan:
             standby: see ``DistributedModel.from_pretrained``, which gives the default.
             on_event: likewise.
             is_bundled: its steps travel in one message with those of other sessions that are ready at the same time.
+            row_unit: so many rows, such as the beams of one text, are reordered among themselves.
         """
         return RemoteSession(
             self.swarm,
@@ -117,6 +119,7 @@ class RemoteSpan:
             on_event=on_event,
             adapter=lambda: self.added.snapshot(),
             is_bundled=is_bundled,
+            row_unit=row_unit,
         )
 
     def __repr__(self) -> str:

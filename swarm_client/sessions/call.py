@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 
 import torch
 
+from swarm_client.failover.journal import Journal
 from swarm_client.failover.replay import Taken
-from swarm_client.sessions.journal import Journal
 from swarm_client.transport.steps import OutgoingStep
 from swarm_protocol.pb import swarm_pb2 as pb
 from swarm_protocol.wire.block_input import BlockInput

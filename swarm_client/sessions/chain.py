@@ -13,6 +13,7 @@ from swarm_client.core.events import Move, Reporter
 from swarm_client.failover.failover import decide
 from swarm_client.failover.messages import Event, Resume, Splice, StartOver
 from swarm_client.failover.replay import Taken
+from swarm_client.routing.routing import Route
 from swarm_client.sessions.call import Call
 from swarm_client.sessions.listener import Failures, Listener
 from swarm_client.sessions.opening import Opener, Terms, close
@@ -78,6 +79,11 @@ class Chain:
         self._opener.adapter = adapter
 
     @property
+    def route(self) -> Route:
+        """The servers that hold its keys and values now, first blocks first; none before the first step."""
+        return tuple(session.hop for session in self.hops)
+
+    @property
     def num_replicas(self) -> int:
         """Standby replicas that are ready to take over."""
         return self._standby.num_ready
@@ -87,6 +93,10 @@ class Chain:
         """Whether no answer has come since a server failed."""
         return self._replacer.is_recovering
 
+    @property
+    def records_past(self) -> bool:
+        return self._terms.records_past
+
     def record_past(self) -> None:
         """Sliding windows of the hops that will be opened keep what later crops need."""
         self._terms.records_past = True
@@ -94,7 +104,12 @@ class Chain:
     def continues(self, other: Chain) -> None:
         """The session goes on from where that of ``other`` is."""
         self.is_new, self.adapter = True, other.adapter
-        self._terms.records_past = other._terms.records_past
+        self._terms.records_past = other.records_past
+
+    def ask_as_of(self, asked_s: float) -> None:
+        """Servers are asked for room as if they had been asked then, unless they were before."""
+        if self._terms.asked_s is None:
+            self._terms.asked_s = asked_s
 
     # ------------------------------------------------------------ one call
 

@@ -9,10 +9,10 @@ from swarm_client.core.background import now_s
 from swarm_client.core.events import Recovery, Reporter, Waiting
 from swarm_client.failover import messages
 from swarm_client.failover.failover import Progress, State
+from swarm_client.failover.journal import Journal
 from swarm_client.failover.replay import Standing, Taken
 from swarm_client.sessions.admission import AdmissionWait
 from swarm_client.sessions.call import Call
-from swarm_client.sessions.journal import Journal
 from swarm_client.sessions.opening import Opener, Opening, Terms, abandon
 from swarm_client.sessions.standby import StandbyReplicas
 from swarm_client.swarm.stall import Repair, Stall

@@ -1,25 +1,26 @@
-"""One generation through a chain of servers, which hold its keys and values."""
+"""One generation through chains of servers, which hold its keys and values."""
 
 from __future__ import annotations
 
+import asyncio
 import threading
-import weakref
-from collections.abc import Callable
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
+from itertools import accumulate
 from typing import Any, SupportsIndex
 
 import torch
 
 from swarm_client.adapters.snapshots import Snapshot
 from swarm_client.core import background
+from swarm_client.core.background import now_s
 from swarm_client.core.events import OnEvent, Reporter, SessionStats
+from swarm_client.routing.pipelining import divided, most_parts, num_parts, servers_of
 from swarm_client.routing.routing import Hop
 from swarm_client.sessions.call import Call
-from swarm_client.sessions.chain import Chain
-from swarm_client.sessions.journal import Journal
+from swarm_client.sessions.lane import Lane, Setting, joined
 from swarm_client.swarm.swarm import Swarm
-from swarm_client.transport.changes import merged
-from swarm_client.verification.session_checks import SessionChecks
-from swarm_protocol.errors import RequestRejected
+from swarm_protocol.errors import RequestRejected, SwarmError
 from swarm_protocol.pb import swarm_pb2 as pb
 from swarm_protocol.span import Span
 from swarm_protocol.wire.block_input import BlockInput
@@ -31,6 +32,8 @@ class RemoteSession:
 
     Servers are asked for room at the first step. When some fail, others take their place and the session is
     replayed to them; the outputs are the same. Closing, or losing the last reference, frees the room.
+
+    The rows of a large batch are divided among several lanes if they are through sooner: see ``routing.pipelining``.
 
     ``on_event`` is called with what happens to the session (see ``swarm_client.core.events``), on the thread of the
     network, which it must not hold up.
@@ -51,26 +54,22 @@ class RemoteSession:
         on_event: OnEvent | None = None,
         adapter: Callable[[], Snapshot] = Snapshot,
         is_bundled: bool = False,
+        row_unit: int = 1,
     ) -> None:
         """``adapter`` is asked once, when the session begins, what is added to the blocks.
 
         ``is_bundled``: its steps travel in one message with those of other sessions that are ready at the same time.
+        ``row_unit``: so many rows, such as the beams of one text, are reordered among themselves.
         """
-        self._swarm = swarm
-        self._blocks = blocks
-        self._max_positions = max_positions
-        self._reserve_tokens = reserve_tokens
-        self._standby = swarm.config.standby if standby is None else standby
+        standby = swarm.config.standby if standby is None else standby
         self._on_event = on_event
-        self._adapter = adapter
-        self._is_bundled = is_bundled
         self._reporter = Reporter(on_event or swarm.config.on_event)
-        self._chain = Chain(swarm, blocks, max_positions, reserve_tokens, self._standby, self._reporter, is_bundled)
-        self._checks = SessionChecks(swarm, self._reporter)
-        self._journal: Journal | None = None  # what the servers know
-        self._changes: list[pb.Change] = []  # since then
+        self._setting = Setting(swarm, blocks, max_positions, reserve_tokens, standby, is_bundled, self._reporter)
+        self._adapter = adapter
+        self._row_unit = row_unit
+        self._lanes = [Lane(self._setting)]
+        self._sizes: list[int] = []  # rows of each, from the first step on
         self._lock = threading.Lock()
-        weakref.finalize(self, _close_soon, self._chain).atexit = False  # servers notice the end of the process
         self.length = 0
         self.batch_size: int | None = None
 
@@ -81,18 +80,24 @@ class RemoteSession:
 
     @property
     def hops(self) -> tuple[Hop, ...]:
-        """The servers that hold its keys and values now, first blocks first; none before the first step."""
-        return tuple(session.hop for session in self._chain.hops)
+        """The servers that hold its keys and values now, first blocks first; none before the first step.
+
+        If rows are divided, and lanes go different ways, those of the first lane come first.
+        """
+        if len(self._lanes) == 1:
+            return self._lanes[0].chain.route
+        every = [hop for lane in self._lanes for hop in lane.chain.route]
+        return tuple({(hop.server.peer_id, hop.span): hop for hop in every}.values())
 
     @property
     def num_sharing(self) -> int:
         """Sessions that its last server has computed for lately, this one among them; 0: it has not said."""
-        hops = self._chain.hops
+        hops = self._lanes[0].chain.hops
         return hops[-1].num_active if hops else 0
 
     def runs_on(self, swarm: Swarm) -> bool:
         """Whether the session belongs to this connection."""
-        return self._swarm is swarm
+        return self._setting.swarm is swarm
 
     def fork(self) -> RemoteSession:
         """A session of its own that goes on from here, with the same adapter; this one is as it was.
@@ -100,21 +105,22 @@ class RemoteSession:
         Its servers are chosen at its first step, and what came before is replayed to them; those that have it in
         their prefix cache compute nothing again.
         """
+        setting = self._setting
         with self._lock:
             other = RemoteSession(
-                self._swarm,
-                self._blocks,
-                self._max_positions,
-                self._reserve_tokens,
-                standby=self._standby,
+                setting.swarm,
+                setting.blocks,
+                setting.max_positions,
+                setting.reserve_tokens,
+                standby=setting.standby,
                 on_event=self._on_event,
                 adapter=self._adapter,
-                is_bundled=self._is_bundled,
+                is_bundled=setting.is_bundled,
+                row_unit=self._row_unit,
             )
-            if self._journal is not None:
-                other._journal = self._journal.copy()
-                other._changes = list(self._changes)
-                other._chain.continues(self._chain)
+            if self.batch_size is not None:
+                other._lanes = [lane.copy(other._setting) for lane in self._lanes]
+                other._sizes = list(self._sizes)
             other.length, other.batch_size = self.length, self.batch_size
         return other
 
@@ -145,58 +151,78 @@ class RemoteSession:
 
         If a server fails meanwhile, the session begins again on other servers: recovery takes longer than in ``step``.
         """
-        blocks = self._blocks
+        blocks = self._setting.blocks
+        watched = range(blocks.start, blocks.end - 1)
         with self._lock:
-            call = background.run(self._advance(inputs, None, range(blocks.start, blocks.end - 1)))
-        return (*(call.output_of(block) for block in call.watched), call.output())
+            calls = background.run(self._advance(inputs, None, watched))
+        of_blocks = (torch.cat([call.output_of(block) for call in calls]) for block in watched)
+        return (*of_blocks, torch.cat([call.output() for call in calls]))
 
     async def step_on_loop(self, inputs: BlockInput, num_wanted: int | None = None) -> torch.Tensor:
         """``step`` for code that runs on the background loop; one at a time."""
-        call = await self._advance(inputs, num_wanted)
-        return call.output() if num_wanted is None else call.output()[:, -num_wanted:]
+        outputs = [call.output() for call in await self._advance(inputs, num_wanted)]
+        output = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+        return output if num_wanted is None else output[:, -num_wanted:]
 
-    async def _advance(self, inputs: BlockInput, num_wanted: int | None, watched: range = range(0)) -> Call:
+    async def _advance(self, inputs: BlockInput, num_wanted: int | None, watched: range = range(0)) -> list[Call]:
+        """What has come out of each lane."""
         batch_size, num_tokens, _ = inputs.hidden.shape
-        total = self.length + num_tokens
-        check_length(total, self._max_positions)
+        check_length(self.length + num_tokens, self._setting.max_positions)
         check_batch_size(batch_size)
+        if self.batch_size not in (None, batch_size):
+            raise RequestRejected(f"hidden states of {batch_size} rows came for a session of {self.batch_size} rows")
         num_wanted = num_tokens if num_wanted is None else min(num_wanted, num_tokens)
-        if self._journal is None and not self._chain.hops:
-            self._chain.adapter = self._adapter()
-        before = self._journal or Journal.empty(batch_size)
-        rows = _changed(before, self._changes)
-        if rows.batch_size != batch_size:
-            raise RequestRejected(f"hidden states of {batch_size} rows came for a session of {rows.batch_size} rows")
-        changes, after = tuple(self._changes), rows.appended(inputs)
-        self._swarm.links.see(inputs.hidden)
-        if self._checks.distrusts(self.hops):
-            await self._leave_servers()
-        num_asked = self._checks.num_asked(num_wanted, num_tokens)
-        while True:
-            call = Call(inputs, num_asked, before, after, changes, watched=watched)
-            await self._chain.step(call)
-            if not self._checks.are_made or await self._checks.accept(
-                self.hops,
-                lambda row: after.reordered([row]).read(0, total),
-                call.output(),
-                num_tokens,
-                total,
-                self._chain.adapter,
-                next((change.reorder.indices for change in changes if change.HasField("reorder")), None),
-            ):
-                break
-            await self._leave_servers()
-        self._journal = call.after
-        self._changes.clear()
-        self.length, self.batch_size = total, batch_size
+        self._setting.swarm.links.see(inputs.hidden)
+        await self._divide(batch_size)
+        calls = await self._computed(inputs, num_wanted, watched)
+        for lane, call in zip(self._lanes, calls, strict=True):
+            lane.commit(call)
+        self.length, self.batch_size = self.length + num_tokens, batch_size
         self.stats.steps += 1
         self.stats.tokens += batch_size * num_tokens
-        return call
+        return calls
 
-    async def _leave_servers(self) -> None:
-        """One of them is not believed any more."""
-        await self._chain.let_go()
-        self._checks.begin_again()
+    async def _divide(self, batch_size: int) -> None:
+        """The rows among lanes, unless some server has been asked for them already."""
+        lane = self._lanes[0]
+        if self.batch_size is None:
+            del self._lanes[1:]  # of a first step that has failed
+            if not lane.chain.hops:
+                lane.chain.adapter = self._adapter()
+        if len(self._lanes) > 1 or not (lane.is_empty or lane.chain.is_new):
+            return
+        rows = divided(batch_size, await self._num_lanes(batch_size), self._row_unit)
+        if len(rows) > 1:
+            self._lanes = [lane.copy(self._setting, range(part.start, part.stop)) for part in rows]
+        self._sizes = [part.stop - part.start for part in rows]
+
+    async def _num_lanes(self, batch_size: int) -> int:
+        if most_parts(batch_size, self._row_unit) == 1:
+            return 1
+        setting, swarm = self._setting, self._setting.swarm
+        need_tokens = batch_size * max(1, setting.reserve_tokens)
+        try:
+            chain = await swarm.chain(setting.blocks, need_tokens, timeout_s=0.0)
+        except SwarmError:
+            return 1  # the lane's own way to servers waits, or says why there is none
+        return num_parts(servers_of(chain, swarm.costs()), swarm.links.stages(chain), batch_size, self._row_unit)
+
+    async def _computed(self, inputs: BlockInput, num_wanted: int, watched: range) -> list[Call]:
+        """By all lanes, or by none."""
+        if len(self._lanes) == 1:
+            return [await self._lanes[0].step(inputs, num_wanted, watched)]
+        asked_s, ends, jobs = now_s(), accumulate(self._sizes), []
+        for lane, size, end in zip(self._lanes, self._sizes, ends, strict=True):
+            lane.chain.ask_as_of(asked_s)  # lanes of one age: of two sessions, one gets the room for all of its own
+            jobs.append(asyncio.ensure_future(lane.step(inputs.rows(slice(end - size, end)), num_wanted, watched)))
+        try:
+            return await asyncio.gather(*jobs)
+        except BaseException:
+            for job in jobs:
+                job.cancel()
+            await asyncio.gather(*jobs, return_exceptions=True)
+            await asyncio.shield(_let_go(self._lanes))  # some have had the step, and all begin again before it
+            raise
 
     def begin_with(self, inputs: BlockInput, adapter: Snapshot) -> None:
         """The session has these positions from now on and no others; servers learn of them with the next step.
@@ -204,14 +230,34 @@ class RemoteSession:
         ``adapter`` is what was added to the blocks when their outputs were computed.
         """
         self.reset()
-        self._chain.adapter, self._chain.is_new = adapter, True
-        batch_size, self.length, _ = inputs.hidden.shape
-        self._journal, self.batch_size = Journal.empty(batch_size).appended(inputs), batch_size
+        self._lanes[0].begin_with(inputs, adapter)
+        self.batch_size, self.length, _ = inputs.hidden.shape
+        self._sizes = [self.batch_size]
 
     def reorder(self, indices: torch.Tensor) -> None:
-        """New row i is old row ``indices[i]``; the batch may grow or shrink."""
-        self._change(pb.Change(reorder=pb.Reorder(indices=indices.tolist())))
-        self.batch_size = len(indices)
+        """New row i is old row ``indices[i]``; the batch may grow or shrink.
+
+        Lanes whose rows would change places become one, which is replayed to servers, and is not divided again.
+        """
+        if self.batch_size is None:
+            return
+        wanted: list[int] = indices.tolist()
+        parts = _by_lane(wanted, self._sizes)
+        if parts is None:
+            self._replace([joined(self._lanes, self._setting)])
+            self._row_unit, parts = MAX_BATCH_SIZE, [wanted]
+        kept = [(lane, part) for lane, part in zip(self._lanes, parts, strict=True) if part or not wanted]
+        for lane, part in kept:
+            lane.change(pb.Change(reorder=pb.Reorder(indices=part)))
+        self._replace([lane for lane, _ in kept])
+        self._sizes = [len(part) for _, part in kept]
+        self.batch_size = len(wanted)
+
+    def _replace(self, lanes: list[Lane]) -> None:
+        """From now on these; the servers of others may forget them."""
+        gone, self._lanes = [lane for lane in self._lanes if lane not in lanes], lanes
+        if gone:
+            background.submit(_close(gone))
 
     def crop(self, num_removed: int) -> None:
         """Forgets the last ``num_removed`` positions (0 lets sliding windows drop what recording kept)."""
@@ -221,16 +267,15 @@ class RemoteSession:
 
     def record_past(self) -> None:
         """Lets sliding-window blocks keep what a later ``crop`` needs."""
-        self._chain.record_past()
+        for lane in self._lanes:
+            lane.chain.record_past()
         self._change(pb.Change(record_past=pb.RecordPast()))
 
     def reset(self) -> None:
         """Forgets everything; the session can be used again."""
         self.close()
-        self._chain.is_new = False
-        self._checks = SessionChecks(self._swarm, self._reporter)
-        self._journal = None
-        self._changes.clear()
+        del self._lanes[1:]
+        self._lanes[0].reset()
         self.length, self.batch_size = 0, None
 
     def close(self) -> None:
@@ -240,12 +285,31 @@ class RemoteSession:
 
     async def close_on_loop(self) -> None:
         """``close`` for code that runs on the background loop."""
-        await self._chain.close()
+        await _close(self._lanes)
 
     def _change(self, change: pb.Change) -> None:
-        """Travels with the next step; there is nothing to change before the first."""
-        if self._journal is not None:
-            self._changes = merged(self._changes, change)
+        for lane in self._lanes:
+            lane.change(change)
+
+
+async def _close(lanes: Sequence[Lane]) -> None:
+    await asyncio.gather(*(lane.chain.close() for lane in lanes))
+
+
+async def _let_go(lanes: Sequence[Lane]) -> None:
+    await asyncio.gather(*(lane.chain.let_go() for lane in lanes))
+
+
+def _by_lane(indices: Sequence[int], sizes: Sequence[int]) -> list[list[int]] | None:
+    """Of each lane the rows that are wanted, by their numbers in it; None if they are not in the order of the lanes."""
+    starts = [0, *accumulate(sizes)]
+    lanes = [bisect_right(starts, index) - 1 for index in indices]
+    if lanes != sorted(lanes):
+        return None
+    found: list[list[int]] = [[] for _ in sizes]
+    for index, lane in zip(indices, lanes, strict=True):
+        found[lane].append(index - starts[lane])
+    return found
 
 
 def check_length(num_positions: int, max_positions: int | None) -> None:
@@ -261,17 +325,3 @@ def check_batch_size(batch_size: int) -> None:
     """Raises RequestRejected if servers do not take so many rows."""
     if batch_size > MAX_BATCH_SIZE:
         raise RequestRejected(f"{batch_size} rows are more than a session may have: expected at most {MAX_BATCH_SIZE}")
-
-
-def _changed(journal: Journal, changes: list[pb.Change]) -> Journal:
-    for change in changes:
-        kind = change.WhichOneof("kind")
-        if kind == "reorder":
-            journal = journal.reordered(change.reorder.indices)
-        elif kind == "crop":
-            journal = journal.cropped(change.crop.length)
-    return journal
-
-
-def _close_soon(chain: Chain) -> None:
-    background.submit(chain.close())

@@ -23,6 +23,7 @@ from swarm_client.routing.compression import (
     to_measure,
     within,
 )
+from swarm_client.routing.pipelining import Stage
 from swarm_client.routing.routing import Hop, Route
 from swarm_client.transport.transport import ServerConnection, unwatched
 from swarm_client.transport.wire_tensor import Context, WireTensor
@@ -123,6 +124,11 @@ class Links:
             return 0
         servers = [None, *(hop.server for hop in hops)]
         return sum(self._send_s(one, other) * num_positions > _SLOW_S for one, other in pairwise(servers))
+
+    def stages(self, route: Route) -> list[Stage]:
+        """Of the rows of a step: from the client to the first server, on from each to the next, and back."""
+        servers = [None, *(hop.server for hop in route), None]
+        return [Stage(0.0, self._send_s(one, other)) for one, other in pairwise(servers)]
 
     def _send_s(self, one: ServerRecord | None, other: ServerRecord | None) -> float:
         """What one position takes; 0 if nobody knows."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -30,3 +31,16 @@ class BlockInput:
             positions if positions is None or len(positions) == 1 else positions[rows],
             self.packed,
         )
+
+    @classmethod
+    def of_rows(cls, parts: Sequence[BlockInput]) -> BlockInput:
+        """All rows of these, which have equally many positions, and position ids of every row."""
+        masks = [part.attention_mask for part in parts]
+        mask = None
+        if any(each is not None for each in masks):
+            like = next(each for each in masks if each is not None)
+            rows = [like.new_ones(len(part.hidden), like.shape[1]) for part in parts]
+            mask = torch.cat([ones if each is None else each for ones, each in zip(rows, masks, strict=True)])
+        positions = [part.position_ids for part in parts if part.position_ids is not None]
+        assert len(positions) == len(parts)
+        return cls(torch.cat([part.hidden for part in parts]), mask, torch.cat(positions))

@@ -46,7 +46,7 @@ from swarm_server.training.stateless import StatelessPasses
 class BatchMeter(Protocol):
     """Records of every batch how many blocks, rows and new tokens it had, and how long it took."""
 
-    def add(self, num_blocks: int, num_rows: int, num_tokens: int, seconds: float) -> None: ...
+    def add(self, num_blocks: int, num_rows: int, num_tokens: int, seconds: float, num_sessions: int) -> None: ...
 
 
 class Engine:
@@ -212,7 +212,8 @@ class Engine:
         if self.meter is not None and computed:
             num_tokens = computed[0].step.inputs.hidden.shape[1] - computed[0].num_matched
             num_blocks = max(len(work.session.blocks) for work in computed)
-            self.meter.add(num_blocks, sum(work.num_rows for work in computed), num_tokens, seconds)
+            num_rows = sum(work.num_rows for work in computed)
+            self.meter.add(num_blocks, num_rows, num_tokens, seconds, len(computed))
 
     def _count(self, batch: Collection[Prepared]) -> None:
         positions, num_rows = self.counters.positions, 0

@@ -84,7 +84,9 @@ class WorkQueue:
     def __init__(self, mixes_sessions: bool = True, chunk_positions: int = 64) -> None:
         """``mixes_sessions``: steps of several sessions may be computed in one batch.
 
-        ``chunk_positions``: rows × positions of a batch of prompts, unless one has more: what decoding waits for.
+        ``chunk_positions``: rows × positions of a batch of prompts, unless one has more: what decoding waits for. A
+        decoding step of half as many, such as a lane of a large batch, keeps the machine busy: it is alone, so that the
+        next server has it while others are computed here.
         """
         self._mixes_sessions, self._chunk_positions = mixes_sessions, chunk_positions
         self._waiting: dict[Kind, FairQueue[Work]] = {kind: FairQueue() for kind in Kind}
@@ -110,9 +112,9 @@ class WorkQueue:
             return []
         self._last = kind = self._next_kind()
         if kind is Kind.DECODE:
-            return self._batch(kind, MAX_POSITIONS)
+            return self._batch(kind, MAX_POSITIONS, self._chunk_positions // 2)
         self._num_prefills = 0 if kind is Kind.TRAINING else self._num_prefills + 1
-        return self._batch(kind, self._chunk_positions)
+        return self._batch(kind, self._chunk_positions, self._chunk_positions)
 
     def clear(self) -> list[Work]:
         """Takes out everything."""
@@ -126,15 +128,16 @@ class WorkQueue:
             return Kind.TRAINING
         return Kind.PREFILL
 
-    def _batch(self, kind: Kind, most_positions: int) -> list[Work]:
-        """The first, with steps of as many new positions each."""
+    def _batch(self, kind: Kind, most_positions: int, alone_positions: int) -> list[Work]:
+        """The first, with steps of as many new positions each; those of ``alone_positions`` or more by themselves."""
         waiting = self._waiting[kind]
         first = waiting.pop()
-        if first.step is None or not self._mixes_sessions:
+        if first.step is None or not self._mixes_sessions or first.num_positions >= alone_positions:
             return [first]
         batch, num_positions = [first], first.num_positions
         for work in waiting:
             is_alike = work.step is not None and work.num_tokens == first.num_tokens
+            is_alike = is_alike and work.num_positions < alone_positions
             if is_alike and num_positions + work.num_positions <= most_positions:
                 batch.append(work)
                 num_positions += work.num_positions

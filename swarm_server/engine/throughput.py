@@ -90,7 +90,8 @@ def _step(engine: Engine, session: Session, start: int, num_tokens: int) -> None
 class Meter:
     """Averages what batches really take, and says so when it is no longer what was said. Thread-safe.
 
-    Decoding is measured per batch: a session waits for the whole batch it is in.
+    Decoding is measured per batch: a session waits for the whole batch it is in. Of a session with several rows one
+    counts; what the others take is known from prompts.
     """
 
     def __init__(self, measured: Speeds, num_blocks: int, on_change: Callable[[Speeds], None] | None) -> None:
@@ -106,12 +107,13 @@ class Meter:
         """Through all hosted blocks."""
         return self._announced.through(self._num_blocks)
 
-    def add(self, num_blocks: int, num_rows: int, num_tokens: int, seconds: float) -> None:
-        """A batch of so many rows of new tokens went through so many blocks."""
+    def add(self, num_blocks: int, num_rows: int, num_tokens: int, seconds: float, num_sessions: int = 1) -> None:
+        """A batch of so many rows of new tokens, of so many sessions, went through so many blocks."""
         if self._on_change is None or seconds <= 0:
             return
         if num_tokens == 1:
-            self._decode_s += _WEIGHT * (seconds / num_blocks - self._decode_s)
+            further_s = (num_rows - num_sessions) * self._forward_s
+            self._decode_s += _WEIGHT * (max(seconds / num_blocks - further_s, self._forward_s) - self._decode_s)
         elif num_rows * num_tokens >= _FORWARD_TOKENS:
             self._forward_s += _WEIGHT * (seconds / (num_blocks * num_rows * num_tokens) - self._forward_s)
         now = Speeds(1 / self._decode_s, 1 / self._forward_s)

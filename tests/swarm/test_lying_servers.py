@@ -107,7 +107,7 @@ def banned(pair: Pair) -> dict[str, str]:
 
 
 def finish_checks(session: RemoteSession) -> None:
-    wait_for(lambda: not checker_of(session._swarm).is_busy, "all checks are made")
+    wait_for(lambda: not checker_of(session._setting.swarm).is_busy, "all checks are made")
 
 
 @pytest.mark.parametrize("hop", [0, 1])

@@ -178,4 +178,4 @@ def test_servers_that_others_use_verify_nothing(pair, prompt, monkeypatch):
 def test_server_says_how_many_share_it(pair, prompt):
     cache = pair.remote.new_cache()
     pair.remote.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=2, past_key_values=cache)
-    assert cache.session._chain.hops[-1].num_active >= 1
+    assert cache.session._lanes[0].chain.hops[-1].num_active >= 1

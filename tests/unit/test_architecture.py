@@ -133,6 +133,7 @@ POLICIES = [
     "swarm_client/failover/messages.py",
     "swarm_client/failover/replay.py",
     "swarm_client/routing/compression.py",
+    "swarm_client/routing/pipelining.py",
     "swarm_client/routing/routing.py",
     "swarm_client/speculation/policy.py",
     "swarm_experts/search/batching.py",

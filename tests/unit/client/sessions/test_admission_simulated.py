@@ -59,7 +59,7 @@ class Writer:
                 if not interrupts:
                     raise
                 await asyncio.sleep(1.0)
-        await self.session._chain.close()
+        await self.session._lanes[0].chain.close()
 
 
 class Crowd(Scenario):
@@ -199,12 +199,12 @@ def test_a_session_waits_its_turn_and_small_ones_do_not_overtake_a_large_one():
             await writer.extend(1)
             order.append(name)
             await asyncio.sleep(1.0)
-            await writer.session._chain.close()
+            await writer.session._lanes[0].chain.close()
 
         tasks = [await take_a_turn(name, size) for name, size in (("large", 55), ("small", 10), ("tiny", 1))]
         await asyncio.sleep(10.0)
         assert order == []  # though the small ones would fit
-        await first.session._chain.close()
+        await first.session._lanes[0].chain.close()
         await asyncio.gather(*tasks)
         assert order[0] == "large" and sorted(order[1:]) == ["small", "tiny"]
         assert swarm.nobody_waits
@@ -216,16 +216,16 @@ def test_who_waits_too_long_gets_an_error_and_goes_on_later():
     async def story(swarm: Quiet) -> None:
         first, second = await swarm.writer(10), await swarm.writer(0, wait_timeout_s=5.0)
         await second.extend(3)
-        await second.session._chain.close()
+        await second.session._lanes[0].chain.close()
         await first.extend(50)
         with pytest.raises(PeerBusy, match=r"no room for .* more tokens in the KV cache: .*; waited 5 s for room") as e:
             await second.extend(20)
         assert e.value.peer_id in "ab"
         assert swarm.nobody_waits and second.session.length == 3
-        await first.session._chain.close()
+        await first.session._lanes[0].chain.close()
         await second.extend(20)
         assert second.session.stats.waits == 1
-        await second.session._chain.close()
+        await second.session._lanes[0].chain.close()
 
     quiet(story)
 
@@ -241,7 +241,7 @@ def test_who_stops_waiting_leaves_the_queue():
         await asyncio.wait([waiting])
         await asyncio.sleep(1.0)
         assert swarm.nobody_waits
-        await first.session._chain.close()
+        await first.session._lanes[0].chain.close()
 
     quiet(story)
 
@@ -268,10 +268,10 @@ def test_the_youngest_gives_way_and_goes_on_when_an_older_one_has_finished():
         await swarm.until_waiting(young)
         await old.extend(10)
         assert old.session.stats.recoveries == 0
-        await old.session._chain.close()
+        await old.session._lanes[0].chain.close()
         await going_on
         assert young.session.stats.replayed_tokens == 20
-        await young.session._chain.close()
+        await young.session._lanes[0].chain.close()
 
     quiet(story)
 
@@ -293,7 +293,7 @@ def test_two_that_hold_what_the_other_needs_do_not_wait_for_one_another():
     async def finish(writer: Writer) -> None:
         for _ in range(50):
             await writer.extend(1)
-        await writer.session._chain.close()
+        await writer.session._lanes[0].chain.close()
 
     quiet(story)
 
@@ -309,6 +309,6 @@ def test_a_server_that_comes_while_others_wait_is_taken():
         assert [hop.server.peer_id for hop in second.session.hops] == ["c"]
         assert swarm.nobody_waits
         for writer in (first, second):
-            await writer.session._chain.close()
+            await writer.session._lanes[0].chain.close()
 
     quiet(story)

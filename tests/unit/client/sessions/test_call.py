@@ -7,9 +7,9 @@ from itertools import permutations
 import pytest
 import torch
 
+from swarm_client.failover.journal import Journal
 from swarm_client.failover.replay import Taken
 from swarm_client.sessions.call import Call
-from swarm_client.sessions.journal import Journal
 from swarm_client.transport.steps import split
 from swarm_protocol.pb import swarm_pb2 as pb
 from swarm_protocol.wire.block_input import BlockInput

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
+from swarm_client.failover.journal import Journal
 from swarm_client.sessions.call import Call
-from swarm_client.sessions.journal import Journal
 from swarm_client.sessions.listener import Listener
 from swarm_client.sessions.opening import Opener, Opening
 from swarm_client.swarm.swarm import Swarm

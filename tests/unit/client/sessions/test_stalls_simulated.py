@@ -123,7 +123,7 @@ def test_forty_servers_that_compute_nothing_cost_seconds(says: Says, chatters: b
             assert await swarm.seconds(session, [float(value)]) < 1
         num_steps = sum(staller.num_steps for staller in stallers)
         assert num_steps > len(stallers) / 2  # some in earnest, all others on trial
-        await session._chain.close()
+        await session._lanes[0].chain.close()
         assert await swarm.seconds(swarm.new_session(), [4.0, 5.0]) < 1  # the client has learned whom to take
         assert sum(staller.num_steps for staller in stallers) == num_steps
 
@@ -140,7 +140,7 @@ def test_a_server_that_stalls_in_the_middle_is_replaced_from_the_journal(span: s
         session = swarm.new_session()
         for value in range(3):
             await swarm.extend(session, [float(value)])
-        (victim,) = [hop for hop in session._chain.hops if str(hop.span) == span]
+        (victim,) = [hop for hop in session._lanes[0].chain.hops if str(hop.span) == span]
         server = swarm.net.servers[victim.hop.server.peer_id]
         server.scheduler.computes.clear()
         if says is DONE:

@@ -56,7 +56,7 @@ class Scenario:
         trouble.cancel()
         await asyncio.gather(*self.faults)
         await self.one_call(session)  # once all is well again
-        await session._chain.close()
+        await session._lanes[0].chain.close()
         await asyncio.sleep(20.0)
         await swarm.close()
         if self.all_honest:  # nobody was sent anything that did not fit
@@ -119,8 +119,8 @@ class Scenario:
             await asyncio.sleep(0.002 + self.chance.choice([0.01, 0.05, 0.5]) * self.chance.random())
             if len(self.faults) < self.most_faults:
                 name = self.chance.choice(sorted(self.net.servers))
-                if session._chain.hops and self.chance.random() < 0.7:
-                    name = self.chance.choice(session._chain.hops).hop.server.peer_id
+                if session._lanes[0].chain.hops and self.chance.random() < 0.7:
+                    name = self.chance.choice(session._lanes[0].chain.hops).hop.server.peer_id
                 task = asyncio.ensure_future(self.chance.choice(faults)(name))
                 self.faults.add(task)
                 task.add_done_callback(self.faults.discard)
@@ -236,14 +236,14 @@ class Quiet(Scenario):
         assert torch.equal(output, model_output(rows)[:, start:])
 
     def hops(self, session: RemoteSession) -> list[str]:
-        return [hop.hop.server.peer_id for hop in session._chain.hops]
+        return [hop.hop.server.peer_id for hop in session._lanes[0].chain.hops]
 
 
 def quiet(story: Callable[[Any], Coroutine], seed: int = 0, kind: type[Quiet] = Quiet) -> None:
     async def scenario() -> None:
         swarm = kind(seed)
         await story(swarm)
-        await swarm.session._chain.close()
+        await swarm.session._lanes[0].chain.close()
         await swarm.close()
 
     run(scenario())
@@ -297,7 +297,7 @@ def test_a_copy_stands_by():
         await swarm.extend(session, [1.0, 2.0], [3.0, 4.0])
         for index in (0, 1, 0):
             await asyncio.sleep(1.0)
-            assert session._chain.num_replicas == 2
+            assert session._lanes[0].chain.num_replicas == 2
             name = swarm.hops(session)[index]
             swarm.net.kill(name)
             session.reorder(torch.tensor([1, 0]))

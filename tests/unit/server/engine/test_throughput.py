@@ -11,9 +11,11 @@ import torch
 
 from swarm_protocol.checkpoints.checkpoint import Checkpoint
 from swarm_protocol.span import Span
+from swarm_protocol.wire.block_input import BlockInput
 from swarm_server.blocks.blocks import load_blocks
 from swarm_server.engine import throughput
 from swarm_server.engine.engine import Engine
+from swarm_server.engine.session_state import SessionStep
 from swarm_server.engine.throughput import Meter, SpeedCache, Speeds, hardware_name, measure
 from swarm_server.kv.kv_cache import CacheBudget
 from swarm_server.machine.cores import CoreShare
@@ -140,6 +142,16 @@ def test_half_the_blocks_take_half_the_time() -> None:
     assert meter.speeds == Speeds(100.0, 3000.0)
 
 
+def test_rows_of_one_session_do_not_make_a_server_slow_for_others() -> None:
+    """64 rows that take as long as 64 positions of a prompt do, beside the 10 ms that a step takes; of 64 sessions
+    each would wait for the others."""
+    meter = Meter(Speeds(100.0, 6400.0), 4, Changes())
+    fed(meter, 1000, num_blocks=4, num_rows=64, num_tokens=1, seconds=0.01 + 63 / 6400)
+    assert meter.speeds == Speeds(100.0, 6400.0)
+    fed(meter, 1000, num_blocks=4, num_rows=64, num_tokens=1, seconds=0.02, num_sessions=64)
+    assert meter.speeds.decode_tokens_per_s == pytest.approx(50.0, rel=throughput._WORTH_TELLING)
+
+
 def test_a_few_slow_batches_and_noise_change_nothing() -> None:
     """Servers would move for it."""
     changes = Changes()
@@ -164,15 +176,17 @@ def test_the_engine_tells_its_meter_what_it_computed(engine) -> None:
     batches = []
 
     class Recorder:
-        def add(self, num_blocks: int, num_rows: int, num_tokens: int, seconds: float) -> None:
-            batches.append((num_blocks, num_rows, num_tokens, seconds > 0))
+        def add(self, num_blocks: int, num_rows: int, num_tokens: int, seconds: float, num_sessions: int) -> None:
+            batches.append((num_blocks, num_rows, num_tokens, seconds > 0, num_sessions))
 
     engine.meter = Recorder()
     try:
-        session = engine.open(Span(1, 3), 1, CacheBudget(2**40, 1).lease(""), reserved=8, shares=False)
-        throughput._step(engine, session, 0, 5)
-        throughput._step(engine, session, 5, 1)
+        session = engine.open(Span(1, 3), 2, CacheBudget(2**40, 1).lease(""), reserved=8, shares=False)
+        for start, num_tokens in ((0, 5), (5, 1)):
+            positions = torch.arange(start, start + num_tokens)[None]
+            inputs = BlockInput(torch.zeros(2, num_tokens, engine.hidden_size), None, positions)
+            engine.run([(session, SessionStep(start, inputs))])
         engine.close(session)
     finally:
         engine.meter = None
-    assert batches == [(2, 1, 5, True), (2, 1, 1, True)]
+    assert batches == [(2, 2, 5, True, 1), (2, 2, 1, True, 1)]

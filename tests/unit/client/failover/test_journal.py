@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-from swarm_client.sessions.journal import Journal
+from swarm_client.failover.journal import Journal
 from swarm_protocol.wire.block_input import BlockInput
 
 HIDDEN = 3

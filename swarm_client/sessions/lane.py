@@ -1,0 +1,157 @@
+"""Rows of a session on a chain of their own: what the servers know of them, and what they are to learn."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from swarm_client.adapters.snapshots import Snapshot
+from swarm_client.core import background
+from swarm_client.core.events import Reporter
+from swarm_client.failover.journal import Journal
+from swarm_client.sessions.call import Call
+from swarm_client.sessions.chain import Chain
+from swarm_client.swarm.swarm import Swarm
+from swarm_client.transport.changes import merged
+from swarm_client.verification.session_checks import SessionChecks
+from swarm_protocol.errors import RequestRejected
+from swarm_protocol.pb import swarm_pb2 as pb
+from swarm_protocol.span import Span
+from swarm_protocol.wire.block_input import BlockInput
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What all lanes of a session have in common."""
+
+    swarm: Swarm
+    blocks: Span
+    max_positions: int | None
+    reserve_tokens: int
+    standby: bool
+    is_bundled: bool
+    reporter: Reporter
+
+
+class Lane:
+    """Its methods but ``change`` are for the background loop. Losing it frees the room on the servers.
+
+    Attributes:
+        chain: of servers; ``checks``: of what they answer.
+    """
+
+    def __init__(self, setting: Setting) -> None:
+        self._setting = setting
+        self.chain = Chain(
+            setting.swarm,
+            setting.blocks,
+            setting.max_positions,
+            setting.reserve_tokens,
+            setting.standby,
+            setting.reporter,
+            setting.is_bundled,
+        )
+        self._checks = SessionChecks(setting.swarm, setting.reporter)
+        self._journal: Journal | None = None  # what the servers know
+        self._changes: list[pb.Change] = []  # since then
+        weakref.finalize(self, _close_soon, self.chain).atexit = False  # servers notice the end of the process
+
+    @property
+    def is_empty(self) -> bool:
+        return self._journal is None
+
+    @property
+    def rows(self) -> Journal:
+        """All positions as they are now."""
+        assert self._journal is not None
+        return _changed(self._journal, self._changes)
+
+    async def step(self, inputs: BlockInput, num_wanted: int, watched: range = range(0)) -> Call:
+        """What has come out of the chain. The positions count from ``commit`` on.
+
+        Raises: see ``RemoteSession.step``.
+        """
+        batch_size, num_tokens, _ = inputs.hidden.shape
+        before = self._journal or Journal.empty(batch_size)
+        rows = _changed(before, self._changes)
+        if rows.batch_size != batch_size:
+            raise RequestRejected(f"hidden states of {batch_size} rows came for a session of {rows.batch_size} rows")
+        changes, after = tuple(self._changes), rows.appended(inputs)
+        if self._checks.distrusts(self.chain.route):
+            await self._leave_servers()
+        num_asked = self._checks.num_asked(num_wanted, num_tokens)
+        while True:
+            call = Call(inputs, num_asked, before, after, changes, watched=watched)
+            await self.chain.step(call)
+            if not self._checks.are_made or await self._checks.accept(
+                self.chain.route,
+                lambda row: after.reordered([row]).read(0, after.length),
+                call.output(),
+                num_tokens,
+                after.length,
+                self.chain.adapter,
+                next((change.reorder.indices for change in changes if change.HasField("reorder")), None),
+            ):
+                return call
+            await self._leave_servers()
+
+    async def _leave_servers(self) -> None:
+        """One of them is not believed any more."""
+        await self.chain.let_go()
+        self._checks.begin_again()
+
+    def commit(self, call: Call) -> None:
+        """The step is over, and its positions are there."""
+        self._journal = call.after
+        self._changes.clear()
+
+    def change(self, change: pb.Change) -> None:
+        """Travels with the next step; there is nothing to change before the first."""
+        if self._journal is not None:
+            self._changes = merged(self._changes, change)
+
+    def begin_with(self, inputs: BlockInput, adapter: Snapshot) -> None:
+        """An empty lane has these positions; servers learn of them with the next step."""
+        self.chain.adapter, self.chain.is_new = adapter, True
+        self._journal = Journal.empty(len(inputs.hidden)).appended(inputs)
+
+    def copy(self, setting: Setting, rows: Sequence[int] | None = None) -> Lane:
+        """A lane of some rows, or of all, that goes on from here by itself: what came before is replayed to servers."""
+        other = Lane(setting)
+        other.chain.continues(self.chain)
+        if self._journal is not None:
+            other._journal, other._changes = self._journal.copy(), list(self._changes)
+            if rows is not None:
+                other.change(pb.Change(reorder=pb.Reorder(indices=rows)))
+        return other
+
+    def reset(self) -> None:
+        """It is empty again. Its servers must have been let go."""
+        self.chain.is_new = False
+        self._checks = SessionChecks(self._setting.swarm, self._setting.reporter)
+        self._journal = None
+        self._changes.clear()
+
+
+def joined(lanes: Sequence[Lane], setting: Setting) -> Lane:
+    """One lane with the rows of all of these, which have equally many positions."""
+    lane, journals = Lane(setting), [each.rows for each in lanes]
+    lane.begin_with(BlockInput.of_rows([rows.read(0, rows.length) for rows in journals]), lanes[0].chain.adapter)
+    if lanes[0].chain.records_past:
+        lane.chain.record_past()
+    return lane
+
+
+def _changed(journal: Journal, changes: Sequence[pb.Change]) -> Journal:
+    for change in changes:
+        kind = change.WhichOneof("kind")
+        if kind == "reorder":
+            journal = journal.reordered(change.reorder.indices)
+        elif kind == "crop":
+            journal = journal.cropped(change.crop.length)
+    return journal
+
+
+def _close_soon(chain: Chain) -> None:
+    background.submit(chain.close())
