@@ -125,8 +125,10 @@ def first_token_s(model: PreTrainedModel, input_ids: torch.Tensor, **options: An
     return time.perf_counter() - start
 
 
-def decode_tokens_per_s(model: PreTrainedModel, prompts: Sequence[torch.Tensor], new_tokens: int) -> float:
-    """Of all sessions together, one per prompt and all at once.
+def decode_tokens_per_s(
+    model: PreTrainedModel, prompts: Sequence[torch.Tensor], new_tokens: int, **options: Any
+) -> float:
+    """Of all sessions together, one per prompt and all at once; per row, if prompts have several.
 
     They wait for one another after their first tokens; what counts is the time from there until the first of them ends.
     """
@@ -135,7 +137,7 @@ def decode_tokens_per_s(model: PreTrainedModel, prompts: Sequence[torch.Tensor],
 
     def session(prompt: torch.Tensor, stream: _TokenTimes) -> None:
         try:
-            generate(model, prompt, new_tokens + 1, streamer=stream)
+            generate(model, prompt, new_tokens + 1, streamer=stream, **options)
         except BaseException:
             together.abort()
             raise

@@ -40,6 +40,7 @@ from transformers.cache_utils import DynamicCache
 PROMPT, PREFILL = 16, 512  # tokens
 SHORT_CONTEXT, LONG_CONTEXT = 64, 1024
 PREFIX, QUESTION, ANSWER = 256, 32, 16
+BATCH, BATCH_TOKENS = 128, 16
 CACHE_TOKENS = 16384  # of each server: the sessions with long contexts take a bit more than half
 QUICK = {"model": "bench-tiny", "rounds": 1, "new_tokens": 8}
 HOP_MODEL, HOP_CHAINS, HOP_TOKENS = "bench-tiny", (1, 2, 4), 64
@@ -73,6 +74,7 @@ GOALS = {
     "decode-1-fp32": Goal("decode, 1 session, fp32", "tokens/s", 0.97),
     "decode-8-int8": Goal("decode, 8 sessions, int8", "tokens/s", 15.0),
     "decode-16-int8": Goal("decode, 16 sessions, int8", "tokens/s", 20.0),
+    "batch": Goal(f"decode, one batch of {BATCH}, int8, beside the same in one lane", "tokens/s", 1.2),
     "context": Goal(f"decode, 8 sessions at {LONG_CONTEXT}, beside {SHORT_CONTEXT}", "tokens/s", 0.7, 0.85),
     "prefill-int8": Goal(f"prefill {PREFILL}, int8", "tokens/s", 5.0),
     "prefill-fp32": Goal(f"prefill {PREFILL}, fp32", "tokens/s", 1.7, 2.0),
@@ -132,6 +134,13 @@ def decode(model: PreTrainedModel, sessions: int, context: int, new_tokens: int)
     return decode_tokens_per_s(model, [random_ids(context) for _ in range(sessions)], new_tokens)
 
 
+def batch(model: PreTrainedModel, unit: int) -> float:
+    """``unit``: see ``RemoteSpan.open_session``."""
+    rows = torch.cat([random_ids(PROMPT) for _ in range(BATCH)])
+    cache = model.new_cache(PROMPT + BATCH_TOKENS + 1, row_unit=unit)
+    return BATCH * decode_tokens_per_s(model, [rows], BATCH_TOKENS, past_key_values=cache)
+
+
 def prefill(model: PreTrainedModel) -> float:
     return PREFILL / first_token_s(model, random_ids(PREFILL))
 
@@ -185,6 +194,7 @@ def int8_rows(args: argparse.Namespace, servers: Fleet, local: PreTrainedModel) 
             "prefix": lambda: beside("prefix", cold_prefix, partial(shared_prefix, model)),
             "decode-8-int8": lambda: decode_row("decode-8-int8", 8),
             "decode-16-int8": lambda: decode_row("decode-16-int8", 16),
+            "batch": lambda: beside("batch", partial(batch, model, BATCH), partial(batch, model, 1)),
             "context": lambda: beside("context", context(SHORT_CONTEXT), context(LONG_CONTEXT)),
         }
         for name, measure in rows.items():

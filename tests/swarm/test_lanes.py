@@ -9,12 +9,11 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from swarm_client.routing import pipelining
-from swarm_client.sessions import session as sessions
 from swarm_client.sessions.lane import Lane
 from swarm_client.sessions.session import RemoteSession
 from swarm_protocol.errors import RequestRejected
 from swarm_protocol.wire.block_input import BlockInput
+from tests.swarm.dividing import always_divided
 from tests.swarm.pair import Pair, random_ids, started
 from tests.zoo import PAD
 
@@ -31,9 +30,7 @@ def pair(tmp_path_factory) -> Iterator[Pair]:
 
 @pytest.fixture(autouse=True)
 def divides(monkeypatch) -> None:
-    """Two rows are enough for a lane, and lanes always worth it."""
-    monkeypatch.setattr(pipelining, "_LEAST_ROWS", ROWS // LANES)
-    monkeypatch.setattr(sessions, "num_parts", lambda _servers, _links, rows, unit: pipelining.most_parts(rows, unit))
+    always_divided(monkeypatch, ROWS // LANES)
 
 
 def lanes_of(session: RemoteSession) -> list[int]:

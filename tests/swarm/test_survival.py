@@ -19,6 +19,7 @@ from swarm_client.transport.hops import BlockAnswer, HopSession
 from swarm_protocol.span import Span
 from tests.drafts import Always, KnowingDraft
 from tests.marks import SLOW, always
+from tests.swarm.dividing import always_divided
 from tests.swarm.pair import NEW_TOKENS, random_ids
 from tests.swarm.survival import SPANS, each_hop
 from tests.swarm.tuning import assert_close
@@ -74,6 +75,16 @@ def test_killed_in_the_middle_of_a_step(client, moments, hop):
     moments.after_sending(5, kill)
     client.generate(PROMPT)
     assert client.moved_blocks == [SPANS[hop]]
+
+
+@each_hop(0, 1)
+def test_killed_under_a_batch_in_lanes(client, moments, monkeypatch, hop):
+    """Each lane goes on with another server by itself."""
+    always_divided(monkeypatch, 2)
+    moments.before_step(5, lambda: client.fleet.find(client.chains[0].hops[hop].hop.server.peer_id).kill())
+    output = client.generate(random_ids(4, 8, seed=3))
+    assert client.moved_blocks == [SPANS[hop]] * 2
+    assert output.past_key_values.session.stats.recoveries == 2 == len(client.chains)
 
 
 @each_hop(1)
