@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Awaitable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any, Protocol, TypeVar
 
 import grpc
@@ -54,11 +54,17 @@ class ServerConnection:
     """A connection to one server of one model."""
 
     def __init__(
-        self, record: ServerRecord, channel: grpc.aio.Channel, config: ClientConfig, address: str = ""
+        self,
+        record: ServerRecord,
+        channel: grpc.aio.Channel,
+        config: ClientConfig,
+        address: str = "",
+        relay_of: Callable[[str], str] = relay_of,
     ) -> None:
-        """``address``: of the record's, that through which the channel goes."""
+        """``address``: of the record's, that through which the channel goes. ``relay_of``: how it leads there now."""
         self.record = record
         self.address = address
+        self._relay_of = relay_of
         self._channel = channel
         self._stub = BlocksStub(channel)  # type: ignore[no-untyped-call]
         self._config, self._timeouts = config, config.timeouts
@@ -78,12 +84,12 @@ class ServerConnection:
         except PeerUnavailable as error:
             reason = f"server {record.short_id} cannot be reached: {error}"
             raise PeerUnavailable(reason, record.peer_id, record.span) from None
-        return cls(record, channel, config, address)
+        return cls(record, channel, config, address, dialer.relay_of)
 
     @property
     def relay_id(self) -> str:
-        """The peer through which the server is reached; empty if it is reached directly."""
-        return relay_of(self.address)
+        """The peer through which the server is reached; empty if it is reached directly, through routers or not."""
+        return self._relay_of(self.address)
 
     def leads_to(self, record: ServerRecord) -> bool:
         """Whether this connection is still the right one for a newer record of the server."""

@@ -19,7 +19,7 @@ from swarm_protocol.streams.frames import framed, read_message, write_message
 from swarm_protocol.streams.pipe import pipe
 from swarm_protocol.streams.streams import Stream, Streams
 from swarm_protocol.tunnel.accepting import HELLO_TIMEOUT_S, TUNNEL
-from swarm_protocol.tunnel.circuit import Circuit, is_circuit
+from swarm_protocol.tunnel.circuit import Circuit, is_circuit, relay_of
 from swarm_protocol.tunnel.members import Membership
 from swarm_protocol.tunnel.punching import PUNCH_S, hole_beside, partner
 from swarm_protocol.tunnel.relaying import RELAY
@@ -59,6 +59,12 @@ class Dialer:
         except PeerUnavailable as error:
             raise PeerUnavailable(port.failure or str(error), port.circuit.target) from None
 
+    def relay_of(self, address: str) -> str:
+        """The peer through which connections to this address go now; empty if they go past it, or there is none."""
+        port = self._ports.get(address)
+        is_past = port is not None and port.done() and not port.exception() and port.result().is_past_relay
+        return "" if is_past else relay_of(address)
+
     async def close(self) -> None:
         for opening in self._ports.values():
             opening.cancel()
@@ -84,6 +90,7 @@ class _TunnelPort:
 
     Attributes:
         failure: why the last tunnel could not be opened; empty if it could.
+        is_past_relay: whether it goes through the routers of both peers, and not the relay.
     """
 
     def __init__(
@@ -91,7 +98,7 @@ class _TunnelPort:
     ) -> None:
         """``not_before_s``: by peer id of servers, when to try again to get through the routers."""
         self.circuit = circuit
-        self.failure = ""
+        self.failure, self.is_past_relay = "", False
         self.number = 0
         self._streams, self._membership = streams, membership
         self._connections: set[asyncio.Task[None]] = set()
@@ -126,11 +133,12 @@ class _TunnelPort:
 
     async def _opened(self) -> Stream:
         """To the server's gRPC port: through the routers of both, or through the relay."""
+        self.is_past_relay = False
         if not self.circuit.is_direct:
             async with self._punching:  # the next one knows whether it worked
                 now_s = asyncio.get_running_loop().time()
                 if now_s >= self._not_before_s.get(self.circuit.target, -inf):
-                    stream = await open_punched(self._streams, self.circuit, self._membership)
+                    stream, self.is_past_relay = await open_punched(self._streams, self.circuit, self._membership)
                     if stream is not None:
                         return stream
                     self._not_before_s[self.circuit.target] = now_s + _PUNCH_AGAIN_S
@@ -144,8 +152,9 @@ async def open_tunnel(streams: Streams, circuit: Circuit, membership: Membership
     return stream
 
 
-async def open_punched(streams: Streams, circuit: Circuit, membership: Membership) -> Stream | None:
-    """The same, through the routers of both peers and not the relay if the server agrees; None if that fails.
+async def open_punched(streams: Streams, circuit: Circuit, membership: Membership) -> tuple[Stream | None, bool]:
+    """The same, through the routers of both peers and not the relay if the server agrees, and whether it does; None if
+    that fails.
 
     Raises PeerUnavailable.
     """
@@ -153,12 +162,12 @@ async def open_punched(streams: Streams, circuit: Circuit, membership: Membershi
     hole = hole_beside(stream.host) if circuit.relay_id != streams.peer_id else None
     if hole is None:
         await _ask(stream, streams, circuit, membership)
-        return stream
+        return stream, False
     with hole:
         start_s = time.perf_counter()
         answer = await _ask(stream, streams, circuit, membership, hole.port)
         if not answer.port:
-            return stream
+            return stream, False
         rtt_s = time.perf_counter() - start_s
         met, direct = partner(answer.host, answer.port, stream.host), None
         try:
@@ -173,7 +182,7 @@ async def open_punched(streams: Streams, circuit: Circuit, membership: Membershi
             stream.close()
     result = "connected directly, through the routers of both" if direct else "only reached through its relay"
     _logger.info("%s is %s", short_id(circuit.target), result)
-    return direct
+    return direct, direct is not None
 
 
 async def _stream(streams: Streams, circuit: Circuit) -> Stream:

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -61,6 +62,14 @@ class Lab:
         peer_id = process.ready["peer"].rpartition("/")[2]
         found = (record for record in self.records() if record.peer_id == peer_id)
         return {relay_of(address) for record in found for address in record.addresses} - {""}
+
+    def status(self) -> dict[str, Any]:
+        """As the client sees it."""
+        command = [sys.executable, "-m", "swarm_client", "status", "--initial-peers", *self.peers, "--json"]
+        start = partial(subprocess.Popen, command, stdout=subprocess.PIPE, text=True)
+        with self.network.run("home-b", start) as process:
+            output, _ = process.communicate(timeout=DEADLINE_S)
+        return json.loads(output)
 
     def generate(self, pauses: dict[int, float] | None = None) -> subprocess.Popen[str]:
         """By a client in the second home."""
@@ -118,6 +127,21 @@ def test_two_routers_let_their_homes_connect_directly(lab, expected):
     before = lab.network.bytes_between("home-b", "home-a")
     assert seen + tokens_of(client) == expected
     assert lab.network.bytes_between("home-b", "home-a") > before > 0
+
+
+@pytest.mark.parametrize("way", ["through the relay", "directly"])
+def test_status_says_how_a_server_is_reached(lab, way):
+    for home in ("home-a", "home-b"):
+        lab.network.says_nothing(home)
+    if way == "through the relay":
+        lab.network.draws_ports("home-b")
+    relay = lab.serve("one", "0:2")
+    hidden = lab.serve("home-a", "2:6")
+    wait_for(lambda: lab.relays_of(hidden), "the server has a relay")
+    (model,) = lab.status()["models"]
+    ids = [process.ready["peer"].rpartition("/")[2] for process in (relay, hidden)]
+    relays = {server["peer_id"]: server["relay"] for server in model["servers"]}
+    assert relays == {ids[0]: None, ids[1]: None if way == "directly" else ids[0]}
 
 
 def test_a_router_that_draws_ports_leaves_it_to_the_relay(lab, expected):
