@@ -106,6 +106,10 @@ class Chain:
         self.is_new, self.adapter = True, other.adapter
         self._terms.records_past = other.records_past
 
+    def prefer(self, route: Route) -> None:
+        """To be taken when the hops are opened next."""
+        self._opener.planned = route
+
     def ask_as_of(self, asked_s: float) -> None:
         """Servers are asked for room as if they had been asked then, unless they were before."""
         if self._terms.asked_s is None:

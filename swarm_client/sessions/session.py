@@ -15,8 +15,8 @@ from swarm_client.adapters.snapshots import Snapshot
 from swarm_client.core import background
 from swarm_client.core.background import now_s
 from swarm_client.core.events import OnEvent, Reporter, SessionStats
-from swarm_client.routing.pipelining import divided, most_parts, num_parts, servers_of
-from swarm_client.routing.routing import Hop
+from swarm_client.routing.pipelining import divided, most_lanes
+from swarm_client.routing.routing import Hop, Route
 from swarm_client.sessions.call import Call
 from swarm_client.sessions.lane import Lane, Setting, joined
 from swarm_client.swarm.swarm import Swarm
@@ -191,21 +191,22 @@ class RemoteSession:
                 lane.chain.adapter = self._adapter()
         if len(self._lanes) > 1 or not (lane.is_empty or lane.chain.is_new):
             return
-        rows = divided(batch_size, await self._num_lanes(batch_size), self._row_unit)
-        if len(rows) > 1:
+        chains = await self._chains_of_lanes(batch_size)
+        rows = divided(batch_size, len(chains), self._row_unit)
+        if len(chains) > 1:
             self._lanes = [lane.copy(self._setting, range(part.start, part.stop)) for part in rows]
+            for each, chain in zip(self._lanes, chains, strict=True):
+                each.chain.prefer(chain)
         self._sizes = [part.stop - part.start for part in rows]
 
-    async def _num_lanes(self, batch_size: int) -> int:
-        if most_parts(batch_size, self._row_unit) == 1:
-            return 1
-        setting, swarm = self._setting, self._setting.swarm
-        need_tokens = batch_size * max(1, setting.reserve_tokens)
+    async def _chains_of_lanes(self, batch_size: int) -> list[Route]:
+        if most_lanes(batch_size, self._row_unit) == 1:
+            return [()]
+        setting, need_tokens = self._setting, batch_size * max(1, self._setting.reserve_tokens)
         try:
-            chain = await swarm.chain(setting.blocks, need_tokens, timeout_s=0.0)
+            return await setting.swarm.chains_of_lanes(setting.blocks, batch_size, self._row_unit, need_tokens)
         except SwarmError:
-            return 1  # the lane's own way to servers waits, or says why there is none
-        return num_parts(servers_of(chain, swarm.costs()), swarm.links.stages(chain), batch_size, self._row_unit)
+            return [()]  # the lane's own way to servers waits, or says why there is none
 
     async def _computed(self, inputs: BlockInput, num_wanted: int, watched: range) -> list[Call]:
         """By all lanes, or by none."""

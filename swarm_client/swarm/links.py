@@ -125,10 +125,14 @@ class Links:
         servers = [None, *(hop.server for hop in hops)]
         return sum(self._send_s(one, other) * num_positions > _SLOW_S for one, other in pairwise(servers))
 
-    def stages(self, route: Route) -> list[Stage]:
-        """Of the rows of a step: from the client to the first server, on from each to the next, and back."""
+    def stages(self, route: Route) -> dict[str, Stage]:
+        """Of the rows of a step: from the client to the first server, on from each to the next, and back. Lanes that
+        begin, or end, at different servers share the client's line."""
+        peers = [hop.server.peer_id for hop in route]
+        names = ["to the swarm", *(f"{one} to {other}" for one, other in pairwise(peers)), "from the swarm"]
         servers = [None, *(hop.server for hop in route), None]
-        return [Stage(0.0, self._send_s(one, other)) for one, other in pairwise(servers)]
+        ways = pairwise(servers)
+        return {name: Stage(0.0, self._send_s(one, other)) for name, (one, other) in zip(names, ways, strict=True)}
 
     def _send_s(self, one: ServerRecord | None, other: ServerRecord | None) -> float:
         """What one position takes; 0 if nobody knows."""

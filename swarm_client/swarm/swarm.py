@@ -14,6 +14,7 @@ from typing import Any
 
 from swarm_client.core.background import now_s
 from swarm_client.core.config import ClientConfig
+from swarm_client.routing.pipelining import chains_of_lanes
 from swarm_client.routing.routing import (
     Costs,
     Newcomers,
@@ -219,6 +220,25 @@ class Swarm:
         routes = await self._when_there_is(choose, blocks)
         await self.links.prepare(routes, pushes=False)
         return routes
+
+    async def chains_of_lanes(self, blocks: Span, num_rows: int, unit: int, need_tokens: int) -> list[Route]:
+        """A chain for each lane of a session with so many rows, see ``pipelining``.
+
+        Args:
+            unit: rows that stay together.
+            need_tokens: room for keys and values that the session needs, for all rows.
+
+        Raises:
+            NoRoute: some block is not served now.
+        """
+        await self.chain(blocks, need_tokens, timeout_s=0.0)  # of which the links are measured
+
+        def choose(servers: SwarmView, hopeful: bool) -> list[Route]:
+            rtts_s, unknown_s = self._rtts.known, self._rtts.guess_s(hopeful)
+            costs = Costs(rtts_s, unknown_s, need_tokens, newcomers=self._newcomers(servers))
+            return chains_of_lanes(servers, blocks, num_rows, unit, costs, self.links.stages)
+
+        return await self._when_there_is(choose, blocks, timeout_s=0.0)
 
     async def _when_there_is(
         self,

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from swarm_client.routing import pipelining
-from swarm_client.sessions import session as sessions
 
 
 def always_divided(patch: pytest.MonkeyPatch, least_rows: int) -> None:
-    """So many rows are enough for a lane, and lanes always worth it."""
+    """So many rows are enough for a lane, and the more lanes the better."""
     patch.setattr(pipelining, "_LEAST_ROWS", least_rows)
-    patch.setattr(sessions, "num_parts", lambda _servers, _links, rows, unit: pipelining.most_parts(rows, unit))
+    patch.setattr(pipelining, "_is_known", lambda _hop: True)
+    patch.setattr(pipelining, "step_s", lambda lanes, _sizes: 1 / len(lanes))
