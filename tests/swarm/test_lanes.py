@@ -210,3 +210,11 @@ def test_all_lanes_are_closed_and_go_on(pair) -> None:
     caches.session.reset()
     assert caches.session.length == 0 and caches.session.batch_size is None
     pair.servers.wait_until_all_room_is_free()
+
+
+def test_lanes_share_replicas(tmp_path) -> None:
+    with started(tmp_path, "0:6", "0:6") as pair:
+        whole, remote = pair.both(PROMPT, do_sample=False, return_dict_in_generate=True)
+        assert torch.equal(remote.sequences, whole.sequences)
+        session = remote.past_key_values.session
+        assert len(lanes_of(session)) == LANES and len({hop.server.peer_id for hop in session.hops}) == 2
