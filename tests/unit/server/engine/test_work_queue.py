@@ -125,14 +125,14 @@ class TestBatches:
         assert batches(filled(first, between, last)) == [[first, last], [between]]
 
     def test_have_so_many_positions_and_no_more(self) -> None:
-        works = [work(rows=16) for _ in range(MAX_POSITIONS // 16 + 2)]
+        works = [work(rows=8) for _ in range(MAX_POSITIONS // 8 + 2)]
         assert batches(filled(*works)) == [works[:-2], works[-2:]]
-        longer = [work(num_tokens=8, rows=2) for _ in range(MAX_POSITIONS // 16 + 1)]
+        longer = [work(num_tokens=4, rows=2) for _ in range(MAX_POSITIONS // 8 + 1)]
         assert batches(filled(*longer)) == [longer[:-1], longer[-1:]]
 
     def test_one_that_is_wide_is_alone(self) -> None:
         """So that the next server begins with it, and does not wait for the others."""
-        one, wide, narrow, also_wide, last = works = [work(rows=rows) for rows in (1, CHUNK // 2, 31, 200, 1)]
+        one, wide, narrow, also_wide, last = works = [work(rows=rows) for rows in (1, CHUNK // 4, 15, 200, 1)]
         assert batches(filled(*works)) == [[one, narrow, last], [wide], [also_wide]]
         assert batches(filled(wide, one, also_wide)) == [[wide], [one], [also_wide]]
 
