@@ -47,7 +47,7 @@ def measure(args: argparse.Namespace, links: dict[str, Link], console: Console) 
         with swarm_behind(args, link) as ask:
             num_rows = num_rows or rows_of_long_step(ask)
             for codec in codecs:
-                found[name, codec, "one row"] = ask(codec, 1, 16 if args.quick else 128, 4 if args.quick else 16)
+                found[name, codec, "one row"] = ask(codec, 1, 16 if args.quick else 128, 4 if args.quick else 48)
                 found[name, codec, f"{num_rows} rows"] = ask(codec, num_rows, 4, 2 if args.quick else 8)
         console.print(shown(name, found))
     return as_rows(found)

@@ -85,8 +85,8 @@ class WorkQueue:
         """``mixes_sessions``: steps of several sessions may be computed in one batch.
 
         ``chunk_positions``: rows × positions of a batch of prompts, unless one has more: what decoding waits for. A
-        decoding step of a quarter of that, such as a lane of a large batch, keeps the machine busy: it is alone, so that
-        the next server has it while others are computed here.
+        decoding step of a quarter of that, such as a lane of a large batch, keeps the machine busy: it is alone, so
+        that the next server has it while others are computed here.
         """
         self._mixes_sessions, self._chunk_positions = mixes_sessions, chunk_positions
         self._waiting: dict[Kind, FairQueue[Work]] = {kind: FairQueue() for kind in Kind}

@@ -84,6 +84,7 @@ class StagePeer:
         self._speed = ComputeSpeed()
         self._news = asyncio.Event()
         self._has_warned = False
+        self._warned_of: Moment | None = None
         self._is_averaging = False
         self.num_counted = 0
 
@@ -428,15 +429,25 @@ class StagePeer:
         kept = self.peer.rollbacks.kept
         known = kept.digests().get(moment.step)
         data = None if known is None else await self._in_thread(partial(kept.read, known))
-        if data is None and not any(peer.moment.rollbacks >= moment.rollbacks for peer in self.peer.view().others):
+        is_mates = any(peer.moment.rollbacks >= moment.rollbacks for peer in self.peer.view().others)
+        if data is None and not is_mates:
             found = await self._replicas.fetch(moment.step)
             data = None if found is None else found[1]
         if data is None:
+            if not is_mates and self._warned_of != moment:
+                self._warned_of = moment
+                _logger.warning(
+                    "the run has gone back to step %d, and nobody is known to have stage %d's checkpoint of it: "
+                    "the stage waits until somebody has",
+                    moment.step,
+                    self.index,
+                )
             return False
         digest = await self._take_over(partial(self._state.load, moment, data))
         _logger.warning("the run goes back to step %d, as a stage was lost, or has decided so", moment.step)
         await self.peer.go_back(moment, digest)
         await self._compute(partial(self.peer.keep, digest))
+        self.peer.show_kept()
         return True
 
     async def _take_over(self, change: Callable[[], None]) -> bytes:

@@ -387,6 +387,7 @@ class TrainingPeer:
         others = [peer for peer in self.view().others if peer.kept is not None and peer.rollbacks == own.rollbacks]
         wanted = max((peer.kept.step for peer in others if peer.kept and peer.kept.step <= own.step), default=-1)
         if wanted <= max(kept.digests(), default=-1):
+            self.show_kept()
             return
         for source in others:
             if source.is_reachable and source.kept is not None and source.kept.step == wanted:
@@ -397,9 +398,15 @@ class TrainingPeer:
                 except (SwarmError, TimeoutError, ValueError, OSError) as error:
                     _logger.debug("%s does not give its checkpoint: %s", source.peer_id, error)
                     continue
-                self._standing.update(kept=_newest_of(kept))
-                self.gossip.tell()
+                self.show_kept()
                 return
+
+    def show_kept(self) -> None:
+        """What it keeps has changed since it came to this moment, and others may copy it."""
+        newest = _newest_of(self.rollbacks.kept)
+        if self.own.counts_exactly and newest != self.own.kept:
+            self._standing.update(kept=newest)
+            self.gossip.tell()
 
     def _arrival(self, group: Group, digest: bytes) -> Arrival:
         return Arrival(group.next_moment, group.roster, digest, self.rollbacks.history, self.rollbacks.went_back_to)

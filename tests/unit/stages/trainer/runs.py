@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import random
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
@@ -286,13 +286,31 @@ class WholeRun:
             await network.close()
 
     async def churn(self, rng: random.Random, most: int) -> None:
-        """Kills a peer of a stage that has another, and has one join there, again and again."""
+        """Kills a peer of a stage that has another, and has one join there, again and again.
+
+        Nobody dies who alone has what a stage would go back to: then the run could not go on, and would say so.
+        """
         for _ in range(most):
             await asyncio.sleep(rng.uniform(0.2, 1.0))
-            full = [
-                index for index in range(self.num_stages) if sum(p.moment is not None for p in self.of_stage(index)) > 1
-            ]
-            if full:
-                index = rng.choice(full)
-                await self.kill(rng.choice([p for p in self.of_stage(index) if p.moment is not None]))
-                await self.join(index)
+            while not (victims := self._victims()):
+                await asyncio.sleep(0.02)
+            victim = rng.choice(victims)
+            await self.kill(victim)
+            await self.join(victim.stage.index)
+
+    def _victims(self) -> list[RunningPeer]:
+        joined = [peer for peer in self.peers if peer.moment is not None]
+        sizes = Counter(peer.stage.index for peer in joined)
+        return [peer for peer in joined if sizes[peer.stage.index] > 1 and self._is_redundant(peer, joined)]
+
+    def _is_redundant(self, victim: RunningPeer, joined: list[RunningPeer]) -> bool:
+        """Whether others keep the newest checkpoint of each stage, there and at the next one."""
+        for index in range(self.num_stages):
+            mates = [peer for peer in joined if peer.stage.index == index]
+            newest = max(max(peer.life.peer.rollbacks.kept.digests(), default=-1) for peer in mates)
+            after = [peer for peer in joined if peer.stage.index == (index + 1) % self.num_stages]
+            kept = [peer.life.peer.rollbacks.kept.digests() for peer in mates if peer is not victim]
+            replicas = [peer.life.peer.replicas.digests() for peer in after if peer is not victim]
+            if not all(any(newest in digests for digests in each) for each in (kept, replicas)):
+                return False
+        return True

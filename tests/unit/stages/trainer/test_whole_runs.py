@@ -49,3 +49,18 @@ def test_every_tensor_is_that_of_one_process(steps: int, kills: int) -> None:
             assert all(any(speed > 0 for speed in stage) for stage in announced)
 
     asyncio.run(scenario())
+
+
+def test_who_joins_at_a_checkpoint_says_that_it_keeps_it() -> None:
+    """Others copy it from there if the older peers die."""
+
+    async def scenario() -> None:
+        async with asyncio.timeout(LIMIT_S), WholeRun.running(2, 1) as run:
+            await run.until(lambda: all(peer.moment is not None for peer in run.peers))
+            training = asyncio.ensure_future(run.train(2, []))
+            await run.until(lambda: training.done() and all(peer.life.step == 2 for peer in run.peers))
+            late = await run.join(0)
+            await run.until(lambda: late.life.record().kept is not None)
+            assert late.life.record().kept == run.of_stage(0)[0].life.record().kept
+
+    asyncio.run(scenario())
