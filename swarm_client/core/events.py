@@ -147,14 +147,20 @@ class SessionStats:
 
 
 class Reporter:
-    """Counts, logs, and calls back."""
+    """Counts, logs, and calls back.
+
+    Attributes:
+        num_repairs: how often blocks have moved, for whatever reason.
+    """
 
     def __init__(self, on_event: OnEvent | None = None) -> None:
         self.stats = SessionStats()
+        self.num_repairs = 0
         self._on_event = on_event
 
     def report(self, event: Event) -> None:
         stats = self.stats
+        self.num_repairs += isinstance(event, Recovery | Move)
         if isinstance(event, Recovery):
             stats.recoveries += 1
             stats.standbys_used += event.from_copy
@@ -173,6 +179,18 @@ class Reporter:
                 self._on_event(event)
             except Exception:
                 _logger.exception("the callback for events failed")
+
+
+class PartReporter(Reporter):
+    """Of some rows of a session: all is reported to the whole; ``num_repairs`` are those of these rows."""
+
+    def __init__(self, whole: Reporter) -> None:
+        super().__init__()
+        self.stats, self._whole = whole.stats, whole
+
+    def report(self, event: Event) -> None:
+        self.num_repairs += isinstance(event, Recovery | Move)
+        self._whole.report(event)
 
 
 def _names(peer_ids: tuple[str, ...]) -> str:

@@ -99,19 +99,19 @@ class Journal:
         else:
             mask = None
         journal = Journal(self.pool, torch.cat([self.entries, new], 1), mask)
-        return journal._compacted() if self.pool.num_chunks >= _FEW_CHUNKS else journal
+        return journal.compacted() if self.pool.num_chunks >= _FEW_CHUNKS else journal
 
     def read(self, start: int, end: int) -> BlockInput:
         """Positions ``start`` … ``end`` of all rows, with the mask over everything up to ``end``."""
         entries = self.entries[:, start:end]
         hidden, positions = self.pool.read(entries.reshape(-1))
         return BlockInput(
-            hidden.view(*entries.shape, -1),
+            hidden.view(*entries.shape, hidden.shape[-1]),
             None if self.mask is None else self.mask[:, :end],
             positions.view(entries.shape),
         )
 
-    def _compacted(self) -> Journal:
+    def compacted(self) -> Journal:
         """In a pool of its own, without the entries that no row has any more."""
         used, entries = self.entries.unique(return_inverse=True)
         pool = _Pool()

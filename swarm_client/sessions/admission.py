@@ -24,12 +24,16 @@ class AdmissionWait:
     """What one session does while there is no room for it. It holds none meanwhile but where its turn has come.
 
     Servers are asked one after the other, in an order that is the same for all clients: nobody waits in a circle.
+
+    Attributes:
+        may_wait: False: what there is no room for is refused at once.
     """
 
     def __init__(self, swarm: Swarm, opener: Opener, reporter: Reporter) -> None:
         self._swarm = swarm
         self._opener = opener
         self._reporter = reporter
+        self.may_wait = True
         self._deadline_s: float | None = None  # None: there is room, as far as is known
         self._said = False  # that it waits
 
@@ -77,6 +81,8 @@ class AdmissionWait:
 
     def _check_time(self, shortage: PeerBusy) -> float:
         """How many seconds are left."""
+        if not self.may_wait:
+            raise shortage
         timeout_s = self._swarm.config.wait_timeout_s
         if self._deadline_s is None:
             self._deadline_s = now_s() + timeout_s

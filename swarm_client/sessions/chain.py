@@ -107,13 +107,16 @@ class Chain:
         self._terms.records_past = other.records_past
 
     def prefer(self, route: Route) -> None:
-        """To be taken when the hops are opened next."""
+        """To be taken when the hops are opened first."""
         self._opener.planned = route
 
-    def ask_as_of(self, asked_s: float) -> None:
-        """Servers are asked for room as if they had been asked then, unless they were before."""
-        if self._terms.asked_s is None:
-            self._terms.asked_s = asked_s
+    def never_wait(self) -> None:
+        """Where there is no room, calls fail at once with PeerBusy."""
+        self._replacer.never_wait()
+
+    def ages_with(self, other: Chain) -> None:
+        """Servers are asked for room as if they had been asked when they were for ``other``."""
+        self._terms.asked_s = other._terms.asked_s
 
     # ------------------------------------------------------------ one call
 
@@ -166,6 +169,7 @@ class Chain:
         """Lets the servers go; the next call starts with others."""
         hops = list(self.hops)
         self.hops.clear()
+        self._opener.planned = ()
         self._listener.refused = None
         self._past.clear()
         await close([*hops, *self._standby.forget()])

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from swarm_client.adapters.snapshots import Snapshot
 from swarm_client.core import background
-from swarm_client.core.events import Reporter
+from swarm_client.core.events import PartReporter, Reporter
 from swarm_client.failover.journal import Journal
 from swarm_client.sessions.call import Call
 from swarm_client.sessions.chain import Chain
@@ -35,7 +35,7 @@ class Setting:
 
 
 class Lane:
-    """Its methods but ``change`` are for the background loop. Losing it frees the room on the servers.
+    """``step`` is for the background loop; nothing else may be done meanwhile. Losing it frees the room on the servers.
 
     Attributes:
         chain: of servers; ``checks``: of what they answer.
@@ -43,16 +43,17 @@ class Lane:
 
     def __init__(self, setting: Setting) -> None:
         self._setting = setting
+        self._reporter = PartReporter(setting.reporter)
         self.chain = Chain(
             setting.swarm,
             setting.blocks,
             setting.max_positions,
             setting.reserve_tokens,
             setting.standby,
-            setting.reporter,
+            self._reporter,
             setting.is_bundled,
         )
-        self._checks = SessionChecks(setting.swarm, setting.reporter)
+        self._checks = SessionChecks(setting.swarm, self._reporter)
         self._journal: Journal | None = None  # what the servers know
         self._changes: list[pb.Change] = []  # since then
         weakref.finalize(self, _close_soon, self.chain).atexit = False  # servers notice the end of the process
@@ -121,25 +122,29 @@ class Lane:
         other = Lane(setting)
         other.chain.continues(self.chain)
         if self._journal is not None:
-            other._journal, other._changes = self._journal.copy(), list(self._changes)
-            if rows is not None:
-                other.change(pb.Change(reorder=pb.Reorder(indices=rows)))
+            if rows is None:
+                other._journal, other._changes = self._journal.copy(), list(self._changes)
+            else:
+                other._journal = self.rows.reordered(rows).compacted()
         return other
 
     def reset(self) -> None:
         """It is empty again. Its servers must have been let go."""
         self.chain.is_new = False
-        self._checks = SessionChecks(self._setting.swarm, self._setting.reporter)
+        self._checks = SessionChecks(self._setting.swarm, self._reporter)
         self._journal = None
         self._changes.clear()
 
 
 def joined(lanes: Sequence[Lane], setting: Setting) -> Lane:
-    """One lane with the rows of all of these, which have equally many positions."""
-    lane, journals = Lane(setting), [each.rows for each in lanes]
-    lane.begin_with(BlockInput.of_rows([rows.read(0, rows.length) for rows in journals]), lanes[0].chain.adapter)
-    if lanes[0].chain.records_past:
-        lane.chain.record_past()
+    """One lane with the rows of all of these, which have equally many positions. It is as old as they are."""
+    lane = Lane(setting)
+    lane.chain.continues(lanes[0].chain)
+    lane.chain.ages_with(lanes[0].chain)
+    if not lanes[0].is_empty:
+        journals = [each.rows for each in lanes]
+        inputs = BlockInput.of_rows([rows.read(0, rows.length) for rows in journals])
+        lane.begin_with(inputs, lanes[0].chain.adapter)
     return lane
 
 

@@ -93,7 +93,8 @@ class Opener:
     """Opens hops whose answers all go to one inbox; ``adapter`` is added to their blocks.
 
     Attributes:
-        planned: a chain that is taken the next time instead of the fastest, if it is over these blocks.
+        planned: a chain that is taken the next time instead of the fastest, if it is over these blocks and nobody is to
+            be avoided.
     """
 
     def __init__(self, swarm: Swarm, inbox: Inbox, is_bundled: bool = False) -> None:

@@ -58,6 +58,10 @@ class HopReplacer:
         """Whether no answer has come since a failure."""
         return self._stall is not None
 
+    def never_wait(self) -> None:
+        """Where there is no room, calls fail at once with PeerBusy."""
+        self._room.may_wait = False
+
     def begin_call(self) -> None:
         self._stall = None
         self._room.over()

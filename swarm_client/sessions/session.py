@@ -6,6 +6,7 @@ import asyncio
 import threading
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from itertools import accumulate
 from typing import Any, SupportsIndex
 
@@ -13,14 +14,13 @@ import torch
 
 from swarm_client.adapters.snapshots import Snapshot
 from swarm_client.core import background
-from swarm_client.core.background import now_s
 from swarm_client.core.events import OnEvent, Reporter, SessionStats
 from swarm_client.routing.pipelining import divided, most_lanes
 from swarm_client.routing.routing import Hop, Route
 from swarm_client.sessions.call import Call
 from swarm_client.sessions.lane import Lane, Setting, joined
 from swarm_client.swarm.swarm import Swarm
-from swarm_protocol.errors import RequestRejected, SwarmError
+from swarm_protocol.errors import PeerBusy, RequestRejected, SwarmError
 from swarm_protocol.pb import swarm_pb2 as pb
 from swarm_protocol.span import Span
 from swarm_protocol.wire.block_input import BlockInput
@@ -60,7 +60,11 @@ class RemoteSession:
 
         ``is_bundled``: its steps travel in one message with those of other sessions that are ready at the same time.
         ``row_unit``: so many rows, such as the beams of one text, are reordered among themselves.
+
+        Raises ValueError if that is less than one.
         """
+        if row_unit < 1:
+            raise ValueError(f"row_unit is {row_unit}: expected 1 or more rows that are reordered among themselves")
         standby = swarm.config.standby if standby is None else standby
         self._on_event = on_event
         self._reporter = Reporter(on_event or swarm.config.on_event)
@@ -69,7 +73,10 @@ class RemoteSession:
         self._row_unit = row_unit
         self._lanes = [Lane(self._setting)]
         self._sizes: list[int] = []  # rows of each, from the first step on
+        self._stays_whole = False  # the rows are not divided
+        self._left: list[Lane] = []  # whose servers may forget them
         self._lock = threading.Lock()
+        self._turn = asyncio.Lock()  # of a step, to the end of what an interruption leaves to be done
         self.length = 0
         self.batch_size: int | None = None
 
@@ -91,7 +98,8 @@ class RemoteSession:
 
     @property
     def num_sharing(self) -> int:
-        """Sessions that its last server has computed for lately, this one among them; 0: it has not said."""
+        """Sessions that its last server has computed for lately, this one among them; 0: it has not said. Each lane is
+        one."""
         hops = self._lanes[0].chain.hops
         return hops[-1].num_active if hops else 0
 
@@ -120,7 +128,7 @@ class RemoteSession:
             )
             if self.batch_size is not None:
                 other._lanes = [lane.copy(other._setting) for lane in self._lanes]
-                other._sizes = list(self._sizes)
+                other._sizes, other._stays_whole = list(self._sizes), self._stays_whole
             other.length, other.batch_size = self.length, self.batch_size
         return other
 
@@ -161,11 +169,18 @@ class RemoteSession:
     async def step_on_loop(self, inputs: BlockInput, num_wanted: int | None = None) -> torch.Tensor:
         """``step`` for code that runs on the background loop; one at a time."""
         outputs = [call.output() for call in await self._advance(inputs, num_wanted)]
-        output = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
-        return output if num_wanted is None else output[:, -num_wanted:]
+        if num_wanted is not None:  # some lanes may have been asked for more, to check it
+            outputs = [output[:, -num_wanted:] for output in outputs]
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
     async def _advance(self, inputs: BlockInput, num_wanted: int | None, watched: range = range(0)) -> list[Call]:
         """What has come out of each lane."""
+        async with self._turn:
+            left, self._left = self._left, []
+            await _close(left)
+            return await self._advance_in_turn(inputs, num_wanted, watched)
+
+    async def _advance_in_turn(self, inputs: BlockInput, num_wanted: int | None, watched: range) -> list[Call]:
         batch_size, num_tokens, _ = inputs.hidden.shape
         check_length(self.length + num_tokens, self._setting.max_positions)
         check_batch_size(batch_size)
@@ -197,12 +212,14 @@ class RemoteSession:
             self._lanes = [lane.copy(self._setting, range(part.start, part.stop)) for part in rows]
             for each, chain in zip(self._lanes, chains, strict=True):
                 each.chain.prefer(chain)
+                each.chain.never_wait()
         self._sizes = [part.stop - part.start for part in rows]
 
     async def _chains_of_lanes(self, batch_size: int) -> list[Route]:
-        if most_lanes(batch_size, self._row_unit) == 1:
+        if self._stays_whole or most_lanes(batch_size, self._row_unit) == 1:
             return [()]
-        setting, need_tokens = self._setting, batch_size * max(1, self._setting.reserve_tokens)
+        setting = self._setting
+        need_tokens = batch_size * max(1, setting.reserve_tokens, self.length)
         try:
             return await setting.swarm.chains_of_lanes(setting.blocks, batch_size, self._row_unit, need_tokens)
         except SwarmError:
@@ -210,20 +227,33 @@ class RemoteSession:
 
     async def _computed(self, inputs: BlockInput, num_wanted: int, watched: range) -> list[Call]:
         """By all lanes, or by none."""
-        if len(self._lanes) == 1:
-            return [await self._lanes[0].step(inputs, num_wanted, watched)]
-        asked_s, ends, jobs = now_s(), accumulate(self._sizes), []
-        for lane, size, end in zip(self._lanes, self._sizes, ends, strict=True):
-            lane.chain.ask_as_of(asked_s)  # lanes of one age: of two sessions, one gets the room for all of its own
-            jobs.append(asyncio.ensure_future(lane.step(inputs.rows(slice(end - size, end)), num_wanted, watched)))
+        if len(self._lanes) > 1:
+            try:
+                return await self._by_lanes(inputs, num_wanted, watched)
+            except PeerBusy:
+                # Some would hold room while others wait for it, for ever if all sessions did so. One lane holds none.
+                self._become_one()
+        return [await self._lanes[0].step(inputs, num_wanted, watched)]
+
+    async def _by_lanes(self, inputs: BlockInput, num_wanted: int, watched: range) -> list[Call]:
+        lanes, jobs = list(self._lanes), []
+        for lane, size, end in zip(lanes, self._sizes, accumulate(self._sizes), strict=True):
+            part = inputs.rows(slice(end - size, end))
+            jobs.append(asyncio.ensure_future(lane.step(part, num_wanted, watched)))
         try:
             return await asyncio.gather(*jobs)
         except BaseException:
-            for job in jobs:
-                job.cancel()
-            await asyncio.gather(*jobs, return_exceptions=True)
-            await asyncio.shield(_let_go(self._lanes))  # some have had the step, and all begin again before it
+            going_back = asyncio.ensure_future(_go_back(jobs, lanes))
+            while not going_back.done():  # interrupted once more or not: the next step comes after it
+                with suppress(asyncio.CancelledError):
+                    await asyncio.shield(going_back)
             raise
+
+    def _become_one(self) -> None:
+        """One lane with all rows, which are not divided any more until ``reset``."""
+        lanes, self._stays_whole = self._lanes, True
+        self._lanes, self._sizes = [joined(lanes, self._setting)], [sum(self._sizes)]
+        self._left += lanes
 
     def begin_with(self, inputs: BlockInput, adapter: Snapshot) -> None:
         """The session has these positions from now on and no others; servers learn of them with the next step.
@@ -245,20 +275,14 @@ class RemoteSession:
         wanted: list[int] = indices.tolist()
         parts = _by_lane(wanted, self._sizes)
         if parts is None:
-            self._replace([joined(self._lanes, self._setting)])
-            self._row_unit, parts = MAX_BATCH_SIZE, [wanted]
+            self._become_one()
+            parts = [wanted]
         kept = [(lane, part) for lane, part in zip(self._lanes, parts, strict=True) if part or not wanted]
         for lane, part in kept:
             lane.change(pb.Change(reorder=pb.Reorder(indices=part)))
-        self._replace([lane for lane, _ in kept])
-        self._sizes = [len(part) for _, part in kept]
+        self._left += [lane for lane, part in zip(self._lanes, parts, strict=True) if wanted and not part]
+        self._lanes, self._sizes = [lane for lane, _ in kept], [len(part) for _, part in kept]
         self.batch_size = len(wanted)
-
-    def _replace(self, lanes: list[Lane]) -> None:
-        """From now on these; the servers of others may forget them."""
-        gone, self._lanes = [lane for lane in self._lanes if lane not in lanes], lanes
-        if gone:
-            background.submit(_close(gone))
 
     def crop(self, num_removed: int) -> None:
         """Forgets the last ``num_removed`` positions (0 lets sliding windows drop what recording kept)."""
@@ -277,6 +301,7 @@ class RemoteSession:
         self.close()
         del self._lanes[1:]
         self._lanes[0].reset()
+        self._stays_whole = False
         self.length, self.batch_size = 0, None
 
     def close(self) -> None:
@@ -286,7 +311,9 @@ class RemoteSession:
 
     async def close_on_loop(self) -> None:
         """``close`` for code that runs on the background loop."""
-        await _close(self._lanes)
+        async with self._turn:
+            left, self._left = self._left, []
+            await _close([*self._lanes, *left])
 
     def _change(self, change: pb.Change) -> None:
         for lane in self._lanes:
@@ -297,7 +324,11 @@ async def _close(lanes: Sequence[Lane]) -> None:
     await asyncio.gather(*(lane.chain.close() for lane in lanes))
 
 
-async def _let_go(lanes: Sequence[Lane]) -> None:
+async def _go_back(jobs: Sequence[asyncio.Future[Call]], lanes: Sequence[Lane]) -> None:
+    """Some lanes may have had the step: all begin again before it, with other servers or the same."""
+    for job in jobs:
+        job.cancel()
+    await asyncio.gather(*jobs, return_exceptions=True)
     await asyncio.gather(*(lane.chain.let_go() for lane in lanes))
 
 

@@ -238,7 +238,9 @@ class Swarm:
             costs = Costs(rtts_s, unknown_s, need_tokens, newcomers=self._newcomers(servers))
             return chains_of_lanes(servers, blocks, num_rows, unit, costs, self.links.stages)
 
-        return await self._when_there_is(choose, blocks, timeout_s=0.0)
+        chains = await self._when_there_is(choose, blocks, timeout_s=0.0)
+        await self.links.prepare(chains)
+        return chains
 
     async def _when_there_is(
         self,

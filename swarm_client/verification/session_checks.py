@@ -124,8 +124,8 @@ class SessionChecks:
     def _keep(
         self, hops: Route, outputs: torch.Tensor, num_tokens: int, length: int, reordered: Sequence[int] | None
     ) -> None:
-        stats, before = self._reporter.stats, self._hops
-        repairs, self._repairs = self._repairs, stats.recoveries + stats.moves
+        before = self._hops
+        repairs, self._repairs = self._repairs, self._reporter.num_repairs
         self._good_length = min(self._good_length, length - num_tokens)
         num_cropped = self._length - (length - num_tokens)
         self._hops, self._length = hops, length

@@ -62,7 +62,8 @@ class Dialer:
     def relay_of(self, address: str) -> str:
         """The peer through which connections to this address go now; empty if they go past it, or there is none."""
         port = self._ports.get(address)
-        is_past = port is not None and port.done() and not port.exception() and port.result().is_past_relay
+        is_open = port is not None and port.done() and not port.cancelled() and not port.exception()
+        is_past = port is not None and is_open and port.result().is_past_relay
         return "" if is_past else relay_of(address)
 
     async def close(self) -> None:
@@ -133,7 +134,6 @@ class _TunnelPort:
 
     async def _opened(self) -> Stream:
         """To the server's gRPC port: through the routers of both, or through the relay."""
-        self.is_past_relay = False
         if not self.circuit.is_direct:
             async with self._punching:  # the next one knows whether it worked
                 now_s = asyncio.get_running_loop().time()
@@ -142,6 +142,7 @@ class _TunnelPort:
                     if stream is not None:
                         return stream
                     self._not_before_s[self.circuit.target] = now_s + _PUNCH_AGAIN_S
+                self.is_past_relay = False
         return await open_tunnel(self._streams, self.circuit, self._membership)
 
 

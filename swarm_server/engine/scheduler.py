@@ -27,6 +27,7 @@ _ACTIVE_S = 1.0
 _NOBODY = Caller("")
 _PREFILLS_PER_TRAINING = 3  # of turns that decoding leaves
 _FEW_POSITIONS = 32  # rows × positions of a step that somebody watches, such as one of speculative decoding
+_LEAST_ALONE = 16  # rows of a decoding step that may be computed by itself
 MAX_POSITIONS = 256  # rows × positions of a batch of decoding steps
 
 
@@ -112,7 +113,7 @@ class WorkQueue:
             return []
         self._last = kind = self._next_kind()
         if kind is Kind.DECODE:
-            return self._batch(kind, MAX_POSITIONS, max(1, self._chunk_positions // 4))
+            return self._batch(kind, MAX_POSITIONS, max(_LEAST_ALONE, self._chunk_positions // 4))
         self._num_prefills = 0 if kind is Kind.TRAINING else self._num_prefills + 1
         return self._batch(kind, self._chunk_positions, self._chunk_positions)
 

@@ -60,7 +60,8 @@ class ProgressTable:
         self._entries: dict[str, _Entry] = {}
         self._gone: dict[str, int] = {}  # the version with which a peer was last seen to be gone
         self._suspects: dict[str, int] = {}
-        self._banned: dict[str, float] = {}  # since when
+        self._banned: frozenset[str] = frozenset()
+        self._ruled_out: dict[str, float] = {}  # since when
         self._known: set[bytes] = set()  # the bytes of all entries, whose signatures need not be checked again
         self._digests: dict[str, deque[Progress]] = {}  # of the last steps, by peer
         self.counter = self.urgent = 0
@@ -106,7 +107,7 @@ class ProgressTable:
 
     def majority_digest(self, moment: Moment) -> bytes | None:
         """The state that most others had at a moment, those too that have gone on since; None if nobody has said it."""
-        others = self._digests.keys() - {self._own_id} - self._banned.keys()
+        others = self._digests.keys() - {self._own_id} - self._banned
         records = (record for peer in others for record in self._digests[peer])
         return majority_digest(record for record in records if record.moment == moment)
 
@@ -152,14 +153,16 @@ class ProgressTable:
             and self._is_heard(entry, now)
         ]
 
-    def ban(self, peer_ids: Collection[str], now: float) -> None:
+    def ban(self, peer_ids: Collection[str], ruled_out: Collection[str], now: float) -> None:
         """These, and no others, are left out of views.
 
-        For as long as silence is suffered they are not *gone* unless they leave: one who has not heard of the ban yet
-        may still vote together with them. Then they are: who is heard of has heard of the ban, who is not counts as
-        silent, and a run does not wait for the vote of somebody whom it does not ask.
+        ``ruled_out``: those of them that moderators have banned, or most peers exclude. For as long as silence is
+        suffered they are not *gone* unless they leave: one who has not heard of it yet may still vote together with
+        them. Then they are: who is heard of has heard of it, who is not counts as silent, and a run does not wait for
+        the vote of somebody whom it does not ask. Whom this peer alone excludes keeps its vote: it could go on alone.
         """
-        self._banned = {peer_id: self._banned.get(peer_id, now) for peer_id in peer_ids}
+        self._banned = frozenset(peer_ids)
+        self._ruled_out = {peer_id: self._ruled_out.get(peer_id, now) for peer_id in ruled_out}
 
     def suspect(self, peer_id: str) -> None:
         """It does not answer; it counts as silent until it is heard of again."""
@@ -173,8 +176,8 @@ class ProgressTable:
 
     def view(self, own: Progress, now: float) -> View:
         others, silent = [], []
-        banned_long = (peer_id for peer_id, since_s in self._banned.items() if now - since_s > self._silence_s)
-        gone = set(banned_long) - {self._own_id}
+        long_ago = (peer_id for peer_id, since_s in self._ruled_out.items() if now - since_s > self._silence_s)
+        gone = set(long_ago) - {self._own_id}
         for peer_id, entry in self._entries.items():
             if peer_id == self._own_id:
                 continue

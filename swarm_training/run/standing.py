@@ -35,8 +35,8 @@ class Standing:
         self._identity = identity
 
     def view(self) -> View:
-        self._adopt()
-        self.table.ban(self.banned(), now())
+        excluded = self._adopt()
+        self.table.ban(self.banned(), self.moderation.banned() | excluded, now())
         return self.table.view(self.own, now())
 
     def exclude(self, peer_id: str) -> None:
@@ -57,10 +57,12 @@ class Standing:
                 "wrong; its hardware or software may be at fault"
             )
 
-    def _adopt(self) -> None:
-        """What most say, so that those who come later do not outvote them."""
-        for peer_id in sorted(self._excluded_by_most() - {self.own.peer_id}):
+    def _adopt(self) -> frozenset[str]:
+        """What most say, so that those who come later do not outvote them; returns whom they exclude."""
+        excluded = self._excluded_by_most() - {self.own.peer_id}
+        for peer_id in sorted(excluded):
             self.exclude(peer_id)
+        return excluded
 
     def _excluded_by_most(self) -> frozenset[str]:
         return policy.excluded_by_most([self.own, *self.table.heard(now())])

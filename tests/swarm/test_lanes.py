@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
 import copy
+import threading
 from collections.abc import Callable, Iterator
 
 import pytest
 import torch
 from transformers import DynamicCache
 
+from swarm_client.core import background
+from swarm_client.core.events import Waiting
 from swarm_client.sessions.lane import Lane
 from swarm_client.sessions.session import RemoteSession
-from swarm_protocol.errors import RequestRejected
+from swarm_client.verification.session_checks import SessionChecks
+from swarm_protocol.errors import PeerBusy, RequestRejected
 from swarm_protocol.wire.block_input import BlockInput
 from tests.swarm.dividing import always_divided
-from tests.swarm.pair import Pair, random_ids, started
+from tests.swarm.pair import Pair, connected, random_ids, started
 from tests.zoo import PAD
 
 ROWS, LANES = 6, 3
@@ -168,9 +173,15 @@ def failing(monkeypatch) -> Callable[[RemoteSession], None]:
     """Has the next step of a session's last lane fail."""
     step, fails = Lane.step, list[RemoteSession]()
 
+    def have_come_through(lanes: list[Lane]) -> bool:
+        return all(lane.chain.hops and not lane.chain.busy.locked() for lane in lanes)
+
     async def stepped(lane: Lane, inputs: BlockInput, *arguments):
         if fails and lane is fails[0]._lanes[-1]:
-            fails.clear()
+            others = fails.pop()._lanes[:-1]
+            await asyncio.sleep(0)  # they begin
+            while not have_come_through(others):
+                await asyncio.sleep(0.01)
             raise RequestRejected("for a test")
         return await step(lane, inputs, *arguments)
 
@@ -179,8 +190,9 @@ def failing(monkeypatch) -> Callable[[RemoteSession], None]:
 
 
 def test_a_step_that_one_lane_fails_was_none(pair, failing) -> None:
-    """The others may have taken it, and take it again."""
+    """The others have taken it, and take it again; rows change places once."""
     caches, new = Caches(pair), random_ids(ROWS, 1, seed=8)
+    caches.do("batch_select_indices", torch.tensor([1, 0, 3, 3, 5, 4]))
     failing(caches.session)
     with pytest.raises(RequestRejected, match="for a test"), torch.no_grad():
         pair.remote(new, past_key_values=caches.remote, use_cache=True)
@@ -197,6 +209,58 @@ def test_a_first_step_that_fails_leaves_a_session_for_other_rows(pair, failing) 
         pair.remote(PROMPT, past_key_values=caches.remote, use_cache=True)
     caches.extend(random_ids(ROWS - 2, 3, seed=9))
     assert lanes_of(caches.session) == [2, 2]
+
+
+def test_a_step_after_an_interruption_waits_for_what_that_leaves_to_be_done(pair, monkeypatch) -> None:
+    """The first lane has come through; the last one is slow to end. Rows change places once."""
+    step, cache, undisturbed = Lane.step, pair.remote.new_cache(), pair.remote.new_cache()
+    session, stuck = cache.session, []
+    rows, new = torch.tensor([1, 0, 3, 3, 5, 4]), random_ids(ROWS, 1, seed=11)
+    with torch.no_grad():
+        for each in (cache, undisturbed):
+            pair.remote(PROMPT, past_key_values=each)
+            each.reorder_cache(rows)
+        inputs = BlockInput(pair.remote.get_input_embeddings()(new), None, torch.tensor([[PROMPT.shape[1]]]))
+
+    async def stepped(lane: Lane, *arguments):
+        if lane is session._lanes[-1] and not stuck:
+            stuck.append(lane)
+            try:
+                await asyncio.sleep(3600)
+            finally:
+                await asyncio.sleep(0.2)
+        return await step(lane, *arguments)
+
+    async def interrupted() -> torch.Tensor:
+        task = asyncio.ensure_future(session.step_on_loop(inputs))
+        number = session._lanes[0].chain.number
+        while session._lanes[0].chain.number == number or not stuck:
+            await asyncio.sleep(0.01)
+        task.cancel()
+        following = asyncio.ensure_future(session.step_on_loop(inputs))
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        return await following
+
+    monkeypatch.setattr(Lane, "step", stepped)
+    found = background.run(interrupted())
+    expected = undisturbed.session.step(inputs)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+    assert session.length == PROMPT.shape[1] + 1
+
+
+def test_lanes_that_are_asked_for_more_to_check_it_give_what_is_wanted(pair, monkeypatch) -> None:
+    caches = Caches(pair)
+    asked = iter([3, 1, 2])
+    monkeypatch.setattr(SessionChecks, "num_asked", lambda _checks, _wanted, _tokens: next(asked))
+    caches.extend(random_ids(ROWS, 5, seed=12), logits_to_keep=1)
+
+
+def test_an_empty_history_is_joined(pair) -> None:
+    caches = Caches(pair)
+    caches.do("crop", -PROMPT.shape[1])
+    caches.do("reorder_cache", torch.tensor([5, 1, 2, 3, 4, 0]))
+    caches.extend(random_ids(ROWS, 4, seed=13))
 
 
 def test_all_lanes_are_closed_and_go_on(pair) -> None:
@@ -218,3 +282,37 @@ def test_lanes_share_replicas(tmp_path) -> None:
         assert torch.equal(remote.sequences, whole.sequences)
         session = remote.past_key_values.session
         assert len(lanes_of(session)) == LANES and len({hop.server.peer_id for hop in session.hops}) == 2
+
+
+# ------------------------------------------------------------ without room for all lanes
+
+
+def test_what_never_fits_is_refused_at_once(tmp_path) -> None:
+    """Some lanes would fit, and wait for the others for an hour."""
+    with (
+        started(tmp_path, "0:6", cache_tokens=128) as pair,
+        connected(pair.servers, wait_timeout_s=3600.0) as remote,
+        torch.no_grad(),
+    ):
+        with pytest.raises(PeerBusy):
+            remote(PROMPT, past_key_values=remote.new_cache(30))
+        caches = Caches(pair, random_ids(2, 9, seed=14))
+        assert lanes_of(caches.session) == [2]
+
+
+def test_a_batch_waits_for_room_for_all_of_it(tmp_path) -> None:
+    """It holds none meanwhile, and goes on in one lane."""
+    with started(tmp_path, "0:6", cache_tokens=192) as pair, torch.no_grad():
+        other = pair.remote.new_cache(30)
+        pair.remote(PROMPT[:2], past_key_values=other)
+        leaves = threading.Thread(target=other.session.close)
+
+        def heard(event: object) -> None:
+            if isinstance(event, Waiting) and leaves.ident is None:
+                leaves.start()
+
+        cache = pair.remote.new_cache(30, on_event=heard)
+        found = pair.remote(PROMPT, past_key_values=cache).logits
+        leaves.join()
+        torch.testing.assert_close(found, pair.whole(PROMPT).logits, rtol=1e-4, atol=1e-4)
+        assert lanes_of(cache.session) == [ROWS]

@@ -12,6 +12,7 @@ from swarm_protocol.errors import AccessDenied
 from swarm_training.core.moment import Moment
 from swarm_training.core.record import LEFT
 from swarm_training.ledger.orders import Ban, Order, Orders
+from swarm_training.progress.policy import has_quorum
 from swarm_training.run.moderation import Moderation
 from tests.unit.training.ledger.members import EVE, MODERATOR, NOW, ORGANISER, Member
 from tests.unit.training.test_records import record, signed, table
@@ -96,13 +97,32 @@ def test_who_is_banned_is_neither_there_nor_gone_until_it_leaves_or_all_have_hea
     """It still counts in the roster: who has not heard of the ban may vote together with it."""
     known, own, peer_id = table(), record(0), identity(1).peer_id
     known.add(signed(version=5, state_digest=b"theirs", step=1), 0.0)
-    known.ban({peer_id}, 0.0)
-    known.ban({peer_id}, 4.0)
+    known.ban({peer_id}, {peer_id}, 0.0)
+    known.ban({peer_id}, {peer_id}, 4.0)
     view = known.view(own, 4.0)
     assert (view.others, view.silent, view.gone) == ((), (), frozenset())
     assert known.since(0, "nobody") == [] and known.majority_digest(Moment(0, 1)) is None
     assert known.view(own, 4.1).gone == {peer_id}
     known.add(signed(version=6, state=LEFT), 4.0)
     assert known.view(own, 4.0).gone == {peer_id}
-    known.ban((), 4.0)
+    known.ban((), (), 4.0)
     assert known.majority_digest(Moment(0, 1)) == b"theirs"
+
+
+def test_whom_one_excludes_by_itself_keeps_its_vote() -> None:
+    """Or a peer whose own hardware is at fault could exclude all others, and go on alone."""
+
+    async def scenario() -> None:
+        world = World()
+        peers = await enter_all(world, 3, target=15)
+        standing = peers[0].peer._standing
+        for other in peers[1:]:
+            standing.exclude(other.peer_id)
+        standing.view()
+        await asyncio.sleep(30.0)
+        view = standing.view()
+        assert view.others == () and view.gone == frozenset()
+        roster = [peer.peer_id for peer in peers]
+        assert not has_quorum([peers[0].peer_id], roster, view.gone)
+
+    simulate(scenario)
