@@ -262,7 +262,7 @@ def test_sessions_share_beginnings_only_with_the_same_adapter(engine, local):
     def computed(adapter: PlacedAdapter | None) -> int:
         """How many positions of a prompt were computed."""
         tokens = []
-        engine.meter = type("Meter", (), {"add": lambda _self, _blocks, _rows, new, _s: tokens.append(new)})()
+        engine.meter = type("Meter", (), {"add": lambda _self, _blocks, _rows, new, *_others: tokens.append(new)})()
         session = engine.open(HOSTED, 1, budget.lease("client"), adapter=adapter)
         (output,) = engine.run([(session, SessionStep(0, BlockInput(hidden), num_wanted=1))])
         assert_same(output[:, -1], engine.stateless.forward(HOSTED, BlockInput(hidden), adapter)[:, -1])
