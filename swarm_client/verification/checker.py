@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -23,7 +23,7 @@ from swarm_protocol.errors import PeerError, SwarmError
 
 _logger = logging.getLogger(__name__)
 _ATTEMPTS = 3  # at one check, each with other servers
-_MOST_WAITS = 2  # for the first check of a server, by two sessions; after that it is checked like any other
+_MOST_WAITS = 2  # for the first check of a server, by two sessions or steps; after that it is checked like any other
 _SUSPENDED_S = 600.0
 _LOOK_AGAIN_S = 20.0  # for others that hold the same blocks
 
@@ -39,7 +39,7 @@ class Checker:
         self._swarm = swarm
         self._chance = random.SystemRandom()
         self._known: set[str] = set()  # peer ids of servers whose first answers have been checked
-        self._waits: Counter[str] = Counter()
+        self._waits: defaultdict[str, set[tuple[int, int]]] = defaultdict(set)  # session and step; lanes wait together
         self._alone: dict[frozenset[str], float] = {}  # chains that nobody can check, and when to look again
         self._said: set[Any] = set()
         self._tasks: set[asyncio.Task[Verdict]] = set()
@@ -84,7 +84,8 @@ class Checker:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         if wait_s:
-            self._waits.update(hop.server.peer_id for hop in sample.hops)
+            for hop in sample.hops:
+                self._waits[hop.server.peer_id].add((id(reporter.stats), sample.inputs.hidden.shape[1]))
             await asyncio.wait([task], timeout=wait_s)
             if task.done():
                 return task.result()
@@ -114,7 +115,7 @@ class Checker:
     def _learn(self, verdict: Verdict, sample: Sample, reporter: Reporter) -> None:
         peer_ids = frozenset(hop.server.peer_id for hop in sample.hops)
         self._known |= verdict.passed
-        self._known |= {peer_id for peer_id in peer_ids if self._waits[peer_id] >= _MOST_WAITS}
+        self._known |= {peer_id for peer_id in peer_ids if len(self._waits[peer_id]) >= _MOST_WAITS}
         for lie in verdict.lies:
             self._swarm.ban(lie.server)
             self._known.discard(lie.server)
