@@ -61,9 +61,10 @@ def require_equal(peers: list[SimulatedPeer]) -> None:
 
 def require_gone_back(peers: list[SimulatedPeer], to: Moment, before: Moment) -> None:
     require_equal(peers)
+    earlier = [moment for peer in peers for moment in peer.moments if moment.rollbacks < to.rollbacks]
+    assert max(earlier) == before  # one that is a step behind goes back with the others
     for peer in peers:
         assert torch.equal(peer.moments[to], peer.moments[replace(to, rollbacks=to.rollbacks - 1)])
-        assert max(moment for moment in peer.moments if moment.rollbacks < to.rollbacks) == before
         assert peer.peer.rollbacks.went_back_to == to.step
 
 
