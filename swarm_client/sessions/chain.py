@@ -93,10 +93,6 @@ class Chain:
         """Whether no answer has come since a server failed."""
         return self._replacer.is_recovering
 
-    @property
-    def records_past(self) -> bool:
-        return self._terms.records_past
-
     def record_past(self) -> None:
         """Sliding windows of the hops that will be opened keep what later crops need."""
         self._terms.records_past = True
@@ -104,15 +100,11 @@ class Chain:
     def continues(self, other: Chain) -> None:
         """The session goes on from where that of ``other`` is."""
         self.is_new, self.adapter = True, other.adapter
-        self._terms.records_past = other.records_past
+        self._terms.records_past = other._terms.records_past
 
     def prefer(self, route: Route) -> None:
         """To be taken when the hops are opened first."""
         self._opener.planned = route
-
-    def never_wait(self) -> None:
-        """Where there is no room, calls fail at once with PeerBusy."""
-        self._replacer.never_wait()
 
     def ages_with(self, other: Chain) -> None:
         """Servers are asked for room as if they had been asked when they were for ``other``."""
@@ -120,8 +112,10 @@ class Chain:
 
     # ------------------------------------------------------------ one call
 
-    async def step(self, call: Call) -> torch.Tensor:
+    async def step(self, call: Call, may_wait: bool = True) -> torch.Tensor:
         """Outputs of the last positions of the call, [batch, num_wanted, hidden_size].
+
+        ``may_wait``: for room; otherwise it fails at once where there is none.
 
         Raises:
             RequestRejected: the input is wrong.
@@ -133,7 +127,7 @@ class Chain:
             if self._swarm.closed:
                 raise closed_error()
             self._listener.made_progress()
-            self._replacer.begin_call()
+            self._replacer.begin_call(may_wait)
             self._was_spliced = False
             try:
                 await self._run(call)

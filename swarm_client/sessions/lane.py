@@ -15,7 +15,6 @@ from swarm_client.sessions.chain import Chain
 from swarm_client.swarm.swarm import Swarm
 from swarm_client.transport.changes import merged
 from swarm_client.verification.session_checks import SessionChecks
-from swarm_protocol.errors import RequestRejected
 from swarm_protocol.pb import swarm_pb2 as pb
 from swarm_protocol.span import Span
 from swarm_protocol.wire.block_input import BlockInput
@@ -38,7 +37,7 @@ class Lane:
     """``step`` is for the background loop; nothing else may be done meanwhile. Losing it frees the room on the servers.
 
     Attributes:
-        chain: of servers; ``checks``: of what they answer.
+        chain: of servers.
     """
 
     def __init__(self, setting: Setting) -> None:
@@ -68,23 +67,21 @@ class Lane:
         assert self._journal is not None
         return _changed(self._journal, self._changes)
 
-    async def step(self, inputs: BlockInput, num_wanted: int, watched: range = range(0)) -> Call:
+    async def step(self, inputs: BlockInput, num_wanted: int, watched: range, may_wait: bool) -> Call:
         """What has come out of the chain. The positions count from ``commit`` on.
 
-        Raises: see ``RemoteSession.step``.
+        ``may_wait``: for room; otherwise PeerBusy comes at once where there is none. For the rest, and what is raised,
+        see ``RemoteSession.step``.
         """
         batch_size, num_tokens, _ = inputs.hidden.shape
         before = self._journal or Journal.empty(batch_size)
-        rows = _changed(before, self._changes)
-        if rows.batch_size != batch_size:
-            raise RequestRejected(f"hidden states of {batch_size} rows came for a session of {rows.batch_size} rows")
-        changes, after = tuple(self._changes), rows.appended(inputs)
+        changes, after = tuple(self._changes), _changed(before, self._changes).appended(inputs)
         if self._checks.distrusts(self.chain.route):
             await self._leave_servers()
         num_asked = self._checks.num_asked(num_wanted, num_tokens)
         while True:
             call = Call(inputs, num_asked, before, after, changes, watched=watched)
-            await self.chain.step(call)
+            await self.chain.step(call, may_wait)
             if not self._checks.are_made or await self._checks.accept(
                 self.chain.route,
                 lambda row: after.reordered([row]).read(0, after.length),

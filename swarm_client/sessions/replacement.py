@@ -58,13 +58,11 @@ class HopReplacer:
         """Whether no answer has come since a failure."""
         return self._stall is not None
 
-    def never_wait(self) -> None:
-        """Where there is no room, calls fail at once with PeerBusy."""
-        self._room.may_wait = False
-
-    def begin_call(self) -> None:
+    def begin_call(self, may_wait: bool) -> None:
+        """``may_wait``: for room; otherwise it fails at once where there is none."""
         self._stall = None
         self._room.over()
+        self._room.may_wait = may_wait
 
     def begin_recovery(self, progress_s: float) -> None:
         """Generation stands still since ``progress_s``, unless it did before."""

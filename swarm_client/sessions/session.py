@@ -67,8 +67,8 @@ class RemoteSession:
             raise ValueError(f"row_unit is {row_unit}: expected 1 or more rows that are reordered among themselves")
         standby = swarm.config.standby if standby is None else standby
         self._on_event = on_event
-        self._reporter = Reporter(on_event or swarm.config.on_event)
-        self._setting = Setting(swarm, blocks, max_positions, reserve_tokens, standby, is_bundled, self._reporter)
+        reporter = Reporter(on_event or swarm.config.on_event)
+        self._setting = Setting(swarm, blocks, max_positions, reserve_tokens, standby, is_bundled, reporter)
         self._adapter = adapter
         self._row_unit = row_unit
         self._lanes = [Lane(self._setting)]
@@ -83,7 +83,7 @@ class RemoteSession:
     @property
     def stats(self) -> SessionStats:
         """Counters: what the session has done, and what has happened to it."""
-        return self._reporter.stats
+        return self._setting.reporter.stats
 
     @property
     def hops(self) -> tuple[Hop, ...]:
@@ -176,8 +176,9 @@ class RemoteSession:
     async def _advance(self, inputs: BlockInput, num_wanted: int | None, watched: range = range(0)) -> list[Call]:
         """What has come out of each lane."""
         async with self._turn:
-            left, self._left = self._left, []
-            await _close(left)
+            if self._left:
+                left, self._left = self._left, []
+                await _close(left)
             return await self._advance_in_turn(inputs, num_wanted, watched)
 
     async def _advance_in_turn(self, inputs: BlockInput, num_wanted: int | None, watched: range) -> list[Call]:
@@ -212,7 +213,6 @@ class RemoteSession:
             self._lanes = [lane.copy(self._setting, range(part.start, part.stop)) for part in rows]
             for each, chain in zip(self._lanes, chains, strict=True):
                 each.chain.prefer(chain)
-                each.chain.never_wait()
         self._sizes = [part.stop - part.start for part in rows]
 
     async def _chains_of_lanes(self, batch_size: int) -> list[Route]:
@@ -233,13 +233,13 @@ class RemoteSession:
             except PeerBusy:
                 # Some would hold room while others wait for it, for ever if all sessions did so. One lane holds none.
                 self._become_one()
-        return [await self._lanes[0].step(inputs, num_wanted, watched)]
+        return [await self._lanes[0].step(inputs, num_wanted, watched, True)]
 
     async def _by_lanes(self, inputs: BlockInput, num_wanted: int, watched: range) -> list[Call]:
         lanes, jobs = list(self._lanes), []
         for lane, size, end in zip(lanes, self._sizes, accumulate(self._sizes), strict=True):
             part = inputs.rows(slice(end - size, end))
-            jobs.append(asyncio.ensure_future(lane.step(part, num_wanted, watched)))
+            jobs.append(asyncio.ensure_future(lane.step(part, num_wanted, watched, False)))
         try:
             return await asyncio.gather(*jobs)
         except BaseException:

@@ -194,9 +194,7 @@ class Swarm:
         keep = self._last_chains.get(blocks, ()) if is_session else ()
 
         def choose(servers: SwarmView, hopeful: bool) -> list[Route]:
-            newcomers = self._newcomers(servers)
-            costs = Costs(self._rtts.known, self._rtts.guess_s(hopeful), need_tokens, pushes, newcomers=newcomers)
-            return [fastest_chain(servers, blocks, costs, keep)]
+            return [fastest_chain(servers, blocks, self._costs_among(servers, hopeful, need_tokens, pushes), keep)]
 
         (chain,) = await self._when_there_is(choose, blocks, avoid, timeout_s, like, on_wait)
         if is_session:
@@ -213,9 +211,7 @@ class Swarm:
         """
 
         def choose(servers: SwarmView, hopeful: bool) -> list[Route]:
-            newcomers = self._newcomers(servers)
-            costs = Costs(self._rtts.known, self._rtts.guess_s(hopeful), pushes=False, newcomers=newcomers)
-            return spread(servers, blocks, sizes, costs)
+            return spread(servers, blocks, sizes, self._costs_among(servers, hopeful, pushes=False))
 
         routes = await self._when_there_is(choose, blocks)
         await self.links.prepare(routes, pushes=False)
@@ -234,8 +230,7 @@ class Swarm:
         await self.chain(blocks, need_tokens, timeout_s=0.0)  # of which the links are measured
 
         def choose(servers: SwarmView, hopeful: bool) -> list[Route]:
-            rtts_s, unknown_s = self._rtts.known, self._rtts.guess_s(hopeful)
-            costs = Costs(rtts_s, unknown_s, need_tokens, newcomers=self._newcomers(servers))
+            costs = self._costs_among(servers, hopeful, need_tokens)
             return chains_of_lanes(servers, blocks, num_rows, unit, costs, self.links.stages)
 
         chains = await self._when_there_is(choose, blocks, timeout_s=0.0)
@@ -444,8 +439,10 @@ class Swarm:
         found = [s for s in servers.servers if s.span.start < span.end and span.start < s.span.end]
         return random.sample(found, min(len(found), _MAX_TRIED))
 
-    def _newcomers(self, servers: SwarmView) -> Newcomers:
-        return Newcomers.among(servers, self._acquaintance.newcomers(now_s()))
+    def _costs_among(self, servers: SwarmView, hopeful: bool, need_tokens: int = 0, pushes: bool = True) -> Costs:
+        """``hopeful``: servers never spoken to are taken for near."""
+        newcomers = Newcomers.among(servers, self._acquaintance.newcomers(now_s()))
+        return Costs(self._rtts.known, self._rtts.guess_s(hopeful), need_tokens, pushes, newcomers=newcomers)
 
     def _usable(self, banned: dict[str, str]) -> tuple[SwarmView, Sequence[str]]:
         """Who has failed does not count among those of an address."""

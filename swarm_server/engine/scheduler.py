@@ -137,9 +137,9 @@ class WorkQueue:
             return [first]
         batch, num_positions = [first], first.num_positions
         for work in waiting:
-            is_alike = work.step is not None and work.num_tokens == first.num_tokens
-            is_alike = is_alike and work.num_positions < alone_positions
-            if is_alike and num_positions + work.num_positions <= most_positions:
+            if work.step is None or work.num_positions >= alone_positions:
+                continue
+            if work.num_tokens == first.num_tokens and num_positions + work.num_positions <= most_positions:
                 batch.append(work)
                 num_positions += work.num_positions
         waiting.remove(*batch[1:])

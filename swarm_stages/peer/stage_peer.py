@@ -429,12 +429,12 @@ class StagePeer:
         kept = self.peer.rollbacks.kept
         known = kept.digests().get(moment.step)
         data = None if known is None else await self._in_thread(partial(kept.read, known))
-        is_mates = any(peer.moment.rollbacks >= moment.rollbacks for peer in self.peer.view().others)
-        if data is None and not is_mates:
+        has_mates = any(peer.moment.rollbacks >= moment.rollbacks for peer in self.peer.view().others)
+        if data is None and not has_mates:
             found = await self._replicas.fetch(moment.step)
             data = None if found is None else found[1]
         if data is None:
-            if not is_mates and self._warned_of != moment:
+            if not has_mates and self._warned_of != moment:
                 self._warned_of = moment
                 _logger.warning(
                     "the run has gone back to step %d, and nobody is known to have stage %d's checkpoint of it: "
