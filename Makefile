@@ -4,7 +4,7 @@ BIN := $(VENV)/bin
 IN_PARALLEL := --numprocesses 2 --dist loadfile
 export HF_HUB_OFFLINE ?= 1
 
-.PHONY: demo test test-all test-cuda test-browser screenshots bench docs lint format proto clean
+.PHONY: demo test test-all test-cuda test-triton test-browser screenshots bench docs lint format proto clean
 
 demo: $(VENV)/.installed
 	$(BIN)/python -m swarm_client demo
@@ -14,10 +14,17 @@ test: $(VENV)/.installed lint
 
 test-all: $(VENV)/.installed lint
 	$(BIN)/python -m pytest $(IN_PARALLEL) -m "not browser"
+	$(MAKE) test-triton
 	$(MAKE) test-browser
 
 test-cuda: $(VENV)/.installed
 	$(BIN)/python -m pytest -m cuda -rs tests
+
+# Beside the environment: only torch for CUDA brings it, and others should not notice that it is there.
+test-triton: $(VENV)/.installed
+	$(BIN)/python -c "import triton" 2>/dev/null || test -d $(VENV)/triton || \
+	    $(BIN)/python -m pip install --quiet --no-deps --target $(VENV)/triton triton==3.9.0
+	PYTHONPATH=$(VENV)/triton $(BIN)/python -m pytest -rs tests/unit/server/gpu/test_triton_attention.py
 
 test-browser: $(VENV)/.installed
 	test -x /usr/bin/chromium || test "$$(id -u)" != 0 || apt-get install --quiet --yes --no-install-recommends chromium || \

@@ -2,26 +2,54 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
 from swarm_protocol.kernels.attention import AttentionKernel, attention_kernel
+from swarm_protocol.span import Span
 from swarm_protocol.wire.block_input import BlockInput
 from swarm_server.blocks.blocks import BlockStack
 from swarm_server.blocks.split_stack import Stack
 from swarm_server.engine.session_state import Session, SessionStep
+from swarm_server.gpu.cuda_recorder import CudaRecorder
+from swarm_server.gpu.step_replays import Attention, Recorder, StepReplays
 from swarm_server.graph.step_graph import StepGraphs
 from swarm_server.kv.kv_cache import CacheBudget
 from swarm_server.kv.kv_layout import StackLayout
-from swarm_server.kv.rows_cache import replaceable
+from swarm_server.kv.rows_cache import BlockRuns, replaceable
 
 if TYPE_CHECKING:
     from swarm_server.engine.engine import Engine
 
-_SAME = 5e-3  # relative; rounding in int8 and bfloat16 amplifies differences of 1e-7, mistakes are of order 1
+_SAME = 5e-3  # relative; rounding in int8 amplifies differences of 1e-7, mistakes are of order 1
+_SAME_IN_HALF = 5e-2  # of 16-bit floats, which themselves differ by 4e-3 from one another
+
+
+class Steps(Protocol):
+    """What computes decode steps without the blocks' own code: ``StepGraphs`` or ``StepReplays``.
+
+    Attributes:
+        description: of how, for the log.
+        refusal: why it does not compute any; None if it does.
+    """
+
+    @property
+    def description(self) -> str: ...
+
+    @property
+    def refusal(self) -> str | None: ...
+
+    def run(
+        self,
+        blocks: Span,
+        hidden: Sequence[torch.Tensor],
+        positions: torch.Tensor,
+        places: Sequence[BlockRuns],
+        seen: Sequence[int],
+    ) -> torch.Tensor | None: ...
 
 
 @dataclass(frozen=True)
@@ -31,13 +59,13 @@ class Ways:
     Attributes:
         in_place: attention looks at keys and values where they lie, not at a copy.
         attention: what attends for one new position, if not transformers' own function.
-        graphs: decode steps as programs; None: the blocks' own code computes them.
-        refusal: why there are no programs.
+        graphs: decode steps as programs of the CPU, or graphs of a GPU; None: the blocks' own code computes them.
+        refusal: why there are none.
     """
 
     in_place: bool = False
     attention: AttentionKernel | None = None
-    graphs: StepGraphs | None = None
+    graphs: Steps | None = None
     refusal: str = ""
 
 
@@ -47,10 +75,13 @@ def fastest_ways(stack: Stack, layout: StackLayout, try_rows: Callable[[Ways], t
     try_rows: what ``steps_of_two_lengths`` gives.
     """
     views = stack.views(stack.span)
-    if any(view.device.type != "cpu" for view in views):  # memory is fast there, calls are slow: one copy is better
-        return Ways(refusal="blocks are not on the CPU")
     if not all(replaceable(view.config) for view in views):
         return Ways(refusal="attention cannot be taken over")
+    types = {view.device.type for view in views}
+    if types == {"cuda"}:
+        return _with_replays(stack, layout, try_rows)
+    if types != {"cpu"}:  # memory is fast there, calls are slow: one copy is better than attention in many places
+        return Ways(refusal="blocks are not on the CPU, nor on a GPU with CUDA")
     ways = Ways(in_place=True, attention=attention_kernel())
     try:
         expected = try_rows(Ways())
@@ -64,23 +95,63 @@ def fastest_ways(stack: Stack, layout: StackLayout, try_rows: Callable[[Ways], t
 
 
 def _with_graphs(ways: Ways, stack: Stack, layout: StackLayout, is_right: Callable[[Ways], bool]) -> Ways:
-    if ways.attention is None:
-        return replace(ways, refusal="attention is not the kernel's")
-    if layout.has_states:
-        return replace(ways, refusal="blocks remember more than keys and values")
-    if not stack.row_independent:
-        return replace(ways, refusal="what a row gives depends on the other rows")
+    refusal = "attention is not the kernel's" if ways.attention is None else _need_their_own_code(stack, layout)
+    if refusal is not None:
+        return replace(ways, refusal=refusal)
     if not isinstance(stack, BlockStack):
         return replace(ways, refusal="blocks are on several devices")
-    graphs = StepGraphs(stack, max(block.window or 0 for block in layout.blocks))
+    graphs = StepGraphs(stack, _longest_window(layout))
     if graphs.refusal is not None:
         return replace(ways, refusal=graphs.refusal)
     tried = replace(ways, graphs=graphs)
     return tried if is_right(tried) else replace(ways, refusal="a program gives something else")
 
 
-def _same(outputs: torch.Tensor, expected: torch.Tensor) -> bool:
-    return bool((outputs - expected).abs().max() <= _SAME * expected.abs().max())
+def _with_replays(stack: Stack, layout: StackLayout, try_rows: Callable[[Ways], torch.Tensor]) -> Ways:
+    try:
+        from swarm_server.gpu.triton_attention import TritonAttention
+    except ImportError as error:
+        return Ways(refusal=f"Triton cannot be imported: {error}")
+    return with_replays(stack, layout, try_rows, TritonAttention(), CudaRecorder())
+
+
+def with_replays(
+    stack: Stack,
+    layout: StackLayout,
+    try_rows: Callable[[Ways], torch.Tensor],
+    attention: Attention,
+    recorder: Recorder,
+) -> Ways:
+    """Graphs for blocks on GPUs, if a trial of them gives what the blocks' own code gives."""
+    refusal = _need_their_own_code(stack, layout)
+    if refusal is not None:
+        return Ways(refusal=refusal)
+    replays = StepReplays(stack, _longest_window(layout), attention, recorder)
+    if replays.refusal is None:
+        expected = try_rows(Ways())
+        outputs = try_rows(Ways(graphs=replays))
+        if replays.refusal is None and not _same(
+            outputs, expected, _SAME if stack.dtype.itemsize > 2 else _SAME_IN_HALF
+        ):
+            return Ways(refusal="a graph gives something else")
+    return Ways(graphs=replays) if replays.refusal is None else Ways(refusal=replays.refusal)
+
+
+def _need_their_own_code(stack: Stack, layout: StackLayout) -> str | None:
+    """Why steps of these blocks cannot be written down; None: they may be."""
+    if layout.has_states:
+        return "blocks remember more than keys and values"
+    if not stack.row_independent:
+        return "what a row gives depends on the other rows"
+    return None
+
+
+def _longest_window(layout: StackLayout) -> int:
+    return max(block.window or 0 for block in layout.blocks)
+
+
+def _same(outputs: torch.Tensor, expected: torch.Tensor, tolerance: float = _SAME) -> bool:
+    return bool((outputs - expected).abs().max() <= tolerance * expected.abs().max())
 
 
 def steps_of_two_lengths(engine: Engine) -> torch.Tensor:

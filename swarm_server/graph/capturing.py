@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
-from torch import nn
 
 from swarm_protocol.kernels.quantized_linear import QuantizedLinear, QuantizedWeight
 from swarm_server.blocks.blocks import BlockStack
 from swarm_server.graph.assembling import Captured
 from swarm_server.graph.lowering import Place, lowered
-from swarm_server.graph.recording import NotCapturable, Recorder, View, needed
-from swarm_server.kv.rows_attention import is_plain_sdpa
-from swarm_server.kv.rows_cache import RowsCache, attention_in_place
+from swarm_server.graph.recording import Recorder, View, needed
+from swarm_server.graph.stand_in import StandInCache
+from swarm_server.kv.rows_cache import attention_in_place
 
 
 def capture(stack: BlockStack, num_rows: int, length: int) -> Captured:
@@ -48,71 +46,24 @@ def _place(view: View) -> Place:
     return Place(view.memory, view.offset, view.strides)
 
 
-class _RecordingCache(RowsCache):
-    """Stands for rows of one length; nothing is stored.
-
-    Attributes:
-        windows: of each block so far, how many of the last positions it looks at; None: all.
-    """
+class _RecordingCache(StandInCache):
+    """Tells the recorder of attention."""
 
     def __init__(self, num_blocks: int, length: int, recorder: Recorder) -> None:
-        super().__init__([], length, 1, in_place=True)
-        self._num_blocks = num_blocks
+        super().__init__(num_blocks, length)
         self._recorder = recorder
-        self._newest: tuple[int, torch.Tensor, torch.Tensor] | None = None
-        self.windows: dict[int, int | None] = {}
 
-    def update(  # type: ignore[override]  # as in RowsCache
-        self, keys: torch.Tensor, values: torch.Tensor, layer_idx: int, *_args: object, **_kwargs: object
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        self._newest = layer_idx, keys, values
-        return keys, values
-
-    def attend(
-        self,
-        attention: Callable[..., Any],
-        module: nn.Module,
-        query: torch.Tensor,
-        mask: torch.Tensor | None,
-        piecewise: bool,
-        **options: Any,
+    def attended(
+        self, block: int, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scaling: float
     ) -> torch.Tensor:
-        if not piecewise or not is_plain_sdpa(options):
-            raise NotCapturable("attention is more than scaled dot products")
-        assert self._newest is not None, "attention without keys and values"
-        block, keys, values = self._newest
-        if block in self.windows:
-            raise NotCapturable("a block attends twice")
-        self.windows[block] = None if mask is None else _window(mask)
         query, keys, values = (_with_rows_of_floats(tensor) for tensor in (query, keys, values))
         output = torch.empty(len(query), 1, query.shape[1], values.shape[3])
-        scaling = options.get("scaling")
-        scaling = query.shape[3] ** -0.5 if scaling is None else scaling
-        self._recorder.add("attend", output, query, keys, values, block=block, scaling=float(scaling))
+        self._recorder.add("attend", output, query, keys, values, block=block, scaling=scaling)
         return output
-
-    @property
-    def is_sliding(self) -> list[bool]:
-        return [False] * self._num_blocks
-
-    is_linear = is_dummy = is_sliding
-
-    def __len__(self) -> int:
-        return self._num_blocks
 
 
 def _with_rows_of_floats(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
-
-
-def _window(mask: torch.Tensor) -> int | None:
-    """How many of the last positions a mask [rows, 1, 1, length] lets through, the same for all rows; None: all."""
-    seen = mask if mask.dtype == torch.bool else mask == 0
-    length = seen.shape[-1]
-    count = int(seen[0].sum())
-    if not bool(seen[..., length - count :].all()) or int(seen.sum()) != count * len(seen):
-        raise NotCapturable("attention leaves out positions in between")
-    return None if count == length else count
 
 
 @contextmanager

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import sys
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 
@@ -20,8 +19,7 @@ from swarm_server.blocks.blocks import BlockStack
 from swarm_server.graph.assembling import Assembled, Linear
 from swarm_server.graph.capturing import capture
 from swarm_server.graph.recording import NotCapturable
-from swarm_server.kv.kv_rows import Run
-from swarm_server.kv.rows_attention import channel_numbers, paged_rows
+from swarm_server.kv.rows_attention import channel_numbers, hidden_before, paged_rows
 from swarm_server.kv.rows_cache import BlockRuns
 
 _MOST_PROGRAMS = 64  # that are kept; each takes some 100 KB
@@ -38,6 +36,8 @@ class StepGraphs:
     Attributes:
         refusal: why steps of the whole stack are not programs; None if they are.
     """
+
+    description = "programs, which the kernel runs in one call"
 
     def __init__(self, stack: BlockStack, longest_window: int) -> None:
         self._stack = stack
@@ -145,20 +145,9 @@ def _places(
         block = blocks[number]
         key = id(block.runs), window
         if key not in rows:
-            rows[key] = paged_rows(block.runs, _before(block.runs, window, seen, num_new), num_new)
+            rows[key] = paged_rows(block.runs, hidden_before(block.runs, window, seen, num_new), num_new)
         numbers: tuple[Numbers, Numbers] = channel_numbers(block.keys), channel_numbers(block.values)
         keep.append(numbers)
         words[number] = rows[key].address, rows[key].firsts, numbers[0].address, numbers[1].address
     keep.append(rows)
     return words, keep
-
-
-def _before(runs: Sequence[Run], window: int | None, seen: Sequence[int], num_new: int) -> list[int]:
-    """How many of the positions that are kept of each row lie before those that each of its new ones attends to."""
-    most = sys.maxsize if window is None else window
-    rows = [(run.length, row) for run in runs for row in range(run.rows.start, run.rows.stop)]
-    return [
-        max(0, length - behind - min(most, seen[row] - behind))
-        for length, row in rows
-        for behind in reversed(range(num_new))
-    ]

@@ -14,6 +14,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from swarm_protocol.errors import PeerBusy
@@ -143,6 +145,18 @@ class Page:
             for channel in group.channels
         ]
         self._table: Numbers | None = None
+        self._strides: tuple[npt.NDArray[np.int64], ...] | None = None
+
+    def addresses(self, row: int, position: int) -> npt.NDArray[np.int64]:
+        """Of what each channel has of a row's first head from a position on, int64."""
+        if self._strides is None:
+            first = np.array([data.data_ptr() for data in self.data], dtype=np.int64)
+            sizes = [(data.stride(0), data.stride(2), data.itemsize) for data in self.data]
+            rows, positions, items = np.array(sizes, dtype=np.int64).T
+            self._strides = first, rows * items, positions * items
+        first, rows, positions = self._strides
+        found: npt.NDArray[np.int64] = first + row * rows + position * positions
+        return found
 
     @property
     def table(self) -> Numbers:
@@ -158,7 +172,7 @@ class Page:
             self._charge.shrink(self._charge.size_bytes * filled // self.capacity)
             self.data = [data[:, :, :filled].clone() for data in self.data]
             self.capacity = filled
-            self._table = None
+            self._table = self._strides = None
 
 
 @dataclass(frozen=True)

@@ -154,7 +154,7 @@ class SpanLoader:
         if engine.ways.graphs is None:
             _logger.info("decode steps are computed by the family's own code: %s", engine.ways.refusal)
         else:
-            _logger.info("decode steps are programs, which the kernel runs in one call")
+            _logger.info("decode steps are %s", engine.ways.graphs.description)
         speeds = self.known_speeds(len(span))
         if speeds is None:
             speeds = await asyncio.to_thread(measure, engine, span)

@@ -1,0 +1,205 @@
+"""Attention of one new position of every row on a GPU, on keys and values where they lie, in Triton.
+
+The positions of a row are divided among several programs, and their sums joined afterwards, as one row alone would
+leave most of a GPU idle: "split K", https://pytorch.org/blog/flash-decoding (Dao et al., 2023). Each of the programs
+keeps a running maximum (Milakov and Gimelshein, 2018, https://arxiv.org/abs/1805.02867).
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from swarm_server.gpu.row_tables import FIELDS, PARTS
+
+_PROGRAMS = 256  # that a GPU computes at the same time, about
+_MOST_SHARES = 32
+_MIN_SIDE = 16  # of the matrices that tl.dot multiplies
+_TYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
+
+
+class TritonAttention:
+    """Of tensors on one device, which must be the current one."""
+
+    def store(self, table: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Writes keys and values to the last position of every row.
+
+        Args:
+            table: [rows, PARTS, FIELDS] of ``row_tables``.
+            keys, values: [rows, kv_heads, 1, width of each].
+        """
+        (num_rows, heads, _, width), value_width = keys.shape, values.shape[3]
+        _store[(num_rows, heads)](
+            table,
+            keys.contiguous(),
+            values.contiguous(),
+            heads,
+            width,
+            value_width,
+            _side(width),
+            _side(value_width),
+            PARTS,
+            FIELDS,
+            _TYPES[keys.dtype],
+        )
+
+    def attend(
+        self, table: torch.Tensor, query: torch.Tensor, kv_heads: int, value_width: int, scaling: float
+    ) -> torch.Tensor:
+        """query: [rows, heads, 1, width] -> [rows, 1, heads, value_width]; zeros for rows without positions."""
+        num_rows, heads, _, width = query.shape
+        group = heads // kv_heads
+        shares = min(_MOST_SHARES, 1 << (_PROGRAMS // (num_rows * kv_heads) | 1).bit_length() - 1)
+        side, value_side = _side(group), _side(value_width)
+        sums = query.new_empty(2, num_rows, kv_heads, shares, side, dtype=torch.float32)
+        parts = query.new_empty(num_rows, kv_heads, shares, side, value_side, dtype=torch.float32)
+        output = query.new_empty(num_rows, 1, heads, value_width)
+        _attend_share[(num_rows, kv_heads, shares)](
+            query.contiguous(),
+            table,
+            sums[0],
+            sums[1],
+            parts,
+            scaling,
+            kv_heads,
+            group,
+            side,
+            width,
+            _side(width),
+            value_width,
+            value_side,
+            PARTS,
+            FIELDS,
+            shares,
+            64 if max(width, value_width) <= 128 else 32,
+            _TYPES[query.dtype],
+        )
+        _join[(num_rows, kv_heads)](
+            sums[0], sums[1], parts, output, kv_heads, group, side, value_width, value_side, shares, _TYPES[query.dtype]
+        )
+        return output
+
+
+def _side(size: int) -> int:
+    return max(_MIN_SIDE, 1 << (size - 1).bit_length())
+
+
+@triton.jit
+def _store(
+    table,
+    keys,
+    values,
+    HEADS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    VALUE_WIDTH: tl.constexpr,
+    SIDE: tl.constexpr,
+    VALUE_SIDE: tl.constexpr,
+    PARTS: tl.constexpr,
+    FIELDS: tl.constexpr,
+    TYPE: tl.constexpr,
+):
+    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
+    last = table + row * PARTS * FIELDS  # the first part is that with the last position
+    length = tl.load(last + 3)
+    if length > 0:
+        place = head * tl.load(last + 2) + length - 1
+        columns, value_columns = tl.arange(0, SIDE), tl.arange(0, VALUE_SIDE)
+        key = tl.load(keys + (row * HEADS + head) * WIDTH + columns, columns < WIDTH, 0)
+        value = tl.load(values + (row * HEADS + head) * VALUE_WIDTH + value_columns, value_columns < VALUE_WIDTH, 0)
+        at = tl.load(last).to(tl.pointer_type(TYPE)) + place * WIDTH
+        value_at = tl.load(last + 1).to(tl.pointer_type(TYPE)) + place * VALUE_WIDTH
+        tl.store(at + columns, key, columns < WIDTH)
+        tl.store(value_at + value_columns, value, value_columns < VALUE_WIDTH)
+
+
+@triton.jit
+def _attend_share(
+    query,
+    table,
+    maxima,
+    totals,
+    parts,
+    scaling,
+    HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    GROUP_SIDE: tl.constexpr,
+    WIDTH: tl.constexpr,
+    SIDE: tl.constexpr,
+    VALUE_WIDTH: tl.constexpr,
+    VALUE_SIDE: tl.constexpr,
+    PARTS: tl.constexpr,
+    FIELDS: tl.constexpr,
+    SHARES: tl.constexpr,
+    BLOCK: tl.constexpr,
+    TYPE: tl.constexpr,
+):
+    row, head, share = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64), tl.program_id(2)
+    members, columns, value_columns = tl.arange(0, GROUP_SIDE), tl.arange(0, SIDE), tl.arange(0, VALUE_SIDE)
+    at = ((row * HEADS + head) * GROUP + members)[:, None] * WIDTH + columns[None, :]
+    rows = tl.load(query + at, (members < GROUP)[:, None] & (columns < WIDTH)[None, :], 0)
+    most = tl.full([GROUP_SIDE], -1e30, tl.float32)
+    total = tl.zeros([GROUP_SIDE], tl.float32)
+    result = tl.zeros([GROUP_SIDE, VALUE_SIDE], tl.float32)
+    for part in tl.static_range(PARTS):
+        entry = table + (row * PARTS + part) * FIELDS
+        keys = tl.load(entry).to(tl.pointer_type(TYPE))
+        values = tl.load(entry + 1).to(tl.pointer_type(TYPE))
+        first_of_head = head * tl.load(entry + 2)
+        length = tl.load(entry + 3).to(tl.int32)
+        for first in range(share * BLOCK, length, SHARES * BLOCK):
+            positions = first + tl.arange(0, BLOCK)
+            there = positions < length
+            places = first_of_head + positions
+            key = tl.load(
+                keys + places[None, :] * WIDTH + columns[:, None], there[None, :] & (columns < WIDTH)[:, None], 0
+            )
+            scores = tl.dot(rows, key, input_precision="ieee") * scaling
+            scores = tl.where(there[None, :], scores, float("-inf"))
+            higher = tl.maximum(most, tl.max(scores, 1))
+            weights = tl.exp(scores - higher[:, None])
+            shrunk = tl.exp(most - higher)
+            value = tl.load(
+                values + places[:, None] * VALUE_WIDTH + value_columns[None, :],
+                there[:, None] & (value_columns < VALUE_WIDTH)[None, :],
+                0,
+            )
+            total = total * shrunk + tl.sum(weights, 1)
+            result = result * shrunk[:, None] + tl.dot(weights.to(TYPE), value, input_precision="ieee")
+            most = higher
+    place = ((row * HEADS + head) * SHARES + share) * GROUP_SIDE + members
+    tl.store(maxima + place, most)
+    tl.store(totals + place, total)
+    tl.store(parts + place[:, None] * VALUE_SIDE + value_columns[None, :], result)
+
+
+@triton.jit
+def _join(
+    maxima,
+    totals,
+    parts,
+    output,
+    HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    GROUP_SIDE: tl.constexpr,
+    VALUE_WIDTH: tl.constexpr,
+    VALUE_SIDE: tl.constexpr,
+    SHARES: tl.constexpr,
+    TYPE: tl.constexpr,
+):
+    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
+    members, columns = tl.arange(0, GROUP_SIDE), tl.arange(0, VALUE_SIDE)
+    first = (row * HEADS + head) * SHARES * GROUP_SIDE + members
+    most = tl.full([GROUP_SIDE], -1e30, tl.float32)
+    for share in range(SHARES):
+        most = tl.maximum(most, tl.load(maxima + first + share * GROUP_SIDE))
+    total = tl.zeros([GROUP_SIDE], tl.float32)
+    result = tl.zeros([GROUP_SIDE, VALUE_SIDE], tl.float32)
+    for share in range(SHARES):
+        place = first + share * GROUP_SIDE
+        weight = tl.exp(tl.load(maxima + place) - most)
+        total += weight * tl.load(totals + place)
+        result += weight[:, None] * tl.load(parts + place[:, None] * VALUE_SIDE + columns[None, :])
+    result = result / tl.where(total > 0, total, 1)[:, None]
+    at = ((row * HEADS + head) * GROUP + members)[:, None] * VALUE_WIDTH + columns[None, :]
+    tl.store(output + at, result.to(TYPE), (members < GROUP)[:, None] & (columns < VALUE_WIDTH)[None, :])

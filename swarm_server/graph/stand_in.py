@@ -1,0 +1,84 @@
+"""A cache for rows of one length that are not there: what blocks do with one new position is all that matters."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from swarm_server.graph.recording import NotCapturable
+from swarm_server.kv.rows_attention import is_plain_sdpa
+from swarm_server.kv.rows_cache import RowsCache
+
+
+class StandInCache(RowsCache):
+    """Stores nothing.
+
+    Attributes:
+        windows: of each block so far, how many of the last positions it looks at; None: all.
+    """
+
+    def __init__(self, num_blocks: int, length: int) -> None:
+        """``length``: of all rows, the new position included; longer than any window."""
+        super().__init__([], length, 1, in_place=True)
+        self._num_blocks = num_blocks
+        self._newest: tuple[int, torch.Tensor, torch.Tensor] | None = None
+        self.windows: dict[int, int | None] = {}
+
+    @abstractmethod
+    def attended(
+        self, block: int, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scaling: float
+    ) -> torch.Tensor:
+        """What attention gives, [rows, 1, heads, value width], of [rows, heads, 1, width]; stores keys and values."""
+
+    def window_of(self, mask: torch.Tensor | None) -> int | None:
+        """How many of the last positions a mask [rows, 1, 1, length] lets through, the same for all rows; None: all.
+
+        Raises:
+            NotCapturable: it lets through something else.
+        """
+        if mask is None:
+            return None
+        seen = mask if mask.dtype == torch.bool else mask == 0
+        length = seen.shape[-1]
+        count = int(seen[0].sum())
+        if not bool(seen[..., length - count :].all()) or int(seen.sum()) != count * len(seen):
+            raise NotCapturable("attention leaves out positions in between")
+        return None if count == length else count
+
+    def update(  # type: ignore[override]  # as in RowsCache
+        self, keys: torch.Tensor, values: torch.Tensor, layer_idx: int, *_args: object, **_kwargs: object
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self._newest = layer_idx, keys, values
+        return keys, values
+
+    def attend(
+        self,
+        attention: Callable[..., Any],
+        module: nn.Module,
+        query: torch.Tensor,
+        mask: torch.Tensor | None,
+        piecewise: bool,
+        **options: Any,
+    ) -> torch.Tensor:
+        if not piecewise or not is_plain_sdpa(options):
+            raise NotCapturable("attention is more than scaled dot products")
+        assert self._newest is not None, "attention without keys and values"
+        block, keys, values = self._newest
+        if block in self.windows:
+            raise NotCapturable("a block attends twice")
+        self.windows[block] = self.window_of(mask)
+        scaling = options.get("scaling")
+        return self.attended(block, query, keys, values, float(query.shape[3] ** -0.5 if scaling is None else scaling))
+
+    @property
+    def is_sliding(self) -> list[bool]:
+        return [False] * self._num_blocks
+
+    is_linear = is_dummy = is_sliding
+
+    def __len__(self) -> int:
+        return self._num_blocks

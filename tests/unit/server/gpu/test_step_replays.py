@@ -1,0 +1,134 @@
+"""Steps that are recorded once give what the blocks' own code gives, for every family; a tape stands for the GPU."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from swarm_protocol.checkpoints.checkpoint import Checkpoint
+from swarm_protocol.span import Span
+from swarm_server.blocks.blocks import BlockStack, load_blocks
+from swarm_server.blocks.split_stack import SplitStack
+from swarm_server.engine.engine import Engine
+from swarm_server.engine.ways import Ways, with_replays
+from swarm_server.gpu.step_replays import StepReplays
+from swarm_server.kv.kv_cache import CacheBudget
+from tests.families import FAMILIES
+from tests.unit.server.engine.test_engine import HOSTED, PLENTY, Generation, run
+from tests.unit.server.gpu.stand_ins import RawAttention, TapeRecorder
+from tests.unit.server.graph.test_step_graph import WITH, Counted, talk
+from tests.zoo import BLOCKS, SLIDING, save_checkpoint
+
+TOLERANCE = 1e-5  # relative
+
+
+def open_engine(stack: BlockStack | SplitStack) -> tuple[Engine, TapeRecorder]:
+    engine, recorder = Engine(stack), TapeRecorder()
+    engine.ways = Ways()
+    engine.ways = with_replays(stack, engine.layout, engine._try_rows, RawAttention(recorder), recorder)
+    return engine, recorder
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def name(request) -> str:
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def stack(name: str, tmp_path_factory) -> BlockStack:
+    directory = tmp_path_factory.mktemp(name)
+    save_checkpoint(name, directory)
+    return load_blocks(Checkpoint.open(directory), HOSTED)
+
+
+@pytest.fixture
+def llama(tmp_path) -> BlockStack:
+    save_checkpoint("llama", tmp_path)
+    return load_blocks(Checkpoint.open(tmp_path), HOSTED)
+
+
+def test_steps_are_graphs_and_right_or_say_why_not(name: str, stack: BlockStack) -> None:
+    engine, recorder = open_engine(stack)
+    assert (engine.ways.graphs is not None) == (name in WITH), engine.ways.refusal
+    assert (engine.ways.graphs is None) == bool(engine.ways.refusal)
+    if engine.ways.graphs is None:
+        return
+    counted = Counted(engine.ways.graphs)
+    engine.ways = replace(engine.ways, graphs=counted)
+    ours = talk(engine, checked=True)
+    assert counted.steps > SLIDING and recorder.num_recorded < counted.steps
+    engine.ways = Ways()
+    theirs = talk(engine, checked=False)
+    for output, expected in zip(ours, theirs, strict=True):
+        assert (output - expected).abs().max() <= TOLERANCE * expected.abs().max()
+
+
+def one_step_of(engine: Engine, num_rows: int) -> None:
+    generation = Generation.open(engine, CacheBudget(PLENTY, 1), batch_size=num_rows, seed=num_rows, shares=False)
+    for num_new in (4, 1):
+        (output,) = run(engine, (generation, generation.step(num_new)))
+        generation.check(output, num_new)
+
+
+def test_a_graph_is_for_as_many_rows_or_fewer(llama: BlockStack) -> None:
+    engine, recorder = open_engine(llama)
+    before = recorder.num_recorded
+    for num_rows in (5, 8, 6, 7):  # prompts of 4 are rows, too
+        one_step_of(engine, num_rows)
+    assert recorder.num_recorded == before + 2  # 8 and 32
+
+
+def test_blocks_on_several_devices_are_graphs_of_each(llama: BlockStack, tmp_path) -> None:
+    checkpoint = Checkpoint.open(tmp_path)
+    parts = Span(0, 2), Span(2, BLOCKS)
+    engine, recorder = open_engine(SplitStack([load_blocks(checkpoint, part) for part in parts]))
+    assert engine.ways.graphs is not None
+    before = recorder.num_recorded
+    one_step_of(engine, 3)
+    assert recorder.num_recorded > before
+
+
+class Failing(TapeRecorder):
+    def record(self, device, compute):
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+
+class Wrong(RawAttention):
+    def attend(self, *args):
+        return super().attend(*args).neg_()
+
+
+def test_what_cannot_be_recorded_is_computed_by_the_code(llama: BlockStack) -> None:
+    engine, recorder = Engine(llama), Failing()
+    engine.ways = Ways()
+    ways = with_replays(llama, engine.layout, engine._try_rows, RawAttention(recorder), recorder)
+    assert ways.graphs is None and "RuntimeError: operation not permitted" in ways.refusal
+
+
+def test_what_fails_later_is_computed_by_the_code_from_then_on(llama: BlockStack) -> None:
+    engine, _ = open_engine(llama)
+    replays = engine.ways.graphs
+    assert isinstance(replays, StepReplays)
+    replays._recorder = Failing()
+    one_step_of(engine, 20)
+    assert "RuntimeError: operation not permitted" in str(replays.refusal)
+    one_step_of(engine, 1)
+
+
+def test_graphs_that_give_something_else_are_not_used(llama: BlockStack) -> None:
+    engine, recorder = Engine(llama), TapeRecorder()
+    engine.ways = Ways()
+    ways = with_replays(llama, engine.layout, engine._try_rows, Wrong(recorder), recorder)
+    assert ways.graphs is None and ways.refusal == "a graph gives something else"
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("name", ["llama", "mistral-sliding", "gemma3_text"])
+def test_steps_are_graphs_on_cuda(name: str, tmp_path) -> None:
+    save_checkpoint(name, tmp_path)
+    engine = Engine(load_blocks(Checkpoint.open(tmp_path), HOSTED, device="cuda"))
+    assert engine.ways.graphs is not None, engine.ways.refusal
+    engine.ways = replace(engine.ways, graphs=(counted := Counted(engine.ways.graphs)))
+    talk(engine, checked=True)
+    assert counted.steps > SLIDING
