@@ -24,7 +24,8 @@ test-cuda: $(VENV)/.installed
 test-triton: $(VENV)/.installed
 	$(BIN)/python -c "import triton" 2>/dev/null || test -d $(VENV)/triton || \
 	    $(BIN)/python -m pip install --quiet --no-deps --target $(VENV)/triton triton==3.9.0
-	PYTHONPATH=$(VENV)/triton $(BIN)/python -m pytest -rs tests/unit/server/gpu/test_triton_attention.py
+	PYTHONPATH=$(VENV)/triton $(BIN)/python -m pytest -rs tests/unit/server/gpu/test_triton_attention.py \
+	    tests/unit/protocol/gpu/test_int8_weight.py
 
 test-browser: $(VENV)/.installed
 	test -x /usr/bin/chromium || test "$$(id -u)" != 0 || apt-get install --quiet --yes --no-install-recommends chromium || \

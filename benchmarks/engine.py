@@ -328,7 +328,7 @@ def main() -> None:
     parser.add_argument("--models", type=Path, default=DEFAULT_OUTPUT, help="directory of the checkpoints")
     parser.add_argument("--only", nargs="+", default=list(GOALS), choices=GOALS, metavar="NAME", help=", ".join(GOALS))
     parser.add_argument("--head-quant", nargs="+", default=["int8", "none"], choices=QUANT_NAMES)
-    parser.add_argument("--device", default="cpu", help="of servers and local model; cuda: bfloat16, LLM.int8()")
+    parser.add_argument("--device", default="cpu", help="of servers and local model; cuda: bfloat16")
     parser.add_argument("--servers", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--new-tokens", type=int, default=32)

@@ -29,12 +29,12 @@ TINY = 1e-30  # scale of output channels of zeros
 def quantize_rows(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Symmetric int8 per output channel: ``weight ≈ q * scale[:, None]``, rounding to the nearest.
 
-    weight: [out, in], any float dtype and strides -> q: [out, in] int8, scale: [out] fp32. Never holds more than
-    ``TILE`` rows in fp32.
+    weight: [out, in], any float dtype and strides -> q: [out, in] int8, scale: [out] fp32, on its device. Never holds
+    more than ``TILE`` rows in fp32.
     """
-    q = torch.empty(weight.shape, dtype=torch.int8)
-    scale = torch.empty(weight.shape[0], dtype=torch.float32)
-    scratch = torch.empty(min(TILE, len(weight)), weight.shape[1], dtype=torch.float32)  # made once
+    q = torch.empty(weight.shape, dtype=torch.int8, device=weight.device)
+    scale = torch.empty(weight.shape[0], dtype=torch.float32, device=weight.device)
+    scratch = scale.new_empty(min(TILE, len(weight)), weight.shape[1])  # made once
     for q_tile, scale_tile, tile in zip(q.split(TILE), scale.split(TILE), weight.split(TILE), strict=True):
         tile = tile.float()
         absmax = torch.maximum(tile.amax(1), tile.amin(1).neg_())

@@ -11,10 +11,15 @@ from torch.autograd.function import once_differentiable
 
 
 class QuantizedWeight(ABC):
-    """One frozen weight [out, in] in a format of few bits."""
+    """One frozen weight [out, in] in a format of few bits.
+
+    Attributes:
+        in_float32: whether products are of fp32 alone; else they are of any float dtype, and in that.
+    """
 
     shape: torch.Size
     size_bytes: int
+    in_float32 = True
 
     @abstractmethod
     def matmul(self, x: torch.Tensor) -> torch.Tensor:
@@ -63,7 +68,8 @@ class QuantizedLinear(torch.nn.Module):
         return self.quantized.dequantize()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        rows = x.reshape(-1, self.in_features).float()
+        rows = x.reshape(-1, self.in_features)
+        rows = rows.float() if self.quantized.in_float32 else rows
         multiply: Callable[[torch.Tensor, QuantizedWeight], torch.Tensor] = _Matmul.apply
         y = multiply(rows, self.quantized) if rows.requires_grad else self.quantized.matmul(rows)
         if self.bias is not None:

@@ -29,7 +29,7 @@ class Kind(NamedTuple):
     def is_repeatable(self) -> bool:
         """Whether two that are of this kind differ by the order of their sums at most.
 
-        Int8 on a GPU is LLM.int8, whose kernels differ from one GPU to the next, and that is not all that does.
+        Kernels of GPUs differ from one to the next, and most compute in 16 bits.
         """
         return self.dtype == "float32" and self.device == "cpu"
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from swarm_protocol.gpu.int8_weight import few_rows_kernel
 from swarm_protocol.kernels.int8_linear import FbgemmWeight, fastest
 from swarm_protocol.kernels.kernel_weight import KernelWeight
 from swarm_protocol.kernels.library import kernel
@@ -18,6 +19,8 @@ def multiplied_by(method: str, device: torch.device, dtype: torch.dtype) -> str:
     if method == "none":
         plain = device.type == "cpu" and dtype == torch.float32 and dense_linear.is_available()
         return "onednn" if plain else "torch"
+    if method == "int8" and device.type == "cuda":
+        return "torch" if few_rows_kernel(device) is None else "triton"
     if method not in OURS or device.type != "cpu":
         return "bitsandbytes"
     library, kind = kernel(), fastest()

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from swarm_protocol.checkpoints.family import WEIGHT_IS_READ
+from swarm_protocol.gpu.int8_weight import GpuInt8Weight, few_rows_kernel
 from swarm_protocol.kernels.int4_linear import Int4Linear, Int4Weight, KernelInt4Weight
 from swarm_protocol.kernels.int8_linear import Int8Linear, Int8Weight, quantize_rows
 from swarm_protocol.kernels.kernel_weight import KernelWeight
@@ -45,8 +46,8 @@ def quantize_(
     quantised so far plus one weight: give it one block after the other. Quantised weights are frozen, gradients flow
     to the inputs. Routers, norms and biases stay as they are.
 
-    ``method``: "int8" is ``Int8Linear`` on CPU and LLM.int8() on CUDA; "int4" is ``Int4Linear``, on CPU alone; "nf4" is
-    4-bit NormalFloat, expanded to ``compute_dtype`` for each product; "bnb-int8" is LLM.int8() on CPU too, to compare
+    ``method``: "int8" is ``Int8Linear`` on CPU and ``GpuInt8Weight`` on CUDA; "int4" is ``Int4Linear``, on CPU alone;
+    "nf4" is 4-bit NormalFloat, expanded to ``compute_dtype`` for each product; "bnb-int8" is LLM.int8(), to compare
     with; "none" only moves.
     ``int8_weight`` and ``int4_weight`` are the implementations on CPU, the fastest that run here unless given.
     Raises ValueError: see ``require_device``.
@@ -135,6 +136,9 @@ class _Quantizer:
         """``take_weight()``: [out, in] of any strides, which is dropped as soon as it can be; bias: [out]."""
         if self.method == "int8" and self.device.type == "cpu":
             return self._packed(Int8Linear.from_int8(*quantize_rows(take_weight()), bias, self.int8_weight))
+        if self.method == "int8":
+            rounded = quantize_rows(take_weight().to(self.device))
+            return self._packed(QuantizedLinear(GpuInt8Weight(*rounded, few_rows_kernel(self.device)), bias))
         if self.method == "int4":
             return self._packed(Int4Linear.from_float(take_weight(), bias, self.int4_weight))
         weight = take_weight()

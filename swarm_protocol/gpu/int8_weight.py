@@ -1,0 +1,77 @@
+"""int8 linear on GPUs: one byte per weight in memory; activations, products and gradients in the dtype that comes.
+
+The weights are rounded as on the CPU, so that servers of both kinds compute the same model. LLM.int8() rounds
+activations, too, and waits for the GPU in every product to see which columns it must not.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable
+
+import torch
+
+from swarm_protocol.kernels.int8_linear import quantize_rows
+from swarm_protocol.kernels.quantized_linear import QuantizedWeight
+
+Product = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+
+_logger = logging.getLogger(__name__)
+
+
+class GpuInt8Weight(QuantizedWeight):
+    """Few rows are multiplied straight from int8 where there is a kernel; more by expanding the weight for a while."""
+
+    in_float32 = False
+
+    def __init__(self, q: torch.Tensor, scale: torch.Tensor, few_rows: Product | None = None, most: int = 64) -> None:
+        """What ``quantize_rows`` gave.
+
+        Args:
+            q: [out, in] int8. scale: [out] fp32. On the device that they stay on.
+            few_rows: as ``few_rows_product``, for up to ``most`` rows.
+        """
+        self.shape = q.shape
+        self.size_bytes = q.nbytes + scale.nbytes
+        self._q, self._scale = q.contiguous(), scale
+        self._few_rows, self._most = few_rows, most
+
+    def matmul(self, x: torch.Tensor) -> torch.Tensor:
+        """x: [rows, in] of any float dtype -> [rows, out] of that dtype."""
+        if self._few_rows is not None and 0 < len(x) <= self._most:
+            return self._few_rows(x, self._q, self._scale)
+        return x @ self._expanded(x.dtype).T
+
+    def matmul_grad(self, grad: torch.Tensor) -> torch.Tensor:
+        return grad @ self._expanded(grad.dtype)
+
+    def dequantize(self) -> torch.Tensor:
+        return self._expanded(torch.float32)
+
+    def _expanded(self, dtype: torch.dtype) -> torch.Tensor:
+        weight = torch.empty(self.shape, dtype=dtype, device=self._q.device)
+        return torch.mul(self._q, self._scale[:, None], out=weight)  # in fp32, rounded once
+
+
+@functools.cache
+def few_rows_kernel(device: torch.device) -> Product | None:
+    """The kernel for few rows on ``device``; None, and a line in the log, if it does not run there or is wrong."""
+    try:
+        from swarm_protocol.gpu.triton_int8 import few_rows_product
+
+        def multiply(x: torch.Tensor, q: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+            with torch.cuda.device(device):
+                return few_rows_product(x, q, scale)
+
+        generator = torch.Generator().manual_seed(0)
+        x, weight = torch.randn(3, 300, generator=generator), torch.randn(70, 300, generator=generator)
+        q, scale = quantize_rows(weight)
+        product = multiply(x.to(device), q.to(device), scale.to(device)).cpu()
+        if torch.allclose(product, x @ (q * scale[:, None]).T, rtol=1e-3, atol=1e-3):
+            return multiply
+        refusal = "it gives something else"
+    except Exception as error:  # a driver's, a compiler's: whatever it is, there is another way
+        refusal = f"{type(error).__name__}: {error}"
+    _logger.warning("no int8 kernel on %s, so that few rows take as long as many: %s", device, refusal)
+    return None
