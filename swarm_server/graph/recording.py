@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -77,24 +78,22 @@ class Recorder(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.operations: list[Operation] = []
-        self._memories: dict[int, Memory] = {}
-        self._alive: list[torch.Tensor] = []  # so that no address is used twice
+        # Of storages that live: all that was ever computed would be 9 MB, and nobody looks at most of it again.
+        self._memories: WeakKeyDictionary[torch.UntypedStorage, Memory] = WeakKeyDictionary()
         self._num_dynamic = 0
 
     def mark(self, tensor: torch.Tensor) -> View:
         """The tensor, and whatever is computed from it, differs from step to step."""
-        key = tensor.untyped_storage()._cdata
+        key = tensor.untyped_storage()
         if key not in self._memories:
-            self._alive.append(tensor)
             self._memories[key] = Memory(self._num_dynamic, _room(tensor))
             self._num_dynamic += 1
         return self.view(tensor)
 
     def view(self, tensor: torch.Tensor) -> View:
-        key = tensor.untyped_storage()._cdata
+        key = tensor.untyped_storage()
         memory = self._memories.get(key)
         if memory is None:
-            self._alive.append(tensor)
             memory = self._memories[key] = Memory(-1, _room(tensor), tensor)
         offset = int(tensor.storage_offset())
         return View(memory, tensor.dtype, offset, tuple(tensor.shape), tuple(tensor.stride()))
@@ -106,7 +105,7 @@ class Recorder(TorchDispatchMode):
         self.operations.append(Operation(name, self.mark(output), arguments, more, weight))
 
     def depends(self, tensor: torch.Tensor) -> bool:
-        memory = self._memories.get(tensor.untyped_storage()._cdata)
+        memory = self._memories.get(tensor.untyped_storage())
         return memory is not None and memory.constant is None
 
     def __torch_dispatch__(
@@ -116,7 +115,6 @@ class Recorder(TorchDispatchMode):
         result = func(*args, **options)
         inputs = [leaf for leaf in tree_leaves((args, options)) if isinstance(leaf, torch.Tensor)]
         outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
-        self._alive += outputs
         if not any(map(self.depends, inputs)):
             return result
         name = str(func)
