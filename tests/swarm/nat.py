@@ -1,18 +1,21 @@
-"""Homes behind routers that translate addresses, in network namespaces: nobody outside can connect to them."""
+"""Homes behind routers, in network namespaces: nobody outside can connect to them."""
 
 from __future__ import annotations
 
+import os
 import subprocess
 
 import pytest
 
-from tests.swarm.network import Network
+from tests.swarm.network import ME, Network
 
 _SUBNET = "192.168.50"  # of every home: as in reality, the address of one is another's too
 
 
 class NatNetwork(Network):
     """Public ``hosts``, and ``homes`` of one host each, which reach the public ones through a masquerading router."""
+
+    _tables = "iptables"
 
     def __init__(self, *hosts: str, homes: tuple[str, ...]) -> None:
         super().__init__(*hosts, *(f"at-{home}" for home in homes))
@@ -42,14 +45,18 @@ class NatNetwork(Network):
 
     def bytes_between(self, home: str, other: str) -> int:
         """That the router of one home has got from that of the other, since it was first asked."""
-        rule = ["FORWARD", "-i", "eth0", "-s", self.addresses[f"at-{other}"]]
+        rule = ["FORWARD", "-i", "eth0", "-s", self._source(other)]
         try:
-            self.in_namespace(f"at-{home}", "iptables", "-C", *rule)
+            self.in_namespace(f"at-{home}", self._tables, "-C", *rule)
         except subprocess.CalledProcessError:
-            self.in_namespace(f"at-{home}", "iptables", "-I", *rule)
-        listed = self.in_namespace(f"at-{home}", *["iptables", "-vnxL", "FORWARD"])
-        line = next(line for line in listed.splitlines() if self.addresses[f"at-{other}"] in line.split())
+            self.in_namespace(f"at-{home}", self._tables, "-I", *rule)
+        listed = self.in_namespace(f"at-{home}", *[self._tables, "-vnxL", "FORWARD"])
+        line = next(line for line in listed.splitlines() if self._source(other) in line.replace("/128", "").split())
         return int(line.split()[1])
+
+    def _source(self, home: str) -> str:
+        """Where packets of a home come from, as others see it."""
+        return self.addresses[f"at-{home}"]
 
     def change_address(self, home: str, number: int) -> str:
         """As a laptop that changes networks: the host has another address, and all of its connections are lost."""
@@ -67,20 +74,61 @@ class NatNetwork(Network):
     def _build_home(self, home: str) -> None:
         router, inside = f"at-{home}", self._namespace(home)
         subprocess.run(["ip", "netns", "add", inside], check=True, capture_output=True)
-        self.addresses[home] = f"{_SUBNET}.2"
         link = ["ip", "link", "add", "lan", "type", "veth", "peer", "name", "eth0", "netns", inside]
         self.in_namespace(router, *link)
-        self.in_namespace(router, "ip", "addr", "add", f"{_SUBNET}.1/24", "dev", "lan")
-        self.in_namespace(router, "ip", "link", "set", "lan", "up")
-        self.in_namespace(home, "ip", "link", "set", "lo", "up")
-        self.in_namespace(home, "ip", "link", "set", "eth0", "up")
-        self.in_namespace(home, "ip", "addr", "add", f"{_SUBNET}.2/24", "dev", "eth0")
-        self.in_namespace(home, "ip", "route", "add", "default", "via", f"{_SUBNET}.1")
+        for host, device in ((router, "lan"), (home, "lo"), (home, "eth0")):
+            self.in_namespace(host, "ip", "link", "set", device, "up")
         try:
-            self.in_namespace(router, "sysctl", "-qw", "net.ipv4.ip_forward=1")
-            self.in_namespace(router, *["iptables", "-t", "nat", "-A", "POSTROUTING", "-o", "eth0", "-j", "MASQUERADE"])
-            strangers = "iptables -A FORWARD -i eth0 -m conntrack ! --ctstate ESTABLISHED,RELATED -j DROP"
+            strangers = f"{self._tables} -A FORWARD -i eth0 -m conntrack ! --ctstate ESTABLISHED,RELATED -j DROP"
             self.in_namespace(router, *strangers.split())
+            self._give_addresses(home)
         except (OSError, subprocess.CalledProcessError) as error:
             self.__exit__()
-            pytest.skip(f"addresses cannot be translated here, which needs iptables: {error}")
+            pytest.skip(f"there are no routers as those at home here, which needs iptables: {error}")
+
+    def _give_addresses(self, home: str) -> None:
+        router = f"at-{home}"
+        self.addresses[home] = f"{_SUBNET}.2"
+        self.in_namespace(router, "ip", "addr", "add", f"{_SUBNET}.1/24", "dev", "lan")
+        self.in_namespace(home, "ip", "addr", "add", f"{_SUBNET}.2/24", "dev", "eth0")
+        self.in_namespace(home, "ip", "route", "add", "default", "via", f"{_SUBNET}.1")
+        self.in_namespace(router, "sysctl", "-qw", "net.ipv4.ip_forward=1")
+        self.in_namespace(router, *["iptables", "-t", "nat", "-A", "POSTROUTING", "-o", "eth0", "-j", "MASQUERADE"])
+
+
+class FirewalledNetwork(NatNetwork):
+    """IPv6 alone: homes have addresses of their own, and routers let in nothing but answers, as those at home do."""
+
+    _tables = "ip6tables"
+
+    def _source(self, home: str) -> str:
+        return self.addresses[home]
+
+    def _build(self) -> None:
+        Network._build(self)
+        for number, host in enumerate(self.addresses, start=1):
+            self.addresses[host] = f"{self._prefix}::{number:x}"
+            self._add_address(host, self._tag if host == ME else "eth0", f"{self.addresses[host]}/64")
+        for home in self._homes:
+            self._build_home(home)
+
+    def _give_addresses(self, home: str) -> None:
+        router, network = f"at-{home}", f"{self._prefix}:{self._homes.index(home) + 1:x}"
+        self.addresses[home] = f"{network}::2"
+        self._add_address(router, "lan", f"{network}::1/64")
+        self._add_address(home, "eth0", f"{network}::2/64")
+        self._ip6(home, "route", "add", "default", "via", f"{network}::1")
+        self.in_namespace(router, "sysctl", "-qw", "net.ipv6.conf.all.forwarding=1")
+        for host in self.addresses.keys() - {router, *self._homes}:
+            self._ip6(host, "route", "add", f"{network}::/64", "via", self.addresses[router])
+
+    @property
+    def _prefix(self) -> str:
+        return f"fd00:{os.getpid() % 0x10000:x}"
+
+    def _add_address(self, host: str, device: str, address: str) -> None:
+        self._ip6(host, "addr", "add", address, "dev", device, "nodad")
+
+    def _ip6(self, host: str, *arguments: str) -> None:
+        where = [] if host == ME else ["-n", self._namespace(host)]
+        subprocess.run(["ip", "-6", *where, *arguments], check=True, capture_output=True)

@@ -20,7 +20,7 @@ from swarm_protocol.dht.dht import Dht
 from swarm_protocol.dht.records import ServerRecord
 from swarm_protocol.net.identity import Identity
 from swarm_protocol.tunnel.circuit import relay_of
-from tests.swarm.nat import NatNetwork
+from tests.swarm.nat import FirewalledNetwork, NatNetwork
 from tests.swarm.pair import ends_only_at_its_length
 from tests.swarm.processes import ServerProcess
 from tests.swarm.waiting import DEADLINE_S, wait_for
@@ -142,6 +142,18 @@ def test_status_says_how_a_server_is_reached(lab, way):
     ids = [process.ready["peer"].rpartition("/")[2] for process in (relay, hidden)]
     relays = {server["peer_id"]: server["relay"] for server in model["servers"]}
     assert relays == {ids[0]: None, ids[1]: None if way == "directly" else ids[0]}
+
+
+def test_two_firewalls_let_their_homes_connect_directly_over_ipv6(checkpoint, tmp_path, expected):
+    """Addresses are nobody else's there, but routers at home let in answers alone."""
+    with FirewalledNetwork("one", homes=("home-a", "home-b")) as network, ExitStack() as stack:
+        lab = Lab(network, checkpoint, tmp_path, stack)
+        network.bytes_between("home-b", "home-a")
+        lab.serve("one", "0:2")
+        hidden = lab.serve("home-a", "2:6")
+        wait_for(lambda: lab.relays_of(hidden), "the server has a relay")
+        assert tokens_of(lab.generate()) == expected
+        assert network.bytes_between("home-b", "home-a") > 0
 
 
 def test_a_router_that_draws_ports_leaves_it_to_the_relay(lab, expected):
