@@ -15,6 +15,9 @@ import torch
 from swarm_protocol.kernels.int8_linear import quantize_rows
 from swarm_protocol.kernels.quantized_linear import QuantizedWeight
 
+_FEW_ROWS = 64
+_TRIED = ((1, 70, 300), (17, 4100, 256), (_FEW_ROWS, 70, 128))  # rows, out and in: each is a kernel of its own
+_TOLERANCE = 1e-2  # of sums that are rounded to bfloat16
 Product = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 _logger = logging.getLogger(__name__)
@@ -25,7 +28,9 @@ class GpuInt8Weight(QuantizedWeight):
 
     in_float32 = False
 
-    def __init__(self, q: torch.Tensor, scale: torch.Tensor, few_rows: Product | None = None, most: int = 64) -> None:
+    def __init__(
+        self, q: torch.Tensor, scale: torch.Tensor, few_rows: Product | None = None, most: int = _FEW_ROWS
+    ) -> None:
         """What ``quantize_rows`` gave.
 
         Args:
@@ -55,7 +60,7 @@ class GpuInt8Weight(QuantizedWeight):
 
 
 @functools.cache
-def few_rows_kernel(device: torch.device) -> Product | None:
+def few_rows_kernel(device: torch.device, dtype: torch.dtype) -> Product | None:
     """The kernel for few rows on ``device``; None, and a line in the log, if it does not run there or is wrong."""
     try:
         from swarm_protocol.gpu.triton_int8 import few_rows_product
@@ -64,14 +69,20 @@ def few_rows_kernel(device: torch.device) -> Product | None:
             with torch.cuda.device(device):
                 return few_rows_product(x, q, scale)
 
-        generator = torch.Generator().manual_seed(0)
-        x, weight = torch.randn(3, 300, generator=generator), torch.randn(70, 300, generator=generator)
-        q, scale = quantize_rows(weight)
-        product = multiply(x.to(device), q.to(device), scale.to(device)).cpu()
-        if torch.allclose(product, x @ (q * scale[:, None]).T, rtol=1e-3, atol=1e-3):
+        if all(_is_right(multiply, *shape, device, dtype) for shape in _TRIED):
             return multiply
         refusal = "it gives something else"
     except Exception as error:  # a driver's, a compiler's: whatever it is, there is another way
         refusal = f"{type(error).__name__}: {error}"
     _logger.warning("no int8 kernel on %s, so that few rows take as long as many: %s", device, refusal)
     return None
+
+
+def _is_right(
+    multiply: Product, num_rows: int, num_channels: int, width: int, device: torch.device, dtype: torch.dtype
+) -> bool:
+    generator = torch.Generator().manual_seed(0)
+    q, scale = quantize_rows(torch.randn(num_channels, width, generator=generator))
+    x = torch.randn(num_rows, width, generator=generator).to(dtype)
+    product, expected = multiply(x.to(device), q.to(device), scale.to(device)).cpu(), x.float() @ (q * scale[:, None]).T
+    return bool((product - expected).abs().max() <= _TOLERANCE * expected.abs().max())

@@ -38,7 +38,8 @@ def quantize_rows(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     for q_tile, scale_tile, tile in zip(q.split(TILE), scale.split(TILE), weight.split(TILE), strict=True):
         tile = tile.float()
         absmax = torch.maximum(tile.amax(1), tile.amin(1).neg_())
-        torch.div(absmax, 127, out=scale_tile).clamp_(min=TINY)
+        # A tensor, since GPUs multiply by the reciprocal of a number: all devices are to round alike.
+        torch.div(absmax, absmax.new_full((), 127), out=scale_tile).clamp_(min=TINY)
         q_tile.copy_(torch.div(tile, scale_tile[:, None], out=scratch[: len(tile)]).round_())
     return q, scale
 

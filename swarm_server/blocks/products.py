@@ -20,7 +20,7 @@ def multiplied_by(method: str, device: torch.device, dtype: torch.dtype) -> str:
         plain = device.type == "cpu" and dtype == torch.float32 and dense_linear.is_available()
         return "onednn" if plain else "torch"
     if method == "int8" and device.type == "cuda":
-        return "torch" if few_rows_kernel(device) is None else "triton"
+        return "torch" if few_rows_kernel(device, dtype) is None else "triton"
     if method not in OURS or device.type != "cpu":
         return "bitsandbytes"
     library, kind = kernel(), fastest()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
 
@@ -15,7 +16,8 @@ from swarm_server.blocks.blocks import BlockStack
 from swarm_server.blocks.split_stack import Stack
 from swarm_server.engine.session_state import Session, SessionStep
 from swarm_server.gpu.cuda_recorder import CudaRecorder
-from swarm_server.gpu.step_replays import Attention, Recorder, StepReplays
+from swarm_server.gpu.step_replays import Attention, GraphRecorder, StepReplays
+from swarm_server.gpu.trial import attention_is_right
 from swarm_server.graph.step_graph import StepGraphs
 from swarm_server.kv.kv_cache import CacheBudget
 from swarm_server.kv.kv_layout import StackLayout
@@ -120,20 +122,23 @@ def with_replays(
     layout: StackLayout,
     try_rows: Callable[[Ways], torch.Tensor],
     attention: Attention,
-    recorder: Recorder,
+    recorder: GraphRecorder,
 ) -> Ways:
     """Graphs for blocks on GPUs, if a trial of them gives what the blocks' own code gives."""
     refusal = _need_their_own_code(stack, layout)
     if refusal is not None:
         return Ways(refusal=refusal)
     replays = StepReplays(stack, _longest_window(layout), attention, recorder)
-    if replays.refusal is None:
-        expected = try_rows(Ways())
-        outputs = try_rows(Ways(graphs=replays))
-        if replays.refusal is None and not _same(
-            outputs, expected, _SAME if stack.dtype.itemsize > 2 else _SAME_IN_HALF
-        ):
-            return Ways(refusal="a graph gives something else")
+    try:
+        for device in set(stack.devices):
+            with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+                if not attention_is_right(attention, device, stack.dtype):
+                    return Ways(refusal=f"the attention kernel gives something else on {device}")
+        outputs, expected = try_rows(Ways(graphs=replays)), try_rows(Ways())
+    except Exception as error:  # a family's own code, or a driver: whatever it raises means that this does not fit
+        return Ways(refusal=f"a trial of graphs fails: {error}")
+    if replays.refusal is None and not _same(outputs, expected, _SAME if stack.dtype.itemsize > 2 else _SAME_IN_HALF):
+        return Ways(refusal="a graph gives something else")
     return Ways(graphs=replays) if replays.refusal is None else Ways(refusal=replays.refusal)
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -12,34 +13,43 @@ _WARM_UPS = 2  # calls: the first compiles kernels, and libraries take memory fo
 
 
 class CudaRecorder:
-    """Records graphs that share memory: no two are launched at the same time, and what is in it is not kept."""
+    """Records graphs that share memory: no two are launched at the same time, and what is in it is not kept.
+
+    Memory is shared by recordings on one stream only, so there is one for each device.
+    """
 
     def __init__(self) -> None:
+        self._streams: dict[torch.device, torch.cuda.Stream] = {}
         self._pools: dict[torch.device, Any] = {}
+        self._failure: str | None = None  # of a recording, which leaves torch's allocator in disorder
 
     def record(self, device: torch.device, compute: Callable[[], None]) -> Callable[[], None]:
-        """See ``Recorder``.
+        """See ``GraphRecorder``.
 
         Raises:
-            RuntimeError: ``compute`` waits for the GPU, so that it cannot be recorded.
+            RuntimeError: ``compute`` synchronises with the GPU, so that it cannot be recorded, or an earlier one did.
         """
+        if self._failure is not None:
+            raise RuntimeError(f"an earlier recording has failed: {self._failure}")
         with torch.cuda.device(device):
-            stream = torch.cuda.Stream()
-            stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(stream):
-                for _ in range(_WARM_UPS):
-                    compute()
-                if device not in self._pools:
-                    with _waiting_is_an_error():  # a recording that fails leaves torch's allocator in disorder
+            if device not in self._streams:
+                self._streams[device] = torch.cuda.Stream()
+            current, stream = torch.cuda.current_stream(), self._streams[device]
+            stream.wait_stream(current)
+            try:
+                with torch.cuda.stream(stream):
+                    for _ in range(_WARM_UPS):
                         compute()
-            torch.cuda.current_stream().wait_stream(stream)
-            graph = torch.cuda.CUDAGraph()
-            # Other threads may ask for memory meanwhile: only what this one asks for is recorded.
-            with torch.cuda.graph(
-                graph, pool=self._pools.get(device), stream=stream, capture_error_mode="thread_local"
-            ):
-                compute()
-            self._pools[device] = graph.pool()
+                    if device not in self._pools:
+                        with _synchronising_raises():
+                            compute()
+                current.wait_stream(stream)
+                graph = self._recorded(device, stream, compute)
+            except BaseException:
+                torch.cuda.set_stream(current)  # which a recording that fails does not do
+                with suppress(RuntimeError):
+                    stream.synchronize()  # before anybody frees what it works on
+                raise
 
         def launch() -> None:
             with torch.cuda.device(device):
@@ -47,13 +57,32 @@ class CudaRecorder:
 
         return launch
 
+    def _recorded(
+        self, device: torch.device, stream: torch.cuda.Stream, compute: Callable[[], None]
+    ) -> torch.cuda.CUDAGraph:
+        graph = torch.cuda.CUDAGraph()
+        # Other threads may ask for memory meanwhile: only what this one asks for is recorded.
+        recording = torch.cuda.graph(
+            graph, pool=self._pools.get(device), stream=stream, capture_error_mode="thread_local"
+        )
+        try:
+            with recording:
+                compute()
+        except BaseException as error:
+            self._failure = f"{type(error).__name__}: {error}"
+            raise
+        self._pools[device] = graph.pool()
+        return graph
+
 
 @contextmanager
-def _waiting_is_an_error() -> Iterator[None]:
-    """Of the whole process: no other thread uses the GPU yet."""
+def _synchronising_raises() -> Iterator[None]:
+    """In the whole process: for the first graph of a device, when a server starts."""
     before = torch.cuda.get_sync_debug_mode()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode(before)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Synchronization debug mode is a prototype", UserWarning)
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            yield
+        finally:
+            torch.cuda.set_sync_debug_mode(before)

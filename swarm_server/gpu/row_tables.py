@@ -11,7 +11,7 @@ from swarm_server.kv.kv_rows import MAX_PARTS
 from swarm_server.kv.rows_attention import hidden_before, seen_parts
 from swarm_server.kv.rows_cache import BlockRuns
 
-PARTS = MAX_PARTS  # of a row, at most; the first is that with the new position
+PARTS = MAX_PARTS + 1  # of a row that has just grown, at most; the first is that with the new position
 FIELDS = 4  # of each part:
 KEYS, VALUES = 0, 1  # the address of the first position in the first head
 CAPACITY = 2  # positions from one head to the next

@@ -9,7 +9,7 @@ Python takes to ask for it.
 from __future__ import annotations
 
 import logging
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
@@ -24,8 +24,11 @@ from swarm_server.graph.stand_in import StandInCache
 from swarm_server.kv.rows_cache import BlockRuns, attention_in_place
 
 _MOST_ROWS = 256  # of a graph
-_MOST_GRAPHS = 32  # that are kept
-_BEYOND = (1000, 5000, 1003)  # positions, beyond the longest window, at which blocks are looked at
+_MOST_NEW = 16  # positions of a row: each reads all that are before it, so that long prompts are better off without
+_MOST_GRAPHS = 64  # that are kept
+_MOST_SPANS = 16  # of which there are graphs
+_OFTEN = 3  # steps of some part of the span before there is a graph for it: a recording holds everybody up
+_BEYOND = (1000, 20_000, 1003)  # positions, beyond the longest window, at which blocks are looked at
 
 _logger = logging.getLogger(__name__)
 
@@ -40,7 +43,7 @@ class Attention(Protocol):
     ) -> torch.Tensor: ...
 
 
-class Recorder(Protocol):
+class GraphRecorder(Protocol):
     """Records what a GPU is asked for. See ``CudaRecorder``."""
 
     def record(self, device: torch.device, compute: Callable[[], None]) -> Callable[[], None]:
@@ -48,21 +51,23 @@ class Recorder(Protocol):
 
 
 class StepReplays:
-    """Of one stack and its views. Used by the compute thread only.
+    """Of one stack and its views. Used by one thread at a time.
 
     Attributes:
-        refusal: why steps are not graphs; None: they are, as far as is known.
+        refusal: why there are no graphs; None: there are, or may be.
     """
 
     description = "graphs, which the GPU runs in one call"
 
-    def __init__(self, stack: Stack, longest_window: int, attention: Attention, recorder: Recorder) -> None:
+    def __init__(self, stack: Stack, longest_window: int, attention: Attention, recorder: GraphRecorder) -> None:
         self._stack = stack
-        self._length = longest_window
+        self._longest_window = longest_window
         self._attention = attention
         self._recorder = recorder
         self._windows: dict[Span, Mapping[int, int | None]] = {}
         self._replays: OrderedDict[tuple[Span, int], _Replay] = OrderedDict()
+        self._refused: set[tuple[Span, int]] = set()
+        self._asked: Counter[tuple[Span, int]] = Counter()
         takes_positions = all(view.family.takes_positions for view in stack.views(stack.span))
         self.refusal = None if takes_positions else "the family has positions of its own"
 
@@ -76,34 +81,56 @@ class StepReplays:
     ) -> torch.Tensor | None:
         """As ``StepGraphs.run``; ``blocks`` are those of one device."""
         num_rows, num_new = positions.shape
-        if self.refusal is not None or not 0 < num_rows * num_new <= _MOST_ROWS or min(seen) < num_new:
+        if self.refusal is not None or num_new > _MOST_NEW or not 0 < num_rows * num_new <= _MOST_ROWS:
+            return None
+        key = blocks, 1 << (num_rows * num_new - 1).bit_length()  # a graph is for so many rows or fewer
+        if min(seen) < num_new or key in self._refused or not self._is_worth_a_graph(key):
             return None
         try:
-            replay = self._replay(blocks, num_rows * num_new)
+            replay = self._replay(*key)
             table = row_tables(places, self._windows[blocks], seen, num_new, replay.num_rows)
             if table is None:
                 return None
             rows = torch.cat([rows.reshape(-1, 1, rows.shape[2]) for rows in hidden])
-            output = replay.run(rows, positions.reshape(-1, 1), torch.from_numpy(table))
+            output = replay.run(rows, positions.reshape(-1), torch.from_numpy(table))
         except Exception as error:  # a family's own code, or a driver: whatever it raises means that this does not fit
-            self.refusal = str(error) if isinstance(error, NotCapturable) else f"{type(error).__name__}: {error}"
-            self._replays.clear()
-            _logger.info("steps are not graphs any more: %s", self.refusal)
+            self._refuse(key, str(error) if isinstance(error, NotCapturable) else f"{type(error).__name__}: {error}")
             return None
         return output.view(num_rows, num_new, -1)
 
+    def _refuse(self, key: tuple[Span, int], reason: str) -> None:
+        self._replays.pop(key, None)
+        self._refused.add(key)
+        if not self._replays:
+            self.refusal = reason
+        _logger.info("there is no graph for %d rows of blocks %s: %s", key[1], key[0], reason)
+
+    def _is_worth_a_graph(self, key: tuple[Span, int]) -> bool:
+        span = key[0]
+        if key in self._replays or span in self._stack_spans:
+            return True
+        if span not in self._windows and len(self._windows) >= _MOST_SPANS:
+            return False
+        if len(self._asked) > _MOST_GRAPHS * _OFTEN:
+            self._asked.clear()
+        self._asked[key] += 1
+        return self._asked[key] >= _OFTEN
+
+    @property
+    def _stack_spans(self) -> list[Span]:
+        return [view.span for view in self._stack.views(self._stack.span)]
+
     def _replay(self, blocks: Span, num_rows: int) -> _Replay:
-        """A graph for so many rows or more."""
-        size = 1 << (num_rows - 1).bit_length()
-        key = blocks, size
+        key = blocks, num_rows
         if key not in self._replays:
             stack = self._stack.view(blocks)
             if blocks not in self._windows:
-                self._windows[blocks] = windows_of(stack, self._length)
+                self._windows[blocks] = windows_of(stack, self._longest_window)
             if len(self._replays) == _MOST_GRAPHS:
                 self._replays.popitem(last=False)
+            length = self._longest_window + _BEYOND[0]
             with torch.inference_mode(False), torch.no_grad():
-                self._replays[key] = _Replay(stack, size, self._length + _BEYOND[0], self._attention, self._recorder)
+                self._replays[key] = _Replay(stack, num_rows, length, self._attention, self._recorder)
         self._replays.move_to_end(key)
         return self._replays[key]
 
@@ -112,38 +139,50 @@ def windows_of(stack: BlockStack, longest: int) -> Mapping[int, int | None]:
     """Of each block that attends, how many of the last positions it looks at; None: all.
 
     Raises:
-        NotCapturable: it depends on how many there are, or attention does something else.
+        NotCapturable: what blocks do depends on how many positions the cache says there are, other than by these
+            windows, or attention does something else.
     """
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(2, 1, stack.hidden_size, generator=generator).to(stack.device, stack.dtype)
+    positions = torch.tensor([[3], [8]], device=stack.device)
     found = []
     for beyond in _BEYOND:
         cache = _NothingStored(stack.num_blocks, longest + beyond)
-        hidden = torch.zeros(2, 1, stack.hidden_size, dtype=stack.dtype, device=stack.device)
-        positions = torch.full((2, 1), longest + beyond - 1, device=stack.device)
         with torch.no_grad(), attention_in_place(cache, stack.configs):
-            stack(hidden, None, positions, cache)
-        found.append(cache.windows)
-    if any(windows != found[0] for windows in found):
+            found.append((cache.windows, stack(hidden, None, positions, cache)))
+    (windows, output), *others = found
+    if any(other != windows for other, _ in others):
         raise NotCapturable("what attention looks at depends on how many positions there are")
-    return found[0]
+    if not all(torch.equal(other, output) for _, other in others):
+        raise NotCapturable("what is computed depends on how many positions there are")
+    return windows
 
 
 class _Replay:
     """A step of so many rows; those that are not used have no positions, and any hidden states."""
 
-    def __init__(self, stack: BlockStack, num_rows: int, length: int, attention: Attention, recorder: Recorder) -> None:
+    def __init__(
+        self, stack: BlockStack, num_rows: int, length: int, attention: Attention, recorder: GraphRecorder
+    ) -> None:
+        """``length``: that the blocks are told of a cache that stands for all rows."""
         self.num_rows = num_rows
         self._stack, self._length, self._attention, self._recorder = stack, length, attention, recorder
         self._hidden = torch.zeros(num_rows, 1, stack.hidden_size, dtype=stack.dtype, device=stack.device)
-        self._positions = torch.zeros(num_rows, 1, dtype=torch.long, device=stack.device)
-        self._table = torch.zeros(stack.num_blocks, num_rows, PARTS, FIELDS, dtype=torch.long, device=stack.device)
         self._output = torch.zeros_like(self._hidden)
+        shape = stack.num_blocks, num_rows, PARTS, FIELDS
+        size = stack.num_blocks * num_rows * PARTS * FIELDS
+        # Numbers go there in one copy, which nobody waits for: the step before has come to its end.
+        self._sent = torch.zeros(size + num_rows, dtype=torch.long, pin_memory=stack.device.type == "cuda")
+        numbers = torch.zeros_like(self._sent, device=stack.device)
+        self._numbers, self._table, self._positions = numbers, numbers[:size].view(shape), numbers[size:].view(-1, 1)
         self._launch: Callable[[], None] | None = None
 
     def run(self, hidden: torch.Tensor, positions: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
-        """[rows, 1, hidden_size] of ``hidden``, which is not changed by later steps."""
+        """[rows, 1, hidden_size] of ``hidden``, which is not changed by later steps. positions: [rows]."""
         self._hidden[: len(hidden)].copy_(hidden)
-        self._positions[: len(hidden)].copy_(positions)
-        self._table.copy_(table)
+        self._sent[: table.numel()].copy_(table.view(-1))
+        self._sent[table.numel() :][: len(positions)].copy_(positions)
+        self._numbers.copy_(self._sent, non_blocking=True)
         if self._launch is None:
             self._launch = self._recorder.record(self._stack.device, self._compute)
         self._launch()
@@ -156,14 +195,14 @@ class _Replay:
 
 
 class _NothingStored(StandInCache):
-    """Finds out windows; attention gives zeros."""
+    """Finds out windows; attention gives something that depends on the queries alone."""
 
     def attended(
         self, block: int, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scaling: float
     ) -> torch.Tensor:
         if not query.dtype == keys.dtype == values.dtype:
             raise NotCapturable("queries, keys and values are of several types")
-        return query.new_zeros(len(query), 1, query.shape[1], values.shape[3])
+        return query.sum(-1).transpose(1, 2)[..., None].repeat(1, 1, 1, values.shape[3]) * scaling
 
 
 class _StoredInPlace(StandInCache):

@@ -15,6 +15,7 @@ from swarm_server.gpu.row_tables import FIELDS, PARTS
 
 _PROGRAMS = 256  # that a GPU computes at the same time, about
 _MOST_SHARES = 32
+_ALIGNMENT = 16  # bytes: of pages, and of a position in them if its size is a multiple
 _MIN_SIDE = 16  # of the matrices that tl.dot multiplies
 _TYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 
@@ -71,12 +72,12 @@ class TritonAttention:
             value_side,
             PARTS,
             FIELDS,
-            shares,
-            64 if max(width, value_width) <= 128 else 32,
+            64 if max(width, value_width) <= 128 and query.dtype.itemsize == 2 else 32,
+            all(size * query.dtype.itemsize % _ALIGNMENT == 0 for size in (width, value_width)),
             _TYPES[query.dtype],
         )
         _join[(num_rows, kv_heads)](
-            sums[0], sums[1], parts, output, kv_heads, group, side, value_width, value_side, shares, _TYPES[query.dtype]
+            sums[0], sums[1], parts, output, shares, kv_heads, group, side, value_width, value_side, _TYPES[query.dtype]
         )
         return output
 
@@ -100,7 +101,7 @@ def _store(
     TYPE: tl.constexpr,
 ):
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
-    last = table + row * PARTS * FIELDS  # the first part is that with the last position
+    last = table + row * PARTS * FIELDS  # the first part is that with the last position; its fields: see row_tables
     length = tl.load(last + 3)
     if length > 0:
         place = head * tl.load(last + 2) + length - 1
@@ -130,11 +131,12 @@ def _attend_share(
     VALUE_SIDE: tl.constexpr,
     PARTS: tl.constexpr,
     FIELDS: tl.constexpr,
-    SHARES: tl.constexpr,
     BLOCK: tl.constexpr,
+    IS_ALIGNED: tl.constexpr,
     TYPE: tl.constexpr,
 ):
     row, head, share = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64), tl.program_id(2)
+    shares = tl.num_programs(2)
     members, columns, value_columns = tl.arange(0, GROUP_SIDE), tl.arange(0, SIDE), tl.arange(0, VALUE_SIDE)
     at = ((row * HEADS + head) * GROUP + members)[:, None] * WIDTH + columns[None, :]
     rows = tl.load(query + at, (members < GROUP)[:, None] & (columns < WIDTH)[None, :], 0)
@@ -145,9 +147,11 @@ def _attend_share(
         entry = table + (row * PARTS + part) * FIELDS
         keys = tl.load(entry).to(tl.pointer_type(TYPE))
         values = tl.load(entry + 1).to(tl.pointer_type(TYPE))
+        if IS_ALIGNED:  # else Triton would load number by number
+            keys, values = tl.multiple_of(keys, 16), tl.multiple_of(values, 16)
         first_of_head = head * tl.load(entry + 2)
         length = tl.load(entry + 3).to(tl.int32)
-        for first in range(share * BLOCK, length, SHARES * BLOCK):
+        for first in range(share * BLOCK, length, shares * BLOCK):
             positions = first + tl.arange(0, BLOCK)
             there = positions < length
             places = first_of_head + positions
@@ -167,35 +171,35 @@ def _attend_share(
             total = total * shrunk + tl.sum(weights, 1)
             result = result * shrunk[:, None] + tl.dot(weights.to(TYPE), value, input_precision="ieee")
             most = higher
-    place = ((row * HEADS + head) * SHARES + share) * GROUP_SIDE + members
+    place = ((row * HEADS + head) * shares + share) * GROUP_SIDE + members
     tl.store(maxima + place, most)
     tl.store(totals + place, total)
     tl.store(parts + place[:, None] * VALUE_SIDE + value_columns[None, :], result)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["shares"])
 def _join(
     maxima,
     totals,
     parts,
     output,
+    shares,
     HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     GROUP_SIDE: tl.constexpr,
     VALUE_WIDTH: tl.constexpr,
     VALUE_SIDE: tl.constexpr,
-    SHARES: tl.constexpr,
     TYPE: tl.constexpr,
 ):
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     members, columns = tl.arange(0, GROUP_SIDE), tl.arange(0, VALUE_SIDE)
-    first = (row * HEADS + head) * SHARES * GROUP_SIDE + members
+    first = (row * HEADS + head) * shares * GROUP_SIDE + members
     most = tl.full([GROUP_SIDE], -1e30, tl.float32)
-    for share in range(SHARES):
+    for share in range(shares):
         most = tl.maximum(most, tl.load(maxima + first + share * GROUP_SIDE))
     total = tl.zeros([GROUP_SIDE], tl.float32)
     result = tl.zeros([GROUP_SIDE, VALUE_SIDE], tl.float32)
-    for share in range(SHARES):
+    for share in range(shares):
         place = first + share * GROUP_SIDE
         weight = tl.exp(tl.load(maxima + place) - most)
         total += weight * tl.load(totals + place)

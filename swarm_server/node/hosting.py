@@ -20,6 +20,7 @@ from swarm_server.adapters.store import AdapterStore
 from swarm_server.blocks.blocks import load_blocks
 from swarm_server.blocks.dense_linear import use_onednn_
 from swarm_server.blocks.packed_layers import PackedLayers
+from swarm_server.blocks.products import described
 from swarm_server.blocks.quantization import Report, quantize_, require_device
 from swarm_server.blocks.split_stack import SplitStack, Stack
 from swarm_server.blocks.weight_cache import WeightCache
@@ -121,7 +122,8 @@ class SpanLoader:
         self._cores = cores
         self._devices = tuple(devices)
         self._dtype = dtype
-        setting = [checkpoint.name, checkpoint.revision, config.quant, str(dtype), hardware_name(devices)]
+        products = described(config.quant, devices[0], dtype)
+        setting = [checkpoint.name, checkpoint.revision, products, str(dtype), hardware_name(devices)]
         self._speed_cache = SpeedCache(setting, cores)
         self._prefetching: dict[Span, asyncio.Task[Stack]] = {}
 

@@ -138,7 +138,9 @@ class _Quantizer:
             return self._packed(Int8Linear.from_int8(*quantize_rows(take_weight()), bias, self.int8_weight))
         if self.method == "int8":
             rounded = quantize_rows(take_weight().to(self.device))
-            return self._packed(QuantizedLinear(GpuInt8Weight(*rounded, few_rows_kernel(self.device)), bias))
+            return self._packed(
+                QuantizedLinear(GpuInt8Weight(*rounded, few_rows_kernel(self.device, self.compute_dtype)), bias)
+            )
         if self.method == "int4":
             return self._packed(Int4Linear.from_float(take_weight(), bias, self.int4_weight))
         weight = take_weight()

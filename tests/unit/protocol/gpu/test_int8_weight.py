@@ -31,7 +31,7 @@ def test_the_kernel_gives_exact_products_rounded() -> None:
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize("shape", [*SHAPES, (1, 4096, 4096), (16, 1024, 4096)])
 def test_the_kernel_on_cuda(shape: tuple[int, int, int], dtype: torch.dtype) -> None:
-    product = few_rows_kernel(torch.device("cuda", 0))
+    product = few_rows_kernel(torch.device("cuda", 0), dtype)
     assert product is not None
     check(product, *shape, dtype, "cuda")
 
@@ -106,6 +106,6 @@ def test_few_rows_go_to_the_kernel_and_more_do_not() -> None:
 
 def test_without_a_gpu_there_is_no_kernel(caplog) -> None:
     few_rows_kernel.cache_clear()
-    assert few_rows_kernel(torch.device("cuda", 7)) is None
+    assert few_rows_kernel(torch.device("cuda", 7), torch.float32) is None
     assert "no int8 kernel on cuda:7" in caplog.text
     few_rows_kernel.cache_clear()

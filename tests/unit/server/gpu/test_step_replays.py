@@ -12,6 +12,7 @@ from swarm_server.blocks.blocks import BlockStack, load_blocks
 from swarm_server.blocks.split_stack import SplitStack
 from swarm_server.engine.engine import Engine
 from swarm_server.engine.ways import Ways, with_replays
+from swarm_server.gpu.row_tables import LENGTH
 from swarm_server.gpu.step_replays import StepReplays
 from swarm_server.kv.kv_cache import CacheBudget
 from tests.families import FAMILIES
@@ -79,6 +80,28 @@ def test_a_graph_is_for_as_many_rows_or_fewer(llama: BlockStack) -> None:
     assert recorder.num_recorded == before + 2  # 8 and 32
 
 
+def test_parts_of_the_span_have_graphs_once_they_are_asked_for_often(llama: BlockStack) -> None:
+    engine, recorder = open_engine(llama)
+    generation = Generation.open(engine, CacheBudget(PLENTY, 1), Span(1, 3), shares=False)
+    before, recorded = recorder.num_recorded, []
+    for _ in range(5):
+        (output,) = run(engine, (generation, generation.step(1)))
+        generation.check(output)
+        recorded.append(recorder.num_recorded - before)
+    assert recorded == [0, 0, 1, 1, 1]
+
+
+def test_long_prompts_are_computed_by_the_code(llama: BlockStack) -> None:
+    engine, _ = open_engine(llama)
+    counted = Counted(engine.ways.graphs)
+    engine.ways = replace(engine.ways, graphs=counted)
+    generation = Generation.open(engine, CacheBudget(PLENTY, 1), shares=False)
+    for num_new, num_graphs in ((17, 0), (16, 1)):
+        (output,) = run(engine, (generation, generation.step(num_new)))
+        generation.check(output, num_new)
+        assert counted.steps == num_graphs
+
+
 def test_blocks_on_several_devices_are_graphs_of_each(llama: BlockStack, tmp_path) -> None:
     checkpoint = Checkpoint.open(tmp_path)
     parts = Span(0, 2), Span(2, BLOCKS)
@@ -106,20 +129,40 @@ def test_what_cannot_be_recorded_is_computed_by_the_code(llama: BlockStack) -> N
     assert ways.graphs is None and "RuntimeError: operation not permitted" in ways.refusal
 
 
-def test_what_fails_later_is_computed_by_the_code_from_then_on(llama: BlockStack) -> None:
-    engine, _ = open_engine(llama)
+def test_what_fails_later_is_computed_by_the_code_from_then_on(llama: BlockStack, caplog) -> None:
+    engine, recorder = open_engine(llama)
     replays = engine.ways.graphs
     assert isinstance(replays, StepReplays)
+    caplog.set_level("INFO")
     replays._recorder = Failing()
-    one_step_of(engine, 20)
-    assert "RuntimeError: operation not permitted" in str(replays.refusal)
+    for _ in range(2):
+        one_step_of(engine, 20)
+    assert caplog.text.count("no graph for 32 rows of blocks 0:") == 1
+    assert "RuntimeError: operation not permitted" in caplog.text
+    replays._recorder = recorder
+    counted = Counted(replays)
+    engine.ways = replace(engine.ways, graphs=counted)
     one_step_of(engine, 1)
+    assert counted.steps == 2
 
 
 def test_graphs_that_give_something_else_are_not_used(llama: BlockStack) -> None:
     engine, recorder = Engine(llama), TapeRecorder()
     engine.ways = Ways()
     ways = with_replays(llama, engine.layout, engine._try_rows, Wrong(recorder), recorder)
+    assert ways.graphs is None and ways.refusal == "the attention kernel gives something else on cpu"
+
+
+class WrongWithFew(RawAttention):
+    def attend(self, table, query, *args):
+        output = super().attend(table, query, *args)
+        return output.neg_() if int(table[..., LENGTH].max()) < 100 else output
+
+
+def test_attention_that_is_right_in_its_trial_alone_is_not_used(llama: BlockStack) -> None:
+    engine, recorder = Engine(llama), TapeRecorder()
+    engine.ways = Ways()
+    ways = with_replays(llama, engine.layout, engine._try_rows, WrongWithFew(recorder), recorder)
     assert ways.graphs is None and ways.refusal == "a graph gives something else"
 
 

@@ -49,12 +49,25 @@ def test_kernels_compile_for_gpus(capability: int, dtype: str, width: int) -> No
         pytest.skip("that GPU has no bfloat16")
     kind = {"fp32": triton.language.float32, "fp16": triton.language.float16, "bf16": triton.language.bfloat16}[dtype]
     sides = {"GROUP": 4, "GROUP_SIDE": 16, "WIDTH": width, "SIDE": width, "VALUE_WIDTH": width, "VALUE_SIDE": width}
-    others = {"HEADS": 8, "PARTS": PARTS, "FIELDS": FIELDS, "SHARES": 16, "BLOCK": 64 if width <= 128 else 32}
+    others = {
+        "HEADS": 8,
+        "PARTS": PARTS,
+        "FIELDS": FIELDS,
+        "BLOCK": 64 if width <= 128 and dtype != "fp32" else 32,
+        "IS_ALIGNED": True,
+    }
     for kernel in (triton_attention._store, triton_attention._attend_share, triton_attention._join):
         constants = {
             name: value for name, value in (sides | others | {"TYPE": kind}).items() if name in kernel.arg_names
         }
-        tensors = {"table": "*i64", "maxima": "*fp32", "totals": "*fp32", "parts": "*fp32", "scaling": "fp32"}
+        tensors = {
+            "table": "*i64",
+            "maxima": "*fp32",
+            "totals": "*fp32",
+            "parts": "*fp32",
+            "scaling": "fp32",
+            "shares": "i32",
+        }
         signature = {name: tensors.get(name, f"*{dtype}") for name in kernel.arg_names if name not in constants}
         signature |= dict.fromkeys(constants, "constexpr")
         source = ASTSource(

@@ -1,0 +1,41 @@
+"""Whether attention kernels are right on the GPU that is there: a batch of the start is too short to tell."""
+
+from __future__ import annotations
+
+import torch
+
+from swarm_server.gpu.row_tables import CAPACITY, FIELDS, KEYS, LENGTH, PARTS, VALUES
+from swarm_server.gpu.step_replays import Attention
+
+_HEADS, _KV_HEADS, _WIDTH = 6, 2, 64
+_PARTS = ((8, 3), (2600, 2500))  # capacity and positions of each; the last part first
+_TOLERANCE = 2e-2  # of sums that are rounded to bfloat16
+
+
+def attention_is_right(attention: Attention, device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether it stores a position, and attends to it and 2502 others in two parts of a page, as torch does."""
+    generator = torch.Generator().manual_seed(0)
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator).to(device, dtype)
+
+    pages = [[random(1, _KV_HEADS, capacity, _WIDTH) for _ in (KEYS, VALUES)] for capacity, _ in _PARTS]
+    table = torch.zeros(1, PARTS, FIELDS, dtype=torch.long)
+    for part, (keys, values), (capacity, length) in zip(table[0], pages, _PARTS, strict=False):
+        part[KEYS], part[VALUES], part[CAPACITY], part[LENGTH] = keys.data_ptr(), values.data_ptr(), capacity, length
+    table = table.to(device)
+    new = [random(1, _KV_HEADS, 1, _WIDTH) for _ in (KEYS, VALUES)]
+    attention.store(table, *new)
+    if not all(
+        torch.equal(page[:, :, _PARTS[0][1] - 1], tensor[:, :, 0]) for page, tensor in zip(pages[0], new, strict=True)
+    ):
+        return False
+    query = random(1, _HEADS, 1, _WIDTH)
+    output = attention.attend(table, query, _KV_HEADS, _WIDTH, _WIDTH**-0.5)
+    keys, values = (
+        torch.cat([part[i][:, :, :length] for part, (_, length) in zip(pages, _PARTS, strict=True)], 2).float()
+        for i in (KEYS, VALUES)
+    )
+    scores = query.float().view(1, _KV_HEADS, -1, _WIDTH) @ keys.mT * _WIDTH**-0.5
+    expected = (torch.softmax(scores, -1) @ values).view(1, 1, _HEADS, _WIDTH)
+    return bool((output.float() - expected).abs().max() <= _TOLERANCE * expected.abs().max())
