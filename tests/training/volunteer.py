@@ -20,10 +20,13 @@ import torch
 from swarm_protocol.access.access_control import AccessControl
 from swarm_protocol.access.membership import MemberCredentials
 from swarm_training import TrainingConfig, TrainingRun
+from swarm_training.averaging.group import Group
 from swarm_training.averaging.round import Round
 from swarm_training.meeting.attending import Attendance
+from swarm_training.progress.policy import rank
 from swarm_training.run.state import TrainedState
 
+RUN = "toy"
 MOMENTS = {
     "meeting": (Attendance, "attend"),
     "reducing": (Round, "serve_reduce"),
@@ -38,7 +41,9 @@ class Task:
     """Attributes:
     steps: global steps until it leaves.
     broken_at: from this global step on losses are not finite, until the run has gone back.
-    moment: at which the process sends itself ``signal``, at global step ``at_step``.
+    moment: at which the process sends itself ``signal``, at global step ``at_step``; with ``among``, at that step or a
+        later one, once so many take part in its round.
+    follows: only in a round that another peer leads.
     """
 
     number: int = 0
@@ -51,6 +56,8 @@ class Task:
     broken_at: int | None = None
     moment: str = ""
     at_step: int = 1
+    among: int = 0
+    follows: bool = False
     signal: str = "SIGKILL"
     config: dict[str, Any] = field(default_factory=dict)
     membership: str = ""  # a file
@@ -87,19 +94,29 @@ def member(path: str) -> dict[str, Any]:
     return {"identity": credentials.identity_or(None), "token": credentials.token, "access": access}
 
 
-def strike(moment: str, at_step: int, name: str) -> None:
+def strike(task: Task) -> None:
     """Has the process send itself a signal at that moment, once: of several calls that wait then the others go on."""
-    kind, method = MOMENTS[moment]
+    kind, method = MOMENTS[task.moment]
     original = getattr(kind, method)
     strikes = iter([True])
 
     def struck(*args: Any, **options: Any) -> Any:
-        if run is not None and run.num_steps == at_step and next(strikes, False):
-            say("struck", moment=moment)
-            os.kill(os.getpid(), getattr(signal, name))
+        if run is not None and is_due(task, run, args[0]) and next(strikes, False):
+            say("struck", moment=task.moment)
+            os.kill(os.getpid(), getattr(signal, task.signal))
         return original(*args, **options)
 
     setattr(kind, method, struck)
+
+
+def is_due(task: Task, run: TrainingRun, subject: Any) -> bool:
+    """``subject``: a round, if the task says anything of it."""
+    if task.among:
+        group: Group = subject.group
+        leader = min(group.peer_ids, key=lambda peer_id: rank(RUN, group.moment, peer_id))
+        others_lead = not task.follows or leader != run.peer_id
+        return run.num_steps >= task.at_step and len(group.members) == task.among and others_lead
+    return run.num_steps == task.at_step
 
 
 run: TrainingRun | None = None
@@ -109,12 +126,12 @@ def main(task: Task) -> None:
     global run
     torch.set_num_threads(1)
     if task.moment:
-        strike(task.moment, task.at_step, task.signal)
+        strike(task)
     trained = model(task.size)
     optimizer = torch.optim.AdamW(trained.parameters(), lr=0.01)
     options = {"target_batch_size": task.target, "config": TrainingConfig(**task.config)}
     run = TrainingRun(
-        "toy", trained.parameters(), optimizer, initial_peers=task.peers, **options, **member(task.membership)
+        RUN, trained.parameters(), optimizer, initial_peers=task.peers, **options, **member(task.membership)
     )
     with run:
         say("joined", peers=run.initial_peers, peer_id=run.peer_id, step=run.num_steps, digest=digest(trained))
