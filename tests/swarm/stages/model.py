@@ -13,6 +13,7 @@ from swarm_stages.engine.accumulator import rounded
 from swarm_training.runfile.reading import read_run_file
 
 TOKENIZER = Path(__file__).parents[3] / "swarm_protocol" / "models" / "tiny-python-docs"
+CHECKPOINT_EVERY = 4  # steps
 TEXT = """
 [run]
 name = "crew"
@@ -46,7 +47,7 @@ def write_run(
     count: int,
     wire: str = "fp64",
     sums: str = "fp64",
-    checkpoint_every: int = 4,
+    checkpoint_every: int = CHECKPOINT_EVERY,
     audit_share: float = 0.0,
 ) -> Path:
     """The run file. Embeddings are not tied: in the stock model the gradients of both uses are added in fp32 before

@@ -7,20 +7,22 @@ from pathlib import Path
 
 import pytest
 
-from tests.swarm.stages.crew import Crew, Process, crew
-from tests.swarm.stages.model import assert_equal, one_process, write_run
+from tests.swarm.stages.crew import Crew, Process, StageProcess, crew
+from tests.swarm.stages.model import CHECKPOINT_EVERY, assert_equal, one_process, write_run
 from tests.swarm.waiting import wait_for
 
 LIMIT_S = 500.0
 
 
 def kill_and_replace(peers: Crew, trainer: Process, rng: random.Random, steps: int, every: int) -> int:
-    """Until the run has taken so many steps, always after some of them; a stage keeps one peer at least. Returns how
-    many were killed."""
+    """Until the run has taken so many steps, always after some of them. Returns how many were killed.
+
+    Nobody dies who alone has the checkpoint that its stage would go back to: then the run could not go on.
+    """
     num_killed = 0
     for step in range(every, steps, every):
         trainer.reach(step)
-        victim = wait_for(lambda: _victim(peers, rng), "a stage has two peers")
+        victim = wait_for(lambda: _victim(peers, trainer, rng), "a stage has two peers with its checkpoint")
         peers.kill(victim)
         peers.start(victim.stage)
         num_killed += 1
@@ -28,8 +30,14 @@ def kill_and_replace(peers: Crew, trainer: Process, rng: random.Random, steps: i
     return num_killed
 
 
-def _victim(peers: Crew, rng: random.Random):
-    spare = [peer for peer in peers.peers if peer.address and len(peers.at(peer.stage)) > 1]
+def _victim(peers: Crew, trainer: Process, rng: random.Random) -> StageProcess | None:
+    checkpoint = trainer.steps[-1] // CHECKPOINT_EVERY * CHECKPOINT_EVERY
+    keepers = [peer for peer in peers.peers if peer.address and (not checkpoint or checkpoint in peer.steps)]
+    spare = [
+        peer
+        for peer in peers.peers
+        if peer.address and any(mate.stage == peer.stage and mate is not peer for mate in keepers)
+    ]
     return rng.choice(spare) if spare else None
 
 
