@@ -68,7 +68,9 @@ class StepReplays:
         self._replays: OrderedDict[tuple[Span, int], _Replay] = OrderedDict()
         self._refused: set[tuple[Span, int]] = set()
         self._asked: Counter[tuple[Span, int]] = Counter()
-        takes_positions = all(view.family.takes_positions for view in stack.views(stack.span))
+        views = stack.views(stack.span)
+        self._whole = {view.span for view in views}
+        takes_positions = all(view.family.takes_positions for view in views)
         self.refusal = None if takes_positions else "the family has positions of its own"
 
     def run(
@@ -107,7 +109,7 @@ class StepReplays:
 
     def _is_worth_a_graph(self, key: tuple[Span, int]) -> bool:
         span = key[0]
-        if key in self._replays or span in self._stack_spans:
+        if key in self._replays or span in self._whole:
             return True
         if span not in self._windows and len(self._windows) >= _MOST_SPANS:
             return False
@@ -115,10 +117,6 @@ class StepReplays:
             self._asked.clear()
         self._asked[key] += 1
         return self._asked[key] >= _OFTEN
-
-    @property
-    def _stack_spans(self) -> list[Span]:
-        return [view.span for view in self._stack.views(self._stack.span)]
 
     def _replay(self, blocks: Span, num_rows: int) -> _Replay:
         key = blocks, num_rows
@@ -171,18 +169,23 @@ class _Replay:
         self._output = torch.zeros_like(self._hidden)
         shape = stack.num_blocks, num_rows, PARTS, FIELDS
         size = stack.num_blocks * num_rows * PARTS * FIELDS
-        # Numbers go there in one copy, which nobody waits for: the step before has come to its end.
+        # Numbers go there in one copy, for which the CPU waits only if it has the next ones before.
         self._sent = torch.zeros(size + num_rows, dtype=torch.long, pin_memory=stack.device.type == "cuda")
+        self._arrived: torch.cuda.Event | None = None
         numbers = torch.zeros_like(self._sent, device=stack.device)
         self._numbers, self._table, self._positions = numbers, numbers[:size].view(shape), numbers[size:].view(-1, 1)
         self._launch: Callable[[], None] | None = None
 
     def run(self, hidden: torch.Tensor, positions: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
         """[rows, 1, hidden_size] of ``hidden``, which is not changed by later steps. positions: [rows]."""
+        if self._arrived is not None:
+            self._arrived.synchronize()
         self._hidden[: len(hidden)].copy_(hidden)
         self._sent[: table.numel()].copy_(table.view(-1))
         self._sent[table.numel() :][: len(positions)].copy_(positions)
         self._numbers.copy_(self._sent, non_blocking=True)
+        if self._numbers.is_cuda:
+            self._arrived = torch.cuda.current_stream(self._numbers.device).record_event()
         if self._launch is None:
             self._launch = self._recorder.record(self._stack.device, self._compute)
         self._launch()
