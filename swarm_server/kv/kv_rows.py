@@ -145,16 +145,16 @@ class Page:
             for channel in group.channels
         ]
         self._table: Numbers | None = None
-        self._strides: tuple[npt.NDArray[np.int64], ...] | None = None
+        self._places: tuple[npt.NDArray[np.int64], ...] | None = None
 
     def addresses(self, row: int, position: int) -> npt.NDArray[np.int64]:
         """Of what each channel has of a row's first head from a position on, int64."""
-        if self._strides is None:
+        if self._places is None:
             first = np.array([data.data_ptr() for data in self.data], dtype=np.int64)
             sizes = [(data.stride(0), data.stride(2), data.itemsize) for data in self.data]
             rows, positions, items = np.array(sizes, dtype=np.int64).T
-            self._strides = first, rows * items, positions * items
-        first, rows, positions = self._strides
+            self._places = first, rows * items, positions * items
+        first, rows, positions = self._places
         found: npt.NDArray[np.int64] = first + row * rows + position * positions
         return found
 
@@ -172,7 +172,7 @@ class Page:
             self._charge.shrink(self._charge.size_bytes * filled // self.capacity)
             self.data = [data[:, :, :filled].clone() for data in self.data]
             self.capacity = filled
-            self._table = self._strides = None
+            self._table = self._places = None
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import subprocess
 import sys
@@ -14,13 +13,13 @@ import torch
 from swarm_protocol.gpu.int8_weight import GpuInt8Weight, few_rows_kernel
 from swarm_protocol.kernels.int8_linear import quantize_rows
 from swarm_protocol.kernels.quantized_linear import QuantizedLinear
+from tests.marks import NEEDS_TRITON
 from tests.unit.protocol.gpu.int8_checks import SHAPES, check
 
 TYPES = (torch.float32, torch.float16, torch.bfloat16)
-needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 
 
-@needs_triton
+@NEEDS_TRITON
 def test_the_kernel_gives_exact_products_rounded() -> None:
     """In a process of its own: Triton interprets everything or nothing."""
     command = [sys.executable, "-m", "tests.unit.protocol.gpu.int8_checks"]
@@ -36,7 +35,7 @@ def test_the_kernel_on_cuda(shape: tuple[int, int, int], dtype: torch.dtype) -> 
     check(product, *shape, dtype, "cuda")
 
 
-@needs_triton
+@NEEDS_TRITON
 @pytest.mark.parametrize("capability", [75, 80, 90])
 @pytest.mark.parametrize("dtype", ["fp32", "fp16", "bf16"])
 def test_the_kernel_compiles_for_gpus(capability: int, dtype: str) -> None:

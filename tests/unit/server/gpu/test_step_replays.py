@@ -8,6 +8,7 @@ import pytest
 
 from swarm_protocol.checkpoints.checkpoint import Checkpoint
 from swarm_protocol.span import Span
+from swarm_protocol.wire.constants import PAGE_TOKENS
 from swarm_server.blocks.blocks import BlockStack, load_blocks
 from swarm_server.blocks.split_stack import SplitStack
 from swarm_server.engine.engine import Engine
@@ -15,8 +16,9 @@ from swarm_server.engine.ways import Ways, with_replays
 from swarm_server.gpu.row_tables import LENGTH
 from swarm_server.gpu.step_replays import StepReplays
 from swarm_server.kv.kv_cache import CacheBudget
+from swarm_server.kv.prefix_cache import PrefixCache
 from tests.families import FAMILIES
-from tests.unit.server.engine.test_engine import HOSTED, PLENTY, Generation, run
+from tests.unit.server.engine.test_engine import HOSTED, PLENTY, Generation, advance, run
 from tests.unit.server.gpu.stand_ins import RawAttention, TapeRecorder
 from tests.unit.server.graph.test_step_graph import WITH, Counted, talk
 from tests.zoo import BLOCKS, SLIDING, save_checkpoint
@@ -24,8 +26,8 @@ from tests.zoo import BLOCKS, SLIDING, save_checkpoint
 TOLERANCE = 1e-5  # relative
 
 
-def open_engine(stack: BlockStack | SplitStack) -> tuple[Engine, TapeRecorder]:
-    engine, recorder = Engine(stack), TapeRecorder()
+def open_engine(stack: BlockStack | SplitStack, prefix_cache: PrefixCache | None = None) -> tuple[Engine, TapeRecorder]:
+    engine, recorder = Engine(stack, prefix_cache=prefix_cache), TapeRecorder()
     engine.ways = Ways()
     engine.ways = with_replays(stack, engine.layout, engine._try_rows, RawAttention(recorder), recorder)
     return engine, recorder
@@ -110,6 +112,41 @@ def test_blocks_on_several_devices_are_graphs_of_each(llama: BlockStack, tmp_pat
     before = recorder.num_recorded
     one_step_of(engine, 3)
     assert recorder.num_recorded > before
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral-sliding"])
+def test_padding_is_left_out_and_so_is_what_a_window_hides(name: str, tmp_path) -> None:
+    save_checkpoint(name, tmp_path)
+    engine, _ = open_engine(load_blocks(Checkpoint.open(tmp_path), HOSTED))
+    engine.ways = replace(engine.ways, graphs=(counted := Counted(engine.ways.graphs)))
+    budget = CacheBudget(PLENTY, 1)
+    padded = Generation.open(engine, budget, batch_size=2, padded=2, seed=1)
+    plain = Generation.open(engine, budget, seed=2)
+    for generation in (padded, plain):
+        run(engine, (generation, generation.step(5)))
+    before = counted.steps
+    for _ in range(SLIDING):
+        advance(engine, [padded, plain], 1)
+    assert counted.steps == before + SLIDING
+
+
+def test_pages_that_others_have_left_are_read_where_they_are_now(llama: BlockStack) -> None:
+    """They are cut to what is filled when their session ends, and lie elsewhere then."""
+    engine, _ = open_engine(llama, PrefixCache())
+    engine.ways = replace(engine.ways, graphs=(counted := Counted(engine.ways.graphs)))
+    budget = CacheBudget(PLENTY, 1)
+    first = Generation.open(engine, budget, seed=5, reserved=4 * PAGE_TOKENS, owner="somebody")
+    advance(engine, [first], PAGE_TOKENS + 3)
+    second = Generation.open(engine, budget, seed=5, owner="somebody")
+    prompt = first.hidden[:, : PAGE_TOKENS + 3]
+    run(engine, (second, second.step(len(prompt[0]), hidden=prompt, num_wanted=1)))
+    assert engine.counters.positions["reused"] == PAGE_TOKENS
+    advance(engine, [first, second], 1)
+    engine.close(first.session)
+    before = counted.steps
+    for _ in range(3):
+        advance(engine, [second], 1)
+    assert counted.steps == before + 3
 
 
 class Failing(TapeRecorder):

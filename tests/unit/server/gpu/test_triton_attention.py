@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import subprocess
 import sys
@@ -11,12 +10,11 @@ import pytest
 import torch
 
 from swarm_server.gpu.row_tables import FIELDS, PARTS
+from tests.marks import NEEDS_TRITON
 from tests.unit.server.gpu.attention_checks import check
 
-needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 
-
-@needs_triton
+@NEEDS_TRITON
 def test_attention_is_that_of_sums_over_memory() -> None:
     """In a process of its own: Triton interprets everything or nothing."""
     command = [sys.executable, "-m", "tests.unit.server.gpu.attention_checks"]
@@ -34,7 +32,7 @@ def test_attention_on_cuda(heads, kv_heads, width, value_width, dtype) -> None:
     check(TritonAttention(), heads, kv_heads, width, value_width, dtype, "cuda")
 
 
-@needs_triton
+@NEEDS_TRITON
 @pytest.mark.parametrize("capability", [75, 80, 90])
 @pytest.mark.parametrize(("dtype", "width"), [("fp32", 128), ("fp16", 64), ("bf16", 128), ("bf16", 256)])
 def test_kernels_compile_for_gpus(capability: int, dtype: str, width: int) -> None:
