@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from swarm_client.core import background
+from swarm_client.transport.hops import HopSession
 from tests.marks import SLOW
 from tests.swarm.pair import random_ids
 from tests.swarm.survival import SPANS, Client, each_hop
@@ -23,11 +25,25 @@ def wait_for_copies(client: Client) -> None:
     wait_for(lambda: chain.num_replicas == len(SPANS), "every hop has a copy")
 
 
+def wait_for_equal_copies(client: Client) -> None:
+    """A copy gets a step after the client has its answer; one that lacks a reorder of beams cannot take over."""
+    wait_for_copies(client)
+    (chain,) = client.chains
+
+    def progress_of(hop: HopSession | None):
+        return None if hop is None else background.run(hop.progress())
+
+    wait_for(
+        lambda: all(progress_of(chain._standby.of(hop)) == progress_of(hop) for hop in chain.hops),
+        "every copy has all that its hop has",
+    )
+
+
 @each_hop(1)
 @pytest.mark.parametrize("options", [{}, {"num_beams": 3}], ids=["greedy", "beams"])
 def test_a_copy_takes_over(client, moments, hop, options):
     moments.before_step(4, lambda: wait_for_copies(client))
-    moments.before_step(8, lambda: (wait_for_copies(client), client.kill(hop)))  # a copy may have been lost since
+    moments.before_step(8, lambda: (wait_for_equal_copies(client), client.kill(hop)))
     client.generate(PROMPT, **options)
     assert client.moved_blocks == [SPANS[hop]]
     (recovery,) = client.recoveries
