@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from swarm_client.core.background import now_s
 from swarm_protocol.dht.records import short_id
 from swarm_protocol.span import Span
 
@@ -126,7 +127,7 @@ class SessionStats:
         steps, tokens: calls of ``step``, and the positions they added, over all rows.
         recoveries: how often blocks moved because a server failed; ``standbys_used`` of them to a copy that stood by.
         replayed_tokens: positions that were computed again, of every row.
-        stall_s: seconds for which generation stood still.
+        stall_s: seconds for which generation, or some rows of it, stood still.
         moves: how often blocks moved, with keys and values, because a server left; ``copied_tokens`` in all.
         waits: how often there was nobody to move to, or no room, at first.
         checks: how often its servers' answers were computed again by others.
@@ -153,10 +154,12 @@ class Reporter:
         num_repairs: how often blocks have moved, for whatever reason.
     """
 
-    def __init__(self, on_event: OnEvent | None = None) -> None:
+    def __init__(self, on_event: OnEvent | None = None, clock: Callable[[], float] = now_s) -> None:
         self.stats = SessionStats()
         self.num_repairs = 0
         self._on_event = on_event
+        self._clock = clock
+        self._stalls: list[tuple[float, float]] = []  # start and end, apart from one another
 
     def report(self, event: Event) -> None:
         stats = self.stats
@@ -165,7 +168,7 @@ class Reporter:
             stats.recoveries += 1
             stats.standbys_used += event.from_copy
             stats.replayed_tokens += event.replayed_tokens
-            stats.stall_s += event.stall_s
+            stats.stall_s += self._newly_stalled_s(event.stall_s)
         elif isinstance(event, Move):
             stats.moves += 1
             stats.copied_tokens += event.copied_tokens
@@ -179,6 +182,16 @@ class Reporter:
                 self._on_event(event)
             except Exception:
                 _logger.exception("the callback for events failed")
+
+    def _newly_stalled_s(self, seconds: float) -> float:
+        """How much of the stall that is over now was not part of others: rows in lanes stand still at the same time."""
+        start, new_s = self._clock() - seconds, seconds
+        while self._stalls and self._stalls[-1][1] > start:
+            first, end = self._stalls.pop()
+            new_s -= end - max(first, start)
+            start = min(first, start)
+        self._stalls.append((start, self._clock()))
+        return max(0.0, new_s)
 
 
 class PartReporter(Reporter):

@@ -1,0 +1,35 @@
+"""What a session counts of what happens to it."""
+
+from __future__ import annotations
+
+import pytest
+
+from swarm_client.core.events import PartReporter, Recovery, Reporter
+from swarm_protocol.span import Span
+
+
+def recovery(stall_s: float) -> Recovery:
+    return Recovery(Span(0, 2), ("failed",), "it is gone", ("another",), 3, False, stall_s)
+
+
+@pytest.mark.parametrize(
+    ("stalls", "expected_s"),
+    [
+        ([(2.0, 1.0), (5.0, 2.0)], 3.0),  # one after the other
+        ([(5.0, 2.0), (5.0, 2.0), (5.0, 0.0)], 2.0),  # at the same time
+        ([(5.0, 2.0), (6.0, 2.0)], 3.0),  # the second begins within the first
+        ([(2.0, 1.0), (4.0, 1.0), (6.0, 5.5)], 5.5),  # the last began before both
+        ([(2.0, 1.0), (4.0, 1.0), (6.0, 2.5)], 4.0),  # it began within the second
+        ([(2.0, 1.0), (6.0, 5.5), (7.0, 2.0)], 6.5),
+    ],
+)
+def test_what_stands_still_at_the_same_time_counts_once(stalls: list[tuple[float, float]], expected_s: float) -> None:
+    """When each was over, and how long it took."""
+    clock, events = [0.0], []
+    reporter = Reporter(events.append, clock=lambda: clock[0])
+    for end_s, seconds in stalls:
+        clock[0] = end_s
+        PartReporter(reporter).report(recovery(seconds))
+    assert reporter.stats.stall_s == pytest.approx(expected_s)
+    assert (reporter.stats.recoveries, reporter.stats.replayed_tokens) == (len(stalls), 3 * len(stalls))
+    assert [event.stall_s for event in events] == [seconds for _, seconds in stalls]
