@@ -2,7 +2,8 @@
 
 Petals' published steps per second (BLOOM-176B, 3 × A100) are those of steps of one row that take 0.585 s on the best
 link. Delay costs a short step a larger share of its time; so beside one row stand steps of so many rows that they take
-about as long as Petals', which carry as many times more bytes. Both are judged.
+about as long as Petals', which carry as many times more bytes. Both are judged, and so is one row with a draft, which
+is how delay is hidden from it: beside one row on the best link, without a draft.
 """
 
 from __future__ import annotations
@@ -34,6 +35,8 @@ _PETALS = {"1 Gbit, 5 ms": 1.71, "100 Mbit, 5 ms": 1.66, "100 Mbit, 100 ms": 1.2
 _STEP_S = 1 / _PETALS["1 Gbit, 5 ms"]
 _NUM_SERVERS = 2
 _MTU = 9000  # packets of a LAN: at 1500 bytes, to emulate 1 Gbit/s takes a core
+_DRAFT = 0.8  # of whose guesses are right
+_WITH_DRAFT = f"one row, a draft of {_DRAFT}"
 _WINDOW, _LOSS_WINDOWS = 256, 32
 _numbers = itertools.count()
 Answer = dict[str, Any]
@@ -49,6 +52,8 @@ def measure(args: argparse.Namespace, links: dict[str, Link], console: Console) 
             for codec in codecs:
                 found[name, codec, "one row"] = ask(codec, 1, 16 if args.quick else 128, 4 if args.quick else 48)
                 found[name, codec, f"{num_rows} rows"] = ask(codec, num_rows, 4, 2 if args.quick else 8)
+            if "auto" in codecs:
+                found[name, "auto", _WITH_DRAFT] = ask("auto", 1, 16, 16 if args.quick else 96, _DRAFT)
         console.print(shown(name, found))
     return as_rows(found)
 
@@ -76,8 +81,9 @@ def swarm_behind(args: argparse.Namespace, link: Link) -> Iterator[Any]:
         )
         stack.callback(client.kill)
 
-        def ask(codec: str, rows: int, prompt: int, tokens: int) -> Answer:
+        def ask(codec: str, rows: int, prompt: int, tokens: int, draft: float | None = None) -> Answer:
             task = {"path": str(path), "swarm": swarm, "codec": codec, "rows": rows, "prompt": prompt, "tokens": tokens}
+            task["draft"] = draft
             client.stdin.write(json.dumps(task) + "\n")
             client.stdin.flush()
             line = client.stdout.readline()
@@ -100,11 +106,15 @@ def shown(link: str, found: dict[tuple[str, str, str], Answer]) -> Table:
         if name == link:
             used = ", ".join(CODEC_NAMES[number] for number in answer["codecs"])
             numbers = 1 / answer["step_s"], answer["rows"] / answer["step_s"]
-            prompt = answer["rows"] * answer["prompt"] / answer["prompt_s"]
-            table.add_row(
-                codec, rows, *(f"{n:.3g}" for n in numbers), f"{prompt:.3g}", f"{answer['bytes_per_token']:.0f}", used
-            )
+            prompt = "" if answer["prompt_s"] is None else f"{prompt_tokens_per_s(answer):.3g}"
+            num_bytes = f"{answer['bytes_per_token']:.0f}"
+            table.add_row(codec, rows, *(f"{n:.3g}" for n in numbers), prompt, num_bytes, used)
     return table
+
+
+def prompt_tokens_per_s(answer: Answer) -> float | None:
+    """None: the prompt was not measured."""
+    return None if answer["prompt_s"] is None else answer["rows"] * answer["prompt"] / answer["prompt_s"]
 
 
 def as_rows(found: dict[tuple[str, str, str], Answer]) -> list[dict[str, Any]]:
@@ -113,7 +123,7 @@ def as_rows(found: dict[tuple[str, str, str], Answer]) -> list[dict[str, Any]]:
     first = next((link for link, *_ in found), "")
     best = _PETALS["1 Gbit, 5 ms"]
     for (link, codec, kind), answer in found.items():
-        beside = found[first, codec, kind]
+        beside = found[first, codec, "one row" if kind == _WITH_DRAFT else kind]
         ratio = beside["step_s"] / answer["step_s"]
         is_judged = codec == "auto" and link in _PETALS and first == "1 Gbit, 5 ms"
         target = _PETALS[link] / best if is_judged and link != first else None
@@ -125,7 +135,7 @@ def as_rows(found: dict[tuple[str, str, str], Answer]) -> list[dict[str, Any]]:
                 beside=beside["rows"] / beside["step_s"],
                 ratio=ratio,
                 bytes_per_token=answer["bytes_per_token"],
-                prompt_tokens_per_s=answer["rows"] * answer["prompt"] / answer["prompt_s"],
+                prompt_tokens_per_s=prompt_tokens_per_s(answer),
                 codecs=[CODEC_NAMES[number] for number in answer["codecs"]],
                 errors=answer["errors"],
             )

@@ -1,6 +1,7 @@
 """The client of ``network.py``, on a host of the lab: reads tasks as lines of JSON, answers each with one.
 
-A task has the model's ``path``, the ``swarm``, the ``codec``, and how many ``rows``, ``prompt`` and new ``tokens``.
+A task has the model's ``path``, the ``swarm``, the ``codec``, how many ``rows``, ``prompt`` and new ``tokens``, and the
+``draft``: none, or the share of its guesses that are right.
 """
 
 from __future__ import annotations
@@ -12,10 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from knowing_draft import KnowingDraft, written
 from transformers.utils import logging
 
 from swarm_client import DistributedModel
 from swarm_client.core import background
+from swarm_client.speculation.speculation import Speculation
 from swarm_client.swarm.swarm import Swarm
 
 _RATES_TIMEOUT_S = 45.0
@@ -34,7 +37,8 @@ def main() -> None:
             codec = task["codec"]
             model = DistributedModel.from_pretrained(task["path"], swarm=task["swarm"], compression=codec)
             wait_for_rates(model.blocks.swarm)
-        print(json.dumps(answer(model, task)), flush=True)
+        measure = answer if task["draft"] is None else answer_with_draft
+        print(json.dumps(measure(model, task)), flush=True)
 
 
 def wait_for_rates(swarm: Swarm) -> None:
@@ -49,8 +53,7 @@ def wait_for_rates(swarm: Swarm) -> None:
 
 @torch.no_grad()
 def answer(model: Any, task: dict[str, Any]) -> dict[str, Any]:
-    generator = torch.Generator().manual_seed(task["rows"])
-    ids = torch.randint(3, model.config.vocab_size, (task["rows"], task["prompt"]), generator=generator)
+    ids = prompts(model, task)
     cache = model.new_cache(task["prompt"] + task["tokens"] + 1)
     start = time.perf_counter()
     logits = model(ids, past_key_values=cache, logits_to_keep=1).logits
@@ -72,6 +75,30 @@ def answer(model: Any, task: dict[str, Any]) -> dict[str, Any]:
         "codecs": [int(codec) for codec in codecs],
         "errors": links.errors,
     }
+
+
+def answer_with_draft(model: Any, task: dict[str, Any]) -> dict[str, Any]:
+    """Text of one row, which must be that without a draft; ``step_s`` are seconds per token."""
+    ids, tokens = prompts(model, task), task["tokens"]
+    plain, _ = written(model, Speculation(None), ids, tokens)
+    sent = line_bytes()
+    text, seconds = written(model, Speculation(KnowingDraft([plain], task["draft"])), ids, tokens)
+    if text != plain:
+        raise SystemExit("the text with a draft is another")
+    links = model.blocks.swarm.links
+    return {
+        "step_s": seconds / (tokens - 1),
+        "prompt_s": None,
+        "bytes_per_token": (line_bytes() - sent) / tokens,
+        "codecs": [],
+        "errors": links.errors,
+    }
+
+
+def prompts(model: Any, task: dict[str, Any]) -> torch.Tensor:
+    """[rows, prompt] of random tokens."""
+    generator = torch.Generator().manual_seed(task["rows"])
+    return torch.randint(3, model.config.vocab_size, (task["rows"], task["prompt"]), generator=generator)
 
 
 def line_bytes() -> int:

@@ -10,9 +10,7 @@ Contestants take turns (A B A B). Texts are compared with those of plain generat
 from __future__ import annotations
 
 import argparse
-import itertools
 import os
-import random
 import statistics
 import time
 from collections.abc import Iterator, Sequence
@@ -20,14 +18,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import even_spans, fleet, generate, json_row, random_ids, take_turns, write_json
+from common import even_spans, fleet, json_row, random_ids, take_turns, write_json
 from far_servers import far_servers
+from knowing_draft import KnowingDraft, written
 from make_model import DEFAULT_OUTPUT, SHAPES, make_model
 from transformers import AutoTokenizer, PreTrainedModel
 
 from swarm_client import DistributedModel
 from swarm_client.drafts.opening import open_speculation
-from swarm_client.speculation.draft import Draft, DraftSession, Guesses, Plan, Ranking
 from swarm_client.speculation.speculation import Speculation
 from swarm_protocol.checkpoints.checkpoint import Checkpoint
 from swarm_protocol.checkpoints.default_model import DEFAULT_MODEL, locate
@@ -36,34 +34,6 @@ PROMPT = 64
 FAR_TARGETS = {"auto": 2.2, "knowing-0.8": 3.8}
 NEAR_TARGETS = {"knowing-0.7": 1.3}
 CHOICES = ("far", "near", "users")
-
-
-class KnowingDraft(Draft):
-    """Knows what will be written, and guesses each token right with a given chance: in one line."""
-
-    most_rows = 1
-
-    def __init__(self, texts: Sequence[Sequence[int]], chance: float) -> None:
-        self.name, self.texts, self.chance, self.acceptance = f"knowing-{chance}", texts, chance, chance
-        self._seeds = itertools.count()  # its luck is another in each generation
-
-    def begin(self) -> _KnowingSession:
-        return _KnowingSession(self, next(self._seeds))
-
-
-class _KnowingSession(DraftSession):
-    def __init__(self, draft: KnowingDraft, seed: int) -> None:
-        self._draft, self._random, self._ids = draft, random.Random(seed), []
-
-    def confirm(self, token_ids: Sequence[int], hidden: torch.Tensor | None) -> None:
-        self._ids += token_ids
-
-    def guess(self, plan: Plan, ranking: Ranking) -> Guesses:
-        length = len(self._ids)
-        coming = next((text[length:] for text in self._draft.texts if text[:length] == self._ids), [])[: plan.length]
-        if not coming:
-            return Guesses.none()
-        return Guesses(torch.tensor([[t if self._random.random() < self._draft.chance else t + 1 for t in coming]]))
 
 
 def rows(
@@ -75,7 +45,7 @@ def rows(
     args: argparse.Namespace,
 ) -> Iterator[dict[str, Any]]:
     """One per way: tokens per second after the first token, beside plain."""
-    plain = [_written(model, Speculation(None), prompt, args.new_tokens)[0] for prompt in prompts]
+    plain = [written(model, Speculation(None), prompt, args.new_tokens)[0] for prompt in prompts]
     ways |= {
         f"knowing-{chance}": Speculation(KnowingDraft(plain, chance)) for chance in (0.7, 0.8) if chance in args.chances
     }
@@ -84,7 +54,7 @@ def rows(
     def measure(way: str, speculation: Speculation) -> float:
         seconds = 0.0
         for prompt, expected in zip(prompts, plain, strict=True):
-            text, decode_s = _written(model, speculation, prompt, args.new_tokens)
+            text, decode_s = written(model, speculation, prompt, args.new_tokens)
             seconds += decode_s
             if way in equal:
                 equal[way] += text == expected
@@ -109,24 +79,6 @@ def rows(
             tokens_per_pass=stats.tokens / max(1, stats.passes),
             guesses_per_pass=stats.guesses / max(1, stats.passes),
         )
-
-
-def _written(
-    model: PreTrainedModel, speculation: Speculation, prompt: torch.Tensor, new: int
-) -> tuple[list[int], float]:
-    """The text, and the seconds from its first token to its last."""
-    model.speculation = speculation  # type: ignore[assignment]
-    times: list[float] = []
-
-    class Times:
-        def put(self, value: torch.Tensor) -> None:
-            times.append(time.perf_counter())
-
-        def end(self) -> None:
-            pass
-
-    ids = generate(model, prompt, new, streamer=Times())
-    return ids[0].tolist(), times[-1] - times[1]
 
 
 def far(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
@@ -171,13 +123,13 @@ def users(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     with fleet(path, 2, "int8") as servers, ExitStack() as stack:
         clients = [stack.enter_context(servers.client("int8")) for _ in range(8)]
         prompts = [random_ids(PROMPT) for _ in clients]
-        plain = [_written(clients[0], Speculation(None), prompt, args.new_tokens)[0] for prompt in prompts]
+        plain = [written(clients[0], Speculation(None), prompt, args.new_tokens)[0] for prompt in prompts]
 
         def together(chance: float | None) -> float:
             ways = [Speculation(None if chance is None else KnowingDraft(plain, chance)) for _ in clients]
             with ThreadPoolExecutor(8) as pool:
                 start = time.perf_counter()
-                list(pool.map(_written, clients, ways, prompts, [args.new_tokens] * 8))
+                list(pool.map(written, clients, ways, prompts, [args.new_tokens] * 8))
                 return 8 * args.new_tokens / (time.perf_counter() - start)
 
         measured = take_turns(args.rounds, {"plain": lambda: together(None), "with": lambda: together(0.7)})

@@ -130,3 +130,4 @@ def test_network_measures_bytes_and_loss_by_codec(tmp_path: Path) -> None:
     slow = {codec: rows[f"10 Mbit, 100 ms, {codec}, 4 rows: tokens/s"] for codec in ("raw", "auto")}
     assert slow["raw"]["codecs"] == ["raw"] * 3 and slow["auto"]["codecs"] != ["raw"] * 3
     assert slow["auto"]["bytes_per_token"] < slow["raw"]["bytes_per_token"]
+    assert rows["10 Mbit, 100 ms, auto, one row, a draft of 0.8: tokens/s"]["beside"] is not None
