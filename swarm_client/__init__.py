@@ -42,6 +42,8 @@ def __getattr__(name: str) -> Any:
     if name in ("ClientConfig", "Timeouts"):
         return getattr(import_module("swarm_client.core.config"), name)
     if name in __all__:
+        if name.startswith("Distributed"):
+            import_module("swarm_protocol.imports.model_index").remember_models()
         module = "swarm_client.model.model" if name.startswith("Distributed") else "swarm_protocol.errors"
         return getattr(import_module(module), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -8,6 +8,7 @@ import sys
 from swarm_client.commands.flags import add_model_flags, add_swarm_flags, model_choice, text_options
 from swarm_client.commands.types import WITH_DEFAULTS, Command, Commands
 from swarm_client.generation.text_options import ANSWER_TOKENS
+from swarm_protocol.imports.light_imports import import_for_text
 from swarm_protocol.process import signals
 
 
@@ -31,6 +32,7 @@ def chat_command(args: argparse.Namespace) -> Command:
     options, choice = text_options(args), model_choice(args)
 
     def run() -> None:
+        import_for_text()
         from swarm_client.chat.chat import Chat
         from swarm_client.chat.loop import run as answer
         from swarm_client.chat.terminal import PipeReader, TerminalReader, greeting, log_lines_dimmed

@@ -6,6 +6,7 @@ import argparse
 
 from swarm_client.commands.types import WITH_DEFAULTS, Command, Commands
 from swarm_client.generation.text_options import TextOptions
+from swarm_protocol.imports.light_imports import import_for_text
 from swarm_protocol.process import signals
 from swarm_protocol.process.invocation import add_common_flags
 
@@ -24,6 +25,7 @@ def demo_command(args: argparse.Namespace) -> Command:
     options = TextOptions(max_new_tokens=args.max_new_tokens, temperature=0)
 
     def run() -> None:
+        import_for_text()
         from swarm_client.demo.demo import DEFAULT_PROMPT, run_demo
 
         signals.unwind_on_signals()

@@ -7,6 +7,7 @@ import argparse
 from swarm_client.commands.flags import add_model_flags, add_swarm_flags, model_choice, text_options
 from swarm_client.commands.types import WITH_DEFAULTS, Command, Commands
 from swarm_client.generation.text_options import TextOptions
+from swarm_protocol.imports.light_imports import import_for_text
 from swarm_protocol.process import signals
 
 
@@ -29,6 +30,7 @@ def generate_command(args: argparse.Namespace) -> Command:
     choice = model_choice(args)
 
     def run() -> None:
+        import_for_text()
         from swarm_client.generation.generation import stream_text
 
         signals.unwind_on_signals()

@@ -7,6 +7,7 @@ import argparse
 from swarm_client.commands.flags import add_remote_flags, add_swarm_flags, remote_config
 from swarm_client.commands.types import WITH_DEFAULTS, Command, Commands
 from swarm_client.gateway.serving import ServeSettings, add_serve_flags, serve
+from swarm_protocol.imports.light_imports import import_for_text
 from swarm_protocol.process import signals
 
 
@@ -28,6 +29,7 @@ def serve_command(args: argparse.Namespace) -> Command:
     config, settings = remote_config(args), ServeSettings.from_flags(args)
 
     def run() -> None:
+        import_for_text()
         signals.unwind_on_signals()
         serve(settings, config, args.model, args.revision)
 

@@ -14,6 +14,7 @@ from swarm_client.speculation.draft import Draft, SteppedSession
 from swarm_protocol.checkpoints.checkpoint import Checkpoint
 from swarm_protocol.checkpoints.default_model import locate
 from swarm_protocol.checkpoints.family import max_positions
+from swarm_protocol.checkpoints.hollow_model import hf_loader
 
 
 class SmallModelDraft(Draft):
@@ -34,7 +35,8 @@ class SmallModelDraft(Draft):
     def load(cls, name_or_path: str, vocab_size: int) -> SmallModelDraft:
         """Raises CheckpointError, UnsupportedModel: it cannot be read."""
         Checkpoint.open(locate(name_or_path))
-        model = AutoModelForCausalLM.from_pretrained(locate(name_or_path), dtype=torch.float32).eval()
+        with hf_loader():
+            model = AutoModelForCausalLM.from_pretrained(locate(name_or_path), dtype=torch.float32).eval()
         return cls(model, name_or_path, vocab_size)
 
     def begin(self) -> SmallModelSession:

@@ -1,6 +1,6 @@
 """Modules that are importable before their code has run, which it does once somebody asks for one of their names.
 
-A package lets its modules be imported without its own ``__init__``.
+That of a package runs before that of its modules, too, as Python has it, unless they are said to do without.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib.util
 import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
@@ -39,6 +39,9 @@ class _LateModule(ModuleType):
                 _RUNNING.release()
 
     def _run(self) -> None:
+        finder = vars(self).pop("_finder", None)
+        if finder in sys.meta_path:
+            sys.meta_path.remove(finder)
         run(vars(self).pop("_after", ""))
         assert self.__spec__ is not None and self.__spec__.loader is not None
         try:
@@ -47,27 +50,31 @@ class _LateModule(ModuleType):
             self.__class__ = ModuleType  # type: ignore[assignment]
 
 
-def enter(name: str, stand_ins: Mapping[str, Any] | None = None, after: str = "") -> None:
+def enter(
+    name: str, stand_ins: Mapping[str, Any] | None = None, after: str = "", alone: Collection[str] | None = ()
+) -> None:
     """Puts off the code of a module; does nothing if it has run, or there is no such module.
 
-    ``stand_ins`` are functions and classes that do instead of the module's own until its code has run. Who has got one
-    by then keeps it. ``after``: a module that is run first, if it has been put off.
+    Args:
+        stand_ins: functions and classes that do instead of the module's own until its code has run. Who has got one by
+            then keeps it.
+        after: a module that is run first, if it has been put off.
+        alone: modules of the package that do without its code; None: all.
     """
     spec = None if name in sys.modules else importlib.util.find_spec(name)
     if spec is None or spec.loader is None:
         return
     module = importlib.util.module_from_spec(spec)
-    module.__class__ = _LateModule
-    vars(module).update(_stand_ins=dict(stand_ins or {}), _after=after)
+    _make_late(module, stand_ins or {}, after, alone)
     sys.modules[name] = module
     parent, _, child = name.rpartition(".")
     if parent:
         setattr(sys.modules[parent], child, module)
 
 
-def put_off(name: str) -> None:
+def put_off(name: str, alone: Collection[str] | None = ()) -> None:
     """As ``enter``, for a module whose package has not been imported: puts it off once the package asks for it."""
-    import_by(name, _put_off)
+    import_by(name, lambda module, _loader: _make_late(module, {}, "", alone))
 
 
 def run(name: str) -> None:
@@ -114,9 +121,39 @@ class _Loader(Loader):
         self._execute(module, self._loader)
 
 
-def _put_off(module: ModuleType, _loader: Loader) -> None:
+def _make_late(module: ModuleType, stand_ins: Mapping[str, Any], after: str, alone: Collection[str] | None) -> None:
     module.__class__ = _LateModule
-    vars(module)["_stand_ins"] = {}
+    vars(module).update(_stand_ins=dict(stand_ins), _after=after)
+    if alone is not None and hasattr(module, "__path__"):
+        vars(module)["_finder"] = finder = _PackageFirst(module.__name__, alone)
+        sys.meta_path.insert(0, finder)
+
+
+class _PackageFirst(MetaPathFinder):
+    """Runs a package that has been put off before one of its modules is imported."""
+
+    def __init__(self, package: str, alone: Collection[str]) -> None:
+        self._package, self._alone = package, alone
+
+    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
+        package, _, own_name = name.rpartition(".")
+        if package != self._package or own_name in self._alone or has_run(package):
+            return None
+        run(package)
+        return importlib.util.spec_from_loader(name, _Imported(sys.modules[name])) if name in sys.modules else None
+
+
+class _Imported(Loader):
+    """Of a module that its package has imported while Python was about to."""
+
+    def __init__(self, module: ModuleType) -> None:
+        self._module, self._spec = module, module.__spec__
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        return self._module
+
+    def exec_module(self, module: ModuleType) -> None:
+        module.__spec__ = self._spec
 
 
 def has_run(name: str) -> bool:

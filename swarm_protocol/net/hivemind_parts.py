@@ -35,7 +35,7 @@ __all__ = [
 ]
 
 
-enter("hivemind")
+enter("hivemind", alone=None)
 
 from hivemind.dht.crypto import RSASignatureValidator
 from hivemind.dht.node import DHTNode

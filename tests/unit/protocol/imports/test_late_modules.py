@@ -22,11 +22,11 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> MakePackage:
     """Makes a package that nobody has imported, with a module ``part``; returns its name."""
     monkeypatch.syspath_prepend(tmp_path)
 
-    def make(init: str = "value = 1\n") -> str:
+    def make(init: str = "value = 1\n", part: str = "value = 2\n") -> str:
         name = f"late_package_{next(_numbers)}"
         (tmp_path / name).mkdir()
         (tmp_path / name / "__init__.py").write_text(init)
-        (tmp_path / name / "part.py").write_text("value = 2\n")
+        (tmp_path / name / "part.py").write_text(part)
         importlib.invalidate_caches()
         return name
 
@@ -42,12 +42,29 @@ def test_a_name_runs_the_package_once(package: MakePackage) -> None:
     assert has_run(name) and not hasattr(module, "other")
 
 
-def test_its_modules_are_imported_without_it(package: MakePackage) -> None:
+@pytest.mark.parametrize("alone", [["part"], None])
+def test_its_modules_are_imported_without_it(package: MakePackage, alone: list[str] | None) -> None:
     name = package()
-    enter(name)
+    enter(name, alone=alone)
     assert importlib.import_module(f"{name}.part").value == 2
     assert not has_run(name)
     assert importlib.import_module(name).value == 1 and importlib.import_module(name).part.value == 2
+
+
+@pytest.mark.parametrize(
+    "late", [lambda name: enter(name), lambda name: (put_off(name), importlib.import_module(name))]
+)
+@pytest.mark.parametrize("init", ["from . import part\nvalue = 1\n", "value = 1\n"], ids=["imports-it", "does-not"])
+def test_a_package_runs_before_its_modules(package: MakePackage, init: str, late: Callable[[str], object]) -> None:
+    """Once each, also if it imports them itself: the other way round they might lack what it defines."""
+    name = package(init, "import itertools\nfrom . import __name__ as package\ncounter = itertools.count()\n")
+    finders = list(sys.meta_path)
+    late(name)
+    part = importlib.import_module(f"{name}.part")
+    assert has_run(name) and sys.modules[name].value == 1 and sys.meta_path == finders
+    assert sys.modules[name].part is part is sys.modules[f"{name}.part"] and part.__spec__.loader is part.__loader__
+    next(part.counter)
+    assert next(importlib.import_module(f"{name}.part").counter) == 1
 
 
 def test_stand_ins_do_until_it_runs(package: MakePackage) -> None:

@@ -40,6 +40,32 @@ optimizer.step()
 """
 
 
+TEXT = """
+import sys
+from swarm_protocol.imports.late_modules import has_run
+from swarm_protocol.imports.light_imports import import_for_text
+import_for_text()
+import swarm_client.chat.chat, swarm_client.gateway.models, swarm_client.generation.generation, swarm_client.model.model
+print(*(name for name in {heavy} if has_run(name)))
+import torch
+from swarm_client.generation.generation import load_tokenizer
+tokenizer = load_tokenizer()
+tokenizer.chat_template = "{{% for message in messages %}}{{{{ message.content }}}}{{% endfor %}}"
+print(tokenizer.apply_chat_template([{{"role": "user", "content": "a b"}}], tokenize=False))
+layer = torch.nn.Linear(2, 2)
+print(torch.equal(torch.compile(layer, backend="eager")(torch.ones(2)), layer(torch.ones(2))), has_run("torch._dynamo"))
+from torch.distributed.tensor import DTensor
+"""
+HEAVY = ["torch._dynamo", "torch.distributed.tensor", "sympy", "scipy", "accelerate", "PIL", *FOR_OTHERS]
+HEAVY += ["torch._meta_registrations", "torch._prims", "torch._decomp"]
+
+
+def test_a_command_that_writes_text_does_without_what_is_for_others() -> None:
+    """And has all that it needs; what was left out is there once somebody asks."""
+    result = subprocess.run([sys.executable, "-c", TEXT.format(heavy=HEAVY)], capture_output=True, text=True)
+    assert result.stdout.splitlines() == ["", "a b", "True True"], result.stderr
+
+
 def test_every_package_is_tried() -> None:
     assert set(USES) == set(FOR_OTHERS)
 

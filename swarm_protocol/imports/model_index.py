@@ -1,0 +1,105 @@
+"""Where transformers finds its models, kept on disk: to know, it reads the sources of all of them, twice.
+
+That takes half a second of processor time at every start; to see that they are those that were read, 15 ms.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from importlib.abc import Loader
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import platformdirs
+
+from swarm_protocol.imports.late_modules import import_by
+
+_READER = "create_import_structure_from_path"  # of transformers.utils.import_utils
+_MODELS = "models"
+# {model or module: ...} at any depth; in the end {backends: {module: names}}
+Index = dict[Any, Any]
+Read = Callable[[str], Index]
+
+
+def remember_models() -> None:
+    """From now on, until transformers is imported; does nothing if it has been, or reads its models otherwise."""
+    import_by("transformers.utils.import_utils", _with_memory)
+
+
+def _with_memory(module: ModuleType, loader: Loader) -> None:
+    loader.exec_module(module)
+    read = getattr(getattr(module, _READER, None), "__wrapped__", None)  # it remembers 128 of five times as many
+    if read is None:
+        return
+
+    @functools.cache
+    def index_of(directory: str) -> Index:
+        return recalled(read, directory, [str(module.__file__)]) if Path(directory).name == _MODELS else read(directory)
+
+    def reader(path: str | os.PathLike[str]) -> Index:
+        return index_of(os.path.dirname(path) if os.path.isfile(path) else os.fspath(path))
+
+    setattr(module, _READER, reader)
+
+
+def recalled(read: Read, models: str, code: Sequence[str] = (), kept_in: Path | None = None) -> Index:
+    """What ``read(models)`` gives, from a file if it was written for the same sources.
+
+    Args:
+        models: the directory of the sources.
+        code: files of what reads them.
+        kept_in: the directory of the file; None: in the user's cache.
+    """
+    file = (kept_in or platformdirs.user_cache_path("swarm") / "transformers") / f"{_MODELS}.json"
+    states = [*(_state(path, os.stat(path)) for path in code), *_states(models)]
+    signature = hashlib.sha256("\n".join(states).encode()).hexdigest()
+    with suppress(OSError, ValueError, TypeError, KeyError):  # it is not there, or damaged
+        kept = json.loads(file.read_text())
+        if kept["signature"] == signature:
+            return dict(_decoded(kept["index"]))
+    index = read(models)
+    with suppress(OSError):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        partial = file.with_name(f"{file.name}.{os.getpid()}")
+        partial.write_text(json.dumps({"signature": signature, "index": _encoded(index)}))
+        partial.replace(file)
+    return index
+
+
+def _states(directory: str) -> Iterator[str]:
+    """Of all files below."""
+    with os.scandir(directory) as found:
+        entries = sorted(found, key=lambda entry: entry.name)
+    for entry in entries:
+        if not entry.is_dir():
+            yield _state(entry.path, entry.stat())
+        elif entry.name != "__pycache__":
+            yield from _states(entry.path)
+
+
+def _state(path: str, status: os.stat_result) -> str:
+    """Another one once the file has changed; the second of the times is the system's own and cannot be set back."""
+    return f"{path} {status.st_size} {status.st_mtime_ns} {status.st_ctime_ns}"
+
+
+def _encoded(index: Any) -> Any:
+    """For JSON, whose keys are strings."""
+    if isinstance(index, dict):
+        return [[_encoded(key), _encoded(value)] for key, value in index.items()]
+    if isinstance(index, frozenset):
+        return {"backends": sorted(index)}
+    return {"names": sorted(index)} if isinstance(index, set) else index
+
+
+def _decoded(index: Any) -> Any:
+    if isinstance(index, list):
+        return {_decoded(key): _decoded(value) for key, value in index}
+    if isinstance(index, dict):
+        return frozenset(index["backends"]) if "backends" in index else set(index["names"])
+    return index
