@@ -26,7 +26,7 @@ from swarm_protocol.imports.model_index import remember_models
 _logger = logging.getLogger(__name__)
 # Optional packages of transformers: it asks once for each whether it is there.
 LEFT_OUT = ("scipy", "sklearn", "PIL", "torchvision", "jinja2", "accelerate")
-CHAT_TEMPLATES = "jinja2"
+NEEDED_FOR_TEXT = ("jinja2", "accelerate")  # for chat templates, and drafts whose weights are quantized
 MODULES = ("transformers.modeling_utils", "transformers.generation.utils")  # those that ask
 META_OPERATIONS = "torch._meta_registrations"
 FOR_OTHERS = (
@@ -93,7 +93,7 @@ def collected_later() -> Iterator[None]:
 def import_for_text() -> None:
     """``import_transformers`` for a command that writes text; to be called before anything imports torch."""
     with collected_later():
-        import_transformers([name for name in LEFT_OUT if name != CHAT_TEMPLATES])
+        import_transformers([name for name in LEFT_OUT if name not in NEEDED_FOR_TEXT])
 
 
 def import_transformers(left_out: Sequence[str] = LEFT_OUT) -> None:

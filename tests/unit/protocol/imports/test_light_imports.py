@@ -56,7 +56,7 @@ layer = torch.nn.Linear(2, 2)
 print(torch.equal(torch.compile(layer, backend="eager")(torch.ones(2)), layer(torch.ones(2))), has_run("torch._dynamo"))
 from torch.distributed.tensor import DTensor
 """
-HEAVY = ["torch._dynamo", "torch.distributed.tensor", "sympy", "scipy", "accelerate", "PIL", *FOR_OTHERS]
+HEAVY = ["torch._dynamo", "torch.distributed.tensor", "torch.export", "sympy", "scipy", "PIL"]
 HEAVY += ["torch._meta_registrations", "torch._prims", "torch._decomp"]
 
 
