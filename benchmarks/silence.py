@@ -15,6 +15,7 @@ from faults import Replicas
 
 from swarm_client.demo.local_cluster import LocalServer
 from swarm_client.sessions.session import RemoteSession
+from swarm_protocol.process.handle import ProcessHandle
 from swarm_protocol.span import Span
 
 _START_TIMEOUT_S = 60.0
@@ -42,7 +43,7 @@ class SilentNetwork:
         stdout, stderr = directory / "stdout", directory / "stderr"
         with stdout.open("w") as out, stderr.open("w") as err:
             process = subprocess.Popen([*command, "--prefix-cache", "none"], stdout=out, stderr=err)
-        self._server = LocalServer(process.pid, stdout, stderr)
+        self._server = LocalServer(ProcessHandle(process.pid), stdout, stderr)
         deadline = time.monotonic() + _START_TIMEOUT_S
         while not self._server.ready:
             if process.poll() is not None or time.monotonic() > deadline:

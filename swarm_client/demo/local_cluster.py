@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import signal
@@ -17,6 +16,7 @@ from typing import Any
 
 from swarm_protocol.errors import SwarmError
 from swarm_protocol.process import config_file
+from swarm_protocol.process.handle import ProcessHandle
 from swarm_protocol.process.scratch import scratch_directory
 
 _ENVIRONMENT = {"OMP_NUM_THREADS": "1", "GOMP_SPINCOUNT": "1000", config_file.ENVIRONMENT: config_file.NONE}
@@ -29,9 +29,13 @@ _POLL_S = 0.01
 class LocalServer:
     """One server process; it may be gone."""
 
-    pid: int
+    process: ProcessHandle
     stdout: Path
     stderr: Path
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
 
     @property
     def ready(self) -> dict[str, str]:
@@ -47,17 +51,11 @@ class LocalServer:
 
     @property
     def alive(self) -> bool:
-        """Whether it runs, or what it has open is not closed yet: a zombie's threads end after its first one."""
-        try:
-            words = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()
-        except OSError:
-            return False
-        state, num_threads = words[0], int(words[17])  # fields 3 and 20 of proc_pid_stat(5)
-        return state != "Z" or num_threads > 1
+        """Whether it runs, or what it has open is not closed yet."""
+        return self.process.is_alive
 
     def signal(self, number: signal.Signals) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(self.pid, number)
+        self.process.signal(number)
 
     def kill(self) -> None:
         self.signal(signal.SIGKILL)
@@ -77,7 +75,8 @@ class LocalCluster:
 
     def __init__(self, environment: dict[str, str] | None = None) -> None:
         self._directory = tempfile.TemporaryDirectory(prefix="servers-", dir=scratch_directory())
-        self._servers: list[LocalServer] = []
+        self._servers: list[LocalServer] = []  # that have not been seen to end
+        self._num_started = 0
         self._process = subprocess.Popen(
             [sys.executable, "-m", "swarm_server.node.local_cluster"],
             stdin=subprocess.PIPE,
@@ -88,7 +87,9 @@ class LocalCluster:
 
     def start(self, *arguments: str, cores: Sequence[int] | None = None) -> LocalServer:
         """Starts ``python -m swarm_server ARGUMENTS`` and returns at once; see ``wait_ready``."""
-        place = Path(self._directory.name) / str(len(self._servers))
+        self._servers = [server for server in self._servers if server.alive]
+        self._num_started += 1
+        place = Path(self._directory.name) / str(self._num_started)
         job: dict[str, Any] = {
             "arguments": list(arguments),
             "stdout": f"{place}.out",
@@ -104,7 +105,7 @@ class LocalCluster:
             line = ""
         if not line:
             raise SwarmError("the process that starts servers has ended")
-        server = LocalServer(int(line), Path(job["stdout"]), Path(job["stderr"]))
+        server = LocalServer(ProcessHandle(int(line)), Path(job["stdout"]), Path(job["stderr"]))
         self._servers.append(server)
         return server
 

@@ -9,13 +9,13 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from swarm_protocol.process.handle import ProcessHandle
 from tests.swarm.network import ME, Network
-from tests.swarm.processes import is_alive
 from tests.swarm.waiting import DEADLINE_S, wait_for
 
 _STEP = re.compile(r"step (\d+)(?::|$)")
@@ -25,8 +25,12 @@ _STEP = re.compile(r"step (\d+)(?::|$)")
 class Process:
     """One that runs a command of ``python -m swarm_stages``."""
 
-    pid: int
+    handle: ProcessHandle
     log: Path
+
+    @property
+    def pid(self) -> int:
+        return self.handle.pid
 
     @property
     def lines(self) -> list[str]:
@@ -44,11 +48,10 @@ class Process:
 
     @property
     def is_alive(self) -> bool:
-        return is_alive(self.pid)
+        return self.handle.is_alive
 
     def signal(self, number: signal.Signals) -> None:
-        with suppress(ProcessLookupError):
-            os.kill(self.pid, number)
+        self.handle.signal(number)
 
     def kill(self) -> None:
         self.signal(signal.SIGKILL)
@@ -97,8 +100,8 @@ class Crew:
         address = self._network.addresses[host] if self._network else "127.0.0.1"
         found = []
         for stage in stages:
-            pid, log = self._fork("serve", "--stage", str(stage), "--host", address, host=host, lie=lie)
-            found.append(StageProcess(pid, log, stage))
+            process, log = self._fork("serve", "--stage", str(stage), "--host", address, host=host, lie=lie)
+            found.append(StageProcess(process, log, stage))
         self.peers += found
         return found
 
@@ -137,7 +140,7 @@ class Crew:
         """By which others join now."""
         return [peer.address for peer in self.peers if peer.address and peer.is_alive][-2:]
 
-    def _fork(self, command: str, *arguments: str, host: str = ME, lie: str = "") -> tuple[int, Path]:
+    def _fork(self, command: str, *arguments: str, host: str = ME, lie: str = "") -> tuple[ProcessHandle, Path]:
         self._num_started += 1
         log = self._directory / f"{command}-{self._num_started}.stdout"
         joining = ["--initial-peers", *self.addresses] if self.addresses else []
@@ -153,7 +156,7 @@ class Crew:
         forker = self._forkers[host]
         forker.stdin.write(json.dumps(task) + "\n")
         forker.stdin.flush()
-        return int(forker.stdout.readline()), log
+        return ProcessHandle(int(forker.stdout.readline())), log
 
     def end(self) -> None:
         """Kills whoever still runs."""
