@@ -11,7 +11,7 @@ from swarm_protocol.dht.records import ServerRecord
 
 _LOOPBACK = ("127.", "localhost:", "[::1]", "unix:")
 _NEEDS_NO_MEASURING = frozenset({"raw", "bf16"})  # bfloat16 rounds as servers with GPUs do anyway
-_SHARE = 0.1  # of the time of computing that sending may take: a token of one session waits for both
+_SHARE = 0.05  # of the time of computing that sending may take: a token of one session waits for it, link by link
 _FLOAT_BYTES = 4  # of a number in the hidden states by which servers count
 
 
@@ -60,7 +60,7 @@ def server_link(one: ServerRecord, other: ServerRecord, width: int) -> Link:
 
 
 def codec_for(link: Link, width: int, item_bytes: int, allowed: Collection[str]) -> str:
-    """The most exact of the allowed codecs with which sending takes a tenth of the time of computing at most.
+    """The most exact of the allowed codecs with which sending takes a twentieth of the time of computing at most.
 
     The smallest of them if it never does.
     """

@@ -23,7 +23,7 @@ from tests.unit.support import run, server_record, until
 
 WIDTH = 128
 PROMPT = torch.randn(2, 40, WIDTH, generator=torch.Generator().manual_seed(0))
-RAW_BYTES_PER_S = WIDTH * 4 * 1000.0  # enough for 100 positions per second in a tenth of the time
+RAW_BYTES_PER_S = WIDTH * 4 * 2000.0  # enough for 100 positions per second in a twentieth of the time
 
 
 class FakeConnection:
@@ -87,7 +87,7 @@ def test_fast_links_stay_raw_and_no_error_is_measured() -> None:
 
 def test_each_link_has_its_own_codec() -> None:
     """The first server's line is at a third of what raw takes, the servers' among themselves at half of it."""
-    route = chain(network_tokens_per_s=500.0)
+    route = chain(network_tokens_per_s=1000.0)
     found, connections = prepared(route, {"a": RAW_BYTES_PER_S / 3, "b": 1e9})
     assert found.codecs_of(route) == [pb.INT8_BLOCKS, pb.BFLOAT16_ELEMENTS, pb.RAW] and found.is_lossy(route)
     assert found.codec_of_pass(route) == pb.INT8_BLOCKS
