@@ -180,17 +180,18 @@ class Reporter:
         if self._on_event is not None:
             try:
                 self._on_event(event)
-            except Exception:
+            except Exception:  # the user's code: whatever it raises, the session goes on
                 _logger.exception("the callback for events failed")
 
     def _newly_stalled_s(self, seconds: float) -> float:
         """How much of the stall that is over now was not part of others: rows in lanes stand still at the same time."""
-        start, new_s = self._clock() - seconds, seconds
+        now = self._clock()
+        start, new_s = now - seconds, seconds
         while self._stalls and self._stalls[-1][1] > start:
             first, end = self._stalls.pop()
             new_s -= end - max(first, start)
             start = min(first, start)
-        self._stalls.append((start, self._clock()))
+        self._stalls.append((start, now))
         return max(0.0, new_s)
 
 

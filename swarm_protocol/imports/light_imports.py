@@ -41,7 +41,7 @@ FOR_OTHERS = (
     "torch.quantization",
     "torch.utils.data",
 )
-ALONE = {"torch.export": None}  # whose modules are imported, and do without their package
+ALONE = {"torch.export": None}  # packages whose modules are imported, and do without the package
 
 
 def _mark(function: Callable[..., Any] | None = None, *_arguments: Any, **_options: Any) -> Any:

@@ -57,18 +57,24 @@ def recalled(read: Read, models: str, code: Sequence[str] = (), kept_in: Path | 
         kept_in: the directory of the file; None: in the user's cache.
     """
     file = (kept_in or platformdirs.user_cache_path("swarm") / "transformers") / f"{_MODELS}.json"
-    states = [*(_state(path, os.stat(path)) for path in code), *_states(models)]
+    try:
+        states = [*(_state(path, os.stat(path)) for path in code), *_states(models)]
+    except OSError:  # a link that leads nowhere, or something that has just been removed
+        return read(models)
     signature = hashlib.sha256("\n".join(states).encode()).hexdigest()
     with suppress(OSError, ValueError, TypeError, KeyError):  # it is not there, or damaged
         kept = json.loads(file.read_text())
         if kept["signature"] == signature:
             return dict(_decoded(kept["index"]))
     index = read(models)
-    with suppress(OSError):
+    partial = file.with_name(f"{file.name}.{os.getpid()}")
+    try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        partial = file.with_name(f"{file.name}.{os.getpid()}")
         partial.write_text(json.dumps({"signature": signature, "index": _encoded(index)}))
         partial.replace(file)
+    except OSError:  # such as a full disk
+        with suppress(OSError):
+            partial.unlink()
     return index
 
 

@@ -113,6 +113,19 @@ def test_without_room_for_a_file_it_is_read_every_time(models: Path, tmp_path: P
     assert len(read.asked) == 2
 
 
+def test_what_could_not_be_finished_is_removed(models: Path, tmp_path: Path) -> None:
+    read = Reader()
+    (tmp_path / "kept" / "models.json").mkdir(parents=True)  # where the file would be
+    assert recalled(read, str(models), kept_in=tmp_path / "kept") == INDEX
+    assert [path.name for path in (tmp_path / "kept").iterdir()] == ["models.json"]
+
+
+def test_a_link_that_leads_nowhere_is_no_obstacle(models: Path, tmp_path: Path) -> None:
+    read = Reader()
+    (models / "link").symlink_to(tmp_path / "nowhere")
+    assert recalled(read, str(models), kept_in=tmp_path) == INDEX and read.asked == [str(models)]
+
+
 SCRIPT = """
 import sys
 from swarm_protocol.imports import model_index
@@ -123,12 +136,11 @@ model_index.remember_models()
 import transformers
 from transformers.utils import import_utils
 index = import_utils.create_import_structure_from_path
-plain = {name: cell.cell_contents for name, cell in zip(index.__code__.co_freevars, index.__closure__)}["index_of"]
 models = next(iter(transformers.__path__)) + "/models"
 code = open(import_utils.__file__).read()
 fresh = {"__name__": "transformers.utils.fresh", "__file__": import_utils.__file__, "__package__": "transformers.utils"}
 exec(compile(code, import_utils.__file__, "exec"), fresh)
-print(len(reads), plain(models) == fresh["create_import_structure_from_path"](models), len(plain(models)) > 100)
+print(len(reads), index(models) == fresh["create_import_structure_from_path"](models), len(index(models)) > 100)
 from transformers import LlamaForCausalLM, AutoTokenizer
 from transformers.models.llama import LlamaConfig
 """
