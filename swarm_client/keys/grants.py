@@ -13,6 +13,7 @@ from pathlib import Path
 from swarm_protocol.access.access_control import CLOCK_SKEW_S
 from swarm_protocol.access.organiser import OrganiserKey
 from swarm_protocol.access.tokens import Grant, Revocation
+from swarm_protocol.atomic_file import written_atomically
 
 
 @dataclass(frozen=True)
@@ -100,10 +101,9 @@ class GrantsFile:
         return [entry for entry in self.read() if entry.revoked_at is not None and entry.matters]
 
     def _write(self, entries: list[GrantEntry]) -> None:
-        partial = self.path.with_suffix(".grants.new")
         try:
-            partial.write_text("".join(json.dumps(asdict(entry)) + "\n" for entry in entries))
-            partial.rename(self.path)
+            with written_atomically(self.path) as partial:
+                partial.write_text("".join(json.dumps(asdict(entry)) + "\n" for entry in entries))
         except OSError as error:
             raise ValueError(f"cannot write the list of grants {self.path}: {error.strerror}") from None
 

@@ -13,6 +13,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from swarm_experts.core.cells import Cell, expert_name
+from swarm_protocol.atomic_file import written_atomically
 
 _SUFFIX = ".safetensors"
 
@@ -41,13 +42,11 @@ class ExpertFiles:
 
     def write(self, cell: Cell, state: dict[str, torch.Tensor]) -> None:
         """Replaces what was there, all or nothing. Raises OSError if it cannot."""
-        path = self._path(cell)
-        partial = path.with_suffix(".part")
         try:
-            save_file(state, partial, metadata={"expert": expert_name(self.name, cell)})
+            with written_atomically(self._path(cell)) as partial:
+                save_file(state, partial, metadata={"expert": expert_name(self.name, cell)})
         except SafetensorError as error:
             raise OSError(str(error)) from None
-        os.replace(partial, path)
 
     def read(self, cell: Cell) -> dict[str, torch.Tensor]:
         """Raises ValueError if the file is damaged."""

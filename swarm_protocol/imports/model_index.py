@@ -18,6 +18,7 @@ from typing import Any
 
 import platformdirs
 
+from swarm_protocol.atomic_file import written_atomically
 from swarm_protocol.imports.late_modules import import_by
 
 _READER = "create_import_structure_from_path"  # of transformers.utils.import_utils
@@ -67,14 +68,10 @@ def recalled(read: Read, models: str, code: Sequence[str] = (), kept_in: Path | 
         if kept["signature"] == signature:
             return dict(_decoded(kept["index"]))
     index = read(models)
-    partial = file.with_name(f"{file.name}.{os.getpid()}")
-    try:
+    with suppress(OSError):  # such as a full disk
         file.parent.mkdir(parents=True, exist_ok=True)
-        partial.write_text(json.dumps({"signature": signature, "index": _encoded(index)}))
-        partial.replace(file)
-    except OSError:  # such as a full disk
-        with suppress(OSError):
-            partial.unlink()
+        with written_atomically(file) as partial:
+            partial.write_text(json.dumps({"signature": signature, "index": _encoded(index)}))
     return index
 
 

@@ -22,6 +22,7 @@ from typing import IO
 
 import platformdirs
 
+from swarm_protocol.atomic_file import written_atomically
 from swarm_protocol.untrusted.json_file import parse_object
 
 DEFAULT_SWARM = "default"
@@ -126,8 +127,6 @@ class LocalRegistry:
     def write(self, peer_id: str, addresses: Sequence[str]) -> None:
         """Says that this process is a server of the swarm."""
         self._directory.mkdir(parents=True, exist_ok=True)
-        path = self._directory / f"{peer_id}.json"
-        partial = path.with_suffix(f".{os.getpid()}")
         pid = os.getpid()
         fields = {
             "addresses": list(addresses),
@@ -136,8 +135,8 @@ class LocalRegistry:
             "host": host_id(),
             "network": network_id(),
         }
-        partial.write_text(json.dumps(fields))
-        partial.rename(path)
+        with written_atomically(self._directory / f"{peer_id}.json") as partial:
+            partial.write_text(json.dumps(fields))
 
     def renew(self, peer_id: str, addresses: Sequence[str]) -> None:
         """Says that the server still lives; its entry may have been deleted while it was frozen."""

@@ -13,17 +13,17 @@ import os
 import shutil
 import time
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import ClassVar, Protocol, Self, TypeVar
 
 import platformdirs
 import torch
 
+from swarm_protocol.atomic_file import PARTIAL_SUFFIX, written_atomically
 from swarm_protocol.checkpoints.safetensors_file import StoredTensor
 
 _logger = logging.getLogger(__name__)
-_SUFFIX, _PARTIAL = ".weight", ".partial"
+_SUFFIX = ".weight"
 _MAX_HEADER_BYTES = 4096
 _PAGE_BYTES = 4096
 _SAMPLE_BYTES = 4096
@@ -103,18 +103,15 @@ class WeightCache:
         if not self._budget_bytes or self._cannot_write:
             return
         path = self._path(key)
-        partial = path.with_suffix(f".{os.getpid()}-{time.monotonic_ns()}{_PARTIAL}")
         try:
             self._directory.mkdir(parents=True, exist_ok=True, mode=0o700)
             if not self._make_room(size_bytes):
                 return
-            _write(partial, key, weight)
-            partial.rename(path)
+            with written_atomically(path) as partial:
+                _write(partial, key, weight)
         except OSError as error:
             self._cannot_write = True
             _logger.warning("packed weights are not kept for the next start: %s", error)
-            with suppress(OSError):
-                partial.unlink()
             return
         self._used.add(path)
         self._total_bytes += size_bytes
@@ -145,7 +142,7 @@ class WeightCache:
                 status = entry.stat()
                 if entry.name.endswith(_SUFFIX):
                     found.append((status.st_mtime, Path(entry.path), status.st_size))
-                elif entry.name.endswith(_PARTIAL) and time.time() - status.st_mtime > _ABANDONED_S:
+                elif entry.name.endswith(PARTIAL_SUFFIX) and time.time() - status.st_mtime > _ABANDONED_S:
                     os.unlink(entry.path)
             except FileNotFoundError:  # another server was faster
                 continue

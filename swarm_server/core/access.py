@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import base64
 import logging
-import os
 from contextlib import suppress
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import platformdirs
 
@@ -15,6 +13,7 @@ from swarm_protocol.access.access_control import AccessControl
 from swarm_protocol.access.membership import MemberCredentials
 from swarm_protocol.access.organiser import SwarmKey
 from swarm_protocol.access.tokens import Role
+from swarm_protocol.atomic_file import written_atomically
 from swarm_protocol.errors import AccessDenied
 from swarm_protocol.net.identity import Identity, locked_key_file
 from swarm_server.core.config import ServerConfig
@@ -96,11 +95,10 @@ class KnownRevocations:
         known = self._control.revocations()
         if set(known) == self._saved:
             return
-        partial = Path(f"{self._path}.{os.getpid()}")
         try:
-            partial.parent.mkdir(parents=True, exist_ok=True)
-            partial.write_bytes(b"".join(base64.b64encode(data) + b"\n" for data in known.values()))
-            partial.rename(self._path)
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            with written_atomically(self._path) as partial:
+                partial.write_bytes(b"".join(base64.b64encode(data) + b"\n" for data in known.values()))
         except OSError as error:
             _logger.info("revocations cannot be kept on disk: %s", error)
         self._saved = set(known)

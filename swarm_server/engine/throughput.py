@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import os
 import platform
 import time
 from collections.abc import Callable, Sequence
@@ -15,6 +14,7 @@ from pathlib import Path
 import platformdirs
 import torch
 
+from swarm_protocol.atomic_file import written_atomically
 from swarm_protocol.span import Span
 from swarm_protocol.wire.block_input import BlockInput
 from swarm_server.engine.engine import Engine
@@ -153,11 +153,10 @@ class SpeedCache:
 
     def write(self, per_block: Speeds) -> None:
         path = self._path()
-        partial = path.with_suffix(f".{os.getpid()}")
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            partial.write_text(json.dumps({"setting": self._key(), **asdict(per_block)}))
-            partial.rename(path)
+            with written_atomically(path) as partial:
+                partial.write_text(json.dumps({"setting": self._key(), **asdict(per_block)}))
         except OSError as error:
             _logger.debug("the speeds could not be cached: %s", error)
 

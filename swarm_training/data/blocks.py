@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
@@ -11,6 +10,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from swarm_protocol.atomic_file import written_atomically
 from swarm_protocol.errors import CheckpointError
 from swarm_protocol.untrusted.json_file import read_object
 from swarm_training.data.order import PartCursor
@@ -53,13 +53,12 @@ class TokenBlocks:
         """As ``pack``, for data larger than memory; a directory that has them already is read and not written again."""
         if not (directory / _FACTS).exists():
             directory.mkdir(parents=True, exist_ok=True)
-            partial = directory / f"{_TOKENS}.{os.getpid()}.part"
-            with partial.open("wb") as file:
+            with written_atomically(directory / _TOKENS) as partial, partial.open("wb") as file:
                 for ids in _with_end(texts, tokenize, end):
                     np.asarray(ids, _DTYPE).tofile(file)
-            partial.replace(directory / _TOKENS)
             facts = json.dumps({"num_tokens": (directory / _TOKENS).stat().st_size // _DTYPE.itemsize})
-            (directory / _FACTS).write_text(facts)  # written last: what has it is complete
+            with written_atomically(directory / _FACTS) as partial:
+                partial.write_text(facts)  # written last: what has it is complete
         num_tokens = read_object(directory / _FACTS).get("num_tokens")
         path = directory / _TOKENS
         if not path.is_file() or path.stat().st_size != (num_tokens or 0) * _DTYPE.itemsize:

@@ -47,7 +47,7 @@ LAYERS = {  # from the top: a room imports from those below it only
         ["wire", "untrusted", "imports"],
         ["codecs"],
         ["errors"],
-        ["span", "pb"],
+        ["span", "pb", "atomic_file"],
     ],
     "swarm_client": [
         [DOOR],

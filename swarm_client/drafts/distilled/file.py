@@ -5,7 +5,6 @@ Matrices are stored in int8 with a scale for each row, the rest in float32.
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, fields
@@ -15,6 +14,7 @@ import torch
 from safetensors.torch import save_file
 
 from swarm_client.drafts.distilled.network import DraftNetwork, DraftShape
+from swarm_protocol.atomic_file import written_atomically
 from swarm_protocol.checkpoints.safetensors_file import StoredTensor, read_header, read_metadata
 from swarm_protocol.errors import CheckpointError
 
@@ -38,13 +38,9 @@ def save_draft(network: DraftNetwork, base_model: str, acceptance: float, path: 
             tensors[name] = value.float().contiguous()
     header = {"format": FORMAT, "base_model": base_model, "acceptance": f"{acceptance:.3f}"}
     header |= {name: str(size) for name, size in asdict(network.shape).items()}
-    part = path.with_name(f".{path.name}.part")
-    try:
-        save_file(tensors, part, metadata=header)
-        part.chmod(0o644)
-        os.replace(part, path)
-    finally:
-        part.unlink(missing_ok=True)
+    with written_atomically(path) as partial:
+        save_file(tensors, partial, metadata=header)
+        partial.chmod(0o644)
 
 
 def load_draft(path: Path, *, base_model: str, vocab_size: int, model_hidden_size: int) -> tuple[DraftNetwork, float]:

@@ -1,0 +1,63 @@
+"""Files that others see whole or not at all: the file system is the truth."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from threading import Thread
+
+import pytest
+
+from swarm_protocol.atomic_file import PARTIAL_SUFFIX, written_atomically
+
+
+def test_nobody_sees_it_before_it_is_whole(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    with written_atomically(path) as partial:
+        partial.write_text("half")
+        assert not path.exists() and partial.name.endswith(PARTIAL_SUFFIX) and partial.parent == tmp_path
+        partial.write_text("whole")
+    assert path.read_text() == "whole" and list(tmp_path.iterdir()) == [path]
+
+
+def test_what_was_there_stays_if_writing_fails_and_nothing_else_does(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_text("before")
+    with pytest.raises(KeyboardInterrupt), written_atomically(path) as partial:
+        partial.write_text("half")
+        raise KeyboardInterrupt
+    with pytest.raises(OSError, match="No such file"), written_atomically(path):
+        pass  # nothing is written
+    assert path.read_text() == "before" and list(tmp_path.iterdir()) == [path]
+
+
+def test_a_place_that_cannot_be_taken_leaves_nothing(tmp_path: Path) -> None:
+    (tmp_path / "taken").mkdir()
+    with pytest.raises(IsADirectoryError), written_atomically(tmp_path / "taken") as partial:
+        partial.write_text("whole")
+    assert [path.name for path in tmp_path.iterdir()] == ["taken"]
+
+
+def test_many_write_at_once_and_one_of_them_is_there_whole(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+
+    def write(number: int) -> None:
+        for _ in range(50):
+            with written_atomically(path) as partial:
+                partial.write_text(str(number) * 1000)
+            text = path.read_text()
+            assert len(text) == 1000 and len(set(text)) == 1
+
+    errors: list[BaseException] = []
+
+    def watched(number: int) -> None:
+        try:
+            write(number)
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [Thread(target=watched, args=(number,)) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors and list(tmp_path.iterdir()) == [path]
