@@ -6,6 +6,7 @@ import os
 import signal
 from collections.abc import Iterator
 
+import numpy
 import pytest
 
 os.environ["OMP_NUM_THREADS"] = "1"  # servers inside the process obey it too
@@ -56,7 +57,11 @@ def own_signal_handlers() -> Iterator[None]:
         signal.signal(number, handler)
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Before fixtures. Random models and inputs are the same whatever has run before, alone or not."""
+    torch.manual_seed(0)
+    numpy.random.seed(0)  # `random` is left alone: DHT nodes have their ids from it
     if item.get_closest_marker("cuda") and not torch.cuda.is_available():
         pytest.skip("there is no CUDA device")
 

@@ -28,6 +28,7 @@ _LOOK_S, _RARELY_S = 2.0, 10.0  # between two looks: while somebody wants to kno
 _WANTED_S = 30.0  # after somebody has asked
 _PEERS_S = 30.0  # between two looks at who is connected
 _PRUNE_S = 3600.0
+_MAX_UNWRITTEN = 1000  # events, while the history is busy
 
 
 class Watched(Protocol):
@@ -85,6 +86,8 @@ class Recorder:
         self._listeners: set[Callable[[], None]] = set()
         self._wanted_until = self._sampled_at = self._peers_at = self._pruned_at = -inf
         self._writes = False
+        self._events_since = self._observation.last_event_id  # what was kept then may be of the look under way already
+        self._unwritten: Sequence[SwarmEvent] = ()  # since the history was busy
         self._looking: asyncio.Task[None] | None = None
         self._thread = concurrent.futures.ThreadPoolExecutor(1, "history")  # one write after the other
         self._changed = asyncio.Event()
@@ -178,11 +181,13 @@ class Recorder:
 
     def _kept(self, seen: Observation, events: Sequence[SwarmEvent]) -> Observation:
         """The observation with what is added to the history, by this process or by another."""
+        events = [*self._unwritten, *events][-_MAX_UNWRITTEN:]
         try:
-            return self._write(seen, events)
+            kept = self._write(seen, events)
         except sqlite3.Error as error:
             if is_busy(error):
                 _logger.info("the history is busy: %s", error)
+                self._unwritten = events
                 return seen
             _logger.warning(
                 "the history %s cannot be written (%s): from now on it is kept in memory", self._history.path, error
@@ -190,7 +195,9 @@ class Recorder:
             with contextlib.suppress(sqlite3.Error):
                 self._history.close()
             self._history, self._writes = History(None, seen.last_event_id), False
-            return self._write(seen, events)
+            kept = self._write(seen, events)
+        self._unwritten, self._events_since = (), seen.last_event_id
+        return kept
 
     def _write(self, seen: Observation, events: Sequence[SwarmEvent]) -> Observation:
         history, now, wrote = self._history, seen.time, self._writes
@@ -201,6 +208,9 @@ class Recorder:
         advance(tallies, seen.snapshot.models if seen.snapshot else (), now)
         seen = replace(seen, tallies=tallies)
         if self._writes and events:
+            if self._unwritten or not wrote:  # another process may have written them, or this one has before it failed
+                written = [stored.event for stored in history.events(self._events_since)]
+                events = [event for event in events if event not in written]
             history.add_events(events, now)
         if is_due:
             if self._writes:

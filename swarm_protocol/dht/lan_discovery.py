@@ -11,6 +11,7 @@ import importlib.util
 import ipaddress
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import TYPE_CHECKING
 
 from swarm_protocol.dht.addresses import check_peer, multiaddr, tcp_target
@@ -26,7 +27,8 @@ if TYPE_CHECKING:
 SERVICE = "_swarm-lm._tcp.local."
 FIND_S = 3.0  # for answers; the question is asked three times meanwhile
 _MORE_S = 0.3  # for others, once somebody has answered
-_RESOLVE_S = 3.0
+_RESOLVE_S = 3.0  # for the addresses of one member
+_MAX_TRIES = 3
 _MAX_MEMBERS = 64  # that are kept; and that are resolved at a time
 _MAX_ADDRESSES = 4  # of one member
 _LOCAL = [
@@ -152,22 +154,31 @@ class LanDiscovery:
         from zeroconf import ServiceStateChange
 
         if state_change is ServiceStateChange.Removed:
+            if (resolving := self._resolving.pop(name, None)) is not None:
+                resolving.cancel()  # or it would be a member again
             self._members.pop(name, None)
             self._changed.set()
         elif name not in self._resolving and len(self._resolving) < _MAX_MEMBERS:
-            self._resolving[name] = asyncio.ensure_future(self._resolve(zeroconf, name))
-            self._resolving[name].add_done_callback(lambda _done: self._resolving.pop(name))
+            self._resolving[name] = resolving = asyncio.ensure_future(self._resolve(zeroconf, name))
+            resolving.add_done_callback(partial(self._resolved, name))
+
+    def _resolved(self, name: str, resolving: asyncio.Task[None]) -> None:
+        if self._resolving.get(name) is resolving:
+            del self._resolving[name]
 
     async def _resolve(self, zeroconf: Zeroconf, name: str) -> None:
         from zeroconf.asyncio import AsyncServiceInfo
 
-        info = AsyncServiceInfo(SERVICE, name)
-        if await info.async_request(zeroconf, _RESOLVE_S * 1000):
+        for _ in range(_MAX_TRIES):
+            info = AsyncServiceInfo(SERVICE, name)
+            if not await info.async_request(zeroconf, _RESOLVE_S * 1000):
+                continue
             addresses = [ip for each in info.parsed_addresses() if (ip := parse_host(each)) is not None]
             found = member_addresses(self._swarm, info.properties, addresses, info.port)
             if found and (name in self._members or len(self._members) < _MAX_MEMBERS):
                 self._members[name] = found
                 self._changed.set()
+            return
 
 
 async def find_members(swarm: str) -> list[str]:

@@ -39,6 +39,9 @@ _ERROR_OF: dict[grpc.StatusCode, type[SwarmError]] = {
     grpc.StatusCode.UNIMPLEMENTED: RequestRejected,
     grpc.StatusCode.UNAUTHENTICATED: AccessDenied,
 }
+# What gRPC says of a stream that ended while it was written to, whatever the other peer has said:
+# https://github.com/grpc/grpc/issues/36066
+_CUT_OFF = grpc.StatusCode.INTERNAL, "Internal error from Core"
 _BY_NUMBER = {status.value[0]: status for status in grpc.StatusCode}
 
 
@@ -65,6 +68,8 @@ def end_with(context: _Context, status: grpc.StatusCode, details: str) -> None:
 def from_status(status: grpc.StatusCode | int, details: str, peer_id: str = "", span: Span | None = None) -> SwarmError:
     """The error that a status, or its number, stands for; an unexpected one becomes a plain PeerError."""
     code = status if isinstance(status, grpc.StatusCode) else _BY_NUMBER.get(status, grpc.StatusCode.UNKNOWN)
+    if (code, details) == _CUT_OFF:
+        return PeerUnavailable("the stream has ended while it was written to", peer_id, span)
     error = _ERROR_OF.get(code, PeerError)
     message = printable(details) or f"the server answered {code.name}"
     return error(message, peer_id, span) if issubclass(error, PeerError) else error(message)

@@ -119,13 +119,14 @@ class Mover:
             own = state.record
             servers = (await self._monitor.view(own)).servers
             others = [server for server in servers if server.peer_id != own.peer_id]
-            if not any(server.state is ServerState.JOINING and not server.pinned for server in others):
-                break
+            # Once more even if nobody else chooses now: who has chosen when this server did may be online already.
             span = await self._monitor.choose_span(len(own.span), own)
             if span != own.span:
                 state = state.choose(span)
                 self._presence.enter(state)
                 await self._presence.publish()
+            if not any(server.state is ServerState.JOINING and not server.pinned for server in others):
+                break
         return state
 
     async def host(self, state: Loading) -> Serving:

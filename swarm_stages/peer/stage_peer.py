@@ -207,7 +207,8 @@ class StagePeer:
                 await self.load()
                 continue
             await self.peer.look()
-            may_found = now() > deadline_s and not self.peer.view().silent and self._is_first()
+            seen = self.peer.view()
+            may_found = now() > deadline_s and not seen.others and not seen.silent and self._is_first()
             if not may_found or not await self._found():
                 await asyncio.sleep(_TICK_S)
 

@@ -18,12 +18,13 @@ from swarm_protocol.dht.records import ServerState, Work
 from swarm_protocol.span import Span
 from tests.browser.conftest import PHONE, WIDE
 from tests.monitored_swarm import MODEL, PEER, FakeMonitor, monitor_served, server
-from tests.swarm.waiting import wait_for
+from tests.swarm.waiting import DEADLINE_S, wait_for
 
 playwright_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
 axe_api = pytest.importorskip("axe_playwright_python.sync_playwright", reason="axe-playwright-python is not installed")
 EVIL = "<img src=x onerror=document.title='owned'>"
 expect = playwright_api.expect
+expect.set_options(timeout=DEADLINE_S * 1000)
 
 
 @pytest.fixture(autouse=True)
@@ -52,6 +53,7 @@ def show(browser) -> Iterator[Callable[..., Any]]:
         context.grant_permissions(["clipboard-read", "clipboard-write"], origin=url)
         closing.append(context.close)
         page = context.new_page()
+        page.set_default_timeout(DEADLINE_S * 1000)
         page.on("console", lambda message: message.type == "error" and complaints.append(message.text))
         page.on("pageerror", lambda error: complaints.append(str(error)))
         before(page)

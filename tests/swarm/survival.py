@@ -32,7 +32,7 @@ from swarm_protocol.wire.constants import FIRST_STEP
 from tests.marks import SLOW
 from tests.swarm.pair import NEW_TOKENS, ends_only_at_its_length
 from tests.swarm.raw_client import RawClient
-from tests.swarm.waiting import wait_for
+from tests.swarm.waiting import DEADLINE_S, wait_for
 from tests.zoo import BLOCKS, save_checkpoint
 
 SPANS = ("0:2", "2:4", "4:6")
@@ -92,7 +92,7 @@ class Fleet:
         for guest in self._guests:
             guest.signal(signal.SIGTERM)
         for guest in self._guests:
-            assert guest.wait_gone(), guest.stderr.read_text()
+            assert guest.wait_gone(DEADLINE_S), guest.stderr.read_text()
         self._guests.clear()
         for identity, options in self._options.items():
             member = self._members.get(identity)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import time
 from collections.abc import Callable, Iterator
 from itertools import count
@@ -19,7 +18,8 @@ from tests.marks import SLOW
 from tests.swarm.delay import DelayedPort
 from tests.swarm.pair import NEW_TOKENS, ends_only_at_its_length, random_ids
 from tests.swarm.survival import ROOM, Client, Moments
-from tests.swarm.waiting import wait_for
+from tests.swarm.waiting import DEADLINE_S, wait_for
+from tests.unit.support import quiet_port
 from tests.zoo import BLOCKS, save_checkpoint
 
 PROMPT = random_ids(1, 20, seed=40)
@@ -59,7 +59,7 @@ class Volunteers:
     def close(self) -> None:
         for server in self.running:
             server.kill()
-            assert server.wait_gone()
+            assert server.wait_gone(DEADLINE_S)
 
 
 @pytest.fixture(scope="module")
@@ -98,18 +98,12 @@ def peers(client: Client) -> list[str]:
     return [hop.hop.server.peer_id for hop in client.chain.hops]
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
 @SLOW
 def test_traffic_takes_the_fast_chain_and_then_the_next_best(volunteers, connect, moments):
     """Near and fast servers for both halves, a slow one, one far away, and one that is neither."""
     fast, left = volunteers.start(1000, "--blocks", RIGHT), volunteers.start(1000, "--blocks", LEFT)
     second, _slow = volunteers.start(15, "--blocks", RIGHT), volunteers.start(2, "--blocks", LEFT)
-    port = free_port()
+    port = quiet_port()
     with DelayedPort(port, delay_s=0.2) as far_away:
         announced = ["--port", str(port), "--announce-address", f"127.0.0.1:{far_away.port}"]
         far = volunteers.start(1000, "--blocks", RIGHT, *announced)

@@ -17,7 +17,7 @@ from swarm_client.demo.local_cluster import LocalCluster
 from swarm_protocol.net.identity import Identity
 from tests.marks import SLOW
 from tests.swarm.network import Network
-from tests.swarm.waiting import wait_for
+from tests.swarm.waiting import DEADLINE_S, wait_for
 from tests.zoo import save_checkpoint
 
 COMMAND_S = 120.0
@@ -72,7 +72,7 @@ def test_servers_that_start_together_are_one_swarm_and_a_client_finds_it(hosts, 
     wait_for(lambda: seen() == {server.peer_id for server in servers.values()}, "a client sees both servers")
     for host, server in servers.items():
         server.signal(15)
-        assert server.wait_gone(60), host
+        assert server.wait_gone(DEADLINE_S), host
 
 
 # Says that a member is where nobody listens.
@@ -113,6 +113,6 @@ def test_nobody_is_said_in_one_sentence(hosts):
 @SLOW
 def test_a_server_for_this_machine_alone_cannot_be_discovered(hosts):
     server = hosts.clusters["one"].start("--discover", "--host", "127.0.0.1", "--swarm", "lan")
-    assert server.wait_gone(60)
+    assert server.wait_gone(DEADLINE_S)
     words = server.stderr.read_text().splitlines()[-1]
     assert words.startswith("error: discover lets others find this server, and host 127.0.0.1 is for this machine")

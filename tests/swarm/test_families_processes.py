@@ -25,6 +25,7 @@ from swarm_protocol.wire.codec import decode
 from swarm_protocol.wire.constants import WIRE_VERSION
 from tests.swarm.raw_client import RawClient
 from tests.swarm.target import wire
+from tests.swarm.waiting import DEADLINE_S
 from tests.zoo import BLOCKS, CONFIGS, PAD, SUPPORTED, VOCAB, save_checkpoint
 
 AT_ONCE = 4  # processes
@@ -53,7 +54,7 @@ def test_server_processes(names: Sequence[str], cluster: LocalCluster, identitie
     finally:
         for server in servers:
             server.kill()
-            server.wait_gone()
+            server.wait_gone(DEADLINE_S)
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ from swarm_client.core.config import ClientConfig
 from swarm_client.demo.local_cluster import LocalCluster, LocalServer
 from swarm_client.monitor.status import read_status
 from tests.swarm.network import Network
-from tests.swarm.waiting import wait_for
+from tests.swarm.waiting import DEADLINE_S, wait_for
 
 pytestmark = pytest.mark.slow
 
@@ -70,6 +70,6 @@ def test_the_loopback_is_refused_and_silence_is_said(network, clusters):
         (elsewhere, "no way leads from this machine to /ip4/192.0.2.7/"),
         (silent, "no initial peer answered: /ip4/"),
     ):
-        assert server.wait_gone(120)
+        assert server.wait_gone(DEADLINE_S)
         assert words(server).splitlines()[-1].startswith(f"error: {sentence}"), words(server)
         assert "Traceback" not in words(server)

@@ -101,7 +101,7 @@ def test_a_death_and_a_replacement_are_seen_as_they_happen(swarm, api):
     wait_for(lambda: servers_of(api)[victim.peer_id]["state"] == "unreachable", "the death is seen")
     health = api.get("/health")
     assert health.status_code == 503
-    assert health.json()["reasons"] == [f"no server holds blocks 10:20 of model {DEFAULT_MODEL}"]
+    assert f"no server holds blocks 10:20 of model {DEFAULT_MODEL}" in health.json()["reasons"]
     (replacement,) = swarm.start("10:20")
     wait_for(lambda: api.get("/health").status_code == 200, "its blocks are served again")
     assert servers_of(api)[replacement.peer_id]["usable"]
@@ -113,4 +113,6 @@ def test_a_death_and_a_replacement_are_seen_as_they_happen(swarm, api):
     assert [event["kind"] for event in events if event["peer_id"] == replacement.peer_id][:1] == ["joined"]
     assert [event["blocks"] for event in events if event["kind"].startswith("blocks_")] == ["10:20", "10:20"]
     streamed = [line for line in seen if line.startswith("id: ")]
-    assert streamed == [f"id: {event['id']}" for event in events[: len(streamed)]]
+    known = [f"id: {event['id']}" for event in events]
+    first = known.index(streamed[0])  # earlier ones may have been kept before anybody listened
+    assert streamed == known[first : first + len(streamed)]

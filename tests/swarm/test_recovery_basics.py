@@ -139,7 +139,7 @@ def test_a_failure_ends_the_stream_that_another_thread_reads(servers, connect):
 
 def test_an_idle_session_is_evicted_and_replayed_when_it_goes_on(servers, connect, checkpoint, expected):
     """Nothing is wrong with the server."""
-    servers.start("0:6", session_idle_timeout_s=2.0)
+    servers.start("0:6", session_idle_timeout_s=10.0)
     model = connect(wait_timeout_s=0)
     chat = generate(model, return_dict_in_generate=True)
     servers.wait_until_all_room_is_free()

@@ -15,12 +15,12 @@ from transformers import AutoModelForCausalLM
 from swarm_client import DistributedModel
 from swarm_client.core.events import Waiting
 from swarm_client.demo.local_cluster import LocalCluster, LocalServer
-from swarm_server.node.addresses import free_port
 from tests.marks import SLOW
 from tests.swarm.pair import ends_only_at_its_length, random_ids
 from tests.swarm.survival import Moments
 from tests.swarm.test_training_survival import loss_and_gradient
-from tests.swarm.waiting import wait_for
+from tests.swarm.waiting import DEADLINE_S, wait_for
+from tests.unit.support import quiet_port
 from tests.zoo import save_checkpoint
 
 PROMPT = random_ids(1, 9, seed=40)
@@ -55,7 +55,7 @@ class Generations:
         for server in self.servers:
             server.kill()
         for server in self.servers:
-            assert server.wait_gone()
+            assert server.wait_gone(DEADLINE_S)
         self.servers.clear()
 
     def replace(self) -> None:
@@ -99,11 +99,11 @@ def met(request, cluster, tmp_path_factory) -> Iterator[tuple[Generations, Survi
     model, swarm = directory / "llama", f"rejoining-{os.getpid()}-{directory.name}"
     save_checkpoint("llama", model)
     is_registered = request.param == "registered-on-this-machine"
-    bootstrap = ["--dht-port", str(free_port("127.0.0.1")), "--identity", str(directory / "identity")]
+    bootstrap = ["--dht-port", str(quiet_port()), "--identity", str(directory / "identity")]
     servers = Generations(cluster, model, swarm, [] if is_registered else bootstrap)
     servers.start()
     peers = {} if is_registered else {"initial_peers": [servers.servers[0].ready["peer"]]}
-    survivor = Survivor(model, **{"swarm": swarm, "recovery_timeout_s": 60.0, "wait_timeout_s": 60.0, **peers})
+    survivor = Survivor(model, **{"swarm": swarm, "recovery_timeout_s": 240.0, "wait_timeout_s": 240.0, **peers})
     yield servers, survivor
     survivor.remote.close()
     servers.kill()

@@ -64,16 +64,15 @@ def generate(model: PreTrainedModel, **options) -> torch.Tensor:
     return model.generate(PROMPT, max_new_tokens=NEW_TOKENS, do_sample=False, **options)
 
 
-def hidden(servers: InProcessServers, *spans: str, **options) -> list[ServerRecord]:
-    """Starts servers that are reached through relays alone."""
+def hidden(servers: InProcessServers, *spans: str, num_relays: int = 1, **options) -> list[ServerRecord]:
+    """Starts servers that are reached through relays alone, so many each."""
     servers.start(*spans, relay="always", announce_address=NOWHERE, relay_keepalive_s=1.0, **options)
 
     def records() -> list[ServerRecord]:
         found = [record for record in servers.records() if record.addresses[0] == NOWHERE]
-        return found if len(found) == len(spans) and all(len(r.addresses) > 1 for r in found) else []
+        return found if len(found) == len(spans) and all(len(r.addresses) > num_relays for r in found) else []
 
-    wait_for(records, "servers have relays")
-    return records()
+    return wait_for(records, "servers have relays")
 
 
 def test_a_chain_of_servers_that_push_through_a_relay(servers, connect, expected):
@@ -102,7 +101,7 @@ def test_no_token_is_lost_when_the_relay_dies_and_another_is_found(servers, conn
             process = stack.enter_context(ServerProcess(*arguments, *joins, cache=tmp_path))
             peers.append(process.ready["peer"])
             relays[peers[-1].rpartition("/")[2]] = process
-        (record,) = hidden(servers, "2:6", initial_peers=tuple(peers))
+        (record,) = hidden(servers, "2:6", num_relays=2, initial_peers=tuple(peers))
         assert len(record.addresses) == 3  # two of the three relays
         model = connect(peers)
         used = relay_of(record.addresses[1])

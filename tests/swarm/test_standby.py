@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from swarm_client.core import background
+from swarm_client.demo.local_cluster import LocalServer
 from swarm_client.transport.hops import HopSession
 from tests.marks import SLOW
 from tests.swarm.pair import random_ids
@@ -62,9 +63,15 @@ def test_a_copy_takes_over_in_a_long_prompt(client, moments, hop):
 
 
 def test_the_copy_is_killed_as_well(fleet, client, moments):
-    third = fleet.add("2:4", "--throughput", "1")
-    fleet.wait_ready(third)
-    moments.before_step(4, lambda: wait_for_copies(client))
+    third: LocalServer
+
+    def copied() -> None:
+        nonlocal third
+        wait_for_copies(client)
+        third = fleet.add("2:4", "--throughput", "1")  # or the copy might be there
+        fleet.wait_ready(third)
+
+    moments.before_step(4, copied)
     moments.before_step(8, lambda: fleet.kill_replicas("2:4", but=third))
     client.generate(PROMPT)
     assert client.moved_blocks == ["2:4"]

@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM
 from swarm_client import DistributedModel
 from swarm_client.demo.local_cluster import LocalCluster
 from tests.marks import SLOW, always
+from tests.swarm.waiting import DEADLINE_S
 from tests.zoo import PAD, VOCAB, save_checkpoint
 
 PROMPT = torch.randint(3, VOCAB, (2, 9), generator=torch.Generator().manual_seed(0))
@@ -36,7 +37,7 @@ def checkpoint(name, tmp_path) -> str:
 def servers(cluster: LocalCluster, checkpoint: str, name: str) -> Iterator[dict]:
     """By their place: the first blocks, the last ones, and the last ones once more, slower."""
     options = ["--model", checkpoint, "--swarm", f"states-{name}-{os.getpid()}", "--quant", "none"]
-    places = {"first": ("0:3", "100"), "last": ("3:6", "100"), "spare": ("3:6", "50")}
+    places = {"first": ("0:3", "100"), "last": ("3:6", "100"), "spare": ("3:6", "1")}
     started = {
         place: cluster.start(*options, "--cache-tokens", "16384", "--blocks", blocks, "--throughput", throughput)
         for place, (blocks, throughput) in places.items()
@@ -68,4 +69,4 @@ def test_a_server_ends_in_the_midst(servers, checkpoint, name, ending, options):
         assert torch.equal(remote.generate(PROMPT, **common, **given), whole.generate(PROMPT, **common))
         stats = cache.session.stats
         assert (stats.recoveries, stats.moves) == ((1, 0) if ending == "killed" else (0, 1))
-    assert servers["last"].wait_gone()
+    assert servers["last"].wait_gone(DEADLINE_S)

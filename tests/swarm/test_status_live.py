@@ -51,7 +51,7 @@ class Servers:
     def kill(self, peer_id: str) -> None:
         (server,) = [server for server in self.running if server.peer_id == peer_id]
         server.kill()
-        assert server.wait_gone()
+        assert server.wait_gone(DEADLINE_S)
 
     def status(self) -> ModelStatus:
         """What one look shows."""

@@ -92,7 +92,7 @@ def test_killed_under_a_batch_in_lanes(client, moments, monkeypatch, hop):
 @each_hop(1)
 def test_hangs(connect, moments, hop):
     """Its machine still holds the connection."""
-    client = connect(timeouts=Timeouts(probe_after_s=0.2, probe_s=2.0))
+    client = connect(timeouts=Timeouts(probe_after_s=0.2, probe_s=5.0))
     moments.before_step(5, lambda: client.server(hop).signal(signal.SIGSTOP))
     client.generate(PROMPT)
     assert client.moved_blocks == [SPANS[hop]]
@@ -236,7 +236,7 @@ def test_the_member_through_which_the_client_joined_is_gone(fleet, connect, mome
 
 
 def test_the_wait_is_bounded_and_the_session_goes_on_later(fleet, connect):
-    client = connect(recovery_timeout_s=3.0)  # time to try servers that are gone more than once
+    client = connect(recovery_timeout_s=10.0)  # time to try servers that are gone more than once
     cache = DynamicCache()
     tokens = PROMPT
 
@@ -257,6 +257,7 @@ def test_the_wait_is_bounded_and_the_session_goes_on_later(fleet, connect):
     for server in killed:
         assert any(server.peer_id[-6:] in sentence or server.ready["grpc"] in sentence for sentence in error.tried)
     fleet.wait_ready(fleet.restart(killed[0]))
+    client.wait_until_it_knows_all()
     for _ in range(NEW_TOKENS - 5):
         tokens = one_more(tokens)
     assert torch.equal(tokens, fleet.whole.generate(PROMPT, max_new_tokens=NEW_TOKENS, do_sample=False))

@@ -93,7 +93,7 @@ def test_the_clients_own_network_is_gone_for_a_moment(network, client, moments):
 
     def cut() -> None:
         network.cut(ME)
-        threading.Timer(1.5, network.mend, [ME]).start()
+        threading.Timer(0.5, network.mend, [ME]).start()
 
     moments.before_step(5, cut)
     client.generate(PROMPT)

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-TIMEOUT_S = 90.0
+TIMEOUT_S = 300.0
 ROOT = Path(__file__).parents[2]
 Event = dict[str, Any]
 
@@ -90,7 +90,7 @@ def _matches(said: Event, event: str, facts: dict[str, Any]) -> bool:
 
 @contextmanager
 def volunteers(tasks: list[dict[str, Any]], **common: Any) -> Iterator[list[Volunteer]]:
-    """The first founds the run, the others join it; all are there, and wait for ``go``."""
+    """The first founds the run, the others join it; all have heard of each other, and wait for ``go``."""
     started = [Volunteer(number=0, **{**common, **tasks[0]})]
     try:
         peers = started[0].wait_for("joined")["peers"]
@@ -98,6 +98,10 @@ def volunteers(tasks: list[dict[str, Any]], **common: Any) -> Iterator[list[Volu
             started.append(Volunteer(number=number, peers=peers, **{**common, **task}))
         for volunteer in started:
             volunteer.wait_for("joined")
+        for volunteer in started:
+            volunteer.tell(f"meet {len(started)}")
+        for volunteer in started:
+            volunteer.wait_for("met")
         yield started
     finally:
         for volunteer in started:

@@ -138,6 +138,9 @@ def main(task: Task) -> None:
         for line in sys.stdin:
             if line.strip() == "go":
                 break
+            while run.num_peers < int(line.removeprefix("meet ")):
+                time.sleep(0.05)
+            say("met")
         call = 0
         while run.num_steps < task.steps:
             time.sleep(task.call_s)

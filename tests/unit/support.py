@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import socket
 from collections.abc import Callable, Coroutine
+from contextlib import suppress
+from random import SystemRandom
 from typing import Any, TypeVar
 
 from swarm_protocol.dht.records import ServerRecord
 from swarm_protocol.span import Span
 
 T = TypeVar("T")
-TIMEOUT_S = 30.0  # after which a test that still waits has failed
+TIMEOUT_S = 240.0  # after which a test that still waits has failed
 
 
 def run(coroutine: Coroutine[Any, Any, T]) -> T:
@@ -38,6 +41,14 @@ def server_record(peer_id: str = "peer", blocks: str = "0:4", **fields: Any) -> 
     """An online server of a model with 8 blocks."""
     known = dict(addresses=("127.0.0.1:1",), model="model", revision="revision", num_blocks=8, tokens_per_s=10.0)
     return ServerRecord(peer_id=peer_id, span=Span.parse(blocks), **(known | fields))
+
+
+def quiet_port() -> int:
+    """A free port that no outgoing connection gets meanwhile: below those that systems give them."""
+    for port in SystemRandom().sample(range(20_000, 30_000), 1000):
+        with suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port
+    raise AssertionError("no port is free")
 
 
 def resident_bytes() -> int:

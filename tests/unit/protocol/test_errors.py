@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import grpc
 import pytest
 
@@ -20,8 +22,12 @@ from swarm_protocol.errors import (
     TrainingDiverged,
     UnsupportedModel,
 )
+from swarm_protocol.pb import swarm_pb2 as pb
+from swarm_protocol.pb.swarm_pb2_grpc import BlocksServicer, BlocksStub, add_BlocksServicer_to_server
+from swarm_protocol.rpc.channels import translated
 from swarm_protocol.span import Span
 from swarm_protocol.wire.status import from_status, number_of, status_of
+from tests.unit.support import run
 
 
 @pytest.mark.parametrize("error", [PeerUnavailable, PeerBusy, PeerMoved, SessionLost, PeerError])
@@ -80,3 +86,25 @@ def test_a_users_mistake_is_a_value_error(error: type[SwarmError]) -> None:
 
 def test_no_route_carries_the_missing_blocks() -> None:
     assert NoRoute("no server holds blocks 3:5", (Span(3, 5),)).missing == (Span(3, 5),)
+
+
+def test_a_stream_that_ended_while_it_was_written_to_is_a_peer_that_is_gone() -> None:
+    """Over real gRPC, which has a status of its own for that."""
+
+    class Ended(BlocksServicer):
+        async def Push(self, requests: Any, context: Any) -> None:
+            await anext(aiter(requests))
+
+    async def scenario() -> None:
+        server = grpc.aio.server()
+        add_BlocksServicer_to_server(Ended(), server)
+        port = server.add_insecure_port("127.0.0.1:0")
+        await server.start()
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+            call = BlocksStub(channel).Push()
+            with pytest.raises(PeerUnavailable, match="the stream has ended"), translated("peer"):
+                while True:
+                    await call.write(pb.PushRequest(more=bytes(1 << 20)))
+            await server.stop(None)
+
+    run(scenario())

@@ -247,6 +247,9 @@ def test_row_means_and_large_chunks_travel_on_a_grid() -> None:
             group = Group("g", 0, 1, members, 60.0, layout=layout, roster=("x",), grid=True)
             for me, each in enumerate(handlers):
                 each.round = Round(networks[me], group, me, 0, vectors[me], codec_of("fp32"), elements)
+            for network in networks:  # before there is much to do on this loop: connecting has a deadline
+                for member in members:
+                    await network.channel(member.record)
             await asyncio.gather(*(each.round.first_attempt() for each in handlers))
             for network in networks:
                 await network.close()

@@ -135,10 +135,12 @@ class Chat {
     const isNew = lastNode(conversation).id === ROOT;
     if (isNew && this.#models.names.length && !this.#models.names.includes(conversation.model)) conversation.model = this.#models.names[0];
     if (conversation.model === null || !this.#models.names.includes(conversation.model)) return;
+    const mode = conversation.mode;
     const hasTemplate = await this.#models.hasTemplate(conversation.model);
     if (conversation !== this.#current) return;
     this.hasTemplate = hasTemplate;
-    if (lastNode(conversation).id === ROOT && hasTemplate !== null) conversation.mode = hasTemplate ? "chat" : "complete";
+    const isChosen = conversation.mode !== mode; // by the user, meanwhile
+    if (lastNode(conversation).id === ROOT && hasTemplate !== null && !isChosen) conversation.mode = hasTemplate ? "chat" : "complete";
     this.draw();
   }
 

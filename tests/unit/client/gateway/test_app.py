@@ -285,13 +285,13 @@ def test_keys(serve: Any) -> None:
             gateway.client(key or "none").chat.completions.create(**ASK)
         assert refused.value.code == "invalid_api_key"
     for path in ("v1/models", "v1/models/x", "metrics"):
-        assert httpx.get(f"{gateway.url}/{path}").status_code == 401
-    assert httpx.get(f"{gateway.url}/health").json() == {"status": "ok"}
+        assert httpx.get(f"{gateway.url}/{path}", timeout=WAIT_S).status_code == 401
+    assert httpx.get(f"{gateway.url}/health", timeout=WAIT_S).json() == {"status": "ok"}
 
 
 def test_without_keys_pages_of_other_sites_are_refused(gateway: Gateway) -> None:
     """A browser calls this machine so if their name is made to lead here."""
-    answer = httpx.get(f"{gateway.url}/v1/models", headers={"Host": "example.org"})
+    answer = httpx.get(f"{gateway.url}/v1/models", headers={"Host": "example.org"}, timeout=WAIT_S)
     assert answer.status_code == 403
 
 
@@ -357,8 +357,8 @@ def test_metrics(gateway: Gateway) -> None:
     gateway.client().completions.create(**COMPLETE)
     with pytest.raises(openai.NotFoundError):
         gateway.client().completions.create(**COMPLETE | {"model": "other"})
-    httpx.get(f"{gateway.url}/anything")
-    text = httpx.get(f"{gateway.url}/metrics").text
+    httpx.get(f"{gateway.url}/anything", timeout=WAIT_S)
+    text = httpx.get(f"{gateway.url}/metrics", timeout=WAIT_S).text
     num_said = len(gateway.batcher.says)
     for line in (
         'swarm_requests_total{endpoint="/v1/completions",status="200"} 1.0',

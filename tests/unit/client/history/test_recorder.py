@@ -141,6 +141,85 @@ def test_two_gateways_at_one_file_write_each_event_once(tmp_path: Path):
     asyncio.run(test())
 
 
+class LateMonitor(FakeMonitor):
+    """Looks a second time only once ``goes_on`` is set."""
+
+    def __init__(self, *servers: object) -> None:
+        super().__init__(*servers)
+        self.goes_on = asyncio.Event()
+
+    async def look_again(self, wait_s: float):
+        await self.goes_on.wait()
+        return await super().look_again(wait_s)
+
+
+def test_who_goes_on_writing_does_not_write_again_what_the_other_has(tmp_path: Path):
+    async def test() -> None:
+        early, late = (kind(server("a", "0:20"), server("b", "0:20")) for kind in (FakeMonitor, LateMonitor))
+        first, second = (Recorder(monitor, History(tmp_path / "home.sqlite")) for monitor in (early, late))
+        for each in (first, second):
+            await each.start()
+            await until(lambda: each.latest.time)  # noqa: B023
+        early.change("b", answers=False)
+        await until(lambda: first.latest.last_event_id == 1)
+        await first.close()
+        late.change("b", answers=False)
+        late.goes_on.set()
+        await until(lambda: second.latest.last_event_id)
+        late.remove("b")
+        await until(lambda: second.latest.last_event_id == 2)
+        assert kinds(second) == ["unreachable", "left"]
+        await second.close()
+
+    asyncio.run(test())
+
+
+def locked() -> sqlite3.OperationalError:
+    error = sqlite3.OperationalError("database is locked")
+    error.sqlite_errorcode = sqlite3.SQLITE_BUSY
+    return error
+
+
+class BusyHistory(History):
+    is_busy = False
+
+    def add_sample(self, *args: object) -> None:
+        if self.is_busy:
+            raise locked()
+        super().add_sample(*args)
+
+    def add_events(self, *args: object) -> None:
+        if self.is_busy == "at once":
+            raise locked()
+        super().add_events(*args)
+
+
+@pytest.mark.parametrize("busy", ["at once", "after the events"])
+def test_what_happens_while_the_file_is_busy_is_written_once(tmp_path: Path, busy: str):
+    async def test() -> None:
+        clock, monitor = Clock(), FakeMonitor(server("a", "0:20"), server("b", "0:20"))
+        history = BusyHistory(tmp_path / "home.sqlite")
+        recorder = Recorder(monitor, history, clock)
+        await recorder.start()
+        await until(lambda: recorder.latest.time == clock.now)
+        history.is_busy = busy
+        monitor.change("b", answers=False)
+        clock.now += 10.0
+        await until(lambda: recorder.latest.time == clock.now)
+        monitor.change("b", answers=True)
+        clock.now += 10.0
+        await until(lambda: recorder.latest.time == clock.now)
+        history.is_busy = False
+        await until(lambda: recorder.latest.last_event_id == 2)
+        monitor.remove("b")
+        await until(lambda: recorder.latest.last_event_id == 3)
+        await recorder.close()
+        kept = [str(stored.event.kind) for stored in History(tmp_path / "home.sqlite").events()]
+        assert kept == ["unreachable", "back", "left"]
+
+    asyncio.run(test())
+
+
 class FullDisk(History):
     is_full = False
 

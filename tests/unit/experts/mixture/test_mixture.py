@@ -18,7 +18,7 @@ from swarm_protocol.errors import PeerUnavailable, TrainingDiverged
 from tests.unit.experts.local_network import LocalNetwork
 
 HIDDEN, GRID, ROWS = 6, (3, 4), 24
-SHORT = MixtureConfig(timeout_s=0.2, backward_timeout_s=0.2)
+SHORT = MixtureConfig(timeout_s=0.2, backward_timeout_s=0.2, ban_s=600.0)
 
 
 def experts_at(cells: list[Cell], learning_rate: float = 0.0, kind: str = "feedforward") -> dict[Cell, Expert]:

@@ -17,9 +17,8 @@ from swarm_experts.pb import experts_pb2 as pb
 from swarm_experts.replicas import keeper as keeping
 from swarm_experts.replicas.keeper import Keeper
 from swarm_experts.server.host import ExpertHost
-from swarm_protocol.errors import BadReply, PeerBusy, PeerError, PeerMoved, RequestRejected, SwarmError
+from swarm_protocol.errors import BadReply, PeerBusy, PeerMoved, PeerUnavailable, RequestRejected, SwarmError
 from swarm_protocol.net.tls import Certificate, ClientCredentials
-from tests.swarm.raw_client import CUT_OFF
 from tests.unit.experts.local_network import MemoryBoard, holder
 from tests.unit.training.world import identity
 
@@ -48,8 +47,8 @@ class Scene:
             try:
                 await self.caller(number).send(self.address, replica, data)
                 return
-            except PeerError as error:
-                if str(error) != CUT_OFF[1]:
+            except PeerUnavailable as error:
+                if "while it was written to" not in str(error):
                     raise
 
     def announce(self, number: int, *cells: tuple[int, int]) -> None:
@@ -193,9 +192,6 @@ def test_replicas_that_are_not_what_they_say_are_refused(changed: dict[str, obje
 
 
 def test_a_sender_that_stops_is_given_up_and_its_room_is_free_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(keeping, "_FIRST_S", 0.05)
-    monkeypatch.setattr(keeping, "most_seconds", lambda size: 0.05)
-
     async def silent(*messages: pb.KeepReplicaRequest) -> AsyncIterator[pb.KeepReplicaRequest]:
         for message in messages:
             yield message
@@ -203,6 +199,13 @@ def test_a_sender_that_stops_is_given_up_and_its_room_is_free_again(monkeypatch:
 
     async def scenario(scene: Scene) -> None:
         replica, data = some(6, ROOM // 2)
+        with monkeypatch.context() as patched:
+            patched.setattr(keeping, "_FIRST_S", 0.05)
+            patched.setattr(keeping, "most_seconds", lambda size: 0.05)
+            await given_up(scene, replica, data)
+        await scene.send(1, replica, data)
+
+    async def given_up(scene: Scene, replica: Replica, data: bytes) -> None:
         first = pb.KeepReplicaRequest(name="demo", replica=replica.to_proto(), data=data[:10])
         peer_id = identity(1).peer_id
         for messages in ([], [first]):
@@ -215,7 +218,6 @@ def test_a_sender_that_stops_is_given_up_and_its_room_is_free_again(monkeypatch:
         assert isinstance(raised.value, SwarmError) and "one at a time" in str(raised.value)
         with pytest.raises(TimeoutError):
             await keeping_on
-        await scene.send(1, replica, data)
 
     play(scenario)
 

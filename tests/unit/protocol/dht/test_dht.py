@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import math
+import re
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
@@ -79,7 +80,11 @@ async def stranger(nodes: Nodes, identity: Identity | None = None) -> AsyncItera
     """A node of somebody who does not keep to our rules; with an identity it signs what it owns."""
     validator = RSASignatureValidator(identity.private_key) if identity else None
     node = await DHTNode.create(
-        initial_peers=nodes.peers, host_maddrs=["/ip4/127.0.0.1/tcp/0"], record_validator=validator
+        initial_peers=nodes.peers,
+        host_maddrs=["/ip4/127.0.0.1/tcp/0"],
+        record_validator=validator,
+        wait_timeout=TIMEOUT_S,
+        startup_timeout=TIMEOUT_S,
     )
     try:
         yield node
@@ -145,9 +150,12 @@ class TestRecords:
             node = await Dht.join(SWARM, nodes.peers, Identity.generate())
             lasting, fleeting = (server_record(owner.peer_id, model=model) for owner in (nodes.founder, node))
             await nodes.founder.publish(lasting)
-            await node.publish(fleeting, lifetime_s=1.5)
-            await node.publish(fleeting, lifetime_s=1.5)
-            assert len((await nodes.client.view(model, 8)).servers) == 2
+
+            async def seen() -> bool:
+                await node.publish(fleeting, lifetime_s=1.5)
+                return (await nodes.client.view(model, 8)).servers == (lasting, fleeting)
+
+            await until(seen)
             await node.shutdown()
 
             async def expired() -> bool:
@@ -426,7 +434,8 @@ for offset_s, host in ((600.0, None), (-600.0, None), (-20.0, "127.0.0.1")):
             "that of the initial peer"
         )
         assert behind == ahead.replace("ahead of", "behind")
-        assert of_server == behind.replace("10 min", "20 s")
+        took_long = r"2\d s"  # the time that the answer takes is in it
+        assert re.fullmatch(re.escape(behind).replace(re.escape("10 min"), took_long), of_server)
 
     @pytest.mark.parametrize(
         ("host", "expected"),

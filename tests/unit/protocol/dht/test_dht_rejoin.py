@@ -3,22 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import socket
 
 import pytest
 
 from swarm_protocol.dht.dht import Dht
 from swarm_protocol.net.identity import Identity
-from tests.unit.support import run, server_record, until
+from tests.unit.support import quiet_port, run, server_record, until
 
 SWARM = "test"
 HOST = "127.0.0.1"
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind((HOST, 0))
-        return probe.getsockname()[1]
 
 
 async def sees(reader: Dht, *publishers: Dht) -> None:
@@ -65,7 +58,7 @@ def test_a_client_finds_one_that_is_back_at_its_old_address() -> None:
     """After it has asked there in vain."""
 
     async def check() -> None:
-        identity, port = Identity.generate(), free_port()
+        identity, port = Identity.generate(), quiet_port()
         first = await Dht.join(SWARM, [], identity, host=HOST, port=port)
         (address,) = await first.addresses()
         client = await Dht.join(SWARM, [address], Identity.generate())

@@ -33,9 +33,10 @@ def test_a_cancelled_lookup_says_nothing_and_other_complaints_are_heard(caplog: 
         await asyncio.sleep(0)
         gc.collect()
 
+    gc.collect()  # what other tests have left may complain before
     with caplog.at_level(logging.ERROR, "asyncio"):
         asyncio.run(scenario())
         gc.collect()
         assert [record for record in caplog.records if "Event.wait" in record.getMessage()] == []
         logging.getLogger("asyncio").error("Task was destroyed but it is pending!\ntask: <Task coro=<something()>>")
-        assert len(caplog.records) == 1
+        assert len([record for record in caplog.records if "something" in record.getMessage()]) == 1

@@ -171,7 +171,7 @@ def largest_difference(a: torch.Tensor, b: torch.Tensor, mask: torch.Tensor | No
 def test_split_equals_whole(swarm: Swarm, chain: str) -> None:
     stacks = swarm.chain(*CHAINS[chain])
     # Single steps of mamba's scan multiply parts of tensors, which round by where they happen to lie.
-    tolerance = 1e-5 if swarm.name in ("jamba", "mamba", "falcon_mamba") else 0.0
+    tolerance = 1e-4 if swarm.name in ("jamba", "mamba", "falcon_mamba") else 0.0
     assert difference_of_forward(swarm, stacks) == 0.0
     assert difference_of_generation(swarm, stacks, padded=False) <= tolerance
     assert difference_of_generation(swarm, stacks, padded=True) <= tolerance
@@ -196,7 +196,8 @@ def test_gradients_equal_those_of_the_whole(swarm: Swarm) -> None:
             output = run(swarm.whole, positions, **inputs)
         return torch.autograd.grad((output * mask.unsqueeze(-1)).square().sum(), leaf)[0]
 
-    torch.testing.assert_close(gradient(split=True), gradient(split=False), rtol=1e-3, atol=1e-9)
+    expected = gradient(split=False)
+    torch.testing.assert_close(gradient(split=True), expected, rtol=1e-3, atol=1e-5 * float(expected.abs().max()))
 
 
 def test_weights_have_the_dtypes_of_the_whole(swarm: Swarm) -> None:

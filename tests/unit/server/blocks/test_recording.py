@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from pathlib import Path
 
@@ -94,6 +95,7 @@ def test_what_is_counted_is_what_memory_it_takes(quant, tmp_path):
     engine = load("llama", tmp_path, quant, intermediate_size=2048)
     hidden = random(8, 200, HIDDEN)
     engine.stateless.record(HOSTED, BlockInput(hidden.clone()), max_bytes=PLENTY)
+    gc.collect()
     before, passes = resident_bytes(), []
     for _ in range(4):
         passes.append(engine.stateless.record(HOSTED, BlockInput(hidden.clone()), max_bytes=PLENTY)[1])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import multiprocessing
 import os
@@ -20,6 +21,7 @@ from swarm_server.blocks.blocks import BlockStack, load_blocks
 from swarm_server.blocks.packed_layers import PackedLayers
 from swarm_server.blocks.quantization import Report, packed_kind, quantize_
 from swarm_server.blocks.weight_cache import WeightCache, content_key
+from tests.unit.support import TIMEOUT_S
 from tests.zoo import save_checkpoint
 
 CPU = torch.device("cpu")
@@ -217,12 +219,13 @@ def _write_and_read(directory: Path, seed: int) -> None:
 
 
 def test_several_servers_at_once(tmp_path: Path) -> None:
+    gc.collect()  # in a forked process, gRPC objects that nobody needs would be waited for for ever
     context = multiprocessing.get_context("fork")
     processes = [context.Process(target=_write_and_read, args=(tmp_path / "weights", seed)) for seed in (1, 2)]
     for process in processes:
         process.start()
     for process in processes:
-        process.join()
+        process.join(TIMEOUT_S)
     assert [process.exitcode for process in processes] == [0, 0]
     assert len(list((tmp_path / "weights").iterdir())) == 3
 

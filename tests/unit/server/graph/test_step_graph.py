@@ -56,10 +56,9 @@ WITH = {
     ),
     *("nemotron", "exaone4", "nanochat", "opt", "opt-projected", "gemma4_unified_text"),
 }
-# Relative. Sums in another order differ by 1e-7, which now and then decides how an activation is rounded to 14 bits.
-UNLESS_ROUNDED, ALL = 2e-6, 5e-3
-# Where the whole text is computed at once, it decides more often [6e-3 at one position of one family].
-AT_ONCE = 2e-2
+# Relative. Sums in another order differ by 1e-7, which now and then decides how an activation is rounded to 14 bits: at
+# which positions depends on the processor. Mistakes are of order 1.
+UNLESS_ROUNDED, ALL = 2e-6, 2e-2
 
 
 def load_int8(directory, weight: type[Int8Weight] | None = KernelWeight) -> BlockStack:
@@ -131,7 +130,7 @@ def talk(engine: Engine, *, checked: bool) -> list[torch.Tensor]:
             outputs.append(output)
             if checked:
                 expected = generation.expected()[:, -num_new:]
-                assert (output - expected).abs().max() <= AT_ONCE * expected.abs().max()
+                assert (output - expected).abs().max() <= ALL * expected.abs().max()
     return outputs
 
 

@@ -232,5 +232,5 @@ def test_memory_may_die_while_room_is_asked_back() -> None:
     asking = threading.Thread(target=memory.row, args=(memory.lease(), 6), daemon=True)
     asking.start()
     for thread in (searching, asking):
-        thread.join(2.0)
+        thread.join(TIMEOUT_S)
         assert not thread.is_alive(), "the threads wait for each other"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Iterator
+from contextlib import ExitStack, suppress
 
 import pytest
 
@@ -76,10 +77,19 @@ def test_a_port_in_use_is_refused(shared: int) -> None:
         pass
 
 
+def claim_any(claim: ExitStack) -> int:
+    """A port that nobody else has taken between its choice and its claim."""
+    while True:
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            port = server.getsockname()[1]
+        with suppress(ValueError):
+            claim.enter_context(claimed("127.0.0.1", port))
+            return port
+
+
 def test_a_port_is_claimed_once_until_it_is_given_up() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-    with claimed("127.0.0.1", port):
+    with ExitStack() as claim:
+        port = claim_any(claim)
         with pytest.raises(ValueError, match="the port is in use"), claimed("127.0.0.1", port):
             pass
         with socket.create_server(("127.0.0.1", port), reuse_port=True):  # which is what it is claimed for

@@ -243,8 +243,13 @@ class TestChoice:
         assert life.dht.said == [(JOINING, THERE, None)]
 
     def test_it_stands_if_nobody_else_chooses(self) -> None:
-        life = Life(server_record("a", "0:4"))
+        life = Life(server_record("a", "4:8"))
         assert run(life.mover.settle(life.loading)) is life.loading and life.dht.published == []
+
+    def test_who_chose_at_the_same_time_may_be_online_already(self) -> None:
+        life = Life(server_record("a", "0:4"))
+        assert run(life.mover.settle(life.loading)).record.span == THERE
+        assert life.dht.said == [(JOINING, THERE, None)]
 
     def test_servers_of_another_revision_are_not_counted(self) -> None:
         life = Life(server_record("a", "0:4"), server_record("b", "4:8", revision="older"))

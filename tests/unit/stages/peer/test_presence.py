@@ -76,8 +76,10 @@ def test_two_stages_step_together_and_who_watches_sees_them() -> None:
                 second.stage_peer.add(0, m, "trainer", last)
                 assert await second.stage_peer.commit(0, m, "trainer")
                 if m == 1:
-                    await until(lambda: from_bits(watch.view().stages[1][0].bits, MICRO_BATCHES) == {0, 1})
-            await until(lambda: watch.view().stages[1][0].holds)
+                    await until(
+                        lambda: any(from_bits(peer.bits, MICRO_BATCHES) == {0, 1} for peer in watch.view().stages[1])
+                    )
+            await until(lambda: any(peer.holds for peer in watch.view().stages[1]))
             assert watch.view().moment == Moment(0, 0)  # the barrier: the first stage has nothing yet
             for m in range(MICRO_BATCHES):
                 hidden = first_stage.forward(micro_batch(0, m))

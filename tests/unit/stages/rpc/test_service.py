@@ -221,6 +221,18 @@ def test_bytes_and_pending_gradients_are_limited() -> None:
     with_peer(pending, ToyHost(ToyStage(0, 2), max_pending=1))
 
 
+def test_who_is_refused_while_it_sends_hears_why() -> None:
+    """More than fits into what gRPC sends ahead: for a write under way when a call ends, it has an error of its own."""
+
+    async def scenario(client: StagesClient, peer: Progress, host: ToyHost) -> None:
+        for _ in range(3):
+            with pytest.raises(PeerBusy, match="no room for"):
+                await client.forward(peer, batch(1), torch.zeros(1, 1 << 19, 8), TIMEOUT_S)
+        assert host.num_computed == 0
+
+    with_peer(scenario, ToyHost(ToyStage(1, 2)), limits=Limits(max_bytes=400, max_tokens=1 << 30))
+
+
 def test_what_a_trainer_left_behind_is_dropped() -> None:
     async def scenario(client: StagesClient, peer: Progress, host: ToyHost) -> None:
         await backward(client, peer, 0)
