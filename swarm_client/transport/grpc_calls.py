@@ -13,7 +13,7 @@ import grpc
 from swarm_protocol.dht.records import ServerRecord
 from swarm_protocol.errors import AccessDenied, BadReply, PeerError, PeerUnavailable, SwarmError
 from swarm_protocol.span import Span
-from swarm_protocol.wire.status import from_status
+from swarm_protocol.wire.status import FirstStatus, from_status
 
 Request = TypeVar("Request")
 Reply = TypeVar("Reply")
@@ -40,11 +40,12 @@ def error_of(code: grpc.StatusCode, details: str, server: ServerRecord, span: Sp
 async def translated(
     server: ServerRecord, span: Span | None = None, call: grpc.aio.Call | None = None
 ) -> AsyncIterator[None]:
-    """Turns grpc's errors into ours."""
+    """Turns grpc's errors into ours. ``call``: if it is one that is written to."""
+    first = None if call is None else FirstStatus(call)
     try:
         yield
     except (grpc.RpcError, asyncio.InvalidStateError) as error:
-        raise await _translation(error, server, span, call) from None
+        raise await _translation(error, server, span, call, first) from None
 
 
 async def _translation(
@@ -52,20 +53,24 @@ async def _translation(
     server: ServerRecord,
     span: Span | None,
     call: grpc.aio.Call | None,
+    first: FirstStatus | None,
 ) -> SwarmError:
     if isinstance(error, grpc.RpcError):
-        details = re.sub(r"^Stream removed \((.*)\)$", r"\1", error.details() or "no details")
-        if error.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED):
+        code, details = error.code(), error.details()
+        if first is not None:
+            code, details = first.instead_of(code, details)
+        details = re.sub(r"^Stream removed \((.*)\)$", r"\1", details or "no details")
+        if code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED):
             details = f"server {server.short_id} at {server.addresses[0]} cannot be reached: {details}"
-        if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
+        if code is grpc.StatusCode.DEADLINE_EXCEEDED:
             details = f"server {server.short_id} at {server.addresses[0]} does not answer"
-        return error_of(error.code(), details, server, span)
+        return error_of(code, details, server, span)
     # The server has ended the stream before everything was sent.
-    assert call is not None, "only streams are sent more than one message"
-    code = await call.code()
+    assert call is not None and first is not None, "only streams are sent more than one message"
+    code, details = first.instead_of(await call.code(), await call.details())
     if code is grpc.StatusCode.OK:
         return PeerUnavailable(f"the stream to server {server.short_id} has ended", server.peer_id, span)
-    return error_of(code, await call.details(), server, span)
+    return error_of(code, details, server, span)
 
 
 class Stream(Generic[Request, Reply]):
@@ -76,6 +81,7 @@ class Stream(Generic[Request, Reply]):
 
     def __init__(self, call: grpc.aio.StreamStreamCall[Request, Reply], server: ServerRecord, span: Span) -> None:
         self._call = call
+        self._first = FirstStatus(call)
         self._server = server
         self._span = span
 
@@ -86,8 +92,10 @@ class Stream(Generic[Request, Reply]):
             raise await self._translated(error) from None
 
     async def done_writing(self) -> None:
-        async with translated(self._server, self._span, self._call):
+        try:
             await self._call.done_writing()
+        except (grpc.RpcError, asyncio.InvalidStateError) as error:
+            raise await self._translated(error) from None
 
     async def read(self) -> Reply:
         """The next reply. Raises the error that the stream ended with; PeerUnavailable if it ended without."""
@@ -97,7 +105,7 @@ class Stream(Generic[Request, Reply]):
                 raise unreadable(self._server, self._span)
             if reply is not grpc.aio.EOF:
                 return cast(Reply, reply)
-            code, details = await self._call.code(), await self._call.details()
+            code, details = self._first.instead_of(await self._call.code(), await self._call.details())
         except (grpc.RpcError, asyncio.InvalidStateError) as error:
             raise await self._translated(error) from None
         if code is grpc.StatusCode.OK:
@@ -105,7 +113,7 @@ class Stream(Generic[Request, Reply]):
         raise error_of(code, details, self._server, self._span)
 
     async def _translated(self, error: grpc.RpcError | asyncio.InvalidStateError) -> SwarmError:
-        return await _translation(error, self._server, self._span, self._call)
+        return await _translation(error, self._server, self._span, self._call, self._first)
 
     def cancel(self) -> None:
         self._call.cancel()

@@ -15,6 +15,7 @@ from swarm_protocol.errors import BadReply, PeerUnavailable, RequestRejected
 from swarm_protocol.net.tls import ClientCredentials
 from swarm_protocol.rpc.channels import PinnedChannels, translated
 from swarm_protocol.wire.constants import MIB, PART_BYTES
+from swarm_protocol.wire.status import FirstStatus
 
 _ANSWER_S = 10.0
 
@@ -68,8 +69,9 @@ class ReplicaCalls:
                 yield pb.KeepReplicaRequest(data=part)
 
         stub = await self._stub(keeper)
-        with translated(keeper.peer_id):
-            await stub.KeepReplica(requests(), timeout=most_seconds(len(data)))
+        call = stub.KeepReplica(requests(), timeout=most_seconds(len(data)))
+        with translated(keeper.peer_id, FirstStatus(call)):
+            await call
 
     async def listed(self, keeper: Holder) -> list[Replica]:
         """Those that it has."""

@@ -11,7 +11,7 @@ import grpc
 from swarm_protocol.errors import BadReply, PeerUnavailable, SwarmError
 from swarm_protocol.net.tls import ClientCredentials, pinned_channel
 from swarm_protocol.wire.constants import CLIENT_OPTIONS
-from swarm_protocol.wire.status import from_status
+from swarm_protocol.wire.status import CUT_OFF, FirstStatus, from_status
 
 _CONNECT_TIMEOUT_S = 3.0
 
@@ -46,13 +46,19 @@ class PinnedChannels:
 
 
 @contextmanager
-def translated(peer_id: str = "") -> Iterator[None]:
-    """gRPC's errors as ours, of this peer."""
+def translated(peer_id: str = "", first: FirstStatus | None = None) -> Iterator[None]:
+    """gRPC's errors as ours, of this peer. ``first``: of the call, if it is one that is written to."""
     try:
         yield
     except grpc.aio.AioRpcError as error:
-        raise from_status(error.code(), error.details() or "", peer_id) from None
+        raise _error_of(error.code(), error.details() or "", peer_id, first) from None
     except grpc.aio.BaseError as error:
         raise PeerUnavailable(str(error), peer_id) from None
     except asyncio.InvalidStateError:  # the stream has ended
-        raise PeerUnavailable("the stream has ended", peer_id) from None
+        raise _error_of(*CUT_OFF, peer_id, first) from None
+
+
+def _error_of(code: grpc.StatusCode, details: str, peer_id: str, first: FirstStatus | None) -> SwarmError:
+    if first is not None:
+        code, details = first.instead_of(code, details)
+    return from_status(code, details, peer_id)

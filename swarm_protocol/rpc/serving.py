@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
 import grpc
@@ -49,23 +48,6 @@ async def errors_as_status(context: _Context) -> AsyncIterator[None]:
         end_with(context, status_of(RequestRejected("")), printable(str(error)))
     except grpc.aio.BaseError as error:
         _logger.debug("a caller went away: %s", error)
-
-
-@asynccontextmanager
-async def refused_at_the_end(requests: AsyncIterator[Any], timeout_s: float) -> AsyncIterator[None]:
-    """Whoever is refused while it sends hears why: what it still sends is read, and forgotten.
-
-    gRPC would give a caller that is writing an internal error in place of the status. ``requests``: of the caller, who
-    has ``timeout_s`` to end them.
-    """
-    try:
-        yield
-    except (SwarmError, ValueError):
-        with suppress(TimeoutError, grpc.aio.BaseError):
-            async with asyncio.timeout(timeout_s):
-                async for _ in requests:
-                    pass
-        raise
 
 
 async def start_server(

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Coroutine
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import grpc
 
@@ -22,6 +23,7 @@ from swarm_protocol.wire.printable import printable
 
 if TYPE_CHECKING:
     _Context = grpc.aio.ServicerContext[Any, Any]
+T = TypeVar("T")
 _STATUS_OF: dict[type[SwarmError], grpc.StatusCode] = {
     RequestRejected: grpc.StatusCode.INVALID_ARGUMENT,
     AccessDenied: grpc.StatusCode.PERMISSION_DENIED,
@@ -39,9 +41,7 @@ _ERROR_OF: dict[grpc.StatusCode, type[SwarmError]] = {
     grpc.StatusCode.UNIMPLEMENTED: RequestRejected,
     grpc.StatusCode.UNAUTHENTICATED: AccessDenied,
 }
-# What gRPC says of a stream that ended while it was written to, whatever the other peer has said:
-# https://github.com/grpc/grpc/issues/36066
-_CUT_OFF = grpc.StatusCode.INTERNAL, "Internal error from Core"
+CUT_OFF = grpc.StatusCode.INTERNAL, "Internal error from Core"  # see ``FirstStatus``
 _BY_NUMBER = {status.value[0]: status for status in grpc.StatusCode}
 
 
@@ -65,10 +65,44 @@ def end_with(context: _Context, status: grpc.StatusCode, details: str) -> None:
     context.set_details(details)
 
 
+class FirstStatus:
+    """What a peer has ended a call with, noted at once.
+
+    gRPC forgets it if the call was written to meanwhile, and has an internal error of its own from then on:
+    https://github.com/grpc/grpc/issues/36066.
+    """
+
+    def __init__(self, call: grpc.aio.Call) -> None:
+        self._known: tuple[grpc.StatusCode, str] | None = None
+        call.add_done_callback(self._note)
+
+    def instead_of(self, code: grpc.StatusCode, details: str | None) -> tuple[grpc.StatusCode, str]:
+        """What the peer has said, if gRPC has put this in its place; else this."""
+        if (code, details) != CUT_OFF or self._known is None or self._known[0] is grpc.StatusCode.OK:
+            return code, details or ""
+        return self._known
+
+    def _note(self, call: grpc.aio.Call) -> None:
+        if self._known is None:
+            self._known = _of_one_that_ended(call.code()), _of_one_that_ended(call.details()) or ""
+
+
+def _of_one_that_ended(known: Coroutine[Any, Any, T]) -> T:
+    """What a call tells without waiting: later, it may be forgotten."""
+    try:
+        known.send(None)
+    except StopIteration as result:
+        found: T = result.value
+        return found
+    finally:
+        known.close()
+    raise RuntimeError("gRPC has said that a call has ended, and does not know how")
+
+
 def from_status(status: grpc.StatusCode | int, details: str, peer_id: str = "", span: Span | None = None) -> SwarmError:
     """The error that a status, or its number, stands for; an unexpected one becomes a plain PeerError."""
     code = status if isinstance(status, grpc.StatusCode) else _BY_NUMBER.get(status, grpc.StatusCode.UNKNOWN)
-    if (code, details) == _CUT_OFF:
+    if (code, details) == CUT_OFF:
         return PeerUnavailable("the stream has ended while it was written to", peer_id, span)
     error = _ERROR_OF.get(code, PeerError)
     message = printable(details) or f"the server answered {code.name}"

@@ -9,7 +9,9 @@ from torch import Tensor
 
 from swarm_protocol.errors import BadReply
 from swarm_protocol.pb import swarm_pb2 as wire_pb
+from swarm_protocol.rpc.channels import translated
 from swarm_protocol.wire.codec import encode
+from swarm_protocol.wire.status import FirstStatus
 from swarm_stages.audit.statements import Statement, answer_digest, arrived, evidence_form, request_digest
 from swarm_stages.audit.testimony import Answer
 from swarm_stages.pb import stages_audit_pb2 as audit_pb
@@ -91,7 +93,9 @@ class AuditClient:
         """Whether the mate excludes who has answered so."""
         stub = AuditsStub(await self._network.channel(mate))  # type: ignore[no-untyped-call]
         async with answering(mate, timeout_s):
-            reply: audit_pb.AccuseReply = await stub.Accuse(self._accusation(asked, answer, evidence))
+            call = stub.Accuse(self._accusation(asked, answer, evidence))
+            with translated(mate.peer_id, FirstStatus(call)):
+                reply: audit_pb.AccuseReply = await call
             return reply.is_upheld
 
     def _accusation(self, asked: Asked, answer: Answer, evidence: Evidence) -> Iterator[audit_pb.AccuseRequest]:

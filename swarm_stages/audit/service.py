@@ -14,7 +14,7 @@ from torch import Tensor
 from swarm_protocol.access.access_control import AccessControl
 from swarm_protocol.errors import PeerMoved, RequestRejected
 from swarm_protocol.net.identity import Identity
-from swarm_protocol.rpc.serving import admitted, errors_as_status, refused_at_the_end
+from swarm_protocol.rpc.serving import admitted, errors_as_status
 from swarm_stages.audit.answers import Answers
 from swarm_stages.audit.sketch import SEED_BYTES, sketch
 from swarm_stages.audit.statements import Statement, answer_digest, evidence_form, read_answer, request_digest
@@ -94,7 +94,7 @@ class AuditService(AuditsServicer):
 
     async def Accuse(self, requests: AsyncIterator[audit_pb.AccuseRequest], context: _Context) -> audit_pb.AccuseReply:
         is_upheld = False
-        async with errors_as_status(context), refused_at_the_end(requests, self._limits.read_s):
+        async with errors_as_status(context):
             trainer = admitted(context, self._access)
             with self._room.request(trainer) as reservation:
                 messages: list[audit_pb.AccuseRequest] = []

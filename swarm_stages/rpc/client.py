@@ -16,6 +16,7 @@ from swarm_protocol.errors import BadReply, NotFinite, PeerError, PeerUnavailabl
 from swarm_protocol.pb import swarm_pb2 as wire_pb
 from swarm_protocol.rpc.channels import translated
 from swarm_protocol.wire.codec import Assembler, encode, shown_shape
+from swarm_protocol.wire.status import FirstStatus
 from swarm_stages.pb import stages_pb2 as pb
 from swarm_stages.pb.stages_pb2_grpc import StagesStub
 from swarm_stages.rpc.forms import check_header, decoded, encode_as, form_named
@@ -175,12 +176,13 @@ class StagesClient:
         async with answering(peer, timeout_s):
             call = getattr(stub, method)(pack(pb.ComputeRequest(work=work), given))
             try:
-                async for reply in call:
-                    first = first or reply
-                    try:
-                        arriving.take(reply)
-                    except RequestRejected as error:
-                        raise BadReply(str(error), peer.peer_id) from None
+                with translated(peer.peer_id, FirstStatus(call)):
+                    async for reply in call:
+                        first = first or reply
+                        try:
+                            arriving.take(reply)
+                        except RequestRejected as error:
+                            raise BadReply(str(error), peer.peer_id) from None
             finally:
                 call.cancel()
         try:

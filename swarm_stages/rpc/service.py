@@ -16,7 +16,7 @@ from torch import Tensor
 
 from swarm_protocol.access.access_control import AccessControl
 from swarm_protocol.errors import AccessDenied, PeerUnavailable, RequestRejected
-from swarm_protocol.rpc.serving import admitted, errors_as_status, refused_at_the_end
+from swarm_protocol.rpc.serving import admitted, errors_as_status
 from swarm_stages.pb import stages_pb2 as pb
 from swarm_stages.pb.stages_pb2_grpc import StagesServicer, add_StagesServicer_to_server
 from swarm_stages.routing.speed import BACKWARD, FORWARD, SHARES
@@ -81,11 +81,11 @@ class StagesService(StagesServicer):
         self._silences.clear()
 
     async def Forward(self, requests: AsyncIterator[pb.ComputeRequest], context: _Context) -> None:
-        async with errors_as_status(context), refused_at_the_end(requests, self._limits.read_s):
+        async with errors_as_status(context):
             await self._serve(requests, context, is_backward=False)
 
     async def Backward(self, requests: AsyncIterator[pb.ComputeRequest], context: _Context) -> None:
-        async with errors_as_status(context), refused_at_the_end(requests, self._limits.read_s):
+        async with errors_as_status(context):
             await self._serve(requests, context, is_backward=True)
 
     async def Commit(self, request: pb.CommitRequest, context: _Context) -> pb.CommitReply:

@@ -11,7 +11,7 @@ import grpc
 
 from swarm_protocol.net.tls import ClientCredentials
 from swarm_protocol.rpc.channels import PinnedChannels, translated
-from swarm_protocol.wire.status import from_status
+from swarm_protocol.wire.status import FirstStatus, from_status
 from swarm_training.core.network import MeetTalk, ReduceTalk
 from swarm_training.core.record import Progress
 from swarm_training.pb import training_pb2 as pb
@@ -27,24 +27,25 @@ class _CallTalk(Generic[Out, In]):
 
     def __init__(self, call: Any) -> None:
         self._call = call
+        self._first = FirstStatus(call)
 
     async def send(self, message: Out) -> None:
-        with translated():
+        with translated(first=self._first):
             await self._call.write(message)
 
     async def receive(self) -> In | None:
-        with translated():
+        with translated(first=self._first):
             message = await self._call.read()
             if message is grpc.aio.EOF:
-                code = await self._call.code()
+                code, details = self._first.instead_of(await self._call.code(), await self._call.details())
                 if code is not grpc.StatusCode.OK:
-                    raise from_status(code, await self._call.details())
+                    raise from_status(code, details)
                 return None
             received: In = message
             return received
 
     async def finish(self) -> None:
-        with translated():
+        with translated(first=self._first):
             await self._call.done_writing()
 
 

@@ -18,6 +18,7 @@ from swarm_protocol.net.tls import ClientCredentials, pinned_channel
 from swarm_protocol.pb import swarm_pb2 as pb
 from swarm_protocol.pb.swarm_pb2_grpc import BlocksStub
 from swarm_protocol.wire.constants import CLIENT_OPTIONS
+from swarm_protocol.wire.status import FirstStatus
 from tests.swarm.waiting import DEADLINE_S
 
 CUT_OFF = grpc.StatusCode.INTERNAL, "Internal error from Core"
@@ -106,7 +107,7 @@ class RawStream:
     """Sends a request and reads a reply at a time."""
 
     def __init__(self, call: grpc.aio.StreamStreamCall) -> None:
-        self.call = call
+        self.call, self._first = call, FirstStatus(call)
 
     def send(self, request: Any) -> None:
         background.run(_write(self.call, request))
@@ -127,7 +128,7 @@ class RawStream:
 
     def answer(self) -> Answer:
         """Waits until the server ends the stream; what comes before is not kept."""
-        return background.run(_ended(self.call))
+        return background.run(_answer([], self.call, self._first))
 
 
 class Answer:
@@ -138,7 +139,7 @@ class Answer:
 
     @property
     def is_cut_off(self) -> bool:
-        """Whether the stream ended while it was written to: gRPC says so here, and not what the server said."""
+        """Whether a stream without an error ended while it was written to: gRPC says so."""
         return (self.status, self.details) == CUT_OFF
 
     def __repr__(self) -> str:
@@ -181,7 +182,7 @@ async def _opened(method: Callable, request: Any) -> Any:
 async def _talk(method: Callable, requests: tuple) -> Answer:
     """Keeps the stream open after the last request: a server that waits for more would hang the test, not pass it."""
     call = method(timeout=DEADLINE_S)
-    replies = []
+    replies, first = [], FirstStatus(call)
 
     async def read() -> None:
         async for reply in call:
@@ -195,20 +196,21 @@ async def _talk(method: Callable, requests: tuple) -> Answer:
     except (grpc.RpcError, asyncio.InvalidStateError):
         await asyncio.wait([reading])
         reading.exception()
-    return Answer(replies, await call.code(), await call.details())
+    return await _answer(replies, call, first)
 
 
 async def _put(method: Callable, requests: tuple) -> Answer:
     call = method(iter(requests), timeout=DEADLINE_S)
+    first = FirstStatus(call)
     try:
         replies = [await call]
     except grpc.RpcError:
         replies = []
-    return Answer(replies, await call.code(), await call.details())
+    return await _answer(replies, call, first)
 
 
-async def _ended(call: grpc.aio.StreamStreamCall) -> Answer:
-    return Answer([], await call.code(), await call.details())
+async def _answer(replies: list, call: grpc.aio.Call, first: FirstStatus) -> Answer:
+    return Answer(replies, *first.instead_of(await call.code(), await call.details()))
 
 
 async def _cancel(call: grpc.aio.Call) -> None:

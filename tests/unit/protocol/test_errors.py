@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import grpc
 import pytest
 
+from swarm_client.transport.grpc_calls import Stream
+from swarm_client.transport.grpc_calls import translated as calls_translated
 from swarm_protocol.errors import (
     AccessDenied,
     BadReply,
+    CacheMiss,
     CheckpointError,
     NoRoute,
     PeerBusy,
@@ -26,8 +30,9 @@ from swarm_protocol.pb import swarm_pb2 as pb
 from swarm_protocol.pb.swarm_pb2_grpc import BlocksServicer, BlocksStub, add_BlocksServicer_to_server
 from swarm_protocol.rpc.channels import translated
 from swarm_protocol.span import Span
-from swarm_protocol.wire.status import from_status, number_of, status_of
-from tests.unit.support import run
+from swarm_protocol.wire.constants import MIB
+from swarm_protocol.wire.status import FirstStatus, end_with, from_status, number_of, status_of
+from tests.unit.support import run, server_record
 
 
 @pytest.mark.parametrize("error", [PeerUnavailable, PeerBusy, PeerMoved, SessionLost, PeerError])
@@ -88,23 +93,73 @@ def test_no_route_carries_the_missing_blocks() -> None:
     assert NoRoute("no server holds blocks 3:5", (Span(3, 5),)).missing == (Span(3, 5),)
 
 
-def test_a_stream_that_ended_while_it_was_written_to_is_a_peer_that_is_gone() -> None:
-    """Over real gRPC, which has a status of its own for that."""
+class Ending(BlocksServicer):
+    """Ends a stream with this status once it has begun."""
 
-    class Ended(BlocksServicer):
-        async def Push(self, requests: Any, context: Any) -> None:
-            await anext(aiter(requests))
+    def __init__(self, status: grpc.StatusCode) -> None:
+        self._status = status
 
-    async def scenario() -> None:
+    async def Push(self, requests: Any, context: Any) -> None:
+        await anext(aiter(requests))
+        end_with(context, self._status, "why")
+
+
+def with_one_that_ends(status: grpc.StatusCode, scenario: Callable[[BlocksStub], Awaitable[None]]) -> None:
+    """Over real gRPC, which has a status of its own if a stream ends while it is written to."""
+
+    async def running() -> None:
         server = grpc.aio.server()
-        add_BlocksServicer_to_server(Ended(), server)
+        add_BlocksServicer_to_server(Ending(status), server)
         port = server.add_insecure_port("127.0.0.1:0")
         await server.start()
-        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
-            call = BlocksStub(channel).Push()
-            with pytest.raises(PeerUnavailable, match="the stream has ended"), translated("peer"):
-                while True:
-                    await call.write(pb.PushRequest(more=bytes(1 << 20)))
+        try:
+            async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+                await scenario(BlocksStub(channel))
+        finally:
             await server.stop(None)
 
-    run(scenario())
+    run(running())
+
+
+@pytest.mark.parametrize("size_bytes", [10, MIB])
+def test_who_writes_hears_what_the_stream_has_ended_with(size_bytes: int) -> None:
+    async def scenario(stub: BlocksStub) -> None:
+        for _ in range(20):
+            call = stub.Push()
+            with pytest.raises(CacheMiss, match=r"^why$"), translated("peer", FirstStatus(call)):
+                for _ in range(40):
+                    await call.write(pb.PushRequest(more=bytes(size_bytes)))
+                await call.done_writing()
+                await call.read()
+                raise grpc.aio.AioRpcError(await call.code(), None, None, await call.details())
+
+    with_one_that_ends(grpc.StatusCode.ABORTED, scenario)
+
+
+@pytest.mark.parametrize("size_bytes", [10, MIB])
+def test_so_do_those_who_write_to_servers(size_bytes: int) -> None:
+    async def scenario(stub: BlocksStub) -> None:
+        for is_stream in 10 * [False, True]:
+            with pytest.raises(CacheMiss, match=r"^why$"):
+                call = stub.Push()
+                if is_stream:
+                    stream: Stream[pb.PushRequest, pb.PushReply] = Stream(call, server_record(), Span(0, 4))
+                    for _ in range(40):
+                        await stream.write(pb.PushRequest(more=bytes(size_bytes)))
+                    await stream.read()
+                async with calls_translated(server_record(), Span(0, 4), call):
+                    for _ in range(40):
+                        await call.write(pb.PushRequest(more=bytes(size_bytes)))
+                    await call.done_writing()
+
+    with_one_that_ends(grpc.StatusCode.ABORTED, scenario)
+
+
+def test_a_stream_that_ended_well_while_it_was_written_to_is_a_peer_that_is_gone() -> None:
+    async def scenario(stub: BlocksStub) -> None:
+        call = stub.Push()
+        with pytest.raises(PeerUnavailable, match="the stream has ended"), translated("peer", FirstStatus(call)):
+            while True:
+                await call.write(pb.PushRequest(more=bytes(MIB)))
+
+    with_one_that_ends(grpc.StatusCode.OK, scenario)

@@ -78,6 +78,9 @@ class FakeCall:
     async def details(self) -> str:
         return "why"
 
+    def add_done_callback(self, _callback: object) -> None:
+        """gRPC says here what it does not say later; this call says it always."""
+
     def cancel(self) -> None:
         self.cancelled = True
 

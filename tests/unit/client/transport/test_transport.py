@@ -51,6 +51,9 @@ class FakeCall:
     async def done_writing(self) -> None:
         pass
 
+    def add_done_callback(self, _callback: object) -> None:
+        """gRPC says here what it does not say later; this call says it always."""
+
     def cancel(self) -> None:
         self.cancelled = True
 

@@ -17,7 +17,7 @@ from swarm_experts.pb import experts_pb2 as pb
 from swarm_experts.replicas import keeper as keeping
 from swarm_experts.replicas.keeper import Keeper
 from swarm_experts.server.host import ExpertHost
-from swarm_protocol.errors import BadReply, PeerBusy, PeerMoved, PeerUnavailable, RequestRejected, SwarmError
+from swarm_protocol.errors import BadReply, PeerBusy, PeerMoved, RequestRejected, SwarmError
 from swarm_protocol.net.tls import Certificate, ClientCredentials
 from tests.unit.experts.local_network import MemoryBoard, holder
 from tests.unit.training.world import identity
@@ -42,14 +42,7 @@ class Scene:
         return self.calls.setdefault(number, ReplicaCalls(ClientCredentials(identity(number)), name, GRID))
 
     async def send(self, number: int, replica: Replica, data: bytes) -> None:
-        """A refusal that overtakes what is still being sent may be lost by gRPC: the same is sent again then."""
-        while True:
-            try:
-                await self.caller(number).send(self.address, replica, data)
-                return
-            except PeerUnavailable as error:
-                if "while it was written to" not in str(error):
-                    raise
+        await self.caller(number).send(self.address, replica, data)
 
     def announce(self, number: int, *cells: tuple[int, int]) -> None:
         for x, y in cells:
