@@ -33,6 +33,19 @@ def test_a_model_without_a_template_goes_on_with_the_text(chat: ChatPage, swarm:
     assert chat.text == PROMPT + expected + again
 
 
+def test_a_mode_that_is_chosen_before_the_model_is_known_stays(new_page: NewPage, swarm: Swarm) -> None:
+    page, asked = new_page(), []
+    page.route("**/v1/models/*", lambda route: asked.append(route))
+    chat = ChatPage(page, swarm.url).open()
+    while not asked:
+        page.wait_for_timeout(20)
+    chat.mode("Chat")  # which is shown as long as nothing is known
+    with page.expect_response("**/v1/models/*"):
+        asked[0].continue_()
+    chat.options(max_tokens=8).send("One").wait_written()
+    assert chat.user_messages == ["One"]
+
+
 def test_the_live_line_shows_the_servers_of_the_answer(chat: ChatPage, swarm: Swarm) -> None:
     chat.options(max_tokens=20).send(PROMPT).wait_written()
     line = chat.page.locator(".server-line")

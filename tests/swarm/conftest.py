@@ -10,6 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from swarm_client.demo.local_cluster import LocalCluster
+from swarm_client.swarm import peer_health
 from swarm_protocol.pb import swarm_pb2 as pb
 from swarm_protocol.wire.codec import decode
 from tests.swarm.harness import InProcessServers
@@ -28,6 +29,14 @@ def cache_home(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(directory))
         yield directory
+
+
+@pytest.fixture(scope="session", autouse=True)
+def all_servers_are_known() -> Iterator[None]:
+    """Tests know which server is taken: also where a busy machine is slow to answer the first ping."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(peer_health, "_ENOUGH_S", 5.0)
+        yield
 
 
 @pytest.fixture

@@ -13,13 +13,17 @@ from swarm_protocol.span import Span
 
 
 def always_divided(patch: pytest.MonkeyPatch, least_rows: int) -> None:
-    """So many rows are enough for a lane, and the more lanes the better; all take the same servers."""
+    """So many rows are enough for a lane, and the more lanes the better."""
+    patch.setattr(pipelining, "_LEAST_ROWS", least_rows)
+    patch.setattr(pipelining, "_is_known", lambda _hop: True)
+    patch.setattr(pipelining, "step_s", lambda lanes, _sizes: 1 / len(lanes))
+
+
+def on_the_same_servers(patch: pytest.MonkeyPatch) -> None:
+    """All lanes, however much those servers seem to have to do."""
     spread = pipelining.spread
 
     def same(view: SwarmView, blocks: Span, sizes: Sequence[int], costs: Costs) -> list[Route]:
         return spread(view, blocks, sizes[:1], costs) * len(sizes)
 
     patch.setattr(pipelining, "spread", same)
-    patch.setattr(pipelining, "_LEAST_ROWS", least_rows)
-    patch.setattr(pipelining, "_is_known", lambda _hop: True)
-    patch.setattr(pipelining, "step_s", lambda lanes, _sizes: 1 / len(lanes))

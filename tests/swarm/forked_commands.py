@@ -28,7 +28,7 @@ HEAVY = [
     "matplotlib.figure",
 ]
 AT_ONCE = 4
-DEADLINE_S = 120.0
+DEADLINE_S = 480.0
 POLL_S = 0.01
 
 
@@ -96,7 +96,7 @@ def kill_overdue(running: dict[int, tuple[int, float]]) -> None:
 
 def left_behind(session: int) -> list[str]:
     """Names of the session's processes that are still there after a while."""
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while names := [name for pid in filter(str.isdigit, os.listdir("/proc")) if (name := member(pid, session))]:
         if time.monotonic() > deadline:
             return names

@@ -17,7 +17,7 @@ from tests.swarm.processes import ServerProcess
 from tests.swarm.waiting import wait_for
 
 HIDDEN, GRID = 8, (4, 6)
-QUICK = MixtureConfig(refresh_s=0.2, ban_s=0.2)
+QUICK = MixtureConfig(refresh_s=0.2, ban_s=10.0)
 
 
 def config(num_experts: int, *initial_peers: str, directory: Path | None = None, rate: float = 0.0) -> ServerConfig:

@@ -25,6 +25,7 @@ from swarm_server.training.stateless import StatelessPasses
 from tests.marks import SLOW
 from tests.swarm.harness import InProcessServers
 from tests.swarm.processes import Outcome, run_commands
+from tests.swarm.waiting import without_waits
 from tests.zoo import save_checkpoint
 
 TEXTS = [
@@ -79,17 +80,11 @@ def history(directory: Path, key: str) -> list[tuple[int, float]]:
     return [(entry["step"], entry[key]) for entry in entries if key in entry]
 
 
-def recoveries_left_out(stderr: str) -> list[str]:
-    """The lines but for those of a server that is too busy to answer for a moment, as on a machine with much to do."""
-    recovery = re.compile(r"blocks \d+:\d+ are computed again$|^no server holds .*; waiting for up to \d+ s$")
-    return [line for line in stderr.splitlines() if not recovery.search(line)]
-
-
 @pytest.mark.parametrize("name", RUNS)
 def test_a_run_lowers_the_loss_and_says_how_to_use_what_it_wrote(outcomes, place, name):
     outcome, directory = outcomes[name], place / name
     assert outcome.code == 0, outcome.stderr
-    assert recoveries_left_out(outcome.stderr) == [] and outcome.left_behind == []
+    assert without_waits(outcome.stderr) == [] and outcome.left_behind == []
     losses = history(directory, "eval_loss")
     assert losses[0][0] == 0 and min(losses[1:], key=lambda pair: pair[1])[1] < losses[0][1] - 0.1
     assert "step 0/" in outcome.stdout and f"adapter: {directory}" in outcome.stdout
@@ -148,7 +143,7 @@ def test_generate_with_what_servers_have_loaded(generated, servers, place, cache
     with InProcessServers(servers.model) as adapted:
         adapted.start("0:3", "3:6", adapters=(place / "lora",))
         where = ["--model", str(servers.model), "--swarm", adapted.swarm]
-        options = ["--max-new-tokens", "8", "--temperature", "0", "--wait", "0"]
+        options = ["--max-new-tokens", "8", "--temperature", "0"]
         commands = [["generate", "Return", *where, *options, "--adapter", name] for name in ("lora", "cook")]
         found, unknown = run_commands("swarm_client", commands, cache_home)
     assert (found.code, found.stdout) == (0, generated["lora"])

@@ -171,7 +171,7 @@ def test_closing_the_model_ends_all(tmp_path):
         running: list[Future[Any]] = []
         for number, gate in enumerate(gates):
             ids = random_ids(1, 5, seed=number)
-            running.append(pool.submit(pair.remote.generate, ids, streamer=gate, max_new_tokens=60))
+            running.append(pool.submit(pair.remote.generate, ids, streamer=gate, max_new_tokens=200))
             assert gate.arrived.wait(DEADLINE_S)
         gates[1].opened.set()
         wait_for(lambda: pair.remote._shared_loop._loop is not None, "the second goes through the loop")

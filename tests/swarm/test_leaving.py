@@ -107,6 +107,7 @@ def lonely(fleet: Fleet, drain_timeout_s: float) -> LocalServer:
 def test_it_waits_for_a_generation_and_takes_no_new_one(fleet, connect, moments):
     server = lonely(fleet, 100)
     client, other = connect(), connect(wait_timeout_s=0)
+    other.wait_until_it_knows_all()
     other.generate(PROMPT)
 
     def leave() -> None:

@@ -19,7 +19,7 @@ from swarm_client.transport.hops import BlockAnswer, HopSession
 from swarm_protocol.span import Span
 from tests.drafts import Always, KnowingDraft
 from tests.marks import SLOW, always
-from tests.swarm.dividing import always_divided
+from tests.swarm.dividing import always_divided, on_the_same_servers
 from tests.swarm.pair import NEW_TOKENS, random_ids
 from tests.swarm.survival import SPANS, each_hop
 from tests.swarm.tuning import assert_close
@@ -81,6 +81,7 @@ def test_killed_in_the_middle_of_a_step(client, moments, hop):
 def test_killed_under_a_batch_in_lanes(client, moments, monkeypatch, hop):
     """Each lane goes on with another server by itself."""
     always_divided(monkeypatch, 2)
+    on_the_same_servers(monkeypatch)
     moments.before_step(5, lambda: client.fleet.find(client.chains[0].hops[hop].hop.server.peer_id).kill())
     output = client.generate(random_ids(4, 8, seed=3))
     assert client.moved_blocks == [SPANS[hop]] * 2

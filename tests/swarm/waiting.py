@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable
 from typing import TypeVar
@@ -18,3 +19,13 @@ def wait_for(condition: Callable[[], T], what: str, deadline_s: float = DEADLINE
         assert time.monotonic() < deadline, f"did not happen within {deadline_s:g} s: {what}"
         time.sleep(POLL_S)
     return value
+
+
+def without_waits(stderr: str) -> list[str]:
+    """The lines but for those of a server that is too busy to answer for a moment, as on a machine with much to do."""
+    waits = (
+        r"blocks \d+:\d+ are computed again$",
+        r"^no server holds .*; waiting for up to [\d.]+ s$",
+        r"^no answer yet from .*; trying again for up to \d+ s$",
+    )
+    return [line for line in stderr.splitlines() if not re.search("|".join(waits), line)]

@@ -26,6 +26,7 @@ class Chat {
   #running = new Map(); // AbortController by id of the conversation
   #models = new Models();
   #announcer = new Announcer(find("announcer"));
+  #withChosenMode = null; // the conversation of which the user has chosen the mode
   #view = null; // a Thread or a Document
   #unsaved = new Set();
   #writing = new Set(); // what the database has not confirmed
@@ -116,6 +117,7 @@ class Chat {
 
   setModel(name) {
     this.#current.model = name;
+    this.#withChosenMode = null;
     this.#keep();
     this.#chooseModel();
     this.draw();
@@ -123,24 +125,24 @@ class Chat {
 
   setMode(mode) {
     this.#current.mode = mode;
+    this.#withChosenMode = this.#current;
     this.#view = null;
     this.#keep();
     this.draw();
   }
 
-  /** A conversation that has just begun has the first model, and the mode that the model is made for. */
+  /** A conversation that has just begun has the first model, and the mode that the model is made for unless one was chosen. */
   async #chooseModel() {
     const conversation = this.#current;
     conversation.model ??= this.#models.names[0] ?? null;
     const isNew = lastNode(conversation).id === ROOT;
     if (isNew && this.#models.names.length && !this.#models.names.includes(conversation.model)) conversation.model = this.#models.names[0];
     if (conversation.model === null || !this.#models.names.includes(conversation.model)) return;
-    const mode = conversation.mode;
     const hasTemplate = await this.#models.hasTemplate(conversation.model);
     if (conversation !== this.#current) return;
     this.hasTemplate = hasTemplate;
-    const isChosen = conversation.mode !== mode; // by the user, meanwhile
-    if (lastNode(conversation).id === ROOT && hasTemplate !== null && !isChosen) conversation.mode = hasTemplate ? "chat" : "complete";
+    const isFree = lastNode(conversation).id === ROOT && conversation !== this.#withChosenMode;
+    if (isFree && hasTemplate !== null) conversation.mode = hasTemplate ? "chat" : "complete";
     this.draw();
   }
 
@@ -429,8 +431,8 @@ async function main() {
   find("new").addEventListener("click", () => chat.begin());
   find("options").addEventListener("click", () => chat.setOptions());
   find("model").addEventListener("change", (event) => chat.setModel(event.target.value));
-  find("mode-chat").addEventListener("change", () => chat.setMode("chat"));
-  find("mode-complete").addEventListener("change", () => chat.setMode("complete"));
+  find("mode-chat").addEventListener("click", () => chat.setMode("chat"));
+  find("mode-complete").addEventListener("click", () => chat.setMode("complete"));
   find("to-complete").addEventListener("click", () => chat.setMode("complete"));
   find("models-retry").addEventListener("click", () => chat.refreshModels());
   find("stop").addEventListener("click", () => chat.stop());
