@@ -130,8 +130,7 @@ def test_who_writes_hears_what_the_stream_has_ended_with(size_bytes: int) -> Non
                 for _ in range(40):
                     await call.write(pb.PushRequest(more=bytes(size_bytes)))
                 await call.done_writing()
-                await call.read()
-                raise grpc.aio.AioRpcError(await call.code(), None, None, await call.details())
+                await anext(aiter(call))
 
     with_one_that_ends(grpc.StatusCode.ABORTED, scenario)
 
@@ -151,6 +150,7 @@ def test_so_do_those_who_write_to_servers(size_bytes: int) -> None:
                     for _ in range(40):
                         await call.write(pb.PushRequest(more=bytes(size_bytes)))
                     await call.done_writing()
+                    await anext(aiter(call))
 
     with_one_that_ends(grpc.StatusCode.ABORTED, scenario)
 
