@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from swarm_stages.peer.stage_peer import LOOK_S
 from swarm_training.core.bitmap import from_bits
 from swarm_training.core.moment import Moment
 from tests.unit.stages.peer.world import CONFIG, SimulatedStagePeer, StageWorld, ToyTrainer, micro_batch, single
@@ -57,6 +58,32 @@ def test_without_failures_every_step_is_that_of_one_process() -> None:
         await train(world, 3, ToyTrainer(world))
         assert not barrier.done() or barrier.result()
         require_equal_to_single(world, 3)
+
+    simulate(scenario)
+
+
+def test_who_hears_of_its_mates_late_does_not_found_the_stage_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The DHT answers after the time in which somebody should have been found."""
+
+    async def scenario() -> None:
+        world = StageWorld(1, MICRO_BATCHES)
+        await start(world)
+        late, founded = world.make(0), []
+        look = late.peer.look
+
+        async def look_slowly() -> None:
+            await asyncio.sleep(LOOK_S + 1)
+            await look()
+
+        async def found(*arguments: object, **_options: object) -> None:
+            founded.append(arguments)
+
+        monkeypatch.setattr(late.peer, "look", look_slowly)
+        monkeypatch.setattr(late.peer, "found", found)
+        world.spawn(late)
+        while not (late.peer.own.state_digest or founded):
+            await asyncio.sleep(0.1)
+        assert not founded
 
     simulate(scenario)
 
