@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import itertools
-import os
+import time
+import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+ABANDONED_S = 3600.0  # for a partial file of this age, nobody writes it any more
 PARTIAL_SUFFIX = ".partial"  # of what is still written, or was when its process ended
-_counter = itertools.count()
 
 
 @contextmanager
@@ -22,7 +22,9 @@ def written_atomically(path: Path) -> Iterator[Path]:
     Raises:
         OSError: the file cannot take its place.
     """
-    partial = path.with_name(f".{path.name}.{os.getpid()}-{next(_counter)}{PARTIAL_SUFFIX}")
+    partial = path.with_name(
+        f".{path.name}.{uuid.uuid4().hex}{PARTIAL_SUFFIX}"
+    )  # processes of containers share numbers
     try:
         yield partial
         partial.replace(path)
@@ -30,3 +32,11 @@ def written_atomically(path: Path) -> Iterator[Path]:
         with suppress(OSError):
             partial.unlink()
         raise
+
+
+def remove_abandoned(directory: Path) -> None:
+    """Partial files in the directory whose writers were killed."""
+    with suppress(OSError):
+        for partial in directory.glob(f".*{PARTIAL_SUFFIX}"):
+            if time.time() - partial.stat().st_mtime > ABANDONED_S:
+                partial.unlink()

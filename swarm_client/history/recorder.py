@@ -8,6 +8,7 @@ import contextlib
 import logging
 import sqlite3
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import inf
@@ -209,8 +210,8 @@ class Recorder:
         seen = replace(seen, tallies=tallies)
         if self._writes and events:
             if self._unwritten or not wrote:  # another process may have written them, or this one has before it failed
-                written = [stored.event for stored in history.events(self._events_since)]
-                events = [event for event in events if event not in written]
+                written = Counter(stored.event for stored in history.events(self._events_since))
+                events = [event for event in events if not _taken(written, event)]
             history.add_events(events, now)
         if is_due:
             if self._writes:
@@ -236,6 +237,12 @@ class Recorder:
         except sqlite3.Error as error:
             _logger.info("the history was not finished: %s", error)
         self._history.close()
+
+
+def _taken(events: Counter[SwarmEvent], event: SwarmEvent) -> bool:
+    """Whether it is among them; once for each time that it is."""
+    events[event] -= 1
+    return events[event] >= 0
 
 
 def sample_of(seen: Observation) -> Sample:

@@ -17,6 +17,8 @@ from swarm_protocol.wire.status import FirstStatus, from_status
 
 Request = TypeVar("Request")
 Reply = TypeVar("Reply")
+# Of a call that has ended: by itself, before a message was written, or while its end was.
+_ENDED = grpc.RpcError, asyncio.InvalidStateError, grpc.aio.InternalError
 
 
 def no_answer(server: ServerRecord, span: Span, timeout_s: float) -> PeerUnavailable:
@@ -40,16 +42,20 @@ def error_of(code: grpc.StatusCode, details: str, server: ServerRecord, span: Sp
 async def translated(
     server: ServerRecord, span: Span | None = None, call: grpc.aio.Call | None = None
 ) -> AsyncIterator[None]:
-    """Turns grpc's errors into ours. ``call``: if it is one that is written to."""
+    """Turns grpc's errors into ours. ``call``: if it is one that is written to; it is cancelled if anything fails."""
     first = None if call is None else FirstStatus(call)
     try:
         yield
-    except (grpc.RpcError, asyncio.InvalidStateError) as error:
+    except _ENDED as error:
         raise await _translation(error, server, span, call, first) from None
+    except BaseException:
+        if call is not None:
+            call.cancel()
+        raise
 
 
 async def _translation(
-    error: grpc.RpcError | asyncio.InvalidStateError,
+    error: Exception,
     server: ServerRecord,
     span: Span | None,
     call: grpc.aio.Call | None,
@@ -88,13 +94,13 @@ class Stream(Generic[Request, Reply]):
     async def write(self, request: Request) -> None:
         try:  # not ``translated``: an asynchronous context manager takes longer than what it stands around
             await self._call.write(request)
-        except (grpc.RpcError, asyncio.InvalidStateError) as error:
+        except _ENDED as error:
             raise await self._translated(error) from None
 
     async def done_writing(self) -> None:
         try:
             await self._call.done_writing()
-        except (grpc.RpcError, asyncio.InvalidStateError) as error:
+        except _ENDED as error:
             raise await self._translated(error) from None
 
     async def read(self) -> Reply:
@@ -106,13 +112,13 @@ class Stream(Generic[Request, Reply]):
             if reply is not grpc.aio.EOF:
                 return cast(Reply, reply)
             code, details = self._first.instead_of(await self._call.code(), await self._call.details())
-        except (grpc.RpcError, asyncio.InvalidStateError) as error:
+        except _ENDED as error:
             raise await self._translated(error) from None
         if code is grpc.StatusCode.OK:
             raise self.ended_error()
         raise error_of(code, details, self._server, self._span)
 
-    async def _translated(self, error: grpc.RpcError | asyncio.InvalidStateError) -> SwarmError:
+    async def _translated(self, error: Exception) -> SwarmError:
         return await _translation(error, self._server, self._span, self._call, self._first)
 
     def cancel(self) -> None:

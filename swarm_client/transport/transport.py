@@ -194,8 +194,9 @@ class ServerConnection:
         return self._readable(progress, span)
 
     async def reroute(self, requests: Sequence[pb.RerouteRequest], span: Span, timeout_s: float) -> pb.SessionProgress:
-        async with translated(self.record, span):
-            progress: pb.SessionProgress | None = await self._stub.Reroute(iter(requests), timeout=timeout_s)
+        call = self._stub.Reroute(iter(requests), timeout=timeout_s)
+        async with translated(self.record, span, call):
+            progress: pb.SessionProgress | None = await call
         return self._readable(progress, span)
 
     async def copy(self, request: pb.CopyRequest, span: Span, timeout_s: float) -> pb.SessionProgress:

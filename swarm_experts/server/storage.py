@@ -13,7 +13,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from swarm_experts.core.cells import Cell, expert_name
-from swarm_protocol.atomic_file import written_atomically
+from swarm_protocol.atomic_file import remove_abandoned, written_atomically
 
 _SUFFIX = ".safetensors"
 
@@ -36,6 +36,7 @@ class ExpertFiles:
             names = [path.name for path in self.directory.iterdir()]
         except OSError as error:
             raise ValueError(f"cannot keep experts in {self.directory}: {error.strerror}") from None
+        remove_abandoned(self.directory)
         pattern = re.compile(rf"{re.escape(self.name)}((?:\.\d{{1,4}})+){re.escape(_SUFFIX)}")
         found = filter(None, map(pattern.fullmatch, names))
         return sorted(tuple(map(int, match[1].split(".")[1:])) for match in found)

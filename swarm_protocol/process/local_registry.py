@@ -22,7 +22,7 @@ from typing import IO
 
 import platformdirs
 
-from swarm_protocol.atomic_file import written_atomically
+from swarm_protocol.atomic_file import PARTIAL_SUFFIX, written_atomically
 from swarm_protocol.untrusted.json_file import parse_object
 
 DEFAULT_SWARM = "default"
@@ -103,7 +103,7 @@ class LocalRegistry:
         """Removes the directory if no server of the swarm is left, and none is about to start."""
         with suppress(OSError), self._open_lock() as lock:
             if _try_lock(lock) and self._has(lock) and not self.servers():
-                for partial in self._directory.glob("*.[0-9]*"):  # of a process that was killed
+                for partial in self._directory.glob(f".*{PARTIAL_SUFFIX}"):  # of a process that was killed
                     partial.unlink()
                 (self._directory / "lock").unlink()
                 self._directory.rmdir()

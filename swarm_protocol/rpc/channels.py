@@ -52,10 +52,10 @@ def translated(peer_id: str = "", first: FirstStatus | None = None) -> Iterator[
         yield
     except grpc.aio.AioRpcError as error:
         raise _error_of(error.code(), error.details() or "", peer_id, first) from None
+    except (asyncio.InvalidStateError, grpc.aio.InternalError):  # the stream has ended
+        raise _error_of(*CUT_OFF, peer_id, first) from None
     except grpc.aio.BaseError as error:
         raise PeerUnavailable(str(error), peer_id) from None
-    except asyncio.InvalidStateError:  # the stream has ended
-        raise _error_of(*CUT_OFF, peer_id, first) from None
 
 
 def _error_of(code: grpc.StatusCode, details: str, peer_id: str, first: FirstStatus | None) -> SwarmError:

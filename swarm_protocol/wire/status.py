@@ -69,7 +69,8 @@ class FirstStatus:
     """What a peer has ended a call with, noted at once.
 
     gRPC forgets it if the call was written to meanwhile, and has an internal error of its own from then on:
-    https://github.com/grpc/grpc/issues/36066.
+    https://github.com/grpc/grpc/issues/36066. It never knows it if that was so before all replies were read. The call
+    is in a cycle of references: whoever drops it cancels it.
     """
 
     def __init__(self, call: grpc.aio.Call) -> None:
@@ -96,7 +97,7 @@ def _of_one_that_ended(known: Coroutine[Any, Any, T]) -> T:
         return found
     finally:
         known.close()
-    raise RuntimeError("gRPC has said that a call has ended, and does not know how")
+    raise AssertionError("gRPC has said that a call has ended, and does not know how")
 
 
 def from_status(status: grpc.StatusCode | int, details: str, peer_id: str = "", span: Span | None = None) -> SwarmError:

@@ -19,7 +19,7 @@ from typing import ClassVar, Protocol, Self, TypeVar
 import platformdirs
 import torch
 
-from swarm_protocol.atomic_file import PARTIAL_SUFFIX, written_atomically
+from swarm_protocol.atomic_file import ABANDONED_S, PARTIAL_SUFFIX, written_atomically
 from swarm_protocol.checkpoints.safetensors_file import StoredTensor
 
 _logger = logging.getLogger(__name__)
@@ -28,7 +28,6 @@ _MAX_HEADER_BYTES = 4096
 _PAGE_BYTES = 4096
 _SAMPLE_BYTES = 4096
 _FREE_SHARE = 0.1  # of the disk, which the cache leaves free
-_ABANDONED_S = 3600.0  # for a partial file of this age, nobody writes it any more
 
 
 class PackedWeight(Protocol):
@@ -142,7 +141,7 @@ class WeightCache:
                 status = entry.stat()
                 if entry.name.endswith(_SUFFIX):
                     found.append((status.st_mtime, Path(entry.path), status.st_size))
-                elif entry.name.endswith(PARTIAL_SUFFIX) and time.time() - status.st_mtime > _ABANDONED_S:
+                elif entry.name.endswith(PARTIAL_SUFFIX) and time.time() - status.st_mtime > ABANDONED_S:
                     os.unlink(entry.path)
             except FileNotFoundError:  # another server was faster
                 continue

@@ -16,11 +16,19 @@ from swarm_server.net.arrivals import Arrivals, ArrivingTensor, Pace
 _LARGE_BYTES = 16 * 1024  # of a message that takes a while on a slow line, unlike a step of one token
 
 
+async def cancelled(task: asyncio.Future[Any]) -> None:
+    """Cancels it, and returns once it has ended, however it does."""
+    task.cancel()
+    await asyncio.wait([task])
+    if not task.cancelled():
+        task.exception()
+
+
 class Incoming:
     """Reads a client's stream. Within a request, what comes counts among ``arrivals``, and must not come too slowly."""
 
     def __init__(self, messages: AsyncIterator[Any], arrivals: Arrivals, reads_ahead: bool = False) -> None:
-        """``reads_ahead``: after a large message, another arrives while that one is worked at; then ``close`` it."""
+        """``reads_ahead``: after a large message, another arrives while that one is worked at; then ``aclose`` it."""
         self._messages = messages
         self._arrivals = arrivals
         self._reads_ahead = reads_ahead
@@ -67,11 +75,10 @@ class Incoming:
             self._ahead = asyncio.ensure_future(anext(self._messages, None))
         return message
 
-    def close(self) -> None:
-        """Nothing is read any more."""
+    async def aclose(self) -> None:
+        """Nothing is read any more: the messages may be closed then, which nobody may who waits for one."""
         if self._ahead is not None:
-            self._ahead.cancel()
-            self._ahead.add_done_callback(lambda done: done.cancelled() or done.exception())
+            await cancelled(self._ahead)
 
     async def first(self, *kinds: str) -> Any:
         """The next message, which must be of one of these kinds; raises RequestRejected if it is not."""

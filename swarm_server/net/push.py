@@ -19,6 +19,7 @@ from swarm_protocol.tunnel.dialing import first_reached
 from swarm_protocol.wire.bundling import may_be_bundled
 from swarm_protocol.wire.constants import CLIENT_OPTIONS
 from swarm_protocol.wire.printable import printable
+from swarm_protocol.wire.status import FirstStatus
 from swarm_server.net.push_bundle import PushStream
 
 _logger = logging.getLogger(__name__)
@@ -207,7 +208,7 @@ class Pusher:
         """Only with the first step: before, the next hop may not have heard of the session yet."""
         assert self._stub is not None  # or the stream would be broken
         self._call = call = self._stub.Push()
-        self._reading = asyncio.ensure_future(self._read(call))
+        self._reading = asyncio.ensure_future(self._read(call, FirstStatus(call)))
         await self._write(call, [pb.PushRequest(push_key=self._hop.push_key)])
 
     async def _write(
@@ -236,7 +237,7 @@ class Pusher:
         self._broken = True
         _logger.info("steps cannot be pushed to server %s: %s", short_id(self._hop.peer_id), printable(str(error)))
 
-    async def _read(self, call: grpc.aio.StreamStreamCall[Any, Any]) -> None:
+    async def _read(self, call: grpc.aio.StreamStreamCall[Any, Any], first: FirstStatus) -> None:
         try:
             async for reply in call:
                 async with self._taken:
@@ -244,7 +245,8 @@ class Pusher:
                         del self._untaken[number]  # of settled ones before it nothing is said
                     self._taken.notify_all()
         except grpc.RpcError as error:
-            details = printable(error.details() or "no details")
+            _, details = first.instead_of(error.code(), error.details())
+            details = printable(details or "no details")
             _logger.info("the stream to server %s broke: %s", short_id(self._hop.peer_id), details)
         except asyncio.CancelledError:
             if not self.retired:

@@ -14,6 +14,7 @@ from swarm_protocol.pb.swarm_pb2_grpc import BlocksStub
 from swarm_protocol.wire.bundling import Outbox
 from swarm_protocol.wire.constants import MIB
 from swarm_protocol.wire.printable import printable
+from swarm_protocol.wire.status import FirstStatus
 
 _logger = logging.getLogger(__name__)
 _MAX_UNSENT_BYTES = 4 * MIB  # for a server that does not read
@@ -29,6 +30,7 @@ class PushStream:
         self.ended = False
         self._waiting: dict[tuple[bytes, int], Taken] = {}
         self._call: grpc.aio.StreamStreamCall[Any, Any] = stub.PushSteps()
+        self._first = FirstStatus(self._call)
         self._outbox = Outbox[pb.PushedStep](lambda steps: self._call.write(pb.PushBundle(steps=steps)))
         self._running = asyncio.ensure_future(self._run())
 
@@ -60,7 +62,8 @@ class PushStream:
                 _set(taken, False)
             for error in await asyncio.gather(*tasks, return_exceptions=True):
                 if isinstance(error, grpc.RpcError):
-                    _logger.info("a stream to another server broke: %s", printable(error.details() or "no details"))
+                    _, details = self._first.instead_of(error.code(), error.details())
+                    _logger.info("a stream to another server broke: %s", printable(details or "no details"))
 
     async def _read(self) -> None:
         async for message in self._call:

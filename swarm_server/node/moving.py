@@ -113,13 +113,12 @@ class Mover:
         self._prefix_sharing = prefix_sharing(starting.config, starting.access, joined.membership.host)
 
     async def settle(self, state: Loading) -> Loading:
-        """Chooses again if others have chosen at the same time."""
+        """Chooses once more, and again while others do, who may have chosen at the same time."""
         for _ in range(_MAX_SETTLING):
             await asyncio.sleep(_SETTLE_S)
             own = state.record
             servers = (await self._monitor.view(own)).servers
             others = [server for server in servers if server.peer_id != own.peer_id]
-            # Once more even if nobody else chooses now: who has chosen when this server did may be online already.
             span = await self._monitor.choose_span(len(own.span), own)
             if span != own.span:
                 state = state.choose(span)

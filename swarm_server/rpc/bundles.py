@@ -17,7 +17,7 @@ from swarm_protocol.pb import swarm_pb2 as pb
 from swarm_protocol.wire.bundling import Outbox, may_be_bundled
 from swarm_protocol.wire.constants import MAX_BUNDLED, MAX_BUNDLED_BYTES, MIB
 from swarm_server.net.arrivals import Arrivals
-from swarm_server.net.incoming import Incoming
+from swarm_server.net.incoming import Incoming, cancelled
 from swarm_server.net.shares import Caller
 from swarm_server.net.validation import require_key
 from swarm_server.sessions.reading import StepReader
@@ -204,7 +204,7 @@ async def _next(incoming: Incoming, idle_timeout_s: float, is_needed: Callable[[
                 return None
         return reading.result()
     finally:
-        reading.cancel()
+        await cancelled(reading)
 
 
 async def _send_all(outbox: Outbox[Any]) -> None:

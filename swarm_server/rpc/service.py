@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import ExitStack, closing, nullcontext
+from contextlib import AsyncExitStack, ExitStack, aclosing, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -101,7 +101,7 @@ class BlocksService(BlocksServicer):
                 await hosted.announce()
                 await self._serve(host, hosted, incoming, arrivals, self._membership(context))
             finally:
-                incoming.close()
+                await incoming.aclose()
                 await asyncio.shield(host.end(hosted))
 
     async def Push(self, requests: AsyncIterator[pb.PushRequest], context: _Context) -> None:
@@ -112,7 +112,9 @@ class BlocksService(BlocksServicer):
         hosted = self._sessions().find_pushed(request.push_key)
         # The client blames this stream's sender for one refusal, and would blame who takes its place for more.
         # What it pushes is part of the share of the client whose session it is.
-        with closing(incoming), StepReader(hosted, self._arrivals.of(hosted.client), one_refusal=True) as reader:
+        async with AsyncExitStack() as stack:
+            await stack.enter_async_context(aclosing(incoming))
+            reader = stack.enter_context(StepReader(hosted, self._arrivals.of(hosted.client), one_refusal=True))
             while (request := await reader.next(incoming, self._idle_timeout_s)) is not None:
                 admitted()
                 kind = request.WhichOneof("kind")

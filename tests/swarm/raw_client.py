@@ -21,8 +21,6 @@ from swarm_protocol.wire.constants import CLIENT_OPTIONS
 from swarm_protocol.wire.status import FirstStatus
 from tests.swarm.waiting import DEADLINE_S
 
-CUT_OFF = grpc.StatusCode.INTERNAL, "Internal error from Core"
-
 
 @cache
 def own_credentials() -> ClientCredentials:
@@ -136,11 +134,6 @@ class Answer:
 
     def __init__(self, replies: list, status: grpc.StatusCode, details: str) -> None:
         self.replies, self.status, self.details = replies, status, details
-
-    @property
-    def is_cut_off(self) -> bool:
-        """Whether a stream without an error ended while it was written to: gRPC says so."""
-        return (self.status, self.details) == CUT_OFF
 
     def __repr__(self) -> str:
         return f"Answer({len(self.replies)} replies, {self.status.name}: {self.details})"

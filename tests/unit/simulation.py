@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Generator, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from operator import mul
@@ -361,14 +361,26 @@ class Channel:
     def stream_unary(self, path: str, **_options: Any) -> Callable:
         """For ``Reroute``: toy blocks take no adapters."""
         answered = self.unary_unary(path)
-
-        async def call(requests: Iterable[Any], timeout: float = 1e9) -> Any:
-            return await answered(list(requests), timeout)
-
-        return call
+        return lambda requests, timeout=1e9: Answering(answered(list(requests), timeout))
 
     async def close(self) -> None:
         pass
+
+
+class Answering:
+    """A call of one answer, which is waited for; it forgets nothing that gRPC would."""
+
+    def __init__(self, answer: Coroutine[Any, Any, Any]) -> None:
+        self._answer = answer
+
+    def __await__(self) -> Generator[Any, Any, Any]:
+        return self._answer.__await__()
+
+    def add_done_callback(self, callback: Callable[[Any], None]) -> None:
+        pass
+
+    def cancel(self) -> None:
+        self._answer.close()
 
 
 class Context:
@@ -528,6 +540,9 @@ class Stream:
         if message is grpc.aio.EOF:
             raise StopAsyncIteration
         return message
+
+    def add_done_callback(self, callback: Callable[[Any], None]) -> None:
+        """gRPC tells this what it may forget later; this call forgets nothing."""
 
     async def code(self) -> grpc.StatusCode:
         return self.code_value

@@ -17,8 +17,8 @@ from swarm_protocol.dht.records import ServerRecord
 from swarm_protocol.errors import RequestRejected
 from swarm_protocol.pb import swarm_pb2 as pb
 from swarm_protocol.wire.codec import Assembler
+from swarm_protocol.wire.status import CUT_OFF, FirstStatus
 from tests.attack.fuzzing.conversations import Call, Conversation, Ending
-from tests.swarm.raw_client import CUT_OFF
 
 DEADLINE_S = 120.0  # for any answer; the machine may be busy
 _PATIENCE_S = 0.05  # of who leaves, for a first reply
@@ -88,6 +88,7 @@ class Talker:
         clock = asyncio.get_running_loop().time
         replies: list[bytes] = []
         rpc = self._methods[call.method](timeout=DEADLINE_S)
+        first = FirstStatus(rpc)
 
         async def read() -> None:
             async for reply in rpc:
@@ -110,7 +111,7 @@ class Talker:
         await asyncio.wait([reading, sending])
         if not reading.cancelled():
             reading.exception()
-        status, details = await rpc.code(), await rpc.details() or ""
+        status, details = first.instead_of(await rpc.code(), await rpc.details())
         if call.ending is Ending.LEAVE and status is _Code.CANCELLED:
             return Answered(call.method, "left", seconds)
         if (status, details) == CUT_OFF:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import time
 from pathlib import Path
 from threading import Thread
 
 import pytest
 
-from swarm_protocol.atomic_file import PARTIAL_SUFFIX, written_atomically
+from swarm_protocol.atomic_file import PARTIAL_SUFFIX, remove_abandoned, written_atomically
 
 
 def test_nobody_sees_it_before_it_is_whole(tmp_path: Path) -> None:
@@ -35,6 +37,17 @@ def test_a_place_that_cannot_be_taken_leaves_nothing(tmp_path: Path) -> None:
     with pytest.raises(IsADirectoryError), written_atomically(tmp_path / "taken") as partial:
         partial.write_text("whole")
     assert [path.name for path in tmp_path.iterdir()] == ["taken"]
+
+
+def test_what_killed_writers_have_left_is_removed_in_time(tmp_path: Path) -> None:
+    for age_s in (0, 7200):
+        with written_atomically(tmp_path / "file") as partial:
+            partial.write_text("half")
+            left = partial.with_name(f".{age_s}{partial.name}")
+            left.write_text("half")
+            os.utime(left, (time.time() - age_s,) * 2)
+    remove_abandoned(tmp_path)
+    assert sorted(path.name[:2] for path in tmp_path.iterdir()) == [".0", "fi"]
 
 
 def test_many_write_at_once_and_one_of_them_is_there_whole(tmp_path: Path) -> None:

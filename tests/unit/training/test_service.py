@@ -132,6 +132,18 @@ def test_errors_travel() -> None:
     with_network(scenario)
 
 
+def test_errors_travel_to_who_is_sending() -> None:
+    async def scenario(network: GrpcNetwork, peer: Progress, echo: Echo) -> None:
+        for _ in range(10):
+            async with network.reduce(peer) as talk:
+                with pytest.raises(RequestRejected, match="no member of the group"):
+                    for index in range(100):
+                        await talk.send(pb.ReduceRequest(chunk=pb.Chunk(index=index, data=bytes(1 << 20))))
+                    await talk.receive()
+
+    with_network(scenario)
+
+
 def test_a_peer_with_another_certificate_is_not_talked_to() -> None:
     async def scenario(network: GrpcNetwork, peer: Progress, echo: Echo) -> None:
         with pytest.raises(PeerUnavailable, match="another TLS certificate"):

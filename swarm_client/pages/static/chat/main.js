@@ -124,8 +124,9 @@ class Chat {
   }
 
   setMode(mode) {
-    this.#current.mode = mode;
     this.#withChosenMode = this.#current;
+    if (this.#current.mode === mode) return;
+    this.#current.mode = mode;
     this.#view = null;
     this.#keep();
     this.draw();

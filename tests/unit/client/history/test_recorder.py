@@ -206,16 +206,17 @@ def test_what_happens_while_the_file_is_busy_is_written_once(tmp_path: Path, bus
         monitor.change("b", answers=False)
         clock.now += 10.0
         await until(lambda: recorder.latest.time == clock.now)
-        monitor.change("b", answers=True)
-        clock.now += 10.0
-        await until(lambda: recorder.latest.time == clock.now)
+        for answers in (True, False):
+            monitor.change("b", answers=answers)
+            clock.now += 10.0
+            await until(lambda: recorder.latest.time == clock.now)
         history.is_busy = False
-        await until(lambda: recorder.latest.last_event_id == 2)
-        monitor.remove("b")
         await until(lambda: recorder.latest.last_event_id == 3)
+        monitor.remove("b")
+        await until(lambda: recorder.latest.last_event_id == 4)
         await recorder.close()
         kept = [str(stored.event.kind) for stored in History(tmp_path / "home.sqlite").events()]
-        assert kept == ["unreachable", "back", "left"]
+        assert kept == ["unreachable", "back", "unreachable", "left"]
 
     asyncio.run(test())
 

@@ -14,7 +14,7 @@ from swarm_client.transport.transport import ServerConnection
 from swarm_protocol.dht.records import ServerRecord, SwarmView
 from swarm_protocol.pb import swarm_pb2 as pb
 from swarm_protocol.wire.session_keys import push_key_of
-from tests.unit.simulation import VirtualLoop
+from tests.unit.simulation import Answering, VirtualLoop
 from tests.unit.support import server_record
 
 NUM_BLOCKS = 6
@@ -70,6 +70,9 @@ class FakeCall:
         self.cancelled = True
         self._replies.put_nowait(None)
 
+    def add_done_callback(self, callback: Callable[[Any], None]) -> None:
+        """gRPC tells this what it may forget later; this call forgets nothing."""
+
     async def code(self) -> grpc.StatusCode:
         return grpc.StatusCode.OK
 
@@ -93,10 +96,10 @@ class FakeChannel:
 
         return call
 
-    def stream_unary(self, path: str, **_options: Any) -> Callable[..., Coroutine[Any, Any, Any]]:
+    def stream_unary(self, path: str, **_options: Any) -> Callable[..., Answering]:
         """For ``Reroute``: sessions here use no adapter of the client's own."""
         answered = self.unary_unary(path)
-        return lambda requests, timeout: answered(next(iter(requests)), timeout)
+        return lambda requests, timeout: Answering(answered(next(iter(requests)), timeout))
 
     async def close(self) -> None:
         pass

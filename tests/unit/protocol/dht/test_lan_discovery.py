@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import ipaddress
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 
 import pytest
 from zeroconf import ServiceInfo
+from zeroconf.asyncio import AsyncServiceInfo
 
 from swarm_protocol.dht import lan_discovery
 from swarm_protocol.dht.lan_discovery import SERVICE, LanDiscovery, member_addresses, require_zeroconf
 from swarm_protocol.net.identity import Identity
-from tests.unit.support import run
+from tests.unit.support import run, until
 
 PEER = Identity.generate().peer_id
 GOOD = {b"swarm": b"mine", b"peer": PEER.encode()}
@@ -125,6 +127,47 @@ def test_who_has_left_is_no_member(on_loopback: None) -> None:
                 await client.wait_for_members(timeout_s=60.0)
                 assert client.members()
             await client.wait_until(lambda: not client.members(), timeout_s=60.0)
+            assert client.members() == []
+
+    run(scenario())
+
+
+def test_who_does_not_answer_at_once_is_asked_again(on_loopback: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    request, times = AsyncServiceInfo.async_request, []
+
+    async def busy(info: AsyncServiceInfo, *arguments: object) -> bool:
+        times.append(info)
+        return len(times) > 1 and await request(info, *arguments)
+
+    monkeypatch.setattr(AsyncServiceInfo, "async_request", busy)
+
+    async def scenario() -> None:
+        async with discovering("mine", "mine") as (server, client):
+            await advertise(server, one := address_of(1))
+            await client.wait_for_members(timeout_s=60.0)
+            assert client.members() == [one] and len(times) > 1
+
+    run(scenario())
+
+
+def test_who_leaves_while_it_is_asked_is_no_member(on_loopback: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    request, asked, goes_on = AsyncServiceInfo.async_request, asyncio.Event(), asyncio.Event()
+
+    async def slow(info: AsyncServiceInfo, *arguments: object) -> bool:
+        found = await request(info, *arguments)
+        asked.set()
+        await goes_on.wait()
+        return found
+
+    monkeypatch.setattr(AsyncServiceInfo, "async_request", slow)
+
+    async def scenario() -> None:
+        async with discovering("mine") as (client,):
+            async with discovering("mine") as (server,):
+                await advertise(server, address_of(1))
+                await asked.wait()
+            await until(lambda: not client._resolving)
+            goes_on.set()
             assert client.members() == []
 
     run(scenario())

@@ -72,9 +72,26 @@ def test_a_stream_that_is_closed_is_not_read_any_more(fails: bool, caplog: pytes
     async def story() -> None:
         messages = incoming(Stream(LARGE, fails=fails))
         await messages.next()
-        messages.close()
-        messages.close()
+        await messages.aclose()
+        await messages.aclose()
         await asyncio.sleep(0.01)
 
     run(story())
     assert caplog.text == ""
+
+
+async def one_then_none() -> AsyncIterator[pb.SessionRequest]:
+    yield LARGE
+    await asyncio.Event().wait()
+
+
+def test_a_stream_that_is_read_ahead_may_be_closed_as_soon_as_nobody_reads_it() -> None:
+    async def story() -> None:
+        stream = one_then_none()
+        messages = Incoming(stream, Arrivals(1 << 20, 20.0, 1000.0), reads_ahead=True)
+        await messages.next()
+        await asyncio.sleep(0)
+        await messages.aclose()
+        await stream.aclose()
+
+    run(story())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
+from contextlib import aclosing
 from typing import Any
 
 import pytest
@@ -81,6 +82,34 @@ class Story:
         outbox = Outbox[pb.TakenStep](send)
         take = bundles.take_pushed(self.find, self.arrivals, lambda: None, outbox)
         await bundles.serve(Incoming(_stream(messages, outbox), self.arrivals), outbox, take, idle_timeout_s=60.0)
+
+
+def test_a_stream_that_is_cancelled_may_be_closed_at_once() -> None:
+    """As its handler is when the client goes away. That it is still read would be an error of the server's."""
+
+    async def silent() -> AsyncIterator[Any]:
+        await asyncio.Event().wait()
+        yield None
+
+    async def scenario() -> None:
+        stream, outbox = silent(), Outbox[Any](never)
+        incoming = Incoming(stream, Arrivals())
+
+        async def handled() -> None:
+            async with aclosing(stream):
+                await bundles.serve(incoming, outbox, lambda _tasks, _entry: None, idle_timeout_s=60.0)
+
+        handling = asyncio.ensure_future(handled())
+        for _ in range(5):
+            await asyncio.sleep(0)
+        handling.cancel()
+        await asyncio.wait([handling])
+        assert handling.cancelled()
+
+    async def never(_steps: Any) -> None:
+        raise AssertionError
+
+    run(scenario())
 
 
 async def _stream(messages: Any, outbox: Outbox[Any]) -> AsyncIterator[Any]:

@@ -55,7 +55,9 @@ def test_bytes_that_are_no_message(method: str, caplog: pytest.LogCaptureFixture
         code, details = asked(method, b"\xff\xff\n")
     assert code is grpc.StatusCode.INVALID_ARGUMENT
     assert details == f"the bytes sent are no message: expected a {METHODS[method].input_type.name}"
-    assert [record for record in caplog.records if record.name.startswith(("swarm_server", "grpc"))] == []
+    assert [
+        record for record in caplog.records if record.name.startswith(("swarm_server", "swarm_protocol", "grpc"))
+    ] == []
 
 
 def test_messages_are_handled() -> None:
