@@ -103,8 +103,9 @@ class LocalRegistry:
         """Removes the directory if no server of the swarm is left, and none is about to start."""
         with suppress(OSError), self._open_lock() as lock:
             if _try_lock(lock) and self._has(lock) and not self.servers():
-                for partial in self._directory.glob(f".*{PARTIAL_SUFFIX}"):  # of a process that was killed
-                    partial.unlink()
+                for pattern in (f".*{PARTIAL_SUFFIX}", "*.[0-9]*"):  # of a process that was killed; of an older version
+                    for partial in self._directory.glob(pattern):
+                        partial.unlink(missing_ok=True)
                 (self._directory / "lock").unlink()
                 self._directory.rmdir()
 

@@ -273,7 +273,8 @@ def test_what_ended_swarms_leave_is_removed(tmp_path: Path, monkeypatch: pytest.
                 LocalRegistry(swarm).write(swarm, [address(swarm)])
         LocalRegistry("ended").remove("ended")
         LocalRegistry("starting").remove("starting")
-        (directory / "ended" / "peer.123").touch()  # of a process that was killed while it wrote
+        for name in (".peer.json.abc.partial", "peer.123"):  # of a process that was killed while it wrote
+            (directory / "ended" / name).touch()
         async with LocalRegistry("starting").locked():
             remove_ended_swarms()
         assert {path.name for path in directory.iterdir()} == {"living", "starting"}
