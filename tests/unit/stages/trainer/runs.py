@@ -70,7 +70,7 @@ CONFIG = TrainingConfig(
     codec="fp64",
     gossip_s=0.05,
     heartbeat_s=0.2,
-    silence_s=10.0,  # one loop runs all peers; who is killed is noticed at once
+    silence_s=2.0,
     checkpoint_every=2,
     checkpoints_kept=8,
 )
@@ -276,7 +276,7 @@ class WholeRun:
         boards = {index: Board(self.records[run], own.peer_id) for index, run in enumerate(runs)}
         watch = Watch(runs, network, boards, CONFIG.silence_s, random.Random(number))
         watching = asyncio.ensure_future(watch.run())
-        config = TrainerConfig(forms=WireForms("fp64", "fp64"), settle_s=10.0, audit_share=audit_share)
+        config = TrainerConfig(forms=WireForms("fp64", "fp64"), settle_s=3.0, audit_share=audit_share)
         roster, member = Roster(own.peer_id), Membership(own)
         try:
             await train_beside(watch, network, roster, RUN, member, Data(), config, reports.append, end)
