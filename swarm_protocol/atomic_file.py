@@ -28,10 +28,9 @@ def written_atomically(path: Path) -> Iterator[Path]:
     try:
         yield partial
         partial.replace(path)
-    except BaseException:
+    finally:
         with suppress(OSError):
-            partial.unlink()
-        raise
+            partial.unlink(missing_ok=True)  # unless it has taken the place
 
 
 def remove_abandoned(directory: Path) -> None:
