@@ -64,7 +64,7 @@ async def _translation(
     if isinstance(error, grpc.RpcError):
         code, details = error.code(), error.details()
         if first is not None:
-            code, details = first.instead_of(code, details)
+            code, details = await first.instead_of(code, details)
         details = re.sub(r"^Stream removed \((.*)\)$", r"\1", details or "no details")
         if code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED):
             details = f"server {server.short_id} at {server.addresses[0]} cannot be reached: {details}"
@@ -73,7 +73,7 @@ async def _translation(
         return error_of(code, details, server, span)
     # The server has ended the stream before everything was sent.
     assert call is not None and first is not None, "only streams are sent more than one message"
-    code, details = first.instead_of(await call.code(), await call.details())
+    code, details = await first.instead_of(await call.code(), await call.details())
     if code is grpc.StatusCode.OK:
         return PeerUnavailable(f"the stream to server {server.short_id} has ended", server.peer_id, span)
     return error_of(code, details, server, span)
@@ -111,7 +111,7 @@ class Stream(Generic[Request, Reply]):
                 raise unreadable(self._server, self._span)
             if reply is not grpc.aio.EOF:
                 return cast(Reply, reply)
-            code, details = self._first.instead_of(await self._call.code(), await self._call.details())
+            code, details = await self._first.instead_of(await self._call.code(), await self._call.details())
         except _ENDED as error:
             raise await self._translated(error) from None
         if code is grpc.StatusCode.OK:

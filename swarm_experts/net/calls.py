@@ -49,14 +49,14 @@ class GrpcCalls:
         request = pb.BackwardRequest(
             name=name, cell=cell, inputs=encode(inputs)[0], grad_outputs=encode(grad_outputs)[0]
         )
-        with translated(holder.peer_id):
+        async with translated(holder.peer_id):
             reply = await stub.Backward(request)
         return _checked(reply.grad_inputs, inputs, holder)
 
     async def send_forward(self, holder: Holder, request: pb.ForwardRequest) -> pb.ForwardReply:
         """The answer as it comes; nobody has checked it."""
         stub = await self._stub(holder)
-        with translated(holder.peer_id):
+        async with translated(holder.peer_id):
             reply: pb.ForwardReply = await stub.Forward(request)
             return reply
 

@@ -70,13 +70,13 @@ class ReplicaCalls:
 
         stub = await self._stub(keeper)
         call = stub.KeepReplica(requests(), timeout=most_seconds(len(data)))
-        with translated(keeper.peer_id, FirstStatus(call)):
+        async with translated(keeper.peer_id, FirstStatus(call)):
             await call
 
     async def listed(self, keeper: Holder) -> list[Replica]:
         """Those that it has."""
         stub = await self._stub(keeper)
-        with translated(keeper.peer_id):
+        async with translated(keeper.peer_id):
             reply = await stub.ListReplicas(pb.ListReplicasRequest(name=self._name), timeout=_ANSWER_S)
         try:
             return [Replica.from_proto(message, self._grid) for message in reply.replicas]
@@ -88,7 +88,7 @@ class ReplicaCalls:
         stub = await self._stub(keeper)
         call = stub.FetchReplica(pb.FetchReplicaRequest(name=self._name, cell=cell), timeout=most_seconds(most_bytes))
         try:
-            with translated(keeper.peer_id):
+            async with translated(keeper.peer_id):
                 parts = aiter(call)
                 first = await anext(parts, None)
                 if first is None:

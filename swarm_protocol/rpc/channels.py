@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
 
 import grpc
 
@@ -45,20 +45,20 @@ class PinnedChannels:
         self._channels.clear()
 
 
-@contextmanager
-def translated(peer_id: str = "", first: FirstStatus | None = None) -> Iterator[None]:
+@asynccontextmanager
+async def translated(peer_id: str = "", first: FirstStatus | None = None) -> AsyncIterator[None]:
     """gRPC's errors as ours, of this peer. ``first``: of the call, if it is one that is written to."""
     try:
         yield
     except grpc.aio.AioRpcError as error:
-        raise _error_of(error.code(), error.details() or "", peer_id, first) from None
+        raise await _error_of(error.code(), error.details() or "", peer_id, first) from None
     except (asyncio.InvalidStateError, grpc.aio.InternalError):  # the stream has ended
-        raise _error_of(*CUT_OFF, peer_id, first) from None
+        raise await _error_of(*CUT_OFF, peer_id, first) from None
     except grpc.aio.BaseError as error:
         raise PeerUnavailable(str(error), peer_id) from None
 
 
-def _error_of(code: grpc.StatusCode, details: str, peer_id: str, first: FirstStatus | None) -> SwarmError:
+async def _error_of(code: grpc.StatusCode, details: str, peer_id: str, first: FirstStatus | None) -> SwarmError:
     if first is not None:
-        code, details = first.instead_of(code, details)
+        code, details = await first.instead_of(code, details)
     return from_status(code, details, peer_id)

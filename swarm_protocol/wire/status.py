@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Coroutine
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import grpc
@@ -42,6 +44,8 @@ _ERROR_OF: dict[grpc.StatusCode, type[SwarmError]] = {
     grpc.StatusCode.UNAUTHENTICATED: AccessDenied,
 }
 CUT_OFF = grpc.StatusCode.INTERNAL, "Internal error from Core"  # see ``FirstStatus``
+_KNOWS_BETTER_WITHIN_S = 1.0
+_ASKED_EVERY_S = 0.005
 _BY_NUMBER = {status.value[0]: status for status in grpc.StatusCode}
 
 
@@ -69,22 +73,29 @@ class FirstStatus:
     """What a peer has ended a call with, noted at once.
 
     gRPC forgets it if the call was written to meanwhile, and has an internal error of its own from then on:
-    https://github.com/grpc/grpc/issues/36066. It never knows it if that was so before all replies were read. The call
-    is in a cycle of references: whoever drops it cancels it.
+    https://github.com/grpc/grpc/issues/36066. If that comes first, it takes a moment until gRPC knows better, which
+    nothing tells; before all replies were read, it never does. The call is in a cycle of references: whoever drops it
+    cancels it.
     """
 
     def __init__(self, call: grpc.aio.Call) -> None:
-        self._known: tuple[grpc.StatusCode, str] | None = None
+        self._call = call
+        self._known = CUT_OFF
         call.add_done_callback(self._note)
 
-    def instead_of(self, code: grpc.StatusCode, details: str | None) -> tuple[grpc.StatusCode, str]:
-        """What the peer has said, if gRPC has put this in its place; else this."""
-        if (code, details) != CUT_OFF or self._known is None or self._known[0] is grpc.StatusCode.OK:
+    async def instead_of(self, code: grpc.StatusCode, details: str | None) -> tuple[grpc.StatusCode, str]:
+        """What the peer has said, if gRPC has put its internal error in its place; else this."""
+        if (code, details) != CUT_OFF:
             return code, details or ""
-        return self._known
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_KNOWS_BETTER_WITHIN_S):
+                while self._known == CUT_OFF:
+                    await asyncio.sleep(_ASKED_EVERY_S)
+                    self._note(self._call)
+        return CUT_OFF if self._known[0] is grpc.StatusCode.OK else self._known
 
     def _note(self, call: grpc.aio.Call) -> None:
-        if self._known is None:
+        if self._known == CUT_OFF:
             self._known = _of_one_that_ended(call.code()), _of_one_that_ended(call.details()) or ""
 
 

@@ -62,7 +62,7 @@ class PushStream:
                 _set(taken, False)
             for error in await asyncio.gather(*tasks, return_exceptions=True):
                 if isinstance(error, grpc.RpcError):
-                    _, details = self._first.instead_of(error.code(), error.details())
+                    _, details = await self._first.instead_of(error.code(), error.details())
                     _logger.info("a stream to another server broke: %s", printable(details or "no details"))
 
     async def _read(self) -> None:

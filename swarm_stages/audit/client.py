@@ -94,7 +94,7 @@ class AuditClient:
         stub = AuditsStub(await self._network.channel(mate))  # type: ignore[no-untyped-call]
         async with answering(mate, timeout_s):
             call = stub.Accuse(self._accusation(asked, answer, evidence))
-            with translated(mate.peer_id, FirstStatus(call)):
+            async with translated(mate.peer_id, FirstStatus(call)):
                 reply: audit_pb.AccuseReply = await call
             return reply.is_upheld
 

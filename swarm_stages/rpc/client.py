@@ -176,7 +176,7 @@ class StagesClient:
         async with answering(peer, timeout_s):
             call = getattr(stub, method)(pack(pb.ComputeRequest(work=work), given))
             try:
-                with translated(peer.peer_id, FirstStatus(call)):
+                async with translated(peer.peer_id, FirstStatus(call)):
                     async for reply in call:
                         first = first or reply
                         try:
@@ -207,7 +207,7 @@ async def answering(peer: Progress, timeout_s: float) -> AsyncIterator[None]:
     """Errors name the peer. Raises PeerUnavailable if there is no answer in time."""
     try:
         async with asyncio.timeout(timeout_s):
-            with translated():
+            async with translated():
                 yield
     except TimeoutError:
         raise PeerUnavailable(f"no answer within {timeout_s:g} s", peer.peer_id) from None

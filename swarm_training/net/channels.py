@@ -30,14 +30,14 @@ class _CallTalk(Generic[Out, In]):
         self._first = FirstStatus(call)
 
     async def send(self, message: Out) -> None:
-        with translated(first=self._first):
+        async with translated(first=self._first):
             await self._call.write(message)
 
     async def receive(self) -> In | None:
-        with translated(first=self._first):
+        async with translated(first=self._first):
             message = await self._call.read()
             if message is grpc.aio.EOF:
-                code, details = self._first.instead_of(await self._call.code(), await self._call.details())
+                code, details = await self._first.instead_of(await self._call.code(), await self._call.details())
                 if code is not grpc.StatusCode.OK:
                     raise from_status(code, details)
                 return None
@@ -45,7 +45,7 @@ class _CallTalk(Generic[Out, In]):
             return received
 
     async def finish(self) -> None:
-        with translated(first=self._first):
+        async with translated(first=self._first):
             await self._call.done_writing()
 
 
@@ -57,7 +57,7 @@ class GrpcNetwork:
 
     async def exchange(self, peer: Progress, request: pb.ExchangeRequest) -> pb.ExchangeReply:
         stub = await self._stub(peer)
-        with translated():
+        async with translated():
             reply: pb.ExchangeReply = await stub.Exchange(request)
             return reply
 
@@ -69,19 +69,19 @@ class GrpcNetwork:
 
     async def fetch(self, peer: Progress, request: pb.FetchRequest) -> AsyncIterator[pb.Chunk]:
         stub = await self._stub(peer)
-        with translated():
+        async with translated():
             async for chunk in stub.Fetch(request):
                 yield chunk
 
     async def state(self, peer: Progress, request: pb.StateRequest) -> AsyncIterator[pb.StatePart]:
         stub = await self._stub(peer)
-        with translated():
+        async with translated():
             async for part in stub.State(request):
                 yield part
 
     async def rounds(self, peer: Progress, request: pb.RoundsRequest) -> pb.RoundsReply:
         stub = await self._stub(peer)
-        with translated():
+        async with translated():
             reply: pb.RoundsReply = await stub.Rounds(request)
             return reply
 

@@ -40,17 +40,17 @@ class GrpcRobustNetwork:
 
     async def tell(self, peer_id: str, request: pb.TellRequest) -> None:
         stub = await self._stub(peer_id)
-        with translated():
+        async with translated():
             await stub.Tell(request)
 
     async def fetch(self, peer_id: str, digest: bytes, max_bytes: int) -> bytes:
         stub = await self._stub(peer_id)
-        with translated():
+        async with translated():
             return await _joined(stub.Fetch(pb.FetchRequest(digest=digest)), max_bytes)
 
     async def standings(self, peer_id: str) -> bytes:
         stub = await self._stub(peer_id)
-        with translated():
+        async with translated():
             return await _joined(stub.GetStandings(pb.StandingsRequest()), _MAX_STANDINGS_BYTES)
 
     async def _stub(self, peer_id: str) -> Any:

@@ -203,7 +203,7 @@ async def _put(method: Callable, requests: tuple) -> Answer:
 
 
 async def _answer(replies: list, call: grpc.aio.Call, first: FirstStatus) -> Answer:
-    return Answer(replies, *first.instead_of(await call.code(), await call.details()))
+    return Answer(replies, *await first.instead_of(await call.code(), await call.details()))
 
 
 async def _cancel(call: grpc.aio.Call) -> None:

@@ -111,7 +111,7 @@ class Talker:
         await asyncio.wait([reading, sending])
         if not reading.cancelled():
             reading.exception()
-        status, details = first.instead_of(await rpc.code(), await rpc.details())
+        status, details = await first.instead_of(await rpc.code(), await rpc.details())
         if call.ending is Ending.LEAVE and status is _Code.CANCELLED:
             return Answered(call.method, "left", seconds)
         if (status, details) == CUT_OFF:

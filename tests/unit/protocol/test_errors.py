@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -31,7 +32,8 @@ from swarm_protocol.pb.swarm_pb2_grpc import BlocksServicer, BlocksStub, add_Blo
 from swarm_protocol.rpc.channels import translated
 from swarm_protocol.span import Span
 from swarm_protocol.wire.constants import MIB
-from swarm_protocol.wire.status import FirstStatus, end_with, from_status, number_of, status_of
+from swarm_protocol.wire.status import CUT_OFF, FirstStatus, end_with, from_status, number_of, status_of
+from tests.unit.simulation import VirtualLoop
 from tests.unit.support import run, server_record
 
 
@@ -126,11 +128,12 @@ def test_who_writes_hears_what_the_stream_has_ended_with(size_bytes: int) -> Non
     async def scenario(stub: BlocksStub) -> None:
         for _ in range(20):
             call = stub.Push()
-            with pytest.raises(CacheMiss, match=r"^why$"), translated("peer", FirstStatus(call)):
-                for _ in range(40):
-                    await call.write(pb.PushRequest(more=bytes(size_bytes)))
-                await call.done_writing()
-                await anext(aiter(call))
+            with pytest.raises(CacheMiss, match=r"^why$"):
+                async with translated("peer", FirstStatus(call)):
+                    for _ in range(40):
+                        await call.write(pb.PushRequest(more=bytes(size_bytes)))
+                    await call.done_writing()
+                    await anext(aiter(call))
 
     with_one_that_ends(grpc.StatusCode.ABORTED, scenario)
 
@@ -158,8 +161,37 @@ def test_so_do_those_who_write_to_servers(size_bytes: int) -> None:
 def test_a_stream_that_ended_well_while_it_was_written_to_is_a_peer_that_is_gone() -> None:
     async def scenario(stub: BlocksStub) -> None:
         call = stub.Push()
-        with pytest.raises(PeerUnavailable, match="the stream has ended"), translated("peer", FirstStatus(call)):
-            while True:
-                await call.write(pb.PushRequest(more=bytes(MIB)))
+        with pytest.raises(PeerUnavailable, match="the stream has ended"):
+            async with translated("peer", FirstStatus(call)):
+                while True:
+                    await call.write(pb.PushRequest(more=bytes(MIB)))
 
     with_one_that_ends(grpc.StatusCode.OK, scenario)
+
+
+class Forgetful:
+    """A call that has ended, of which gRPC knows only after some time how."""
+
+    def __init__(self, known_after: int) -> None:
+        self._unknown = known_after
+
+    def add_done_callback(self, callback: Callable[[Any], None]) -> None:
+        callback(self)
+
+    async def code(self) -> grpc.StatusCode:
+        self._unknown -= 1
+        return CUT_OFF[0] if self._unknown >= 0 else grpc.StatusCode.ABORTED
+
+    async def details(self) -> str:
+        return CUT_OFF[1] if self._unknown >= 0 else "why"
+
+
+@pytest.mark.parametrize(("known_after", "told"), [(0, True), (1, True), (20, True), (10**9, False)])
+def test_what_grpc_knows_only_later_is_waited_for(known_after: int, told: bool) -> None:
+    async def scenario() -> None:
+        call: Any = Forgetful(known_after)
+        known = await FirstStatus(call).instead_of(*CUT_OFF)
+        assert known == ((grpc.StatusCode.ABORTED, "why") if told else CUT_OFF)
+
+    with asyncio.Runner(loop_factory=VirtualLoop) as runner:
+        runner.run(scenario())
