@@ -310,9 +310,10 @@ def test_damaged_requests_are_refused_before_anything_is_computed(name: str) -> 
 
     async def scenario(client: StagesClient, peer: Progress, host: ToyHost) -> None:
         stub = StagesStub(await client._network.channel(peer))
-        with pytest.raises(RequestRejected, match=message), translated():
-            async for _ in stub.Backward(iter([first])):
-                pass
+        with pytest.raises(RequestRejected, match=message):
+            async with translated():
+                async for _ in stub.Backward(iter([first])):
+                    pass
         assert host.num_computed == 0 and not host.pending
 
     with_peer(scenario, ToyHost(ToyStage(index, 3)))
@@ -329,12 +330,14 @@ def test_calls_that_do_not_begin_are_refused() -> None:
             ([pb.ComputeRequest(work=work, inputs=wire(IDS)), pb.ComputeRequest(inputs=wire(IDS))], "two tensors"),
         ]
         for messages, expected in rows:
-            with pytest.raises(RequestRejected, match=expected), translated():
-                async for _ in stub.Forward(iter(messages)):
-                    pass
+            with pytest.raises(RequestRejected, match=expected):
+                async with translated():
+                    async for _ in stub.Forward(iter(messages)):
+                        pass
         old = pb.MicroBatch(wire_version=0, run=RUN)
-        with pytest.raises(PeerMoved, match="speaks version 1 of stages, the trainer 0"), translated():
-            await stub.Commit(pb.CommitRequest(micro_batch=old))
+        with pytest.raises(PeerMoved, match="speaks version 1 of stages, the trainer 0"):
+            async with translated():
+                await stub.Commit(pb.CommitRequest(micro_batch=old))
 
     with_peer(scenario, ToyHost(ToyStage(0, 3)))
 
