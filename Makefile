@@ -9,6 +9,9 @@ export HF_HUB_OFFLINE ?= 1
 demo: $(VENV)/.installed
 	$(BIN)/python -m swarm_client demo
 
+# Runs of simulated swarms go as sets are ordered.
+test test-all: export PYTHONHASHSEED := 0
+
 test: $(VENV)/.installed lint
 	$(BIN)/python -m pytest $(IN_PARALLEL)
 

@@ -158,7 +158,9 @@ class Opener:
         try:
             while waiting and (left_s := deadline_s - now_s()) > 0:
                 done, waiting = await asyncio.wait(waiting, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
-                passed += [tasks[task].peer_id for task in done if task.exception() is None]
+                passed += [
+                    server.peer_id for task, server in tasks.items() if task in done and task.exception() is None
+                ]
                 self._swarm.worked(passed)
                 if passed and self._swarm.is_covered(span, {*avoid, *self._swarm.unproven()}):
                     deadline_s = min(deadline_s, now_s() + _TRIAL_GRACE_S)

@@ -22,27 +22,41 @@ class PinnedChannels:
     def __init__(self, credentials: ClientCredentials) -> None:
         self._credentials = credentials
         self._channels: dict[tuple[str, bytes], asyncio.Task[grpc.aio.Channel]] = {}
+        self._is_closed = False
 
     async def to(self, address: str, tls_fingerprint: bytes, peer_id: str) -> grpc.aio.Channel:
-        """That to ``HOST:PORT``; raises PeerUnavailable if the peer is not reached there."""
+        """That to ``HOST:PORT``; raises PeerUnavailable if the peer is not reached there, or all are closed.
+
+        A stub made for it without waiting in between is safe: for a channel that is closed, gRPC ends the process.
+        """
+        if self._is_closed:
+            raise _closed(peer_id)
         key = address, tls_fingerprint
         if key not in self._channels:
             opening = pinned_channel(self._credentials, address, tls_fingerprint, CLIENT_OPTIONS, _CONNECT_TIMEOUT_S)
             self._channels[key] = asyncio.ensure_future(opening)
         connecting = self._channels[key]
         try:
-            return await asyncio.shield(connecting)
+            channel = await asyncio.shield(connecting)
         except (PeerUnavailable, BadReply) as error:
             if self._channels.get(key) is connecting:
                 del self._channels[key]
             raise PeerUnavailable(str(error), peer_id) from None
+        if self._is_closed:
+            raise _closed(peer_id)
+        return channel
 
     async def close(self) -> None:
-        for connecting in self._channels.values():
+        self._is_closed = True
+        while self._channels:
+            _, connecting = self._channels.popitem()
             connecting.cancel()
             with suppress(asyncio.CancelledError, SwarmError):
                 await (await connecting).close()
-        self._channels.clear()
+
+
+def _closed(peer_id: str) -> PeerUnavailable:
+    return PeerUnavailable("the connections to other peers are closed", peer_id)
 
 
 @asynccontextmanager

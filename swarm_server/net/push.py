@@ -48,14 +48,17 @@ class ChannelPool:
         """``connect`` stands for the network, see ``Dialer.connect``."""
         self._connect = connect
         self._channels: dict[tuple[str, bytes], asyncio.Task[grpc.aio.Channel]] = {}
+        self._is_closed = False
 
     async def stub(self, server: ServerRecord) -> BlocksStub:
-        """Raises PeerUnavailable or BadReply if the server cannot be reached or is another one."""
+        """Raises PeerUnavailable or BadReply if the server cannot be reached or is another one, or all are closed."""
         addresses, fingerprint = server.addresses[:_MAX_ADDRESSES], server.tls_fingerprint
         known = (self._channels.get((address, fingerprint)) for address in addresses)
         channel = next((task.result() for task in known if task is not None and task.done()), None)
-        if channel is None:
+        if channel is None and not self._is_closed:
             _, channel = await first_reached(addresses, partial(self._channel, fingerprint), keeps=True)
+        if channel is None or self._is_closed:  # gRPC ends the process of who makes a stub for a channel that is closed
+            raise PeerUnavailable("the connections to other servers are closed", server.peer_id)
         return BlocksStub(channel)  # type: ignore[no-untyped-call]
 
     async def _channel(self, fingerprint: bytes, address: str) -> grpc.aio.Channel:
@@ -74,11 +77,12 @@ class ChannelPool:
             del self._channels[key]
 
     async def close(self) -> None:
-        for connecting in list(self._channels.values()):
+        self._is_closed = True
+        while self._channels:
+            _, connecting = self._channels.popitem()
             connecting.cancel()
             if connecting.done() and not connecting.cancelled() and connecting.exception() is None:
                 await connecting.result().close()
-        self._channels.clear()
 
 
 class Pusher:

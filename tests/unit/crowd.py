@@ -17,9 +17,10 @@ from swarm_protocol.dht.node import Listening
 from swarm_protocol.dht.records import ServerRecord
 from swarm_protocol.dht.shards import path
 from swarm_protocol.dht.stored_records import Validator
-from swarm_protocol.net.hivemind_parts import DHTRecord, RSAPrivateKey
-from swarm_protocol.net.identity import Identity, peer_id_of
+from swarm_protocol.net.hivemind_parts import DHTRecord
+from swarm_protocol.net.identity import Identity
 from swarm_protocol.span import Span
+from tests.unit.identities import identity_of
 
 MAX_LIFETIME_S = 2 * 3600.0  # of records, for all nodes of a DHT with a crowd
 _LIFETIME_S = 3600.0
@@ -105,18 +106,4 @@ def identities(count: int) -> Iterator[Identity]:
         numbers = rsa.generate_private_key(public_exponent=65537, key_size=2048).private_numbers()
         primes += [numbers.p, numbers.q]
     for p, q in itertools.combinations(primes[:num_primes], 2):
-        private = pow(65537, -1, (p - 1) * (q - 1))
-        key = rsa.RSAPrivateNumbers(
-            *(p, q, private, private % (p - 1), private % (q - 1), rsa.rsa_crt_iqmp(p, q)),
-            rsa.RSAPublicNumbers(65537, p * q),
-        ).private_key(unsafe_skip_rsa_key_validation=True)
-        yield _Key(key)
-
-
-class _Key(Identity):
-    """Without the checks of a key file."""
-
-    def __init__(self, key: rsa.RSAPrivateKey) -> None:
-        self.private_key = RSAPrivateKey.__new__(RSAPrivateKey)
-        self.private_key._private_key = key
-        self.peer_id = peer_id_of(self.private_key.get_public_key().to_bytes())
+        yield identity_of(p, q)

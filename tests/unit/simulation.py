@@ -40,26 +40,6 @@ _PRIME = 9973  # sums stay exact in float32
 _GONE = "gone"
 
 
-class VirtualLoop(asyncio.SelectorEventLoop):
-    """Never waits: when nothing is ready, its clock jumps to the next timer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._now = 0.0
-        select = self._selector.select
-
-        def jump(timeout: float | None):
-            if timeout is None:
-                raise RuntimeError("nothing will ever happen again: the test hangs")
-            self._now += max(0.0, timeout)
-            return select(0)
-
-        self._selector.select = jump
-
-    def time(self) -> float:
-        return self._now
-
-
 # ---------------------------------------------------------------- blocks
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -33,8 +32,8 @@ from swarm_protocol.rpc.channels import translated
 from swarm_protocol.span import Span
 from swarm_protocol.wire.constants import MIB
 from swarm_protocol.wire.status import CUT_OFF, FirstStatus, end_with, from_status, number_of, status_of
-from tests.unit.simulation import VirtualLoop
 from tests.unit.support import run, server_record
+from tests.unit.virtual_time import run_virtually
 
 
 @pytest.mark.parametrize("error", [PeerUnavailable, PeerBusy, PeerMoved, SessionLost, PeerError])
@@ -193,5 +192,4 @@ def test_what_grpc_knows_only_later_is_waited_for(known_after: int, told: bool) 
         known = await FirstStatus(call).instead_of(*CUT_OFF)
         assert known == ((grpc.StatusCode.ABORTED, "why") if told else CUT_OFF)
 
-    with asyncio.Runner(loop_factory=VirtualLoop) as runner:
-        runner.run(scenario())
+    run_virtually(scenario())

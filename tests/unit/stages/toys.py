@@ -20,7 +20,7 @@ from swarm_stages.rpc.room import Limits
 from swarm_stages.rpc.service import StagesService
 from swarm_training.core.moment import Moment
 from swarm_training.core.record import Progress
-from tests.unit.training.world import identity
+from tests.unit.identities import identity
 
 T = TypeVar("T")
 VOCABULARY, RUN, START = 16, "toys", Moment(0, 0)

@@ -8,13 +8,11 @@ from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from functools import cache
 from typing import Any
 
 import torch
 
 from swarm_protocol.errors import PeerUnavailable, SwarmError
-from swarm_protocol.net.identity import Identity
 from swarm_training.compression.compressor import Plain
 from swarm_training.core.config import TrainingConfig
 from swarm_training.core.local_talk import LocalTalk, talk_pair
@@ -27,14 +25,10 @@ from swarm_training.run.meetings import Compression
 from swarm_training.run.peer import TrainingPeer
 from swarm_training.run.share import DelayedShare, Share
 from swarm_training.run.state import TrainedState
-from tests.unit.simulation import VirtualLoop
+from tests.unit.identities import identity
+from tests.unit.virtual_time import run_virtually
 
 CONFIG = TrainingConfig(chunk_elements=4, join_timeout_s=30.0)
-
-
-@cache
-def identity(number: int) -> Identity:
-    return Identity.generate()
 
 
 class World:
@@ -338,21 +332,7 @@ async def at_once(function: Callable[[], Any]) -> Any:
 
 def simulate(scenario: Callable[[], Awaitable[Any]], limit_s: float = 600.0) -> Any:
     """Runs it in virtual time, of which it may take so much."""
-    loop = VirtualLoop()
-    asyncio.set_event_loop(loop)
-
-    async def limited() -> Any:
-        async with asyncio.timeout(limit_s):
-            return await scenario()
-
-    try:
-        return loop.run_until_complete(limited())
-    finally:
-        tasks = asyncio.all_tasks(loop)
-        for task in tasks:
-            task.cancel()
-        loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
-        loop.close()
+    return run_virtually(scenario(), limit_s)
 
 
 async def enter_all(world: World, count: int, **options: Any) -> list[SimulatedPeer]:

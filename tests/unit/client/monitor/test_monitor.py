@@ -15,8 +15,8 @@ from swarm_client.monitor.monitor import Monitor, SwarmSnapshot
 from swarm_protocol.dht.records import ServerRecord, ServerState, SwarmView
 from swarm_protocol.errors import AccessDenied, NoSwarm, PeerUnavailable
 from swarm_protocol.span import Span
-from tests.unit.simulation import VirtualLoop
 from tests.unit.support import server_record
+from tests.unit.virtual_time import run_virtually
 
 NUM_BLOCKS = 8
 FOREVER = 1e9
@@ -83,14 +83,7 @@ class FakeServer:
 
 
 def run(coroutine: Coroutine[Any, Any, None]) -> None:
-    loop = VirtualLoop()
-    try:
-        loop.run_until_complete(asyncio.wait_for(coroutine, 1000))
-    finally:
-        for task in asyncio.all_tasks(loop):
-            task.cancel()
-        loop.run_until_complete(asyncio.sleep(1.0))
-        loop.close()
+    run_virtually(coroutine, limit_s=1000)
 
 
 def monitor(net: Net, model: str | None = None, *others: Net) -> Monitor:

@@ -19,7 +19,8 @@ from swarm_client.swarm.swarm import Swarm
 from swarm_protocol.errors import NoRoute, PeerBusy, RecoveryFailed
 from swarm_protocol.span import Span
 from swarm_protocol.wire.block_input import BlockInput
-from tests.unit.simulation import MODEL, NUM_BLOCKS, REVISION, Net, VirtualLoop, model_output, offset
+from tests.unit.simulation import MODEL, NUM_BLOCKS, REVISION, Net, model_output, offset
+from tests.unit.virtual_time import run_virtually
 
 SEEDS_PER_TEST, TESTS = 25, 1
 SLOW_SEEDS_PER_TEST, SLOW_TESTS = 50, 20
@@ -174,14 +175,7 @@ class Scenario:
 
 
 def run(coroutine: Coroutine) -> Any:
-    loop = VirtualLoop()
-    try:
-        return loop.run_until_complete(asyncio.wait_for(coroutine, 100_000))
-    finally:
-        for task in asyncio.all_tasks(loop):
-            task.cancel()
-        loop.run_until_complete(asyncio.sleep(1.0))
-        loop.close()
+    return run_virtually(coroutine, limit_s=100_000)
 
 
 def simulate(seed: int) -> RemoteSession:

@@ -14,8 +14,8 @@ from swarm_client.swarm.pass_watchdog import BACKWARD, PassWatchdog
 from swarm_client.swarm.watchdog import Stalled
 from swarm_protocol.errors import BadReply
 from swarm_protocol.span import Span
-from tests.unit.simulation import VirtualLoop
 from tests.unit.support import server_record
+from tests.unit.virtual_time import run_virtually
 
 TOKENS_PER_S = 100.0
 FOR_EVER_S = 1e6
@@ -57,12 +57,12 @@ class Client:
 
 
 def run(coroutine: Coroutine[Any, Any, None]) -> None:
-    loop = VirtualLoop()
-    try:
-        loop.run_until_complete(coroutine)
-        assert not asyncio.all_tasks(loop)
-    finally:
-        loop.close()
+    async def leaving_nothing() -> None:
+        await coroutine
+        await asyncio.sleep(1.0)  # what is cancelled ends
+        assert asyncio.all_tasks() == {asyncio.current_task()}
+
+    run_virtually(leaving_nothing())
 
 
 @pytest.mark.parametrize(

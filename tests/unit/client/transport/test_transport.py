@@ -17,8 +17,8 @@ from swarm_client.transport.wire_tensor import WireTensor
 from swarm_protocol.errors import BadReply, PeerBusy, PeerError, PeerUnavailable, RequestRejected
 from swarm_protocol.pb import swarm_pb2 as pb
 from swarm_protocol.span import Span
-from tests.unit.simulation import VirtualLoop
 from tests.unit.support import run, server_record, until
+from tests.unit.virtual_time import run_virtually
 
 HIDDEN = torch.randn(1, 2, 4)
 LARGE = torch.randn(1, 3, 2**18)  # travels in two further parts
@@ -144,11 +144,8 @@ def test_a_goodbye_that_nobody_hears_takes_as_long_as_the_config_says() -> None:
         await hop_session(call, timeouts=Timeouts(close_s=7.0)).close()
         return asyncio.get_running_loop().time()
 
-    call, loop = DeafCall([]), VirtualLoop()
-    try:
-        assert loop.run_until_complete(close()) == pytest.approx(7.0)
-    finally:
-        loop.close()
+    call = DeafCall([])
+    assert run_virtually(close()) == pytest.approx(7.0)
     assert call.cancelled
 
 

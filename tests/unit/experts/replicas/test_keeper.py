@@ -20,7 +20,7 @@ from swarm_experts.server.host import ExpertHost
 from swarm_protocol.errors import BadReply, PeerBusy, PeerMoved, RequestRejected, SwarmError
 from swarm_protocol.net.tls import Certificate, ClientCredentials
 from tests.unit.experts.local_network import MemoryBoard, holder
-from tests.unit.training.world import identity
+from tests.unit.identities import identity
 
 GRID = (4, 4)
 ROOM = 3 << 20

@@ -13,7 +13,7 @@ from swarm_experts.search.keeping import in_rank
 from swarm_experts.server.adopting import Adopter
 from swarm_experts.server.announcing import Announcer
 from tests.unit.experts.local_network import MemoryBoard, holder
-from tests.unit.simulation import VirtualLoop
+from tests.unit.virtual_time import run_virtually
 
 CELLS = [(0, 1), (1, 1), (2, 2)]
 CONFIG = ServerConfig("demo", 8, grid=(3, 4), num_experts=1, adopt=2, adopt_after_s=60.0, lifetime_s=30.0)
@@ -42,11 +42,7 @@ def adopter(board: Board, name: str) -> tuple[Adopter, Announcer]:
 
 
 def play(scenario: Callable[[Board], Awaitable[None]]) -> None:
-    loop = VirtualLoop()
-    try:
-        loop.run_until_complete(scenario(Board()))
-    finally:
-        loop.close()
+    run_virtually(scenario(Board()))
 
 
 def test_the_first_in_rank_takes_an_expert_and_the_other_waits_longer() -> None:

@@ -23,7 +23,7 @@ from swarm_protocol.net.tls import Certificate, ClientCredentials
 from swarm_protocol.pb import swarm_pb2
 from swarm_protocol.wire.codec import encode
 from tests.unit.experts.local_network import MemoryBoard
-from tests.unit.training.world import identity
+from tests.unit.identities import identity
 
 HIDDEN = 4
 CELL = (1, 2)

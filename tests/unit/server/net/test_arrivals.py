@@ -16,7 +16,7 @@ from swarm_protocol.wire.constants import MIB, PART_BYTES
 from swarm_server.net.arrivals import Arrivals, ArrivingTensor, Reservation
 from swarm_server.net.incoming import Incoming
 from swarm_server.net.shares import Caller
-from tests.unit.simulation import VirtualLoop
+from tests.unit.virtual_time import run_virtually
 
 LINE_BYTES_PER_S = 125_000  # 1 Mbit/s
 TENSOR = torch.randn(5, MIB // 4)
@@ -119,11 +119,7 @@ def received(arrivals: Arrivals, messages: Iterable[pb.ForwardRequest], pauses_s
         assert arrivals.used_bytes == 0
         return tensor
 
-    loop = VirtualLoop()
-    try:
-        return loop.run_until_complete(read())
-    finally:
-        loop.close()
+    return run_virtually(read())
 
 
 def parts_of(size_bytes: int, data: bytes = b"".join([HEADER.data, *PARTS])) -> list[pb.ForwardRequest]:
@@ -172,6 +168,4 @@ class TestPace:
                 await incoming.begin(600)
             return found
 
-        loop = VirtualLoop()
-        assert loop.run_until_complete(read()) == [FIRST, FIRST]
-        loop.close()
+        assert run_virtually(read()) == [FIRST, FIRST]

@@ -13,8 +13,8 @@ from swarm_protocol.dht.records import ServerRecord, SwarmView
 from swarm_protocol.errors import PeerUnavailable
 from swarm_server.net.neighbours import Neighbours
 from swarm_server.net.push import ChannelPool
-from tests.unit.simulation import VirtualLoop
 from tests.unit.support import server_record
+from tests.unit.virtual_time import run_virtually
 
 
 class Swarm:
@@ -44,17 +44,14 @@ class Swarm:
 
     def stream_stream(self, *_args: Any, **_options: Any) -> None: ...
 
-    async def close(self) -> None: ...
+    async def close(self) -> None:
+        await asyncio.sleep(1.0)
 
     unary_unary = unary_stream = stream_unary = stream_stream
 
 
 def run(coroutine: Coroutine) -> Any:
-    loop = VirtualLoop()
-    try:
-        return loop.run_until_complete(coroutine)
-    finally:
-        loop.close()
+    return run_virtually(coroutine)
 
 
 def server(name: str, address: str = "") -> ServerRecord:
@@ -123,7 +120,7 @@ def test_one_that_was_started_again_is_reached_at_its_new_address() -> None:
     async def story() -> None:
         swarm = Swarm(server("a"))
         await swarm.neighbours.stub("a")
-        await swarm.neighbours._channels.close()
+        swarm.neighbours._channels._channels.clear()  # it has forgotten the connection
         swarm.dead.add("a:1")
         with pytest.raises(PeerUnavailable):  # too early to read again, and nobody waits for it
             await swarm.neighbours.stub("a")
@@ -146,3 +143,21 @@ def test_a_swarm_that_cannot_be_read_is_no_more_than_an_unknown_server(caplog: p
 
     run(story())
     assert "cannot be read: no daemon" in caplog.text
+
+
+def test_no_stub_is_made_once_connections_are_closed() -> None:
+    """gRPC ends the process of who makes one for a channel that is closed."""
+
+    async def story() -> None:
+        swarm = Swarm(server("a"))
+        pool = ChannelPool(swarm.connect)
+        await pool.stub(server("a"))
+        closing = asyncio.ensure_future(pool.close())
+        for name in "aba":
+            await asyncio.sleep(0)
+            with pytest.raises(PeerUnavailable, match="connections to other servers are closed"):
+                await pool.stub(server(name))
+        await closing
+        assert swarm.connected == ["a:1"]
+
+    run(story())

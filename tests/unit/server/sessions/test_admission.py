@@ -13,7 +13,7 @@ from swarm_protocol.errors import PeerBusy, PeerMoved
 from swarm_server.kv.kv_cache import CacheBudget, NoRoom
 from swarm_server.net.shares import Caller
 from swarm_server.sessions.admission import Admission, Applicant, Holder, RoomQueue, choose_victims
-from tests.unit.simulation import VirtualLoop
+from tests.unit.virtual_time import run_virtually
 
 
 def applicant(name: str, size_bytes: int = 1, born_s: float = 0.0) -> Applicant:
@@ -115,11 +115,7 @@ class TestVictims:
 
 
 def run(coroutine: Coroutine) -> Any:
-    loop = VirtualLoop()
-    try:
-        return loop.run_until_complete(coroutine)
-    finally:
-        loop.close()
+    return run_virtually(coroutine)
 
 
 class TestAdmission:

@@ -13,8 +13,8 @@ from swarm_server.kv.kv_cache import CacheBudget, NoRoom
 from swarm_server.net.shares import Caller
 from swarm_server.sessions.admission import Admission
 from swarm_server.sessions.preemption import Claim, Preemption
-from tests.unit.simulation import VirtualLoop
 from tests.unit.support import run
+from tests.unit.virtual_time import run_virtually
 
 ANNA, BERT = Caller("anna"), Caller("bert")
 
@@ -112,11 +112,7 @@ def test_one_preemption_at_a_time() -> None:
 
 
 def story_on_a_clock(story: Callable[[], Coroutine]) -> None:
-    loop = VirtualLoop()
-    try:
-        loop.run_until_complete(story())
-    finally:
-        loop.close()
+    run_virtually(story())
 
 
 async def now_s() -> float:

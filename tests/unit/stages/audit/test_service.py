@@ -27,8 +27,8 @@ from swarm_stages.rpc.service import StagesService
 from swarm_training.core.moment import Moment
 from swarm_training.core.record import Progress
 from swarm_training.net.channels import GrpcNetwork
+from tests.unit.identities import identity
 from tests.unit.stages.toys import RUN, START, ToyGradients, ToyHost, ToyStage, tokens
-from tests.unit.training.world import identity
 
 ACCUSED, MATE, TRAINER = 1, 2, 9
 SEED, TIMEOUT_S = bytes(range(SEED_BYTES)), 30.0

@@ -22,8 +22,8 @@ from swarm_training.core.moment import Moment
 from swarm_training.core_backend import send_order
 from swarm_training.ledger.orders import Ban, Order
 from swarm_training.run.state import TrainedState
+from tests.unit.identities import identity
 from tests.unit.stages.peer.world import CONFIG, ToyStage, ToySums, micro_batch, optimizer_of, single
-from tests.unit.training.world import identity
 
 STAGES, MICRO_BATCHES = 2, 4
 MODERATOR = 7

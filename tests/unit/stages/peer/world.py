@@ -33,7 +33,8 @@ from swarm_training.run.meetings import Compression
 from swarm_training.run.peer import TrainingPeer
 from swarm_training.run.standing import now
 from swarm_training.run.state import TrainedState
-from tests.unit.training.world import SimulatedNetwork, World, _Board, at_once, identity
+from tests.unit.identities import identity
+from tests.unit.training.world import SimulatedNetwork, World, _Board, at_once
 
 HIDDEN, ROWS = 6, 3
 _TRAINER = "trainer"  # all of them, to the network

@@ -19,8 +19,8 @@ from swarm_stages.rpc.room import Room
 from swarm_stages.rpc.service import StagesService
 from swarm_training.net.channels import GrpcNetwork
 from tests import zoo
+from tests.unit.identities import identity
 from tests.unit.stages.toys import RUN, START, ToyHost, serving
-from tests.unit.training.world import identity
 
 HIDDEN, ROWS, POSITIONS, TIMEOUT_S = 128, 2, 8, 30.0  # int8's blocks of 64 elements are full
 

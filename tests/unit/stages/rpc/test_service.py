@@ -39,8 +39,8 @@ from swarm_stages.rpc.service import StagesService
 from swarm_training.core.moment import Moment
 from swarm_training.core.record import Progress
 from swarm_training.net.channels import GrpcNetwork
+from tests.unit.identities import identity
 from tests.unit.stages.toys import RUN, START, ToyHost, ToyStage, serving, tokens
-from tests.unit.training.world import identity
 
 TRAINER = 9
 TIMEOUT_S = 30.0

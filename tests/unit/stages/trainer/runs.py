@@ -52,7 +52,7 @@ from swarm_training.pb.training_pb2_grpc import add_TrainingServicer_to_server
 from swarm_training.run.meetings import Compression
 from swarm_training.run.peer import TrainingPeer
 from swarm_training.run.state import TrainedState
-from tests.unit.training.world import identity
+from tests.unit.identities import identity
 
 RUN, MICRO_BATCHES, VOCABULARY, ROWS, POSITIONS = "whole", 6, 32, 2, 8
 MODEL = LlamaConfig(

@@ -27,8 +27,8 @@ from swarm_stages.trainer.trainer import StepReport, Trainer
 from swarm_training.core.moment import Moment
 from swarm_training.core.record import Progress
 from swarm_training.net.channels import GrpcNetwork
+from tests.unit.identities import identity
 from tests.unit.stages.toys import RUN, ToyHost, ToyStage, bits_of, serving, tokens
-from tests.unit.training.world import identity
 
 MICRO_BATCHES, LOSS_SCALE = 8, 10.0
 CONFIG = TrainerConfig(settle_s=10.0, least_deadline_s=60.0, poll_s=0.01)  # the machine may have much else to do

@@ -18,9 +18,9 @@ from swarm_stages.rpc.room import Limits
 from swarm_stages.trainer.batches import Content
 from swarm_stages.trainer.config import TrainerConfig
 from swarm_training.core.moment import Moment
+from tests.unit.identities import identity
 from tests.unit.stages.toys import ToyStage, in_one_process, tokens
 from tests.unit.stages.trainer.swarm import CONFIG, LOSS_SCALE, MICRO_BATCHES, LossyService, Swarm, ToyData, training
-from tests.unit.training.world import identity
 
 LIMIT_S = 60.0
 

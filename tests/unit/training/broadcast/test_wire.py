@@ -12,7 +12,7 @@ from swarm_training.robust.btard import Snapshot
 from swarm_training.robust.instructions import Finished, Remove
 from swarm_training.robust.roster import Standing
 from swarm_training.robust_run.standings import Standings, vouched
-from tests.unit.training.world import identity
+from tests.unit.identities import identity
 
 STAMP = ("peer", 3, 1)
 ITEMS = (msg.Item(2, 0, "a", "b"), msg.Item(3, 1, "c", "d"))

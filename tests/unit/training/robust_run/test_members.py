@@ -17,6 +17,7 @@ from swarm_training.robust.centered_clip import centered_clip
 from swarm_training.robust.roster import Rules
 from swarm_training.robust_run.member import Finished, Member
 from tests.marks import SLOW
+from tests.unit.identities import identity
 from tests.unit.training.robust_run.world import (
     CONFIG,
     KINDS,
@@ -28,7 +29,7 @@ from tests.unit.training.robust_run.world import (
     require_equal,
     steps,
 )
-from tests.unit.training.world import identity, simulate
+from tests.unit.training.world import simulate
 
 
 def begin(members: list[Member]) -> None:

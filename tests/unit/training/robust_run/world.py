@@ -19,7 +19,7 @@ from swarm_training.pb import training_robust_pb2 as pb
 from swarm_training.robust.btard import Btard
 from swarm_training.robust.roster import Rules
 from swarm_training.robust_run.member import Finished, Member
-from tests.unit.training.world import identity
+from tests.unit.identities import identity
 
 sys.path.insert(0, str(Path(__file__).parents[4] / "benchmarks"))
 

@@ -1,0 +1,98 @@
+"""Channels to peers that are asked for while all are closed: gRPC ends the process of who uses one that is."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from swarm_protocol.errors import PeerUnavailable
+from swarm_protocol.net.tls import ClientCredentials
+from swarm_protocol.rpc import channels
+from swarm_protocol.rpc.channels import PinnedChannels
+from tests.unit.identities import identity
+from tests.unit.virtual_time import run_virtually
+
+FINGERPRINT = bytes(32)
+
+
+class SlowChannel:
+    """Takes a second to open, and one to close."""
+
+    is_closed = False
+
+    async def close(self) -> None:
+        self.is_closed = True
+        await asyncio.sleep(1.0)
+
+
+class Opened(list[SlowChannel]):
+    """Those that were."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._is_one = asyncio.Event()
+
+    async def wait_for_one(self) -> None:
+        """Returns before those who asked for it have it."""
+        await self._is_one.wait()
+
+    def add(self) -> SlowChannel:
+        self.append(SlowChannel())
+        self._is_one.set()
+        return self[-1]
+
+
+@pytest.fixture
+def opened(monkeypatch: pytest.MonkeyPatch) -> Opened:
+    made = Opened()
+
+    async def connect(*_: Any) -> SlowChannel:
+        await asyncio.sleep(1.0)
+        return made.add()
+
+    monkeypatch.setattr(channels, "pinned_channel", connect)
+    return made
+
+
+def test_peers_that_are_asked_for_at_once_share_a_channel(opened: Opened) -> None:
+    async def scenario() -> None:
+        pinned = PinnedChannels(ClientCredentials(identity(0)))
+        first, second = await asyncio.gather(*(pinned.to("host:1", FINGERPRINT, "peer") for _ in range(2)))
+        assert first is second is await pinned.to("host:1", FINGERPRINT, "peer") and len(opened) == 1
+        assert await pinned.to("host:2", FINGERPRINT, "peer") is not first
+        await pinned.close()
+        assert all(channel.is_closed for channel in opened)
+
+    run_virtually(scenario())
+
+
+def test_none_is_given_out_once_they_are_closed(opened: Opened) -> None:
+    async def scenario() -> None:
+        pinned = PinnedChannels(ClientCredentials(identity(0)))
+        await pinned.to("host:1", FINGERPRINT, "peer")
+        closing = asyncio.ensure_future(pinned.close())
+        await asyncio.sleep(0.5)
+        for _ in range(2):  # while they are closed, and after
+            for port in (1, 2):
+                with pytest.raises(PeerUnavailable, match="are closed") as caught:
+                    await pinned.to(f"host:{port}", FINGERPRINT, "peer")
+                assert caught.value.peer_id == "peer"
+            await closing
+        assert len(opened) == 1
+
+    run_virtually(scenario())
+
+
+def test_nor_is_one_that_was_opened_just_before(opened: Opened) -> None:
+    async def scenario() -> None:
+        pinned = PinnedChannels(ClientCredentials(identity(0)))
+        asking = asyncio.ensure_future(pinned.to("host:1", FINGERPRINT, "peer"))
+        await opened.wait_for_one()
+        await pinned.close()
+        with pytest.raises(PeerUnavailable, match="are closed"):
+            await asking
+        assert opened[0].is_closed
+
+    run_virtually(scenario())

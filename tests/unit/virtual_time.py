@@ -1,0 +1,57 @@
+"""Runs that never wait, and that are the same each time: their clock jumps, and what is drawn by chance is known."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import secrets
+from collections.abc import Coroutine, Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import torch
+
+
+class VirtualLoop(asyncio.SelectorEventLoop):
+    """Never waits: when nothing is ready, its clock jumps to the next timer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._now = 0.0
+        select = self._selector.select
+
+        def jump(timeout: float | None):
+            if timeout is None:
+                raise RuntimeError("nothing will ever happen again: the test hangs")
+            self._now += max(0.0, timeout)
+            return select(0)
+
+        self._selector.select = jump
+
+    def time(self) -> float:
+        return self._now
+
+
+def run_virtually(coroutine: Coroutine[Any, Any, Any], limit_s: float | None = None) -> Any:
+    """Its result, in virtual time, of which it may take so much."""
+
+    async def limited() -> Any:
+        async with asyncio.timeout(limit_s):
+            return await coroutine
+
+    with _same_chance(), asyncio.Runner(loop_factory=VirtualLoop) as runner:
+        return runner.run(limited())
+
+
+@contextmanager
+def _same_chance() -> Iterator[None]:
+    """But for the order of sets of strings, which ``PYTHONHASHSEED`` decides."""
+    keys, before = random.Random(0), random.getstate()
+    random.seed(0)
+    torch.manual_seed(0)
+    try:
+        with patch.object(secrets, "token_bytes", keys.randbytes):
+            yield
+    finally:
+        random.setstate(before)
