@@ -249,9 +249,11 @@ class Pusher:
                         del self._untaken[number]  # of settled ones before it nothing is said
                     self._taken.notify_all()
         except grpc.RpcError as error:
+            await self._break()  # before it is known why
             _, details = await first.instead_of(error.code(), error.details())
             details = printable(details or "no details")
             _logger.info("the stream to server %s broke: %s", short_id(self._hop.peer_id), details)
+            return
         except asyncio.CancelledError:
             if not self.retired:
                 raise
