@@ -319,8 +319,8 @@ class Swarm:
                 known.record = record
                 return known
             server = await self._connect(record, self.config)
-            if known is not None:
-                await known.close()
+            if known is not None:  # what others do through it may go on
+                self.spawn(known.close_when_idle())
             self._servers[record.peer_id] = server
             return server
 

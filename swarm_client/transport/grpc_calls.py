@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
+import math
 import re
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from typing import Generic, TypeVar, cast
+from typing import Any, Generic, TypeVar, cast
 
 import grpc
 
@@ -77,6 +79,43 @@ async def _translation(
     if code is grpc.StatusCode.OK:
         return PeerUnavailable(f"the stream to server {server.short_id} has ended", server.peer_id, span)
     return error_of(code, details, server, span)
+
+
+class CallCounter:
+    """Begins calls of a stub, as its methods do, and knows how many are under way.
+
+    Attributes:
+        idle_since_s: when the last of them has ended, on the loop's clock; infinity while one has not.
+    """
+
+    def __init__(self, stub: object, server: ServerRecord) -> None:
+        self._stub, self._server = stub, server
+        self._under_way: set[int] = set()
+        self._numbers = itertools.count()
+        self._clock = asyncio.get_running_loop().time
+        self.idle_since_s = self._clock()
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        begin = getattr(self._stub, name)
+
+        def counted(*arguments: Any, **options: Any) -> Any:
+            """Raises PeerUnavailable if the connection is closed."""
+            try:
+                call = begin(*arguments, **options)
+            except grpc.aio.UsageError:
+                server = self._server
+                raise PeerUnavailable(f"the connection to server {server.short_id} is closed", server.peer_id) from None
+            self._under_way.add(number := next(self._numbers))
+            self.idle_since_s = math.inf
+            call.add_done_callback(lambda _: self._ended(number))
+            return call
+
+        return counted
+
+    def _ended(self, number: int) -> None:
+        self._under_way.discard(number)
+        if not self._under_way:
+            self.idle_since_s = self._clock()
 
 
 class Stream(Generic[Request, Reply]):

@@ -6,19 +6,18 @@ from collections.abc import Sequence
 
 from swarm_client.adapters.snapshots import Part
 from swarm_client.transport.answers import read_tensors
-from swarm_client.transport.grpc_calls import translated
+from swarm_client.transport.grpc_calls import CallCounter, translated
 from swarm_client.transport.wire_tensor import WireTensor
 from swarm_protocol.dht.records import ServerRecord
 from swarm_protocol.errors import BadReply
 from swarm_protocol.pb import swarm_pb2 as pb
-from swarm_protocol.pb.swarm_pb2_grpc import BlocksStub
 from swarm_protocol.span import Span
 
 
 class PassCalls:
     """To one server."""
 
-    def __init__(self, stub: BlocksStub, record: ServerRecord, timeout_s: float) -> None:
+    def __init__(self, stub: CallCounter, record: ServerRecord, timeout_s: float) -> None:
         self._stub = stub
         self._record = record
         self._timeout_s = timeout_s

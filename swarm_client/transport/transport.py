@@ -11,11 +11,11 @@ from typing import Any, Protocol, TypeVar
 import grpc
 
 from swarm_client.adapters.snapshots import AdapterUploader, Part
-from swarm_client.core.background import exact_s
+from swarm_client.core.background import exact_s, now_s
 from swarm_client.core.config import ClientConfig
 from swarm_client.routing.routing import Hop
 from swarm_client.transport.bundle import StepBundle
-from swarm_client.transport.grpc_calls import Stream, translated, unreadable
+from swarm_client.transport.grpc_calls import CallCounter, Stream, translated, unreadable
 from swarm_client.transport.hops import HopSession, Inbox
 from swarm_client.transport.pass_calls import PassCalls, expected_grads
 from swarm_client.transport.wire_tensor import Context, WireTensor
@@ -37,6 +37,7 @@ _PINGS = 3
 _ECHO_BYTES = 64 * 1024  # a twentieth of a second at 10 Mbit/s
 _LEAST_S = 1e-5
 _NEAR_S = 0.02
+_IDLE_S = 30.0
 
 
 class Watch(Protocol):
@@ -66,7 +67,8 @@ class ServerConnection:
         self.address = address
         self._relay_of = relay_of
         self._channel = channel
-        self._stub = BlocksStub(channel)  # type: ignore[no-untyped-call]
+        self._uncounted = BlocksStub(channel)  # type: ignore[no-untyped-call]
+        self._stub = CallCounter(self._uncounted, record)
         self._config, self._timeouts = config, config.timeouts
         self._passes = PassCalls(self._stub, record, config.step_timeout_s)
         self._uploader = AdapterUploader(self._put_adapter)
@@ -96,7 +98,16 @@ class ServerConnection:
         return self.record.tls_fingerprint == record.tls_fingerprint and self.address in record.addresses
 
     async def close(self) -> None:
+        """Cancels all that is under way."""
         await self._channel.close()
+
+    async def close_when_idle(self) -> None:
+        """Once sessions and passes have ended, and nothing else has begun for a while; at once if this is cancelled."""
+        try:
+            while (left_s := self._stub.idle_since_s + _IDLE_S - now_s()) > 0:
+                await asyncio.sleep(min(left_s, _IDLE_S))
+        finally:
+            await self.close()
 
     async def ping(self) -> float:
         """Round-trip time in seconds: the shortest of a few, since the first ones also connect."""
@@ -176,7 +187,7 @@ class ServerConnection:
         return await asyncio.shield(self._bundle)
 
     async def _open_bundle(self, span: Span) -> StepBundle | None:
-        stream: Stream[pb.StepBundle, pb.ReplyBundle] = Stream(self._stub.Steps(), self.record, span)
+        stream: Stream[pb.StepBundle, pb.ReplyBundle] = Stream(self._uncounted.Steps(), self.record, span)
         try:
             return await StepBundle.open(stream, self._timeouts.open_s, self._forget_bundle)
         except (SwarmError, TimeoutError) as error:  # sessions have streams of their own
