@@ -53,11 +53,17 @@ class Dialer:
         if not is_circuit(address):
             return await pinned_channel(self._credentials, address, fingerprint, options, timeout_s)
         port = await self._port(address)
+        port.num_waiting += 1
         try:
             local = f"{_LOCAL}:{port.number}"
             return await pinned_channel(self._credentials, local, fingerprint, options, timeout_s + _TUNNEL_S)
         except PeerUnavailable as error:
             raise PeerUnavailable(port.failure or str(error), port.circuit.target) from None
+        finally:
+            port.num_waiting -= 1
+            if port.is_unused:
+                port.close()
+                self._ports.pop(address, None)
 
     def relay_of(self, address: str) -> str:
         """The peer through which connections to this address go now; empty if they go past it, or there is none."""
@@ -83,7 +89,13 @@ class Dialer:
         if address not in self._ports:
             port = _TunnelPort(circuit, self._streams, self._membership, self._not_before_s)
             self._ports[address] = asyncio.ensure_future(port.open())
-        return await asyncio.shield(self._ports[address])
+        opening = self._ports[address]
+        try:
+            return await asyncio.shield(opening)
+        except OSError as error:
+            if self._ports.get(address) is opening:
+                del self._ports[address]
+            raise PeerUnavailable(f"no tunnel can be opened: {error}", circuit.target) from None
 
 
 class _TunnelPort:
@@ -92,6 +104,7 @@ class _TunnelPort:
     Attributes:
         failure: why the last tunnel could not be opened; empty if it could.
         is_past_relay: whether it goes through the routers of both peers, and not the relay.
+        num_waiting: for a connection, who could not make do with another port.
     """
 
     def __init__(
@@ -100,7 +113,7 @@ class _TunnelPort:
         """``not_before_s``: by peer id of servers, when to try again to get through the routers."""
         self.circuit = circuit
         self.failure, self.is_past_relay = "", False
-        self.number = 0
+        self.number = self.num_waiting = 0
         self._streams, self._membership = streams, membership
         self._connections: set[asyncio.Task[None]] = set()
         self._punching, self._not_before_s = asyncio.Lock(), not_before_s
@@ -109,6 +122,10 @@ class _TunnelPort:
         self._server = await asyncio.start_server(self._take, _LOCAL, 0)
         self.number = self._server.sockets[0].getsockname()[1]
         return self
+
+    @property
+    def is_unused(self) -> bool:
+        return not self.num_waiting and not self._connections
 
     def close(self) -> None:
         self._server.close()

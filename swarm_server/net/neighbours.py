@@ -31,6 +31,7 @@ class Neighbours:
         self._read = read
         self._records: dict[str, ServerRecord] = {}
         self._read_s = -inf  # when the last reading began
+        self._known_s = -inf  # when the last one began that has ended
         self._reading = asyncio.Lock()
         self._streams = PushStreams(self.stub)
 
@@ -69,16 +70,16 @@ class Neighbours:
         if not may_wait and asked_s < self._read_s + _READ_EVERY_S:
             return
         async with self._reading:
-            if self._read_s >= asked_s:
+            if self._known_s >= asked_s:
                 return
             await asyncio.sleep(max(0.0, self._read_s + _READ_EVERY_S - clock()))
             self._read_s = clock()
             try:
                 view = await asyncio.wait_for(self._read(), _READ_TIMEOUT_S)
+                self._records = {record.peer_id: record for record in view.servers}
             except Exception as error:  # whatever ails the DHT: outputs can go through the client
                 _logger.warning("the servers of the swarm cannot be read: %s", error)
-                return
-            self._records = {record.peer_id: record for record in view.servers}
+            self._known_s = self._read_s
 
 
 def _place(record: ServerRecord) -> tuple[tuple[str, ...], bytes]:

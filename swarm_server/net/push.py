@@ -53,8 +53,9 @@ class ChannelPool:
     async def stub(self, server: ServerRecord) -> BlocksStub:
         """Raises PeerUnavailable or BadReply if the server cannot be reached or is another one, or all are closed."""
         addresses, fingerprint = server.addresses[:_MAX_ADDRESSES], server.tls_fingerprint
+        self._forget_lost()
         known = (self._channels.get((address, fingerprint)) for address in addresses)
-        channel = next((task.result() for task in known if task is not None and task.done()), None)
+        channel = next((task.result() for task in known if task is not None and _is_open(task)), None)
         if channel is None and not self._is_closed:
             _, channel = await first_reached(addresses, partial(self._channel, fingerprint), keeps=True)
         if channel is None or self._is_closed:  # gRPC ends the process of who makes a stub for a channel that is closed
@@ -71,6 +72,12 @@ class ChannelPool:
             connecting.add_done_callback(partial(self._forget_failure, key))
         return await asyncio.shield(self._channels[key])
 
+    def _forget_lost(self) -> None:
+        """Those whose server is gone, or at another address. Whoever has a stub keeps its channel until it is done."""
+        for key, connecting in list(self._channels.items()):
+            if _is_open(connecting) and connecting.result().get_state() is not grpc.ChannelConnectivity.READY:
+                del self._channels[key]
+
     def _forget_failure(self, key: tuple[str, bytes], connecting: asyncio.Task[grpc.aio.Channel]) -> None:
         """Even if nobody waits for the connection any more: the next who wants it tries again."""
         if (connecting.cancelled() or connecting.exception() is not None) and self._channels.get(key) is connecting:
@@ -81,8 +88,12 @@ class ChannelPool:
         while self._channels:
             _, connecting = self._channels.popitem()
             connecting.cancel()
-            if connecting.done() and not connecting.cancelled() and connecting.exception() is None:
+            if _is_open(connecting):
                 await connecting.result().close()
+
+
+def _is_open(connecting: asyncio.Task[grpc.aio.Channel]) -> bool:
+    return connecting.done() and not connecting.cancelled() and connecting.exception() is None
 
 
 class Pusher:
@@ -101,6 +112,7 @@ class Pusher:
         self._untaken: dict[int, tuple[pb.Step, Parts]] = {}
         self._bundled: dict[int, PushStream] = {}  # the streams of those that share one
         self._taken = asyncio.Condition()
+        self._giving_up = asyncio.Lock()  # one by one, in order; the client of each may be slow to take it
         self._broken = False
         self.retired = False
         self._stub: BlocksStub | None = None
@@ -129,8 +141,7 @@ class Pusher:
         call = self._call
         await self._until(lambda: len(self._untaken) < _MAX_UNTAKEN)
         if self._broken:
-            if not self.retired:
-                await self._give_up(step, parts)
+            await self._give_up_late(step, parts)
             return
         self._untaken[step.number] = step, parts
         assert call is not None  # or the stream would be broken
@@ -156,7 +167,7 @@ class Pusher:
             stream = await self._neighbours.push_stream(self._hop.peer_id)
         except (PeerUnavailable, BadReply) as error:
             self._lost(error)
-            await self._give_up(step, [])
+            await self._give_up_late(step, [])
             return
         self._untaken[step.number] = step, []
         self._post_bundled(stream, step)
@@ -262,13 +273,20 @@ class Pusher:
     async def _break(self) -> None:
         """Gives up what was not taken, and all that comes later."""
         self._stop_writing()
-        async with self._taken:
-            self._broken = True
+        self._broken = True
+        async with self._giving_up:  # free now, unless it was broken before: what comes later waits for it
             untaken, self._untaken = self._untaken, {}
+            async with self._taken:
+                self._taken.notify_all()
             for step, parts in untaken.values():
                 if not self.retired:
                     await self._give_up(step, parts)
-            self._taken.notify_all()
+
+    async def _give_up_late(self, step: pb.Step, parts: Parts) -> None:
+        """After those that were under way when the stream broke."""
+        async with self._giving_up:
+            if not self.retired:
+                await self._give_up(step, parts)
 
 
 def _requests(step: pb.Step, parts: Parts) -> Iterator[pb.PushRequest]:

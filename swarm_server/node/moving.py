@@ -8,7 +8,6 @@ from math import inf
 
 from swarm_protocol.dht.claims import within_addresses
 from swarm_protocol.dht.records import ServerRecord, ServerState, SwarmView
-from swarm_protocol.errors import SwarmError
 from swarm_protocol.span import Span
 from swarm_protocol.wire.constants import WIRE_VERSION
 from swarm_server.core.prefix_sharing import prefix_sharing
@@ -139,10 +138,21 @@ class Mover:
         await self._monitor.measure_network(self._presence.state.record)
 
     async def rebalance(self) -> None:
+        """Raises what loading blocks raises, other ones and the old ones too; the next call tries again."""
         old = self._presence.state.record.span
+        if isinstance(self._presence.state, Loading | Unloaded):  # the last call failed
+            await self._host_again(self._presence.state)
+            return
         loading = await self._leave_if_needed()  # no name here holds the old blocks: their memory is for the new ones
         if loading is not None:
             await self._host_instead(loading, old)
+
+    async def _host_again(self, state: Loading | Unloaded) -> None:
+        loading = state if isinstance(state, Loading) else state.load(state.record.span)
+        self._presence.enter(loading)
+        await self.host(loading)
+        await self._presence.publish()
+        _logger.info("hosting blocks %s", loading.record.span)
 
     async def _leave_if_needed(self) -> Loading | None:
         """What the server does next if it has left its blocks for others."""
@@ -181,7 +191,7 @@ class Mover:
         to = loading.record.span
         try:
             await self.host(loading)
-        except (SwarmError, ValueError, OSError) as error:
+        except Exception as error:  # such as too little memory
             _logger.warning("blocks %s could not be loaded: %s; going back to %s and staying there", to, error, old)
             loading = loading.stay_with(old)
             self._presence.enter(loading)

@@ -101,8 +101,10 @@ class BlocksService(BlocksServicer):
                 await hosted.announce()
                 await self._serve(host, hosted, incoming, arrivals, self._membership(context))
             finally:
-                await incoming.aclose()
-                await asyncio.shield(host.end(hosted))
+                try:
+                    await incoming.aclose()
+                finally:
+                    await asyncio.shield(host.end(hosted))
 
     async def Push(self, requests: AsyncIterator[pb.PushRequest], context: _Context) -> None:
         self._admit(context, Role.SERVER)

@@ -122,11 +122,13 @@ class SessionManager:
 
     async def end(self, hosted: HostedSession) -> None:
         """Gives back what the session had."""
-        await hosted.close()
-        del self._sessions[hosted.key], self._pushed[hosted.push_key]
-        self._preemption.remove(hosted.claim)
-        uses = self._uses.pop(hosted.key)
-        self._closed.set()
+        try:
+            await hosted.close()
+        finally:
+            del self._sessions[hosted.key], self._pushed[hosted.push_key]
+            self._preemption.remove(hosted.claim)
+            uses = self._uses.pop(hosted.key)
+            self._closed.set()
         try:
             await self.services.scheduler.call(lambda: self.services.engine.close(hosted.session))
         except PeerBusy:  # the server ends
@@ -138,8 +140,13 @@ class SessionManager:
     async def leave(self, timeout_s: float) -> None:
         """Takes no new sessions and asks those there are to move; returns when all have, or after ``timeout_s``."""
         self._leaving = True
-        await asyncio.gather(*(hosted.ask_to_move() for hosted in self._sessions.values()))
-        await self._wait_until_empty(timeout_s)
+        clock = asyncio.get_running_loop().time
+        deadline_s = clock() + timeout_s
+        if asking := [asyncio.ensure_future(hosted.ask_to_move()) for hosted in self._sessions.values()]:
+            _, deaf = await asyncio.wait(asking, timeout=timeout_s)
+            for task in deaf:  # its client does not read what it is sent
+                task.cancel()
+        await self._wait_until_empty(deadline_s - clock())
 
     async def close(self) -> None:
         """Ends all sessions; their clients must find others."""

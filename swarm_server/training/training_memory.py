@@ -101,14 +101,17 @@ class TrainingMemory:
 
     @contextmanager
     def keeping(self, blocks: Span) -> Iterator[KeptPass]:
-        """A pass to which pieces are added, and which is forgotten afterwards unless it was kept."""
+        """A pass to which pieces are added, and which is forgotten afterwards unless it was kept.
+
+        The compute thread may still add one then, if its client has gone: it is refused.
+        """
         kept = KeptPass(blocks)
         try:
             yield kept
         finally:
             with self._budget.lock:
                 if kept not in self._passes.values():
-                    self._free(kept)
+                    self._refuse(kept)
 
     def room(self, kept: KeptPass) -> int:
         """Bytes that its next piece may take."""
@@ -162,14 +165,15 @@ class TrainingMemory:
     def taking(self, key: bytes) -> Iterator[Callable[[], KeptPass]]:
         """Gives a function that takes the pass, when its turn has come; it is freed afterwards.
 
-        The function raises CacheMiss if it is gone by then.
+        The function raises CacheMiss if it is gone by then, or if it is called after that.
         """
         taken: list[KeptPass] = []
+        is_over = False
 
         def take() -> KeptPass:
             with self._budget.lock:
                 if not taken:
-                    if key not in self._passes:
+                    if key not in self._passes or is_over:
                         raise CacheMiss("this server does not have the pass (any more)")
                     taken.append(self._passes.pop(key))
             return taken[0]
@@ -178,6 +182,7 @@ class TrainingMemory:
             yield take
         finally:
             with self._budget.lock:
+                is_over = True
                 for kept in taken:
                     self._free(kept)
 

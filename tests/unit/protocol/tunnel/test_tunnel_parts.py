@@ -12,12 +12,14 @@ from swarm_protocol.access.organiser import OrganiserKey
 from swarm_protocol.access.tokens import Grant, Role
 from swarm_protocol.errors import AccessDenied, BadReply, PeerBusy, PeerUnavailable
 from swarm_protocol.net.identity import Identity
+from swarm_protocol.net.tls import ClientCredentials
 from swarm_protocol.pb import tunnel_pb2 as pb
 from swarm_protocol.streams.frames import MAX_RUN_BYTES, framed, read_message, read_run
 from swarm_protocol.streams.limits import Budget, Places
 from swarm_protocol.tunnel.circuit import Circuit, relay_of
-from swarm_protocol.tunnel.dialing import first_reached
+from swarm_protocol.tunnel.dialing import Dialer, first_reached
 from swarm_protocol.tunnel.members import Membership, require_member
+from tests.unit.identities import identity
 from tests.unit.support import run
 
 RELAY_ID = "QmYyQSo1c1Ym7orWxLYvCrM2EmxFTANf8wXmmE7DWjhx5N"
@@ -167,3 +169,37 @@ def test_the_first_address_that_answers_is_taken_and_direct_ones_come_first():
         reached("refuses:1", "other:1")
     with pytest.raises(PeerUnavailable, match="announces no address"):
         reached()
+
+
+class NoStreams:
+    """A libp2p daemon that reaches nobody."""
+
+    peer_id = "own"
+
+    async def open(self, *_: object) -> None:
+        raise PeerUnavailable("nobody answers at the relay")
+
+
+def test_nothing_is_left_of_tunnels_that_lead_nowhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Servers of a swarm that changes try many."""
+    dialer = Dialer(ClientCredentials(identity(0)), NoStreams())  # type: ignore[arg-type]
+    address = str(Circuit(RELAY, TARGET_ID))
+
+    async def scenario() -> None:
+        for _ in range(2):
+            with pytest.raises(PeerUnavailable, match=r"no way through relay .*: nobody answers at the relay"):
+                await dialer.connect(address, bytes(32), [], 1.0)
+            assert not dialer._ports
+        with monkeypatch.context() as patch:
+            patch.setattr(asyncio, "start_server", no_more_files)
+            with pytest.raises(PeerUnavailable, match=r"no tunnel can be opened: .*Too many open files"):
+                await dialer.connect(address, bytes(32), [], 1.0)
+        assert not dialer._ports  # the next one tries again
+        with pytest.raises(PeerUnavailable, match="no way through relay"):
+            await dialer.connect(address, bytes(32), [], 1.0)
+
+    run(scenario())
+
+
+async def no_more_files(*_: object) -> None:
+    raise OSError(24, "Too many open files")

@@ -7,6 +7,7 @@ from collections.abc import Coroutine
 from dataclasses import replace
 from typing import Any
 
+import grpc
 import pytest
 
 from swarm_protocol.dht.records import ServerRecord, SwarmView
@@ -25,7 +26,7 @@ class Swarm:
         self.dead: set[str] = set()
         self.read_s: list[float] = []
         self.connected: list[str] = []
-        self.breaks = False
+        self.breaks = self.is_lost = False
         self.neighbours = Neighbours(ChannelPool(self.connect), self.read)
 
     async def read(self) -> SwarmView:
@@ -46,6 +47,9 @@ class Swarm:
 
     async def close(self) -> None:
         await asyncio.sleep(1.0)
+
+    def get_state(self) -> grpc.ChannelConnectivity:
+        return grpc.ChannelConnectivity.TRANSIENT_FAILURE if self.is_lost else grpc.ChannelConnectivity.READY
 
     unary_unary = unary_stream = stream_unary = stream_stream
 
@@ -120,7 +124,9 @@ def test_one_that_was_started_again_is_reached_at_its_new_address() -> None:
     async def story() -> None:
         swarm = Swarm(server("a"))
         await swarm.neighbours.stub("a")
-        swarm.neighbours._channels._channels.clear()  # it has forgotten the connection
+        await swarm.neighbours.stub("a")
+        assert swarm.connected == ["a:1"]
+        swarm.is_lost = True
         swarm.dead.add("a:1")
         with pytest.raises(PeerUnavailable):  # too early to read again, and nobody waits for it
             await swarm.neighbours.stub("a")
@@ -128,6 +134,7 @@ def test_one_that_was_started_again_is_reached_at_its_new_address() -> None:
         swarm.records = [server("a", "a:2")]
         await swarm.neighbours.stub("a")
         assert swarm.connected == ["a:1", "a:1", "a:1", "a:2"]
+        assert list(swarm.neighbours._channels._channels) == [("a:2", b"")]
 
     run(story())
 
@@ -143,6 +150,23 @@ def test_a_swarm_that_cannot_be_read_is_no_more_than_an_unknown_server(caplog: p
 
     run(story())
     assert "cannot be read: no daemon" in caplog.text
+
+
+def test_who_waits_does_not_take_a_reading_that_was_cancelled_for_one_that_ended() -> None:
+    async def story() -> None:
+        swarm = Swarm()
+        asking = []
+        for _ in range(3):
+            asking.append(asyncio.ensure_future(swarm.neighbours.stub("a")))
+            await asyncio.sleep(0.01)
+        swarm.records = [server("a")]
+        while len(swarm.read_s) < 2:
+            await asyncio.sleep(0.01)
+        asking[1].cancel()  # its reading is the first that began after the last one asked
+        assert await asking[2] is not None
+        await asyncio.gather(*asking, return_exceptions=True)
+
+    run(story())
 
 
 def test_no_stub_is_made_once_connections_are_closed() -> None:

@@ -152,6 +152,57 @@ def test_what_a_server_that_ends_has_not_taken_is_given_up_in_order():
     run(scenario())
 
 
+def test_what_comes_after_a_stream_broke_does_not_overtake_what_was_under_way() -> None:
+    """However slowly the client takes what is given up."""
+
+    async def scenario() -> None:
+        given_up: list[int] = []
+        slowly = asyncio.Event()
+
+        async def give_up(step: pb.Step, _parts: list[bytes]) -> None:
+            await slowly.wait()
+            given_up.append(step.number)
+
+        other = OtherServer(num_taken=0)
+        async with connected(other) as (server, channels):
+            pusher = Pusher(channels, pb.NextHop(), give_up)
+            await send_all(pusher, 3)
+            await asyncio.wait_for(other.asked.wait(), TIMEOUT_S)
+            await server.stop(None)
+            assert not await pusher.drain()
+            later = asyncio.ensure_future(send_all(pusher, 5, first=4))
+            await asyncio.sleep(0)
+            slowly.set()
+            await ended(later)
+            assert given_up == [1, 2, 3, 4, 5]
+
+    run(scenario())
+
+
+def test_a_stream_is_retired_at_once_though_a_client_does_not_take_what_is_given_up() -> None:
+    async def scenario() -> None:
+        begun = asyncio.Event()
+
+        async def give_up(_step: pb.Step, _parts: list[bytes]) -> None:
+            assert not begun.is_set()  # nothing more once it is retired
+            begun.set()
+            await may_go_on.wait()
+
+        may_go_on = asyncio.Event()
+        other = OtherServer(num_taken=0)
+        async with connected(other) as (server, channels):
+            pusher = Pusher(channels, pb.NextHop(), give_up)
+            await send_all(pusher, 2)
+            await asyncio.wait_for(other.asked.wait(), TIMEOUT_S)
+            await server.stop(None)
+            await asyncio.wait_for(begun.wait(), TIMEOUT_S)
+            await pusher.retire()
+            may_go_on.set()
+            await pusher.send(*step(3))
+
+    run(scenario())
+
+
 def test_small_steps_of_sessions_that_are_ready_together_are_one_message() -> None:
     async def scenario() -> None:
         other = OtherServer(num_taken=9)

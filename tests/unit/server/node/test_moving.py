@@ -20,7 +20,7 @@ from swarm_server.engine.throughput import Speeds
 from swarm_server.node import moving
 from swarm_server.node.moving import Mover, PeerMonitor, num_hosted
 from swarm_server.node.presence import Presence, repeat
-from swarm_server.node.states import Draining, Ended, Joined, Serving, Starting, Unloaded
+from swarm_server.node.states import Draining, Ended, Joined, Loading, Serving, Starting, Unloaded
 from swarm_server.verification.liars import Liars
 from tests.unit.support import run, server_record
 
@@ -97,7 +97,7 @@ class FakeLoader:
     """Loads all blocks but the ``broken``."""
 
     def __init__(self, *broken: Span) -> None:
-        self.broken = broken
+        self.broken, self.fails = broken, OSError("no such file")
         self.before: weakref.ref | None = None  # what was hosted, and must be gone
 
     def known_speeds(self, _num_blocks: int) -> Speeds | None:
@@ -107,7 +107,7 @@ class FakeLoader:
         gc.collect()
         assert self.before is None or self.before() is None, "the old blocks are still in memory"
         if span in self.broken:
-            raise OSError("no such file")
+            raise self.fails
         return span
 
     async def start(self, span: Span, _channels: object, _sharing: str) -> FakeRuntime:
@@ -200,10 +200,18 @@ class TestMove:
         run(life.mover.rebalance())
         assert life.dht.said[-1] == (ONLINE, THERE, None)
 
-    def test_a_server_without_blocks_does_not_move(self) -> None:
-        life = Life(*needed_there())
+    @pytest.mark.parametrize("fails", [OSError("no such file"), RuntimeError("out of memory"), MemoryError()])
+    def test_who_could_load_no_blocks_at_all_tries_again(self, fails: Exception) -> None:
+        life = Life(*needed_there(), broken=(THERE, HERE))
+        life.loader.fails = fails
+        life.serve()
+        for _ in range(2):
+            with pytest.raises(type(fails)):
+                run(life.mover.rebalance())
+            assert isinstance(life.presence.state, Loading)
+        life.loader.broken = ()
         run(life.mover.rebalance())
-        assert life.dht.published == []
+        assert life.dht.said[-1] == (ONLINE, HERE, None) and isinstance(life.presence.state, Serving)
 
     def test_nobody_finds_sessions_while_other_blocks_load(self) -> None:
         life = Life()

@@ -257,6 +257,27 @@ def test_a_pass_transposes_some_weights_at_a_time():
     run(scenario())
 
 
+def test_what_is_computed_after_its_client_has_gone_takes_no_room():
+    budget = CacheBudget(CAPACITY, 1)
+    memory = TrainingMemory(budget)
+    with memory.keeping(Span(0, 2)) as kept:
+        room = memory.room(kept)
+    memory.add(kept, recorded(CAPACITY // 10))  # by the compute thread
+    assert not kept.pieces and not memory.room(kept) and budget.bytes_left == CAPACITY
+    with memory.keeping(Span(0, 2)) as other:
+        assert memory.room(other) == room
+        memory.add(other, recorded(CAPACITY // 10))
+
+        async def keep() -> None:
+            assert memory.keep(b"key", other)
+
+        run(keep())
+    with memory.taking(b"key") as take:
+        pass
+    with pytest.raises(CacheMiss):
+        take()
+
+
 def test_closed():
     async def scenario() -> None:
         server = Server(100)
