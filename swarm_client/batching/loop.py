@@ -154,12 +154,18 @@ class GenerationLoop:
         with torch.no_grad(), HeadInput(self._model, draft is not None and draft.num_hidden > 0) as self._head_input:
             while True:
                 events = self._next_events()
-                going_on = [row for row in self._joined(events) if row in self._rows]
-                self._send([*going_on, *self._written([event for event in events if isinstance(event, _Stepped)])])
+                try:
+                    self._turn(events)
+                except Exception as error:  # a mistake of ours: nobody waits for ever, and what comes later is done
+                    self._end(self._rows.copy(), error)
                 if None in events:
                     self._end(self._rows.copy(), RequestRejected("the generation loop was closed"))
                     return
-                del events, going_on  # and with them the sessions of those that have ended
+                del events  # and with them the sessions of those that have ended
+
+    def _turn(self, events: Sequence[_Event]) -> None:
+        going_on = [row for row in self._joined(events) if row in self._rows]
+        self._send([*going_on, *self._written([event for event in events if isinstance(event, _Stepped)])])
 
     def _next_events(self) -> list[_Event]:
         """Waits for one, and for those that come close behind it, unless a whole group is there."""

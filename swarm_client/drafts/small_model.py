@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
-from swarm_client.speculation.draft import Draft, SteppedSession
+from swarm_client.speculation.draft import Draft, Guesses, Plan, Ranking, SteppedSession
 from swarm_protocol.checkpoints.checkpoint import Checkpoint
 from swarm_protocol.checkpoints.default_model import locate
 from swarm_protocol.checkpoints.family import max_positions
@@ -58,16 +59,20 @@ class SmallModelSession(SteppedSession):
     def confirm(self, token_ids: Sequence[int], hidden: torch.Tensor | None) -> None:
         self._waiting.extend(token_ids)
 
+    def guess(self, plan: Plan, ranking: Ranking) -> Guesses:
+        """As many as there are positions for."""
+        if self._draft.max_positions is not None:
+            left = self._draft.max_positions - self._length - len(self._waiting)
+            plan = replace(plan, length=min(plan.length, left))
+        return super().guess(plan, ranking)
+
     def start(self, num_rows: int) -> torch.Tensor | None:
         if self._num_guessed:
             self._cache.crop(-self._num_guessed)
         self._line, self._num_rows, self._num_guessed = None, num_rows, 0
-        total, limit = self._length + len(self._waiting), self._draft.max_positions
-        if limit is not None and total + 1 > limit:
-            return None
         assert self._waiting, "a guess needs what was confirmed since the one before"
         logits = self._forward(torch.tensor([self._waiting]), self._cache)[0]
-        self._length, self._waiting = total, []
+        self._length, self._waiting = self._length + len(self._waiting), []
         return logits
 
     def step(self, token_ids: torch.Tensor) -> torch.Tensor:

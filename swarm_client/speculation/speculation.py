@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 import threading
 import time
 from dataclasses import dataclass
@@ -10,9 +11,10 @@ from dataclasses import dataclass
 import torch
 
 from swarm_client.speculation.choosing import Verified
-from swarm_client.speculation.draft import Draft, Guesses, Plan, Ranking
+from swarm_client.speculation.draft import Draft, DraftSession, Guesses, Plan, Ranking
 from swarm_client.speculation.policy import PLAIN, PassCosts, Policy, Size
 
+_logger = logging.getLogger(__name__)
 LEAST_PASS_S = 0.04  # of a model whose user has not asked for a draft: what is faster than 25 tokens/s is left alone
 
 
@@ -88,7 +90,7 @@ class Guessing:
         self.num_hidden = draft.num_hidden
         self.stats = SpeculationStats()
         self._owner, self._ranking, self._policy, self._fixed = owner, ranking, policy, fixed
-        self._session = draft.begin()
+        self._session: DraftSession | None = draft.begin()  # None: it has failed
         self._prompt: list[int] | None = prompt
         self._size, self._guess_s, self._sent_s = PLAIN, 0.0, 0.0
         self._guesses = Guesses.none()
@@ -105,7 +107,7 @@ class Guessing:
         self._guesses = Guesses.none()
         if is_alone and size.length and most_guesses > 0:
             rows, length = min(size.num_rows, most_rows), min(size.length, most_guesses)
-            self._guesses = self._session.guess(Plan(rows, length, size.least), self._ranking)
+            self._guesses = self._made(Plan(rows, length, size.least))
         self._sent_s = time.perf_counter()
         self._guess_s = self._sent_s - start_s
         return self._guesses
@@ -126,11 +128,11 @@ class Guessing:
         self._policy.passed(Size(guesses.num_rows, guesses.length), seconds, verified.num_right, self._guess_s)
         for stats in (self.stats, self._owner.stats):
             stats.add(len(verified.token_ids), guesses, verified.num_right)
-        self._session.confirm(verified.token_ids, hidden)
+        self._confirm(verified.token_ids, hidden)
 
     def written(self, token_ids: list[int], hidden: torch.Tensor | None) -> None:
         """These came without guesses, and beside so much else that it says nothing of what a pass takes."""
-        self._session.confirm(token_ids, hidden)
+        self._confirm(token_ids, hidden)
 
     def begin(self, first_token: int, hidden: torch.Tensor | None) -> None:
         """The prompt is through, and a first token chosen.
@@ -143,7 +145,27 @@ class Guessing:
         if hidden is not None:
             before = hidden.new_zeros(len(token_ids), hidden.shape[1])
             before[-len(hidden) :] = hidden
-        self._session.confirm(token_ids, before)
+        self._confirm(token_ids, before)
+
+    def _made(self, plan: Plan) -> Guesses:
+        if self._session is not None:
+            try:
+                return self._session.guess(plan, self._ranking)
+            except Exception as error:  # whatever a model's own code raises, or too little memory
+                self._give_up(error)
+        return Guesses.none()
+
+    def _confirm(self, token_ids: list[int], hidden: torch.Tensor | None) -> None:
+        if self._session is not None:
+            try:
+                self._session.confirm(token_ids, hidden)
+            except Exception as error:
+                self._give_up(error)
+
+    def _give_up(self, error: Exception) -> None:
+        """The text goes on without guesses."""
+        self._session = None
+        _logger.warning("the draft has failed, and guesses no more of this text: %s", error, exc_info=error)
 
     def end(self) -> None:
         if self.stats.guesses:

@@ -65,6 +65,7 @@ class Links:
         self._width, self._item_bytes = 0, 4
         self._chosen: dict[tuple[str, str], pb.Codec] = {}
         self._measuring = asyncio.Lock()
+        self._errors_due_s = -inf  # they could not be measured lately
         self.errors: dict[str, float] = {}
         self.finish: Callable[[torch.Tensor], torch.Tensor] = lambda hidden: hidden
 
@@ -177,9 +178,11 @@ class Links:
         links = [self._link(pair) for pair in pairs]
         missing = to_measure(self.errors)
         wanted = {codec_for(link, self._width, self._item_bytes, LADDER) for link in links} & set(missing)
-        if not wanted:
+        if not wanted or now_s() < self._errors_due_s:
             return
         async with self._measuring:
+            if now_s() < self._errors_due_s:
+                return
             names = [
                 name for name in missing if name in known_to(*(hop.server for hop in route)) and name not in self.errors
             ]
@@ -190,6 +193,7 @@ class Links:
                     exact, *others = await asyncio.gather(*(self._through(route, name) for name in ("raw", *names)))
             except (SwarmError, TimeoutError) as error:
                 _logger.info("the error of codecs could not be measured: %s", error)
+                self._errors_due_s = now_s() + _RETRY_AFTER_S
                 return
             for name, other in zip(names, others, strict=True):
                 self.errors[name] = float((other - exact).norm() / exact.norm().clamp(min=1e-30))

@@ -142,7 +142,12 @@ class PeerBackoff:
     def add(self, peer_id: str, now_s: float, expires_at: float | None) -> None:
         """``expires_at``: of its record, if it does not answer."""
         last = self._backoff.get(peer_id)
-        duration_s = _BAN_S if last is None else min(2 * last.duration_s, _MAX_BAN_S)
+        if last is None:
+            duration_s = _BAN_S
+        elif now_s < last.since_s + _JUST_NOW_S:  # the same failure, of which many sessions tell
+            duration_s = last.duration_s
+        else:
+            duration_s = min(2 * last.duration_s, _MAX_BAN_S)
         self._backoff[peer_id] = _Backoff(now_s, duration_s, expires_at)
 
     def ban(self, peer_id: str, until_s: float) -> None:

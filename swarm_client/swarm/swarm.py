@@ -10,7 +10,7 @@ import secrets
 import time
 import weakref
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from swarm_client.core.background import now_s
 from swarm_client.core.config import ClientConfig
@@ -38,10 +38,12 @@ from swarm_protocol.dht.dht import Dht
 from swarm_protocol.dht.records import LIFETIME_S, ServerRecord, SwarmView
 from swarm_protocol.errors import AccessDenied, NoRoute, NoSwarm, PeerError, PeerUnavailable
 from swarm_protocol.pb import swarm_pb2 as pb
+from swarm_protocol.rpc.shared import result_of
 from swarm_protocol.span import Span
 
 Connect = Callable[[ServerRecord, ClientConfig], Awaitable[ServerConnection]]
 Choose = Callable[[SwarmView, bool], list[Route]]  # among usable servers; True: those never spoken to may be near
+T = TypeVar("T")
 _logger = logging.getLogger(__name__)
 _POLL_S = 0.5  # while blocks are missing
 _MAX_TRIED = 64  # servers at a time
@@ -86,8 +88,9 @@ class Swarm:
         self._view_time = float("-inf")
         self._filled_time = float("-inf")  # when the view was last read and not empty
         self._reading = asyncio.Lock()
+        self._num_begun = self._last_ended = 0  # readings
         self._servers: dict[str, ServerConnection] = {}
-        self._connecting: dict[str, asyncio.Lock] = {}
+        self._connecting: dict[tuple[str, tuple[str, ...], bytes], asyncio.Task[ServerConnection]] = {}
         self._rtts = RttTracker(self._ping)
         self.links = Links(config, self.server)
         self._denials: dict[str, AccessDenied] = {}  # by servers, who are not asked again
@@ -137,10 +140,16 @@ class Swarm:
         return self._view
 
     async def _read_view(self) -> None:
+        """Returns when a reading has ended that began after the call, well or not: those who wait share it."""
+        number = self._num_begun + 1
         async with self._reading:
             if self.closed:
                 raise closed_error()
+            if self._last_ended >= number:
+                return
+            self._num_begun = number = self._num_begun + 1
             view = await self._discovery.view(self.model, self.num_blocks, self._part)
+            self._last_ended = number
             if view is None:
                 return
             if view.servers or now_s() - self._filled_time > LIFETIME_S:
@@ -312,17 +321,24 @@ class Swarm:
         return best_replica(_alike(servers, like), span, self.costs(need_tokens))
 
     async def server(self, record: ServerRecord) -> ServerConnection:
-        """An open connection; raises PeerUnavailable or BadReply if there cannot be one."""
-        async with self._connecting.setdefault(record.peer_id, asyncio.Lock()):
-            known = self._servers.get(record.peer_id)
-            if known is not None and known.leads_to(record):
-                known.record = record
-                return known
-            server = await self._connect(record, self.config)
-            if known is not None:  # what others do through it may go on
-                self.spawn(known.close_when_idle())
-            self._servers[record.peer_id] = server
-            return server
+        """An open connection, for all who need one; raises PeerUnavailable or BadReply if there cannot be one."""
+        known = self._servers.get(record.peer_id)
+        if known is not None and known.leads_to(record):
+            known.record = record
+            return known
+        key = record.peer_id, record.addresses, record.tls_fingerprint
+        if key not in self._connecting:
+            self._connecting[key] = connecting = self.spawn(self._connected(record))
+            connecting.add_done_callback(lambda _: self._connecting.pop(key, None))
+        return await result_of(self._connecting[key], record.peer_id)
+
+    async def _connected(self, record: ServerRecord) -> ServerConnection:
+        server = await self._connect(record, self.config)
+        known = self._servers.get(record.peer_id)
+        if known is not None:  # what others do through it may go on
+            self.spawn(known.close_when_idle())
+        self._servers[record.peer_id] = server
+        return server
 
     async def ask(self, record: ServerRecord) -> ServerRecord | None:
         """What the server says of itself now, its round trip measured again; None, and left out, if it is silent."""
@@ -456,12 +472,13 @@ class Swarm:
     def _banned(self, just_now: bool = False) -> dict[str, str]:
         return self._backoff.now(now_s(), self._view.servers, just_now) | dict.fromkeys(self._denials, DENIED)
 
-    def spawn(self, coroutine: Coroutine[Any, Any, Any]) -> None:
-        """Runs it until this connection is closed; what it raises is dropped."""
+    def spawn(self, coroutine: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+        """Runs it until this connection is closed; what it raises is dropped if nobody waits for it."""
         task = asyncio.ensure_future(coroutine)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         task.add_done_callback(lambda done: done.cancelled() or done.exception())
+        return task
 
 
 def _choose_kind(choose: Choose, servers: SwarmView, like: ServerRecord | None, hopeful: bool) -> list[Route]:

@@ -14,6 +14,7 @@ import grpc
 
 from swarm_protocol.dht.records import ServerRecord
 from swarm_protocol.errors import AccessDenied, BadReply, PeerError, PeerUnavailable, SwarmError
+from swarm_protocol.rpc.shared import is_cancelled
 from swarm_protocol.span import Span
 from swarm_protocol.wire.status import FirstStatus, from_status
 
@@ -50,6 +51,12 @@ async def translated(
         yield
     except _ENDED as error:
         raise await _translation(error, server, span, call, first) from None
+    except asyncio.CancelledError:
+        if call is not None:
+            call.cancel()
+        if is_cancelled():
+            raise
+        raise _closed(server, span) from None  # or else, who waits for this would be taken for cancelled
     except BaseException:
         if call is not None:
             call.cancel()
@@ -81,6 +88,11 @@ async def _translation(
     return error_of(code, details, server, span)
 
 
+def _closed(server: ServerRecord, span: Span | None = None) -> PeerUnavailable:
+    """By this client."""
+    return PeerUnavailable(f"the connection to server {server.short_id} is closed", server.peer_id, span)
+
+
 class CallCounter:
     """Begins calls of a stub, as its methods do, and knows how many are under way.
 
@@ -95,16 +107,16 @@ class CallCounter:
         self._clock = asyncio.get_running_loop().time
         self.idle_since_s = self._clock()
 
-    def __getattr__(self, name: str) -> Callable[..., Any]:
-        begin = getattr(self._stub, name)
+    def uncounted(self, name: str, *arguments: Any, **options: Any) -> Any:
+        """Begins a call of this method. Raises PeerUnavailable if the connection is closed."""
+        try:
+            return getattr(self._stub, name)(*arguments, **options)
+        except grpc.aio.UsageError:
+            raise _closed(self._server) from None
 
+    def __getattr__(self, name: str) -> Callable[..., Any]:
         def counted(*arguments: Any, **options: Any) -> Any:
-            """Raises PeerUnavailable if the connection is closed."""
-            try:
-                call = begin(*arguments, **options)
-            except grpc.aio.UsageError:
-                server = self._server
-                raise PeerUnavailable(f"the connection to server {server.short_id} is closed", server.peer_id) from None
+            call = self.uncounted(name, *arguments, **options)
             self._under_way.add(number := next(self._numbers))
             self.idle_since_s = math.inf
             call.add_done_callback(lambda _: self._ended(number))
@@ -121,7 +133,7 @@ class CallCounter:
 class Stream(Generic[Request, Reply]):
     """A call to one server, open in both directions. Whatever gRPC raises becomes one of our errors.
 
-    What waits on a stream that is cancelled here raises ``asyncio.CancelledError``.
+    What waits on a stream that is cancelled here, or with its connection, raises PeerUnavailable.
     """
 
     def __init__(self, call: grpc.aio.StreamStreamCall[Request, Reply], server: ServerRecord, span: Span) -> None:
@@ -135,6 +147,9 @@ class Stream(Generic[Request, Reply]):
             await self._call.write(request)
         except _ENDED as error:
             raise await self._translated(error) from None
+        except asyncio.CancelledError:
+            self._require_cancelled()
+            raise
 
     async def done_writing(self) -> None:
         try:
@@ -153,12 +168,20 @@ class Stream(Generic[Request, Reply]):
             code, details = await self._first.instead_of(await self._call.code(), await self._call.details())
         except _ENDED as error:
             raise await self._translated(error) from None
+        except asyncio.CancelledError:
+            self._require_cancelled()
+            raise
         if code is grpc.StatusCode.OK:
             raise self.ended_error()
         raise error_of(code, details, self._server, self._span)
 
     async def _translated(self, error: Exception) -> SwarmError:
         return await _translation(error, self._server, self._span, self._call, self._first)
+
+    def _require_cancelled(self) -> None:
+        """Raises PeerUnavailable if not the task that runs now was cancelled, but the call."""
+        if not is_cancelled():
+            raise _closed(self._server, self._span) from None
 
     def cancel(self) -> None:
         self._call.cancel()

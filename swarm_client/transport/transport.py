@@ -23,6 +23,7 @@ from swarm_protocol.dht.records import ServerRecord
 from swarm_protocol.errors import BadReply, CacheMiss, PeerUnavailable, SwarmError
 from swarm_protocol.pb import swarm_pb2 as pb
 from swarm_protocol.pb.swarm_pb2_grpc import BlocksStub
+from swarm_protocol.rpc.shared import result_of
 from swarm_protocol.span import Span
 from swarm_protocol.tunnel.circuit import relay_of
 from swarm_protocol.tunnel.dialing import Dialer, first_reached
@@ -67,8 +68,7 @@ class ServerConnection:
         self.address = address
         self._relay_of = relay_of
         self._channel = channel
-        self._uncounted = BlocksStub(channel)  # type: ignore[no-untyped-call]
-        self._stub = CallCounter(self._uncounted, record)
+        self._stub = CallCounter(BlocksStub(channel), record)  # type: ignore[no-untyped-call]
         self._config, self._timeouts = config, config.timeouts
         self._passes = PassCalls(self._stub, record, config.step_timeout_s)
         self._uploader = AdapterUploader(self._put_adapter)
@@ -86,6 +86,9 @@ class ServerConnection:
         except PeerUnavailable as error:
             reason = f"server {record.short_id} cannot be reached: {error}"
             raise PeerUnavailable(reason, record.peer_id, record.span) from None
+        except BadReply as error:
+            reason = f"server {record.short_id} is not where it should be: {error}"
+            raise BadReply(reason, record.peer_id, record.span) from None
         return cls(record, channel, config, address, dialer.relay_of)
 
     @property
@@ -102,9 +105,13 @@ class ServerConnection:
         await self._channel.close()
 
     async def close_when_idle(self) -> None:
-        """Once sessions and passes have ended, and nothing else has begun for a while; at once if this is cancelled."""
+        """Once sessions and passes have ended, and nothing else has begun for a while; at once if this is cancelled.
+
+        The stream that sessions share does not count; to open it takes less than that while.
+        """
+        start_s = now_s()
         try:
-            while (left_s := self._stub.idle_since_s + _IDLE_S - now_s()) > 0:
+            while (left_s := max(start_s, self._stub.idle_since_s) + _IDLE_S - now_s()) > 0:
                 await asyncio.sleep(min(left_s, _IDLE_S))
         finally:
             await self.close()
@@ -184,11 +191,11 @@ class ServerConnection:
         """The stream that sessions share, opened if there is none; None if the server does not open it."""
         if self._bundle is None:
             self._bundle = asyncio.ensure_future(self._open_bundle(span))
-        return await asyncio.shield(self._bundle)
+        return await result_of(self._bundle, self.record.peer_id)
 
     async def _open_bundle(self, span: Span) -> StepBundle | None:
-        stream: Stream[pb.StepBundle, pb.ReplyBundle] = Stream(self._uncounted.Steps(), self.record, span)
         try:
+            stream: Stream[pb.StepBundle, pb.ReplyBundle] = Stream(self._stub.uncounted("Steps"), self.record, span)
             return await StepBundle.open(stream, self._timeouts.open_s, self._forget_bundle)
         except (SwarmError, TimeoutError) as error:  # sessions have streams of their own
             _logger.info("server %s does not bundle steps: %s", self.record.short_id, error)

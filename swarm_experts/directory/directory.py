@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,7 @@ from swarm_protocol.errors import PeerUnavailable
 _STALE = 6  # times the refresh interval: records themselves do not last longer by much
 _MAX_BANS = 6  # each is twice as long as the one before
 _logger = logging.getLogger(__name__)
+Failure = tuple[str, Cell]  # of the server with this peer id, for one cell; (): for all
 
 
 @dataclass
@@ -38,11 +39,11 @@ class Directory:
         self._ban_s = ban_s
         self._clock = clock
         self._known: dict[Prefix, tuple[Holders, float]] = {}  # with when it was read
-        self._bans: dict[tuple[str, Cell], _Ban] = {}  # by peer id, and cell; (): the whole server
+        self._bans: dict[Failure, _Ban] = {}
         self._refreshing: asyncio.Task[Any] | None = None
 
-    async def following(self, prefixes: Iterable[Prefix]) -> dict[Prefix, set[int]]:
-        """The coordinates that follow each prefix, of experts whose servers have not just failed.
+    async def following(self, prefixes: Iterable[Prefix], without: Collection[Failure] = ()) -> dict[Prefix, set[int]]:
+        """The coordinates that follow each prefix, of experts whose servers have not just failed, nor ``without``.
 
         Raises:
             PeerUnavailable: the DHT does not say.
@@ -57,15 +58,17 @@ class Directory:
         known = {prefix: self._known.get(prefix, ({}, now))[0] for prefix in wanted}  # some may be forgotten by now
         return {
             prefix: {
-                at for at, holders in following.items() if any(self._is_usable(each, (*prefix, at)) for each in holders)
+                at
+                for at, holders in following.items()
+                if any(self._is_usable(each, (*prefix, at), without) for each in holders)
             }
             for prefix, following in known.items()
         }
 
-    def holder(self, cell: Cell) -> Holder | None:
+    def holder(self, cell: Cell, without: Collection[Failure] = ()) -> Holder | None:
         """The server that is to be asked for an expert; None if none is known that has not just failed."""
         holders, _ = self._known.get(cell[:-1], ({}, 0.0))
-        return next((each for each in holders.get(cell[-1], ()) if self._is_usable(each, cell)), None)
+        return next((each for each in holders.get(cell[-1], ()) if self._is_usable(each, cell, without)), None)
 
     def failed(self, holder: Holder, cell: Cell = ()) -> None:
         """The expert, or without ``cell`` the server, is left out for a while: longer each time until it answers."""
@@ -90,10 +93,12 @@ class Directory:
     def _too_old_s(self) -> float:
         return self._refresh_s * _STALE
 
-    def _is_usable(self, holder: Holder, cell: Cell) -> bool:
+    def _is_usable(self, holder: Holder, cell: Cell, without: Collection[Failure]) -> bool:
         """``cell`` may also be a prefix, which nobody bans."""
-        bans = [self._bans[key] for key in ((holder.peer_id, ()), (holder.peer_id, cell)) if key in self._bans]
-        return all(self._clock() >= ban.until for ban in bans)
+        keys: list[Failure] = [(holder.peer_id, ()), (holder.peer_id, cell)]
+        return all(
+            key not in without and (key not in self._bans or self._clock() >= self._bans[key].until) for key in keys
+        )
 
     async def _refresh(self, prefixes: set[Prefix]) -> None:
         try:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Collection, Coroutine, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ import torch
 
 from swarm_experts.core.cells import Cell
 from swarm_experts.core.config import MixtureConfig, max_rows
-from swarm_experts.directory.directory import Directory
+from swarm_experts.directory.directory import Directory, Failure
 from swarm_experts.directory.records import Holder
 from swarm_experts.net.calls import ExpertCalls
 from swarm_experts.search.beam import Floats, Found, Ints, Mask, beam_search
@@ -80,18 +81,21 @@ class Dispatcher:
         holders: dict[Cell, Holder] = {}
         living: list[Mask] = []
         problem: SwarmError | None = None
+        failures: set[Failure] = set()  # here, and not asked again however long that has been
         todo = np.arange(len(rows))
         for _ in range(_ATTEMPTS):
-            found = await self._search([own[todo] for own in scores])
+            found = await self._search([own[todo] for own in scores], failures)
             living = living or found.living
             cells[todo], outputs[todo], answered[todo] = found.cells, 0.0, False
             is_todo = np.zeros(len(rows), bool)
             is_todo[todo] = True
-            asked = self._planned(cells, is_todo[:, None] & (cells[:, :, 0] >= 0), self._directory.holder)
+            holder_of = partial(self._directory.holder, without=failures)
+            asked = self._planned(cells, is_todo[:, None] & (cells[:, :, 0] >= 0), holder_of)
             results = await self._ask(
                 asked,
                 lambda call: self._calls.forward(call.holder, self._name, call.cell, rows[call.rows]),
                 self._config.timeout_s,
+                failures,
             )
             for call, result in zip(asked, results, strict=True):
                 if isinstance(result, torch.Tensor):
@@ -142,12 +146,12 @@ class Dispatcher:
     async def close(self) -> None:
         self._directory.close()
 
-    async def _search(self, scores: Sequence[Floats]) -> Found:
+    async def _search(self, scores: Sequence[Floats], without: Collection[Failure]) -> Found:
         search = beam_search(scores, self._k, max(self._config.beam, self._k))
         try:
             wanted = next(search)
             while True:
-                wanted = search.send(await self._directory.following(wanted))
+                wanted = search.send(await self._directory.following(wanted, without))
         except StopIteration as end:
             found: Found = end.value
             return found
@@ -175,8 +179,10 @@ class Dispatcher:
         calls: Sequence[Call],
         ask: Callable[[Call], Coroutine[Any, Any, torch.Tensor]],
         timeout_s: float,
+        failures: set[Failure] | None = None,
     ) -> list[torch.Tensor | SwarmError]:
-        """What each has answered in time, or why not. Who has failed is left out of the next searches."""
+        """What each has answered in time, or why not. Who has failed is left out of the next searches, and added to
+        ``failures``."""
         tasks = [asyncio.ensure_future(ask(call)) for call in calls]
         try:
             if tasks:
@@ -189,10 +195,12 @@ class Dispatcher:
         for call, result in zip(calls, results, strict=True):
             if isinstance(result, torch.Tensor):
                 self._directory.answered(call.holder, call.cell)
-            elif isinstance(result, PeerUnavailable | BadReply) and call.holder not in served:
-                self._directory.failed(call.holder)
             elif not isinstance(result, PeerBusy):
-                self._directory.failed(call.holder, call.cell)
+                is_all = isinstance(result, PeerUnavailable | BadReply) and call.holder not in served
+                what = () if is_all else call.cell
+                self._directory.failed(call.holder, what)
+                if failures is not None:
+                    failures.add((call.holder.peer_id, what))
         return results
 
     def _too_few(self, num_rows: int, of: int, problem: SwarmError | None) -> PeerUnavailable:

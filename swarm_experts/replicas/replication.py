@@ -94,7 +94,7 @@ class Replication:
             return
         keepers = {each.peer_id: each for each in await self._board.keepers() if each.peer_id != self._own.peer_id}
         self._sent = {cell: sent for cell, sent in self._sent.items() if cell in experts}
-        for cell, expert in experts.items():
+        for cell, expert in list(experts.items()):  # some may come and go meanwhile
             ranked = [keepers[peer_id] for peer_id in in_rank(self._config.name, cell, keepers)]
             await self._send(cell, expert, ranked[: self._config.replicas * _TRIED])
 
@@ -175,6 +175,9 @@ def _load(expert: Trained, replica: Replica, data: bytes) -> None:
     """Raises ValueError if they are no state of such an expert after so many steps."""
     try:
         tensors = safetensors.torch.load(data)
-    except SafetensorError as error:
+    except (SafetensorError, KeyError) as error:  # KeyError: a type of numbers that torch does not have
         raise ValueError(f"it is no file of tensors: {error}") from None
-    expert.load(tensors, replica.num_steps)
+    try:
+        expert.load(tensors, replica.num_steps)
+    except RuntimeError as error:  # of torch, for types that do not compute
+        raise ValueError(f"it is no state of an expert: {error}") from None

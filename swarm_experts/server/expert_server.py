@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Self
@@ -156,7 +156,11 @@ class ExpertServer:
         await self._announcer.publish(self._host.experts)
         await self._renew()  # servers that start together see each other now
         self.initial_peers = await self._dht.addresses()
-        loops = self._keep_renewing(), self._keep_saving(), self._keep_replicating()
+        loops = (
+            _repeat(self.config.lifetime_s / _RENEWALS, self._announce),
+            _repeat(self.config.save_every_s, self._save),
+            _repeat(self.config.replicate_every_s, self._send_replicas),
+        )
         self._tasks += map(asyncio.ensure_future, loops)
 
     async def _free_cells(self, found: Mapping[Cell, Sequence[Found]]) -> list[Cell]:
@@ -227,24 +231,12 @@ class ExpertServer:
         except OSError as error:
             _logger.warning("a saved expert could not be renamed in %s: %s", self._files.directory, error)
 
-    async def _keep_renewing(self) -> None:
-        while True:
-            await asyncio.sleep(self.config.lifetime_s / _RENEWALS)
-            try:
-                await self._renew()
-                await self._adopt()
-            except SwarmError as error:
-                _logger.warning("experts could not be announced: %s", error)
-
-    async def _keep_saving(self) -> None:
-        while True:
-            await asyncio.sleep(self.config.save_every_s)
-            await self._save()
-
-    async def _keep_replicating(self) -> None:
-        while True:
-            await asyncio.sleep(self.config.replicate_every_s)
-            await self._send_replicas()
+    async def _announce(self) -> None:
+        try:
+            await self._renew()
+            await self._adopt()
+        except SwarmError as error:
+            _logger.warning("experts could not be announced: %s", error)
 
     async def _send_replicas(self) -> None:
         try:
@@ -270,9 +262,20 @@ class ExpertServer:
                 _logger.warning("an expert could not be saved in %s: %s", self._files.directory, error)
 
 
+async def _repeat(every_s: float, work: Callable[[], Awaitable[None]]) -> None:
+    """What goes wrong once must not end a server."""
+    while True:
+        await asyncio.sleep(every_s)
+        try:
+            await work()
+        except Exception:
+            _logger.exception("a server's routine failed; it is tried again")
+
+
 async def _cancelled(tasks: list[asyncio.Task[Any]]) -> None:
+    """Once they have ended; what else they raise is logged, and keeps nobody from leaving."""
     for task in tasks:
         task.cancel()
-    for task in tasks:
-        with suppress(asyncio.CancelledError):
-            await task
+    for result in await asyncio.gather(*tasks, return_exceptions=True):
+        if isinstance(result, Exception):
+            _logger.error("a server's routine has failed", exc_info=result)

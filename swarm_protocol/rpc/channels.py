@@ -10,6 +10,7 @@ import grpc
 
 from swarm_protocol.errors import BadReply, PeerUnavailable, SwarmError
 from swarm_protocol.net.tls import ClientCredentials, pinned_channel
+from swarm_protocol.rpc.shared import result_of
 from swarm_protocol.wire.constants import CLIENT_OPTIONS
 from swarm_protocol.wire.status import CUT_OFF, FirstStatus, from_status
 
@@ -37,7 +38,7 @@ class PinnedChannels:
             self._channels[key] = asyncio.ensure_future(opening)
         connecting = self._channels[key]
         try:
-            channel = await asyncio.shield(connecting)
+            channel = await result_of(connecting, peer_id)
         except (PeerUnavailable, BadReply) as error:
             if self._channels.get(key) is connecting:
                 del self._channels[key]

@@ -15,6 +15,7 @@ from swarm_protocol.dht.records import ServerRecord, short_id
 from swarm_protocol.errors import BadReply, PeerUnavailable
 from swarm_protocol.pb import swarm_pb2 as pb
 from swarm_protocol.pb.swarm_pb2_grpc import BlocksStub
+from swarm_protocol.rpc.shared import result_of
 from swarm_protocol.tunnel.dialing import first_reached
 from swarm_protocol.wire.bundling import may_be_bundled
 from swarm_protocol.wire.constants import CLIENT_OPTIONS
@@ -70,7 +71,7 @@ class ChannelPool:
                 self._connect(address, fingerprint, CLIENT_OPTIONS, _CONNECT_TIMEOUT_S)
             )
             connecting.add_done_callback(partial(self._forget_failure, key))
-        return await asyncio.shield(self._channels[key])
+        return await result_of(self._channels[key])
 
     def _forget_lost(self) -> None:
         """Those whose server is gone, or at another address. Whoever has a stub keeps its channel until it is done."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 import torch
@@ -116,16 +116,28 @@ class Accumulator:
             self._check(step, m)
             gradients = self._pending.get((m, trainer))
             if gradients is not None:
-                at = 0
-                for gradient in gradients:
-                    flat = gradient.reshape(-1).to("cpu", self._sums.dtype)
-                    self._sums[at : at + flat.numel()] += rounded(flat) if flat.dtype == torch.float64 else flat
-                    at += flat.numel()
+                num_added = 0
+                try:
+                    for part, flat in self._parts(gradients):
+                        part += flat
+                        num_added += 1
+                except BaseException:  # such as too little memory: it will be computed again, here or elsewhere
+                    for part, flat in self._parts(gradients[:num_added]):
+                        part -= flat
+                    raise
                 self._done.add(m)
             if m in self._done:
                 for key in [key for key in self._pending if key[0] == m]:
                     self._drop(key)
             return m in self._done
+
+    def _parts(self, gradients: Sequence[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
+        """Views of the sums, each with what is to be added to it: one by one, since together they are as large."""
+        at = 0
+        for gradient in gradients:
+            flat = gradient.reshape(-1).to("cpu", self._sums.dtype)
+            yield self._sums[at : at + flat.numel()], rounded(flat) if flat.dtype == torch.float64 else flat
+            at += flat.numel()
 
     def pending(self, m: int, trainer: str) -> list[Tensor] | None:
         """What this trainer's backward has given, one for each parameter; None if nothing of it waits."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping
-from typing import Protocol
+from typing import Any, Protocol
 
 from swarm_protocol.errors import PeerUnavailable
 from swarm_stages.peer.presence import Membership, WatchPresence
@@ -76,11 +76,17 @@ async def train_beside(
     own_id = member.identity.peer_id
     trainer = Trainer(run, own_id, lambda: watch.view().stages, roster.trainers, network, data, config, on_step)
     staying = asyncio.gather(roster.run(), watch.relay(trainer.look_soon))
+    training = asyncio.ensure_future(trainer.train(end))
+    both: list[asyncio.Future[Any]] = [training, staying]
     try:
-        await trainer.train(end)
+        await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
+        if not training.done():
+            await staying  # raises: a trainer that nobody hears, or that hears nobody, must not go on
+        await training
     finally:
+        training.cancel()
         staying.cancel()
-        await asyncio.gather(staying, return_exceptions=True)
+        await asyncio.gather(training, staying, return_exceptions=True)
         await roster.leave()
 
 

@@ -16,11 +16,13 @@ class Rounds:
         self._groups: dict[str, list[Round]] = {}  # by id, the rounds of its phases
         self._changed = asyncio.Condition()
 
-    async def add(self, new: Round) -> None:
+    async def add(self, new: Round, accepted: str = "") -> None:
+        """``accepted``: the group whose result this peer has, which is kept however many have failed since."""
         async with self._changed:
             self._groups.setdefault(new.group.id, []).append(new)
-            while len(self._groups) > _KEPT:
-                del self._groups[next(iter(self._groups))]
+            others = [group for group in self._groups if group not in (accepted, new.group.id)]
+            for oldest in others[: max(0, len(self._groups) - _KEPT)]:
+                del self._groups[oldest]
             self._changed.notify_all()
 
     async def find(self, group: str, phase: int, timeout_s: float) -> Round:

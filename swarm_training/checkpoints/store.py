@@ -95,7 +95,7 @@ class HubCopies:
         """Raises CheckpointError if the hub does not take it; the run goes on without."""
         try:
             self._upload(directory, self._repository, f"{content.run}: step {content.step}")
-        except OSError as error:  # includes every HTTP error of huggingface_hub
+        except Exception as error:  # the hub's library raises errors of several HTTP libraries
             reason = str(error).strip().partition("\n")[0]
             raise CheckpointError(
                 f"the checkpoint of step {content.step} was not copied to {self._repository} on the hub: {reason}"
@@ -115,7 +115,7 @@ def read_from_hub(repository: str, revision: str | None, download: Callable[[str
     """``download`` gives the directory of a repository's snapshot. Raises CheckpointError if it cannot be read."""
     try:
         directory = download(repository, revision)
-    except (OSError, ValueError) as error:
+    except Exception as error:  # as above
         reason = str(error).strip().partition("\n")[0]
         raise CheckpointError(f"the checkpoint {repository} cannot be downloaded: {reason}") from None
     return checkpoint.read(directory)

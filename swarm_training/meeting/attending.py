@@ -244,7 +244,7 @@ class Attendance:
             current.drop(member)
         if group.continues and group.continues == self._ballots.accepted.group:
             current.results = dict(self._rounds.of(group.continues)[phase].results)
-        await self._rounds.add(current)
+        await self._rounds.add(current, self._ballots.accepted.group)
         if not group.continues:
             await current.first_attempt()
         attempt = 0

@@ -92,7 +92,7 @@ class GrpcNetwork:
                 _, writer = await asyncio.open_connection(host.strip("[]"), int(port))
         except ConnectionRefusedError:
             return True
-        except (OSError, TimeoutError, ValueError):
+        except (OSError, TimeoutError, ValueError, OverflowError):  # no such port, among others
             return False
         writer.close()
         return False

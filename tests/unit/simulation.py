@@ -336,12 +336,12 @@ class Channel:
             except TimeoutError:
                 raise _error(grpc.StatusCode.DEADLINE_EXCEEDED, "Deadline Exceeded") from None
 
-        return call
+        return lambda request, timeout=1e9: Answering(call(request, timeout))
 
     def stream_unary(self, path: str, **_options: Any) -> Callable:
         """For ``Reroute``: toy blocks take no adapters."""
         answered = self.unary_unary(path)
-        return lambda requests, timeout=1e9: Answering(answered(list(requests), timeout))
+        return lambda requests, timeout=1e9: answered(list(requests), timeout)
 
     async def close(self) -> None:
         pass

@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import math
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from swarm_protocol.net.tls import ClientCredentials
 from swarm_training.averaging.chunks import cut
 from swarm_training.averaging.repair import repair
+from swarm_training.averaging.rounds import Rounds
 from swarm_training.averaging.sums import ChunkSum
 from swarm_training.core.bitmap import from_bits, to_bits
+from swarm_training.core.record import Progress
+from swarm_training.net.channels import GrpcNetwork
+from tests.unit.identities import identity
 
 
 @given(st.integers(0, 500), st.lists(st.floats(0, 10), min_size=1, max_size=8), st.integers(1, 64))
@@ -82,3 +90,25 @@ def test_what_somebody_has_is_fetched_and_the_rest_is_added_up_again() -> None:
     assert repair(4, held, reachable=set(), shares=[0.0, 0.0, 0.0]).lost
     whole = repair(1, held, reachable={0}, shares=[1.0, 1.0, 1.0])
     assert not whole.fetch and not whole.redo and not whole.lost
+
+
+def test_the_rounds_of_a_result_that_a_peer_has_are_kept_however_many_fail_after() -> None:
+    async def scenario() -> None:
+        rounds = Rounds()
+        for number in range(8):
+            new: Any = SimpleNamespace(group=SimpleNamespace(id=f"group {number}"))
+            await rounds.add(new, accepted="group 1" if number else "")
+            await rounds.add(new, accepted="group 1" if number else "")  # another phase
+        assert [len(rounds.of(f"group {number}")) for number in range(8)] == [0, 2, 0, 0, 0, 0, 2, 2]
+
+    asyncio.run(scenario())
+
+
+def test_an_address_that_cannot_be_is_no_peer_that_is_gone() -> None:
+    async def scenario() -> None:
+        network = GrpcNetwork(ClientCredentials(identity(0)))
+        for address in ("127.0.0.1:99999", "127.0.0.1:-1", "nowhere", ""):
+            assert not await network.is_gone(Progress("run", "peer", address=address))
+        await network.close()
+
+    asyncio.run(scenario())

@@ -90,17 +90,17 @@ class FakeChannel:
     def stream_stream(self, _path: str, **_options: Any) -> Callable[[], FakeCall]:
         return lambda: FakeCall(self._servers, self._peer_id)
 
-    def unary_unary(self, path: str, **_options: Any) -> Callable[..., Coroutine[Any, Any, Any]]:
+    def unary_unary(self, path: str, **_options: Any) -> Callable[..., Answering]:
         async def call(request: Any, timeout: float) -> Any:
             await asyncio.sleep(0.001)
             return self._servers.answer(path.rpartition("/")[2], request)
 
-        return call
+        return lambda request, timeout: Answering(call(request, timeout))
 
     def stream_unary(self, path: str, **_options: Any) -> Callable[..., Answering]:
         """For ``Reroute``: sessions here use no adapter of the client's own."""
         answered = self.unary_unary(path)
-        return lambda requests, timeout: Answering(answered(next(iter(requests)), timeout))
+        return lambda requests, timeout: answered(next(iter(requests)), timeout)
 
     async def close(self) -> None:
         pass

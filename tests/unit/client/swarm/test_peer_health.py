@@ -99,9 +99,16 @@ def test_a_ban_ends_and_grows() -> None:
     backoff.add("a", 110.0, None)
     assert backoff.now(119.9, []) == {"a": FAILED}
     assert backoff.now(120.1, []) == {}
-    for _ in range(10):
-        backoff.add("a", 200.0, None)
-    assert backoff.now(259.0, []) == {"a": FAILED} and backoff.now(261.0, []) == {}
+    for number in range(10):
+        backoff.add("a", 200.0 + 2 * number, None)
+    assert backoff.now(277.0, []) == {"a": FAILED} and backoff.now(279.0, []) == {}
+
+
+def test_a_failure_of_which_many_sessions_tell_is_one() -> None:
+    backoff = PeerBackoff()
+    for number in range(10):
+        backoff.add("a", 100.0 + number / 20, None)
+    assert backoff.now(105.0, []) == {"a": FAILED} and backoff.now(106.0, []) == {}
 
 
 def test_a_server_that_works_has_its_backoff_reset() -> None:

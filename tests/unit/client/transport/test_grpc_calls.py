@@ -126,10 +126,34 @@ def test_what_grpc_says_of_it(details: str | None, expected: str) -> None:
     assert str(raised(rpc_error(Code.UNAVAILABLE, details))).endswith(f"cannot be reached: {expected}")
 
 
-@pytest.mark.parametrize("error", [ValueError("ours"), PeerBusy("ours", "somebody"), asyncio.CancelledError()])
+@pytest.mark.parametrize("error", [ValueError("ours"), PeerBusy("ours", "somebody"), KeyboardInterrupt()])
 def test_what_is_not_of_grpc_passes(error: BaseException) -> None:
     passed = raised(error)
     assert (type(passed), str(passed)) == (type(error), str(error))
+
+
+def test_who_waits_for_a_call_that_was_cancelled_is_not_taken_for_cancelled() -> None:
+    error = raised(asyncio.CancelledError())
+    assert type(error) is PeerUnavailable and str(error) == f"the connection to {NAME} is closed"
+    assert_of_the_server(error)
+
+
+def test_who_is_cancelled_is() -> None:
+    async def call() -> None:
+        async with translated(SERVER, SPAN):
+            await asyncio.Event().wait()
+
+    async def scenario() -> None:
+        calling = asyncio.ensure_future(call())
+        await asyncio.sleep(0)
+        calling.cancel()
+        await asyncio.wait([calling])
+        assert calling.cancelled()
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0):
+                await call()
+
+    run(scenario())
 
 
 def test_no_answer_in_time() -> None:

@@ -141,3 +141,22 @@ def test_records_of_strangers_that_do_not_fit_are_refused(changed: dict[str, obj
         read_record("a", record.SerializeToString(), 8, 4)
     with pytest.raises(ValueError, match="no record of experts"):
         read_record("a", b"\xff\xff", 8, 4)
+
+
+def test_who_failed_in_a_pass_is_not_asked_again_in_it_though_its_ban_is_over() -> None:
+    async def scenario(scene: Scene) -> None:
+        await scene.following((0,))
+        first = scene.directory.holder((0, 2))
+        assert first is not None
+        scene.directory.failed(first)
+        scene.now = 4.0
+        assert scene.directory.holder((0, 2)) == first
+        failures = {(first.peer_id, ())}
+        other = scene.directory.holder((0, 2), failures)
+        assert other is not None and other != first
+        failures.add((other.peer_id, (0, 2)))
+        assert scene.directory.holder((0, 2), failures) is None
+        found = await scene.directory.following([(0,)], failures)
+        assert 2 not in found[(0,)] and (1 in found[(0,)]) == (first.peer_id == holder("b").peer_id)
+
+    play(scenario)

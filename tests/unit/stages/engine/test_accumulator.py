@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from swarm_protocol.errors import PeerBusy, PeerMoved, RequestRejected
 from swarm_protocol.wire.status import status_of
+from swarm_stages.engine import accumulator as accumulating
 from swarm_stages.engine.accumulator import MAX_MICRO_BATCHES, Accumulator, rounded
 
 M, PLENTY = 11, 1 << 20
@@ -38,6 +39,26 @@ def gradients(m: int, scale: float = 1.0) -> list[Tensor]:
 
 def accumulator(dtype: torch.dtype = torch.float64, max_pending_bytes: int = PLENTY) -> Accumulator:
     return Accumulator(STAGE, M, dtype, max_pending_bytes, step=3)
+
+
+def test_a_commit_that_fails_half_way_adds_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    sums = accumulator()
+    sums.add(3, 0, "trainer", gradients(0))
+    assert sums.commit(3, 0, "trainer")
+    before = sums.sums.clone()
+    sums.add(3, 1, "trainer", gradients(1))
+    calls = iter([rounded, no_memory, rounded])
+    with monkeypatch.context() as patch:
+        patch.setattr(accumulating, "rounded", lambda flat: next(calls)(flat))
+        with pytest.raises(MemoryError):
+            sums.commit(3, 1, "trainer")
+    assert torch.equal(sums.sums, before) and list(sums.done) == [0]
+    assert sums.commit(3, 1, "trainer")  # tried again
+    assert torch.equal(sums.sums, before + rounded(torch.cat([each.flatten() for each in gradients(1)]).double()))
+
+
+def no_memory(_flat: Tensor) -> Tensor:
+    raise MemoryError
 
 
 def test_sums_are_exact_in_any_order_and_division_among_peers() -> None:
