@@ -32,6 +32,7 @@ class FakeConnection:
     def __init__(self, bytes_per_s: float) -> None:
         self.rate = bytes_per_s
         self.num_measured = 0
+        self.is_broken = False
         self.codecs: list[pb.Codec] = []
 
     async def bytes_per_s(self) -> float:
@@ -42,6 +43,8 @@ class FakeConnection:
 
     async def forward(self, _span: Span, hidden: WireTensor, *_: Any, codec: pb.Codec) -> tuple[WireTensor, bool]:
         self.codecs.append(hidden.header.codec)
+        if self.is_broken:
+            raise PeerUnavailable("gone")
         output = 3 * hidden.decode(hidden.header.shape, torch.float32)
         return WireTensor.of(output, codec), False
 
@@ -160,6 +163,18 @@ def test_who_cannot_be_measured_is_taken_for_fast_and_not_asked_at_once_again() 
             await found.prepare([chain()])
         assert found.codec(None, chain()[0].server) == pb.RAW
         assert connections["a"].num_measured == connections["b"].num_measured == 1
+
+    run(story())
+
+
+def test_an_error_that_cannot_be_measured_is_not_measured_again_at_once() -> None:
+    async def story() -> None:
+        found, connections = links({"a": 10.0, "b": 10.0})
+        found.see(PROMPT)
+        connections["b"].is_broken = True
+        await asyncio.gather(*(found.prepare([chain()]) for _ in range(3)))
+        await found.prepare([chain()])
+        assert found.errors == {} and sorted(connections["a"].codecs) == [pb.RAW, pb.INT8_BLOCKS, pb.INT4_BLOCKS]
 
     run(story())
 

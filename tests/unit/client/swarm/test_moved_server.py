@@ -16,7 +16,7 @@ from swarm_client.swarm.swarm import Swarm
 from swarm_client.transport import transport
 from swarm_client.transport.transport import ServerConnection
 from swarm_protocol.dht.records import ServerRecord
-from swarm_protocol.errors import PeerUnavailable
+from swarm_protocol.errors import BadReply, PeerUnavailable
 from swarm_protocol.pb.swarm_pb2_grpc import BlocksServicer, add_BlocksServicer_to_server
 from tests.unit.client.swarm.test_swarm import FakeNet
 from tests.unit.support import run, server_record
@@ -82,6 +82,36 @@ def test_what_is_under_way_goes_on_and_then_the_old_connection_is_closed(monkeyp
             assert (await asking).peer_id == old.record.peer_id
             await is_closed(old)
             assert (await new.describe()).peer_id == old.record.peer_id
+
+    run(scenario())
+
+
+def test_one_that_was_idle_for_long_is_not_closed_under_those_who_have_just_got_it() -> None:
+    async def scenario() -> None:
+        async with swarm_of_one(2) as (swarm, server, records):
+            server.may_answer.set()
+            old = await swarm.server(records[0])
+            old._stub.idle_since_s -= 1e6
+            await swarm.server(records[1])
+            for _ in range(10):
+                await asyncio.sleep(0)
+            assert (await old.describe()).peer_id == old.record.peer_id
+
+    run(scenario())
+
+
+def test_who_is_another_server_than_expected_is_named() -> None:
+    class Dialer:
+        async def connect(self, *_: Any) -> Any:
+            raise BadReply("another server answers")
+
+        relay_of = None
+
+    async def scenario() -> None:
+        dialer: Any = Dialer()
+        with pytest.raises(BadReply, match="server …peer is not where it should be: another server answers") as caught:
+            await ServerConnection.connect(server_record(), ClientConfig(), dialer)
+        assert caught.value.peer_id == "peer"
 
     run(scenario())
 

@@ -263,3 +263,65 @@ def test_some_of_those_asked_for_may_be_absent(caplog: pytest.LogCaptureFixture)
 
 def test_where_nobody_is_yet_somebody_may_come() -> None:
     joins(FakeNet([]), adapter="kind", allowed_servers=("six",))
+
+
+class SlowNet(FakeNet):
+    """Counts what it is asked, and takes its time."""
+
+    num_reads = num_connects = 0
+
+    async def view(self, model: str, num_blocks: int, part: Span | None = None) -> SwarmView:
+        self.num_reads += 1
+        await asyncio.sleep(0.01)
+        return await super().view(model, num_blocks, part)
+
+    async def connect(self, record: ServerRecord, timeout_s: float) -> FakeServer:
+        self.num_connects += 1
+        await asyncio.sleep(0.01)
+        return await super().connect(record, timeout_s)
+
+
+def test_those_who_wait_for_a_reading_share_the_next_one() -> None:
+    net = SlowNet(servers(("a", "0:8")))
+
+    async def story(swarm: Swarm) -> None:
+        first = asyncio.ensure_future(swarm.view(0.0))
+        while not net.num_reads:
+            await asyncio.sleep(0)
+        net.records += servers(("b", "0:8"))  # after the first one has begun, for all they know
+        views = await asyncio.gather(*(swarm.view(0.0) for _ in range(20)))
+        await first
+        assert net.num_reads == 2 and all(len(view.servers) == 2 for view in views)
+
+    play(net, story)
+
+
+@pytest.mark.parametrize("is_dead", [False, True])
+def test_those_who_need_a_connection_at_once_share_it_or_its_failure(is_dead: bool) -> None:
+    net = SlowNet(servers(("a", "0:8")), dead={"a"} if is_dead else set())
+
+    async def story(swarm: Swarm) -> None:
+        found = await asyncio.gather(*(swarm.server(net.records[0]) for _ in range(20)), return_exceptions=True)
+        assert net.num_connects == 1
+        if is_dead:
+            assert all(isinstance(each, PeerUnavailable) and each.peer_id == "a" for each in found)
+            net.dead.clear()
+            assert (await swarm.server(net.records[0])).record.peer_id == "a"  # tried anew
+        else:
+            assert all(each is found[0] for each in found)
+
+    play(net, story)
+
+
+def test_who_waits_for_a_connection_when_all_are_closed_hears_of_it() -> None:
+    net = SlowNet(servers(("a", "0:8")))
+
+    async def story(swarm: Swarm) -> None:
+        waiting = asyncio.ensure_future(swarm.server(net.records[0]))
+        while not net.num_connects:
+            await asyncio.sleep(0)
+        await swarm.close()
+        with pytest.raises(PeerUnavailable, match="the connection was closed"):
+            await waiting
+
+    play(net, story)

@@ -96,3 +96,19 @@ def test_nor_is_one_that_was_opened_just_before(opened: Opened) -> None:
         assert opened[0].is_closed
 
     run_virtually(scenario())
+
+
+def test_who_waits_for_one_when_all_are_closed_hears_of_it(opened: Opened) -> None:
+    async def scenario() -> None:
+        pinned = PinnedChannels(ClientCredentials(identity(0)))
+        asking = [asyncio.ensure_future(pinned.to("host:1", FINGERPRINT, "peer")) for _ in range(2)]
+        await asyncio.sleep(0.5)
+        asking[1].cancel()
+        await pinned.close()
+        with pytest.raises(PeerUnavailable, match="closed") as caught:
+            await asking[0]
+        assert caught.value.peer_id == "peer"
+        await asyncio.wait(asking)
+        assert asking[1].cancelled() and not opened
+
+    run_virtually(scenario())
