@@ -90,6 +90,7 @@ class Swarm:
         self._reading = asyncio.Lock()
         self._num_begun = self._last_ended = 0  # readings
         self._servers: dict[str, ServerConnection] = {}
+        self._replaced: set[ServerConnection] = set()
         self._connecting: dict[tuple[str, tuple[str, ...], bytes], asyncio.Task[ServerConnection]] = {}
         self._rtts = RttTracker(self._ping)
         self.links = Links(config, self.server)
@@ -123,7 +124,7 @@ class Swarm:
         for task in self._tasks:
             task.cancel()
         self._rtts.close()
-        for server in self._servers.values():
+        for server in [*self._servers.values(), *self._replaced]:
             await server.close()
         self._servers.clear()
         await self._caller.close()
@@ -336,7 +337,8 @@ class Swarm:
         server = await self._connect(record, self.config)
         known = self._servers.get(record.peer_id)
         if known is not None:  # what others do through it may go on
-            self.spawn(known.close_when_idle())
+            self._replaced.add(known)
+            self.spawn(known.close_when_idle()).add_done_callback(lambda _: self._replaced.discard(known))
         self._servers[record.peer_id] = server
         return server
 

@@ -56,7 +56,9 @@ class Dialer:
         port.num_waiting += 1
         try:
             local = f"{_LOCAL}:{port.number}"
-            return await pinned_channel(self._credentials, local, fingerprint, options, timeout_s + _TUNNEL_S)
+            channel = await pinned_channel(self._credentials, local, fingerprint, options, timeout_s + _TUNNEL_S)
+            port.has_led = True
+            return channel
         except PeerUnavailable as error:
             raise PeerUnavailable(port.failure or str(error), port.circuit.target) from None
         finally:
@@ -105,6 +107,7 @@ class _TunnelPort:
         failure: why the last tunnel could not be opened; empty if it could.
         is_past_relay: whether it goes through the routers of both peers, and not the relay.
         num_waiting: for a connection, who could not make do with another port.
+        has_led: to the server. There may be channels through it, which connect when they are used.
     """
 
     def __init__(
@@ -112,7 +115,7 @@ class _TunnelPort:
     ) -> None:
         """``not_before_s``: by peer id of servers, when to try again to get through the routers."""
         self.circuit = circuit
-        self.failure, self.is_past_relay = "", False
+        self.failure, self.is_past_relay, self.has_led = "", False, False
         self.number = self.num_waiting = 0
         self._streams, self._membership = streams, membership
         self._connections: set[asyncio.Task[None]] = set()
@@ -125,7 +128,7 @@ class _TunnelPort:
 
     @property
     def is_unused(self) -> bool:
-        return not self.num_waiting and not self._connections
+        return not (self.has_led or self.num_waiting or self._connections)
 
     def close(self) -> None:
         self._server.close()

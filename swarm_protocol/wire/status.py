@@ -44,7 +44,7 @@ _ERROR_OF: dict[grpc.StatusCode, type[SwarmError]] = {
     grpc.StatusCode.UNAUTHENTICATED: AccessDenied,
 }
 CUT_OFF = grpc.StatusCode.INTERNAL, "Internal error from Core"  # see ``FirstStatus``
-_KNOWS_BETTER_WITHIN_S = 1.0
+_KNOWS_BETTER_WITHIN_S = 0.5
 _ASKED_EVERY_S = 0.005
 _BY_NUMBER = {status.value[0]: status for status in grpc.StatusCode}
 

@@ -27,6 +27,7 @@ _logger = logging.getLogger(__name__)
 _CONNECT_TIMEOUT_S = 3.0
 _MAX_ADDRESSES = 4  # of one server, which are tried
 _MAX_UNTAKEN = 4  # steps under way to the next hop; more wait, so that a slow hop slows those before it
+_LOST = (grpc.ChannelConnectivity.TRANSIENT_FAILURE, grpc.ChannelConnectivity.SHUTDOWN)
 _MAX_SETTLED_BYTES = 64 * 1024  # hidden states of a step that are kept until the next, which may take minutes
 
 Connect = Callable[[str, bytes, list[tuple[str, int]], float], Awaitable[grpc.aio.Channel]]
@@ -49,6 +50,7 @@ class ChannelPool:
         """``connect`` stands for the network, see ``Dialer.connect``."""
         self._connect = connect
         self._channels: dict[tuple[str, bytes], asyncio.Task[grpc.aio.Channel]] = {}
+        self._seen_ready: set[asyncio.Task[grpc.aio.Channel]] = set()
         self._is_closed = False
 
     async def stub(self, server: ServerRecord) -> BlocksStub:
@@ -74,10 +76,17 @@ class ChannelPool:
         return await result_of(self._channels[key])
 
     def _forget_lost(self) -> None:
-        """Those whose server is gone, or at another address. Whoever has a stub keeps its channel until it is done."""
+        """Those whose server is gone, or at another address. Whoever has a stub keeps its channel until it is done.
+
+        A channel connects with its first call.
+        """
         for key, connecting in list(self._channels.items()):
-            if _is_open(connecting) and connecting.result().get_state() is not grpc.ChannelConnectivity.READY:
+            state = connecting.result().get_state() if _is_open(connecting) else None
+            if state is grpc.ChannelConnectivity.READY:
+                self._seen_ready.add(connecting)
+            elif state in _LOST or connecting in self._seen_ready:
                 del self._channels[key]
+        self._seen_ready.intersection_update(self._channels.values())
 
     def _forget_failure(self, key: tuple[str, bytes], connecting: asyncio.Task[grpc.aio.Channel]) -> None:
         """Even if nobody waits for the connection any more: the next who wants it tries again."""

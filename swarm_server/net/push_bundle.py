@@ -88,8 +88,14 @@ class PushStreams:
 
     async def to(self, peer_id: str) -> PushStream:
         """Raises PeerUnavailable or BadReply if the server cannot be reached."""
+        if (stream := self._living(peer_id)) is not None:
+            return stream
         stub = await self._stub(peer_id)
-        stream = self._streams.get(peer_id)
-        if stream is None or stream.ended:
+        stream = self._living(peer_id)  # somebody else may have been sooner
+        if stream is None:
             self._streams[peer_id] = stream = PushStream(stub)
         return stream
+
+    def _living(self, peer_id: str) -> PushStream | None:
+        stream = self._streams.get(peer_id)
+        return None if stream is None or stream.ended else stream

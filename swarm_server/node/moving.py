@@ -189,16 +189,23 @@ class Mover:
         self._presence.enter(loading)
         await self._presence.publish()
         to = loading.record.span
-        try:
-            await self.host(loading)
-        except Exception as error:  # such as too little memory
-            _logger.warning("blocks %s could not be loaded: %s; going back to %s and staying there", to, error, old)
+        failure = await self._failure_to_host(loading)
+        if failure:
+            _logger.warning("blocks %s could not be loaded: %s; going back to %s and staying there", to, failure, old)
             loading = loading.stay_with(old)
             self._presence.enter(loading)
             await self.host(loading)
         await self._presence.publish()
         self._counters.moves += self._presence.state.record.span != old
         _logger.info("hosting blocks %s", self._presence.state.record.span)
+
+    async def _failure_to_host(self, loading: Loading) -> str:
+        """Empty: there is none. Not the exception, which keeps what was loaded: memory may be short."""
+        try:
+            await self.host(loading)
+        except Exception as error:
+            return str(error) or type(error).__name__
+        return ""
 
     async def drain(self) -> None:
         """Lets generations end or move to other servers, and hosts no other blocks."""

@@ -347,7 +347,7 @@ class Channel:
         pass
 
     def get_state(self) -> grpc.ChannelConnectivity:
-        return grpc.ChannelConnectivity.READY
+        return grpc.ChannelConnectivity.IDLE
 
 
 class Answering:

@@ -116,6 +116,20 @@ def test_who_is_another_server_than_expected_is_named() -> None:
     run(scenario())
 
 
+def test_nor_is_one_left_open_that_was_replaced_just_before_the_swarm_was_closed() -> None:
+    async def scenario() -> None:
+        async with swarm_of_one(2) as (swarm, server, records):
+            server.may_answer.set()
+            old = await swarm.server(records[0])
+            swarm.spawn(swarm.server(records[1]))
+            while not swarm._replaced:
+                await asyncio.sleep(0)
+            await swarm.close()
+            await is_closed(old)
+
+    run(scenario())
+
+
 def test_an_old_connection_ends_with_the_swarm() -> None:
     async def scenario() -> None:
         async with swarm_of_one(2) as (swarm, server, records):

@@ -26,7 +26,8 @@ class Swarm:
         self.dead: set[str] = set()
         self.read_s: list[float] = []
         self.connected: list[str] = []
-        self.breaks = self.is_lost = False
+        self.breaks = False
+        self.state = grpc.ChannelConnectivity.IDLE
         self.neighbours = Neighbours(ChannelPool(self.connect), self.read)
 
     async def read(self) -> SwarmView:
@@ -49,7 +50,7 @@ class Swarm:
         await asyncio.sleep(1.0)
 
     def get_state(self) -> grpc.ChannelConnectivity:
-        return grpc.ChannelConnectivity.TRANSIENT_FAILURE if self.is_lost else grpc.ChannelConnectivity.READY
+        return self.state
 
     unary_unary = unary_stream = stream_unary = stream_stream
 
@@ -120,13 +121,20 @@ def test_a_reading_that_had_begun_before_is_not_enough() -> None:
     run(story())
 
 
-def test_one_that_was_started_again_is_reached_at_its_new_address() -> None:
+IDLE, CONNECTING = grpc.ChannelConnectivity.IDLE, grpc.ChannelConnectivity.CONNECTING
+READY, TRANSIENT_FAILURE = grpc.ChannelConnectivity.READY, grpc.ChannelConnectivity.TRANSIENT_FAILURE
+
+
+@pytest.mark.parametrize("lost", [IDLE, TRANSIENT_FAILURE])
+def test_one_that_was_started_again_is_reached_at_its_new_address(lost: grpc.ChannelConnectivity) -> None:
     async def story() -> None:
         swarm = Swarm(server("a"))
         await swarm.neighbours.stub("a")
-        await swarm.neighbours.stub("a")
+        for state in (IDLE, CONNECTING, READY, READY):
+            swarm.state = state
+            await swarm.neighbours.stub("a")
         assert swarm.connected == ["a:1"]
-        swarm.is_lost = True
+        swarm.state = lost
         swarm.dead.add("a:1")
         with pytest.raises(PeerUnavailable):  # too early to read again, and nobody waits for it
             await swarm.neighbours.stub("a")

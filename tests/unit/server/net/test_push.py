@@ -61,8 +61,8 @@ class OtherServer(BlocksServicer):
 class Channels:
     """The way to the other server; ``called`` hears when a stream to it begins."""
 
-    def __init__(self, channel: grpc.aio.Channel) -> None:
-        self.called = asyncio.Event()
+    def __init__(self, channel: grpc.aio.Channel, address: str) -> None:
+        self.called, self.address = asyncio.Event(), address
         self._stub = BlocksStub(channel)
         self._streams = PushStreams(self.stub)
 
@@ -89,7 +89,7 @@ async def connected(other: OtherServer) -> AsyncIterator[tuple[grpc.aio.Server, 
     async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
         await channel.channel_ready()
         try:
-            yield server, Channels(channel)
+            yield server, Channels(channel, f"127.0.0.1:{port}")
         finally:
             await server.stop(None)
 
@@ -465,5 +465,32 @@ def test_what_comes_next_can_be_computed_while_a_step_travels():
             await ended(second)
             assert await pusher.drain()
             assert other.taken == [1, 2]
+
+    run(scenario())
+
+
+def test_sessions_that_share_a_stream_ask_for_one_connection() -> None:
+    """Which connects with its first call, over real gRPC."""
+
+    async def scenario() -> None:
+        other = OtherServer(num_taken=9)
+        async with connected(other) as (_server, channels):
+            tried: list[str] = []
+
+            async def connect(address: str, *_options: object) -> grpc.aio.Channel:
+                tried.append(address)
+                return grpc.aio.insecure_channel(address)
+
+            pool = ChannelPool(connect)
+            server = ServerRecord("peer", (channels.address,), "model", "revision", 1, Span(0, 1))
+            streams = PushStreams(lambda _peer_id: pool.stub(server))
+            first = await streams.to("peer")
+            await pool.stub(server)  # while it connects
+            for number in range(1, 4):
+                assert await streams.to("peer") is first
+                assert await first.send(b"key", pb.Step(number=number))
+                await pool.stub(server)
+            assert len(tried) == 1
+            await pool.close()
 
     run(scenario())
