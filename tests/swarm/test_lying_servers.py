@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from swarm_server.training.stateless import StatelessPasses
 from tests.marks import always
 from tests.swarm.pair import NEW_TOKENS, Pair, connected, random_ids, started
 from tests.swarm.waiting import wait_for
+from tests.unit.support import TIMEOUT_S
 from tests.zoo import HIDDEN
 
 SPANS = "0:3", "3:6"
@@ -60,6 +62,9 @@ def client(pair: Pair, *, every_step: bool = False) -> Iterator[tuple[Pair, list
     """Another client, which knows no server yet; and what it reports. It checks first answers, or every step."""
     events: list = []
     with connected(pair.servers, check_share=FIRST_ONLY, on_event=events.append) as remote:
+        swarm = remote.blocks.swarm
+        patient = replace(swarm.config.timeouts, check_s=TIMEOUT_S)  # on a busy machine, checks take a while
+        swarm.config = replace(swarm.config, timeouts=patient)
         if every_step:
             checker_of(remote.blocks.swarm).share = 1e9
         yield Pair(pair.whole, remote, pair.servers), events
