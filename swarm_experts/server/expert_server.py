@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Self
@@ -31,6 +31,7 @@ from swarm_protocol.errors import NoSwarm, SwarmError
 from swarm_protocol.net.identity import Identity
 from swarm_protocol.net.tls import Certificate, ClientCredentials
 from swarm_protocol.process import network_loop
+from swarm_protocol.process.routine import repeat
 
 _NO_STEPS = -1  # fewer than any replica has
 _RENEWALS = 3  # in the lifetime of a record
@@ -156,12 +157,12 @@ class ExpertServer:
         await self._announcer.publish(self._host.experts)
         await self._renew()  # servers that start together see each other now
         self.initial_peers = await self._dht.addresses()
-        loops = (
-            _repeat(self.config.lifetime_s / _RENEWALS, self._announce),
-            _repeat(self.config.save_every_s, self._save),
-            _repeat(self.config.replicate_every_s, self._send_replicas),
-        )
-        self._tasks += map(asyncio.ensure_future, loops)
+        every_s = {
+            self._announce: self.config.lifetime_s / _RENEWALS,
+            self._save: self.config.save_every_s,
+            self._send_replicas: self.config.replicate_every_s,
+        }
+        self._tasks += [asyncio.ensure_future(repeat(work, (pause, pause))) for work, pause in every_s.items()]
 
     async def _free_cells(self, found: Mapping[Cell, Sequence[Found]]) -> list[Cell]:
         """Those of saved experts first, then those whose server is gone."""
@@ -260,16 +261,6 @@ class ExpertServer:
                 await asyncio.to_thread(self._files.write, cell, state)
             except OSError as error:
                 _logger.warning("an expert could not be saved in %s: %s", self._files.directory, error)
-
-
-async def _repeat(every_s: float, work: Callable[[], Awaitable[None]]) -> None:
-    """What goes wrong once must not end a server."""
-    while True:
-        await asyncio.sleep(every_s)
-        try:
-            await work()
-        except Exception:
-            _logger.exception("a server's routine failed; it is tried again")
 
 
 async def _cancelled(tasks: list[asyncio.Task[Any]]) -> None:

@@ -15,6 +15,7 @@ from swarm_protocol.dht.records import short_id
 from swarm_protocol.errors import BadReply, PeerUnavailable, SwarmError
 from swarm_protocol.net.tls import ClientCredentials, pinned_channel
 from swarm_protocol.pb import tunnel_pb2 as pb
+from swarm_protocol.rpc.shared import result_of
 from swarm_protocol.streams.frames import framed, read_message, write_message
 from swarm_protocol.streams.pipe import pipe
 from swarm_protocol.streams.streams import Stream, Streams
@@ -93,7 +94,7 @@ class Dialer:
             self._ports[address] = asyncio.ensure_future(port.open())
         opening = self._ports[address]
         try:
-            return await asyncio.shield(opening)
+            return await result_of(opening, circuit.target)
         except OSError as error:
             if self._ports.get(address) is opening:
                 del self._ports[address]

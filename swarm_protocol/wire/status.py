@@ -91,7 +91,8 @@ class FirstStatus:
             async with asyncio.timeout(_KNOWS_BETTER_WITHIN_S):
                 while self._known == CUT_OFF:
                     await asyncio.sleep(_ASKED_EVERY_S)
-                    self._note(self._call)
+                    if self._call.done():  # to end a stream may fail before gRPC knows that it has ended
+                        self._note(self._call)
         return CUT_OFF if self._known[0] is grpc.StatusCode.OK else self._known
 
     def _note(self, call: grpc.aio.Call) -> None:

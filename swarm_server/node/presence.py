@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
-import random
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from typing import TypeVar
 
 from swarm_protocol.dht.records import REFRESH_S, ServerRecord
 from swarm_protocol.errors import SwarmError
+from swarm_protocol.process.routine import repeat
 from swarm_server.core.access import KnownRevocations
 from swarm_server.net.network_probe import NetworkProbe
 from swarm_server.node.states import Draining, Joined, Loading, Serving, State, end, with_speeds
@@ -112,16 +111,3 @@ class Presence:
                 withdrawn = await self._dht.publish(self.record())
         if not withdrawn:
             _logger.info("the record could not be withdrawn; it expires by itself")
-
-
-async def repeat(action: Callable[[], Awaitable[T | None]], pause_s: tuple[float, float]) -> T:
-    """After pauses of random length, until it returns something. What goes wrong once must not end a server."""
-    while True:
-        await asyncio.sleep(random.uniform(*pause_s))
-        try:
-            result = await action()
-        except Exception:
-            _logger.exception("a server's routine failed; it is tried again")
-        else:
-            if result is not None:
-                return result

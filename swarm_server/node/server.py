@@ -20,6 +20,7 @@ from swarm_protocol.net.tls import Certificate, ClientCredentials
 from swarm_protocol.process.invocation import typed
 from swarm_protocol.process.local_registry import DEFAULT_SWARM, RENEW_S
 from swarm_protocol.process.logs import log_event, writes_json
+from swarm_protocol.process.routine import repeat
 from swarm_protocol.streams.streams import DaemonStreams
 from swarm_protocol.tunnel.dialing import Dialer
 from swarm_protocol.tunnel.members import Membership
@@ -38,7 +39,7 @@ from swarm_server.node.hosting import SpanLoader, devices_and_dtype
 from swarm_server.node.joining import join
 from swarm_server.node.moving import Mover, PeerMonitor, num_hosted
 from swarm_server.node.preloaded import check_adapters
-from swarm_server.node.presence import Presence, repeat
+from swarm_server.node.presence import Presence
 from swarm_server.node.states import Joined, Starting
 from swarm_server.placement.placement import CHECK_S
 from swarm_server.reach.own_addresses import OwnAddresses

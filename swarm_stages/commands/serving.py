@@ -16,8 +16,8 @@ import grpc
 
 from swarm_protocol.dht.node import Listening
 from swarm_protocol.net.tls import ClientCredentials
+from swarm_protocol.process.routine import repeat
 from swarm_server.machine.heap import HeapTrimmer
-from swarm_server.node.presence import repeat
 from swarm_stages.audit.answers import Answers
 from swarm_stages.audit.service import AuditService, Witness
 from swarm_stages.commands.building import build, member_of, require_stages, stage_source, training_config

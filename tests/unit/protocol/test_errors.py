@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -171,13 +172,20 @@ def test_a_stream_that_ended_well_while_it_was_written_to_is_a_peer_that_is_gone
 class Forgetful:
     """A call that has ended, of which gRPC knows only after some time how."""
 
-    def __init__(self, known_after: int) -> None:
-        self._unknown = known_after
+    def __init__(self, known_after: int, done_after: int) -> None:
+        self._unknown, self._going_on = known_after, done_after
+
+    def done(self) -> bool:
+        self._going_on -= 1
+        return self._going_on < 0
 
     def add_done_callback(self, callback: Callable[[Any], None]) -> None:
-        callback(self)
+        if self.done():
+            callback(self)
 
     async def code(self) -> grpc.StatusCode:
+        if self._going_on >= 0:
+            await asyncio.Event().wait()
         self._unknown -= 1
         return CUT_OFF[0] if self._unknown >= 0 else grpc.StatusCode.ABORTED
 
@@ -185,10 +193,11 @@ class Forgetful:
         return CUT_OFF[1] if self._unknown >= 0 else "why"
 
 
+@pytest.mark.parametrize("done_after", [0, 3])
 @pytest.mark.parametrize(("known_after", "told"), [(0, True), (1, True), (20, True), (10**9, False)])
-def test_what_grpc_knows_only_later_is_waited_for(known_after: int, told: bool) -> None:
+def test_what_grpc_knows_only_later_is_waited_for(known_after: int, told: bool, done_after: int) -> None:
     async def scenario() -> None:
-        call: Any = Forgetful(known_after)
+        call: Any = Forgetful(known_after, done_after)
         known = await FirstStatus(call).instead_of(*CUT_OFF)
         assert known == ((grpc.StatusCode.ABORTED, "why") if told else CUT_OFF)
 

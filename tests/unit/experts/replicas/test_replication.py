@@ -13,7 +13,8 @@ import torch
 from swarm_experts.core.config import ServerConfig
 from swarm_experts.core.replica import Replica
 from swarm_experts.replicas.replication import Replication, _load
-from swarm_experts.server.expert_server import _cancelled, _repeat
+from swarm_experts.server.expert_server import _cancelled
+from swarm_protocol.process.routine import repeat
 from tests.unit.experts.local_network import holder
 
 CELLS = [(0, 0), (0, 1), (1, 1)]
@@ -90,7 +91,7 @@ def test_a_routine_that_fails_is_tried_again_and_keeps_nobody_from_leaving(caplo
         async def fails_at_once() -> None:
             raise RuntimeError("another mistake")
 
-        tasks = [asyncio.ensure_future(_repeat(0.0, fails)), asyncio.ensure_future(fails_at_once())]
+        tasks = [asyncio.ensure_future(repeat(fails, (0.0, 0.0))), asyncio.ensure_future(fails_at_once())]
         await done.wait()
         await _cancelled(tasks)
 

@@ -12,6 +12,7 @@ import torch
 
 from swarm_protocol.dht.records import ServerRecord, ServerState, SwarmView
 from swarm_protocol.errors import NoSwarm
+from swarm_protocol.process.routine import repeat
 from swarm_protocol.span import Span
 from swarm_server.core.access import ServerAccess
 from swarm_server.core.config import ServerConfig
@@ -19,7 +20,7 @@ from swarm_server.core.counters import Counters
 from swarm_server.engine.throughput import Speeds
 from swarm_server.node import moving
 from swarm_server.node.moving import Mover, PeerMonitor, num_hosted
-from swarm_server.node.presence import Presence, repeat
+from swarm_server.node.presence import Presence
 from swarm_server.node.states import Draining, Ended, Joined, Loading, Serving, Starting, Unloaded
 from swarm_server.verification.liars import Liars
 from tests.unit.support import run, server_record
