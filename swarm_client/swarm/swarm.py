@@ -38,7 +38,7 @@ from swarm_protocol.dht.dht import Dht
 from swarm_protocol.dht.records import LIFETIME_S, ServerRecord, SwarmView
 from swarm_protocol.errors import AccessDenied, NoRoute, NoSwarm, PeerError, PeerUnavailable
 from swarm_protocol.pb import swarm_pb2 as pb
-from swarm_protocol.rpc.shared import result_of
+from swarm_protocol.rpc.shared import SharedReading, result_of
 from swarm_protocol.span import Span
 
 Connect = Callable[[ServerRecord, ClientConfig], Awaitable[ServerConnection]]
@@ -87,8 +87,7 @@ class Swarm:
         self._part: Span | None = None  # of the model, that the view is of; None: all of it
         self._view_time = float("-inf")
         self._filled_time = float("-inf")  # when the view was last read and not empty
-        self._reading = asyncio.Lock()
-        self._num_begun = self._last_ended = 0  # readings
+        self._reading = SharedReading()
         self._servers: dict[str, ServerConnection] = {}
         self._replaced: set[ServerConnection] = set()
         self._connecting: dict[tuple[str, tuple[str, ...], bytes], asyncio.Task[ServerConnection]] = {}
@@ -137,27 +136,20 @@ class Swarm:
         if self.closed:
             raise closed_error()
         if now_s() - self._view_time > max_age_s:
-            await self._read_view()
+            await self._reading.after_now(self._read_view)
         return self._view
 
     async def _read_view(self) -> None:
-        """Returns when a reading has ended that began after the call, well or not: those who wait share it."""
-        number = self._num_begun + 1
-        async with self._reading:
-            if self.closed:
-                raise closed_error()
-            if self._last_ended >= number:
-                return
-            self._num_begun = number = self._num_begun + 1
-            view = await self._discovery.view(self.model, self.num_blocks, self._part)
-            self._last_ended = number
-            if view is None:
-                return
-            if view.servers or now_s() - self._filled_time > LIFETIME_S:
-                self._view = view
-                self._filled_time = now_s()
-                self._acquaintance.see(view.servers, now_s())
-            self._view_time = now_s()
+        if self.closed:
+            raise closed_error()
+        view = await self._discovery.view(self.model, self.num_blocks, self._part)
+        if view is None:
+            return
+        if view.servers or now_s() - self._filled_time > LIFETIME_S:
+            self._view = view
+            self._filled_time = now_s()
+            self._acquaintance.see(view.servers, now_s())
+        self._view_time = now_s()
 
     def _look_at(self, blocks: Span) -> None:
         """Of a model with many servers only those are read that matter here."""
@@ -172,7 +164,7 @@ class Swarm:
         while not self.closed:
             await asyncio.sleep(self.config.view_max_age_s)
             if self.sessions and now_s() - self._view_time >= self.config.view_max_age_s:
-                await self._read_view()
+                await self._reading.after_now(self._read_view)
                 servers, _ = self._usable(self._banned())
                 await self._rtts.measure([], servers.servers)
 
@@ -387,8 +379,8 @@ class Swarm:
         if error.peer_id:
             self._leave_out(error)
         self._view_time = float("-inf")
-        if not self.closed and not self._reading.locked():
-            self.spawn(self._read_view())
+        if not self.closed and not self._reading.is_under_way:
+            self.spawn(self._reading.after_now(self._read_view))
 
     def _leave_out(self, error: PeerError) -> None:
         expires_at = None

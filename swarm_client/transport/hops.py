@@ -262,10 +262,6 @@ class HopSession:
                 await self.send(step, parts)
         except SwarmError as error:
             self._lost(error)
-        except asyncio.CancelledError:  # to cancel the call cancels its writer
-            self._lost(self._stream.ended_error())
-            if not self.ended:
-                raise
 
     async def _read_all(self) -> None:
         try:
@@ -278,10 +274,6 @@ class HopSession:
                 self._inbox.put_nowait(event)
         except SwarmError as error:
             self._lost(error)
-        except asyncio.CancelledError:  # the call was cancelled here
-            self._lost(self._stream.ended_error())
-            if not self.ended:
-                raise
 
     def _lost(self, error: SwarmError) -> None:
         if not self.ended:

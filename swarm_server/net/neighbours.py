@@ -10,6 +10,7 @@ from math import inf
 from swarm_protocol.dht.records import ServerRecord, SwarmView
 from swarm_protocol.errors import BadReply, PeerUnavailable
 from swarm_protocol.pb.swarm_pb2_grpc import BlocksStub
+from swarm_protocol.rpc.shared import SharedReading
 from swarm_server.net.push import ChannelPool
 from swarm_server.net.push_bundle import PushStream, PushStreams
 
@@ -31,8 +32,7 @@ class Neighbours:
         self._read = read
         self._records: dict[str, ServerRecord] = {}
         self._read_s = -inf  # when the last reading began
-        self._known_s = -inf  # when the last one began that has ended
-        self._reading = asyncio.Lock()
+        self._reading = SharedReading()
         self._streams = PushStreams(self.stub)
 
     async def stub(self, peer_id: str) -> BlocksStub:
@@ -65,21 +65,21 @@ class Neighbours:
 
     async def _read_again(self, may_wait: bool = True) -> None:
         """Returns when a reading has ended that began after the call; not ``may_wait``: at once if it is too early."""
-        clock = asyncio.get_running_loop().time
-        asked_s = clock()
-        if not may_wait and asked_s < self._read_s + _READ_EVERY_S:
+        if may_wait or self._pause_s() <= 0:
+            await self._reading.after_now(self._read_records, lambda: asyncio.sleep(self._pause_s()))
+
+    def _pause_s(self) -> float:
+        """Until the next reading may begin."""
+        return max(0.0, self._read_s + _READ_EVERY_S - asyncio.get_running_loop().time())
+
+    async def _read_records(self) -> None:
+        self._read_s = asyncio.get_running_loop().time()
+        try:
+            view = await asyncio.wait_for(self._read(), _READ_TIMEOUT_S)
+        except Exception as error:  # whatever ails the DHT: outputs can go through the client
+            _logger.warning("the servers of the swarm cannot be read: %s", error)
             return
-        async with self._reading:
-            if self._known_s >= asked_s:
-                return
-            await asyncio.sleep(max(0.0, self._read_s + _READ_EVERY_S - clock()))
-            self._read_s = clock()
-            try:
-                view = await asyncio.wait_for(self._read(), _READ_TIMEOUT_S)
-                self._records = {record.peer_id: record for record in view.servers}
-            except Exception as error:  # whatever ails the DHT: outputs can go through the client
-                _logger.warning("the servers of the swarm cannot be read: %s", error)
-            self._known_s = self._read_s
+        self._records = {record.peer_id: record for record in view.servers}
 
 
 def _place(record: ServerRecord) -> tuple[tuple[str, ...], bytes]:

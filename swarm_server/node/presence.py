@@ -6,7 +6,6 @@ import logging
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
-from typing import TypeVar
 
 from swarm_protocol.dht.records import REFRESH_S, ServerRecord
 from swarm_protocol.errors import SwarmError
@@ -19,7 +18,6 @@ from swarm_server.sessions.host import SessionManager
 _logger = logging.getLogger(__name__)
 _POLL_S = 0.1  # after a libp2p daemon was restarted, before the next is watched
 _WIRE_BYTES = 4  # of one number of a hidden state
-T = TypeVar("T")
 
 
 class Presence:
