@@ -82,7 +82,7 @@ class Channels:
 
 @asynccontextmanager
 async def connected(other: OtherServer) -> AsyncIterator[tuple[grpc.aio.Server, Channels]]:
-    server = grpc.aio.server()
+    server = grpc.aio.server(options=[("grpc.http2.bdp_probe", 0)])  # which makes what it reads ahead larger and larger
     add_BlocksServicer_to_server(other, server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
