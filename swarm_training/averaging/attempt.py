@@ -15,24 +15,37 @@ InThread = Callable[[Callable[[], Any]], Awaitable[Any]]
 
 
 class Outcomes:
-    """The encoded means of some chunks, for those who wait for them."""
+    """The encoded means of some chunks, for those who wait for them.
+
+    A mean is made for the first who takes it, one chunk after another: when a straggler is left out, all may be known
+    at once, and streams must stay alive while they are made.
+    """
 
     def __init__(self, numbers: Iterable[int]) -> None:
         self._ready = {number: asyncio.Event() for number in numbers}
+        self._making: dict[int, Callable[[], bytes | None]] = {}
         self._means: dict[int, bytes | None] = {}
 
     def __contains__(self, number: int) -> bool:
-        return number in self._means
+        return self._ready[number].is_set()
 
-    def settle(self, number: int, mean: bytes | None) -> None:
-        """None: there will be none. Ignored if the chunk is settled already."""
-        if number not in self._means:
-            self._means[number] = mean
+    def settle(self, number: int, mean: Callable[[], bytes | None]) -> None:
+        """``mean``: makes it, or None if there will be none; called once. Ignored if the chunk is settled already."""
+        if number not in self:
+            self._making[number] = mean
             self._ready[number].set()
 
     async def of(self, number: int) -> bytes | None:
         await self._ready[number].wait()
+        if number not in self._means:
+            await asyncio.sleep(0)
+        if number not in self._means:
+            self._means[number] = self._making.pop(number)()
         return self._means[number]
+
+
+def nothing() -> None:
+    """In place of a mean."""
 
 
 class Attempt:
@@ -108,12 +121,13 @@ class Attempt:
         if isinstance(chunk_sum, ChunkClip):
             self._tasks.append(asyncio.ensure_future(self._clip(number, chunk_sum)))
         else:
-            self._finish(number, chunk_sum.mean)
+            self._outcomes.settle(number, lambda: self._encoded(number, chunk_sum.mean))
 
     async def _clip(self, number: int, chunk: ChunkClip) -> None:
         assert self._clipping is not None
         async with self._one_at_a_time:
-            self._finish(number, await self._clipping(chunk.clipped))
+            mean = await self._clipping(chunk.clipped)
+        self._outcomes.settle(number, lambda: self._encoded(number, mean))
 
-    def _finish(self, number: int, mean: Tensor | None) -> None:
-        self._outcomes.settle(number, None if mean is None else self._encode(number, mean))
+    def _encoded(self, number: int, mean: Tensor | None) -> bytes | None:
+        return None if mean is None else self._encode(number, mean)

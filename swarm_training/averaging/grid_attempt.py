@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from torch import Tensor
 
-from swarm_training.averaging.attempt import Encode, Outcomes
+from swarm_training.averaging.attempt import Encode, Outcomes, nothing
 from swarm_training.averaging.chunks import Chunk
 from swarm_training.averaging.grid import Grid
 from swarm_training.averaging.sums import ChunkSum
@@ -110,7 +110,7 @@ class GridAttempt:
 
     def take(self, number: int, mean: bytes) -> None:
         """The owner has answered."""
-        self._outcomes.settle(number, mean)
+        self._outcomes.settle(number, lambda: mean)
 
     def leave_out(self, member: int) -> None:
         """Nothing comes from it any more."""
@@ -125,14 +125,14 @@ class GridAttempt:
         """It answers no more."""
         if self.is_across(owner):
             for number in self.targets.get(owner, ()):
-                self._outcomes.settle(number, None)
+                self._outcomes.settle(number, nothing)
 
     def end(self) -> None:
         """What has not come is not waited for."""
         self._end_row()
         self._end_rows()
         for number in self.own:
-            self._outcomes.settle(number, None)
+            self._outcomes.settle(number, nothing)
 
     def _end_row(self) -> None:
         """Stragglers of the own row are left out."""
@@ -151,7 +151,7 @@ class GridAttempt:
     def _lose(self, row: int) -> None:
         for number, final in self._finals.items():
             if row in final.missing:
-                self._outcomes.settle(number, None)
+                self._outcomes.settle(number, nothing)
 
     def _advance(self, number: int) -> None:
         """If the row is complete, so may be the chunk."""
@@ -168,8 +168,8 @@ class GridAttempt:
 
     def _settle(self, number: int) -> None:
         final = self._finals[number]
-        if final.is_done and number not in self._outcomes:
-            self._outcomes.settle(number, None if final.mean is None else self._encode(number, final.mean))
+        if final.is_done:
+            self._outcomes.settle(number, lambda: None if final.mean is None else self._encode(number, final.mean))
 
 
 def _in_turns(chunks: Sequence[Chunk]) -> list[int]:

@@ -7,15 +7,16 @@ the same bits under any codec. A large group does the first attempt on a grid, s
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from swarm_protocol.errors import PeerUnavailable, RequestRejected
-from swarm_training.averaging.attempt import Attempt, InThread
+from swarm_training.averaging.attempt import Attempt, Encode, InThread
 from swarm_training.averaging.chunks import cut
 from swarm_training.averaging.grid import Grid
 from swarm_training.averaging.grid_attempt import GridAttempt
@@ -96,7 +97,7 @@ class Round:
             return
         weights = {number: member.weight for number, member in enumerate(self.group.members) if member.weight}
         grid = Grid.of(self.group.layout)
-        attempt = GridAttempt(grid, self._me, self.chunks, weights, self._dropped, self._encode_mean)
+        attempt = GridAttempt(grid, self._me, self.chunks, weights, self._dropped, self._mean_encoder())
         await self._try(attempt)
         self.broken |= attempt.late
 
@@ -136,10 +137,12 @@ class Round:
         finally:
             taking.cancel()
 
-    def serve_fetch(self, numbers: Iterable[int]) -> list[pb.Chunk]:
-        held = [number for number in numbers if number in self.results]
-        self.bytes_sent += sum(len(self.results[number]) for number in held)
-        return [pb.Chunk(index=number, data=self.results[number]) for number in held]
+    def serve_fetch(self, numbers: Iterable[int]) -> Iterator[pb.Chunk]:
+        for number in numbers:
+            data = self.results.get(number)
+            if data is not None:
+                self.bytes_sent += len(data)
+                yield pb.Chunk(index=number, data=data)
 
     def _flat(self, owners: Mapping[int, int]) -> Attempt:
         """Of the chunks that are named, with those owners."""
@@ -147,7 +150,7 @@ class Round:
         num_micro_batches = self.group.num_micro_batches
         if not num_micro_batches:
             weights = {j: weight for j, weight in weights.items() if j not in self._dropped}
-        attempt = Attempt(owners, self._me, weights, self._encode_mean, self._clipping, num_micro_batches)
+        attempt = Attempt(owners, self._me, weights, self._mean_encoder(), self._clipping, num_micro_batches)
         for member in self._dropped if num_micro_batches else ():  # without whom there is no mean
             attempt.leave_out(member)
         return attempt
@@ -157,18 +160,21 @@ class Round:
         async with self._opened:
             self._attempts.append(attempt)
             self._opened.notify_all()
-        for number in attempt.own:
-            attempt.put(number, self._me, self._part(number))
         index = len(self._attempts) - 1
         self._exchanges = {
             target: asyncio.create_task(self._exchange(target, attempt, index))
             for target in attempt.targets
             if target not in self._dropped
         }
-        loop = asyncio.get_running_loop()
-        timers = [loop.call_later(part * self.group.deadline_s, act) for part, act in attempt.deadlines]
-        tasks = [*self._exchanges.values(), asyncio.create_task(self._own(attempt))]
+        tasks = [*self._exchanges.values()]
+        timers: list[asyncio.TimerHandle] = []
         try:
+            for number in attempt.own:
+                await asyncio.sleep(0)  # streams stay alive: a lone owner adds up all there is
+                attempt.put(number, self._me, self._part(number))
+            tasks.append(asyncio.create_task(self._own(attempt)))
+            loop = asyncio.get_running_loop()
+            timers += [loop.call_later(part * self.group.deadline_s, act) for part, act in attempt.deadlines]
             await asyncio.wait(tasks, timeout=_GIVE_UP * self.group.deadline_s)
         finally:
             for timer in timers:
@@ -273,8 +279,9 @@ class Round:
     def _decode(self, chunk: pb.Chunk) -> Tensor:
         return self._codec.decode(chunk.data, self.chunks[chunk.index].stop - self.chunks[chunk.index].start)
 
-    def _encode_mean(self, number: int, mean: Tensor) -> bytes:
-        return self._encode("mean", number, mean, is_first=len(self._attempts) == 1)
+    def _mean_encoder(self) -> Encode:
+        """For the next attempt."""
+        return partial(self._encode, "mean", is_first=not self._attempts)
 
     def _encode(self, what: str, number: int, vector: Tensor, is_first: bool) -> bytes:
         """What is lost is kept once a round: not for what is sent again."""

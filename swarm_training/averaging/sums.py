@@ -18,8 +18,7 @@ class ChunkSum:
     """Adds the members' parts in the order of the members, whatever order they arrive in: sums of floats depend on it.
 
     Attributes:
-        mean: [n] float32, once all have arrived or are left out; None before, and if nothing has arrived.
-        weight: of what has been added.
+        weight: of what has been added: of all, once ``mean`` has been asked for.
     """
 
     def __init__(self, weights: Mapping[int, float]) -> None:
@@ -29,13 +28,21 @@ class ChunkSum:
         self._early: dict[int, tuple[Tensor, float]] = {}
         self._left_out: set[int] = set()
         self._total: Tensor | None = None
+        self._mean: Tensor | None = None
         self.weight = 0.0
-        self.mean: Tensor | None = None
-        self._advance()
 
     @property
     def is_done(self) -> bool:
-        return not self._waiting
+        return not self.missing
+
+    @property
+    def mean(self) -> Tensor | None:
+        """[n] float32, once all have arrived or are left out; None before, and if nothing has arrived."""
+        if self._mean is None and self.is_done:
+            self._advance()
+            self._mean = None if self._total is None else self._total / self.weight
+            self._total = None
+        return self._mean
 
     @property
     def missing(self) -> frozenset[int]:
@@ -48,10 +55,10 @@ class ChunkSum:
             self._advance()
 
     def leave_out(self, member: int) -> None:
-        """Nothing comes from this member any more."""
+        """Nothing comes from this member any more. What waits for it is added up when the mean is asked for: a member
+        may leave many sums at once."""
         if member in self.missing:
             self._left_out.add(member)
-            self._advance()
 
     def _advance(self) -> None:
         while self._waiting and (self._waiting[0] in self._early or self._waiting[0] in self._left_out):
@@ -62,8 +69,6 @@ class ChunkSum:
             weighted = part * weight
             self._total = weighted if self._total is None else self._total.add_(weighted)
             self.weight += weight
-        if not self._waiting and self._total is not None and self.mean is None:
-            self.mean = self._total / self.weight
 
 
 class ExactSum:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import math
+from collections.abc import Awaitable
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from swarm_protocol.net.tls import ClientCredentials
+from swarm_training.averaging.attempt import Attempt
 from swarm_training.averaging.chunks import cut
 from swarm_training.averaging.repair import repair
 from swarm_training.averaging.rounds import Rounds
@@ -22,6 +24,8 @@ from swarm_training.core.bitmap import from_bits, to_bits
 from swarm_training.core.record import Progress
 from swarm_training.net.channels import GrpcNetwork
 from tests.unit.identities import identity
+from tests.unit.training.reducers import group_of, reduce_all
+from tests.unit.training.world import World
 
 
 @given(st.integers(0, 500), st.lists(st.floats(0, 10), min_size=1, max_size=8), st.integers(1, 64))
@@ -78,6 +82,53 @@ def test_a_sum_of_nothing_has_no_mean() -> None:
     chunk = ChunkSum({0: 1.0})
     chunk.leave_out(0)
     assert chunk.is_done and chunk.mean is None
+
+
+async def turns_during(work: Awaitable[Any]) -> int:
+    """How often others had their turn on the loop until the work was done."""
+    task = asyncio.ensure_future(work)
+    turns = 0
+    while not task.done():
+        await asyncio.sleep(0)
+        turns += 1
+    task.result()
+    return turns
+
+
+def test_heartbeats_have_their_turn_while_a_lone_owner_adds_up_all_there_is() -> None:
+    """Its leader, itself as well, would take it for silent otherwise, at each attempt again."""
+
+    async def run() -> int:
+        group, _ = group_of([1.0], [1])
+        return await turns_during(reduce_all(World(), group, [torch.randn(400)]))
+
+    assert asyncio.run(run()) >= 2 * 100  # chunks: of adding up, and of encoding
+
+
+@pytest.mark.parametrize("late", [0, 2])
+def test_heartbeats_have_their_turn_while_means_without_a_straggler_are_made(late: int) -> None:
+    encoded: list[int] = []
+
+    def encode(number: int, mean: torch.Tensor) -> bytes:
+        encoded.append(number)
+        return mean.numpy().tobytes()
+
+    async def run() -> int:
+        attempt = Attempt(dict.fromkeys(range(50), 1), 1, {0: 1.0, 1: 3.0, 2: 1.0}, encode)
+        for number, member in itertools.product(range(50), {0, 1, 2} - {late}):
+            attempt.put(number, member, torch.full((2,), float(member)))
+        assert not encoded
+        attempt.end()
+        assert not encoded  # all of them in one stretch
+
+        async def collect() -> None:
+            mean = torch.full((2,), (3.0 + (0 if late == 2 else 2)) / 4).numpy().tobytes()
+            for number in range(50):
+                assert await attempt.mean_of(number) == await attempt.mean_of(number) == mean
+
+        return await turns_during(collect())
+
+    assert asyncio.run(run()) >= 50 and encoded == list(range(50))
 
 
 def test_what_somebody_has_is_fetched_and_the_rest_is_added_up_again() -> None:
