@@ -41,15 +41,18 @@ async def received(replica: Replica, first: _Part, parts: AsyncIterator[_Part], 
         RequestRejected: they are more, fewer or others than was said.
         TimeoutError: they do not come in time.
     """
-    data = bytearray(first.data)
+    came = [first.data]
+    size_bytes = len(first.data)
     async with asyncio.timeout(timeout_s):
         async for part in parts:
-            data += part.data
-            if len(data) > replica.size_bytes:
+            came.append(part.data)
+            size_bytes += len(part.data)
+            if size_bytes > replica.size_bytes:
                 break
-    if not replica.is_of(bytes(data)):
+    data = await asyncio.to_thread(b"".join, came)
+    if not await asyncio.to_thread(replica.is_of, data):
         raise RequestRejected(f"the bytes of a replica are not the {replica.size_bytes} that its SHA-256 is of")
-    return bytes(data)
+    return data
 
 
 class ReplicaCalls:

@@ -9,7 +9,6 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-import safetensors.torch
 import torch
 from safetensors import SafetensorError
 
@@ -20,6 +19,7 @@ from swarm_experts.directory.records import Holder
 from swarm_experts.net.replica_calls import ReplicaCalls
 from swarm_experts.replicas.keeper import STALE_S, Keeper
 from swarm_experts.search.keeping import in_rank
+from swarm_protocol.checkpoints import safetensors_bytes
 from swarm_protocol.errors import SwarmError
 
 _RENEW_S = STALE_S / 2
@@ -109,7 +109,7 @@ class Replication:
             if sent is None or sent.num_steps != expert.num_steps or self._clock() - sent.at >= _RENEW_S:
                 if encoded is None:
                     num_steps, state = await self._in_thread(expert.versioned_state)
-                    data = await asyncio.to_thread(safetensors.torch.save, state)
+                    data = await asyncio.to_thread(safetensors_bytes.to_bytes, state)
                     encoded = Replica.of(cell, num_steps, data), data
                 try:
                     await self._calls.send(keeper, *encoded)
@@ -174,8 +174,8 @@ class Replication:
 def _load(expert: Trained, replica: Replica, data: bytes) -> None:
     """Raises ValueError if they are no state of such an expert after so many steps."""
     try:
-        tensors = safetensors.torch.load(data)
-    except (SafetensorError, KeyError) as error:  # KeyError: a type of numbers that torch does not have
+        tensors, _ = safetensors_bytes.from_bytes(data)
+    except SafetensorError as error:
         raise ValueError(f"it is no file of tensors: {error}") from None
     try:
         expert.load(tensors, replica.num_steps)

@@ -153,7 +153,7 @@ async def _fetched(network: Network, source: Source, own: TrainedState, moment: 
     """Raises as ``download_checkpoint``; PeerUnavailable also if the peer has gone on."""
     if source.is_kept:
         return await download_checkpoint(network, source.peer, own, source.digest, asyncio.to_thread)
-    downloaded = await download(network, source.peer, own)
+    downloaded = await download(network, source.peer, own, asyncio.to_thread)
     if downloaded.arrival.moment != moment:
         raise PeerUnavailable("the run has gone on", source.peer.peer_id)
     return downloaded.data

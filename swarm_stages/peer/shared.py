@@ -81,7 +81,7 @@ class SharedGradients:
                 if source.shared is None or source.shared.state_digest != digest:
                     continue
                 try:
-                    data = await download_offer(self._network, source, digest, size_bytes)
+                    data = await download_offer(self._network, source, digest, size_bytes, self._in_thread)
                 except (SwarmError, TimeoutError, ValueError) as error:
                     _logger.debug("%s does not give its part of step %d: %s", source.peer_id, step, error)
                     continue

@@ -44,7 +44,7 @@ from swarm_training.run.meetings import NO_LOSS, Compression, Meetings
 from swarm_training.run.moderation import Moderation
 from swarm_training.run.standing import Standing, now, smoothed
 from swarm_training.run.state import TrainedState
-from swarm_training.run.transfer import Arrival, Downloaded, Offer, StateServer, download, download_checkpoint
+from swarm_training.run.transfer import Arrival, Downloaded, Offer, StateServer, compare, download, download_checkpoint
 
 T = TypeVar("T")
 InThread = Callable[[Callable[[], T]], Awaitable[T]]
@@ -201,7 +201,7 @@ class TrainingPeer:
             return
         if peer.run == self.own.run and peer.is_reachable:
             with suppress(SwarmError, TimeoutError):
-                await download(self._network, peer, self._state)
+                await compare(self._network, peer, self._state)
 
     async def leave(self) -> None:
         """Says goodbye: others do not wait for this peer, and its samples are withdrawn."""
@@ -425,7 +425,7 @@ class TrainingPeer:
         self._rng.shuffle(sources)
         for source in sources:
             try:
-                return await download(self._network, source, self._state)
+                return await download(self._network, source, self._state, self._in_thread)
             except (SwarmError, TimeoutError, ValueError) as error:
                 if not isinstance(error, SwarmError | TimeoutError) and not self.own.state_digest:
                     raise

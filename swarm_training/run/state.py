@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load, save
 from torch import Tensor, nn
 
+from swarm_protocol.checkpoints import safetensors_bytes
 from swarm_training.compression.compressor import Compressor, Plain
 from swarm_training.core.moment import Moment
 
@@ -113,9 +113,7 @@ class TrainedState:
         """The moment, and a safetensors file: no code can be in it."""
         with self._lock:
             tensors, metadata = self._contents()
-            return self.moment, save(
-                {name: each.contiguous() for name, each in tensors.items()}, {"optimizer": metadata}
-            )
+            return self.moment, safetensors_bytes.to_bytes(tensors, {"optimizer": metadata})
 
     def load(self, moment: Moment, data: bytes) -> None:
         """Takes the state over that ``to_bytes`` of another peer has given.
@@ -169,7 +167,7 @@ class TrainedState:
                 key = name.removeprefix(prefix)
                 before = old.get(key)
                 beside = torch.device("cpu") if tensor.dim() == 0 else parameter.device
-                state[key] = tensor.to(before.device if isinstance(before, Tensor) else beside)
+                state[key] = tensor.to(before.device if isinstance(before, Tensor) else beside, copy=True)
         return state
 
     def _contents(self) -> tuple[dict[str, Tensor], str]:
@@ -196,12 +194,10 @@ def digest_of(data: bytes) -> bytes:
 
 def _parsed(data: bytes) -> tuple[dict[str, Tensor], str]:
     try:
-        tensors = load(data)
-        size = int.from_bytes(data[:8], "little")
-        metadata = json.loads(data[8 : 8 + size])["__metadata__"]["optimizer"]
-    except (SafetensorError, ValueError, KeyError, TypeError):
+        tensors, metadata = safetensors_bytes.from_bytes(data)
+        return tensors, metadata["optimizer"]
+    except (SafetensorError, KeyError):
         raise ValueError(_NO_STATE) from None
-    return tensors, metadata
 
 
 def _digest(tensors: Mapping[str, Tensor], metadata: str) -> bytes:

@@ -128,12 +128,17 @@ class StateServer:
             yield pb.StatePart(data=data[at : at + PART_BYTES])
 
 
-async def download(network: Network, source: Progress, own: TrainedState) -> Downloaded:
+async def compare(network: Network, source: Progress, own: TrainedState) -> None:
+    """Asks for no more than what the source trains. Raises as ``download``."""
+    await _header(network.state(source, pb.StateRequest()), own)
+
+
+async def download(network: Network, source: Progress, own: TrainedState, in_thread: InThread) -> Downloaded:
     """Raises:
     PeerUnavailable, TimeoutError: the source is gone, or too slow.
     ValueError: it trains another model.
     """
-    header, data = await _received(network, source, pb.StateRequest(), _most_bytes(own), own)
+    header, data = await _received(network, source, pb.StateRequest(), _most_bytes(own), in_thread, own)
     losses = tuple(header.usual_losses)
     if not 0 < len(header.roster) <= MAX_MEMBERS or header.went_back_to > header.step:
         raise PeerUnavailable("the peer offers a state that nobody can have decided", source.peer_id)
@@ -158,7 +163,7 @@ async def download_checkpoint(
         PeerUnavailable, TimeoutError: the source is gone, or too slow.
         ValueError: it does not have it, or has sent something else.
     """
-    _, data = await _received(network, source, pb.StateRequest(checkpoint=digest), _most_bytes(own), own)
+    _, data = await _received(network, source, pb.StateRequest(checkpoint=digest), _most_bytes(own), in_thread, own)
     return await _checked(data, digest, in_thread)
 
 
@@ -167,14 +172,16 @@ async def download_replica(
 ) -> bytes:
     """A checkpoint of another run than the one that this peer, or the source, is in: what is trained there is not
     known here. Raises as ``download_checkpoint``."""
-    _, data = await _received(network, source, pb.StateRequest(checkpoint=digest), most_bytes)
+    _, data = await _received(network, source, pb.StateRequest(checkpoint=digest), most_bytes, in_thread)
     return await _checked(data, digest, in_thread)
 
 
-async def download_offer(network: Network, source: Progress, digest: bytes, most_bytes: int) -> bytes:
+async def download_offer(
+    network: Network, source: Progress, digest: bytes, most_bytes: int, in_thread: InThread
+) -> bytes:
     """The source's ``Offer``. Raises as ``download_checkpoint``."""
-    _, data = await _received(network, source, pb.StateRequest(checkpoint=digest), most_bytes)
-    if sha256(data).digest() != digest:
+    _, data = await _received(network, source, pb.StateRequest(checkpoint=digest), most_bytes, in_thread)
+    if (await in_thread(partial(sha256, data))).digest() != digest:
         raise ValueError("the peer has sent something else than what was asked for")
     return data
 
@@ -190,24 +197,33 @@ async def _received(
     source: Progress,
     request: pb.StateRequest,
     most_bytes: int,
+    in_thread: InThread,
     expected: TrainedState | None = None,
 ) -> tuple[pb.StateHeader, bytes]:
     """``expected``: what the state must be one of."""
     parts = network.state(source, request)
+    header = await _header(parts, expected)
+    if header.size_bytes > most_bytes:
+        raise PeerUnavailable("the peer offers a state that is too large", source.peer_id)
+    received: list[bytes] = []
+    missing = header.size_bytes
+    while missing > 0:
+        async with asyncio.timeout(_IDLE_S):
+            part = await anext(parts, None)
+        if part is None or not part.data:
+            raise PeerUnavailable("the peer has sent only some of its state", source.peer_id)
+        received.append(part.data)
+        missing -= len(part.data)
+    return header, await in_thread(partial(b"".join, received))  # which lets go of the interpreter's lock
+
+
+async def _header(parts: AsyncIterator[pb.StatePart], expected: TrainedState | None) -> pb.StateHeader:
+    """``expected``: what the state must be one of."""
     async with asyncio.timeout(_IDLE_S):
         header = (await anext(parts)).header
     if expected is not None:
         _require_same(header, expected)
-    if header.size_bytes > most_bytes:
-        raise PeerUnavailable("the peer offers a state that is too large", source.peer_id)
-    data = bytearray()
-    while len(data) < header.size_bytes:
-        async with asyncio.timeout(_IDLE_S):
-            part = await anext(parts, None)
-        if part is None:
-            raise PeerUnavailable("the peer has sent only some of its state", source.peer_id)
-        data += part.data
-    return header, bytes(data)
+    return header
 
 
 def _most_bytes(own: TrainedState) -> int:

@@ -34,12 +34,14 @@ async def embeddings(gateway: Gateway, asked: EmbeddingRequest, key: str) -> Asy
         await end_tasks(tasks)
         for place in places:
             place.leave()
-    data = [
-        {"object": "embedding", "index": index, "embedding": _written(vector, asked.encoding_format)}
-        for index, vector in enumerate(vectors)
-    ]
     usage = {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
-    yield as_json({"object": "list", "data": data, "model": model.name, "usage": usage})
+    data = []
+    for index, vector in enumerate(vectors):
+        await asyncio.sleep(0)  # streams of others go on: all numbers of a large request take seconds to write
+        written = _written(vector, asked.encoding_format)
+        data.append(as_json({"object": "embedding", "index": index, "embedding": written}))
+    rest = as_json({"object": "list", "model": model.name, "usage": usage})
+    yield rest[:-1] + b',"data":[' + b",".join(data) + b"]}"
 
 
 async def _embed(
