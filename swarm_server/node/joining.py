@@ -171,7 +171,7 @@ async def join(config: ServerConfig, access: ServerAccess, cleanup: AsyncExitSta
                 announce_host=announce_host,
                 are_alive=are_alive,
                 access=access.control,
-                is_reachable=_reachability(config.relay, initial_peers),
+                is_reachable=_reachability(config.relay, initial_peers, announce_host),
             )
 
         if config.initial_peers:
@@ -187,13 +187,15 @@ async def join(config: ServerConfig, access: ServerAccess, cleanup: AsyncExitSta
     return membership
 
 
-def _reachability(relay: str, initial_peers: Sequence[str]) -> Callable[[P2P], Awaitable[bool]] | None:
+def _reachability(
+    relay: str, initial_peers: Sequence[str], announced_host: str | None
+) -> Callable[[P2P], Awaitable[bool]] | None:
     """Finds out whether others reach the libp2p daemon; None: they do."""
     if relay == "never":
         return None
 
     async def ask(p2p: P2P) -> bool:
-        return relay == "auto" and await can_be_reached(p2p, initial_peers)
+        return relay == "auto" and await can_be_reached(p2p, initial_peers, announced_host)
 
     return ask
 

@@ -72,6 +72,10 @@ class OwnAddresses:
         """Only this machine can reach it."""
         return self._is_local and self._announce_address is None
 
+    @property
+    def announced_host(self) -> str | None:
+        return None if self._announce_address is None else split_address(self._announce_address, self.port)[0]
+
     def direct(self) -> tuple[str, ...]:
         """``HOST:PORT`` of gRPC, the best first."""
         if self._announce_address is not None:

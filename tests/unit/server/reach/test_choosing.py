@@ -8,7 +8,7 @@ from swarm_protocol.dht.claims import hosts_of
 from swarm_server.core.config import ServerConfig
 from swarm_server.net.shares import address_of
 from swarm_server.reach import own_addresses
-from swarm_server.reach.choosing import MOST_ASKED, best, candidates, is_unreachable
+from swarm_server.reach.choosing import MOST_ASKED, best, candidates, is_unreachable, serves_others
 from swarm_server.reach.own_addresses import OwnAddresses
 from tests.unit.support import server_record
 
@@ -52,6 +52,20 @@ def test_one_member_that_does_not_reach_it_makes_a_server_unreachable():
     assert not is_unreachable([], ["a:1"])
     assert not is_unreachable([["a:1"], ["b:1"]], ["a:1", "b:1"])  # one of its addresses is enough
     assert is_unreachable([["a:1"], []], ["a:1", "b:1"])
+
+
+def test_a_server_goes_on_for_others_until_most_do_not_reach_it():
+    yes, no = ["a:1"], []
+    for said, goes_on, begins in (
+        ([], True, True),
+        ([yes, yes], True, True),
+        ([yes, yes, no], True, False),
+        ([yes, no], True, False),
+        ([yes, no, no], False, False),
+        ([no], False, False),
+    ):
+        assert serves_others(said, ["a:1", "b:1"], served=True) is goes_on
+        assert serves_others(said, ["a:1", "b:1"], served=False) is begins
 
 
 def test_addresses_of_both_families_and_how_they_are_written(monkeypatch):
