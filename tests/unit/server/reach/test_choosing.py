@@ -78,6 +78,9 @@ def test_addresses_of_both_families_and_how_they_are_written(monkeypatch):
         ("::", None, False, ("192.0.2.7:5", "[2001:db8::7]:5")),
         ("192.0.2.1", "swarm.example.org", False, ("swarm.example.org:5",)),
         ("192.0.2.1", "swarm.example.org:77", False, ("swarm.example.org:77",)),
+        ("2001:db8::1", "[2001:db8::2]:77", False, ("[2001:db8::2]:77",)),
+        ("2001:db8::1", "[2001:db8::2]", False, ("[2001:db8::2]:5",)),
+        ("2001:db8::1", "2001:db8::2", False, ("[2001:db8::2]:5",)),
     ):
         own = OwnAddresses(host, announce, is_chosen, [])
         own.port = 5
