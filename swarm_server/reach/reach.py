@@ -118,7 +118,7 @@ class Reach:
         self._reservations.clear()
 
     async def _look(self) -> None:
-        if (host := self._own.moved()) is not None:
+        if (host := await asyncio.to_thread(self._own.moved)) is not None:  # which looks names up
             _logger.warning("the address of this machine is %s now, it was %s", host, self._own.host)
             self._own.host = host
             self._attached.clear()
