@@ -109,6 +109,28 @@ def test_a_server_follows_the_address_that_leads_to_the_swarm(monkeypatch):
     assert chosen.moved() is None  # there is no way at present
 
 
+def test_a_server_stays_at_an_address_by_which_the_swarm_is_reached(monkeypatch):
+    """On a machine with two networks, another one may lead outside."""
+    ways = {"192.168.1.7": "192.168.1.5", "198.51.100.1": "10.8.0.2", "192.0.2.1": "10.8.0.2"}
+    monkeypatch.setattr(own_addresses, "source_address", ways.__getitem__)
+    found = OwnAddresses("192.168.1.5", None, True, [at("198.51.100.1", 0), at("192.168.1.7", 1)])
+    assert found.moved() is None  # not all of them need be reached from it
+    ways["192.168.1.7"] = "192.168.1.9"
+    assert found.moved() == "10.8.0.2"
+
+
+def test_who_knows_nobody_stays_as_long_as_the_address_is_its_own(monkeypatch):
+    monkeypatch.setattr(own_addresses, "source_address", lambda _: "10.8.0.2")
+    own = OwnAddresses("192.168.1.5", None, True, [])
+    for is_there, moved in ((True, None), (False, "10.8.0.2")):
+        monkeypatch.setattr(own_addresses, "is_own", lambda _, is_there=is_there: is_there)
+        assert own.moved() == moved
+
+
+def test_which_addresses_are_those_of_this_machine():
+    assert own_addresses.is_own("127.0.0.1") and not own_addresses.is_own("192.0.2.1")
+
+
 def test_callers_through_tunnels_count_by_where_they_come_from():
     origins = {("127.0.0.1", 5000): "198.51.100.1"}
     assert address_of("ipv4:127.0.0.1:5000", origins) == "198.51.100.1"
