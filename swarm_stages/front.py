@@ -38,8 +38,13 @@ def serve_stage(args: argparse.Namespace) -> Command:
         if not 0 <= getattr(args, name) < 1 << 16:
             raise ValueError(f"--{name.replace('_', '-')} is {getattr(args, name)}: expected 0 to 65535")
     announced = args.announce_address
-    if announced is not None and split_address(announced, 0)[1]:
-        raise ValueError(f"--announce-address is {announced!r}: expected HOST alone with --train; its port is --port")
+    if announced is not None:
+        host, port = split_address(announced, 0)
+        if port:
+            raise ValueError(
+                f"--announce-address is {announced!r}: expected HOST alone with --train; its port is --port"
+            )
+        announced = f"[{host}]" if ":" in host else host
     who = joining_as(Role.TRAINER, file, args.initial_peers, args.membership, args.identity)
     where = {"host": args.host, "port": args.port, "dht_port": args.dht_port, "announce_host": announced}
     stays, blocks = args.initial_blocks is None, args.blocks or args.initial_blocks

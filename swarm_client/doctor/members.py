@@ -128,8 +128,10 @@ def reached(peer_id: str, addresses: Sequence[str], servers: Sequence[ServerStat
     if by:
         shown = ", ".join(f"{short_id(other)} in {rtt_s * 1e3:.1f} ms" for other, rtt_s in sorted(by.items()))
         return ok(subject, f"is reached by {shown}{how}")
-    if relays:
+    if own.relay_id:  # this client has come that way
         return ok(subject, f"is reached{how}")
+    if relays:
+        return ok(subject, f"answers here, and is announced{how}; no other member has said that it reaches it")
     if addresses and all(map(is_loopback, addresses)):
         found = "is reached from this machine alone"
         return warning(subject, found, "to let others in, start it with --host ADDRESS")

@@ -55,7 +55,8 @@ class Chain:
         self._swarm = swarm
         self._blocks = blocks
         self._reporter = reporter
-        inbox = Inbox()
+        self._inbox = inbox = Inbox()
+        inbox.is_read = False
         inbox.on_leaving = self._hop_leaves
         self._opener = opener = Opener(swarm, inbox, is_bundled)
         self._terms = terms = Terms(max_positions, reserve_tokens)
@@ -126,6 +127,7 @@ class Chain:
         async with self.busy:
             if self._swarm.closed:
                 raise closed_error()
+            self._inbox.begin_call()
             self._listener.made_progress()
             self._replacer.begin_call(may_wait)
             self._was_spliced = False
@@ -141,6 +143,7 @@ class Chain:
                 raise
             finally:
                 self._listener.end_call()
+                self._inbox.end_call()
                 if call.steps:
                     self.number = call.steps[-1].number
             self._past.extend(call.taken)

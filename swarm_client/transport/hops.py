@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -20,11 +20,16 @@ from swarm_protocol.pb import swarm_pb2 as pb
 from swarm_protocol.span import Span
 from swarm_protocol.wire.bundling import may_be_bundled
 from swarm_protocol.wire.codec import Assembler
+from swarm_protocol.wire.constants import PART_BYTES
 from swarm_protocol.wire.session_keys import push_key_of
 from swarm_protocol.wire.status import from_status
 
 if TYPE_CHECKING:
     from swarm_client.transport.transport import ServerConnection
+
+_MAX_UNREAD_BYTES = 64 * PART_BYTES  # what more a hop has to say waits at its server
+_MAX_UNREAD = 4096  # from a stream that sessions share, whose others cannot wait
+_MAX_UNASKED = 1024  # of one hop between two calls: some may be late
 
 
 @dataclass(frozen=True)
@@ -68,9 +73,62 @@ HopEvent = Answer | BlockAnswer | Trouble | Leaving
 
 
 class Inbox(asyncio.Queue[HopEvent]):
-    """What the hops of a session have to say. ``on_leaving`` hears at once of servers that want to leave."""
+    """What the hops of a session have to say.
 
-    on_leaving: Callable[[], None] | None = None
+    Attributes:
+        on_leaving: hears at once of servers that want to leave.
+        is_read: a call is under way. Between calls answers are of no use, and dropped.
+        room: set while little is unread.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.on_leaving: Callable[[], None] | None = None
+        self.is_read = True
+        self.room = asyncio.Event()
+        self.room.set()
+        self._unread_bytes = 0
+        self._unasked = Counter[int]()  # by hop, since the last call
+
+    def begin_call(self) -> None:
+        self.is_read = True
+        self._unasked.clear()
+
+    def end_call(self) -> None:
+        self.is_read = False
+        for event in [self.get_nowait() for _ in range(self.qsize())]:
+            if not isinstance(event, Answer | BlockAnswer):
+                self.put_nowait(event)
+
+    def take(self, event: HopEvent) -> bool:
+        """False if the hop has answered too much that nobody asked for."""
+        is_unasked = not self.is_read and not isinstance(event, Leaving)
+        self._unasked[event.hop] += is_unasked
+        if not (is_unasked and isinstance(event, Answer | BlockAnswer)):
+            self.put_nowait(event)
+        return self._unasked[event.hop] <= _MAX_UNASKED
+
+    def _put(self, event: HopEvent) -> None:
+        super()._put(event)
+        self._count(_size_bytes(event))
+
+    def _get(self) -> HopEvent:
+        event = super()._get()
+        self._count(-_size_bytes(event))
+        return event
+
+    def _count(self, size_bytes: int) -> None:
+        self._unread_bytes += size_bytes
+        if self._unread_bytes <= _MAX_UNREAD_BYTES:
+            self.room.set()
+        else:
+            self.room.clear()
+
+
+def _size_bytes(event: HopEvent) -> int:
+    """With the message that it came in."""
+    hidden = event.hidden if isinstance(event, Answer | BlockAnswer) else None
+    return PART_BYTES + (0 if hidden is None else hidden.header.size_bytes)
 
 
 class HopSession:
@@ -200,6 +258,7 @@ class HopSession:
     def _end(self) -> None:
         self.ended = True
         self._outbox.clear()
+        self._inbox.room.set()  # whoever reads here sees the end
         if self._bundle is not None:
             self._bundle.leave(self)
 
@@ -207,16 +266,19 @@ class HopSession:
         """See ``Bundled``."""
         hidden = WireTensor(reply.output.hidden) if reply.output.HasField("hidden") else None
         try:
-            if reply.WhichOneof("kind") not in ("output", "failure"):
+            if reply.WhichOneof("kind") not in ("output", "failure") or not may_be_bundled(reply):
                 raise self._out_of_turn()
             if hidden is not None:
                 self._check(hidden.header)
                 if hidden.header.size_bytes != len(hidden.header.data):
                     raise self._out_of_turn()
+            if self._inbox.qsize() >= _MAX_UNREAD:
+                raise self._out_of_turn()
+            self._take(self._event(reply, hidden))
         except SwarmError as error:
+            if self._bundle is not None:
+                self._bundle.leave(self)
             self._lost(error)
-            return
-        self._inbox.put_nowait(self._event(reply, hidden))
 
     def bundle_lost(self, error: SwarmError) -> None:
         """See ``Bundled``."""
@@ -268,14 +330,23 @@ class HopSession:
             while True:
                 event = await self._read_event()
                 if isinstance(event, Leaving):
+                    if self.leaving:  # it has said so
+                        continue
                     self.leaving = True
                     if self._inbox.on_leaving is not None:
                         self._inbox.on_leaving()
-                self._inbox.put_nowait(event)
+                self._take(event)
+                await self._inbox.room.wait()
         except SwarmError as error:
             self._lost(error)
 
+    def _take(self, event: HopEvent) -> None:
+        if not self._inbox.take(event):
+            raise self._out_of_turn()
+
     def _lost(self, error: SwarmError) -> None:
+        if isinstance(error, BadReply):  # it would go on
+            self._stream.cancel()
         if not self.ended:
             self._inbox.put_nowait(Trouble(self.number, None, error))
 
@@ -318,7 +389,7 @@ class HopSession:
         parts, received = [], len(header.data)
         while received < header.size_bytes:
             reply = await self._stream.read()
-            if reply.WhichOneof("kind") != "more":
+            if reply.WhichOneof("kind") != "more" or not reply.more:
                 raise self._out_of_turn()
             parts.append(reply.more)
             received += len(reply.more)

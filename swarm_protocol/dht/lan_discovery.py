@@ -21,7 +21,7 @@ from swarm_protocol.process.invocation import typed
 from swarm_protocol.process.local_registry import DEFAULT_SWARM
 
 if TYPE_CHECKING:
-    from zeroconf import ServiceStateChange, Zeroconf
+    from zeroconf import ServiceInfo, ServiceStateChange, Zeroconf
     from zeroconf.asyncio import AsyncServiceBrowser, AsyncZeroconf
 
 SERVICE = "_swarm-lm._tcp.local."
@@ -85,6 +85,7 @@ class LanDiscovery:
         self._members: dict[str, list[str]] = {}  # by the name of the service
         self._resolving: dict[str, asyncio.Task[None]] = {}
         self._changed = asyncio.Event()
+        self._advertised: ServiceInfo | None = None
         self._browser: AsyncServiceBrowser = AsyncServiceBrowser(zeroconf.zeroconf, SERVICE, handlers=[self._on_change])
 
     @classmethod
@@ -123,11 +124,17 @@ class LanDiscovery:
         return condition()
 
     async def advertise(self, peer_id: str, addresses: Sequence[str]) -> bool:
-        """Answers others who look for the swarm. ``addresses``: multiaddrs of the member; False if none is local."""
+        """Answers others who look for the swarm. ``addresses``: multiaddrs of the member; False if none is local.
+
+        What was advertised before is taken back.
+        """
         from zeroconf import ServiceInfo
 
         targets = [target for target in map(tcp_target, addresses) if target is not None]
         hosts = {host: port for host, port in targets if (ip := parse_host(host)) is not None and is_local(ip)}
+        before, self._advertised = self._advertised, None
+        if before is not None:  # an update alone is not always noticed
+            await (await self._zeroconf.async_unregister_service(before))
         if not hosts:
             return False
         port = next(iter(hosts.values()))
@@ -139,7 +146,9 @@ class LanDiscovery:
             properties={"swarm": self._swarm, "peer": peer_id},
             server=f"{peer_id}.local.",
         )
-        await self._zeroconf.async_register_service(info)
+        self._advertised = info
+        is_again = before is not None  # then, whoever still answers to its name is no other
+        await self._zeroconf.async_register_service(info, cooperating_responders=is_again)
         return True
 
     async def close(self) -> None:

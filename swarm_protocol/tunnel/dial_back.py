@@ -53,12 +53,13 @@ async def _answer(stream: Stream) -> None:
 
 async def _is_reached(address: str, from_host: str) -> bool:
     host, _, port = address.rpartition(":")
-    if not port.isdecimal() or not 0 < int(port) < 65536 or from_host not in await _ips_of(host.strip("[]")):
+    if not port.isdecimal() or not 0 < int(port) < 65536 or from_host not in await ips_of(host.strip("[]")):
         return False
     return await connects(from_host, int(port))
 
 
-async def _ips_of(host: str) -> set[str]:
+async def ips_of(host: str) -> set[str]:
+    """Of a name or an IP address; none if it is not known."""
     ip = parse_host(host)
     if ip is not None:
         return {str(ip)}

@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable, MutableMapping, Sequence
 from contextlib import suppress
+from functools import partial
 from math import inf
 
 import grpc
@@ -45,6 +47,7 @@ class Dialer:
         self._streams = streams
         self._membership = membership or Membership()
         self._ports: dict[str, asyncio.Task[_TunnelPort]] = {}
+        self._waiting = Counter[str]()  # by address, who could not make do with another port
         self._not_before_s: dict[str, float] = {}  # by server: when routers may be tried again
 
     async def connect(
@@ -53,20 +56,19 @@ class Dialer:
         """See ``pinned_channel``; ``address`` is HOST:PORT or a circuit."""
         if not is_circuit(address):
             return await pinned_channel(self._credentials, address, fingerprint, options, timeout_s)
-        port = await self._port(address)
-        port.num_waiting += 1
+        self._waiting[address] += 1
         try:
-            local = f"{_LOCAL}:{port.number}"
-            channel = await pinned_channel(self._credentials, local, fingerprint, options, timeout_s + _TUNNEL_S)
+            port = await self._port(address)
+            try:
+                local = f"{_LOCAL}:{port.number}"
+                channel = await pinned_channel(self._credentials, local, fingerprint, options, timeout_s + _TUNNEL_S)
+            except PeerUnavailable as error:
+                raise PeerUnavailable(port.failure or str(error), port.circuit.target) from None
             port.has_led = True
             return channel
-        except PeerUnavailable as error:
-            raise PeerUnavailable(port.failure or str(error), port.circuit.target) from None
         finally:
-            port.num_waiting -= 1
-            if port.is_unused:
-                port.close()
-                self._ports.pop(address, None)
+            self._waiting -= Counter([address])
+            self._close_unused(address)
 
     def relay_of(self, address: str) -> str:
         """The peer through which connections to this address go now; empty if they go past it, or there is none."""
@@ -76,11 +78,22 @@ class Dialer:
         return "" if is_past else relay_of(address)
 
     async def close(self) -> None:
-        for opening in self._ports.values():
+        ports, self._ports = self._ports, {}
+        for opening in ports.values():
             opening.cancel()
             with suppress(asyncio.CancelledError, SwarmError, OSError):
                 (await opening).close()
-        self._ports.clear()
+
+    def _close_unused(self, address: str) -> None:
+        """Called whenever something that used the port has ended."""
+        opening = self._ports.get(address)
+        if opening is None or not opening.done() or address in self._waiting:
+            return
+        if opening.cancelled() or opening.exception() is not None:
+            del self._ports[address]
+        elif opening.result().is_unused:
+            opening.result().close()
+            del self._ports[address]
 
     async def _port(self, address: str) -> _TunnelPort:
         if self._streams is None:
@@ -90,8 +103,10 @@ class Dialer:
         except ValueError as error:
             raise PeerUnavailable(f"no server answers at {printable(address, 80)}: {error}") from None
         if address not in self._ports:
-            port = _TunnelPort(circuit, self._streams, self._membership, self._not_before_s)
+            on_end = partial(self._close_unused, address)
+            port = _TunnelPort(circuit, self._streams, self._membership, self._not_before_s, on_end)
             self._ports[address] = asyncio.ensure_future(port.open())
+            self._ports[address].add_done_callback(lambda _: on_end())  # whoever wanted it may be gone
         opening = self._ports[address]
         try:
             return await result_of(opening, circuit.target)
@@ -107,20 +122,28 @@ class _TunnelPort:
     Attributes:
         failure: why the last tunnel could not be opened; empty if it could.
         is_past_relay: whether it goes through the routers of both peers, and not the relay.
-        num_waiting: for a connection, who could not make do with another port.
         has_led: to the server. There may be channels through it, which connect when they are used.
     """
 
     def __init__(
-        self, circuit: Circuit, streams: Streams, membership: Membership, not_before_s: MutableMapping[str, float]
+        self,
+        circuit: Circuit,
+        streams: Streams,
+        membership: Membership,
+        not_before_s: MutableMapping[str, float],
+        on_end: Callable[[], None] = lambda: None,
     ) -> None:
-        """``not_before_s``: by peer id of servers, when to try again to get through the routers."""
+        """``not_before_s``: by peer id of servers, when to try again to get through the routers.
+
+        ``on_end`` is called whenever a connection has ended.
+        """
         self.circuit = circuit
         self.failure, self.is_past_relay, self.has_led = "", False, False
-        self.number = self.num_waiting = 0
+        self.number = 0
         self._streams, self._membership = streams, membership
         self._connections: set[asyncio.Task[None]] = set()
         self._punching, self._not_before_s = asyncio.Lock(), not_before_s
+        self._on_end = on_end
 
     async def open(self) -> _TunnelPort:
         self._server = await asyncio.start_server(self._take, _LOCAL, 0)
@@ -129,7 +152,7 @@ class _TunnelPort:
 
     @property
     def is_unused(self) -> bool:
-        return not (self.has_led or self.num_waiting or self._connections)
+        return not (self.has_led or self._connections)
 
     def close(self) -> None:
         self._server.close()
@@ -152,6 +175,7 @@ class _TunnelPort:
         finally:
             self._connections.discard(task)
             writer.transport.abort()
+            self._on_end()
 
     async def _opened(self) -> Stream:
         """To the server's gRPC port: through the routers of both, or through the relay."""

@@ -38,7 +38,10 @@ class RelayLimits:
 
 @dataclass
 class Relay:
-    """Takes servers and callers from libp2p. ``may_relay``: whether others can reach this member at present."""
+    """Takes servers and callers from libp2p. ``may_relay``: whether others can reach this member at present.
+
+    When it offers no more, reservations end with the servers' next signs of life: they look for other relays.
+    """
 
     streams: Streams
     limits: RelayLimits
@@ -78,7 +81,7 @@ class Relay:
         try:
             await write_message(stream.writer, pb.Reserved(host=stream.host))
             pause_s = min(max(request.keepalive_s, 1.0), _MAX_PAUSE_S)
-            while sign := await asyncio.wait_for(stream.reader.read(1), _LATE * pause_s):
+            while self.offers and (sign := await asyncio.wait_for(stream.reader.read(1), _LATE * pause_s)):
                 stream.writer.write(sign)
                 await stream.writer.drain()
         except TimeoutError:

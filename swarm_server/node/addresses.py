@@ -117,7 +117,8 @@ def lan_address() -> str:
 
 def free_port(host: str) -> int:
     """One that nobody uses at this moment."""
-    with socket.socket() as probe:
-        probe.bind((host, 0))
+    family, kind, protocol, _, target = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
+    with socket.socket(family, kind, protocol) as probe:
+        probe.bind(target)
         port: int = probe.getsockname()[1]
     return port

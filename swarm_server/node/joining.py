@@ -8,6 +8,7 @@ import random
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack
+from functools import partial
 from math import inf
 
 from swarm_protocol.dht.addresses import split_address
@@ -26,6 +27,7 @@ from swarm_protocol.process.local_registry import (
 from swarm_server.core.access import ServerAccess
 from swarm_server.core.config import ServerConfig
 from swarm_server.node.addresses import LOOPBACK, claimed, free_port, ip_address, lan_address, listening_host
+from swarm_server.reach.own_addresses import OwnAddresses
 from swarm_server.reach.reach import can_be_reached
 
 _LOCK_TIMEOUT_S = 90.0  # for servers that are joining, each for no longer than it waits for those who do not answer
@@ -50,17 +52,22 @@ class Membership:
         addresses: list[str],
         host: str = LOOPBACK,
         discovered: Callable[[], Sequence[str]] = list,
+        joined_through: Sequence[str] = (),
+        advertise: Callable[[Sequence[str]], Awaitable[object]] | None = None,
     ) -> None:
         """``host`` is the address that the server listens on. ``discovered``: members on the local network.
 
+        ``joined_through``: of members that were given or found first. ``advertise``: there, the addresses of this one.
         ``after_restart`` is called whenever another libp2p daemon was started.
         """
         self.dht = dht
         self.host = host
         self._registry = registry
         self._addresses = addresses
-        self._initial_peers = config.initial_peers
+        self._config = config
         self._discovered = discovered
+        self._joined_through = joined_through
+        self._advertise = advertise
         self._entry_fails = False
         self._num_failures = 0
         self._restarted_s = -inf
@@ -100,13 +107,22 @@ class Membership:
             if addresses != self._addresses:
                 _logger.warning("others reach this server's libp2p daemon at %s from now on", addresses[0])
                 self._addresses = addresses
+                if self._advertise is not None:
+                    await self._advertise(addresses)
             self._keep_entry(lambda: self._registry.write(self.dht.peer_id, self._registered()))
             return
         raise NoSwarm(f"the libp2p daemon ended and cannot be started again: {reason}")
 
     def members(self) -> list[str]:
         """Multiaddrs of those through which the swarm was joined, or could be."""
-        return [peer for peer in (*self._initial_peers, *self._discovered()) if not peer.endswith(self.dht.peer_id)]
+        return [
+            peer for peer in (*self._config.initial_peers, *self._discovered()) if not peer.endswith(self.dht.peer_id)
+        ]
+
+    def own_addresses(self) -> OwnAddresses:
+        """Where others reach this server directly; it stays where it has joined."""
+        is_chosen = self._config.host is None
+        return OwnAddresses(self.host, self._config.announce_address, is_chosen, self._joined_through)
 
     def _registered(self) -> list[str]:
         """Where others of this machine join: elsewhere, if this server only asks others itself."""
@@ -127,7 +143,7 @@ class Membership:
         ]
         return [
             address
-            for address in (*self._initial_peers, *self._discovered(), *registered)
+            for address in (*self._config.initial_peers, *self._discovered(), *registered)
             if not address.endswith(f"/{self.dht.peer_id}")
         ]
 
@@ -157,7 +173,8 @@ async def join(config: ServerConfig, access: ServerAccess, cleanup: AsyncExitSta
         discovery = await _discover(config, cleanup) if config.discover else None
         discovered: Callable[[], Sequence[str]] = list if discovery is None else discovery.members
         given = (*config.initial_peers, *discovered())
-        host = await asyncio.to_thread(_host, config, given, [] if given else registry.read())
+        joined_through = given or registry.read()
+        host = await asyncio.to_thread(_host, config, given, [] if given else joined_through)
         port = config.dht_port or (free_port(host) if announce_host else 0)
         cleanup.enter_context(claimed(host, port))
 
@@ -171,7 +188,7 @@ async def join(config: ServerConfig, access: ServerAccess, cleanup: AsyncExitSta
                 announce_host=announce_host,
                 are_alive=are_alive,
                 access=access.control,
-                is_reachable=_reachability(config.relay, initial_peers),
+                is_reachable=_reachability(config.relay, initial_peers, announce_host),
             )
 
         if config.initial_peers:
@@ -180,20 +197,23 @@ async def join(config: ServerConfig, access: ServerAccess, cleanup: AsyncExitSta
             dht = await _join_discovered(given, join_through) or await _join_registered(config, registry, join_through)
         cleanup.push_async_callback(dht.shutdown)
         addresses = await dht.addresses()
-        membership = Membership(config, registry, dht, addresses, host, discovered)
+        advertise = None if discovery is None else partial(discovery.advertise, dht.peer_id)
+        membership = Membership(config, registry, dht, addresses, host, discovered, joined_through, advertise)
         cleanup.callback(membership.leave)
-        if discovery is not None and not await discovery.advertise(dht.peer_id, addresses):
+        if advertise is not None and not await advertise(addresses):
             _logger.warning("nobody can discover this server: %s is no address of a local network", addresses[0])
     return membership
 
 
-def _reachability(relay: str, initial_peers: Sequence[str]) -> Callable[[P2P], Awaitable[bool]] | None:
+def _reachability(
+    relay: str, initial_peers: Sequence[str], announced_host: str | None
+) -> Callable[[P2P], Awaitable[bool]] | None:
     """Finds out whether others reach the libp2p daemon; None: they do."""
     if relay == "never":
         return None
 
     async def ask(p2p: P2P) -> bool:
-        return relay == "auto" and await can_be_reached(p2p, initial_peers)
+        return relay == "auto" and await can_be_reached(p2p, initial_peers, announced_host)
 
     return ask
 

@@ -42,7 +42,6 @@ from swarm_server.node.preloaded import check_adapters
 from swarm_server.node.presence import Presence
 from swarm_server.node.states import Joined, Starting
 from swarm_server.placement.placement import CHECK_S
-from swarm_server.reach.own_addresses import OwnAddresses
 from swarm_server.reach.reach import Reach
 from swarm_server.rpc.registration import add_service
 from swarm_server.rpc.service import BlocksService
@@ -192,7 +191,7 @@ async def _join(starting: Starting, cleanup: AsyncExitStack) -> Joined:
     config = starting.config
     membership = await join(config, starting.access, cleanup)
     certificate = Certificate.generate()
-    own = OwnAddresses(membership.host, config.announce_address, config.host is None, config.initial_peers)
+    own = membership.own_addresses()
     grpc_server, own.port = bind(own.grpc_host, config.port, certificate)
     cleanup.push_async_callback(grpc_server.stop, _GRACE_S)
     starting.streams.daemon = lambda: membership.dht.p2p

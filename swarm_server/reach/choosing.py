@@ -43,7 +43,21 @@ def is_unreachable(said: Sequence[Collection[str]], addresses: Sequence[str]) ->
 
     One is enough: those for whom a server can be reached are not hindered by a relay that is not needed.
     """
-    return any(not set(reached) & set(addresses) for reached in said)
+    return _num_failed(said, addresses) > 0
+
+
+def serves_others(said: Sequence[Collection[str]], addresses: Sequence[str], served: bool) -> bool:
+    """Whether a server that others reach at the addresses, as ``said``, should store and relay for them.
+
+    Who does (``served``) goes on unless most do not reach it: one of them may be wrong or lie, and newcomers may know
+    no other server. Who does not begins when all reach it.
+    """
+    num_failed = _num_failed(said, addresses)
+    return 2 * num_failed <= len(said) if served else num_failed == 0
+
+
+def _num_failed(said: Sequence[Collection[str]], addresses: Sequence[str]) -> int:
+    return sum(not set(reached) & set(addresses) for reached in said)
 
 
 def _host(address: str) -> str | None:

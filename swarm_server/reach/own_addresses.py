@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Sequence
+from contextlib import suppress
 
 from swarm_protocol.dht.addresses import split_address, tcp_target
 from swarm_protocol.net.ip_networks import parse_host
@@ -58,19 +59,26 @@ class OwnAddresses:
         port: of gRPC; 0: not known yet.
     """
 
-    def __init__(self, host: str, announce_address: str | None, is_chosen: bool, initial_peers: Sequence[str]) -> None:
-        """``is_chosen``: the host was not given, but found as the one that leads to the swarm."""
+    def __init__(self, host: str, announce_address: str | None, is_chosen: bool, joined_through: Sequence[str]) -> None:
+        """``is_chosen``: the host was not given, but found as the one that leads to the swarm.
+
+        ``joined_through``: multiaddrs of members, given or found; none if there was no swarm.
+        """
         self.host, self.port = host, 0
         self._announce_address = announce_address
         self._is_local = (ip := parse_host(host)) is not None and ip.is_loopback
         self._follows = is_chosen and not self._is_local
-        self._initial_peers = initial_peers
+        self._joined_through = joined_through
         self.grpc_host = every_host() if self._follows else host
 
     @property
     def is_local(self) -> bool:
         """Only this machine can reach it."""
         return self._is_local and self._announce_address is None
+
+    @property
+    def announced_host(self) -> str | None:
+        return None if self._announce_address is None else split_address(self._announce_address, self.port)[0]
 
     def direct(self) -> tuple[str, ...]:
         """``HOST:PORT`` of gRPC, the best first."""
@@ -84,14 +92,30 @@ class OwnAddresses:
         return tuple(host_port(host, self.port) for host in hosts.values() or [_LOOPBACK])
 
     def moved(self) -> str | None:
-        """The address that leads to the swarm now, if it is another; None as well while there is no way."""
+        """The address that leads to the swarm now, if the present one does not any more; None while there is no way.
+
+        Names are looked up, which may take seconds.
+        """
         if not self._follows:
             return None
-        targets = [target for peer in self._initial_peers if not is_loopback(peer) and (target := tcp_target(peer))]
+        targets = [target for peer in self._joined_through if not is_loopback(peer) and (target := tcp_target(peer))]
+        if not targets and is_own(self.host):
+            return None  # others may have come by it
+        ways = []
         for host in [target[0] for target in targets] or _OUTSIDE:
-            try:
-                address = source_address(host)
-            except OSError:
-                continue
-            return None if address == self.host else address
-        return None
+            with suppress(OSError):
+                ways.append(source_address(host))
+            if self.host in ways:
+                return None
+        return next(iter(ways), None)
+
+
+def is_own(host: str) -> bool:
+    """Whether it is an address of this machine at present."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        with socket.socket(family) as probe:
+            probe.bind((host, 0))
+    except OSError:
+        return False
+    return True

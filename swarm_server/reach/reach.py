@@ -13,17 +13,18 @@ from swarm_protocol.dht.dht import Dht
 from swarm_protocol.dht.records import short_id
 from swarm_protocol.errors import SwarmError
 from swarm_protocol.net.hivemind_parts import P2P
+from swarm_protocol.pb import tunnel_pb2 as pb
 from swarm_protocol.process.local_registry import is_loopback
 from swarm_protocol.streams.streams import DaemonStreams
 from swarm_protocol.tunnel.accepting import Acceptor
 from swarm_protocol.tunnel.circuit import Circuit
-from swarm_protocol.tunnel.dial_back import ask_dial_back, serve_dial_back
+from swarm_protocol.tunnel.dial_back import ask_dial_back, ips_of, serve_dial_back
 from swarm_protocol.tunnel.members import Membership
 from swarm_protocol.tunnel.relaying import Relay, RelayLimits
 from swarm_protocol.tunnel.reserving import Reservation, reserve
 from swarm_server.core.access import ServerAccess
 from swarm_server.core.config import ServerConfig
-from swarm_server.reach.choosing import WANTED, best, candidates, is_unreachable
+from swarm_server.reach.choosing import WANTED, best, candidates, is_unreachable, serves_others
 from swarm_server.reach.own_addresses import ANY_HOSTS, OwnAddresses
 
 _LOOK_S = 5.0  # between two looks at the own address, and for relays that are missing
@@ -39,7 +40,7 @@ class Reach:
     """What a server announces of how it is reached; it keeps its relays and may be one itself.
 
     Attributes:
-        is_reachable: whether others reach this server directly, as far as is known.
+        is_reachable: whether others reach this server directly, most of them, as far as is known.
         relay: relays for others, if it can be reached.
         origins: where the connections of tunnels come from, see ``Acceptor``.
     """
@@ -64,6 +65,7 @@ class Reach:
         self._asked_s = -inf
         self._wake, self._attached = asyncio.Event(), asyncio.Event()
         self.is_reachable = config.relay != "always" and dht.serves_others
+        self._wants_relays = not self.is_reachable  # some do not
         self.offered: Callable[[], Awaitable[Iterable[str]]] = _nobody
         self.origins: dict[tuple[str, int], str] = {}
         limits = RelayLimits(config.relay_bytes_per_s)
@@ -89,7 +91,7 @@ class Reach:
         await self.relay.start()
         await serve_dial_back(self._streams)
         await self._find_own()
-        if not self.is_reachable:
+        if self._wants_relays:
             await self._find_relays()
 
     async def attach(self) -> None:
@@ -116,7 +118,7 @@ class Reach:
         self._reservations.clear()
 
     async def _look(self) -> None:
-        if (host := self._own.moved()) is not None:
+        if (host := await asyncio.to_thread(self._own.moved)) is not None:  # which looks names up
             _logger.warning("the address of this machine is %s now, it was %s", host, self._own.host)
             self._own.host = host
             self._attached.clear()
@@ -127,7 +129,7 @@ class Reach:
         await self._find_own()
         if time.monotonic() - self._asked_s > _ASK_EVERY_S:
             await self._ask_others()
-        if self.is_reachable:
+        if not self._wants_relays:
             await self.close()
         elif len(self._reservations) < WANTED:
             await self._find_relays()
@@ -149,14 +151,14 @@ class Reach:
         peers = [*await self._dht.peers(), *self._members()]
         asked = {peer.rpartition("/p2p/")[2]: peer for peer in peers if not is_loopback(peer)}
         asking = (ask_dial_back(self._streams, peer, [*direct, libp2p]) for peer in list(asked.values())[:_MAX_ASKED])
-        said = [answer.reached for answer in await asyncio.gather(*asking) if answer is not None]
+        said = await _tried(await asyncio.gather(*asking), self._own.announced_host)
         if not said:
             return
-        was_reachable, self.is_reachable = self.is_reachable, not is_unreachable(said, direct)
-        takes_libp2p = not is_unreachable(said, [libp2p])
-        self._dht.serves_others = takes_libp2p
-        self._takes_tunnels = takes_libp2p and not self.is_reachable
-        if was_reachable and not self.is_reachable:
+        wanted_relays, self._wants_relays = self._wants_relays, is_unreachable(said, direct)
+        self._takes_tunnels = self._wants_relays and not is_unreachable(said, [libp2p])
+        self.is_reachable = serves_others(said, direct, self.is_reachable)
+        self._dht.serves_others = serves_others(said, [libp2p], self._dht.serves_others)
+        if self._wants_relays and not wanted_relays:
             _logger.warning(
                 "others cannot connect to this server at %s: it looks for relays among them; to be reached directly, "
                 "open the ports of --port and --dht-port, and give --announce-address",
@@ -206,21 +208,33 @@ class Reach:
             await asyncio.sleep(_AGAIN_S)
 
 
-async def can_be_reached(p2p: P2P, initial_peers: Sequence[str]) -> bool:
-    """Whether initial peers reach a libp2p daemon that has just been started; True as well if they do not say."""
+async def can_be_reached(p2p: P2P, initial_peers: Sequence[str], announced_host: str | None = None) -> bool:
+    """Whether initial peers reach a libp2p daemon that has just been started; True as well if they do not say.
+
+    ``announced_host``: of its address, if that was given.
+    """
     streams = DaemonStreams(lambda: p2p)
     peers = [peer for peer in initial_peers if not is_loopback(peer)][:_MAX_ASKED]
     own = [_host_port(str(address)) for address in await p2p.get_visible_maddrs()]
 
-    async def ask(peer: str) -> Sequence[str] | None:
+    async def ask(peer: str) -> pb.DialedBack | None:
         target = tcp_target(peer)
         if target is not None and not await connects(*target):  # or libp2p would wait before it dials again
             return None
-        answer = await ask_dial_back(streams, peer, own)
-        return None if answer is None else answer.reached
+        return await ask_dial_back(streams, peer, own)
 
-    said = [reached for reached in await asyncio.gather(*map(ask, peers)) if reached is not None]
-    return not is_unreachable(said, own)
+    said = await _tried(await asyncio.gather(*map(ask, peers)), announced_host)
+    return serves_others(said, own, served=False)
+
+
+async def _tried(answers: Iterable[pb.DialedBack | None], announced_host: str | None) -> list[Sequence[str]]:
+    """What those reached who have tried.
+
+    Who sees this server come from another address than the announced one, as in its local network, has tried nothing.
+    """
+    announced = None if announced_host is None else await ips_of(announced_host)
+    heard = (answer for answer in answers if answer is not None)
+    return [answer.reached for answer in heard if announced is None or answer.host in announced]
 
 
 def _host_port(peer: str) -> str:

@@ -156,6 +156,17 @@ def test_a_relay_refuses_and_says_why():
     run(check)
 
 
+def test_a_relay_that_relays_no_more_lets_its_servers_go():
+    async def check() -> None:
+        async with three() as net:
+            reservation = await reserve(net.streams["server"], net.relay_address, NOBODY, KEEPALIVE_S)
+            net.relay.may_relay = lambda: False
+            await reservation.lost
+            await until(lambda: not net.relay._servers)
+
+    run(check)
+
+
 def test_a_relay_itself_reaches_the_servers_for_which_it_relays():
     async def check() -> None:
         async with three() as net:

@@ -183,6 +183,8 @@ def test_servers_that_are_reached_through_relays_are_named_with_them():
     addresses = ("192.168.1.5:5", f"/ip4/192.0.2.1/tcp/1/p2p/{relay}/p2p-circuit/p2p/{target}")
     own = dataclasses.replace(server(target, addresses=addresses), relay_id=relay)
     found = reached(target, ["/ip4/192.168.1.5/tcp/5"], [own])
-    assert found.grade == Grade.OK and f"through relay …{relay[-6:]}" in found.found
+    assert found.grade == Grade.OK and f"is reached, through relay …{relay[-6:]}" in found.found
+    found = reached(target, ["/ip4/192.168.1.5/tcp/5"], [dataclasses.replace(own, relay_id="")])  # nobody has tried it
+    assert "is reached" not in found.found and f"is announced, through relay …{relay[-6:]}" in found.found
     swarm, *_ = seen("s", swarm_of(own, server(OTHER)), frozenset(), NOW_S)
     assert f"…{target[-6:]} via …{relay[-6:]}; the others directly" in swarm.found

@@ -17,6 +17,7 @@ from swarm_client.core.events import Event
 from swarm_client.sessions.session import RemoteSession
 from swarm_client.swarm.swarm import Swarm
 from swarm_protocol.errors import NoRoute, PeerBusy, RecoveryFailed
+from swarm_protocol.pb import swarm_pb2 as pb
 from swarm_protocol.span import Span
 from swarm_protocol.wire.block_input import BlockInput
 from tests.unit.simulation import MODEL, NUM_BLOCKS, REVISION, Net, model_output, offset
@@ -341,5 +342,26 @@ def test_a_server_that_leaves_hands_over_what_it_has():
             await swarm.extend(session, [5.0])
         assert (session.stats.moves, session.stats.recoveries) == (2, 0)
         assert session.stats.copied_tokens == 100 + 101
+
+    quiet(story)
+
+
+def test_a_server_that_answers_between_calls_costs_no_memory_and_is_replaced():
+    async def story(swarm: Quiet) -> None:
+        session = await swarm.started()
+        await swarm.extend(session, [1.0, 2.0])
+        chain = session._lanes[0].chain
+        (hosted,) = swarm.net.servers[swarm.hops(session)[1]].host._sessions.values()
+        answer = pb.SessionReply(output=pb.Output(number=chain.number))
+        for _ in range(10):
+            await hosted._reply([answer])
+        await asyncio.sleep(1.0)
+        assert chain._inbox.empty() and not chain.hops[1].gone  # they may have been late
+        for _ in range(2000):
+            await hosted._reply([answer])
+        await asyncio.sleep(1.0)
+        assert chain._inbox.qsize() < 3 and chain.hops[1].gone
+        await swarm.extend(session, [3.0])
+        assert ["out of turn" in event.reason for event in swarm.events] == [True]
 
     quiet(story)

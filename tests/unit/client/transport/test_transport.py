@@ -69,7 +69,7 @@ def events(*replies: pb.SessionReply, code: grpc.StatusCode = grpc.StatusCode.OK
     """What comes into the session's inbox from a hop that opens, answers this, and ends the stream."""
 
     async def read() -> list[Answer | Trouble]:
-        inbox: Inbox = asyncio.Queue()
+        inbox = Inbox()
         await hop_session(FakeCall([OPENED, *replies], code), inbox).open(pb.Open(), timeout_s=5)
         seen = [await inbox.get()]
         while not (isinstance(seen[-1], Trouble) and seen[-1].step is None):
@@ -81,7 +81,7 @@ def events(*replies: pb.SessionReply, code: grpc.StatusCode = grpc.StatusCode.OK
 
 def hop_session(call: FakeCall, inbox: Inbox | None = None, timeouts: Timeouts = DEFAULTS) -> HopSession:
     hop = Hop(server_record("peer"), Span(0, 4))
-    return HopSession(NUMBER, hop, Stream(call, hop.server, hop.span), inbox, pb.Open(), None, timeouts)
+    return HopSession(NUMBER, hop, Stream(call, hop.server, hop.span), inbox or Inbox(), pb.Open(), None, timeouts)
 
 
 def output(tensor: torch.Tensor | None, number: int = 3, **fields: object) -> list[pb.SessionReply]:
@@ -100,7 +100,7 @@ def assert_of_the_peer(error: Exception) -> None:
 class TestOpening:
     def test_tells_what_the_server_takes_at_once(self) -> None:
         call = FakeCall([OPENED])
-        session = hop_session(call, asyncio.Queue())
+        session = hop_session(call)
         run(session.open(pb.Open(batch_size=3), timeout_s=5))
         assert session.max_step_tokens == 64
         assert call.written == [pb.SessionRequest(open=pb.Open(batch_size=3))]
@@ -187,8 +187,16 @@ class TestAnswers:
             [OPENED],
             [output(LARGE)[0], *output(HIDDEN)],  # the next before all parts of the first
             [output(LARGE)[0], OPENED],
+            [output(LARGE)[0], pb.SessionReply(more=b"")],  # of which there could be any number
         ],
-        ids=["nothing", "part-without-beginning", "opened-twice", "output-in-an-output", "opened-in-an-output"],
+        ids=[
+            "nothing",
+            "part-without-beginning",
+            "opened-twice",
+            "output-in-an-output",
+            "opened-in-an-output",
+            "empty",
+        ],
     )
     def test_out_of_turn(self, replies: list[pb.SessionReply]) -> None:
         (trouble,) = events(*replies)
@@ -198,6 +206,113 @@ class TestAnswers:
     def test_cut_off_by_the_end_of_the_stream(self) -> None:
         (trouble,) = events(output(LARGE)[0], code=grpc.StatusCode.UNAVAILABLE)
         assert (trouble.hop, trouble.step, type(trouble.error)) == (NUMBER, None, PeerUnavailable)
+
+
+class EndlessCall(FakeCall):
+    """A server that opens, and then says the same again and again."""
+
+    def __init__(self, reply: pb.SessionReply) -> None:
+        super().__init__([OPENED])
+        self.reply, self.num_read = reply, 0
+
+    async def read(self) -> pb.SessionReply | object:
+        await asyncio.sleep(0)
+        self.num_read += 1
+        is_over = self.cancelled or self.num_read > 20_000
+        return grpc.aio.EOF if is_over else next(self._replies, self.reply)
+
+
+FAILURE = pb.SessionReply(failure=pb.Failure(status=3, message="x" * 100_000, number=3))
+BLOCK_OUTPUT = pb.SessionReply(block_output=pb.BlockOutput(number=3, block=1, hidden=WireTensor.of(HIDDEN).header))
+
+
+class TestUnaskedAnswers:
+    @pytest.mark.parametrize("reply", [*output(HIDDEN), BLOCK_OUTPUT], ids=["output", "block-output"])
+    def test_between_calls_are_dropped_and_end_the_hop_if_they_are_many(self, reply: pb.SessionReply) -> None:
+        async def story() -> None:
+            call, inbox = EndlessCall(reply), Inbox()
+            inbox.is_read = False
+            hop = hop_session(call, inbox)
+            await hop.open(pb.Open(), timeout_s=5)
+            await asyncio.wait([hop._reading])
+            assert call.cancelled
+            trouble = inbox.get_nowait()
+            assert isinstance(trouble, Trouble) and isinstance(trouble.error, BadReply) and trouble.step is None
+            assert inbox.empty()
+
+        run(story())
+
+    def test_refusals_between_calls_are_kept_up_to_a_number_and_a_length(self) -> None:
+        async def story() -> None:
+            call, inbox = EndlessCall(FAILURE), Inbox()
+            inbox.is_read = False
+            hop = hop_session(call, inbox)
+            await hop.open(pb.Open(), timeout_s=5)
+            for _ in range(20_000):
+                await asyncio.sleep(0)
+            assert inbox.qsize() < 100  # what more there is waits
+            seen = []
+            while not hop._reading.done() or not inbox.empty():  # somebody takes them
+                seen.append(await inbox.get())
+            assert call.cancelled and len(seen) < 2000
+            assert all(isinstance(event, Trouble) and len(str(event.error)) < 10_000 for event in seen)
+
+        run(story())
+
+    def test_in_a_call_wait_at_the_server_until_others_are_taken(self) -> None:
+        async def story() -> None:
+            call, inbox = EndlessCall(output(HIDDEN)[0]), Inbox()
+            hop = hop_session(call, inbox)
+            await hop.open(pb.Open(), timeout_s=5)
+            for _ in range(10_000):
+                await asyncio.sleep(0)
+            assert 1 < inbox.qsize() < 100 and call.num_read < 102
+            for _ in range(1000):  # it goes on once somebody reads
+                await inbox.get()
+            await until(lambda: inbox.qsize() > 1)
+            hop.abandon()
+            await asyncio.wait([hop._reading])
+            inbox.end_call()
+            assert inbox.empty()
+
+        run(story())
+
+    def test_late_ones_of_each_call_end_nothing(self) -> None:
+        async def story() -> None:
+            inbox, late = Inbox(), Answer(NUMBER, 3, None, relay=False)
+            for _ in range(10):
+                inbox.begin_call()
+                assert inbox.take(late) and not inbox.empty()
+                inbox.end_call()
+                assert all(inbox.take(late) for _ in range(500))
+                assert inbox.empty()
+
+        run(story())
+
+    def test_on_a_shared_stream_end_the_hop_if_they_are_many_or_large(self) -> None:
+        async def story() -> None:
+            for reply in (*output(HIDDEN), pb.SessionReply(failure=pb.Failure(message="x" * 1_000_000))):
+                call, inbox = SilentCall([]), Inbox()
+                hop = hop_session(call, inbox)
+                while not call.cancelled and inbox.qsize() < 5000:
+                    hop.bundled_reply(reply)
+                assert call.cancelled and (inbox.qsize() == 1 or reply.HasField("output"))
+                events = [inbox.get_nowait() for _ in range(inbox.qsize())]
+                assert isinstance(events[-1], Trouble) and isinstance(events[-1].error, BadReply)
+
+        run(story())
+
+    def test_leaving_is_heard_once(self) -> None:
+        async def story() -> None:
+            call, inbox, heard = EndlessCall(pb.SessionReply(leaving=pb.Leaving())), Inbox(), []
+            inbox.on_leaving = lambda: heard.append(1)
+            hop = hop_session(call, inbox)
+            await hop.open(pb.Open(), timeout_s=5)
+            await until(lambda: call.num_read > 50)
+            hop.abandon()
+            assert (len(heard), inbox.qsize()) == (1, 1)
+
+        run(story())
 
 
 @pytest.mark.parametrize(

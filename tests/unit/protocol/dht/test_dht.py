@@ -22,7 +22,7 @@ from hivemind.utils.serializer import MSGPackSerializer
 from hivemind.utils.timed_storage import get_dht_time
 
 from swarm_protocol.dht import claims
-from swarm_protocol.dht.addresses import multiaddr
+from swarm_protocol.dht.addresses import multiaddr, split_address
 from swarm_protocol.dht.dht import Dht
 from swarm_protocol.dht.records import MAX_LIFETIME_S, ServerRecord, ServerState, models_key, servers_key
 from swarm_protocol.errors import NoSwarm
@@ -461,3 +461,23 @@ def unused_peer(run: Run) -> str:
         return address
 
     return run(start_and_stop())
+
+
+@pytest.mark.parametrize(
+    ("address", "expected"),
+    [
+        ("swarm.example.org", ("swarm.example.org", 5)),
+        ("192.0.2.1:77", ("192.0.2.1", 77)),
+        ("2001:db8::1", ("2001:db8::1", 5)),
+        ("[2001:db8::1]", ("2001:db8::1", 5)),
+        ("[2001:db8::1]:77", ("2001:db8::1", 77)),
+    ],
+)
+def test_an_address_is_a_host_and_perhaps_a_port(address, expected):
+    assert split_address(address, 5) == expected
+
+
+@pytest.mark.parametrize("address", ["host:name", "host:0", "host:65536", "2001:db8::x:77", "[2001:db8::1]:0"])
+def test_what_is_no_address(address):
+    with pytest.raises(ValueError, match="expected HOST or HOST:PORT"):
+        split_address(address, 5)

@@ -119,6 +119,23 @@ def test_members_of_the_same_swarm_find_each_other(on_loopback: None) -> None:
     run(scenario())
 
 
+def test_who_moves_is_found_at_the_new_address_alone(on_loopback: None) -> None:
+    async def scenario() -> None:
+        async with discovering("mine", "mine") as (server, client):
+            one = address_of(1)
+            assert await advertise(server, one)
+            await client.wait_for_members(timeout_s=60.0)
+            moved = one.replace("127.0.0.1", "127.0.0.2")
+            assert await advertise(server, moved)
+            assert await client.wait_until(lambda: client.members() == [moved], timeout_s=60.0)
+            assert not await advertise(server, one.replace("127.0.0.1", "192.0.2.1"))  # where nobody would find it
+            assert await client.wait_until(lambda: not client.members(), timeout_s=60.0)
+            assert await advertise(server, one)
+            assert await client.wait_until(lambda: client.members() == [one], timeout_s=60.0)
+
+    run(scenario())
+
+
 def test_who_has_left_is_no_member(on_loopback: None) -> None:
     async def scenario() -> None:
         async with discovering("mine") as (client,):

@@ -16,11 +16,12 @@ from swarm_protocol.net.tls import ClientCredentials
 from swarm_protocol.pb import tunnel_pb2 as pb
 from swarm_protocol.streams.frames import MAX_RUN_BYTES, framed, read_message, read_run
 from swarm_protocol.streams.limits import Budget, Places
+from swarm_protocol.tunnel import dialing
 from swarm_protocol.tunnel.circuit import Circuit, relay_of
 from swarm_protocol.tunnel.dialing import Dialer, first_reached
 from swarm_protocol.tunnel.members import Membership, require_member
 from tests.unit.identities import identity
-from tests.unit.support import run
+from tests.unit.support import run, until
 
 RELAY_ID = "QmYyQSo1c1Ym7orWxLYvCrM2EmxFTANf8wXmmE7DWjhx5N"
 TARGET_ID = "QmcgpsyWgH8Y8ajJz1Cu72KnS5uo2Aa2LpzU7kinSupNKC"
@@ -198,6 +199,55 @@ def test_nothing_is_left_of_tunnels_that_lead_nowhere(monkeypatch: pytest.Monkey
         with pytest.raises(PeerUnavailable, match="no way through relay"):
             await dialer.connect(address, bytes(32), [], 1.0)
 
+    run(scenario())
+
+
+class SlowStreams(NoStreams):
+    """One that finds that out later than anybody waits."""
+
+    def __init__(self) -> None:
+        self.num_asked, self.answers = 0, asyncio.Event()
+
+    async def open(self, *_: object) -> None:
+        self.num_asked += 1
+        await self.answers.wait()
+        await super().open()
+
+
+@pytest.mark.parametrize("ends", ["is late", "is cancelled", "is cancelled at once"])
+def test_nothing_is_left_of_tunnels_that_open_after_who_wanted_them_is_gone(
+    monkeypatch: pytest.MonkeyPatch, ends: str
+) -> None:
+    streams = SlowStreams()
+
+    async def channel(_: object, address: str, *_options: object) -> None:
+        _, writer = await asyncio.open_connection(*address.split(":"))
+        try:
+            await until(lambda: streams.num_asked)
+            if ends != "is late":
+                connecting.cancel()
+                await asyncio.Event().wait()
+            raise PeerUnavailable("it does not answer in time")
+        finally:
+            writer.close()
+
+    async def scenario() -> None:
+        nonlocal connecting
+        dialer = Dialer(ClientCredentials(identity(0)), streams)  # type: ignore[arg-type]
+        connecting = asyncio.ensure_future(dialer.connect(str(Circuit(RELAY, TARGET_ID)), bytes(32), [], 1.0))
+        await asyncio.sleep(0)
+        (opening,) = dialer._ports.values()
+        if ends == "is cancelled at once":
+            connecting.cancel()
+        with pytest.raises(PeerUnavailable if ends == "is late" else asyncio.CancelledError):
+            await connecting
+        streams.answers.set()
+        await until(lambda: not dialer._ports)
+        assert not (await opening)._server.is_serving()
+        await dialer.close()
+
+    connecting: asyncio.Task[object]
+    monkeypatch.setattr(dialing, "pinned_channel", channel)
     run(scenario())
 
 

@@ -9,7 +9,7 @@ from contextlib import ExitStack, suppress
 import pytest
 
 from swarm_protocol.errors import NoSwarm
-from swarm_server.node.addresses import claimed, listening_host
+from swarm_server.node.addresses import claimed, free_port, listening_host
 
 PEER_ID = "QmWuXJM1v3RHh9tF3Sy7Xrrn2zvhDQQpuBLRU7QLR5PaMd"
 
@@ -96,3 +96,12 @@ def test_a_port_is_claimed_once_until_it_is_given_up() -> None:
             pass
     with claimed("127.0.0.1", port):
         pass
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1", "::"])
+def test_a_free_port_of_either_family(host: str) -> None:
+    try:
+        socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET).close()
+    except OSError:
+        pytest.skip("this machine has no IPv6")
+    assert 0 < free_port(host) < 65536

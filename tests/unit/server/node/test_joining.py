@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from contextlib import AsyncExitStack, nullcontext
 from pathlib import Path
 
 import pytest
 
 from swarm_protocol.process.local_registry import LocalRegistry
+from swarm_server.core.access import ServerAccess
 from swarm_server.core.config import ServerConfig
+from swarm_server.node import joining
 from swarm_server.node.joining import Membership
+from swarm_server.reach import own_addresses
+from tests.unit.identities import identity
 from tests.unit.support import run
 
 OWN, NEAR, FAR = "/ip4/127.0.0.1/tcp/1/p2p/own", "/ip4/127.0.0.1/tcp/2/p2p/near", "/ip4/192.0.2.1/tcp/3/p2p/far"
@@ -90,3 +95,85 @@ def test_a_server_that_cannot_be_registered_says_so_once(tmp_path: Path, caplog:
     run(membership.keep())
     membership.leave()
     assert caplog.text.count("others of this machine will not find this server by themselves") == 1
+
+
+HOST, LAN = "192.168.1.5", "/ip4/192.168.1.7/tcp/3/p2p/QmYyQSo1c1Ym7orWxLYvCrM2EmxFTANf8wXmmE7DWjhx5N"
+
+
+class FakeDiscovery:
+    """A local network with these members."""
+
+    def __init__(self, *members: str) -> None:
+        self.found = list(members)
+        self.advertised: list[list[str]] = []
+
+    def members(self) -> list[str]:
+        return self.found
+
+    async def advertise(self, peer_id: str, addresses: list[str]) -> bool:
+        assert peer_id == "own"
+        self.advertised.append(addresses)
+        return True
+
+
+class JoiningDht(FakeDht):
+    """Its libp2p daemon can be started again, somewhere else."""
+
+    at = OWN
+
+    async def addresses(self) -> list[str]:
+        return [self.at]
+
+    async def shutdown(self) -> None:
+        pass
+
+    async def restart(self) -> None:
+        pass
+
+
+def joined(
+    monkeypatch: pytest.MonkeyPatch, registry: LocalRegistry, discovery: FakeDiscovery | None, **config: object
+) -> Membership:
+    async def discover(*_: object) -> FakeDiscovery | None:
+        return discovery
+
+    async def join_dht(*_: object, **_options: object) -> JoiningDht:
+        return JoiningDht()
+
+    async def story() -> Membership:
+        async with AsyncExitStack() as cleanup:
+            given = ServerConfig(model="none", discover=discovery is not None, **config)
+            return await joining.join(given, ServerAccess(identity(0)), cleanup)
+
+    monkeypatch.setattr(joining, "LocalRegistry", lambda _swarm: registry)
+    monkeypatch.setattr(joining, "_discover", discover)
+    monkeypatch.setattr(joining, "_host", lambda *_: HOST)
+    monkeypatch.setattr(joining, "claimed", lambda *_: nullcontext())
+    monkeypatch.setattr(joining.Dht, "join", join_dht)
+    return run(story())
+
+
+@pytest.mark.parametrize("found", ["discovered", "registered", "given"])
+def test_a_server_stays_in_the_network_by_which_it_has_joined(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, found: str
+) -> None:
+    """Another one leads outside."""
+    ways = {"192.168.1.7": HOST}
+    monkeypatch.setattr(own_addresses, "source_address", lambda host: ways.get(host, "10.8.0.2"))
+    registry, discovery = LocalRegistry("mine", tmp_path), FakeDiscovery(LAN) if found == "discovered" else None
+    if found == "registered":
+        registry.write("lan", [LAN])
+    membership = joined(monkeypatch, registry, discovery, initial_peers=(LAN,) if found == "given" else ())
+    own = membership.own_addresses()
+    assert own.moved() is None
+    ways["192.168.1.7"] = "192.168.1.9"
+    assert own.moved() == "192.168.1.9"
+
+
+def test_who_moves_is_discovered_at_the_new_address(monkeypatch: pytest.MonkeyPatch, registry: LocalRegistry) -> None:
+    discovery = FakeDiscovery(FAR)
+    membership = joined(monkeypatch, registry, discovery)
+    run(membership.restart_daemon())
+    membership.dht.at = moved = OWN.replace("tcp/1", "tcp/9")
+    run(membership.restart_daemon())
+    assert discovery.advertised == [[OWN], [moved]]

@@ -8,7 +8,7 @@ from swarm_protocol.dht.claims import hosts_of
 from swarm_server.core.config import ServerConfig
 from swarm_server.net.shares import address_of
 from swarm_server.reach import own_addresses
-from swarm_server.reach.choosing import MOST_ASKED, best, candidates, is_unreachable
+from swarm_server.reach.choosing import MOST_ASKED, best, candidates, is_unreachable, serves_others
 from swarm_server.reach.own_addresses import OwnAddresses
 from tests.unit.support import server_record
 
@@ -54,6 +54,20 @@ def test_one_member_that_does_not_reach_it_makes_a_server_unreachable():
     assert is_unreachable([["a:1"], []], ["a:1", "b:1"])
 
 
+def test_a_server_goes_on_for_others_until_most_do_not_reach_it():
+    yes, no = ["a:1"], []
+    for said, goes_on, begins in (
+        ([], True, True),
+        ([yes, yes], True, True),
+        ([yes, yes, no], True, False),
+        ([yes, no], True, False),
+        ([yes, no, no], False, False),
+        ([no], False, False),
+    ):
+        assert serves_others(said, ["a:1", "b:1"], served=True) is goes_on
+        assert serves_others(said, ["a:1", "b:1"], served=False) is begins
+
+
 def test_addresses_of_both_families_and_how_they_are_written(monkeypatch):
     monkeypatch.setattr(own_addresses, "outside_addresses", lambda: ["192.0.2.7", "2001:db8::7"])
     for host, announce, is_chosen, expected in (
@@ -64,6 +78,9 @@ def test_addresses_of_both_families_and_how_they_are_written(monkeypatch):
         ("::", None, False, ("192.0.2.7:5", "[2001:db8::7]:5")),
         ("192.0.2.1", "swarm.example.org", False, ("swarm.example.org:5",)),
         ("192.0.2.1", "swarm.example.org:77", False, ("swarm.example.org:77",)),
+        ("2001:db8::1", "[2001:db8::2]:77", False, ("[2001:db8::2]:77",)),
+        ("2001:db8::1", "[2001:db8::2]", False, ("[2001:db8::2]:5",)),
+        ("2001:db8::1", "2001:db8::2", False, ("[2001:db8::2]:5",)),
     ):
         own = OwnAddresses(host, announce, is_chosen, [])
         own.port = 5
@@ -90,6 +107,28 @@ def test_a_server_follows_the_address_that_leads_to_the_swarm(monkeypatch):
     assert (chosen.moved(), given.moved()) == ("192.0.2.9", None)
     ways.clear()
     assert chosen.moved() is None  # there is no way at present
+
+
+def test_a_server_stays_at_an_address_by_which_the_swarm_is_reached(monkeypatch):
+    """On a machine with two networks, another one may lead outside."""
+    ways = {"192.168.1.7": "192.168.1.5", "198.51.100.1": "10.8.0.2", "192.0.2.1": "10.8.0.2"}
+    monkeypatch.setattr(own_addresses, "source_address", ways.__getitem__)
+    found = OwnAddresses("192.168.1.5", None, True, [at("198.51.100.1", 0), at("192.168.1.7", 1)])
+    assert found.moved() is None  # not all of them need be reached from it
+    ways["192.168.1.7"] = "192.168.1.9"
+    assert found.moved() == "10.8.0.2"
+
+
+def test_who_knows_nobody_stays_as_long_as_the_address_is_its_own(monkeypatch):
+    monkeypatch.setattr(own_addresses, "source_address", lambda _: "10.8.0.2")
+    own = OwnAddresses("192.168.1.5", None, True, [])
+    for is_there, moved in ((True, None), (False, "10.8.0.2")):
+        monkeypatch.setattr(own_addresses, "is_own", lambda _, is_there=is_there: is_there)
+        assert own.moved() == moved
+
+
+def test_which_addresses_are_those_of_this_machine():
+    assert own_addresses.is_own("127.0.0.1") and not own_addresses.is_own("192.0.2.1")
 
 
 def test_callers_through_tunnels_count_by_where_they_come_from():
