@@ -64,6 +64,7 @@ class Links:
         self._sample: torch.Tensor | None = None  # [1, positions, width]
         self._width, self._item_bytes = 0, 4
         self._chosen: dict[tuple[str, str], pb.Codec] = {}
+        self._rating = asyncio.Lock()  # a measurement must not take the bytes of another for a slow line
         self._measuring = asyncio.Lock()
         self._errors_due_s = -inf  # they could not be measured lately
         self.errors: dict[str, float] = {}
@@ -93,7 +94,7 @@ class Links:
             task.add_done_callback(self._tasks.discard)
         unknown = [task for peer_id, task in measuring.items() if peer_id not in self._bytes_per_s]
         if unknown:  # nobody waits for what is measured anew
-            await asyncio.wait(unknown)
+            await asyncio.wait(unknown, timeout=_MEASURE_TIMEOUT_S)  # they are measured one after the other
         self._chosen.clear()
         for route in routes:
             await self._measure_errors_if_needed(route)
@@ -164,7 +165,9 @@ class Links:
         self._due_s[server.peer_id] = now_s() + _RETRY_AFTER_S
         try:
             async with asyncio.timeout(_MEASURE_TIMEOUT_S):
-                self._bytes_per_s[server.peer_id] = await (await self._connection(server)).bytes_per_s()
+                connection = await self._connection(server)
+            async with self._rating, asyncio.timeout(_MEASURE_TIMEOUT_S):
+                self._bytes_per_s[server.peer_id] = await connection.bytes_per_s()
         except (SwarmError, TimeoutError) as error:
             _logger.info("the link to server %s could not be measured: %s", server.short_id, error)
             return

@@ -20,6 +20,7 @@ from swarm_protocol.errors import PeerUnavailable
 from swarm_protocol.pb import swarm_pb2 as pb
 from swarm_protocol.span import Span
 from tests.unit.support import run, server_record, until
+from tests.unit.virtual_time import run_virtually
 
 WIDTH = 128
 PROMPT = torch.randn(2, 40, WIDTH, generator=torch.Generator().manual_seed(0))
@@ -237,3 +238,26 @@ def test_a_rate_is_measured_anew_while_nobody_waits(monkeypatch: pytest.MonkeyPa
         assert found.codec(chain()[1].server, None) == pb.INT4_BLOCKS
 
     run(story())
+
+
+def test_one_rate_is_measured_at_a_time() -> None:
+    """They may share the client's own line."""
+
+    async def story() -> None:
+        found, connections = links({"a": 10.0, "b": 10.0})
+        under_way: list[FakeConnection] = []
+
+        class Slow(FakeConnection):
+            async def bytes_per_s(self) -> float:
+                assert not under_way
+                under_way.append(self)
+                await asyncio.sleep(1.0)
+                under_way.remove(self)
+                return await super().bytes_per_s()
+
+        connections.update(a=Slow(10.0), b=Slow(10.0))
+        found.see(PROMPT)
+        await found.prepare([chain()])
+        assert connections["a"].num_measured == connections["b"].num_measured == 1
+
+    run_virtually(story())
