@@ -143,6 +143,12 @@ class Opener:
             raise errors[0]
         return _linked(hops, after)
 
+    def codec_to(self, hop: HopSession) -> pb.Codec:
+        """In which the client sends to this hop: the same from the first step to the last, whatever is measured."""
+        if hop.input_codec is None:
+            hop.input_codec = self._swarm.links.codec(None, hop.hop.server)
+        return hop.input_codec
+
     async def try_out(self, span: Span, avoid: Collection[str], hidden_size: int) -> bool:
         """Has servers that hold some of the blocks and have not been seen to work compute a step each, all at once.
 

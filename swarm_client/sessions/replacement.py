@@ -378,7 +378,7 @@ class HopReplacer:
             return []
         num_slow = self._swarm.links.num_slow([hop.hop for hop in hops], (end - start) * rows.batch_size)
         size = chunk_size(end - start, rows.batch_size, [hop.max_step_tokens for hop in hops], num_slow)
-        codec = self._swarm.links.codec(None, hops[0].hop.server)
+        codec = self._opener.codec_to(hops[0])
         return split(rows.read(start, end), start=start, number=number, size=size, codec=codec)
 
 

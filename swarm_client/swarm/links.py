@@ -111,10 +111,6 @@ class Links:
         names = [self._choose(None, hop.server) for hop in route]
         return CODECS[forced(max(names, key=LADDER.index), known_to(*(hop.server for hop in route)))]
 
-    def is_lossy(self, route: Route) -> bool:
-        """Whether a session's outputs are rounded on their way through this chain."""
-        return any(codec != pb.RAW for codec in self.codecs_of(route))
-
     def codecs_of(self, route: Route) -> list[pb.Codec]:
         """From the client to the first server, on from each to the next, and back to the client."""
         servers = [None, *(hop.server for hop in route), None]
