@@ -242,6 +242,8 @@ class Opener:
             next_hop(hop.server, key) for hop, key in zip(chain[1:], keys[1:], strict=True)
         ]
         nexts.append(None if after is None else after.as_next())
+        if after is None:
+            self._swarm.links.measure([chain[-1].server])
         to = [*(hop.server for hop in chain[1:]), None if after is None else after.hop.server]
         codecs = [self._swarm.links.codec(hop.server, server) for hop, server in zip(chain, to, strict=True)]
         return [
@@ -254,6 +256,8 @@ class Opener:
     ) -> HopSession:
         """A session on ``server`` like that of ``of``, with nothing in it yet."""
         onward = None if after is None else after.as_next()
+        if after is None:
+            self._swarm.links.measure([server])
         codec = self._swarm.links.codec(server, None if after is None else after.hop.server)
         hop = await self._open(Hop(server, of.span), new_session_key(), onward, codec, opening, 0)
         hop.next_number = None if after is None else after.number

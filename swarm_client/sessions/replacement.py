@@ -358,6 +358,7 @@ class HopReplacer:
         _remember(new, steps)
         links = tuple(_link(hop, call.first_number) for hop in new)
         if instruction.before is None:
+            self._swarm.links.measure([new[0].hop.server])
             for step in steps:
                 new[0].post(step.message, step.parts)
             return messages.Connected(links)

@@ -46,9 +46,10 @@ Connection = Callable[[ServerRecord], Awaitable[ServerConnection]]
 class Links:
     """The links of one client.
 
-    The rates of links to servers on other machines are measured. With ``auto``, if a link is slow, so is once per model
-    the relative error of the last hidden state with each codec on all links of the chain: a prompt's first positions
-    are computed with and without.
+    The rates of links to servers on other machines are measured. One that is not known yet, as that of a server in the
+    place of another, is taken for the lowest that is. With ``auto``, if a link is slow, so is once per model the
+    relative error of the last hidden state with each codec on all links of the chain: a prompt's first positions are
+    computed with and without.
 
     Attributes:
         errors: those, by codec; empty before.
@@ -60,7 +61,7 @@ class Links:
         self._connection = connection
         self._bytes_per_s: dict[str, float] = {}  # by peer id
         self._due_s: dict[str, float] = {}  # when it is to be measured
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks: dict[str, asyncio.Task[None]] = {}  # that measure it
         self._sample: torch.Tensor | None = None  # [1, positions, width]
         self._width, self._item_bytes = 0, 4
         self._chosen: dict[tuple[str, str], pb.Codec] = {}
@@ -87,17 +88,21 @@ class Links:
         ends = {
             hop.server.peer_id: hop.server for route in routes for hop in (route[:1] + route[-1:] if pushes else route)
         }
-        due = [server for server in ends.values() if self._is_due(server)]
-        measuring = {server.peer_id: asyncio.ensure_future(self._measure_rate(server)) for server in due}
-        for task in measuring.values():
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
-        unknown = [task for peer_id, task in measuring.items() if peer_id not in self._bytes_per_s]
-        if unknown:  # nobody waits for what is measured anew
+        self.measure(ends.values())
+        unknown = [self._tasks[peer_id] for peer_id in ends if peer_id in self._tasks.keys() - self._bytes_per_s.keys()]
+        if unknown:  # whoever has begun; nobody waits for what is measured anew
             await asyncio.wait(unknown, timeout=_MEASURE_TIMEOUT_S)  # they are measured one after the other
         self._chosen.clear()
         for route in routes:
             await self._measure_errors_if_needed(route)
+
+    def measure(self, servers: Iterable[ServerRecord]) -> None:
+        """Begins to measure the links to those that will speak to the client, if it is time."""
+        for server in servers:
+            peer_id = server.peer_id
+            if self._width and peer_id not in self._tasks and self._is_due(server):
+                self._tasks[peer_id] = task = asyncio.ensure_future(self._measure_rate(server))
+                task.add_done_callback(lambda _, peer_id=peer_id: self._tasks.pop(peer_id))  # type: ignore[misc]
 
     def codec(self, one: ServerRecord | None, other: ServerRecord | None) -> pb.Codec:
         """Of what goes from one to the other; None: this client."""
@@ -148,7 +153,8 @@ class Links:
 
     def _link(self, servers: list[ServerRecord]) -> Link:
         if len(servers) == 1:
-            return client_link(servers[0], self._bytes_per_s.get(servers[0].peer_id, inf))
+            slowest = min(self._bytes_per_s.values(), default=inf)  # the client's own line, more often than not
+            return client_link(servers[0], self._bytes_per_s.get(servers[0].peer_id, slowest))
         one, other = servers
         return server_link(one, other, self._width)
 

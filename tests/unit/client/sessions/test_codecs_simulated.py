@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -10,7 +11,9 @@ import torch
 from swarm_client.core.config import ClientConfig
 from swarm_client.sessions.session import RemoteSession
 from swarm_client.swarm.links import Links
+from swarm_client.transport.transport import ServerConnection
 from swarm_protocol.codecs.sizes import ANNOUNCED
+from swarm_protocol.dht.records import ServerRecord
 from swarm_protocol.pb import swarm_pb2 as pb
 from swarm_protocol.wire.block_input import BlockInput
 from tests.unit.client.sessions.test_stalls_simulated import Beside, claim
@@ -84,5 +87,25 @@ def test_hops_in_the_place_of_others_have_the_codecs_of_their_own_links() -> Non
         swarm.net.kill(swarm.hops(session)[0])
         await step(session, 1)
         assert session._lanes[0].chain.codecs == (pb.INT8_BLOCKS,) * 3
+
+    quiet(story, kind=Compressed)
+
+
+def test_links_to_servers_in_the_place_of_others_are_measured() -> None:
+    async def story(swarm: Compressed) -> None:
+        session = await swarm.compressed("0:3", "3:6", "0:3", "3:6")
+        measured: set[str] = set()
+
+        async def connection(server: ServerRecord) -> ServerConnection:
+            measured.add(server.peer_id)
+            return await swarm.swarm.server(server)
+
+        swarm.swarm.links = Links(ClientConfig(), connection)
+        await step(session, 3)
+        for index in (1, 0):
+            swarm.net.kill(swarm.hops(session)[index])
+            await step(session, 1)
+        await asyncio.sleep(1.0)
+        assert measured == set(swarm.listening)
 
     quiet(story, kind=Compressed)

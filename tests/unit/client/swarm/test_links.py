@@ -156,16 +156,65 @@ def test_on_this_machine_nothing_is_measured() -> None:
     assert found.codecs_of(route) == [pb.RAW] * 3 and connections["a"].num_measured == 0
 
 
-def test_who_cannot_be_measured_is_taken_for_fast_and_not_asked_at_once_again() -> None:
+@pytest.mark.parametrize(("rate", "codec"), [(10.0, pb.INT4_BLOCKS), (1e9, pb.RAW), (0.0, pb.RAW)])
+def test_who_cannot_be_measured_is_as_slow_as_others_and_not_asked_at_once_again(rate: float, codec: pb.Codec) -> None:
+    """All links of a client are over its own line. If none can be measured, it is taken for fast."""
+
     async def story() -> None:
-        found, connections = links({"a": 0.0, "b": 10.0})
+        found, connections = links({"a": 0.0, "b": rate})
         found.see(PROMPT)
         for _ in range(3):
             await found.prepare([chain()])
-        assert found.codec(None, chain()[0].server) == pb.RAW
+        assert found.codec(None, chain()[0].server) == codec
         assert connections["a"].num_measured == connections["b"].num_measured == 1
 
     run(story())
+
+
+class Slow(FakeConnection):
+    """It takes a second to measure; never two at a time."""
+
+    under_way = 0
+
+    async def bytes_per_s(self) -> float:
+        assert not Slow.under_way
+        Slow.under_way += 1
+        try:
+            await asyncio.sleep(1.0)
+        finally:
+            Slow.under_way -= 1
+        return await super().bytes_per_s()
+
+
+def test_who_comes_while_a_rate_is_measured_waits_for_it_too() -> None:
+    async def story() -> None:
+        found, connections = links({"a": 10.0, "b": 10.0})
+        connections.update(a=Slow(10.0), b=Slow(10.0))
+        found.see(PROMPT)
+        first = asyncio.ensure_future(found.prepare([chain()]))
+        await asyncio.sleep(0.5)
+        await found.prepare([chain()])
+        assert found.codec(None, chain()[0].server) == found.codec(chain()[1].server, None) == pb.INT4_BLOCKS
+        await first
+        assert connections["a"].num_measured == connections["b"].num_measured == 1
+
+    run_virtually(story())
+
+
+def test_a_replacement_is_as_slow_as_others_until_it_is_measured() -> None:
+    async def story() -> None:
+        found, connections = links({"a": 10.0, "b": 10.0, "c": 1e9})
+        found.see(PROMPT)
+        await found.prepare([chain()])
+        replacement = record("c", "0:4")
+        found.measure([replacement])
+        assert found.codec(None, replacement) == found.codec(replacement, None) == pb.INT4_BLOCKS
+        await asyncio.sleep(1.0)
+        assert connections["c"].num_measured == 1
+        await found.prepare([chain()])
+        assert found.codec(None, replacement) == pb.RAW
+
+    run_virtually(story())
 
 
 def test_an_error_that_cannot_be_measured_is_not_measured_again_at_once() -> None:
@@ -245,16 +294,6 @@ def test_one_rate_is_measured_at_a_time() -> None:
 
     async def story() -> None:
         found, connections = links({"a": 10.0, "b": 10.0})
-        under_way: list[FakeConnection] = []
-
-        class Slow(FakeConnection):
-            async def bytes_per_s(self) -> float:
-                assert not under_way
-                under_way.append(self)
-                await asyncio.sleep(1.0)
-                under_way.remove(self)
-                return await super().bytes_per_s()
-
         connections.update(a=Slow(10.0), b=Slow(10.0))
         found.see(PROMPT)
         await found.prepare([chain()])
