@@ -121,6 +121,12 @@ class Links:
         servers = [None, *(hop.server for hop in route), None]
         return [self.codec(one, other) for one, other in pairwise(servers)]
 
+    def bytes_per_s(self, one: ServerRecord | None, other: ServerRecord | None) -> float | None:
+        """From one to the other; None is this client. None if nobody knows; infinite if both are on one machine."""
+        servers = [server for server in (one, other) if server is not None]
+        rate = self._link(servers).bytes_per_s
+        return rate if rate < inf or all(map(is_on_this_machine, servers)) else None
+
     def num_slow(self, hops: Sequence[Hop], num_positions: int) -> int:
         """Links, from the client to the last server, that take a while to carry so many positions."""
         if num_positions == 1 or not self._width:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -300,3 +301,14 @@ def test_one_rate_is_measured_at_a_time() -> None:
         assert connections["a"].num_measured == connections["b"].num_measured == 1
 
     run_virtually(story())
+
+
+def test_what_is_known_of_a_line() -> None:
+    a, b = (hop.server for hop in chain())
+    found, _ = prepared(chain(), {"a": 1e6, "b": 1e7})
+    assert (found.bytes_per_s(None, a), found.bytes_per_s(b, None)) == (1e6, 1e7)
+    assert found.bytes_per_s(a, b) is None
+    told = record("b", "4:8", network_tokens_per_s=100.0)
+    assert found.bytes_per_s(a, told) == 100 * WIDTH * 4
+    here = record("c", "0:4", addresses=("127.0.0.1:5",))
+    assert found.bytes_per_s(None, here) == found.bytes_per_s(here, here) == math.inf
