@@ -19,6 +19,7 @@ from swarm_protocol.wire.block_input import BlockInput
 from tests.unit.client.sessions.test_stalls_simulated import Beside, claim
 from tests.unit.client.sessions.test_survival_simulated import quiet
 from tests.unit.simulation import Context
+from tests.unit.support import until
 
 
 class Listening:
@@ -107,5 +108,26 @@ def test_links_to_servers_in_the_place_of_others_are_measured() -> None:
             await step(session, 1)
         await asyncio.sleep(1.0)
         assert measured == set(swarm.listening)
+
+    quiet(story, kind=Compressed)
+
+
+def test_an_older_server_in_the_place_of_the_first_is_sent_what_it_knows() -> None:
+    """A call's steps were encoded for the one that has died."""
+
+    async def story(swarm: Compressed) -> None:
+        session = await swarm.compressed("0:3", "3:6", "0:3", compression="int4")
+        await step(session, 3)
+        first = swarm.hops(session)[0]
+        (spare,) = swarm.listening.keys() - swarm.hops(session)
+        older = swarm.listen(spare, ())
+        await swarm.swarm.view(0.0)
+        num_before = len(swarm.listening[first].codecs)
+        call = asyncio.ensure_future(step(session, 20))
+        await until(lambda: len(swarm.listening[first].codecs) > num_before)
+        swarm.net.kill(first)
+        await call
+        assert swarm.hops(session)[0] == spare
+        assert older.codecs[0] == pb.INT8_BLOCKS and set(older.codecs[1:]) == {pb.RAW}  # the history, and the call
 
     quiet(story, kind=Compressed)
