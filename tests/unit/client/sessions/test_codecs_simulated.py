@@ -18,7 +18,7 @@ from swarm_protocol.pb import swarm_pb2 as pb
 from swarm_protocol.wire.block_input import BlockInput
 from tests.unit.client.sessions.test_stalls_simulated import Beside, claim
 from tests.unit.client.sessions.test_survival_simulated import quiet
-from tests.unit.simulation import Context
+from tests.unit.simulation import NUM_BLOCKS, Context
 from tests.unit.support import until
 
 
@@ -68,7 +68,9 @@ def test_a_session_keeps_its_codecs() -> None:
         await step(session, 3)
         before = session._lanes[0].chain.codecs
         assert before == (pb.INT4_BLOCKS,) * 3
-        swarm.swarm.links = Links(ClientConfig(compression="raw"), swarm.swarm.server)  # what was measured is forgotten
+        swarm.swarm.links = Links(
+            ClientConfig(compression="raw"), swarm.swarm.server, NUM_BLOCKS
+        )  # what was measured is forgotten
         await step(session, 1)
         assert session._lanes[0].chain.codecs == before
         (codecs,) = (each.codecs for name, each in swarm.listening.items() if name == swarm.hops(session)[0])
@@ -81,7 +83,7 @@ def test_hops_in_the_place_of_others_have_the_codecs_of_their_own_links() -> Non
     async def story(swarm: Compressed) -> None:
         session = await swarm.compressed("0:3", "3:6", "0:3", "3:6", compression="int4")
         await step(session, 3)
-        swarm.swarm.links = Links(ClientConfig(compression="int8"), swarm.swarm.server)
+        swarm.swarm.links = Links(ClientConfig(compression="int8"), swarm.swarm.server, NUM_BLOCKS)
         swarm.net.kill(swarm.hops(session)[1])
         await step(session, 1)
         assert session._lanes[0].chain.codecs == (pb.INT4_BLOCKS, pb.INT8_BLOCKS, pb.INT8_BLOCKS)
@@ -101,7 +103,7 @@ def test_links_to_servers_in_the_place_of_others_are_measured() -> None:
             measured.add(server.peer_id)
             return await swarm.swarm.server(server)
 
-        swarm.swarm.links = Links(ClientConfig(), connection)
+        swarm.swarm.links = Links(ClientConfig(), connection, NUM_BLOCKS)
         await step(session, 3)
         for index in (1, 0):
             swarm.net.kill(swarm.hops(session)[index])

@@ -68,7 +68,7 @@ class Servers:
         self.records = [server_record(name, span) for name, span in zip(names, blocks, strict=False)]
         self.lying, self.gone = lying or {}, gone
         self.asked: list[str] = []
-        self.links = Links(self.config, self.server)
+        self.links = Links(self.config, self.server, 8)
 
     async def usable_servers(self) -> list[ServerRecord]:
         return self.records
@@ -127,7 +127,7 @@ def test_what_links_round_is_no_lie(compression: str, lie: Lying) -> None:
     """Those who compute again are sent what the session's servers were sent, and their answers are rounded alike."""
     servers = Servers(*THREE_OF_EACH, lying={"a": lie} | dict.fromkeys("cdef", otherwise_rounded))
     servers.records = [replace(record, codecs=ANNOUNCED) for record in servers.records]
-    servers.links = Links(ClientConfig(compression=compression), servers.server)
+    servers.links = Links(ClientConfig(compression=compression), servers.server, 8)
     verdict = servers.verdict(servers.sample("a", "b", lying=lie, by="a"))
     assert verdict.distrusted == ({"a"} if lie is zeros else set())
     assert verdict.passed == (set() if lie is zeros else {"a", "b"})
@@ -139,9 +139,9 @@ def test_links_that_are_measured_again_make_no_liars(names: str, old: str, new: 
     """A session goes on with the codecs that it was opened with, and is checked with them."""
     servers = Servers(*(THREE_OF_EACH if len(names) > 1 else ("0:8",) * 3))
     servers.records = [replace(record, codecs=ANNOUNCED) for record in servers.records]
-    servers.links = Links(ClientConfig(compression=old), servers.server)
+    servers.links = Links(ClientConfig(compression=old), servers.server, 8)
     sample = servers.sample(*names)
-    servers.links = Links(ClientConfig(compression=new), servers.server)
+    servers.links = Links(ClientConfig(compression=new), servers.server, 8)
     assert servers.verdict(sample) == Verdict(frozenset(names))
 
 
