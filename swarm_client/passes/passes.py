@@ -62,7 +62,7 @@ async def forward(
         TrainingDiverged: numbers overflow, here or on whichever server.
     """
     batches = _micro_batches(inputs)
-    swarm.links.see(inputs.hidden)
+    swarm.links.see(inputs, span)
     chains = await swarm.chains(span, [rows.hidden.shape[0] * rows.hidden.shape[1] for rows in batches])
     ends_at = span.end if first_grad is None else first_grad
     trains = first_grad is not None or adapter.begins(span) < span.end

@@ -23,6 +23,7 @@ from swarm_client.swarm.swarm import Swarm, closed_error
 from swarm_client.transport.hops import HopSession, Inbox
 from swarm_client.transport.steps import OutgoingStep, chunk_size, split
 from swarm_protocol.errors import SwarmError
+from swarm_protocol.pb import swarm_pb2 as pb
 from swarm_protocol.span import Span
 from swarm_protocol.wire.constants import FIRST_STEP
 
@@ -83,6 +84,11 @@ class Chain:
     def route(self) -> Route:
         """The servers that hold its keys and values now, first blocks first; none before the first step."""
         return tuple(session.hop for session in self.hops)
+
+    @property
+    def codecs(self) -> tuple[pb.Codec, ...]:
+        """Of what goes from the client to the first of ``route``, on from each to the next, and back to the client."""
+        return (*map(self._opener.codec_to, self.hops[:1]), *(session.codec for session in self.hops))
 
     @property
     def num_replicas(self) -> int:
@@ -242,7 +248,7 @@ class Chain:
                 [hop.max_step_tokens for hop in self.hops],
                 self._swarm.links.num_slow([hop.hop for hop in self.hops], num_tokens * batch_size),
             ),
-            codec=self._swarm.links.codec(None, self.hops[0].hop.server),
+            codec=self._opener.codec_to(self.hops[0]),
             changes=call.changes,
             num_wanted=call.num_wanted,
             every_block=bool(call.watched),

@@ -84,6 +84,7 @@ class Lane:
             await self.chain.step(call, may_wait)
             if not self._checks.are_made or await self._checks.accept(
                 self.chain.route,
+                self.chain.codecs,
                 lambda row: after.reordered([row]).read(0, after.length),
                 call.output(),
                 num_tokens,

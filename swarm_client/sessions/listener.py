@@ -105,13 +105,18 @@ class Listener:
         """Trouble if the hop has had what it needs for too long, and somebody else can try."""
         server = hop.hop.server
         rtt_s = self._swarm.costs().rtts_s.get(server.peer_id, 0.0)
-        allowed_s = self._watchdog.allowed_s(hop, number, call.steps, rtt_s, call.num_alarms)
+        index = self._hops.index(hop) if hop in self._hops else 0
+        before = self._hops[index - 1] if index else None
+        lines = [self._swarm.links.bytes_per_s(None if before is None else before.hop.server, server)]
+        if hop in self._hops[-1:]:  # what it sends may be under way as well
+            lines.append(self._swarm.links.bytes_per_s(server, None))
+        allowed_s = max(
+            self._watchdog.allowed_s(hop, number, call.steps, rtt_s, call.num_alarms, line) for line in lines
+        )
         if not self._swarm.can_replace(hop.span, server.peer_id):
             allowed_s = self._swarm.config.step_timeout_s
         if now_s() - self.progress_s <= allowed_s:
             return
-        index = self._hops.index(hop) if hop in self._hops else 0
-        before = self._hops[index - 1] if index else None
         late = hop
         if before is not None:  # it says that it has sent on what this one waits for; which of them is to blame?
             is_less_known = self._has_worked(hop) and not self._has_worked(before)

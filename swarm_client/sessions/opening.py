@@ -143,6 +143,12 @@ class Opener:
             raise errors[0]
         return _linked(hops, after)
 
+    def codec_to(self, hop: HopSession) -> pb.Codec:
+        """In which the client sends to this hop: the same from the first step to the last, whatever is measured."""
+        if hop.input_codec is None:
+            hop.input_codec = self._swarm.links.codec(None, hop.hop.server)
+        return hop.input_codec
+
     async def try_out(self, span: Span, avoid: Collection[str], hidden_size: int) -> bool:
         """Has servers that hold some of the blocks and have not been seen to work compute a step each, all at once.
 
@@ -236,6 +242,8 @@ class Opener:
             next_hop(hop.server, key) for hop, key in zip(chain[1:], keys[1:], strict=True)
         ]
         nexts.append(None if after is None else after.as_next())
+        if after is None:
+            self._swarm.links.measure([chain[-1].server])
         to = [*(hop.server for hop in chain[1:]), None if after is None else after.hop.server]
         codecs = [self._swarm.links.codec(hop.server, server) for hop, server in zip(chain, to, strict=True)]
         return [
@@ -248,6 +256,8 @@ class Opener:
     ) -> HopSession:
         """A session on ``server`` like that of ``of``, with nothing in it yet."""
         onward = None if after is None else after.as_next()
+        if after is None:
+            self._swarm.links.measure([server])
         codec = self._swarm.links.codec(server, None if after is None else after.hop.server)
         hop = await self._open(Hop(server, of.span), new_session_key(), onward, codec, opening, 0)
         hop.next_number = None if after is None else after.number

@@ -11,6 +11,7 @@ from swarm_client.failover import messages
 from swarm_client.failover.failover import Progress, State
 from swarm_client.failover.journal import Journal
 from swarm_client.failover.replay import Standing, Taken
+from swarm_client.routing.compression import known_to
 from swarm_client.sessions.admission import AdmissionWait
 from swarm_client.sessions.call import Call
 from swarm_client.sessions.opening import Opener, Opening, Terms, abandon
@@ -20,6 +21,8 @@ from swarm_client.swarm.swarm import Swarm
 from swarm_client.swarm.watchdog import Stalled
 from swarm_client.transport.hops import HopSession
 from swarm_client.transport.steps import OutgoingStep, chunk_size, may_be_resent, split
+from swarm_client.transport.wire_tensor import WireTensor
+from swarm_protocol.codecs.sizes import CODEC_NAMES
 from swarm_protocol.errors import NoRoute, PeerBusy, PeerError, SessionLost, SwarmError
 from swarm_protocol.pb import swarm_pb2 as pb
 from swarm_protocol.span import Span
@@ -358,7 +361,8 @@ class HopReplacer:
         _remember(new, steps)
         links = tuple(_link(hop, call.first_number) for hop in new)
         if instruction.before is None:
-            for step in steps:
+            self._swarm.links.measure([new[0].hop.server])
+            for step in _readable(steps, new[0]):
                 new[0].post(step.message, step.parts)
             return messages.Connected(links)
         try:
@@ -378,12 +382,21 @@ class HopReplacer:
             return []
         num_slow = self._swarm.links.num_slow([hop.hop for hop in hops], (end - start) * rows.batch_size)
         size = chunk_size(end - start, rows.batch_size, [hop.max_step_tokens for hop in hops], num_slow)
-        codec = self._swarm.links.codec(None, hops[0].hop.server)
+        codec = self._opener.codec_to(hops[0])
         return split(rows.read(start, end), start=start, number=number, size=size, codec=codec)
 
 
 def _steps(call: Call, numbers: Iterable[int]) -> list[OutgoingStep]:
     return [step for step in map(call.step, numbers) if step is not None]
+
+
+def _readable(steps: Iterable[OutgoingStep], hop: HopSession) -> Iterable[OutgoingStep]:
+    """In codecs that the server knows: the call's own were encoded for the one before."""
+    known = known_to(hop.hop.server)
+    for step in steps:
+        hidden = WireTensor(step.message.hidden, step.parts)
+        is_known = CODEC_NAMES[hidden.header.codec] in known
+        yield step if is_known else step.with_hidden(hidden.recoded(pb.RAW))
 
 
 def _remember(hops: list[HopSession], steps: list[OutgoingStep]) -> None:

@@ -25,17 +25,22 @@ from swarm_client.routing.compression import (
 )
 from swarm_client.routing.pipelining import Stage
 from swarm_client.routing.routing import Hop, Route
+from swarm_client.swarm.watchdog import SLOW_BYTES_PER_S
 from swarm_client.transport.transport import ServerConnection, unwatched
 from swarm_client.transport.wire_tensor import Context, WireTensor
 from swarm_protocol.codecs.sizes import CODEC_NAMES, CODECS, LADDER, encoded_bytes
 from swarm_protocol.dht.records import ServerRecord
 from swarm_protocol.errors import SwarmError
 from swarm_protocol.pb import swarm_pb2 as pb
+from swarm_protocol.span import Span
 from swarm_protocol.wire.block_input import BlockInput
 
 _logger = logging.getLogger(__name__)
 _SAMPLE_POSITIONS = 16  # of a prompt, through which the error of codecs is measured
-_MEASURE_TIMEOUT_S = 20.0
+_LEAST_SAMPLE = 8  # that the prompt must have: the first ones are unlike all others
+_LEAST_POSITIONS = 4  # of the sample, where sending them takes long
+_ERRORS_S = 10.0  # for which sending the sample may keep a prompt waiting
+_MEASURE_TIMEOUT_S = 20.0  # besides
 _SLOW_S = 0.05  # a link that is longer at a prompt is a stage of the pipeline
 _AGAIN_AFTER_S = 300.0  # a link's rate is measured anew
 _RETRY_AFTER_S = 30.0  # if it could not be
@@ -46,38 +51,45 @@ Connection = Callable[[ServerRecord], Awaitable[ServerConnection]]
 class Links:
     """The links of one client.
 
-    The rates of links to servers on other machines are measured. With ``auto``, if a link is slow, so is once per model
-    the relative error of the last hidden state with each codec on all links of the chain: a prompt's first positions
-    are computed with and without.
+    The rates of links to servers on other machines are measured. One that is not known yet, as that of a server in the
+    place of another, is taken for the lowest that is. With ``auto``, if a link is slow, so is once per model the
+    relative error of the last hidden state with each codec on all links of the chain: a prompt's first positions are
+    computed with and without.
 
     Attributes:
         errors: those, by codec; empty before.
         finish: what the model does with the last hidden state before its head (the norm), in which errors are measured.
     """
 
-    def __init__(self, config: ClientConfig, connection: Connection) -> None:
+    def __init__(self, config: ClientConfig, connection: Connection, num_blocks: int) -> None:
+        """``num_blocks``: of the model."""
         self._compression, self._bound = config.compression, config.compression_error
         self._connection = connection
+        self._all_blocks = Span(0, num_blocks)
         self._bytes_per_s: dict[str, float] = {}  # by peer id
         self._due_s: dict[str, float] = {}  # when it is to be measured
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks: dict[str, asyncio.Task[None]] = {}  # that measure it
         self._sample: torch.Tensor | None = None  # [1, positions, width]
         self._width, self._item_bytes = 0, 4
         self._chosen: dict[tuple[str, str], pb.Codec] = {}
+        self._rating = asyncio.Lock()  # a measurement must not take the bytes of another for a slow line
         self._measuring = asyncio.Lock()
         self._errors_due_s = -inf  # they could not be measured lately
         self.errors: dict[str, float] = {}
         self.finish: Callable[[torch.Tensor], torch.Tensor] = lambda hidden: hidden
 
-    def see(self, hidden: torch.Tensor) -> None:
-        """Hidden states of a prompt, [batch, positions, width], that will go into the first block."""
+    def see(self, inputs: BlockInput, blocks: Span) -> None:
+        """What will go into these blocks; if they are all, a prompt may become the sample."""
+        hidden = inputs.hidden
         if hidden.shape[-1] != self._width or hidden.element_size() != self._item_bytes:
             self._width, self._item_bytes, self._sample = hidden.shape[-1], hidden.element_size(), None
             self._chosen.clear()
-        if not self.errors and (
-            self._sample is None or self._sample.shape[1] < min(_SAMPLE_POSITIONS, hidden.shape[1])
-        ):
-            self._sample = hidden[:1, :_SAMPLE_POSITIONS].detach().cpu().clone()
+        num_before = _LEAST_SAMPLE - 1 if self._sample is None else self._sample.shape[1]
+        if self.errors or blocks != self._all_blocks or min(hidden.shape[1], _SAMPLE_POSITIONS) <= num_before:
+            return
+        sample = _sample_of(inputs)
+        if sample.shape[1] > num_before:
+            self._sample = sample
 
     async def prepare(self, routes: Iterable[Route], pushes: bool = True) -> None:
         """Measures what is not known of these chains. ``pushes``: only first and last servers speak to the client."""
@@ -86,17 +98,21 @@ class Links:
         ends = {
             hop.server.peer_id: hop.server for route in routes for hop in (route[:1] + route[-1:] if pushes else route)
         }
-        due = [server for server in ends.values() if self._is_due(server)]
-        measuring = {server.peer_id: asyncio.ensure_future(self._measure_rate(server)) for server in due}
-        for task in measuring.values():
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
-        unknown = [task for peer_id, task in measuring.items() if peer_id not in self._bytes_per_s]
-        if unknown:  # nobody waits for what is measured anew
-            await asyncio.wait(unknown)
+        self.measure(ends.values())
+        unknown = [self._tasks[peer_id] for peer_id in ends if peer_id in self._tasks.keys() - self._bytes_per_s.keys()]
+        if unknown:  # whoever has begun; nobody waits for what is measured anew
+            await asyncio.wait(unknown, timeout=_MEASURE_TIMEOUT_S)  # they are measured one after the other
         self._chosen.clear()
         for route in routes:
             await self._measure_errors_if_needed(route)
+
+    def measure(self, servers: Iterable[ServerRecord]) -> None:
+        """Begins to measure the links to those that will speak to the client, if it is time."""
+        for server in servers:
+            peer_id = server.peer_id
+            if self._width and peer_id not in self._tasks and self._is_due(server):
+                self._tasks[peer_id] = task = asyncio.ensure_future(self._measure_rate(server))
+                task.add_done_callback(lambda _, peer_id=peer_id: self._tasks.pop(peer_id))  # type: ignore[misc]
 
     def codec(self, one: ServerRecord | None, other: ServerRecord | None) -> pb.Codec:
         """Of what goes from one to the other; None: this client."""
@@ -110,14 +126,16 @@ class Links:
         names = [self._choose(None, hop.server) for hop in route]
         return CODECS[forced(max(names, key=LADDER.index), known_to(*(hop.server for hop in route)))]
 
-    def is_lossy(self, route: Route) -> bool:
-        """Whether a session's outputs are rounded on their way through this chain."""
-        return any(codec != pb.RAW for codec in self.codecs_of(route))
-
     def codecs_of(self, route: Route) -> list[pb.Codec]:
         """From the client to the first server, on from each to the next, and back to the client."""
         servers = [None, *(hop.server for hop in route), None]
         return [self.codec(one, other) for one, other in pairwise(servers)]
+
+    def bytes_per_s(self, one: ServerRecord | None, other: ServerRecord | None) -> float | None:
+        """From one to the other; None is this client. None if nobody knows; infinite if both are on one machine."""
+        servers = [server for server in (one, other) if server is not None]
+        rate = self._link(servers).bytes_per_s
+        return rate if rate < inf or all(map(is_on_this_machine, servers)) else None
 
     def num_slow(self, hops: Sequence[Hop], num_positions: int) -> int:
         """Links, from the client to the last server, that take a while to carry so many positions."""
@@ -151,7 +169,8 @@ class Links:
 
     def _link(self, servers: list[ServerRecord]) -> Link:
         if len(servers) == 1:
-            return client_link(servers[0], self._bytes_per_s.get(servers[0].peer_id, inf))
+            slowest = min(self._bytes_per_s.values(), default=inf)  # the client's own line, more often than not
+            return client_link(servers[0], self._bytes_per_s.get(servers[0].peer_id, slowest))
         one, other = servers
         return server_link(one, other, self._width)
 
@@ -164,7 +183,9 @@ class Links:
         self._due_s[server.peer_id] = now_s() + _RETRY_AFTER_S
         try:
             async with asyncio.timeout(_MEASURE_TIMEOUT_S):
-                self._bytes_per_s[server.peer_id] = await (await self._connection(server)).bytes_per_s()
+                connection = await self._connection(server)
+            async with self._rating, asyncio.timeout(_MEASURE_TIMEOUT_S):
+                self._bytes_per_s[server.peer_id] = await connection.bytes_per_s()
         except (SwarmError, TimeoutError) as error:
             _logger.info("the link to server %s could not be measured: %s", server.short_id, error)
             return
@@ -172,6 +193,8 @@ class Links:
 
     async def _measure_errors_if_needed(self, route: Route) -> None:
         if self._compression != "auto" or self._sample is None:
+            return
+        if Span(route[0].span.start, route[-1].span.end) != self._all_blocks:
             return
         servers = [None, *(hop.server for hop in route), None]
         pairs = [[s for s in pair if s is not None] for pair in pairwise(servers)]
@@ -188,22 +211,45 @@ class Links:
             ]
             if not names:
                 return
-            try:
-                async with asyncio.timeout(_MEASURE_TIMEOUT_S):
-                    exact, *others = await asyncio.gather(*(self._through(route, name) for name in ("raw", *names)))
-            except (SwarmError, TimeoutError) as error:
-                _logger.info("the error of codecs could not be measured: %s", error)
-                self._errors_due_s = now_s() + _RETRY_AFTER_S
-                return
-            for name, other in zip(names, others, strict=True):
-                self.errors[name] = float((other - exact).norm() / exact.norm().clamp(min=1e-30))
+            await self._measure_errors(route, names)
             self._chosen.clear()
             _logger.info("relative error of the last hidden state: %s", self.errors)
 
-    async def _through(self, route: Route, name: str) -> torch.Tensor:
-        """The last hidden states of the sample if every link has this codec."""
+    async def _measure_errors(self, route: Route, names: Sequence[str]) -> None:
+        """Of those that can be measured in time."""
+        position_s = self._through_s(route, ["raw", *names])
         assert self._sample is not None
-        codec, sample = CODECS[name], self._sample
+        num_positions = self._sample.shape[1]
+        if num_positions * position_s > _ERRORS_S:
+            num_positions = min(num_positions, max(_LEAST_POSITIONS, int(_ERRORS_S / position_s)))
+        sample = self._sample[:, :num_positions]
+        tasks = {name: asyncio.ensure_future(self._through(route, name, sample)) for name in ("raw", *names)}
+        try:
+            await asyncio.wait(tasks.values(), timeout=_MEASURE_TIMEOUT_S + 2 * num_positions * position_s)
+        finally:
+            for task in tasks.values():
+                task.cancel()
+        outputs: dict[str, torch.Tensor] = {}
+        for name, task in tasks.items():
+            try:
+                outputs[name] = task.result()
+            except (SwarmError, asyncio.InvalidStateError) as error:  # it failed, or is late
+                _logger.info("the error of codecs could not be measured with %s: %s", name, error)
+                self._errors_due_s = now_s() + (_RETRY_AFTER_S if task.done() else _AGAIN_AFTER_S)
+        exact = outputs.pop("raw", None)
+        if exact is not None:
+            for name, other in outputs.items():
+                self.errors[name] = float((other - exact).norm() / exact.norm().clamp(min=1e-30))
+
+    def _through_s(self, route: Route, names: Sequence[str]) -> float:
+        """What sending a position through the chain, and back from each server, takes with all of these codecs."""
+        size_bytes = sum(encoded_bytes(name, 1, self._width, self._item_bytes) for name in names)
+        rates = [self.bytes_per_s(None, hop.server) or SLOW_BYTES_PER_S for hop in route]
+        return sum(2 * size_bytes / rate for rate in rates)
+
+    async def _through(self, route: Route, name: str, sample: torch.Tensor) -> torch.Tensor:
+        """The last hidden states of the sample if every link has this codec."""
+        codec = CODECS[name]
         context = Context.of(BlockInput(sample))
         hidden = WireTensor.of(sample, codec)
         for hop in route:
@@ -211,3 +257,14 @@ class Links:
             output, _ = await server.forward(hop.span, hidden, context, unwatched, codec=codec)
             hidden = output.recoded(codec)
         return self.finish(hidden.decode(sample.shape, sample.dtype).float())
+
+
+def _sample_of(inputs: BlockInput) -> torch.Tensor:
+    """The first positions of the row with most of them that are no padding, [1, positions, width]."""
+    hidden, mask, row = inputs.hidden.detach(), inputs.attention_mask, 0
+    attended = torch.ones(hidden.shape[1], dtype=torch.bool)
+    if mask is not None:
+        rows = mask[:, -hidden.shape[1] :].cpu() != 0
+        row = int(rows.sum(1).argmax())
+        attended = rows[row]
+    return hidden[row : row + 1, attended.nonzero()[:_SAMPLE_POSITIONS, 0].to(hidden.device)].cpu().clone()

@@ -15,13 +15,12 @@ from typing import Any, TypeVar
 from swarm_client.core.background import now_s
 from swarm_client.core.config import ClientConfig
 from swarm_client.routing.routing import Costs, Hop
-from swarm_client.swarm.watchdog import Stalled
+from swarm_client.swarm.watchdog import SLOW_BYTES_PER_S, Stalled
 
 T = TypeVar("T")
 BACKWARD = 3.0  # times what a forward pass takes: it is computed again, and then two products for each of its own
 _TIMES_EXPECTED = 10.0
 _MAX_QUEUE_S = 3.0  # that a server's word is taken for
-_SLOW_BYTES_PER_S = 125e3  # of a line, 1 Mbit/s, as long as it is not known what a server is like
 _LEAST_S = 1e-3  # of computing; what a pass costs besides is more than that
 _FADING = 0.95  # of how slow a server was, with each further pass
 _MAX_DOUBLINGS = 4
@@ -71,7 +70,7 @@ class PassWatchdog:
         queue_s = min(work.hop.server.queue_delay_s, _MAX_QUEUE_S)
         usual_s = max(self._config.timeouts.stall_s, _TIMES_EXPECTED * (here * max(1.0, slowness or 0.0) + queue_s))
         if slowness is None:  # all passes may share one line
-            usual_s += (self._sent_bytes - work.sent_before) / _SLOW_BYTES_PER_S
+            usual_s += (self._sent_bytes - work.sent_before) / SLOW_BYTES_PER_S
         return min(self._config.step_timeout_s, usual_s * float(1 << min(alarms, _MAX_DOUBLINGS)))
 
     async def watch(

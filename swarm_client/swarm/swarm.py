@@ -92,7 +92,7 @@ class Swarm:
         self._replaced: set[ServerConnection] = set()
         self._connecting: dict[tuple[str, tuple[str, ...], bytes], asyncio.Task[ServerConnection]] = {}
         self._rtts = RttTracker(self._ping)
-        self.links = Links(config, self.server)
+        self.links = Links(config, self.server, num_blocks)
         self._denials: dict[str, AccessDenied] = {}  # by servers, who are not asked again
         self._backoff = PeerBackoff()
         self._acquaintance = Acquaintance()

@@ -10,7 +10,9 @@ from swarm_client.transport.hops import HopSession
 from swarm_client.transport.steps import OutgoingStep
 from swarm_protocol.errors import PeerUnavailable
 
+SLOW_BYTES_PER_S = 125e3  # of a line, 1 Mbit/s, as long as it is not known
 _TIMES_EXPECTED = 10.0
+_TIMES_SENT = 3.0  # what sending should take by the rate that is known: others may use the line too
 _TIMES_SEEN = 3.0  # the longest wait for an answer so far
 _FADING = 0.9  # of the longest wait, with each further one
 _MAX_SEEN_S = 10.0  # who answers later and later does not win ever more time
@@ -36,17 +38,28 @@ class Watchdog:
         self._longest_s = max(min(waited_s, _MAX_SEEN_S), _FADING * self._longest_s)
 
     def allowed_s(
-        self, hop: HopSession, number: int, steps: Iterable[OutgoingStep], rtt_s: float, alarms: int
+        self,
+        hop: HopSession,
+        number: int,
+        steps: Iterable[OutgoingStep],
+        rtt_s: float,
+        alarms: int,
+        bytes_per_s: float | None,
     ) -> float:
         """Without progress, while the hop has taken the steps up to ``number``.
+
+        ``bytes_per_s``: of the line by which they come to it; None: nobody knows.
 
         ``alarms``: how many servers that are known to work were taken for stalled in this call: it may be that all are
         slow at present, and each time doubles what is allowed.
         """
-        known = [*hop.replayed.values(), *steps]
-        sizes = [(step.num_positions, step.end - step.start) for step in known if step.number > number]
+        left = [step for step in (*hop.replayed.values(), *steps) if step.number > number]
+        sizes = [(step.num_positions, step.end - step.start) for step in left]
         expected_s = max((self._expected_s(hop, *size) for size in sizes), default=0.0) + rtt_s
         usual_s = max(self._config.timeouts.stall_s, _TIMES_EXPECTED * expected_s, _TIMES_SEEN * self._longest_s)
+        # Who says that its line is slower still does not win more time.
+        rate = SLOW_BYTES_PER_S if bytes_per_s is None else max(bytes_per_s, SLOW_BYTES_PER_S) / _TIMES_SENT
+        usual_s += max((step.message.hidden.size_bytes for step in left), default=0) / rate
         return min(self._config.step_timeout_s, usual_s * float(1 << min(alarms, _MAX_DOUBLINGS)))
 
     @staticmethod

@@ -143,7 +143,8 @@ class HopSession:
         doubted: first number of the call in which the hop after it seemed to stall; 0: of none.
         refused: a step that the server has not taken because of the one before.
         num_active: sessions that the server has computed for lately, as it said last; 0: it has not.
-        next_number: which hop the outputs go to; None: to the client.
+        next_number: which hop the outputs go to; None: to the client. ``codec``: in which they go there.
+        input_codec: in which the client sends to the server; None: it has sent nothing.
         route: how often that was to change; ``held``: the server does nothing until it changes again.
     """
 
@@ -170,6 +171,8 @@ class HopSession:
         self.refused: int | None = None
         self.num_active = 0
         self.next_number: int | None = None
+        self.codec = request.codec
+        self.input_codec: pb.Codec | None = None
         self.route = 0
         self.leaving = False
         self.held = False
@@ -301,7 +304,7 @@ class HopSession:
         more = [pb.RerouteRequest(resend=steps) for steps in in_messages(resend)]
         await self._server.reroute([first, *more], self.span, self._timeouts.open_s)
         self.held = False
-        self.next_number = to.number
+        self.next_number, self.codec = to.number, codec
 
     async def copy(self, to: HopSession, timeout_s: float) -> None:
         """Another session gets all keys and values, and those of every later step."""

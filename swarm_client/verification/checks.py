@@ -29,17 +29,21 @@ class Sample:
 
     Attributes:
         hops: the chain; ``adapter``: what it adds to the blocks.
+        codecs: in which hidden states went to the first of them, on from each to the next, and back to the client.
         inputs: hidden [1, positions, hidden_size], everything the row consists of.
         outputs: [last, hidden_size], of the last positions.
         is_first_chain: no server has computed this session before those of ``hops``, whose keys and values they
             might have.
+        is_rounded: some link of the session has rounded, one of these or of those before.
     """
 
     hops: Route
+    codecs: Sequence[pb.Codec]
     inputs: BlockInput
     outputs: torch.Tensor
     adapter: Snapshot
     is_first_chain: bool
+    is_rounded: bool
 
 
 @dataclass(frozen=True)
@@ -74,7 +78,7 @@ class Check:
         if len(unchecked) == len(parts) or bounds is None or num_compared < MIN_POSITIONS:
             return Verdict(unchecked=unchecked)
         # As in the session: rounded between the same blocks.
-        to_first, *after_hops = self._swarm.links.codecs_of(sample.hops)
+        to_first, *after_hops = sample.codecs
         hidden = WireTensor.of(sample.inputs.hidden, to_first).recoded(pb.RAW)
         answers: list[list[_Answer]] = []
         for part, codec in zip(parts, after_hops, strict=True):
@@ -187,8 +191,7 @@ class Check:
 
     def _bounds_of_chain(self, parts: Sequence[Part]) -> Bounds | None:
         hops, again = self._sample.hops, [hop for part in parts for hop in part.route]
-        compressed = self._swarm.links.is_lossy(tuple(hops))
-        return _bounds(hops, again, hops[-1].span.end - hops[0].span.start, self._routed, compressed)
+        return _bounds(hops, again, hops[-1].span.end - hops[0].span.start, self._routed, self._sample.is_rounded)
 
 
 def _bounds(

@@ -13,6 +13,7 @@ from swarm_client.swarm.swarm import Swarm
 from swarm_client.verification.checker import checker_of
 from swarm_client.verification.checks import Sample
 from swarm_client.verification.verdict import Verdict
+from swarm_protocol.pb import swarm_pb2 as pb
 from swarm_protocol.verification.comparison import MIN_POSITIONS
 from swarm_protocol.wire.block_input import BlockInput
 
@@ -34,6 +35,7 @@ class SessionChecks:
         self._checker = checker_of(swarm)
         self._hops: Route = ()
         self._is_first_chain = True
+        self._is_rounded = False
         self._repairs = 0  # recoveries and moves so far
         self._outputs: list[torch.Tensor] = []  # each [batch, positions, hidden_size], the last ones of the session
         self._length = 0
@@ -59,11 +61,12 @@ class SessionChecks:
 
     def begin_again(self) -> None:
         """The session's next servers learn everything from the client."""
-        self._hops, self._is_first_chain, self._outputs = (), True, []
+        self._hops, self._is_first_chain, self._is_rounded, self._outputs = (), True, False, []
 
     async def accept(
         self,
         hops: Route,
+        codecs: Sequence[pb.Codec],
         rows: Callable[[int], BlockInput],
         outputs: torch.Tensor,
         num_tokens: int,
@@ -74,6 +77,7 @@ class SessionChecks:
         """Whether a step's outputs may be used; if not, its servers must not go on.
 
         Args:
+            codecs: of the links to, between and from these servers.
             rows: all inputs of one row of the session, [1, length, hidden_size], the step's among them.
             outputs: [batch, asked, hidden_size], of the step's last positions.
             num_tokens: positions that the step has added, for every row; ``length``: of the session now.
@@ -81,6 +85,7 @@ class SessionChecks:
         """
         self._checker.start()
         self._keep(hops, outputs, num_tokens, length, reordered)
+        self._is_rounded |= any(codec != pb.RAW for codec in codecs)
         if sum(kept.shape[1] for kept in self._outputs) < MIN_POSITIONS:
             return True
         batch_size = len(outputs)
@@ -90,7 +95,7 @@ class SessionChecks:
                 return True
             row = self._checker.row(batch_size)
             kept = torch.cat([tensor[row] for tensor in self._outputs])
-            sample = Sample(hops, rows(row), kept, adapter, self._is_first_chain)
+            sample = Sample(hops, codecs, rows(row), kept, adapter, self._is_first_chain, self._is_rounded)
             wait_s = self._swarm.config.timeouts.check_s if is_new else 0.0
             verdict = await self._checker.check(
                 sample, self._reporter, wait_s=wait_s, then=lambda found: self._learn(found, length)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TypeVar
 
 from google.protobuf.message import DecodeError, Message
@@ -34,7 +36,24 @@ async def read_message(reader: asyncio.StreamReader, kind: type[M], timeout_s: f
         raise BadReply(f"no {kind.DESCRIPTOR.name} came: {error!r}") from None
 
 
+async def write(writer: asyncio.StreamWriter, data: bytes) -> None:
+    """Raises OSError if the stream is gone."""
+    with losses_of(writer):
+        writer.write(data)
+        await writer.drain()
+
+
 async def write_message(writer: asyncio.StreamWriter, message: Message) -> None:
     """Raises OSError if the stream is gone."""
-    writer.write(framed(message.SerializeToString()))
-    await writer.drain()
+    await write(writer, framed(message.SerializeToString()))
+
+
+@contextmanager
+def losses_of(writer: asyncio.StreamWriter) -> Iterator[None]:
+    """Raises OSError where uvloop, unlike asyncio, raises RuntimeError: the connection was lost before the write."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not writer.is_closing():
+            raise
+        raise ConnectionResetError(str(error)) from None

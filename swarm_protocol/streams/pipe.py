@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from swarm_protocol.errors import BadReply
-from swarm_protocol.streams.frames import MAX_RUN_BYTES, framed, read_run
+from swarm_protocol.streams.frames import MAX_RUN_BYTES, framed, losses_of, read_run, write
 from swarm_protocol.streams.streams import Stream
 
 _LOSSES = (OSError, asyncio.IncompleteReadError, BadReply)
@@ -21,24 +21,25 @@ async def pipe(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, strea
 
     async def up() -> None:
         while data := await reader.read(MAX_RUN_BYTES):
-            stream.writer.write(framed(data))
-            await stream.writer.drain()
-        stream.writer.write(framed(b""))
-        await stream.writer.drain()
+            await write(stream.writer, framed(data))
+        await write(stream.writer, framed(b""))
 
     async def down() -> None:
         while data := await read_run(stream.reader):
-            writer.write(data)
-            await writer.drain()
-        writer.write_eof()
+            await write(writer, data)
+        with losses_of(writer):
+            writer.write_eof()
 
-    whole = await _both(up(), down())
-    if whole:
-        stream.close()
-        writer.close()
-    else:
-        stream.abort()
-        writer.transport.abort()
+    whole = False
+    try:
+        whole = await _both(up(), down())
+    finally:
+        if whole:
+            stream.close()
+            writer.close()
+        else:
+            stream.abort()
+            writer.transport.abort()
 
 
 async def splice(one: Stream, other: Stream, take: Callable[[int], Awaitable[None]]) -> None:
@@ -50,16 +51,17 @@ async def splice(one: Stream, other: Stream, take: Callable[[int], Awaitable[Non
     async def copy(source: Stream, sink: Stream) -> None:
         while data := await source.reader.read(MAX_RUN_BYTES):
             await take(len(data))
-            sink.writer.write(data)
-            await sink.writer.drain()
+            await write(sink.writer, data)
 
     tasks = [asyncio.ensure_future(copy(*ends)) for ends in ((one, other), (other, one))]
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
     finally:
-        await _end(tasks)
-        one.close()
-        other.close()
+        try:
+            await _end(tasks)
+        finally:
+            one.close()
+            other.close()
 
 
 async def _both(*copying: Any) -> bool:

@@ -19,7 +19,11 @@ from swarm_server.net.push import ChannelPool
 MAX_ANNOUNCED = 8  # round-trip times, the shortest
 _MAX_ASKED = 16  # at a time
 _TIMEOUT_S = 3.0
-_ECHO_BYTES = 256 * 1024
+_FIRST_ECHO_BYTES, _MOST_ECHO_BYTES = 16 * 1024, 256 * 1024
+_ECHO_TIMEOUT_S = 10.0
+_ECHOES = 2  # of each size
+_QUICK_S = 0.1  # sending a payload: more than what round trips vary by
+_LEAST_S = 1e-5
 _MAX_ECHOES = 2  # servers that are asked for them
 _ECHO_EVERY = 10  # rounds
 _WORTH_TELLING = 0.25  # relative: what changes less is noise, which must not make servers move
@@ -89,29 +93,49 @@ class NetworkProbe:
 
     async def _rtt_s(self, server: ServerRecord) -> float | None:
         """None if it does not answer."""
-        return await self._timed(server, pb.EchoRequest())
+        rtt_s = await self._timed(server, pb.EchoRequest(), _TIMEOUT_S)
+        return None if rtt_s == inf else rtt_s
 
     async def _measure_bytes(self, servers: Iterable[ServerRecord]) -> None:
-        best = 0.0
-        for server in servers:
-            rtt_s = await self._timed(server, pb.EchoRequest())
-            there, back = pb.EchoRequest(payload=bytes(_ECHO_BYTES)), pb.EchoRequest(reply_bytes=_ECHO_BYTES)
-            for request in (there, back):  # not timed: it widens TCP's window
-                await self._timed(server, request)
-            there_s, back_s = await self._timed(server, there), await self._timed(server, back)
-            if rtt_s is not None and there_s is not None and back_s is not None:
-                best = max(best, _ECHO_BYTES / max(1e-5, max(there_s, back_s) - rtt_s))
+        best = max([await self._bytes_per_s(server) for server in servers], default=0.0)
         if best and abs(best - self.bytes_per_s) > _WORTH_TELLING * self.bytes_per_s:
             self.bytes_per_s = best
 
-    async def _timed(self, server: ServerRecord, request: pb.EchoRequest) -> float | None:
+    async def _bytes_per_s(self, server: ServerRecord) -> float:
+        """In the slower direction; 0 if the server does not answer.
+
+        Each payload is sent twice, the first time to widen TCP's window, and a larger one only if that is quick. Round
+        trips are measured as often: what else passes may hold one up, and then bytes seem to take no time.
+        """
+        rtt_s, size_bytes = inf, _FIRST_ECHO_BYTES
+        while True:
+            ways = pb.EchoRequest(payload=bytes(size_bytes)), pb.EchoRequest(reply_bytes=size_bytes)
+            ways_s = [inf, inf]
+            for _ in range(_ECHOES):
+                pinged_s = await self._rtt_s(server)
+                found_s = [await self._timed(server, way, _ECHO_TIMEOUT_S) for way in ways]
+                if pinged_s is None or None in found_s:
+                    return 0.0
+                if inf in found_s:
+                    return size_bytes / _ECHO_TIMEOUT_S
+                rtt_s = min(rtt_s, pinged_s)
+                ways_s = [min(way_s, new_s or inf) for way_s, new_s in zip(ways_s, found_s, strict=True)]
+            send_s = max(ways_s) - rtt_s
+            if send_s >= _QUICK_S or size_bytes >= _MOST_ECHO_BYTES:
+                return size_bytes / max(_LEAST_S, send_s)
+            size_bytes *= 4
+
+    async def _timed(self, server: ServerRecord, request: pb.EchoRequest, timeout_s: float) -> float | None:
+        """None if it fails; infinite if there is no answer within that time."""
         try:
             stub = await self._channels.stub(server)
             start_s = time.perf_counter()
-            await stub.Echo(request, timeout=_TIMEOUT_S)
+            await stub.Echo(request, timeout=timeout_s)
             return time.perf_counter() - start_s
-        except (PeerUnavailable, BadReply, grpc.RpcError):
+        except (PeerUnavailable, BadReply):
             return None
+        except grpc.RpcError as error:
+            return inf if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED else None
 
 
 def may_follow(own: ServerRecord, server: ServerRecord) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -22,7 +23,7 @@ from swarm_protocol.pb import swarm_pb2 as pb
 from swarm_protocol.span import Span
 from swarm_protocol.wire.block_input import BlockInput
 from swarm_protocol.wire.constants import FIRST_STEP
-from tests.unit.client.sessions.fake_servers import NUM_BLOCKS, FakeServers, play
+from tests.unit.client.sessions.fake_servers import NUM_BLOCKS, FakeServers, play, record
 
 NEW, SIZE, HIDDEN = 5, 2, 3  # steps of 2, 2 and 1 positions
 FIRST, SECOND, LAST = FIRST_STEP, FIRST_STEP + 1, FIRST_STEP + 2
@@ -32,8 +33,10 @@ SILENCE_S, STEP_S = 1.0, 20.0
 class Session:
     """Three hops, and a call of three steps, of whose outputs the last is wanted."""
 
-    def __init__(self, servers: FakeServers, swarm: Swarm, hops: list[HopSession], inbox: Inbox) -> None:
-        inputs = BlockInput(torch.randn(1, NEW, HIDDEN))
+    def __init__(
+        self, servers: FakeServers, swarm: Swarm, hops: list[HopSession], inbox: Inbox, hidden_size: int = HIDDEN
+    ) -> None:
+        inputs = BlockInput(torch.randn(1, NEW, hidden_size))
         before = Journal.empty(1)
         steps = split(inputs, start=0, number=FIRST, size=SIZE, codec=pb.RAW, num_wanted=1)
         self.call = Call(inputs, 1, before, before.copy().appended(inputs), (), steps)
@@ -69,17 +72,25 @@ class Session:
         self.num_answers += 1
 
 
-def session(story: Callable[[Session], Coroutine[Any, Any, None]]) -> None:
+def session(
+    story: Callable[[Session], Coroutine[Any, Any, None]],
+    hidden_size: int = HIDDEN,
+    step_s: float = STEP_S,
+    **others: str,
+) -> None:
+    """``others``: blocks of further servers, which come later."""
     servers = FakeServers(a="0:2", b="2:4", c="4:6")
 
     async def scenario(swarm: Swarm) -> None:
         inbox = Inbox()
         hops = await Opener(swarm, inbox).open_span(Span(0, NUM_BLOCKS), Opening(batch_size=1, reserve_tokens=8), None)
-        made = Session(servers, swarm, hops, inbox)
+        servers.records.update({name: record(name, span) for name, span in others.items()})
+        await swarm.view(0.0)
+        made = Session(servers, swarm, hops, inbox, hidden_size)
         await story(made)
         made.listener.end_call()
 
-    play(servers, scenario, step_timeout_s=STEP_S)
+    play(servers, scenario, step_timeout_s=step_s)
 
 
 # ------------------------------------------------------------ answers
@@ -261,3 +272,35 @@ def test_who_gets_on_slowly_is_let_be() -> None:
         waiting.cancel()
 
     session(story)
+
+
+@pytest.mark.parametrize(
+    ("far", "numbers", "late", "is_slow"),
+    [
+        ((), (LAST, FIRST, 0), 1, False),
+        ((0, 1, 2), (LAST, FIRST, 0), 1, True),  # on its way from the first to the second
+        ((0,), (FIRST, 0, 0), 0, True),  # from the client
+        ((2,), (LAST, LAST, LAST), 2, True),  # back to it
+    ],
+)
+def test_who_sends_or_is_sent_a_large_step_is_let_be(
+    far: tuple[int, ...], numbers: tuple[int, ...], late: int, is_slow: bool
+) -> None:
+    """Steps of 1.2 MB over lines that nobody has measured."""
+
+    async def story(session: Session) -> None:
+        session.stands(*numbers)
+        for index in far:
+            hop = session.hops[index]
+            hop.hop = replace(hop.hop, server=replace(hop.hop.server, addresses=("192.0.2.1:1",)))
+        if len(far) == 1:  # servers know their lines to one another
+            session.listener._swarm.links.see(session.call.inputs, Span(0, NUM_BLOCKS))
+            for hop in session.hops:
+                hop.hop = replace(hop.hop, server=replace(hop.hop.server, network_tokens_per_s=1e6))
+        start_s = asyncio.get_running_loop().time()
+        index, error = await next_trouble(session)
+        assert index == late and "did not finish a step within" in str(error)
+        seconds = asyncio.get_running_loop().time() - start_s
+        assert 15 < seconds < 20 if is_slow else seconds < 8
+
+    session(story, hidden_size=150_000, step_s=100.0, d="0:2", e="2:4", f="4:6")

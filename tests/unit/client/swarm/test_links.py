@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -19,9 +20,12 @@ from swarm_protocol.dht.records import ServerRecord
 from swarm_protocol.errors import PeerUnavailable
 from swarm_protocol.pb import swarm_pb2 as pb
 from swarm_protocol.span import Span
+from swarm_protocol.wire.block_input import BlockInput
 from tests.unit.support import run, server_record, until
+from tests.unit.virtual_time import run_virtually
 
 WIDTH = 128
+ALL = Span(0, 8)
 PROMPT = torch.randn(2, 40, WIDTH, generator=torch.Generator().manual_seed(0))
 RAW_BYTES_PER_S = WIDTH * 4 * 2000.0  # enough for 100 positions per second in a twentieth of the time
 
@@ -65,7 +69,7 @@ def links(rates: dict[str, float], **config: Any) -> tuple[Links, dict[str, Fake
     async def connection(server: ServerRecord) -> Any:
         return connections[server.peer_id]
 
-    return Links(ClientConfig(**config), connection), connections
+    return Links(ClientConfig(**config), connection, len(ALL)), connections
 
 
 def prepared(
@@ -73,7 +77,7 @@ def prepared(
 ) -> tuple[Links, dict[str, FakeConnection]]:
     async def story() -> tuple[Links, dict[str, FakeConnection]]:
         found, connections = links(rates, **config)
-        found.see(PROMPT)
+        found.see(BlockInput(PROMPT), ALL)
         before(found)
         await found.prepare([route])
         return found, connections
@@ -83,7 +87,7 @@ def prepared(
 
 def test_fast_links_stay_raw_and_no_error_is_measured() -> None:
     found, connections = prepared(chain(), {"a": 1e9, "b": 1e9})
-    assert found.codecs_of(chain()) == [pb.RAW] * 3 and not found.is_lossy(chain())
+    assert found.codecs_of(chain()) == [pb.RAW] * 3
     assert found.codec_of_pass(chain()) == pb.RAW
     assert found.errors == {} and connections["a"].codecs == []
 
@@ -92,7 +96,7 @@ def test_each_link_has_its_own_codec() -> None:
     """The first server's line is at a third of what raw takes, the servers' among themselves at half of it."""
     route = chain(network_tokens_per_s=1000.0)
     found, connections = prepared(route, {"a": RAW_BYTES_PER_S / 3, "b": 1e9})
-    assert found.codecs_of(route) == [pb.INT8_BLOCKS, pb.BFLOAT16_ELEMENTS, pb.RAW] and found.is_lossy(route)
+    assert found.codecs_of(route) == [pb.INT8_BLOCKS, pb.BFLOAT16_ELEMENTS, pb.RAW]
     assert found.codec_of_pass(route) == pb.INT8_BLOCKS
     assert sorted(connections["b"].codecs) == [pb.RAW, pb.INT8_BLOCKS, pb.INT4_BLOCKS]
 
@@ -103,7 +107,7 @@ def test_each_link_has_its_own_codec() -> None:
 def test_a_codec_beyond_the_bound_is_not_taken(bound: float, codec: pb.Codec) -> None:
     """The sample's error is what the codecs do to it on three links, one after the other."""
     route = chain()
-    found, _ = prepared(route, {"a": 10.0, "b": 10.0}, compression_error=bound)
+    found, _ = prepared(route, {"a": 1e4, "b": 1e4}, compression_error=bound)
     assert found.codec(None, route[0].server) == codec
     for name, wire in (("int8", pb.INT8_BLOCKS), ("int4", pb.INT4_BLOCKS)):
         hidden = sample = PROMPT[:1, :16]
@@ -117,19 +121,19 @@ def test_the_error_is_that_after_the_norm() -> None:
     def with_norm(found: Links) -> None:
         found.finish = lambda hidden: hidden * torch.nn.functional.one_hot(torch.tensor(5), WIDTH)
 
-    found, _ = prepared(chain(), {"a": 10.0, "b": 10.0}, with_norm)
-    plain, _ = prepared(chain(), {"a": 10.0, "b": 10.0})
+    found, _ = prepared(chain(), {"a": 1e4, "b": 1e4}, with_norm)
+    plain, _ = prepared(chain(), {"a": 1e4, "b": 1e4})
     assert found.errors["int4"] != pytest.approx(plain.errors["int4"], rel=1e-3)
 
 
 def test_an_older_server_is_sent_what_it_knows() -> None:
     route = chain(codecs=(), network_tokens_per_s=1.0)
     for config in ({}, {"compression": "int4"}):
-        found, connections = prepared(route, {"a": 10.0, "b": 10.0}, **config)
+        found, connections = prepared(route, {"a": 1e4, "b": 1e4}, **config)
         assert found.codecs_of(route) == [pb.INT8_BLOCKS] * 3 and found.codec_of_pass(route) == pb.INT8_BLOCKS
         assert pb.INT4_BLOCKS not in connections["a"].codecs
     newer = Hop(record("b", "4:8", network_tokens_per_s=1.0), Span(4, 8))
-    found, _ = prepared(route, {"a": 10.0, "b": 10.0}, compression="bf16")
+    found, _ = prepared(route, {"a": 1e4, "b": 1e4}, compression="bf16")
     assert found.codecs_of((route[0], newer)) == [pb.RAW, pb.RAW, pb.BFLOAT16_ELEMENTS]
 
 
@@ -144,33 +148,82 @@ def test_an_older_server_is_sent_what_it_knows() -> None:
     ],
 )
 def test_a_codec_that_is_forced_is_taken_whatever_its_error(name: str, codec: pb.Codec) -> None:
-    found, connections = prepared(chain(), {"a": 10.0, "b": 10.0}, compression=name)
+    found, connections = prepared(chain(), {"a": 1e4, "b": 1e4}, compression=name)
     assert found.codecs_of(chain()) == [codec] * 3 and found.codec_of_pass(chain()) == codec
     assert connections["a"].codecs == [] and found.errors == {}
 
 
 def test_on_this_machine_nothing_is_measured() -> None:
     route = chain(addresses=("127.0.0.1:5",), network_tokens_per_s=0.001)
-    found, connections = prepared(route, {"a": 10.0, "b": 10.0})
+    found, connections = prepared(route, {"a": 1e4, "b": 1e4})
     assert found.codecs_of(route) == [pb.RAW] * 3 and connections["a"].num_measured == 0
 
 
-def test_who_cannot_be_measured_is_taken_for_fast_and_not_asked_at_once_again() -> None:
+@pytest.mark.parametrize(("rate", "codec"), [(1e4, pb.INT4_BLOCKS), (1e9, pb.RAW), (0.0, pb.RAW)])
+def test_who_cannot_be_measured_is_as_slow_as_others_and_not_asked_at_once_again(rate: float, codec: pb.Codec) -> None:
+    """All links of a client are over its own line. If none can be measured, it is taken for fast."""
+
     async def story() -> None:
-        found, connections = links({"a": 0.0, "b": 10.0})
-        found.see(PROMPT)
+        found, connections = links({"a": 0.0, "b": rate})
+        found.see(BlockInput(PROMPT), ALL)
         for _ in range(3):
             await found.prepare([chain()])
-        assert found.codec(None, chain()[0].server) == pb.RAW
+        assert found.codec(None, chain()[0].server) == codec
         assert connections["a"].num_measured == connections["b"].num_measured == 1
 
     run(story())
 
 
+class Slow(FakeConnection):
+    """It takes a second to measure; never two at a time."""
+
+    under_way = 0
+
+    async def bytes_per_s(self) -> float:
+        assert not Slow.under_way
+        Slow.under_way += 1
+        try:
+            await asyncio.sleep(1.0)
+        finally:
+            Slow.under_way -= 1
+        return await super().bytes_per_s()
+
+
+def test_who_comes_while_a_rate_is_measured_waits_for_it_too() -> None:
+    async def story() -> None:
+        found, connections = links({"a": 1e4, "b": 1e4})
+        connections.update(a=Slow(1e4), b=Slow(1e4))
+        found.see(BlockInput(PROMPT), ALL)
+        first = asyncio.ensure_future(found.prepare([chain()]))
+        await asyncio.sleep(0.5)
+        await found.prepare([chain()])
+        assert found.codec(None, chain()[0].server) == found.codec(chain()[1].server, None) == pb.INT4_BLOCKS
+        await first
+        assert connections["a"].num_measured == connections["b"].num_measured == 1
+
+    run_virtually(story())
+
+
+def test_a_replacement_is_as_slow_as_others_until_it_is_measured() -> None:
+    async def story() -> None:
+        found, connections = links({"a": 1e4, "b": 1e4, "c": 1e9})
+        found.see(BlockInput(PROMPT), ALL)
+        await found.prepare([chain()])
+        replacement = record("c", "0:4")
+        found.measure([replacement])
+        assert found.codec(None, replacement) == found.codec(replacement, None) == pb.INT4_BLOCKS
+        await asyncio.sleep(1.0)
+        assert connections["c"].num_measured == 1
+        await found.prepare([chain()])
+        assert found.codec(None, replacement) == pb.RAW
+
+    run_virtually(story())
+
+
 def test_an_error_that_cannot_be_measured_is_not_measured_again_at_once() -> None:
     async def story() -> None:
-        found, connections = links({"a": 10.0, "b": 10.0})
-        found.see(PROMPT)
+        found, connections = links({"a": 1e4, "b": 1e4})
+        found.see(BlockInput(PROMPT), ALL)
         connections["b"].is_broken = True
         await asyncio.gather(*(found.prepare([chain()]) for _ in range(3)))
         await found.prepare([chain()])
@@ -181,27 +234,134 @@ def test_an_error_that_cannot_be_measured_is_not_measured_again_at_once() -> Non
 
 def test_before_a_prompt_has_come_all_is_raw() -> None:
     async def story() -> None:
-        found, connections = links({"a": 10.0, "b": 10.0})
+        found, connections = links({"a": 1e4, "b": 1e4})
         await asyncio.wait_for(found.prepare([chain()]), 5)
         assert found.codecs_of(chain()) == [pb.RAW] * 3 and connections["a"].num_measured == 0
 
     run(story())
 
 
-def test_the_longest_prompt_so_far_is_the_sample() -> None:
-    async def story() -> None:
-        found, connections = links({"a": 10.0, "b": 10.0})
-        for length in (1, 5, 3):
-            found.see(PROMPT[:, :length])
-        await found.prepare([chain()])
-        assert connections["a"].codecs
-        expected = PROMPT[:1, :5]
-        hidden = expected
-        for factor in (1, 3, 3):
-            hidden = WireTensor.of(factor * hidden, pb.INT8_BLOCKS).decode(hidden.shape, hidden.dtype)
-        assert found.errors["int8"] == pytest.approx(float((hidden / 9 - expected).norm() / expected.norm()), rel=1e-3)
+def error_of_int8(sample: torch.Tensor) -> float:
+    """Through the chain, which triples it twice."""
+    hidden = sample
+    for factor in (1, 3, 3):
+        hidden = WireTensor.of(factor * hidden, pb.INT8_BLOCKS).decode(hidden.shape, hidden.dtype)
+    return float((hidden / 9 - sample).norm() / sample.norm())
 
-    run(story())
+
+@pytest.mark.parametrize(("lengths", "expected"), [((1, 12, 9), 12), ((8,), 8), ((9, 40, 12), 16)])
+def test_the_longest_prompt_so_far_is_the_sample(lengths: tuple[int, ...], expected: int) -> None:
+    async def story() -> None:
+        found, _ = links({"a": 1e4, "b": 1e4})
+        found.see(BlockInput(PROMPT), ALL)  # of which nothing is kept: the width is another
+        for length in lengths:
+            found.see(BlockInput(PROMPT[:, :length, :-1]), ALL)
+        await found.prepare([chain()])
+        assert found.errors["int8"] == pytest.approx(error_of_int8(PROMPT[:1, :expected, :-1]), rel=1e-3)
+
+    run_virtually(story())
+
+
+def test_a_prompt_of_a_few_positions_is_no_sample() -> None:
+    """The first ones are unlike all others."""
+
+    async def story() -> None:
+        found, connections = links({"a": 1e4, "b": 1e4})
+        found.see(BlockInput(PROMPT[:, :7]), ALL)
+        await found.prepare([chain()])
+        assert found.errors == {} and connections["a"].codecs == []
+        assert found.codec(None, chain()[0].server) == pb.BFLOAT16_ELEMENTS
+        found.see(BlockInput(PROMPT), ALL)
+        await found.prepare([chain()])
+        assert found.codec(None, chain()[0].server) == pb.INT4_BLOCKS
+
+    run_virtually(story())
+
+
+@pytest.mark.parametrize("past", [0, 3])
+def test_padding_is_no_sample(past: int) -> None:
+    """Nor is a row that is padding for the most part."""
+    mask = torch.ones(2, past + 40, dtype=torch.long)
+    mask[0, : past + 33], mask[1, : past + 20], mask[:, :past] = 0, 0, 1
+    hidden = PROMPT.clone()
+    hidden[0, :33] = hidden[1, :20] = 0.0
+
+    async def story() -> None:
+        found, _ = links({"a": 1e4, "b": 1e4})
+        found.see(BlockInput(hidden, mask), ALL)
+        await found.prepare([chain()])
+        assert found.errors["int8"] == pytest.approx(error_of_int8(PROMPT[1:, 20:36]), rel=1e-3)
+
+    run_virtually(story())
+
+
+def test_a_part_of_the_blocks_says_nothing_of_the_model() -> None:
+    async def story() -> None:
+        found, connections = links({"a": 1e4, "b": 1e4})
+        found.see(BlockInput(PROMPT), Span(4, 8))
+        await found.prepare([chain()])
+        found.see(BlockInput(PROMPT), ALL)
+        await found.prepare([chain()[:1]])
+        assert found.errors == {} and connections["a"].codecs == []
+        await found.prepare([chain()])
+        assert found.errors.keys() == {"int8", "int4"}
+
+    run_virtually(story())
+
+
+class SlowLine(FakeConnection):
+    """Over a line that all servers share, each direction for itself; ``broken``: a codec in which nothing comes."""
+
+    def __init__(self, bytes_per_s: float, line: tuple[asyncio.Lock, asyncio.Lock], broken: pb.Codec | None) -> None:
+        super().__init__(bytes_per_s)
+        self.line, self.broken = line, broken
+
+    async def forward(self, span: Span, hidden: WireTensor, *_: Any, codec: pb.Codec) -> tuple[WireTensor, bool]:
+        if codec == self.broken:
+            raise PeerUnavailable("gone")
+        await self._carry(self.line[0], hidden)
+        output, kept = await super().forward(span, hidden, codec=codec)
+        await self._carry(self.line[1], output)
+        return output, kept
+
+    async def _carry(self, way: asyncio.Lock, hidden: WireTensor) -> None:
+        for _ in range(0, hidden.header.size_bytes, 32768):
+            async with way:
+                await asyncio.sleep(32768 / self.rate)
+
+
+def errors_over(mbit: float, width: int, num_hops: int, broken: pb.Codec | None = None) -> tuple[Links, float]:
+    """What is known of a model after its first prompt, and for how many seconds that waited."""
+
+    async def story() -> tuple[Links, float]:
+        names = "abcdefgh"[:num_hops]
+        found, connections = links(dict.fromkeys(names, 1.0), compression_error=0.5)
+        line = asyncio.Lock(), asyncio.Lock()
+        connections.update({name: SlowLine(mbit * 125e3, line, broken) for name in names})
+        per_hop = len(ALL) // num_hops
+        records = [record(name, f"{per_hop * n}:{per_hop * (n + 1)}") for n, name in enumerate(names)]
+        found.see(BlockInput(torch.randn(1, 16, width)), ALL)
+        await found.prepare([tuple(Hop(server, server.span) for server in records)])
+        return found, asyncio.get_running_loop().time()
+
+    return run_virtually(story())
+
+
+@pytest.mark.parametrize(
+    ("mbit", "width", "num_hops"),
+    [(1, 4096, 2), (1, 4096, 4), (1, 8192, 2), (2, 8192, 4), (10, 8192, 4), (0.5, 8192, 8)],
+)
+def test_errors_are_measured_over_slow_lines_too(mbit: float, width: int, num_hops: int) -> None:
+    """With fewer positions, so that the prompt need not wait for long."""
+    found, seconds = errors_over(mbit, width, num_hops)
+    assert found.errors.keys() == {"int8", "int4"}
+    assert seconds < 12 or mbit < 1
+
+
+def test_what_could_be_measured_is_kept() -> None:
+    found, _ = errors_over(10, 1024, 2, broken=pb.INT8_BLOCKS)
+    assert found.errors.keys() == {"int4"}
+    assert errors_over(10, 1024, 2, broken=pb.RAW)[0].errors == {}
 
 
 def test_links_that_take_a_while_are_counted() -> None:
@@ -221,11 +381,11 @@ def test_a_rate_is_measured_anew_while_nobody_waits(monkeypatch: pytest.MonkeyPa
     async def story() -> None:
         time_s = 1000.0
         monkeypatch.setattr(module, "now_s", lambda: time_s)
-        found, connections = links({"a": 10.0, "b": 1e9})
-        found.see(PROMPT)
+        found, connections = links({"a": 1e4, "b": 1e9})
+        found.see(BlockInput(PROMPT), ALL)
         await found.prepare([chain()])
         assert connections["b"].num_measured == 1 and found.codec(chain()[1].server, None) == pb.RAW
-        connections["b"].rate = 10.0
+        connections["b"].rate = 1e4
         time_s += 200.0
         await found.prepare([chain()])
         assert connections["b"].num_measured == 1
@@ -237,3 +397,27 @@ def test_a_rate_is_measured_anew_while_nobody_waits(monkeypatch: pytest.MonkeyPa
         assert found.codec(chain()[1].server, None) == pb.INT4_BLOCKS
 
     run(story())
+
+
+def test_one_rate_is_measured_at_a_time() -> None:
+    """They may share the client's own line."""
+
+    async def story() -> None:
+        found, connections = links({"a": 1e4, "b": 1e4})
+        connections.update(a=Slow(1e4), b=Slow(1e4))
+        found.see(BlockInput(PROMPT), ALL)
+        await found.prepare([chain()])
+        assert connections["a"].num_measured == connections["b"].num_measured == 1
+
+    run_virtually(story())
+
+
+def test_what_is_known_of_a_line() -> None:
+    a, b = (hop.server for hop in chain())
+    found, _ = prepared(chain(), {"a": 1e6, "b": 1e7})
+    assert (found.bytes_per_s(None, a), found.bytes_per_s(b, None)) == (1e6, 1e7)
+    assert found.bytes_per_s(a, b) is None
+    told = record("b", "4:8", network_tokens_per_s=100.0)
+    assert found.bytes_per_s(a, told) == 100 * WIDTH * 4
+    here = record("c", "0:4", addresses=("127.0.0.1:5",))
+    assert found.bytes_per_s(None, here) == found.bytes_per_s(here, here) == math.inf

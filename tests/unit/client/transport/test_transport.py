@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import grpc
 import pytest
 import torch
 
-from swarm_client.core.config import Timeouts
+from swarm_client.core.config import ClientConfig, Timeouts
 from swarm_client.routing.routing import Hop
 from swarm_client.transport.grpc_calls import Stream
 from swarm_client.transport.hops import Answer, HopSession, Inbox, Trouble
+from swarm_client.transport.transport import ServerConnection
 from swarm_client.transport.wire_tensor import WireTensor
 from swarm_protocol.errors import BadReply, PeerBusy, PeerError, PeerUnavailable, RequestRejected
 from swarm_protocol.pb import swarm_pb2 as pb
 from swarm_protocol.span import Span
+from tests.unit.simulation import Answering
 from tests.unit.support import run, server_record, until
 from tests.unit.virtual_time import run_virtually
 
@@ -366,3 +369,49 @@ def test_closing_says_goodbye_after_what_is_still_being_sent() -> None:
         return [request.WhichOneof("kind") for request in call.written]
 
     assert run(close()) == ["step", "more", "more", "close"]
+
+
+class Line:
+    """A channel to a server whose echoes take so long; each time the next, and the last again and again."""
+
+    def __init__(self, rtts_s: Sequence[float], payloads_s: Sequence[float]) -> None:
+        self._rtts_s, self._payloads_s = list(rtts_s), list(payloads_s)
+        self.num_echoes = 0
+
+    def unary_unary(self, _path: str, **_options: Any) -> Callable[..., Answering]:
+        async def echo(request: pb.EchoRequest) -> pb.EchoReply:
+            self.num_echoes += 1
+            times_s = self._payloads_s if request.payload or request.reply_bytes else self._rtts_s
+            await asyncio.sleep(times_s.pop(0) if len(times_s) > 1 else times_s[0])
+            return pb.EchoReply()
+
+        return lambda request, timeout: Answering(echo(request))
+
+    stream_stream = stream_unary = unary_unary
+
+
+def rate_of(line: Line) -> float:
+    async def story() -> float:
+        return await ServerConnection(server_record(), line, ClientConfig()).bytes_per_s()  # type: ignore[arg-type]
+
+    return run_virtually(story())
+
+
+@pytest.mark.parametrize(
+    ("rtts_s", "payloads_s", "send_s"),
+    [
+        ([0.06, 0.01, 0.01], [0.06], 0.05),  # what else was under way held up the first
+        ([0.06, 0.06, 0.06, 0.01], [0.06], 0.05),  # ... or all at first
+        ([0.1], [0.6, 0.3], 0.2),  # TCP's window was small
+        ([0.01], [0.2, 0.2, 0.2, 0.06, 0.06], 0.05),
+        ([0.01], [0.01], 1e-5),
+    ],
+)
+def test_the_rate_of_a_line(rtts_s: list[float], payloads_s: list[float], send_s: float) -> None:
+    assert 64 * 1024 / rate_of(Line(rtts_s, payloads_s)) == pytest.approx(send_s)
+
+
+def test_a_far_line_is_measured_in_few_round_trips() -> None:
+    line = Line([0.2], [0.3])
+    rate_of(line)
+    assert line.num_echoes == 6

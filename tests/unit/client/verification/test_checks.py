@@ -68,7 +68,7 @@ class Servers:
         self.records = [server_record(name, span) for name, span in zip(names, blocks, strict=False)]
         self.lying, self.gone = lying or {}, gone
         self.asked: list[str] = []
-        self.links = Links(self.config, self.server)
+        self.links = Links(self.config, self.server, 8)
 
     async def usable_servers(self) -> list[ServerRecord]:
         return self.records
@@ -84,12 +84,13 @@ class Servers:
         """Of a session through these servers; ``by`` lies in it."""
         hops = tuple(self.hop(name) for name in names)
         hidden = torch.randn(1, TOKENS, HIDDEN, generator=torch.Generator().manual_seed(1))
-        to_first, *codecs = self.links.codecs_of(hops)
+        to_first, *after_hops = codecs = self.links.codecs_of(hops)
         outputs = rounded(hidden, to_first)
-        for hop, codec in zip(hops, codecs, strict=True):
+        for hop, codec in zip(hops, after_hops, strict=True):
             outputs = true(hop.span, outputs)
             outputs = rounded(lying(outputs) if hop.server.peer_id == by else outputs, codec)
-        return Sample(hops, BlockInput(hidden), outputs[0, -8:], NOTHING, is_first_chain)
+        is_rounded = any(codec != pb.RAW for codec in codecs)
+        return Sample(hops, codecs, BlockInput(hidden), outputs[0, -8:], NOTHING, is_first_chain, is_rounded)
 
     def verdict(self, sample: Sample) -> Verdict:
         return run(Check(self, sample, False, random.Random(0)).run())  # type: ignore[arg-type]
@@ -126,10 +127,30 @@ def test_what_links_round_is_no_lie(compression: str, lie: Lying) -> None:
     """Those who compute again are sent what the session's servers were sent, and their answers are rounded alike."""
     servers = Servers(*THREE_OF_EACH, lying={"a": lie} | dict.fromkeys("cdef", otherwise_rounded))
     servers.records = [replace(record, codecs=ANNOUNCED) for record in servers.records]
-    servers.links = Links(ClientConfig(compression=compression), servers.server)
+    servers.links = Links(ClientConfig(compression=compression), servers.server, 8)
     verdict = servers.verdict(servers.sample("a", "b", lying=lie, by="a"))
     assert verdict.distrusted == ({"a"} if lie is zeros else set())
     assert verdict.passed == (set() if lie is zeros else {"a", "b"})
+
+
+@pytest.mark.parametrize("names", ["a", "ab"])
+@pytest.mark.parametrize(("old", "new"), [("int4", "raw"), ("int8", "raw"), ("raw", "int4")])
+def test_links_that_are_measured_again_make_no_liars(names: str, old: str, new: str) -> None:
+    """A session goes on with the codecs that it was opened with, and is checked with them."""
+    servers = Servers(*(THREE_OF_EACH if len(names) > 1 else ("0:8",) * 3))
+    servers.records = [replace(record, codecs=ANNOUNCED) for record in servers.records]
+    servers.links = Links(ClientConfig(compression=old), servers.server, 8)
+    sample = servers.sample(*names)
+    servers.links = Links(ClientConfig(compression=new), servers.server, 8)
+    assert servers.verdict(sample) == Verdict(frozenset(names))
+
+
+def test_what_was_rounded_before_is_no_lie() -> None:
+    """A hop was replaced, and its links round no longer: keys and values of what came before are the rounded ones."""
+    servers = Servers("0:8", "0:8")
+    sample = servers.sample("a", lying=lambda hidden: rounded(hidden, pb.INT4_BLOCKS), by="a", is_first_chain=False)
+    assert servers.verdict(replace(sample, is_rounded=True)).passed == {"a"}
+    assert not servers.verdict(sample).passed
 
 
 @pytest.mark.parametrize("liar", "ab")
@@ -210,7 +231,7 @@ def test_a_row_is_compared_where_it_is_no_padding() -> None:
     mask = torch.ones(1, TOKENS, dtype=torch.long)
     mask[0, :6] = 0
     sample.outputs[:2] = 0.0  # positions 4 and 5
-    masked = Sample(sample.hops, BlockInput(sample.inputs.hidden, mask), sample.outputs, NOTHING, True)
+    masked = replace(sample, inputs=BlockInput(sample.inputs.hidden, mask))
     assert servers.verdict(masked).passed == {"a"}
     assert servers.verdict(sample).lies
 

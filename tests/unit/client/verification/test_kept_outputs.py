@@ -1,9 +1,19 @@
 """Outputs that are kept until they may be checked are those of the rows and positions that a session still has."""
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 
-from swarm_client.verification.session_checks import _changed
+from swarm_client.adapters.snapshots import NOTHING
+from swarm_client.core.config import ClientConfig
+from swarm_client.routing.routing import Hop
+from swarm_client.verification.checks import Sample
+from swarm_client.verification.session_checks import SessionChecks, _changed
+from swarm_protocol.pb import swarm_pb2 as pb
+from swarm_protocol.wire.block_input import BlockInput
+from tests.unit.support import run, server_record
 
 
 @pytest.mark.parametrize("num_cropped", [0, 1, 3, 5, 9])
@@ -24,3 +34,54 @@ def test_they_follow_crops_and_reorders(num_cropped, reordered):
 
 def test_nothing_kept_stays_nothing():
     assert _changed([], 2, [0, 0]) == []
+
+
+class Checker:
+    """Checks nothing, and keeps what it is to check."""
+
+    share = 1.0
+
+    def __init__(self) -> None:
+        self.samples: list[Sample] = []
+
+    def start(self) -> None: ...
+
+    def has_new(self, _hops: object) -> bool:
+        return True
+
+    def row(self, _batch_size: int) -> int:
+        return 0
+
+    async def check(self, sample: Sample, *_: Any, **_options: Any) -> None:
+        self.samples.append(sample)
+
+
+class Swarm:
+    config = ClientConfig()
+
+
+def test_a_session_that_was_rounded_once_stays_so_until_it_begins_again():
+    """Its servers have keys and values of what was rounded."""
+    raw, rounding = (pb.RAW,) * 3, (pb.INT8_BLOCKS, pb.RAW, pb.RAW)
+    checker, reporter = Checker(), SimpleNamespace(num_repairs=0)
+    hops = tuple(Hop(record, record.span) for record in (server_record("a", "0:4"), server_record("b", "4:8")))
+
+    async def story() -> None:
+        checks = SessionChecks(Swarm(), reporter)
+        checks._checker = checker
+
+        async def step(codecs: tuple[int, ...], length: int) -> None:
+            inputs = BlockInput(torch.randn(1, length, 4))
+            await checks.accept(hops, codecs, lambda _row: inputs, inputs.hidden[:, -8:], 8, length, NOTHING, None)
+
+        await step(raw, 8)
+        await step(rounding, 16)
+        reporter.num_repairs += 1  # from where on all is raw; nothing of that step is checked
+        await step(raw, 24)
+        await step(raw, 32)
+        checks.begin_again()
+        await step(raw, 40)
+
+    run(story())
+    assert [sample.codecs for sample in checker.samples] == [raw, rounding, raw, raw]
+    assert [sample.is_rounded for sample in checker.samples] == [False, True, True, False]

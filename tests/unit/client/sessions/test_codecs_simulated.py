@@ -1,0 +1,135 @@
+"""In which codecs a session's hidden states travel, whatever becomes of its servers and of what is known of links."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import torch
+
+from swarm_client.core.config import ClientConfig
+from swarm_client.sessions.session import RemoteSession
+from swarm_client.swarm.links import Links
+from swarm_client.transport.transport import ServerConnection
+from swarm_protocol.codecs.sizes import ANNOUNCED
+from swarm_protocol.dht.records import ServerRecord
+from swarm_protocol.pb import swarm_pb2 as pb
+from swarm_protocol.wire.block_input import BlockInput
+from tests.unit.client.sessions.test_stalls_simulated import Beside, claim
+from tests.unit.client.sessions.test_survival_simulated import quiet
+from tests.unit.simulation import NUM_BLOCKS, Context
+from tests.unit.support import until
+
+
+class Listening:
+    """A service that notes in which codec hidden states come from clients."""
+
+    def __init__(self, honest: Any) -> None:
+        self._honest = honest
+        self.codecs: list[pb.Codec] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._honest, name)
+
+    async def Session(self, requests: AsyncIterator[Any], context: Context) -> None:
+        async def noted() -> AsyncIterator[Any]:
+            async for request in requests:
+                if request.HasField("step"):
+                    self.codecs.append(request.step.hidden.codec)
+                yield request
+
+        await self._honest.Session(noted(), context)
+
+
+class Compressed(Beside):
+    """Servers ``honest0`` and on, which know all codecs."""
+
+    async def compressed(self, *spans: str, **options: Any) -> RemoteSession:
+        await self.beside(*spans, **options)
+        self.listening = {name: self.listen(name, ANNOUNCED) for name in self.net.servers}
+        return self.new_session()
+
+    def listen(self, name: str, codecs: tuple[str, ...]) -> Listening:
+        server = self.net.servers[name]
+        claim(server, codecs=codecs)
+        server.service = listening = Listening(server.service)
+        return listening
+
+
+async def step(session: RemoteSession, num_positions: int) -> None:
+    positions = torch.arange(session.length, session.length + num_positions)[None]
+    await session.step_on_loop(BlockInput(torch.ones(1, num_positions, 1), None, positions), 1)
+
+
+def test_a_session_keeps_its_codecs() -> None:
+    async def story(swarm: Compressed) -> None:
+        session = await swarm.compressed("0:3", "3:6", compression="int4")
+        await step(session, 3)
+        before = session._lanes[0].chain.codecs
+        assert before == (pb.INT4_BLOCKS,) * 3
+        swarm.swarm.links = Links(
+            ClientConfig(compression="raw"), swarm.swarm.server, NUM_BLOCKS
+        )  # what was measured is forgotten
+        await step(session, 1)
+        assert session._lanes[0].chain.codecs == before
+        (codecs,) = (each.codecs for name, each in swarm.listening.items() if name == swarm.hops(session)[0])
+        assert set(codecs) == {pb.INT4_BLOCKS}
+
+    quiet(story, kind=Compressed)
+
+
+def test_hops_in_the_place_of_others_have_the_codecs_of_their_own_links() -> None:
+    async def story(swarm: Compressed) -> None:
+        session = await swarm.compressed("0:3", "3:6", "0:3", "3:6", compression="int4")
+        await step(session, 3)
+        swarm.swarm.links = Links(ClientConfig(compression="int8"), swarm.swarm.server, NUM_BLOCKS)
+        swarm.net.kill(swarm.hops(session)[1])
+        await step(session, 1)
+        assert session._lanes[0].chain.codecs == (pb.INT4_BLOCKS, pb.INT8_BLOCKS, pb.INT8_BLOCKS)
+        swarm.net.kill(swarm.hops(session)[0])
+        await step(session, 1)
+        assert session._lanes[0].chain.codecs == (pb.INT8_BLOCKS,) * 3
+
+    quiet(story, kind=Compressed)
+
+
+def test_links_to_servers_in_the_place_of_others_are_measured() -> None:
+    async def story(swarm: Compressed) -> None:
+        session = await swarm.compressed("0:3", "3:6", "0:3", "3:6")
+        measured: set[str] = set()
+
+        async def connection(server: ServerRecord) -> ServerConnection:
+            measured.add(server.peer_id)
+            return await swarm.swarm.server(server)
+
+        swarm.swarm.links = Links(ClientConfig(), connection, NUM_BLOCKS)
+        await step(session, 3)
+        for index in (1, 0):
+            swarm.net.kill(swarm.hops(session)[index])
+            await step(session, 1)
+        await asyncio.sleep(1.0)
+        assert measured == set(swarm.listening)
+
+    quiet(story, kind=Compressed)
+
+
+def test_an_older_server_in_the_place_of_the_first_is_sent_what_it_knows() -> None:
+    """A call's steps were encoded for the one that has died."""
+
+    async def story(swarm: Compressed) -> None:
+        session = await swarm.compressed("0:3", "3:6", "0:3", compression="int4")
+        await step(session, 3)
+        first = swarm.hops(session)[0]
+        (spare,) = swarm.listening.keys() - swarm.hops(session)
+        older = swarm.listen(spare, ())
+        await swarm.swarm.view(0.0)
+        num_before = len(swarm.listening[first].codecs)
+        call = asyncio.ensure_future(step(session, 20))
+        await until(lambda: len(swarm.listening[first].codecs) > num_before)
+        swarm.net.kill(first)
+        await call
+        assert swarm.hops(session)[0] == spare
+        assert older.codecs[0] == pb.INT8_BLOCKS and set(older.codecs[1:]) == {pb.RAW}  # the history, and the call
+
+    quiet(story, kind=Compressed)
