@@ -18,7 +18,7 @@ from swarm_client.speculation.draft import Guesses, Ranking
 from swarm_client.speculation.head_input import HeadInput
 from swarm_client.speculation.policy import MOST_POSITIONS
 from swarm_client.speculation.speculation import Guessing, Speculation
-from swarm_protocol.errors import PeerBusy
+from swarm_protocol.errors import PeerBusy, SwarmError
 
 MOST_SHARING = 2  # sessions of a server, or none has guesses verified
 _FOLLOWS = {"attention_mask", "position_ids", "cache_position", "logits_to_keep", "use_cache"}  # from the text
@@ -166,16 +166,19 @@ class SpeculativeGeneration:
                 self._guessing.end()
 
     def _pass(self, guesses: Guesses, model_kwargs: dict[str, Any]) -> tuple[Any, Guesses]:
-        """Through the servers; without guesses for other rows if there is no room for those."""
+        """Through the servers; without guesses for other rows if there is no room for those, or a server fails."""
         rows = max(1, guesses.num_rows)
         if rows > 1 or self._session.batch_size != 1:
             self._session.reorder(torch.full((rows,), self._row))
-        try:
+        if rows == 1:
             return self._forward(guesses, model_kwargs), guesses
-        except PeerBusy:
-            if rows == 1:
-                raise
-        self._most_rows, self._row = 1, 0
+        try:
+            with self._session.without_recovery():
+                return self._forward(guesses, model_kwargs), guesses
+        except SwarmError as error:
+            if isinstance(error, PeerBusy):
+                self._most_rows = 1
+        self._row = 0
         self._session.reorder(torch.tensor([0]))
         guesses = self._guessing.only_first_row()
         return self._forward(guesses, model_kwargs), guesses
