@@ -217,6 +217,7 @@ class GenerationLoop:
         going_on = [self._told(row, token) for row, token in zip(rows, tokens, strict=True)]
         for row, state, goes_on in zip(rows, states, going_on, strict=True):
             if goes_on:
+                row.past.settle(0, 0)
                 row.confirm([row.last], state)
         return [*verified, *(row for row, goes_on in zip(rows, going_on, strict=True) if goes_on)]
 
@@ -238,7 +239,7 @@ class GenerationLoop:
             return False
         state = self._head_input.of_row(0)
         found = verify(row.guesses, logits, choose_one)
-        row.session.crop(row.guesses.length - found.num_right)  # before anybody else has the session again
+        row.past.settle(row.guesses.length, found.num_right)  # before anybody else has the session again
         if ending is not None:
             self._finish(row, ending)
             return False

@@ -93,6 +93,11 @@ class Chain:
         """Whether no answer has come since a server failed."""
         return self._replacer.is_recovering
 
+    @property
+    def records_past(self) -> bool:
+        """Whether sliding windows keep what later crops need."""
+        return self._terms.records_past
+
     def record_past(self) -> None:
         """Sliding windows of the hops that will be opened keep what later crops need."""
         self._terms.records_past = True

@@ -301,6 +301,11 @@ class RemoteSession:
         finally:
             self._may_recover = True
 
+    @property
+    def records_past(self) -> bool:
+        """Whether sliding windows keep what came after the last ``crop``."""
+        return self._lanes[0].chain.records_past
+
     def record_past(self) -> None:
         """Lets sliding-window blocks keep what a later ``crop`` needs."""
         for lane in self._lanes:

@@ -16,6 +16,7 @@ from swarm_client.sessions.session import RemoteSession
 from swarm_client.speculation.choosing import GreedyRanking, SampledRanking, Verified, verify
 from swarm_client.speculation.draft import Guesses, Ranking
 from swarm_client.speculation.head_input import HeadInput
+from swarm_client.speculation.past import Past
 from swarm_client.speculation.policy import MOST_POSITIONS
 from swarm_client.speculation.speculation import Guessing, Speculation
 from swarm_protocol.errors import PeerBusy, SwarmError
@@ -121,6 +122,7 @@ class SpeculativeGeneration:
 
     def __init__(self, model: Any, text: Text, session: RemoteSession, guessing: Guessing) -> None:
         self._model, self._text, self._session, self._guessing = model, text, session, guessing
+        self._past = Past(session)
         self._most_rows = MOST_POSITIONS
         self._row = 0  # of the session, which the text goes on from
 
@@ -148,7 +150,7 @@ class SpeculativeGeneration:
             can_join = is_plain and text.ends() is not None and company.computes_for(self._model, config)
             model_kwargs = self._model._update_model_kwargs_for_generation(outputs, model_kwargs)
             self._guessing.begin(int(text.ids[0, -1]), head_input.of_row(0))
-            self._session.record_past()
+            self._past.settle(0, 0)
             try:
                 while not text.is_over and (company.is_alone() or not can_join):
                     most = text.criteria.max_length - text.ids.shape[1] - 1 if text.criteria.max_length else 0
@@ -168,6 +170,8 @@ class SpeculativeGeneration:
     def _pass(self, guesses: Guesses, model_kwargs: dict[str, Any]) -> tuple[Any, Guesses]:
         """Through the servers; without guesses for other rows if there is no room for those, or a server fails."""
         rows = max(1, guesses.num_rows)
+        if guesses.length:
+            self._past.keep()
         if rows > 1 or self._session.batch_size != 1:
             self._session.reorder(torch.full((rows,), self._row))
         if rows == 1:
@@ -211,8 +215,7 @@ class SpeculativeGeneration:
 
     def _settle(self, found: Verified, guesses: Guesses, *, is_last: bool) -> None:
         self._row = found.row
-        if guesses.length:
-            self._session.crop(guesses.length - found.num_right)  # by 0 too: sliding windows forget what is settled
+        self._past.settle(guesses.length, found.num_right)
         if is_last and guesses.num_rows > 1:
             self._session.reorder(torch.tensor([found.row]))  # as it would be without guesses
 
