@@ -132,8 +132,6 @@ class SpeculativeGeneration:
         ends = None if self._text.is_over else self._text.ends()
         if ends is None:
             return self._text.ids
-        if self._session.batch_size != 1:
-            self._session.reorder(torch.tensor([self._row]))
         return company.take_over(self._model, self._text, ends, self._session, self._guessing)
 
     def _run_alone(self, config: GenerationConfig, model_kwargs: dict[str, Any], company: Company) -> None:
@@ -164,8 +162,10 @@ class SpeculativeGeneration:
                     model_kwargs = self._model._update_model_kwargs_for_generation(
                         outputs, model_kwargs, num_new_tokens=len(found.token_ids)
                     )
-            finally:
+            finally:  # as it would be without guesses, also if something was raised
                 self._guessing.end()
+                if self._session.batch_size not in (None, 1):
+                    self._session.reorder(torch.tensor([self._row]))
 
     def _pass(self, guesses: Guesses, model_kwargs: dict[str, Any]) -> tuple[Any, Guesses]:
         """Through the servers; without guesses for other rows if there is no room for those, or a server fails."""
@@ -174,6 +174,7 @@ class SpeculativeGeneration:
             self._past.keep()
         if rows > 1 or self._session.batch_size != 1:
             self._session.reorder(torch.full((rows,), self._row))
+            self._row = 0
         if rows == 1:
             return self._forward(guesses, model_kwargs), guesses
         try:
@@ -182,7 +183,6 @@ class SpeculativeGeneration:
         except SwarmError as error:
             if isinstance(error, PeerBusy):
                 self._most_rows = 1
-        self._row = 0
         self._session.reorder(torch.tensor([0]))
         guesses = self._guessing.only_first_row()
         return self._forward(guesses, model_kwargs), guesses
@@ -196,7 +196,12 @@ class SpeculativeGeneration:
         inputs = self._model.prepare_inputs_for_generation(ids, next_sequence_length=guesses.length + 1, **kwargs)
         if "logits_to_keep" in inputs:
             inputs["logits_to_keep"] = guesses.length + 1
-        return self._model(**inputs, return_dict=True)
+        length = self._session.length
+        try:
+            return self._model(**inputs, return_dict=True)
+        except BaseException:
+            self._session.crop(max(0, self._session.length - length - 1))  # guesses that nobody has looked at
+            raise
 
     def _verified(self, guesses: Guesses, logits: torch.Tensor) -> Verified:
         """The session keeps what was right, also if a streamer or a processor raises something in the middle."""
@@ -208,16 +213,14 @@ class SpeculativeGeneration:
             chosen = text.ids[0, length:].tolist()
             told = torch.tensor(chosen[:-1], dtype=guesses.token_ids.dtype)
             rows = (guesses.token_ids[:, : len(told)] == told).all(1).nonzero().flatten().tolist()
-            self._settle(Verified(chosen or [-1], rows[0] if rows else 0), guesses, is_last=True)
+            self._settle(Verified(chosen or [-1], rows[0] if rows else 0), guesses)
             raise
-        self._settle(found, guesses, is_last=text.is_over)
+        self._settle(found, guesses)
         return found
 
-    def _settle(self, found: Verified, guesses: Guesses, *, is_last: bool) -> None:
+    def _settle(self, found: Verified, guesses: Guesses) -> None:
         self._row = found.row
         self._past.settle(guesses.length, found.num_right)
-        if is_last and guesses.num_rows > 1:
-            self._session.reorder(torch.tensor([found.row]))  # as it would be without guesses
 
 
 def speculative_sample(

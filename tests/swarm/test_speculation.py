@@ -147,6 +147,29 @@ def test_rows_that_are_given_up_are_verified_in_one(pair, prompt, monkeypatch, e
     assert (sum(rows > 1 for rows, _ in asked) > 1) == are_tried_again
 
 
+@pytest.mark.parametrize("rows", [1, 4])
+def test_a_pass_that_fails_here_leaves_what_is_right_in_the_cache(pair, prompt, rows):
+    plain, _ = written(pair, prompt, None, do_sample=False)
+    pair.remote.speculation = Always(KnowingDraft([plain], 0.7), rows, 3)
+    cache, passes = pair.remote.new_cache(), iter(range(4))
+
+    def fail(_head, _args) -> None:
+        if next(passes, None) is None:
+            raise KeyboardInterrupt
+
+    def generate(ids: torch.Tensor) -> list[int]:
+        options = {"max_length": len(plain), "past_key_values": cache, "do_sample": False}
+        return pair.remote.generate(ids, attention_mask=torch.ones_like(ids), **options)[0].tolist()
+
+    hook = pair.remote.get_output_embeddings().register_forward_pre_hook(fail)
+    with pytest.raises(KeyboardInterrupt):
+        generate(prompt)
+    hook.remove()
+    assert cache.session.batch_size == 1
+    assert generate(torch.tensor([plain[: cache.get_seq_length() + 1]])) == plain
+    cache.session.close()
+
+
 def test_draft_of_other_vocabulary_or_name_is_refused(pair, tmp_path):
     checkpoint = Checkpoint.open(pair.servers.model)
     save_checkpoint("llama", tmp_path, vocab_size=VOCAB + 8)
