@@ -23,6 +23,7 @@ from swarm_protocol.errors import PeerBusy, SwarmError
 
 MOST_SHARING = 2  # sessions of a server, or none has guesses verified
 _FOLLOWS = {"attention_mask", "position_ids", "cache_position", "logits_to_keep", "use_cache"}  # from the text
+_BY_POSITION = {"attention_mask", "position_ids", "token_type_ids"}  # [1, positions]: known for further tokens as well
 _IN_OUTPUT = ("output_scores", "output_logits", "output_attentions", "output_hidden_states")
 
 
@@ -37,11 +38,12 @@ def may_speculate(
     """Whether this generation is of one row of tokens without padding, and only its tokens are asked for."""
     mask = model_kwargs.get("attention_mask")
     is_plain = mask is None or (mask.shape == input_ids.shape and bool(mask.all()))
+    others = (value for name, value in model_kwargs.items() if name not in _FOLLOWS | _BY_POSITION)
     return (
         len(input_ids) == 1
         and is_plain
         and bool(model_kwargs.get("use_cache"))
-        and model_kwargs.get("inputs_embeds") is None
+        and not any(isinstance(value, torch.Tensor) for value in others)
         and config.prefill_chunk_size is None
         and not synced_gpus
         and not config.is_assistant
@@ -191,7 +193,7 @@ class SpeculativeGeneration:
         ids, kwargs = self._text.ids, dict(model_kwargs)
         if guesses.length:
             ids = torch.cat([ids.expand(guesses.num_rows, -1), guesses.token_ids.to(ids.device)], 1)
-            for name in ("attention_mask", "position_ids"):
+            for name in _BY_POSITION:
                 kwargs[name] = _longer(kwargs.get(name), ids.shape[1], guesses.num_rows, counts=name == "position_ids")
         inputs = self._model.prepare_inputs_for_generation(ids, next_sequence_length=guesses.length + 1, **kwargs)
         if "logits_to_keep" in inputs:
@@ -253,10 +255,10 @@ def speculative_sample(
 
 
 def _longer(values: torch.Tensor | None, length: int, num_rows: int, *, counts: bool) -> torch.Tensor | None:
-    """A mask or position ids, [1, positions], of as many rows and positions."""
+    """What is known of each position, [1, positions], of as many rows and positions: the last value again, or more."""
     if values is None:
         return None
-    new = values.new_ones(1, length - values.shape[1])
+    new = values[:, -1:].expand(1, length - values.shape[1])
     if counts:
-        new = new.cumsum(-1) + values[:, -1:]
+        new = new + torch.arange(1, new.shape[1] + 1, device=values.device)
     return torch.cat([values, new], -1).expand(num_rows, -1)
