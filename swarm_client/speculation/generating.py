@@ -144,12 +144,13 @@ class SpeculativeGeneration:
                 model_kwargs["logits_to_keep"] = num_hidden
             is_plain = _says_nothing_else(model_kwargs, self._model._family.cache_argument)
             outputs = self._model._prefill(text.ids, config, model_kwargs, is_first_iteration=True)
+            hidden = head_input.of_row(0)  # before processors, which may call the model
             text.choose(outputs.logits[0, -1])
             if text.is_over:
                 return
             can_join = is_plain and text.ends() is not None and company.computes_for(self._model, config)
             model_kwargs = self._model._update_model_kwargs_for_generation(outputs, model_kwargs)
-            self._guessing.begin(int(text.ids[0, -1]), head_input.of_row(0))
+            self._guessing.begin(int(text.ids[0, -1]), hidden)
             self._past.settle(0, 0)
             try:
                 while not text.is_over and (company.is_alone() or not can_join):
@@ -157,7 +158,7 @@ class SpeculativeGeneration:
                     alone = company.is_alone() and has_room(self._session)
                     guesses = self._guessing.next(most, most_rows=self._most_rows, is_alone=alone)
                     outputs, guesses = self._pass(guesses, model_kwargs)
-                    states = [head_input.of_row(row) for row in range(len(outputs.logits))]  # processors may call it
+                    states = [head_input.of_row(row) for row in range(len(outputs.logits))]  # as above
                     found = self._verified(guesses, outputs.logits)
                     hidden = states[found.row]
                     self._guessing.verified(found, None if hidden is None else hidden[: len(found.token_ids)])
