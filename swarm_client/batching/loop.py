@@ -83,10 +83,11 @@ class GenerationLoop:
     def submit(self, request: Request, listener: Listener) -> Row:
         """See ``Batcher``."""
         config = checked_config(self._model, request)
+        prompt, processors = torch.tensor([request.prompt]), LogitsProcessorList(request.processors)
         choice = Choice(
             list(request.prompt),
             self._model._get_logits_processor(
-                config, len(request.prompt), logits_processor=LogitsProcessorList(request.processors), device="cpu"
+                config, prompt.shape[1], encoder_input_ids=prompt, logits_processor=processors, device="cpu"
             ),
             generator_of(request) if config.do_sample else None,
             request.num_logprobs,
