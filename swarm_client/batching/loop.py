@@ -83,10 +83,11 @@ class GenerationLoop:
     def submit(self, request: Request, listener: Listener) -> Row:
         """See ``Batcher``."""
         config = checked_config(self._model, request)
+        prompt, processors = torch.tensor([request.prompt]), LogitsProcessorList(request.processors)
         choice = Choice(
             list(request.prompt),
             self._model._get_logits_processor(
-                config, len(request.prompt), logits_processor=LogitsProcessorList(request.processors), device="cpu"
+                config, prompt.shape[1], encoder_input_ids=prompt, logits_processor=processors, device="cpu"
             ),
             generator_of(request) if config.do_sample else None,
             request.num_logprobs,
@@ -217,6 +218,7 @@ class GenerationLoop:
         going_on = [self._told(row, token) for row, token in zip(rows, tokens, strict=True)]
         for row, state, goes_on in zip(rows, states, going_on, strict=True):
             if goes_on:
+                row.past.settle(0, 0)
                 row.confirm([row.last], state)
         return [*verified, *(row for row, goes_on in zip(rows, going_on, strict=True) if goes_on)]
 
@@ -238,7 +240,7 @@ class GenerationLoop:
             return False
         state = self._head_input.of_row(0)
         found = verify(row.guesses, logits, choose_one)
-        row.session.crop(row.guesses.length - found.num_right)  # before anybody else has the session again
+        row.past.settle(row.guesses.length, found.num_right)  # before anybody else has the session again
         if ending is not None:
             self._finish(row, ending)
             return False

@@ -13,6 +13,7 @@ from swarm_client.batching.sampler import Choice
 from swarm_client.sessions.session import RemoteSession
 from swarm_client.speculation.choosing import Verified
 from swarm_client.speculation.draft import Guesses
+from swarm_client.speculation.past import Past
 from swarm_client.speculation.speculation import Guessing
 
 
@@ -24,6 +25,7 @@ class Row:
         is_own: its session is closed when it ends.
         stepping: the step of its session that servers compute.
         group: the rows whose steps were sent together with it.
+        past: of its session, to be told when the step is over.
         stopped: set some time after it has ended, when nobody steps its session any more.
     """
 
@@ -56,7 +58,8 @@ class Row:
         self.cancel = cancel
         self.guesses = Guesses.none()  # that the step under way verifies
         self._guessing = guessing
-        self._is_timed, self._has_begun, self._records = False, has_begun, has_begun
+        self.past = Past(session)
+        self._is_timed, self._has_begun = False, has_begun
         self._sent = self.last  # the token that the step under way begins with
 
     def tell_servers(self) -> None:
@@ -87,9 +90,8 @@ class Row:
         if is_alone:
             most = self._max_new_tokens - self.num_new - 1
             self.guesses = self._guessing.next(most, most_rows=1)
-        if self.guesses.length and not self._records:
-            self.session.record_past()
-            self._records = True
+        if self.guesses.length:
+            self.past.keep()
 
     def confirm(self, token_ids: list[int], hidden: torch.Tensor | None) -> None:
         """These were written by the last step; hidden: [tokens, hidden_size] if the draft wants it."""

@@ -25,6 +25,7 @@ class Call:
         outputs: by the step's number; None if none are wanted.
         num_alarms: servers that are known to work and were taken for stalled.
         num_refusals: steps that servers have refused because of the server before.
+        may_recover: else it is given up where servers have no room, or fail and have no replica.
         watched: the blocks whose outputs are wanted besides; ``block_outputs``: those, by block and the step's number.
     """
 
@@ -38,6 +39,7 @@ class Call:
     num_alarms: int = 0
     num_refusals: int = 0
     watched: range = range(0)
+    may_recover: bool = True
     block_outputs: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)
 
     @property

@@ -11,7 +11,7 @@ from swarm_client.adapters.snapshots import Snapshot
 from swarm_client.core.background import now_s
 from swarm_client.core.events import Move, Reporter
 from swarm_client.failover.failover import decide
-from swarm_client.failover.messages import Event, Resume, Splice, StartOver
+from swarm_client.failover.messages import Event, Open, Resume, Splice, StartOver
 from swarm_client.failover.replay import Taken
 from swarm_client.routing.routing import Route
 from swarm_client.sessions.call import Call
@@ -22,7 +22,7 @@ from swarm_client.sessions.standby import StandbyReplicas
 from swarm_client.swarm.swarm import Swarm, closed_error
 from swarm_client.transport.hops import HopSession, Inbox
 from swarm_client.transport.steps import OutgoingStep, chunk_size, split
-from swarm_protocol.errors import SwarmError
+from swarm_protocol.errors import PeerBusy, SessionLost, SwarmError
 from swarm_protocol.pb import swarm_pb2 as pb
 from swarm_protocol.span import Span
 from swarm_protocol.wire.constants import FIRST_STEP
@@ -100,6 +100,11 @@ class Chain:
         """Whether no answer has come since a server failed."""
         return self._replacer.is_recovering
 
+    @property
+    def records_past(self) -> bool:
+        """Whether sliding windows keep what later crops need."""
+        return self._terms.records_past
+
     def record_past(self) -> None:
         """Sliding windows of the hops that will be opened keep what later crops need."""
         self._terms.records_past = True
@@ -129,13 +134,15 @@ class Chain:
             NoRoute, PeerBusy: no server has the blocks, or room for them, for ``wait_timeout_s``; PeerBusy also at once
                 if none can ever have so much room.
             RecoveryFailed: servers failed, and the time to replace them is over.
+            SwarmError: why a call that may not recover was given up. The servers are as they were if the first one of
+                them had no room.
         """
         async with self.busy:
             if self._swarm.closed:
                 raise closed_error()
             self._inbox.begin_call()
             self._listener.made_progress()
-            self._replacer.begin_call(may_wait)
+            self._replacer.begin_call(may_wait and call.may_recover)
             self._was_spliced = False
             try:
                 await self._run(call)
@@ -184,8 +191,10 @@ class Chain:
             if self.hops:
                 self._cut(call)
                 self._post(call.steps, is_alone=self._is_settled and len(call.steps) == 1)
-            else:
+            elif call.may_recover:
                 await self._open(call)
+            else:
+                raise SessionLost("the session's servers were let go")
             self._listener.progress_s = now_s()
             if await self._complete(call):
                 return
@@ -213,6 +222,9 @@ class Chain:
 
     async def _recover(self, call: Call, errors: Failures) -> bool:
         """Replaces failed hops, and any that fail meanwhile. False: the call must begin again."""
+        first_error = next(iter(errors.values()))
+        if not call.may_recover and isinstance(first_error, PeerBusy):
+            raise first_error
         self._replacer.begin_recovery(self._listener.progress_s)
         state = self._replacer.begin_failover(call, self._past)
         event: Event = self._replacer.failure(errors)
@@ -229,6 +241,8 @@ class Chain:
                             return True
                         case StartOver():
                             return False
+                        case Open() if not call.may_recover:
+                            raise first_error
                         case _:
                             event = await self._replacer.carry_out(instruction, call) or event
         except BaseException:  # an interruption among them

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import threading
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from itertools import accumulate
 from typing import Any, SupportsIndex
 
@@ -74,6 +74,7 @@ class RemoteSession:
         self._lanes = [Lane(self._setting)]
         self._sizes: list[int] = []  # rows of each, from the first step on
         self._stays_whole = False  # the rows are not divided
+        self._may_recover = True
         self._left: list[Lane] = []  # whose servers may forget them
         self._lock = threading.Lock()
         self._turn = asyncio.Lock()  # of a step, to the end of what an interruption leaves to be done
@@ -233,7 +234,7 @@ class RemoteSession:
             except PeerBusy:
                 # Some would hold room while others wait for it, for ever if all sessions did so. One lane holds none.
                 self._become_one()
-        return [await self._lanes[0].step(inputs, num_wanted, watched, True)]
+        return [await self._lanes[0].step(inputs, num_wanted, watched, True, self._may_recover)]
 
     async def _by_lanes(self, inputs: BlockInput, num_wanted: int, watched: range) -> list[Call]:
         lanes, jobs = list(self._lanes), []
@@ -289,6 +290,21 @@ class RemoteSession:
         length = max(0, self.length - num_removed)
         self._change(pb.Change(crop=pb.Crop(length=length)))
         self.length = length
+
+    @contextmanager
+    def without_recovery(self) -> Iterator[None]:
+        """For steps whose rows are not worth it: SwarmError at once where a server has no room, or fails and has no
+        replica."""
+        self._may_recover = False
+        try:
+            yield
+        finally:
+            self._may_recover = True
+
+    @property
+    def records_past(self) -> bool:
+        """Whether sliding windows keep what came after the last ``crop``."""
+        return self._lanes[0].chain.records_past
 
     def record_past(self) -> None:
         """Lets sliding-window blocks keep what a later ``crop`` needs."""

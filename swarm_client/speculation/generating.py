@@ -16,12 +16,14 @@ from swarm_client.sessions.session import RemoteSession
 from swarm_client.speculation.choosing import GreedyRanking, SampledRanking, Verified, verify
 from swarm_client.speculation.draft import Guesses, Ranking
 from swarm_client.speculation.head_input import HeadInput
+from swarm_client.speculation.past import Past
 from swarm_client.speculation.policy import MOST_POSITIONS
 from swarm_client.speculation.speculation import Guessing, Speculation
-from swarm_protocol.errors import PeerBusy
+from swarm_protocol.errors import PeerBusy, SwarmError
 
 MOST_SHARING = 2  # sessions of a server, or none has guesses verified
 _FOLLOWS = {"attention_mask", "position_ids", "cache_position", "logits_to_keep", "use_cache"}  # from the text
+_BY_POSITION = {"attention_mask", "position_ids", "token_type_ids"}  # [1, positions]: known for further tokens as well
 _IN_OUTPUT = ("output_scores", "output_logits", "output_attentions", "output_hidden_states")
 
 
@@ -36,11 +38,12 @@ def may_speculate(
     """Whether this generation is of one row of tokens without padding, and only its tokens are asked for."""
     mask = model_kwargs.get("attention_mask")
     is_plain = mask is None or (mask.shape == input_ids.shape and bool(mask.all()))
+    others = (value for name, value in model_kwargs.items() if name not in _FOLLOWS | _BY_POSITION)
     return (
         len(input_ids) == 1
         and is_plain
         and bool(model_kwargs.get("use_cache"))
-        and model_kwargs.get("inputs_embeds") is None
+        and not any(isinstance(value, torch.Tensor) for value in others)
         and config.prefill_chunk_size is None
         and not synced_gpus
         and not config.is_assistant
@@ -121,6 +124,7 @@ class SpeculativeGeneration:
 
     def __init__(self, model: Any, text: Text, session: RemoteSession, guessing: Guessing) -> None:
         self._model, self._text, self._session, self._guessing = model, text, session, guessing
+        self._past = Past(session)
         self._most_rows = MOST_POSITIONS
         self._row = 0  # of the session, which the text goes on from
 
@@ -130,8 +134,6 @@ class SpeculativeGeneration:
         ends = None if self._text.is_over else self._text.ends()
         if ends is None:
             return self._text.ids
-        if self._session.batch_size != 1:
-            self._session.reorder(torch.tensor([self._row]))
         return company.take_over(self._model, self._text, ends, self._session, self._guessing)
 
     def _run_alone(self, config: GenerationConfig, model_kwargs: dict[str, Any], company: Company) -> None:
@@ -142,40 +144,48 @@ class SpeculativeGeneration:
                 model_kwargs["logits_to_keep"] = num_hidden
             is_plain = _says_nothing_else(model_kwargs, self._model._family.cache_argument)
             outputs = self._model._prefill(text.ids, config, model_kwargs, is_first_iteration=True)
+            hidden = head_input.of_row(0)  # before processors, which may call the model
             text.choose(outputs.logits[0, -1])
             if text.is_over:
                 return
             can_join = is_plain and text.ends() is not None and company.computes_for(self._model, config)
             model_kwargs = self._model._update_model_kwargs_for_generation(outputs, model_kwargs)
-            self._guessing.begin(int(text.ids[0, -1]), head_input.of_row(0))
-            self._session.record_past()
+            self._guessing.begin(int(text.ids[0, -1]), hidden)
+            self._past.settle(0, 0)
             try:
                 while not text.is_over and (company.is_alone() or not can_join):
                     most = text.criteria.max_length - text.ids.shape[1] - 1 if text.criteria.max_length else 0
                     alone = company.is_alone() and has_room(self._session)
                     guesses = self._guessing.next(most, most_rows=self._most_rows, is_alone=alone)
                     outputs, guesses = self._pass(guesses, model_kwargs)
-                    states = [head_input.of_row(row) for row in range(len(outputs.logits))]  # processors may call it
+                    states = [head_input.of_row(row) for row in range(len(outputs.logits))]  # as above
                     found = self._verified(guesses, outputs.logits)
                     hidden = states[found.row]
                     self._guessing.verified(found, None if hidden is None else hidden[: len(found.token_ids)])
                     model_kwargs = self._model._update_model_kwargs_for_generation(
                         outputs, model_kwargs, num_new_tokens=len(found.token_ids)
                     )
-            finally:
+            finally:  # as it would be without guesses, also if something was raised
                 self._guessing.end()
+                if self._session.batch_size not in (None, 1):
+                    self._session.reorder(torch.tensor([self._row]))
 
     def _pass(self, guesses: Guesses, model_kwargs: dict[str, Any]) -> tuple[Any, Guesses]:
-        """Through the servers; without guesses for other rows if there is no room for those."""
+        """Through the servers; without guesses for other rows if there is no room for those, or a server fails."""
         rows = max(1, guesses.num_rows)
+        if guesses.length:
+            self._past.keep()
         if rows > 1 or self._session.batch_size != 1:
             self._session.reorder(torch.full((rows,), self._row))
-        try:
+            self._row = 0
+        if rows == 1:
             return self._forward(guesses, model_kwargs), guesses
-        except PeerBusy:
-            if rows == 1:
-                raise
-        self._most_rows, self._row = 1, 0
+        try:
+            with self._session.without_recovery():
+                return self._forward(guesses, model_kwargs), guesses
+        except SwarmError as error:
+            if isinstance(error, PeerBusy):
+                self._most_rows = 1
         self._session.reorder(torch.tensor([0]))
         guesses = self._guessing.only_first_row()
         return self._forward(guesses, model_kwargs), guesses
@@ -184,12 +194,17 @@ class SpeculativeGeneration:
         ids, kwargs = self._text.ids, dict(model_kwargs)
         if guesses.length:
             ids = torch.cat([ids.expand(guesses.num_rows, -1), guesses.token_ids.to(ids.device)], 1)
-            for name in ("attention_mask", "position_ids"):
+            for name in _BY_POSITION:
                 kwargs[name] = _longer(kwargs.get(name), ids.shape[1], guesses.num_rows, counts=name == "position_ids")
         inputs = self._model.prepare_inputs_for_generation(ids, next_sequence_length=guesses.length + 1, **kwargs)
         if "logits_to_keep" in inputs:
             inputs["logits_to_keep"] = guesses.length + 1
-        return self._model(**inputs, return_dict=True)
+        length = self._session.length
+        try:
+            return self._model(**inputs, return_dict=True)
+        except BaseException:
+            self._session.crop(max(0, self._session.length - length - 1))  # guesses that nobody has looked at
+            raise
 
     def _verified(self, guesses: Guesses, logits: torch.Tensor) -> Verified:
         """The session keeps what was right, also if a streamer or a processor raises something in the middle."""
@@ -201,17 +216,14 @@ class SpeculativeGeneration:
             chosen = text.ids[0, length:].tolist()
             told = torch.tensor(chosen[:-1], dtype=guesses.token_ids.dtype)
             rows = (guesses.token_ids[:, : len(told)] == told).all(1).nonzero().flatten().tolist()
-            self._settle(Verified(chosen or [-1], rows[0] if rows else 0), guesses, is_last=True)
+            self._settle(Verified(chosen or [-1], rows[0] if rows else 0), guesses)
             raise
-        self._settle(found, guesses, is_last=text.is_over)
+        self._settle(found, guesses)
         return found
 
-    def _settle(self, found: Verified, guesses: Guesses, *, is_last: bool) -> None:
+    def _settle(self, found: Verified, guesses: Guesses) -> None:
         self._row = found.row
-        if guesses.length:
-            self._session.crop(guesses.length - found.num_right)  # by 0 too: sliding windows forget what is settled
-        if is_last and guesses.num_rows > 1:
-            self._session.reorder(torch.tensor([found.row]))  # as it would be without guesses
+        self._past.settle(guesses.length, found.num_right)
 
 
 def speculative_sample(
@@ -244,10 +256,10 @@ def speculative_sample(
 
 
 def _longer(values: torch.Tensor | None, length: int, num_rows: int, *, counts: bool) -> torch.Tensor | None:
-    """A mask or position ids, [1, positions], of as many rows and positions."""
+    """What is known of each position, [1, positions], of as many rows and positions: the last value again, or more."""
     if values is None:
         return None
-    new = values.new_ones(1, length - values.shape[1])
+    new = values[:, -1:].expand(1, length - values.shape[1])
     if counts:
-        new = new.cumsum(-1) + values[:, -1:]
+        new = new + torch.arange(1, new.shape[1] + 1, device=values.device)
     return torch.cat([values, new], -1).expand(num_rows, -1)

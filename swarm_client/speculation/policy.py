@@ -142,7 +142,8 @@ class Policy:
         self._rows = [rows for rows in _CATCH if rows <= most_rows]
         self._least_pass_s = least_pass_s
         self.costs, self.acceptance = costs or PassCosts(), Acceptance(acceptance)
-        self._guesses_s: deque[float] = deque(maxlen=_NUM_REMEMBERED)  # what a guess has taken lately
+        self._num_passes = 0
+        self._guesses_s: deque[tuple[int, float]] = deque(maxlen=_NUM_REMEMBERED)  # number of the pass, seconds a guess
 
     def choose(self, most_guesses: int, most_rows: int = MOST_POSITIONS) -> Size:
         """``most_guesses``: in a line, which must not be longer."""
@@ -151,7 +152,10 @@ class Policy:
         pass_s, several_s, position_s = self.costs.fit()
         if pass_s < self._least_pass_s:
             return PLAIN
-        guess_s = statistics.median(self._guesses_s) if self._guesses_s else 0.0
+        recent = [seconds for number, seconds in self._guesses_s if self._num_passes - number <= _MAX_AGE]
+        guess_s = statistics.median(recent) if recent else 0.0
+        if self._guesses_s and not recent:  # they were too slow: one is tried again
+            most_guesses = 1
         best, best_rate = PLAIN, _LEAST_GAIN / pass_s
         for rows in self._rows:
             acceptance = self.acceptance.of(rows)
@@ -164,13 +168,18 @@ class Policy:
                     best, best_rate = Size(rows, length, (position_s * rows + guess_s) * rate), rate
         return best
 
-    def passed(self, size: Size, seconds: float, num_right: int, guess_s: float) -> None:
-        """A pass is over, ``seconds`` after the guesses for it, which took ``guess_s``, were there."""
+    def passed(self, size: Size, seconds: float, num_right: int, guess_s: float | None) -> None:
+        """A pass is over, ``seconds`` after the guesses for it, which took ``guess_s``, were there.
+
+        None: the draft had more to do than to guess.
+        """
+        self._num_passes += 1
         self.costs.add(size.num_positions, seconds)
         self.acceptance.forget()
         if size.length:
             self.acceptance.add(size.num_rows, num_right, size.length)
-            self._guesses_s.append(guess_s / size.length)
+            if guess_s is not None:
+                self._guesses_s.append((self._num_passes, guess_s / size.length))
 
 
 def _catch(num_rows: int) -> float:

@@ -12,7 +12,7 @@ import torch
 
 from swarm_client.speculation.choosing import Verified
 from swarm_client.speculation.draft import Draft, DraftSession, Guesses, Plan, Ranking
-from swarm_client.speculation.policy import PLAIN, PassCosts, Policy, Size
+from swarm_client.speculation.policy import MOST_POSITIONS, PLAIN, PassCosts, Policy, Size
 
 _logger = logging.getLogger(__name__)
 LEAST_PASS_S = 0.04  # of a model whose user has not asked for a draft: what is faster than 25 tokens/s is left alone
@@ -92,7 +92,9 @@ class Guessing:
         self._owner, self._ranking, self._policy, self._fixed = owner, ranking, policy, fixed
         self._session: DraftSession | None = draft.begin()  # None: it has failed
         self._prompt: list[int] | None = prompt
-        self._size, self._guess_s, self._sent_s = PLAIN, 0.0, 0.0
+        self._size, self._sent_s = PLAIN, 0.0
+        self._guess_s: float | None = None  # that the last guesses took, if nothing else did
+        self._num_unread = 0  # tokens that were confirmed since the draft was asked
         self._guesses = Guesses.none()
 
     def next(self, most_guesses: int, *, most_rows: int, is_alone: bool = True) -> Guesses:
@@ -105,11 +107,13 @@ class Guessing:
         start_s = time.perf_counter()
         size = self._policy.choose(most_guesses, most_rows) if self._fixed is None else self._fixed
         self._guesses = Guesses.none()
+        reads_much = self._num_unread > MOST_POSITIONS  # drafts may read what was confirmed when they guess
         if is_alone and size.length and most_guesses > 0:
             rows, length = min(size.num_rows, most_rows), min(size.length, most_guesses)
             self._guesses = self._made(Plan(rows, length, size.least))
+            self._num_unread = 0
         self._sent_s = time.perf_counter()
-        self._guess_s = self._sent_s - start_s
+        self._guess_s = None if reads_much else self._sent_s - start_s
         return self._guesses
 
     def only_first_row(self) -> Guesses:
@@ -156,6 +160,7 @@ class Guessing:
         return Guesses.none()
 
     def _confirm(self, token_ids: list[int], hidden: torch.Tensor | None) -> None:
+        self._num_unread += len(token_ids)
         if self._session is not None:
             try:
                 self._session.confirm(token_ids, hidden)

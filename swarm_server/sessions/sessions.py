@@ -162,7 +162,7 @@ class HostedSession:
                 f"a step begins at position {request.start_position}, but the session has {self.session.length}"
             )
         if request.HasField("stored"):
-            self._require_room(request.start_position + request.stored.num_tokens, self.session.batch_size)
+            self._require_room(request.start_position, request.stored.num_tokens, changes)
             stored = Stored(request.stored.num_tokens, tuple(request.stored.num_kept), payload)
             adopt = partial(self._services.engine.adopt, self.session, request.start_position, changes, stored)
             await self._services.scheduler.call(adopt, self.client.peer_id)
@@ -219,13 +219,20 @@ class HostedSession:
         num_wanted = request.outputs_wanted if request.HasField("outputs_wanted") else num_tokens
         if num_wanted > num_tokens:
             raise RequestRejected(f"{num_wanted} outputs are wanted of a step of {num_tokens} positions")
-        self._require_room(request.start_position + num_tokens, batch_size)
+        self._require_room(request.start_position, num_tokens, changes)
         inputs = BlockInput(hidden, mask, positions)
         return SessionStep(request.start_position, inputs, changes, num_wanted, request.every_block)
 
-    def _require_room(self, num_positions: int, batch_size: int) -> None:
-        if num_positions > self.session.reserved:
-            self.session.lease.promise(batch_size * self.session.layout.size_bytes(num_positions))
+    def _require_room(self, start: int, num_new: int, changes: Sequence[HistoryChange]) -> None:
+        """Rows that are copies of others from now on have what came before in common with them."""
+        if start + num_new <= self.session.reserved:
+            return
+        reorders = [change.indices for change in changes if isinstance(change, Reorder)]
+        rows = reorders[-1] if reorders else range(self.session.batch_size)
+        num_different, size_bytes = len(set(rows)), self.session.layout.size_bytes
+        self.session.lease.promise(
+            num_different * size_bytes(start + num_new) + (len(rows) - num_different) * size_bytes(num_new)
+        )
 
     def _promised_nothing(self) -> None:
         """The next step must make sure of room by itself."""

@@ -22,8 +22,10 @@ from swarm_client.chat.terminal import PipeReader
 from swarm_client.core.config import ClientConfig
 from swarm_client.generation.opening import ModelChoice
 from swarm_client.generation.text_options import TextOptions
+from swarm_client.sessions.session import RemoteSession
 from swarm_protocol.checkpoints.default_model import DEFAULT_MODEL, locate
 from swarm_protocol.errors import PeerUnavailable
+from tests.drafts import Always, KnowingDraft
 from tests.swarm.harness import InProcessServers
 from tests.swarm.waiting import without_waits
 
@@ -182,6 +184,31 @@ def test_an_answer_that_is_stopped_stays_as_far_as_it_came(remote, local, text_t
     else:
         line = text_tokenizer("\n" + LINES[1], add_special_tokens=False).input_ids
         assert len(conversation.token_ids) == len(before) + len(line) + moment - 1
+    text = conversation.token_ids + text_tokenizer("\n" + LINES[2], add_special_tokens=False).input_ids
+    expected = local.generate(torch.tensor([text]), **OPTIONS.as_arguments())[0].tolist()
+    conversation.answer(LINES[2])
+    assert conversation.token_ids == expected
+
+
+@pytest.mark.parametrize("moment", [3, 4])
+def test_an_answer_that_is_stopped_while_guesses_are_verified(
+    remote, local, text_tokenizer, moments, monkeypatch, moment
+):
+    """In several rows: the conversation goes on with the one that was right."""
+    conversation = Conversation(remote, text_tokenizer, OPTIONS)
+    conversation.answer(LINES[0])
+    before = conversation.token_ids + text_tokenizer("\n" + LINES[1], add_special_tokens=False).input_ids
+    whole = local.generate(torch.tensor([before]), **OPTIONS.as_arguments())[0].tolist()
+    monkeypatch.setattr(remote, "speculation", Always(KnowingDraft([whole], 0.6), 4, 3))
+    monkeypatch.setattr(RemoteSession, "num_sharing", 1)
+    moments.after_sending(OPTIONS.max_new_tokens + moment, lambda: os.kill(os.getpid(), signal.SIGINT))
+    with pytest.raises(KeyboardInterrupt):
+        conversation.answer(LINES[1])
+    assert len(before) < len(conversation.token_ids) < len(whole)
+    assert conversation.token_ids == whole[: len(conversation.token_ids)]
+    session = conversation.cache.session
+    assert session.batch_size == 1
+    assert session.length in (len(conversation.token_ids) - 1, len(conversation.token_ids))  # the pass may be over
     text = conversation.token_ids + text_tokenizer("\n" + LINES[2], add_special_tokens=False).input_ids
     expected = local.generate(torch.tensor([text]), **OPTIONS.as_arguments())[0].tolist()
     conversation.answer(LINES[2])

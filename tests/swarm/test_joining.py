@@ -86,6 +86,8 @@ class Favourite(LogitsProcessor):
     ("options", "joins"),
     [
         ({"repetition_penalty": 1.4}, True),
+        ({"encoder_repetition_penalty": 3.0}, True),
+        ({"encoder_no_repeat_ngram_size": 1, "sequence_bias": [[[45], 99.0]]}, True),  # a token of the prompt
         ({"logits_processor": [Favourite()]}, True),
         ({"attention_mask": torch.ones(1, 5, dtype=torch.int64)}, True),
         ({"num_beams": 3}, False),

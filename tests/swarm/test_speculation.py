@@ -14,11 +14,12 @@ from swarm_client.drafts import lookup
 from swarm_client.drafts.lookup import LookupDraft
 from swarm_client.drafts.opening import open_speculation
 from swarm_client.drafts.small_model import SmallModelDraft
+from swarm_client.sessions.lane import Lane
 from swarm_client.sessions.session import RemoteSession
 from swarm_client.speculation.generating import MOST_SHARING
 from swarm_client.speculation.speculation import Speculation
 from swarm_protocol.checkpoints.checkpoint import Checkpoint
-from swarm_protocol.errors import CheckpointError
+from swarm_protocol.errors import CheckpointError, PeerBusy, PeerUnavailable, SwarmError
 from tests.drafts import Always, KnowingDraft
 from tests.swarm.pair import Pair, started
 from tests.swarm.test_batching import Heard
@@ -125,6 +126,48 @@ def test_end_of_text_within_guesses(pair, prompt):
     text, _ = written(pair, prompt, speculation, do_sample=False, eos_token_id=end)
     assert text == expected
     assert text[-1] == end and len(text) < len(plain)
+
+
+@pytest.mark.parametrize(("error", "are_tried_again"), [(PeerBusy("full"), False), (PeerUnavailable("gone"), True)])
+def test_rows_that_are_given_up_are_verified_in_one(pair, prompt, monkeypatch, error: SwarmError, are_tried_again):
+    plain, _ = written(pair, prompt, None, do_sample=False)
+    step, asked = Lane.step, []
+
+    async def refusing(self: Lane, inputs, num_wanted, watched, may_wait, may_recover=True):
+        is_first = len(inputs.hidden) > 1 and not any(rows > 1 for rows, _ in asked)
+        asked.append((len(inputs.hidden), may_recover))
+        if is_first:
+            raise error
+        return await step(self, inputs, num_wanted, watched, may_wait, may_recover)
+
+    monkeypatch.setattr(Lane, "step", refusing)
+    text, _ = written(pair, prompt, Always(KnowingDraft([plain], 0.7), 4, 3), do_sample=False)
+    assert text == plain
+    assert all(may_recover == (rows == 1) for rows, may_recover in asked)
+    assert (sum(rows > 1 for rows, _ in asked) > 1) == are_tried_again
+
+
+@pytest.mark.parametrize("rows", [1, 4])
+def test_a_pass_that_fails_here_leaves_what_is_right_in_the_cache(pair, prompt, rows):
+    plain, _ = written(pair, prompt, None, do_sample=False)
+    pair.remote.speculation = Always(KnowingDraft([plain], 0.7), rows, 3)
+    cache, passes = pair.remote.new_cache(), iter(range(4))
+
+    def fail(_head, _args) -> None:
+        if next(passes, None) is None:
+            raise KeyboardInterrupt
+
+    def generate(ids: torch.Tensor) -> list[int]:
+        options = {"max_length": len(plain), "past_key_values": cache, "do_sample": False}
+        return pair.remote.generate(ids, attention_mask=torch.ones_like(ids), **options)[0].tolist()
+
+    hook = pair.remote.get_output_embeddings().register_forward_pre_hook(fail)
+    with pytest.raises(KeyboardInterrupt):
+        generate(prompt)
+    hook.remove()
+    assert cache.session.batch_size == 1
+    assert generate(torch.tensor([plain[: cache.get_seq_length() + 1]])) == plain
+    cache.session.close()
 
 
 def test_draft_of_other_vocabulary_or_name_is_refused(pair, tmp_path):

@@ -89,6 +89,23 @@ def test_fast_passes_are_left_alone_unless_it_was_asked_for():
     assert measured(0.9, 0.01, 0.0001)[1].length > 1
 
 
+def test_a_guess_that_was_slow_is_tried_again():
+    policy, guess_s = Policy(0.7), [2.0]
+    for _ in range(100):
+        size = policy.choose(15)
+        policy.passed(size, 0.2, size.length // 2, guess_s.pop() if size.length and guess_s else 0.004 * size.length)
+    assert not guess_s and policy.choose(15).length > 1
+
+
+def test_guesses_that_stay_slow_are_tried_one_at_a_time():
+    policy, sizes = Policy(0.7), []
+    for _ in range(300):
+        sizes.append(policy.choose(15))
+        policy.passed(sizes[-1], 0.2, sizes[-1].length // 2, 1.0 * sizes[-1].length)
+    tried = [size.length for size in sizes if size.length]
+    assert tried[1:] == [1] * 4
+
+
 def test_a_stall_is_no_measurement():
     policy, size = measured(0.8, 0.2, 0.002, 0.001, most_rows=1)
     policy.passed(size, 20.0, 0, 0.001)
