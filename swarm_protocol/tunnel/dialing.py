@@ -18,7 +18,7 @@ from swarm_protocol.errors import BadReply, PeerUnavailable, SwarmError
 from swarm_protocol.net.tls import ClientCredentials, pinned_channel
 from swarm_protocol.pb import tunnel_pb2 as pb
 from swarm_protocol.rpc.shared import result_of
-from swarm_protocol.streams.frames import framed, read_message, write_message
+from swarm_protocol.streams.frames import framed, read_message, write, write_message
 from swarm_protocol.streams.pipe import pipe
 from swarm_protocol.streams.streams import Stream, Streams
 from swarm_protocol.tunnel.accepting import HELLO_TIMEOUT_S, TUNNEL
@@ -218,8 +218,7 @@ async def open_punched(streams: Streams, circuit: Circuit, membership: Membershi
         met, direct = partner(answer.host, answer.port, stream.host), None
         try:
             if met is not None:
-                stream.writer.write(framed(b""))
-                await stream.writer.drain()
+                await write(stream.writer, framed(b""))
                 await asyncio.sleep(rtt_s / 2)  # the server begins when it hears this
                 direct = await hole.through(circuit.target, *met)
         except OSError as error:

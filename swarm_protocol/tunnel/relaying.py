@@ -12,7 +12,7 @@ from swarm_protocol.access.access_control import AccessControl
 from swarm_protocol.access.tokens import Role
 from swarm_protocol.errors import AccessDenied, PeerBusy, PeerError, SwarmError
 from swarm_protocol.pb import tunnel_pb2 as pb
-from swarm_protocol.streams.frames import read_message, write_message
+from swarm_protocol.streams.frames import read_message, write, write_message
 from swarm_protocol.streams.limits import Budget, Places
 from swarm_protocol.streams.pipe import splice
 from swarm_protocol.streams.streams import Stream, Streams
@@ -82,8 +82,7 @@ class Relay:
             await write_message(stream.writer, pb.Reserved(host=stream.host))
             pause_s = min(max(request.keepalive_s, 1.0), _MAX_PAUSE_S)
             while self.offers and (sign := await asyncio.wait_for(stream.reader.read(1), _LATE * pause_s)):
-                stream.writer.write(sign)
-                await stream.writer.drain()
+                await write(stream.writer, sign)
         except TimeoutError:
             _logger.info("server %s is silent, no more is relayed for it", printable(stream.peer_id[-6:]))
             self._cut(stream.peer_id)

@@ -7,7 +7,7 @@ import time
 
 from swarm_protocol.errors import BadReply, PeerBusy, PeerUnavailable
 from swarm_protocol.pb import tunnel_pb2 as pb
-from swarm_protocol.streams.frames import read_message, write_message
+from swarm_protocol.streams.frames import read_message, write, write_message
 from swarm_protocol.streams.streams import Stream, Streams
 from swarm_protocol.tunnel.accepting import HELLO_TIMEOUT_S
 from swarm_protocol.tunnel.members import Membership
@@ -47,8 +47,7 @@ class Reservation:
             if not await asyncio.wait_for(self._stream.reader.read(1), keepalive_s):
                 raise ConnectionResetError("the relay has closed the stream")
         except TimeoutError:  # nothing is said between two signs
-            self._stream.writer.write(_SIGN)
-            await self._stream.writer.drain()
+            await write(self._stream.writer, _SIGN)
             await asyncio.wait_for(self._stream.reader.readexactly(1), _ANSWER_S)
 
     def close(self) -> None:

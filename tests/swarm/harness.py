@@ -94,10 +94,16 @@ class InProcessServers:
         return records
 
     def wait_until_all_room_is_free(self) -> None:
-        wait_for(
-            lambda: {record.cache_tokens_left for record in self.describe()} == {self.cache_tokens},
-            "all room for keys and values has come back",
-        )
+        left: list[int] = []
+
+        def is_free() -> bool:
+            left[:] = [record.cache_tokens_left for record in self.describe()]
+            return set(left) == {self.cache_tokens}
+
+        try:
+            wait_for(is_free, "all room for keys and values has come back")
+        except AssertionError as error:
+            raise AssertionError(f"{error}; the servers have {left} of {self.cache_tokens} tokens left") from None
 
     def close(self) -> None:
         for server in list(self._running):

@@ -33,7 +33,10 @@ PROMPT, NEW = 11, 3
 TOLERANCE = 1e-4  # relative; the zoo's large weights amplify rounding, by which servers differ (oneDNN, other batches)
 README = Path(__file__).parents[2] / "README.md"
 FAMILIES = list({CONFIGS[name][0]: name for name in SUPPORTED}.values())  # one of each
-WAVES = [FAMILIES[start : start + AT_ONCE] for start in range(0, len(FAMILIES), AT_ONCE)]
+WAVES = [
+    pytest.param(FAMILIES[start : start + AT_ONCE], marks=[pytest.mark.slow] * (start // AT_ONCE % 2))
+    for start in range(0, len(FAMILIES), AT_ONCE)
+]
 
 
 def test_every_family_that_the_readme_names_is_tested() -> None:

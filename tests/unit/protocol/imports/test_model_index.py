@@ -149,6 +149,7 @@ from transformers.models.llama import LlamaConfig
 """
 
 
+@pytest.mark.slow
 def test_the_index_of_transformers_is_what_it_reads_itself(tmp_path: Path) -> None:
     for num_reads in (1, 0):
         environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path)}
