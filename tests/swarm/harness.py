@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import gc
 import itertools
 import os
 from collections.abc import Callable, Iterable
@@ -94,6 +95,7 @@ class InProcessServers:
         return records
 
     def wait_until_all_room_is_free(self) -> None:
+        gc.collect()  # sessions of tests before, which an error's traceback may hold in a cycle
         left: list[int] = []
 
         def is_free() -> bool:
