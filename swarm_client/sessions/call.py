@@ -25,7 +25,7 @@ class Call:
         outputs: by the step's number; None if none are wanted.
         num_alarms: servers that are known to work and were taken for stalled.
         num_refusals: steps that servers have refused because of the server before.
-        may_recover: else it is given up where servers have no room, or fail and have no replica.
+        is_optional: it is given up where a server has no room for it, rather than made with other servers, or later.
         watched: the blocks whose outputs are wanted besides; ``block_outputs``: those, by block and the step's number.
     """
 
@@ -39,7 +39,7 @@ class Call:
     num_alarms: int = 0
     num_refusals: int = 0
     watched: range = range(0)
-    may_recover: bool = True
+    is_optional: bool = False
     block_outputs: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)
 
     @property

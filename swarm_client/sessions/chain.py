@@ -11,7 +11,7 @@ from swarm_client.adapters.snapshots import Snapshot
 from swarm_client.core.background import now_s
 from swarm_client.core.events import Move, Reporter
 from swarm_client.failover.failover import decide
-from swarm_client.failover.messages import Event, Open, Resume, Splice, StartOver
+from swarm_client.failover.messages import Event, Resume, Splice, StartOver
 from swarm_client.failover.replay import Taken
 from swarm_client.routing.routing import Route
 from swarm_client.sessions.call import Call
@@ -56,8 +56,7 @@ class Chain:
         self._swarm = swarm
         self._blocks = blocks
         self._reporter = reporter
-        self._inbox = inbox = Inbox()
-        inbox.is_read = False
+        inbox = Inbox()
         inbox.on_leaving = self._hop_leaves
         self._opener = opener = Opener(swarm, inbox, is_bundled)
         self._terms = terms = Terms(max_positions, reserve_tokens)
@@ -134,15 +133,14 @@ class Chain:
             NoRoute, PeerBusy: no server has the blocks, or room for them, for ``wait_timeout_s``; PeerBusy also at once
                 if none can ever have so much room.
             RecoveryFailed: servers failed, and the time to replace them is over.
-            SwarmError: why a call that may not recover was given up. The servers are as they were if the first one of
-                them had no room.
+            SwarmError: why an optional call was given up. The servers are as they were if the first one of them had no
+                room.
         """
         async with self.busy:
             if self._swarm.closed:
                 raise closed_error()
-            self._inbox.begin_call()
             self._listener.made_progress()
-            self._replacer.begin_call(may_wait and call.may_recover)
+            self._replacer.begin_call(may_wait and not call.is_optional)
             self._was_spliced = False
             try:
                 await self._run(call)
@@ -156,7 +154,6 @@ class Chain:
                 raise
             finally:
                 self._listener.end_call()
-                self._inbox.end_call()
                 if call.steps:
                     self.number = call.steps[-1].number
             self._past.extend(call.taken)
@@ -191,10 +188,10 @@ class Chain:
             if self.hops:
                 self._cut(call)
                 self._post(call.steps, is_alone=self._is_settled and len(call.steps) == 1)
-            elif call.may_recover:
-                await self._open(call)
-            else:
+            elif call.is_optional:
                 raise SessionLost("the session's servers were let go")
+            else:
+                await self._open(call)
             self._listener.progress_s = now_s()
             if await self._complete(call):
                 return
@@ -223,7 +220,7 @@ class Chain:
     async def _recover(self, call: Call, errors: Failures) -> bool:
         """Replaces failed hops, and any that fail meanwhile. False: the call must begin again."""
         first_error = next(iter(errors.values()))
-        if not call.may_recover and isinstance(first_error, PeerBusy):
+        if call.is_optional and isinstance(first_error, PeerBusy):
             raise first_error
         self._replacer.begin_recovery(self._listener.progress_s)
         state = self._replacer.begin_failover(call, self._past)
@@ -241,8 +238,6 @@ class Chain:
                             return True
                         case StartOver():
                             return False
-                        case Open() if not call.may_recover:
-                            raise first_error
                         case _:
                             event = await self._replacer.carry_out(instruction, call) or event
         except BaseException:  # an interruption among them

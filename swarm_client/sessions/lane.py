@@ -68,11 +68,11 @@ class Lane:
         return _changed(self._journal, self._changes)
 
     async def step(
-        self, inputs: BlockInput, num_wanted: int, watched: range, may_wait: bool, may_recover: bool = True
+        self, inputs: BlockInput, num_wanted: int, watched: range, may_wait: bool, is_optional: bool = False
     ) -> Call:
         """What has come out of the chain. The positions count from ``commit`` on.
 
-        ``may_wait``: for room; otherwise PeerBusy comes at once where there is none. ``may_recover``: see ``Call``. For
+        ``may_wait``: for room; otherwise PeerBusy comes at once where there is none. ``is_optional``: see ``Call``. For
         the rest, and what is raised, see ``RemoteSession.step``.
         """
         batch_size, num_tokens, _ = inputs.hidden.shape
@@ -82,7 +82,7 @@ class Lane:
             await self._leave_servers()
         num_asked = self._checks.num_asked(num_wanted, num_tokens)
         while True:
-            call = Call(inputs, num_asked, before, after, changes, watched=watched, may_recover=may_recover)
+            call = Call(inputs, num_asked, before, after, changes, watched=watched, is_optional=is_optional)
             await self.chain.step(call, may_wait)
             if not self._checks.are_made or await self._checks.accept(
                 self.chain.route,

@@ -74,7 +74,7 @@ class RemoteSession:
         self._lanes = [Lane(self._setting)]
         self._sizes: list[int] = []  # rows of each, from the first step on
         self._stays_whole = False  # the rows are not divided
-        self._may_recover = True
+        self._is_optional = False
         self._left: list[Lane] = []  # whose servers may forget them
         self._lock = threading.Lock()
         self._turn = asyncio.Lock()  # of a step, to the end of what an interruption leaves to be done
@@ -234,7 +234,7 @@ class RemoteSession:
             except PeerBusy:
                 # Some would hold room while others wait for it, for ever if all sessions did so. One lane holds none.
                 self._become_one()
-        return [await self._lanes[0].step(inputs, num_wanted, watched, True, self._may_recover)]
+        return [await self._lanes[0].step(inputs, num_wanted, watched, True, self._is_optional)]
 
     async def _by_lanes(self, inputs: BlockInput, num_wanted: int, watched: range) -> list[Call]:
         lanes, jobs = list(self._lanes), []
@@ -292,14 +292,14 @@ class RemoteSession:
         self.length = length
 
     @contextmanager
-    def without_recovery(self) -> Iterator[None]:
-        """For steps whose rows are not worth it: SwarmError at once where a server has no room, or fails and has no
-        replica."""
-        self._may_recover = False
+    def with_optional_rows(self) -> Iterator[None]:
+        """For steps whose rows are not worth waiting for: SwarmError at once where a server has no room for them, or
+        all servers must be replaced."""
+        self._is_optional = True
         try:
             yield
         finally:
-            self._may_recover = True
+            self._is_optional = False
 
     @property
     def records_past(self) -> bool:

@@ -171,7 +171,7 @@ class SpeculativeGeneration:
                     self._session.reorder(torch.tensor([self._row]))
 
     def _pass(self, guesses: Guesses, model_kwargs: dict[str, Any]) -> tuple[Any, Guesses]:
-        """Through the servers; without guesses for other rows if there is no room for those, or a server fails."""
+        """Through the servers; without guesses for other rows if there is no room for those."""
         rows = max(1, guesses.num_rows)
         if guesses.length:
             self._past.keep()
@@ -181,7 +181,7 @@ class SpeculativeGeneration:
         if rows == 1:
             return self._forward(guesses, model_kwargs), guesses
         try:
-            with self._session.without_recovery():
+            with self._session.with_optional_rows():
                 return self._forward(guesses, model_kwargs), guesses
         except SwarmError as error:
             if isinstance(error, PeerBusy):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 
 _MAX_UNREAD_BYTES = 64 * PART_BYTES  # what more a hop has to say waits at its server
 _MAX_UNREAD = 4096  # from a stream that sessions share, whose others cannot wait
-_MAX_UNASKED = 1024  # of one hop between two calls: some may be late
 
 
 @dataclass(frozen=True)
@@ -73,40 +72,20 @@ HopEvent = Answer | BlockAnswer | Trouble | Leaving
 
 
 class Inbox(asyncio.Queue[HopEvent]):
-    """What the hops of a session have to say.
+    """What the hops of a session have to say. It is read in calls; what comes after one may be a replay, which the
+    client relays to the next hop in the next call.
 
     Attributes:
         on_leaving: hears at once of servers that want to leave.
-        is_read: a call is under way. Between calls answers are of no use, and dropped.
         room: set while little is unread.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.on_leaving: Callable[[], None] | None = None
-        self.is_read = True
         self.room = asyncio.Event()
         self.room.set()
         self._unread_bytes = 0
-        self._unasked = Counter[int]()  # by hop, since the last call
-
-    def begin_call(self) -> None:
-        self.is_read = True
-        self._unasked.clear()
-
-    def end_call(self) -> None:
-        self.is_read = False
-        for event in [self.get_nowait() for _ in range(self.qsize())]:
-            if not isinstance(event, Answer | BlockAnswer):
-                self.put_nowait(event)
-
-    def take(self, event: HopEvent) -> bool:
-        """False if the hop has answered too much that nobody asked for."""
-        is_unasked = not self.is_read and not isinstance(event, Leaving)
-        self._unasked[event.hop] += is_unasked
-        if not (is_unasked and isinstance(event, Answer | BlockAnswer)):
-            self.put_nowait(event)
-        return self._unasked[event.hop] <= _MAX_UNASKED
 
     def _put(self, event: HopEvent) -> None:
         super()._put(event)
@@ -277,7 +256,7 @@ class HopSession:
                     raise self._out_of_turn()
             if self._inbox.qsize() >= _MAX_UNREAD:
                 raise self._out_of_turn()
-            self._take(self._event(reply, hidden))
+            self._inbox.put_nowait(self._event(reply, hidden))
         except SwarmError as error:
             if self._bundle is not None:
                 self._bundle.leave(self)
@@ -338,14 +317,10 @@ class HopSession:
                     self.leaving = True
                     if self._inbox.on_leaving is not None:
                         self._inbox.on_leaving()
-                self._take(event)
+                self._inbox.put_nowait(event)
                 await self._inbox.room.wait()
         except SwarmError as error:
             self._lost(error)
-
-    def _take(self, event: HopEvent) -> None:
-        if not self._inbox.take(event):
-            raise self._out_of_turn()
 
     def _lost(self, error: SwarmError) -> None:
         if isinstance(error, BadReply):  # it would go on

@@ -133,17 +133,17 @@ def test_rows_that_are_given_up_are_verified_in_one(pair, prompt, monkeypatch, e
     plain, _ = written(pair, prompt, None, do_sample=False)
     step, asked = Lane.step, []
 
-    async def refusing(self: Lane, inputs, num_wanted, watched, may_wait, may_recover=True):
+    async def refusing(self: Lane, inputs, num_wanted, watched, may_wait, is_optional=False):
         is_first = len(inputs.hidden) > 1 and not any(rows > 1 for rows, _ in asked)
-        asked.append((len(inputs.hidden), may_recover))
+        asked.append((len(inputs.hidden), is_optional))
         if is_first:
             raise error
-        return await step(self, inputs, num_wanted, watched, may_wait, may_recover)
+        return await step(self, inputs, num_wanted, watched, may_wait, is_optional)
 
     monkeypatch.setattr(Lane, "step", refusing)
     text, _ = written(pair, prompt, Always(KnowingDraft([plain], 0.7), 4, 3), do_sample=False)
     assert text == plain
-    assert all(may_recover == (rows == 1) for rows, may_recover in asked)
+    assert all(is_optional == (rows > 1) for rows, is_optional in asked)
     assert (sum(rows > 1 for rows, _ in asked) > 1) == are_tried_again
 
 

@@ -43,7 +43,7 @@ class LocalSession:
         self.records_past = True
 
     @contextmanager
-    def without_recovery(self) -> Iterator[None]:
+    def with_optional_rows(self) -> Iterator[None]:
         yield
 
 
