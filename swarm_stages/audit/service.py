@@ -89,7 +89,7 @@ class AuditService(AuditsServicer):
             check_micro_batch(request.micro_batch, self._run, self._witness.host)
             reply.statement.CopyFrom((await self._statement(trainer, request)).signed(self._witness.identity))
             if request.withdraws:
-                await asyncio.to_thread(self._witness.pending.withdraw, request.micro_batch.number, trainer)
+                self._witness.pending.withdraw(request.micro_batch.number, trainer)
         return reply
 
     async def Accuse(self, requests: AsyncIterator[audit_pb.AccuseRequest], context: _Context) -> audit_pb.AccuseReply:
@@ -137,7 +137,7 @@ class AuditService(AuditsServicer):
             raise PeerMoved(f"nothing is known here of an answer to micro-batch {which.number}")
         found: tuple[float, ...] = ()
         if request.is_backward and given.work.accumulates:
-            gradients = await asyncio.to_thread(self._witness.pending.pending, which.number, trainer)
+            gradients = self._witness.pending.pending(which.number, trainer)
             if gradients is None:
                 raise PeerMoved(f"no gradient of micro-batch {which.number} is pending here")
             found = await asyncio.to_thread(sketch, gradients, request.seed)
