@@ -7,7 +7,11 @@ import triton
 import triton.language as tl
 
 _MIN_SIDE = 16  # of the matrices that tl.dot multiplies
-_WIDTH = 128  # that is multiplied at a time
+# On an H100, the fastest of 36 for a row and for 16, at the shapes of a model of 8 B parameters: 1.0 to 1.9 times as
+# fast as 128 columns in 3 stages.
+CHANNELS, WIDTH, _MOST_STAGES = 32, 256, 5
+_MOST_COLUMN_BYTES = 128  # of x, for that width
+_SHARED_BYTES = 48 << 10  # of a program, where it is not known how many there may be
 _TYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 
 
@@ -23,8 +27,10 @@ def few_rows_product(x: torch.Tensor, q: torch.Tensor, scale: torch.Tensor) -> t
     """
     (num_rows, width), num_channels = x.shape, len(q)
     output = x.new_empty(num_rows, num_channels)
-    channels = 16 if num_channels < 4096 else 32  # few, so that there is work for all of a GPU
-    _multiply[(-(-num_channels // channels),)](
+    side = max(_MIN_SIDE, 1 << (num_rows - 1).bit_length())
+    column_bytes = side * x.itemsize
+    at_once = WIDTH if column_bytes <= _MOST_COLUMN_BYTES else WIDTH // 2
+    _multiply[(-(-num_channels // CHANNELS),)](
         x.contiguous(),
         q,
         scale,
@@ -32,12 +38,22 @@ def few_rows_product(x: torch.Tensor, q: torch.Tensor, scale: torch.Tensor) -> t
         num_rows,
         width,
         num_channels,
-        max(_MIN_SIDE, 1 << (num_rows - 1).bit_length()),
-        channels,
-        _WIDTH,
+        side,
+        CHANNELS,
+        at_once,
         _TYPES[x.dtype],
+        num_stages=_num_stages(at_once * (column_bytes + CHANNELS), x.device),
     )
     return output
+
+
+def _num_stages(stage_bytes: int, device: torch.device) -> int:
+    """As many loads under way at once as there is room for, beside one that is being multiplied."""
+    shared_bytes = _SHARED_BYTES
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        shared_bytes = getattr(properties, "shared_memory_per_block_optin", _SHARED_BYTES)
+    return max(1, min(_MOST_STAGES, shared_bytes // stage_bytes - 1))
 
 
 @triton.jit

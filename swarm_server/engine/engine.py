@@ -30,6 +30,7 @@ from swarm_server.engine.batch import (
     positions_seen,
 )
 from swarm_server.engine.content import followed, hashed, hiding, same_mask
+from swarm_server.engine.copies import moved
 from swarm_server.engine.session_state import HistoryChange, Session, SessionStep, State, changed, cropped, forgotten
 from swarm_server.engine.token_by_token import can_go_on, tokens_of
 from swarm_server.engine.ways import Ways, fastest_ways, steps_of_two_lengths
@@ -41,6 +42,8 @@ from swarm_server.kv.prefix_cache import PrefixCache
 from swarm_server.kv.row_states import Room, RowStates, Slot, state_layers, states_after
 from swarm_server.kv.rows_cache import RowsCache, attention_in_place
 from swarm_server.training.stateless import StatelessPasses
+
+_CPU = torch.device("cpu")
 
 
 class BatchMeter(Protocol):
@@ -201,8 +204,9 @@ class Engine:
                     if work.growth is not None:
                         work.growth.undo()
                 raise
-            for number, work in prepared.items():
-                results[number] = self._commit(work, next(outputs) if work.growth else None)
+            committed = [self._commit(work, next(outputs) if work.growth else None) for work in prepared.values()]
+            dtypes = [work.step.inputs.hidden.dtype for work in prepared.values()]
+            results |= zip(prepared, moved(committed, [_CPU] * len(committed), dtypes), strict=True)
         self._tell_meter(prepared.values(), time.perf_counter() - start_s)
         self._count(prepared.values())
         return [results[number] for number in range(len(batch))]
@@ -332,7 +336,7 @@ class Engine:
         if step.every_block:
             output = torch.stack([output.to(work.block_outputs[0].device) for output in work.block_outputs])
         assert output is not None
-        return output.to("cpu", step.inputs.hidden.dtype)
+        return output
 
     def _add_pages(self, state: State, first_page: int) -> None:
         assert self.prefix_cache is not None
@@ -406,7 +410,8 @@ class Engine:
     def _compute(self, batch: list[Prepared]) -> Iterator[torch.Tensor]:
         """The output of each, on the device of its last block."""
         stack = self._stack
-        hidden = [work.new_hidden.to(stack.device_of(work.session.blocks.start), stack.dtype) for work in batch]
+        devices = [stack.device_of(work.session.blocks.start) for work in batch]
+        hidden = moved([work.new_hidden for work in batch], devices, [stack.dtype] * len(batch))
         bounds = sorted({*(bound for work in batch for bound in work.bounds), *stack.cuts})
         for part in map(Span, bounds, bounds[1:]):
             members = [i for i, work in enumerate(batch) if work.session.blocks.covers(part)]

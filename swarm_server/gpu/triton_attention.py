@@ -76,8 +76,18 @@ class TritonAttention:
             all(size * query.dtype.itemsize % _ALIGNMENT == 0 for size in (width, value_width)),
             _TYPES[query.dtype],
         )
-        _join[(num_rows, kv_heads)](
-            sums[0], sums[1], parts, output, shares, kv_heads, group, side, value_width, value_side, _TYPES[query.dtype]
+        _join[(num_rows, heads)](
+            sums[0],
+            sums[1],
+            parts,
+            output,
+            shares,
+            kv_heads,
+            group,
+            side,
+            value_width,
+            value_side,
+            _TYPES[query.dtype],
         )
         return output
 
@@ -177,13 +187,13 @@ def _attend_share(
     tl.store(parts + place[:, None] * VALUE_SIDE + value_columns[None, :], result)
 
 
-@triton.jit(do_not_specialize=["shares"])
+@triton.jit
 def _join(
     maxima,
     totals,
     parts,
     output,
-    shares,
+    SHARES: tl.constexpr,
     HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     GROUP_SIDE: tl.constexpr,
@@ -191,19 +201,14 @@ def _join(
     VALUE_SIDE: tl.constexpr,
     TYPE: tl.constexpr,
 ):
-    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
-    members, columns = tl.arange(0, GROUP_SIDE), tl.arange(0, VALUE_SIDE)
-    first = (row * HEADS + head) * shares * GROUP_SIDE + members
-    most = tl.full([GROUP_SIDE], -1e30, tl.float32)
-    for share in range(shares):
-        most = tl.maximum(most, tl.load(maxima + first + share * GROUP_SIDE))
-    total = tl.zeros([GROUP_SIDE], tl.float32)
-    result = tl.zeros([GROUP_SIDE, VALUE_SIDE], tl.float32)
-    for share in range(shares):
-        place = first + share * GROUP_SIDE
-        weight = tl.exp(tl.load(maxima + place) - most)
-        total += weight * tl.load(totals + place)
-        result += weight[:, None] * tl.load(parts + place[:, None] * VALUE_SIDE + columns[None, :])
-    result = result / tl.where(total > 0, total, 1)[:, None]
-    at = ((row * HEADS + head) * GROUP + members)[:, None] * VALUE_WIDTH + columns[None, :]
-    tl.store(output + at, result.to(TYPE), (members < GROUP)[:, None] & (columns < VALUE_WIDTH)[None, :])
+    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)  # of the queries
+    member = head % GROUP
+    columns, shares = tl.arange(0, VALUE_SIDE), tl.arange(0, SHARES)
+    places = ((row * HEADS + head // GROUP) * SHARES + shares) * GROUP_SIDE + member
+    most = tl.load(maxima + places)
+    weights = tl.exp(most - tl.max(most, 0))
+    total = tl.sum(weights * tl.load(totals + places), 0)
+    result = tl.sum(weights[:, None] * tl.load(parts + places[:, None] * VALUE_SIDE + columns[None, :]), 0)
+    result = result / tl.where(total > 0, total, 1)
+    at = (row * HEADS * GROUP + head) * VALUE_WIDTH + columns
+    tl.store(output + at, result.to(TYPE), columns < VALUE_WIDTH)

@@ -10,7 +10,8 @@ from swarm_protocol.gpu.int8_weight import Product
 from swarm_protocol.kernels.int8_linear import quantize_rows
 
 SHAPES = ((1, 64, 128), (3, 70, 300), (17, 5, 40), (64, 33, 129))  # rows, out, in
-TOLERANCES = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 1e-2}  # of the largest
+# Of the largest. Sums of thousands of numbers in fp32 are off by a few 1e-6; in TF32 they would be by 3e-4.
+TOLERANCES = {torch.float32: 5e-6, torch.float16: 1e-3, torch.bfloat16: 1e-2}
 
 
 def check(product: Product, num_rows: int, width_out: int, width_in: int, dtype: torch.dtype, device: str) -> None:

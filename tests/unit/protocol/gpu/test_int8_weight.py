@@ -44,12 +44,12 @@ def test_the_kernel_compiles_for_gpus(capability: int, dtype: str) -> None:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from swarm_protocol.gpu.triton_int8 import _multiply
+    from swarm_protocol.gpu.triton_int8 import CHANNELS, WIDTH, _multiply
 
     if capability < 80 and dtype == "bf16":
         pytest.skip("that GPU has no bfloat16")
     kind = {"fp32": triton.language.float32, "fp16": triton.language.float16, "bf16": triton.language.bfloat16}[dtype]
-    constants = {"SIDE": 16, "CHANNELS": 32, "WIDTH": 128, "TYPE": kind}
+    constants = {"SIDE": 16, "CHANNELS": CHANNELS, "WIDTH": WIDTH, "TYPE": kind}
     types = {"q": "*i8", "scale": "*fp32", "num_rows": "i32", "width": "i32", "num_channels": "i32"}
     signature = {name: types.get(name, f"*{dtype}") for name in _multiply.arg_names} | dict.fromkeys(
         constants, "constexpr"

@@ -66,13 +66,14 @@ def split(directory: Path, devices: tuple[torch.device, ...], **options) -> Spli
 
 
 def engines(directory: Path, devices: tuple[torch.device, ...], **options) -> tuple[Engine, Engine]:
-    """On one of the devices, and over all; no programs, which round otherwise and are for one device."""
+    """On one of the devices, and over all; no programs and no graphs, which round otherwise."""
     stacks = (
         load_blocks(Checkpoint.open(directory), HOSTED, device=devices[0], **options),
         split(directory, devices, **options),
     )
     whole, parts = (Engine(stack, prefix_cache=PrefixCache()) for stack in stacks)
-    whole.ways = replace(whole.ways, graphs=None)
+    for engine in (whole, parts):
+        engine.ways = replace(engine.ways, graphs=None)
     return whole, parts
 
 

@@ -204,10 +204,12 @@ def test_attention_that_is_right_in_its_trial_alone_is_not_used(llama: BlockStac
 
 
 @pytest.mark.cuda
+@pytest.mark.parametrize("parts", [[HOSTED], [Span(0, 2), Span(2, BLOCKS)]], ids=["whole", "parts"])
 @pytest.mark.parametrize("name", ["llama", "mistral-sliding", "gemma3_text"])
-def test_steps_are_graphs_on_cuda(name: str, tmp_path) -> None:
+def test_steps_are_graphs_on_cuda(name: str, parts: list[Span], tmp_path) -> None:
     save_checkpoint(name, tmp_path)
-    engine = Engine(load_blocks(Checkpoint.open(tmp_path), HOSTED, device="cuda"))
+    stacks = [load_blocks(Checkpoint.open(tmp_path), part, device="cuda") for part in parts]
+    engine = Engine(stacks[0] if len(stacks) == 1 else SplitStack(stacks))
     assert engine.ways.graphs is not None, engine.ways.refusal
     engine.ways = replace(engine.ways, graphs=(counted := Counted(engine.ways.graphs)))
     talk(engine, checked=True)

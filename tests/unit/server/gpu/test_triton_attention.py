@@ -49,6 +49,7 @@ def test_kernels_compile_for_gpus(capability: int, dtype: str, width: int) -> No
     sides = {"GROUP": 4, "GROUP_SIDE": 16, "WIDTH": width, "SIDE": width, "VALUE_WIDTH": width, "VALUE_SIDE": width}
     others = {
         "HEADS": 8,
+        "SHARES": 32,
         "PARTS": PARTS,
         "FIELDS": FIELDS,
         "BLOCK": 64 if width <= 128 and dtype != "fp32" else 32,
@@ -64,7 +65,6 @@ def test_kernels_compile_for_gpus(capability: int, dtype: str, width: int) -> No
             "totals": "*fp32",
             "parts": "*fp32",
             "scaling": "fp32",
-            "shares": "i32",
         }
         signature = {name: tensors.get(name, f"*{dtype}") for name in kernel.arg_names if name not in constants}
         signature |= dict.fromkeys(constants, "constexpr")
