@@ -18,6 +18,7 @@ from swarm_server.net.push import ChannelPool
 
 MAX_ANNOUNCED = 8  # round-trip times, the shortest
 _MAX_ASKED = 16  # at a time
+_MAX_COMPARED = 2  # others that are asked beside the nearest: each takes a connection, perhaps through a relay
 _TIMEOUT_S = 3.0
 _FIRST_ECHO_BYTES, _MOST_ECHO_BYTES = 16 * 1024, 256 * 1024
 _ECHO_TIMEOUT_S = 10.0
@@ -53,7 +54,8 @@ class NetworkProbe:
         nexts = {server.peer_id: server for server in others if may_follow(own, server)}
         known = [server for peer_id, server in nexts.items() if peer_id in self.rtts_s]
         fresh = [server for peer_id, server in nexts.items() if peer_id not in self.rtts_s]
-        asked = [*known, *self._chance.sample(fresh, min(len(fresh), _MAX_ASKED - len(known)))]
+        most = _MAX_COMPARED if len(known) == MAX_ANNOUNCED else _MAX_ASKED - len(known)
+        asked = [*known, *self._chance.sample(fresh, min(len(fresh), most))]
         rtts_s = await asyncio.gather(*map(self._rtt_s, asked))
         answered = [(rtt_s, server) for rtt_s, server in zip(rtts_s, asked, strict=True) if rtt_s is not None]
         answered.sort(key=lambda answer: answer[0])

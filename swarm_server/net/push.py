@@ -25,6 +25,7 @@ from swarm_server.net.push_bundle import PushStream
 
 _logger = logging.getLogger(__name__)
 _CONNECT_TIMEOUT_S = 3.0
+_IDLE_S = 60.0  # longer than from one round of measuring to the next
 _MAX_ADDRESSES = 4  # of one server, which are tried
 _MAX_UNTAKEN = 4  # steps under way to the next hop; more wait, so that a slow hop slows those before it
 _LOST = (grpc.ChannelConnectivity.TRANSIENT_FAILURE, grpc.ChannelConnectivity.SHUTDOWN)
@@ -44,11 +45,14 @@ class Reachable(Protocol):
 
 
 class ChannelPool:
-    """Connections to other servers, kept open for all sessions."""
+    """Connections to other servers, kept open for all sessions while they are used: a relay has room for a limited
+    number.
+    """
 
-    def __init__(self, connect: Connect) -> None:
-        """``connect`` stands for the network, see ``Dialer.connect``."""
+    def __init__(self, connect: Connect, idle_s: float = _IDLE_S) -> None:
+        """``connect`` stands for the network, see ``Dialer.connect``; ``idle_s``: until one without calls is closed."""
         self._connect = connect
+        self._options = [*CLIENT_OPTIONS, ("grpc.client_idle_timeout_ms", round(idle_s * 1000))]
         self._channels: dict[tuple[str, bytes], asyncio.Task[grpc.aio.Channel]] = {}
         self._seen_ready: set[asyncio.Task[grpc.aio.Channel]] = set()
         self._is_closed = False
@@ -70,13 +74,13 @@ class ChannelPool:
         key = address, fingerprint
         if key not in self._channels:
             self._channels[key] = connecting = asyncio.ensure_future(
-                self._connect(address, fingerprint, CLIENT_OPTIONS, _CONNECT_TIMEOUT_S)
+                self._connect(address, fingerprint, self._options, _CONNECT_TIMEOUT_S)
             )
             connecting.add_done_callback(partial(self._forget_failure, key))
         return await result_of(self._channels[key])
 
     def _forget_lost(self) -> None:
-        """Those whose server is gone, or at another address. Whoever has a stub keeps its channel until it is done.
+        """Idle ones, and those whose server is gone or at another address. Whoever has a stub keeps its channel.
 
         A channel connects with its first call.
         """

@@ -1,4 +1,6 @@
-"""How many bytes per second a server finds that pass, in virtual time: over lines from slow to fast, near and far."""
+"""How many bytes per second a server finds that pass, in virtual time: over lines from slow to fast, near and far; and
+how many servers it asks for that.
+"""
 
 from __future__ import annotations
 
@@ -11,10 +13,10 @@ from unittest.mock import patch
 import grpc
 import pytest
 
-from swarm_protocol.dht.records import SwarmView
+from swarm_protocol.dht.records import ServerRecord, SwarmView
 from swarm_protocol.errors import PeerUnavailable
 from swarm_protocol.pb import swarm_pb2 as pb
-from swarm_server.net.network_probe import NetworkProbe
+from swarm_server.net.network_probe import MAX_ANNOUNCED, NetworkProbe
 from tests.unit.support import server_record
 from tests.unit.virtual_time import run_virtually
 
@@ -88,3 +90,29 @@ def test_who_does_not_answer_says_nothing() -> None:
     line = Line(MBIT)
     line.is_gone = True
     assert measured(line).bytes_per_s == 0
+
+
+def test_in_a_large_swarm_few_others_are_compared_with_the_nearest() -> None:
+    """All have their turn, and a nearer one is found; each takes a connection meanwhile."""
+    lines = {f"other{number}": Line(100 * MBIT, rtt_s=0.1) for number in range(40)}
+    lines["other7"].rtt_s = 0.01
+    asked: list[set[str]] = []
+
+    class Lines:
+        async def stub(self, server: ServerRecord) -> Line:
+            asked[-1].add(server.peer_id)
+            return lines[server.peer_id]
+
+    async def story() -> NetworkProbe:
+        probe = NetworkProbe(Lines())  # type: ignore[arg-type]
+        view = SwarmView((OWN, *(server_record(name, "4:8") for name in lines)))
+        loop: Any = asyncio.get_running_loop()
+        with patch.object(time, "perf_counter", loop.time):
+            while not asked or set().union(*asked) < set(lines):
+                asked.append(set())
+                await probe.measure(view, OWN)
+        return probe
+
+    probe = run_virtually(story())
+    assert max(map(len, asked[1:])) == MAX_ANNOUNCED + 2
+    assert min(probe.rtts_s, key=probe.rtts_s.__getitem__) == "other7"

@@ -494,3 +494,38 @@ def test_sessions_that_share_a_stream_ask_for_one_connection() -> None:
             await pool.close()
 
     run(scenario())
+
+
+def test_connections_are_closed_when_nobody_has_used_them_for_a_while() -> None:
+    """Over real gRPC; what is under way keeps its connection, and who comes later is given another."""
+
+    async def scenario() -> None:
+        async with connected(OtherServer(num_taken=9)) as (_server, channels):
+            opened: list[grpc.aio.Channel] = []
+
+            async def connect(
+                address: str, _fingerprint: bytes, options: list[tuple[str, int]], _timeout_s: float
+            ) -> grpc.aio.Channel:
+                opened.append(grpc.aio.insecure_channel(address, options=options))
+                return opened[-1]
+
+            pool = ChannelPool(connect, idle_s=1.0)
+            server = ServerRecord("peer", (channels.address,), "model", "revision", 1, Span(0, 1))
+            busy = (await pool.stub(server)).Push()
+            await busy.write(pb.PushRequest(step=pb.Step(number=1)))
+            await busy.read()
+            await pool.stub(server)
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(opened[0].wait_for_state_change(grpc.ChannelConnectivity.READY), 3.0)
+            busy.cancel()
+            await asyncio.wait_for(opened[0].wait_for_state_change(grpc.ChannelConnectivity.READY), TIMEOUT_S)
+            assert opened[0].get_state() is grpc.ChannelConnectivity.IDLE
+            assert len(opened) == 1
+            again = (await pool.stub(server)).Push()
+            await again.write(pb.PushRequest(step=pb.Step(number=2)))
+            assert (await again.read()).number == 2
+            assert len(opened) == 2
+            again.cancel()
+            await pool.close()
+
+    run(scenario())
