@@ -24,7 +24,7 @@ say = partial(print, flush=True)
 def serve_stage(args: argparse.Namespace) -> Command:
     """What ``swarm server`` was asked for, with ``--train``. Raises ValueError if a flag is wrong."""
     from swarm_protocol.access.tokens import Role
-    from swarm_protocol.dht.addresses import split_address
+    from swarm_protocol.net.hosts import split_address
     from swarm_stages.commands.building import require_stages
     from swarm_stages.commands.inference import after_last_step
     from swarm_training.commands.flags import joining_as
@@ -44,7 +44,7 @@ def serve_stage(args: argparse.Namespace) -> Command:
             raise ValueError(
                 f"--announce-address is {announced!r}: expected HOST alone with --train; its port is --port"
             )
-        announced = f"[{host}]" if ":" in host else host
+        announced = host
     who = joining_as(Role.TRAINER, file, args.initial_peers, args.membership, args.identity)
     where = {"host": args.host, "port": args.port, "dht_port": args.dht_port, "announce_host": announced}
     stays, blocks = args.initial_blocks is None, args.blocks or args.initial_blocks

@@ -28,6 +28,7 @@ from swarm_experts.server.storage import ExpertFiles
 from swarm_protocol.access.tokens import Role
 from swarm_protocol.dht.node import Listening
 from swarm_protocol.errors import NoSwarm, SwarmError
+from swarm_protocol.net.hosts import host_port
 from swarm_protocol.net.identity import Identity
 from swarm_protocol.net.tls import Certificate, ClientCredentials
 from swarm_protocol.process import network_loop
@@ -137,7 +138,7 @@ class ExpertServer:
         self._service, port = await start_service(
             self._host, self._keeper, certificate, config.host, config.port, self._access.control
         )
-        address = f"{config.announce_host or config.host}:{port}"
+        address = host_port(config.announce_host or config.host, port)
         self._own = Holder(self.peer_id, address, certificate.fingerprint)
         self._announcer = Announcer(self._board, self._own, config)
         credentials = ClientCredentials(self._access.identity, self._access.token)

@@ -71,37 +71,6 @@ def _is_peer_id(text: str) -> bool:
     return len(data) > 2 and data[0] in (0x00, 0x12) and data[1] == len(data) - 2
 
 
-def split_address(address: str, default_port: int) -> tuple[str, int]:
-    """Host and port of ``HOST`` or ``HOST:PORT``; raises ValueError if it is neither.
-
-    An IPv6 address before a port is in brackets, which are not part of the host.
-    """
-    if _is_ipv6(address) or _is_ipv6(_without_brackets(address)):
-        return _without_brackets(address), default_port
-    host, _, port = address.rpartition(":")
-    if not host:
-        return address, default_port
-    is_clear = ":" not in host or (host.startswith("[") and _is_ipv6(_without_brackets(host)))
-    if not port.isdecimal() or not 0 < int(port) < 65536 or not is_clear:
-        raise ValueError(
-            f"address {address!r} is not understood: expected HOST or HOST:PORT, where a port follows an IPv6 address "
-            "in brackets"
-        )
-    return _without_brackets(host), int(port)
-
-
-def _without_brackets(host: str) -> str:
-    return host[1:-1] if host.startswith("[") and host.endswith("]") else host
-
-
-def _is_ipv6(host: str) -> bool:
-    try:
-        ipaddress.IPv6Address(host)
-    except ValueError:
-        return False
-    return True
-
-
 async def connects(host: str, port: int) -> bool:
     """Whether somebody accepts a TCP connection there."""
     try:

@@ -12,6 +12,7 @@ import grpc
 from swarm_protocol.access.access_control import AccessControl
 from swarm_protocol.access.tokens import Role
 from swarm_protocol.errors import RequestRejected, SwarmError
+from swarm_protocol.net.hosts import host_port
 from swarm_protocol.net.tls import Certificate, peer_of, token_of
 from swarm_protocol.wire.constants import SERVER_OPTIONS
 from swarm_protocol.wire.printable import printable
@@ -60,9 +61,10 @@ async def start_server(
     """
     server = grpc.aio.server(options=SERVER_OPTIONS)
     add_services(server)
+    address = host_port(host, port)
     try:
-        bound = server.add_secure_port(f"{host}:{port}", certificate.server_credentials())
+        bound = server.add_secure_port(address, certificate.server_credentials())
     except RuntimeError:
-        raise ValueError(f"cannot listen on {host}:{port}: expected a free port on an address of this host") from None
+        raise ValueError(f"cannot listen on {address}: expected a free port on an address of this host") from None
     await server.start()
     return server, bound

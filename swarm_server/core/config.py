@@ -8,8 +8,8 @@ from math import inf
 from pathlib import Path
 
 from swarm_protocol.checkpoints.default_model import DEFAULT_MODEL
-from swarm_protocol.dht.addresses import split_address
 from swarm_protocol.dht.lan_discovery import require_zeroconf
+from swarm_protocol.net.hosts import split_address
 from swarm_protocol.process.local_registry import DEFAULT_SWARM
 from swarm_protocol.span import Span
 from swarm_protocol.wire.constants import MIB

@@ -30,10 +30,10 @@ from swarm_server.engine.batch import (
     positions_seen,
 )
 from swarm_server.engine.content import followed, hashed, hiding, same_mask
-from swarm_server.engine.copies import moved
 from swarm_server.engine.session_state import HistoryChange, Session, SessionStep, State, changed, cropped, forgotten
 from swarm_server.engine.token_by_token import can_go_on, tokens_of
 from swarm_server.engine.ways import Ways, fastest_ways, steps_of_two_lengths
+from swarm_server.gpu.copies import moved
 from swarm_server.kv.kv_cache import Lease
 from swarm_server.kv.kv_layout import StackLayout
 from swarm_server.kv.kv_rows import PageLayout, Parts, Row, grow, runs

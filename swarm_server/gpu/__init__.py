@@ -1,1 +1,1 @@
-"""Decoding on GPUs: attention where keys and values lie, and steps that are launched as one graph."""
+"""Decoding on GPUs: attention where keys and values lie, steps as one graph, and copies to and from them."""

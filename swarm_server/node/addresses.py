@@ -11,6 +11,7 @@ import grpc
 
 from swarm_protocol.dht.addresses import tcp_target
 from swarm_protocol.errors import NoSwarm
+from swarm_protocol.net.hosts import host_port
 from swarm_protocol.net.tls import Certificate
 from swarm_protocol.process.local_registry import is_loopback
 from swarm_protocol.wire.constants import SERVER_OPTIONS
@@ -85,7 +86,7 @@ def claimed(host: str, port: int) -> Iterator[None]:
 
 
 def _cannot_listen(host: str, port: int) -> str:
-    return f"cannot listen on {host}:{port}: the port is in use or the address is not this machine's"
+    return f"cannot listen on {host_port(host, port)}: the port is in use or the address is not this machine's"
 
 
 def bind(host: str, port: int, certificate: Certificate) -> tuple[grpc.aio.Server, int]:
@@ -94,9 +95,8 @@ def bind(host: str, port: int, certificate: Certificate) -> tuple[grpc.aio.Serve
     Port 0 stands for a free one.
     """
     server = grpc.aio.server(options=SERVER_OPTIONS)
-    host = f"[{host}]" if ":" in host else host
     try:
-        bound = server.add_secure_port(f"{host}:{port}", certificate.server_credentials())
+        bound = server.add_secure_port(host_port(host, port), certificate.server_credentials())
     except RuntimeError:
         bound = 0
     if bound == 0:

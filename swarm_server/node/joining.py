@@ -11,11 +11,11 @@ from contextlib import AsyncExitStack
 from functools import partial
 from math import inf
 
-from swarm_protocol.dht.addresses import split_address
 from swarm_protocol.dht.dht import Dht
 from swarm_protocol.dht.lan_discovery import LanDiscovery, local_address
 from swarm_protocol.errors import JoinRefused, NoSwarm
 from swarm_protocol.net.hivemind_parts import P2P
+from swarm_protocol.net.hosts import split_address
 from swarm_protocol.net.ip_networks import parse_host
 from swarm_protocol.process.local_registry import (
     LocalRegistry,

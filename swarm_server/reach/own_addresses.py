@@ -6,7 +6,8 @@ import socket
 from collections.abc import Sequence
 from contextlib import suppress
 
-from swarm_protocol.dht.addresses import split_address, tcp_target
+from swarm_protocol.dht.addresses import tcp_target
+from swarm_protocol.net.hosts import host_port, split_address
 from swarm_protocol.net.ip_networks import parse_host
 from swarm_protocol.process.local_registry import is_loopback
 
@@ -34,10 +35,6 @@ def outside_addresses() -> list[str]:
         except OSError:
             continue
     return found
-
-
-def host_port(host: str, port: int) -> str:
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def every_host() -> str:

@@ -13,6 +13,7 @@ from swarm_protocol.dht.dht import Dht
 from swarm_protocol.dht.records import short_id
 from swarm_protocol.errors import SwarmError
 from swarm_protocol.net.hivemind_parts import P2P
+from swarm_protocol.net.hosts import host_port
 from swarm_protocol.pb import tunnel_pb2 as pb
 from swarm_protocol.process.local_registry import is_loopback
 from swarm_protocol.streams.streams import DaemonStreams
@@ -239,8 +240,8 @@ async def _tried(answers: Iterable[pb.DialedBack | None], announced_host: str | 
 
 def _host_port(peer: str) -> str:
     """Of a multiaddr such as /ip4/192.0.2.1/tcp/31330."""
-    _, kind, host, _, port, *_ = peer.split("/")
-    return f"[{host}]:{port}" if kind == "ip6" else f"{host}:{port}"
+    _, _, host, _, port, *_ = peer.split("/")
+    return host_port(host, int(port))
 
 
 async def _nobody() -> Iterable[str]:

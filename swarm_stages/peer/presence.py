@@ -15,6 +15,7 @@ import grpc
 
 from swarm_protocol.access.access_control import AccessControl
 from swarm_protocol.dht.node import Listening
+from swarm_protocol.net.hosts import host_port
 from swarm_protocol.net.identity import Identity
 from swarm_protocol.net.tls import Certificate, ClientCredentials
 from swarm_protocol.rpc.serving import start_server
@@ -186,7 +187,7 @@ class StagePresence:
                 add_services(to, stage_peer)
 
             server, bound = await start_server(add_all, certificate, host, config.port)
-            peer.listens_at(f"{config.announce_host or host}:{bound}", certificate.fingerprint)
+            peer.listens_at(host_port(config.announce_host or host, bound), certificate.fingerprint)
             tasks.append(asyncio.create_task(watch.run()))
             await stage_peer.join((LOOK_S if member.initial_peers else 0.0) if look_s is None else look_s)
             tasks.append(asyncio.create_task(stage_peer.run()))

@@ -13,6 +13,7 @@ import grpc
 from swarm_protocol.access.access_control import AccessControl
 from swarm_protocol.dht.node import Listening
 from swarm_protocol.errors import PeerUnavailable, SwarmError
+from swarm_protocol.net.hosts import host_port
 from swarm_protocol.net.identity import Identity
 from swarm_protocol.net.tls import Certificate, ClientCredentials
 from swarm_training.core.record import JOINING, Progress
@@ -77,7 +78,7 @@ class RobustPresence:
                 identity.peer_id,
                 state=JOINING,
                 model=model,
-                address=f"{config.announce_host or host}:{bound}",
+                address=host_port(config.announce_host or host, bound),
                 tls_fingerprint=certificate.fingerprint,
             )
             presence = cls(config, board, network, Directory(own, identity, board))

@@ -15,6 +15,7 @@ import grpc
 from swarm_protocol.access.access_control import AccessControl
 from swarm_protocol.dht.addresses import tcp_target
 from swarm_protocol.dht.node import Listening
+from swarm_protocol.net.hosts import host_port
 from swarm_protocol.net.identity import Identity
 from swarm_protocol.net.tls import Certificate, ClientCredentials
 from swarm_training.core.config import TrainingConfig
@@ -94,7 +95,7 @@ class Presence:
             if not config.client_mode:
                 certificate = Certificate.generate()
                 server, bound = await start_service(peer, certificate, host, config.port, access)
-                peer.listens_at(f"{config.announce_host or host}:{bound}", certificate.fingerprint)
+                peer.listens_at(host_port(config.announce_host or host, bound), certificate.fingerprint)
             if initial_peers:
                 await peer.find_others()
             peer.start()

@@ -22,10 +22,11 @@ from hivemind.utils.serializer import MSGPackSerializer
 from hivemind.utils.timed_storage import get_dht_time
 
 from swarm_protocol.dht import claims
-from swarm_protocol.dht.addresses import multiaddr, split_address
+from swarm_protocol.dht.addresses import multiaddr
 from swarm_protocol.dht.dht import Dht
 from swarm_protocol.dht.records import MAX_LIFETIME_S, ServerRecord, ServerState, models_key, servers_key
 from swarm_protocol.errors import NoSwarm
+from swarm_protocol.net.hosts import host_port, split_address
 from swarm_protocol.net.identity import Identity, peer_id_of_key
 from tests.unit.support import TIMEOUT_S, server_record, until
 
@@ -475,6 +476,8 @@ def unused_peer(run: Run) -> str:
 )
 def test_an_address_is_a_host_and_perhaps_a_port(address, expected):
     assert split_address(address, 5) == expected
+    assert split_address(host_port(*expected), 9) == expected
+    assert host_port(f"[{expected[0]}]", 5) == f"[{expected[0]}]:5" or ":" not in expected[0]
 
 
 @pytest.mark.parametrize("address", ["host:name", "host:0", "host:65536", "2001:db8::x:77", "[2001:db8::1]:0"])

@@ -6,8 +6,8 @@ from unittest.mock import patch
 
 import torch
 
-from swarm_server.engine import copies
-from swarm_server.engine.copies import moved
+from swarm_server.gpu import copies
+from swarm_server.gpu.copies import moved
 from tests.simulated_devices import FIRST, SECOND, SimulatedDevices
 
 CPU = torch.device("cpu")
