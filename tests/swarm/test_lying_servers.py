@@ -63,7 +63,8 @@ def client(pair: Pair, *, every_step: bool = False) -> Iterator[tuple[Pair, list
     events: list = []
     with connected(pair.servers, check_share=FIRST_ONLY, on_event=events.append) as remote:
         swarm = remote.blocks.swarm
-        patient = replace(swarm.config.timeouts, check_s=TIMEOUT_S)  # on a busy machine, checks take a while
+        # On a busy machine checks take a while, and who does not answer for a moment is no witness.
+        patient = replace(swarm.config.timeouts, connect_s=TIMEOUT_S, probe_s=TIMEOUT_S, check_s=TIMEOUT_S)
         swarm.config = replace(swarm.config, timeouts=patient)
         if every_step:
             checker_of(remote.blocks.swarm).share = 1e9

@@ -12,7 +12,7 @@ from transformers import PrinterCallback, Trainer
 
 from swarm_training import TrainingRun
 from swarm_training.trainer.callback import TrainingRunCallback
-from tests.training.volunteer import digest, say
+from tests.training.volunteer import digest, meet_until_told_to_go, say
 from tests.unit.training.trainer.test_callback import Model, adamw, arguments, losses, rows
 
 STEPS = 40
@@ -38,7 +38,7 @@ def main(number: int, peers: list[str]) -> None:
         )
         trainer.remove_callback(PrinterCallback)  # only events are said here
         say("joined", peers=run.initial_peers, digest=digest(model))
-        sys.stdin.readline()
+        meet_until_told_to_go(run)
         trainer.train()
         say("done", steps=run.num_steps, digest=digest(model), losses=losses(trainer), members=len(run.last_group))
         sys.stdin.readline()

@@ -85,6 +85,16 @@ def say(event: str, **facts: Any) -> None:
     print(json.dumps({"event": event, **facts}), flush=True)
 
 
+def meet_until_told_to_go(run: TrainingRun) -> None:
+    """Says each time it is told to when it has heard of as many peers."""
+    for line in sys.stdin:
+        if line.strip() == "go":
+            return
+        while run.num_peers < int(line.removeprefix("meet ")):
+            time.sleep(0.05)
+        say("met")
+
+
 def member(path: str) -> dict[str, Any]:
     """How a member of a private run takes part."""
     if not path:
@@ -135,12 +145,7 @@ def main(task: Task) -> None:
     )
     with run:
         say("joined", peers=run.initial_peers, peer_id=run.peer_id, step=run.num_steps, digest=digest(trained))
-        for line in sys.stdin:
-            if line.strip() == "go":
-                break
-            while run.num_peers < int(line.removeprefix("meet ")):
-                time.sleep(0.05)
-            say("met")
+        meet_until_told_to_go(run)
         call = 0
         while run.num_steps < task.steps:
             time.sleep(task.call_s)
