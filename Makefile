@@ -9,6 +9,13 @@ export HF_HUB_OFFLINE ?= 1
 demo: $(VENV)/.installed
 	$(BIN)/python -m swarm_client demo
 
+# A program of Debian, where there is none yet and one may.
+define installed
+	test -x $(1) || test "$$(id -u)" != 0 || \
+	    { apt-get update --quiet && apt-get install --quiet --yes --no-install-recommends $(2); } || \
+	    echo "$(2) cannot be installed: the tests that need it are skipped"
+endef
+
 # Runs of simulated swarms go as sets are ordered.
 test test-all: export PYTHONHASHSEED := 0
 
@@ -16,6 +23,7 @@ test: $(VENV)/.installed lint
 	$(BIN)/python -m pytest $(IN_PARALLEL)
 
 test-all: $(VENV)/.installed lint
+	$(call installed,/usr/sbin/iptables,iptables)
 	$(BIN)/python -m pytest $(IN_PARALLEL) -m "not browser"
 	$(MAKE) test-triton
 	$(MAKE) test-browser
@@ -31,8 +39,7 @@ test-triton: $(VENV)/.installed
 	    tests/unit/protocol/gpu/test_int8_weight.py
 
 test-browser: $(VENV)/.installed
-	test -x /usr/bin/chromium || test "$$(id -u)" != 0 || apt-get install --quiet --yes --no-install-recommends chromium || \
-	    echo "Chromium cannot be installed: the tests that need it are skipped"
+	$(call installed,/usr/bin/chromium,chromium)
 	$(BIN)/python -m pytest -m browser -rs tests/browser
 
 screenshots: $(VENV)/.installed
