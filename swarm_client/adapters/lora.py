@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from transformers.integrations import peft as hf_peft
 
 from swarm_protocol.checkpoints.files import Directory
 from swarm_protocol.checkpoints.hollow_model import hf_loader
@@ -33,6 +34,11 @@ _OTHER_FORMULAS = (  # options of LoraConfig that compute something else than sc
     *("use_dora", "lora_bias", "target_parameters", "use_qalora", "use_bdlora", "arrow_config", "kasa_config"),
     *("velora_config", "monteclora_config", "alora_invocation_tokens", "layer_replication", "megatron_config"),
 )
+
+# transformers 5.24 refuses every PEFT below 0.22, which is newer than the newest on PyPI. Its code for adapters is that
+# of 5.23, which takes 0.20, but for this number. Without this line, no model of this process could have an adapter.
+if getattr(hf_peft, "MIN_PEFT_VERSION", "") == "0.22.0":
+    hf_peft.MIN_PEFT_VERSION = "0.20.0"
 
 
 def require_supported(config: Any) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from swarm_client.doctor.check import Check, Finding, ok, warning
 from swarm_client.doctor.check import failed as is_failed
-from swarm_protocol.process.invocation import DISTRIBUTION
+from swarm_protocol.imports.versions import DISTRIBUTION, installed_versions, required_packages
 
 _SHOWN = ("torch", "transformers", "grpcio", "hivemind", "numpy")
 _IMPORT_S = 120.0  # torch, from a disk that is slow and has not read it lately
@@ -36,7 +36,7 @@ def _python() -> Iterator[Finding]:
 
 def _packages() -> Iterator[Finding]:
     try:
-        required = metadata.requires(DISTRIBUTION) or []
+        required = required_packages()
     except metadata.PackageNotFoundError:
         yield warning("packages", f"{DISTRIBUTION} is not installed, only its source is here", "pip install -e .")
         return
@@ -45,19 +45,7 @@ def _packages() -> Iterator[Finding]:
 
 def packages(required: Iterable[str]) -> Finding:
     """``required``: lines as in the metadata of a distribution."""
-    from packaging.requirements import Requirement
-
-    wrong, versions = [], {}
-    for requirement in map(Requirement, required):
-        if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
-            continue
-        try:
-            version = versions[requirement.name] = metadata.version(requirement.name)
-        except metadata.PackageNotFoundError:
-            wrong.append(f"{requirement.name} is missing")
-            continue
-        if not requirement.specifier.contains(version, prereleases=True):
-            wrong.append(f"{requirement.name} is {version}, expected {requirement.specifier}")
+    versions, wrong = installed_versions(required)
     if wrong:
         return is_failed("packages", "; ".join(wrong), _UPDATE)
     return ok("packages", ", ".join(f"{name} {versions[name]}" for name in _SHOWN if name in versions))

@@ -14,7 +14,7 @@ from transformers.cache_utils import DynamicCache, DynamicLayer
 from swarm_client.speculation.draft import Draft, Guesses, Plan, Ranking, SteppedSession
 from swarm_protocol.checkpoints.checkpoint import Checkpoint
 from swarm_protocol.checkpoints.default_model import locate
-from swarm_protocol.checkpoints.family import max_positions
+from swarm_protocol.checkpoints.family import cache_argument_of, max_positions
 from swarm_protocol.checkpoints.hollow_model import hf_loader
 
 
@@ -31,6 +31,7 @@ class SmallModelDraft(Draft):
         """
         self.name, self.model, self.vocab_size = name, model, vocab_size
         self.max_positions = max_positions(model.config)
+        self.cache_argument = cache_argument_of(model.forward) or "past_key_values"
 
     @classmethod
     def load(cls, name_or_path: str, vocab_size: int) -> SmallModelDraft:
@@ -88,7 +89,8 @@ class SmallModelSession(SteppedSession):
         """Logits after the last token, [rows, vocabulary of the model that is guessed for]."""
         model, size = self._draft.model, self._draft.vocab_size
         with torch.inference_mode():
-            output = model(token_ids.to(model.device), past_key_values=cache, use_cache=True, logits_to_keep=1)
+            options = {self._draft.cache_argument: cache, "use_cache": True, "logits_to_keep": 1}
+            output = model(token_ids.to(model.device), **options)
             logits = output.logits[:, -1, :size].float().cpu()
         missing = size - logits.shape[1]  # rows of an embedding that stand for no token
         return torch.nn.functional.pad(logits, (0, missing), value=-torch.inf) if missing else logits

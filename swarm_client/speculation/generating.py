@@ -19,6 +19,7 @@ from swarm_client.speculation.head_input import HeadInput
 from swarm_client.speculation.past import Past
 from swarm_client.speculation.policy import MOST_POSITIONS
 from swarm_client.speculation.speculation import Guessing, Speculation
+from swarm_protocol.checkpoints.family import cache_argument_of
 from swarm_protocol.errors import PeerBusy, SwarmError
 
 MOST_SHARING = 2  # sessions of a server, or none has guesses verified
@@ -250,8 +251,8 @@ def speculative_sample(
     if streamer is not None:
         streamer.end()
     if config.return_dict_in_generate:
-        cache = model_kwargs[model._family.cache_argument]
-        return GenerateDecoderOnlyOutput(sequences=ids, past_key_values=cache)  # type: ignore[arg-type]
+        cache = {cache_argument_of(GenerateDecoderOnlyOutput): model_kwargs[model._family.cache_argument]}
+        return GenerateDecoderOnlyOutput(sequences=ids, **cache)  # type: ignore[arg-type]
     return ids
 
 

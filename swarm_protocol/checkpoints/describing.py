@@ -18,9 +18,10 @@ from torch import nn
 from transformers import MODEL_MAPPING, PreTrainedConfig
 from transformers import initialization as weight_init
 
-from swarm_protocol.checkpoints.family import Family
+from swarm_protocol.checkpoints.family import Family, cache_argument_of
 from swarm_protocol.checkpoints.hollow_model import RangesOnCpu, hf_loader, load_hollow_model
 from swarm_protocol.errors import UnsupportedModel
+from swarm_protocol.imports.versions import untested_transformers
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -49,24 +50,20 @@ STATE_TYPES = {"conv", "linear_attention", "hybrid"}  # blocks with a state of f
 NO_CACHE_TYPES = {"mlp", "moe"}
 LAYER_TYPES = ATTENTION_TYPES | STATE_TYPES | NO_CACHE_TYPES
 
-# What a base model must accept for a server to run it, and under which name it takes its cache.
+# A base model must accept these arguments and a cache for a server to run it.
 MODEL_ARGUMENTS = ("inputs_embeds", "attention_mask", "use_cache")
-CACHE_ARGUMENTS = ("past_key_values", "cache_params")
 
-# What a base model may hand to a block besides the hidden states: functions of positions, mask, cache and flags.
+# A base model may hand these tensors to a block besides the hidden states: they are functions of positions and mask.
 BLOCK_ARGUMENTS = {
     "alibi",
     "attention_mask",
     "cache_position",
     "causal_mask",
     "head_mask",
-    "layer_past",
-    "output_attentions",
-    "past_key_values",
+    "mamba_attention_mask",
     "position_bias",
     "position_embeddings",
     "position_ids",
-    "use_cache",
 }
 
 
@@ -100,7 +97,9 @@ def _describe(config: PreTrainedConfig) -> Family:
 
 
 def _unsupported(config: PreTrainedConfig, why: str) -> UnsupportedModel:
-    return UnsupportedModel(f"models of type {config.model_type!r} cannot be split into blocks: {why}")
+    untested = untested_transformers()
+    advice = f" ({untested})" if untested else ""
+    return UnsupportedModel(f"models of type {config.model_type!r} cannot be split into blocks: {why}{advice}")
 
 
 def _check_config(config: PreTrainedConfig) -> None:
@@ -125,9 +124,9 @@ def _check_config(config: PreTrainedConfig) -> None:
 def _read_facts(base: PreTrainedModel, config: PreTrainedConfig) -> Family:
     arguments = inspect.signature(base.forward).parameters
     lacking = [name for name in MODEL_ARGUMENTS if name not in arguments]
-    cache_argument = next((name for name in CACHE_ARGUMENTS if name in arguments), None)
+    cache_argument = cache_argument_of(base.forward)
     if cache_argument is None:
-        lacking.append(CACHE_ARGUMENTS[0])
+        lacking.append("a Cache")
     if lacking or cache_argument is None:
         raise _unsupported(config, f"its forward does not accept {', '.join(lacking)}")
     lists = [
@@ -167,6 +166,7 @@ def _read_facts(base: PreTrainedModel, config: PreTrainedConfig) -> Family:
         returns_tuple=False,
         takes_positions="position_ids" in arguments,
         cache_argument=cache_argument,
+        mask_covers_past=True,
         num_blocks=config.num_hidden_layers,
         hidden_size=config.hidden_size,
         block_parameters=tuple(sum(p.numel() for p in block.parameters()) for block in getattr(owner, blocks)),
@@ -190,11 +190,14 @@ class _Recorder:
         self._returns_tuple = returns_tuple
         self.arguments: set[str] = set()
         self.shapes: set[tuple[int, ...]] = set()
+        self.mask_dims: set[int | None] = set()  # None: a block was called without a mask
 
     def __call__(self, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor | tuple[torch.Tensor, None]:
         self.shapes.add(tuple(hidden.shape))
         given = {**dict(zip(self._names, args, strict=False)), **kwargs}
         self.arguments |= {name for name, value in given.items() if _has_tensor(value)}
+        mask = given.get("attention_mask")
+        self.mask_dims.add(mask.dim() if isinstance(mask, torch.Tensor) else None)
         return (hidden, None) if self._returns_tuple else hidden
 
 
@@ -205,9 +208,9 @@ def _has_tensor(value: Any) -> bool:
 
 
 def _probe(base: PreTrainedModel, family: Family, config: PreTrainedConfig) -> Family:
-    """Runs the base model with blocks that do nothing; it must return exactly what went in.
+    """Run the base model with blocks that do nothing; it must return exactly what went in.
 
-    Also finds out whether it expects blocks to return tuples.
+    The run also shows whether the base model expects blocks to return tuples, and which masks it hands to them.
     """
     try:
         hollow, _ = load_hollow_model(family, config)
@@ -216,7 +219,7 @@ def _probe(base: PreTrainedModel, family: Family, config: PreTrainedConfig) -> F
     blocks = getattr(family.owner_of(base), family.blocks)
     setattr(family.owner_of(hollow), family.blocks, blocks)
     hidden = torch.randn(2, 3, family.hidden_size, generator=torch.Generator().manual_seed(0))
-    mask = torch.ones(2, 3, dtype=torch.long)
+    mask = torch.tensor([[0, 1, 1], [1, 1, 1]])  # padded: without padding, transformers may leave a mask out
     problem = None
     for returns_tuple in (False, True):
         recorder = _Recorder(blocks[0], returns_tuple)
@@ -233,7 +236,7 @@ def _probe(base: PreTrainedModel, family: Family, config: PreTrainedConfig) -> F
             raise _unsupported(config, f"its blocks also need {', '.join(unknown)}, which a server does not have")
         if output.shape == hidden.shape and recorder.shapes == {tuple(hidden.shape)}:
             if torch.equal(output, hidden):
-                return replace(family, returns_tuple=returns_tuple)
+                return replace(family, returns_tuple=returns_tuple, mask_covers_past=recorder.mask_dims != {mask.dim()})
             problem = "it changes hidden states outside its blocks"
     raise _unsupported(config, problem or "hidden states change their shape between its blocks")
 

@@ -6,10 +6,12 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 from swarm_protocol.span import Span
 
@@ -42,6 +44,8 @@ class Family:
         returns_tuple: a block returns ``(hidden, attentions)`` rather than ``hidden``.
         takes_positions: the base model's ``forward`` accepts ``position_ids``.
         cache_argument: name under which the base model's ``forward`` takes the cache.
+        mask_covers_past: the mask is [batch, past + new]; else it is [batch, new], because the base model hands it to
+            its blocks as it is (mamba).
         num_blocks: how many blocks the model has.
         hidden_size: width of the hidden states between blocks.
         block_parameters: how many parameters each block has.
@@ -58,6 +62,7 @@ class Family:
     returns_tuple: bool
     takes_positions: bool
     cache_argument: str
+    mask_covers_past: bool
     num_blocks: int
     hidden_size: int
     block_parameters: tuple[int, ...]
@@ -91,6 +96,20 @@ class Family:
 @lru_cache
 def _block_pattern(blocks: str) -> re.Pattern[str]:
     return re.compile(rf"(?:^|\.){re.escape(blocks)}\.(\d+)\.")
+
+
+def cache_argument_of(function: Callable[..., Any]) -> str | None:
+    """Return the name of the argument that is annotated as a ``Cache``, or None if there is none.
+
+    transformers renamed this argument of its models in 5.24, so the name is read from the signature.
+    """
+    from transformers.cache_utils import Cache
+
+    for name, argument in inspect.signature(function).parameters.items():
+        classes = get_args(argument.annotation) or (argument.annotation,)  # ``Cache | None`` has two
+        if any(isinstance(found, type) and issubclass(found, Cache) for found in classes):
+            return name
+    return None
 
 
 def slice_config(config: PreTrainedConfig, span: Span) -> PreTrainedConfig:

@@ -7,10 +7,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from swarm_protocol.imports.versions import DISTRIBUTION
 from swarm_protocol.process.config_file import add_config_flag
 from swarm_protocol.process.logs import FORMATS, LEVELS
 
-CONSOLE_SCRIPT, DISTRIBUTION = "swarm", "swarm-lm"
+CONSOLE_SCRIPT = "swarm"
 
 
 def typed(command: str = "") -> str:

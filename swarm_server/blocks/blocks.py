@@ -149,8 +149,8 @@ class BlockStack:
         if attention_mask is None and cache is None and not packed:
             # Without any mask, transformers takes a jump in position_ids for the start of another sequence.
             attention_mask = hidden.new_ones(hidden.shape[:2], dtype=torch.long)
-        if attention_mask is not None and self.family.cache_argument == "cache_params":
-            attention_mask = attention_mask[:, -hidden.shape[1] :]  # mamba hands it to its blocks as it is
+        if attention_mask is not None and not self.family.mask_covers_past:
+            attention_mask = attention_mask[:, -hidden.shape[1] :]
         positions = {"position_ids": position_ids} if self.family.takes_positions else {}
         return self._model(
             inputs_embeds=hidden,

@@ -12,6 +12,8 @@ import torch
 from torch import nn
 from transformers import Cache, LlamaConfig, LlamaModel
 
+from swarm_protocol.checkpoints.family import cache_argument_of
+
 
 @dataclass(frozen=True)
 class DraftShape:
@@ -54,6 +56,7 @@ class DraftNetwork(nn.Module):
         self.join = nn.Linear(2 * shape.model_hidden_size, shape.hidden_size, bias=False)
         self.body = LlamaModel(config)
         del self.body.embed_tokens
+        self._cache_argument = cache_argument_of(self.body.forward) or "past_key_values"
         same = shape.hidden_size == shape.model_hidden_size
         self.out = nn.Identity() if same else nn.Linear(shape.hidden_size, shape.model_hidden_size, bias=False)
 
@@ -81,8 +84,8 @@ class DraftNetwork(nn.Module):
             inputs_embeds=joined,
             attention_mask=mask,
             position_ids=positions,
-            past_key_values=cache,
             use_cache=cache is not None,
+            **{self._cache_argument: cache},
         ).last_hidden_state
         states: torch.Tensor = self.out(hidden)
         return states

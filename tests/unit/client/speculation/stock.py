@@ -8,10 +8,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from transformers import DynamicCache, PreTrainedModel
+from transformers import DynamicCache, LlamaForCausalLM, PreTrainedModel
 
 from swarm_client.speculation.mixin import SpeculationMixin
 from swarm_client.speculation.speculation import Speculation
+from swarm_protocol.checkpoints.family import cache_argument_of
 
 
 class LocalSession:
@@ -59,7 +60,7 @@ class _Local(SpeculationMixin):
     speculation = Speculation(None)
     prompts = None
     is_watched = False
-    _family = SimpleNamespace(cache_argument="past_key_values")
+    _family = SimpleNamespace(cache_argument=cache_argument_of(LlamaForCausalLM.forward))
     _shared_loop = _Alone()
 
     def _session_of(self, cache: Any) -> Any:

@@ -29,6 +29,7 @@ def family(model_type: str = "llama", owner: str = "", cache_argument: str = "pa
         returns_tuple=False,
         takes_positions=True,
         cache_argument=cache_argument,
+        mask_covers_past=True,
         num_blocks=3,
         hidden_size=8,
         block_parameters=(5, 5, 7),

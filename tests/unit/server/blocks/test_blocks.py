@@ -13,8 +13,7 @@ from transformers import AutoModel, PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache
 
 from swarm_protocol.checkpoints.checkpoint import Checkpoint
-from swarm_protocol.checkpoints.describing import CACHE_ARGUMENTS
-from swarm_protocol.checkpoints.family import slice_config
+from swarm_protocol.checkpoints.family import cache_argument_of, slice_config
 from swarm_protocol.span import Span
 from swarm_server.blocks.blocks import BlockStack, load_blocks
 from tests.families import families
@@ -111,10 +110,10 @@ def run(model: PreTrainedModel, position_ids: torch.Tensor, **inputs) -> torch.T
     if "position_ids" in inspect.signature(model.forward).parameters:
         inputs["position_ids"] = position_ids
     cache = inputs.pop("past_key_values", None)
-    argument = next(name for name in CACHE_ARGUMENTS if name in inspect.signature(model.forward).parameters)
-    if argument == "cache_params" and cache is not None and cache.has_previous_state(0):
+    is_mamba = model.config.model_type in ("mamba", "falcon_mamba", "mamba2")
+    if is_mamba and cache is not None and cache.has_previous_state(0):
         inputs["attention_mask"] = None  # as mamba's own ``generate`` does
-    inputs[argument] = cache
+    inputs[cache_argument_of(model.forward)] = cache
     inputs["use_cache"] = cache is not None
     return model(**inputs).last_hidden_state
 
