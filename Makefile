@@ -4,7 +4,7 @@ BIN := $(VENV)/bin
 IN_PARALLEL := --numprocesses 2 --dist loadfile
 export HF_HUB_OFFLINE ?= 1
 
-.PHONY: demo test test-all test-cuda test-triton test-browser screenshots bench docs lint format proto clean
+.PHONY: demo test test-all test-long test-cuda test-triton test-browser screenshots bench docs lint format proto clean
 
 demo: $(VENV)/.installed
 	$(BIN)/python -m swarm_client demo
@@ -17,16 +17,19 @@ define installed
 endef
 
 # Runs of simulated swarms go as sets are ordered.
-test test-all: export PYTHONHASHSEED := 0
+test test-all test-long: export PYTHONHASHSEED := 0
 
 test: $(VENV)/.installed lint
 	$(BIN)/python -m pytest $(IN_PARALLEL)
 
 test-all: $(VENV)/.installed lint
 	$(call installed,/usr/sbin/iptables,iptables)
-	$(BIN)/python -m pytest $(IN_PARALLEL) -m "not browser"
+	$(BIN)/python -m pytest $(IN_PARALLEL) -m "not long and not browser"
 	$(MAKE) test-triton
 	$(MAKE) test-browser
+
+test-long: $(VENV)/.installed
+	$(BIN)/python -m pytest $(IN_PARALLEL) -m long
 
 test-cuda: $(VENV)/.installed
 	$(BIN)/python -m pytest -m cuda -rs tests

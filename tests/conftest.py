@@ -5,6 +5,7 @@ import math
 import os
 import signal
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy
 import pytest
@@ -21,6 +22,9 @@ from transformers.utils import logging
 
 import swarm_protocol  # noqa: F401  (sets grpc up before anything imports it)
 from swarm_client.speculation import speculation
+
+TESTS = Path(__file__).parent
+END_TO_END = ("swarm", "attack", "training")  # folders whose tests start servers or peers
 
 torch.set_num_threads(1)
 logging.disable_progress_bar()
@@ -55,6 +59,12 @@ def own_signal_handlers() -> Iterator[None]:
     yield
     for number, handler in zip(numbers, before, strict=True):
         signal.signal(number, handler)
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """End-to-end tests are slow tests, but for those that stand for a promise of the README."""
+    if item.path.relative_to(TESTS).parts[0] in END_TO_END and not item.get_closest_marker("promise"):
+        item.add_marker(pytest.mark.slow)
 
 
 @pytest.hookimpl(tryfirst=True)
