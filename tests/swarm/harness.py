@@ -23,6 +23,7 @@ from swarm_protocol.process.local_registry import LocalRegistry
 from swarm_protocol.span import Span
 from swarm_server.core.config import ServerConfig
 from swarm_server.node.server import Server
+from tests.swarm.memory_dht import forget, hold_in_memory
 from tests.swarm.raw_client import RawClient
 from tests.swarm.waiting import DEADLINE_S, wait_for
 
@@ -35,13 +36,17 @@ class InProcessServers:
     Each has its own DHT node, libp2p daemon and gRPC port; blocks are not quantised unless a test asks for it.
     """
 
-    def __init__(self, model: Path, cache_tokens: int = 2048) -> None:
+    def __init__(self, model: Path, cache_tokens: int = 2048, *, memory_dht: bool = False) -> None:
+        """``memory_dht``: the DHT is in the memory of this process, without daemons; other processes cannot join it."""
         self.model = model
         self._num_blocks = describe(Checkpoint.open(model).config).num_blocks
         self.cache_tokens = cache_tokens
         self.swarm = f"test-{os.getpid()}-{next(_numbers)}"
         self._running: dict[Server, concurrent.futures.Future] = {}
         self._dht: Dht | None = None
+        self._memory_dht = memory_dht
+        if memory_dht:
+            hold_in_memory(self.swarm)
 
     def start(self, *spans: str, **options: Any) -> list[Server]:
         """One more server for each span of blocks; they start at once, and are ready to serve when this returns."""
@@ -112,6 +117,8 @@ class InProcessServers:
             self.stop(server)
         if self._dht is not None:
             background.run(self._dht.shutdown())
+        if self._memory_dht:
+            forget(self.swarm)
 
     def __enter__(self) -> InProcessServers:
         return self

@@ -57,7 +57,7 @@ def started(directory: Path, *spans: str, config: dict[str, Any] | None = None, 
     """
     save_checkpoint("llama", directory, **(config or {}))
     whole = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
-    with InProcessServers(directory) as servers:
+    with InProcessServers(directory, memory_dht=True) as servers:
         servers.start(*spans, **options)
         with connected(servers) as remote:
             yield Pair(ends_only_at_its_length(whole), remote, servers)
