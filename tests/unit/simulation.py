@@ -48,10 +48,22 @@ def block_key(value: float, position_id: int) -> float:
     return value + 7 * position_id
 
 
-def block_output(block: int, keys: Sequence[float]) -> float:
-    """For the last of the keys of one row so far."""
-    weighted = sum(map(mul, keys, count(1))) % _PRIME
-    return float(int(weighted * (block + 2) + 3 * keys[-1]) % _PRIME)
+class BlockHistory:
+    """The keys of one block for one row, and the sum over them that an output is made of.
+
+    ``keys``: floats of whole numbers, so that the sum is exact however it is added up.
+    """
+
+    def __init__(self, block: int, keys: Sequence[float] = ()) -> None:
+        self.keys = list(keys)
+        self._block = block
+        self._weighted = sum(map(mul, keys, count(1)))
+
+    def output(self, key: float) -> float:
+        """Append a key and return the block's output for it, to which every key so far contributes."""
+        self.keys.append(key)
+        self._weighted += key * len(self.keys)
+        return float(int(self._weighted % _PRIME * (self._block + 2) + 3 * key) % _PRIME)
 
 
 def offset(row: Sequence[float]) -> int:
@@ -65,8 +77,8 @@ def model_output(rows: Sequence[Sequence[float]]) -> torch.Tensor:
     for row in rows:
         values = list(row)
         for block in range(NUM_BLOCKS):
-            keys = [block_key(value, position) for position, value in enumerate(values, offset(row))]
-            values = [block_output(block, keys[: end + 1]) for end in range(len(keys))]
+            history = BlockHistory(block)
+            values = [history.output(block_key(value, position)) for position, value in enumerate(values, offset(row))]
         result.append(values)
     return torch.tensor(result)[..., None]
 
@@ -187,14 +199,13 @@ class ToyEngine:
 
     @staticmethod
     def _extended(blocks: Span, row: ToyRow, values: list[float], ids: list[int]) -> ToyRow:
-        keys = [list(block) for block in row.keys]
+        histories = [BlockHistory(block, keys) for block, keys in zip(blocks, row.keys, strict=True)]
         outputs = list(row.outputs)
         for value, position in zip(values, ids, strict=True):
-            for number, block in enumerate(blocks):
-                keys[number].append(block_key(value, position))
-                value = block_output(block, keys[number])
+            for history in histories:
+                value = history.output(block_key(value, position))
             outputs.append(value)
-        return ToyRow(tuple(map(tuple, keys)), tuple(outputs))
+        return ToyRow(tuple(tuple(history.keys) for history in histories), tuple(outputs))
 
 
 class ToyScheduler:

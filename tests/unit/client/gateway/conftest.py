@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import math
+import socket
+import ssl
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -25,6 +27,7 @@ from swarm_client.gateway.serving import listen
 from swarm_protocol.checkpoints.default_model import DEFAULT_MODEL, locate
 
 WAIT_S = 30.0  # at most, for what comes at once
+CERTIFICATES = ssl.create_default_context()  # to read them takes longer than most of the tests
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
@@ -159,7 +162,10 @@ class Gateway:
         self.batcher.says, self.batcher.ends = encode(self.tokenizer, text), ends
 
     def client(self, key: str = "none", **options: Any) -> Any:
-        return openai.OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0, timeout=WAIT_S, **options)
+        http = openai.DefaultHttpxClient(verify=CERTIFICATES)
+        return openai.OpenAI(
+            base_url=f"{self.url}/v1", api_key=key, max_retries=0, timeout=WAIT_S, http_client=http, **options
+        )
 
     def wait_for_generations(self, count: int) -> list[Generation]:
         """The first of them, once there are so many."""
@@ -171,10 +177,30 @@ class Gateway:
 Serve = Callable[..., Gateway]
 
 
+@dataclass
+class Running:
+    """A gateway's server, its thread and its socket."""
+
+    server: uvicorn.Server
+    thread: threading.Thread
+    listener: socket.socket
+
+
+@pytest.fixture(scope="session")
+def ending() -> Iterator[list[Running]]:
+    """Servers that have been told to end. Each takes some tenths of a second, for which no test waits."""
+    ending: list[Running] = []
+    yield ending
+    for running in ending:
+        running.thread.join(WAIT_S)
+        running.listener.close()
+        assert not running.thread.is_alive(), running.thread.name
+
+
 @pytest.fixture
-def serve(tokenizer: PreTrainedTokenizerBase) -> Iterator[Serve]:
+def serve(tokenizer: PreTrainedTokenizerBase, ending: list[Running], request: pytest.FixtureRequest) -> Iterator[Serve]:
     """Starts a gateway: ``serve(limits, keys, max_positions=…)``."""
-    running = []
+    started: list[Running] = []
 
     def start(limits: Limits = DEFAULT_LIMITS, keys: Sequence[str] = (), **fields: Any) -> Gateway:
         batcher = ScriptedBatcher()
@@ -183,18 +209,15 @@ def serve(tokenizer: PreTrainedTokenizerBase) -> Iterator[Serve]:
         app = create_app(OneModel(replace(model, **fields)), limits, keys)
         listener = listen("127.0.0.1", 0)
         server = uvicorn.Server(uvicorn.Config(app, log_config=None, lifespan="off", timeout_graceful_shutdown=5))
-        thread = threading.Thread(target=server.run, args=([listener],))
+        thread = threading.Thread(target=server.run, args=([listener],), name=request.node.nodeid)
         thread.start()
-        running.append((server, thread, listener))
+        started.append(Running(server, thread, listener))
         return Gateway(f"http://127.0.0.1:{listener.getsockname()[1]}", batcher, model.tokenizer)
 
     yield start
-    for server, _, _ in running:
-        server.should_exit = True
-    for _, thread, listener in running:
-        thread.join(WAIT_S)
-        listener.close()
-        assert not thread.is_alive()
+    for running in started:
+        running.server.should_exit = True
+    ending.extend(started)
 
 
 @pytest.fixture

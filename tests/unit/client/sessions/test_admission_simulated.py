@@ -18,11 +18,12 @@ from swarm_protocol.dht.records import ServerRecord
 from swarm_protocol.errors import NoRoute, PeerBusy, RecoveryFailed
 from swarm_protocol.span import Span
 from swarm_protocol.wire.block_input import BlockInput
+from tests.marks import in_tiers
 from tests.unit.client.sessions.test_survival_simulated import Scenario, run
 from tests.unit.simulation import MODEL, NUM_BLOCKS, REVISION, model_output, offset
 
 SEEDS_PER_TEST, TESTS = 10, 1
-SLOW_SEEDS_PER_TEST, SLOW_TESTS = 40, 8
+SLOW_SEEDS_PER_TEST, SLOW_TESTS, LONG_TESTS = 40, 2, 8
 LEAST_ROOM, MOST_ROOM = 50, 80  # of a server, over all rows
 MOST_ROWS, MOST_TOKENS = 2, 25  # of a session, which any server has room for, if it is the only one
 
@@ -143,9 +144,8 @@ def test_all_finish(number, faults):
     check(number * SEEDS_PER_TEST, SEEDS_PER_TEST, faults)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("faults", [False, True])
-@pytest.mark.parametrize("number", range(SLOW_TESTS))
+@pytest.mark.parametrize("number", in_tiers(SLOW_TESTS, LONG_TESTS))
 def test_all_finish_at_length(number, faults):
     check(10**6 + number * SLOW_SEEDS_PER_TEST, SLOW_SEEDS_PER_TEST, faults)
 

@@ -20,11 +20,12 @@ from swarm_protocol.errors import NoRoute, PeerBusy, RecoveryFailed
 from swarm_protocol.pb import swarm_pb2 as pb
 from swarm_protocol.span import Span
 from swarm_protocol.wire.block_input import BlockInput
+from tests.marks import in_tiers
 from tests.unit.simulation import MODEL, NUM_BLOCKS, REVISION, Net, model_output, offset
 from tests.unit.virtual_time import run_virtually
 
 SEEDS_PER_TEST, TESTS = 25, 1
-SLOW_SEEDS_PER_TEST, SLOW_TESTS = 50, 20
+SLOW_SEEDS_PER_TEST, SLOW_TESTS, LONG_TESTS = 50, 3, 20
 
 
 class Scenario:
@@ -198,8 +199,7 @@ def test_outputs_are_those_of_one_machine_whatever_happens(number):
     check(number * SEEDS_PER_TEST, SEEDS_PER_TEST)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("number", range(SLOW_TESTS))
+@pytest.mark.parametrize("number", in_tiers(SLOW_TESTS, LONG_TESTS))
 def test_outputs_are_those_of_one_machine_whatever_happens_at_length(number):
     check(10**6 + number * SLOW_SEEDS_PER_TEST, SLOW_SEEDS_PER_TEST)
 

@@ -10,6 +10,7 @@ import pytest
 from swarm_client.swarm.peer_health import FAILED, NEWCOMER_S, SILENT, Acquaintance, PeerBackoff, RttTracker
 from swarm_protocol.dht.records import ServerRecord
 from tests.unit.support import run, server_record
+from tests.unit.virtual_time import run_virtually
 
 
 class Pings:
@@ -51,7 +52,7 @@ def test_those_who_do_not_answer_are_named() -> None:
     async def story() -> None:
         assert await trips.measure(servers("a", "refuses", "silent"), []) == {"refuses", "silent"}
 
-    run(story())
+    run_virtually(story())
     assert dict(trips.known) == {"a": 0.1}
 
 

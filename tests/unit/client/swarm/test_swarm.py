@@ -17,6 +17,7 @@ from swarm_protocol.dht.records import ServerRecord, SwarmView
 from swarm_protocol.errors import AccessDenied, NoRoute, PeerUnavailable
 from swarm_protocol.span import Span
 from tests.unit.support import run, server_record
+from tests.unit.virtual_time import run_virtually
 
 NEED = 1
 
@@ -75,7 +76,16 @@ class FakeNet:
         ]
 
 
-def play(net: FakeNet, story: Callable[[Swarm], Coroutine[Any, Any, None]], **options: Any) -> None:
+def play(
+    net: FakeNet, story: Callable[[Swarm], Coroutine[Any, Any, None]], *, virtually: bool = False, **options: Any
+) -> None:
+    """Run the story with a client of the network.
+
+    Args:
+        virtually: waits take no time.
+        options: of the client's config.
+    """
+
     async def scenario() -> None:
         config = ClientConfig(wait_timeout_s=0, **options)
         swarm = Swarm(config, "model", "revision", 8, dht=net, connect=net.connect)
@@ -84,7 +94,7 @@ def play(net: FakeNet, story: Callable[[Swarm], Coroutine[Any, Any, None]], **op
         finally:
             await swarm.close()
 
-    run(scenario())
+    (run_virtually if virtually else run)(scenario())
 
 
 def servers(*spans: tuple[str, str], **fields: Any) -> list[ServerRecord]:
@@ -117,7 +127,7 @@ def test_a_ghost_is_never_in_a_chain(fate: str) -> None:
         for _ in range(3):
             assert names(await swarm.chain(Span(0, 8), NEED)) == ["slow"]
 
-    play(net, story)
+    play(net, story, virtually=True)
 
 
 def test_a_server_that_died_is_out_at_once_and_back_when_it_is_heard_of() -> None:
