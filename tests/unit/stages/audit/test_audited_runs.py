@@ -15,6 +15,7 @@ from torch import Tensor
 from swarm_stages.engine.stage import Stage, StageGradients, StageOutput
 from swarm_stages.trainer.trainer import StepReport
 from swarm_training.core.bitmap import from_bits
+from tests.marks import SLOW
 from tests.unit.stages.trainer.runs import MICRO_BATCHES, RunningPeer, WholeRun
 from tests.unit.stages.trainer.test_whole_runs import require_equal
 
@@ -91,8 +92,8 @@ async def trained(
     ("stage", "lie"),
     [
         (0, {"backward": lambda found: scaled(found, -1.0, -1.0), "later": True}),
-        (1, {"backward": lambda found: scaled(found, -1.0, -1.0), "later": True}),
-        (1, {"backward": lambda found: scaled(found, 1.5, 1.0), "later": True}),
+        pytest.param(1, {"backward": lambda found: scaled(found, -1.0, -1.0), "later": True}, marks=SLOW),
+        (1, {"backward": lambda found: scaled(found, 1.5, 1.0)}),
         (1, {"backward": lambda found: scaled(found, 1.0, 1.5)}),
         (0, {"forward": -1.0}),
         (1, {"backward": lambda found: replace(found, loss_sum=0.5 * found.loss_sum)}),
@@ -114,7 +115,7 @@ def test_a_liar_is_excluded_and_leaves_no_trace(stage: int, lie: dict[str, Any])
     asyncio.run(scenario())
 
 
-@pytest.mark.parametrize("founds", [False, True])
+@pytest.mark.parametrize("founds", [pytest.param(False, marks=SLOW), True])
 def test_a_liar_that_does_not_leave_is_left_out(founds: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     async def scenario() -> None:
         lie = {"backward": lambda found: scaled(found, -1.0, -1.0), "later": not founds, "founds": founds}

@@ -14,6 +14,7 @@ from swarm_protocol.access.access_control import AccessControl
 from swarm_protocol.access.organiser import OrganiserKey
 from swarm_protocol.access.tokens import Grant, Role
 from swarm_protocol.errors import AccessDenied
+from swarm_stages.peer import presence, watch
 from swarm_stages.peer.presence import Membership, StageOfRun, StagePresence, WatchPresence
 from swarm_training.compression.compressor import Plain
 from swarm_training.contract.backend import Joining
@@ -21,12 +22,21 @@ from swarm_training.core.bitmap import from_bits
 from swarm_training.core.moment import Moment
 from swarm_training.core_backend import send_order
 from swarm_training.ledger.orders import Ban, Order
+from swarm_training.progress import gossip
 from swarm_training.run.state import TrainedState
 from tests.unit.identities import identity
 from tests.unit.stages.peer.world import CONFIG, ToyStage, ToySums, micro_batch, optimizer_of, single
 
 STAGES, MICRO_BATCHES = 2, 4
 MODERATOR = 7
+LOOK_S = 0.3  # for mates: each peer enters when those before it have
+
+
+@pytest.fixture(autouse=True)
+def boards_are_read_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gossip, "_READ_S", 0.5)
+    monkeypatch.setattr(watch, "_READ_S", 0.5)
+    monkeypatch.setattr(presence, "_ORDERS_S", 0.5)
 
 
 async def enter(
@@ -36,7 +46,7 @@ async def enter(
     config = replace(CONFIG, host="127.0.0.1")
     state = TrainedState(stage.parameters, optimizer_of(stage), Plain(), config.common)
     where, member = StageOfRun("toy", index, STAGES, MICRO_BATCHES), member_of(number, initial_peers, organiser)
-    return await StagePresence.enter(where, member, config, state, ToySums(stage)), stage
+    return await StagePresence.enter(where, member, config, state, ToySums(stage), look_s=LOOK_S), stage
 
 
 def member_of(number: int, initial_peers: list[str], organiser: OrganiserKey | None) -> Membership:
@@ -64,11 +74,11 @@ def test_two_stages_step_together_and_who_watches_sees_them() -> None:
             member = Membership(identity(2), first.addresses)
             watching = await WatchPresence.enter("toy", STAGES, member, CONFIG)
             leaving.push_async_callback(watching.leave)
-            watch = watching.watch
-            await until(lambda: watch.view().moment == Moment(0, 0))
-            assert watch.view().num_micro_batches == MICRO_BATCHES
-            assert [peer.address for stage in watch.view().stages for peer in stage] == [
-                presence.stage_peer.record().address for presence in (first, second)
+            seen = watching.watch
+            await until(lambda: seen.view().moment == Moment(0, 0))
+            assert seen.view().num_micro_batches == MICRO_BATCHES
+            assert [peer.address for stage in seen.view().stages for peer in stage] == [
+                entered.stage_peer.record().address for entered in (first, second)
             ]
             for m in range(MICRO_BATCHES):
                 hidden = first_stage.forward(micro_batch(0, m))
@@ -77,16 +87,16 @@ def test_two_stages_step_together_and_who_watches_sees_them() -> None:
                 assert await second.stage_peer.commit(0, m, "trainer")
                 if m == 1:
                     await until(
-                        lambda: any(from_bits(peer.bits, MICRO_BATCHES) == {0, 1} for peer in watch.view().stages[1])
+                        lambda: any(from_bits(peer.bits, MICRO_BATCHES) == {0, 1} for peer in seen.view().stages[1])
                     )
-            await until(lambda: any(peer.holds for peer in watch.view().stages[1]))
-            assert watch.view().moment == Moment(0, 0)  # the barrier: the first stage has nothing yet
+            await until(lambda: any(peer.holds for peer in seen.view().stages[1]))
+            assert seen.view().moment == Moment(0, 0)  # the barrier: the first stage has nothing yet
             for m in range(MICRO_BATCHES):
                 hidden = first_stage.forward(micro_batch(0, m))
                 grad = second_stage.backward(hidden, None).inputs
                 first.stage_peer.add(0, m, "trainer", first_stage.backward(micro_batch(0, m), grad))
                 assert await first.stage_peer.commit(0, m, "trainer")
-            await until(lambda: watch.view().moment == Moment(0, 1))
+            await until(lambda: seen.view().moment == Moment(0, 1))
             truth = single(STAGES, MICRO_BATCHES, 1)[1]
             for stage, expected in zip((first_stage, second_stage), truth, strict=True):
                 assert all(map(torch.equal, stage.parameters, expected))
@@ -109,13 +119,13 @@ def test_a_moderator_bans_by_the_name_of_the_run() -> None:
             watching = await WatchPresence.enter("toy", STAGES, watcher, CONFIG)
             leaving.push_async_callback(watching.leave)
             watches = [watching.watch, first.stage_peer.watch, mate.stage_peer.watch]
-            await until(lambda: all([len(stage) for stage in watch.view().stages] == [1, 2] for watch in watches))
+            await until(lambda: all([len(stage) for stage in each.view().stages] == [1, 2] for each in watches))
             moderator = member_of(MODERATOR, first.addresses, organiser)
             order = Order.new("toy", Ban(identity(1).peer_id, "sends noise"), time.time(), 1000.0)
             signed = order.signed(moderator.identity, moderator.token)
             who = Joining("toy", MICRO_BATCHES, tuple(first.addresses), moderator.identity, organiser.public)
             await asyncio.to_thread(send_order, who, signed)
-            await until(lambda: all([len(stage) for stage in watch.view().stages] == [1, 1] for watch in watches))
+            await until(lambda: all([len(stage) for stage in each.view().stages] == [1, 1] for each in watches))
             assert watching.watch.view().stages[1][0].peer_id == identity(2).peer_id
             with pytest.raises(AccessDenied, match="sends noise"):
                 await asyncio.wait_for(banned.wait(), 60.0)

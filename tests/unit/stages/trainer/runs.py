@@ -14,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
+from unittest.mock import patch
 
 import grpc
 import torch
@@ -37,6 +38,7 @@ from swarm_stages.peer.watch import Watch
 from swarm_stages.rpc.client import WireForms
 from swarm_stages.rpc.hosting import HostedStage
 from swarm_stages.rpc.service import StagesService
+from swarm_stages.trainer import presence
 from swarm_stages.trainer.batches import Content
 from swarm_stages.trainer.config import TrainerConfig
 from swarm_stages.trainer.presence import train_beside
@@ -149,13 +151,14 @@ class RunningPeer:
     server: grpc.aio.Server
     network: GrpcNetwork
     thread: ThreadPoolExecutor
+    look_s: float  # for mates, before it founds its stage
     tasks: list[asyncio.Task[None]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.tasks += [asyncio.ensure_future(self._live()), asyncio.ensure_future(self.life.watch.run())]
 
     async def _live(self) -> None:
-        await self.life.join(0.5)
+        await self.life.join(self.look_s)
         await self.life.run()
 
     @property
@@ -226,7 +229,8 @@ class WholeRun:
         server, port = await start_server(add_services, certificate, "127.0.0.1", 0)
         peer.listens_at(f"127.0.0.1:{port}", certificate.fingerprint)
         self._keep_history(state, stage)
-        found = RunningPeer(life, stage, service, server, network, thread)
+        look_s = 0.5 if self.records[runs[index]] else 0.0  # the first one has nobody to find
+        found = RunningPeer(life, stage, service, server, network, thread, look_s)
         self.peers.append(found)
         return found
 
@@ -276,10 +280,11 @@ class WholeRun:
         boards = {index: Board(self.records[run], own.peer_id) for index, run in enumerate(runs)}
         watch = Watch(runs, network, boards, CONFIG.silence_s, random.Random(number))
         watching = asyncio.ensure_future(watch.run())
-        config = TrainerConfig(forms=WireForms("fp64", "fp64"), settle_s=3.0, audit_share=audit_share)
+        config = TrainerConfig(forms=WireForms("fp64", "fp64"), settle_s=1.0, audit_share=audit_share)
         roster, member = Roster(own.peer_id), Membership(own)
         try:
-            await train_beside(watch, network, roster, RUN, member, Data(), config, reports.append, end)
+            with patch.object(presence, "_NEWS_S", 0.1):  # records of this board are never old
+                await train_beside(watch, network, roster, RUN, member, Data(), config, reports.append, end)
         finally:
             watching.cancel()
             await asyncio.gather(watching, return_exceptions=True)
