@@ -21,7 +21,7 @@ from hivemind.p2p import PeerID
 from hivemind.utils.serializer import MSGPackSerializer
 from hivemind.utils.timed_storage import get_dht_time
 
-from swarm_protocol.dht import claims
+from swarm_protocol.dht import bootstrap, claims
 from swarm_protocol.dht.addresses import multiaddr
 from swarm_protocol.dht.dht import Dht
 from swarm_protocol.dht.records import MAX_LIFETIME_S, ServerRecord, ServerState, models_key, servers_key
@@ -377,7 +377,12 @@ class TestJoining:
         with pytest.raises(NoSwarm, match=f"no initial peer answered: {unused_peer}"):
             run(Dht.join(SWARM, [unused_peer], Identity.generate()))
 
-    def test_a_peer_that_accepts_connections_and_says_nothing_is_given_up(self, run: Run) -> None:
+    def test_a_peer_that_accepts_connections_and_says_nothing_is_given_up(
+        self, run: Run, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(bootstrap, "_BACKOFF_S", 0.0)
+        monkeypatch.setattr(bootstrap, "_CONNECT_TIMEOUT_S", 0.3)
+
         async def join() -> None:
             async with await asyncio.start_server(lambda _reader, _writer: None, "127.0.0.1", 0) as silent:
                 port = silent.sockets[0].getsockname()[1]

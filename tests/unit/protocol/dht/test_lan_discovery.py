@@ -9,6 +9,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 
 import pytest
 from zeroconf import ServiceInfo
+from zeroconf import _core as zeroconf_core
 from zeroconf.asyncio import AsyncServiceInfo
 
 from swarm_protocol.dht import lan_discovery
@@ -86,8 +87,10 @@ def test_the_package_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.fixture
 def on_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The loopback is the local network."""
+    """The loopback is the local network, where nobody who has a name already is far."""
     monkeypatch.setattr(lan_discovery, "_LOCAL", [ipaddress.ip_network("127.0.0.0/8")])
+    monkeypatch.setattr(lan_discovery, "_MORE_S", 0.03)
+    monkeypatch.setattr(zeroconf_core, "_CHECK_TIME", 50)
 
 
 @asynccontextmanager

@@ -64,7 +64,9 @@ def test_without_a_peer_there_is_no_connection_and_the_port_is_free_again(monkey
     run(check())
 
 
-def test_what_this_machine_has_against_it_is_no_error():
+def test_what_this_machine_has_against_it_is_no_error(monkeypatch):
+    monkeypatch.setattr(punching, "PUNCH_S", 0.05)
+
     async def check() -> None:
         with Hole(socket.AF_INET) as hole:
             assert await hole.through("peer", "2001:db8::1", 40000) is None  # another family than the hole's

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -23,7 +24,7 @@ from swarm_server.engine.engine import Engine
 from swarm_server.engine.session_state import Crop, RecordPast, Reorder, SessionStep
 from swarm_server.kv.kv_cache import CacheBudget
 from swarm_server.kv.prefix_cache import PrefixCache
-from tests.marks import always
+from tests.marks import SLOW, always
 from tests.simulated_devices import FIRST, SECOND, SimulatedDevices
 from tests.unit.server.engine.test_engine import HOSTED, PLENTY, Generation, advance
 from tests.zoo import BLOCKS, HIDDEN, SLIDING, SUPPORTED, save_checkpoint
@@ -31,7 +32,16 @@ from tests.zoo import BLOCKS, HIDDEN, SLIDING, SUPPORTED, save_checkpoint
 CPU = torch.device("cpu")
 PARTS = (Span(0, 2), Span(2, 3), Span(3, BLOCKS))
 PLACEMENTS = {"cpu": (CPU, CPU, CPU), "accelerators": (FIRST, SECOND, FIRST)}
+EVERYWHERE = (*PLACEMENTS, "cuda")
+OFTEN = ("mistral-sliding", "lfm2")
+KINDS = (*OFTEN, "llama4_text", "deepseek_v3", "gpt_neo", "qwen3_next", "falcon_h1", "mamba2")  # no two keep the same
 Make = Callable[..., Engine]
+
+
+def combined(name: str, placement: str) -> Any:
+    """Return a family and a placement as one parameter."""
+    marks = () if name in OFTEN else (SLOW,)
+    return pytest.param(name, placement, marks=(*marks, pytest.mark.cuda) if placement == "cuda" else marks)
 
 
 @pytest.fixture(params=[*PLACEMENTS, pytest.param("cuda", marks=pytest.mark.cuda)])
@@ -44,7 +54,7 @@ def devices(request) -> Iterator[tuple[torch.device, ...]]:
         yield PLACEMENTS[request.param]
 
 
-@pytest.fixture(scope="module", params=always("mistral-sliding", "lfm2", among=SUPPORTED))
+@pytest.fixture(scope="module")
 def directory(request, tmp_path_factory) -> Path:
     path = tmp_path_factory.mktemp(request.param)
     save_checkpoint(request.param, path)
@@ -120,7 +130,7 @@ def generated(engine: Engine) -> list[torch.Tensor]:
     for generation, num_tokens in zip(everyone, (5, 4, SLIDING + 3, 1, 2), strict=True):
         run((generation, generation.step(num_tokens)))
     batches = [everyone] if engine.mixes_rows else [[generation] for generation in everyone]
-    for _ in range(SLIDING):
+    for _ in range(4):  # by the end the first is longer than a window
         for batch in batches:
             run(*((generation, generation.step(1)) for generation in batch))
     first, beams, last = everyone[0], everyone[1], everyone[4]
@@ -136,6 +146,15 @@ def generated(engine: Engine) -> list[torch.Tensor]:
     return outputs
 
 
+# Every family on accelerators: its own code makes masks, positions and states. What is placed does not depend on it.
+@pytest.mark.parametrize(
+    ("directory", "devices"),
+    [
+        *(combined(name, placement) for name in OFTEN for placement in EVERYWHERE),
+        *(combined(name, placement) for name in SUPPORTED if name not in OFTEN for placement in EVERYWHERE[1:]),
+    ],
+    indirect=True,
+)
 def test_sessions(directory: Path, devices) -> None:
     whole, parts = engines(directory, devices)
     same(generated(parts), generated(whole))
@@ -171,6 +190,9 @@ def test_a_prefix_that_is_known(llama: Path, devices) -> None:
     same(*results)
 
 
+@pytest.mark.parametrize(
+    ("directory", "devices"), [combined(name, placement) for name in KINDS for placement in EVERYWHERE], indirect=True
+)
 def test_a_session_moves_between_servers_with_one_device_and_with_several(directory: Path, devices) -> None:
     """As replication, standby and draining copy it."""
     budget = CacheBudget(PLENTY, 1)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import pytest
@@ -19,14 +21,16 @@ from swarm_server.engine.engine import Engine
 from swarm_server.engine.session_state import Crop, HistoryChange, RecordPast, Reorder, Session, SessionStep
 from swarm_server.kv.kv_cache import CacheBudget
 from swarm_server.kv.prefix_cache import PrefixCache
-from tests.families import FAMILIES
-from tests.marks import SLOW
-from tests.zoo import BLOCKS, HIDDEN, SLIDING, save_checkpoint
+from tests.marks import SLOW, always
+from tests.zoo import ALIKE, BLOCKS, HIDDEN, SLIDING, SUPPORTED, save_checkpoint
 
 TOLERANCE = 1e-5  # relative
 OF_STATES = 2e-4  # families compute several tokens of a recurrence in another way than one, also on one machine
 HOSTED = Span(0, BLOCKS)
 PLENTY = 1 << 30
+UNLIKE = tuple(name for name in SUPPORTED if name not in ALIKE)
+KINDS = ("llama", "mistral-sliding", "llama4_text", "lfm2", "qwen3_next")  # all positions, windows, chunks, two states
+OF_KINDS = pytest.mark.parametrize("engine", always(*KINDS, among=UNLIKE), indirect=True)
 
 
 @dataclass
@@ -93,9 +97,10 @@ class Generation:
             raise output
         num_tokens = num_tokens or output.shape[1]
         attended = self.mask[:, : self.hidden.shape[1]][:, -num_tokens:].bool()
-        error = (output[:, -num_tokens:] - self.expected()[:, -num_tokens:])[attended].abs().max()
+        expected = self.expected()
+        error = (output[:, -num_tokens:] - expected[:, -num_tokens:])[attended].abs().max()
         tolerance = OF_STATES if self.session.layout.slots else TOLERANCE
-        assert error <= tolerance * self.expected().abs().max(), error
+        assert error <= tolerance * expected.abs().max(), error
 
 
 def run(engine: Engine, *steps: tuple[Generation, SessionStep]) -> list:
@@ -109,23 +114,25 @@ def advance(engine: Engine, generations: list[Generation], num_tokens: int, *cha
         generation.check(output, num_tokens)
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
-def stack(request, tmp_path_factory) -> BlockStack:
-    directory = tmp_path_factory.mktemp(request.param)
-    save_checkpoint(request.param, directory)
-    return load_blocks(Checkpoint.open(directory), HOSTED)
-
-
 @pytest.fixture(scope="module")
-def llama(tmp_path_factory) -> BlockStack:
-    directory = tmp_path_factory.mktemp("llama")
-    save_checkpoint("llama", directory)
-    return load_blocks(Checkpoint.open(directory), HOSTED)
+def stack_of(tmp_path_factory) -> Callable[[str], BlockStack]:
+    @functools.cache
+    def load(name: str) -> BlockStack:
+        directory = tmp_path_factory.mktemp(name)
+        save_checkpoint(name, directory)
+        return load_blocks(Checkpoint.open(directory), HOSTED)
+
+    return load
 
 
 @pytest.fixture
-def engine(stack: BlockStack) -> Engine:
-    return Engine(stack)
+def llama(stack_of: Callable[[str], BlockStack]) -> BlockStack:
+    return stack_of("llama")
+
+
+@pytest.fixture
+def engine(request: pytest.FixtureRequest, stack_of: Callable[[str], BlockStack]) -> Engine:
+    return Engine(stack_of(request.param))
 
 
 @pytest.fixture
@@ -133,7 +140,19 @@ def budget() -> CacheBudget:
     return CacheBudget(PLENTY, 1)
 
 
+Outputs = dict[int, list[torch.Tensor]]
+
+
+def grow(engine: Engine, outputs: Outputs, generations: list[Generation], num_tokens: int) -> None:
+    """Run one batch of all, and add what each is answered to its outputs, to be checked at the end."""
+    steps = [(generation, generation.step(num_tokens)) for generation in generations]
+    for (generation, _), output in zip(steps, run(engine, *steps), strict=True):
+        assert isinstance(output, torch.Tensor), output
+        outputs.setdefault(id(generation), []).append(output)
+
+
 class TestEveryFamily:
+    @pytest.mark.parametrize("engine", always(*UNLIKE, among=SUPPORTED), indirect=True)
     def test_sessions_of_different_lengths_batches_and_spans(self, engine: Engine, budget: CacheBudget) -> None:
         everyone = [
             Generation.open(engine, budget, seed=1),
@@ -142,16 +161,20 @@ class TestEveryFamily:
             Generation.open(engine, budget, Span(0, 3), batch_size=2, seed=4),
             Generation.open(engine, budget, Span(3, 5), seed=5),
         ]
+        outputs: Outputs = {}
         for generation, num_tokens in zip(everyone, (5, 4, SLIDING + 3, 1, 2), strict=True):
-            advance(engine, [generation], num_tokens)
+            grow(engine, outputs, [generation], num_tokens)
         for _ in range(SLIDING):
-            advance(engine, everyone, 1)
-        advance(engine, everyone[1:4], 1)  # some leave
+            grow(engine, outputs, everyone, 1)
+        grow(engine, outputs, everyone[1:4], 1)  # some leave
         late = Generation.open(engine, budget, seed=6)
-        advance(engine, [late], 3)
-        advance(engine, [*everyone, late], 1)
-        advance(engine, [everyone[0], everyone[2]], 3)  # several positions at once, as speculation sends them
+        grow(engine, outputs, [late], 3)
+        grow(engine, outputs, [*everyone, late], 1)
+        grow(engine, outputs, [everyone[0], everyone[2]], 3)  # several positions at once, as speculation sends them
+        for generation in (*everyone, late):
+            generation.check(torch.cat(outputs[id(generation)], 1))
 
+    @OF_KINDS
     def test_outputs_of_every_block_beside_other_sessions(self, engine: Engine, budget: CacheBudget) -> None:
         watched = Generation.open(engine, budget, Span(1, 5), 2, padded=1)
         other = Generation.open(engine, budget, seed=1)
@@ -163,11 +186,13 @@ class TestEveryFamily:
                 watched.session.blocks = Span(1, end)  # for what is expected
                 watched.check(found)
 
+    @OF_KINDS
     def test_a_prompt_in_chunks(self, engine: Engine, budget: CacheBudget) -> None:
         generation = Generation.open(engine, budget, batch_size=2, padded=3)
         for num_tokens in (7, SLIDING, 1, 2 * SLIDING + 1, 4):
             advance(engine, [generation], num_tokens)
 
+    @OF_KINDS
     @pytest.mark.parametrize("keeps_outputs", [pytest.param(False, marks=SLOW), True])
     def test_a_copy_of_a_session_goes_on_like_it(
         self, engine: Engine, budget: CacheBudget, keeps_outputs: bool
@@ -191,6 +216,7 @@ class TestEveryFamily:
         for num_tokens in (1, SLIDING, 1):
             advance(engine, [original], num_tokens)
 
+    @OF_KINDS
     def test_reorder_and_crop(self, engine: Engine, budget: CacheBudget) -> None:
         beams, other = Generation.open(engine, budget, seed=1), Generation.open(engine, budget, seed=2)
         advance(engine, [beams], 6, RecordPast())
@@ -209,6 +235,7 @@ class TestEveryFamily:
         advance(engine, [beams], 3, Crop(length - 2))
         advance(engine, [beams], 1, Crop(length - 1), Reorder((1, 0)))
 
+    @OF_KINDS
     def test_windows_are_dropped_far_beyond_them(self, engine: Engine, budget: CacheBudget) -> None:
         generation = Generation.open(engine, budget)
         other = Generation.open(engine, budget, seed=1)
