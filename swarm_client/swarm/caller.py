@@ -73,12 +73,18 @@ async def join_swarm(config: ClientConfig, identity: Identity, access: AccessCon
         initial_peers += tuple(await find_members(config.swarm))
     if initial_peers:
         return await Dht.join(config.swarm, initial_peers, identity, access=access)
-    servers = LocalRegistry(config.swarm).servers()
+    registry = LocalRegistry(config.swarm)
+    servers = registry.servers()
     addresses, what = addresses_of(servers), "runs on this machine"
     if addresses:
-        are_alive = any(server.is_alive for server in servers if server.addresses)
         try:
-            return await Dht.join(config.swarm, addresses, identity, are_alive=are_alive, access=access)
+            return await Dht.join(
+                config.swarm,
+                addresses,
+                identity,
+                are_alive=lambda: registry.some_live([server for server in servers if server.addresses]),
+                access=access,
+            )
         except JoinRefused:
             raise
         except NoSwarm:

@@ -67,7 +67,7 @@ async def start_joined(
     initial_peers: Sequence[str],
     timeout_s: float,
     *,
-    are_alive: bool = False,
+    are_alive: Callable[[], bool] = lambda: False,
     on_wait: Callable[[float], None] = lambda _: None,
     is_reachable: Callable[[P2P], Awaitable[bool]] | None = None,
 ) -> DHTNode:
@@ -99,12 +99,17 @@ async def start_joined(
 
 
 async def join_through(
-    node: DHTNode, addresses: Sequence[str], timeout_s: float, *, are_alive: bool, on_wait: Callable[[float], None]
+    node: DHTNode,
+    addresses: Sequence[str],
+    timeout_s: float,
+    *,
+    are_alive: Callable[[], bool],
+    on_wait: Callable[[float], None],
 ) -> bool:
     """Has the node join the DHT of those at the addresses; returns whether one of them answered.
 
-    Peers that are there and do not answer, being frozen or busy, are asked again and again for ``timeout_s``: all if
-    they ``are_alive`` for all that is known, else those to whom libp2p has a connection. ``on_wait`` is called once,
+    Peers that are there and do not answer, being frozen or busy, are asked again and again for ``timeout_s``: all while
+    some ``are_alive`` for all that is known, else those to whom libp2p has a connection. ``on_wait`` is called once,
     with how long it may take.
 
     Raises:
@@ -116,7 +121,7 @@ async def join_through(
     try:
         while not await bootstrap(node, addresses, joins=True):
             left_s = deadline - clock()
-            if left_s < _RETRY_S or not (are_alive or await _is_connected(node, addresses)):
+            if left_s < _RETRY_S or not (are_alive() or await _is_connected(node, addresses)):
                 return False
             if node.protocol.wait_timeout != _LONG_PING_S:
                 node.protocol.wait_timeout = _LONG_PING_S

@@ -106,7 +106,7 @@ class Dht:
         capacity: int = shards.CAPACITY,
         climb_every: int = shards.CLIMB_EVERY,
         max_lifetime_s: float = MAX_LIFETIME_S,
-        are_alive: bool = False,
+        are_alive: Callable[[], bool] = lambda: False,
         access: AccessControl | None = None,
         is_reachable: Callable[[P2P], Awaitable[bool]] | None = None,
     ) -> Dht:
@@ -116,7 +116,7 @@ class Dht:
         ``announce_host`` is the address others should use, with ``port``, which must then not be 0.
         ``capacity`` is how many servers may stand under one key, for all nodes of the DHT the same; a server looks for
         room nearer to the root once in ``climb_every`` publications. Records that expire later than in
-        ``max_lifetime_s`` are neither stored nor read. Initial peers that ``are_alive`` for all that is
+        ``max_lifetime_s`` are neither stored nor read. Initial peers of which some ``are_alive`` for all that is
         known, or that libp2p has a connection to, are asked for ``JOIN_TIMEOUT_S`` if they do not answer. ``access`` is
         that of a private swarm: nothing is stored or read but the records of servers that are members. A node that
         listens and is not ``is_reachable`` stores nothing for others either.

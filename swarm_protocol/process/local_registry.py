@@ -125,6 +125,11 @@ class LocalRegistry:
         """Multiaddrs that may lead to a server from here, those of living servers first."""
         return addresses_of(self.servers())
 
+    def some_live(self, known: Iterable[RegistryEntry]) -> bool:
+        """Whether one of these servers is alive, and has not left the swarm since they were read."""
+        peer_ids = {entry.peer_id for entry in known}
+        return any(entry.is_alive for entry in self.servers() if entry.peer_id in peer_ids)
+
     def write(self, peer_id: str, addresses: Sequence[str]) -> None:
         """Says that this process is a server of the swarm."""
         self._directory.mkdir(parents=True, exist_ok=True)

@@ -178,7 +178,7 @@ async def join(config: ServerConfig, access: ServerAccess, cleanup: AsyncExitSta
         port = config.dht_port or (free_port(host) if announce_host else 0)
         cleanup.enter_context(claimed(host, port))
 
-        async def join_through(initial_peers: Sequence[str], are_alive: bool = False) -> Dht:
+        async def join_through(initial_peers: Sequence[str], are_alive: Callable[[], bool] = lambda: False) -> Dht:
             return await Dht.join(
                 config.swarm,
                 initial_peers,
@@ -265,12 +265,12 @@ async def _join_registered(
     reached = [server for server in servers if server.addresses]
     if reached:
         try:
-            return await join_through(addresses_of(reached), any(server.is_alive for server in reached))
+            return await join_through(addresses_of(reached), lambda: registry.some_live(reached))
         except JoinRefused:
             raise
         except NoSwarm:
             pass
-    if any(server.is_alive for server in reached):
+    if registry.some_live(reached):
         _logger.warning(
             "no server of swarm %s answers: starting without them, and joining them as soon as they do; "
             "to start a swarm of its own, choose another name with --swarm",

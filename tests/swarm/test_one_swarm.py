@@ -103,7 +103,7 @@ def test_many_clients_that_come_while_the_servers_are_frozen_all_join(is_whole, 
     server = start(tmp_path)
 
     async def join() -> None:
-        dht = await Dht.join("default", [server.ready["peer"]], Identity.generate(), are_alive=is_whole)
+        dht = await Dht.join("default", [server.ready["peer"]], Identity.generate(), are_alive=lambda: is_whole)
         await dht.shutdown()
 
     server.freeze(with_children=is_whole)

@@ -181,6 +181,17 @@ def test_an_entry_can_be_removed(registry: LocalRegistry) -> None:
     assert registry.read() == [address("other")]
 
 
+def test_whether_some_of_those_that_were_read_live_still(tmp_path: Path, registry: LocalRegistry) -> None:
+    for name in ("one", "two"):
+        registry.write(name, [address(name)])
+    known = [entry for entry in registry.servers() if entry.peer_id in ("one", "two")]
+    registry.write("newcomer", [address("newcomer")])
+    registry.remove("one")
+    assert registry.some_live(known)
+    registry.remove("two")
+    assert not registry.some_live(known)
+
+
 def test_swarms_are_apart(tmp_path: Path) -> None:
     one, two = LocalRegistry("one", tmp_path), LocalRegistry("two", tmp_path)
     one.write("peer1", [address("peer1")])

@@ -1,0 +1,48 @@
+"""How long a node waits for peers that do not answer."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+
+import pytest
+
+from swarm_protocol.dht import bootstrap
+from tests.unit.virtual_time import run_virtually
+
+TIMEOUT_S = 30.0
+PEER = "/ip4/127.0.0.1/tcp/1/p2p/somebody"
+
+
+class UnansweredNode:
+    """A node whose initial peers do not answer, and to whom libp2p has no connection."""
+
+    def __init__(self) -> None:
+        self.protocol = SimpleNamespace(wait_timeout=3.0)
+        self.p2p = self
+
+    async def list_peers(self) -> list[object]:
+        return []
+
+
+@pytest.mark.parametrize("lives_s", [0.0, 2.0, 100.0])
+def test_a_peer_that_ends_is_waited_for_no_longer(lives_s: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def nobody_answers(*_: object, **_options: object) -> bool:
+        await asyncio.sleep(0.1)
+        return False
+
+    monkeypatch.setattr(bootstrap, "bootstrap", nobody_answers)
+    said: list[float] = []
+
+    async def joining() -> float:
+        clock = asyncio.get_running_loop().time
+        has_joined = await bootstrap.join_through(
+            UnansweredNode(), [PEER], TIMEOUT_S, are_alive=lambda: clock() < lives_s, on_wait=said.append
+        )
+        assert not has_joined
+        return clock()
+
+    took_s = run_virtually(joining())
+    expected_s = min(lives_s, TIMEOUT_S)
+    assert expected_s <= took_s + 0.5 and took_s <= expected_s + 0.5
+    assert len(said) == (lives_s > 0)
