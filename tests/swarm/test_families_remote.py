@@ -1,4 +1,7 @@
-"""Every family of models computes and generates through real servers what it does on one machine."""
+"""Every family of models computes and generates through real servers what it does on one machine.
+
+All go the whole path once; what each feature of the client does is tried with families whose caches differ in kind.
+"""
 
 from __future__ import annotations
 
@@ -13,13 +16,13 @@ from swarm_client import RequestRejected
 from swarm_client.drafts.opening import why_not
 from swarm_client.sessions.session import RemoteSession
 from tests.drafts import Always, KnowingDraft
-from tests.marks import always
 from tests.swarm.harness import InProcessServers
 from tests.swarm.pair import connected
 from tests.swarm.tuning import assert_close
 from tests.zoo import PAD, SUPPORTED, VOCAB, save_checkpoint
 
-COMMON = ("llama", "mixtral", "gemma3_text", "jamba")
+IN_PROMISE = ("llama", "gemma3_text", "jamba")  # all positions, windows, recurrent states
+KINDS = (*IN_PROMISE, "mixtral", "qwen3_next", "minimax")
 SPANS = ("0:2", "2:6")
 PADDED = 4
 ROUNDING = 1e-4  # relative; linear attention inverts a matrix, and processors sum in orders of their own: 3e-5 was seen
@@ -40,11 +43,11 @@ class Pair:
         assert torch.equal(self.remote.generate(ids, use_cache=True, **options), whole)
 
 
-@pytest.fixture(scope="module", params=always(*COMMON, among=SUPPORTED))
+@pytest.fixture(scope="module")
 def pair(request, tmp_path_factory) -> Iterator[Pair]:
     directory = tmp_path_factory.mktemp(request.param)
     save_checkpoint(request.param, directory)
-    with InProcessServers(directory, cache_tokens=16384) as servers:
+    with InProcessServers(directory, cache_tokens=16384, memory_dht=True) as servers:
         servers.start(*SPANS)
         whole = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
         with connected(servers) as remote:
@@ -63,37 +66,69 @@ def padded() -> tuple[torch.Tensor, torch.Tensor]:
     return ids, mask
 
 
-@pytest.mark.parametrize("use_cache", [True, False], ids=["with-cache", "without-cache"])
-def test_logits(pair, padded, use_cache):
+@pytest.mark.parametrize(
+    "pair",
+    [
+        pytest.param(name, marks=pytest.mark.promise("a model of any family writes what the local model writes"))
+        if name in IN_PROMISE
+        else name
+        for name in SUPPORTED
+    ],
+    indirect=True,
+)
+def test_the_whole_path(pair, padded):
+    """Hidden states after every block, logits, beams, whose rows change places, and gradients."""
     ids, mask = padded
     with torch.no_grad():
         whole, remote = (
-            model(ids, attention_mask=mask, use_cache=use_cache).logits[mask.bool()]
+            model(ids, attention_mask=mask, use_cache=True, output_hidden_states=True)
             for model in (pair.whole, pair.remote)
         )
-    assert_close(remote, whole, ROUNDING)
-
-
-@pytest.mark.parametrize("use_cache", [True, False], ids=["with-cache", "without-cache"])
-def test_hidden_states_after_every_block(pair, padded, use_cache):
-    ids, mask = padded
-    with torch.no_grad():
-        whole, remote = (
-            model(ids, attention_mask=mask, use_cache=use_cache, output_hidden_states=True).hidden_states
-            for model in (pair.whole, pair.remote)
-        )
-    for found, expected in zip(remote, whole, strict=True):
+    for found, expected in zip(remote.hidden_states, whole.hidden_states, strict=True):
         assert_close(found[mask.bool()], expected[mask.bool()], ROUNDING)
+    assert_close(remote.logits[mask.bool()], whole.logits[mask.bool()], ROUNDING)
+    pair.assert_same_tokens(ids, mask, num_beams=3)
+    assert_same_gradients(pair, ids, mask)
+    assert bool(why_not(pair.remote)) == forgets_nothing(pair.whole)
 
 
+def forgets_nothing(model: PreTrainedModel) -> bool:
+    """Whether the model's cache cannot take positions back."""
+    return model._is_stateful or model.config.model_type == "minimax"
+
+
+def assert_same_gradients(pair: Pair, ids: torch.Tensor, mask: torch.Tensor) -> None:
+    grads = []
+    for model in (pair.whole, pair.remote):
+        embeddings = model.get_input_embeddings()(ids).detach().requires_grad_(True)
+        model(inputs_embeds=embeddings, attention_mask=mask).logits[mask.bool()].square().sum().backward()
+        grads.append(embeddings.grad)
+    assert grads[0].abs().max() > 0
+    assert_close(grads[1], grads[0], ROUNDING)
+
+
+of_kinds = pytest.mark.parametrize("pair", KINDS, indirect=True)
+
+
+@of_kinds
+def test_logits_and_hidden_states_without_a_cache(pair, padded):
+    ids, mask = padded
+    with torch.no_grad():
+        whole, remote = (
+            model(ids, attention_mask=mask, use_cache=False, output_hidden_states=True)
+            for model in (pair.whole, pair.remote)
+        )
+    for found, expected in zip(remote.hidden_states, whole.hidden_states, strict=True):
+        assert_close(found[mask.bool()], expected[mask.bool()], ROUNDING)
+    assert_close(remote.logits[mask.bool()], whole.logits[mask.bool()], ROUNDING)
+
+
+@of_kinds
 def test_greedy_search_of_a_left_padded_batch(pair, padded):
     pair.assert_same_tokens(*padded)
 
 
-def test_beam_search_of_a_left_padded_batch(pair, padded):
-    pair.assert_same_tokens(*padded, num_beams=3)
-
-
+@of_kinds
 def test_prompt_lookup(pair, padded):
     """Guesses are taken back: sliding windows must bring back what they had dropped."""
     repetitive, lookup = padded[0][1:, :6].repeat(1, 3), {"prompt_lookup_num_tokens": 3}
@@ -109,11 +144,11 @@ def test_prompt_lookup(pair, padded):
         pair.assert_same_tokens(repetitive, torch.ones_like(repetitive), **lookup)
 
 
+@of_kinds
 def test_draft_in_rows(pair, padded, monkeypatch):
     """Guesses of several lines are taken back, or nothing is guessed where that cannot be."""
     prompt = padded[0][1:]
     obstacle = why_not(pair.remote)
-    assert bool(obstacle) == (pair.whole._is_stateful or pair.whole.config.model_type == "minimax")
     options = {"attention_mask": torch.ones_like(prompt), "max_new_tokens": 24, "do_sample": False, "use_cache": True}
     text = pair.whole.generate(prompt, **options)[0].tolist()
     speculation = Always(KnowingDraft([text], 0.6), 3, 3)
@@ -122,14 +157,3 @@ def test_draft_in_rows(pair, padded, monkeypatch):
     monkeypatch.setattr(pair.remote, "speculation", speculation)
     assert pair.remote.generate(prompt, **options)[0].tolist() == text
     assert bool(speculation.stats.right) == (not obstacle)
-
-
-def test_gradients_of_embeddings(pair, padded):
-    ids, mask = padded
-    grads = []
-    for model in (pair.whole, pair.remote):
-        embeddings = model.get_input_embeddings()(ids).detach().requires_grad_(True)
-        model(inputs_embeds=embeddings, attention_mask=mask).logits[mask.bool()].square().sum().backward()
-        grads.append(embeddings.grad)
-    assert grads[0].abs().max() > 0
-    assert_close(grads[1], grads[0], ROUNDING)
