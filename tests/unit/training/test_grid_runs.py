@@ -15,7 +15,7 @@ import torch
 
 from swarm_training.core.config import TrainingConfig
 from swarm_training.pb import training_pb2 as pb
-from tests.marks import SLOW
+from tests.marks import SLOW, in_tiers
 from tests.unit.training.test_simulated_runs import TwoPhases, require_equal
 from tests.unit.training.world import CONFIG, SimulatedPeer, World, all_done, enter_all, simulate
 
@@ -109,7 +109,13 @@ def spawn(peers: Collection[SimulatedPeer], until_step: int = 1) -> dict[str, as
 
 @pytest.mark.parametrize(
     ("count", "hidden"),
-    [(16, 0), (17, 0), (19, 6), *(pytest.param(*each, marks=SLOW) for each in [(16, 4), (25, 0), (64, 0)])],
+    [
+        (16, 0),
+        (17, 0),
+        (19, 6),
+        *(pytest.param(*each, marks=SLOW) for each in [(16, 4), (25, 0)]),
+        pytest.param(64, 0, marks=pytest.mark.long),
+    ],
 )
 def test_from_seventeen_who_can_be_reached_on_groups_are_on_a_grid(count: int, hidden: int) -> None:
     async def scenario() -> None:
@@ -200,8 +206,7 @@ def test_no_row_is_lost_with_whoever_adds_it_up(
     simulate(scenario)
 
 
-@SLOW
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", in_tiers(5, 20))
 @pytest.mark.parametrize("failure", ["kill", "pause", "isolate"])
 def test_survivors_of_any_failures_stay_equal(failure: str, seed: int) -> None:
     """Of one to three peers at once, at any message."""

@@ -22,7 +22,7 @@ from swarm_training.ledger.signing import Kind, sign
 from swarm_training.meeting.attending import Ballots
 from swarm_training.pb import training_ledger_pb2 as ledger_pb
 from swarm_training.pb import training_pb2 as pb
-from tests.marks import SLOW
+from tests.marks import in_tiers
 from tests.unit.identities import identity
 from tests.unit.training.world import SimulatedPeer, World, all_done, enter_all, simulate
 
@@ -71,7 +71,7 @@ def test_the_sum_is_what_all_peers_gave_also_those_who_join_and_those_behind_nat
     simulate(scenario)
 
 
-@pytest.mark.parametrize("seed", [pytest.param(seed, marks=SLOW if seed >= 4 else ()) for seed in range(40)])
+@pytest.mark.parametrize("seed", [0, 1, 2, 3, *in_tiers(10, 40)[4:]])
 @pytest.mark.parametrize("failure", ["kill", "isolate"])
 def test_who_fails_at_any_message_is_credited_for_what_it_gave_until_then(failure: str, seed: int) -> None:
     rng = random.Random(seed)

@@ -19,7 +19,7 @@ from swarm_training.core.record import PRESENT
 from swarm_training.core.signing import read_signed
 from swarm_training.pb import training_pb2 as pb
 from swarm_training.progress import policy
-from tests.marks import SLOW
+from tests.marks import SLOW, in_tiers
 from tests.unit.identities import identity
 from tests.unit.training.world import CONFIG, SimulatedPeer, World, all_done, enter_all, simulate
 
@@ -92,7 +92,7 @@ def test_groups_are_full_however_much_peers_are_out_of_step() -> None:
     simulate(scenario, 3000)
 
 
-@pytest.mark.parametrize("seed", [pytest.param(seed, marks=SLOW if seed >= 3 else ()) for seed in range(40)])
+@pytest.mark.parametrize("seed", [0, 1, 2, *in_tiers(10, 40)[3:]])
 @pytest.mark.parametrize("failure", ["kill", "pause", "isolate"])
 def test_survivors_of_a_failure_at_any_message_stay_equal(failure: str, seed: int) -> None:
     rng = random.Random(seed)
@@ -430,7 +430,7 @@ def test_a_peer_with_another_state_takes_over_that_of_the_others() -> None:
     simulate(scenario)
 
 
-@pytest.mark.parametrize("count", [16, pytest.param(64, marks=SLOW)])
+@pytest.mark.parametrize("count", [16, pytest.param(24, marks=SLOW), pytest.param(64, marks=pytest.mark.long)])
 def test_many_peers(count: int) -> None:
     async def scenario() -> None:
         world = World()
