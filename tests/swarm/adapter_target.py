@@ -110,7 +110,7 @@ def adapter_target(directory: Path, **options: Any) -> Iterator[Target]:
     save_checkpoint("llama", directory / "model")
     local = LocalModel.load(directory / "model", r=4, lora_alpha=6, target_modules=["q_proj", "down_proj"])
     local.peft.save_pretrained(directory / "poet")
-    with InProcessServers(directory / "model") as servers:
+    with InProcessServers(directory / "model", memory_dht=True) as servers:
         servers.start(str(HOSTED), **options)
         (record,) = servers.records()
         with RawClient(record) as client:

@@ -108,7 +108,7 @@ def idle_target(tmp_path_factory) -> Iterator[Target]:
     whole.model.layers[HOSTED[1] - 1].register_forward_hook(lambda _block, _inputs, output: boundaries.append(output))
     with torch.no_grad():
         whole(torch.randint(3, VOCAB, (1, TOKENS), generator=torch.Generator().manual_seed(0)))
-    with InProcessServers(directory, cache_tokens=ROOM) as servers:
+    with InProcessServers(directory, cache_tokens=ROOM, memory_dht=True) as servers:
         servers.start(f"{HOSTED[0]}:{HOSTED[1]}")
         with RawClient(servers.records()[0]) as client:
             yield Target(client, *boundaries)

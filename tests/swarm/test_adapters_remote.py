@@ -157,5 +157,8 @@ def test_streams_that_are_refused(target):
 def test_a_server_does_not_start_with_what_does_not_fit(tmp_path):
     save_checkpoint("llama", tmp_path / "model")
     (tmp_path / "adapter_config.json").write_text('{"peft_type": "IA3"}')
-    with InProcessServers(tmp_path / "model") as servers, pytest.raises(ValueError, match="expected LORA"):
+    with (
+        InProcessServers(tmp_path / "model", memory_dht=True) as servers,
+        pytest.raises(ValueError, match="expected LORA"),
+    ):
         servers.start("0:6", adapters=(tmp_path,))

@@ -39,7 +39,7 @@ def other(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def choice(other) -> Iterator[ModelChoice]:
-    with InProcessServers(Path(locate(DEFAULT_MODEL))) as servers:
+    with InProcessServers(Path(locate(DEFAULT_MODEL)), memory_dht=True) as servers:
         servers.start("0:10", "10:20")
         servers.start("0:20", model=str(other))
         config = ClientConfig(initial_peers=tuple(servers.initial_peers), swarm=servers.swarm, wait_timeout_s=5.0)

@@ -22,7 +22,7 @@ IDS = random_ids(2, 9, seed=0)
 def servers(tmp_path_factory) -> Iterator[InProcessServers]:
     directory = tmp_path_factory.mktemp("llama")
     save_checkpoint("llama", directory)
-    with InProcessServers(directory) as servers:
+    with InProcessServers(directory, memory_dht=True) as servers:
         servers.start("0:2", "2:6", "2:6")
         yield servers
 

@@ -23,7 +23,7 @@ NONE = {"attn_pdrop": 0.0, "resid_pdrop": 0.0}
 def servers(tmp_path_factory) -> Iterator[InProcessServers]:
     directory = tmp_path_factory.mktemp("gpt2")
     save_checkpoint("gpt2", directory)
-    with InProcessServers(directory) as servers:
+    with InProcessServers(directory, memory_dht=True) as servers:
         servers.start("0:6")
         yield servers
 

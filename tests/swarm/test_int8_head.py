@@ -23,7 +23,7 @@ def models(tmp_path_factory, request) -> Iterator[tuple[PreTrainedModel, PreTrai
     save_checkpoint("llama", directory, tie_word_embeddings=request.param)
     exact, whole = (AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval() for _ in range(2))
     quantize_head_(whole)
-    with InProcessServers(directory) as servers:
+    with InProcessServers(directory, memory_dht=True) as servers:
         servers.start("0:6")
         with connected(servers, head_quant="int8") as remote:
             assert isinstance(remote.lm_head, Int8Head) and remote.lm_head.tied == request.param

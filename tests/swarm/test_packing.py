@@ -38,7 +38,7 @@ NO_DROPOUT = {"gpt2": dict(attn_pdrop=0.0, embd_pdrop=0.0, resid_pdrop=0.0)}
 def family(request, tmp_path_factory) -> Iterator[tuple[InProcessServers, LoraConfig]]:
     directory = tmp_path_factory.mktemp(request.param)
     save_checkpoint(request.param, directory, **NO_DROPOUT.get(request.param, {}))
-    with InProcessServers(directory) as servers:
+    with InProcessServers(directory, memory_dht=True) as servers:
         servers.start("0:2", "2:6", chunk_tokens=40)  # micro-batches are computed in pieces of two rows
         yield servers, lora(FAMILIES[request.param])
 

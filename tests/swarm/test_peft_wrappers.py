@@ -28,7 +28,7 @@ IDS = BATCH["input_ids"]
 def servers(tmp_path_factory) -> Iterator[InProcessServers]:
     directory = tmp_path_factory.mktemp("llama")
     save_checkpoint("llama", directory)
-    with InProcessServers(directory) as servers:
+    with InProcessServers(directory, memory_dht=True) as servers:
         servers.start("0:2", "2:6")
         yield servers
 
@@ -88,7 +88,7 @@ def saved(directory: Path) -> tuple[dict, dict[str, torch.Tensor]]:
 
 def test_a_family_with_transposed_layers(tmp_path):
     save_checkpoint("gpt2", tmp_path)
-    with InProcessServers(tmp_path) as servers:
+    with InProcessServers(tmp_path, memory_dht=True) as servers:
         servers.start("0:2", "2:6")
         with in_peft(servers, lora(("c_attn", "c_proj"), fan_in_fan_out=True)) as pair:
             pair.train(3, loss_of(**BATCH))

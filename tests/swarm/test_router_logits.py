@@ -24,7 +24,7 @@ def pair(request, tmp_path_factory) -> Iterator[Pair]:
     directory = tmp_path_factory.mktemp(request.param)
     save_checkpoint(request.param, directory, output_router_logits=True)  # as some checkpoints have it
     whole = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
-    with InProcessServers(directory) as servers:
+    with InProcessServers(directory, memory_dht=True) as servers:
         servers.start("0:2", "2:6")
         with connected(servers) as remote:
             yield Pair(ends_only_at_its_length(whole), remote, servers)

@@ -22,7 +22,7 @@ from tests.zoo import save_checkpoint
 def servers(tmp_path_factory) -> Iterator[InProcessServers]:
     directory = tmp_path_factory.mktemp("llama")
     save_checkpoint("llama", directory)
-    with InProcessServers(directory) as servers:
+    with InProcessServers(directory, memory_dht=True) as servers:
         servers.start("0:2", "2:6")
         yield servers
 
