@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import cache
 from itertools import pairwise
 
 import pytest
@@ -16,6 +17,7 @@ from swarm_protocol.kernels.attention import (
     attention_kernel,
     channel_table,
 )
+from tests.unit.protocol.kernels.threads import on
 
 pytestmark = pytest.mark.skipif(attention_kernel() is None, reason="the kernel was not compiled")
 NAMES = [] if (compiled := attention_kernel()) is None else compiled.names
@@ -44,11 +46,8 @@ def kernel(request) -> Iterator[AttentionKernel]:
 
 
 @pytest.fixture(params=[1, 2])
-def threads(request) -> Iterator[int]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(request.param)
-    yield request.param
-    torch.set_num_threads(before)
+def threads(request) -> int:
+    return request.param
 
 
 class Paged:
@@ -100,14 +99,23 @@ def queries(rows: int, heads: int, width: int) -> torch.Tensor:
     return torch.randn(rows, 1, heads, width, generator=torch.Generator().manual_seed(9)).transpose(1, 2)
 
 
+@cache
+def case(
+    shape: tuple[int, int, int, int], lengths: tuple[int, ...]
+) -> tuple[Paged, torch.Tensor, dict[float | None, torch.Tensor]]:
+    """Return keys and values, queries, and what is expected of them by scaling."""
+    heads, kv_heads, key_width, value_width = shape
+    paged, query = Paged.of(lengths, kv_heads, key_width, value_width), queries(len(lengths), heads, key_width)
+    return paged, query, {None: paged.expected(query, key_width**-0.5), 0.3: paged.expected(query, 0.3)}
+
+
 @pytest.mark.parametrize("lengths", LENGTHS, ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_attention_is_that_of_the_formula(kernel, threads, shape, lengths):
-    heads, kv_heads, key_width, value_width = shape
-    paged, query = Paged.of(lengths, kv_heads, key_width, value_width), queries(len(lengths), heads, key_width)
-    for scaling in (None, 0.3):
-        output = kernel.attend(paged.rows, paged.channels, query, value_width, scaling)
-        expected = paged.expected(query, key_width**-0.5 if scaling is None else scaling)
+    paged, query, outputs = case(shape, lengths)
+    for scaling, expected in outputs.items():
+        with on(threads):
+            output = kernel.attend(paged.rows, paged.channels, query, shape[-1], scaling)
         torch.testing.assert_close(output.double(), expected, rtol=2e-5, atol=5e-6)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import cache
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from swarm_protocol.kernels.int4_linear import (
     scales_and_zeros,
 )
 from swarm_protocol.kernels.library import kernel
+from tests.unit.protocol.kernels.threads import on
 
 NAMES = [] if (library := kernel()) is None else library.names
 SHAPES = [(96, 64), (100, 1000), (37, 61), (5, 513), (3, 1), (1, 3), (64, 32), (65, 33), (300, 1025)]  # [out, in]
@@ -41,11 +43,8 @@ def implementation(request) -> Iterator[type[Int4Weight]]:
 
 
 @pytest.fixture(params=[1, 2])
-def threads(request) -> Iterator[int]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(request.param)
-    yield request.param
-    torch.set_num_threads(before)
+def threads(request) -> int:
+    return request.param
 
 
 def weight_of(out: int, width: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
@@ -66,17 +65,25 @@ def inputs(rows: int, width: int) -> torch.Tensor:
 
 
 def exact(x: torch.Tensor, q: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:
-    """x = unit * n; products with a group in 64-bit integers, added up in fp32 in the order of the groups."""
+    """x = unit * n; products with a group in exact integers, added up in fp32 in the order of the groups.
+
+    Integers are in fp64, which has them exactly below 2**53, and multiplies far faster than int64.
+    """
     top = x.abs().amax(1, True)
-    n = torch.where(top > 0, x * (1 / (top / 8192)), 0).round().long()
+    n = torch.where(top > 0, x * (1 / (top / 8192)), 0).round().double()
     total = torch.zeros(len(x), len(q))
     for group, some in enumerate(torch.arange(x.shape[1]).split(GROUP)):
         bits = groups[:, group].long() & 0xFFFF
         scale = torch.ldexp(1 + (bits >> 4 & 15).double() / 16, (bits >> 8) - 127).float()
-        product = n[:, some] @ (q[:, some].long() - (bits & 15)[:, None]).T
+        product = n[:, some] @ (q[:, some].long() - (bits & 15)[:, None]).T.double()
         assert product.abs().max() < 2**24
         total += product.float() * scale
     return total * (top / 8192)
+
+
+@cache
+def exact_product(rows: int, shape: tuple[int, int]) -> torch.Tensor:
+    return exact(inputs(rows, shape[1]), *weight_of(*shape)) if rows else torch.empty(0, shape[0])
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -84,9 +91,9 @@ def test_products_are_those_of_exact_integers(implementation, threads, shape):
     q, groups = weight_of(*shape)
     weight = implementation(q, groups)
     for rows in ROWS:
-        x = inputs(rows, shape[1])
-        expected = exact(x, q, groups) if rows else torch.empty(0, shape[0])
-        assert torch.equal(weight.matmul(x), expected), rows
+        with on(threads):
+            output = weight.matmul(inputs(rows, shape[1]))
+        assert torch.equal(output, exact_product(rows, shape)), rows
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -99,8 +106,10 @@ def test_the_weight_and_gradients_are_those_of_the_formula(implementation, threa
     assert torch.equal(weight.dequantize().double(), expected)
     for rows in (0, 1, 5, 40):
         grad = inputs(rows, shape[0])
+        with on(threads):
+            found = weight.matmul_grad(grad)
         torch.testing.assert_close(
-            weight.matmul_grad(grad).double(),
+            found.double(),
             grad.double() @ expected,
             rtol=1e-5,
             atol=1e-5 * float(expected.abs().max() * (1 + grad.abs().sum())),
@@ -134,7 +143,9 @@ def test_weights_that_share_an_input_give_what_each_gives(threads):
     weights = [KernelInt4Weight(*weight_of(*shape, seed)) for seed, shape in enumerate(shapes)]
     for rows in (1, 3, 300):
         x = inputs(rows, 512)
-        for weight, together in zip(weights, KernelInt4Weight.matmul_shared(x, weights), strict=True):
+        with on(threads):
+            shared = KernelInt4Weight.matmul_shared(x, weights)
+        for weight, together in zip(weights, shared, strict=True):
             assert torch.equal(together, weight.matmul(x))
 
 

@@ -1,6 +1,7 @@
 """The C++ kernel, on every instruction set of this processor, against its formula in exact integers."""
 
 from collections.abc import Iterator
+from functools import cache
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ import torch
 from swarm_protocol.kernels.int8_linear import Int8Linear
 from swarm_protocol.kernels.kernel_weight import KernelWeight
 from swarm_protocol.kernels.library import kernel
+from tests.unit.protocol.kernels.threads import on
 
 pytestmark = pytest.mark.skipif(kernel() is None, reason="the kernel was not compiled")
 NAMES = [] if (library := kernel()) is None else library.names
@@ -26,21 +28,22 @@ def isa(request) -> Iterator[str]:
 
 
 @pytest.fixture(params=[1, 2])
-def threads(request) -> Iterator[int]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(request.param)
-    yield request.param
-    torch.set_num_threads(before)
+def threads(request) -> int:
+    return request.param
 
 
 def exact(x: torch.Tensor, q: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """x = unit * (128 * hi + lo) per row, the digits' products with q in 64-bit integers: every bit is determined."""
+    """x = unit * (128 * hi + lo) per row, the digits' products with q in exact integers: every bit is determined.
+
+    Integers are in fp64, which has them exactly below 2**53, and multiplies far faster than int64.
+    """
     top = x.abs().amax(1, True)
     unit = top / 8192
     n = torch.where(top > 0, x * (1 / unit), 0).round().long()
     hi = (n + 64) >> 7
     lo = n - 128 * hi
-    return ((hi @ q.long().T).float() * 128 + (lo @ q.long().T).float()) * unit * scale
+    q = q.T.double()
+    return ((hi.double() @ q).float() * 128 + (lo.double() @ q).float()) * unit * scale
 
 
 def weight_of(out: int, width: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
@@ -57,14 +60,25 @@ def inputs(rows: int, width: int) -> torch.Tensor:
     return x
 
 
+@cache
+def exact_product(rows: int, shape: tuple[int, int]) -> torch.Tensor:
+    return exact(inputs(rows, shape[1]), *weight_of(*shape)) if rows else torch.empty(0, shape[0])
+
+
+@cache
+def exact_gradient(rows: int, shape: tuple[int, int]) -> torch.Tensor:
+    q, scale = weight_of(*shape)
+    return exact(inputs(rows, shape[0]) * scale, q.T, torch.ones(shape[1])) if rows else torch.empty(0, shape[1])
+
+
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_products_are_those_of_exact_integers(isa, threads, shape):
     q, scale = weight_of(*shape)
     weight = KernelWeight(q, scale)
     for rows in ROWS:
-        x = inputs(rows, shape[1])
-        expected = exact(x, q, scale) if rows else torch.empty(0, shape[0])
-        assert torch.equal(weight.matmul(x), expected), rows
+        with on(threads):
+            output = weight.matmul(inputs(rows, shape[1]))
+        assert torch.equal(output, exact_product(rows, shape)), rows
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -72,9 +86,9 @@ def test_gradients_are_those_of_exact_integers(isa, threads, shape):
     q, scale = weight_of(*shape)
     weight = KernelWeight(q, scale)
     for rows in ROWS:
-        grad = inputs(rows, shape[0])
-        expected = exact(grad * scale, q.T, torch.ones(shape[1])) if rows else torch.empty(0, shape[1])
-        assert torch.equal(weight.matmul_grad(grad), expected), rows
+        with on(threads):
+            gradient = weight.matmul_grad(inputs(rows, shape[0]))
+        assert torch.equal(gradient, exact_gradient(rows, shape)), rows
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -103,7 +117,9 @@ def test_weights_that_share_an_input_give_what_each_gives(isa, threads):
     weights = [KernelWeight(*weight_of(*shape, seed)) for seed, shape in enumerate(shapes)]
     for rows in (1, 3, 300):
         x = inputs(rows, 512)
-        for weight, together in zip(weights, KernelWeight.matmul_shared(x, weights), strict=True):
+        with on(threads):
+            shared = KernelWeight.matmul_shared(x, weights)
+        for weight, together in zip(weights, shared, strict=True):
             assert torch.equal(together, weight.matmul(x))
 
 

@@ -13,7 +13,7 @@ from tests.marks import SLOW
 from tests.zoo import save_checkpoint
 
 MIB = 2**20
-NUM_BLOCKS = 6
+NUM_BLOCKS = 5
 SLACK_BYTES = 8 * MIB  # Python objects, buffers of file reads
 
 # Prints, in bytes: growth of the peak of resident memory, size of the loaded blocks, size of the largest block in fp32.
@@ -68,7 +68,7 @@ print(peak() - before, held, 4 * max(large.family.block_parameters))
 )
 def test_peak_while_loading(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
     sizes = {
-        "llama": dict(hidden_size=768, intermediate_size=3072),
+        "llama": dict(hidden_size=512, intermediate_size=2304),
         "mixtral": dict(hidden_size=512, intermediate_size=768),
     }
     save_checkpoint(name, tmp_path / "small", num_hidden_layers=1, dtype=dtype)
@@ -82,7 +82,7 @@ def test_peak_while_loading(name: str, dtype: torch.dtype, tmp_path: Path) -> No
         check=True,
     )
     growth_bytes, held_bytes, block_bytes = map(int, result.stdout.split())
-    assert block_bytes * NUM_BLOCKS > 100 * MIB
+    assert block_bytes > 1.9 * SLACK_BYTES
     assert held_bytes < block_bytes * NUM_BLOCKS / 3.9
     assert growth_bytes > held_bytes  # the measure is sound
     assert growth_bytes < held_bytes + block_bytes + SLACK_BYTES, (

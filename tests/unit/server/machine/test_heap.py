@@ -52,8 +52,12 @@ def test_again_after_it_has_given_much() -> None:
         sizes.append(sizes[-1] - given[len(trims) - 1])
 
     trimmer = HeapTrimmer(lambda: sizes[-1], trim)
-    for _ in range(10):
-        run(trimmer.trim())
+
+    async def check() -> None:
+        for _ in range(10):
+            await trimmer.trim()
+
+    run(check())
     assert len(trims) == 3
 
 
@@ -68,18 +72,23 @@ def test_what_is_freed_later_is_given_back_too() -> None:
         sizes.append(in_use[-1])
 
     trimmer = HeapTrimmer(lambda: sizes[-1], trim)
-    run(trimmer.trim())
-    in_use.append(400 * MIB)
-    sizes.append(400 * MIB)
-    while look < 60:
-        look += 1
-        run(trimmer.trim())
-    assert trims == [0, 1, 2, 4, 8, 16, 32, 48]
-    in_use.append(100 * MIB)
-    while look < 200:
-        look += 1
-        run(trimmer.trim())
-    assert trims[8:] == [64, 65]
+
+    async def check() -> None:
+        nonlocal look
+        await trimmer.trim()
+        in_use.append(400 * MIB)
+        sizes.append(400 * MIB)
+        while look < 60:
+            look += 1
+            await trimmer.trim()
+        assert trims == [0, 1, 2, 4, 8, 16, 32, 48]
+        in_use.append(100 * MIB)
+        while look < 200:
+            look += 1
+            await trimmer.trim()
+        assert trims[8:] == [64, 65]
+
+    run(check())
 
 
 def test_the_system_gets_the_memory_back() -> None:
