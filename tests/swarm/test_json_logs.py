@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import json
+import signal
 
 import pytest
 
 from tests.marks import SLOW
 from tests.swarm.processes import run_commands
 from tests.swarm.terminal import CTRL_C, Terminal
+from tests.swarm.waiting import DEADLINE_S
 
 SERVER = ["--blocks", "0:2", "--quant", "none"]
 
 
-def test_a_server_writes_lines_of_json(server_process):
-    with server_process(*SERVER, "--log-format", "json") as server:
-        assert server.ready
-    lines = [json.loads(line) for line in server.stderr.splitlines()]
+@pytest.mark.promise("logs are lines of JSON where one asks for it")
+def test_a_server_writes_lines_of_json(cluster):
+    server = cluster.start(*SERVER, "--swarm", "json-logs", "--log-format", "json")
+    cluster.wait_ready([server])
+    server.signal(signal.SIGTERM)
+    assert server.wait_gone(DEADLINE_S)
+    lines = [json.loads(line) for line in server.stderr.read_text().splitlines()]
     (ready,) = [line for line in lines if line["message"] == "ready"]
     assert {name: ready[name] for name in server.ready} == server.ready  # as on stdout
     assert {"time", "level", "logger"} <= ready.keys() and len(lines) > 1

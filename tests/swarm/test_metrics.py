@@ -14,7 +14,6 @@ from prometheus_client.parser import text_string_to_metric_families
 from swarm_client import ClientConfig, DistributedModel, SwarmError
 from swarm_client.demo.local_cluster import LocalCluster, LocalServer
 from tests.marks import SLOW
-from tests.swarm.processes import ServerProcess
 from tests.swarm.waiting import wait_for
 from tests.zoo import BLOCKS, VOCAB, save_checkpoint
 
@@ -51,11 +50,11 @@ def scrape(log: str) -> Scraped:
 class Metered:
     """A server with all blocks, and a model that it computes."""
 
-    def __init__(self, server: ServerProcess, model: DistributedModel) -> None:
+    def __init__(self, server: LocalServer, model: DistributedModel) -> None:
         self.model, self._server = model, server
 
     def scrape(self) -> Scraped:
-        return scrape(self._server.stderr)
+        return scrape(self._server.stderr.read_text())
 
     def generate(self, num_prompt: int, num_new: int, seed: int, num_rows: int = 1) -> None:
         ids = torch.randint(3, VOCAB, (num_rows, num_prompt), generator=torch.Generator().manual_seed(seed))
@@ -64,24 +63,28 @@ class Metered:
 
 
 @pytest.fixture(scope="module")
-def metered(tmp_path_factory) -> Iterator[Metered]:
+def metered(cluster, tmp_path_factory) -> Iterator[Metered]:
     place = tmp_path_factory.mktemp("metered")
     save_checkpoint("llama", place / "llama")
     arguments = ["--model", str(place / "llama"), "--quant", "none", "--throughput", "100", "--cache-tokens", str(ROOM)]
-    with (
-        ServerProcess(*arguments, "--prefix-cache", "all", "--metrics-port", "0", cache=place) as server,
-        DistributedModel.from_pretrained(
-            place / "llama",
-            config=ClientConfig(initial_peers=(server.ready["peer"],), check_share=0.0, wait_timeout_s=0.5),
-        ) as model,
-    ):
-        yield Metered(server, model)
+    swarm = ("--swarm", "metered-alone")
+    server = cluster.start(*arguments, *swarm, "--prefix-cache", "all", "--metrics-port", "0")
+    try:
+        cluster.wait_ready([server])
+        config = ClientConfig(
+            initial_peers=(server.ready["peer"],), swarm=swarm[1], check_share=0.0, wait_timeout_s=0.5
+        )
+        with DistributedModel.from_pretrained(place / "llama", config=config) as model:
+            yield Metered(server, model)
+    finally:
+        server.kill()
 
 
 def grown(metered: Metered, before: Scraped, name: str, **labels: str) -> float:
     return metered.scrape().value(name, **labels) - before.value(name, **labels)
 
 
+@pytest.mark.promise("a server exports what it counts as metrics")
 def test_positions_are_those_that_were_generated(metered):
     before = metered.scrape()
     metered.generate(PROMPT, NEW, seed=1, num_rows=3)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from transformers import AutoModelForCausalLM
 from swarm_client import AccessDenied, ClientConfig, DistributedModel
 from swarm_client.command_line import main
 from swarm_client.core import background
+from swarm_client.demo.local_cluster import LocalServer
 from swarm_client.keys.grants import GrantsFile
 from swarm_protocol.access.access_control import CLOCK_SKEW_S, AccessControl
 from swarm_protocol.access.membership import MemberCredentials
@@ -28,9 +30,8 @@ from swarm_protocol.net.tls import ClientCredentials
 from swarm_protocol.pb import swarm_pb2 as pb
 from tests.swarm.harness import InProcessServers
 from tests.swarm.pair import random_ids
-from tests.swarm.processes import ServerProcess
 from tests.swarm.raw_client import Answer, RawClient
-from tests.swarm.waiting import wait_for
+from tests.swarm.waiting import DEADLINE_S, wait_for
 from tests.zoo import BLOCKS, save_checkpoint
 
 OK, DENIED = grpc.StatusCode.OK, grpc.StatusCode.PERMISSION_DENIED
@@ -45,7 +46,7 @@ class Private:
     model: Path
     directory: Path
     key: OrganiserKey
-    server: ServerProcess
+    server: LocalServer
     record: ServerRecord
     dht: Dht
 
@@ -77,7 +78,7 @@ class Private:
 
 
 @pytest.fixture(scope="module")
-def private(tmp_path_factory) -> Iterator[Private]:
+def private(cluster, tmp_path_factory) -> Iterator[Private]:
     model, directory = tmp_path_factory.mktemp("llama"), tmp_path_factory.mktemp("organiser")
     save_checkpoint("llama", model)
     key = OrganiserKey.generate()
@@ -85,15 +86,16 @@ def private(tmp_path_factory) -> Iterator[Private]:
     swarm = Private(model, directory, key, None, None, None)
     flags = ["--model", str(model), "--swarm", SWARM, "--quant", "none", "--throughput", "100", "--cache-tokens", "512"]
     membership = str(swarm.membership(Role.SERVER, "server"))
-    with ServerProcess(*flags, "--blocks", f"0:{BLOCKS}", "--membership", membership, cache=directory) as server:
-        swarm.server = server
-        peers = [server.ready["peer"]]
-        joining = Dht.join(SWARM, peers, Identity.generate(), access=AccessControl(key.public))
-        swarm.dht = background.run(joining)
-        (swarm.record,) = background.run(swarm.dht.view(model.name, BLOCKS)).servers
-        yield swarm
-        background.run(swarm.dht.shutdown())
-        log = server.stderr
+    swarm.server = server = cluster.start(*flags, "--blocks", f"0:{BLOCKS}", "--membership", membership)
+    cluster.wait_ready([server])
+    joining = Dht.join(SWARM, [server.ready["peer"]], Identity.generate(), access=AccessControl(key.public))
+    swarm.dht = background.run(joining)
+    (swarm.record,) = background.run(swarm.dht.view(model.name, BLOCKS)).servers
+    yield swarm
+    background.run(swarm.dht.shutdown())
+    server.signal(signal.SIGTERM)
+    assert server.wait_gone(DEADLINE_S)
+    log = server.stderr.read_text()
     secret = Path(membership).read_text().splitlines()[1]
     assert f"only members of swarm {key.public} are let in" in log
     assert secret[30:60] not in log and "Traceback" not in log
@@ -125,6 +127,7 @@ def pushed(client: RawClient) -> Answer:
     return client.push(pb.PushRequest(push_key=bytes(32)))
 
 
+@pytest.mark.promise("members of a private swarm generate as in any other")
 def test_a_member_generates_the_right_tokens(private):
     whole = AutoModelForCausalLM.from_pretrained(private.model, dtype=torch.float32)
     ids = random_ids(1, 5, seed=0)
@@ -163,6 +166,7 @@ def test_who_is_no_member_is_denied_at_once(private, knows_key):
             model(random_ids(1, 5, seed=0), use_cache=False)
 
 
+@pytest.mark.promise("a private swarm lets in members only")
 def test_every_call_is_denied_to_who_is_no_member(private):
     member = private.credentials(Role.TRAINER)
     other_swarm = Grant.new(OrganiserKey.generate().public, Role.CLIENT, "eve", "QmEve", 0.0, 1e12)
@@ -203,6 +207,7 @@ def test_a_server_that_is_no_member_is_not_seen(private):
             background.run(public.shutdown())
 
 
+@pytest.mark.promise("who is revoked is refused while the private swarm runs")
 def test_who_is_revoked_is_refused_while_the_swarm_runs(private, capsys):
     path = private.membership(Role.CLIENT, "bob")
     ids = random_ids(1, 5, seed=0)
@@ -225,7 +230,7 @@ def test_who_is_revoked_is_refused_while_the_swarm_runs(private, capsys):
 
 
 def test_a_membership_ends_while_the_swarm_runs(private):
-    member = private.credentials(Role.CLIENT, lasts_s=15.0 - CLOCK_SKEW_S)
+    member = private.credentials(Role.CLIENT, lasts_s=6.0 - CLOCK_SKEW_S)
     with private.client(member) as client:
         assert client.ask("Describe", pb.DescribeRequest()).status is OK
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -13,12 +12,12 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from swarm_client import ClientConfig, DistributedModel
 from swarm_client.core import background
+from swarm_client.demo.local_cluster import LocalServer
 from swarm_client.monitor.status import read_status
 from swarm_protocol.dht.records import ServerRecord
 from swarm_protocol.tunnel.circuit import relay_of
 from tests.swarm.harness import InProcessServers, Watcher
 from tests.swarm.pair import ends_only_at_its_length
-from tests.swarm.processes import ServerProcess
 from tests.swarm.waiting import wait_for
 from tests.zoo import VOCAB, save_checkpoint
 
@@ -75,6 +74,7 @@ def hidden(servers: InProcessServers, *spans: str, num_relays: int = 1, **option
     return wait_for(records, "servers have relays")
 
 
+@pytest.mark.promise("servers behind home routers are reached through members that relay")
 def test_a_chain_of_servers_that_push_through_a_relay(servers, connect, expected):
     servers.start("0:2")
     records = hidden(servers, "2:4", "4:6")
@@ -90,17 +90,17 @@ def test_a_chain_of_servers_that_push_through_a_relay(servers, connect, expected
     }
 
 
-def test_no_token_is_lost_when_the_relay_dies_and_another_is_found(servers, connect, expected, tmp_path):
+def test_no_token_is_lost_when_the_relay_dies_and_another_is_found(servers, connect, expected, cluster):
     arguments = ["--model", str(servers.model), "--blocks", "0:2", "--quant", "none", "--throughput", "100"]
     arguments += ["--swarm", servers.swarm, "--host", "127.0.0.1"]
-    with ExitStack() as stack:
-        relays: dict[str, ServerProcess] = {}
-        peers: list[str] = []
+    relays: dict[str, LocalServer] = {}
+    peers: list[str] = []
+    try:
         for _ in range(3):
-            joins = ["--initial-peers", *peers] if peers else []
-            process = stack.enter_context(ServerProcess(*arguments, *joins, cache=tmp_path))
-            peers.append(process.ready["peer"])
-            relays[peers[-1].rpartition("/")[2]] = process
+            relay = cluster.start(*arguments, *(["--initial-peers", *peers] if peers else []))
+            cluster.wait_ready([relay])
+            peers.append(relay.ready["peer"])
+            relays[relay.peer_id] = relay
         (record,) = hidden(servers, "2:6", num_relays=2, initial_peers=tuple(peers))
         assert len(record.addresses) == 3  # two of the three relays
         model = connect(peers)
@@ -113,6 +113,9 @@ def test_no_token_is_lost_when_the_relay_dies_and_another_is_found(servers, conn
 
         wait_for(lambda: relays_now() == relays.keys() - {used}, "the server has found another relay")
         assert torch.equal(generate(model), expected)
+    finally:
+        for relay in relays.values():
+            relay.kill()
 
 
 def test_servers_that_speak_ipv6(servers, connect, expected):
