@@ -5,16 +5,15 @@ from __future__ import annotations
 import json
 import os
 import queue
-import subprocess
-import sys
+import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
+from tests.training.forker import forker
+
 TIMEOUT_S = 300.0
-ROOT = Path(__file__).parents[2]
 Event = dict[str, Any]
 
 
@@ -26,20 +25,16 @@ class Volunteer:
     def __init__(self, *, program: str = "tests.training.volunteer", **task: Any) -> None:
         self.number = task.get("number", 0)
         self.events: list[Event] = []
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", program, json.dumps(task)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            cwd=ROOT,
-            env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        )
+        self._code: int | None = None
+        stdin, own_end = os.pipe()
+        self._stdin = open(own_end, "w", encoding="utf-8")  # noqa: SIM115 (closed with the process)
+        own_end, stdout = os.pipe()
+        self._stdout = open(own_end, encoding="utf-8")  # noqa: SIM115
+        self.pid = forker().start(program, task, stdin, stdout)
+        os.close(stdin)
+        os.close(stdout)
         self._said: queue.Queue[Event | None] = queue.Queue()
         threading.Thread(target=self._read, daemon=True).start()
-
-    @property
-    def pid(self) -> int:
-        return self._process.pid
 
     def wait_for(self, event: str, **facts: Any) -> Event:
         """The first such event, past or to come. Raises AssertionError if the process ends before it."""
@@ -57,30 +52,46 @@ class Volunteer:
         self.tell("go")
 
     def tell(self, line: str) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.write(line + "\n")
-        self._process.stdin.flush()
+        self._stdin.write(line + "\n")
+        self._stdin.flush()
 
     def finish(self) -> None:
         """Has it leave the run, and waits for its end."""
         self.wait_for("done")
+        self.leave()
+        self.require_ended()
+
+    def leave(self) -> None:
         self.tell("leave")
-        assert self._process.wait(TIMEOUT_S) == 0
+
+    def require_ended(self) -> None:
+        """Waits for its end, which was no failure."""
+        while self._said.get(timeout=TIMEOUT_S) is not None:
+            pass
+        assert self._wait() == 0
 
     def kill(self) -> None:
-        self._process.kill()
-        self._process.wait(TIMEOUT_S)
+        if self._code is None:
+            self.send_signal(signal.SIGKILL)
+            self._wait()
 
     def send_signal(self, number: int) -> None:
-        self._process.send_signal(number)
+        os.kill(self.pid, number)
+
+    def _wait(self) -> int:
+        """Waits for its end, which must be near, and returns its exit code."""
+        if self._code is None:
+            self._code = forker().wait(self.pid)
+            self._stdin.close()
+        return self._code
 
     def steps(self) -> dict[int, Event]:
         return {said["step"]: said for said in self.events if said["event"] == "step"}
 
     def _read(self) -> None:
-        assert self._process.stdout is not None
-        for line in self._process.stdout:
-            self._said.put(json.loads(line))
+        with self._stdout:
+            for line in self._stdout:
+                self._said.put(json.loads(line))
         self._said.put(None)
 
 

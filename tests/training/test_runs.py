@@ -60,7 +60,9 @@ def finish(peers: list[Volunteer]) -> None:
     for peer in peers:
         peer.wait_for("done")
     for peer in peers:
-        peer.finish()
+        peer.leave()
+    for peer in peers:
+        peer.require_ended()
 
 
 def require_equal(peers: list[Volunteer], from_step: int, to_step: int) -> None:
@@ -69,17 +71,20 @@ def require_equal(peers: list[Volunteer], from_step: int, to_step: int) -> None:
         assert len(digests) == 1, f"step {step}"
 
 
-def test_four_peers_train_as_one_process_does() -> None:
-    speeds = [{"call_s": 0.1}, {"call_s": 0.2}, {"call_s": 0.15}, {"call_s": 0.3}]
-    with volunteers(speeds, steps=4, target=64) as peers:
+@pytest.mark.promise("peers train as one process does, to the bit, also when one of them is killed")
+def test_four_peers_of_whom_one_is_killed_train_as_one_process_does() -> None:
+    victim = {"call_s": 0.1, "moment": "meeting", "at_step": 2}
+    with volunteers([{"call_s": 0.05}, {"call_s": 0.1}, {"call_s": 0.07}, victim], steps=4, target=32) as peers:
         for peer in peers:
             peer.go()
-        finish(peers)
+        *survivors, killed = peers
+        killed.wait_for("struck")
+        finish(survivors)
         digests, _ = reference(peers, samples=4, target_steps=4)
-        for peer in peers:
+        for peer in survivors:
             steps = peer.steps()
             assert [steps[step]["digest"] for step in range(1, 5)] == digests
-            assert all(len(steps[step]["members"]) == 4 for step in range(1, 5))
+            assert [len(steps[step]["members"]) for step in range(1, 5)] == [4, 4, 3, 3]
 
 
 @pytest.mark.parametrize("moment", ["meeting", "reducing", "stepping"])

@@ -1,7 +1,4 @@
-"""A process that takes part in a run, by a plain loop; it says in lines of JSON what happens.
-
-``python -m tests.training.volunteer '{"number": 1, …}'``; the keys are the fields of ``Task``.
-"""
+"""A process that takes part in a run, by a plain loop; it says in lines of JSON what happens."""
 
 from __future__ import annotations
 
@@ -164,5 +161,6 @@ def main(task: Task) -> None:
             say("ledger", totals={user: [total.samples, total.rounds] for user, total in run.ledger.items()})
 
 
-if __name__ == "__main__":
-    main(Task(**json.loads(sys.argv[1])))
+def start(task: dict[str, Any]) -> None:
+    """As the forker calls it."""
+    main(Task(**task))

@@ -23,6 +23,7 @@ HEAVY = [
     "swarm_stages.commands.serving",
     "swarm_stages.commands.training",
     "swarm_stages.command_line",
+    "torch._dynamo",  # the first optimizer of a process imports it
     "transformers.models.llama.modeling_llama",
 ]
 _PR_SET_PDEATHSIG = 1

@@ -31,7 +31,7 @@ def require_equal(run: WholeRun, reports: list[StepReport], steps: int) -> None:
 
 @pytest.mark.parametrize(
     ("steps", "kills"),
-    [(3, 0), pytest.param(10, 8, marks=pytest.mark.slow), pytest.param(30, 25, marks=pytest.mark.slow)],
+    [(3, 0), pytest.param(10, 8, marks=pytest.mark.slow), pytest.param(30, 25, marks=pytest.mark.long)],
 )
 def test_every_tensor_is_that_of_one_process(steps: int, kills: int) -> None:
     async def scenario() -> None:
