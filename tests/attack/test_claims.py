@@ -78,6 +78,7 @@ def short_key() -> Identity:
     return owner
 
 
+@pytest.mark.promise("what strangers write about servers does no harm")
 @attack("records that contradict the model", besieged)
 def test_records_that_contradict_the_model_or_hardware(target: Besieged) -> None:
     """One with 2^32-1 blocks stalled every server."""
@@ -180,7 +181,7 @@ def test_forty_servers_that_answer_pings_and_no_step(target: Besieged) -> None:
             message = target.forged(owner, tls_fingerprint=fingerprint)
             message.addresses[:] = [address]
             assert target.publish(owner, message)
-        with target.client(timeouts=Timeouts(stall_s=5.0, trial_s=10.0), on_event=on_event) as remote:
+        with target.client(timeouts=Timeouts(stall_s=3.0, trial_s=6.0), on_event=on_event) as remote:
             assert torch.equal(remote.generate(PROMPT, **OPTIONS), target.honest.expected)
             recoveries = [event for event in events if isinstance(event, Recovery)]
             assert len(recoveries) == 1 and staller.num_steps > 1

@@ -32,7 +32,7 @@ def test_a_few_hundred(target: Attacked) -> None:
     assert fuzzer.failures == []
 
 
-@SLOW
+@pytest.mark.long
 @pytest.mark.timeout(1800)
 def test_twenty_thousand(target: Attacked) -> None:
     fuzzer = fuzz(target, SEED + 1, 20_000)

@@ -10,6 +10,7 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 
 import grpc
+import pytest
 import torch
 
 from swarm_protocol.pb import swarm_pb2 as pb
@@ -83,6 +84,7 @@ def test_sessions_that_promise_themselves_all_room(target: Attacked) -> None:
         target.honest_client_goes_on(4)
 
 
+@pytest.mark.promise("a flood by one client does not keep others waiting")
 @attack("a flood of passes")
 def test_a_flood_of_passes(target: Attacked) -> None:
     """Each waits in many pieces, and leaves nothing in memory."""

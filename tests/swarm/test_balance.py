@@ -127,7 +127,7 @@ def connect_to_the_living(connect: Callable[..., Client], volunteers: Volunteers
     return connect(initial_peers=peers)
 
 
-@pytest.mark.parametrize("quiet_s", [10, pytest.param(60, marks=SLOW)])
+@pytest.mark.parametrize("quiet_s", [10, pytest.param(60, marks=pytest.mark.long)])
 def test_a_gap_closes_and_a_quiet_swarm_rests(volunteers, connect, moments: Moments, quiet_s):
     """The two servers of the right half die in mid-sentence; others come over from the left, and stay there."""
     # In an order in which nobody wants to move before all are there.

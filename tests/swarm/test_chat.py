@@ -109,6 +109,7 @@ def chat_with(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Cha
     return Chat(choice, OPTIONS, lambda _choice: Opened(model, tokenizer, lambda: None))
 
 
+@pytest.mark.promise("swarm chat is a conversation in one session")
 def test_a_conversation_is_that_of_the_local_model(remote, local, tokenizer, monkeypatch, capsys):
     expected = answers_of(local, tokenizer, LINES)
     chat = chat_with(remote, tokenizer)

@@ -42,7 +42,7 @@ def choice(other) -> Iterator[ModelChoice]:
     with InProcessServers(Path(locate(DEFAULT_MODEL)), memory_dht=True) as servers:
         servers.start("0:10", "10:20")
         servers.start("0:20", model=str(other))
-        config = ClientConfig(initial_peers=tuple(servers.initial_peers), swarm=servers.swarm, wait_timeout_s=5.0)
+        config = ClientConfig(initial_peers=tuple(servers.initial_peers), swarm=servers.swarm, wait_timeout_s=2.0)
         yield ModelChoice(DEFAULT_MODEL, config)
 
 

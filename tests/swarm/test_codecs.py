@@ -88,7 +88,8 @@ def pushed_bytes(counters: list[Counters]) -> int:
     return sum(server.sent_bytes["push"] for server in counters)
 
 
-@pytest.mark.parametrize("name", LOSSY)
+@pytest.mark.promise("slow links send hidden states in fewer bits, within a measured error")
+@pytest.mark.parametrize("name", always("int4", among=LOSSY))
 def test_a_session_is_rounded_on_every_link(pair: Pair, counters: list[Counters], name: str) -> None:
     before = pushed_bytes(counters)
     with connected(pair.servers, compression=name) as remote, torch.no_grad():

@@ -36,6 +36,7 @@ def processes_with(text: str) -> list[int]:
     return found
 
 
+@pytest.mark.promise("swarm demo writes text through servers on this machine, one of which is killed")
 def test_demo_writes_text_through_a_death_compares_it_and_leaves_nothing_behind(tmp_path, tmp_path_factory):
     cache, temporary = tmp_path / "cache", tmp_path_factory.mktemp("t")
     result = run("demo", "--max-new-tokens", "24", cache=cache, TMPDIR=str(temporary))

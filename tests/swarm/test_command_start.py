@@ -138,6 +138,7 @@ WRONG = {  # the first is right
 }
 
 
+@pytest.mark.promise("a wrong command line gets one sentence at once, and exit code 2")
 @pytest.mark.parametrize("package", WRONG)
 def test_what_is_wrong_is_said_before_anything_heavy_is_imported(package, tmp_path):
     result = python(RUN, json.dumps([package, WRONG[package], HEAVY]), cache=tmp_path)
@@ -211,8 +212,10 @@ def test_interrupted_while_a_server_is_imported(module, tmp_path):
     assert (result.returncode, result.stdout, result.stderr) == (130, "", "")
 
 
-@pytest.mark.parametrize("package", ["swarm", "swarm_client"])
-@pytest.mark.parametrize("module", ["argparse", "swarm_protocol.errors", "torch"])
+@pytest.mark.parametrize(
+    ("package", "module"),
+    [("swarm", "argparse"), ("swarm", "swarm_protocol.errors"), ("swarm", "torch"), ("swarm_client", "argparse")],
+)
 def test_interrupted_while_a_client_is_imported(package, module, tmp_path):
     result = python(INTERRUPTED, module, package, "status", cache=tmp_path)
     assert (result.returncode, result.stdout, result.stderr) == (130, "", "")

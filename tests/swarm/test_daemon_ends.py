@@ -40,6 +40,7 @@ def assert_generates(checkpoint: Path, model) -> None:
     assert torch.equal(ends_only_at_its_length(model).generate(PROMPT, **options), whole.generate(PROMPT, **options))
 
 
+@pytest.mark.promise("a server whose libp2p daemon dies restarts it and is found again")
 def test_a_server_is_found_again(server_process, checkpoint, tmp_path) -> None:
     swarm = f"daemon-{os.getpid()}"
     known = ["--model", str(checkpoint), "--quant", "none", "--throughput", "75", "--swarm", swarm]

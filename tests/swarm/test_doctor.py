@@ -14,10 +14,14 @@ def subjects(outcome) -> dict[str, dict[str, str]]:
     return {finding["subject"]: finding for finding in json.loads(outcome)["checks"]}
 
 
-def test_with_a_server_of_this_machine(server_process, tmp_path):
-    with server_process("--blocks", "0:20", "--quant", "none", "--swarm", "mine") as server:
-        assert server.ready
-        (result,) = run_commands("swarm_client", [["doctor", "--swarm", "mine", "--json"]], tmp_path)
+@pytest.mark.promise("swarm doctor looks for what keeps a machine from using a swarm")
+def test_with_a_server_of_this_machine(cluster, cache_home):
+    server = cluster.start("--blocks", "0:20", "--quant", "none", "--swarm", "mine")
+    try:
+        cluster.wait_ready([server])
+        (result,) = run_commands("swarm_client", [["doctor", "--swarm", "mine", "--json"]], cache_home)
+    finally:
+        server.kill()
     assert (result.code, result.stderr, result.left_behind) == (0, "", []), result.stdout
     found = subjects(result.stdout)
     assert json.loads(result.stdout)["ok"] is True
@@ -26,7 +30,7 @@ def test_with_a_server_of_this_machine(server_process, tmp_path):
     assert any(subject.startswith("server …") for subject in found)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_with_a_server_that_hangs(server_process, tmp_path):
     with server_process("--blocks", "0:20", "--quant", "none", "--swarm", "mine") as server:
         server.freeze()
@@ -35,7 +39,6 @@ def test_with_a_server_that_hangs(server_process, tmp_path):
     assert result.returncode == 1 and "✗ swarm" in result.stdout and "Traceback" not in result.stderr
 
 
-@pytest.mark.slow
 def test_with_things_that_are_broken(tmp_path):
     peer = "/ip4/127.0.0.1/tcp/1/p2p/QmR4TDUsi3uun3zmW681rpWdk4avvY9jhyfFH5E55pPZNm"
     (tmp_path / "model").mkdir()

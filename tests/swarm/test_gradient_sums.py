@@ -218,6 +218,7 @@ def assert_same_gradients(pair, between: Callable[[], object] = lambda: None) ->
         assert_close(remote.grad, local.grad)
 
 
+@pytest.mark.promise("an adapter and its gradients travel once in a step")
 def test_an_adapter_and_its_gradients_travel_once_in_a_step(servers, traffic):
     with tuned(servers, lora()) as pair:
         pair.train(1, loss_of(**BATCH))

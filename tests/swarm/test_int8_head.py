@@ -9,6 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from swarm_client.model.head import Int8Head, quantize_head_
+from tests.marks import SLOW
 from tests.swarm.harness import InProcessServers
 from tests.swarm.pair import connected
 from tests.zoo import VOCAB, save_checkpoint
@@ -16,7 +17,7 @@ from tests.zoo import VOCAB, save_checkpoint
 NEW_TOKENS = 12
 
 
-@pytest.fixture(scope="module", params=[True, False], ids=["tied", "untied"])
+@pytest.fixture(scope="module", params=[pytest.param(True, id="tied"), pytest.param(False, id="untied", marks=SLOW)])
 def models(tmp_path_factory, request) -> Iterator[tuple[PreTrainedModel, PreTrainedModel, PreTrainedModel]]:
     """The whole model with its head in int8, the same through servers, and the whole model as it was."""
     directory = tmp_path_factory.mktemp("llama")
@@ -32,6 +33,7 @@ def models(tmp_path_factory, request) -> Iterator[tuple[PreTrainedModel, PreTrai
             yield whole, remote, exact
 
 
+@pytest.mark.promise("an int8 head writes nearly what the exact one writes")
 @pytest.mark.parametrize(
     "options",
     [

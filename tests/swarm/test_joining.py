@@ -46,6 +46,7 @@ def test_one_alone_is_the_stock_method(pair, submitted):
     assert submitted == []
 
 
+@pytest.mark.promise("generations share steps, and each writes what it writes alone")
 def test_threads_that_meet_write_what_each_writes_alone(pair, submitted):
     prompts = [random_ids(1, 3 + number, seed=number) for number in range(6)]
     with another_under_way(pair), ThreadPoolExecutor(len(prompts)) as pool:

@@ -30,12 +30,12 @@ FAMILIES = {
     "gpt_oss": r".*\.(q_proj|o_proj)",
     "qwen3": "all-linear",
 }
-COMMON = ("llama", "gpt2")
+COMMON = ("llama",)
 
 
 def served(name: str, directory) -> InProcessServers:
     save_checkpoint(name, directory)
-    servers = InProcessServers(directory)
+    servers = InProcessServers(directory, memory_dht=True)
     servers.start(*SPANS)
     return servers
 
@@ -58,6 +58,7 @@ def family(request, tmp_path_factory) -> Iterator[tuple[InProcessServers, LoraCo
 # ------------------------------------------------------------ training
 
 
+@pytest.mark.promise("LoRA trains as plain PEFT does on the local model")
 def test_gradients_and_steps(family):
     with tuned(*family) as pair:
         pair.train(1, loss_of(**BATCH))
@@ -174,7 +175,7 @@ def test_blocks_by_hand(servers):
 def test_quantised_blocks(tmp_path):
     """Gradients are those of the whole model but for what rounding its weights to int8 changes."""
     save_checkpoint("llama", tmp_path / "llama")
-    with InProcessServers(tmp_path / "llama") as servers:
+    with InProcessServers(tmp_path / "llama", memory_dht=True) as servers:
         servers.start(*SPANS, quant="int8")
         with tuned(servers, lora()) as pair:
             for model in pair.models:
@@ -240,6 +241,7 @@ def test_equal_rows_of_different_micro_batches_drop_different_elements(servers):
 # ------------------------------------------------------------ files
 
 
+@pytest.mark.promise("an adapter is saved in PEFT's own format")
 def test_saved_here_loads_in_peft(family, tmp_path):
     servers, _ = family
     with tuned(*family) as pair:
@@ -321,6 +323,7 @@ def test_tokens(servers, options):
         assert not torch.equal(remote, plain)
 
 
+@pytest.mark.promise("generations with different adapters share servers")
 def test_two_clients_with_different_adapters_at_once(servers):
     ids = random_ids(1, 9, seed=3)
     with (
@@ -372,7 +375,7 @@ def test_an_adapter_of_the_servers(servers, tmp_path):
         pair.local.save_pretrained(tmp_path / "polite")
         with torch.no_grad():
             expected = pair.local.eval()(ids).logits
-    with InProcessServers(servers.model) as others:
+    with InProcessServers(servers.model, memory_dht=True) as others:
         others.start(*SPANS)
         missing = pytest.raises(NoRoute, match="no server has adapter 'polite': they have none")
         with missing, connected(others, adapter="polite"):
@@ -443,7 +446,7 @@ def test_a_classifier_keeps_its_head(tmp_path):
 
     config = lora(task_type="SEQ_CLS", modules_to_save=["score"])
     batch = {"input_ids": random_ids(4, 9, seed=5), "labels": torch.tensor([0, 1, 2, 1])}
-    with InProcessServers(directory) as servers:
+    with InProcessServers(directory, memory_dht=True) as servers:
         servers.start(*SPANS)
         with connected(servers, DistributedModelForSequenceClassification) as remote:
             whole = AutoModelForSequenceClassification.from_pretrained(directory, dtype=torch.float32)

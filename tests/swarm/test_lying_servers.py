@@ -18,7 +18,7 @@ from swarm_protocol.span import Span
 from swarm_protocol.wire.block_input import BlockInput
 from swarm_server.engine.engine import Engine
 from swarm_server.training.stateless import StatelessPasses
-from tests.marks import always
+from tests.marks import SLOW, always
 from tests.swarm.pair import NEW_TOKENS, Pair, connected, random_ids, started
 from tests.swarm.waiting import wait_for
 from tests.unit.support import TIMEOUT_S
@@ -116,7 +116,8 @@ def finish_checks(session: RemoteSession) -> None:
     wait_for(lambda: not checker_of(session._setting.swarm).is_busy, "all checks are made")
 
 
-@pytest.mark.parametrize("hop", [0, 1])
+@pytest.mark.promise("a server that lies is found, and its answers are taken back")
+@pytest.mark.parametrize("hop", [0, pytest.param(1, marks=SLOW)])
 @pytest.mark.parametrize("lie", always("scaled", among=LIES))
 def test_the_first_answers_of_a_liar_are_taken_back(pair, monkeypatch, lie, hop):
     """Its first answers are checked before they are used, so that the tokens are those of the model."""
@@ -199,6 +200,7 @@ def test_honest_servers_of_all_kinds_are_never_banned(pair):
             pair.servers.stop(server)
 
 
+@pytest.mark.promise("nobody can accuse an honest server")
 def test_honest_servers_cannot_be_accused(pair):
     """Evidence that an attacker makes of what an honest server has signed."""
     with client(pair) as (pair, _):

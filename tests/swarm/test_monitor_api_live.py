@@ -82,6 +82,7 @@ def test_what_servers_compute_is_counted(swarm, api):
     assert api.get("/swarm").json()["join_command"].endswith(f"--swarm {swarm.config.swarm}")
 
 
+@pytest.mark.promise("the monitor shows deaths and who joins as they happen")
 def test_a_death_and_a_replacement_are_seen_as_they_happen(swarm, api):
     assert api.get("/health").status_code == 200
     seen: list[str] = []

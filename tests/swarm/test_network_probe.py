@@ -15,6 +15,7 @@ from swarm_protocol.net.tls import ClientCredentials, pinned_channel
 from swarm_protocol.span import Span
 from swarm_server.net.network_probe import MAX_ANNOUNCED, NetworkProbe, may_follow
 from swarm_server.net.push import ChannelPool
+from swarm_server.node import server
 from tests.swarm.delay import DelayedPort
 from tests.swarm.harness import InProcessServers
 from tests.swarm.waiting import wait_for
@@ -80,15 +81,18 @@ def test_the_nearest_are_announced(records, network_probe) -> None:
     assert set(network_probe.rtts_s) == {record.peer_id for record in names}
 
 
-@pytest.mark.slow
-def test_servers_announce_what_they_measured(servers, records) -> None:
-    _left, right = records
+def test_servers_announce_what_they_measured(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(server, "_PROBE_S", (0.1, 0.3))
+    save_checkpoint("llama", tmp_path)
+    with InProcessServers(tmp_path, memory_dht=True) as servers:
+        servers.start("0:3", "3:6")
+        _left, right = servers.records()
 
-    def measured() -> bool:
-        first, second = sorted(servers.describe(), key=lambda record: record.span)
-        return first.next_hop_rtts_s.get(right.peer_id, 0) > 0 and not second.next_hop_rtts_s
+        def measured() -> bool:
+            first, second = sorted(servers.describe(), key=lambda record: record.span)
+            return first.next_hop_rtts_s.get(right.peer_id, 0) > 0 and not second.next_hop_rtts_s
 
-    wait_for(measured, "the first server has measured the way to the second")
+        wait_for(measured, "the first server has measured the way to the second")
 
 
 @pytest.mark.parametrize(

@@ -5,11 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+import torch
 
 from swarm_protocol.checkpoints.checkpoint import Checkpoint
 from swarm_protocol.span import Span
 from swarm_server.machine.memory import hosted_bytes_per_block
+from swarm_server.node import moving, server
 from tests.swarm.harness import InProcessServers
+from tests.swarm.pair import connected, random_ids
+from tests.swarm.waiting import wait_for
 from tests.zoo import BLOCKS, save_checkpoint
 
 ANYWHERE = "0:1"  # overridden
@@ -19,7 +23,7 @@ ANYWHERE = "0:1"  # overridden
 def servers(tmp_path) -> Iterator[InProcessServers]:
     directory = tmp_path / "llama"
     save_checkpoint("llama", directory)
-    with InProcessServers(directory) as servers:
+    with InProcessServers(directory, memory_dht=True) as servers:
         yield servers
 
 
@@ -53,6 +57,7 @@ def test_what_cannot_be_is_said(servers, options, sentence):
         servers.start(ANYWHERE, blocks=None, **options)
 
 
+@pytest.mark.promise("servers that start at the same time agree who takes which blocks")
 def test_servers_that_start_at_once_cover_the_model(servers):
     servers.start("0:2", "2:4")  # so that those below have somebody to agree with
     servers.start(*[ANYWHERE] * 2, blocks=None, num_blocks=2)
@@ -66,3 +71,20 @@ def test_blocks_can_be_given_for_the_beginning(servers):
     first, second = servers.records()
     assert (first.span, first.pinned) == (Span(1, 3), False)
     assert (second.span, second.pinned) == (Span(3, 6), True)
+
+
+@pytest.mark.promise("when all servers of some blocks are gone, others take them over, and then stay")
+def test_a_gap_closes(servers, monkeypatch):
+    """One of two that hold the left half comes over to the right one; the other stays."""
+    monkeypatch.setattr(server, "CHECK_S", (0.1, 0.3))
+    monkeypatch.setattr(moving, "CONFIRM_S", 0.1)
+    left, right, all_blocks = Span(0, 3), Span(3, 6), [Span(0, 3), Span(3, 6)]
+    servers.start(*[ANYWHERE] * 2, blocks=None, initial_blocks=left)
+    (leaving,) = servers.start(str(right))
+    prompt = random_ids(1, 8, seed=0)
+    with connected(servers) as remote:
+        before = remote.generate(prompt, max_new_tokens=4, do_sample=False)
+        servers.stop(leaving)
+        wait_for(lambda: [record.span for record in servers.records()] == all_blocks, "the gap is closed")
+        after = remote.generate(prompt, max_new_tokens=4, do_sample=False)
+    assert torch.equal(before, after)

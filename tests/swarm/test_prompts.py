@@ -88,7 +88,7 @@ class Prompted:
 def servers(request, tmp_path_factory) -> Iterator[InProcessServers]:
     directory = tmp_path_factory.mktemp(request.param)
     save_checkpoint(request.param, directory)
-    with InProcessServers(directory) as servers:
+    with InProcessServers(directory, memory_dht=True) as servers:
         servers.start(*SPANS)
         yield servers
 
@@ -101,6 +101,7 @@ def remote(request, servers) -> Iterator[PreTrainedModel]:
         yield remote
 
 
+@pytest.mark.promise("virtual tokens train as on the local model")
 def test_steps(remote, servers):
     local, batch = Prompted.like(remote, servers), padded_batch()
     for model, parameters in ((local, local.parameters), (remote, trained(remote))):
@@ -220,7 +221,7 @@ def test_prompt_tuning_of_peft_itself(servers):
 def llama(tmp_path_factory) -> Iterator[InProcessServers]:
     directory = tmp_path_factory.mktemp("llama")
     save_checkpoint("llama", directory, task="sequence-classification", num_labels=3)
-    with InProcessServers(directory) as servers:
+    with InProcessServers(directory, memory_dht=True) as servers:
         servers.start(*SPANS)
         yield servers
 

@@ -167,6 +167,7 @@ def front(cluster, tmp_path_factory) -> Iterator[Front]:
             server.kill()
 
 
+@pytest.mark.promise("swarm serve answers as OpenAI's API does")
 def test_completions_are_those_of_generate(front: Front) -> None:
     answer = front.complete(max_tokens=12, logprobs=1)
     (choice,) = answer.choices
@@ -245,7 +246,7 @@ def test_who_leaves_frees_the_room_on_servers(front: Front, stream: bool) -> Non
     front.wait_until_all_room_is_free()
 
 
-@SLOW
+@pytest.mark.promise("the death of a server is a pause in a stream")
 def test_a_server_is_killed_in_the_middle_of_a_stream(front: Front) -> None:
     """The last test: fewer servers are left."""
     expected = front.expected(150)

@@ -159,6 +159,7 @@ def test_entries_that_lead_nowhere_do_no_harm(machine, observe):
     assert observe(server).peers() == [peer_id(server)]
 
 
+@pytest.mark.promise("a server whose terminal closes drains")
 def test_a_closed_terminal_drains_a_server(cluster, cache_home):
     """It may say so more than once: that is no second signal."""
     server = cluster.start("--swarm", "hangup", "--num-blocks", "2")

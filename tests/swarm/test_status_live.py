@@ -136,6 +136,7 @@ def chain(status: ModelStatus) -> dict[str, str]:
     return {str(hop.span): hop.server.peer_id for hop in status.chain}
 
 
+@pytest.mark.promise("swarm status shows who holds what, who does not answer, and the chain")
 def test_a_server_that_was_killed_does_not_answer_and_the_chain_avoids_it(servers):
     servers.start("0:10", "10:20", "10:20")
     before = servers.status()

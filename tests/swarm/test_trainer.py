@@ -65,6 +65,7 @@ def adapted(remote: Any, kind: str, seed: int = 1) -> Any:
 KINDS = ("adapter", "peft", "prompts")
 
 
+@pytest.mark.promise("Hugging Face's Trainer trains, and resumes")
 @pytest.mark.parametrize("kind", always("peft", among=KINDS))
 def test_a_resumed_run_ends_as_one_that_was_not_interrupted(servers, tmp_path, kind):
     with connected(servers) as remote:

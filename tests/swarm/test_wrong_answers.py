@@ -71,8 +71,9 @@ def spoil(monkeypatch: pytest.MonkeyPatch, blocks: Span, good_runs: int, mistake
     monkeypatch.setattr(Engine, "run", wrong)
 
 
+@pytest.mark.promise("a server that answers nonsense is replaced, and no token is lost")
 @each_hop(0, 1)
-@pytest.mark.parametrize("when", PROMPTS)
+@pytest.mark.parametrize("when", always("later", among=PROMPTS))
 @pytest.mark.parametrize("mistake", always(*OFTEN, among=MISTAKES))
 def test_another_takes_its_place(pair, events, monkeypatch, mistake, when, hop):
     """Only that one is replaced."""
