@@ -19,6 +19,8 @@ from tests.swarm.target import CLOSE, FULL, INVALID, assert_close, assert_one_se
 from tests.swarm.waiting import wait_for
 from tests.zoo import HIDDEN, save_checkpoint
 
+pytestmark = pytest.mark.promise("adapters that do not fit, or are not there, are refused in one sentence")
+
 SHARE = 201_000  # bytes of adapters that one client may have
 BUDGET = SHARE * 4 // 3
 MISSING = grpc.StatusCode.ABORTED

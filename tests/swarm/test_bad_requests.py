@@ -20,6 +20,8 @@ from tests.swarm.target import (
 )
 from tests.zoo import HIDDEN
 
+pytestmark = pytest.mark.promise("a request that is wrong is refused in one sentence, and the server goes on")
+
 
 @pytest.mark.parametrize("name", BAD_HIDDEN)
 def test_hidden_states(target, name):

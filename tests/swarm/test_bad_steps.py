@@ -28,6 +28,10 @@ from tests.swarm.target import (
 )
 from tests.zoo import HIDDEN, POSITIONS
 
+pytestmark = pytest.mark.promise(
+    "a step that is wrong is refused in one sentence, and the session or the server goes on"
+)
+
 
 def test_step_before_open(target):
     for request in (target.step(), MORE, CLOSE, pb.SessionRequest()):

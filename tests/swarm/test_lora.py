@@ -208,6 +208,7 @@ def test_dropout_is_for_training_only(servers):
         assert torch.equal(remote(ids).logits, remote(ids).logits)
 
 
+@pytest.mark.promise("a backward pass drops the elements that its forward pass dropped")
 def test_dropout_of_backward_is_that_of_forward(servers):
     """The loss is linear in B at its zeros: its gradient times a small step is what the loss changes by."""
     with tuned(servers, lora(lora_dropout=0.5)) as pair:
