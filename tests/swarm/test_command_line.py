@@ -80,6 +80,7 @@ def test_a_demo_that_is_ended_leaves_nothing_for_long(number, tmp_path, tmp_path
     wait_for(lambda: not list(temporary.iterdir()), "temporary files are gone")
 
 
+@pytest.mark.promise("the demo says how far the text is that of the local model")
 @pytest.mark.parametrize(
     ("remote", "local", "sentence"),
     [

@@ -41,6 +41,7 @@ WAVES = [
 ]
 
 
+@pytest.mark.promise("the README names every family that is tested")
 def test_every_family_that_the_readme_names_is_tested() -> None:
     listed = re.search(r"Tested[^:]*: (.*?)\.\s", README.read_text().partition("## Models")[2], re.DOTALL)[1]
     assert set(re.split(r",\s+", listed)) == {CONFIGS[name][0] for name in SUPPORTED}

@@ -22,6 +22,8 @@ from tests.swarm.waiting import wait_for
 from tests.unit.support import server_record
 from tests.zoo import save_checkpoint
 
+pytestmark = pytest.mark.promise("servers measure the way to those that may come next, and notice the dead")
+
 
 @pytest.fixture(scope="module")
 def servers(tmp_path_factory) -> Iterator[InProcessServers]:

@@ -19,6 +19,7 @@ NOTEBOOKS = sorted((ROOT / "examples/notebooks").glob("*.ipynb"))
 CELL_S = 300  # that one may take; the machine may be busy
 
 
+@pytest.mark.promise("notebooks are kept without their outputs")
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=[path.stem for path in NOTEBOOKS])
 def test_no_outputs_are_kept(path: Path) -> None:
     for cell in nbformat.read(path, as_version=4).cells:
