@@ -6,9 +6,13 @@ import asyncio
 
 import pytest
 
+from swarm_protocol.dht import bootstrap
 from swarm_protocol.dht.dht import Dht
+from swarm_protocol.net.hivemind_parts import ControlFailure
 from swarm_protocol.net.identity import Identity
+from tests.marks import SLOW
 from tests.unit.support import quiet_port, run, server_record, until
+from tests.unit.virtual_time import run_virtually
 
 SWARM = "test"
 HOST = "127.0.0.1"
@@ -54,6 +58,7 @@ def test_a_client_finds_those_who_came_after_all_it_knew_were_gone() -> None:
     run(check())
 
 
+@SLOW  # libp2p does not dial for 5 s
 def test_a_client_finds_one_that_is_back_at_its_old_address() -> None:
     """After it has asked there in vain."""
 
@@ -74,6 +79,30 @@ def test_a_client_finds_one_that_is_back_at_its_old_address() -> None:
             await node.shutdown()
 
     run(check())
+
+
+class Dialling:
+    """Stands for a libp2p daemon that answers with errors, one after the other, before it connects."""
+
+    def __init__(self, *answers: str) -> None:
+        self.answers = list(answers)
+        self._client = self.p2p = self  # of a node, too
+
+    async def connect(self, _peer: object, _transports: object) -> None:
+        if self.answers:
+            raise ControlFailure(self.answers.pop(0))
+
+
+def test_libp2p_is_asked_again_while_it_does_not_dial() -> None:
+    """It does not for 5 s, at least."""
+    assert bootstrap._BACKOFF_S > 5.0
+    busy = Dialling(*["failed to dial: dial backoff"] * round(bootstrap._BACKOFF_S / bootstrap._RETRY_S))
+    run_virtually(bootstrap._connect(busy, None, None))
+    assert not busy.answers
+    other = Dialling("failed to dial: peer id mismatch", "never asked for")
+    with pytest.raises(ControlFailure, match="mismatch"):
+        run_virtually(bootstrap._connect(other, None, None))
+    assert other.answers == ["never asked for"]
 
 
 def test_two_halves_become_one_swarm() -> None:

@@ -271,7 +271,7 @@ class TestSize:
     def test_many_that_host_the_whole_model(self, count: int, run: Run) -> None:
         run(_read_correctly(count, WHOLE))
 
-    @SLOW
+    @pytest.mark.long
     @pytest.mark.timeout(1800)
     @pytest.mark.parametrize("spans", [WHOLE, SPREAD], ids=["whole", "spread"])
     def test_10_000_of_whom_2_000_join_at_once(self, spans: list[Span], run: Run) -> None:

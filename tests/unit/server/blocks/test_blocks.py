@@ -17,8 +17,8 @@ from swarm_protocol.checkpoints.family import cache_argument_of, slice_config
 from swarm_protocol.span import Span
 from swarm_server.blocks.blocks import BlockStack, load_blocks
 from tests.families import families
-from tests.marks import always
-from tests.zoo import BLOCKS, HIDDEN, SLIDING, VOCAB, save_checkpoint
+from tests.marks import SLOW
+from tests.zoo import ALIKE, BLOCKS, HIDDEN, SLIDING, SUPPORTED, VOCAB, save_checkpoint
 
 BATCH, TOKENS, PROMPT, PADDED = 2, 16, 11, 5
 LEFT, RIGHT = Span(0, 4), Span(2, 6)  # two servers whose blocks overlap
@@ -75,7 +75,10 @@ class LengthOnly(DynamicCache):
         return self.length + query_length, 0
 
 
-@pytest.fixture(scope="module", params=families("minimax"))  # whose own class of cache is not that of stacks
+SPLIT = [name for name in SUPPORTED if name != "minimax"]  # whose own class of cache is not that of stacks
+
+
+@pytest.fixture(scope="module", params=families("minimax"))
 def swarm(request, tmp_path_factory) -> Swarm:
     directory = tmp_path_factory.mktemp(request.param)
     save_checkpoint(request.param, directory)
@@ -166,7 +169,16 @@ def largest_difference(a: torch.Tensor, b: torch.Tensor, mask: torch.Tensor | No
     return (difference if mask is None else difference * mask.unsqueeze(-1)).max().item()
 
 
-@pytest.mark.parametrize("chain", always("two", among=CHAINS))
+# Blocks alone try all that a longer chain does; in the middle are the same blocks on either server.
+@pytest.mark.parametrize(
+    ("swarm", "chain"),
+    [
+        *(pytest.param(name, "two", marks=SLOW if name in ALIKE else ()) for name in SPLIT),
+        *(pytest.param(name, "in-the-middle", marks=SLOW) for name in ("llama", "gemma3_text", "qwen3_next")),
+        *(pytest.param(name, "single-blocks", marks=SLOW) for name in SPLIT if name not in ALIKE),
+    ],
+    indirect=["swarm"],
+)
 def test_split_equals_whole(swarm: Swarm, chain: str) -> None:
     stacks = swarm.chain(*CHAINS[chain])
     # Single steps of mamba's scan multiply parts of tensors, which round by where they happen to lie.

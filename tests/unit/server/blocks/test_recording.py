@@ -93,14 +93,14 @@ def test_no_more_is_kept_than_there_is_room_for(tmp_path):
 @pytest.mark.parametrize("quant", ["none", "int8"])
 def test_what_is_counted_is_what_memory_it_takes(quant, tmp_path):
     engine = load("llama", tmp_path, quant, intermediate_size=2048)
-    hidden = random(8, 200, HIDDEN)
+    hidden = random(4, 200, HIDDEN)
     engine.stateless.record(HOSTED, BlockInput(hidden.clone()), max_bytes=PLENTY)
     gc.collect()
     before, passes = resident_bytes(), []
     for _ in range(4):
         passes.append(engine.stateless.record(HOSTED, BlockInput(hidden.clone()), max_bytes=PLENTY)[1])
     counted = sum(recorded.size_bytes for recorded in passes)
-    assert counted > 100e6
+    assert counted > 50e6
     assert abs(resident_bytes() - before - counted) < 0.1 * counted
     passes.clear()
     assert abs(resident_bytes() - before) < 0.1 * counted  # nothing holds on to itself

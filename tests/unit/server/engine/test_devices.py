@@ -34,7 +34,7 @@ PARTS = (Span(0, 2), Span(2, 3), Span(3, BLOCKS))
 PLACEMENTS = {"cpu": (CPU, CPU, CPU), "accelerators": (FIRST, SECOND, FIRST)}
 EVERYWHERE = (*PLACEMENTS, "cuda")
 OFTEN = ("mistral-sliding", "lfm2")
-KINDS = (*OFTEN, "llama4_text", "deepseek_v3", "gpt_neo", "qwen3_next", "falcon_h1", "mamba2")  # no two keep the same
+KINDS = (*OFTEN, "deepseek_v3", "qwen3_next", "falcon_h1")  # no two keep the same
 Make = Callable[..., Engine]
 
 

@@ -56,6 +56,8 @@ WITH = {
     ),
     *("nemotron", "exaone4", "nanochat", "opt", "opt-projected", "gemma4_unified_text"),
 }
+# What the code gives is right as far as tests of the engine go: here it is compared with passes without a cache, too.
+CHECKED = ("llama", "mistral-sliding", "gemma3_text")
 # Relative. Sums in another order differ by 1e-7, which now and then decides how an activation is rounded to 14 bits: at
 # which positions depends on the processor. Mistakes are of order 1.
 UNLESS_ROUNDED, ALL = 2e-6, 2e-2
@@ -110,7 +112,7 @@ def everyone(engine: Engine) -> list[Generation]:
     ]
 
 
-def talk(engine: Engine, *, checked: bool) -> list[torch.Tensor]:
+def talk(engine: Engine, *, checked: bool = False) -> list[torch.Tensor]:
     """Prompts of several lengths, beyond windows too, and then steps of all, in which rows leave and change places."""
     generations, outputs = everyone(engine), []
     for generation, num_tokens in zip(generations, (5, 4, SLIDING + 3, 1), strict=True):
@@ -134,22 +136,18 @@ def talk(engine: Engine, *, checked: bool) -> list[torch.Tensor]:
     return outputs
 
 
-def test_steps_are_programs_or_say_why_not(name: str, stack: BlockStack) -> None:
-    ways = Engine(stack).ways
-    assert (ways.graphs is not None) == (name in WITH), ways.refusal
-    assert (ways.graphs is None) == bool(ways.refusal)
-
-
-def test_a_program_gives_what_the_code_gives(stack: BlockStack) -> None:
+def test_steps_are_programs_that_give_what_the_code_gives_or_say_why_not(name: str, stack: BlockStack) -> None:
     engine = Engine(stack)
+    assert (engine.ways.graphs is not None) == (name in WITH), engine.ways.refusal
+    assert (engine.ways.graphs is None) == bool(engine.ways.refusal)
     if engine.ways.graphs is None:
-        pytest.skip(engine.ways.refusal)
+        return
     counted = Counted(engine.ways.graphs)
     engine.ways = replace(engine.ways, graphs=counted)
-    ours = talk(engine, checked=True)
+    ours = talk(engine, checked=name in CHECKED)
     assert counted.steps > SLIDING
     engine.ways = replace(engine.ways, graphs=None)
-    theirs = talk(engine, checked=False)
+    theirs = talk(engine)
     of_positions = [(a - b).abs().amax(-1) / b.abs().max() for a, b in zip(ours, theirs, strict=True)]
     errors: list[float] = torch.cat([of_output.flatten() for of_output in of_positions]).tolist()
     assert min(errors) <= UNLESS_ROUNDED and max(errors) <= ALL
