@@ -35,11 +35,11 @@ class Claim:
         self._is_computing = False
         self._has_begun = False
         self._used_bytes: Callable[[], int] = lambda: 0
-        self._last_s = _now_s()  # when it was let in, or last used
+        self._last_s = now_s()  # when it was let in, or last used
 
     def heard(self) -> None:
         """Something has come for the session."""
-        self._last_s = _now_s()
+        self._last_s = now_s()
 
     @contextlib.contextmanager
     def computing(self, used_bytes: Callable[[], int]) -> Iterator[None]:
@@ -49,10 +49,10 @@ class Claim:
             yield
         finally:
             self._is_computing = False
-            self._has_begun, self._used_bytes, self._last_s = True, used_bytes, _now_s()
+            self._has_begun, self._used_bytes, self._last_s = True, used_bytes, now_s()
 
     def as_tenant(self) -> Tenant:
-        idle_s = 0.0 if self._is_computing else _now_s() - self._last_s
+        idle_s = 0.0 if self._is_computing else now_s() - self._last_s
         charged, held = self.lease.charged, self.lease.held
         return Tenant(self.client, self.seniority, charged, held, self._used_bytes(), idle_s, self._has_begun)
 
@@ -147,5 +147,6 @@ class Preemption:
             claims[id(tenant)][0].preempt()
 
 
-def _now_s() -> float:
+def now_s() -> float:
+    """Return the event loop's time, which tests can move."""
     return asyncio.get_running_loop().time()

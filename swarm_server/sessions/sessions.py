@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -22,7 +21,7 @@ from swarm_server.engine.session_state import Crop, HistoryChange, RecordPast, R
 from swarm_server.kv.kv_transfer import Stored
 from swarm_server.net.push import Pusher
 from swarm_server.net.shares import Caller
-from swarm_server.sessions.preemption import Claim, Preemption
+from swarm_server.sessions.preemption import Claim, Preemption, now_s
 from swarm_server.sessions.replicator import Replicator
 from swarm_server.sessions.services import SpanServices
 
@@ -65,7 +64,7 @@ class HostedSession:
         self._computing = asyncio.Lock()  # inside a turn
         self._routed = asyncio.Event()  # cleared: nothing is computed or sent until there is another next hop
         self._routed.set()
-        self._last_time = time.monotonic()
+        self._last_time = now_s()
         claim.on_shrunk = self._promised_nothing
         self._copier: Replicator | None = None
         self._is_bundled = bool(request.bundle_key)
@@ -75,7 +74,7 @@ class HostedSession:
     def silent_s(self) -> float:
         """How long nothing has come for the session, or how long it has waited for a next hop."""
         is_busy = self._turn.locked() and self._routed.is_set()
-        return 0.0 if is_busy else time.monotonic() - self._last_time
+        return 0.0 if is_busy else now_s() - self._last_time
 
     @property
     def number(self) -> int:
@@ -137,7 +136,7 @@ class HostedSession:
                 await self.refuse(request.number, error)
                 return False
             finally:
-                self._last_time = time.monotonic()
+                self._last_time = now_s()
             await self._routed.wait()
             if output is not None and request.every_block:
                 block_outputs, output = output, output[-1]
@@ -188,7 +187,7 @@ class HostedSession:
 
     def heard(self) -> None:
         """Called when part of a step has come."""
-        self._last_time = time.monotonic()
+        self._last_time = now_s()
         self.claim.heard()
 
     def require_number(self, number: int) -> None:

@@ -238,7 +238,9 @@ class ToyScheduler:
 class ToyServer:
     """One server. What others have sent to it, and its tasks, die with it."""
 
-    def __init__(self, net: Net, name: str, span: Span, max_step_tokens: int, capacity: int) -> None:
+    def __init__(
+        self, net: Net, name: str, span: Span, max_step_tokens: int, capacity: int, idle_timeout_s: float
+    ) -> None:
         self.name, self.span = name, span
         self.awake = asyncio.Event()
         self.awake.set()
@@ -256,7 +258,9 @@ class ToyServer:
         neighbours = Neighbours(ChannelPool(connect), lambda: net.view(MODEL))
         services = SpanServices(self.engine, scheduler, self.budget, validator, neighbours, training)
         self.host = SessionManager(services, 100)
-        self.service = BlocksService(lambda: self.host, self.record().to_proto, 1e9, client_of=Context.client)
+        self.service = BlocksService(
+            lambda: self.host, self.record().to_proto, idle_timeout_s, client_of=Context.client
+        )
 
     def record(self) -> ServerRecord:
         return ServerRecord(self.name, (self.name,), MODEL, REVISION, NUM_BLOCKS, self.span, tokens_per_s=100.0)
@@ -278,8 +282,10 @@ class Net:
         self.walls: set[frozenset[str]] = set()
         self.streams: dict[Stream, None] = {}
 
-    def start(self, name: str, span: Span, max_step_tokens: int = 16, capacity: int = 10**6) -> ToyServer:
-        self.servers[name] = server = ToyServer(self, name, span, max_step_tokens, capacity)
+    def start(
+        self, name: str, span: Span, max_step_tokens: int = 16, capacity: int = 10**6, idle_timeout_s: float = 1e9
+    ) -> ToyServer:
+        self.servers[name] = server = ToyServer(self, name, span, max_step_tokens, capacity, idle_timeout_s)
         return server
 
     def kill(self, name: str) -> None:
