@@ -46,7 +46,7 @@ def victim(peer: str, cache: Path) -> ServerProcess:
             str(cache / "key"),
         ],
         cache=cache,
-        module="swarm_experts",
+        module="tests.swarm.brief_experts",
     )
 
 
@@ -133,7 +133,6 @@ def test_a_server_in_free_cells_takes_those_whose_server_has_left_with_all_they_
             assert_same(third.experts[cell].state(), expert.state())
 
 
-@pytest.mark.slow
 def test_an_expert_that_is_gone_for_some_time_is_adopted_and_goes_on(tmp_path: Path) -> None:
     adopting = replace(APART, adopt=1, adopt_after_s=0.5)
     with ExpertServer(adopting) as first:

@@ -33,7 +33,7 @@ CONFIG = ServerConfig("demo", HIDDEN, GRID, 2, learning_rate=0.01, replicate_eve
 
 @dataclass
 class Private:
-    """An organiser, and the process of a server that is a member and has two experts."""
+    """An organiser, and a server that is a member and has two experts."""
 
     directory: Path
     key: OrganiserKey
@@ -56,13 +56,10 @@ def private(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Private]:
     directory, key = tmp_path_factory.mktemp("organiser"), OrganiserKey.generate()
     key.save(directory / "organiser.key")
     swarm = Private(directory, key, [])
-    flags = ["serve", "--name", "demo", "--hidden", str(HIDDEN), "--grid", *map(str, GRID), "--cells", "0.0", "0.1"]
-    flags += ["--membership", str(swarm.membership(Role.SERVER, "server")), "--learning-rate", "0.01"]
-    with ServerProcess(*flags, cache=directory, module="swarm_experts") as server:
-        swarm.peers = [server.ready["initial_peer"]]
+    config = replace(CONFIG, cells=((0, 0), (0, 1)))
+    with ExpertServer(config, membership=swarm.membership(Role.SERVER, "server")) as server:
+        swarm.peers = server.initial_peers
         yield swarm
-        log = server.stderr
-    assert "Traceback" not in log
 
 
 def mixture(client: ExpertClient) -> RemoteMixtureOfExperts:
@@ -73,6 +70,7 @@ def holder_seen_by(client: ExpertClient) -> Holder:
     return network_loop.run(client.board("demo", GRID, HIDDEN).read([(0,)]))[(0,)][0][0]
 
 
+@pytest.mark.promise("in a private swarm members use experts by their roles, and strangers none")
 def test_a_member_computes_and_trains_by_its_role(private: Private) -> None:
     rows = torch.randn(5, HIDDEN, requires_grad=True)
     with private.client("ada") as client:
@@ -90,6 +88,17 @@ def test_a_member_computes_and_trains_by_its_role(private: Private) -> None:
         with pytest.raises(AccessDenied, match="the membership of bob is for the role client: expected trainer"):
             network_loop.run(client.calls.backward(holder, "demo", (0, 0), rows.detach(), rows.detach()))
         moe.close()
+
+
+def test_a_process_takes_a_membership_and_computes_for_members(private: Private, tmp_path: Path) -> None:
+    flags = ["serve", "--name", "other", "--hidden", str(HIDDEN), "--grid", *map(str, GRID), "--experts", "2"]
+    flags += ["--membership", str(private.membership(Role.SERVER, "process")), "--initial-peers", *private.peers]
+    with ServerProcess(*flags, cache=tmp_path, module="swarm_experts") as server:
+        with private.client("hal") as client:
+            moe = RemoteMixtureOfExperts(HIDDEN, GRID, 2, name="other", client=client, config=QUICK)
+            assert moe(torch.zeros(1, HIDDEN)).shape == (1, HIDDEN)
+            moe.close()
+        assert server.terminate() == 0 and "Traceback" not in server.stderr
 
 
 def test_the_layer_takes_a_membership_as_its_client_does(private: Private) -> None:

@@ -29,7 +29,7 @@ Batch = dict[str, torch.Tensor]
 def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[InProcessServers]:
     directory: Path = tmp_path_factory.mktemp("llama")
     save_checkpoint("llama", directory)
-    with InProcessServers(directory) as servers:
+    with InProcessServers(directory, memory_dht=True) as servers:
         servers.start("0:2", "2:6")
         yield servers
 
@@ -59,6 +59,7 @@ def train(model: PreTrainedModel, run: TrainingRun, client: int) -> tuple[list[i
     return calls, adapters
 
 
+@pytest.mark.promise("clients of one swarm train one LoRA adapter together, as PEFT does on the data of all")
 def test_two_clients_train_one_adapter_as_peft_does_on_the_data_of_both(servers: InProcessServers) -> None:
     with ExitStack() as stack:
         clients = [stack.enter_context(connected(servers)) for _ in ROWS]

@@ -1,0 +1,17 @@
+"""``python -m swarm_experts`` with records that last for three seconds, so that tests wait less for a killed server."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from swarm_experts import ServerConfig, command_line
+
+
+@dataclass(frozen=True)
+class BriefConfig(ServerConfig):
+    lifetime_s: float = 3.0
+
+
+if __name__ == "__main__":
+    command_line.ServerConfig = BriefConfig  # type: ignore[misc]
+    command_line.main()
