@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import psutil
 
-from tests.marks import SLOW
 from tests.swarm.lone_client import LoneClient
 from tests.swarm.pair import random_ids
 from tests.swarm.survival import ROOM, Fleet, room_left
@@ -13,7 +12,6 @@ from tests.swarm.waiting import wait_for
 IDS = random_ids(1, 30, seed=40)
 
 
-@SLOW
 def test_killed_in_the_middle_of_a_generation(fleet, cache_home):
     """Its sessions and their copies are gone, and so are its connections; those between servers may stay."""
     options = {"model": str(fleet.model), "swarm": fleet.swarm, "max_new_tokens": 50, "standby": True}

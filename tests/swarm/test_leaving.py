@@ -10,9 +10,8 @@ import torch
 
 from swarm_client import NoRoute
 from swarm_client.demo.local_cluster import LocalServer
-from tests.marks import SLOW
 from tests.swarm.pair import random_ids
-from tests.swarm.survival import SPANS, Client, Fleet, each_hop
+from tests.swarm.survival import Client, Fleet
 from tests.swarm.waiting import wait_for
 
 PROMPT = random_ids(1, 40, seed=20)
@@ -34,46 +33,27 @@ def assert_only_moved(client: Client, blocks: str) -> None:
 # ------------------------------------------------------------ there is another server
 
 
-@each_hop(1)
-@pytest.mark.parametrize("options", [{}, {"num_beams": 3}], ids=["greedy", "beams"])
-def test_a_generation_moves(client, moments, hop, options):
-    leavers = []
-
-    def leave() -> None:
-        leavers.append(client.server(hop))
-        leavers[0].signal(signal.SIGTERM)
-
-    moments.before_step(5, leave)
-    chat = client.generate(PROMPT, max_new_tokens=30, **options)
-    wait_gone(leavers[0])
-    assert_only_moved(client, SPANS[hop])
-    if not options:
-        client.generate(torch.cat([chat.sequences, LINE], 1), past_key_values=chat.past_key_values)
-        assert_only_moved(client, SPANS[hop])
-
-
-@each_hop(0)
-def test_an_idle_chat_moves(client, hop):
-    chat = client.generate(PROMPT)
-    leaver = client.server(hop)
-    leaver.signal(signal.SIGTERM)
-    wait_gone(leaver)
-    client.generate(torch.cat([chat.sequences, LINE], 1), past_key_values=chat.past_key_values)
-    assert_only_moved(client, SPANS[hop])
-
-
-def test_a_long_prompt_moves(client, moments):
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param({}, id="greedy", marks=pytest.mark.promise("a server that leaves hands its sessions over")),
+        pytest.param({"num_beams": 3}, id="beams"),
+    ],
+)
+def test_a_generation_moves(client, moments, options):
     leavers = []
 
     def leave() -> None:
         leavers.append(client.server(1))
         leavers[0].signal(signal.SIGTERM)
 
-    moments.after_answer(2, leave)
-    chat = client.generate(random_ids(1, 200, seed=22))
+    moments.before_step(5, leave)
+    chat = client.generate(PROMPT, max_new_tokens=30, **options)
     wait_gone(leavers[0])
     assert_only_moved(client, "2:4")
-    client.generate(torch.cat([chat.sequences, LINE], 1), past_key_values=chat.past_key_values)
+    if not options:
+        client.generate(torch.cat([chat.sequences, LINE], 1), past_key_values=chat.past_key_values)
+        assert_only_moved(client, "2:4")
 
 
 def test_the_process_ends_with_code_0(fleet, connect, moments, server_process, cache_home):
@@ -124,7 +104,6 @@ def test_it_waits_for_a_generation_and_takes_no_new_one(fleet, connect, moments)
     wait_gone(server)
 
 
-@SLOW
 def test_it_does_not_wait_for_ever(fleet, client):
     """The session goes on with whoever comes next."""
     server = lonely(fleet, 0.5)
@@ -136,7 +115,7 @@ def test_it_does_not_wait_for_ever(fleet, client):
     assert len(client.waits) == 1 and client.moved_blocks == ["2:4"]
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=SLOW)], ids=["sigterm", "sigint"])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=["sigterm", "sigint"])
 def test_at_a_second_signal_it_leaves_at_once(fleet, client, number):
     server = lonely(fleet, 100)
     _chat = client.generate(PROMPT)

@@ -10,7 +10,7 @@ from peft import get_peft_model
 
 from swarm_client.transport.transport import ServerConnection
 from tests.swarm.pair import random_ids
-from tests.swarm.survival import SPANS, Client, Fleet, Moments, each_hop
+from tests.swarm.survival import SPANS, Client, Fleet, Moments
 from tests.swarm.tuning import SEED, assert_close, lora, loss_of, padded_batch, trained, whole_model
 from tests.swarm.waiting import wait_for
 
@@ -50,9 +50,8 @@ def used(fleet: Fleet, hop: int):
     return fleet.replicas(SPANS[hop])[0]
 
 
-@each_hop(0)
-def test_killed_between_forward_and_backward(fleet, assert_same_gradients, hop):
-    assert_same_gradients(between=lambda: used(fleet, hop).kill())
+def test_killed_between_forward_and_backward(fleet, assert_same_gradients):
+    assert_same_gradients(between=lambda: used(fleet, 0).kill())
 
 
 @pytest.mark.parametrize("name", ["forward", "backward"])
@@ -63,10 +62,9 @@ def test_killed_in_the_middle(fleet, assert_same_gradients, moments: Moments, na
     assert not victim.alive
 
 
-@each_hop(1)
-def test_killed_with_a_sum_that_it_has_not_handed_over(fleet, adapted, assert_same_gradients, monkeypatch, hop):
+def test_killed_with_a_sum_that_it_has_not_handed_over(fleet, adapted, assert_same_gradients, monkeypatch):
     """All micro-batches have come back; what was added to the sum is computed by another server."""
-    victim, take_sum, asked = used(fleet, hop), ServerConnection.take_sum, []
+    victim, take_sum, asked = used(fleet, 1), ServerConnection.take_sum, []
 
     async def killing(server: ServerConnection, *arguments):
         asked.append(server.record.peer_id)
@@ -94,14 +92,13 @@ def test_dropout_is_the_same_after_a_failure(fleet, client):
         assert_close(second, first)
 
 
-@each_hop(0, 2)
-def test_killed_in_generation(fleet, client, adapted, moments: Moments, hop):
+def test_killed_in_generation(fleet, client, adapted, moments: Moments):
     local, remote = adapted
     known = {"attention_mask": torch.ones_like(IDS), "max_new_tokens": 12, "do_sample": False}
     expected = local.generate(input_ids=IDS, **known)
-    moments.after_answer(4, lambda: client.kill(hop))
+    moments.after_answer(4, lambda: client.kill(0))
     assert torch.equal(remote.generate(IDS, **known), expected)
-    assert client.moved_blocks == [SPANS[hop]]
+    assert client.moved_blocks == ["0:2"]
     assert not torch.equal(expected, fleet.whole.generate(IDS, **known))
 
 

@@ -106,7 +106,6 @@ def test_servers_with_another_revision_are_left_out(servers, connect, tmp_path):
 # ------------------------------------------------------------ gone
 
 
-@pytest.mark.slow
 def test_a_server_killed_in_the_middle_is_an_error_at_once_if_the_user_wants_it_so(
     servers, connect, expected, server_process
 ):
@@ -135,21 +134,6 @@ def test_a_failure_ends_the_stream_that_another_thread_reads(servers, connect):
         generation = thread.submit(generate, model, streamer=streamer)
         assert "".join(streamer) == ""
         assert isinstance(generation.exception(), NoRoute)
-
-
-def test_an_idle_session_is_evicted_and_replayed_when_it_goes_on(servers, connect, checkpoint, expected):
-    """Nothing is wrong with the server."""
-    servers.start("0:6", session_idle_timeout_s=10.0)
-    model = connect(wait_timeout_s=0)
-    chat = generate(model, return_dict_in_generate=True)
-    servers.wait_until_all_room_is_free()
-    talk = torch.cat([chat.sequences, PROMPT], dim=1)
-    answer = model.generate(talk, past_key_values=chat.past_key_values, max_new_tokens=NEW_TOKENS)
-    whole = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
-    whole.generation_config.eos_token_id = None
-    assert torch.equal(answer, whole.generate(talk, max_new_tokens=NEW_TOKENS))
-    assert chat.past_key_values.session.stats.recoveries == 1
-    assert chat.past_key_values.session.stats.replayed_tokens == POSITIONS
 
 
 # ------------------------------------------------------------ full

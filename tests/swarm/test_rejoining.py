@@ -15,7 +15,6 @@ from transformers import AutoModelForCausalLM
 from swarm_client import DistributedModel
 from swarm_client.core.events import Waiting
 from swarm_client.demo.local_cluster import LocalCluster, LocalServer
-from tests.marks import SLOW
 from tests.swarm.pair import ends_only_at_its_length, random_ids
 from tests.swarm.survival import Moments
 from tests.swarm.test_training_survival import loss_and_gradient
@@ -117,14 +116,12 @@ def test_a_generation_goes_on(met, moments: Moments) -> None:
     servers.wait_ready()
 
 
-@SLOW
 def test_the_next_generation_finds_those_who_came(met) -> None:
     servers, survivor = met
     servers.replace()
     survivor.assert_generates()
 
 
-@SLOW
 def test_training_goes_on(met) -> None:
     servers, survivor = met
     survivor.assert_trains(between=servers.replace)

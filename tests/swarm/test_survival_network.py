@@ -8,12 +8,10 @@ from collections.abc import Iterator
 import pytest
 
 from swarm_client.demo.local_cluster import LocalCluster
-from tests.marks import SLOW
 from tests.swarm.network import ME, Network
 from tests.swarm.pair import random_ids
 from tests.swarm.survival import Client, Fleet
 
-pytestmark = SLOW
 PROMPT = random_ids(1, 8, seed=60)
 PLACES = {  # the slow ones are all on one host
     "ends": [("0:2", "100"), ("4:6", "100")],
