@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from swarm_protocol.errors import PeerUnavailable
 from swarm_protocol.net.identity import Identity
+from swarm_stages.commands import serving as serving_module
 from swarm_stages.commands.building import build, build_micro_batches, stage_source, training_config
 from swarm_stages.commands.exporting import export_run
 from swarm_stages.commands.looking import look
@@ -130,9 +131,18 @@ async def serving(
         await asyncio.gather(task, return_exceptions=True)
 
 
-@pytest.mark.parametrize("layers", ["none", pytest.param("bottleneck:4", marks=pytest.mark.slow)])
-def test_what_two_stages_have_trained_is_exported_as_one_process_has_it(text: str, layers: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "layers",
+    [
+        pytest.param("none", marks=pytest.mark.promise("stages train and export what one process trains, to the bit")),
+        "bottleneck:4",
+    ],
+)
+def test_what_two_stages_have_trained_is_exported_as_one_process_has_it(
+    text: str, layers: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     file, steps = parse_run_file(f'{text}layers = "{layers}"\n'), 3
+    monkeypatch.setattr(serving_module, "LOOK_S", 0.5)  # nobody else joins meanwhile
 
     async def scenario() -> None:
         async with asyncio.timeout(LIMIT_S), serving(file, 0) as address, serving(file, 1, address):

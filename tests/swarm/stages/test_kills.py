@@ -46,7 +46,6 @@ def require_trained_as_one(peers: Crew, directory: Path, steps: int) -> None:
     assert_equal(directory / "out", one_process(peers.run_file, steps)[0])
 
 
-@pytest.mark.slow
 def test_a_killed_peer_changes_nothing(tmp_path: Path) -> None:
     steps = 4
     with crew(write_run(tmp_path, 2), tmp_path) as peers:
@@ -59,8 +58,7 @@ def test_a_killed_peer_changes_nothing(tmp_path: Path) -> None:
         require_trained_as_one(peers, tmp_path, steps)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize("seed", [1, pytest.param(2, marks=pytest.mark.long)])
 def test_four_stages_of_two_peers_of_whom_one_after_the_other_is_killed(tmp_path: Path, seed: int) -> None:
     steps = 32
     with crew(write_run(tmp_path, 4), tmp_path) as peers:

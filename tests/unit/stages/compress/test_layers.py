@@ -185,7 +185,7 @@ def trained(layers: str, codec: Callable[[Tensor], Tensor] = lambda x: x, steps:
         return float(torch.stack([model.loss(batch(10**6 + i)) for i in range(4)]).mean())
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_model_learns_nearly_as_well_with_them() -> None:
     plain = trained("none")
     assert plain < 0.5

@@ -69,7 +69,7 @@ def test_attackers_are_out_within_30_steps_and_nobody_else(kind: str) -> None:
     assert_of_one_mind(peers)
 
 
-@pytest.mark.parametrize("steps", [20, pytest.param(500, marks=SLOW)])
+@pytest.mark.parametrize("steps", [20, pytest.param(500, marks=pytest.mark.long)])
 def test_honest_peers_are_never_removed(steps: int) -> None:
     peers = swarm(seed=1)
     for _ in range(steps):
