@@ -70,14 +70,16 @@ def steps(monkeypatch) -> list[int]:
 
 # ------------------------------------------------------------ generate
 
+SAME = pytest.mark.promise("generate writes token for token what the local model would write")
+
 
 @pytest.mark.parametrize(
     "options",
     [
-        pytest.param({"do_sample": False}, id="greedy"),
-        pytest.param({"do_sample": True, "top_k": 20, "temperature": 0.9}, id="sampling"),
+        pytest.param({"do_sample": False}, id="greedy", marks=SAME),
+        pytest.param({"do_sample": True, "top_k": 20, "temperature": 0.9}, id="sampling", marks=SAME),
         pytest.param({"do_sample": True, "num_return_sequences": 3}, id="several-samples"),
-        pytest.param({"num_beams": 3}, id="beam-search"),
+        pytest.param({"num_beams": 3}, id="beam-search", marks=SAME),
         pytest.param({"num_beams": 4, "num_return_sequences": 2}, id="several-beams"),
         pytest.param({"num_beams": 3, "do_sample": True}, id="beam-sampling"),
         pytest.param({"do_sample": False, "repetition_penalty": 1.5, "min_new_tokens": 5}, id="logits-processors"),
@@ -136,7 +138,13 @@ def test_streamer(pair, repetitive):
     assert [int(number) for number in text.split()] == whole[0, repetitive.shape[1] :].tolist()
 
 
-@pytest.mark.parametrize("kind", ["the-user's-cache", "the-returned-cache"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param("the-user's-cache", marks=pytest.mark.promise("a chat goes on in its session")),
+        "the-returned-cache",
+    ],
+)
 def test_chat_over_several_calls(pair, repetitive, steps, kind):
     """Every call sends only what is new: the answer's last token and the next question."""
     question_length, answer_length = 3, 5

@@ -67,7 +67,10 @@ async def preempt(claim: Claim) -> None:
     claim.preempt()
 
 
-@pytest.mark.parametrize("batch_size", [1, 2])
+@pytest.mark.parametrize(
+    "batch_size",
+    [pytest.param(1, marks=pytest.mark.promise("a server computes a beginning that prompts share once")), 2],
+)
 def test_only_the_rest_is_computed(pair, computed, batch_size):
     first, second, third = prompts(3, batch_size, seed=batch_size)
     generated(pair, first)

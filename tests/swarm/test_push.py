@@ -24,7 +24,6 @@ from swarm_server.engine.engine import Engine
 from swarm_server.engine.session_state import HistoryChange, Reorder
 from swarm_server.net.push import ChannelPool, Pusher
 from swarm_server.sessions.host import SessionManager
-from tests.marks import always
 from tests.swarm.pair import NEW_TOKENS, Pair, random_ids, started
 from tests.swarm.target import CLOSE, INVALID, TOKENS, UNKNOWN, assert_close, assert_one_sentence, header, wire
 from tests.swarm.waiting import wait_for
@@ -81,7 +80,13 @@ def answers(monkeypatch) -> list[Answer]:
     return seen
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    "way",
+    [
+        pytest.param(way, marks=[pytest.mark.promise("servers push outputs to the next server")] * (way == "beams"))
+        for way in WAYS
+    ],
+)
 def test_outputs_do_not_pass_through_the_client(pair, sent, answers, way):
     ids, options = WAYS[way]
     whole, remote = pair.both(ids, **options)
@@ -174,7 +179,7 @@ def wired(tmp_path) -> Iterator[tuple[Pair, Wires]]:
         pair.servers.wait_until_all_room_is_free()
 
 
-@pytest.mark.parametrize("way", always("speculation", among=WAYS))
+@pytest.mark.parametrize("way", WAYS)
 def test_streams_that_break_between_two_steps(wired, sent, monkeypatch, way):
     pair, wires = wired
     ids, options = WAYS[way]
@@ -193,7 +198,7 @@ def test_streams_that_break_between_two_steps(wired, sent, monkeypatch, way):
     assert sent.keys() == {0, 1, 2}
 
 
-@pytest.mark.parametrize("way", always("beams", among=WAYS))
+@pytest.mark.parametrize("way", WAYS)
 def test_streams_that_break_while_a_step_is_computed(wired, sent, monkeypatch, way):
     """The step comes again by the client, and is not made twice."""
     pair, wires = wired

@@ -52,7 +52,7 @@ def test_by_default_it_is_the_models_own(servers):
 @pytest.mark.parametrize("rows", [1, 4], ids=["one-row", "tree"])
 @pytest.mark.parametrize(
     "options",
-    [{"do_sample": False}, pytest.param({"do_sample": True, "temperature": 0.7}, marks=pytest.mark.slow)],
+    [{"do_sample": False}, {"do_sample": True, "temperature": 0.7}],
     ids=["greedy", "sampled"],
 )
 def test_text_is_that_of_plain_generation_in_fewer_passes(servers, options, rows):

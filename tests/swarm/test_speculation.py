@@ -59,9 +59,21 @@ def written(pair: Pair, prompt: torch.Tensor, speculation: Speculation | None, *
     return ids[0].tolist(), cache.session.stats.steps
 
 
-@pytest.mark.parametrize("options", [{"do_sample": False}, SAMPLED], ids=["greedy", "sampled"])
-@pytest.mark.parametrize("rows", [1, 4], ids=["one-row", "tree"])
-@pytest.mark.parametrize("chance", [0.0, 0.7, 1.0])
+GUESSES = pytest.mark.promise("guesses of a draft change no token, greedy or sampled")
+
+
+@pytest.mark.parametrize(
+    ("chance", "rows", "options"),
+    [
+        pytest.param(0.7, 4, {"do_sample": False}, id="some-right-tree-greedy", marks=GUESSES),
+        pytest.param(0.7, 1, SAMPLED, id="some-right-one-row-sampled", marks=GUESSES),
+        pytest.param(0.7, 4, SAMPLED, id="some-right-tree-sampled"),
+        pytest.param(0.0, 1, {"do_sample": False}, id="none-right-one-row-greedy"),
+        pytest.param(0.0, 4, SAMPLED, id="none-right-tree-sampled"),
+        pytest.param(1.0, 1, SAMPLED, id="all-right-one-row-sampled"),
+        pytest.param(1.0, 4, {"do_sample": False}, id="all-right-tree-greedy"),
+    ],
+)
 def test_text_is_that_of_plain_generation(pair, prompt, options, rows, chance):
     plain, num_plain = written(pair, prompt, None, **options)
     assert num_plain == NEW_TOKENS
@@ -187,7 +199,7 @@ def test_auto_leaves_fast_passes_alone(pair, prompt):
     assert text == plain and num_passes == NEW_TOKENS
 
 
-@pytest.mark.parametrize("chance", [0.6, 1.0])
+@pytest.mark.parametrize("chance", [pytest.param(0.6, marks=GUESSES), 1.0])
 def test_generation_of_the_loop_writes_what_it_writes_alone(pair, prompt, chance):
     """Two in turn and then two at once, which are batched without guesses."""
     asked = [

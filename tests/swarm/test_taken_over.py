@@ -48,7 +48,7 @@ def taken_over(monkeypatch) -> list[Any]:
 @pytest.mark.parametrize(
     ("options", "joins"),
     [
-        ({}, True),
+        pytest.param({}, True, marks=pytest.mark.promise("a generate that has begun alone joins those that come")),
         ({"do_sample": True, "temperature": 1.3, "top_k": 30}, True),
         ({"repetition_penalty": 1.4}, True),
         ({"eos_token_id": None}, True),

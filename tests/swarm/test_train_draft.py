@@ -5,15 +5,12 @@ from __future__ import annotations
 import importlib
 from pathlib import Path
 
-import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
 from swarm_client.drafts.distilled.draft import load_distilled
 from tests.swarm.harness import InProcessServers
 from tests.zoo import save_checkpoint
-
-pytestmark = pytest.mark.slow
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
