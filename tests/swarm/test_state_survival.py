@@ -18,7 +18,7 @@ from tests.zoo import PAD, VOCAB, save_checkpoint
 
 PROMPT = torch.randint(3, VOCAB, (2, 9), generator=torch.Generator().manual_seed(0))
 NEW_TOKENS = 12
-GREEDY, BEAMS = {}, {"num_beams": 3}
+WAYS = {"greedy": {}, "beams": {"num_beams": 3}}
 ENDINGS = {"killed": signal.SIGKILL, "leaving": signal.SIGTERM}
 
 
@@ -49,23 +49,23 @@ def servers(cluster: LocalCluster, checkpoint: str, name: str) -> Iterator[dict]
 
 
 @pytest.mark.parametrize(
-    ("name", "ending", "options"),
+    ("name", "ending", "way"),
     [
-        pytest.param("qwen3_next", "killed", GREEDY, marks=pytest.mark.promise("recurrent models survive a death too")),
-        ("qwen3_next", "leaving", BEAMS),
-        ("jamba", "killed", BEAMS),
-        ("jamba", "leaving", GREEDY),
-        ("lfm2", "leaving", BEAMS),
-        ("falcon_h1", "killed", GREEDY),
-        ("mamba2", "leaving", GREEDY),
+        pytest.param("qwen3_next", "killed", "greedy", marks=pytest.mark.promise("recurrent models survive a death too")),
+        ("qwen3_next", "leaving", "beams"),
+        ("jamba", "killed", "beams"),
+        ("jamba", "leaving", "greedy"),
+        ("lfm2", "leaving", "beams"),
+        ("falcon_h1", "killed", "greedy"),
+        ("mamba2", "leaving", "greedy"),
     ],
     indirect=["name"],
 )
-def test_a_server_ends_in_the_midst(servers, checkpoint, name, ending, options):
+def test_a_server_ends_in_the_midst(servers, checkpoint, name, ending, way):
     whole = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
     mask = torch.ones_like(PROMPT)
     mask[0, :3] = 0
-    common = dict(attention_mask=mask, max_new_tokens=NEW_TOKENS, do_sample=False, **options)
+    common = dict(attention_mask=mask, max_new_tokens=NEW_TOKENS, do_sample=False, **WAYS[way])
     with DistributedModel.from_pretrained(checkpoint, swarm=f"states-{name}-{os.getpid()}") as remote:
         for model in (whole, remote):
             model.generation_config.eos_token_id, model.generation_config.pad_token_id = None, PAD
