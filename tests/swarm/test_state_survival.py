@@ -51,7 +51,7 @@ def servers(cluster: LocalCluster, checkpoint: str, name: str) -> Iterator[dict]
 @pytest.mark.parametrize(
     ("name", "ending", "way"),
     [
-        pytest.param("qwen3_next", "killed", "greedy", marks=pytest.mark.promise("recurrent models survive a death too")),
+        pytest.param("qwen3_next", "killed", "greedy", marks=pytest.mark.promise("recurrent models survive a death")),
         ("qwen3_next", "leaving", "beams"),
         ("jamba", "killed", "beams"),
         ("jamba", "leaving", "greedy"),
