@@ -84,6 +84,7 @@ class LanDiscovery:
         self._zeroconf = zeroconf
         self._members: dict[str, list[str]] = {}  # by the name of the service
         self._resolving: dict[str, asyncio.Task[None]] = {}
+        self._outdated: set[str] = set()  # changed while they were being resolved
         self._changed = asyncio.Event()
         self._advertised: ServiceInfo | None = None
         self._browser: AsyncServiceBrowser = AsyncServiceBrowser(zeroconf.zeroconf, SERVICE, handlers=[self._on_change])
@@ -165,15 +166,26 @@ class LanDiscovery:
         if state_change is ServiceStateChange.Removed:
             if (resolving := self._resolving.pop(name, None)) is not None:
                 resolving.cancel()  # or it would be a member again
+            self._outdated.discard(name)
             self._members.pop(name, None)
             self._changed.set()
-        elif name not in self._resolving and len(self._resolving) < _MAX_MEMBERS:
-            self._resolving[name] = resolving = asyncio.ensure_future(self._resolve(zeroconf, name))
-            resolving.add_done_callback(partial(self._resolved, name))
+        elif name in self._resolving:
+            self._outdated.add(name)
+        elif len(self._resolving) < _MAX_MEMBERS:
+            self._start_resolving(zeroconf, name)
 
-    def _resolved(self, name: str, resolving: asyncio.Task[None]) -> None:
-        if self._resolving.get(name) is resolving:
-            del self._resolving[name]
+    def _start_resolving(self, zeroconf: Zeroconf, name: str) -> None:
+        self._resolving[name] = resolving = asyncio.ensure_future(self._resolve(zeroconf, name))
+        resolving.add_done_callback(partial(self._resolved, zeroconf, name))
+
+    def _resolved(self, zeroconf: Zeroconf, name: str, resolving: asyncio.Task[None]) -> None:
+        """Forget the task, and resolve again if the member has announced something else meanwhile."""
+        if self._resolving.get(name) is not resolving:
+            return
+        del self._resolving[name]
+        if name in self._outdated and not resolving.cancelled():
+            self._outdated.discard(name)
+            self._start_resolving(zeroconf, name)
 
     async def _resolve(self, zeroconf: Zeroconf, name: str) -> None:
         from zeroconf.asyncio import AsyncServiceInfo

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 
 import pytest
-from zeroconf import ServiceInfo
+from zeroconf import ServiceInfo, ServiceStateChange
 from zeroconf import _core as zeroconf_core
 from zeroconf.asyncio import AsyncServiceInfo
 
@@ -189,6 +189,32 @@ def test_who_leaves_while_it_is_asked_is_no_member(on_loopback: None, monkeypatc
             await until(lambda: not client._resolving)
             goes_on.set()
             assert client.members() == []
+
+    run(scenario())
+
+
+def test_a_change_while_a_member_is_asked_is_not_missed(on_loopback: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else its old address would be kept for as long as it does not announce itself again."""
+    addresses, goes_on = [["127.0.0.1"], ["127.0.0.2"]], asyncio.Event()
+
+    async def answer(info: AsyncServiceInfo, *_arguments: object) -> bool:
+        known = addresses.pop(0)
+        await goes_on.wait()
+        info.port, info.text = ANY_PORT, b""
+        info.addresses = [ipaddress.ip_address(each).packed for each in known]
+        monkeypatch.setattr(AsyncServiceInfo, "properties", GOOD)
+        return True
+
+    monkeypatch.setattr(AsyncServiceInfo, "async_request", answer)
+
+    async def scenario() -> None:
+        async with discovering("mine") as (client,):
+            for change in (ServiceStateChange.Added, ServiceStateChange.Updated):
+                client._on_change(client._zeroconf.zeroconf, SERVICE, f"{PEER}.{SERVICE}", change)
+                await asyncio.sleep(0)
+            goes_on.set()
+            await until(lambda: not client._resolving)
+            assert client.members() == [f"/ip4/127.0.0.2/tcp/{ANY_PORT}/p2p/{PEER}"]
 
     run(scenario())
 
