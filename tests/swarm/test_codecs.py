@@ -19,7 +19,7 @@ from tests.marks import always
 from tests.swarm.pair import Pair, connected, started
 
 IDS = torch.arange(3, 40)[None] % 30
-LOSSY = always("int4", among=LADDER[1:])
+LOSSY = LADDER[1:]
 
 
 @pytest.fixture(scope="module", autouse=True)
