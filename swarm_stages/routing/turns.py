@@ -24,8 +24,14 @@ class Turn:
 
 
 def turn_of(own_id: str, trainers: Mapping[str, int], step: int) -> Turn | None:
-    """``trainers``: from which step on each takes part, by peer id. None while this one takes no part."""
-    present = sorted(peer_id for peer_id, first_step in trainers.items() if first_step <= step)
+    """Return the turn of this trainer at a step, or None while it takes no part.
+
+    If all trainers at this step have gone, the newcomers whose first step is the earliest take part at once.
+
+    ``trainers``: from which step on each takes part, by peer id.
+    """
+    earliest = max(step, min(trainers.values(), default=step))
+    present = sorted(peer_id for peer_id, first_step in trainers.items() if first_step <= earliest)
     return Turn(present.index(own_id), len(present)) if own_id in present else None
 
 

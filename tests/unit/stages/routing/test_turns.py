@@ -17,6 +17,13 @@ def test_each_micro_batch_belongs_to_one_of_those_who_take_part() -> None:
         assert sum(turn.has(number) for turn in turns) == 1
 
 
+def test_newcomers_wait_for_their_step_only_while_others_take_part() -> None:
+    newcomers = {"a": 7, "b": 7, "c": 8}
+    assert [turn_of(who, {**newcomers, "d": 5}, 5) for who in "abcd"] == [None, None, None, Turn(0, 1)]
+    assert [turn_of(who, newcomers, 5) for who in "abc"] == [Turn(0, 2), Turn(1, 2), None]
+    assert turn_of("a", {}, 5) is None
+
+
 def test_own_ones_come_first_and_those_of_others_only_when_nothing_happens() -> None:
     lacking, under_way = range(6), {1}
     assert next_ones(lacking, under_way, Turn(1, 2), is_stalled=False) == [3, 5]
