@@ -49,7 +49,7 @@ class Network:
         results: list[T] = []
 
         def run() -> None:
-            with open(f"/run/netns/{self._namespace(host)}") as namespace:
+            with open(self.namespace_file(host)) as namespace:
                 if ctypes.CDLL(None, use_errno=True).setns(namespace.fileno(), _CLONE_NEWNET):
                     raise OSError(ctypes.get_errno(), "setns")
             results.append(function())
@@ -58,6 +58,10 @@ class Network:
         thread.start()
         thread.join()
         return results[0]
+
+    def namespace_file(self, host: str) -> str:
+        """The path whose descriptor setns(2) takes."""
+        return f"/run/netns/{self._namespace(host)}"
 
     def cut(self, host: str) -> None:
         self._in_hub("link", "set", f"to-{host}", "nomaster")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import re
@@ -11,13 +12,14 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
+from functools import cache
 from pathlib import Path
 
 from swarm_protocol.process.handle import ProcessHandle
 from tests.swarm.network import ME, Network
 from tests.swarm.waiting import DEADLINE_S, wait_for
 
+_LOOK_S = 1.0  # for mates at a stage where nobody can be but those who start together
 _STEP = re.compile(r"step (\d+)(?::|$)")
 
 
@@ -92,15 +94,16 @@ class Crew:
         self.peers: list[StageProcess] = []
         self._directory = directory
         self._network = network
-        self._forkers: dict[str, subprocess.Popen[str]] = {}  # by host
-        self._num_started = 0
+        self._started: list[ProcessHandle] = []
 
     def start(self, *stages: int, host: str = ME, lie: str = "") -> list[StageProcess]:
         """A peer of each; returns at once. ``lie``: one of ``LIES``, which these peers tell."""
         address = self._network.addresses[host] if self._network else "127.0.0.1"
+        is_empty = {stage: not any(peer.stage == stage for peer in self.peers) for stage in stages}
         found = []
         for stage in stages:
-            process, log = self._fork("serve", "--stage", str(stage), "--host", address, host=host, lie=lie)
+            how = {"look_s": _LOOK_S if is_empty[stage] else None, "lie": lie}
+            process, log = self._fork("serve", "--stage", str(stage), "--host", address, host=host, **how)
             found.append(StageProcess(process, log, stage))
         self.peers += found
         return found
@@ -140,39 +143,45 @@ class Crew:
         """By which others join now."""
         return [peer.address for peer in self.peers if peer.address and peer.is_alive][-2:]
 
-    def _fork(self, command: str, *arguments: str, host: str = ME, lie: str = "") -> tuple[ProcessHandle, Path]:
-        self._num_started += 1
-        log = self._directory / f"{command}-{self._num_started}.stdout"
+    def _fork(self, command: str, *arguments: str, host: str = ME, **how: object) -> tuple[ProcessHandle, Path]:
+        log = self._directory / f"{command}-{len(self._started) + 1}.stdout"
         joining = ["--initial-peers", *self.addresses] if self.addresses else []
         task = {
             "arguments": [command, str(self.run_file), *arguments, *joining],
             "stdout": str(log),
             "stderr": str(log.with_suffix(".stderr")),
-            "lie": lie,
+            "cache": str(self._directory / "cache"),
+            "namespace": None if host == ME else self._network.namespace_file(host),
+            "look_s": None,
+            "lie": "",
+            **how,
         }
-        if host not in self._forkers:
-            make = partial(_forker, self._directory / "cache")
-            self._forkers[host] = make() if host == ME else self._network.run(host, make)
-        forker = self._forkers[host]
+        forker = _forker()
         forker.stdin.write(json.dumps(task) + "\n")
         forker.stdin.flush()
-        return ProcessHandle(int(forker.stdout.readline())), log
+        self._started.append(ProcessHandle(int(forker.stdout.readline())))
+        return self._started[-1], log
 
     def end(self) -> None:
         """Kills whoever still runs."""
-        for forker in self._forkers.values():
-            forker.kill()  # and with it, all that it has started
-            forker.communicate()
+        for process in self._started:
+            process.signal(signal.SIGKILL)
+        for process in self._started:
+            wait_for(lambda process=process: not process.is_alive, "a killed process is gone")
 
 
-def _forker(cache: Path) -> subprocess.Popen[str]:
-    return subprocess.Popen(
+@cache
+def _forker() -> subprocess.Popen[str]:
+    """The one of this process."""
+    forker = subprocess.Popen(
         [sys.executable, "-m", "tests.swarm.stages.forker"],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "XDG_CACHE_HOME": str(cache)},
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
+    atexit.register(forker.communicate)  # it ends with its stdin, and with it all that it has started
+    return forker
 
 
 @contextmanager

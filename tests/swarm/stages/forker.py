@@ -1,7 +1,8 @@
 """Starts ``python -m swarm_stages`` in forks of one process that has imported everything: a start costs little.
 
 ``python -m tests.swarm.stages.forker`` reads lines of JSON from stdin, ``{"arguments": [...], "stdout": FILE, "stderr":
-FILE, "lie": NAME}``, and answers each with the process id. When it ends, so do all that it has started.
+FILE, "cache": DIRECTORY, "namespace": FILE, "look_s": SECONDS, "lie": NAME}``, and answers each with the process id.
+When it ends, so do all that it has started.
 """
 
 from __future__ import annotations
@@ -26,12 +27,23 @@ HEAVY = [
     "torch._dynamo",  # the first optimizer of a process imports it
     "transformers.models.llama.modeling_llama",
 ]
+PRESUME_GONE_S = 5.0
+WAITS: dict[str, dict[str, float]] = {  # by module: what lasts longer in a run over the internet
+    "swarm_stages.commands.building": {"PRESUME_GONE_S": PRESUME_GONE_S},
+    "swarm_stages.peer.watch": {"_READ_S": 3.0},
+    "swarm_stages.trainer.roster": {"LIFETIME_S": 4.0, "_RENEW_S": 1.0},
+    "swarm_training.progress.gossip": {"_READ_S": 3.0},
+}
+_CLONE_NEWNET = 0x40000000  # setns(2)
 _PR_SET_PDEATHSIG = 1
 
 
 def main() -> None:
     for module in HEAVY:
         importlib.import_module(module)
+    for module, waits in WAITS.items():
+        for name, seconds in waits.items():
+            replace(module, name, seconds)
     gc.collect()
     gc.freeze()  # the collector of a fork would write to every object, and so copy the page it is on
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for those that end
@@ -44,9 +56,23 @@ def main() -> None:
         print(pid, flush=True)
 
 
-def run(arguments: list[str], stdout: str, stderr: str, lie: str) -> None:
+def replace(module: str, name: str, value: float) -> None:
+    loaded = importlib.import_module(module)
+    assert hasattr(loaded, name), f"{module} has no {name}"
+    setattr(loaded, name, value)
+
+
+def run(
+    arguments: list[str], stdout: str, stderr: str, cache: str, namespace: str | None, look_s: float | None, lie: str
+) -> None:
+    """Never returns. ``namespace``: of the network, if it is another. ``look_s``: for mates, if it differs."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     os.setsid()
+    os.environ["XDG_CACHE_HOME"] = cache
+    if namespace is not None:
+        enter(namespace)
+    if look_s is not None:
+        replace("swarm_stages.commands.serving", "LOOK_S", look_s)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     for descriptor, name in ((1, stdout), (2, stderr)):
         os.dup2(os.open(name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), descriptor)
@@ -63,6 +89,12 @@ def run(arguments: list[str], stdout: str, stderr: str, lie: str) -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
+
+
+def enter(namespace: str) -> None:
+    with open(namespace) as file:
+        if ctypes.CDLL(None, use_errno=True).setns(file.fileno(), _CLONE_NEWNET):
+            raise OSError(ctypes.get_errno(), "setns")
 
 
 if __name__ == "__main__":

@@ -58,12 +58,11 @@ def test_a_killed_peer_changes_nothing(tmp_path: Path) -> None:
         require_trained_as_one(peers, tmp_path, steps)
 
 
-@pytest.mark.parametrize("seed", [1, pytest.param(2, marks=pytest.mark.long)])
-def test_four_stages_of_two_peers_of_whom_one_after_the_other_is_killed(tmp_path: Path, seed: int) -> None:
-    steps = 32
+@pytest.mark.parametrize(("seed", "steps"), [(1, 12), pytest.param(2, 32, marks=pytest.mark.long)])
+def test_four_stages_of_two_peers_of_whom_one_after_the_other_is_killed(tmp_path: Path, seed: int, steps: int) -> None:
     with crew(write_run(tmp_path, 4), tmp_path) as peers:
         peers.join(0)
         peers.join(0, 1, 1, 2, 2, 3, 3)
         trainer = peers.trainer(steps)
-        assert kill_and_replace(peers, trainer, random.Random(seed), steps, every=2) >= 15
+        assert kill_and_replace(peers, trainer, random.Random(seed), steps, every=2) == steps // 2 - 1
         require_trained_as_one(peers, tmp_path, steps)
