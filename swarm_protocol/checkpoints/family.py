@@ -25,7 +25,7 @@ OWN_CACHE_CLASS = {"minimax"}
 # Linear layers by whose weights a family's own code multiplies: they must stay plain (mamba, falcon_mamba, jamba).
 WEIGHT_IS_READ = {"dt_proj"}
 
-PER_BLOCK_PROPERTIES = ("layer_types", "layers_block_type")  # which some configs compute from the block's number
+PER_BLOCK_PROPERTIES = ("layer_types", "layers_block_type", "kv_sharing_modes")  # which some configs compute
 
 
 @dataclass(frozen=True)

@@ -90,6 +90,10 @@ def test_slice_config_cuts_lists_that_are_computed() -> None:
     config = make_config("jamba")
     assert slice_config(config, Span(1, 4)).layer_types == config.layer_types[1:4]
     assert slice_config(config, Span(1, 4)).layers_block_type == config.layers_block_type[1:4]
+    config = make_config("gemma4_unified_text")
+    one_block = slice_config(config, Span(0, 1))
+    one_block.layer_types = config.layer_types  # as a client has them
+    assert one_block.kv_sharing_modes == [None]
 
 
 @pytest.mark.parametrize(
