@@ -3,8 +3,10 @@ VENV := .venv
 BIN := $(VENV)/bin
 IN_PARALLEL := --numprocesses 2 --dist loadfile
 export HF_HUB_OFFLINE ?= 1
+unexport PYTHONDONTWRITEBYTECODE  # else pytest rewrites the assertions of all modules at each start, which takes 10 s
 
-.PHONY: demo test test-all test-long test-cuda test-triton test-browser screenshots bench docs lint format proto clean
+.PHONY: demo test test-all test-long test-newest test-oldest test-cuda test-triton test-browser screenshots bench docs \
+    lint format proto clean
 
 demo: $(VENV)/.installed
 	$(BIN)/python -m swarm_client demo
@@ -17,7 +19,7 @@ define installed
 endef
 
 # Runs of simulated swarms go as sets are ordered.
-test test-all test-long: export PYTHONHASHSEED := 0
+test test-all test-long test-newest test-oldest: export PYTHONHASHSEED := 0
 
 test: $(VENV)/.installed lint
 	$(BIN)/python -m pytest $(IN_PARALLEL)
@@ -30,6 +32,22 @@ test-all: $(VENV)/.installed lint
 
 test-long: $(VENV)/.installed
 	$(BIN)/python -m pytest $(IN_PARALLEL) -m long
+
+# The newest and the oldest versions that pyproject.toml allows, but for torch: the newest brings gigabytes of CUDA.
+TORCH ?= $(shell grep ^torch== constraints.txt)
+test-newest test-oldest: BIN = $(VENV)-$*/bin
+test-newest: CONSTRAINTS := true
+test-oldest: CONSTRAINTS = $(BIN)/python tests/oldest_versions.py
+test-newest test-oldest: test-%:
+	$(PYTHON) -m venv --clear $(VENV)-$*
+	$(CONSTRAINTS) > $(VENV)-$*/constraints.txt
+	$(BIN)/pip install --quiet --disable-pip-version-check $(TORCH)
+	$(BIN)/pip install --quiet --disable-pip-version-check --constraint $(VENV)-$*/constraints.txt --editable ".[test]"
+	$(BIN)/python -m pytest $(IN_PARALLEL) -m "not long and not cuda and not browser" tests/unit/protocol/checkpoints \
+	    tests/swarm/test_families_remote.py tests/swarm/test_serve.py tests/swarm/test_finetune.py
+	$(BIN)/python -m pytest $(IN_PARALLEL) tests/swarm/test_lora.py tests/training/test_runs.py
+	$(BIN)/python -m swarm_client demo
+	$(BIN)/python -m swarm_client doctor
 
 test-cuda: $(VENV)/.installed
 	$(BIN)/python -m pytest -m cuda -rs tests
@@ -63,7 +81,7 @@ format: $(VENV)/.installed
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-proto: $(VENV)/.installed
+proto: $(VENV)/.proto
 	$(BIN)/python -m grpc_tools.protoc -Iswarm_protocol/pb=protos --python_out=. --pyi_out=. --grpc_python_out=. \
 	    swarm_protocol/pb/swarm.proto
 	$(BIN)/python -m grpc_tools.protoc -Iswarm_protocol/pb=protos --python_out=. --pyi_out=. swarm_protocol/pb/tunnel.proto
@@ -88,9 +106,9 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable ".[test,bench]"
 	touch $@
 
-$(VENV)/.docs: $(VENV)/.installed
-	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable ".[docs]"
+$(VENV)/.docs $(VENV)/.proto: $(VENV)/.%: $(VENV)/.installed
+	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable ".[$*]"
 	touch $@
 
 clean:
-	rm -rf $(VENV) site *.egg-info .pytest_cache .ruff_cache .mypy_cache
+	rm -rf $(VENV) $(VENV)-newest $(VENV)-oldest site *.egg-info .pytest_cache .ruff_cache .mypy_cache

@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
+import re
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-
-from packaging.requirements import Requirement
 
 PYPROJECT = Path(__file__).parents[1] / "pyproject.toml"
 EXTRAS = ("finetune", "discover", "metrics", "serve")  # what users install; tests may need newer tools
 
 
-def oldest(requirements: list[str]) -> Iterator[str]:
-    """Yield ``peft>=0.18,<0.19`` for ``peft>=0.18``: the newest patch of the oldest release."""
-    for requirement in map(Requirement, requirements):
-        for bound in requirement.specifier:
-            if bound.operator == ">=" and requirement.name != "torch":
-                *major, last = map(int, bound.version.split("."))
-                yield f"{requirement.name}>={bound.version},<{'.'.join(map(str, [*major, last + 1]))}"
+def oldest(requirements: Iterable[str]) -> Iterator[str]:
+    """Yield ``peft>=0.20,<0.21`` for ``peft>=0.20`` and ``rich>=13,<13.1`` for ``rich>=13``: any patch will do."""
+    for requirement in requirements:
+        bound = re.match(r"([\w-]+)>=([\d.]+)", requirement)
+        if bound and bound[1] != "torch":
+            numbers = [int(number) for number in bound[2].split(".")]
+            *major, last = numbers if len(numbers) > 1 else [*numbers, 0]
+            yield f"{bound[1]}>={bound[2]},<{'.'.join(map(str, [*major, last + 1]))}"
 
 
 def main() -> None:
