@@ -1,4 +1,4 @@
-"""Every benchmark once, small: it runs to its end, and writes the rows that it promises."""
+"""Every benchmark once, small: it runs to its end, and writes the rows that it promises. Most take minutes."""
 
 from __future__ import annotations
 
@@ -34,6 +34,7 @@ def run_quick(script: str, directory: Path, *arguments: str) -> dict[str, Any]:
     return results | {"rows": rows, "exit code": result.returncode, "output": result.stdout + result.stderr}
 
 
+@pytest.mark.long
 def test_chaos_generations_survive_a_little_of_every_fault(tmp_path: Path) -> None:
     results = run_quick("chaos.py", tmp_path)
     assert results["exit code"] == 0, results["output"]
@@ -41,12 +42,14 @@ def test_chaos_generations_survive_a_little_of_every_fault(tmp_path: Path) -> No
     assert all(results[section] for section in ("kills", "standby", "hangs", "rates", "leave"))
 
 
+@pytest.mark.long
 def test_load_nobody_notices_that_others_vanish_or_cancel(tmp_path: Path) -> None:
     results = run_quick("load.py", tmp_path, "--models", str(tmp_path))
     failed = {name: row["found"] for name, row in results["rows"].items() if row["met"] == "no"}
     assert failed == {} and results["exit code"] == 0, results["output"]
 
 
+@pytest.mark.long
 def test_engine_measures_every_row(tmp_path: Path) -> None:
     results = run_quick("engine.py", tmp_path, "--models", str(tmp_path))
     assert results["exit code"] == 0, results["output"]
@@ -55,6 +58,7 @@ def test_engine_measures_every_row(tmp_path: Path) -> None:
     assert all(row["measured"] > 0 for name, row in results["rows"].items() if name != "hop")
 
 
+@pytest.mark.long
 def test_gateway_measures_streams_beside_the_peer_and_the_clients_own_work(tmp_path: Path) -> None:
     results = run_quick("gateway.py", tmp_path, "--models", str(tmp_path))
     assert results["exit code"] == 0, results["output"]
@@ -63,6 +67,7 @@ def test_gateway_measures_streams_beside_the_peer_and_the_clients_own_work(tmp_p
     assert all(row["measured"] > 0 for row in results["rows"].values())
 
 
+@pytest.mark.long
 def test_finetune_measures_every_kind_of_training(tmp_path: Path) -> None:
     results = run_quick("finetune.py", tmp_path, "--models", str(tmp_path))
     assert results["exit code"] == 0, results["output"]
@@ -77,12 +82,14 @@ def test_routing_finds_the_best_chain(tmp_path: Path) -> None:
     assert results["rows"]["slower than the best chain, at most"]["met"] == "yes"
 
 
+@pytest.mark.long
 def test_simulate_swarm_simulates_every_policy(tmp_path: Path) -> None:
     results = run_quick("simulate_swarm.py", tmp_path)
     assert results["exit code"] == 0, results["output"]
     assert results["rows"]["10 servers, gaps opened by moves"]["met"] == "yes"
 
 
+@pytest.mark.long
 def test_simulate_swarm_simulates_training_in_stages(tmp_path: Path) -> None:
     results = run_quick("simulate_swarm.py", tmp_path, "--training")
     assert results["exit code"] == 0, results["output"]
@@ -101,6 +108,7 @@ def test_square_cube_shows_that_larger_models_wait_less(tmp_path: Path) -> None:
         assert shares == sorted(shares, reverse=True), variant
 
 
+@pytest.mark.long
 def test_attack_measures_what_an_honest_client_loses(tmp_path: Path) -> None:
     results = run_quick("attack.py", tmp_path)
     assert "very many empty changes" in results["rows"] and "a few hundred fuzzed messages" in results["rows"]
@@ -109,6 +117,7 @@ def test_attack_measures_what_an_honest_client_loses(tmp_path: Path) -> None:
     assert all(row["generations"] and row["peak_bytes"] for row in results["rows"].values())
 
 
+@pytest.mark.long
 def test_fuzz_finds_nothing_and_repeats_a_case(tmp_path: Path) -> None:
     results = run_quick("fuzz.py", tmp_path)
     assert results["exit code"] == 0, results["output"]
@@ -118,6 +127,7 @@ def test_fuzz_finds_nothing_and_repeats_a_case(tmp_path: Path) -> None:
     assert again["exit code"] == 0 and " beside " in again["output"], again["output"]
 
 
+@pytest.mark.long
 def test_network_measures_bytes_and_loss_by_codec(tmp_path: Path) -> None:
     try:
         require_lab()
