@@ -38,10 +38,9 @@ def train_here(peers: Crew, steps: int) -> list[float]:
     return [report.loss for report in reports]
 
 
-@pytest.mark.parametrize("sums", ["fp32", "fp64"])
-def test_fp32_has_the_losses_of_one_process(tmp_path: Path, sums: str) -> None:
-    steps = 30
-    with crew(write_run(tmp_path, 4, "fp32", sums), tmp_path) as peers:
+def test_fp32_has_the_losses_of_one_process(tmp_path: Path) -> None:
+    steps = 14
+    with crew(write_run(tmp_path, 4, wire="fp32", sums="fp32"), tmp_path) as peers:
         peers.join(0)
         peers.join(0, 1, 1, 2, 2, 3, 3)
         found = train_here(peers, steps)
@@ -50,12 +49,13 @@ def test_fp32_has_the_losses_of_one_process(tmp_path: Path, sums: str) -> None:
     assert expected[-1] < 0.5 * expected[0]
 
 
-def test_int8_ends_within_a_hundredth(tmp_path: Path) -> None:
-    steps = 60
+@pytest.mark.parametrize(("steps", "most"), [(14, 0.005), pytest.param(60, 0.01, marks=pytest.mark.long)])
+def test_int8_has_nearly_the_losses_of_one_process(tmp_path: Path, steps: int, most: float) -> None:
     with crew(write_run(tmp_path, 4, "int8"), tmp_path) as peers:
         peers.join(0)
         peers.join(1, 2, 3)
         found = train_here(peers, steps)
     expected = one_process(peers.run_file, steps)[1]
     assert found != expected
-    assert sum(found[-5:]) == pytest.approx(sum(expected[-5:]), rel=0.01)
+    assert sum(found[-5:]) == pytest.approx(sum(expected[-5:]), rel=most)
+    assert expected[-1] < 0.5 * expected[0]
