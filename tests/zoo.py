@@ -279,6 +279,8 @@ CONFIGS: dict[str, tuple[str, dict]] = {
     "deepseek_v32": ("deepseek_v32", dict(COMMON, num_key_value_heads=HEADS)),
 }
 
+MODEL_TYPES = frozenset(model_type for model_type, _ in CONFIGS.values())
+CONFIGS = {name: entry for name, entry in CONFIGS.items() if entry[0] in CONFIG_MAPPING}  # before 5.23 there is no lfm3
 REJECTED = ("gemma3n_text", "gemma4_text", "recurrent_gemma", "deepseek_v32")
 SUPPORTED = tuple(name for name in CONFIGS if name not in REJECTED)
 WITH_STATES = SUPPORTED[SUPPORTED.index("lfm2") :]

@@ -49,7 +49,8 @@ class StatesCache(Cache):
     """A cache that minimax's code can use as well, which has names of its own for a recurrent state."""
 
     def get_linear_cache(self, layer_idx: int) -> torch.Tensor | None:
-        return self.get_recurrent_state(layer_idx)
+        layer = self.layers[layer_idx]  # not get_recurrent_state, which transformers 5.20 lacks
+        return layer.recurrent_states[0] if layer.is_recurrent_states_initialized[0] else None  # type: ignore[union-attr]
 
     def set_linear_cache(self, layer_idx: int, state: torch.Tensor) -> None:
         self.update_recurrent_state(state, layer_idx)
