@@ -14,8 +14,8 @@ from swarm_client.core.config import ClientConfig, Timeouts
 from swarm_client.routing.routing import Hop
 from swarm_client.transport.grpc_calls import Stream
 from swarm_client.transport.hops import Answer, HopSession, Inbox, Trouble
-from swarm_client.transport.transport import ServerConnection
-from swarm_client.transport.wire_tensor import WireTensor
+from swarm_client.transport.transport import ServerConnection, unwatched
+from swarm_client.transport.wire_tensor import Context, WireTensor
 from swarm_protocol.errors import BadReply, PeerBusy, PeerError, PeerUnavailable, RequestRejected
 from swarm_protocol.pb import swarm_pb2 as pb
 from swarm_protocol.span import Span
@@ -160,6 +160,24 @@ def test_a_step_is_sent_with_all_its_parts() -> None:
     assert call.written == [
         pb.SessionRequest(step=step),
         *(pb.SessionRequest(more=part) for part in wire.parts),
+    ]
+
+
+def test_posted_steps_are_sent_in_their_order_with_all_their_parts() -> None:
+    wire, call = WireTensor.of(LARGE), FakeCall([])
+    first, second = pb.Step(number=1, hidden=wire.header), pb.Step(number=2, start_position=3)
+
+    async def story() -> None:
+        session = hop_session(call)
+        session.post(first, wire.parts)
+        session.post(second, ())
+        await asyncio.sleep(1.0)
+
+    run_virtually(story())
+    assert call.written == [
+        pb.SessionRequest(step=first),
+        *(pb.SessionRequest(more=part) for part in wire.parts),
+        pb.SessionRequest(step=second),
     ]
 
 
@@ -327,6 +345,52 @@ def test_closing_says_goodbye_after_what_is_still_being_sent() -> None:
         return [request.WhichOneof("kind") for request in call.written]
 
     assert run(close()) == ["step", "more", "more", "close"]
+
+
+class PassCall(FakeCall):
+    """The stream of a pass, which is answered once all is written."""
+
+    def __aiter__(self) -> PassCall:
+        return self
+
+    async def __anext__(self) -> pb.TensorReply:
+        reply = next(self._replies, None)
+        if reply is None:
+            raise StopAsyncIteration
+        return reply
+
+
+class Channel:
+    """A channel to a server, with which every stream is this call."""
+
+    def __init__(self, call: FakeCall) -> None:
+        self._call = call
+
+    def stream_stream(self, _path: str, **_options: Any) -> Callable[..., FakeCall]:
+        return lambda timeout: self._call
+
+    stream_unary = unary_unary = stream_stream
+
+
+@pytest.mark.parametrize("is_kept", [False, True])
+def test_a_backward_pass_sends_the_inputs_unless_the_server_has_kept_them_and_then_the_gradients(is_kept: bool) -> None:
+    hidden, grad, answer = (WireTensor.of(LARGE * factor) for factor in (1.0, 2.0, 3.0))
+    call = PassCall([pb.TensorReply(output=answer.header), *(pb.TensorReply(more=part) for part in answer.parts)])
+
+    async def story() -> tuple[WireTensor, list[WireTensor] | None]:
+        server = ServerConnection(server_record(), Channel(call), ClientConfig())  # type: ignore[arg-type]
+        key = b"key" if is_kept else b""
+        return await server.backward(Span(0, 4), hidden, grad, Context(None, None), unwatched, key)
+
+    assert run(story()) == (answer, [])
+    first, *more = call.written
+    assert first.WhichOneof("kind") == ("kept" if is_kept else "forward")
+    assert is_kept or first.forward.hidden == hidden.header
+    assert more == [
+        *(pb.BackwardRequest(more=part) for part in (() if is_kept else hidden.parts)),
+        pb.BackwardRequest(grad=grad.header),
+        *(pb.BackwardRequest(more=part) for part in grad.parts),
+    ]
 
 
 class Line:
