@@ -80,6 +80,24 @@ def test_who_gets_no_room_in_time_gives_up() -> None:
     admission(servers, story)
 
 
+@pytest.mark.parametrize("is_there_room", [False, True])
+def test_a_session_that_may_not_wait_fails_at_once_and_asks_nobody(is_there_room: bool) -> None:
+    servers = FakeServers(a="0:6")
+
+    async def story(session: Session) -> None:
+        if not is_there_room:
+            servers.fill("a")
+        session.wait.may_wait = False
+        start_s = now_s()
+        for waiting in (session.wait.begin(SHORTAGE), session.hops()):
+            with pytest.raises(PeerBusy) as caught:
+                await waiting
+            assert caught.value is SHORTAGE
+        assert now_s() == start_s and not servers.calls and not session.events
+
+    admission(servers, story)
+
+
 def test_the_time_is_for_all_waits_until_there_was_room() -> None:
     servers = FakeServers(a="0:6")
 
