@@ -11,7 +11,9 @@ from swarm_client.core.config import ClientConfig
 from swarm_client.routing.routing import Hop
 from swarm_client.verification.checks import Sample
 from swarm_client.verification.session_checks import SessionChecks, _changed
+from swarm_client.verification.verdict import Verdict
 from swarm_protocol.pb import swarm_pb2 as pb
+from swarm_protocol.span import Span
 from swarm_protocol.wire.block_input import BlockInput
 from tests.unit.support import run, server_record
 
@@ -37,12 +39,13 @@ def test_nothing_kept_stays_nothing():
 
 
 class Checker:
-    """Checks nothing, and keeps what it is to check."""
+    """Keeps what it is to check, and says always the same of it. None: nothing could be checked."""
 
     share = 1.0
 
-    def __init__(self) -> None:
+    def __init__(self, verdict: Verdict | None = None) -> None:
         self.samples: list[Sample] = []
+        self._verdict = verdict
 
     def start(self) -> None: ...
 
@@ -52,19 +55,22 @@ class Checker:
     def row(self, _batch_size: int) -> int:
         return 0
 
-    async def check(self, sample: Sample, *_: Any, **_options: Any) -> None:
+    async def check(self, sample: Sample, *_: Any, **_options: Any) -> Verdict | None:
         self.samples.append(sample)
+        return self._verdict
 
 
 class Swarm:
     config = ClientConfig()
 
 
+HOPS = tuple(Hop(record, record.span) for record in (server_record("a", "0:4"), server_record("b", "4:8")))
+
+
 def test_a_session_that_was_rounded_once_stays_so_until_it_begins_again():
     """Its servers have keys and values of what was rounded."""
     raw, rounding = (pb.RAW,) * 3, (pb.INT8_BLOCKS, pb.RAW, pb.RAW)
     checker, reporter = Checker(), SimpleNamespace(num_repairs=0)
-    hops = tuple(Hop(record, record.span) for record in (server_record("a", "0:4"), server_record("b", "4:8")))
 
     async def story() -> None:
         checks = SessionChecks(Swarm(), reporter)
@@ -72,7 +78,7 @@ def test_a_session_that_was_rounded_once_stays_so_until_it_begins_again():
 
         async def step(codecs: tuple[int, ...], length: int) -> None:
             inputs = BlockInput(torch.randn(1, length, 4))
-            await checks.accept(hops, codecs, lambda _row: inputs, inputs.hidden[:, -8:], 8, length, NOTHING, None)
+            await checks.accept(HOPS, codecs, lambda _row: inputs, inputs.hidden[:, -8:], 8, length, NOTHING, None)
 
         await step(raw, 8)
         await step(rounding, 16)
@@ -85,3 +91,24 @@ def test_a_session_that_was_rounded_once_stays_so_until_it_begins_again():
     run(story())
     assert [sample.codecs for sample in checker.samples] == [raw, rounding, raw, raw]
     assert [sample.is_rounded for sample in checker.samples] == [False, True, True, False]
+
+
+@pytest.mark.parametrize(
+    ("verdict", "is_usable"),
+    [
+        (Verdict(passed=frozenset("ab")), True),
+        (Verdict(unchecked=(Span(0, 8),)), True),  # nobody else has the blocks
+        (None, True),
+        (Verdict(passed=frozenset("a"), suspects=frozenset("b")), False),
+    ],
+)
+def test_a_step_is_used_unless_its_check_finds_a_server_to_distrust(verdict: Verdict | None, is_usable: bool) -> None:
+    inputs, checker = BlockInput(torch.randn(1, 8, 4)), Checker(verdict)
+
+    async def story() -> bool:
+        checks = SessionChecks(Swarm(), SimpleNamespace(num_repairs=0, report=lambda _event: None))
+        checks._checker = checker
+        return await checks.accept(HOPS, (pb.RAW,) * 3, lambda _row: inputs, inputs.hidden, 8, 8, NOTHING, None)
+
+    assert run(story()) == is_usable
+    assert len(checker.samples) == 1
