@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from swarm_client.core.events import PartReporter, Recovery, Reporter
+from swarm_client.core.events import DoubtfulTokens, PartReporter, Recovery, Reporter
 from swarm_protocol.span import Span
 
 
@@ -33,3 +33,7 @@ def test_what_stands_still_at_the_same_time_counts_once(stalls: list[tuple[float
     assert reporter.stats.stall_s == pytest.approx(expected_s)
     assert (reporter.stats.recoveries, reporter.stats.replayed_tokens) == (len(stalls), 3 * len(stalls))
     assert [event.stall_s for event in events] == [seconds for _, seconds in stalls]
+
+
+def test_doubtful_positions_are_named_with_the_last_one_included() -> None:
+    assert str(DoubtfulTokens(("liar",), 3, 7)).startswith("positions 3 to 6 are doubtful")
