@@ -58,6 +58,7 @@ class LocalNetwork:
         silent: experts, or servers, that never answer; ``silent_backward`` only in backward passes.
         asked: how often each expert was called.
         batches: the number of rows of each call.
+        unanswered: what each call waits for that a silent expert or server does not answer.
     """
 
     def __init__(self, servers: Mapping[str, Mapping[Cell, Expert]]) -> None:
@@ -68,6 +69,7 @@ class LocalNetwork:
         self.silent_backward: set[Any] = set()
         self.asked: Counter[tuple[str, Cell]] = Counter()
         self.batches: list[int] = []
+        self.unanswered: set[asyncio.Event] = set()
         self.announce()
 
     def announce(self) -> None:
@@ -102,7 +104,11 @@ class LocalNetwork:
         if holder.peer_id in self.down:
             raise PeerUnavailable("no server answers", holder.peer_id)
         if cell in silent or holder.peer_id in silent:
-            await asyncio.Event().wait()
+            self.unanswered.add(answer := asyncio.Event())
+            try:
+                await answer.wait()
+            finally:
+                self.unanswered.remove(answer)
         if (holder.peer_id, cell) not in self.experts:
             raise PeerMoved("there is no such expert here")
         return self.experts[holder.peer_id, cell]

@@ -100,6 +100,7 @@ def test_weights_of_those_that_answer_are_normalised_without_stragglers() -> Non
     asked = network.asked["a", late]
     moe(x)  # who was late is not waited for again
     assert network.asked["a", late] == asked and bool(moe.answered.all())
+    assert not network.unanswered  # the late call was cancelled, for which the last pass gave it time
 
 
 def test_rows_of_which_all_experts_failed_go_to_others() -> None:
