@@ -1,7 +1,8 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-IN_PARALLEL := --numprocesses 2 --dist loadfile
+# In the order of the files: end-to-end tests first, so that short unit tests keep both processes busy to the end.
+IN_PARALLEL := --numprocesses 2 --dist loadfile --no-loadscope-reorder
 export HF_HUB_OFFLINE ?= 1
 unexport PYTHONDONTWRITEBYTECODE  # else pytest rewrites the assertions of all modules at each start, which takes 10 s
 
