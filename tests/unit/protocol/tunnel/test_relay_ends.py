@@ -1,0 +1,130 @@
+"""A relay, and a server's end of tunnels, over streams in memory."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from swarm_protocol.pb import tunnel_pb2 as pb
+from swarm_protocol.streams.frames import framed, read_message
+from swarm_protocol.streams.streams import Handler, Stream
+from swarm_protocol.tunnel import accepting
+from swarm_protocol.tunnel.accepting import HELLO_TIMEOUT_S, TUNNEL, Acceptor
+from swarm_protocol.tunnel.relaying import RELAY, RESERVE, Relay, RelayLimits
+from tests.unit.support import run, until
+
+LOCAL = "127.0.0.1"
+
+
+class MemoryWriter:
+    """A writer that keeps what is written where a test reads it. An abort ends what comes from the other side."""
+
+    def __init__(self, incoming: asyncio.StreamReader) -> None:
+        self.written = asyncio.StreamReader()
+        self.transport = self
+        self.is_aborted = False
+        self._incoming = incoming
+
+    def write(self, data: bytes) -> None:
+        self.written.feed_data(data)
+
+    async def drain(self) -> None:
+        await asyncio.sleep(0)
+
+    def is_closing(self) -> bool:
+        return self.is_aborted
+
+    def close(self) -> None:
+        self.abort()
+
+    def abort(self) -> None:
+        if not self.is_aborted:
+            self.is_aborted = True
+            self._incoming.feed_eof()
+
+
+def stream_of(peer_id: str, host: str = "") -> tuple[Stream, MemoryWriter]:
+    reader = asyncio.StreamReader()
+    writer: Any = MemoryWriter(reader)
+    return Stream(peer_id, host, reader, writer), writer
+
+
+class MemoryStreams:
+    """A libp2p daemon that reaches every peer. ``opened`` has the streams to them."""
+
+    peer_id = "own"
+
+    def __init__(self) -> None:
+        self.handlers: dict[str, Handler] = {}
+        self.opened: list[tuple[Stream, MemoryWriter]] = []
+        self.disconnected: list[str] = []
+
+    async def open(self, peer: str, protocol: str) -> Stream:
+        assert protocol == TUNNEL
+        self.opened.append(stream_of(peer))
+        return self.opened[-1][0]
+
+    async def serve(self, protocol: str, handler: Handler) -> None:
+        self.handlers[protocol] = handler
+
+    async def disconnect(self, peer_id: str) -> None:
+        self.disconnected.append(peer_id)
+
+
+def test_a_server_that_reserves_again_has_lost_its_tunnels_and_the_callers_notice_at_once() -> None:
+    async def scenario() -> None:
+        streams = MemoryStreams()
+        relay = Relay(streams, RelayLimits())
+        await relay.start()
+        first, first_writer = stream_of("server", "192.0.2.1")
+        first.reader.feed_data(framed(pb.Reserve(keepalive_s=300.0).SerializeToString()))
+        reserving = asyncio.ensure_future(streams.handlers[RESERVE](first))
+        assert await read_message(first_writer.written, pb.Reserved, HELLO_TIMEOUT_S) == pb.Reserved(host="192.0.2.1")
+
+        caller, caller_writer = stream_of("caller", "192.0.2.2")
+        caller.reader.feed_data(framed(pb.Open(target="server", port=40000).SerializeToString()))
+        calling = asyncio.ensure_future(streams.handlers[RELAY](caller))
+        await until(lambda: streams.opened)
+        ((_, server_writer),) = streams.opened
+        opening = await read_message(server_writer.written, pb.Open, HELLO_TIMEOUT_S)
+        assert opening == pb.Open(target="server", caller="caller", caller_host="192.0.2.2", port=40000)
+        assert not server_writer.is_aborted
+
+        again, _ = stream_of("server", "192.0.2.1")
+        again.reader.feed_data(framed(pb.Reserve(keepalive_s=300.0).SerializeToString()))
+        await streams.handlers[RESERVE](again)
+        assert streams.disconnected == ["server"] and first_writer.is_aborted and server_writer.is_aborted
+        await asyncio.wait_for(asyncio.gather(reserving, calling), HELLO_TIMEOUT_S)
+        assert caller_writer.is_aborted
+
+    run(scenario())
+
+
+def test_a_caller_to_whom_no_port_can_be_opened_is_served_through_the_relay(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether the address of the caller could be met, or not."""
+    monkeypatch.setattr(accepting, "hole_beside", lambda _relay_host: None)
+
+    async def scenario() -> None:
+        connected: list[asyncio.StreamWriter] = []
+        server = await asyncio.start_server(lambda _reader, writer: connected.append(writer), LOCAL, 0)
+        origins: accepting.Origins = {}
+        port = server.sockets[0].getsockname()[1]
+        acceptor = Acceptor(MemoryStreams(), LOCAL, port, lambda _peer_id: "8.8.4.4", origins)
+        for number, caller_port in enumerate((40000, 0), 1):
+            stream, writer = stream_of("relay", "9.9.9.9")
+            request = pb.Open(caller="caller", caller_host="8.8.8.8", port=caller_port)
+            stream.reader.feed_data(framed(request.SerializeToString()))
+            taking = asyncio.ensure_future(acceptor._take(stream))
+            assert await read_message(writer.written, pb.Opened, HELLO_TIMEOUT_S) == pb.Opened()
+            assert list(origins.values()) == ["8.8.8.8"]
+            await until(lambda number=number: len(connected) == number)
+            stream.abort()
+            await taking
+            assert origins == {}
+        for connection in connected:
+            connection.close()
+        server.close()
+
+    run(scenario())
