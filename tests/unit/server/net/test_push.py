@@ -128,6 +128,24 @@ def test_one_that_waits_for_a_slow_server_is_let_go():
     run(scenario())
 
 
+def test_a_sender_waits_while_the_next_hop_has_four_steps_to_take():
+    async def scenario() -> None:
+        other = OtherServer(num_taken=9)
+        other.answering.clear()
+        async with connected(other) as (_server, channels):
+            pusher = Pusher(channels, pb.NextHop(), never)
+            await asyncio.wait_for(send_all(pusher, 4), TIMEOUT_S)
+            fifth = asyncio.ensure_future(pusher.send(*step(5)))
+            await asyncio.wait_for(other.asked.wait(), TIMEOUT_S)
+            assert list(pusher._untaken) == [1, 2, 3, 4] and not fifth.done()
+            other.answering.set()
+            await ended(fifth)
+            assert await asyncio.wait_for(pusher.drain(), TIMEOUT_S)
+            assert other.taken == [1, 2, 3, 4, 5]
+
+    run(scenario())
+
+
 def test_what_a_server_that_ends_has_not_taken_is_given_up_in_order():
     async def scenario() -> None:
         given_up: list[int] = []
