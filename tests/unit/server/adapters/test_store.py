@@ -11,6 +11,7 @@ from swarm_protocol.errors import CacheMiss, PeerBusy, RequestRejected
 from swarm_protocol.pb import swarm_pb2 as pb
 from swarm_protocol.wire.adapters import Adapter
 from swarm_server.adapters.lora import PlacedAdapter
+from swarm_server.adapters.shared_store import SharedStore
 from swarm_server.adapters.store import AdapterStore, Arriving
 from swarm_server.net.shares import Caller
 from tests.unit.support import run, until
@@ -134,6 +135,23 @@ def test_one_that_nobody_uses_is_dropped():
             assert len(store) == 0
         put(store, b"b")  # whoever used it before has nothing to do with it
         await until(lambda: len(store) == 0)
+        assert store.used_bytes == 0
+
+    run(scenario())
+
+
+def test_an_entry_that_grows_or_shrinks_counts_as_large_as_it_is():
+    async def scenario() -> None:
+        store = SharedStore(4 * SIZE)
+        store.take(SIZE, ANNA)
+        store.put(b"a", "value", SIZE, ANNA)
+        store.resize(b"a", 2 * SIZE)
+        assert store.used_bytes == 3 * SIZE
+        with store.in_use(b"a"), pytest.raises(PeerBusy, match="300 of 400 bytes are in use, 0 of them by this client"):
+            store.take(2 * SIZE, BERT)
+        store.resize(b"a", -SIZE)
+        assert store.used_bytes == 2 * SIZE
+        store.drop(b"a")
         assert store.used_bytes == 0
 
     run(scenario())
