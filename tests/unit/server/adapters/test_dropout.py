@@ -45,3 +45,16 @@ def test_the_numbers_are_those_of_every_server():
     """Servers of other versions and machines must drop the same: this may change with the wire version only."""
     kept = Dropout(1).factors(3, "self_attn.q_proj", 0.5, torch.zeros(1, 1, 16))[0, 0] != 0
     assert "".join(str(int(bit)) for bit in kept) == "0000101101101111"
+
+
+@pytest.mark.parametrize(
+    ("probability", "element", "is_kept"),
+    [
+        (0.3, 61391, False),  # its number is 19660; 0.3 is 19660.8 of 65536, and thus 19661
+        (0.2, 35119, True),  # its number is 13107; 0.2 is 13107.2 of 65536, and thus 13107
+    ],
+)
+def test_a_probability_is_rounded_to_the_nearest_level(probability, element, is_kept):
+    """Servers that round differently drop different elements, if only a few."""
+    factors = Dropout(1).factors(3, "q", probability, torch.zeros(1, 1, 61440))
+    assert bool(factors[0, 0, element] != 0) == is_kept
