@@ -160,6 +160,20 @@ def test_what_cannot_be_a_step_is_refused_to_its_client_alone(message: pb.PushBu
     run(story())
 
 
+def test_a_step_that_fails_because_its_session_was_closed_is_not_refused() -> None:
+    """The session's own stream has said why it ended."""
+
+    async def story() -> None:
+        server = Story()
+        server.session.closed = True
+        await server.push(pushed((KEY, FATAL)))
+        assert server.session.refused == []
+        assert [(step.number, step.lost) for step in server.sent] == [(FATAL, False)]
+        assert server.arrivals.used_bytes == 0
+
+    run(story())
+
+
 def test_few_steps_of_a_session_may_be_under_way() -> None:
     async def story() -> None:
         server = Story()
