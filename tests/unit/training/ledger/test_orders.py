@@ -148,6 +148,9 @@ def test_what_else_is_no_order() -> None:
     ):
         with pytest.raises(ValueError, match=reason):
             Order.new("run", action, NOW, 1.0)
+    for size in (15, 17):
+        with pytest.raises(ValueError, match=f"an order's id has {size} bytes: expected 16"):
+            Order("run", bytes(size), NOW, NOW + 1.0, GoBack(1, 0))
     with pytest.raises(ValueError, match="expected a time that is to come"):
         Order.new("run", GoBack(1, 0), NOW, 0.0)
 
