@@ -1,0 +1,155 @@
+"""Generations of one loop beside a model whose blocks are in this process: what each writes, and how it ends."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
+
+from swarm_client.batching.loop import GenerationLoop
+from swarm_client.batching.request import FinishReason, Request, Token
+from swarm_client.speculation.speculation import Speculation
+from swarm_protocol.errors import PeerUnavailable
+from swarm_protocol.wire.block_input import BlockInput
+from tests.unit.support import TIMEOUT_S
+
+VOCAB, HIDDEN = 60, 16
+PROMPTS = ((5, 6, 7), (8,), (9, 10, 11, 12, 13))
+
+
+def blocks(hidden: torch.Tensor) -> torch.Tensor:
+    """Every output depends on all inputs up to it; hidden: [1, length, hidden_size]."""
+    return torch.sin(hidden.cumsum(1))
+
+
+class Session:
+    """What the loop needs of a ``RemoteSession``. ``left``: steps until it fails; None: it does not."""
+
+    hops = (object(),)
+    records_past = False
+    num_sharing = 1
+
+    def __init__(self, left: int | None) -> None:
+        self.closed = threading.Event()
+        self._left = left
+        self._inputs = torch.empty(1, 0, HIDDEN)
+
+    @property
+    def length(self) -> int:
+        return self._inputs.shape[1]
+
+    async def step_on_loop(self, inputs: BlockInput, num_wanted: int) -> torch.Tensor:
+        if self._left == 0:
+            raise PeerUnavailable("the server is on fire")
+        self._left = None if self._left is None else self._left - 1
+        self._inputs = torch.cat([self._inputs, inputs.hidden], 1)
+        return blocks(self._inputs)[:, -num_wanted:]
+
+    async def close_on_loop(self) -> None:
+        self.closed.set()
+
+
+class Model(LlamaForCausalLM):
+    """A stock head and embedding around remote blocks."""
+
+    prompts = None
+    speculation = Speculation(None)
+    _family = SimpleNamespace(cache_argument="past_key_values")
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__(config)
+        self.sessions: list[Session] = []
+        self.left: list[int | None] = []  # of the sessions that are opened next
+        self.blocks = SimpleNamespace(max_positions=None, open_session=self._open)
+
+    def _open(self, *_: Any, **_options: Any) -> Session:
+        self.sessions.append(Session(self.left.pop(0) if self.left else None))
+        return self.sessions[-1]
+
+    def forward(self, input_ids: torch.Tensor, position_ids: Any = None, past_key_values: Any = None, **_: Any) -> Any:
+        inputs = BlockInput(self.get_input_embeddings()(input_ids))
+        return SimpleNamespace(logits=self.lm_head(past_key_values.layers[0].session.step(inputs)))
+
+    def alone(self, prompt: tuple[int, ...], num_new: int) -> list[int]:
+        """The likeliest tokens after the prompt."""
+        ids = list(prompt)
+        with torch.no_grad():
+            for _ in range(num_new):
+                hidden = self.get_input_embeddings()(torch.tensor([ids]))
+                ids.append(int(self.lm_head(blocks(hidden))[0, -1].argmax()))
+        return ids[len(prompt) :]
+
+
+class Heard:
+    """A listener that keeps what it hears."""
+
+    def __init__(self) -> None:
+        self.ids: list[int] = []
+        self._reason: FinishReason | BaseException | None = None
+        self._over = threading.Event()
+
+    def token(self, token: Token) -> None:
+        self.ids.append(token.id)
+
+    def ended(self, reason: FinishReason | BaseException) -> None:
+        self._reason = reason
+        self._over.set()
+
+    @property
+    def reason(self) -> FinishReason | BaseException | None:
+        """Once it has ended."""
+        assert self._over.wait(TIMEOUT_S)
+        return self._reason
+
+
+@pytest.fixture
+def model() -> Model:
+    torch.manual_seed(0)
+    size = {"vocab_size": VOCAB, "hidden_size": HIDDEN, "intermediate_size": 8, "num_hidden_layers": 1}
+    ends = {"eos_token_id": None, "bos_token_id": None, "pad_token_id": 0}
+    return Model(LlamaConfig(**size, **ends, num_attention_heads=2, initializer_range=1.0)).eval()
+
+
+@pytest.fixture
+def loop(model: Model) -> Iterator[GenerationLoop]:
+    with GenerationLoop(model) as loop:  # type: ignore[arg-type]
+        yield loop
+
+
+def submitted(loop: GenerationLoop, prompt: tuple[int, ...], num_new: int, **options: Any) -> Heard:
+    heard = Heard()
+    config = GenerationConfig(max_new_tokens=num_new, do_sample=False, **options)
+    loop.submit(Request(prompt, config), heard)  # type: ignore[arg-type]
+    return heard
+
+
+def test_each_generation_writes_what_it_writes_alone_and_frees_its_room(model: Model, loop: GenerationLoop) -> None:
+    """Prompts and texts have different lengths."""
+    all_heard = [submitted(loop, prompt, 4 + 3 * number) for number, prompt in enumerate(PROMPTS)]
+    assert [heard.reason for heard in all_heard] == ["length"] * 3
+    assert [heard.ids for heard in all_heard] == [
+        model.alone(prompt, 4 + 3 * number) for number, prompt in enumerate(PROMPTS)
+    ]
+    assert all(session.closed.wait(TIMEOUT_S) for session in model.sessions)
+
+
+def test_a_generation_ends_with_its_stop_token(model: Model, loop: GenerationLoop) -> None:
+    expected = model.alone(PROMPTS[0], 8)
+    heard = submitted(loop, PROMPTS[0], 8, eos_token_id=expected[4])
+    assert heard.reason == "stop"
+    assert heard.ids == expected[: expected.index(expected[4]) + 1]
+
+
+@pytest.mark.parametrize("left", [0, 1, 3])
+def test_a_session_that_fails_ends_its_own_generation_alone(model: Model, loop: GenerationLoop, left: int) -> None:
+    model.left = [None, left]
+    good, bad = submitted(loop, PROMPTS[0], 8), submitted(loop, PROMPTS[1], 8)
+    assert isinstance(bad.reason, PeerUnavailable)
+    assert bad.ids == model.alone(PROMPTS[1], left)
+    assert (good.reason, good.ids) == ("length", model.alone(PROMPTS[0], 8))
+    assert all(session.closed.wait(TIMEOUT_S) for session in model.sessions)
