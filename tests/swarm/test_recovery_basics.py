@@ -80,9 +80,8 @@ def test_a_client_waits_for_a_server_to_come(servers, connect, expected, caplog)
     model = connect(wait_timeout_s=100)
     with ThreadPoolExecutor() as thread, caplog.at_level(logging.WARNING, "swarm_client"):
         generation = thread.submit(generate, model)
-        wait_for(
-            lambda: "no server holds blocks 4:6; waiting for up to 100 s" in caplog.text, "the client says it waits"
-        )
+        said = "no server holds blocks 4:6; waiting for up to "  # 100 s, or what is left of them on a busy machine
+        wait_for(lambda: said in caplog.text, "the client says it waits")
         servers.start("4:6")
         assert torch.equal(generation.result(), expected)
 
