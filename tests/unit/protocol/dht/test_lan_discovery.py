@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import ipaddress
+import os
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 
@@ -13,10 +14,11 @@ from zeroconf import _core as zeroconf_core
 from zeroconf.asyncio import AsyncServiceInfo
 
 from swarm_protocol.dht import lan_discovery
-from swarm_protocol.dht.lan_discovery import SERVICE, LanDiscovery, member_addresses, require_zeroconf
+from swarm_protocol.dht.lan_discovery import LanDiscovery, member_addresses, require_zeroconf
 from swarm_protocol.net.identity import Identity
 from tests.unit.support import run, until
 
+SERVICE = f"_swarm-{os.getpid()}._tcp.local."  # so that others who run these tests on this machine are not found
 PEER = Identity.generate().peer_id
 GOOD = {b"swarm": b"mine", b"peer": PEER.encode()}
 ANY_PORT = 31337
@@ -88,6 +90,7 @@ def test_the_package_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -
 @pytest.fixture
 def on_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
     """The loopback is the local network, where nobody who has a name already is far."""
+    monkeypatch.setattr(lan_discovery, "SERVICE", SERVICE)
     monkeypatch.setattr(lan_discovery, "_LOCAL", [ipaddress.ip_network("127.0.0.0/8")])
     monkeypatch.setattr(lan_discovery, "_MORE_S", 0.03)
     monkeypatch.setattr(zeroconf_core, "_CHECK_TIME", 50)
