@@ -97,3 +97,21 @@ def test_a_line_without_tokens(tokenizer):
     with pytest.raises(ValueError, match="the line has no tokens: expected some text"):
         tokenizer.chat_template = "{{ '' }}"
         Conversation(Model(), tokenizer, TextOptions()).answer("nothing")
+
+
+@pytest.mark.parametrize("template", [None, TEMPLATE])
+@pytest.mark.parametrize("system", ["", "Be brief."])
+def test_the_model_reads_a_system_prompt_where_there_is_one_and_a_template_for_it(tokenizer, template, system):
+    """Without a template the prompt is only kept, for a model that has one."""
+    tokenizer.chat_template = template
+    model = Model(tokenizer.encode(" integers", add_special_tokens=False))
+    conversation = Conversation(model, tokenizer, TextOptions())
+    given = [{"role": "system", "content": system}] if system else []
+    conversation.messages = given
+    conversation.answer("A list of")
+    text = "<user>A list of</s><assistant>" if template else "A list of"
+    if template and system:
+        text = f"<system>{system}</s>{text}"
+    assert tokenizer.decode(model.asked[0]).removeprefix(tokenizer.bos_token or "") == text
+    turns = [{"role": "user", "content": "A list of"}, {"role": "assistant", "content": " integers"}]
+    assert conversation.messages == [*given, *turns]

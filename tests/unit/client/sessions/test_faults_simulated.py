@@ -166,6 +166,22 @@ def test_one_server_is_replaced_and_no_other(fault: str, moment: Moment) -> None
         quiet(partial(story, hop=hop), kind=Line)
 
 
+def test_servers_count_a_session_as_new_or_as_a_replacement() -> None:
+    async def story(line: Line) -> None:
+        def counted() -> dict[str, dict[str, int]]:
+            counters = {name: server.host.services.counters.sessions for name, server in line.net.servers.items()}
+            return {name: dict(sessions) for name, sessions in counters.items() if sessions}
+
+        session = await line.started()
+        before = line.hops(session)
+        assert counted() == {name: {"new": 1} for name in before}
+        line.kill(before[1])
+        await line.extend(session, [7.0])
+        assert counted() == {name: {"new": 1} for name in before} | {line.hops(session)[1]: {"replacement": 1}}
+
+    quiet(story, kind=Line)
+
+
 @pytest.mark.parametrize(
     ("hops", "moved"),
     [([0, 1], ["0:4"]), ([1, 2], ["2:6"]), ([0, 2], ["0:2", "4:6"]), ([0, 1, 2], ["0:6"])],

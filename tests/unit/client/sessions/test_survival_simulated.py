@@ -16,7 +16,7 @@ from swarm_client.core.config import ClientConfig
 from swarm_client.core.events import Event
 from swarm_client.sessions.session import RemoteSession
 from swarm_client.swarm.swarm import Swarm
-from swarm_protocol.errors import NoRoute, PeerBusy, RecoveryFailed
+from swarm_protocol.errors import NoRoute, PeerBusy, RecoveryFailed, RequestRejected
 from swarm_protocol.pb import swarm_pb2 as pb
 from swarm_protocol.span import Span
 from swarm_protocol.wire.block_input import BlockInput
@@ -210,13 +210,13 @@ def test_outputs_are_those_of_one_machine_whatever_happens_at_length(number):
 class Quiet(Scenario):
     """Two servers in a chain, each with a spare; nothing happens by itself."""
 
-    async def started(self, **options) -> RemoteSession:
+    async def started(self, max_positions: int | None = None, **options) -> RemoteSession:
         for name, span in (("a", "0:3"), ("b", "3:6"), ("a2", "0:3"), ("b2", "3:6")):
             self.net.start(name, Span.parse(span))
         config = ClientConfig(recovery_timeout_s=5.0, **options)
         swarm = Swarm(config, MODEL, REVISION, NUM_BLOCKS, dht=self.net, connect=self.net.connect_client)
         await swarm.connect()
-        self.session = RemoteSession(swarm, Span(0, NUM_BLOCKS), None, 40, on_event=self.events.append)
+        self.session = RemoteSession(swarm, Span(0, NUM_BLOCKS), max_positions, 40, on_event=self.events.append)
         self.close = swarm.close
         return self.session
 
@@ -286,6 +286,20 @@ def test_a_call_that_fails_leaves_the_session_where_it_stood():
         assert blamed == [(True, Span(3, 6)), (False, Span(0, 6))]  # the second call finds no chain at all
         swarm.net.start("b3", Span(3, 6))
         await swarm.extend(session, [5.0], [6.0], [7.0])
+
+    quiet(story)
+
+
+def test_a_session_may_fill_all_positions_of_the_model_and_no_more():
+    async def story(swarm: Quiet) -> None:
+        session = await swarm.started(max_positions=4)
+        await swarm.extend(session, [1.0, 2.0, 3.0])
+        with pytest.raises(RequestRejected, match="5 positions are more than the model's 4: shorten the prompt"):
+            await swarm.extend(session, [4.0, 5.0])
+        await swarm.extend(session, [4.0])
+        with pytest.raises(RequestRejected, match="5 positions are more"):
+            await swarm.extend(session, [5.0])
+        assert session.length == 4
 
     quiet(story)
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
-from swarm_client.speculation.generating import may_speculate
+from swarm_client.speculation.generating import Ends, Text, may_speculate
 from swarm_client.speculation.speculation import Speculation
 from tests.drafts import Always, KnowingDraft
 from tests.unit.client.speculation.stock import local
@@ -79,3 +79,42 @@ def test_hidden_states_of_the_prompt_are_not_those_of_a_negative_one(llama, num_
     states = torch.cat([hidden for hidden in session.hidden if hidden is not None])
     whole = llama.model(torch.tensor([plain])).last_hidden_state[0, :-1]
     torch.testing.assert_close(states[1:], whole, atol=1e-5, rtol=1e-4)
+
+
+class Others:
+    """Other generations that are under way. ``ends``: how each text ends that was handed over to them."""
+
+    def __init__(self, are_alike: bool) -> None:
+        self._are_alike = are_alike
+        self.ends: list[Ends] = []
+
+    def is_alone(self) -> bool:
+        return False
+
+    def computes_for(self, _model: Any, _config: Any) -> bool:
+        return self._are_alike
+
+    def take_over(self, model: Any, text: Text, ends: Ends, *_: Any) -> torch.Tensor:
+        self.ends.append(ends)
+        while not text.is_over:
+            text.choose(model(text.ids).logits[0, -1])
+        return text.ids
+
+
+@pytest.mark.parametrize(
+    ("options", "are_alike", "joins"),
+    [
+        ({}, True, True),
+        ({}, False, False),
+        ({"stopping_criteria": [lambda ids, _scores: torch.tensor([ids.shape[1] >= 11])]}, True, False),
+        ({"token_type_ids": torch.tensor([[1, 1, 1, 2, 2]])}, True, False),
+        ({"position_ids": torch.tensor([[3, 4, 5, 6, 9]])}, True, False),
+    ],
+    ids=["plain", "computed-otherwise", "ends-otherwise", "token-types", "positions"],
+)
+def test_only_a_text_that_others_would_compute_alike_is_handed_over(gpt2, monkeypatch, options, are_alike, joins):
+    plain = written(gpt2, Speculation(None), **options)
+    others = Others(are_alike)
+    monkeypatch.setattr(gpt2, "_shared_loop", others)
+    assert written(gpt2, Always(KnowingDraft([plain], 0.8), 1, 3), **options) == plain
+    assert others.ends == ([Ends(frozenset(), NEW_TOKENS - 1)] if joins else [])

@@ -433,6 +433,14 @@ def test_the_rate_of_a_line(rtts_s: list[float], payloads_s: list[float], send_s
     assert 64 * 1024 / rate_of(Line(rtts_s, payloads_s)) == pytest.approx(send_s)
 
 
+@pytest.mark.parametrize("rtts_s", [[0.3, 0.02, 0.05], [0.3, 0.05, 0.02], [0.02, 0.3, 0.05]])
+def test_the_round_trip_time_is_the_shortest_of_a_few(rtts_s: list[float]) -> None:
+    async def story() -> float:
+        return await ServerConnection(server_record(), Line(rtts_s, []), ClientConfig()).ping()  # type: ignore[arg-type]
+
+    assert run_virtually(story()) == pytest.approx(0.02)
+
+
 def test_a_far_line_is_measured_in_few_round_trips() -> None:
     line = Line([0.2], [0.3])
     rate_of(line)

@@ -183,3 +183,16 @@ def test_a_witness_that_fails_is_left_out(identities) -> None:
     world.published = [(world.peer_id(1), world.evidence(0, scaled))]
     run(Accusations(world).read())  # type: ignore[arg-type]
     assert not world.banned
+
+
+def test_each_accusation_is_looked_into_once_and_only_a_few_at_a_time(identities) -> None:
+    """The only witness is gone, so nothing comes of any of them."""
+    world = World(identities, "0:8", "0:8", "0:8")
+    world.gone = world.peer_id(2)
+    world.published = [(world.peer_id(1), world.evidence(0, scaled)) for _ in range(6)]
+    accusations = Accusations(world)  # type: ignore[arg-type]
+    num_asked = []
+    for _ in range(3):
+        run(accusations.read())
+        num_asked.append(len(world.failures))
+    assert num_asked == [4, 6, 6] and not world.banned

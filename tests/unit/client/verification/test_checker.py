@@ -15,6 +15,7 @@ from swarm_client.verification.verdict import Verdict
 from swarm_protocol.errors import PeerError
 from tests.unit.client.verification.test_checks import Servers, scaled
 from tests.unit.support import run
+from tests.unit.virtual_time import run_virtually
 
 PEER = "/ip4/127.0.0.1/tcp/1/p2p/QmYyQSo1c1Ym7orWxLYvCrM2EmxFTANf8wXmmE7DWjhx5N"
 
@@ -102,6 +103,31 @@ def test_what_cannot_be_checked_is_said_once(caplog) -> None:
     with caplog.at_level(logging.WARNING):
         run(scenario())
     assert [record.message for record in caplog.records] == ["blocks 0:8 cannot be checked: no second server has them"]
+
+
+@pytest.mark.parametrize(("blocks", "names"), [(("0:8",), "a"), (("0:4", "4:8"), "ab")])
+def test_servers_that_nobody_can_check_are_looked_at_again_later(blocks: tuple[str, ...], names: str) -> None:
+    async def scenario() -> None:
+        swarm = Swarm(*blocks)
+        checker, sample = Checker(swarm), swarm.sample(*names)  # type: ignore[arg-type]
+        await checked(checker, sample, [])
+        assert not checker.has_new(sample.hops)
+        await asyncio.sleep(19.0)
+        assert not checker.has_new(sample.hops)
+        await asyncio.sleep(2.0)
+        assert checker.has_new(sample.hops)
+
+    run_virtually(scenario())
+
+
+def test_servers_of_which_some_can_be_checked_are_looked_at_again_at_once() -> None:
+    async def scenario() -> None:
+        swarm = Swarm("0:4", "4:8", "0:4")
+        checker, sample = Checker(swarm), swarm.sample("a", "b")  # type: ignore[arg-type]
+        assert (await checked(checker, sample, []) or Verdict()).passed == {"a"}
+        assert checker.has_new(sample.hops)
+
+    run_virtually(scenario())
 
 
 def test_a_check_that_takes_long_goes_on_beside() -> None:
