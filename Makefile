@@ -2,7 +2,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 # In the order of the files: end-to-end tests first, so that short unit tests keep both processes busy to the end.
-IN_PARALLEL := --numprocesses 2 --dist loadfile --no-loadscope-reorder
+PROCESSES := 2
+IN_PARALLEL = --numprocesses $(PROCESSES) --dist loadfile --no-loadscope-reorder
 export HF_HUB_OFFLINE ?= 1
 unexport PYTHONDONTWRITEBYTECODE  # else pytest rewrites the assertions of all modules at each start, which takes 10 s
 
@@ -25,6 +26,8 @@ test test-all test-long test-newest test-oldest: export PYTHONHASHSEED := 0
 test: $(VENV)/.installed lint
 	$(BIN)/python -m pytest $(IN_PARALLEL)
 
+# More than cores: its tests wait for other processes half of the time.
+test-all: PROCESSES := 3
 test-all: $(VENV)/.installed lint
 	$(call installed,/usr/sbin/iptables,iptables)
 	$(BIN)/python -m pytest $(IN_PARALLEL) -m "not long and not browser"
