@@ -132,6 +132,16 @@ def test_other_weights_have_another_fingerprint(sharded: Path) -> None:
     assert len(before) == len(after) == 16
 
 
+def test_tensors_that_have_changed_places_have_another_fingerprint(single: Path) -> None:
+    """Only the header of the file says which of the two norms is which."""
+    before, path = Checkpoint.open(single).revision, single / "model.safetensors"
+    one, other = (f'"model.layers.0.{norm}_layernorm.weight"'.encode() for norm in ("input", "post_attention"))
+    data = path.read_bytes()
+    assert data.count(one) == data.count(other) == 1
+    path.write_bytes(data.replace(one, b"<one>").replace(other, one).replace(b"<one>", other))
+    assert Checkpoint.open(single).revision != before
+
+
 def test_another_config_has_another_fingerprint(sharded: Path) -> None:
     before = Checkpoint.open(sharded).revision
     edit_json(sharded / "config.json", lambda config: config.update(rms_norm_eps=1e-3))
