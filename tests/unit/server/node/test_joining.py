@@ -177,3 +177,14 @@ def test_who_moves_is_discovered_at_the_new_address(monkeypatch: pytest.MonkeyPa
     membership.dht.at = moved = OWN.replace("tcp/1", "tcp/9")
     run(membership.restart_daemon())
     assert discovery.advertised == [[OWN], [moved]]
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "192.0.2.7"])
+def test_a_server_that_can_be_discovered_listens_where_it_is_told(host: str) -> None:
+    assert joining._host(ServerConfig(model="none", discover=True, host=host), [], []) == host
+
+
+def test_a_server_is_on_the_local_network_only_if_it_can_be_discovered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(joining, "lan_address", lambda: HOST)
+    assert joining._host(ServerConfig(model="none"), [], []) == "127.0.0.1"
+    assert joining._host(ServerConfig(model="none", discover=True), [], []) == HOST

@@ -124,6 +124,30 @@ def pushed(*entries: tuple[bytes, int], hidden: pb.Tensor = WHOLE) -> pb.PushBun
     return pb.PushBundle(steps=steps)
 
 
+def test_a_stream_ends_only_once_all_its_answers_were_sent() -> None:
+    """gRPC fails if a call ends in the middle of a message."""
+
+    async def scenario() -> None:
+        server, sent, may_send = Story(), [], asyncio.Event()
+
+        async def send(steps: list[pb.TakenStep]) -> None:
+            await may_send.wait()
+            sent.extend(steps)
+
+        outbox = Outbox[pb.TakenStep](send)
+        take = bundles.take_pushed(server.find, server.arrivals, lambda: None, outbox)
+        incoming = Incoming(_stream([pushed((KEY, 1), (KEY, 2))], outbox), server.arrivals)
+        serving = asyncio.ensure_future(bundles.serve(incoming, outbox, take, idle_timeout_s=60.0))
+        for _ in range(100):
+            await asyncio.sleep(0)
+        assert server.session.taken == [1, 2] and not serving.done()
+        may_send.set()
+        await serving
+        assert [step.number for step in sent] == [1, 2]
+
+    run(scenario())
+
+
 def test_a_session_that_is_not_there_is_lost_and_the_others_go_on() -> None:
     async def story() -> None:
         server = Story()

@@ -1,0 +1,75 @@
+"""Passes without a session are computed in pieces that do not hold up decoding."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable
+from contextlib import ExitStack
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from swarm_protocol.pb import swarm_pb2 as pb
+from swarm_protocol.span import Span
+from swarm_protocol.wire.block_input import BlockInput
+from swarm_protocol.wire.codec import decode, encode
+from swarm_protocol.wire.constants import WIRE_VERSION
+from swarm_server.core.counters import Counters
+from swarm_server.net.arrivals import Arrivals
+from swarm_server.net.incoming import Incoming
+from swarm_server.net.shares import Caller
+from swarm_server.net.validation import RequestValidator
+from swarm_server.rpc import passes
+from tests.unit.support import run
+
+CLIENT = Caller("client")
+
+
+class Blocks:
+    """They double their input. ``shapes``: of the pieces that they were given."""
+
+    def __init__(self) -> None:
+        self.shapes: list[tuple[int, ...]] = []
+
+    def forward(self, _blocks: Span, inputs: BlockInput, *_options: object) -> torch.Tensor:
+        self.shapes.append(tuple(inputs.hidden.shape[:2]))
+        return 2 * inputs.hidden
+
+
+@pytest.mark.parametrize(
+    ("batch_size", "num_tokens", "shapes"),
+    [
+        (5, 3, [(2, 3), (2, 3), (1, 3)]),
+        (4, 2, [(3, 2), (1, 2)]),
+        (7, 1, [(7, 1)]),
+        (2, 9, [(1, 9), (1, 9)]),  # a row cannot be cut
+    ],
+)
+def test_as_many_rows_at_a_time_as_a_step_may_have_positions(
+    batch_size: int, num_tokens: int, shapes: list[tuple[int, int]]
+) -> None:
+    hidden = torch.arange(2.0 * batch_size * num_tokens).view(batch_size, num_tokens, 2)
+    blocks = Blocks()
+
+    async def train(call: Callable[[], torch.Tensor], _client: Caller, _num_positions: int) -> torch.Tensor:
+        return call()
+
+    async def stream() -> AsyncIterator[Any]:
+        wire, _ = encode(hidden)
+        contract = pb.Contract(wire_version=WIRE_VERSION, model="model", revision="0", blocks=pb.Span(start=0, end=4))
+        yield pb.ForwardRequest(forward=pb.Forward(contract=contract, hidden=wire))
+
+    async def story() -> list[pb.TensorReply]:
+        services: Any = SimpleNamespace(
+            validator=RequestValidator("model", "0", Span(0, 4), 2, None, max_step_tokens=7),
+            engine=SimpleNamespace(stateless=blocks),
+            scheduler=SimpleNamespace(train=train),
+            counters=Counters(),
+        )
+        with ExitStack() as request:
+            return await passes.forward(services, CLIENT, Incoming(stream(), Arrivals()), request)
+
+    (reply,) = run(story())
+    assert blocks.shapes == shapes
+    assert torch.equal(decode(reply.output), 2 * hidden)

@@ -1,0 +1,84 @@
+"""Sessions of a server whose blocks are a formula: what they leave behind, and what follows a refused step."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from math import nan
+
+import torch
+
+from swarm_protocol.pb import swarm_pb2 as pb
+from swarm_protocol.span import Span
+from swarm_protocol.wire.codec import encode
+from swarm_protocol.wire.constants import WIRE_VERSION
+from swarm_server.net.arrivals import Arrivals
+from swarm_server.net.shares import Caller
+from swarm_server.sessions.reading import StepReader
+from swarm_server.sessions.sessions import HostedSession
+from tests.unit.simulation import MODEL, NUM_BLOCKS, REVISION, Net
+from tests.unit.virtual_time import run_virtually
+
+CLIENT = Caller("anna")
+
+
+class Story:
+    """A server with room for ten positions. ``replies``: all that it has said to its client."""
+
+    def __init__(self) -> None:
+        self.host = Net(random.Random(0)).start("server", Span(0, NUM_BLOCKS), capacity=10).host
+        self.replies: list[pb.SessionReply] = []
+        self._num_opened = 0
+
+    async def reply(self, replies: list[pb.SessionReply]) -> None:
+        self.replies += replies
+
+    async def open(self, reserve_tokens: int) -> HostedSession:
+        self._num_opened += 1
+        blocks = pb.Span(start=0, end=NUM_BLOCKS)
+        contract = pb.Contract(wire_version=WIRE_VERSION, model=MODEL, revision=REVISION, blocks=blocks)
+        key = self._num_opened.to_bytes(16, "big")
+        request = pb.Open(contract=contract, session_key=key, batch_size=1, reserve_tokens=reserve_tokens)
+        return await self.host.open(request, CLIENT, self.reply)
+
+    @property
+    def answers(self) -> list[tuple[str, int]]:
+        """What became of steps, with their numbers."""
+        kinds = [(reply.WhichOneof("kind"), reply) for reply in self.replies]
+        return [(kind, getattr(reply, kind).number) for kind, reply in kinds]
+
+
+def step(number: int, start: int, *values: float) -> pb.Step:
+    hidden, _ = encode(torch.tensor([values], dtype=torch.float32)[..., None])
+    return pb.Step(number=number, start_position=start, hidden=hidden)
+
+
+def test_what_builds_on_a_refused_step_is_ignored_until_that_step_comes_again() -> None:
+    """Who pushes steps is blamed for each refusal."""
+
+    async def scenario() -> None:
+        story = Story()
+        hosted = await story.open(4)
+        with StepReader(hosted, Arrivals(), one_refusal=True) as reader:
+            for each in (step(1, 0, nan), step(2, 1, 5.0), step(1, 0, 4.0), step(2, 1, 5.0)):
+                await reader.start(each)
+        assert story.answers == [("failure", 1), ("output", 1), ("output", 2)]
+        assert hosted.session.length == 2
+
+    run_virtually(scenario())
+
+
+def test_a_preempted_session_that_has_ended_does_not_keep_others_from_being_preempted() -> None:
+    async def scenario() -> None:
+        story = Story()
+        old, sizes = await story.open(4), (5, 6)
+        for size in sizes:  # each is one more than there is
+            young = await story.open(11 - size)
+            with StepReader(old, Arrivals()) as reader:
+                growing = asyncio.ensure_future(reader.start(step(size, 0, *range(size))))
+                await young.claim.until_preempted()
+                await story.host.end(young)
+                await growing
+        assert story.answers == [("output", size) for size in sizes]
+
+    run_virtually(scenario(), limit_s=60.0)
