@@ -161,6 +161,19 @@ def test_who_is_silent_is_dropped_before_the_deadline_of_stragglers() -> None:
     simulate(scenario)
 
 
+def test_a_peer_whose_calls_take_long_is_waited_for() -> None:
+    """For longer than ``straggler_s``."""
+
+    async def scenario() -> None:
+        *quick, slow = peers = await enter_all(World(), 3, target=200)
+        await all_done(start(peers, 1))  # from here on two of them are a quorum
+        tasks = [slow.spawn(slow.train(20.0, 1, 2)), *(peer.spawn(peer.train(0.5, 1, 2)) for peer in quick)]
+        await all_done(tasks)  # the batch is complete after 50 s, and the slow peer is back after 60
+        assert [peer.groups[2] for peer in peers] == [3, 3, 3] and slow.given[2] == 3
+
+    simulate(scenario)
+
+
 @pytest.mark.parametrize("half", [1, 2])
 def test_of_two_parts_of_a_network_at_most_one_goes_on(half: int) -> None:
     async def scenario() -> None:
