@@ -72,6 +72,18 @@ def test_what_is_very_old_is_waited_for() -> None:
     play(scenario)
 
 
+def test_what_is_forgotten_is_read_again_before_it_is_used() -> None:
+    async def scenario(scene: Scene) -> None:
+        await scene.following((0,))
+        scene.board.records[(0,)] = {holder("a"): {3}}
+        scene.directory.forget()
+        assert scene.directory.holder((0, 1)) is None
+        assert await scene.following((0,)) == {(0,): {3}}
+        assert scene.directory.holder((0, 3)) == holder("a")
+
+    play(scenario)
+
+
 def test_a_refresh_that_fails_does_no_harm() -> None:
     async def scenario(scene: Scene) -> None:
         await scene.following((0,))
