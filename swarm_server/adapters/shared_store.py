@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from swarm_protocol.errors import PeerBusy
-from swarm_server.net.shares import Caller, Shares
+from swarm_protocol.net.shares import Caller, Shares
 
 UNUSED_S = 120.0  # after which an entry that nobody uses is dropped
 

@@ -6,12 +6,12 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 from swarm_protocol.errors import CacheMiss, RequestRejected
+from swarm_protocol.net.shares import Caller
 from swarm_protocol.pb import swarm_pb2 as pb
 from swarm_protocol.wire.constants import MAX_ADAPTER_BYTES
 from swarm_protocol.wire.printable import printable
 from swarm_server.adapters.lora import PlacedAdapter
 from swarm_server.adapters.shared_store import UNUSED_S, SharedStore
-from swarm_server.net.shares import Caller
 
 CAPACITY_BYTES = MAX_ADAPTER_BYTES * 4 // 3  # one client's share has room for the largest
 

@@ -14,10 +14,10 @@ from typing import Any, Protocol, TypeVar
 import torch
 
 from swarm_protocol.errors import PeerBusy
+from swarm_protocol.net.shares import Caller, Shares
 from swarm_server.core.counters import Counters
 from swarm_server.engine.fair_queue import FairQueue
 from swarm_server.engine.session_state import Session, SessionStep
-from swarm_server.net.shares import Caller, Shares
 
 T = TypeVar("T")
 

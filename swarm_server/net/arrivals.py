@@ -7,9 +7,9 @@ from typing import Self
 import torch
 
 from swarm_protocol.errors import PeerBusy, RequestRejected
+from swarm_protocol.net.shares import Caller, Shares
 from swarm_protocol.wire.codec import Assembler
 from swarm_protocol.wire.constants import MIB, PART_BYTES
-from swarm_server.net.shares import Caller, Shares
 
 CAPACITY_BYTES = 768 * MIB  # a client's share has room for the two tensors of the largest backward pass
 STALL_TIMEOUT_S = 20.0

@@ -13,12 +13,12 @@ from typing import Any, TypeVar
 import grpc
 
 from swarm_protocol.errors import PeerBusy, PeerError, RequestRejected, SessionLost
+from swarm_protocol.net.shares import Caller
 from swarm_protocol.pb import swarm_pb2 as pb
 from swarm_protocol.wire.bundling import Outbox, may_be_bundled
 from swarm_protocol.wire.constants import MAX_BUNDLED, MAX_BUNDLED_BYTES, MIB
 from swarm_server.net.arrivals import Arrivals
 from swarm_server.net.incoming import Incoming, cancelled
-from swarm_server.net.shares import Caller
 from swarm_server.net.validation import require_key
 from swarm_server.sessions.reading import StepReader
 from swarm_server.sessions.sessions import HostedSession, Reply

@@ -11,6 +11,7 @@ from functools import partial
 import torch
 
 from swarm_protocol.errors import RequestRejected
+from swarm_protocol.net.shares import Caller
 from swarm_protocol.pb import swarm_pb2 as pb
 from swarm_protocol.span import Span
 from swarm_protocol.verification.statements import Signer
@@ -22,7 +23,6 @@ from swarm_server.adapters.lora import PlacedAdapter
 from swarm_server.adapters.store import Arriving
 from swarm_server.engine.engine import Engine
 from swarm_server.net.incoming import Incoming
-from swarm_server.net.shares import Caller
 from swarm_server.net.validation import RequestValidator, require_key
 from swarm_server.sessions.services import SpanServices
 from swarm_server.training.gradient_sums import require_summand

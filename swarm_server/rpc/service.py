@@ -14,6 +14,7 @@ import grpc
 from swarm_protocol.access.access_control import AccessControl
 from swarm_protocol.access.tokens import Role
 from swarm_protocol.errors import PeerBusy, PeerMoved, RequestRejected, SessionLost
+from swarm_protocol.net.shares import Caller, address_of
 from swarm_protocol.net.tls import peer_of, token_of
 from swarm_protocol.pb import swarm_pb2 as pb
 from swarm_protocol.pb.swarm_pb2_grpc import BlocksServicer
@@ -22,7 +23,6 @@ from swarm_protocol.wire.bundling import Outbox
 from swarm_protocol.wire.constants import MAX_ECHO_BYTES
 from swarm_server.net.arrivals import Arrivals, Reservation
 from swarm_server.net.incoming import Incoming
-from swarm_server.net.shares import Caller, address_of
 from swarm_server.rpc import bundles, passes
 from swarm_server.sessions.host import SessionManager
 from swarm_server.sessions.reading import StepReader, read_resent

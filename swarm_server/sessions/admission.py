@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from math import inf
 
 from swarm_protocol.errors import PeerBusy
+from swarm_protocol.net.shares import Caller, Shares
 from swarm_server.kv.kv_cache import CacheBudget, Lease, NoRoom
-from swarm_server.net.shares import Caller, Shares
 from swarm_server.sessions.pressure import FairShares, Held, Need
 
 _MOMENT_S = 1e-3

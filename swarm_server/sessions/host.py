@@ -9,9 +9,9 @@ from itertools import count
 from math import isfinite
 
 from swarm_protocol.errors import PeerBusy, PeerMoved, RequestRejected, SessionLost
+from swarm_protocol.net.shares import Caller
 from swarm_protocol.pb import swarm_pb2 as pb
 from swarm_protocol.wire.constants import FIRST_STEP
-from swarm_server.net.shares import Caller
 from swarm_server.net.validation import require_key
 from swarm_server.sessions.admission import Admission
 from swarm_server.sessions.preemption import Claim, Preemption

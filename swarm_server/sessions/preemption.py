@@ -7,8 +7,8 @@ import contextlib
 from collections.abc import Awaitable, Callable, Iterator
 from typing import TypeVar
 
+from swarm_protocol.net.shares import Caller
 from swarm_server.kv.kv_cache import Lease, NoRoom
-from swarm_server.net.shares import Caller
 from swarm_server.sessions.admission import Admission, Holder, choose_victims
 from swarm_server.sessions.pressure import Held, Need, Tenant, juniors_last, relief
 

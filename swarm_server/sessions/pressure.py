@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from swarm_server.net.shares import Caller
+from swarm_protocol.net.shares import Caller
 
 UNUSED_S = 1.5  # for which a session may keep a promise that it does not use, while others wait
 IDLE_S = 5.0  # for which it may keep more room than it uses

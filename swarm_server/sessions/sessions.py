@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from swarm_protocol.errors import PeerBusy, PeerError, RequestRejected
+from swarm_protocol.net.shares import Caller
 from swarm_protocol.pb import swarm_pb2 as pb
 from swarm_protocol.wire.block_input import BlockInput
 from swarm_protocol.wire.codec import Assembler, counts_on, encode, shown_shape, torch_dtype
@@ -20,7 +21,6 @@ from swarm_protocol.wire.status import number_of, status_of
 from swarm_server.engine.session_state import Crop, HistoryChange, RecordPast, Reorder, Session, SessionStep
 from swarm_server.kv.kv_transfer import Stored
 from swarm_server.net.push import Pusher
-from swarm_server.net.shares import Caller
 from swarm_server.sessions.preemption import Claim, Preemption, now_s
 from swarm_server.sessions.replicator import Replicator
 from swarm_server.sessions.services import SpanServices

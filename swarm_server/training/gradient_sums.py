@@ -11,11 +11,11 @@ from dataclasses import dataclass, field
 import torch
 
 from swarm_protocol.errors import CacheMiss, PeerBusy, RequestRejected
+from swarm_protocol.net.shares import Caller
 from swarm_protocol.pb import swarm_pb2 as pb
 from swarm_protocol.span import Span
 from swarm_protocol.wire.constants import MAX_SUMMANDS
 from swarm_server.adapters.shared_store import SharedStore
-from swarm_server.net.shares import Caller
 from swarm_server.net.validation import require_key
 
 _SHARE = 4  # a sum may have one part in so many of a client's share: adapters, old and new, need room beside it

@@ -13,12 +13,12 @@ from functools import partial
 from swarm_protocol.dht.notices.accusations import Accusations
 from swarm_protocol.dht.records import ServerRecord, short_id
 from swarm_protocol.errors import RequestRejected, SwarmError
+from swarm_protocol.net.shares import Caller
 from swarm_protocol.pb import swarm_pb2 as pb
 from swarm_protocol.verification.comparison import Kind
 from swarm_protocol.verification.evidence import Evidence
 from swarm_protocol.verification.statements import SKETCH_POSITIONS
 from swarm_protocol.wire.printable import printable
-from swarm_server.net.shares import Caller
 from swarm_server.sessions.services import SpanServices
 from swarm_server.verification.liars import Liars
 

@@ -8,12 +8,12 @@ from contextlib import ExitStack
 import pytest
 
 from swarm_protocol.errors import CacheMiss, PeerBusy, RequestRejected
+from swarm_protocol.net.shares import Caller
 from swarm_protocol.pb import swarm_pb2 as pb
 from swarm_protocol.wire.adapters import Adapter
 from swarm_server.adapters.lora import PlacedAdapter
 from swarm_server.adapters.shared_store import SharedStore
 from swarm_server.adapters.store import AdapterStore, Arriving
-from swarm_server.net.shares import Caller
 from tests.unit.support import run, until
 
 SIZE = 100

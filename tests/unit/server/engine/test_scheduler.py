@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from swarm_protocol.errors import PeerBusy, RequestRejected
+from swarm_protocol.net.shares import Caller, Shares
 from swarm_protocol.wire.block_input import BlockInput
 from swarm_server.engine.scheduler import Scheduler
 from swarm_server.engine.session_state import SessionStep
-from swarm_server.net.shares import Caller, Shares
 from tests.unit.support import TIMEOUT_S, run, until
 
 TRAINING = 8  # passes that may be there

@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from swarm_protocol.errors import PeerBusy, RequestRejected, SessionLost
+from swarm_protocol.net.shares import Caller
 from swarm_protocol.pb import swarm_pb2 as pb
 from swarm_protocol.wire.codec import Assembler, encode
 from swarm_protocol.wire.constants import MIB, PART_BYTES
 from swarm_server.net.arrivals import Arrivals, ArrivingTensor, Reservation
 from swarm_server.net.incoming import Incoming
-from swarm_server.net.shares import Caller
 from tests.unit.virtual_time import run_virtually
 
 LINE_BYTES_PER_S = 125_000  # 1 Mbit/s

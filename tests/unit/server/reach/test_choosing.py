@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from swarm_protocol.dht.claims import hosts_of
+from swarm_protocol.net.shares import address_of
 from swarm_server.core.config import ServerConfig
-from swarm_server.net.shares import address_of
 from swarm_server.reach import own_addresses
 from swarm_server.reach.choosing import MOST_ASKED, best, candidates, is_unreachable, serves_others
 from swarm_server.reach.own_addresses import OwnAddresses

@@ -11,13 +11,13 @@ import pytest
 import torch
 
 from swarm_protocol.errors import RequestRejected, SessionLost
+from swarm_protocol.net.shares import Caller
 from swarm_protocol.pb import swarm_pb2 as pb
 from swarm_protocol.wire.bundling import Outbox
 from swarm_protocol.wire.codec import Assembler, encode
 from swarm_protocol.wire.constants import MAX_BUNDLED, MAX_BUNDLED_BYTES
 from swarm_server.net.arrivals import Arrivals
 from swarm_server.net.incoming import Incoming
-from swarm_server.net.shares import Caller
 from swarm_server.rpc import bundles
 from tests.unit.support import run
 

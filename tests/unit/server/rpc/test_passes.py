@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from swarm_protocol.net.shares import Caller
 from swarm_protocol.pb import swarm_pb2 as pb
 from swarm_protocol.span import Span
 from swarm_protocol.wire.block_input import BlockInput
@@ -18,7 +19,6 @@ from swarm_protocol.wire.constants import WIRE_VERSION
 from swarm_server.core.counters import Counters
 from swarm_server.net.arrivals import Arrivals
 from swarm_server.net.incoming import Incoming
-from swarm_server.net.shares import Caller
 from swarm_server.net.validation import RequestValidator
 from swarm_server.rpc import passes
 from tests.unit.support import run

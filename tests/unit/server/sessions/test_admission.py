@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from swarm_protocol.errors import PeerBusy, PeerMoved
+from swarm_protocol.net.shares import Caller
 from swarm_server.kv.kv_cache import CacheBudget, NoRoom
-from swarm_server.net.shares import Caller
 from swarm_server.sessions.admission import Admission, Applicant, Holder, RoomQueue, choose_victims
 from tests.unit.virtual_time import run_virtually
 

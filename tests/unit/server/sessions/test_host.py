@@ -8,12 +8,12 @@ from math import nan
 
 import torch
 
+from swarm_protocol.net.shares import Caller
 from swarm_protocol.pb import swarm_pb2 as pb
 from swarm_protocol.span import Span
 from swarm_protocol.wire.codec import encode
 from swarm_protocol.wire.constants import WIRE_VERSION
 from swarm_server.net.arrivals import Arrivals
-from swarm_server.net.shares import Caller
 from swarm_server.sessions.reading import StepReader
 from swarm_server.sessions.sessions import HostedSession
 from tests.unit.simulation import MODEL, NUM_BLOCKS, REVISION, Net

@@ -9,8 +9,8 @@ from functools import partial
 import pytest
 
 from swarm_protocol.errors import PeerBusy
+from swarm_protocol.net.shares import Caller
 from swarm_server.kv.kv_cache import CacheBudget, NoRoom
-from swarm_server.net.shares import Caller
 from swarm_server.sessions.admission import Admission
 from swarm_server.sessions.preemption import Claim, Preemption
 from tests.unit.support import run

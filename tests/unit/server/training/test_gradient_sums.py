@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from swarm_protocol.errors import CacheMiss
+from swarm_protocol.net.shares import Caller
 from swarm_protocol.pb import swarm_pb2 as pb
 from swarm_protocol.span import Span
 from swarm_server.adapters.shared_store import SharedStore
-from swarm_server.net.shares import Caller
 from swarm_server.training.gradient_sums import GradientSums
 from tests.unit.support import run, until
 

@@ -12,12 +12,12 @@ import torch
 from swarm_protocol.dht.records import ServerRecord
 from swarm_protocol.errors import RequestRejected
 from swarm_protocol.net.identity import Identity
+from swarm_protocol.net.shares import Caller
 from swarm_protocol.pb import swarm_pb2 as pb
 from swarm_protocol.span import Span
 from swarm_protocol.verification.evidence import LASTS_S, new_seed, probe
 from swarm_protocol.verification.statements import Signer
 from swarm_protocol.wire.block_input import BlockInput
-from swarm_server.net.shares import Caller
 from swarm_server.verification.judge import Judge
 from swarm_server.verification.liars import Liars
 from tests.unit.support import run, server_record
