@@ -28,20 +28,28 @@ class Caller:
     address: str = ""
 
 
+def address_at(host: str) -> str:
+    """Return the ``address`` of a caller at this IP address.
+
+    It is empty for what is no IP address, and for this machine itself: proxies bring everybody by the same address.
+    """
+    address = parse_host(host)
+    return "" if address is None or address.is_loopback else customer_of(address)
+
+
 def address_of(peer: str, origins: Mapping[tuple[str, int], str] = _NO_ORIGINS) -> str:
     """The ``address`` of a caller, given gRPC's name for the other end, such as ``ipv4:192.0.2.1:5000``.
 
-    Empty for this machine itself: proxies bring everybody by the same address. ``origins``: where those of this machine
-    come from that are ends of tunnels, by address and port.
+    See ``address_at``. ``origins``: where those of this machine that are ends of tunnels come from, by address and
+    port.
     """
     kind, _, rest = peer.partition(":")
     if kind not in ("ipv4", "ipv6"):
         return ""
     host, _, port = unquote(rest).rpartition(":")
-    address = parse_host(host)
-    if port.isdecimal() and (origin := origins.get((str(address), int(port)))) is not None:
-        address = parse_host(origin)
-    return "" if address is None or address.is_loopback else customer_of(address)
+    if port.isdecimal():
+        host = origins.get((str(parse_host(host)), int(port)), host)
+    return address_at(host)
 
 
 class Shares:

@@ -3,44 +3,44 @@
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from math import inf
 
 from swarm_protocol.errors import PeerBusy
+from swarm_protocol.net.shares import Caller, Shares
 
 _BURST_S = 0.5  # of the budget that may pass at once after a silence
 
 
 class Places:
-    """So many at a time, and of one peer so many."""
+    """So many at a time, and of one peer so many; all identities at one address together leave room for others."""
 
     def __init__(self, what: str, most: int, most_of_one: int) -> None:
         self._what, self._most, self._most_of_one = what, most, most_of_one
-        self._taken: Counter[str] = Counter()
+        self._shares = Shares(most, minimum=1)
 
     @property
     def num_taken(self) -> int:
-        return self._taken.total()
+        return self._shares.used
 
-    def has_room(self, peer_id: str) -> bool:
-        return self.num_taken < self._most and self._taken[peer_id] < self._most_of_one
+    def has_room(self, caller: Caller) -> bool:
+        return self._shares.held(caller) < self._most_of_one and self._shares.fits(caller, 1)
 
     @contextmanager
-    def taken(self, peer_id: str) -> Iterator[None]:
-        """Raises PeerBusy if there is none left."""
+    def taken(self, caller: Caller) -> Iterator[None]:
+        """Raises PeerBusy if there is none left for the caller."""
         if self.num_taken >= self._most:
             raise PeerBusy(f"there are {self._most} {self._what} already")
-        if self._taken[peer_id] >= self._most_of_one:
+        if self._shares.held(caller) >= self._most_of_one:
             raise PeerBusy(f"this peer has {self._most_of_one} {self._what} already")
-        self._taken[peer_id] += 1
+        if not self._shares.fits(caller, 1):
+            raise PeerBusy(f"this peer, or all at its address, have their share of {self._most} {self._what} already")
+        self._shares.add(caller, 1)
         try:
             yield
         finally:
-            self._taken[peer_id] -= 1
-            if not self._taken[peer_id]:
-                del self._taken[peer_id]
+            self._shares.add(caller, -1)
 
 
 class Budget:

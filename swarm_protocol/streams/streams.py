@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 from swarm_protocol.errors import PeerUnavailable, SwarmError
 from swarm_protocol.net.hivemind_parts import P2P, ControlFailure, Multiaddr, P2PDaemonError, PeerID
+from swarm_protocol.net.shares import Caller, address_at
 from swarm_protocol.wire.printable import printable
 
 OPEN_TIMEOUT_S = 5.0
@@ -30,6 +31,10 @@ class Stream:
     host: str
     reader: asyncio.StreamReader
     writer: asyncio.StreamWriter
+
+    @property
+    def caller(self) -> Caller:
+        return Caller(self.peer_id, address_at(self.host))
 
     def close(self) -> None:
         """What was written is still sent, if the other end takes it soon."""

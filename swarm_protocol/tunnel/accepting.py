@@ -8,6 +8,7 @@ from collections.abc import Callable, MutableMapping
 
 from swarm_protocol.dht.records import short_id
 from swarm_protocol.errors import PeerBusy
+from swarm_protocol.net.shares import Caller, address_at
 from swarm_protocol.pb import tunnel_pb2 as pb
 from swarm_protocol.streams.frames import read_message, read_run, write_message
 from swarm_protocol.streams.limits import Places
@@ -51,14 +52,14 @@ class Acceptor:
         caller = request.caller if is_relayed else stream.peer_id
         caller_host = request.caller_host if is_relayed else stream.host
         try:
-            with self._places.taken(caller):
-                may_punch = is_relayed and caller_host != own_host and self._punching.has_room(stream.peer_id)
+            with self._places.taken(Caller(caller, address_at(caller_host))):
+                may_punch = is_relayed and caller_host != own_host and self._punching.has_room(stream.caller)
                 met = partner(caller_host, request.port, stream.host) if may_punch else None
                 hole = hole_beside(stream.host) if met is not None else None
                 if met is None or hole is None:
                     await self._pipe(stream, caller_host, is_asked=True)
                     return
-                with hole, self._punching.taken(stream.peer_id):
+                with hole, self._punching.taken(stream.caller):
                     await write_message(stream.writer, pb.Opened(host=own_host, port=hole.port))
                     await asyncio.wait_for(read_run(stream.reader), HELLO_TIMEOUT_S)
                     direct = await hole.through(caller, *met)

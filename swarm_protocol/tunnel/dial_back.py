@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections.abc import Sequence
+from itertools import chain, islice, zip_longest
 
 from swarm_protocol.dht.addresses import connects
 from swarm_protocol.errors import BadReply, PeerBusy, SwarmError
+from swarm_protocol.net.hosts import host_port
 from swarm_protocol.net.ip_networks import parse_host
 from swarm_protocol.pb import tunnel_pb2 as pb
 from swarm_protocol.streams.frames import read_message, write_message
@@ -26,16 +28,24 @@ async def serve_dial_back(streams: Streams) -> None:
 
 
 async def ask_dial_back(streams: Streams, peer: str, addresses: Sequence[str]) -> pb.DialedBack | None:
-    """What a peer, given by multiaddr or id, says of these ``HOST:PORT``; None if it does not say."""
+    """Return what a peer, given by multiaddr or id, says of these ``HOST:PORT``; None if it does not say.
+
+    Names are looked up here: no peer looks up the names of strangers.
+    """
+    asked = await _by_ip(addresses)
+    if not asked:
+        return None
     try:
         stream = await streams.open(peer, DIAL_BACK)
         try:
-            await write_message(stream.writer, pb.DialBack(addresses=addresses[:_MAX_ADDRESSES]))
-            return await read_message(stream.reader, pb.DialedBack, HELLO_TIMEOUT_S)
+            await write_message(stream.writer, pb.DialBack(addresses=list(asked)))
+            answer = await read_message(stream.reader, pb.DialedBack, HELLO_TIMEOUT_S)
         finally:
             stream.close()
     except (SwarmError, OSError):
         return None
+    reached = {asked[address] for address in answer.reached if address in asked}
+    return pb.DialedBack(reached=[address for address in addresses if address in reached], host=answer.host)
 
 
 async def _answer(stream: Stream) -> None:
@@ -43,7 +53,7 @@ async def _answer(stream: Stream) -> None:
     if len(request.addresses) > _MAX_ADDRESSES:
         raise BadReply(f"{len(request.addresses)} addresses are to be dialled: expected at most {_MAX_ADDRESSES}")
     try:
-        with _places.taken(stream.peer_id):
+        with _places.taken(stream.caller):
             tried = await asyncio.gather(*(_is_reached(address, stream.host) for address in request.addresses))
     except PeerBusy:
         return  # no answer is no news
@@ -51,9 +61,21 @@ async def _answer(stream: Stream) -> None:
     await write_message(stream.writer, pb.DialedBack(reached=reached, host=stream.host))
 
 
+async def _by_ip(addresses: Sequence[str]) -> dict[str, str]:
+    """Return addresses by ``IP:PORT``: the first IP address of each, then the second, as many as are tried."""
+    found: list[list[tuple[str, str]]] = []
+    for address in addresses:
+        host, _, port = address.rpartition(":")
+        ips = sorted(await ips_of(host.strip("[]")))
+        found.append([(host_port(ip, int(port)), address) for ip in ips])
+    in_turn = chain.from_iterable(zip_longest(*found))
+    return dict(islice((pair for pair in in_turn if pair is not None), _MAX_ADDRESSES))
+
+
 async def _is_reached(address: str, from_host: str) -> bool:
     host, _, port = address.rpartition(":")
-    if not port.isdecimal() or not 0 < int(port) < 65536 or from_host not in await ips_of(host.strip("[]")):
+    ip = parse_host(host)
+    if not port.isdecimal() or not 0 < int(port) < 65536 or ip is None or str(ip) != from_host:
         return False
     return await connects(from_host, int(port))
 

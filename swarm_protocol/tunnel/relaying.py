@@ -23,6 +23,7 @@ from swarm_protocol.wire.printable import printable
 RELAY, RESERVE = "/swarm/relay/1", "/swarm/reserve/1"
 _LATE = 3.0  # times the pause between two signs of life, after which a server is taken for gone
 _MAX_PAUSE_S = 300.0
+_RESERVATIONS_OF_ONE = 2  # the one before may not have ended yet
 _logger = logging.getLogger(__name__)
 
 
@@ -52,6 +53,7 @@ class Relay:
 
     def __post_init__(self) -> None:
         self.budget = Budget(self.limits.bytes_per_s or inf)
+        self._reservations = Places("servers behind this relay", self.limits.servers, _RESERVATIONS_OF_ONE)
         self._places = Places("tunnels through this relay", self.limits.tunnels, self.limits.tunnels_of_caller)
 
     @property
@@ -66,21 +68,23 @@ class Relay:
         request = await read_message(stream.reader, pb.Reserve, HELLO_TIMEOUT_S)
         try:
             self._require(Role.SERVER, request.member, stream)
-            if len(self._servers) >= self.limits.servers and stream.peer_id not in self._servers:
-                raise PeerBusy(f"this relay has {self.limits.servers} servers already")
+            if stream.peer_id in self._servers:  # the server has lost that connection; it asks again by a new one
+                self._servers.pop(stream.peer_id).abort()
+                self._cut(stream.peer_id)
+                await self.streams.disconnect(stream.peer_id)
+                return
+            with self._reservations.taken(stream.caller):
+                await self._keep(stream, request.keepalive_s)
         except (AccessDenied, PeerError) as error:
             await write_message(stream.writer, pb.Reserved(refusal=str(error)))
-            return
-        if stream.peer_id in self._servers:  # the server has lost that connection; it asks again by a new one
-            self._servers.pop(stream.peer_id).abort()
-            self._cut(stream.peer_id)
-            await self.streams.disconnect(stream.peer_id)
-            return
+
+    async def _keep(self, stream: Stream, keepalive_s: float) -> None:
+        """Relay for a server as long as it gives signs of life."""
         self._servers[stream.peer_id] = stream
         _logger.info("relaying for server %s", printable(stream.peer_id[-6:]))
         try:
             await write_message(stream.writer, pb.Reserved(host=stream.host))
-            pause_s = min(max(request.keepalive_s, 1.0), _MAX_PAUSE_S)
+            pause_s = min(max(keepalive_s, 1.0), _MAX_PAUSE_S)
             while self.offers and (sign := await asyncio.wait_for(stream.reader.read(1), _LATE * pause_s)):
                 await write(stream.writer, sign)
         except TimeoutError:
@@ -98,7 +102,7 @@ class Relay:
             self._require(Role.CLIENT, request.member, stream)
             if request.target not in self._servers:
                 raise PeerBusy("this relay has no such server")
-            with self._places.taken(stream.peer_id):
+            with self._places.taken(stream.caller):
                 server = await self.streams.open(request.target, TUNNEL)
                 opening = pb.Open(
                     target=request.target, caller=stream.peer_id, caller_host=stream.host, port=request.port

@@ -44,4 +44,9 @@ _KEEPALIVE = [
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
 ]
 CLIENT_OPTIONS = [*_KEEPALIVE, ("grpc.use_local_subchannel_pool", 1), ("grpc.enable_retries", 0)]
-SERVER_OPTIONS = [*_KEEPALIVE, ("grpc.http2.min_ping_interval_without_data_ms", 5_000), ("grpc.so_reuseport", 0)]
+SERVER_OPTIONS = [
+    *_KEEPALIVE,
+    ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
+    ("grpc.server_handshake_timeout_ms", 10_000),  # 120 s without: a connection costs a stranger nothing before TLS
+    ("grpc.so_reuseport", 0),
+]

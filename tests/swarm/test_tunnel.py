@@ -141,7 +141,7 @@ def test_a_relay_refuses_and_says_why():
             with pytest.raises(PeerUnavailable, match="no such server"):
                 await open_tunnel(client, net.circuit, NOBODY)
             reservation = await reserve(server, net.relay_address, NOBODY, KEEPALIVE_S)
-            with pytest.raises(PeerBusy, match="has 1 servers already"):
+            with pytest.raises(PeerBusy, match="there are 1 servers behind this relay already"):
                 await reserve(client, net.relay_address, NOBODY, KEEPALIVE_S)
             stream = await open_tunnel(client, net.circuit, NOBODY)
             with pytest.raises(PeerUnavailable, match="this peer has 1 tunnels through this relay already"):

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
 
 import pytest
 
 from swarm_protocol.net.hosts import host_port
 from swarm_protocol.net.tls import Certificate, ClientCredentials, pinned_channel
+from swarm_protocol.rpc import serving
 from swarm_protocol.rpc.serving import start_server
+from swarm_protocol.wire.constants import SERVER_OPTIONS
 from tests.unit.identities import identity
 from tests.unit.support import run
 
@@ -36,5 +39,22 @@ def test_an_address_of_another_machine_is_refused_with_a_sentence() -> None:
     async def story() -> None:
         with pytest.raises(ValueError, match=r"cannot listen on \[2001:db8::1\]:7: expected a free port"):
             await start_server(lambda _: None, Certificate.generate(), "2001:db8::1", 7)
+
+    run(story())
+
+
+def test_connections_that_never_begin_tls_are_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    timeout = "grpc.server_handshake_timeout_ms"
+    assert dict(SERVER_OPTIONS)[timeout] <= 15_000
+    options = [(name, 20 if name == timeout else value) for name, value in SERVER_OPTIONS]
+    monkeypatch.setattr(serving, "SERVER_OPTIONS", options)
+
+    async def story() -> None:
+        server, port = await start_server(lambda _: None, Certificate.generate(), "127.0.0.1", 0)
+        silent = [await asyncio.open_connection("127.0.0.1", port) for _ in range(20)]
+        assert await asyncio.gather(*(reader.read() for reader, _ in silent)) == [b""] * 20
+        for _, writer in silent:
+            writer.close()
+        await server.stop(None)
 
     run(story())

@@ -104,6 +104,35 @@ def test_a_server_that_reserves_again_has_lost_its_tunnels_and_the_callers_notic
     run(scenario())
 
 
+def test_identities_at_one_address_do_not_take_all_reservations_of_a_relay() -> None:
+    async def scenario() -> None:
+        streams = MemoryStreams()
+        relay = Relay(streams, RelayLimits(servers=64))
+        await relay.start()
+        held: list[tuple[Stream, asyncio.Task[None]]] = []
+
+        async def refusal(peer_id: str, host: str) -> str:
+            stream, writer = stream_of(peer_id, host)
+            stream.reader.feed_data(framed(pb.Reserve(keepalive_s=300.0).SerializeToString()))
+            held.append((stream, asyncio.ensure_future(streams.handlers[RESERVE](stream))))
+            return (await read_message(writer.written, pb.Reserved, HELLO_TIMEOUT_S)).refusal
+
+        refusals = [await refusal(f"sybil {number}", f"2001:db8::{number:x}") for number in range(64)]
+        assert refusals.count("") == 56  # 7/8
+        assert (
+            refusals[-1] == "this peer, or all at its address, have their share of 64 servers behind this relay already"
+        )
+        assert await refusal("honest", "192.0.2.2") == ""
+        for stream, _ in held:
+            stream.abort()
+        await asyncio.gather(*(serving for _, serving in held))
+        assert await refusal("sybil again", "2001:db8::1") == ""
+        held[-1][0].abort()
+        await held[-1][1]
+
+    run(scenario())
+
+
 def test_a_caller_to_whom_no_port_can_be_opened_is_served_through_the_relay(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whether the address of the caller could be met, or not."""
     monkeypatch.setattr(accepting, "hole_beside", lambda _relay_host: None)

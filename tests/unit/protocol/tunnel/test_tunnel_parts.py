@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from contextlib import ExitStack
 
 import pytest
 
@@ -12,6 +13,7 @@ from swarm_protocol.access.organiser import OrganiserKey
 from swarm_protocol.access.tokens import Grant, Role
 from swarm_protocol.errors import AccessDenied, BadReply, PeerBusy, PeerUnavailable
 from swarm_protocol.net.identity import Identity
+from swarm_protocol.net.shares import Caller
 from swarm_protocol.net.tls import ClientCredentials
 from swarm_protocol.pb import tunnel_pb2 as pb
 from swarm_protocol.streams.frames import MAX_RUN_BYTES, framed, read_message, read_run
@@ -53,12 +55,25 @@ def test_a_server_whose_own_daemon_takes_tunnels_has_no_relay():
 
 
 def test_places_end_for_one_peer_before_they_end_for_all():
-    places = Places("tunnels", most=3, most_of_one=2)
-    with places.taken("anna"), places.taken("anna"):
-        with pytest.raises(PeerBusy, match="this peer has 2 tunnels already"), places.taken("anna"):
+    places, anna, bert = Places("tunnels", most=3, most_of_one=2), Caller("anna"), Caller("bert")
+    with places.taken(anna), places.taken(anna):
+        assert not places.has_room(anna) and places.has_room(bert)
+        with pytest.raises(PeerBusy, match="this peer has 2 tunnels already"), places.taken(anna):
             pass
-        with places.taken("bert"), pytest.raises(PeerBusy, match="there are 3 tunnels already"), places.taken("carl"):
+        with places.taken(bert), pytest.raises(PeerBusy, match="there are 3 tunnels already"), places.taken(anna):
             pass
+    assert places.num_taken == 0
+
+
+def test_all_identities_at_one_address_leave_places_for_others():
+    places = Places("tunnels", most=64, most_of_one=4)
+    with ExitStack() as held:
+        with pytest.raises(PeerBusy, match="all at its address, have their share of 64 tunnels already"):
+            for number in range(64):
+                held.enter_context(places.taken(Caller(f"sybil {number}", "192.0.2.1")))
+        assert places.num_taken == 56  # 7/8
+        with places.taken(Caller("honest", "192.0.2.2")):
+            assert places.num_taken == 57
     assert places.num_taken == 0
 
 
