@@ -57,6 +57,7 @@ def checked_config(model: RemoteModelMixin, request: Request) -> GenerationConfi
     config.max_length = total
     if config.min_new_tokens is not None:
         config.min_length = len(request.prompt) + config.min_new_tokens
+    config.eos_token_id = config.eos_token_id or None  # of an empty list, from which padding cannot be taken
     stock._prepare_special_tokens(config, True, device="cpu")
     return config  # type: ignore[no-any-return]
 

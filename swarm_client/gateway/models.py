@@ -58,11 +58,15 @@ class ServedModel:
 
     @cached_property
     def grammars(self) -> GrammarCompiler:
-        ends = self.generation_config.eos_token_id
-        ends = self.tokenizer.eos_token_id if ends is None else ends
-        return GrammarCompiler(
-            self.tokenizer, self.vocab_size, ends if isinstance(ends, list) else [] if ends is None else [ends]
-        )
+        own = self.tokenizer.eos_token_id
+        ends = end_ids(self.generation_config) or ([] if own is None else [own])
+        return GrammarCompiler(self.tokenizer, self.vocab_size, ends)
+
+
+def end_ids(config: GenerationConfig) -> list[int]:
+    """Return the tokens with which a generation ends."""
+    ends = config.eos_token_id
+    return list(ends) if isinstance(ends, list) else [] if ends is None else [ends]
 
 
 class ClosableBatcher(Batcher, Protocol):

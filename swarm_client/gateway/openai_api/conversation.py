@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -10,21 +11,27 @@ from transformers import PreTrainedTokenizerBase
 from swarm_client.gateway.admission import ApiError
 from swarm_client.gateway.grammars.compiler import Grammar
 from swarm_client.gateway.models import ServedModel
+from swarm_client.gateway.openai_api.parts import NamedTool
 from swarm_client.gateway.openai_api.requests import ChatRequest
 from swarm_client.gateway.openai_api.tools import CallReader, calls_grammar, format_of, region_of
 from swarm_client.generation.templates import render
 
 _ANY_OBJECT: dict[str, Any] = {"type": "object"}
+# Arguments of the rendering itself. Only ``documents`` is also a variable of templates.
+_NO_VARIABLES = {*inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters, "messages"} - {"documents"}
 
 
 def conversation_text(asked: ChatRequest, tokenizer: PreTrainedTokenizerBase) -> str:
     """Raises ApiError if the model's chat template refuses the messages, or leaves out tools or their calls."""
+    if taken := sorted(asked.chat_template_kwargs.keys() & _NO_VARIABLES):
+        message = f"chat_template_kwargs.{taken[0]} is not supported: expected variables of the chat template"
+        raise ApiError(400, message, param="chat_template_kwargs", code="unsupported_parameter")
     turns = [message.as_turn() for message in asked.messages]
     offered = [{"type": "function", "function": tool.model_dump(exclude_none=True)} for tool in asked.offered_tools]
 
     def text(turns: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]) -> str:
         try:
-            return render(tokenizer, turns, tools or None)
+            return render(tokenizer, turns, tools or None, asked.template_options)
         except ValueError as error:
             raise ApiError(400, str(error), param="messages") from None
 
@@ -62,18 +69,19 @@ def call_reader(asked: ChatRequest, model: ServedModel) -> CallReader | None:
 
 def grammar_of(asked: ChatRequest, model: ServedModel) -> Grammar | None:
     """What the answer must follow; None: nothing. Raises ApiError if that cannot be."""
-    if asked.answer_schema is not None:
-        return model.grammars.compile("start: answer", {"answer": asked.answer_schema}, "response_format")
-    if not asked.required_tools:
-        return None
+    answers = {} if asked.answer_schema is None or asked.must_call else {"answer": asked.answer_schema}
+    if not asked.must_call and not (answers and asked.callable_tools):
+        return model.grammars.compile("start: answer", answers, "response_format") if answers else None
     written = format_of(str(model.tokenizer.chat_template or ""))
     if written is None:
-        raise _unknown_calls("tool_choice")
-    arguments = {tool.name: f"arguments{number}" for number, tool in enumerate(asked.required_tools)}
-    schemas = {arguments[tool.name]: tool.parameters or _ANY_OBJECT for tool in asked.required_tools}
-    several = asked.parallel_tool_calls and asked.tool_choice == "required"
+        raise _unknown_calls("tool_choice" if asked.must_call else "response_format with tools")
+    tools = asked.callable_tools
+    arguments = {tool.name: f"arguments{number}" for number, tool in enumerate(tools)}
+    schemas = {arguments[tool.name]: tool.parameters or _ANY_OBJECT for tool in tools}
+    several = asked.parallel_tool_calls and not isinstance(asked.tool_choice, NamedTool)
     rules = calls_grammar(written, arguments, several=several, compiler=model.grammars)
-    return model.grammars.compile(rules, schemas, "tools")
+    start = "start: answer | calls" if answers else "start: calls"
+    return model.grammars.compile(f"{start}\n{rules}", answers | schemas, "tools")
 
 
 def _unknown_calls(param: str) -> ApiError:

@@ -83,7 +83,8 @@ async def _generated(
             yield as_json(form.whole(found, len(requests), usage(num_prompt, work.num_generated)))
             return
         async for item in items:
-            yield event(form.chunk(item))
+            so_far = {"usage": usage(num_prompt, work.num_generated)} if asked.wants_usage_always else {}
+            yield event(form.chunk(item) | so_far)
     if asked.wants_usage:
         yield event(form.last_chunk(usage(num_prompt, work.num_generated)))
     yield _DONE

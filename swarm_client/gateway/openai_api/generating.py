@@ -14,7 +14,7 @@ from swarm_client.core.events import Event
 from swarm_client.gateway.admission import Place
 from swarm_client.gateway.http import end_tasks
 from swarm_client.gateway.metrics import Metrics, TokenTimes
-from swarm_client.gateway.models import ServedModel
+from swarm_client.gateway.models import ServedModel, end_ids
 from swarm_client.gateway.openai_api.tools import CallReader, ToolCall
 from swarm_client.generation.text_stream import StopStrings, TextStream
 
@@ -61,7 +61,7 @@ class _Writer:
         # Some of what tells a call is special tokens.
         self._text = TextStream(model.tokenizer, request.prompt, with_special=calls is not None)
         self._stops = StopStrings(stop)
-        self._ends = _end_tokens(request)
+        self._ends = frozenset(end_ids(request.config))
         self._with_tokens = request.num_logprobs is not None
         self._num_decoded = self._num_sent = 0  # characters
         self._held: list[SaidToken] = []
@@ -104,11 +104,6 @@ class _Writer:
         said = [token for token in self._held if is_whole or token.offset < self._num_sent]
         self._held = self._held[len(said) :]
         return Delta(self._choice, text, tuple(said), finish, tuple(found))
-
-
-def _end_tokens(request: Request) -> frozenset[int]:
-    ends = request.config.eos_token_id
-    return frozenset(ends if isinstance(ends, list) else [] if ends is None else [ends])
 
 
 @dataclass

@@ -23,6 +23,7 @@ def _unsupported(name: str, values: tuple[Any, ...]) -> ApiError:
 _MESSAGE: dict[str, Values] = {  # clients send answers back as they came
     "annotations": ([],),
     "audio": (),
+    "cache_control": None,
     "function_call": (),
     "refusal": (),
 }
@@ -49,7 +50,7 @@ def _joined(content: Any) -> Any:
         kind = part.get("type") if isinstance(part, dict) else None
         if kind != "text":
             raise ApiError(400, f"content of type {kind!r} is not supported: expected text", param="messages")
-        if set(part) != {"type", "text"} or not isinstance(part["text"], str):
+        if part.keys() - {"cache_control"} != {"type", "text"} or not isinstance(part["text"], str):
             raise ApiError(400, 'a part of content is not {"type": "text", "text": "…"}', param="messages")
     return "".join(part["text"] for part in content)
 
@@ -77,6 +78,7 @@ class Message(BaseModel):
     tool_calls: list[Call] = []
     tool_call_id: str | None = None
     name: str | None = None
+    reasoning_content: str | None = None  # as servers of reasoning models give it, and clients send it back
 
     @model_validator(mode="before")
     @classmethod
@@ -87,10 +89,6 @@ class Message(BaseModel):
     def _fields_of_its_role(self) -> Message:
         if self.tool_calls and self.role != "assistant":
             raise ValueError("tool_calls are an assistant's")
-        if self.name is not None and self.role != "tool":
-            raise ApiError(
-                400, "messages: a name is not supported: leave it out", param="messages", code="unsupported_parameter"
-            )
         if (self.role == "tool") != (self.tool_call_id is not None):
             raise ValueError("expected tool_call_id in messages of tools, and in no others")
         if self.content is None and not self.tool_calls:
@@ -110,7 +108,11 @@ class Message(BaseModel):
                 }
                 for call in self.tool_calls
             ]
-        optional = {"tool_call_id": self.tool_call_id, "name": self.name}
+        optional = {
+            "tool_call_id": self.tool_call_id,
+            "name": self.name,
+            "reasoning_content": self.reasoning_content,
+        }
         return turn | {name: value for name, value in optional.items() if value is not None}
 
 
@@ -148,6 +150,18 @@ class NamedTool(BaseModel):
     model_config = STRICT
     type: Literal["function"]
     function: FunctionName
+
+
+class ToolSubset(BaseModel):
+    model_config = STRICT
+    mode: Literal["auto", "required"]
+    tools: list[NamedTool] = Field(min_length=1)
+
+
+class AllowedTools(BaseModel):
+    model_config = STRICT
+    type: Literal["allowed_tools"]
+    allowed_tools: ToolSubset
 
 
 class NamedSchema(BaseModel):

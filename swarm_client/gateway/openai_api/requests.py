@@ -11,6 +11,7 @@ from pydantic_core import from_json
 from swarm_client.gateway.admission import ApiError
 from swarm_client.gateway.openai_api.parts import (
     STRICT,
+    AllowedTools,
     Function,
     Message,
     NamedTool,
@@ -31,8 +32,8 @@ _COMMON: dict[str, Values] = {
     "prompt_cache_retention": None,
     "safety_identifier": None,
     "user": None,
-    "store": (False,),
-    "service_tier": ("auto", "default"),
+    "store": None,  # nothing is stored
+    "service_tier": None,
 }
 _CHAT: dict[str, Values] = _COMMON | {
     "audio": (),
@@ -40,9 +41,7 @@ _CHAT: dict[str, Values] = _COMMON | {
     "functions": ([],),
     "modalities": (["text"],),
     "moderation": (),
-    "prediction": (),
-    "reasoning_effort": (),
-    "verbosity": (),
+    "prediction": None,
     "web_search_options": (),
 }
 _COMPLETION: dict[str, Values] = _COMMON | {"best_of": (1,), "echo": (False,), "suffix": ("",)}
@@ -52,6 +51,7 @@ _EMBEDDING: dict[str, Values] = {"user": None, "dimensions": ()}
 class StreamOptions(BaseModel):
     model_config = STRICT
     include_usage: bool = False
+    continuous_usage_stats: bool = False  # vLLM's: with include_usage, each chunk has the numbers so far
     include_servers: bool = False  # ours: which servers compute each choice, and what happens to them
     include_obfuscation: Literal[False] = False
 
@@ -77,18 +77,28 @@ class _Generating(BaseModel):
     seed: int | None = Field(default=None, ge=-_SEEDS, lt=_SEEDS)
     temperature: float | None = Field(default=None, ge=0, le=2)
     top_p: float | None = Field(default=None, gt=0, le=1)
-    top_k: int | None = Field(default=None, ge=0)  # 0: all tokens
+    top_k: int | None = Field(default=None, ge=-1)  # 0 and -1: all tokens
     min_p: float | None = Field(default=None, ge=0, le=1)
     repetition_penalty: float | None = Field(default=None, gt=0, le=100)
+    repeat_penalty: float | None = Field(default=None, gt=0, le=100)  # the same, as llama.cpp and Ollama call it
     presence_penalty: float = Field(default=0.0, ge=-2, le=2)
     frequency_penalty: float = Field(default=0.0, ge=-2, le=2)
     logit_bias: dict[Annotated[str, Field(pattern=r"^[0-9]{1,9}$")], Bias] = {}
     max_tokens: int | None = Field(default=None, ge=1)
+    ignore_eos: bool = False
+    stop_token_ids: list[Annotated[int, Field(ge=0)]] = Field(default=[], max_length=128)
 
     @model_validator(mode="before")
     @classmethod
     def _only_supported(cls, fields: Any) -> Any:
         return supported(fields, cls.model_fields, cls.UNSUPPORTED)
+
+    @model_validator(mode="after")
+    def _penalties_that_agree(self) -> _Generating:
+        if None is not self.repeat_penalty != self.repetition_penalty is not None:
+            message = "repeat_penalty and repetition_penalty differ: expected one of them"
+            raise ApiError(400, message, param="repeat_penalty")
+        return self
 
     @model_validator(mode="after")
     def _options_of_a_stream(self) -> _Generating:
@@ -100,6 +110,10 @@ class _Generating(BaseModel):
     @property
     def wants_usage(self) -> bool:
         return self.stream_options is not None and self.stream_options.include_usage
+
+    @property
+    def wants_usage_always(self) -> bool:
+        return self.wants_usage and self.stream_options is not None and self.stream_options.continuous_usage_stats
 
     @property
     def wants_servers(self) -> bool:
@@ -118,26 +132,33 @@ class ChatRequest(_Generating):
     max_completion_tokens: int | None = Field(default=None, ge=1)
     response_format: ResponseFormat | None = None
     tools: list[Tool] = Field(default=[], max_length=128)
-    tool_choice: Literal["none", "auto", "required"] | NamedTool = "auto"
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | AllowedTools = "auto"
     parallel_tool_calls: bool = True
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    verbosity: Literal["low", "medium", "high"] | None = None
+    chat_template_kwargs: dict[str, Any] = {}
 
     @model_validator(mode="after")
     def _fields_that_agree(self) -> ChatRequest:
-        if self.top_logprobs is not None and not self.logprobs:
+        if self.top_logprobs and not self.logprobs:
             raise ApiError(400, "top_logprobs is given: expected logprobs to be true", param="top_logprobs")
         if None is not self.max_tokens != self.max_completion_tokens is not None:
             raise ApiError(400, "max_tokens and max_completion_tokens differ: expected one of them", param="max_tokens")
         names = [tool.function.name for tool in self.tools]
         if len(names) != len(set(names)):
             raise ApiError(400, "two tools have the same name", param="tools")
-        if isinstance(self.tool_choice, NamedTool) and self.tool_choice.function.name not in names:
+        if not set(self._chosen_names) <= set(names):
             raise ApiError(400, "tool_choice names a tool that is not among tools", param="tool_choice")
-        if self.tool_choice == "required" and not names:
+        if self.must_call and not names:
             raise ApiError(400, "tool_choice is required: expected tools", param="tool_choice")
-        if self.offered_tools and self.answer_schema is not None:
-            message = "response_format is not supported with tools: expected tool_choice to be none"
-            raise ApiError(400, message, param="response_format", code="unsupported_parameter")
         return self
+
+    @property
+    def _chosen_names(self) -> list[str]:
+        """Names of tools in ``tool_choice``."""
+        if isinstance(self.tool_choice, AllowedTools):
+            return [tool.function.name for tool in self.tool_choice.allowed_tools.tools]
+        return [self.tool_choice.function.name] if isinstance(self.tool_choice, NamedTool) else []
 
     @property
     def answer_schema(self) -> dict[str, Any] | None:
@@ -145,15 +166,35 @@ class ChatRequest(_Generating):
 
     @property
     def offered_tools(self) -> list[Function]:
-        """Those that the model may call."""
-        return [] if self.tool_choice == "none" else [tool.function for tool in self.tools]
+        """Return the tools that the model is told of."""
+        if self.tool_choice == "none":
+            return []
+        offered = [tool.function for tool in self.tools]
+        if isinstance(self.tool_choice, AllowedTools):
+            return [tool for tool in offered if tool.name in self._chosen_names]
+        return offered
 
     @property
-    def required_tools(self) -> list[Function]:
-        """Those of which one must be called; empty: it need not."""
+    def callable_tools(self) -> list[Function]:
+        """Return the tools that the model may call."""
         if isinstance(self.tool_choice, NamedTool):
-            return [tool for tool in self.offered_tools if tool.name == self.tool_choice.function.name]
-        return self.offered_tools if self.tool_choice == "required" else []
+            return [tool for tool in self.offered_tools if tool.name in self._chosen_names]
+        return self.offered_tools
+
+    @property
+    def must_call(self) -> bool:
+        """Return whether the answer must be a call of a tool."""
+        choice = self.tool_choice
+        mode = choice.allowed_tools.mode if isinstance(choice, AllowedTools) else choice
+        return mode == "required" or isinstance(mode, NamedTool)
+
+    @property
+    def template_options(self) -> dict[str, Any]:
+        """Return the variables of the chat template that the request sets, as vLLM does: few templates read them."""
+        options: dict[str, Any] = {"reasoning_effort": self.reasoning_effort, "verbosity": self.verbosity}
+        if self.reasoning_effort is not None:
+            options["enable_thinking"] = self.reasoning_effort != "none"
+        return {name: value for name, value in options.items() if value is not None} | self.chat_template_kwargs
 
     @property
     def most_tokens(self) -> int | None:

@@ -10,7 +10,7 @@ from transformers import GenerationConfig, LogitsProcessor
 
 from swarm_client.batching.request import Request
 from swarm_client.gateway.admission import ApiError
-from swarm_client.gateway.models import ServedModel
+from swarm_client.gateway.models import ServedModel, end_ids
 from swarm_client.gateway.openai_api.conversation import conversation_text, grammar_of
 from swarm_client.gateway.openai_api.requests import ChatRequest, CompletionRequest
 from swarm_client.generation.templates import first_tokens
@@ -38,8 +38,9 @@ def prompts_of(asked: ChatRequest | CompletionRequest, model: ServedModel) -> li
 def requests_of(asked: ChatRequest | CompletionRequest, model: ServedModel) -> list[Request]:
     """Of each prompt as many as ``n`` says. Raises ApiError if the model cannot do what is asked for."""
     bias = {int(token): value for token, value in asked.logit_bias.items()}
-    if any(token >= model.vocab_size for token in bias):
-        raise ApiError(400, f"the model's token ids are below {model.vocab_size}", param="logit_bias")
+    for param, tokens in (("logit_bias", bias), ("stop_token_ids", asked.stop_token_ids)):
+        if any(token >= model.vocab_size for token in tokens):
+            raise ApiError(400, f"{param}: the model's token ids are below {model.vocab_size}", param=param)
     grammar = grammar_of(asked, model) if isinstance(asked, ChatRequest) else None
     requests: list[Request] = []
     for prompt in prompts_of(asked, model):
@@ -51,7 +52,7 @@ def requests_of(asked: ChatRequest | CompletionRequest, model: ServedModel) -> l
         if bias:
             processors.append(LogitBias(bias))
         if grammar is not None:
-            config.eos_token_id = list(grammar.end_ids)
+            config.eos_token_id = [*grammar.end_ids, *asked.stop_token_ids]
         token_ids = tuple(prompt)
         requests += [
             Request(
@@ -89,15 +90,18 @@ def generation_config(asked: ChatRequest | CompletionRequest, own: GenerationCon
     A temperature of 0 takes the likeliest token. So does a request without one if ``own`` says not to sample.
     """
     config = copy.deepcopy(own)
-    if asked.repetition_penalty is not None:
-        config.repetition_penalty = asked.repetition_penalty
+    repetition_penalty = asked.repetition_penalty or asked.repeat_penalty
+    if repetition_penalty is not None:
+        config.repetition_penalty = repetition_penalty
+    if asked.ignore_eos or asked.stop_token_ids:
+        config.eos_token_id = [*([] if asked.ignore_eos else end_ids(own)), *asked.stop_token_ids]
     config.do_sample = asked.temperature != 0 and not (asked.temperature is None and own.do_sample is False)
     if not config.do_sample:
         config.temperature = config.top_p = config.top_k = config.min_p = None
         return config
     config.temperature = _first(asked.temperature, own.temperature, 1.0)
     config.top_p = _first(asked.top_p, own.top_p, 1.0)
-    config.top_k = int(_first(asked.top_k, own.top_k, 0))
+    config.top_k = max(0, int(_first(asked.top_k, own.top_k, 0)))
     config.min_p = asked.min_p if asked.min_p is not None else own.min_p
     return config
 

@@ -94,7 +94,7 @@ def region_of(tokenizer: PreTrainedTokenizerBase) -> Mapping[str, Any] | None:
 def calls_grammar(
     written: CallFormat, arguments: Mapping[str, str], *, several: bool, compiler: GrammarCompiler
 ) -> str:
-    """In Lark's syntax: at least one call.
+    """Return the rule ``calls`` in Lark's syntax: at least one call.
 
     arguments: the name of a rule, by name of the tool.
     """
@@ -105,7 +105,7 @@ def calls_grammar(
     more = "" if written.between is None or not several else f"({literals(written.between)} call)*"
     tools = " | ".join(f"{json.dumps(name)} {literals(written.arguments)} {rule}" for name, rule in arguments.items())
     rules = [
-        f"start: {literals(written.begin)} call {more} {literals(written.end)}",
+        f"calls: {literals(written.begin)} call {more} {literals(written.end)}",
         f"call: {literals(written.name)} ({tools}) {literals(written.after)}",
     ]
     return "\n".join(rules)

@@ -145,6 +145,14 @@ def test_a_generation_ends_with_its_stop_token(model: Model, loop: GenerationLoo
     assert heard.ids == expected[: expected.index(expected[4]) + 1]
 
 
+def test_without_stop_tokens_a_generation_is_as_long_as_it_may_be(model: Model, loop: GenerationLoop) -> None:
+    """An empty list says so, whatever the model's own config has."""
+    expected = model.alone(PROMPTS[0], 8)
+    model.generation_config.eos_token_id, model.generation_config.pad_token_id = expected[4], None
+    heard = submitted(loop, PROMPTS[0], 8, eos_token_id=[])
+    assert (heard.reason, heard.ids) == ("length", expected)
+
+
 @pytest.mark.parametrize("left", [0, 1, 3])
 def test_a_session_that_fails_ends_its_own_generation_alone(model: Model, loop: GenerationLoop, left: int) -> None:
     model.left = [None, left]

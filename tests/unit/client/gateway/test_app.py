@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import json
 import math
 import threading
@@ -19,6 +20,7 @@ from tests.unit.client.gateway.conftest import WAIT_S, Gateway, encode
 
 TEXT = "return a list of integers, sorted: 🦊 and é\n"
 ASK: dict[str, Any] = {"model": DEFAULT_MODEL, "messages": [{"role": "user", "content": "Sort"}]}
+UNSUPPORTED = "unsupported_parameter"
 COMPLETE: dict[str, Any] = {"model": DEFAULT_MODEL, "prompt": "Sort", "max_tokens": 200}
 
 
@@ -169,6 +171,69 @@ def test_what_is_asked_for_reaches_the_loop(gateway: Gateway) -> None:
 
 
 @pytest.mark.parametrize(
+    ("more", "found"),
+    [
+        ({"ignore_eos": True}, []),
+        ({"stop_token_ids": [3, 4]}, [1, 3, 4]),
+        ({"ignore_eos": True, "stop_token_ids": [3]}, [3]),
+    ],
+)
+def test_tokens_that_end_an_answer(gateway: Gateway, more: dict[str, Any], found: list[int]) -> None:
+    gateway.client().completions.create(**COMPLETE, extra_body=more)
+    assert gateway.batcher.generations[0].request.config.eos_token_id == found
+
+
+def test_a_token_that_ends_an_answer_is_no_text(gateway: Gateway) -> None:
+    gateway.says("a list")
+    last = gateway.batcher.says[-1]
+    choice = gateway.client().completions.create(**COMPLETE, extra_body={"stop_token_ids": [last]}).choices[0]
+    assert (choice.text, choice.finish_reason) == (gateway.tokenizer.decode(gateway.batcher.says[:-1]), "stop")
+
+
+@pytest.mark.parametrize(("top_k", "penalty"), [(-1, {"repeat_penalty": 1.5}), (0, {"repetition_penalty": 1.5})])
+def test_names_of_other_servers_mean_the_same(gateway: Gateway, top_k: int, penalty: dict[str, float]) -> None:
+    gateway.client().completions.create(**COMPLETE, extra_body={"top_k": top_k, **penalty})
+    config = gateway.batcher.generations[0].request.config
+    assert (config.top_k, config.repetition_penalty) == (0, 1.5)
+
+
+def test_usage_so_far_in_each_chunk(gateway: Gateway) -> None:
+    gateway.says(TEXT)
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    *said, last = gateway.client().completions.create(**COMPLETE, stream=True, stream_options=options)
+    counts = [chunk.usage.completion_tokens for chunk in said]
+    assert counts == sorted(counts) and counts[0] > 0 and counts[-1] == last.usage.completion_tokens
+    assert {chunk.usage.prompt_tokens for chunk in said} == {last.usage.prompt_tokens}
+
+
+@pytest.mark.parametrize(
+    ("more", "told"),
+    [
+        ({}, "user ada: Sort assistant (hm): it "),
+        ({"reasoning_effort": "low"}, "user ada: Sort assistant (hm): it low True"),
+        ({"reasoning_effort": "none", "verbosity": "high"}, "user ada: Sort assistant (hm): it none False high"),
+        (
+            {"reasoning_effort": "low", "extra_body": {"chat_template_kwargs": {"enable_thinking": False}}},
+            "user ada: Sort assistant (hm): it low False",
+        ),
+    ],
+)
+def test_what_the_chat_template_is_told(serve: Any, tokenizer: Any, more: dict[str, Any], told: str) -> None:
+    own = copy.deepcopy(tokenizer)
+    own.chat_template = (
+        "{% for m in messages %}{{ m.role }} {{ m.name or '(' + m.reasoning_content + ')' }}: {{ m.content }} "
+        "{% endfor %}{{ [reasoning_effort, enable_thinking, verbosity] | select('defined') | join(' ') }}"
+    )
+    gateway = serve(tokenizer=own)
+    messages = [
+        {"role": "user", "name": "ada", "content": "Sort"},
+        {"role": "assistant", "content": "it", "reasoning_content": "hm"},
+    ]
+    gateway.client().chat.completions.create(model=DEFAULT_MODEL, messages=messages, **more)
+    assert list(gateway.batcher.generations[0].request.prompt) == encode(own, told)
+
+
+@pytest.mark.parametrize(
     ("more", "param", "code"),
     [
         ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools", "unsupported_parameter"),
@@ -176,8 +241,10 @@ def test_what_is_asked_for_reaches_the_loop(gateway: Gateway) -> None:
         ({"tool_choice": "required"}, "tool_choice", None),
         ({"response_format": {"type": "xml"}}, "response_format.type", "invalid_value"),
         ({"response_format": {"type": "json_schema"}}, "response_format", "invalid_value"),
-        ({"store": True}, "store", "unsupported_parameter"),
-        ({"reasoning_effort": "low"}, "reasoning_effort", "unsupported_parameter"),
+        ({"reasoning_effort": "lots"}, "reasoning_effort", "invalid_value"),
+        ({"extra_body": {"repeat_penalty": 1.1, "repetition_penalty": 1.2}}, "repeat_penalty", None),
+        ({"extra_body": {"stop_token_ids": [99999]}}, "stop_token_ids", None),
+        ({"extra_body": {"chat_template_kwargs": {"chat_template": "x"}}}, "chat_template_kwargs", UNSUPPORTED),
         ({"extra_body": {"beams": 3}}, "beams", "unknown_parameter"),
         ({"extra_body": {"beams": None}}, "beams", "unknown_parameter"),
         ({"temperature": 3}, "temperature", "invalid_value"),
@@ -192,7 +259,6 @@ def test_what_is_asked_for_reaches_the_loop(gateway: Gateway) -> None:
         ({"messages": [{"role": "tool", "content": "x", "tool_call_id": "1"}]}, "messages", "unsupported_parameter"),
         ({"messages": [{"role": "assistant"}]}, "messages.0", "invalid_value"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages", None),
-        ({"messages": [{"role": "user", "content": "x", "name": "ada"}]}, "messages", "unsupported_parameter"),
         ({"messages": [{"role": "user", "content": "x", "user": "ada"}]}, "messages.0.user", "unknown_parameter"),
         ({"max_tokens": 2000}, "messages", "context_length_exceeded"),
         ({"messages": [{"role": "user", "content": "list " * 1200}]}, "messages", "context_length_exceeded"),

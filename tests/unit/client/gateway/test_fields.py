@@ -14,12 +14,16 @@ from tests.unit.client.gateway.conftest import Gateway
 
 CHANGE_NOTHING = {
     "metadata",
+    "prediction",
     "prompt_cache_key",
     "prompt_cache_options",
     "prompt_cache_retention",
     "safety_identifier",
+    "service_tier",
+    "store",
     "user",
 }
+CACHED = {"type": "text", "text": "Sort", "cache_control": {"type": "ephemeral"}}
 NEEDED: dict[str, dict[str, Any]] = {
     "chat/completions": {"model": DEFAULT_MODEL, "messages": [{"role": "user", "content": "Sort"}]},
     "completions": {"model": DEFAULT_MODEL, "prompt": "Sort"},
@@ -66,6 +70,19 @@ CLIENTS: dict[str, dict[str, Any]] = {  # what stock clients send
     "LangChain's output": {"response_format": {"type": "json_object"}, "stream": False},
     "llm": {"stream": True, "stream_options": {"include_usage": True}, "max_tokens": 8, "seed": 3},
     "agents": {"store": False, "service_tier": "auto", "tool_choice": "auto", "tools": [], "prompt_cache_key": "a"},
+    "agents' settings": {"store": True, "reasoning_effort": "low", "verbosity": "low", "service_tier": "flex"},
+    "AutoGen": {"messages": [{"role": "user", "content": "Sort", "name": "ada"}]},
+    "LiteLLM": {"messages": [{"role": "user", "content": [CACHED], "cache_control": {"type": "ephemeral"}}]},
+    "vLLM's benchmark": {
+        "stream": True,
+        "stream_options": {"include_usage": True, "continuous_usage_stats": True},
+        "ignore_eos": True,
+        "top_k": -1,
+        "repetition_penalty": 1.0,
+        "chat_template_kwargs": {"enable_thinking": False},
+    },
+    "llama.cpp's": {"repeat_penalty": 1.1, "top_k": 40, "min_p": 0.05},
+    "without logprobs": {"logprobs": False, "top_logprobs": 0},
 }
 
 

@@ -46,6 +46,7 @@ TOOLS = [
     {"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": ADD, "strict": True}},
     {"type": "function", "function": {"name": "look", "parameters": LOOK}},
 ]
+CLOSED = {"additionalProperties": False}
 NOT_THERE = {"type": "function", "function": {"name": "f"}}
 ASK: dict[str, Any] = {"model": DEFAULT_MODEL, "messages": [{"role": "user", "content": "Sort"}], "tools": TOOLS}
 
@@ -141,6 +142,40 @@ def test_an_answer_that_must_be_a_call(serve: Serve, tokenizer: Any, family: str
         assert len(calls) == 1 or choice == "required"
 
 
+def test_an_answer_is_a_call_or_follows_its_schema(serve: Serve, tokenizer: Any, family: str) -> None:
+    own = tokenizer_of(family, tokenizer, special=True)
+    gateway = serve(tokenizer=own, batcher=RandomBatcher(len(own)), vocab_size=len(own))
+    schema = {"type": "object", "properties": {"sum": {"type": "integer"}}, "required": ["sum"], **CLOSED}
+    format_ = {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}
+    ask = ASK | {"n": 16, "max_tokens": 300, "response_format": format_}
+    answer = gateway.client().chat.completions.create(**ask, seed=2)
+    whole = [answers(answer, False, index) for index in range(16) if answer.choices[index].finish_reason != "length"]
+    for text, calls, finish in whole:
+        for name, arguments in calls:
+            jsonschema.validate(json.loads(arguments), {"add": ADD, "look": LOOK}[name])
+        if not calls:
+            jsonschema.validate(json.loads(text), schema)
+        assert finish == ("tool_calls" if calls else "stop") and not (calls and text.strip())
+    assert {finish for _, _, finish in whole} == {"tool_calls", "stop"}
+    required = gateway.client().chat.completions.create(**ask | {"n": 2, "tool_choice": "required"}, seed=2)
+    assert all(choice.finish_reason in ("tool_calls", "length") for choice in required.choices)
+
+
+@pytest.mark.parametrize("mode", ["auto", "required"])
+def test_allowed_tools_are_all_that_there_are(serve: Serve, tokenizer: Any, mode: str) -> None:
+    gateway = serve(tokenizer=tokenizer_of("qwen", tokenizer))
+    allowed = {"mode": mode, "tools": [{"type": "function", "function": {"name": "look"}}]}
+    ask = ASK | {"tool_choice": {"type": "allowed_tools", "allowed_tools": allowed}}
+    gateway.says(CALLS["qwen"].partition("\n<tool_call>\n")[0])
+    assert answers(gateway.client().chat.completions.create(**ask), False)[1] == []  # it calls another one
+    gateway.says('<tool_call>\n{"name": "look", "arguments": {}}\n</tool_call>')
+    assert answers(gateway.client().chat.completions.create(**ask), False)[1:] == ([("look", "{}")], "tool_calls")
+    request = gateway.batcher.generations[0].request
+    prompt = gateway.tokenizer.decode(request.prompt)
+    assert "look {" in prompt and "add {" not in prompt
+    assert len(request.processors) == (mode == "required")
+
+
 def test_formats_are_told_apart() -> None:
     assert [FORMATS.index(format_of(template)) for template in TEMPLATES.values()] == [0, 1, 2, 3]
     assert format_of("{{ messages }} <tool_call> <function=") is None
@@ -167,7 +202,11 @@ def test_what_tools_say_is_in_the_prompt(serve: Serve, tokenizer: Any) -> None:
         ("{{ messages[0].content }}{{ tools }}", {}, "tools"),
         ("{{ messages[0].content }}{{ tools }}", {"tool_choice": "required"}, "tool_choice"),
         (None, {}, "tools"),
-        (TEMPLATES["qwen"] + "{% endif %}", {"response_format": {"type": "json_object"}}, "response_format"),
+        (
+            TEMPLATES["qwen"] + "{% endif %}",
+            {"tool_choice": {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [NOT_THERE]}}},
+            "tool_choice",
+        ),
         (TEMPLATES["qwen"] + "{% endif %}", {"tools": [TOOLS[0], TOOLS[0]]}, "tools"),
         (
             TEMPLATES["qwen"] + "{% endif %}",
