@@ -114,9 +114,14 @@ def _newest(stages: Sequence[Sequence[Progress]]) -> Moment | None:
     return max((peer.moment for stage in stages for peer in stage), default=None)
 
 
+def is_taken(directory: Path) -> bool:
+    """Whether something is in it, or it is a file. Raises OSError if nobody may look."""
+    return directory.exists() and (not directory.is_dir() or any(directory.iterdir()))
+
+
 def require_new(directory: Path) -> None:
     """Raises ValueError if something is in it."""
-    if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
+    if is_taken(directory):
         raise ValueError(f"{directory} is not empty: expected a new directory")
 
 

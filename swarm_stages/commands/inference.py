@@ -4,25 +4,26 @@ from __future__ import annotations
 
 import asyncio
 import fcntl
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 
 import torch
 
 from swarm_protocol.checkpoints.checkpoint import Checkpoint
-from swarm_protocol.errors import CheckpointError
+from swarm_protocol.errors import CheckpointError, SwarmError
 from swarm_protocol.process.local_registry import checked_name
 from swarm_server.core.config import ServerConfig
 from swarm_server.node.server import Server
 from swarm_stages.commands.building import stage_source
-from swarm_stages.commands.collecting import collect
+from swarm_stages.commands.collecting import collect, is_taken
 from swarm_stages.compress.layers import NONE
 from swarm_stages.engine.building import build_stage
 from swarm_stages.engine.stage import Stage
 from swarm_stages.peer.watch import Watch
-from swarm_training.checkpoints.whole_directory import CannotWrite, refusals, require_writable
+from swarm_training.checkpoints.whole_directory import refusals, require_writable
 from swarm_training.core.network import Network
 from swarm_training.run.presence import listening_host
 from swarm_training.runfile.settings import RunFile
@@ -38,7 +39,8 @@ class Afterwards:
 
     Attributes:
         directory: gets the trained model, unless another process has written it. The model is called like it, so it
-            has the same name on all machines and at clients.
+            has the same name on all machines and at clients. If it has anything else then, the model is written beside
+            it, to a directory of the same name in ``DIRECTORY-2``.
         step: the last one.
         quant: of the blocks, see ``ServerConfig``.
     """
@@ -71,7 +73,7 @@ def after_last_step(file: RunFile, directory: Path, step: int | None, quant: str
     """``step``: instead of the schedule's last one.
 
     Raises:
-        ValueError: the run cannot be served, or never ends.
+        ValueError: the run cannot be served, or never ends; or the directory has something else than a model.
         CannotWrite: the directory cannot be written.
     """
     last = file.optimizer.total_steps if step is None else step
@@ -89,9 +91,21 @@ def after_last_step(file: RunFile, directory: Path, step: int | None, quant: str
     checked_name(file.run.name)
     if directory.exists() and not directory.is_dir():
         raise ValueError(f"{directory} is a file: expected a directory, or none yet")
-    if not _has_model(directory):
+    if not is_taken(directory):
         require_writable(directory.absolute())
+    elif (reason := _no_model(directory)) is not None:
+        raise ValueError(f"{directory} is not empty, and has no model: expected a new directory ({reason})")
     return Afterwards(directory.absolute(), last, quant)
+
+
+def require_untaken(after: Afterwards, step: int) -> None:
+    """Raises ValueError if the run is at an earlier step than the last one, and the directory has something already:
+    that is not what the run will have trained."""
+    if step < after.step and is_taken(after.directory):
+        raise ValueError(
+            f"{after.directory} is not empty, and the run is at step {step} of {after.step}: expected a new directory, "
+            "to which the model is written after the last step"
+        )
 
 
 async def until_step(watch: Watch, step: int) -> None:
@@ -104,13 +118,11 @@ async def serve_trained(file: RunFile, after: Afterwards, place: Place, say: Say
     """After the last step, serves until it is cancelled; generations end or move then.
 
     Raises:
-        PeerUnavailable: the run has gone on beyond the last step, or nobody gives some stage.
-        ValueError: the directory has another model.
-        SwarmError: the server cannot start.
+        SwarmError, ValueError: the server cannot start; the model has been written.
     """
-    await _write_or_compare(file, after, place, say)
+    directory = await _written(file, after, place, say)
     config = ServerConfig(
-        model=str(after.directory),
+        model=str(directory),
         blocks=place.stage.span,
         quant=after.quant,
         device=place.stage.options.device,
@@ -122,25 +134,49 @@ async def serve_trained(file: RunFile, after: Afterwards, place: Place, say: Say
     await _run(Server(config))
 
 
-async def _write_or_compare(file: RunFile, after: Afterwards, place: Place, say: Say) -> None:
-    """Waits until the directory can be written: what was trained is nowhere else than in memory."""
-    retry_s, said = _WRITE_AGAIN_S, ""
+async def _written(file: RunFile, after: Afterwards, place: Place, say: Say) -> Path:
+    """Return the directory that has the trained model, which this process has written or another one has.
+
+    It tries again until that is so, whatever fails: what was trained is nowhere else than in memory.
+    """
+    retry_s, said = _WRITE_AGAIN_S, set[str]()
+
+    def say_once(line: str) -> None:
+        if line not in said:
+            said.add(line)
+            say(line)
+
     while True:
         try:
-            async with _locked(after.directory):
-                if _has_model(after.directory):
-                    await asyncio.to_thread(_require_same, after.directory, place.stage)
-                else:
-                    source = await asyncio.to_thread(stage_source, file)
-                    await collect(file, source, place.watch.all_records, place.network, after.directory, after.step)
-                    say(f"wrote {after.directory}: the run after step {after.step}")
-            return
-        except CannotWrite as error:
-            if said != str(error):
-                said = str(error)
-                say(f"{said}: this process keeps its stage, and tries again; `swarm train export` can write elsewhere")
+            return await _write_or_find(file, after, place, say_once)
+        except (SwarmError, ValueError, OSError) as error:
+            say_once(
+                f"{error}: this process keeps its stage, and tries again; `swarm train export` can write elsewhere"
+            )
         await asyncio.sleep(retry_s)
         retry_s = min(2 * retry_s, _MOST_S)
+
+
+async def _write_or_find(file: RunFile, after: Afterwards, place: Place, say: Say) -> Path:
+    """Raises CannotWrite, PeerUnavailable or as ``collect``."""
+    for directory in _places(after.directory):
+        async with _locked(directory):
+            if not is_taken(directory):
+                source = await asyncio.to_thread(stage_source, file)
+                await collect(file, source, place.watch.all_records, place.network, directory, after.step)
+                say(f"wrote {directory}: the run after step {after.step}")
+                return directory
+            if (reason := await asyncio.to_thread(_other_model, directory, place.stage)) is None:
+                return directory
+            say(f"{directory} {reason}: the model is written beside it")
+    raise AssertionError("there is always another place")
+
+
+def _places(directory: Path) -> Iterator[Path]:
+    """Where the model may be: in the directory, or beside it in one of the same name, after which it is called."""
+    yield directory
+    for number in count(2):
+        yield directory.with_name(f"{directory.name}-{number}") / directory.name
 
 
 async def _run(server: Server) -> None:
@@ -155,19 +191,24 @@ async def _run(server: Server) -> None:
         raise
 
 
-def _has_model(directory: Path) -> bool:
-    return directory.is_dir() and any(directory.iterdir())
+def _no_model(directory: Path) -> str | None:
+    """Return why it has no model; None if it has one."""
+    try:
+        Checkpoint.open(directory)
+    except (CheckpointError, ValueError) as error:
+        return str(error)
+    return None
 
 
-def _require_same(directory: Path, stage: Stage) -> None:
-    """Raises ValueError unless the stage's weights are those of the model in the directory, bit for bit."""
+def _other_model(directory: Path, stage: Stage) -> str | None:
+    """Return what it has instead of a model with the stage's weights, bit for bit; None if it has that."""
     try:
         stored = build_stage(Checkpoint.open(directory), stage.index, stage.num_stages, stage.options).state()
-    except (CheckpointError, ValueError) as error:
-        raise ValueError(f"{directory} has no model that was trained so: {error}") from None
+    except (CheckpointError, ValueError, OSError) as error:
+        return f"has no model that was trained so ({error})"
     own = stage.state()
-    if stored.keys() != own.keys() or not all(torch.equal(stored[name], own[name]) for name in own):
-        raise ValueError(f"{directory} has another model than the run: expected a new directory")
+    is_same = stored.keys() == own.keys() and all(torch.equal(stored[name], own[name]) for name in own)
+    return None if is_same else "has another model than the run"
 
 
 @asynccontextmanager

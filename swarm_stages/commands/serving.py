@@ -21,7 +21,7 @@ from swarm_server.machine.heap import HeapTrimmer
 from swarm_stages.audit.answers import Answers
 from swarm_stages.audit.service import AuditService, Witness
 from swarm_stages.commands.building import build, member_of, require_stages, stage_source, training_config
-from swarm_stages.commands.inference import Afterwards, Place, serve_trained, until_step
+from swarm_stages.commands.inference import Afterwards, Place, require_untaken, serve_trained, until_step
 from swarm_stages.commands.spans import costs_of, spans_of_stages
 from swarm_stages.engine.settings import StageSource
 from swarm_stages.engine.stage import Stage
@@ -64,10 +64,11 @@ async def serve(
     ``where``: addresses and ports, see ``TrainingConfig``.
 
     Raises:
-        ValueError: there is no such stage, model or address, or the others train another model.
+        ValueError: there is no such stage, model or address, or the others train another model; or the directory that
+            the model is to be written to has another one.
         NoSwarm: no initial peer answered.
         AccessDenied: a moderator has banned this peer.
-        PeerUnavailable, SwarmError: see ``serve_trained``.
+        SwarmError: see ``serve_trained``.
     """
     place = StageOfRun(file.run.name, index or 0, file.stages.count, require_stages(file))
     config, member = training_config(file, **where), member_of(who)
@@ -106,6 +107,7 @@ class _Serving:
         self.costs = costs_of(self.source.config, spans_of_stages(self.source.config, len(runs)))
         self.announcements = Announcements(self.boards, runs, self.member.identity)
         self.is_founder = not self.member.initial_peers  # until it moves: then others may be there
+        self.is_new = True  # until it has held a stage
 
     async def go_where_it_helps(self, index: int | None) -> None:
         """Until it is cancelled."""
@@ -168,6 +170,9 @@ class _Serving:
         trimming: asyncio.Task[None] = asyncio.ensure_future(repeat(HeapTrimmer().trim, (_TRIM_S, _TRIM_S)))
         moved_to: int | None = None
         try:
+            if self.is_new and self.afterwards is not None:
+                require_untaken(self.afterwards, presence.stage_peer.step)
+            self.is_new = False
             self.say(f"others join by: --initial-peers {' '.join(presence.addresses)}")
             moved_to = await self._until_it_moves(presence, stage, stays)
             return moved_to
