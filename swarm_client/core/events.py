@@ -36,7 +36,8 @@ class Recovery:
 
     def __str__(self) -> str:
         what = "a standby replica took over" if self.from_copy else f"replayed {self.replayed_tokens} tokens"
-        return f"{self.reason}; blocks {self.span} move to {_names(self.replacements)}; {what} in {self.stall_s:.2g} s"
+        what += f" in {_seconds(self.stall_s)} s"
+        return f"{self.reason}; blocks {self.span} move to {_names(self.replacements)}; {what}"
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,7 @@ class Move:
     def __str__(self) -> str:
         return (
             f"server {short_id(self.server)} leaves; blocks {self.span} move to {short_id(self.replacement)}; "
-            f"copied {self.copied_tokens} tokens in {self.seconds:.2g} s"
+            f"copied {self.copied_tokens} tokens in {_seconds(self.seconds)} s"
         )
 
 
@@ -64,7 +65,7 @@ class Waiting:
     timeout_s: float
 
     def __str__(self) -> str:
-        return f"{self.reason}; waiting for up to {self.timeout_s:.3g} s"
+        return f"{self.reason}; waiting for up to {_seconds(self.timeout_s)} s"
 
 
 @dataclass(frozen=True)
@@ -205,6 +206,11 @@ class PartReporter(Reporter):
     def report(self, event: Event) -> None:
         self.num_repairs += isinstance(event, Recovery | Move)
         self._whole.report(event)
+
+
+def _seconds(seconds: float) -> str:
+    """Return two digits, or all of a whole number of seconds: never an exponent."""
+    return f"{seconds:.2g}" if 1e-3 < seconds < 10 else f"{seconds:.0f}"
 
 
 def _names(peer_ids: tuple[str, ...]) -> str:

@@ -13,10 +13,11 @@ from typing import Any
 
 from fastapi import Request, Response
 from fastapi.responses import JSONResponse
+from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
 from swarm_client.gateway.admission import ApiError, FairQueue, RateLimit, check_key, is_loopback
-from swarm_client.gateway.metrics import Metrics
+from swarm_client.gateway.metrics import DISCONNECTED, Metrics
 from swarm_client.gateway.models import Models
 from swarm_protocol.errors import RequestRejected, SwarmError
 
@@ -121,14 +122,20 @@ def refusal(error: ApiError) -> JSONResponse:
 
 
 async def read_body(request: Request) -> bytes:
-    """Raises ApiError if it is too large, or was sent by a form: pages of other sites may send those."""
+    """Return the whole body.
+
+    Raises ApiError if it is too large, was sent by a form, as pages of other sites may do, or if the client leaves.
+    """
     if request.headers.get("Content-Type", "").partition(";")[0].strip().lower() != "application/json":
         raise ApiError(415, "the body has another type: expected `Content-Type: application/json`")
     body = bytearray()
-    async for part in request.stream():
-        body += part
-        if len(body) > _MOST_BYTES:
-            raise ApiError(413, f"the body is larger than {_MOST_BYTES} bytes")
+    try:
+        async for part in request.stream():
+            body += part
+            if len(body) > _MOST_BYTES:
+                raise ApiError(413, f"the body is larger than {_MOST_BYTES} bytes")
+    except ClientDisconnect:
+        raise ApiError(DISCONNECTED, "the connection was closed before the whole body had come") from None
     return bytes(body)
 
 

@@ -11,7 +11,7 @@ from swarm_client.gateway.admission import FairQueue
 
 _FIRST_S = (0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100)
 _GAP_S = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10)
-_DISCONNECTED = 499  # as nginx has it: who asked did not wait for the answer
+DISCONNECTED = 499  # as nginx has it: who asked did not wait for the answer
 
 
 class Metrics:
@@ -79,4 +79,4 @@ class CountRequests:
             await self._app(scope, receive, counting)
         finally:
             if not is_counted:
-                count(_DISCONNECTED)
+                count(DISCONNECTED)

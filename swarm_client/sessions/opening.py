@@ -173,8 +173,7 @@ class Opener:
         finally:
             for task in waiting:
                 task.cancel()
-            if tasks:
-                await asyncio.wait(tasks)
+            await asyncio.gather(*tasks, return_exceptions=True)  # which also retrieves errors that nobody reads below
         for task, server in tasks.items() if passed else ():
             error = None if task.cancelled() else task.exception()
             if task.cancelled():

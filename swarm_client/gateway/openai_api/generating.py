@@ -91,7 +91,7 @@ class _Writer:
         if self._calls is not None:
             text, found = self._calls.put(text)
             if reason is not None:
-                rest, more = self._calls.end()
+                rest, more = self._calls.end(is_cut=reason == "length")
                 text, found = text + rest, found + more
             if found and not self._calls.several:
                 found, reason = found[:1], "stop"

@@ -144,8 +144,15 @@ class CallReader:
             said, calls = said + more, calls + found
         return said, calls
 
-    def end(self) -> tuple[str, list[ToolCall]]:
-        return ("", []) if self._parser is None else self._read(self._parser, None)
+    def end(self, *, is_cut: bool = False) -> tuple[str, list[ToolCall]]:
+        """Return what was held. If the answer ``is_cut``, a call that it has begun is left out: it is neither."""
+        said, calls = ("", []) if self._parser is None else self._read(self._parser, None)
+        return ("" if is_cut and self._is_part_of_call(said) else said), calls
+
+    def _is_part_of_call(self, text: str) -> bool:
+        """Return whether a call has begun in the text, which may also be JSON that a user has asked for."""
+        has_begun = self._parser is None and bool(self._unread)
+        return has_begun and (not text.lstrip().startswith("{") or any(f'"{name}"' in text for name in self._names))
 
     def _read(self, parser: ResponseParser, text: str | None) -> tuple[str, list[ToolCall]]:
         """``text``: None at the end."""

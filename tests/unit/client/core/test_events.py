@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from swarm_client.core.events import DoubtfulTokens, PartReporter, Recovery, Reporter
+from swarm_client.core.events import DoubtfulTokens, Move, PartReporter, Recovery, Reporter, Waiting
 from swarm_protocol.span import Span
 
 
@@ -33,6 +33,14 @@ def test_what_stands_still_at_the_same_time_counts_once(stalls: list[tuple[float
     assert reporter.stats.stall_s == pytest.approx(expected_s)
     assert (reporter.stats.recoveries, reporter.stats.replayed_tokens) == (len(stalls), 3 * len(stalls))
     assert [event.stall_s for event in events] == [seconds for _, seconds in stalls]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "said"), [(0.0, "0"), (0.042, "0.042"), (0.84, "0.84"), (9.96, "10"), (99.7, "100"), (1234.5, "1234")]
+)
+def test_seconds_are_said_without_an_exponent(seconds: float, said: str) -> None:
+    events = (recovery(seconds), Move(Span(0, 2), "a", "b", 3, seconds), Waiting("no server", seconds))
+    assert all(str(event).endswith(f" {said} s") for event in events)
 
 
 def test_doubtful_positions_are_named_with_the_last_one_included() -> None:

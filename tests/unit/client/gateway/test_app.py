@@ -6,7 +6,9 @@ import asyncio
 import copy
 import json
 import math
+import socket
 import threading
+import time
 from typing import Any
 
 import httpx
@@ -300,6 +302,20 @@ def test_bodies_that_are_no_request(gateway: Gateway, content: bytes, type_: str
     url = f"{gateway.url}/v1/chat/completions"
     answer = httpx.post(url, content=content, headers={"Content-Type": type_}, timeout=WAIT_S)
     assert answer.status_code == status and set(answer.json()["error"]) == {"message", "type", "param", "code"}
+
+
+def test_who_leaves_while_the_body_is_read_leaves_no_traceback(
+    gateway: Gateway, caplog: pytest.LogCaptureFixture
+) -> None:
+    address = httpx.URL(gateway.url)
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: {address.host}\r\nContent-Type: application/json\r\n"
+    with socket.create_connection((address.host, address.port)) as connection:
+        connection.sendall(f"{head}Content-Length: 100\r\n\r\n{{".encode())
+    counted = 'swarm_requests_total{endpoint="/v1/completions",status="499"} 1.0'
+    deadline_s = time.monotonic() + WAIT_S
+    while counted not in httpx.get(f"{gateway.url}/metrics", timeout=WAIT_S).text:
+        assert time.monotonic() < deadline_s
+    assert "Traceback" not in caplog.text
 
 
 def test_models(gateway: Gateway) -> None:

@@ -107,6 +107,21 @@ def test_an_answer_without_calls_is_text(serve: Serve, tokenizer: Any, family: s
         assert found == (gateway.tokenizer.decode(gateway.batcher.says), [], "stop")
 
 
+def test_a_call_that_is_cut_is_neither_a_call_nor_text(serve: Serve, tokenizer: Any, family: str) -> None:
+    own = tokenizer_of(family, tokenizer, special=True)
+    gateway = serve(tokenizer=own, vocab_size=len(own))
+    before, call = "" if family == "llama" else "I look.", CALLS[family].partition("}")[0]
+    gateway.says(before + call)
+    ask = ASK | {"max_tokens": len(gateway.batcher.says)}
+    for stream in (False, True):
+        found = answers(gateway.client().chat.completions.create(**ask, stream=stream), stream)
+        assert found == (before, [], "length")
+    for text in ('{"name": "Ada", "age": 3', "so it is {", "<b"):  # JSON and other text that is cut stays text
+        gateway.says(text)
+        ask = ASK | {"max_tokens": len(gateway.batcher.says)}
+        assert answers(gateway.client().chat.completions.create(**ask), False) == (text, [], "length")
+
+
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_nothing_is_lost_however_the_text_comes(name: str) -> None:
     whole = CALLS[name]

@@ -214,6 +214,32 @@ def test_in_turn_those_after_one_that_has_no_room_are_not_asked() -> None:
     assert not [str(each.message) for each in warned if "was never awaited" in str(each.message)]
 
 
+def test_a_trial_that_is_given_up_leaves_no_error_that_nobody_has_read() -> None:
+    """Servers are tried out while the client leaves: one has refused just then."""
+    servers, unread = three(), []
+
+    async def story(swarm: Swarm) -> None:
+        asyncio.get_running_loop().set_exception_handler(lambda _loop, context: unread.append(context["message"]))
+
+        async def refuse(_name: str, _request: pb.Open) -> None:
+            trying.cancel()
+            raise grpc.aio.AioRpcError(
+                grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.aio.Metadata(), grpc.aio.Metadata(), details="no room"
+            )
+
+        await swarm.chain(ALL, 8)
+        servers.admit = refuse  # type: ignore[method-assign]
+        trying = asyncio.ensure_future(Opener(swarm, Inbox()).try_out(ALL, (), hidden_size=4))
+        with pytest.raises(asyncio.CancelledError):
+            await trying
+        assert servers.calls
+        gc.collect()
+
+    play(servers, story)
+    gc.collect()
+    assert not unread
+
+
 @pytest.mark.parametrize("is_last", [False, True])
 def test_a_copy_stands_where_the_original_does(is_last: bool) -> None:
     servers = three()
