@@ -6,20 +6,39 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from swarm_training.checkpoints.checkpoint import Checkpoint
+    from swarm_training.checkpoints.flat_state import load_optimizer
+    from swarm_training.checkpoints.store import CheckpointDirectory
     from swarm_training.core.config import RollbackPolicy, TrainingConfig
+    from swarm_training.core.moment import Moment
     from swarm_training.core.robust_config import RobustConfig
     from swarm_training.robust_run.robust_run import RobustRun
     from swarm_training.run.training_run import TrainingRun
     from swarm_training.volunteering import volunteer
 
-__all__ = ["RobustConfig", "RobustRun", "RollbackPolicy", "TrainingConfig", "TrainingRun", "volunteer"]
+__all__ = [
+    "Checkpoint",
+    "CheckpointDirectory",
+    "Moment",
+    "RobustConfig",
+    "RobustRun",
+    "RollbackPolicy",
+    "TrainingConfig",
+    "TrainingRun",
+    "load_optimizer",
+    "volunteer",
+]
 
 _MODULES = {
+    "Checkpoint": "checkpoints.checkpoint",
+    "CheckpointDirectory": "checkpoints.store",
+    "Moment": "core.moment",
     "RobustConfig": "core.robust_config",
     "RobustRun": "robust_run.robust_run",
     "RollbackPolicy": "core.config",
     "TrainingConfig": "core.config",
     "TrainingRun": "run.training_run",
+    "load_optimizer": "checkpoints.flat_state",
     "volunteer": "volunteering",
 }
 

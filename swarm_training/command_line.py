@@ -133,7 +133,14 @@ def _init(args: argparse.Namespace) -> Command:
     path = args.run_file
     if path.exists():
         file = read_run_file(path)
-        return lambda: print(f"{path} is right: run {file.run.name} with {file.run.target_batch_size} samples a step")
+        from swarm_training.commands.checking import not_here
+
+        try:
+            unchecked = not_here(file)
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}") from None
+        summary = f"{path} is right: run {file.run.name} with {file.run.target_batch_size} samples a step"
+        return lambda: print(summary, *unchecked, sep="\n")
 
     def run() -> None:
         try:

@@ -18,6 +18,7 @@ from swarm_protocol.untrusted.json_file import read_object, shown
 from swarm_protocol.untrusted.numbers import Expected, require_number
 from swarm_training.checkpoints.flat_state import FlatState, flatten, unflatten
 from swarm_training.checkpoints.whole_directory import whole_directory
+from swarm_training.core.moment import Moment
 
 MODEL, OPTIMIZER, FACTS = "model.safetensors", "optimizer.safetensors", "checkpoint.json"
 _VERSION = 1
@@ -45,6 +46,11 @@ class Checkpoint:
     data: Mapping[str, Any] = field(default_factory=dict)
     config: Mapping[str, Any] = field(default_factory=dict)
     rollbacks: int = 0
+
+    @property
+    def moment(self) -> Moment:
+        """See ``resumed_at`` of ``TrainingRun``."""
+        return Moment(self.rollbacks, self.step)
 
 
 def parameters_digest(parameters: Mapping[str, torch.Tensor]) -> str:

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import re
 import shutil
 import time
 from collections.abc import Callable
+from itertools import count
 from pathlib import Path
+from typing import Any
 
 from swarm_protocol.errors import CheckpointError
 from swarm_protocol.wire.printable import printable
 from swarm_training.checkpoints import checkpoint
 from swarm_training.checkpoints.checkpoint import Checkpoint
-from swarm_training.checkpoints.whole_directory import PREFIX
+from swarm_training.checkpoints.whole_directory import PREFIX, refusals
 
 _LONG_AGO_S = 3600.0  # nobody writes a checkpoint for so long
+_logger = logging.getLogger(__name__)
 
 # (directory, repository, message of the commit). Raises OSError if the hub cannot be reached or refuses.
 Upload = Callable[[Path, str, str], None]
@@ -59,10 +63,43 @@ class CheckpointDirectory:
             raise CheckpointError(f"{self.directory} has no checkpoint of step {step}: there are those of {there}")
         return checkpoint.read(self.path(step))
 
+    def newest(self, say: Callable[[str], object] = _logger.warning) -> Checkpoint | None:
+        """Return the newest checkpoint that is intact; None if there are none.
+
+        Newer ones, which are damaged, are renamed to ``damaged-…``; ``say`` is told so.
+
+        Raises:
+            CheckpointError: all are damaged; nothing is renamed then.
+            CannotWrite: one cannot be renamed.
+        """
+        damaged: dict[int, CheckpointError] = {}
+        for step in reversed(self.steps()):
+            try:
+                content = self.read(step)
+            except CheckpointError as error:
+                damaged[step] = error
+                continue
+            for later, reason in damaged.items():
+                say(f"warning: {reason}; {self._set_aside(later)} is not used")
+            return content
+        if damaged:
+            raise CheckpointError(
+                f"{self.directory} has no checkpoint that is intact: {next(iter(damaged.values()))}; expected another "
+                "directory, to begin anew"
+            )
+        return None
+
+    def _set_aside(self, step: int) -> Path:
+        """Rename a damaged checkpoint, and return its new path. Raises CannotWrite."""
+        path = self.path(step)
+        free = (path.with_name(f"damaged-{number}-{path.name}") for number in count(1))
+        with refusals(path):
+            return path.rename(next(each for each in free if not each.exists()))
+
     def require_of(self, run: str) -> None:
-        """Raises CheckpointError if there are checkpoints of another run, or one of this run is damaged."""
+        """Raises CheckpointError if there are checkpoints of another run."""
         for step in self.steps():
-            other = checkpoint.read_facts(self.path(step))["run"]
+            other = self._facts(step).get("run", run)
             if other != run:
                 raise CheckpointError(
                     f"{self.directory} has checkpoints of run {printable(other, 60)!r}: expected another directory for "
@@ -71,11 +108,20 @@ class CheckpointDirectory:
 
     def discard_undone(self, rollbacks: int, went_back_to: int) -> None:
         """Those of steps that were undone while nobody wrote here, as far as can be known: the run has gone back so
-        often, the last time to that step."""
+        often, the last time to that step. Those that cannot be read are renamed. Raises CannotWrite."""
         for step in self.steps():
-            written = checkpoint.read_facts(self.path(step))["rollbacks"]
-            if written != rollbacks and not (written == rollbacks - 1 and step <= went_back_to):
+            written = self._facts(step).get("rollbacks")
+            if written is None:
+                self._set_aside(step)
+            elif written != rollbacks and not (written == rollbacks - 1 and step <= went_back_to):
                 shutil.rmtree(self.path(step))
+
+    def _facts(self, step: int) -> dict[str, Any]:
+        """Return what ``read_facts`` does; nothing if the checkpoint is damaged."""
+        try:
+            return checkpoint.read_facts(self.path(step))
+        except CheckpointError:
+            return {}
 
     def discard_after(self, step: int) -> None:
         """Those of later steps, which a rollback has undone."""

@@ -156,17 +156,17 @@ def prepare(file: RunFile, who: Joining, part: Part | None, device: str, say: Sa
 
 
 def resume(trained: Trained, say: Say) -> Moment | None:
-    """Model, optimizer and data of the newest checkpoint that is here, and its moment; None: there is none.
+    """Load model, optimizer and data of the newest intact checkpoint here, and return its moment; None: there is none.
 
     Raises:
-        CheckpointError: it is damaged, or of another run.
+        CheckpointError: all are damaged.
         ValueError: it is of another model or optimizer.
     """
     settings = trained.file.run
     store = CheckpointDirectory(Path(settings.checkpoints), settings.keep)
-    if not store.steps():
+    content = store.newest(say)
+    if content is None:
         return None
-    content = store.read(store.steps()[-1])
     try:
         trained.model.load_state_dict(content.parameters)
         load_optimizer(trained.optimizer, content.optimizer)
@@ -178,7 +178,7 @@ def resume(trained: Trained, say: Say) -> Moment | None:
     except (ValueError, KeyError):
         say("the data begin anew: those of the checkpoint are of another part")
     say(f"goes on from the checkpoint of step {content.step}")
-    return Moment(content.rollbacks, content.step)
+    return content.moment
 
 
 def take_part(trained: Trained, who: Joining, open_run: OpenRun, stopping: threading.Event, say: Say) -> None:

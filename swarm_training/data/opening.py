@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from swarm_training.data.blocks import BlockBatches, TokenBlocks, Tokenize
 from swarm_training.data.order import EVERYTHING, Order, Part, PartCursor, derived_seed
 from swarm_training.data.settings import DataSettings
-from swarm_training.data.sources import SUFFIXES, FileTexts, StreamedTexts, TextSource
+from swarm_training.data.sources import FileTexts, StreamedTexts, TextSource, local_texts
 from swarm_training.data.streaming import StreamBatches, StreamSettings
 
 if TYPE_CHECKING:
@@ -39,14 +39,7 @@ def open_source(data: DataSettings, reader: Reader) -> TextSource:
     """Raises ValueError if there is no such data."""
     part = reader.part or EVERYTHING
     path = Path(data.source).expanduser()
-    if path.is_file():
-        if path.suffix not in SUFFIXES:
-            raise ValueError(f"{path} is no file of text: expected {' or '.join(SUFFIXES)}")
-        return FileTexts([path], reader.seed, part)
-    if path.is_dir() and not (path / "dataset_info.json").exists() and not (path / "dataset_dict.json").exists():
-        files = [file for suffix in SUFFIXES for file in path.rglob(f"*{suffix}") if file.is_file()]
-        if not files:
-            raise ValueError(f"{path} has no files of text in it: expected some {' or '.join(SUFFIXES)}")
+    if files := local_texts(path):
         return FileTexts(files, reader.seed, part)
     return StreamedTexts(_dataset(data, path), reader.seed, part, data.column)
 

@@ -35,6 +35,23 @@ class TextSource(Protocol):
     def load_state_dict(self, state: State) -> None: ...
 
 
+def local_texts(path: Path) -> list[Path]:
+    """Return the files of text at this path; none if it is a data set, or nothing is there.
+
+    Raises ValueError if something else is there.
+    """
+    if path.is_file():
+        if path.suffix not in SUFFIXES:
+            raise ValueError(f"{path} is no file of text: expected {' or '.join(SUFFIXES)}")
+        return [path]
+    if not path.is_dir() or (path / "dataset_info.json").exists() or (path / "dataset_dict.json").exists():
+        return []
+    files = [file for suffix in SUFFIXES for file in path.rglob(f"*{suffix}") if file.is_file()]
+    if not files:
+        raise ValueError(f"{path} has no files of text in it: expected some {' or '.join(SUFFIXES)}")
+    return files
+
+
 class FileTexts:
     """Lines that are not blank, of files in an order that changes with each epoch.
 

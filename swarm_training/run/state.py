@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import inspect
 import json
 import threading
 from collections.abc import Iterable, Mapping
@@ -41,7 +42,10 @@ class TrainedState:
     ) -> None:
         """``compressor``: has state that all peers share. ``common``: settings that all peers must have.
 
-        Raises ValueError if there is nothing to train, or the optimizer has something else."""
+        Frozen parameters are not trained; those that are given must be equal at all peers, bit for bit.
+
+        Raises ValueError if there is nothing to train, or the optimizer has something else or needs a closure.
+        """
         self.moment = Moment(0, 0)
         self.common = dict(common or {})
         given = list(parameters)
@@ -54,6 +58,9 @@ class TrainedState:
         missing = [number for number, parameter in enumerate(self.parameters) if id(parameter) not in known]
         if missing:
             raise ValueError(f"parameter {missing[0]} is not in the optimizer: expected one that has all of them")
+        _require_plain_step(optimizer)
+        if frozen := [parameter for parameter in given if not parameter.requires_grad]:
+            self.common["frozen parameters"] = _shown_digest(frozen)
         self._optimizer = optimizer
         self._compressor = compressor or Plain()
         self._lock = threading.Lock()
@@ -184,6 +191,33 @@ class TrainedState:
                 else:
                     raise ValueError(f"the optimizer keeps a {type(value).__name__} as {key!r}: expected tensors")
         return tensors, json.dumps({"groups": _plain_groups(self._optimizer), "scalars": scalars}, sort_keys=True)
+
+
+def _require_plain_step(optimizer: torch.optim.Optimizer) -> None:
+    """Raises ValueError if the optimizer's step cannot be called without arguments."""
+    needed = [each.name for each in inspect.signature(optimizer.step).parameters.values() if _is_needed(each)]
+    if needed:
+        raise ValueError(
+            f"{type(optimizer).__name__}.step needs {', '.join(needed)}: expected an optimizer that steps with the "
+            "gradients alone, since peers cannot compute the loss of all again"
+        )
+
+
+def _is_needed(parameter: inspect.Parameter) -> bool:
+    return parameter.default is parameter.empty and parameter.kind not in (
+        parameter.VAR_POSITIONAL,
+        parameter.VAR_KEYWORD,
+    )
+
+
+def _shown_digest(tensors: Iterable[Tensor]) -> str:
+    """Return the beginning of a SHA-256 over shapes, dtypes and bits; tensors of the meta device have no bits."""
+    digest = hashlib.sha256()
+    for tensor in tensors:
+        digest.update(f"{list(tensor.shape)} {tensor.dtype}".encode())
+        if not tensor.is_meta:
+            digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()[:16]
 
 
 def digest_of(data: bytes) -> bytes:

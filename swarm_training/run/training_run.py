@@ -54,12 +54,16 @@ class TrainingRun:
 
         Args:
             name: of the run, the same for all peers.
+            parameters: of the model, or those of them that are trained. Frozen ones that are given must be equal at all
+                peers, bit for bit. Buffers, such as a BatchNorm's means, are each peer's own.
+            optimizer: has all parameters that are trained, and steps without a closure.
             target_batch_size: samples of all peers together between two global steps.
             identity: this peer's key; a new one if it is None.
             compressor: what is averaged in place of the gradient.
             encoder: keeps what encoding has lost, see ``Encoder``.
             access, token: of a private run.
-            resumed_at: what the founder's parameters and optimizer are of, if they are those of a checkpoint.
+            resumed_at: what the founder's parameters and optimizer are of, if they are those of a checkpoint:
+                ``Checkpoint.moment``.
 
         Raises:
             ValueError: nothing can be trained so, or the peers of the run train another model.

@@ -5,12 +5,14 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
 
-from swarm_training import TrainingConfig, TrainingRun
-from swarm_training.core.moment import Moment
+from swarm_training import Checkpoint, CheckpointDirectory, Moment, TrainingConfig, TrainingRun, load_optimizer
+from swarm_training.pb import training_pb2 as pb
+from swarm_training.run import transfer
 from swarm_training.run.state import TrainedState
 
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
@@ -132,3 +134,59 @@ def test_parameters_outside_the_optimizer_are_refused() -> None:
 def test_settings_out_of_range_are_refused(wrong: dict[str, float]) -> None:
     with pytest.raises(ValueError, match=f"{next(iter(wrong))} is"):
         TrainingConfig(**wrong)
+
+
+class NeedsLoss(torch.optim.SGD):
+    def step(self, loss: float) -> None:  # type: ignore[override]
+        pass
+
+
+@pytest.mark.parametrize(
+    ("kind", "needed"), [(torch.optim.LBFGS, "LBFGS.step needs closure"), (NeedsLoss, "NeedsLoss.step needs loss")]
+)
+def test_optimizers_that_need_more_than_gradients_are_refused(kind: type[torch.optim.Optimizer], needed: str) -> None:
+    given = parameters()
+    with pytest.raises(ValueError, match=f"{needed}: expected an optimizer that steps with the gradients alone"):
+        TrainingRun("toy", given, kind(given, lr=0.1), target_batch_size=4)  # type: ignore[call-arg]
+
+
+def test_frozen_parameters_are_compared_bit_for_bit() -> None:
+    def state(*frozen: torch.Tensor) -> TrainedState:
+        trained = torch.nn.Parameter(torch.ones(2))
+        given = [trained, *(torch.nn.Parameter(each, requires_grad=False) for each in frozen)]
+        return TrainedState(given, torch.optim.SGD([trained], lr=0.1))
+
+    base = torch.arange(4.0)
+    assert state(base).model_digest == state(base.clone()).model_digest
+    others = base + 1e-6 * (base == 3), base.bfloat16(), base.view(2, 2), torch.empty(4, device="meta")
+    digests = {state(each).model_digest for each in (base, *others)} | {state().model_digest}
+    assert len(digests) == 6
+    with pytest.raises(ValueError, match=r"frozen parameters is [0-9a-f]{16} here and [0-9a-f]{16} in the run"):
+        there = state(others[0])
+        header = pb.StateHeader(parameters=there.shapes, optimizer=there.optimizer_name, common=there.common)
+        transfer._require_same(header, state(base))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_state_saved_from_python_is_founded_again_with_the_same_bits(
+    name: str, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    def made(seed: int) -> tuple[torch.nn.Module, torch.optim.Optimizer, TrainedState]:
+        torch.manual_seed(seed)
+        model = torch.nn.Sequential(torch.nn.Linear(5, 4), torch.nn.Linear(4, 3)).to(dtype)
+        optimizer = OPTIMIZERS[name](list(model.parameters()))
+        return model, optimizer, TrainedState(model.parameters(), optimizer)
+
+    model, optimizer, state = made(0)
+    for _ in range(3):
+        state.apply(torch.randn(state.length))
+    checkpoints = CheckpointDirectory(tmp_path)
+    assert checkpoints.newest() is None
+    checkpoints.write(Checkpoint("my-run", state.step, model.state_dict(), optimizer.state_dict(), rollbacks=2))
+    model, optimizer, again = made(1)
+    saved = checkpoints.newest()
+    assert saved is not None and saved.moment == Moment(2, 3)
+    model.load_state_dict(saved.parameters)
+    load_optimizer(optimizer, saved.optimizer)
+    assert again.digest() == state.digest()

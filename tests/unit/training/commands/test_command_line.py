@@ -19,6 +19,7 @@ from swarm_protocol.access.access_control import AccessControl
 from swarm_protocol.access.membership import MemberCredentials
 from swarm_protocol.access.organiser import OrganiserKey
 from swarm_protocol.access.tokens import Grant, Role
+from swarm_protocol.checkpoints.default_model import DEFAULT_MODEL
 from swarm_protocol.net.identity import Identity
 from swarm_training import command_line
 from swarm_training.commands import joining as joining_module
@@ -106,12 +107,41 @@ def test_init_writes_an_example_and_then_checks_it(tmp_path: Path, capsys: pytes
     path = run_file(tmp_path)
     assert f"wrote {path}" in capsys.readouterr().out
     command_line.main(["init", str(path)], Network().backend())
-    assert "is right: run my-run with 1024 samples a step" in capsys.readouterr().out
+    assert capsys.readouterr().out.splitlines() == [
+        f"{path} is right: run my-run with 1024 samples a step",
+        "model: 'gpt2' is no directory here, so peers look for it on the hub, where it was not looked for now",
+        "data: 'texts' is no directory here, so peers look for it on the hub, where it was not looked for now",
+    ]
     path.write_text(path.read_text().replace("[data]", "[dta]"))
     code, error = failing(["init", str(path)], capsys)
     assert code == 2 and error.startswith(f"error: {path}: the file has an unknown table 'dta': expected run, model")
     code, error = failing(["init", str(tmp_path / "none" / "RUN.toml")], capsys)
     assert code == 1 and error.startswith("error: cannot write") and error.endswith("No such file or directory\n")
+
+
+def test_init_says_which_data_and_models_are_missing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = run_file(tmp_path)
+    example = path.read_text()
+    capsys.readouterr()
+    texts, empty = tmp_path / "texts.txt", tmp_path / "empty"
+    texts.write_text("a line\n")
+    empty.mkdir()
+
+    def checked(source: object, model: object) -> tuple[int, str]:
+        path.write_text(example.replace('"texts"', f'"{source}"').replace('"gpt2"', f'"{model}"'))
+        return failing(["init", str(path)], capsys)
+
+    for source, model, message in (
+        ("no.txt", DEFAULT_MODEL, "[data] source = 'no.txt': there is no such file or directory"),
+        ("/no/texts", DEFAULT_MODEL, "[data] source = '/no/texts': there is no such file or directory"),
+        (empty, DEFAULT_MODEL, f"{empty} has no files of text in it: expected some .txt or .jsonl"),
+        (path, DEFAULT_MODEL, f"{path} is no file of text: expected .txt or .jsonl"),
+        (texts, "/no/model", "/no/model does not exist"),
+    ):
+        assert checked(source, model) == (2, f"error: {path}: {message}\n")
+    path.write_text(example.replace('"texts"', f'"{texts}"').replace('"gpt2"', f'"{DEFAULT_MODEL}"'))
+    command_line.main(["init", str(path)], Network().backend())
+    assert capsys.readouterr().out == f"{path} is right: run my-run with 1024 samples a step\n"
 
 
 def test_mistakes_end_in_a_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -245,6 +245,46 @@ def test_a_run_that_is_founded_again_goes_on_from_its_last_checkpoint(file: RunF
     assert checkpoints.steps() == [4, STEPS] and checkpoints.read(STEPS).rollbacks == 1
 
 
+@pytest.mark.parametrize("damaged", ["model.safetensors", "optimizer.safetensors", "checkpoint.json"])
+def test_a_run_goes_on_from_the_newest_checkpoint_that_is_intact(file: RunFile, tmp_path: Path, damaged: str) -> None:
+    directory = tmp_path / "checkpoints"
+    file = replace(file, run=replace(file.run, keep=3))
+    joined(file, [])
+    assert CheckpointDirectory(directory).steps() == [2, 4, 6]
+    truncated = directory / "step-000000006" / damaged
+    truncated.write_bytes(truncated.read_bytes()[:-20])
+    given: list[Joining] = []
+
+    def open_run(who: Joining, parameters: list[torch.nn.Parameter], optimizer: torch.optim.Optimizer) -> LocalRun:
+        given.append(who)
+        run = LocalRun(parameters, optimizer, TARGET)
+        run.num_steps, run.num_rollbacks, run.went_back_to = 4, 1, 4
+        return run
+
+    again = prepared(file, said := [])
+    joining.take_part(again, who(), open_run, threading.Event(), said.append)
+    assert given[0].resumed_at == Moment(0, 4) and "goes on from the checkpoint of step 4" in said
+    (warning,) = [line for line in said if line.startswith("warning")]
+    assert damaged in warning and warning.endswith("damaged-1-step-000000006 is not used")
+    assert CheckpointDirectory(directory).read(6).rollbacks == 1  # written again, by the run that goes on
+    assert (directory / "damaged-1-step-000000006" / damaged).exists()
+    for step in (2, 4, 6):
+        (directory / f"step-{step:09d}" / damaged).write_bytes(b"")
+    with pytest.raises(CheckpointError, match=r"has no checkpoint that is intact: .*expected another directory"):
+        joined(file, [])
+    assert CheckpointDirectory(directory).steps() == [2, 4, 6]
+
+
+def test_who_joins_is_not_hindered_by_a_checkpoint_that_cannot_be_read(file: RunFile, tmp_path: Path) -> None:
+    joined(file, [], stop_after=4)
+    checkpoints = CheckpointDirectory(tmp_path / "checkpoints")
+    (checkpoints.path(4) / "checkpoint.json").write_text("{")
+    checkpoints.require_of("run")
+    checkpoints.discard_undone(rollbacks=0, went_back_to=0)
+    assert checkpoints.steps() == [2]
+    assert (tmp_path / "checkpoints" / "damaged-1-step-000000004").is_dir()
+
+
 def test_checkpoints_of_other_runs_and_of_undone_steps_are_told_apart(file: RunFile, tmp_path: Path) -> None:
     joined(replace(file, run=replace(file.run, keep=9)), [])
     checkpoints = CheckpointDirectory(tmp_path / "checkpoints", keep=9)
