@@ -193,9 +193,8 @@ def measure(family: str, directory: Path, num_rows: int, tally: Tally) -> None:
         for ours, theirs in itertools.combinations(outputs, 2):
             kinds = [KINDS[name.removesuffix("-avx2")] for name in (ours, theirs)]
             bounds = Bounds.of(kinds[0], kinds[1], len(span), routed)
-            if bounds is None:
-                continue  # they cannot be compared
             group = "same kind" if kinds[0] == kinds[1] and kinds[0].is_repeatable else "other kind"
+            group = "four bits" if bounds.is_wide else group
             is_probe = number >= len(cases) // 2
             if is_probe and routed:
                 continue  # there is no evidence of such models

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import compress, product
 
 import torch
 
@@ -21,6 +22,8 @@ from swarm_protocol.pb import swarm_pb2 as pb
 from swarm_protocol.span import Span
 from swarm_protocol.verification.comparison import MIN_POSITIONS, Bounds, Comparison, Kind
 from swarm_protocol.wire.block_input import BlockInput
+
+_ROUNDED = Kind("none", "float32"), Kind("compressed", "float32")  # what is sent as it is, and what a link rounds
 
 
 @dataclass(frozen=True)
@@ -73,10 +76,10 @@ class Check:
         sample, servers = self._sample, await self._swarm.usable_servers()
         parts = references(servers, sample.hops, self._chance)
         unchecked = tuple(part.hop.span for part in parts if part.others is None)
-        bounds = self._bounds_of_chain(parts)
         num_compared = int(self._attended[-len(sample.outputs) :].sum())
-        if len(unchecked) == len(parts) or bounds is None or num_compared < MIN_POSITIONS:
+        if len(unchecked) == len(parts) or num_compared < MIN_POSITIONS:
             return Verdict(unchecked=unchecked)
+        bounds = self._bounds_of_chain(parts)
         # As in the session: rounded between the same blocks.
         to_first, *after_hops = sample.codecs
         hidden = WireTensor.of(sample.inputs.hidden, to_first).recoded(pb.RAW)
@@ -88,15 +91,21 @@ class Check:
         again, inputs = self._decoded(hidden)[-num_last:], sample.inputs.hidden[0, -num_last:]
         attended = self._attended[-num_last:]
         compared = Comparison.of(inputs[attended], sample.outputs[attended], again[attended])
-        if compared.excess(bounds) < 1:
-            passed = frozenset(part.hop.server.peer_id for part in parts if part.others is not None)
-            return Verdict(passed, unchecked=unchecked)
-        return await self._find_out(parts, answers, servers)
+        if compared.excess(bounds) >= 1:
+            found = await self._find_out(parts, answers, servers)
+            return found if found.lies or found.disagreements else self._contradiction(parts, answers)
+        # What is wide for some would hide the lies of others.
+        narrow = [not self._bounds_of(part).is_wide and bounds.is_wide for part in parts]
+        found = await self._find_out(compress(parts, narrow), compress(answers, narrow), servers)
+        if found.lies or found.disagreements:
+            return found
+        passed = frozenset(part.hop.server.peer_id for part in parts if part.others is not None)
+        return Verdict(passed, unchecked=unchecked)
 
     async def _find_out(
-        self, parts: Sequence[Part], answers: Sequence[Sequence[_Answer]], servers: Sequence[ServerRecord]
+        self, parts: Iterable[Part], answers: Iterable[Sequence[_Answer]], servers: Sequence[ServerRecord]
     ) -> Verdict:
-        """Asks the chain's servers, each by itself, and a third one where they answer otherwise than the second."""
+        """Asks the servers of these parts, each by itself, and a third one where the second answers otherwise."""
         lies: list[Lie] = []
         disagreements: list[Disagreement] = []
         for part, again in zip(parts, answers, strict=True):
@@ -120,9 +129,7 @@ class Check:
                 lies.append(Lie(hop.server.peer_id, hop.span, (*witnesses, *judges)))
             else:
                 lies += await self._lies_among(again, hop, judges)
-        if lies or disagreements:
-            return Verdict(lies=tuple(lies), disagreements=tuple(disagreements))
-        return self._contradiction(parts, answers)
+        return Verdict(lies=tuple(lies), disagreements=tuple(disagreements))
 
     async def _lies_among(self, again: Sequence[_Answer], hop: Hop, judges: tuple[str, ...]) -> list[Lie]:
         """Which of those that computed the hop's blocks again were wrong: its server is right."""
@@ -181,26 +188,31 @@ class Check:
     def _agree_all(self, one: Sequence[_Answer], other: Sequence[_Answer]) -> bool:
         """Whether two ways through the same blocks, from the same inputs, come out alike."""
         span = Span(one[0].hop.span.start, one[-1].hop.span.end)
-        bounds = _bounds([answer.hop for answer in one], [answer.hop for answer in other], len(span), self._routed)
-        if bounds is None:
-            return True  # nobody can tell
+        bounds = _widest(
+            _pairs((answer.hop for answer in one), (answer.hop for answer in other)), len(span), self._routed
+        )
         inputs, ours, theirs = (
             self._decoded(wire)[self._attended] for wire in (one[0].inputs, one[-1].outputs, other[-1].outputs)
         )
         return Comparison.of(inputs, ours, theirs).excess(bounds) < 1
 
-    def _bounds_of_chain(self, parts: Sequence[Part]) -> Bounds | None:
-        hops, again = self._sample.hops, [hop for part in parts for hop in part.route]
-        return _bounds(hops, again, hops[-1].span.end - hops[0].span.start, self._routed, self._sample.is_rounded)
+    def _bounds_of_chain(self, parts: Sequence[Part]) -> Bounds:
+        hops = self._sample.hops
+        num_blocks = hops[-1].span.end - hops[0].span.start
+        return max((self._bounds_of(part, num_blocks) for part in parts), key=lambda bounds: bounds.error)
+
+    def _bounds_of(self, part: Part, num_blocks: int | None = None) -> Bounds:
+        """For a part and what others make of it, if it changes the outputs of ``num_blocks``: its own by default."""
+        pairs = _pairs([part.hop], part.route)
+        if self._sample.is_rounded:
+            pairs.append(_ROUNDED)
+        return _widest(pairs, num_blocks or len(part.hop.span), self._routed)
 
 
-def _bounds(
-    ours: Sequence[Hop], theirs: Sequence[Hop], num_blocks: int, routed: bool, compressed: bool = False
-) -> Bounds | None:
-    """The widest that apply to any two of the servers; None if some cannot be compared."""
-    kinds = {kind_of(hop.server) for hop in (*ours, *theirs)}
-    if compressed:
-        kinds.add(Kind("compressed", "float32"))
-    found = [Bounds.of(one, other, num_blocks, routed) for one in kinds for other in kinds if one <= other]
-    known = [bounds for bounds in found if bounds is not None]
-    return max(known, key=lambda bounds: bounds.error) if len(known) == len(found) else None
+def _pairs(ours: Iterable[Hop], theirs: Iterable[Hop]) -> list[tuple[Kind, Kind]]:
+    """How two ways through the same blocks round."""
+    return list(product({kind_of(hop.server) for hop in ours}, {kind_of(hop.server) for hop in theirs}))
+
+
+def _widest(pairs: Iterable[tuple[Kind, Kind]], num_blocks: int, routed: bool) -> Bounds:
+    return max((Bounds.of(*pair, num_blocks, routed) for pair in pairs), key=lambda bounds: bounds.error)

@@ -51,18 +51,27 @@ class Bounds:
     gain: float
 
     @classmethod
-    def of(cls, one: Kind, other: Kind, num_blocks: int, routed: bool) -> Bounds | None:
-        """For two kinds of servers over ``num_blocks``; None if such servers cannot be compared.
+    def of(cls, one: Kind, other: Kind, num_blocks: int, routed: bool) -> Bounds:
+        """For two kinds of servers over ``num_blocks``.
 
         ``routed``: blocks choose among experts. Where two are nearly as good, rounding decides, and the outputs of that
         position and of those after it differ.
+
+        Weights in four bits have errors that every position sees, and that add up over many blocks to nearly as much as
+        the blocks do. So beside servers of another quantisation only gross lies are found: ``is_wide``.
         """
         if one == other and one.is_repeatable:
             return cls(error=0.004, outlier=0.05, outlier_share=0.02 if routed else 0.0, gain=0.002)
         if one.quant != other.quant and _FOUR_BITS & {one.quant, other.quant}:
-            return None
+            error = min(0.95, 0.6 * 1.15 ** (num_blocks - 1)) * (1.2 if routed else 1.0)
+            return cls(error=error, outlier=1.5, outlier_share=0.5, gain=0.06)
         error = min(0.5, 0.06 * 1.6 ** (num_blocks - 1))
         return cls(error=error, outlier=0.6, outlier_share=0.5 if routed else 0.0, gain=0.004)
+
+    @property
+    def is_wide(self) -> bool:
+        """Whether answers may be wrong by so much that only gross lies are found, as zeros, or inputs sent back."""
+        return self.gain > 0.01
 
 
 @dataclass(frozen=True)

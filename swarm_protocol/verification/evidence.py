@@ -83,9 +83,9 @@ class Evidence:
         among experts; who makes seeds may then look for one at which rounding decides.
         """
         statement = self.statement
-        bounds = None if routed else Bounds.of(statement.kind, kind, len(statement.span), routed)
-        if bounds is None:
+        if routed:
             return None
+        bounds = Bounds.of(statement.kind, kind, len(statement.span), routed)
         ours, theirs = sketch_of(output, statement.input_digest), statement.sketch
         if ours.shape != theirs.shape:
             return float("inf")

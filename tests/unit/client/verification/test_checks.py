@@ -145,6 +145,46 @@ def test_links_that_are_measured_again_make_no_liars(names: str, old: str, new: 
     assert servers.verdict(sample) == Verdict(frozenset(names))
 
 
+def in_four_bits(hidden: torch.Tensor) -> torch.Tensor:
+    """As a server computes whose weights are so coarse."""
+    return hidden + 0.3 * torch.randn(hidden.shape, generator=torch.Generator().manual_seed(6))
+
+
+def quantised(servers: Servers, **quants: str) -> Servers:
+    """These servers announce a quantisation; their answers are not changed."""
+    servers.records = [replace(record, quant=quants.get(record.peer_id, record.quant)) for record in servers.records]
+    return servers
+
+
+def test_four_bits_beside_others_are_no_lie() -> None:
+    servers = quantised(Servers(*THREE_OF_EACH, lying={"a": in_four_bits}), a="int4")
+    sample = servers.sample("a", "b", lying=in_four_bits, by="a")
+    assert servers.verdict(sample) == Verdict(frozenset("ab"))
+    assert servers.verdict(quantised(servers, a="none").sample("a", "b", lying=in_four_bits, by="a")).lies
+
+
+@pytest.mark.parametrize("quant", ["int4", "nf4"])
+def test_whoever_announces_four_bits_is_checked_too(quant: str) -> None:
+    servers = quantised(Servers(*THREE_OF_EACH, lying={"a": zeros}), a=quant)
+    (lie,) = servers.verdict(servers.sample("a", "b", lying=zeros, by="a")).lies
+    assert (lie.server, set(lie.witnesses)) == ("a", {"c", "e"})
+
+
+def test_four_bits_of_one_server_do_not_hide_what_another_makes_of_the_session() -> None:
+    servers = quantised(Servers(*THREE_OF_EACH, lying={"a": in_four_bits, "b": scaled}), a="int4")
+    sample = servers.sample("a", "b", lying=scaled, by="b")
+    (lie,) = servers.verdict(sample).lies
+    assert (lie.server, set(lie.witnesses)) == ("b", {"d", "f"})
+
+
+def test_two_of_the_same_four_bits_are_held_to_what_others_are() -> None:
+    """Whatever the other part of the chain is."""
+    servers = quantised(Servers(*THREE_OF_EACH), a="int4", c="int4", e="int4")
+    assert servers.verdict(servers.sample("a", "b")) == Verdict(frozenset("ab"))
+    servers.lying = {"a": scaled}
+    assert servers.verdict(servers.sample("a", "b", lying=scaled, by="a")).distrusted == {"a"}
+
+
 def test_what_was_rounded_before_is_no_lie() -> None:
     """A hop was replaced, and its links round no longer: keys and values of what came before are the rounded ones."""
     servers = Servers("0:8", "0:8")

@@ -10,6 +10,7 @@ import torch
 from swarm_protocol.verification.comparison import Bounds, Comparison, Kind
 
 INT8, FP32, BF16 = Kind("int8", "float32"), Kind("none", "float32"), Kind("none", "bfloat16")
+INT4, NF4 = Kind("int4", "float32"), Kind("nf4", "float32")
 TOKENS, HIDDEN = 32, 256
 
 
@@ -21,9 +22,7 @@ def outputs(noise: float, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor, to
 
 
 def excess(inputs: torch.Tensor, ours: torch.Tensor, theirs: torch.Tensor, kinds=(FP32, INT8)) -> float:
-    bounds = Bounds.of(*kinds, num_blocks=1, routed=False)
-    assert bounds is not None
-    return Comparison.of(inputs, ours, theirs).excess(bounds)
+    return Comparison.of(inputs, ours, theirs).excess(Bounds.of(*kinds, num_blocks=1, routed=False))
 
 
 def test_the_statistics_are_those_of_their_formulas() -> None:
@@ -70,18 +69,28 @@ def test_a_router_near_a_tie_is_no_lie() -> None:
     theirs[7] = inputs[7] + (theirs - inputs)[7].flip(0)
     assert excess(inputs, ours, theirs, (INT8, INT8)) > 1
     alike = Bounds.of(INT8, INT8, num_blocks=1, routed=True)
-    assert alike is not None and Comparison.of(inputs, ours, theirs).excess(alike) < 1
+    assert Comparison.of(inputs, ours, theirs).excess(alike) < 1
     theirs[:10] = inputs[:10] + (theirs - inputs)[:10].flip(1)
     bounds = Bounds.of(FP32, INT8, num_blocks=1, routed=True)
-    assert bounds is not None and Comparison.of(inputs, ours, theirs).excess(bounds) < 1
+    assert Comparison.of(inputs, ours, theirs).excess(bounds) < 1
 
 
-def test_four_bits_are_compared_with_four_bits_only() -> None:
-    nf4, int4 = Kind("nf4", "float32"), Kind("int4", "float32")
-    for one in (nf4, int4):
-        assert Bounds.of(one, INT8, 1, False) is None and Bounds.of(FP32, one, 1, False) is None
-        assert Bounds.of(one, one, 1, False) is not None
-    assert Bounds.of(nf4, int4, 1, False) is None
+@pytest.mark.parametrize("kinds", [(INT4, INT8), (FP32, INT4), (NF4, INT4)])
+@pytest.mark.parametrize("num_blocks", [1, 6, 40])
+def test_gross_lies_are_found_beside_four_bits(kinds: tuple[Kind, Kind], num_blocks: int) -> None:
+    """Their rounding is no lie, though it comes to a third of what the blocks do."""
+    bounds = Bounds.of(*kinds, num_blocks, routed=False)
+    assert bounds.is_wide and bounds == Bounds.of(*reversed(kinds), num_blocks, routed=False)
+    inputs, ours, theirs = outputs(noise=0.35)
+    assert Comparison.of(inputs, ours, theirs).excess(bounds) < 0.8
+    for lie in ("zeros", "input", "stale", "other"):
+        assert Comparison.of(inputs, LIES[lie](inputs, ours), theirs).excess(bounds) > 1, lie
+        assert Comparison.of(inputs, ours, LIES[lie](inputs, theirs)).excess(bounds) > 1, lie
+
+
+def test_servers_of_the_same_four_bits_are_held_to_what_others_are() -> None:
+    for kind in (INT4, NF4):
+        assert Bounds.of(kind, kind, 3, False) == Bounds.of(INT8, INT8, 3, False)
 
 
 def test_nothing_computed_is_compared_too() -> None:

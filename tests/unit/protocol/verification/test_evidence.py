@@ -76,7 +76,7 @@ def test_gross_lies_are_off_beside_another_kind_too(signer: Signer) -> None:
     found = evidence(signer, torch.zeros_like(TRUTH))
     assert (found.excess(TRUTH, other, False) or 0) > 1
     assert (evidence(signer, 1.01 * TRUTH).excess(TRUTH, other, False) or inf) < 1
-    assert found.excess(TRUTH, Kind("nf4", "float32", "cpu"), False) is None
+    assert (found.excess(TRUTH, Kind("nf4", "float32", "cpu"), False) or 0) > 1
 
 
 def test_where_blocks_choose_among_experts_nothing_can_be_told(signer: Signer) -> None:
