@@ -203,6 +203,9 @@ class _Stream:
         elif not self._decoding.is_over.is_set():
             self._decoding.token()
 
+    def scored(self, _prompt: Sequence[Token]) -> None:
+        pass
+
     def happened(self, _what: Servers | Event) -> None:
         pass
 

@@ -36,7 +36,11 @@ def checked_config(model: RemoteModelMixin, request: Request) -> GenerationConfi
     stock: Any = model
     if not request.prompt:
         raise RequestRejected("the prompt is empty: expected at least one token")
-    config: Any = stock._prepare_generation_config(copy.deepcopy(request.config))[0]
+    given = copy.deepcopy(request.config)
+    writes_nothing = given.max_new_tokens == 0
+    if writes_nothing:
+        given.max_new_tokens = 1  # since ``generate`` does not know 0
+    config: Any = stock._prepare_generation_config(given)[0]
     if config.get_generation_mode() not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
         raise RequestRejected("beams and assistants are not batched: expected greedy search or sampling")
     if config.num_return_sequences not in (None, 1):
@@ -44,7 +48,9 @@ def checked_config(model: RemoteModelMixin, request: Request) -> GenerationConfi
     if (name := not_batched(config)) is not None:
         raise RequestRejected(f"{name} is not batched: call generate")
     if config.max_new_tokens is None or config.max_new_tokens < 1:
-        raise RequestRejected(f"max_new_tokens is {config.max_new_tokens}: expected at least 1")
+        raise RequestRejected(f"max_new_tokens is {config.max_new_tokens}: expected at least 0")
+    if writes_nothing:
+        config.max_new_tokens = 0
     total, limit = len(request.prompt) + config.max_new_tokens, model.blocks.max_positions
     if limit is not None and total > limit:
         raise RequestRejected(

@@ -8,7 +8,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from math import inf
 from typing import TYPE_CHECKING, Any
@@ -161,6 +161,9 @@ class _Answer:
 
     def token(self, token: Token) -> None:
         self._heard.put(token)
+
+    def scored(self, prompt: Sequence[Token]) -> None:
+        """Do nothing: this is not asked for."""
 
     def happened(self, what: Servers | Event) -> None:
         pass  # which the model's own callback is told

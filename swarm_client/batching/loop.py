@@ -19,7 +19,7 @@ from swarm_client.batching.groups import groups_of
 from swarm_client.batching.request import FinishReason, Listener, Request, Token
 from swarm_client.batching.row import Row
 from swarm_client.batching.rows import BatchedModel
-from swarm_client.batching.sampler import Choice, choose
+from swarm_client.batching.sampler import Choice, choose, token_of
 from swarm_client.core import background
 from swarm_client.sessions.session import RemoteSession
 from swarm_client.speculation.choosing import verify
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
 _QUIET_S = 1e-3  # what servers have computed together comes back one after the other
 _BETWEEN_GROUPS_S = 1e-3
+_SCORED_TOGETHER = 64  # tokens of a prompt
 _RESERVED_TOKENS = 256  # of those to be generated, at most; a lease grows with its session
 _logger = logging.getLogger(__name__)
 
@@ -50,7 +51,7 @@ class _Cancelled:
 
 @dataclass(frozen=True)
 class _Stepped:
-    """hidden: [1, 1, hidden_size], of the last position; or why there is none."""
+    """hidden: [1, wanted, hidden_size], of the last positions, see ``Row.num_wanted``; or why there is none."""
 
     row: Row
     hidden: torch.Tensor | BaseException
@@ -108,6 +109,7 @@ class GenerationLoop:
                 list(request.prompt), ranking_of(config, choice.processors, choice.generator)
             ),
             with_servers=request.with_servers,
+            scores_prompt=request.scores_prompt,
         )
         return self._entered(row)
 
@@ -203,8 +205,13 @@ class GenerationLoop:
                 if self._verified(event.row, event.hidden):
                     verified.append(event.row)
                 continue
+            if event.row.scored is not None and not self._scored(event.row, event.row.scored, event.hidden):
+                continue
+            if event.row.is_full:  # before it has begun
+                self._end([event.row], "length")
+                continue
             rows.append(event.row)
-            hidden.append(event.hidden)
+            hidden.append(event.hidden[:, -1:])
         if not rows:
             return verified
         try:
@@ -245,6 +252,36 @@ class GenerationLoop:
             self._finish(row, ending)
             return False
         row.confirm(found.token_ids, None if state is None else state[: len(found.token_ids)])
+        return True
+
+    def _scored(self, row: Row, scored: list[Token], hidden: torch.Tensor) -> bool:
+        """Score the next tokens of the row's prompt. If they were the last, tell its listener and return True.
+
+        Other generations have their turn before the rest.
+
+        hidden: [1, left, hidden_size], of the positions that are left.
+        """
+        ids, num_left = row.choice.token_ids, hidden.shape[1] - 1  # the last position is that of the first new token
+        first, num = len(scored) - 1, min(num_left, _SCORED_TOGETHER)
+        if num:
+            try:
+                of, after = torch.tensor([ids[first : first + num]]), hidden.shape[1] - num
+                logits = self._batched.logits_of_all(of, hidden[:, :num], row.session, after)[0].cpu()
+                new = zip(ids[first + 1 : first + 1 + num], logits, strict=True)
+                scored += [token_of(row.choice.num_logprobs, token_id, each) for token_id, each in new]
+            except Exception as error:  # as above
+                self._end([row], error)
+                return False
+        if num < num_left:
+            self._inbox.put(_Stepped(row, hidden[:, num:]))
+            return False
+        row.scored = None
+        try:
+            row.listener.scored(scored)
+        except Exception:  # who listens has gone
+            _logger.debug("a generation has lost its listener", exc_info=True)
+            self._forget([row])
+            return False
         return True
 
     def _told(self, row: Row, token: Token | Exception) -> bool:
@@ -323,7 +360,7 @@ class GenerationLoop:
 
     async def _step(self, row: Row, inputs: BlockInput) -> None:
         try:
-            hidden: torch.Tensor | BaseException = await row.session.step_on_loop(inputs, 1 + row.guesses.length)
+            hidden: torch.Tensor | BaseException = await row.session.step_on_loop(inputs, row.num_wanted)
             row.tell_servers()
         except asyncio.CancelledError:  # by ``_stop``, when nobody waits; or the connection was closed
             hidden = PeerUnavailable("the connection to a server was closed")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -20,13 +21,14 @@ class Request:
 
     Attributes:
         prompt: token ids, at least one.
-        config: how tokens are chosen, as for ``generate``; ``max_new_tokens`` must be set, beams and the like are
-            refused.
+        config: how tokens are chosen, as for ``generate``; ``max_new_tokens`` must be set, and may be 0; beams and the
+            like are refused.
         seed: of this generation's own generator; None: a random one.
         generator: instead of one of its own.
         processors: of logits, besides those of ``config``, each called as in ``generate`` with token ids [1, length]
             and scores [1, vocabulary].
         num_logprobs: how many of the likeliest tokens are told with each; 0: that of the token itself; None: nothing.
+        scores_prompt: the listener is told the same of the prompt's tokens; ``num_logprobs`` must be set.
         with_servers: the listener is told of its servers too; ``on_event`` of the client's config is not.
     """
 
@@ -36,6 +38,7 @@ class Request:
     generator: torch.Generator | None = None
     processors: tuple[LogitsProcessor, ...] = ()
     num_logprobs: int | None = None
+    scores_prompt: bool = False
     with_servers: bool = False
 
 
@@ -62,6 +65,12 @@ class Listener(Protocol):
     """Is told on the loop's thread, which it must not hold up. If it raises something, the generation is cancelled."""
 
     def token(self, token: Token) -> None: ...
+
+    def scored(self, prompt: Sequence[Token]) -> None:
+        """Take the tokens of the prompt, before the first new one; nothing is known of the prompt's own first token.
+
+        Only if the request asks for it.
+        """
 
     def happened(self, what: Servers | Event) -> None:
         """Only if the request asks for it; on the network's thread. What comes before a token has happened before."""

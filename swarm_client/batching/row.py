@@ -26,6 +26,7 @@ class Row:
         stepping: the step of its session that servers compute.
         group: the rows whose steps were sent together with it.
         past: of its session, to be told when the step is over.
+        scored: the tokens of its prompt so far, if they are to be told; None: they are not, or have been.
         stopped: set some time after it has ended, when nobody steps its session any more.
     """
 
@@ -40,6 +41,7 @@ class Row:
         guessing: Guessing | None,
         *,
         with_servers: bool = False,
+        scores_prompt: bool = False,
         has_begun: bool = False,
     ) -> None:
         """``has_begun``: elsewhere; the session has all tokens of the choice but the last."""
@@ -53,6 +55,7 @@ class Row:
         self.stepping: asyncio.Task[None] | None = None
         self.group: frozenset[Row] = frozenset()
         self.stopped = threading.Event()
+        self.scored: list[Token] | None = [Token(choice.token_ids[0])] if scores_prompt else None
         self._stop_ids = stop_ids
         self._max_new_tokens = max_new_tokens
         self.cancel = cancel
@@ -80,6 +83,15 @@ class Row:
             return torch.tensor([self.choice.token_ids])
         last = torch.tensor([[self._sent]])
         return torch.cat([last, self.guesses.token_ids], 1) if self.guesses.length else last
+
+    @property
+    def num_wanted(self) -> int:
+        """Return of how many of the last positions that its session gets next outputs are needed."""
+        return 1 + self.guesses.length if self.scored is None else len(self.choice.token_ids)
+
+    @property
+    def is_full(self) -> bool:
+        return self.num_new >= self._max_new_tokens
 
     def guess(self, *, is_alone: bool) -> None:
         """What the next step is to verify: nothing if there are other generations, with which it is batched."""
@@ -112,7 +124,7 @@ class Row:
         self.choice.token_ids.append(token.id)
         if token.id in self._stop_ids:
             return "stop"
-        return "length" if self.num_new == self._max_new_tokens else None
+        return "length" if self.is_full else None
 
     def end(self) -> None:
         """Nothing more is written. What would keep its session for longer is let go."""

@@ -51,12 +51,15 @@ class BatchedModel:
         logits: torch.Tensor = output.logits[:, -1].float()
         return logits
 
-    def logits_of_all(self, token_ids: torch.Tensor, hidden: torch.Tensor, session: RemoteSession) -> torch.Tensor:
-        """Of the token after each of one session's last: [1, new, vocabulary] float32.
+    def logits_of_all(
+        self, token_ids: torch.Tensor, hidden: torch.Tensor, session: RemoteSession, num_after: int = 0
+    ) -> torch.Tensor:
+        """Of the token after each of some of one session's: [1, new, vocabulary] float32.
 
-        token_ids: [1, new]; hidden: [1, new, hidden_size], what has come out of the blocks for them.
+        token_ids: [1, new]; hidden: [1, new, hidden_size], what has come out of the blocks for them; num_after: number
+        of positions that the session has after these.
         """
-        output = self._forward(token_ids, _Behind([session], hidden))
+        output = self._forward(token_ids, _Behind([session], hidden, num_after))
         logits: torch.Tensor = output.logits.float()
         return logits
 
@@ -109,9 +112,9 @@ class _Before(_Rows):
 
 
 class _Behind(_Rows):
-    def __init__(self, sessions: Sequence[RemoteSession], hidden: torch.Tensor) -> None:
+    def __init__(self, sessions: Sequence[RemoteSession], hidden: torch.Tensor, num_after: int = 0) -> None:
         new = hidden.shape[1]
-        super().__init__(sessions, [session.length - new for session in sessions], new)
+        super().__init__(sessions, [session.length - num_after - new for session in sessions], new)
         self._hidden = hidden
 
     def step(self, _inputs: BlockInput, _num_wanted: int | None = None) -> torch.Tensor:

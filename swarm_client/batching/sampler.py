@@ -71,11 +71,12 @@ def _choose_alike(choices: Sequence[Choice], logits: torch.Tensor) -> list[Token
         rows = zip(scores.softmax(-1).split(1), choices, strict=True)
         ids = [int(torch.multinomial(row, 1, generator=choice.generator)) for row, choice in rows]
     return [
-        _told(choice.num_logprobs, token_id, row) for choice, token_id, row in zip(choices, ids, logits, strict=True)
+        token_of(choice.num_logprobs, token_id, row) for choice, token_id, row in zip(choices, ids, logits, strict=True)
     ]
 
 
-def _told(num_logprobs: int | None, token_id: int, logits: torch.Tensor) -> Token:
+def token_of(num_logprobs: int | None, token_id: int, logits: torch.Tensor) -> Token:
+    """Return the token with what is to be told of it; logits: [vocabulary]."""
     if num_logprobs is None:
         return Token(token_id)
     logprobs = logits.log_softmax(-1)

@@ -3,10 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
 
 from swarm_client.batching.request import Batcher, FinishReason, Request, Servers, Token
 from swarm_client.core.events import Event
+
+
+@dataclass(frozen=True)
+class Scored:
+    """The tokens of a prompt, see ``Listener.scored``."""
+
+    prompt: tuple[Token, ...]
+
+
+Item: TypeAlias = Token | Scored | Servers | Event | FinishReason
 
 
 class _Queue:
@@ -14,10 +26,13 @@ class _Queue:
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
-        self.items: asyncio.Queue[Token | Servers | Event | FinishReason | BaseException] = asyncio.Queue()
+        self.items: asyncio.Queue[Item | BaseException] = asyncio.Queue()
 
     def token(self, token: Token) -> None:
         self._loop.call_soon_threadsafe(self.items.put_nowait, token)
+
+    def scored(self, prompt: Sequence[Token]) -> None:
+        self._loop.call_soon_threadsafe(self.items.put_nowait, Scored(tuple(prompt)))
 
     def happened(self, what: Servers | Event) -> None:
         self._loop.call_soon_threadsafe(self.items.put_nowait, what)
@@ -26,9 +41,9 @@ class _Queue:
         self._loop.call_soon_threadsafe(self.items.put_nowait, reason)
 
 
-async def stream(batcher: Batcher, request: Request) -> AsyncGenerator[Token | Servers | Event | FinishReason, None]:
-    """The tokens as they come, with what happens to their servers if the request asks for it; at last, why there are no
-    more.
+async def stream(batcher: Batcher, request: Request) -> AsyncGenerator[Item, None]:
+    """The tokens as they come, with what happens to their servers, and those of the prompt before them, if the request
+    asks for it; at last, why there are no more.
 
     Who stops reading closes the iterator (``aclose``), which cancels the generation.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -37,12 +37,16 @@ class Heard:
     at: int = 0
     then: Any = None
     happenings: list[tuple[int, Servers | Event]] = field(default_factory=list)  # each after so many tokens
+    prompt: list[Token] = field(default_factory=list)
     _over: threading.Event = field(default_factory=threading.Event)
 
     def token(self, token: Token) -> None:
         self.tokens.append(token)
         if len(self.tokens) == self.at:
             self.then()
+
+    def scored(self, prompt: Sequence[Token]) -> None:
+        self.prompt = list(prompt)
 
     def happened(self, what: Servers | Event) -> None:
         self.happenings.append((len(self.tokens), what))
@@ -307,9 +311,12 @@ def test_closing_ends_all(pair):
 @pytest.mark.parametrize(
     "family", [pytest.param(name, marks=() if name in DIFFERENT else pytest.mark.long) for name in SUPPORTED]
 )
-def test_every_family_can_be_batched(family, tmp_path):
+def test_every_family_can_be_batched_and_scores_prompts(family, tmp_path):
     save_checkpoint(family, tmp_path)
     whole = ends_only_at_its_length(AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32))
+    prompt = random_ids(1, 70, seed=9)  # longer than what is scored at once
+    with torch.no_grad():
+        logprobs = whole(prompt).logits[:, :-1].log_softmax(-1).gather(2, prompt[:, 1:, None]).flatten().tolist()
     asked = [request(number) for number in range(5)]
     heard = [Heard() for _ in asked]
     with InProcessServers(tmp_path, cache_tokens=16384) as servers:
@@ -317,4 +324,9 @@ def test_every_family_can_be_batched(family, tmp_path):
         with connected(servers) as remote, GenerationLoop(remote) as loop:
             for one, listener in zip(asked, heard, strict=True):
                 loop.submit(one, listener)
+            scoring = replace(request(0), prompt=tuple(prompt[0].tolist()), num_logprobs=0, scores_prompt=True)
+            loop.submit(scoring, scored := Heard())
             assert [listener.ids for listener in heard] == [alone(whole, one) for one in asked]
+            assert scored.ids == alone(whole, scoring)
+            assert [token.id for token in scored.prompt] == prompt[0].tolist()
+            assert [token.logprob for token in scored.prompt[1:]] == pytest.approx(logprobs, abs=1e-4)

@@ -179,6 +179,23 @@ def test_completions_are_those_of_generate(front: Front) -> None:
     assert "".join(chunk.choices[0].text for chunk in front.complete(max_tokens=12, stream=True)) == choice.text
 
 
+def test_likelihoods_of_a_prompt_are_those_of_the_model(front: Front) -> None:
+    """As lm-evaluation-harness asks for them; the second time, servers have the beginning in their caches."""
+    ids = front.tokenizer(f"{PROMPT} integers that is sorted").input_ids
+    with torch.no_grad():
+        logprobs = front.whole(torch.tensor([ids])).logits[0, :-1].log_softmax(-1)
+    expected = logprobs.gather(1, torch.tensor(ids[1:])[:, None])[:, 0].tolist()
+    client = openai.OpenAI(base_url=front.url, api_key="none", timeout=DEADLINE_S)
+    for max_tokens in (1, 0):
+        answer = client.completions.create(
+            model="docs", prompt=[ids], echo=True, logprobs=1, max_tokens=max_tokens, temperature=0, seed=1234
+        )
+        found = answer.choices[0].logprobs
+        first, *others = found.token_logprobs[: len(ids)]
+        assert first is None and others == pytest.approx(expected, abs=1e-2)
+        assert len(found.tokens) == len(ids) + max_tokens
+
+
 def test_asynchronous_conversations(front: Front) -> None:
     async def ask() -> list[str]:
         async with openai.AsyncOpenAI(base_url=front.url, api_key="none", timeout=DEADLINE_S) as client:

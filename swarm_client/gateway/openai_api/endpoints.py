@@ -19,7 +19,7 @@ from swarm_client.gateway.openai_api.embeddings import embeddings
 from swarm_client.gateway.openai_api.formats import ChatFormat, CompletionFormat, TokenTexts, usage
 from swarm_client.gateway.openai_api.generating import Delta, Work
 from swarm_client.gateway.openai_api.requests import ChatRequest, CompletionRequest, EmbeddingRequest, parse
-from swarm_client.gateway.openai_api.sampling import requests_of
+from swarm_client.gateway.openai_api.sampling import echoes_of, requests_of
 
 _DONE = b"data: [DONE]\n\n"
 
@@ -69,13 +69,14 @@ async def _generated(
 ) -> AsyncGenerator[bytes, None]:
     model = await gateway.models.get(asked.model)
     requests = await asyncio.to_thread(requests_of, asked, model)
+    echoes = await asyncio.to_thread(echoes_of, asked, model)
     num_prompt = sum(len(each.prompt) for each in requests[:: asked.n])
     texts = None if asked.num_logprobs is None else TokenTexts(model.tokenizer)
     form = (ChatFormat if isinstance(asked, ChatRequest) else CompletionFormat)(model.name, texts)
     new_call_reader = partial(call_reader, asked, model) if isinstance(asked, ChatRequest) else lambda: None
     new_call_reader()  # refuses what it does not know before a place is taken
     places = gateway.queue.join(key, len(requests))
-    work = Work(model, requests, asked.stop, places, gateway.metrics, began_s, new_call_reader)
+    work = Work(model, requests, asked.stop, places, gateway.metrics, began_s, new_call_reader, echoes)
     gateway.metrics.prompt_tokens.inc(num_prompt)
     async with aclosing(work.items()) as items:
         if not asked.stream:

@@ -32,8 +32,7 @@ class TokenTexts:
         return str(self._tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
 
-def _finite(logprob: float | None) -> float:
-    assert logprob is not None  # they were asked for
+def _finite(logprob: float) -> float:
     return max(logprob, _LEAST_LOGPROB)
 
 
@@ -118,7 +117,7 @@ class ChatFormat(_Format):
         return self._named(said.token.id, said.token.logprob) | {"top_logprobs": top}
 
     def _named(self, token_id: int, logprob: float | None) -> dict[str, Any]:
-        assert self.texts is not None  # logprobs were asked for
+        assert self.texts is not None and logprob is not None  # logprobs were asked for
         text = self.texts[token_id]
         is_part = "\N{REPLACEMENT CHARACTER}" in text  # of a character: its bytes are not known
         return {"token": text, "logprob": _finite(logprob), "bytes": None if is_part else list(text.encode())}
@@ -139,13 +138,17 @@ class CompletionFormat(_Format):
 
     @staticmethod
     def _logprobs(tokens: Iterable[SaidToken], texts: TokenTexts) -> dict[str, Any]:
-        """The token itself is among the likeliest, as OpenAI has it, so that there may be one more."""
+        """The token itself is among the likeliest, as OpenAI has it, so that there may be one more.
+
+        The first token of a prompt has null.
+        """
         found: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
         for said in tokens:
             token = said.token
-            found["tokens"].append(texts[token.id])
-            found["token_logprobs"].append(_finite(token.logprob))
+            own = None if token.logprob is None else {texts[token.id]: _finite(token.logprob)}
             top = {texts[token_id]: _finite(logprob) for token_id, logprob in token.top}
-            found["top_logprobs"].append(top | {texts[token.id]: _finite(token.logprob)})
+            found["tokens"].append(texts[token.id])
+            found["token_logprobs"].append(None if token.logprob is None else _finite(token.logprob))
+            found["top_logprobs"].append(None if own is None else top | own)
             found["text_offset"].append(said.offset)
         return found

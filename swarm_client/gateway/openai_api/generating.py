@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 from swarm_client.batching.request import FinishReason, Request, Servers, Token
-from swarm_client.batching.streaming import stream
+from swarm_client.batching.streaming import Scored, stream
 from swarm_client.core.events import Event
 from swarm_client.gateway.admission import Place
 from swarm_client.gateway.http import end_tasks
@@ -57,18 +57,30 @@ class _Writer:
     def __init__(
         self, choice: int, model: ServedModel, request: Request, stop: Sequence[str], calls: CallReader | None
     ) -> None:
-        self._choice, self._calls = choice, calls
+        self._choice, self._calls, self._tokenizer = choice, calls, model.tokenizer
         # Some of what tells a call is special tokens.
         self._text = TextStream(model.tokenizer, request.prompt, with_special=calls is not None)
         self._stops = StopStrings(stop)
         self._ends = frozenset(end_ids(request.config))
         self._with_tokens = request.num_logprobs is not None
+        self._counts_end = request.scores_prompt  # evaluation harnesses expect as many tokens as they asked for
         self._num_decoded = self._num_sent = 0  # characters
         self._held: list[SaidToken] = []
         self._has_called = False
 
+    def begin(self, echo: str, prompt: Sequence[Token]) -> Delta:
+        """Return the prompt, with which the answer begins; ``prompt``: its tokens, if logprobs were asked for."""
+        text, said, offset = TextStream(self._tokenizer), [], 0
+        for token in prompt:
+            said.append(SaidToken(token, offset))
+            offset += len(text.put(token.id))
+        self._num_decoded = self._num_sent = len(echo)
+        return Delta(self._choice, echo, tuple(said))
+
     def put(self, token: Token) -> Delta | None:
         if token.id in self._ends:  # the end itself is no text
+            if self._counts_end:
+                self._held.append(SaidToken(token, self._num_decoded))
             return None
         if self._with_tokens:
             self._held.append(SaidToken(token, self._num_decoded))
@@ -113,6 +125,7 @@ class Work:
     Attributes:
         began_s: when the request came, by ``time.perf_counter``.
         new_call_reader: for each of them.
+        echoes: the text that each of them begins with; none: they begin with what is generated.
         num_generated: tokens so far, of all of them.
     """
 
@@ -123,6 +136,7 @@ class Work:
     metrics: Metrics
     began_s: float
     new_call_reader: Callable[[], CallReader | None] = lambda: None
+    echoes: Sequence[str] = ()
     num_generated: int = 0
 
     async def items(self) -> AsyncGenerator[Item, None]:
@@ -161,8 +175,14 @@ class Work:
         request = self.requests[choice]
         writer = _Writer(choice, self.model, request, self.stop, self.new_call_reader())
         times = TokenTimes(self.metrics, self.began_s)
+        echo = self.echoes[choice] if self.echoes else None
         async with aclosing(stream(self.model.batcher, request)) as items:
             async for item in items:
+                if echo is not None and isinstance(item, Scored | Token | str):
+                    queue.put_nowait(writer.begin(echo, item.prompt if isinstance(item, Scored) else ()))
+                    echo = None
+                if isinstance(item, Scored):
+                    continue
                 if isinstance(item, Token):
                     self.num_generated += 1
                     times.token()

@@ -44,7 +44,7 @@ _CHAT: dict[str, Values] = _COMMON | {
     "prediction": None,
     "web_search_options": (),
 }
-_COMPLETION: dict[str, Values] = _COMMON | {"best_of": (1,), "echo": (False,), "suffix": ("",)}
+_COMPLETION: dict[str, Values] = _COMMON | {"best_of": (1,), "suffix": ("",)}
 _EMBEDDING: dict[str, Values] = {"user": None, "dimensions": ()}
 
 
@@ -221,6 +221,15 @@ class CompletionRequest(_Generating):
     UNSUPPORTED: ClassVar[Mapping[str, Values]] = _COMPLETION
     prompt: Annotated[list[Any], BeforeValidator(_listed), Field(max_length=2048)]
     logprobs: int | None = Field(default=None, ge=0, le=5)
+    echo: bool = False
+    max_tokens: int | None = Field(default=None, ge=0)
+
+    @model_validator(mode="after")
+    def _says_something(self) -> CompletionRequest:
+        if self.max_tokens == 0 and not self.echo:
+            message = "max_tokens is 0: expected at least 1, or echo to be true"
+            raise ApiError(400, message, param="max_tokens", code="invalid_value")
+        return self
 
     @property
     def most_tokens(self) -> int | None:

@@ -61,6 +61,7 @@ def requests_of(asked: ChatRequest | CompletionRequest, model: ServedModel) -> l
                 seed=asked.seed_of(len(requests) + choice),
                 processors=(*processors, *([] if grammar is None else [grammar.processor(len(prompt))])),
                 num_logprobs=asked.num_logprobs,
+                scores_prompt=asked.num_logprobs is not None and isinstance(asked, CompletionRequest) and asked.echo,
                 with_servers=asked.wants_servers,
             )
             for choice in range(asked.n)
@@ -68,20 +69,30 @@ def requests_of(asked: ChatRequest | CompletionRequest, model: ServedModel) -> l
     return requests
 
 
+def echoes_of(asked: ChatRequest | CompletionRequest, model: ServedModel) -> list[str]:
+    """Return the text that the answer to each of ``requests_of`` begins with; nothing if there is no echo."""
+    if isinstance(asked, ChatRequest) or not asked.echo:
+        return []
+    options = {"skip_special_tokens": True, "clean_up_tokenization_spaces": False}
+    texts = [each if isinstance(each, str) else str(model.tokenizer.decode(each, **options)) for each in asked.prompt]
+    return [text for text in texts for _ in range(asked.n)]
+
+
 def _num_tokens(asked: ChatRequest | CompletionRequest, model: ServedModel, num_prompt: int) -> int:
     default = ANSWER_TOKENS if isinstance(asked, ChatRequest) else COMPLETION_TOKENS
+    most = asked.most_tokens
     if model.max_positions is None:
-        return asked.most_tokens or default
+        return default if most is None else most
     left = model.max_positions - num_prompt
-    if left < (asked.most_tokens or 1):
-        wanted = f", and {asked.most_tokens} more are asked for" if asked.most_tokens else ""
+    if left < (1 if most is None else most):
+        wanted = f", and {most} more are asked for" if most else ""
         raise ApiError(
             400,
             f"the model has {model.max_positions} positions: the prompt has {num_prompt} tokens{wanted}",
             param="messages" if isinstance(asked, ChatRequest) else "prompt",
             code="context_length_exceeded",
         )
-    return asked.most_tokens or min(default, left)
+    return min(default, left) if most is None else most
 
 
 def generation_config(asked: ChatRequest | CompletionRequest, own: GenerationConfig) -> GenerationConfig:

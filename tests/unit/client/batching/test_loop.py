@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -90,11 +90,16 @@ class Heard:
 
     def __init__(self) -> None:
         self.ids: list[int] = []
+        self.prompt: list[Token] = []
         self._reason: FinishReason | BaseException | None = None
         self._over = threading.Event()
 
     def token(self, token: Token) -> None:
         self.ids.append(token.id)
+
+    def scored(self, prompt: Sequence[Token]) -> None:
+        assert not self.ids
+        self.prompt = list(prompt)
 
     def ended(self, reason: FinishReason | BaseException) -> None:
         self._reason = reason
@@ -151,6 +156,26 @@ def test_without_stop_tokens_a_generation_is_as_long_as_it_may_be(model: Model, 
     model.generation_config.eos_token_id, model.generation_config.pad_token_id = expected[4], None
     heard = submitted(loop, PROMPTS[0], 8, eos_token_id=[])
     assert (heard.reason, heard.ids) == ("length", expected)
+
+
+@pytest.mark.parametrize("num_new", [0, 3])
+def test_a_prompt_is_scored_by_the_models_own_logits(model: Model, loop: GenerationLoop, num_new: int) -> None:
+    """Its tokens are scored in parts, between which another generation writes."""
+    prompt = tuple(torch.randint(VOCAB, (150,)).tolist())
+    other = submitted(loop, PROMPTS[0], 8)
+    heard, config = Heard(), GenerationConfig(do_sample=False)
+    config.max_new_tokens = num_new
+    loop.submit(Request(prompt, config, num_logprobs=2, scores_prompt=True), heard)  # type: ignore[arg-type]
+    assert (heard.reason, heard.ids) == ("length", model.alone(prompt, num_new))
+    assert (other.reason, other.ids) == ("length", model.alone(PROMPTS[0], 8))
+    with torch.no_grad():
+        hidden = blocks(model.get_input_embeddings()(torch.tensor([prompt])))
+        logprobs = model.lm_head(hidden)[0].log_softmax(-1)[:-1]  # [149, vocabulary]
+    assert tuple(token.id for token in heard.prompt) == prompt and heard.prompt[0] == Token(prompt[0])
+    found = torch.tensor([token.logprob for token in heard.prompt[1:]])
+    assert torch.allclose(found, logprobs.gather(1, torch.tensor(prompt[1:])[:, None])[:, 0], atol=1e-5)
+    assert [[rank[0] for rank in token.top] for token in heard.prompt[1:]] == logprobs.topk(2).indices.tolist()
+    assert all(session.closed.wait(TIMEOUT_S) for session in model.sessions)
 
 
 @pytest.mark.parametrize("left", [0, 1, 3])

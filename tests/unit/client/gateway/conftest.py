@@ -77,6 +77,9 @@ class ScriptedBatcher:
     def _generate(self, generation: Generation, listener: Listener) -> None:
         request = generation.request
         most = request.config.max_new_tokens
+        if request.scores_prompt:
+            first, *others = request.prompt
+            listener.scored([Token(first), *(said(token, request.num_logprobs) for token in others)])
         for number, token in enumerate(self.says[:most]):
             if request.with_servers and number in self.happens:
                 listener.happened(self.happens[number])

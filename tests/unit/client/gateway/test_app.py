@@ -22,6 +22,7 @@ from tests.unit.client.gateway.conftest import WAIT_S, Gateway, encode
 
 TEXT = "return a list of integers, sorted: 🦊 and é\n"
 ASK: dict[str, Any] = {"model": DEFAULT_MODEL, "messages": [{"role": "user", "content": "Sort"}]}
+LOGPROBS = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
 UNSUPPORTED = "unsupported_parameter"
 COMPLETE: dict[str, Any] = {"model": DEFAULT_MODEL, "prompt": "Sort", "max_tokens": 200}
 
@@ -152,6 +153,51 @@ def test_logprobs_of_a_completion_end_before_the_stop_string(gateway: Gateway) -
     ] * len(starts)
 
 
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("max_tokens", [0, 5])
+def test_an_answer_may_begin_with_its_prompt(gateway: Gateway, stream: bool, max_tokens: int) -> None:
+    gateway.says(TEXT)
+    prompts = ["Sort the list", encode(gateway.tokenizer, "Merge é")]
+    ask = {"model": DEFAULT_MODEL, "prompt": prompts, "echo": True, "max_tokens": max_tokens, "stop": ["Sort", "Merge"]}
+    answer = gateway.client().completions.create(**ask, logprobs=1, stream=stream, n=2)
+    choices = [choice for chunk in answer for choice in chunk.choices] if stream else answer.choices
+    ids = [list(gateway.tokenizer(prompts[0]).input_ids), prompts[1]]
+    new = gateway.batcher.says[:max_tokens]
+    for index in range(4):
+        own = [choice for choice in choices if choice.index == index]
+        text = ["Sort the list", "Merge é"][index // 2] + gateway.tokenizer.decode(new)
+        assert "".join(choice.text for choice in own) == text and own[-1].finish_reason == "length"
+        logprobs = [[each for choice in own for each in getattr(choice.logprobs, name)] for name in LOGPROBS]
+        tokens, own_logprobs, top, offsets = logprobs
+        assert len(tokens) == len(ids[index // 2]) + max_tokens and len(set(map(len, logprobs))) == 1
+        assert own_logprobs == [None] + [-math.log(2)] * (len(tokens) - 1)
+        assert [None, *({token: -math.log(2)} for token in tokens[1:])] == top
+        for token, offset in zip(tokens, offsets, strict=True):
+            assert text[offset : offset + len(token)] == token or token in ("<s>", "\N{REPLACEMENT CHARACTER}")
+    if not stream:
+        assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (sum(map(len, ids)), 4 * max_tokens)
+
+
+def test_with_an_echo_the_end_token_counts_too(gateway: Gateway) -> None:
+    """Evaluation harnesses ask for one token, and leave it out again."""
+    gateway.batcher.says = [1]
+    choice = (
+        gateway.client()
+        .completions.create(model=DEFAULT_MODEL, prompt=[5, 6, 7], echo=True, max_tokens=1, logprobs=0)
+        .choices[0]
+    )
+    assert len(choice.logprobs.tokens) == 4 and choice.logprobs.tokens[-1] == "</s>"
+    assert choice.text == gateway.tokenizer.decode([5, 6, 7])
+
+
+def test_a_prompt_that_fills_the_model_may_be_scored(serve: Any) -> None:
+    gateway = serve(max_positions=3)
+    ask = {"model": DEFAULT_MODEL, "prompt": [5, 6, 7], "echo": True}
+    assert gateway.client().completions.create(**ask, max_tokens=0).choices[0].logprobs is None
+    with pytest.raises(openai.BadRequestError, match="1 more are asked for"):
+        gateway.client().completions.create(**ask, max_tokens=1)
+
+
 def test_the_end_token_is_no_text(gateway: Gateway) -> None:
     gateway.batcher.says = [*encode(gateway.tokenizer, "so"), 1]
     answer = gateway.client().completions.create(**COMPLETE, logprobs=0)
@@ -275,7 +321,7 @@ def test_what_is_not_supported_is_refused_by_name(gateway: Gateway, more: Any, p
     assert not gateway.batcher.generations
 
 
-@pytest.mark.parametrize("more", [{"echo": True}, {"best_of": 2}, {"suffix": "x"}, {"logprobs": 6}, {"prompt": []}])
+@pytest.mark.parametrize("more", [{"max_tokens": 0}, {"best_of": 2}, {"suffix": "x"}, {"logprobs": 6}, {"prompt": []}])
 def test_what_completions_do_not_support_is_refused_by_name(gateway: Gateway, more: dict[str, Any]) -> None:
     with pytest.raises(openai.BadRequestError) as refused:
         gateway.client().completions.create(**COMPLETE | more)
