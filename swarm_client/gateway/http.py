@@ -20,6 +20,8 @@ from swarm_client.gateway.admission import ApiError, FairQueue, RateLimit, check
 from swarm_client.gateway.metrics import DISCONNECTED, Metrics
 from swarm_client.gateway.models import Models
 from swarm_protocol.errors import RequestRejected, SwarmError
+from swarm_protocol.net.hosts import split_address
+from swarm_protocol.wire.printable import printable
 
 _logger = logging.getLogger(__name__)
 _MOST_BYTES = 8 * 2**20  # of a request
@@ -47,8 +49,20 @@ class Gateway:
         """The key of who asks, for ``Depends``. Raises ApiError if there must be one, and is none."""
         if self.keys:
             return check_key(self.keys, request.headers.get("Authorization"))
-        if not is_loopback(request.url.hostname or ""):
-            raise ApiError(403, f"{request.url.hostname} is no name of this machine's loopback")
+        if not is_loopback(host := _called_host(request)):
+            raise ApiError(403, f"{printable(host)!r} is no name of this machine's loopback")
+        return ""
+
+
+def _called_host(request: Request) -> str:
+    """As its one ``Host`` header says, which browsers always send; otherwise, or if it is none, an empty string.
+
+    ``request.url`` is of no use: it has the address of the socket where the header is not understood.
+    """
+    try:
+        (header,) = request.headers.getlist("Host")
+        return split_address(header, 0)[0]
+    except ValueError:
         return ""
 
 

@@ -117,6 +117,8 @@ def run(app: FastAPI, listener: socket.socket, greeting: Sequence[str]) -> None:
     """Serves until a signal; prints the lines of the greeting as soon as it does."""
     import uvicorn
 
+    from swarm_client.gateway.connections import IncomingRequests, protocol_of
+
     class Server(uvicorn.Server):
         async def startup(self, sockets: list[socket.socket] | None = None) -> None:
             await super().startup(sockets)
@@ -129,6 +131,7 @@ def run(app: FastAPI, listener: socket.socket, greeting: Sequence[str]) -> None:
     # Its own logging would write a line for each request.
     options = uvicorn.Config(app, log_config=None, access_log=False, server_header=False, lifespan="off", ws="none")
     options.timeout_graceful_shutdown = _DRAIN_S
+    options.http = protocol_of(IncomingRequests.of_this_process())
     Server(options).run([listener])
 
 
