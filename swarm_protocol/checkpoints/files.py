@@ -68,12 +68,18 @@ class Directory:
     def _check_link(self, path: Path) -> None:
         """A link in a directory of strangers may lead to a secret, which would become part of a prompt or an error.
 
-        Weights may lie elsewhere, since only tensors are read from them, and files in the cache of the hub.
+        Weights may lie elsewhere, since only tensors are read from them. Other files may be those of another
+        checkpoint, under the names that they have there, or lie in the cache of the hub.
         """
         target = path.resolve()
-        if path.suffix == WEIGHTS or target.is_relative_to(Path(self.location).resolve()) or _is_cached(target):
+        if path.suffix == WEIGHTS or target.is_relative_to(Path(self.location).resolve()):
             return
-        raise CheckpointError(f"{path} is a link to {target}, outside {self.location}: expected the file itself")
+        if _is_cached(target) or (target.name == path.name and any(target.parent.glob(f"*{WEIGHTS}"))):
+            return
+        raise CheckpointError(
+            f"{path} is a link to {target}, outside {self.location}: expected the file itself, or a link to "
+            f"{path.name} in the directory of another checkpoint, beside its weights"
+        )
 
 
 def _is_cached(path: Path) -> bool:

@@ -183,10 +183,12 @@ def test_a_link_to_somewhere_else_is_refused_but_for_weights(saved, tmp_path):
     directory.mkdir()
     changed(saved, directory)
     num_modules = len(read_adapter(directory, FAMILY).low_rank)
-    for name in (WEIGHTS_NAME, CONFIG_NAME):
+    for number, name in enumerate((WEIGHTS_NAME, CONFIG_NAME)):
         assert len(read_adapter(directory, FAMILY).low_rank) == num_modules
-        (directory / name).rename(tmp_path / name)
-        (directory / name).symlink_to(tmp_path / name)
+        elsewhere = tmp_path / str(number)
+        elsewhere.mkdir()
+        (directory / name).rename(elsewhere / name)
+        (directory / name).symlink_to(elsewhere / name)
     message = rf"{CONFIG_NAME} is a link to .*, outside .*adapter: expected the file itself"
     with pytest.raises(CheckpointError, match=message):
         read_adapter(directory, FAMILY)

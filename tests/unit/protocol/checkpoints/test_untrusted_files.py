@@ -199,6 +199,23 @@ def test_links_inside_the_directory_and_of_the_hubs_cache_are_followed(models: d
         Checkpoint.open(snapshot)
 
 
+def test_files_of_another_checkpoint_may_be_linked_under_their_names(models: dict[str, Path], tmp_path: Path) -> None:
+    other, directory = copy_of(models["llama"], tmp_path / "other"), tmp_path / "model"
+    (other / ".env").write_text("HF_TOKEN=secret")
+    directory.mkdir()
+    for path in other.iterdir():
+        (directory / path.name).symlink_to(path)
+    assert Checkpoint.open(directory).revision == Checkpoint.open(other).revision
+    (directory / "generation_config.json").unlink(missing_ok=True)
+    (directory / "generation_config.json").symlink_to(other / ".env")  # under another name
+    sentence = r"\.env, outside .*: expected the file itself, or a link to generation_config\.json in the directory of"
+    with pytest.raises(CheckpointError, match=sentence):
+        assert Checkpoint.open(directory).generation_config
+    (other / "model.safetensors").unlink()  # nothing says any longer that a model is there
+    with pytest.raises(CheckpointError, match=r"config\.json is a link to"):
+        Checkpoint.open(directory)
+
+
 # ---------------------------------------------------------------- configs
 
 
