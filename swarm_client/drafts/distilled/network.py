@@ -45,6 +45,8 @@ class DraftNetwork(nn.Module):
         config = LlamaConfig(
             vocab_size=1,  # embedding and head are the model's
             pad_token_id=None,
+            bos_token_id=None,
+            eos_token_id=None,
             hidden_size=shape.hidden_size,
             intermediate_size=shape.intermediate_size,
             num_hidden_layers=shape.num_blocks,

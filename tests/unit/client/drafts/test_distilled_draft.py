@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import logging
+
 import pytest
 import torch
 from torch import nn
+from transformers import configuration_utils
 
 from swarm_client.drafts.distilled.draft import SLACK, DistilledDraft, DistilledSession
 from swarm_client.drafts.distilled.network import DraftNetwork, DraftShape
@@ -46,6 +49,15 @@ def cached(session: DistilledSession, lines: list[list[int]]) -> torch.Tensor:
     first = session.start(len(lines))
     steps = [session.step(torch.tensor(tokens)) for tokens in zip(*lines, strict=True)]
     return torch.stack([first.expand(len(lines), -1), *steps], 1)
+
+
+def test_a_network_is_made_without_a_word_of_transformers(caplog, monkeypatch):
+    """A warning about its config would come with every model that has a draft."""
+    monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
+    configuration_utils.logger.warning_once.cache_clear()  # of what has been said once
+    with caplog.at_level(logging.WARNING, "transformers"):
+        DraftNetwork(SHAPE)
+    assert caplog.messages == []
 
 
 @pytest.mark.parametrize("num_lines", [1, 3])
