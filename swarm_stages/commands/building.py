@@ -17,7 +17,7 @@ from swarm_stages.engine.settings import BoundarySettings, LoraSettings, Scratch
 from swarm_stages.engine.stage import Stage
 from swarm_stages.peer.presence import Membership
 from swarm_stages.rpc.client import WireForms
-from swarm_stages.trainer.batches import BlockMicroBatches
+from swarm_stages.trainer.batches import BlockMicroBatches, loss_scale_of
 from swarm_stages.trainer.config import TrainerConfig
 from swarm_training.commands.building import build_blocks, build_tokenizer
 from swarm_training.compression.compressor import Plain
@@ -128,6 +128,11 @@ def build_micro_batches(file: RunFile) -> BlockMicroBatches:
     cache = platformdirs.user_cache_path("swarm") / "tokens"
     blocks = build_blocks(file.data, file.run.name, build_tokenizer(file.model), cache)
     return BlockMicroBatches(blocks, file.run.name, require_stages(file), file.stages.micro_batch_size)
+
+
+def loss_scale(file: RunFile) -> float:
+    """Return that of ``build_micro_batches``, for which no data are needed."""
+    return loss_scale_of(file.stages.micro_batch_size, file.data.block_length)
 
 
 def trainer_config(file: RunFile, routing: str) -> TrainerConfig:

@@ -20,7 +20,15 @@ from swarm_protocol.process.routine import repeat
 from swarm_server.machine.heap import HeapTrimmer
 from swarm_stages.audit.answers import Answers
 from swarm_stages.audit.service import AuditService, Witness
-from swarm_stages.commands.building import build, member_of, require_stages, stage_source, training_config
+from swarm_stages.commands.building import (
+    build,
+    loss_scale,
+    member_of,
+    require_stages,
+    stage_source,
+    trainer_config,
+    training_config,
+)
 from swarm_stages.commands.inference import Afterwards, Place, require_untaken, serve_trained, until_step
 from swarm_stages.commands.spans import costs_of, spans_of_stages
 from swarm_stages.engine.settings import StageSource
@@ -30,8 +38,10 @@ from swarm_stages.peer.presence import Membership, StageOfRun, StagePresence
 from swarm_stages.peer.shared import spans_of
 from swarm_stages.peer.stage_peer import LOOK_S, StagePeer
 from swarm_stages.peer.watch import Watch
+from swarm_stages.routing.router import SHORTEST_DELAY
 from swarm_stages.rpc.hosting import HostedStage
 from swarm_stages.rpc.service import StagesService
+from swarm_stages.trainer.recomputing import Recomputing
 from swarm_training.contract.backend import Joining
 from swarm_training.core.config import TrainingConfig
 from swarm_training.net.channels import GrpcNetwork
@@ -145,9 +155,10 @@ class _Serving:
         stage, services = built.stage, list[StagesService]()
         answers = Answers() if self.file.stages.audit_share else None
 
-        def add_services(server: grpc.aio.Server, peer: StagePeer) -> None:
+        def add_services(server: grpc.aio.Server, peer: StagePeer, network: GrpcNetwork) -> None:
             hosted, access = HostedStage(stage, peer, built.sums), self.member.access
-            services.append(StagesService(place.run, hosted, access=access, answers=answers, banned=peer.peer.banned))
+            is_finite = self._recomputing(hosted, peer, network).is_finite
+            services.append(StagesService(place.run, hosted, None, access, answers, peer.peer.banned, is_finite))
             services[-1].add_to(server)
             if answers is not None:
                 precision = self.file.stages.precision
@@ -184,6 +195,11 @@ class _Serving:
             await presence.leave()
             if moved_to is None:
                 self.say(f"left the run after step {presence.stage_peer.step}")
+
+    def _recomputing(self, hosted: HostedStage, peer: StagePeer, network: GrpcNetwork) -> Recomputing:
+        """As trainers compute that choose peers in the usual way."""
+        config, scale = trainer_config(self.file, SHORTEST_DELAY), loss_scale(self.file)
+        return Recomputing(self.place.run, hosted, lambda: peer.watch.view().stages, network, config, scale)
 
     async def _until_it_moves(self, presence: StagePresence, stage: Stage, stays: bool) -> int:
         """After the last step it does not any more."""

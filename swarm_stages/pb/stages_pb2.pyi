@@ -79,12 +79,16 @@ class ComputeReply(_message.Message):
     def __init__(self, tensor: _Optional[_Union[_swarm_pb2.Tensor, _Mapping]] = ..., part: _Optional[bytes] = ..., loss_sum: _Optional[float] = ..., num_tokens: _Optional[int] = ...) -> None: ...
 
 class CommitRequest(_message.Message):
-    __slots__ = ("micro_batch", "is_not_finite")
+    __slots__ = ("micro_batch", "is_not_finite", "ids", "labels")
     MICRO_BATCH_FIELD_NUMBER: _ClassVar[int]
     IS_NOT_FINITE_FIELD_NUMBER: _ClassVar[int]
+    IDS_FIELD_NUMBER: _ClassVar[int]
+    LABELS_FIELD_NUMBER: _ClassVar[int]
     micro_batch: MicroBatch
     is_not_finite: bool
-    def __init__(self, micro_batch: _Optional[_Union[MicroBatch, _Mapping]] = ..., is_not_finite: bool = ...) -> None: ...
+    ids: _swarm_pb2.Tensor
+    labels: _swarm_pb2.Tensor
+    def __init__(self, micro_batch: _Optional[_Union[MicroBatch, _Mapping]] = ..., is_not_finite: bool = ..., ids: _Optional[_Union[_swarm_pb2.Tensor, _Mapping]] = ..., labels: _Optional[_Union[_swarm_pb2.Tensor, _Mapping]] = ...) -> None: ...
 
 class CommitReply(_message.Message):
     __slots__ = ("is_committed",)

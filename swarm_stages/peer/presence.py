@@ -41,7 +41,7 @@ from swarm_training.run.presence import ledger_of, listening_host
 from swarm_training.run.standing import now
 from swarm_training.run.state import TrainedState
 
-AddServices = Callable[[grpc.aio.Server, StagePeer], None]
+AddServices = Callable[[grpc.aio.Server, StagePeer, GrpcNetwork], None]
 _GRACE_S = 0.2
 _ORDERS_S = 5.0  # orders are on the DHT for a minute
 
@@ -112,7 +112,7 @@ class StagePresence:
         config: TrainingConfig,
         state: TrainedState,
         sums: Sums,
-        add_services: AddServices = lambda server, peer: None,
+        add_services: AddServices = lambda server, peer, network: None,
         compressor: Compressor | None = None,
         encoder: Encoder | None = None,
         shared: Spans = (),
@@ -184,7 +184,7 @@ class StagePresence:
 
             def add_all(to: grpc.aio.Server) -> None:
                 add_TrainingServicer_to_server(TrainingService(peer, access), to)  # type: ignore[no-untyped-call]
-                add_services(to, stage_peer)
+                add_services(to, stage_peer, network)
 
             server, bound = await start_server(add_all, certificate, host, config.port)
             peer.listens_at(host_port(config.announce_host or host, bound), certificate.fingerprint)

@@ -115,10 +115,18 @@ class StagesClient:
         """Whether the gradient that this trainer's backward has left there counts now; if not, it is lost."""
         return await self._commit(peer, pb.CommitRequest(micro_batch=self.named(which)), timeout_s)
 
-    async def note_not_finite(self, peer: Progress, which: MicroBatch, timeout_s: float) -> bool:
-        """Tells a peer of the last stage that some answer is not finite, whoever computes it; false if the run has no
-        checkpoint to go back to."""
-        return await self._commit(peer, pb.CommitRequest(micro_batch=self.named(which), is_not_finite=True), timeout_s)
+    async def note_not_finite(
+        self, peer: Progress, which: MicroBatch, ids: Tensor, labels: Tensor, timeout_s: float
+    ) -> bool:
+        """Tell a peer of the last stage that some answer is not finite, whoever computes it.
+
+        The peer finds out itself, and refuses if it finds otherwise. Returns False if the run has no checkpoint to go
+        back to. ids, labels: [rows, positions] int64.
+        """
+        request = pb.CommitRequest(
+            micro_batch=self.named(which), is_not_finite=True, ids=_in_one_piece(ids), labels=_in_one_piece(labels)
+        )
+        return await self._commit(peer, request, timeout_s)
 
     async def _commit(self, peer: Progress, request: pb.CommitRequest, timeout_s: float) -> bool:
         stub = await self._stub(peer)
@@ -200,6 +208,12 @@ class StagesClient:
 
     async def _stub(self, peer: Progress) -> Any:
         return StagesStub(await self._network.channel(peer))  # type: ignore[no-untyped-call]
+
+
+def _in_one_piece(tensor: Tensor) -> wire_pb.Tensor:
+    wire, parts = encode(tensor)
+    wire.data += b"".join(parts)
+    return wire
 
 
 @asynccontextmanager

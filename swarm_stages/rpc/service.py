@@ -7,7 +7,7 @@ nothing; a commit counts once however often it comes.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -24,10 +24,12 @@ from swarm_stages.rpc.forms import encode_as
 from swarm_stages.rpc.framing import pack
 from swarm_stages.rpc.hosting import StageHost
 from swarm_stages.rpc.room import Limits, Room
-from swarm_stages.rpc.validation import RequestReader, check_micro_batch, require_moment
+from swarm_stages.rpc.validation import RequestReader, check_micro_batch, moment_of, require_moment, tokens_of
+from swarm_training.core.moment import Moment
 
 if TYPE_CHECKING:
     _Context = grpc.aio.ServicerContext[Any, Any]
+IsFinite = Callable[[Moment, int, Tensor, Tensor], Awaitable[bool]]
 _WRITE_S = 1.0  # to end a write whose call was cancelled
 
 
@@ -58,16 +60,20 @@ class StagesService(StagesServicer):
         access: AccessControl | None = None,
         answers: AnswerNotes | None = None,
         banned: Callable[[], Collection[str]] = frozenset,
+        is_finite: IsFinite | None = None,
     ) -> None:
         """``run``: without the number of the stage. ``access``: that of a private run; None: everybody may train.
         ``answers``: takes note of what is answered; None: nobody will ask. ``banned``: ids of trainers that are
-        refused."""
+        refused. ``is_finite``: see ``Recomputing``; None: nobody is believed who says that something is not finite."""
         self._run = run
         self._host = host
         self._limits = limits or Limits()
         self._access = access
         self._answers = answers
         self._banned = banned
+        self._is_finite = is_finite
+        self._checking = asyncio.Lock()
+        self._not_finite_at: Moment | None = None
         self.room = Room(self._limits)
         self._silences: dict[str, asyncio.TimerHandle] = {}
 
@@ -95,10 +101,30 @@ class StagesService(StagesServicer):
             check_micro_batch(request.micro_batch, self._run, self._host)
             which = request.micro_batch
             if request.is_not_finite:
-                is_committed = self._host.note_not_finite(which.step)
+                is_committed = await self._note_not_finite(trainer, request)
             else:
                 is_committed = await asyncio.shield(self._host.commit(which.step, which.number, trainer))
         return pb.CommitReply(is_committed=is_committed)
+
+    async def _note_not_finite(self, trainer: str, request: pb.CommitRequest) -> bool:
+        """Believe what was found out here: anybody can say it, and all stages go back then.
+
+        Raises RequestRejected if all answers for the micro-batch are finite, TimeoutError if that takes long.
+        """
+        which, most = request.micro_batch, self._limits.max_tokens
+        if not self._host.stage.is_last:
+            raise RequestRejected(f"stage {which.stage} is told that something is not finite: expected the last stage")
+        with self.room.request(trainer) as reservation:
+            ids, labels = (tokens_of(wire, reservation, most) for wire in (request.ids, request.labels))
+            async with asyncio.timeout(self._limits.read_s), self._checking:
+                require_moment(which, self._host)
+                moment = moment_of(which)
+                if moment != self._not_finite_at:
+                    if self._is_finite is None or await self._is_finite(moment, which.number, ids, labels):
+                        raise RequestRejected(f"all answers for micro-batch {which.number} are finite, as found here")
+                    require_moment(which, self._host)
+                    self._not_finite_at = moment
+        return self._host.note_not_finite(which.step)
 
     async def _serve(self, requests: AsyncIterator[pb.ComputeRequest], context: _Context, *, is_backward: bool) -> None:
         trainer = self._heard(context)

@@ -55,6 +55,33 @@ def require_moment(message: pb.MicroBatch, host: StageHost) -> None:
         )
 
 
+def tokens_of(wire: wire_pb.Tensor, reservation: Reservation, max_tokens: int) -> torch.Tensor:
+    """Return token ids that came in one piece, [rows, positions] int64.
+
+    Raises:
+        RequestRejected: they are none, or too many.
+        PeerBusy: there is no room for them.
+    """
+    shape = list(wire.shape[:3])
+    if len(shape) != 2 or min(shape) < 1 or wire.dtype != wire_pb.INT64 or wire.codec != wire_pb.RAW:
+        raise RequestRejected(f"token ids have shape {shown_shape(wire)}: expected [rows, positions] of int64")
+    _require_size(shape[0], shape[1], max_tokens)
+    reservation.take(wire.size_bytes)
+    assembler = Assembler(wire)
+    if not assembler.complete:
+        raise RequestRejected(f"token ids have {assembler.received_bytes} of {assembler.size_bytes} bytes")
+    return assembler.tensor()
+
+
+def _require_size(rows: int, positions: int, max_tokens: int) -> None:
+    """Raises RequestRejected."""
+    if rows > MAX_BATCH_SIZE or rows * positions > max_tokens:
+        raise RequestRejected(
+            f"a micro-batch has {rows} × {positions} positions: expected at most {MAX_BATCH_SIZE} rows, and "
+            f"{max_tokens} in all"
+        )
+
+
 @dataclass
 class RequestReader:
     """Puts one request together, checking headers as they come; in order: inputs, labels, grad."""
@@ -134,9 +161,5 @@ class RequestReader:
         if len(shape) != (2 if self.stage.is_first else 3) or min(shape) < 1:
             expected = "[rows, positions]" if self.stage.is_first else f"[rows, positions, {self.stage.width}]"
             raise RequestRejected(f"inputs have shape {shown_shape(wire)}: expected {expected}")
-        if shape[0] > MAX_BATCH_SIZE or shape[0] * shape[1] > self.max_tokens:
-            raise RequestRejected(
-                f"a micro-batch has {shape[0]} × {shape[1]} positions: expected at most {MAX_BATCH_SIZE} rows, and "
-                f"{self.max_tokens} in all"
-            )
+        _require_size(shape[0], shape[1], self.max_tokens)
         return shape[0], shape[1]

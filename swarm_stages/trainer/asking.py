@@ -97,14 +97,17 @@ class Asking:
             self.num_retries += 1
 
     async def tell(self, stage: int, moment: Moment, call: Call[bool]) -> bool:
-        """Asks all peers of a stage at once; whether any of them agrees."""
+        """Ask all peers of a stage at once. Returns False if one of them says no, and none yes.
+
+        If none says anything, nothing is known yet: then it is True, and whoever tells may do so again.
+        """
         peers = [peer for peer in self._look()[stage] if peer.moment == moment and peer.address]
-        calls = (call(self._callee(peer), self._config.least_deadline_s) for peer in peers)
+        calls = (call(self._callee(peer), self._config.first_deadline_s) for peer in peers)
         answers = await asyncio.gather(*calls, return_exceptions=True)
         for answer in answers:
             if isinstance(answer, BaseException) and not isinstance(answer, SwarmError):
                 raise answer
-        return any(answer is True for answer in answers)
+        return True in answers or False not in answers
 
     def _callee(self, peer: ReachablePeer) -> Progress:
         return Progress(self._run, peer.peer_id, address=peer.address, tls_fingerprint=peer.tls_fingerprint)

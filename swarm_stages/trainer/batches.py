@@ -34,6 +34,11 @@ class MicroBatches(Protocol):
         """May be called from any thread."""
 
 
+def loss_scale_of(rows: int, block_length: int) -> float:
+    """Return the number of predicted tokens: the first of a row is not."""
+    return float(rows * (block_length - 1))
+
+
 class BlockMicroBatches:
     """Rows of a table of token blocks, in the order of the run: none comes twice in an epoch."""
 
@@ -42,7 +47,7 @@ class BlockMicroBatches:
         if count < 1 or rows < 1:
             raise ValueError(f"{count} micro-batches of {rows} rows: expected at least one of each")
         self.count = count
-        self.loss_scale = float(rows * (blocks.block_length - 1))  # the first token of a row is not predicted
+        self.loss_scale = loss_scale_of(rows, blocks.block_length)
         self._blocks = blocks
         self._order = Order(derived_seed(run), len(blocks))
         self._rows = rows

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -62,23 +62,32 @@ class Passes:
             await asyncio.gather(*commits, return_exceptions=True)
             raise
 
-    async def note_not_finite(self, number: int) -> bool:
-        """Tells the last stage, which has the losses, and decides whether the run goes back to a checkpoint; false if
-        there is none."""
+    async def compute_backward(self, stages: Iterable[int], number: int, trace: Trace) -> None:
+        """Compute these stages, the last of them first, and have nothing counted. The trace has the gradient of what
+        comes out of the last of them. Raises as ``Asking.ask``."""
+        for stage in sorted(stages, reverse=True):
+            reply, _ = await self._backward(stage, number, trace, accumulates=False)
+            if reply.grad is not None:
+                trace.grads[stage - 1] = reply.grad
+
+    async def note_not_finite(self, number: int, trace: Trace) -> bool:
+        """Tell the last stage, which has the losses, finds out itself, and decides whether the run goes back to a
+        checkpoint. Returns False if there is none."""
         stage = self.num_stages - 1
         which = MicroBatch(stage, self.moment, number)
 
         async def call(peer: Progress, timeout_s: float) -> bool:
-            return await self.client.note_not_finite(peer, which, timeout_s)
+            content = trace.content
+            return await self.client.note_not_finite(peer, which, content.ids, content.labels, timeout_s)
 
         return await self.asking.tell(stage, self.moment, call)
 
-    async def _inputs(self, stage: int, number: int, trace: Trace) -> Tensor:
+    async def inputs(self, stage: int, number: int, trace: Trace) -> Tensor:
         """What goes into a stage, from the nearest stage before of which it is known."""
         if stage == 0:
             return trace.content.ids
         if stage not in trace.inputs:
-            before = await self._inputs(stage - 1, number, trace)
+            before = await self.inputs(stage - 1, number, trace)
             which = MicroBatch(stage - 1, self.moment, number)
 
             async def call(peer: Progress, timeout_s: float) -> Tensor:
@@ -91,7 +100,7 @@ class Passes:
     async def _backward(
         self, stage: int, number: int, trace: Trace, accumulates: bool
     ) -> tuple[BackwardReply, Progress]:
-        inputs = await self._inputs(stage, number, trace)
+        inputs = await self.inputs(stage, number, trace)
         asked = Asked(
             MicroBatch(stage, self.moment, number),
             inputs,

@@ -190,9 +190,9 @@ class Trainer:
         except StepOver:
             step.not_before_s = asyncio.get_running_loop().time() + self._config.poll_s
         except TrainingDiverged as error:
-            if not await passes.note_not_finite(number):
+            if not await passes.note_not_finite(number, trace):
                 raise
-            _logger.warning("step %d: %s; the run goes back to a checkpoint", step.moment.step, error)
+            _logger.warning("step %d: %s; the last stage has been told", step.moment.step, error)
             step.not_before_s = asyncio.get_running_loop().time() + self._config.settle_s
         finally:
             step.traces.keep(number, trace)

@@ -42,6 +42,7 @@ from swarm_stages.trainer import presence
 from swarm_stages.trainer.batches import Content
 from swarm_stages.trainer.config import TrainerConfig
 from swarm_stages.trainer.presence import train_beside
+from swarm_stages.trainer.recomputing import Recomputing
 from swarm_stages.trainer.trainer import StepReport
 from swarm_training.compression.compressor import Plain
 from swarm_training.core.config import TrainingConfig
@@ -218,7 +219,9 @@ class WholeRun:
         replicas = Replicas(index, self.num_stages, peer, watch, network, asyncio.to_thread)
         life = StagePeer(index, peer, watch, replicas, state, sums, CONFIG.codec, compute, asyncio.to_thread)
         hosted, answers, certificate = HostedStage(computes(stage), life, sums), Answers(), Certificate.generate()
-        service = StagesService(RUN, hosted, answers=answers)
+        config = TrainerConfig(forms=WireForms("fp64", "fp64"))
+        recomputing = Recomputing(RUN, hosted, lambda: watch.view().stages, network, config, Data.loss_scale)
+        service = StagesService(RUN, hosted, answers=answers, is_finite=recomputing.is_finite)
         audits = AuditService(RUN, Witness(hosted, sums, peer, own, answers))
 
         def add_services(server: grpc.aio.Server) -> None:

@@ -10,6 +10,7 @@ import random
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -23,6 +24,7 @@ from swarm_stages.rpc.room import Limits
 from swarm_stages.rpc.service import StagesService
 from swarm_stages.trainer.batches import Content
 from swarm_stages.trainer.config import TrainerConfig
+from swarm_stages.trainer.recomputing import Recomputing
 from swarm_stages.trainer.trainer import StepReport, Trainer
 from swarm_training.core.moment import Moment
 from swarm_training.core.record import Progress
@@ -115,6 +117,7 @@ class Swarm:
     """
 
     stages: list[list[Member]]
+    network: GrpcNetwork  # of peers that compute what another has said is not finite
     history: list[list[Tensor]] = field(default_factory=list)
     _number: int = 0
 
@@ -122,7 +125,7 @@ class Swarm:
     @asynccontextmanager
     async def running(cls, *peers: int, **how: Any) -> AsyncIterator[Swarm]:
         """So many peers at each stage."""
-        swarm = cls([[] for _ in peers])
+        swarm = cls([[] for _ in peers], GrpcNetwork(ClientCredentials(identity(89))))
         stepping = asyncio.ensure_future(swarm._step_together())
         try:
             for stage, count in enumerate(peers):
@@ -134,11 +137,14 @@ class Swarm:
             await asyncio.gather(stepping, return_exceptions=True)
             for member in swarm.members():
                 await member.life.aclose()
+            await swarm.network.close()
 
     async def join(self, stage: int, limits: Limits | None = None, make: Any = LossyService) -> Member:
         host = ToyHost(ToyStage(stage, len(self.stages)), MICRO_BATCHES, Moment(0, len(self.history)))
         life = AsyncExitStack()
-        record, service = await life.enter_async_context(serving(host, self._number, limits, make=make))
+        recomputing = Recomputing(RUN, host, self.look, self.network, CONFIG, LOSS_SCALE)
+        made = partial(make, is_finite=recomputing.is_finite)
+        record, service = await life.enter_async_context(serving(host, self._number, limits, make=made))
         self._number += 1
         member = Member(host, record, service, life)
         self.stages[stage].append(member)

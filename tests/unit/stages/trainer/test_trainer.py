@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from swarm_protocol.errors import RequestRejected, TrainingDiverged
+from swarm_stages.routing.router import Backoff
 from swarm_stages.rpc.client import WireForms
 from swarm_stages.rpc.room import Limits
 from swarm_stages.trainer.batches import Content
@@ -284,6 +285,35 @@ def test_answers_that_are_not_finite_are_a_peers_fault_unless_all_agree(spoiled:
                 else:
                     await task
                     require_equal(swarm, 1)
+
+    run(scenario)
+
+
+def test_a_trainer_that_is_not_believed_goes_on() -> None:
+    """The last stage finds finite answers where the trainer has found none: nothing has been decided."""
+    config = replace(CONFIG, settle_s=0.2, backoff=Backoff(first_s=0.01, most_s=0.05))
+
+    async def scenario() -> None:
+        async with Swarm.running(1, 2) as swarm:
+            last, told = swarm.stages[1], list[Moment]()
+
+            async def is_finite(moment: Moment, *_: object) -> bool:
+                told.append(moment)
+                return True
+
+            finite = [member.host.stage.parameters[0].detach().clone() for member in last]
+            for member in last:
+                member.host.has_checkpoint, member.service._is_finite = True, is_finite
+                with torch.no_grad():
+                    member.host.stage.parameters[0].fill_(torch.nan)
+            async with training(swarm, config=config, end=1) as (task, _):
+                await until(lambda: told or task.done())
+                for member, parameter in zip(last, finite, strict=True):
+                    with torch.no_grad():
+                        member.host.stage.parameters[0].copy_(parameter)
+                await task
+                require_equal(swarm, 1)
+                assert not any(member.host.not_finite for member in last)
 
     run(scenario)
 
