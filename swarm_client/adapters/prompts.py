@@ -14,7 +14,6 @@ from torch import nn
 from swarm_protocol.checkpoints.family import Family
 from swarm_protocol.checkpoints.peft_files import WEIGHTS_NAME
 from swarm_protocol.checkpoints.safetensors_file import read_header
-from swarm_protocol.errors import RequestRejected
 from swarm_protocol.wire.adapters import Prompt
 
 if TYPE_CHECKING:  # what the mixin becomes part of
@@ -62,8 +61,6 @@ class Prompts(nn.Module):
         rows, new, _ = embeddings.shape
         mask, positions = given.get("attention_mask"), given.get("position_ids")
         if mask is not None:
-            if mask.ndim != 2:
-                raise RequestRejected(f"attention_mask has {mask.ndim} dimensions: prompts need one of [batch, tokens]")
             given["attention_mask"] = torch.cat([mask.new_ones(rows, num), mask], 1)
         if positions is not None:
             given["position_ids"] = positions + num

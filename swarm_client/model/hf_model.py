@@ -22,9 +22,15 @@ from swarm_client.core import background
 from swarm_client.model.cache import RemoteCache, session_of
 from swarm_client.model.head import final_norm, float_head
 from swarm_client.model.hollow_blocks import HollowBlocks
-from swarm_client.model.left_out import NoDropout, refuse_inner_outputs, wants, without_router_logits
+from swarm_client.model.left_out import (
+    NoDropout,
+    refuse_inner_outputs,
+    require_padding_mask,
+    wants,
+    without_router_logits,
+)
 from swarm_client.model.model_pass import has_hooks
-from swarm_client.model.remote_blocks import BlockModule, RemoteBlocks, RemoteSpan
+from swarm_client.model.remote_blocks import BlockList, BlockModule, RemoteBlocks, RemoteSpan
 from swarm_client.sessions.session import RemoteSession
 from swarm_client.speculation.mixin import SpeculationMixin
 from swarm_client.speculation.speculation import Speculation
@@ -235,7 +241,7 @@ def client_class(hf_class: type[PreTrainedModel], family: Family) -> type[Remote
             blocks.modules_in_place += [others(blocks, index) for index in range(1, family.num_blocks)]
             for module in blocks.modules_in_place:  # a family's own code may ask for a block's type
                 vars(module).update({name: value for name, value in vars(first).items() if isinstance(value, str)})
-            setattr(owner, family.blocks, nn.ModuleList(blocks.modules_in_place))
+            setattr(owner, family.blocks, BlockList(blocks.modules_in_place))
             base.save_pretrained = base.push_to_hub = _refuse_to_save
             base._init_weights = functools.partial(_init_without_blocks, base, family, base._init_weights)
             self._remote_blocks, self._owners, self.no_dropout = [blocks], [owner], NoDropout(family)
@@ -243,14 +249,15 @@ def client_class(hf_class: type[PreTrainedModel], family: Family) -> type[Remote
             owner.register_forward_pre_hook(_context_hook(owner, blocks, family, self.no_dropout), with_kwargs=True)
             owner.register_forward_hook(lambda _owner, _inputs, output: blocks.end(output), always_call=True)
 
+        @torch.compiler.disable  # most of its time is the network's
         @functools.wraps(hf_class.forward)  # transformers looks at its signature, with every token
-        def forward(self, *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
             kwargs |= without_router_logits(names, {**dict(zip(names, args, strict=False)), **kwargs}, self.config)
             num_wanted = None if self.is_watched else _num_wanted(self.config, kwargs)
             with self._remote_blocks[0].only_last(num_wanted):
                 return super().forward(*args, **kwargs)
 
-    Client.forward.__signature__ = inspect.signature(hf_class.forward)  # type: ignore[attr-defined]  # found at once
+    Client.forward.__signature__ = inspect.signature(hf_class.forward)  # found at once
     # Both names: transformers skips its weight conversions for classes that look like a user's own.
     Client.__name__, Client.__qualname__ = hf_class.__name__, hf_class.__qualname__
     Client.__module__ = hf_class.__module__
@@ -289,6 +296,7 @@ def _context_hook(owner: Any, blocks: RemoteBlocks, family: Family, no_dropout: 
     def hook(_module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
         given = {**dict(zip(names, args, strict=False)), **kwargs}
         refuse_inner_outputs(given, owner.config)
+        require_padding_mask(given.get("attention_mask"))
         if blocks.training and torch.is_grad_enabled():
             no_dropout.warn(owner.config)
         cache = given.get(family.cache_argument)

@@ -203,6 +203,22 @@ class Inside(nn.Module):
             self.place.blocks.put(self.place.of(name), value)
         super().__setattr__(name, value)
 
+    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
+        """Iterate over what PEFT has put here; ``next`` of an iterator that is empty says why."""
+        found = list(super().parameters(recurse))
+        return iter(found) if found or self.place is None else map(_end_of_parameters, [self.place])
+
+
+class _NoParameters(RequestRejected, StopIteration):
+    """The end of the parameters of a module that has none. Loops end with it as with any ``StopIteration``."""
+
+
+def _end_of_parameters(place: Place) -> NoReturn:
+    raise _NoParameters(
+        f"{place} has no parameters here, because its weights are on servers. Of PEFT's adapters, remote blocks take "
+        "those of a peft.LoraConfig"
+    )
+
 
 class Hollow(Inside):
     """A module in a block. A subclass that also is the module's own class is put in the place of that."""

@@ -42,6 +42,17 @@ def refuse_inner_outputs(given: dict[str, Any], config: PreTrainedConfig) -> Non
         )
 
 
+def require_padding_mask(mask: Any) -> None:
+    """Raises RequestRejected for an attention mask of another kind than [batch, past + new], 0 for padding."""
+    if mask is None or (isinstance(mask, torch.Tensor) and mask.ndim == 2):
+        return
+    found = f"has shape {list(mask.shape)}" if isinstance(mask, torch.Tensor) else f"is a {type(mask).__name__}"
+    raise RequestRejected(
+        f"attention_mask {found}: expected a tensor [batch, tokens], 0 for padding. Servers make the model's causal "
+        "and sliding masks from it, and take no others; sequences packed into one row are told apart by position_ids"
+    )
+
+
 def without_router_logits(names: Sequence[str], given: dict[str, Any], config: PreTrainedConfig) -> dict:
     """Arguments that keep a stock ``forward`` from asking for router logits because its config says so.
 

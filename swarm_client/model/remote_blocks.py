@@ -16,6 +16,7 @@ from swarm_client.adapters.snapshots import Added, Snapshot
 from swarm_client.core import background
 from swarm_client.core.events import OnEvent
 from swarm_client.model.hollow_blocks import INSTEAD, HollowBlocks, Inside
+from swarm_client.model.left_out import require_padding_mask
 from swarm_client.model.model_pass import ModelPass, needs_grad, starts_of
 from swarm_client.passes.passes import backward, forward
 from swarm_client.sessions.session import RemoteSession, check_length
@@ -82,6 +83,7 @@ class RemoteSpan:
         Raises:
             NoRoute, PeerError, RequestRejected: see ``swarm_protocol.errors``.
         """
+        require_padding_mask(attention_mask)
         check_length(hidden.shape[1], self.max_positions)
         if position_ids is None:
             position_ids = torch.arange(hidden.shape[1], device=hidden.device)[None]
@@ -171,12 +173,43 @@ class BlockModule(Inside):
     def forward(self, hidden: torch.Tensor, *_args, **_kwargs):
         return self._blocks[0].through(self.index, hidden)
 
+    @property
+    def remote(self) -> RemoteSpan:
+        """All blocks of the model."""
+        return self._blocks[0]._remote[0]
+
     def __getattr__(self, name: str) -> Any:
         try:
             return super().__getattr__(name)
         except AttributeError:
             index = self.__dict__.get("index")
             raise AttributeError(f"block {index} is computed on servers and has no {name!r} here: {INSTEAD}") from None
+
+
+class BlockList(nn.ModuleList):
+    """The modules that stand for blocks, in the place of the stock model's list; a slice of it computes them.
+
+    ``model.model.layers[6:10](hidden)`` is ``model.blocks[6:10](hidden)``. A slice of a slice counts from the first
+    block in that slice, as in a Python list.
+    """
+
+    def forward(
+        self,
+        hidden: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Return the hidden states after the last block of the list; see ``RemoteSpan``.
+
+        Raises:
+            RequestRejected: the blocks do not follow one another, or there are none.
+        """
+        modules: list[Any] = list(self)
+        indices = [module.index for module in modules]
+        if not indices or indices != list(range(indices[0], indices[0] + len(indices))):
+            raise RequestRejected(f"blocks {indices} cannot be called: expected some that follow one another")
+        blocks = modules[0].remote[indices[0] : indices[-1] + 1]
+        return blocks(hidden, attention_mask, position_ids)
 
 
 class RemoteBlocks(BlockModule):
@@ -214,10 +247,6 @@ class RemoteBlocks(BlockModule):
     def connect(self, remote: RemoteSpan) -> None:
         self._remote[:] = [remote]
 
-    @property
-    def remote(self) -> RemoteSpan:
-        return self._remote[0]
-
     def begin(
         self,
         attention_mask: torch.Tensor | None,
@@ -253,6 +282,7 @@ class RemoteBlocks(BlockModule):
             ended.finish()
         return self.prompts.without(output) if self.prompts is not None and self._context.has_virtual else output
 
+    @torch.compiler.disable  # it cannot look into coroutines
     def through(self, block: int, hidden: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, None]:
         """What the module of this block returns."""
         model_pass = getattr(self._context, "value", None)

@@ -161,10 +161,9 @@ def test_blocks_by_hand(servers):
 
             for module in (*pair.models, between):
                 module.zero_grad()
-            blocks = pair.remote.blocks
-            hidden = blocks[0:3](hidden) if remote else whole(hidden, slice(0, 3))
+            hidden = pair.remote.blocks[0:3](hidden) if remote else whole(hidden, slice(0, 3))
             hidden = hidden + between(hidden)
-            hidden = blocks[3:6](hidden) if remote else whole(hidden, slice(3, 6))
+            hidden = pair.remote.model.layers[3:6](hidden) if remote else whole(hidden, slice(3, 6))
             hidden.square().mean().backward()
             model = pair.models[remote]
             results.append([hidden.detach(), between.weight.grad, *(parameter.grad for parameter in trained(model))])

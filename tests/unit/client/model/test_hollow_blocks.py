@@ -138,6 +138,17 @@ def test_weights_have_shapes_and_no_values(client):
         copy.deepcopy(client.model.layers[2].mlp)
 
 
+def test_parameters_of_a_block_are_those_that_peft_put_there(client):
+    layer = client.model.layers[2]
+    for module, name in ((layer, "block 2"), (layer.mlp, "mlp of block 2")):
+        assert list(module.parameters()) == [] and next(module.parameters(), None) is None
+        with pytest.raises(RequestRejected, match=f"^{name} has no parameters here, because its weights are on serv"):
+            next(module.parameters())
+    client.add_adapter(LoraConfig(target_modules=["up_proj"]))
+    assert list(layer.parameters()) == list(layer.mlp.parameters()) == [p for _, p in layer.named_parameters()]
+    assert len(list(layer.parameters())) == 2
+
+
 def test_a_module_of_somebody_else_cannot_stand_there(client):
     with pytest.raises(RequestRejected, match="mlp of block 1 is computed on servers: a Identity cannot take its pl"):
         client.model.layers[1].mlp = nn.Identity()
@@ -158,10 +169,14 @@ def test_a_module_of_somebody_else_cannot_stand_there(client):
         (LoraConfig(target_modules=["q_proj"], layer_replication=[(0, 2), (1, 3)]), "layer_replication|copied"),
         (peft.IA3Config(target_modules=["lm_head", "k_proj"], feedforward_modules=[]), "take a peft.LoraConfig"),
         (peft.LoHaConfig(target_modules=["k_proj"]), "take a peft.LoraConfig"),
+        (
+            peft.AdaptionPromptConfig(adapter_len=4, adapter_layers=2, task_type="CAUSAL_LM"),
+            "^self_attn of block 4 has no parameters here, .* take those of a peft.LoraConfig",
+        ),
     ],
     ids=[
         *("dora", "lora-bias", "bias", "pissa", "olora", "eva", "embedding"),
-        *("target-parameters", "modules-to-save", "replicated", "ia3", "loha"),
+        *("target-parameters", "modules-to-save", "replicated", "ia3", "loha", "adaption-prompt"),
     ],
 )
 @pytest.mark.filterwarnings("ignore::UserWarning")
