@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import random
+from math import inf
 
 import pytest
 import torch
 
+from swarm_protocol.errors import RequestRejected
+from swarm_protocol.net.tls import ClientCredentials
+from swarm_stages.rpc.client import MicroBatch, StagesClient, WireForms
 from swarm_stages.trainer.trainer import StepReport
-from tests.unit.stages.trainer.runs import WholeRun, one_process
+from swarm_training.core.moment import Moment
+from swarm_training.net.channels import GrpcNetwork
+from tests.unit.identities import identity
+from tests.unit.stages.trainer.runs import RUN, Data, WholeRun, one_process
 
 LIMIT_S = 300.0
 
@@ -62,5 +69,28 @@ def test_who_joins_at_a_checkpoint_says_that_it_keeps_it() -> None:
             late = await run.join(0)
             await run.until(lambda: late.life.record().kept is not None)
             assert late.life.record().kept == run.of_stage(0)[0].life.record().kept
+
+    asyncio.run(scenario())
+
+
+def test_a_real_run_does_not_go_back_for_a_sentence() -> None:
+    async def scenario() -> None:
+        async with asyncio.timeout(LIMIT_S), WholeRun.running(2, 1) as run:
+            await run.until(lambda: all(peer.moment is not None for peer in run.peers))
+            (first,), (last,) = run.of_stage(0), run.of_stage(1)
+            await run.until(lambda: last.life.watch.view().moment is not None)
+            ids = Data().at(0, 0).ids
+            network = GrpcNetwork(ClientCredentials(identity(95)))
+            client, which = StagesClient(network, RUN, WireForms("fp64", "fp64")), MicroBatch(1, Moment(0, 0), 0)
+            try:
+                with pytest.raises(RequestRejected, match="all answers for micro-batch 0 are finite"):
+                    await client.note_not_finite(last.life.record(), which, ids, ids, LIMIT_S)
+                assert last.life.record().loss != inf
+                with torch.no_grad():
+                    first.stage.parameters[0].fill_(torch.nan)
+                assert await client.note_not_finite(last.life.record(), which, ids, ids, LIMIT_S)
+                await run.until(lambda: last.life.record().loss == inf)
+            finally:
+                await network.close()
 
     asyncio.run(scenario())
