@@ -35,10 +35,13 @@ class FakeMonitor:
         trouble: what every look fails with, if anything.
     """
 
-    def __init__(self, *servers: ServerStatus, num_blocks: int = 20, peers: tuple[str, ...] = (PEER,)) -> None:
+    def __init__(
+        self, *servers: ServerStatus, num_blocks: int = 20, peers: tuple[str, ...] = (PEER,), revision: str = ""
+    ) -> None:
         self.servers = {server.record.peer_id: server for server in servers}
         self.num_blocks = num_blocks
         self.trouble = ""
+        self._revision = revision
         self._peers = list(peers)
 
     def put(self, server: ServerStatus) -> None:
@@ -70,7 +73,7 @@ class FakeMonitor:
         pass
 
     def _status(self, model: str, servers: list[ServerStatus]) -> ModelStatus:
-        status = ModelStatus(model, servers[0].record.num_blocks, tuple(servers))
+        status = ModelStatus(model, servers[0].record.num_blocks, tuple(servers), self._revision)
         if status.missing:
             return status
         return replace(status, chain=_chain(status), tokens_per_s=9.5)

@@ -152,7 +152,8 @@ class SwarmModels:
         """``load`` and ``monitor`` stand for the swarm. ``monitor`` is closed with this."""
         location = Path(locate(model)).expanduser()
         self._config, self._make_batcher, self._load_model = config, make_batcher, load
-        self.own = location.resolve().name if location.is_dir() else model  # as the swarm's records name it
+        self.own_is_directory = location.is_dir()
+        self.own = location.resolve().name if self.own_is_directory else model  # as the swarm's records name it
         self._own_source = _Source(model, revision)
         self._sources = {self.own: self._own_source}
         self._loading: dict[str, asyncio.Future[ServedModel]] = {}

@@ -91,9 +91,8 @@ def serve(settings: ServeSettings, config: ClientConfig, model: str, revision: s
         recorder = Recorder(Monitor(config), open_history(settings.history, config.swarm))
         models = SwarmModels(config, model, revision, GenerationLoop, monitor=recorder)
         is_private = ClientAccess.of(config).control is not None
-        app = create_app(
-            models, settings.limits, settings.keys, monitored=Monitored(recorder, config, models.own, is_private)
-        )
+        monitored = Monitored(recorder, config, models.own, is_private, models.own_is_directory)
+        app = create_app(models, settings.limits, settings.keys, monitored=monitored)
         background.run(recorder.start())
         try:
             with contextlib.suppress(KeyboardInterrupt, SystemExit):  # which is how it is meant to end

@@ -194,6 +194,11 @@ class Checkpoint:
         return digest.hexdigest()[:FINGERPRINT_HEX]
 
 
+def is_fingerprint(revision: str) -> bool:
+    """Return whether a revision is that of a directory, rather than a commit of the hub."""
+    return len(revision) == FINGERPRINT_HEX
+
+
 def _load_config(raw: dict[str, Any], path: Path) -> PreTrainedConfig:
     model_type = raw.get("model_type")
     if model_type is None:

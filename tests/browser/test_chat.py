@@ -185,16 +185,20 @@ def test_conversations_are_kept_renamed_exported_and_deleted(chat: ChatPage, tmp
     assert chat.user_messages == ["First question"]
     page.locator(".conversation").last.hover()
     chat.button("Rename “First question”").click()
-    page.get_by_role("textbox", name="Name").fill("<b>Renamed</b>")
+    title = "<b>Renamed</b> to what is wider than the list of conversations"
+    page.get_by_role("textbox", name="Name").fill(title)
     page.keyboard.press("Enter")
-    chat.button("Rename “<b>Renamed</b>”").wait_for()
+    chat.button(f"Rename “{title}”").wait_for()
+    assert page.evaluate(
+        "(({ scrollWidth, clientWidth }) => scrollWidth <= clientWidth)(document.querySelector('#sidebar'))"
+    )
     with page.expect_download() as download:
-        chat.button("Export “<b>Renamed</b>”").click()
+        chat.button(f"Export “{title}”").click()
     download.value.save_as(tmp_path / "exported.json")
     exported = json.loads((tmp_path / "exported.json").read_text())
-    assert exported["title"] == "<b>Renamed</b>"
+    assert exported["title"] == title
     assert {node.get("text") for node in exported["nodes"].values()} == {None, "First question", "fine"}
-    chat.button("Delete “<b>Renamed</b>”").click()
+    chat.button(f"Delete “{title}”").click()
     chat.button("Delete").click()
     chat.until("document.querySelectorAll('.conversation').length === 1")
     page.reload()

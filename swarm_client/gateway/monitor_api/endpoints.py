@@ -32,6 +32,7 @@ class Monitored:
 
     Attributes:
         own_model: that the gateway was started for, as records name it.
+        own_is_directory: that model is in a directory, not on the hub.
         is_private: only members are let in.
     """
 
@@ -39,6 +40,7 @@ class Monitored:
     config: ClientConfig
     own_model: str
     is_private: bool = False
+    own_is_directory: bool = False
 
 
 def monitor_router(gateway: Gateway, monitored: Monitored) -> APIRouter:
@@ -52,7 +54,8 @@ def monitor_router(gateway: Gateway, monitored: Monitored) -> APIRouter:
     async def swarm() -> Response:
         seen, queue = recorder.latest, gateway.queue
         load = {"generations_active": queue.num_active, "generations_queued": queue.num_queued}
-        return _json(flat.swarm_json(seen, invitation(seen), monitored.own_model, load))
+        own, is_directory = monitored.own_model, monitored.own_is_directory
+        return _json(flat.swarm_json(seen, invitation(seen), own, load, own_is_directory=is_directory))
 
     @router.get("/servers", dependencies=admitted)
     async def servers() -> Response:

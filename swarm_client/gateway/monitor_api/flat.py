@@ -16,6 +16,7 @@ from swarm_client.history.recorder import Observation, sample_of
 from swarm_client.history.store import Sample, StoredEvent
 from swarm_client.history.work import Rate, Tally
 from swarm_client.monitor.model_monitor import UNREACHABLE, ModelStatus, ServerStatus
+from swarm_protocol.checkpoints.checkpoint import is_fingerprint
 from swarm_protocol.dht.records import short_id
 from swarm_protocol.wire.constants import WIRE_VERSION
 
@@ -23,7 +24,9 @@ Flat = dict[str, Any]
 OK, DEGRADED, DOWN = "ok", "degraded", "down"
 
 
-def swarm_json(seen: Observation, invitation: Invitation, own_model: str, load: Mapping[str, int]) -> Flat:
+def swarm_json(
+    seen: Observation, invitation: Invitation, own_model: str, load: Mapping[str, int], *, own_is_directory: bool
+) -> Flat:
     """``load``: of this gateway, added as it is."""
     models = seen.snapshot.models if seen.snapshot else ()
     sample = sample_of(seen)
@@ -52,8 +55,7 @@ def swarm_json(seen: Observation, invitation: Invitation, own_model: str, load: 
         "wire_version": WIRE_VERSION,
         "private": invitation.is_private,
         "own_model": own_model,
-        "join_command": invitation.command(own_model),
-        "join_note": invitation.note,
+        **invitation.as_json(own_model, is_directory=own_is_directory),
     }
 
 
@@ -99,7 +101,7 @@ def _model_json(seen: Observation, status: ModelStatus, invitation: Invitation) 
         "tokens_per_s": rate.decoded,
         "prompt_tokens_per_s": rate.prompts,
         "training_tokens_per_s": rate.passes,
-        "join_command": invitation.command(status.model),
+        **invitation.as_json(status.model, is_directory=is_fingerprint(status.revision)),
     }
 
 

