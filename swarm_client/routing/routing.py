@@ -20,6 +20,7 @@ NO_ROOM_S = 30.0  # cost of a server whose KV cache looks too full
 _STEEPNESS, _MAX_EXCESS = 16.0, 3.0  # of prices; [0.97 of the optimum with 100 micro-batches, 0.91 with 16]
 _MAX_LISTED = 30  # servers or adapters in a sentence
 NEWCOMER_FACTOR = 2.0  # by which a server that has not been seen to work is taken for slower than usual
+SESSION_PRICE = 0.2  # by which each session that a server has makes computing dearer: what 16 at a time cost on CPUs
 KEEP_MARGIN = 0.15  # relative: so much faster another chain must be to be taken instead of the last one
 
 
@@ -74,6 +75,7 @@ class Costs:
         pushes: servers send hidden states straight to one another; otherwise the client is between any two.
         num_tokens: positions that pass at a time: one in decoding.
         prices: by which the time of computing is multiplied, by peer id; 1 if there is none.
+        queues_s: of work that this client has given to servers and they have not done, by peer id.
         newcomers: servers that are not as good as their word.
     """
 
@@ -84,13 +86,15 @@ class Costs:
     num_tokens: int = 1
     prices: Mapping[str, float] = field(default_factory=dict)
     newcomers: Newcomers = Newcomers()
+    queues_s: Mapping[str, float] = field(default_factory=dict)
 
     def rtt_s(self, server: ServerRecord) -> float:
         return self.rtts_s.get(server.peer_id, self.unknown_rtt_s)
 
     def visit_s(self, server: ServerRecord) -> float:
         """What one visit takes before anything is computed: the queue, and a penalty if there is no room."""
-        return server.queue_delay_s + (NO_ROOM_S if server.cache_tokens_left < self.need_tokens else 0.0)
+        queue_s = max(server.queue_delay_s, self.queues_s.get(server.peer_id, 0.0))
+        return queue_s + (NO_ROOM_S if server.cache_tokens_left < self.need_tokens else 0.0)
 
     def block_s(self, server: ServerRecord) -> float:
         """What computing one block takes."""

@@ -13,6 +13,7 @@ from swarm_client.core.events import Move, Reporter
 from swarm_client.failover.failover import decide
 from swarm_client.failover.messages import Event, Resume, Splice, StartOver
 from swarm_client.failover.replay import Taken
+from swarm_client.routing.own_load import Load
 from swarm_client.routing.routing import Route
 from swarm_client.sessions.call import Call
 from swarm_client.sessions.listener import Failures, Listener
@@ -63,6 +64,7 @@ class Chain:
         self._standby = StandbyReplicas(self.hops, swarm, opener, terms, standby, self._move_between_calls)
         self._replacer = HopReplacer(self.hops, swarm, opener, terms, self._standby, reporter)
         self._listener = Listener(self.hops, swarm, inbox, self._replacer.answered, self._standby.handle)
+        self._call: Call | None = None  # that is under way
         self._past: deque[Taken] = deque(maxlen=_PAST_STEPS)  # the steps before the call under way
         self._moving: asyncio.Task[None] | None = None
         # Whether all that the first hop was sent has been computed: after a splice, an answer may have come without it.
@@ -83,6 +85,15 @@ class Chain:
     def route(self) -> Route:
         """The servers that hold its keys and values now, first blocks first; none before the first step."""
         return tuple(session.hop for session in self.hops)
+
+    @property
+    def load(self) -> Load:
+        """What it has servers do: nothing while it chooses among them."""
+        if self._opener.is_choosing:
+            return Load((), 0)
+        call = self._call
+        num_waiting = 0 if call is None else sum(s.num_positions for s in call.steps if s.number not in call.outputs)
+        return Load(self.route + self._opener.opening, num_waiting)
 
     @property
     def codecs(self) -> tuple[pb.Codec, ...]:
@@ -142,6 +153,7 @@ class Chain:
             self._listener.made_progress()
             self._replacer.begin_call(may_wait and not call.is_optional)
             self._was_spliced = False
+            self._call = call
             try:
                 await self._run(call)
                 self._is_settled = not self._was_spliced
@@ -153,6 +165,7 @@ class Chain:
                     await asyncio.shield(self._forget())
                 raise
             finally:
+                self._call = None
                 self._listener.end_call()
                 if call.steps:
                     self.number = call.steps[-1].number

@@ -95,6 +95,8 @@ class Opener:
     Attributes:
         planned: a chain that is taken the next time instead of the fastest, if it is over these blocks and nobody is to
             be avoided.
+        opening: a chain whose servers are being asked; empty if none are.
+        is_choosing: whether there will be one.
     """
 
     def __init__(self, swarm: Swarm, inbox: Inbox, is_bundled: bool = False) -> None:
@@ -104,6 +106,8 @@ class Opener:
         self._is_bundled = is_bundled
         self.adapter = NOTHING
         self.planned: Route = ()
+        self.opening: Route = ()
+        self.is_choosing = False
         self._numbers = count()
 
     async def open_span(
@@ -124,11 +128,28 @@ class Opener:
             PeerError: the first hop that could not be opened; then none is.
         """
         planned, self.planned = self.planned, ()
-        if planned and Span(planned[0].span.start, planned[-1].span.end) == span and not avoid:
-            chain = planned
-        else:
-            need = opening.need_tokens
-            chain = await self._swarm.chain(span, need, avoid=avoid, timeout_s=timeout_s, like=like, on_wait=on_wait)
+        self.is_choosing = True
+        try:
+            if planned and Span(planned[0].span.start, planned[-1].span.end) == span and not avoid:
+                self._ask(planned)
+            else:
+                await self._swarm.chain(
+                    span,
+                    opening.need_tokens,
+                    avoid=avoid,
+                    timeout_s=timeout_s,
+                    like=like,
+                    on_wait=on_wait,
+                    on_choice=self._ask,
+                )
+            return await self._open_all(self.opening, opening, after)
+        finally:
+            self.is_choosing, self.opening = False, ()
+
+    def _ask(self, chain: Route) -> None:
+        self.is_choosing, self.opening = False, chain
+
+    async def _open_all(self, chain: Route, opening: Opening, after: HopSession | None) -> list[HopSession]:
         jobs = [asyncio.ensure_future(work) for work in self._opened(chain, opening, after)]
         try:
             results = await asyncio.gather(*jobs, return_exceptions=True)

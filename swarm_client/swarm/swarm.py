@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 from swarm_client.core.background import now_s
 from swarm_client.core.config import ClientConfig
+from swarm_client.routing.own_load import with_own_load
 from swarm_client.routing.pipelining import chains_of_lanes
 from swarm_client.routing.routing import (
     Costs,
@@ -97,6 +98,7 @@ class Swarm:
         self._backoff = PeerBackoff()
         self._acquaintance = Acquaintance()
         self.pass_watchdog = PassWatchdog(config)
+        self._answered_s: dict[str, float] = {}  # when servers last computed something, by peer id
         self._salt = secrets.token_bytes(16)  # strangers cannot know which of many identities this client counts
         self._last_chains: dict[Span, Route] = {}
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -177,6 +179,7 @@ class Swarm:
         timeout_s: float | None = None,
         like: ServerRecord | None = None,
         on_wait: Callable[[str, float], None] | None = None,
+        on_choice: Callable[[Route], None] | None = None,
         pushes: bool = True,
     ) -> Route:
         """The fastest chain over ``blocks`` without the servers to ``avoid``; waits for missing blocks.
@@ -186,6 +189,7 @@ class Swarm:
             like: servers that compute as this one does are preferred. A chain is wanted at once then: what is known of
                 the swarm is good enough as long as it leads somewhere.
             on_wait: called with why there is no chain, and for how many seconds there may be none.
+            on_choice: called with the chain before anybody else chooses.
             pushes: whether servers will send hidden states straight to one another.
 
         Raises:
@@ -196,9 +200,14 @@ class Swarm:
         keep = self._last_chains.get(blocks, ()) if is_session else ()
 
         def choose(servers: SwarmView, hopeful: bool) -> list[Route]:
-            return [fastest_chain(servers, blocks, self._costs_among(servers, hopeful, need_tokens, pushes), keep)]
+            costs = self._costs_among(servers, hopeful, need_tokens, pushes)
+            if need_tokens > 0:
+                costs = with_own_load(costs, servers, (session.load for session in self.sessions))
+            return [fastest_chain(servers, blocks, costs, keep)]
 
         (chain,) = await self._when_there_is(choose, blocks, avoid, timeout_s, like, on_wait)
+        if on_choice is not None:
+            on_choice(chain)
         if is_session:
             self._last_chains[blocks] = chain
             if pushes:
@@ -388,6 +397,7 @@ class Swarm:
             expires_at = max((s.expires_at for s in self._view.servers if s.peer_id == error.peer_id), default=None)
         self._backoff.add(error.peer_id, now_s(), expires_at)
         self._acquaintance.remove(error.peer_id)
+        self._answered_s.pop(error.peer_id, None)
         self._rtts.forget(error.peer_id)
         self._servers.pop(error.peer_id, None)  # not closed: other sessions may still go through it
 
@@ -419,6 +429,11 @@ class Swarm:
         """The servers have computed what this client asked for."""
         for peer_id in peer_ids:
             self._acquaintance.add(peer_id)
+            self._answered_s[peer_id] = now_s()
+
+    def is_busy(self, peer_id: str) -> bool:
+        """Whether the server has computed something for some session of this client within ``stall_s``."""
+        return now_s() - self._answered_s.get(peer_id, float("-inf")) <= self.config.timeouts.stall_s
 
     def has_worked(self, peer_id: str) -> bool:
         """Whether the server has computed something for this client, and has not failed since."""

@@ -9,12 +9,14 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
 from swarm_client.core.config import ClientConfig
 from swarm_client.sessions.session import RemoteSession
 from swarm_client.swarm.swarm import Swarm
 from swarm_protocol.pb import swarm_pb2 as pb
 from swarm_protocol.span import Span
+from swarm_protocol.wire.block_input import BlockInput
 from swarm_protocol.wire.constants import FIRST_STEP
 from tests.unit.client.sessions.test_survival_simulated import Quiet, quiet
 from tests.unit.simulation import MODEL, NUM_BLOCKS, REVISION, Context, Net, ToyServer
@@ -195,5 +197,41 @@ def test_steps_that_take_long_by_the_record_are_waited_for() -> None:
         session = swarm.new_session()
         assert await swarm.seconds(session, list(map(float, range(40)))) < 32
         assert session.stats.recoveries == 0
+
+    beside(story)
+
+
+@pytest.mark.parametrize(("others_go_on", "num_recoveries"), [(True, 0), (False, 1)])
+def test_a_server_that_computes_for_other_sessions_meanwhile_is_busy(others_go_on: bool, num_recoveries: int) -> None:
+    """It keeps one step for 20 s, though another server could take over."""
+
+    async def story(swarm: Beside) -> None:
+        await swarm.beside(WHOLE, WHOLE)
+        claim(swarm.net.servers["honest1"], tokens_per_s=0.5)
+        await swarm.swarm.view(0)
+        other, session = swarm.new_session(), swarm.new_session()
+        await swarm.extend(session, [1.0])
+        scheduler = swarm.net.servers["honest0"].scheduler
+        (held,) = (hosted.session for hosted in swarm.net.servers["honest0"].host._sessions.values())
+        step = scheduler.step
+
+        async def stepping(session: Any, *arguments: Any) -> Any:
+            await asyncio.sleep(20.0 if session is held else 0.0)
+            return await step(session, *arguments)
+
+        scheduler.step = stepping
+        inputs = BlockInput(torch.zeros(1, 1, 1), None, None)
+
+        async def step_others() -> None:
+            while others_go_on:
+                await other.step_on_loop(inputs)
+                await asyncio.sleep(1.0)
+
+        others = asyncio.ensure_future(step_others())
+        await swarm.extend(session, [2.0])
+        others.cancel()
+        assert session.stats.recoveries == num_recoveries
+        for lane in other._lanes:
+            await lane.chain.close()
 
     beside(story)

@@ -1,0 +1,47 @@
+"""What the sessions of one client have servers do: the swarm's records say so only half a minute later. Pure."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+from swarm_client.routing.routing import SESSION_PRICE, Costs, Route
+from swarm_protocol.dht.records import SwarmView
+
+_CHUNK = 64  # positions of a prompt that are computed at a time
+
+
+@dataclass(frozen=True)
+class Load:
+    """One session.
+
+    Attributes:
+        route: through the servers that it has, and those that are being asked for room for it.
+        num_waiting: positions, of all rows, that have been sent and are not answered yet.
+    """
+
+    route: Route
+    num_waiting: int
+
+
+def with_own_load(costs: Costs, view: SwarmView, loads: Iterable[Load]) -> Costs:
+    """The costs of one more session beside those that are such loads.
+
+    Sessions that decode together share the reading of weights, so each makes computing dearer only by
+    ``SESSION_PRICE``. Prompts are computed one after the other.
+    """
+    num_sessions: Counter[str] = Counter()
+    num_waiting: Counter[str] = Counter()
+    for load in loads:
+        for hop in load.route:
+            num_sessions[hop.server.peer_id] += 1
+            num_waiting[hop.server.peer_id] += load.num_waiting * len(hop.span)
+    prompts = replace(costs, num_tokens=_CHUNK)
+    queues_s = {
+        server.peer_id: num_waiting[server.peer_id] * prompts.block_s(server) / _CHUNK
+        for server in view.servers
+        if num_waiting[server.peer_id]
+    }
+    prices = {peer_id: 1 + SESSION_PRICE * num for peer_id, num in num_sessions.items()}
+    return replace(costs, prices=prices, queues_s=queues_s)
