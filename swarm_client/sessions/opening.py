@@ -131,9 +131,10 @@ class Opener:
         self.is_choosing = True
         try:
             if planned and Span(planned[0].span.start, planned[-1].span.end) == span and not avoid:
-                self._ask(planned)
+                chain = planned
+                self._ask(chain)
             else:
-                await self._swarm.chain(
+                chain = await self._swarm.chain(
                     span,
                     opening.need_tokens,
                     avoid=avoid,
@@ -142,7 +143,7 @@ class Opener:
                     on_wait=on_wait,
                     on_choice=self._ask,
                 )
-            return await self._open_all(self.opening, opening, after)
+            return await self._open_all(chain, opening, after)
         finally:
             self.is_choosing, self.opening = False, ()
 
