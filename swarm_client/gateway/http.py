@@ -19,6 +19,7 @@ from starlette.types import Receive, Scope, Send
 from swarm_client.gateway.admission import ApiError, FairQueue, RateLimit, check_key, is_loopback
 from swarm_client.gateway.metrics import DISCONNECTED, Metrics
 from swarm_client.gateway.models import Models
+from swarm_client.gateway.preparing import Preparations
 from swarm_protocol.errors import RequestRejected, SwarmError
 from swarm_protocol.net.hosts import split_address
 from swarm_protocol.wire.printable import printable
@@ -43,6 +44,7 @@ class Gateway:
     rate: RateLimit
     metrics: Metrics
     keys: tuple[str, ...] = ()
+    preparations: Preparations = field(default_factory=Preparations)
     created: int = field(default_factory=lambda: int(time.time()))  # seconds since 1970
 
     def admit(self, request: Request) -> str:

@@ -18,10 +18,15 @@ _MOST_TOKENS = 1 << 18  # of all inputs of one request
 _TOGETHER = 4  # inputs of one request, each with a place in the queue
 
 
-async def embeddings(gateway: Gateway, asked: EmbeddingRequest, key: str) -> AsyncGenerator[bytes, None]:
-    """The answer. Raises ApiError if the model cannot do what is asked for, SwarmError if the swarm fails."""
+async def embeddings(
+    gateway: Gateway, asked: EmbeddingRequest, num_bytes: int, key: str
+) -> AsyncGenerator[bytes, None]:
+    """The answer. ``num_bytes``: size of the request's body.
+
+    Raises ApiError if the model cannot do what is asked for, SwarmError if the swarm fails.
+    """
     model = await gateway.models.get(asked.model)
-    inputs = await asyncio.to_thread(_tokens_of, asked, model)
+    inputs = await gateway.preparations.run(num_bytes, lambda: _tokens_of(asked, model))
     num_tokens = sum(map(len, inputs))
     vectors: list[list[float]] = [[] for _ in inputs]
     places = gateway.queue.join(key, min(_TOGETHER, len(inputs)))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
@@ -30,8 +29,9 @@ def openai_router(gateway: Gateway) -> APIRouter:
     async def answer(kind: type[ChatRequest] | type[CompletionRequest], request: Request, key: str) -> Response:
         began_s = time.perf_counter()
         gateway.rate.count(key)
-        asked: ChatRequest | CompletionRequest = parse(kind, await read_body(request))
-        return Answer(_generated(gateway, asked, key, began_s), is_stream=asked.stream)
+        body = await read_body(request)
+        asked: ChatRequest | CompletionRequest = parse(kind, body)
+        return Answer(_generated(gateway, asked, len(body), key, began_s), is_stream=asked.stream)
 
     @router.post("/chat/completions")
     async def chat(request: Request, key: str = Depends(gateway.admit)) -> Response:
@@ -44,8 +44,8 @@ def openai_router(gateway: Gateway) -> APIRouter:
     @router.post("/embeddings")
     async def embed(request: Request, key: str = Depends(gateway.admit)) -> Response:
         gateway.rate.count(key)
-        asked = parse(EmbeddingRequest, await read_body(request))
-        return Answer(embeddings(gateway, asked, key), is_stream=False)
+        body = await read_body(request)
+        return Answer(embeddings(gateway, parse(EmbeddingRequest, body), len(body), key), is_stream=False)
 
     def described(name: str) -> dict[str, Any]:
         return {"id": name, "object": "model", "created": gateway.created, "owned_by": "swarm"}
@@ -65,11 +65,12 @@ def openai_router(gateway: Gateway) -> APIRouter:
 
 
 async def _generated(
-    gateway: Gateway, asked: ChatRequest | CompletionRequest, key: str, began_s: float
+    gateway: Gateway, asked: ChatRequest | CompletionRequest, num_bytes: int, key: str, began_s: float
 ) -> AsyncGenerator[bytes, None]:
     model = await gateway.models.get(asked.model)
-    requests = await asyncio.to_thread(requests_of, asked, model)
-    echoes = await asyncio.to_thread(echoes_of, asked, model)
+    requests, echoes = await gateway.preparations.run(
+        num_bytes, lambda: (requests_of(asked, model), echoes_of(asked, model))
+    )
     num_prompt = sum(len(each.prompt) for each in requests[:: asked.n])
     texts = None if asked.num_logprobs is None else TokenTexts(model.tokenizer)
     form = (ChatFormat if isinstance(asked, ChatRequest) else CompletionFormat)(model.name, texts)

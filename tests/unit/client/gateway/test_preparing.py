@@ -1,0 +1,68 @@
+"""Long requests are prepared one after the other, and never keep short ones waiting."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+
+import pytest
+
+from swarm_client.gateway.preparing import Preparations
+from tests.unit.support import run, until
+
+LONG, SHORT = 2**21, 100
+
+
+class Work:
+    """Of one request. ``begun``: its thread is at work, until ``goes_on`` is set."""
+
+    def __init__(self) -> None:
+        self.begun, self.goes_on = threading.Event(), threading.Event()
+
+    def __call__(self) -> int:
+        self.begun.set()
+        assert self.goes_on.wait(60.0)
+        return 7
+
+
+def test_long_requests_take_turns_and_short_ones_do_not_wait() -> None:
+    async def scenario() -> None:
+        preparations, first, second = Preparations(), Work(), Work()
+        one, two = (asyncio.ensure_future(preparations.run(LONG, work)) for work in (first, second))
+        await until(first.begun.is_set)
+        for _ in range(20):
+            assert await preparations.run(SHORT, lambda: "short") == "short"
+        assert not second.begun.is_set()
+        first.goes_on.set()
+        second.goes_on.set()
+        assert await asyncio.gather(one, two) == [7, 7]
+
+    run(scenario())
+
+
+def test_whose_client_leaves_keeps_its_turn_while_its_thread_works_and_costs_nothing_before() -> None:
+    async def scenario() -> None:
+        preparations, works = Preparations(), [Work() for _ in range(3)]
+        first, second, third = (asyncio.ensure_future(preparations.run(LONG, work)) for work in works)
+        await until(works[0].begun.is_set)
+        first.cancel()
+        second.cancel()
+        await asyncio.wait([first, second])
+        for _ in range(20):
+            assert await preparations.run(SHORT, lambda: "short") == "short"
+        assert not works[2].begun.is_set()
+        works[2].goes_on.set()
+        works[0].goes_on.set()
+        assert await third == 7 and not works[1].begun.is_set()
+
+    run(scenario())
+
+
+def test_errors_are_raised_and_end_a_turn() -> None:
+    async def scenario() -> None:
+        preparations = Preparations()
+        for size in (LONG, SHORT, LONG):
+            with pytest.raises(ValueError, match="invalid literal"):
+                await preparations.run(size, lambda: int("no number"))
+
+    run(scenario())
