@@ -233,7 +233,7 @@ class Listener:
                 return _bad_reply(last, str(error))
         call.outputs[step.number] = output
         self._watchdog.answered(now_s() - self.progress_s)
-        self._swarm.worked(hop.hop.server.peer_id for hop in self._hops)
+        self._swarm.answered(hop.hop.server.peer_id for hop in self._hops)
         self.progress_s = now_s()
         for hop in self._hops:
             if hop.refused == step.number:

@@ -98,7 +98,7 @@ class Swarm:
         self._backoff = PeerBackoff()
         self._acquaintance = Acquaintance()
         self.pass_watchdog = PassWatchdog(config)
-        self._answered_s: dict[str, float] = {}  # when servers last computed something, by peer id
+        self._answered_s: dict[str, float] = {}  # when servers last computed a step, by peer id
         self._salt = secrets.token_bytes(16)  # strangers cannot know which of many identities this client counts
         self._last_chains: dict[Span, Route] = {}
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -426,13 +426,16 @@ class Swarm:
         self._backoff.reset(peer_id)
 
     def worked(self, peer_ids: Iterable[str]) -> None:
-        """The servers have computed what this client asked for."""
+        """The servers have computed all that this client asked for in one call."""
         for peer_id in peer_ids:
             self._acquaintance.add(peer_id)
-            self._answered_s[peer_id] = now_s()
+
+    def answered(self, peer_ids: Iterable[str]) -> None:
+        """The servers have just computed a step of some session."""
+        self._answered_s.update(dict.fromkeys(peer_ids, now_s()))
 
     def is_busy(self, peer_id: str) -> bool:
-        """Whether the server has computed something for some session of this client within ``stall_s``."""
+        """Whether the server has computed a step of some session of this client within ``stall_s``."""
         return now_s() - self._answered_s.get(peer_id, float("-inf")) <= self.config.timeouts.stall_s
 
     def has_worked(self, peer_id: str) -> bool:
