@@ -20,8 +20,8 @@ NO_ROOM_S = 30.0  # cost of a server whose KV cache looks too full
 _STEEPNESS, _MAX_EXCESS = 16.0, 3.0  # of prices; [0.97 of the optimum with 100 micro-batches, 0.91 with 16]
 _MAX_LISTED = 30  # servers or adapters in a sentence
 NEWCOMER_FACTOR = 2.0  # by which a server that has not been seen to work is taken for slower than usual
-# Relative: by how much each further session of a server makes its steps longer. On CPUs that is 0.09 to 0.17. It is more
-# than KEEP_MARGIN, so that the second of two sessions takes the other one of two equal servers.
+# Relative: by how much each further session of a server makes its steps longer. On CPUs that is 0.09 to 0.17. It is
+# more than KEEP_MARGIN, so that the second of two sessions takes the other one of two equal servers.
 SESSION_PRICE = 0.2
 KEEP_MARGIN = 0.15  # relative: so much faster another chain must be to be taken instead of the last one
 
