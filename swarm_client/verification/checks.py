@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from itertools import compress, product
+from itertools import combinations, compress, product
 
 import torch
 
@@ -16,6 +16,7 @@ from swarm_client.transport.transport import unwatched
 from swarm_client.transport.wire_tensor import Context, WireTensor
 from swarm_client.verification.references import Part, kind_of, others, references
 from swarm_client.verification.verdict import Disagreement, Lie, Verdict
+from swarm_client.verification.votes import MOST_ANSWERS, majority
 from swarm_protocol.dht.records import ServerRecord
 from swarm_protocol.errors import BadReply, PeerError
 from swarm_protocol.pb import swarm_pb2 as pb
@@ -24,6 +25,7 @@ from swarm_protocol.verification.comparison import MIN_POSITIONS, Bounds, Compar
 from swarm_protocol.wire.block_input import BlockInput
 
 _ROUNDED = Kind("none", "float32"), Kind("compressed", "float32")  # what is sent as it is, and what a link rounds
+_SECOND_OPINIONS = 0.1  # of checks that pass: a third server is asked as well
 
 
 @dataclass(frozen=True)
@@ -97,6 +99,8 @@ class Check:
         # What is wide for some would hide the lies of others.
         narrow = [not self._bounds_of(part).is_wide and bounds.is_wide for part in parts]
         found = await self._find_out(compress(parts, narrow), compress(answers, narrow), servers)
+        if not (found.lies or found.disagreements) and self._chance.random() < _SECOND_OPINIONS:
+            found = await self._second_opinion(parts, answers, servers)
         if found.lies or found.disagreements:
             return found
         passed = frozenset(part.hop.server.peer_id for part in parts if part.others is not None)
@@ -105,39 +109,76 @@ class Check:
     async def _find_out(
         self, parts: Iterable[Part], answers: Iterable[Sequence[_Answer]], servers: Sequence[ServerRecord]
     ) -> Verdict:
-        """Asks the servers of these parts, each by itself, and a third one where the second answers otherwise."""
+        """Asks the servers of these parts, each by itself, and further ones where the second answers otherwise."""
         lies: list[Lie] = []
         disagreements: list[Disagreement] = []
         for part, again in zip(parts, answers, strict=True):
             if part.others is None:
                 continue
-            hop = part.hop
-            own = await self._answer(hop, again[0].inputs)
-            if self._agree(own, again):
+            own = await self._answer(part.hop, again[0].inputs)
+            if self._agree_all([own], again):
                 continue
-            witnesses = tuple(answer.hop.server.peer_id for answer in again)
-            third = others(servers, hop, {hop.server.peer_id, *witnesses}, self._chance)
-            if third is None:
-                disagreements.append(Disagreement((hop.server.peer_id, *witnesses), hop.span))
-                continue
-            judged = await self._through(third, again[0].inputs)
-            judges = tuple(answer.hop.server.peer_id for answer in judged)
-            with_second, with_first = self._agree_all(judged, again), self._agree(own, judged)
-            if with_second == with_first:
-                disagreements.append(Disagreement((hop.server.peer_id, *witnesses, *judges), hop.span))
-            elif with_second:
-                lies.append(Lie(hop.server.peer_id, hop.span, (*witnesses, *judges)))
-            else:
-                lies += await self._lies_among(again, hop, judges)
+            found = await self._vote(part.hop, [[own], again], servers, least=2)
+            lies += found.lies
+            disagreements += found.disagreements
         return Verdict(lies=tuple(lies), disagreements=tuple(disagreements))
 
-    async def _lies_among(self, again: Sequence[_Answer], hop: Hop, judges: tuple[str, ...]) -> list[Lie]:
+    async def _second_opinion(
+        self, parts: Sequence[Part], answers: Sequence[Sequence[_Answer]], servers: Sequence[ServerRecord]
+    ) -> Verdict:
+        """Asks a third server although two agree: they may lie together. Two against one ban nobody then."""
+        part, again = self._chance.choice(
+            [(part, again) for part, again in zip(parts, answers, strict=True) if part.others is not None]
+        )
+        judges = _names(again)
+        third = others(servers, part.hop, {part.hop.server.peer_id, *judges}, self._chance, judges)
+        if third is None:
+            return Verdict()
+        ways = [again, await self._through(third, again[0].inputs)]
+        if self._agree_all(*ways):
+            return Verdict()
+        own = await self._answer(part.hop, again[0].inputs)
+        return await self._vote(part.hop, [[own], *ways], servers, least=3)
+
+    async def _vote(
+        self, hop: Hop, ways: list[Sequence[_Answer]], servers: Sequence[ServerRecord], least: int
+    ) -> Verdict:
+        """Who is outvoted over the hop's blocks. Further servers are asked until three agree.
+
+        ``ways``: those of which some differ, that of the hop's server first. ``least``: see ``majority``.
+        """
+        hidden = ways[0][0].inputs
+        while not (found := self._majority(ways, 3)) and len(ways) < MOST_ANSWERS:
+            asked = {name for way in ways for name in _names(way)}
+            further = others(servers, hop, asked, self._chance, asked)
+            if further is None:
+                break
+            ways.append(await self._through(further, hidden))
+        found = found or self._majority(ways, least) or frozenset()
+        witnesses = tuple(name for number in sorted(found) for name in _names(ways[number]))
+        lies: list[Lie] = []
+        for number, way in enumerate(ways):
+            if not found or number in found or any(self._agree_all(way, ways[other]) for other in found):
+                continue
+            if len(way) == 1:
+                lies.append(Lie(way[0].hop.server.peer_id, way[0].hop.span, witnesses))
+            elif 0 in found:  # the hop's server is right, and says which of several is not
+                lies += await self._lies_among(way, hop, witnesses)
+        if lies:
+            return Verdict(lies=tuple(lies))
+        return Verdict(disagreements=(Disagreement(tuple(name for way in ways for name in _names(way)), hop.span),))
+
+    def _majority(self, ways: Sequence[Sequence[_Answer]], least: int) -> frozenset[int] | None:
+        pairs = combinations(range(len(ways)), 2)
+        return majority(len(ways), [(i, j) for i, j in pairs if self._agree_all(ways[i], ways[j])], least)
+
+    async def _lies_among(self, way: Sequence[_Answer], hop: Hop, witnesses: tuple[str, ...]) -> list[Lie]:
         """Which of those that computed the hop's blocks again were wrong: its server is right."""
         lies = []
-        for answer in again:
-            own = answer if len(again) == 1 else await self._answer(Hop(hop.server, answer.hop.span), answer.inputs)
-            if len(again) == 1 or not self._agree(own, [answer]):
-                lies.append(Lie(answer.hop.server.peer_id, answer.hop.span, (hop.server.peer_id, *judges)))
+        for answer in way:
+            own = await self._answer(Hop(hop.server, answer.hop.span), answer.inputs)
+            if not self._agree_all([own], [answer]):
+                lies.append(Lie(answer.hop.server.peer_id, answer.hop.span, witnesses))
         return lies
 
     def _contradiction(self, parts: Sequence[Part], answers: Sequence[Sequence[_Answer]]) -> Verdict:
@@ -182,9 +223,6 @@ class Check:
         hidden = self._sample.inputs.hidden
         return wire.decode(hidden.shape, hidden.dtype)[0]
 
-    def _agree(self, own: _Answer, again: Sequence[_Answer]) -> bool:
-        return self._agree_all([own], again)
-
     def _agree_all(self, one: Sequence[_Answer], other: Sequence[_Answer]) -> bool:
         """Whether two ways through the same blocks, from the same inputs, come out alike."""
         span = Span(one[0].hop.span.start, one[-1].hop.span.end)
@@ -207,6 +245,10 @@ class Check:
         if self._sample.is_rounded:
             pairs.append(_ROUNDED)
         return _widest(pairs, num_blocks or len(part.hop.span), self._routed)
+
+
+def _names(way: Iterable[_Answer]) -> tuple[str, ...]:
+    return tuple(answer.hop.server.peer_id for answer in way)
 
 
 def _pairs(ours: Iterable[Hop], theirs: Iterable[Hop]) -> list[tuple[Kind, Kind]]:

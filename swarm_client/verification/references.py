@@ -7,9 +7,12 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from swarm_client.routing.routing import Hop, Route
+from swarm_protocol.dht.claims import hosts_of
 from swarm_protocol.dht.records import ServerRecord
 from swarm_protocol.span import Span
 from swarm_protocol.verification.comparison import Kind
+
+_INDEPENDENT = 0.25  # of choices, in which another address counts more than the same rounding
 
 
 @dataclass(frozen=True)
@@ -42,20 +45,33 @@ def references(servers: Sequence[ServerRecord], hops: Route, chance: random.Rand
     return parts
 
 
-def others(servers: Sequence[ServerRecord], hop: Hop, avoid: Collection[str], chance: random.Random) -> Route | None:
+def others(
+    servers: Sequence[ServerRecord],
+    hop: Hop,
+    avoid: Collection[str],
+    chance: random.Random,
+    judged: Collection[str] = (),
+) -> Route | None:
     """A chain over the hop's blocks; None if there is none without the servers to ``avoid``.
 
-    Those that round as the hop's server does come first, then those with most of the blocks that are left; among
-    equals chance decides, so that nobody knows who checks whom.
+    Servers that round as the hop's server does are compared most exactly. Servers at other public addresses are less
+    likely to belong to whoever is judged: the hop's server and those in ``judged``. Mostly the first counts more; in a
+    share ``_INDEPENDENT`` of all choices the second does, so that nobody escapes by announcing a kind that only its own
+    servers have. Then come servers with most of the blocks that are left; among equals chance decides, so that nobody
+    knows who checks whom.
     """
     kind, block, route = kind_of(hop.server), hop.span.start, []
+    hosts = hosts_of(hop.server).union(*(hosts_of(server) for server in servers if server.peer_id in judged))
+    prefers_hosts = chance.random() < _INDEPENDENT
     while block < hop.span.end:
         able = [server for server in servers if block in server.span and server.peer_id not in avoid]
         if not able:
             return None
 
-        def merit(server: ServerRecord) -> tuple[bool, int, float]:
-            return kind_of(server) == kind, min(server.span.end, hop.span.end), chance.random()
+        def merit(server: ServerRecord) -> tuple[bool, bool, int, float]:
+            is_alike, is_apart = kind_of(server) == kind, not hosts & hosts_of(server)
+            first, second = (is_apart, is_alike) if prefers_hosts else (is_alike, is_apart)
+            return first, second, min(server.span.end, hop.span.end), chance.random()
 
         server = max(able, key=merit)
         route.append(Hop(server, Span(block, min(server.span.end, hop.span.end))))

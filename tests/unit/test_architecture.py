@@ -138,6 +138,7 @@ POLICIES = [
     "swarm_client/routing/pipelining.py",
     "swarm_client/routing/routing.py",
     "swarm_client/speculation/policy.py",
+    "swarm_client/verification/votes.py",
     "swarm_experts/search/batching.py",
     "swarm_experts/search/beam.py",
     "swarm_experts/search/keeping.py",

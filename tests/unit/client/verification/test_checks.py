@@ -224,6 +224,51 @@ def test_the_one_of_several_that_lies_is_found(liar: str) -> None:
     assert lie.span == servers.hop(liar).span
 
 
+def seeded(servers: Servers, sample: Sample, seed: int) -> Verdict:
+    return run(Check(servers, sample, False, random.Random(seed)).run())  # type: ignore[arg-type]
+
+
+def test_two_that_lie_together_outvote_nobody_where_three_others_are() -> None:
+    """Whoever is asked first, and third."""
+    servers = Servers(*["0:8"] * 6, lying={"a": scaled, "b": scaled})
+    found = [seeded(servers, servers.sample("a", lying=scaled, by="a"), seed).distrusted for seed in range(60)]
+    assert set().union(*found) == {"a", "b"}
+    assert sum(distrusted == {"a", "b"} for distrusted in found) >= 10  # b was asked as well
+    assert sum(not distrusted for distrusted in found) < 60 / 5 + 10  # b alone was asked
+
+
+def test_two_of_three_that_lie_together_are_seen_to_differ_from_the_third() -> None:
+    """Where the two were compared first. It cannot be told who is right: nobody is banned, and the user hears of it."""
+    servers = Servers("0:8", "0:8", "0:8", lying={"a": scaled, "b": scaled})
+    found = [seeded(servers, servers.sample("a", lying=scaled, by="a"), seed) for seed in range(100)]
+    seen = [
+        verdict for verdict in found if verdict.disagreements and set(verdict.disagreements[0].servers) == set("abc")
+    ]
+    assert seen and not any(verdict.lies for verdict in seen)
+
+
+def test_two_honest_ones_are_not_outvoted_by_a_third_that_lies() -> None:
+    servers = Servers("0:8", "0:8", "0:8", "0:8", lying={"c": scaled})
+    found = {seeded(servers, servers.sample("a"), seed).distrusted for seed in range(60)}
+    assert found == {frozenset(), frozenset("c")}
+
+
+def at(servers: Servers, **hosts: str) -> Servers:
+    """These servers are at public addresses."""
+    servers.records = [replace(record, addresses=(f"{hosts[record.peer_id]}:1",)) for record in servers.records]
+    return servers
+
+
+def test_servers_of_one_address_do_not_check_one_another() -> None:
+    """Among those of its kind; and if all of its kind are at its address, others do now and then."""
+    servers = at(Servers(*["0:8"] * 4), a="8.0.0.1", b="8.0.0.1", c="8.0.0.2", d="8.0.0.3")
+    assert chains(servers, "a") == {"c0:8", "d0:8"}
+    quantised(servers, a="int8", b="int8")
+    drawn = [others(servers.records, servers.hop("a"), {"a"}, random.Random(seed)) for seed in range(400)]
+    share = sum(route[0].server.peer_id == "b" for route in drawn if route) / 400
+    assert share == pytest.approx(0.75, abs=0.07)  # 3 standard deviations
+
+
 def test_two_that_differ_are_not_judged() -> None:
     servers = Servers("0:8", "0:8", lying={"a": zeros})
     verdict = servers.verdict(servers.sample("a", lying=zeros, by="a"))

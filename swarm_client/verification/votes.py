@@ -1,0 +1,27 @@
+"""Which of several answers to one question the most servers give. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from itertools import combinations
+
+MOST_ANSWERS = 5  # that are asked for, where two differ: two that lie together are outvoted by three
+
+
+def majority(num_answers: int, agreeing: Collection[tuple[int, int]], least: int = 2) -> frozenset[int] | None:
+    """The largest set of answers that all agree with one another; None if there is no such majority.
+
+    Args:
+        num_answers: numbered from 0.
+        agreeing: pairs of them, the lower number first.
+        least: so many must agree, and more than half of all.
+
+    Wide bounds let one answer agree with two that differ. Two largest sets are therefore no majority.
+    """
+    for size in range(num_answers, max(least - 1, num_answers // 2), -1):
+        found = [
+            chosen for chosen in combinations(range(num_answers), size) if set(combinations(chosen, 2)) <= set(agreeing)
+        ]
+        if found:
+            return frozenset(found[0]) if len(found) == 1 else None
+    return None
