@@ -238,26 +238,30 @@ class SessionReply(_message.Message):
     def __init__(self, opened: _Optional[_Union[Opened, _Mapping]] = ..., output: _Optional[_Union[Output, _Mapping]] = ..., more: _Optional[bytes] = ..., failure: _Optional[_Union[Failure, _Mapping]] = ..., leaving: _Optional[_Union[Leaving, _Mapping]] = ..., block_output: _Optional[_Union[BlockOutput, _Mapping]] = ...) -> None: ...
 
 class Opened(_message.Message):
-    __slots__ = ("tokens_left", "max_step_tokens")
+    __slots__ = ("tokens_left", "max_step_tokens", "queue_s")
     TOKENS_LEFT_FIELD_NUMBER: _ClassVar[int]
     MAX_STEP_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    QUEUE_S_FIELD_NUMBER: _ClassVar[int]
     tokens_left: int
     max_step_tokens: int
-    def __init__(self, tokens_left: _Optional[int] = ..., max_step_tokens: _Optional[int] = ...) -> None: ...
+    queue_s: float
+    def __init__(self, tokens_left: _Optional[int] = ..., max_step_tokens: _Optional[int] = ..., queue_s: _Optional[float] = ...) -> None: ...
 
 class Output(_message.Message):
-    __slots__ = ("number", "hidden", "relay", "route", "active_sessions")
+    __slots__ = ("number", "hidden", "relay", "route", "active_sessions", "queue_s")
     NUMBER_FIELD_NUMBER: _ClassVar[int]
     HIDDEN_FIELD_NUMBER: _ClassVar[int]
     RELAY_FIELD_NUMBER: _ClassVar[int]
     ROUTE_FIELD_NUMBER: _ClassVar[int]
     ACTIVE_SESSIONS_FIELD_NUMBER: _ClassVar[int]
+    QUEUE_S_FIELD_NUMBER: _ClassVar[int]
     number: int
     hidden: Tensor
     relay: bool
     route: int
     active_sessions: int
-    def __init__(self, number: _Optional[int] = ..., hidden: _Optional[_Union[Tensor, _Mapping]] = ..., relay: bool = ..., route: _Optional[int] = ..., active_sessions: _Optional[int] = ...) -> None: ...
+    queue_s: float
+    def __init__(self, number: _Optional[int] = ..., hidden: _Optional[_Union[Tensor, _Mapping]] = ..., relay: bool = ..., route: _Optional[int] = ..., active_sessions: _Optional[int] = ..., queue_s: _Optional[float] = ...) -> None: ...
 
 class BlockOutput(_message.Message):
     __slots__ = ("number", "block", "hidden")
@@ -368,14 +372,22 @@ class ProgressRequest(_message.Message):
     def __init__(self, session_key: _Optional[bytes] = ..., hold: bool = ...) -> None: ...
 
 class SessionProgress(_message.Message):
-    __slots__ = ("number", "length", "batch_size")
+    __slots__ = ("number", "length", "batch_size", "computed", "num_batches", "num_waiting", "queue_s")
     NUMBER_FIELD_NUMBER: _ClassVar[int]
     LENGTH_FIELD_NUMBER: _ClassVar[int]
     BATCH_SIZE_FIELD_NUMBER: _ClassVar[int]
+    COMPUTED_FIELD_NUMBER: _ClassVar[int]
+    NUM_BATCHES_FIELD_NUMBER: _ClassVar[int]
+    NUM_WAITING_FIELD_NUMBER: _ClassVar[int]
+    QUEUE_S_FIELD_NUMBER: _ClassVar[int]
     number: int
     length: int
     batch_size: int
-    def __init__(self, number: _Optional[int] = ..., length: _Optional[int] = ..., batch_size: _Optional[int] = ...) -> None: ...
+    computed: int
+    num_batches: int
+    num_waiting: int
+    queue_s: float
+    def __init__(self, number: _Optional[int] = ..., length: _Optional[int] = ..., batch_size: _Optional[int] = ..., computed: _Optional[int] = ..., num_batches: _Optional[int] = ..., num_waiting: _Optional[int] = ..., queue_s: _Optional[float] = ...) -> None: ...
 
 class RerouteRequest(_message.Message):
     __slots__ = ("session_key", "next", "route", "resend")

@@ -45,6 +45,8 @@ class Counters:
             ``decode`` (of one), ``reused`` from the prefix cache, ``copied`` from another server, and ``forward`` and
             ``backward`` without a session.
         block_positions: what is computed, in rows × positions × blocks, as ``prefill``, ``decode`` or ``forward``.
+        blocks_run: how often a block was run, for whatever and however many positions.
+        batches: that the compute thread has ended.
         batch_rows: rows of a batch of steps.
         wait_s: from submission to the compute thread, by kind of work: ``decode``, ``prefill`` or ``training``.
         compute_s: of the compute thread, by the same kinds.
@@ -59,6 +61,8 @@ class Counters:
 
     positions: Counter[str] = field(default_factory=Counter)
     block_positions: Counter[str] = field(default_factory=Counter)
+    blocks_run: int = 0
+    batches: int = 0
     batch_rows: Distribution = field(default_factory=lambda: Distribution(_ROWS))
     wait_s: dict[str, Distribution] = field(
         default_factory=lambda: {kind: Distribution(_WAIT_S) for kind in ("decode", "prefill", "training")}

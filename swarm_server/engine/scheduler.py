@@ -24,6 +24,7 @@ T = TypeVar("T")
 _logger = logging.getLogger(__name__)
 _DELAY_HALF_LIFE_S = 10.0
 _ACTIVE_S = 1.0
+_PACE_WEIGHT = 0.1  # of one batch in the average
 _NOBODY = Caller("")
 _PREFILLS_PER_TRAINING = 3  # of turns that decoding leaves
 _FEW_POSITIONS = 32  # rows × positions of a step that somebody watches, such as one of speculative decoding
@@ -174,6 +175,9 @@ class Scheduler:
         self._changed = threading.Condition()
         self._stopping = False
         self._delay_s, self._delay_time = 0.0, time.monotonic()
+        self._costs = dict.fromkeys(Kind, 0)  # of all work that waits or is being computed; used on the event loop
+        self._num_waiting = 0
+        self._pace_s = dict.fromkeys(Kind, 0.0)  # what a unit of cost takes: an exponential average; 0: not known
         self._stepped_s: dict[int, float] = {}  # when each session, by its id(), had its last step; the latest last
         self._thread = threading.Thread(target=self._main, name="compute", daemon=True)
         self._thread.start()
@@ -184,6 +188,16 @@ class Scheduler:
         idle_s = time.monotonic() - self._delay_time
         faded: float = 0.5 ** (idle_s / _DELAY_HALF_LIFE_S)
         return self._delay_s * faded
+
+    @property
+    def queue_s(self) -> float:
+        """How long the steps that wait now will take, by how long others took lately."""
+        return sum(self._costs[kind] * self._pace_s[kind] for kind in (Kind.DECODE, Kind.PREFILL))
+
+    @property
+    def num_waiting(self) -> int:
+        """Pieces of work that wait or are being computed: after so many batches, at most, all are done."""
+        return self._num_waiting
 
     @property
     def num_active(self) -> int:
@@ -247,6 +261,8 @@ class Scheduler:
                 raise PeerBusy("the server is shutting down")
             self._queue.add(work)
             self._changed.notify()
+        kind, cost = work.kind, work.cost
+        self._num_waiting, self._costs[kind] = self._num_waiting + 1, self._costs[kind] + cost
         try:
             return await work.done
         except asyncio.CancelledError:
@@ -254,13 +270,14 @@ class Scheduler:
                 self._queue.discard(work)
             raise
         finally:
+            self._num_waiting, self._costs[kind] = self._num_waiting - 1, self._costs[kind] - cost
             del work  # an error's traceback would hold on to it, and it to the error, and both to memory
 
     def _main(self) -> None:
         while batch := self._next_batch():
             start_s = time.monotonic()
             results = self._run(batch)
-            self._counters.compute_s[batch[0].kind.name.lower()] += time.monotonic() - start_s
+            self._count(batch, time.monotonic() - start_s)
             _resolve([work.done for work in batch], results)
             del batch, results  # their memory is not needed until there is more to do
 
@@ -279,6 +296,13 @@ class Scheduler:
             self._counters.wait_s[work.kind.name.lower()].add(wait_s)
         self._delay_time = now
         return batch
+
+    def _count(self, batch: list[Work], seconds: float) -> None:
+        kind = batch[0].kind
+        self._counters.batches += 1
+        self._counters.compute_s[kind.name.lower()] += seconds
+        pace_s = seconds / max(1, sum(work.cost for work in batch))
+        self._pace_s[kind] += (pace_s - self._pace_s[kind]) * (_PACE_WEIGHT if self._pace_s[kind] else 1.0)
 
     def _run(self, batch: list[Work]) -> list[Any]:
         """The result of each, or the exception it ended with. Failures belong to the caller; the thread goes on."""

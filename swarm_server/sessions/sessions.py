@@ -84,7 +84,16 @@ class HostedSession:
     @property
     def _progress(self) -> pb.SessionProgress:
         number, length, batch_size = self._done
-        return pb.SessionProgress(number=number, length=length, batch_size=batch_size)
+        scheduler, counters = self._services.scheduler, self._services.counters
+        return pb.SessionProgress(
+            number=number,
+            length=length,
+            batch_size=batch_size,
+            computed=counters.blocks_run + counters.batches,
+            num_batches=counters.batches,
+            num_waiting=scheduler.num_waiting if self._computing.locked() else 0,
+            queue_s=scheduler.queue_s,
+        )
 
     @property
     def closed(self) -> bool:
@@ -94,7 +103,9 @@ class HostedSession:
     async def announce(self) -> None:
         """Tells the client that the session is open."""
         opened = pb.Opened(
-            tokens_left=self._services.budget.tokens_left, max_step_tokens=self._services.validator.max_step_tokens
+            tokens_left=self._services.budget.tokens_left,
+            max_step_tokens=self._services.validator.max_step_tokens,
+            queue_s=self._services.scheduler.queue_s,
         )
         await self._reply([pb.SessionReply(opened=opened)])
 
@@ -265,8 +276,10 @@ class HostedSession:
             await self._reply([pb.SessionReply(output=pb.Output(number=request.number))])
             return
         header, parts = encode(output[:, -num_wanted:], self._codec)
-        active = self._services.scheduler.num_active
-        await self._reply_output(pb.Output(number=request.number, hidden=header, active_sessions=active), parts)
+        scheduler = self._services.scheduler
+        active, queue_s = scheduler.num_active, scheduler.queue_s
+        answer = pb.Output(number=request.number, hidden=header, active_sessions=active, queue_s=queue_s)
+        await self._reply_output(answer, parts)
 
     async def _send_block_outputs(self, number: int, outputs: torch.Tensor) -> None:
         """To the client; outputs: [blocks, batch, tokens, hidden_size]."""

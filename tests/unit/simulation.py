@@ -212,6 +212,7 @@ class ToyScheduler:
     """Computes where it is called, after a while; not at all while ``computes`` is not set."""
 
     num_active = 1  # sessions that had a step lately
+    num_waiting, queue_s = 0, 0.0
 
     def __init__(self, engine: ToyEngine, chance: random.Random) -> None:
         self.computes = asyncio.Event()

@@ -378,6 +378,16 @@ def test_what_is_computed_counts_and_what_is_refused_or_shared_does_not(llama: B
     assert work.uptime_s > 0
 
 
+def test_each_block_counts_as_it_is_run(llama: BlockStack, budget) -> None:
+    engine = Engine(llama)
+    engine.counters = Counters()
+    engine.stateless.forward(Span(1, 3), BlockInput(torch.zeros(5, 7, HIDDEN)))
+    assert engine.counters.blocks_run == 2
+    generation = Generation.open(engine, budget)
+    run(engine, (generation, generation.step(4)))
+    assert engine.counters.blocks_run >= 2 + len(HOSTED)  # what is expected comes from there, too
+
+
 class TestRefusals:
     def test_leave_a_session_as_it_was(self, llama: BlockStack) -> None:
         engine = Engine(llama)

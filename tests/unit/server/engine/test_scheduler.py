@@ -258,3 +258,27 @@ def test_delay_is_that_of_waiting(scheduler: Scheduler, engine: Engine) -> None:
         assert before >= 0 and scheduler.queue_delay_s > 0
 
     run(wait())
+
+
+def test_what_waits_and_what_is_done_is_counted(scheduler: Scheduler, engine: Engine) -> None:
+    """So that clients tell a server that is busy from one that stands still."""
+
+    async def count() -> None:
+        first = await held(scheduler, engine)
+        gone = await submit(scheduler.step("gone", step(1000)))
+        others = [await submit(scheduler.step(name, step(100))) for name in "ab"]
+        assert scheduler.num_waiting == 4 and scheduler.queue_s == 0  # nobody knows how long it takes
+        gone.cancel()
+        await asyncio.wait([gone])
+        assert scheduler.num_waiting == 3
+        engine.gate.set()
+        await asyncio.gather(first, *others)
+        assert scheduler.num_waiting == 0 and scheduler.queue_s == 0
+        assert scheduler._counters.batches == len(engine.batches) == 3
+        tasks = [await held(scheduler, engine), await submit(scheduler.step("c", step(300)))]
+        pace_s = scheduler._counters.compute_s["prefill"] / 200
+        assert pace_s / 10 < scheduler.queue_s / 300 < 10 * pace_s + 0.1
+        engine.gate.set()
+        await asyncio.gather(*tasks)
+
+    run(count())
