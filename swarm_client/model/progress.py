@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import dataclasses
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from tqdm import tqdm
 
-from swarm_protocol.checkpoints.safetensors_file import StoredTensor
+from swarm_protocol.checkpoints.safetensors_file import FileTensor, StoredTensor
 from swarm_protocol.process.logs import shows_progress
 
 _DELAY_S = 0.5  # what is read sooner needs no bar
@@ -31,18 +29,19 @@ def reading_shown(tensors: Mapping[str, StoredTensor]) -> Iterator[dict[str, Sto
         delay=_DELAY_S,
         disable=not shows_progress(),
     ) as bar:
-        yield {name: _counted(tensor, bar) for name, tensor in tensors.items()}
+        yield {name: _Counted(tensor, bar) for name, tensor in tensors.items()}
 
 
-@dataclass(frozen=True)
 class _Counted(StoredTensor):
-    bar: Any
+    def __init__(self, tensor: StoredTensor, bar: Any) -> None:
+        self.name, self.dtype, self.shape = tensor.name, tensor.dtype, tensor.shape
+        self._tensor, self._bar = tensor, bar
+
+    @property
+    def pieces(self) -> tuple[FileTensor, ...]:
+        return self._tensor.pieces
 
     def read(self) -> torch.Tensor:
-        tensor = super().read()
-        self.bar.update(self.size_bytes)
+        tensor = self._tensor.read()
+        self._bar.update(self.size_bytes)
         return tensor
-
-
-def _counted(tensor: StoredTensor, bar: Any) -> StoredTensor:
-    return _Counted(**{field.name: getattr(tensor, field.name) for field in dataclasses.fields(tensor)}, bar=bar)

@@ -15,13 +15,16 @@ from transformers import CONFIG_MAPPING, AutoConfig, GenerationConfig, PreTraine
 from swarm_protocol.checkpoints.describing import describe
 from swarm_protocol.checkpoints.family import Family
 from swarm_protocol.checkpoints.files import CONFIG, Directory, FileMissing, HubModel, is_plain, locate
-from swarm_protocol.checkpoints.safetensors_file import MAX_NAME, StoredTensor, read_header
+from swarm_protocol.checkpoints.formats.known import forms_of
+from swarm_protocol.checkpoints.formats.packed import PackedForm, find_packed
+from swarm_protocol.checkpoints.safetensors_file import FLOAT8, MAX_NAME, FileTensor, StoredTensor, read_header
 from swarm_protocol.errors import CheckpointError, UnsupportedModel
 from swarm_protocol.untrusted.json_file import read_object
 from swarm_protocol.untrusted.numbers import require_finite, require_model_numbers
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 GENERATION_CONFIG = "generation_config.json"
+QUANTIZATION = "quantization_config"  # of config.json: how the weights are packed
 MAX_INDEX_BYTES = 64 << 20  # those of the largest models have 10 MiB
 OLD_WEIGHTS = ("*.bin", "*.pt", "*.pth", "*.h5", "*.msgpack")
 
@@ -46,9 +49,13 @@ class Checkpoint:
         self._files = files
         self.name, self.location = files.name, files.location
         raw = read_object(files.path(CONFIG))
+        self._forms: tuple[PackedForm, ...] = ()
+        if QUANTIZATION in raw:
+            self._forms = forms_of(raw[QUANTIZATION], files.location)
         self.config = _load_config(raw, files.path(CONFIG))
         self._shards = self._find_shards()
-        self._headers: dict[str, dict[str, StoredTensor]] = {}
+        self._packed = find_packed(self._shards, self._forms, files.location)
+        self._headers: dict[str, dict[str, FileTensor]] = {}
         self.revision = self._fingerprint(raw) if isinstance(files, Directory) else files.commit
 
     @classmethod
@@ -91,14 +98,20 @@ class Checkpoint:
 
     @property
     def tensor_names(self) -> tuple[str, ...]:
-        return tuple(self._shards)
+        return tuple(self._packed)
 
     def stored(self, want: Callable[[str], bool]) -> dict[str, StoredTensor]:
-        """Where the wanted tensors lie; on the hub, downloads the shards that hold them and no others."""
-        return {name: self._stored(name, shard) for name, shard in self._shards.items() if want(name)}
+        """Where the wanted tensors lie; on the hub, downloads the shards that hold them and no others.
+
+        Weights that are stored packed are unpacked when they are read, one at a time.
+        """
+        return {name: self._stored(name) for name in self._packed if want(name)}
 
     def read(self, want: Callable[[str], bool]) -> dict[str, torch.Tensor]:
-        """Reads the wanted tensors, under their names in the checkpoint and in the dtype they are stored in."""
+        """Reads the wanted tensors, under their names in the checkpoint and in the dtype they are stored in.
+
+        What is packed is read in full precision.
+        """
         return {name: stored.read() for name, stored in self.stored(want).items()}
 
     def block_tensors(self, index: int) -> dict[str, StoredTensor]:
@@ -137,7 +150,18 @@ class Checkpoint:
                 raise CheckpointError(f"{self.location} lacks tensor {name}")
         return missing
 
-    def _stored(self, name: str, shard: str) -> StoredTensor:
+    def _stored(self, name: str) -> StoredTensor:
+        packed = self._packed[name]
+        if packed is not None:
+            return packed.form.pack(name, {role: self._in_file(part) for role, part in packed.parts.items()})
+        stored = self._in_file(name)
+        if self._forms and name.endswith("weight") and not _is_full_precision(stored.dtype):
+            kind = str(stored.dtype).removeprefix("torch.")
+            raise CheckpointError(f"{stored.path} holds {name} as {kind}, but its scale is missing")
+        return stored
+
+    def _in_file(self, name: str) -> FileTensor:
+        shard = self._shards[name]
         if shard not in self._headers:
             self._headers[shard] = read_header(self._files.path(shard))
         stored = self._headers[shard].get(name)
@@ -183,9 +207,9 @@ class Checkpoint:
         """
         config = {key: raw_config[key] for key in raw_config.keys() - CONFIG_NOISE if not key.startswith("_")}
         digest = hashlib.sha256(json.dumps(config, sort_keys=True).encode())
-        by_shard: dict[str, list[StoredTensor]] = {}
+        by_shard: dict[str, list[FileTensor]] = {}
         for name, shard in self._shards.items():
-            by_shard.setdefault(shard, []).append(self._stored(name, shard))
+            by_shard.setdefault(shard, []).append(self._in_file(name))
         for shard in sorted(by_shard):
             tensors = sorted(by_shard[shard], key=lambda tensor: tensor.offset)
             digest.update(repr([(t.name, str(t.dtype), t.shape, t.offset) for t in tensors]).encode())
@@ -205,18 +229,18 @@ def _load_config(raw: dict[str, Any], path: Path) -> PreTrainedConfig:
         raise CheckpointError(f"{path} does not say its model_type")
     if not isinstance(model_type, str) or model_type not in CONFIG_MAPPING:
         raise UnsupportedModel(f"models of type {model_type!r} are not known to the installed transformers")
-    if "quantization_config" in raw:
-        quantization = raw["quantization_config"]
-        method = quantization.get("quant_method") if isinstance(quantization, dict) else None
-        raise CheckpointError(
-            f"{path.parent} is stored quantized ({method or 'some method'}): use the model's unquantized checkpoint"
-        )
     require_model_numbers(raw, path, CONFIG_MAPPING[model_type].attribute_map)
     try:
         config: PreTrainedConfig = AutoConfig.from_pretrained(path.parent, trust_remote_code=False)
     except Exception as error:  # each config class has its own ways to dislike a file
         raise CheckpointError(f"{path} does not fit a model of type {model_type!r}: {_one_line(error)}") from error
+    if hasattr(config, QUANTIZATION):
+        delattr(config, QUANTIZATION)  # or transformers' loader would expect packed weights
     return config
+
+
+def _is_full_precision(dtype: torch.dtype) -> bool:
+    return dtype.is_floating_point and dtype not in FLOAT8
 
 
 def _one_line(error: Exception) -> str:

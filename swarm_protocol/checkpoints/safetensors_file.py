@@ -7,6 +7,7 @@ rewrites the file and cannot tell its own memory from the page cache. Format: ht
 from __future__ import annotations
 
 import os
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -38,22 +39,58 @@ DTYPES = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
+FLOAT8 = {torch.float8_e4m3fn, torch.float8_e5m2}
+
+
+class StoredTensor(ABC):
+    """A tensor on disk. ``stored[...]`` reads it, which is how transformers reads a tensor lazily.
+
+    Attributes:
+        name: under which the model knows it.
+        dtype, shape: of what ``read`` returns.
+    """
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @abstractmethod
+    def read(self) -> torch.Tensor:
+        """A new tensor. Raises CheckpointError if a file is damaged."""
+
+    @property
+    @abstractmethod
+    def pieces(self) -> tuple[FileTensor, ...]:
+        """The tensors of files that it is made of."""
+
+    @property
+    def recipe(self) -> str:
+        """How it is made of its pieces: another one makes another tensor of the same."""
+        return ""
+
+    @property
+    def size_bytes(self) -> int:
+        """What it takes in memory once it is read."""
+        return prod(self.shape) * self.dtype.itemsize
+
+    def __getitem__(self, everything: Any) -> torch.Tensor:
+        assert everything is ..., "a stored tensor is read whole"
+        return self.read()
 
 
 @dataclass(frozen=True)
-class StoredTensor:
-    """Where a tensor lies on disk. ``stored[...]`` reads it, which is how transformers reads a tensor lazily."""
+class FileTensor(StoredTensor):
+    """A tensor that lies in a file as it is."""
 
     name: str
     path: Path
     dtype: torch.dtype
     shape: tuple[int, ...]
     offset: int  # from the beginning of the file
-    size_bytes: int
 
-    def __getitem__(self, everything: Any) -> torch.Tensor:
-        assert everything is ..., "a stored tensor is read whole"
-        return self.read()
+    @property
+    def pieces(self) -> tuple[FileTensor, ...]:
+        return (self,)
 
     def read(self) -> torch.Tensor:
         data = torch.empty(self.size_bytes, dtype=torch.uint8)
@@ -67,7 +104,7 @@ class StoredTensor:
         return bytes(data)
 
 
-def read_header(path: Path) -> dict[str, StoredTensor]:
+def read_header(path: Path) -> dict[str, FileTensor]:
     """The tensors of a file, by name, without reading them.
 
     Raises:
@@ -107,7 +144,7 @@ def _read_json(path: Path) -> tuple[dict[str, Any], int, int]:
     return entries, LENGTH_BYTES + header_bytes, size_bytes
 
 
-def _entry(name: str, path: Path, data_start: int, fields: Any) -> StoredTensor:
+def _entry(name: str, path: Path, data_start: int, fields: Any) -> FileTensor:
     damaged = f"{path} is damaged: the header's entry of {name[:MAX_NAME]!r}"
     if len(name) > MAX_NAME:
         raise CheckpointError(f"{damaged} has a name of more than {MAX_NAME} characters")
@@ -123,14 +160,14 @@ def _entry(name: str, path: Path, data_start: int, fields: Any) -> StoredTensor:
     begin, end = offsets
     if end - begin != prod(shape) * dtype.itemsize:
         raise CheckpointError(f"{path} is damaged: the size of {name!r} does not fit its shape {shape}")
-    return StoredTensor(name, path, dtype, tuple(shape), data_start + begin, end - begin)
+    return FileTensor(name, path, dtype, tuple(shape), data_start + begin)
 
 
 def _are_sizes(values: Any) -> TypeGuard[list[int]]:
     return isinstance(values, list) and all(type(value) is int and 0 <= value < MAX_SIZE for value in values)
 
 
-def _require_whole(path: Path, data_start: int, size_bytes: int, tensors: dict[str, StoredTensor]) -> None:
+def _require_whole(path: Path, data_start: int, size_bytes: int, tensors: dict[str, FileTensor]) -> None:
     """Raises CheckpointError unless the tensors' data follow one another to the end of the file."""
     expected = max((tensor.offset + tensor.size_bytes for tensor in tensors.values()), default=data_start)
     if expected != size_bytes:

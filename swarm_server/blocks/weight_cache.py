@@ -53,14 +53,17 @@ W = TypeVar("W", bound=PackedWeight)
 def content_key(stored: StoredTensor, packing: str) -> str:
     """Names what a tensor on disk becomes by ``packing``; another name once the tensor may have changed.
 
-    In it are the file's device, inode, size and times of its last change, the tensor's place in the file, and a sample
-    of its data. The second of the times is the system's own and cannot be set back. Raises CheckpointError or OSError.
+    In it are how the tensor is made of its pieces and, for each piece, the file's device, inode, size and times of its
+    last change, the piece's place in the file, and a sample of its data. The second of the times is the system's own
+    and cannot be set back. Raises CheckpointError or OSError.
     """
-    status = os.stat(stored.path)
-    file = [status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns]
-    tensor = [stored.name, str(stored.dtype), list(stored.shape), stored.offset, stored.size_bytes]
-    digest = hashlib.sha256(json.dumps([packing, file, tensor]).encode())
-    digest.update(stored.sample(_SAMPLE_BYTES))
+    digest = hashlib.sha256(json.dumps([packing, stored.name, stored.recipe]).encode())
+    for piece in stored.pieces:
+        status = os.stat(piece.path)
+        file = [status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns]
+        tensor = [piece.name, str(piece.dtype), list(piece.shape), piece.offset, piece.size_bytes]
+        digest.update(json.dumps([file, tensor]).encode())
+        digest.update(piece.sample(_SAMPLE_BYTES))
     return digest.hexdigest()
 
 

@@ -234,8 +234,6 @@ def test_config_is_no_json(sharded: Path, text: str) -> None:
         ),
         (lambda config: config.update(hidden_act=3), "does not fit a model of type 'llama'.*hidden_act"),
         (lambda config: config.update(model_type=["llama"]), r"models of type \['llama'\] are not known"),
-        (lambda config: config.update(quantization_config=[4]), r"stored quantized \(some method\)"),
-        (lambda config: config.update(quantization_config={"quant_method": "fp8"}), r"stored quantized \(fp8\)"),
     ],
 )
 def test_config_makes_no_sense(sharded: Path, edit: Callable, message: str) -> None:
