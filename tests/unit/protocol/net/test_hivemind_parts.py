@@ -8,9 +8,15 @@ import logging
 from collections.abc import Sequence
 
 import pytest
+import torch
 from hivemind.dht.traverse import traverse_dht
 
 from swarm_protocol.net.hivemind_parts import DHTID
+
+
+def test_torch_shares_tensors_without_a_process_of_its_own() -> None:
+    """As it does by itself on Linux; data sets that are streamed share their epoch so."""
+    assert torch.multiprocessing.get_sharing_strategy() == "file_descriptor"
 
 
 def test_a_cancelled_lookup_says_nothing_and_other_complaints_are_heard(caplog: pytest.LogCaptureFixture) -> None:

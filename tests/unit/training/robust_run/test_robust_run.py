@@ -30,6 +30,7 @@ from tests.unit.training.world import simulate
 # Nobody waits for these, unless somebody is silent.
 PATIENT = RobustConfig(compute_s=90.0, phase_s=60.0, spread_s=5.0)
 LR, SHAPE = 0.05, (4, 3)
+MANY_STEPS = 300  # in each of them the liar is audited with a chance of about 0.3
 
 
 def data(step: int, peer: str) -> tuple[Tensor, Tensor]:
@@ -123,7 +124,7 @@ def test_who_flips_gradients_is_banned_by_evidence_and_nobody_else(monkeypatch: 
 
         def lie(peer: Volunteer) -> str:
             try:
-                peer.advance(20)
+                peer.advance(MANY_STEPS)
             except AccessDenied as error:
                 return str(error)
             return ""
@@ -132,7 +133,7 @@ def test_who_flips_gradients_is_banned_by_evidence_and_nobody_else(monkeypatch: 
             if peer is liar:
                 return lie(peer)
             while not (removed := peer.advance(1)[0].removed):
-                assert peer.run.num_steps < 20
+                assert peer.run.num_steps < MANY_STEPS
             return f"{removed[0].peer}: {removed[0].reason}" if len(removed) == 1 else repr(removed)
 
         said = each(until_banned, peers)
