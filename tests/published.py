@@ -119,3 +119,111 @@ def mxfp4_experts(weight: torch.Tensor) -> Packed:
     unpacked = MXFP4_LEVELS[levels] * scaled.sign() * 2 ** exponents[..., None]
     parts = {"_blocks": codes[..., 0::2] | codes[..., 1::2] << 4, "_scales": (exponents + 127).to(torch.uint8)}
     return parts, unpacked.flatten(2).transpose(1, 2)
+
+
+# ---------------------------------------------------------------- integers in groups
+
+
+def quantize_groups(
+    weight: torch.Tensor, group: int, bits: int, symmetric: bool, group_of: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(q from 0 to 2**bits - 1: [out, in], scale and zero point: [out, groups]), ``weight ~ (q - zero) * scale``."""
+    width = weight.shape[1]
+    group_of = torch.arange(width) // group if group_of is None else group_of
+    top = 2**bits - 1
+    scale, zero = torch.empty(len(weight), width // group), torch.empty(len(weight), width // group)
+    for number in range(width // group):
+        part = weight[:, group_of == number]
+        low, high = part.amin(1).clamp(max=0), part.amax(1).clamp(min=0)
+        if symmetric:
+            scale[:, number], zero[:, number] = torch.maximum(-low, high) / (top // 2), 2 ** (bits - 1)
+        else:
+            scale[:, number] = (high - low) / top
+            zero[:, number] = (-low / scale[:, number]).round()
+    scale = scale.half().float()
+    q = (weight / scale[:, group_of] + zero[:, group_of]).round().clamp(0, top)
+    return q.int(), scale, zero.int()
+
+
+def dequantized(q: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor, group_of: torch.Tensor) -> torch.Tensor:
+    return (q - zero[:, group_of]).float() * scale[:, group_of]
+
+
+def words(integers: torch.Tensor, bits: int, order: tuple[int, ...] | None = None) -> torch.Tensor:
+    """integers: [..., n] -> int32 words along the last dimension, padded with zeros; ``order``: which comes first."""
+    per_word = 32 // bits
+    padded = torch.nn.functional.pad(integers.long(), (0, -integers.shape[-1] % per_word))
+    groups = padded.unflatten(-1, (-1, per_word))
+    word = sum(groups[..., which] << bits * place for place, which in enumerate(order or range(per_word)))
+    return (word - (word >= 2**31) * 2**32).int()
+
+
+def gptq(
+    weight: torch.Tensor,
+    *,
+    group: int = 16,
+    bits: int = 4,
+    version: int = 1,
+    symmetric: bool = False,
+    order: bool = False,
+) -> Packed:
+    width = weight.shape[1]
+    group_of = torch.arange(width) // group
+    if order:
+        group_of = group_of[torch.randperm(width, generator=torch.Generator().manual_seed(width))]
+    q, scale, zero = quantize_groups(weight, group, bits, symmetric, group_of)
+    stored_zero = (zero - 1) % 2**bits if version == 1 else zero
+    parts = {
+        ".qweight": words(q, bits).T,
+        ".qzeros": words(stored_zero.T, bits),
+        ".scales": scale.T.half(),
+        ".g_idx": group_of.int(),
+    }
+    return parts, dequantized(q, scale, zero, group_of)
+
+
+def gptq_config(bits: int = 4, **changes: object) -> dict[str, Any]:
+    return {"quant_method": "gptq", "bits": bits, "group_size": 16, "desc_act": False, "sym": False, **changes}
+
+
+AWQ_CONFIG = {"quant_method": "awq", "bits": 4, "group_size": 16, "zero_point": True, "version": "gemm"}
+
+
+def awq(weight: torch.Tensor, group: int = 16, *, zero_point: bool = True) -> Packed:
+    order = (0, 2, 4, 6, 1, 3, 5, 7)
+    q, scale, zero = quantize_groups(weight, group, 4, symmetric=not zero_point)
+    parts = {".qweight": words(q.T, 4, order), ".scales": scale.T.half()}
+    if zero_point:
+        parts[".qzeros"] = words(zero.T, 4, order)
+    return parts, dequantized(q, scale, zero, torch.arange(weight.shape[1]) // group)
+
+
+def compressed_config(format: str, bits: int, kind: str = "int", **weights: object) -> dict[str, Any]:
+    group = {"targets": ["Linear"], "weights": {"num_bits": bits, "type": kind, "symmetric": True, **weights}}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": format,
+        "config_groups": {"group_0": group},
+        "ignore": ["lm_head"],
+    }
+
+
+def compressed_words(
+    weight: torch.Tensor, group: int, bits: int, *, symmetric: bool = True, order: bool = False
+) -> Packed:
+    width = weight.shape[1]
+    group_of = torch.arange(width) // group
+    if order:
+        group_of = group_of[torch.randperm(width, generator=torch.Generator().manual_seed(width))]
+    q, scale, zero = quantize_groups(weight, group, bits, symmetric, group_of)
+    parts = {".weight_packed": words(q, bits), ".weight_scale": scale, ".weight_shape": torch.tensor(weight.shape)}
+    parts |= {} if symmetric else {".weight_zero_point": words(zero.T, bits).T}
+    return parts | ({".weight_g_idx": group_of.int()} if order else {}), dequantized(q, scale, zero, group_of)
+
+
+def int8_rows(weight: torch.Tensor, group: int | None = None, *, symmetric: bool = True) -> Packed:
+    group = group or weight.shape[1]
+    q, scale, zero = quantize_groups(weight, group, 8, symmetric)
+    parts = {".weight": (q - 128).to(torch.int8), ".weight_scale": scale}
+    parts |= {} if symmetric else {".weight_zero_point": (zero - 128).to(torch.int8)}
+    return parts, dequantized(q, scale, zero, torch.arange(weight.shape[1]) // group)
