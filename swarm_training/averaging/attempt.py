@@ -79,8 +79,7 @@ class Attempt:
         self._clipping = clipping
         self._one_at_a_time = asyncio.Lock()
         self._tasks: list[asyncio.Task[None]] = []
-        self._sums = {number: self._sum_of(weights, num_micro_batches) for number in self.own}
-        self._settled: set[int] = set()
+        self._sums = {number: self._sum_of(weights, num_micro_batches) for number in self.own}  # that are not settled
         self._outcomes = Outcomes(self.own)
         for number in self.own:
             self._settle(number)
@@ -90,12 +89,13 @@ class Attempt:
         return self.own
 
     def put(self, number: int, member: int, part: Tensor) -> None:
-        self._sums[number].put(member, part)
-        self._settle(number)
+        if number in self._sums:
+            self._sums[number].put(member, part)
+            self._settle(number)
 
     def leave_out(self, member: int) -> None:
         """Nothing comes from it any more."""
-        for number, chunk_sum in self._sums.items():
+        for number, chunk_sum in list(self._sums.items()):
             chunk_sum.leave_out(member)
             self._settle(number)
 
@@ -114,10 +114,11 @@ class Attempt:
         return ChunkSum(weights) if self._clipping is None else ChunkClip(weights)
 
     def _settle(self, number: int) -> None:
+        """Of a sum that is done, the encoded mean alone is kept."""
         chunk_sum = self._sums[number]
-        if not chunk_sum.is_done or number in self._settled:
+        if not chunk_sum.is_done:
             return
-        self._settled.add(number)
+        del self._sums[number]
         if isinstance(chunk_sum, ChunkClip):
             self._tasks.append(asyncio.ensure_future(self._clip(number, chunk_sum)))
         else:

@@ -81,6 +81,10 @@ class Round:
             mean[chunk.start : chunk.stop] = self._codec.decode(self.results[number], chunk.stop - chunk.start)
         return mean
 
+    def forget_vector(self) -> None:
+        """Nothing is added up again: only results are asked for, which take as much memory as the vector."""
+        self.vector = self.vector.new_empty(0)
+
     def drop(self, member: int) -> None:
         """It takes no part any more: neither its parts nor its results are waited for."""
         self._dropped.add(member)

@@ -14,11 +14,15 @@ _KEPT = 3  # groups
 class Rounds:
     def __init__(self) -> None:
         self._groups: dict[str, list[Round]] = {}  # by id, the rounds of its phases
+        self._ended: frozenset[str] = frozenset()  # groups of the last step
         self._changed = asyncio.Condition()
 
     async def add(self, new: Round, accepted: str = "") -> None:
         """``accepted``: the group whose result this peer has, which is kept however many have failed since."""
         async with self._changed:
+            for group in self._ended:
+                self._groups.pop(group, None)
+            self._ended = frozenset()
             self._groups.setdefault(new.group.id, []).append(new)
             others = [group for group in self._groups if group not in (accepted, new.group.id)]
             for oldest in others[: max(0, len(self._groups) - _KEPT)]:
@@ -42,6 +46,13 @@ class Rounds:
     def of(self, group: str) -> list[Round]:
         """One for each phase that this peer has come to."""
         return list(self._groups.get(group, ()))
+
+    def end_step(self) -> None:
+        """Keep the results alone, which others may lack, and those until there is a new group."""
+        for rounds in self._groups.values():
+            for each in rounds:
+                each.forget_vector()
+        self._ended = frozenset(self._groups)
 
     async def digest_of(self, group: str) -> bytes:
         """SHA-256 over the results of all phases, which must be complete. Streams stay alive meanwhile."""

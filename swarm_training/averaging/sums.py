@@ -106,7 +106,7 @@ class ExactSum:
             part = self._early.pop(self._waiting.pop(0))
             self._total = part.clone() if self._total is None else self._total.add_(part)
         if not self._waiting and self._total is not None:
-            self.mean = self._total / self._num_micro_batches
+            self.mean, self._total = self._total.div_(self._num_micro_batches), None
 
     def leave_out(self, member: int) -> None:
         """Nothing comes from this member any more."""

@@ -162,6 +162,7 @@ class Meetings:
     def forget(self) -> None:
         """What was promised at the last step does not matter at the next."""
         self._ballots = Ballots()
+        self._rounds.end_step()
         self.loss = NO_LOSS
 
     # ------------------------------------------------------------ what others ask

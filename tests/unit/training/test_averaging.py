@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import math
 from collections.abc import Awaitable
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,6 +24,7 @@ from swarm_training.averaging.sums import ChunkSum
 from swarm_training.core.bitmap import from_bits, to_bits
 from swarm_training.core.record import Progress
 from swarm_training.net.channels import GrpcNetwork
+from tests.unit.held import held_bytes
 from tests.unit.identities import identity
 from tests.unit.training.reducers import group_of, reduce_all
 from tests.unit.training.world import World
@@ -151,6 +153,25 @@ def test_the_rounds_of_a_result_that_a_peer_has_are_kept_however_many_fail_after
             await rounds.add(new, accepted="group 1" if number else "")
             await rounds.add(new, accepted="group 1" if number else "")  # another phase
         assert [len(rounds.of(f"group {number}")) for number in range(8)] == [0, 2, 0, 0, 0, 0, 2, 2]
+
+    asyncio.run(scenario())
+
+
+def test_once_a_step_is_taken_the_results_of_its_rounds_are_all_that_is_kept() -> None:
+    """Until the next round: whoever lacks some of them can ask."""
+    length = 10_000
+
+    async def scenario() -> None:
+        (group, _), rounds = group_of([1.0], [1]), Rounds()
+        for step in range(3):
+            (reducer,) = await reduce_all(World(), group, [torch.randn(length)], chunk_elements=1000)
+            reducer.round.group = replace(group, id=f"group {step}")
+            await rounds.add(reducer.round)
+            assert 2 * 4 * length <= held_bytes(rounds) < 2.2 * 4 * length  # the vector too
+            rounds.end_step()
+            assert 4 * length <= held_bytes(rounds) < 1.2 * 4 * length
+            kept = await rounds.find(f"group {step}", 0, 1.0)
+            assert [chunk.data for chunk in kept.serve_fetch(range(10))] == list(reducer.round.results.values())
 
     asyncio.run(scenario())
 
