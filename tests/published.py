@@ -227,3 +227,26 @@ def int8_rows(weight: torch.Tensor, group: int | None = None, *, symmetric: bool
     parts = {".weight": (q - 128).to(torch.int8), ".weight_scale": scale}
     parts |= {} if symmetric else {".weight_zero_point": (zero - 128).to(torch.int8)}
     return parts, dequantized(q, scale, zero, torch.arange(weight.shape[1]) // group)
+
+
+# ---------------------------------------------------------------- bitsandbytes
+
+
+def bitsandbytes_4bit(weight: torch.Tensor, kind: str, nested: bool, blocksize: int = 64) -> Packed:
+    """By the package's own quantiser, and its own reader."""
+    from bitsandbytes import functional
+
+    q, state = functional.quantize_4bit(weight, blocksize=blocksize, compress_statistics=nested, quant_type=kind)
+    parts = {f".weight.{key}": part for key, part in state.as_dict(packed=True).items()}
+    return {".weight": q, **parts}, functional.dequantize_4bit(q, state)
+
+
+def bitsandbytes_int8(weight: torch.Tensor) -> Packed:
+    scale = weight.abs().amax(1)
+    q = (weight * (127 / scale[:, None])).round().to(torch.int8)
+    parts = {".weight": q, ".SCB": scale, ".weight_format": torch.tensor(0, dtype=torch.uint8)}
+    return parts, q.float() * (scale / 127)[:, None]
+
+
+def bitsandbytes_config(bits: int) -> dict[str, Any]:
+    return {"quant_method": "bitsandbytes", "load_in_4bit": bits == 4, "load_in_8bit": bits == 8}

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from swarm_protocol.checkpoints.formats import awq, compressed_tensors, fp8, gptq, mxfp4
+from swarm_protocol.checkpoints.formats import awq, bitsandbytes, compressed_tensors, fp8, gptq, mxfp4
 from swarm_protocol.checkpoints.formats.packed import PackedForm
 from swarm_protocol.errors import CheckpointError
 from swarm_protocol.untrusted.json_file import shown
 
 FORMATS: dict[str, Callable[[Mapping[str, Any]], tuple[PackedForm, ...]]] = {
     "awq": awq.forms,
+    "bitsandbytes": bitsandbytes.forms,
     "compressed-tensors": compressed_tensors.forms,
     "fp8": fp8.forms,
     "gptq": gptq.forms,
