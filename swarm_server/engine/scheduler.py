@@ -16,7 +16,8 @@ import torch
 from swarm_protocol.errors import PeerBusy
 from swarm_protocol.net.shares import Caller, Shares
 from swarm_server.core.counters import Counters
-from swarm_server.engine.fair_queue import FairQueue
+from swarm_server.queueing.fair_queue import FairQueue
+from swarm_server.queueing.prompt_order import PromptOrder
 from swarm_server.engine.session_state import Session, SessionStep
 
 T = TypeVar("T")
@@ -46,6 +47,7 @@ class Work:
 
     Attributes:
         client: for whom it is, by peer id; empty: for the server itself.
+        user: which of the client's users that is, by a name of the client's choice.
         cost: rows × positions, which is roughly what it takes.
     """
 
@@ -56,6 +58,7 @@ class Work:
     call: Callable[[], Any] | None = None
     submitted_s: float = 0.0
     client: str = ""
+    user: str = ""
     cost: int = 1
 
     @property
@@ -75,12 +78,18 @@ class Work:
     def num_positions(self) -> int:
         return self.num_rows * self.num_tokens
 
+    @property
+    def num_left(self) -> int:
+        """Positions of the prompt from this chunk on."""
+        return self.num_rows * (self.num_tokens + self.session_step[1].num_following)
+
 
 class WorkQueue:
     """Whose turn it is. Pure: no clock, no thread.
 
-    Within a kind, clients share the turns, see ``FairQueue``. Decoding gets every other turn while anything else waits,
-    and all turns while nothing does; of the others' turns, training gets one in four.
+    Within a kind, clients share the turns, and the users of a client share its own, see ``FairQueue``. The prompts of a
+    user are computed in the order of ``PromptOrder``, all else as it comes. Decoding gets every other turn while
+    anything else waits, and all turns while nothing does; of the others' turns, training gets one in four.
     """
 
     def __init__(self, mixes_sessions: bool = True, chunk_positions: int = 64) -> None:
@@ -91,7 +100,8 @@ class WorkQueue:
         that the next server has it while others are computed here.
         """
         self._mixes_sessions, self._chunk_positions = mixes_sessions, chunk_positions
-        self._waiting: dict[Kind, FairQueue[Work]] = {kind: FairQueue() for kind in Kind}
+        self._waiting: dict[Kind, FairQueue[Work]] = {kind: FairQueue(num_levels=2) for kind in Kind}
+        self._prompts = PromptOrder()  # by the id() of their sessions
         self._last = Kind.TRAINING
         self._num_prefills = 0  # since the last training
 
@@ -102,11 +112,24 @@ class WorkQueue:
         return len(self._waiting[kind])
 
     def add(self, work: Work) -> None:
-        self._waiting[work.kind].add(work, work.client, work.cost)
+        names = work.client, work.user
+        place: tuple[float, ...] = ()
+        if work.kind is Kind.PREFILL and work.step is not None:
+            place = self._prompts.place(id(work.session), names, work.num_left)
+        self._waiting[work.kind].add(work, names, work.cost, place)
 
     def discard(self, work: Work) -> None:
         """Forgets work whose caller has gone."""
         self._waiting[work.kind].remove(work)
+        self.forget(work.session)
+
+    def is_prompt(self, session: Session) -> bool:
+        """Whether chunks of a prompt of this session have come, and its last one is still to be computed."""
+        return id(session) in self._prompts
+
+    def forget(self, session: Session | None) -> None:
+        """Nothing more will come of the session's prompt."""
+        self._prompts.forget(id(session))
 
     def next_batch(self) -> list[Work]:
         """What to compute now: one piece of work, or steps of several sessions. Empty if nothing waits."""
@@ -134,16 +157,24 @@ class WorkQueue:
         """The first, with steps of as many new positions each; those of ``alone_positions`` or more by themselves."""
         waiting = self._waiting[kind]
         first = waiting.pop()
-        if first.step is None or not self._mixes_sessions or first.num_positions >= alone_positions:
-            return [first]
-        batch, num_positions = [first], first.num_positions
-        for work in waiting:
-            if work.step is None or work.num_positions >= alone_positions:
-                continue
-            if work.num_tokens == first.num_tokens and num_positions + work.num_positions <= most_positions:
+        assert first is not None
+        batch = [first]
+        if kind is Kind.PREFILL:
+            self._prompts.has_turn(id(first.session))
+        if first.step is not None and self._mixes_sessions and first.num_positions < alone_positions:
+            num_left = most_positions - first.num_positions
+
+            def fits(work: Work) -> bool:
+                if work.step is None or work.num_tokens != first.num_tokens:
+                    return False
+                return work.num_positions < alone_positions and work.num_positions <= num_left
+
+            while num_left > 0 and (work := waiting.pop(fits)) is not None:
                 batch.append(work)
-                num_positions += work.num_positions
-        waiting.remove(*batch[1:])
+                num_left -= work.num_positions
+        for work in batch:
+            if work.step is not None and not work.step.num_following:
+                self.forget(work.session)
         return batch
 
 
@@ -208,18 +239,24 @@ class Scheduler:
         return len(self._stepped_s)
 
     def forget(self, session: Session) -> None:
-        """It has come to its end, and is not counted any more."""
+        """Remove a session that has come to its end from all that is counted."""
         self._stepped_s.pop(id(session), None)
+        with self._changed:
+            self._queue.forget(session)
 
-    async def step(self, session: Session, step: SessionStep, client: str = "") -> torch.Tensor:
-        """The step's output, [batch, tokens, hidden_size]; raises what refused it (see ``Engine.run``)."""
+    async def step(self, session: Session, step: SessionStep, client: str = "", user: str = "") -> torch.Tensor:
+        """Return the step's output, [batch, tokens, hidden_size].
+
+        ``user``: whose of the client's users it is, see ``Work``. Raises what refused the step (see ``Engine.run``).
+        """
         self._stepped_s.pop(id(session), None)
         self._stepped_s[id(session)] = time.monotonic()
         rows, num_tokens, _ = step.inputs.hidden.shape
         is_short = num_tokens == 1 or (step.start > 0 and rows * num_tokens <= _FEW_POSITIONS)
-        kind = Kind.DECODE if is_short else Kind.PREFILL
+        is_chunk = step.num_following > 0 or self._queue.is_prompt(session)
+        kind = Kind.DECODE if is_short and not is_chunk else Kind.PREFILL
         output: torch.Tensor = await self._submit(
-            Work(kind, _future(), session=session, step=step, client=client, cost=rows * num_tokens)
+            Work(kind, _future(), session=session, step=step, client=client, user=user, cost=rows * num_tokens)
         )
         return output
 

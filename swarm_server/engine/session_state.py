@@ -49,6 +49,7 @@ class SessionStep:
         changes: what happens to the session before.
         num_wanted: how many of the last outputs will be used; None: all.
         every_block: the outputs of every block are wanted, not only of the last.
+        num_following: positions per row that come in the steps after this one, if it is a chunk of a prompt.
     """
 
     start: int
@@ -56,6 +57,7 @@ class SessionStep:
     changes: tuple[HistoryChange, ...] = ()
     num_wanted: int | None = None
     every_block: bool = False
+    num_following: int = 0
 
 
 @dataclass(frozen=True)

@@ -59,8 +59,8 @@ def scheduler(engine: Engine) -> Iterator[Scheduler]:
     scheduler.stop()
 
 
-def step(num_tokens: int = 1, rows: int = 1, start: int = 0) -> SessionStep:
-    return SessionStep(start, BlockInput(torch.zeros(rows, num_tokens, 1)))
+def step(num_tokens: int = 1, rows: int = 1, start: int = 0, num_following: int = 0) -> SessionStep:
+    return SessionStep(start, BlockInput(torch.zeros(rows, num_tokens, 1)), num_following=num_following)
 
 
 async def held(scheduler: Scheduler, engine: Engine) -> asyncio.Task:
@@ -111,8 +111,8 @@ def test_what_somebody_watches_goes_before_prompts(
 
     async def compute() -> None:
         tasks = [await held(scheduler, engine)]
-        tasks += [await submit(scheduler.step("prompt", step(1000))) for _ in range(2)]
-        tasks += [await submit(scheduler.step("step", step(num_tokens, rows, start)))]
+        tasks += [await submit(scheduler.step("prompt", step(1000), client)) for client in "ab"]
+        tasks += [await submit(scheduler.step("step", step(num_tokens, rows, start), "c"))]
         engine.gate.set()
         await asyncio.gather(*tasks)
 
@@ -134,6 +134,42 @@ def test_a_chunk_at_a_time(scheduler: Scheduler, engine: Engine) -> None:
     run(chunks())
     kinds = [names[0].split()[-1] == "tokens" for names in engine.batches[1:]]
     assert kinds in ([True, False] * 3, [False, True] * 3)
+
+
+def test_short_chunks_of_a_prompt_wait_among_prompts(scheduler: Scheduler, engine: Engine) -> None:
+    """They go before longer prompts, and tokens of others wait for one of them at most."""
+
+    async def chunks() -> None:
+        tasks = [await held(scheduler, engine)]
+        tasks += [await submit(scheduler.step("long prompt", step(64, num_following=600)))]
+        tasks += [await submit(scheduler.step("prompt", step(16, num_following=19)))]
+        tasks += [await submit(scheduler.step("token", step(1, start=9)))]
+        engine.gate.set()
+        await asyncio.gather(*tasks)
+        for start, num_following in ((16, 3), (32, 0)):
+            tasks = [await held(scheduler, engine)]
+            tasks += [await submit(scheduler.step("long prompt", step(64, start=64, num_following=500)))]
+            tasks += [await submit(scheduler.step("token", step(1, start=9)))]
+            tasks += [await submit(scheduler.step("prompt", step(16 if num_following else 3, 1, start, num_following)))]
+            engine.gate.set()
+            await asyncio.gather(*tasks)
+
+    run(chunks())
+    assert engine.batches == [["first"], ["prompt"], ["token"], ["long prompt"]] * 3
+
+
+def test_a_user_with_many_prompts_does_not_hold_up_another(scheduler: Scheduler, engine: Engine) -> None:
+    """Though both are behind one client, and the one who came first has the shorter prompts."""
+
+    async def prompts() -> None:
+        tasks = [await held(scheduler, engine)]
+        tasks += [await submit(scheduler.step(f"anna {number}", step(64), "gateway", "anna")) for number in range(9)]
+        tasks += [await submit(scheduler.step("bert", step(100), "gateway", "bert"))]
+        engine.gate.set()
+        await asyncio.gather(*tasks)
+
+    run(prompts())
+    assert engine.batches[:3] == [["first"], ["anna 0"], ["bert"]]
 
 
 def test_too_much_training_is_refused_at_once(scheduler: Scheduler, engine: Engine) -> None:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 import pytest
 import torch
@@ -114,7 +117,7 @@ class TestBatches:
         at_once = CHUNK // 16
         assert batches(filled(*short)) == [short[:at_once], short[at_once : 2 * at_once], short[2 * at_once :]]
         long, one, other = works = [work(Kind.PREFILL, num_tokens=length) for length in (CHUNK, 1, 2)]
-        assert batches(filled(*works)) == [[long], [one], [other]]
+        assert batches(filled(*works)) == [[one], [other], [long]]
 
     def test_steps_of_equal_length(self) -> None:
         one, four, also_one, also_four = works = [work(num_tokens=length) for length in (1, 4, 1, 4)]
@@ -154,6 +157,158 @@ class TestBatches:
             assert len({one.num_tokens for one in batch}) == 1
             assert len(batch) == 1 or sum(one.num_positions for one in batch) <= MAX_POSITIONS
             assert [order[id(one)] for one in batch] == sorted(order[id(one)] for one in batch)
+
+
+@dataclass(eq=False)
+class Prompt:
+    """A prompt that comes chunk by chunk, each when the one before has been computed.
+
+    Attributes:
+        came, ended: in positions that had been computed by then.
+        chunks: when each was computed, and how many positions it had.
+    """
+
+    length: int
+    client: str = ""
+    user: str = ""
+    came: int = 0
+    ended: int = 0
+    chunks: list[tuple[int, int]] = field(default_factory=list)
+
+    def next_chunk(self) -> Work:
+        num_left = self.length - sum(size for _, size in self.chunks)
+        size = min(CHUNK, num_left)
+        step = SessionStep(self.length - num_left, BlockInput(torch.zeros(1, size, 1)), num_following=num_left - size)
+        names = {"client": self.client, "user": self.user}
+        return Work(Kind.PREFILL, done=None, session=self, step=step, cost=size, **names)
+
+    @property
+    def wait(self) -> int:
+        return self.ended - self.came
+
+
+class Server:
+    """Computes prompts; time is the number of positions that it has computed."""
+
+    def __init__(self) -> None:
+        self.queue = WorkQueue(chunk_positions=CHUNK)
+        self.time = 0
+        self.kinds: list[Kind] = []
+
+    def add(self, prompt: Prompt) -> None:
+        prompt.came = self.time
+        self.queue.add(prompt.next_chunk())
+
+    def run(self, on_end: Callable[[Prompt], None] = lambda _prompt: None, until: int = 10**9) -> None:
+        while self.time < until and (batch := self.queue.next_batch()):
+            self.kinds.append(batch[0].kind)
+            prompts = [(one.session, one.num_positions) for one in batch if one.kind is Kind.PREFILL]
+            self.time += sum(size for _, size in prompts)
+            for prompt, size in prompts:
+                prompt.chunks.append((self.time, size))
+                if sum(size for _, size in prompt.chunks) < prompt.length:
+                    self.queue.add(prompt.next_chunk())
+                else:
+                    prompt.ended = self.time
+                    on_end(prompt)
+
+
+LENGTHS = (13, 26, 78, 260, 650)  # tokens of 10, 20, 60, 200 and 500 words
+
+
+def percentile(waits: Sequence[int], part: float) -> int:
+    return sorted(waits)[int(part * (len(waits) - 1))]
+
+
+class TestPrompts:
+    def test_a_prompt_that_has_begun_does_not_go_to_the_end_at_each_chunk(self) -> None:
+        server, prompts = Server(), [Prompt(650) for _ in range(10)]
+        for prompt in prompts:
+            server.add(prompt)
+        server.run()
+        assert [prompt.ended for prompt in prompts] == [650 * number for number in range(1, 11)]
+
+    @pytest.mark.parametrize("seed", range(2))
+    def test_many_streams_of_mixed_prompts(self, seed: int) -> None:
+        """64 streams, each of which sends its next prompt when the last one has been computed."""
+        chance, server, done = random.Random(seed), Server(), []
+
+        def send(prompt: Prompt | None = None) -> None:
+            if prompt is not None:
+                done.append(prompt)
+            server.add(Prompt(chance.choice(LENGTHS), user=""))
+
+        for _ in range(64):
+            send()
+        server.run(send, until=150_000)
+        waits = [prompt.wait for prompt in done]
+        assert percentile(waits, 0.99) <= 5 * percentile(waits, 0.5)
+        medians = [percentile([one.wait for one in done if one.length == length], 0.5) for length in LENGTHS]
+        assert medians == sorted(medians) and medians[-1] > 3 * medians[0]
+
+    @pytest.mark.parametrize("seed", range(2))
+    def test_who_sends_one_prompt_after_another_overtakes_with_less_than_a_prompt_has_itself(self, seed: int) -> None:
+        """But for chunks that were begun while the prompt had none in the queue."""
+        chance, server = random.Random(seed), Server()
+        streams: dict[Prompt, int] = {}
+
+        def send(number: int) -> None:
+            prompt = Prompt(chance.choice(LENGTHS))
+            streams[prompt] = number
+            server.add(prompt)
+
+        for number in range(20):
+            send(number)
+        server.run(lambda prompt: send(streams[prompt]), until=40_000)
+        for prompt in list(streams):
+            if not prompt.ended:
+                continue
+            for number in range(20):
+                overtaking = sum(
+                    size
+                    for other, stream in streams.items()
+                    if stream == number and other is not prompt and other.came > prompt.came
+                    for time, size in other.chunks
+                    if time <= prompt.ended
+                )
+                assert overtaking <= prompt.length + CHUNK
+
+    def test_clients_and_their_users_have_equal_parts_whatever_they_say_of_their_prompts(self) -> None:
+        """One client has many users and short prompts, the other one user and long ones."""
+        server, counts = Server(), Counter[str]()
+
+        def send(prompt: Prompt) -> None:
+            counts[prompt.client + prompt.user] += prompt.length
+            server.add(Prompt(prompt.length, prompt.client, prompt.user))
+
+        for user in "abcd":
+            for length in (64, 64, 128) if user == "a" else (64,):
+                server.add(Prompt(length, "many", user))
+        server.add(Prompt(640, "one"))
+        server.run(send, until=64_000)
+        assert counts["one"] == pytest.approx(32_000, abs=1000)
+        assert [counts[f"many{user}"] for user in "abcd"] == pytest.approx([8000] * 4, abs=400)
+
+    def test_decoding_keeps_its_turns(self) -> None:
+        server = Server()
+        for _ in range(5):
+            server.add(Prompt(650))
+        for number in range(20):
+            server.queue.add(work(num_tokens=1))
+            server.run(until=server.time + 1)
+            assert server.kinds[-1] is Kind.PREFILL and server.kinds[2 * number :].count(Kind.DECODE) <= 1
+        assert server.kinds.count(Kind.DECODE) >= 19
+
+    def test_of_a_prompt_that_has_gone_nothing_is_kept(self) -> None:
+        queue = WorkQueue(chunk_positions=CHUNK)
+        gone, waiting = Prompt(650).next_chunk(), Prompt(650).next_chunk()
+        queue.add(gone)
+        queue.discard(gone)
+        assert not queue.is_prompt(gone.session)
+        queue.add(waiting)
+        assert queue.next_batch() == [waiting] and queue.is_prompt(waiting.session)
+        queue.forget(waiting.session)
+        assert not queue.is_prompt(waiting.session)
 
 
 class TestLeaving:

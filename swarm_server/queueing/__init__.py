@@ -1,0 +1,1 @@
+"""Queueing: in what order work of one kind has its turn."""

@@ -1,0 +1,122 @@
+"""Who floods the queue waits for itself."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from swarm_server.queueing.fair_queue import FairQueue
+
+
+def drained(queue: FairQueue[str]) -> list[str]:
+    return [queue.pop() for _ in range(len(queue))]
+
+
+def test_first_come_first_served_for_one_client() -> None:
+    queue: FairQueue[str] = FairQueue()
+    for work in "abc":
+        queue.add(work, ["anna"], 5)
+    assert drained(queue) == ["a", "b", "c"]
+
+
+def test_one_that_comes_late_waits_for_one_piece_of_each_other() -> None:
+    queue: FairQueue[str] = FairQueue()
+    for number in range(100):
+        queue.add(f"flood {number}", ["attacker"], 64)
+    assert queue.pop() == "flood 0"
+    queue.add("honest 0", ["honest"], 64)
+    queue.add("honest 1", ["honest"], 64)
+    assert [queue.pop() for _ in range(4)] == ["honest 0", "flood 1", "honest 1", "flood 2"]
+
+
+def test_costs_count_and_not_pieces() -> None:
+    queue: FairQueue[str] = FairQueue()
+    for _ in range(50):
+        queue.add("large", ["large"], 64)
+        queue.add("small", ["small"], 1)
+    assert Counter(drained(queue)[:40])["small"] > 35
+
+
+def test_what_was_not_used_is_not_saved() -> None:
+    """Whoever was silent may not have all turns afterwards."""
+    queue: FairQueue[str] = FairQueue()
+    for _ in range(50):
+        queue.add("busy", ["busy"], 1)
+    for _ in range(20):
+        queue.pop()
+    for _ in range(20):
+        queue.add("late", ["late"], 1)
+    assert Counter(queue.pop() for _ in range(20)) == {"busy": 10, "late": 10}
+
+
+def test_work_that_is_removed() -> None:
+    queue: FairQueue[object] = FairQueue()
+    one, two, three, four = works = [object() for _ in range(4)]
+    for work in works:
+        queue.add(work, ["anna"], 1)
+    for gone in (two, four, two):  # the last is harmless
+        queue.remove(gone)
+    assert len(queue) == 2
+    assert (queue.clear(), len(queue)) == ([one, three], 0)
+
+
+def test_the_first_that_fits() -> None:
+    """What is taken out of its turn counts like all else, and those who were passed over come next."""
+    queue: FairQueue[str] = FairQueue()
+    for number in range(3):
+        for client in ("anna", "bert"):
+            queue.add(f"{client} {number}", [client], 5)
+    assert [queue.pop(lambda work: work.startswith("bert")) for _ in range(2)] == ["bert 0", "bert 1"]
+    assert drained(queue) == ["anna 0", "anna 1", "bert 2", "anna 2"]
+    assert queue.pop(lambda work: False) is None
+
+
+def test_places_count_for_work_of_the_same_name_alone() -> None:
+    queue: FairQueue[str] = FairQueue()
+    for work, place in (("late", (9,)), ("early", (1,)), ("also early", (1,))):
+        queue.add(work, ["anna"], 5, place)
+    queue.add("last", ["bert"], 5, (99,))
+    assert drained(queue) == ["early", "last", "also early", "late"]
+
+
+def test_users_share_what_their_client_gets() -> None:
+    """Anna has as much as bert, though she calls herself by many names, and a new one each time."""
+    queue: FairQueue[str] = FairQueue(num_levels=2)
+    for number in range(90):
+        queue.add("anna", ["anna", f"user {number}"], 5)
+        queue.add(f"bert's {'xyz'[number % 3]}", ["bert", "xyz"[number % 3]], 5)
+    for number in range(90, 120):
+        queue.add("anna", ["anna", f"user {number}"], 5)
+        queue.pop()
+    served = Counter(queue.pop() for _ in range(120))
+    assert served == {"anna": 60, "bert's x": 20, "bert's y": 20, "bert's z": 20}
+
+
+def test_nothing_is_kept_of_names_that_have_nothing() -> None:
+    queue: FairQueue[str] = FairQueue(num_levels=2)
+    for number in range(1000):
+        queue.add("new", [f"client {number % 7}", f"user {number}"], 5)
+        if number:
+            queue.pop()
+    assert sum(len(share.waiting._shares) for share in queue._shares.values()) < 20
+
+
+@given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(1, 9)), max_size=50), st.randoms(use_true_random=False))
+def test_clients_who_always_have_work_get_equally_much(others: list[tuple[str, int]], chance: random.Random) -> None:
+    """To within the largest pieces of both: the bound of Goyal et al., theorem 1."""
+    queue: FairQueue[tuple[str, int]] = FairQueue()
+    served: Counter[str] = Counter()
+    for client, cost in others:
+        queue.add(("other", cost), [f"other {client}"], cost)
+    for client in ("anna", "bert"):
+        queue.add((client, 1), [client], 1)
+    for _ in range(200):
+        client, cost = queue.pop()
+        served[client] += cost
+        if client in ("anna", "bert"):
+            more = chance.randint(1, 9)
+            queue.add((client, more), [client], more)
+        assert abs(served["anna"] - served["bert"]) <= 18
