@@ -14,7 +14,7 @@ from swarm_protocol.dht.lan_discovery import require_zeroconf
 from swarm_protocol.process.local_registry import DEFAULT_SWARM
 
 COMPRESSIONS = ("auto", *LADDER)
-CHECK_SHARE = 0.02  # less than 2 % of throughput, also of full servers: computing many positions at once is cheaper
+CHECK_SHARE = 0.025  # of the servers' work, which leaves room below 3 % for what disputes and new servers cost
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,8 @@ class ClientConfig:
     allowed_servers: tuple[str, ...] = ()  # peer ids or their ends; none: all that are not blocked
     blocked_servers: tuple[str, ...] = ()
     adapter: str = ""  # that servers have loaded at their start; empty: none
-    check_share: float | None = None  # of positions, that others compute again; None: 0.02, on this machine alone 0
+    # Of the servers' work, that others do again to check it; of new servers it is more. None: 0.025, on this machine 0.
+    check_share: float | None = None
     timeouts: Timeouts = Timeouts()
     swarm_key: str = ""  # of a private swarm: only servers that are its members are used; empty: that of membership
     membership: Path | None = None  # file that makes this client a member; None: SWARM_MEMBERSHIP of the environment

@@ -6,7 +6,9 @@ import asyncio
 import logging
 import random
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from math import inf
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -17,15 +19,38 @@ from swarm_client.routing.routing import Route
 from swarm_client.swarm.swarm import Swarm
 from swarm_client.verification.accusations import Accusations
 from swarm_client.verification.checks import Check, Sample
+from swarm_client.verification.risk import (
+    DOUBT_AGAIN_S,
+    DOUBT_CHECKS,
+    Budget,
+    History,
+    check_cost,
+    price_of,
+    share_of,
+    work_of,
+)
 from swarm_client.verification.verdict import Verdict
-from swarm_protocol.dht.records import short_id
+from swarm_protocol.dht.records import ServerRecord, short_id
 from swarm_protocol.errors import PeerError, SwarmError
+from swarm_protocol.verification.comparison import FOUR_BITS
 
 _logger = logging.getLogger(__name__)
 _ATTEMPTS = 3  # at one check, each with other servers
 _MOST_WAITS = 2  # for the first check of a server, by two sessions or steps; after that it is checked like any other
 _SUSPENDED_S = 600.0
 _LOOK_AGAIN_S = 20.0  # for others that hold the same blocks
+_ACTIVE_S = 2.0  # since its last step, a session shares steps with others
+_MAX_HISTORIES = 4096  # servers
+
+
+@dataclass
+class _Past:
+    """What checks of one server have come to. ``num_doubted``: checks until it is not doubted any more."""
+
+    first_s: float
+    passed: int = 0
+    num_doubted: int = 0
+    doubted_s: float = -inf
 
 
 class Checker:
@@ -33,11 +58,14 @@ class Checker:
 
     Attributes:
         num_checked: positions that others have computed again.
+        share: of the work of servers with a good record, that checks of them may cost.
+        price: of a position that is computed again, in steps; see ``price_of``.
     """
 
-    def __init__(self, swarm: Swarm) -> None:
+    def __init__(self, swarm: Swarm, chance: random.Random | None = None) -> None:
+        """``chance``: unpredictable by default."""
         self._swarm = swarm
-        self._chance = random.SystemRandom()
+        self._chance = chance or random.SystemRandom()
         self._known: set[str] = set()  # peer ids of servers whose first answers have been checked
         self._waits: defaultdict[str, set[tuple[int, int]]] = defaultdict(set)  # session and step; lanes wait together
         self._alone: dict[frozenset[str], float] = {}  # chains that nobody can check, and when to look again
@@ -50,6 +78,10 @@ class Checker:
             self.share = config.check_share
         self._reads = False
         self.num_checked = 0
+        self.price = 1.0
+        self._budget = Budget(self._chance.random)
+        self._pasts: dict[str, _Past] = {}  # by peer ids
+        self._stepped_s: dict[int, float] = {}  # when sessions have made their last step, the oldest first
 
     def start(self) -> None:
         """Reads from now on of whom others accuse."""
@@ -66,15 +98,41 @@ class Checker:
         peer_ids = frozenset(hop.server.peer_id for hop in hops)
         return not peer_ids <= self._known and self._alone.get(peer_ids, 0.0) <= now_s()
 
-    def draws(self, num_positions: int, length: int) -> bool:
-        """Whether a session that has come to ``length`` by ``num_positions`` new ones, of all rows, is checked now.
+    def draws(
+        self, session: object, hops: Route, num_rows: int, num_tokens: int, length: int, *, is_owed: bool
+    ) -> bool:
+        """Whether a session is checked now, that has come to ``length`` by ``num_tokens`` new positions of each row.
 
-        Of all positions a share is computed again: a check takes ``length`` of them.
+        ``is_owed``: some row of it was not checked yet, and its turn has come. See ``Budget``.
         """
-        return not self.is_busy and self._chance.random() * length < self.share * num_positions
+        price = min(1.0, self.price * self._num_active(session))
+        share = max(share_of(self._history(hop.server), self.share) for hop in hops)
+        is_alone = self._alone.get(frozenset(hop.server.peer_id for hop in hops), 0.0) > now_s()
+        return self._budget.draws(
+            share,
+            work_of(num_rows, num_tokens, price),
+            check_cost(length, price),
+            is_owed,
+            is_possible=not (self.is_busy or is_alone),
+        )
 
-    def row(self, batch_size: int) -> int:
-        return self._chance.randrange(batch_size)
+    def choose(self, rows: Sequence[int]) -> int:
+        return self._chance.choice(rows)
+
+    def _num_active(self, session: object) -> int:
+        """Sessions that have made a step lately, this one among them."""
+        self._stepped_s.pop(id(session), None)
+        self._stepped_s[id(session)] = now = now_s()
+        for other in [other for other, stepped_s in self._stepped_s.items() if stepped_s < now - _ACTIVE_S]:
+            del self._stepped_s[other]
+        return len(self._stepped_s)
+
+    def _history(self, server: ServerRecord) -> History:
+        past = self._pasts.get(server.peer_id)
+        if past is None:
+            return History(is_coarse=server.quant in FOUR_BITS)
+        age_s = now_s() - past.first_s
+        return History(past.passed, age_s, past.num_doubted > 0, server.quant in FOUR_BITS)
 
     async def check(
         self, sample: Sample, reporter: Reporter, *, wait_s: float, then: Callable[[Verdict], None]
@@ -96,6 +154,7 @@ class Checker:
         verdict = Verdict()
         for _ in range(_ATTEMPTS):
             try:
+                self.price = price_of(await self._swarm.usable_servers())
                 verdict = await Check(self._swarm, sample, self._swarm.routed, self._chance).run()
                 break
             except PeerError as error:
@@ -106,15 +165,21 @@ class Checker:
             except SwarmError as error:
                 _logger.info("a check was not made: %s", error)
                 break
-        has_verdict = bool(verdict.passed or verdict.distrusted or verdict.disagreements)
-        reporter.stats.checks += has_verdict
-        self.num_checked += sample.inputs.hidden.shape[1] * has_verdict
+        reporter.stats.checks += verdict.has_found
+        self.num_checked += sample.inputs.hidden.shape[1] * verdict.has_found
         self._learn(verdict, sample, reporter)
         return verdict
 
     def _learn(self, verdict: Verdict, sample: Sample, reporter: Reporter) -> None:
         peer_ids = frozenset(hop.server.peer_id for hop in sample.hops)
         self._known |= verdict.passed
+        differing = {peer_id for each in verdict.disagreements for peer_id in each.servers}
+        for peer_id in verdict.passed | (differing & peer_ids):
+            past = self._past(peer_id)
+            past.passed += peer_id in verdict.passed
+            past.num_doubted = max(0, past.num_doubted - 1)
+        for peer_id in differing:
+            self.doubt(peer_id)
         self._known |= {peer_id for peer_id in peer_ids if len(self._waits[peer_id]) >= _MOST_WAITS}
         for lie in verdict.lies:
             self._swarm.ban(lie.server)
@@ -137,10 +202,21 @@ class Checker:
                 disagreement,
                 f"servers {names} differ over blocks {disagreement.span}, and no other decides who is right",
             )
-        if not (verdict.passed or verdict.distrusted or verdict.disagreements):
+        if not verdict.has_found:
             self._alone[peer_ids] = now_s() + _LOOK_AGAIN_S
         for span in verdict.unchecked:
             self._say_once(span, f"blocks {span} cannot be checked: no second server has them")
+
+    def doubt(self, peer_id: str) -> None:
+        """Checks the server more for a while, if nobody has doubted it lately: whoever doubts may be wrong, or lie."""
+        past = self._past(peer_id)
+        if now_s() - past.doubted_s >= DOUBT_AGAIN_S:
+            past.num_doubted, past.doubted_s = DOUBT_CHECKS, now_s()
+
+    def _past(self, peer_id: str) -> _Past:
+        if peer_id not in self._pasts and len(self._pasts) >= _MAX_HISTORIES:
+            del self._pasts[next(iter(self._pasts))]
+        return self._pasts.setdefault(peer_id, _Past(now_s()))
 
     def _say_once(self, what: Any, sentence: str) -> None:
         if what not in self._said:

@@ -15,6 +15,7 @@ from swarm_client.swarm.swarm import Swarm
 from swarm_client.transport.transport import unwatched
 from swarm_client.transport.wire_tensor import Context, WireTensor
 from swarm_client.verification.references import Part, kind_of, others, references
+from swarm_client.verification.risk import SECOND_OPINIONS
 from swarm_client.verification.verdict import Disagreement, Lie, Verdict
 from swarm_client.verification.votes import MOST_ANSWERS, majority
 from swarm_protocol.dht.records import ServerRecord
@@ -25,7 +26,6 @@ from swarm_protocol.verification.comparison import MIN_POSITIONS, Bounds, Compar
 from swarm_protocol.wire.block_input import BlockInput
 
 _ROUNDED = Kind("none", "float32"), Kind("compressed", "float32")  # what is sent as it is, and what a link rounds
-_SECOND_OPINIONS = 0.1  # of checks that pass: a third server is asked as well
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ class Check:
         # What is wide for some would hide the lies of others.
         narrow = [not self._bounds_of(part).is_wide and bounds.is_wide for part in parts]
         found = await self._find_out(compress(parts, narrow), compress(answers, narrow), servers)
-        if not (found.lies or found.disagreements) and self._chance.random() < _SECOND_OPINIONS:
+        if not (found.lies or found.disagreements) and self._chance.random() < SECOND_OPINIONS:
             found = await self._second_opinion(parts, answers, servers)
         if found.lies or found.disagreements:
             return found

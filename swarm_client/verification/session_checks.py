@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 
@@ -20,13 +21,15 @@ from swarm_protocol.wire.block_input import BlockInput
 FIRST_OUTPUTS = 8  # that are asked for at the first step, though fewer may be used
 _MOST_OUTPUTS = 256  # positions that are kept
 _MOST_ROUNDS = 8  # checks of one step, each of which has shown that some server lies
+_SOON = 8  # steps of a text, among which chance chooses where its first check may come
+_PROMPT_TOKENS = 33  # a step of so many positions begins a text; servers verify fewer guesses at once
 
 
 class SessionChecks:
     """Of one session. Runs on the background loop.
 
-    The first answers of a server are held back until they are checked. A random share of all others is checked
-    meanwhile, beside the session.
+    The first answers of a server are held back until they are checked. Others are checked meanwhile, beside the
+    session: every row once at least as far as the budget of checks has room, and a random share of the rest.
     """
 
     def __init__(self, swarm: Swarm, reporter: Reporter) -> None:
@@ -41,6 +44,9 @@ class SessionChecks:
         self._length = 0
         self._good_length = 0  # positions whose outputs passed, or came before what did
         self._blamed: frozenset[str] = frozenset()  # whose tokens have been called doubtful already
+        self._owed: list[int] = []  # rows of which nothing was checked since their text began
+        self._steps_left = 0  # until some of them may be
+        self._has_begun = False
 
     @property
     def are_made(self) -> bool:
@@ -86,22 +92,29 @@ class SessionChecks:
         self._checker.start()
         self._keep(hops, outputs, num_tokens, length, reordered)
         self._is_rounded |= any(codec != pb.RAW for codec in codecs)
+        batch_size = len(outputs)
+        self._owe(batch_size, num_tokens, reordered)
         if sum(kept.shape[1] for kept in self._outputs) < MIN_POSITIONS:
             return True
-        batch_size = len(outputs)
+        owed = [row for row in self._owed if row < batch_size]
+        is_owed = bool(owed) and self._steps_left <= 0
+        is_drawn = self._checker.draws(self, hops, batch_size, num_tokens, length, is_owed=is_owed)
         for _ in range(_MOST_ROUNDS):
             is_new = self._checker.has_new(hops)
-            if not is_new and not self._checker.draws(num_tokens * batch_size, length):
+            if not is_new and not is_drawn:
                 return True
-            row = self._checker.row(batch_size)
+            is_drawn = False
+            row = self._checker.choose(owed or range(batch_size))
+            self._owed = owed = [each for each in owed if each != row]
             kept = torch.cat([tensor[row] for tensor in self._outputs])
             sample = Sample(hops, codecs, rows(row), kept, adapter, self._is_first_chain, self._is_rounded)
             wait_s = self._swarm.config.timeouts.check_s if is_new else 0.0
             verdict = await self._checker.check(
-                sample, self._reporter, wait_s=wait_s, then=lambda found: self._learn(found, length)
+                sample, self._reporter, wait_s=wait_s, then=partial(self._learn, length=length, row=row)
             )
             if verdict is None:
                 return True
+            self._owe_again(verdict, row)
             if any(hop.server.peer_id in verdict.distrusted for hop in hops):
                 if self._good_length < length - num_tokens:  # what came before was handed out already
                     self._call_doubtful(verdict.distrusted, length - num_tokens)
@@ -112,7 +125,22 @@ class SessionChecks:
                 return True
         return True
 
-    def _learn(self, verdict: Verdict, length: int) -> None:
+    def _owe(self, num_rows: int, num_tokens: int, reordered: Sequence[int] | None) -> None:
+        """Keeps count of the rows to check: all if a text begins, else those that were still to be checked."""
+        if num_tokens >= _PROMPT_TOKENS or not self._has_begun:
+            self._has_begun, self._owed = True, list(range(num_rows))
+            self._steps_left = self._checker.choose(range(_SOON))
+            return
+        self._steps_left -= 1
+        if reordered is not None:
+            self._owed = [row for row, origin in enumerate(reordered) if origin in self._owed]
+
+    def _owe_again(self, verdict: Verdict, row: int) -> None:
+        if not verdict.has_found:
+            self._owed.append(row)
+
+    def _learn(self, verdict: Verdict, length: int, row: int) -> None:
+        self._owe_again(verdict, row)
         found = frozenset(hop.server.peer_id for hop in self._hops) & verdict.distrusted
         if found:
             self._call_doubtful(found)

@@ -47,6 +47,11 @@ class Verdict:
     unchecked: tuple[Span, ...] = ()
 
     @property
+    def has_found(self) -> bool:
+        """Whether answers were compared at all."""
+        return bool(self.passed or self.distrusted or self.disagreements)
+
+    @property
     def distrusted(self) -> frozenset[str]:
         """Peer ids of servers that must not go on."""
         return self.suspects | {lie.server for lie in self.lies}

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 
 MIN_POSITIONS = 4  # a router that is near a tie may send one position to another expert
-_FOUR_BITS = {"int4", "nf4"}
+FOUR_BITS = frozenset({"int4", "nf4"})  # beside other quantisations only gross lies are found
 _TINY = 1e-20
 _SE_OF_MEDIAN = 1.2533  # beside that of the mean, for normal noise: sqrt(pi / 2)
 _SIGMAS = 5.0
@@ -62,7 +62,7 @@ class Bounds:
         """
         if one == other and one.is_repeatable:
             return cls(error=0.004, outlier=0.05, outlier_share=0.02 if routed else 0.0, gain=0.002)
-        if one.quant != other.quant and _FOUR_BITS & {one.quant, other.quant}:
+        if one.quant != other.quant and FOUR_BITS & {one.quant, other.quant}:
             error = min(0.95, 0.6 * 1.15 ** (num_blocks - 1)) * (1.2 if routed else 1.0)
             return cls(error=error, outlier=1.5, outlier_share=0.5, gain=0.06)
         error = min(0.5, 0.06 * 1.6 ** (num_blocks - 1))

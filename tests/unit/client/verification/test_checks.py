@@ -100,14 +100,12 @@ class Connection:
     def __init__(self, servers: Servers, record: ServerRecord) -> None:
         self._servers, self._record = servers, record
 
-    async def stated(
-        self, span: Span, _inputs: BlockInput, hidden: WireTensor
-    ) -> tuple[WireTensor, pb.SignedStatement]:
+    async def stated(self, span: Span, inputs: BlockInput, hidden: WireTensor) -> tuple[WireTensor, pb.SignedStatement]:
         peer_id = self._record.peer_id
         self._servers.asked.append(peer_id)
         if peer_id == self._servers.gone:
             raise PeerUnavailable("gone")
-        output = true(span, hidden.decode((1, TOKENS, HIDDEN), torch.float32))
+        output = true(span, hidden.decode(inputs.hidden.shape, torch.float32))
         return WireTensor.of(self._servers.lying.get(peer_id, honest)(output)), pb.SignedStatement()
 
 

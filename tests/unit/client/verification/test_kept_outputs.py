@@ -1,5 +1,6 @@
 """Outputs that are kept until they may be checked are those of the rows and positions that a session still has."""
 
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -52,8 +53,11 @@ class Checker:
     def has_new(self, _hops: object) -> bool:
         return True
 
-    def row(self, _batch_size: int) -> int:
-        return 0
+    def draws(self, *_: Any, **_options: Any) -> bool:
+        return False
+
+    def choose(self, rows: Sequence[int]) -> int:
+        return rows[0]
 
     async def check(self, sample: Sample, *_: Any, **_options: Any) -> Verdict | None:
         self.samples.append(sample)
