@@ -26,10 +26,20 @@ _ALIGNMENT = 8  # of the data's beginning
 
 
 def to_bytes(tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> bytes:
-    """The file that ``safetensors`` reads. ``tensors``: on any device; they must not change meanwhile.
+    """The file that ``safetensors`` reads. Raises as ``write``."""
+    with _anonymous_file() as file:
+        write(file, tensors, metadata)
+        file.seek(0)
+        return file.read()
+
+
+def write(file: BinaryIO, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> None:
+    """Write the file that ``safetensors`` reads, one tensor after the other, so that it takes no memory besides.
+    ``tensors``: on any device; they must not change meanwhile.
 
     Raises:
         ValueError: a tensor has a dtype that the format does not know.
+        OSError: the file cannot be written.
     """
     header: dict[str, object] = {METADATA: dict(metadata)} if metadata else {}
     # the widest first: so that each begins at a multiple of its own elements' size
@@ -42,12 +52,9 @@ def to_bytes(tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None =
         header[name] = {"dtype": _NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": offsets}
     encoded = json.dumps(header, separators=(",", ":")).encode()
     encoded += b" " * (-len(encoded) % _ALIGNMENT)
-    with _anonymous_file() as file:
-        _write(file, len(encoded).to_bytes(LENGTH_BYTES, "little") + encoded)
-        for _, tensor in ordered:
-            _write(file, tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
-        file.seek(0)
-        return file.read()
+    _write(file, len(encoded).to_bytes(LENGTH_BYTES, "little") + encoded)
+    for _, tensor in ordered:
+        _write(file, tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
 
 
 def from_bytes(data: bytes) -> tuple[dict[str, Tensor], dict[str, str]]:

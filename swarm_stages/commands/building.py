@@ -11,6 +11,7 @@ import torch
 from swarm_protocol.access.access_control import AccessControl
 from swarm_protocol.checkpoints.checkpoint import Checkpoint
 from swarm_protocol.checkpoints.default_model import check_location, locate
+from swarm_protocol.process.scratch import scratch_directory
 from swarm_stages.engine.accumulator import Accumulator
 from swarm_stages.engine.building import build_stage
 from swarm_stages.engine.settings import BoundarySettings, LoraSettings, Scratch, StageOptions, StageSource
@@ -57,7 +58,7 @@ def member_of(who: Joining) -> Membership:
 
 
 def training_config(file: RunFile, **where: Any) -> TrainingConfig:
-    """``where``: addresses and ports."""
+    """``where``: addresses and ports. Raises SwarmError if there is no room for temporary files."""
     codec = "fp64" if file.stages.sums == "fp64" else file.averaging.codec
     return TrainingConfig(
         counting="exact",
@@ -65,6 +66,7 @@ def training_config(file: RunFile, **where: Any) -> TrainingConfig:
         presume_gone_s=PRESUME_GONE_S,
         checkpoint_every=file.run.checkpoint_every,
         checkpoints_kept=checkpoints_needed(file.run.checkpoint_every, file.rollback),
+        checkpoint_directory=scratch_directory() if file.run.checkpoint_every else None,
         rollback=file.rollback,
         **where,
     )

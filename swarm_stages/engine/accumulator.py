@@ -96,13 +96,15 @@ class Accumulator:
             if m in self._done:
                 return
             self._drop((m, trainer))
-            if self._pending_bytes + size > self._max_pending_bytes:
-                raise PeerBusy(
-                    f"{len(self._pending)} micro-batches of step {step} wait here for their commit, and there is no "
-                    f"room for {size} bytes more: commit them, or ask another peer"
-                )
+            self._require_room(size)
             self._pending[m, trainer] = [each.detach() for each in gradients]
             self._pending_bytes += size
+
+    def require_room(self, m: int, trainer: str) -> None:
+        """Raises PeerBusy, as ``add`` would, before a micro-batch's gradients are computed."""
+        with self._lock:
+            if m not in self._done and (m, trainer) not in self._pending:
+                self._require_room(next((_size_bytes(each) for each in self._pending.values()), 0))
 
     def commit(self, step: int, m: int, trainer: str) -> bool:
         """Adds to the sums what the trainer's backward has given; nothing if the micro-batch is in them already.
@@ -149,6 +151,18 @@ class Accumulator:
         with self._lock:
             self._drop((m, trainer))
 
+    @property
+    def waiting(self) -> frozenset[int]:
+        """The micro-batches of which something is pending."""
+        with self._lock:
+            return frozenset(m for m, _ in self._pending)
+
+    def drop(self, m: int) -> None:
+        """What is pending of a micro-batch, whoever's it is."""
+        with self._lock:
+            for key in [key for key in self._pending if key[0] == m]:
+                self._drop(key)
+
     def forget(self, trainer: str) -> None:
         """Drops what is pending of a trainer that is gone."""
         with self._lock:
@@ -175,6 +189,13 @@ class Accumulator:
             raise PeerMoved(f"micro-batch {m} is of step {step}: this peer is at step {self.step}")
         if not 0 <= m < self.num_micro_batches:
             raise RequestRejected(f"there is no micro-batch {m}: expected 0 to {self.num_micro_batches - 1}")
+
+    def _require_room(self, size: int) -> None:
+        if self._pending_bytes + size > self._max_pending_bytes:
+            raise PeerBusy(
+                f"{len(self._pending)} micro-batches of step {self.step} wait here for their commit, and there is no "
+                f"room for {size} bytes more: commit them, or ask another peer"
+            )
 
     def _drop(self, key: Key) -> None:
         self._pending_bytes -= _size_bytes(self._pending.pop(key, ()))

@@ -34,6 +34,13 @@ class Sums(Protocol):
     def commit(self, step: int, m: int, trainer: str) -> bool:
         """Whether the micro-batch is in the sums now."""
 
+    @property
+    def waiting(self) -> frozenset[int]:
+        """The micro-batches of which something is pending."""
+
+    def drop(self, m: int) -> None:
+        """What is pending of a micro-batch."""
+
     def clear(self, next_step: int) -> None: ...
 
     def discard(self) -> None: ...
@@ -86,6 +93,7 @@ class Counting:
             if step != self._sums.step:
                 raise PeerMoved(f"micro-batch {m} is of step {step}: this peer is at step {self._sums.step}")
             if m in self.done or self._counts_elsewhere(m):
+                self._sums.drop(m)
                 return True
             if self._is_closed:
                 raise PeerBusy(f"the gradients of step {step} are being averaged")
@@ -95,6 +103,11 @@ class Counting:
                 self._losses.commit(m, trainer)
                 self._tell()
             return is_done
+
+    def drop_moot(self) -> None:
+        """What is pending of micro-batches that count elsewhere: their trainers have asked another peer."""
+        for m in filter(self._counts_elsewhere, self._sums.waiting):
+            self._sums.drop(m)
 
     def note_not_finite(self) -> None:
         """Nobody can compute the gradient of some micro-batch: the loss of the step is infinity."""

@@ -294,6 +294,7 @@ class StagePeer:
         elif self._is_stranded():
             await self._restore()
         else:
+            self._counting.drop_moot()
             await self._report()
             if await self.peer.is_due():
                 self._is_averaging = True

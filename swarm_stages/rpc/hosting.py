@@ -66,6 +66,9 @@ class StageHost(Protocol):
     async def compute(self, work: Callable[[], T], share: float) -> T:
         """Carries out in the compute thread, one after the other; ``share``: of what is computed of a micro-batch."""
 
+    def require_room(self, m: int, trainer: str) -> None:
+        """Raises PeerBusy if ``add`` would, before the gradients are computed."""
+
     def add(self, step: int, m: int, trainer: str, gradients: Gradients) -> None:
         """In the compute thread: keeps a micro-batch's gradients until the trainer commits them.
 
@@ -105,6 +108,8 @@ class Sums(Protocol):
     @property
     def num_micro_batches(self) -> int: ...
 
+    def require_room(self, m: int, trainer: str) -> None: ...
+
     def forget(self, trainer: str) -> None: ...
 
 
@@ -129,6 +134,9 @@ class HostedStage:
 
     async def compute(self, work: Callable[[], T], share: float) -> T:
         return await self.peer.compute(work, share)
+
+    def require_room(self, m: int, trainer: str) -> None:
+        self.sums.require_room(m, trainer)
 
     def add(self, step: int, m: int, trainer: str, gradients: Gradients) -> None:
         self.peer.add(step, m, trainer, gradients)

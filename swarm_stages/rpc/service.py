@@ -171,6 +171,8 @@ class StagesService(StagesServicer):
         def run() -> list[pb.ComputeReply]:
             require_moment(work.micro_batch, self._host)  # once more: the peer may have stepped in between
             which, stage = work.micro_batch, self._host.stage
+            if work.accumulates:
+                self._host.require_room(which.number, trainer)
             scale = work.loss_scale if stage.is_last else 1.0
             found = stage.backward(tensors["inputs"], tensors.get("labels"), tensors.get("grad"), loss_scale=scale)
             if work.accumulates:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import shutil
 import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 
 @dataclass(frozen=True)
@@ -38,12 +41,25 @@ class KeptCheckpoints:
 
     def keep(self, step: int, digest: bytes, data: bytes) -> None:
         """Raises OSError if it cannot be written."""
-        kept: bytes | Path = data
-        if self._parent is not None:
+        self.keep_written(step, digest, lambda file: file.write(data))
+
+    def keep_written(self, step: int, digest: bytes, write: Callable[[BinaryIO], object]) -> None:
+        """``write``: writes all of it to a file. Raises OSError if that fails."""
+        kept: bytes | Path
+        if self._parent is None:
+            file = io.BytesIO()
+            write(file)
+            kept = file.getvalue()
+        else:
             if self._directory is None:
                 self._directory = Path(tempfile.mkdtemp(prefix=".rollback-", dir=self._parent))
             kept = self._directory / f"{step}-{digest.hex()[:16]}.safetensors"
-            kept.write_bytes(data)
+            try:
+                with kept.open("wb") as written:
+                    write(written)
+            except OSError:
+                kept.unlink(missing_ok=True)
+                raise
         newest = sorted({**self._kept, step: _Kept(digest, kept)}.items())[-self._most :]
         self._replace(dict(newest))
 

@@ -377,7 +377,7 @@ class TrainingPeer:
         kept = self.rollbacks.kept
         if kept.is_due(self._state.step) and self._state.is_finite():
             try:
-                kept.keep(self._state.step, state_digest, self._state.to_bytes()[1])
+                kept.keep_written(self._state.step, state_digest, self._state.write)
             except OSError as error:
                 _logger.warning("the state of step %d is not kept: %s", self._state.step, error.strerror)
 

@@ -8,7 +8,7 @@ import json
 import threading
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from safetensors import SafetensorError
@@ -121,6 +121,12 @@ class TrainedState:
         with self._lock:
             tensors, metadata = self._contents()
             return self.moment, safetensors_bytes.to_bytes(tensors, {"optimizer": metadata})
+
+    def write(self, file: BinaryIO) -> None:
+        """What ``to_bytes`` gives, without a copy in memory. Raises OSError."""
+        with self._lock:
+            tensors, metadata = self._contents()
+            safetensors_bytes.write(file, tensors, {"optimizer": metadata})
 
     def load(self, moment: Moment, data: bytes) -> None:
         """Takes the state over that ``to_bytes`` of another peer has given.

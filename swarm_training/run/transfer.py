@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import io
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -205,16 +206,16 @@ async def _received(
     header = await _header(parts, expected)
     if header.size_bytes > most_bytes:
         raise PeerUnavailable("the peer offers a state that is too large", source.peer_id)
-    received: list[bytes] = []
+    received = io.BytesIO()  # which gives what it has without a copy of it
     missing = header.size_bytes
     while missing > 0:
         async with asyncio.timeout(_IDLE_S):
             part = await anext(parts, None)
         if part is None or not part.data:
             raise PeerUnavailable("the peer has sent only some of its state", source.peer_id)
-        received.append(part.data)
+        received.write(part.data)
         missing -= len(part.data)
-    return header, await in_thread(partial(b"".join, received))  # which lets go of the interpreter's lock
+    return header, await in_thread(received.getvalue)
 
 
 async def _header(parts: AsyncIterator[pb.StatePart], expected: TrainedState | None) -> pb.StateHeader:

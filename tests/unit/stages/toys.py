@@ -130,10 +130,12 @@ class ToyHost:
         self.num_computed += 1
         return work()
 
-    def add(self, step: int, number: int, trainer: str, gradients: ToyGradients) -> None:
-        assert step == self.moment.step
+    def require_room(self, number: int, trainer: str) -> None:
         if len(self.pending) >= self.max_pending:
             raise PeerBusy("too many micro-batches wait here for their commit")
+
+    def add(self, step: int, number: int, trainer: str, gradients: ToyGradients) -> None:
+        assert step == self.moment.step
         self.pending[number, trainer] = gradients.parameters
 
     async def commit(self, step: int, number: int, trainer: str) -> bool:

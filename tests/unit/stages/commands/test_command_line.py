@@ -134,6 +134,12 @@ def test_sums_in_fp64_are_averaged_in_fp64() -> None:
     assert training_config(file).codec == "int8" and training_config(file).counting == "exact"
 
 
+def test_checkpoints_are_kept_on_disk() -> None:
+    """In memory, they took 24 bytes per parameter, and those of the stage before as many."""
+    directory = training_config(settings()).checkpoint_directory
+    assert directory is not None and directory.is_dir()
+
+
 @pytest.mark.parametrize("layers", ["none", "bottleneck:4", "maxout:2", "maxout:1", "maxout:02", "none:2", "", "2"])
 def test_run_files_and_stages_know_the_same_layers(layers: str) -> None:
     known = Compression.parse(layers) if layers in ("none", "bottleneck:4", "maxout:2") else None

@@ -143,6 +143,9 @@ def test_pending_gradients_are_limited() -> None:
     with pytest.raises(PeerBusy, match="2 micro-batches of step 3 wait here for their commit") as refused:
         peer.add(3, 2, "two", gradients(2))
     assert status_of(refused.value) == grpc.StatusCode.RESOURCE_EXHAUSTED
+    with pytest.raises(PeerBusy, match="2 micro-batches of step 3 wait here"):
+        peer.require_room(2, "two")  # before it is computed
+    peer.require_room(1, "one")
     peer.add(3, 1, "one", gradients(1))  # in place of what it gave before
     assert peer.commit(3, 0, "one")
     peer.add(3, 2, "two", gradients(2))
@@ -151,6 +154,8 @@ def test_pending_gradients_are_limited() -> None:
     narrow = [each.bfloat16() for each in gradients(5)]
     peer.add(3, 5, "one", narrow)
     assert peer.pending_bytes == SIZE // 2  # as they came
+    peer.drop(5)
+    assert peer.pending_bytes == 0 and not peer.waiting
 
 
 def test_wrong_steps_and_numbers_are_refused() -> None:

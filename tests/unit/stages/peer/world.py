@@ -105,6 +105,13 @@ class ToySums:
         self._sums += gradient
         return True
 
+    @property
+    def waiting(self) -> frozenset[int]:
+        return frozenset(m for m, _ in self._pending)
+
+    def drop(self, m: int) -> None:
+        self._pending = {key: each for key, each in self._pending.items() if key[0] != m}
+
     def clear(self, next_step: int) -> None:
         self.step = next_step
         self._pending: dict[tuple[int, str], Tensor] = {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import BinaryIO
 
 import pytest
 
@@ -29,6 +30,18 @@ def test_the_newest_are_kept_until_they_are_undone(on_disk: bool, tmp_path: Path
     assert len(list(tmp_path.rglob("*.safetensors"))) == on_disk
     kept.close()
     assert kept.digests() == {} and list(tmp_path.rglob("*")) == [tmp_path / "new"] * on_disk
+
+
+def test_of_what_cannot_be_written_nothing_is_left(tmp_path: Path) -> None:
+    def write(file: BinaryIO) -> None:
+        file.write(b"the first half")
+        raise OSError("the disk is full")
+
+    kept = KeptCheckpoints(1, 2, tmp_path)
+    kept.keep(1, digest(1), b"state")
+    with pytest.raises(OSError, match="full"):
+        kept.keep_written(2, digest(2), write)
+    assert kept.digests() == {1: digest(1)} and len(list(tmp_path.rglob("*.safetensors"))) == 1
 
 
 def test_processes_share_a_directory_without_sharing_files(tmp_path: Path) -> None:
