@@ -27,6 +27,9 @@ from swarm_protocol.verification.evidence import Evidence, Expired, new_seed, pr
 from swarm_protocol.wire.block_input import BlockInput
 
 _JUDGES = 3  # servers that are told
+_ATTEMPTS = (
+    32  # at each, to have the liar sign what is false: one that lies in a tenth of its answers does, in 29 of 30
+)
 _WITNESSES = 2  # who are asked, beside the server that accuses, and must contradict the statement too
 _MAX_READ = 4  # accusations that are looked into, each time they are read
 _MAX_KNOWN = 4096
@@ -57,11 +60,26 @@ class Accusations:
             part = _overlap(judge.span, span)
             assert part is not None
             try:
-                evidence = await self._evidence(record, part, hidden_size)
-                shown |= await (await self._swarm.server(judge)).accuse(evidence.message)
+                evidence = await self._false_statement(record, Hop(judge, part), hidden_size)
+                if evidence is not None:
+                    shown |= await (await self._swarm.server(judge)).accuse(evidence.message)
             except (SwarmError, ValueError) as error:
                 _logger.info("server %s was not accused before %s: %s", record.short_id, judge.short_id, error)
         return shown
+
+    async def _false_statement(self, record: ServerRecord, judge: Hop, hidden_size: int) -> Evidence | None:
+        """A statement of the server that the judge's answer contradicts; None if it has signed none in many attempts.
+
+        A server that lies now and then signs the truth most times. Only the liar computes again in each attempt.
+        """
+        seed = new_seed()
+        right = await self._answer(judge, probe(seed, hidden_size))
+        for _ in range(_ATTEMPTS):
+            evidence = await self._evidence(record, judge.span, seed, hidden_size)
+            excess = None if right is None else evidence.excess(right, kind_of(judge.server), self._swarm.routed)
+            if excess is not None and excess >= 1:
+                return evidence
+        return None
 
     async def read(self) -> None:
         """Bans the servers that others have shown to answer wrongly, if still others say so too."""
@@ -93,9 +111,8 @@ class Accusations:
                 await self.read()
             await asyncio.sleep(_READ_EVERY_S)
 
-    async def _evidence(self, record: ServerRecord, span: Span, hidden_size: int) -> Evidence:
+    async def _evidence(self, record: ServerRecord, span: Span, seed: bytes, hidden_size: int) -> Evidence:
         """What the server signs now. Raises PeerError, or ValueError if it signs nothing of use."""
-        seed = new_seed()
         inputs = probe(seed, hidden_size)
         connection = await self._swarm.server(record)
         _, statement = await connection.stated(span, inputs, WireTensor.of(inputs.hidden))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import time
 from collections.abc import Iterator
 
@@ -113,6 +114,16 @@ def test_a_liar_is_shown_to_those_who_can_tell(identities, lie: Lying) -> None:
 def test_who_lies_no_more_when_asked_to_sign_is_not_shown(identities) -> None:
     world = World(identities, "0:8", "0:8")
     assert not world.tell(0, "0:8")
+
+
+def test_one_that_lies_now_and_then_is_asked_until_it_signs_a_lie(identities) -> None:
+    """Only what is false is shown to others."""
+    chance = random.Random(1)
+    world = World(
+        identities, "0:8", "0:8", lying={0: lambda output: zeros(output) if chance.random() < 0.1 else output}
+    )
+    assert all(world.tell(0, "0:8") for _ in range(4))
+    assert len(world.accused) == 4
 
 
 def test_one_that_has_gone_is_not_accused(identities) -> None:
