@@ -101,6 +101,7 @@ class GenerationLoop:
                 len(request.prompt) + min(config.max_new_tokens, _RESERVED_TOKENS),
                 on_event=listener.happened if request.with_servers else None,
                 is_bundled=True,
+                user=request.user,
             ),
             listener,
             frozenset([] if stop_ids is None else stop_ids.tolist()),

@@ -30,6 +30,8 @@ class Request:
         num_logprobs: how many of the likeliest tokens are told with each; 0: that of the token itself; None: nothing.
         scores_prompt: the listener is told the same of the prompt's tokens; ``num_logprobs`` must be set.
         with_servers: the listener is told of its servers too; ``on_event`` of the client's config is not.
+        user: whom it is for, by a name that servers see: what they compute for this client is shared equally among its
+            users. It should mean nothing to anybody else.
     """
 
     prompt: tuple[int, ...]
@@ -40,6 +42,7 @@ class Request:
     num_logprobs: int | None = None
     scores_prompt: bool = False
     with_servers: bool = False
+    user: str = ""
 
 
 @dataclass(frozen=True)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import hmac
 import ipaddress
 import math
+import secrets
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -113,10 +115,14 @@ class RateLimit:
 
 
 class Place:
-    """Of one generation in the queue. ``async with`` waits for its turn, and makes room for the next at the end."""
+    """Of one generation in the queue. ``async with`` waits for its turn, and makes room for the next at the end.
 
-    def __init__(self, queue: FairQueue, key: str) -> None:
-        self._queue, self.key = queue, key
+    Attributes:
+        user: what servers may know the key by, see ``Request``.
+    """
+
+    def __init__(self, queue: FairQueue, key: str, user: str = "") -> None:
+        self._queue, self.key, self.user = queue, key, user
         self.turn = asyncio.Event()
 
     async def __aenter__(self) -> None:
@@ -142,6 +148,7 @@ class FairQueue:
         self._limits, self._is_shared = limits, is_shared
         self._waiting: OrderedDict[str, deque[Place]] = OrderedDict()  # the key whose turn it is first
         self._active: set[Place] = set()
+        self._salt = secrets.token_bytes(16)
 
     @property
     def num_active(self) -> int:
@@ -165,10 +172,15 @@ class FairQueue:
         if not self._fits(key, count - (limits.max_active - self.num_active)):
             message = f"{self.num_active} generations are active and {self.num_queued} wait: try again later"
             raise ApiError(429, message, code="queue_full", retry_after_s=_RETRY_S)
-        places = [Place(self, key) for _ in range(count)]
+        user = self._user_of(key)
+        places = [Place(self, key, user) for _ in range(count)]
         self._waiting.setdefault(key, deque()).extend(places)
         self._advance()
         return places
+
+    def _user_of(self, key: str) -> str:
+        """Return a name that says nothing about the key, and is another one in each process."""
+        return hashlib.blake2b(key.encode(), key=self._salt, digest_size=8).hexdigest() if self._is_shared else ""
 
     @staticmethod
     def _share(free: int) -> int:

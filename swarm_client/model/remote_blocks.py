@@ -101,6 +101,7 @@ class RemoteSpan:
         on_event: OnEvent | None = None,
         is_bundled: bool = False,
         row_unit: int = 1,
+        user: str = "",
     ) -> RemoteSession:
         """A session over these blocks.
 
@@ -111,6 +112,7 @@ class RemoteSpan:
             on_event: likewise.
             is_bundled: its steps travel in one message with those of other sessions that are ready at the same time.
             row_unit: so many rows, such as the beams of one text, are reordered among themselves.
+            user: whom it is for, see ``swarm_client.batching.request.Request``.
         """
         return RemoteSession(
             self.swarm,
@@ -122,6 +124,7 @@ class RemoteSpan:
             adapter=lambda: self.added.snapshot(),
             is_bundled=is_bundled,
             row_unit=row_unit,
+            user=user,
         )
 
     def __repr__(self) -> str:

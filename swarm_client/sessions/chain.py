@@ -50,6 +50,7 @@ class Chain:
         standby: bool,
         reporter: Reporter,
         is_bundled: bool = False,
+        user: str = "",
     ) -> None:
         self.hops: list[HopSession] = []
         self.number = FIRST_STEP - 1
@@ -59,7 +60,7 @@ class Chain:
         self._reporter = reporter
         inbox = Inbox()
         inbox.on_leaving = self._hop_leaves
-        self._opener = opener = Opener(swarm, inbox, is_bundled)
+        self._opener = opener = Opener(swarm, inbox, is_bundled, user)
         self._terms = terms = Terms(max_positions, reserve_tokens)
         self._standby = StandbyReplicas(self.hops, swarm, opener, terms, standby, self._move_between_calls)
         self._replacer = HopReplacer(self.hops, swarm, opener, terms, self._standby, reporter)

@@ -31,6 +31,7 @@ class Setting:
     standby: bool
     is_bundled: bool
     reporter: Reporter
+    user: str = ""
 
 
 class Lane:
@@ -51,6 +52,7 @@ class Lane:
             setting.standby,
             self._reporter,
             setting.is_bundled,
+            setting.user,
         )
         self._checks = SessionChecks(setting.swarm, self._reporter)
         self._journal: Journal | None = None  # what the servers know

@@ -99,11 +99,12 @@ class Opener:
         is_choosing: whether there will be one.
     """
 
-    def __init__(self, swarm: Swarm, inbox: Inbox, is_bundled: bool = False) -> None:
-        """``is_bundled``: see ``ServerConnection.open``."""
+    def __init__(self, swarm: Swarm, inbox: Inbox, is_bundled: bool = False, user: str = "") -> None:
+        """``is_bundled``: see ``ServerConnection.open``; ``user``: see ``Open`` in protos/swarm.proto."""
         self._swarm = swarm
         self._inbox = inbox
         self._is_bundled = is_bundled
+        self._user = user
         self.adapter = NOTHING
         self.planned: Route = ()
         self.opening: Route = ()
@@ -306,6 +307,7 @@ class Opener:
             records_past=opening.records_past,
             spare_tokens=opening.spare_tokens,
             last_number=opening.last_number,
+            user=self._user,
         )
         server = await self._swarm.server(hop.server)
         request.wait_s = wait_s()

@@ -55,11 +55,13 @@ class RemoteSession:
         adapter: Callable[[], Snapshot] = Snapshot,
         is_bundled: bool = False,
         row_unit: int = 1,
+        user: str = "",
     ) -> None:
         """``adapter`` is asked once, when the session begins, what is added to the blocks.
 
         ``is_bundled``: its steps travel in one message with those of other sessions that are ready at the same time.
         ``row_unit``: so many rows, such as the beams of one text, are reordered among themselves.
+        ``user``: see ``Request``.
 
         Raises ValueError if that is less than one.
         """
@@ -68,7 +70,7 @@ class RemoteSession:
         standby = swarm.config.standby if standby is None else standby
         self._on_event = on_event
         reporter = Reporter(on_event or swarm.config.on_event)
-        self._setting = Setting(swarm, blocks, max_positions, reserve_tokens, standby, is_bundled, reporter)
+        self._setting = Setting(swarm, blocks, max_positions, reserve_tokens, standby, is_bundled, reporter, user)
         self._adapter = adapter
         self._row_unit = row_unit
         self._lanes = [Lane(self._setting)]
@@ -126,6 +128,7 @@ class RemoteSession:
                 adapter=self._adapter,
                 is_bundled=setting.is_bundled,
                 row_unit=self._row_unit,
+                user=setting.user,
             )
             if self.batch_size is not None:
                 other._lanes = [lane.copy(other._setting) for lane in self._lanes]

@@ -108,6 +108,7 @@ def split(
             position_ids=context.position_ids,
             outputs_wanted=max(0, last - max(first, num_tokens - num_wanted)),
             every_block=every_block,
+            following_tokens=num_tokens - last,
         )
         steps.append(OutgoingStep(message, hidden.parts))
     return steps

@@ -114,7 +114,7 @@ class SessionRequest(_message.Message):
     def __init__(self, open: _Optional[_Union[Open, _Mapping]] = ..., step: _Optional[_Union[Step, _Mapping]] = ..., more: _Optional[bytes] = ..., close: _Optional[_Union[Close, _Mapping]] = ...) -> None: ...
 
 class Open(_message.Message):
-    __slots__ = ("contract", "session_key", "batch_size", "reserve_tokens", "next", "codec", "sent_number", "changed_number", "records_past", "adapter", "wait_s", "age_s", "spare_tokens", "last_number", "bundle_key")
+    __slots__ = ("contract", "session_key", "batch_size", "reserve_tokens", "next", "codec", "sent_number", "changed_number", "records_past", "adapter", "wait_s", "age_s", "spare_tokens", "last_number", "bundle_key", "user")
     CONTRACT_FIELD_NUMBER: _ClassVar[int]
     SESSION_KEY_FIELD_NUMBER: _ClassVar[int]
     BATCH_SIZE_FIELD_NUMBER: _ClassVar[int]
@@ -130,6 +130,7 @@ class Open(_message.Message):
     SPARE_TOKENS_FIELD_NUMBER: _ClassVar[int]
     LAST_NUMBER_FIELD_NUMBER: _ClassVar[int]
     BUNDLE_KEY_FIELD_NUMBER: _ClassVar[int]
+    USER_FIELD_NUMBER: _ClassVar[int]
     contract: Contract
     session_key: bytes
     batch_size: int
@@ -145,7 +146,8 @@ class Open(_message.Message):
     spare_tokens: int
     last_number: int
     bundle_key: bytes
-    def __init__(self, contract: _Optional[_Union[Contract, _Mapping]] = ..., session_key: _Optional[bytes] = ..., batch_size: _Optional[int] = ..., reserve_tokens: _Optional[int] = ..., next: _Optional[_Union[NextHop, _Mapping]] = ..., codec: _Optional[_Union[Codec, str]] = ..., sent_number: _Optional[int] = ..., changed_number: _Optional[int] = ..., records_past: bool = ..., adapter: _Optional[_Union[AdapterName, _Mapping]] = ..., wait_s: _Optional[float] = ..., age_s: _Optional[float] = ..., spare_tokens: _Optional[int] = ..., last_number: _Optional[int] = ..., bundle_key: _Optional[bytes] = ...) -> None: ...
+    user: str
+    def __init__(self, contract: _Optional[_Union[Contract, _Mapping]] = ..., session_key: _Optional[bytes] = ..., batch_size: _Optional[int] = ..., reserve_tokens: _Optional[int] = ..., next: _Optional[_Union[NextHop, _Mapping]] = ..., codec: _Optional[_Union[Codec, str]] = ..., sent_number: _Optional[int] = ..., changed_number: _Optional[int] = ..., records_past: bool = ..., adapter: _Optional[_Union[AdapterName, _Mapping]] = ..., wait_s: _Optional[float] = ..., age_s: _Optional[float] = ..., spare_tokens: _Optional[int] = ..., last_number: _Optional[int] = ..., bundle_key: _Optional[bytes] = ..., user: _Optional[str] = ...) -> None: ...
 
 class NextHop(_message.Message):
     __slots__ = ("peer_id", "push_key", "codec")
@@ -158,7 +160,7 @@ class NextHop(_message.Message):
     def __init__(self, peer_id: _Optional[str] = ..., push_key: _Optional[bytes] = ..., codec: _Optional[_Union[Codec, str]] = ...) -> None: ...
 
 class Step(_message.Message):
-    __slots__ = ("number", "changes", "start_position", "hidden", "attention_mask", "position_ids", "outputs_wanted", "stored", "every_block", "settled")
+    __slots__ = ("number", "changes", "start_position", "hidden", "attention_mask", "position_ids", "outputs_wanted", "stored", "every_block", "settled", "following_tokens")
     NUMBER_FIELD_NUMBER: _ClassVar[int]
     CHANGES_FIELD_NUMBER: _ClassVar[int]
     START_POSITION_FIELD_NUMBER: _ClassVar[int]
@@ -169,6 +171,7 @@ class Step(_message.Message):
     STORED_FIELD_NUMBER: _ClassVar[int]
     EVERY_BLOCK_FIELD_NUMBER: _ClassVar[int]
     SETTLED_FIELD_NUMBER: _ClassVar[int]
+    FOLLOWING_TOKENS_FIELD_NUMBER: _ClassVar[int]
     number: int
     changes: _containers.RepeatedCompositeFieldContainer[Change]
     start_position: int
@@ -179,7 +182,8 @@ class Step(_message.Message):
     stored: Stored
     every_block: bool
     settled: bool
-    def __init__(self, number: _Optional[int] = ..., changes: _Optional[_Iterable[_Union[Change, _Mapping]]] = ..., start_position: _Optional[int] = ..., hidden: _Optional[_Union[Tensor, _Mapping]] = ..., attention_mask: _Optional[_Union[AttentionMask, _Mapping]] = ..., position_ids: _Optional[_Union[Tensor, _Mapping]] = ..., outputs_wanted: _Optional[int] = ..., stored: _Optional[_Union[Stored, _Mapping]] = ..., every_block: bool = ..., settled: bool = ...) -> None: ...
+    following_tokens: int
+    def __init__(self, number: _Optional[int] = ..., changes: _Optional[_Iterable[_Union[Change, _Mapping]]] = ..., start_position: _Optional[int] = ..., hidden: _Optional[_Union[Tensor, _Mapping]] = ..., attention_mask: _Optional[_Union[AttentionMask, _Mapping]] = ..., position_ids: _Optional[_Union[Tensor, _Mapping]] = ..., outputs_wanted: _Optional[int] = ..., stored: _Optional[_Union[Stored, _Mapping]] = ..., every_block: bool = ..., settled: bool = ..., following_tokens: _Optional[int] = ...) -> None: ...
 
 class Stored(_message.Message):
     __slots__ = ("num_tokens", "num_kept", "data")

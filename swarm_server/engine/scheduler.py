@@ -16,9 +16,9 @@ import torch
 from swarm_protocol.errors import PeerBusy
 from swarm_protocol.net.shares import Caller, Shares
 from swarm_server.core.counters import Counters
+from swarm_server.engine.session_state import Session, SessionStep
 from swarm_server.queueing.fair_queue import FairQueue
 from swarm_server.queueing.prompt_order import PromptOrder
-from swarm_server.engine.session_state import Session, SessionStep
 
 T = TypeVar("T")
 

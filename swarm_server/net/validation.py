@@ -22,6 +22,7 @@ from swarm_protocol.wire.constants import (
 from swarm_protocol.wire.printable import printable
 
 MIN_KEY_BYTES, MAX_KEY_BYTES = 16, 64
+_MAX_USER_CHARS = 64
 _SHOWN_CHARS = 60
 
 
@@ -150,6 +151,12 @@ class RequestValidator:
     def at_most(self, num_positions: int) -> int:
         """So many positions, or all that the model has if they are fewer."""
         return num_positions if self.max_positions is None else min(num_positions, self.max_positions)
+
+
+def require_user(user: str) -> None:
+    """Raises RequestRejected if the name of a client's user is too long to be kept."""
+    if len(user) > _MAX_USER_CHARS:
+        raise RequestRejected(f"the user's name has {len(user)} characters: expected at most {_MAX_USER_CHARS}")
 
 
 def require_key(key: bytes, what: str) -> None:

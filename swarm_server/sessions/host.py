@@ -12,7 +12,7 @@ from swarm_protocol.errors import PeerBusy, PeerMoved, RequestRejected, SessionL
 from swarm_protocol.net.shares import Caller
 from swarm_protocol.pb import swarm_pb2 as pb
 from swarm_protocol.wire.constants import FIRST_STEP
-from swarm_server.net.validation import require_key
+from swarm_server.net.validation import require_key, require_user
 from swarm_server.sessions.admission import Admission
 from swarm_server.sessions.preemption import Claim, Preemption
 from swarm_server.sessions.services import SpanServices
@@ -55,6 +55,7 @@ class SessionManager:
         batch_size = validator.batch_size(request.batch_size)
         validator.length(request.reserve_tokens)
         require_key(request.session_key, "the session key")
+        require_user(request.user)
         validator.codec(request.codec)
         keeps_outputs = request.HasField("next")
         if keeps_outputs:

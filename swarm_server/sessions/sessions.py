@@ -54,6 +54,7 @@ class HostedSession:
         self._services = services
         self._preemption = preemption
         self._reply = reply
+        self._user = request.user
         self._codec = request.codec
         self._next_codec = request.next.codec if request.next.HasField("codec") else request.codec
         self._sent_number = request.sent_number
@@ -179,7 +180,7 @@ class HostedSession:
             self._services.counters.positions["copied"] += self.session.batch_size * stored.num_tokens
             return None
         step = self._checked(request, payload, changes)
-        return await self._services.scheduler.step(self.session, step, self.client.peer_id)
+        return await self._services.scheduler.step(self.session, step, self.client.peer_id, self._user)
 
     async def refuse(self, number: int, error: RequestRejected | PeerError) -> None:
         self._services.counters.refusals[status_of(error).name] += 1
@@ -231,7 +232,8 @@ class HostedSession:
             raise RequestRejected(f"{num_wanted} outputs are wanted of a step of {num_tokens} positions")
         self._require_room(request.start_position, num_tokens, changes)
         inputs = BlockInput(hidden, mask, positions)
-        return SessionStep(request.start_position, inputs, changes, num_wanted, request.every_block)
+        num_following = validator.at_most(request.following_tokens)
+        return SessionStep(request.start_position, inputs, changes, num_wanted, request.every_block, num_following)
 
     def _require_room(self, start: int, num_new: int, changes: Sequence[HistoryChange]) -> None:
         """Rows that are copies of others from now on have what came before in common with them."""
@@ -389,4 +391,5 @@ def _with_hidden(step: pb.Step, hidden: pb.Tensor) -> pb.Step:
         outputs_wanted=step.outputs_wanted if step.HasField("outputs_wanted") else None,
         every_block=step.every_block,
         settled=step.settled,
+        following_tokens=step.following_tokens,
     )

@@ -220,7 +220,7 @@ class ToyScheduler:
         self._engine = engine
         self._chance = chance
 
-    async def step(self, session: ToySession, step: SessionStep, _client: str) -> torch.Tensor:
+    async def step(self, session: ToySession, step: SessionStep, _client: str, _user: str = "") -> torch.Tensor:
         await asyncio.sleep(self._chance.uniform(0.001, 0.02))
         await self.computes.wait()
         return self._engine.run(session, step)

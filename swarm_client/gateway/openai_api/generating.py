@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias
 
 from swarm_client.batching.request import FinishReason, Request, Servers, Token
@@ -172,7 +172,7 @@ class Work:
             queue.put_nowait(None)
 
     async def _generate(self, choice: int, queue: asyncio.Queue[Item | BaseException | None]) -> None:
-        request = self.requests[choice]
+        request = replace(self.requests[choice], user=self.places[choice].user)
         writer = _Writer(choice, self.model, request, self.stop, self.new_call_reader())
         times = TokenTimes(self.metrics, self.began_s)
         echo = self.echoes[choice] if self.echoes else None

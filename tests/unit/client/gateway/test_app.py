@@ -417,6 +417,23 @@ def test_keys(serve: Any) -> None:
     assert httpx.get(f"{gateway.url}/health", timeout=WAIT_S).json() == {"status": "ok"}
 
 
+def test_servers_tell_keys_apart_and_cannot_guess_them(serve: Any) -> None:
+    """By names that are other ones in each process."""
+
+    def users() -> list[str]:
+        gateway = serve(keys=("first", "second"))
+        for key in ("first", "second", "first"):
+            gateway.client(key).chat.completions.create(**ASK)
+        return [generation.request.user for generation in gateway.batcher.generations]
+
+    first, second, again = names = users()
+    assert first == again != second and all("first" not in name and 8 <= len(name) <= 64 for name in names)
+    assert not {*names} & {*users()}
+    alone = serve()
+    alone.client().chat.completions.create(**ASK)
+    assert alone.batcher.generations[0].request.user == ""
+
+
 @pytest.mark.parametrize(
     ("hosts", "status"),
     [

@@ -15,6 +15,7 @@ from swarm_client.transport.transport import ServerConnection
 from swarm_protocol.codecs.sizes import ANNOUNCED
 from swarm_protocol.dht.records import ServerRecord
 from swarm_protocol.pb import swarm_pb2 as pb
+from swarm_protocol.span import Span
 from swarm_protocol.wire.block_input import BlockInput
 from tests.unit.client.sessions.test_stalls_simulated import Beside, claim
 from tests.unit.client.sessions.test_survival_simulated import quiet
@@ -75,6 +76,32 @@ def test_a_session_keeps_its_codecs() -> None:
         assert session._lanes[0].chain.codecs == before
         (codecs,) = (each.codecs for name, each in swarm.listening.items() if name == swarm.hops(session)[0])
         assert set(codecs) == {pb.INT4_BLOCKS}
+
+    quiet(story, kind=Compressed)
+
+
+def test_all_servers_know_whom_a_prompt_is_for_and_what_is_left_of_it() -> None:
+    async def story(swarm: Compressed) -> None:
+        await swarm.beside("0:3", "3:6")
+        seen: dict[str, list[tuple[int, int, str]]] = {}
+        for name, server in swarm.net.servers.items():
+            scheduler, seen[name] = server.host.services.scheduler, []
+            compute = scheduler.step
+
+            async def step_of(session: Any, step: Any, client: str, user: str, name=name, compute=compute) -> Any:
+                seen[name].append((step.inputs.hidden.shape[1], step.num_following, user))
+                return await compute(session, step, client, user)
+
+            scheduler.step = step_of
+        swarm.session = session = RemoteSession(swarm.swarm, Span(0, NUM_BLOCKS), None, user="anna")
+        await step(session, 300)
+        await step(session, 1)
+        for first, *others, last in seen.values():
+            assert others and last == (1, 0, "anna")
+            left = 300
+            for size, num_following, user in [first, *others]:
+                left -= size
+                assert (num_following, user) == (left, "anna")
 
     quiet(story, kind=Compressed)
 

@@ -82,6 +82,7 @@ def test_together_they_are_the_inputs(size: int) -> None:
     assert [step.start for step in steps] == list(range(START, START + NEW, size))
     assert [step.end for step in steps] == [*(step.start for step in steps[1:]), START + NEW]
     assert sum(step.num_positions for step in steps) == BATCH * NEW
+    assert [step.message.following_tokens for step in steps] == [START + NEW - step.end for step in steps]
     assert torch.equal(torch.cat([hidden_of(step) for step in steps], 1), inputs.hidden)
     assert torch.equal(torch.cat([decode(step.message.position_ids).long() for step in steps], 1), positions)
     for step in steps:  # over everything so far

@@ -6,8 +6,10 @@ import asyncio
 import random
 from math import nan
 
+import pytest
 import torch
 
+from swarm_protocol.errors import RequestRejected
 from swarm_protocol.net.shares import Caller
 from swarm_protocol.pb import swarm_pb2 as pb
 from swarm_protocol.span import Span
@@ -33,12 +35,13 @@ class Story:
     async def reply(self, replies: list[pb.SessionReply]) -> None:
         self.replies += replies
 
-    async def open(self, reserve_tokens: int) -> HostedSession:
+    async def open(self, reserve_tokens: int, user: str = "") -> HostedSession:
         self._num_opened += 1
         blocks = pb.Span(start=0, end=NUM_BLOCKS)
         contract = pb.Contract(wire_version=WIRE_VERSION, model=MODEL, revision=REVISION, blocks=blocks)
         key = self._num_opened.to_bytes(16, "big")
         request = pb.Open(contract=contract, session_key=key, batch_size=1, reserve_tokens=reserve_tokens)
+        request.user = user
         return await self.host.open(request, CLIENT, self.reply)
 
     @property
@@ -51,6 +54,15 @@ class Story:
 def step(number: int, start: int, *values: float) -> pb.Step:
     hidden, _ = encode(torch.tensor([values], dtype=torch.float32)[..., None])
     return pb.Step(number=number, start_position=start, hidden=hidden)
+
+
+def test_the_name_of_a_user_is_short() -> None:
+    async def scenario() -> None:
+        await Story().open(4, user="u" * 64)
+        with pytest.raises(RequestRejected, match="the user's name has 65 characters: expected at most 64"):
+            await Story().open(4, user="u" * 65)
+
+    run_virtually(scenario())
 
 
 def test_what_builds_on_a_refused_step_is_ignored_until_that_step_comes_again() -> None:
