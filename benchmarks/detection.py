@@ -1,8 +1,8 @@
-"""How soon a server that begins to lie is found, and what the checks cost in throughput.
+"""How many texts are wrong before a server that lies is banned, and what the checks cost.
 
-The first table follows the client's policy over many generations, without servers: how many positions a client has had
-computed until a check shows a lie. The second generates with and without checks, in turns, through two real servers of
-the same blocks, and compares the processor time that it takes.
+The first tables follow the client's policy over many texts, without servers, beside the policy of before: two in a
+hundred positions, whoever has computed them. The last row generates with and without checks, in turns, through two real
+servers of the same blocks, and compares the processor time that it takes.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ import argparse
 import os
 import statistics
 import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 
@@ -22,49 +24,179 @@ from make_model import DEFAULT_OUTPUT, SHAPES, make_model
 from swarm_client import DistributedModel
 from swarm_client.core.config import CHECK_SHARE
 from swarm_client.verification.checker import checker_of
-from swarm_client.verification.session_checks import FIRST_OUTPUTS
+from swarm_client.verification.risk import SECOND_OPINIONS, Budget, History, check_cost, share_of, work_of
 
 PROMPT, NEW = 64, 128  # tokens of a generation
-ALL = 1.0  # of the positions, to measure the price: as much as can be checked, one check at a time
-SHARES = 0.01, CHECK_SHARE, 0.1
+ALL = 1.0  # of the work, to measure the price: as much as can be checked, one check at a time
+OLD_SHARE = 0.02  # of positions
+STEP_S = 0.05
+SOON = 8  # steps, among which a text's first check may come
+MOST_TEXTS = 200  # of all clients: a liar that is not found by then is not found
+PRICES = {"GPU": 0.013, "CPU": 0.13}  # of a position in a prompt, in steps: bench-8b on an H100, bench-1b on two cores
+CLIENTS = 1, 4, 16
 
 
-def positions_until_found(share: float, lying: float, chance: Random) -> tuple[int, int, int]:
-    """Positions computed, lies told, and positions computed again for checks, until a check finds a lie.
+@dataclass(frozen=True)
+class Liar:
+    """A server that lies; it computes all texts until it is banned.
 
-    The server has passed its first check. It lies in a share of its answers from then on, and checks find any lie
-    among the outputs that the session has kept: those of servers that round alike.
+    Attributes:
+        lies: whether it lies at a step; of the texts that this client had from it before, the steps it has computed in
+            all, the number of the step in its text, and a random number.
+        signs: chance that it signs a lie when it is asked to, so that all clients hear of it.
+        colluding: of the ``others`` that hold the blocks, those that confirm its lies.
     """
-    served = lies = again = 0
-    while True:
-        kept = 0
-        for length in (PROMPT, *range(PROMPT + 1, PROMPT + NEW + 1)):
-            new = PROMPT if length == PROMPT else 1
-            served += new
-            told = sum(chance.random() < lying for _ in range(FIRST_OUTPUTS if new > 1 else 1))
-            kept, lies = kept + told, lies + told
-            if chance.random() * length < share * new:
-                again += length
-                if kept:
-                    return served, lies, again
+
+    lies: Callable[[int, int, int, float], bool]
+    signs: float = 1.0
+    colluding: int = 0
+    others: int = 3
 
 
-def detection_rows(rounds: int) -> list[dict]:
+LIARS = {
+    "always": Liar(lambda _texts, _steps, _step, _chance: True),
+    "10 % of steps": Liar(lambda _texts, _steps, _step, chance: chance < 0.1, signs=0.96),
+    "10 % of steps, signs no lie": Liar(lambda _texts, _steps, _step, chance: chance < 0.1, signs=0.0),
+    "turncoat after 1000 steps": Liar(lambda _texts, steps, _step, _chance: steps > 1000),
+    "late positions only": Liar(lambda _texts, _steps, step, _chance: step > NEW // 2, signs=0.0),
+    "unknown clients only, 10 %": Liar(lambda texts, _steps, _step, chance: not texts and chance < 0.1, signs=0.0),
+    "2 of 6 together, always": Liar(lambda _texts, _steps, _step, _chance: True, 0.0, colluding=1, others=5),
+    "2 of 3 together, always": Liar(lambda _texts, _steps, _step, _chance: True, 0.0, colluding=1, others=2),
+}
+
+
+class OldPolicy:
+    """A share of positions. One honest server is outvoted by two that lie."""
+
+    def __init__(self, price: float, chance: Random) -> None:
+        self.price, self.chance, self.spent = price, chance, 0.0
+
+    def begin(self) -> None:
+        """A text begins."""
+
+    def draws(self, new: int, length: int) -> bool:
+        is_drawn = self.chance.random() * length < OLD_SHARE * new
+        self.spent += max(1.0, length * self.price) * is_drawn
+        return is_drawn
+
+    def passed(self) -> None:
+        """A check found nothing."""
+
+    def convicts(self, liar: Liar) -> bool:
+        """Whether a check of a text with a lie bans the liar."""
+        honest = liar.others - liar.colluding
+        if self.chance.random() * liar.others >= honest:
+            return False
+        return not liar.colluding or self.chance.random() * (liar.others - 1) < honest - 1
+
+
+class NewPolicy(OldPolicy):
+    """What ``swarm_client.verification`` does."""
+
+    def __init__(self, price: float, chance: Random) -> None:
+        super().__init__(price, chance)
+        self.budget, self.num_passed, self.steps = Budget(chance.random), 0, 0
+
+    def begin(self) -> None:
+        self.steps_left, self.is_owed = self.chance.randrange(SOON), True
+
+    def draws(self, new: int, length: int) -> bool:
+        self.steps += 1
+        history = History(self.num_passed, self.steps * STEP_S)
+        work, cost = work_of(1, new, self.price), check_cost(length, self.price)
+        is_due = self.is_owed and self.steps_left <= 0
+        self.steps_left -= 1
+        is_drawn = self.budget.draws(share_of(history, CHECK_SHARE), work, cost, is_due)
+        self.is_owed &= not is_drawn
+        self.spent += cost * is_drawn
+        return is_drawn
+
+    def passed(self) -> None:
+        self.num_passed += 1
+
+    def convicts(self, liar: Liar) -> bool:
+        """Three honest ones that are there outvote two liars; two of three win, or are seen to differ."""
+        is_honest = self.chance.random() * liar.others < liar.others - liar.colluding
+        is_seen = is_honest or self.chance.random() < SECOND_OPINIONS
+        return is_seen and (not liar.colluding or liar.others - liar.colluding >= 3)
+
+
+@dataclass
+class Client:
+    policy: OldPolicy
+    num_texts: int = 0
+    is_new: bool = True  # the server's first answers are still to be checked
+    has_banned: bool = False
+    work: float = 0.0
+    num_checked: int = 0
+
+
+def text(client: Client, liar: Liar, steps: int, chance: Random) -> bool:
+    """One text through the liar. Returns whether something wrong was shown."""
+    policy, kept, is_wrong, is_checked = client.policy, False, False, False
+    policy.begin()
+    for step, length in enumerate((PROMPT, *range(PROMPT + 1, PROMPT + NEW + 1))):
+        new = 1 if step else PROMPT
+        client.work += work_of(1, new, policy.price)
+        told = any(liar.lies(client.num_texts, steps + step, step, chance.random()) for _ in range(1 if step else 2))
+        kept |= told
+        is_drawn = policy.draws(new, length) or client.is_new
+        if is_drawn:
+            is_checked = True
+            if kept and policy.convicts(liar):
+                client.has_banned = True
+                is_wrong |= told and not client.is_new  # what is held back is taken back
+                break
+            policy.passed()
+            client.is_new = False
+        is_wrong |= told
+    client.num_texts += 1
+    client.num_checked += is_checked
+    return is_wrong
+
+
+def wrong_texts(make: type[OldPolicy], liar: Liar, price: float, num_clients: int, chance: Random) -> int:
+    """Texts of all clients that were wrong until all have banned the liar, or ``MOST_TEXTS`` have been written."""
+    clients, num_wrong, num_texts = [Client(make(price, chance)) for _ in range(num_clients)], 0, 0
+    is_shown = False
+    while num_texts < MOST_TEXTS and not all(client.has_banned for client in clients):
+        for client in clients:
+            client.has_banned |= is_shown and client.num_texts > 0
+            if client.has_banned:
+                continue
+            num_wrong += text(client, liar, num_texts * (NEW + 1), chance)
+            num_texts += 1
+            signs = liar.signs if make is NewPolicy or liar.signs in (0, 1) else 1 - 0.9**3  # one attempt for a judge
+            is_shown |= client.has_banned and chance.random() < signs
+    return num_wrong
+
+
+HONEST = Liar(lambda _texts, _steps, _step, _chance: False)
+
+
+def simulated_rows(rounds: int) -> list[dict]:
     chance, rows = Random(0), []
-    for lying in (1.0, 0.1):
-        for share in SHARES:
-            found = sorted(positions_until_found(share, lying, chance) for _ in range(rounds))
-            served = [positions for positions, _, _ in found]
-            median, late = statistics.median(served), served[int(0.95 * rounds)]
-            rows.append(
-                json_row(
-                    f"lies in {lying:.0%} of answers, share {share:.0%}",
-                    median,
-                    p95=late,
-                    generations=median / (PROMPT + NEW),
-                    recomputed=sum(again for _, _, again in found) / sum(served),
+    for kind, price in PRICES.items():
+        for name, liar in LIARS.items():
+            for num_clients in CLIENTS:
+                old, new = (
+                    statistics.mean(wrong_texts(make, liar, price, num_clients, chance) for _ in range(rounds))
+                    for make in (OldPolicy, NewPolicy)
                 )
-            )
+                label = f"wrong texts, {name}, {num_clients} clients, {kind}"
+                rows.append(json_row(label, new, beside=old, ratio=new / old if old else None))
+        for make in (OldPolicy, NewPolicy):
+            client = Client(make(price, chance))
+            for _ in range(20):
+                text(client, HONEST, 0, chance)
+            client.work = client.policy.spent = 0.0
+            client.num_checked, num_texts = 0, 50 * rounds
+            for _ in range(num_texts):
+                text(client, HONEST, 0, chance)
+            which = "before" if make is OldPolicy else "now"
+            spent = client.policy.spent / client.work
+            rows.append(json_row(f"price for honest servers, {which}, {kind}", spent, 0.03, at_most=True))
+            rows.append(json_row(f"texts with a check, {which}, {kind}", client.num_checked / num_texts))
     return rows
 
 
@@ -72,8 +204,8 @@ def price_row(model: str, models: Path, rounds: int, sessions: int) -> dict:
     """What checks take of the servers' and the client's processor time, as a share of what generating takes without.
 
     Small machines are too noisy for a hundredth: as much is checked as can be, and the difference is multiplied by the
-    default share over the one that was checked. Processor time, because other programs take less of it than of the time
-    that passes.
+    default share of the work over the one that the policy has spent. Processor time, because other programs take less
+    of it than of the time that passes.
     """
     path = make_model(model, models)
     blocks = f"0:{SHAPES[model]['num_hidden_layers']}"
@@ -99,7 +231,9 @@ def price_row(model: str, models: Path, rounds: int, sessions: int) -> dict:
         checker = checker_of(clients["with"].blocks.swarm)
         num_first = checker.num_checked
         measured = take_turns(rounds, {name: lambda name=name: cpu_ms_per_token(name) for name in clients})
-        share = (checker.num_checked - num_first) / (rounds * sessions * (PROMPT + NEW))
+        positions = (checker.num_checked - num_first) / (rounds * sessions)
+        price_of_position = min(1.0, checker.price * sessions)
+        share = positions * price_of_position / (work_of(1, PROMPT, price_of_position) + NEW)
         for client in clients.values():
             client.close()
     with_, without = (statistics.median(measured[name]) for name in ("with", "without"))
@@ -107,7 +241,7 @@ def price_row(model: str, models: Path, rounds: int, sessions: int) -> dict:
     return json_row(
         f"processor time of checks, share of it, {sessions} sessions, {model}, int8",
         price,
-        0.02,
+        0.03,
         at_most=True,
         cpu_ms_per_token=with_,
         cpu_ms_per_token_without=without,
@@ -122,21 +256,22 @@ def main() -> None:
     parser.add_argument("--models", type=Path, default=DEFAULT_OUTPUT, help="directory of the checkpoints")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--sessions", type=int, default=4)
-    parser.add_argument("--no-price", action="store_true", help="the first table only, which needs no servers")
+    parser.add_argument("--no-price", action="store_true", help="the first tables only, which need no servers")
     parser.add_argument("--quick", action="store_true", help="bench-tiny, one round: shows that everything works")
     parser.add_argument("--json", type=Path, metavar="FILE")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as directory:
         if args.quick:
             args.model, args.rounds, args.sessions, args.models = "bench-tiny", 1, 2, Path(directory)
-        rows = detection_rows(200 if args.quick else 600)
-        print(f"{'positions computed until found':44} {'median':>8} {'95 %':>8} {'recomputed':>10}")
+        rows = simulated_rows(4 if args.quick else 40)
+        print(f"{'':60} {'now':>8} {'before':>8}")
         for row in rows:
-            print(f"{row['name']:44} {row['measured']:8.0f} {row['p95']:8.0f} {row['recomputed']:10.1%}")
+            beside = "" if row["beside"] is None else f"{row['beside']:8.1f}"
+            print(f"{row['name']:60} {row['measured']:8.3g} {beside}")
         if not args.no_price:
             rows.append(price_row(args.model, args.models, args.rounds, args.sessions))
             row = rows[-1]
-            print(f"{row['name']}: {row['measured']:.2%} (with {row['share']:.0%} of positions checked)")
+            print(f"{row['name']}: {row['measured']:.2%} (with {row['share']:.0%} of the work checked)")
     if args.json:
         write_json(args.json, vars(args), rows=rows)
 

@@ -100,8 +100,9 @@ class _Distributed:
             allowed_servers: peer ids, or their ends as ``status`` shows them. If any are given, no others are used.
             blocked_servers: the same of servers that are not used.
             adapter: name of an adapter that servers have loaded; only those that have are used.
-            check_share: how much of what servers compute in generations is computed again by others, who are compared
-                with them; 0 checks nothing. By default 0.02, and 0 in the swarm registered on this machine.
+            check_share: how much of the servers' work in generations is spent on computing answers again, by others who
+                are compared with them; more for new servers, and 0 checks nothing. By default 0.025, and 0 in the swarm
+                registered on this machine.
             timeouts: of single exchanges with servers.
             swarm_key: of a private swarm, whose members alone are taken for servers. A membership has it already.
             membership: file that makes this client a member of a private swarm; by default, what the environment

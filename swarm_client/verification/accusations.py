@@ -27,9 +27,7 @@ from swarm_protocol.verification.evidence import Evidence, Expired, new_seed, pr
 from swarm_protocol.wire.block_input import BlockInput
 
 _JUDGES = 3  # servers that are told
-_ATTEMPTS = (
-    32  # at each, to have the liar sign what is false: one that lies in a tenth of its answers does, in 29 of 30
-)
+_ATTEMPTS = 32  # at each, to have the liar sign what is false: whoever lies in a tenth of its answers mostly does
 _WITNESSES = 2  # who are asked, beside the server that accuses, and must contradict the statement too
 _MAX_READ = 4  # accusations that are looked into, each time they are read
 _MAX_KNOWN = 4096
