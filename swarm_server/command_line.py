@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from swarm_protocol.access.member_flags import CONFIG_RULES, ENVIRONMENT, add_member_flags
-from swarm_protocol.checkpoints.default_model import check_location, locate
+from swarm_protocol.checkpoints.default_model import check_location, locate, with_gguf_file
 from swarm_protocol.dht.addresses import check_peer
 from swarm_protocol.errors import SwarmError
 from swarm_protocol.process import signals
@@ -52,8 +52,9 @@ def make_parser() -> argparse.ArgumentParser:
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     add, default = parser.add_argument, ServerConfig
-    add("--model", default=default.model, metavar="NAME_OR_PATH", help="hub name or directory")
+    add("--model", default=default.model, metavar="NAME_OR_PATH", help="hub name, directory or GGUF file")
     add("--revision", help="branch, tag or commit of a hub model")
+    add("--gguf-file", metavar="NAME", help="of a model that has several GGUF files: the one to take")
     add(
         "--train",
         type=Path,
@@ -218,7 +219,7 @@ def read_config(args: argparse.Namespace) -> ServerConfig:
         incoming_bytes=parse_size(args.incoming_memory),
         chunk_tokens=args.chunk_tokens,
         max_sessions=args.max_sessions,
-        model=args.model,
+        model=with_gguf_file(args.model, args.gguf_file),
         model_revision=args.revision,
         blocks=None if args.blocks is None else Span.parse(args.blocks),
         initial_blocks=None if args.initial_blocks is None else Span.parse(args.initial_blocks),

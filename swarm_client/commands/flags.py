@@ -11,7 +11,7 @@ from swarm_client.core.draft_names import check_draft_name
 from swarm_client.generation.opening import ModelChoice
 from swarm_client.generation.text_options import TextOptions
 from swarm_protocol.access.member_flags import ENVIRONMENT, add_member_flags
-from swarm_protocol.checkpoints.default_model import DEFAULT_MODEL, check_location, locate
+from swarm_protocol.checkpoints.default_model import DEFAULT_MODEL, check_location, locate, with_gguf_file
 from swarm_protocol.process.invocation import add_common_flags
 from swarm_protocol.process.local_registry import checked_name
 
@@ -47,8 +47,9 @@ def add_model_flags(command: argparse.ArgumentParser) -> None:
 def add_remote_flags(command: argparse.ArgumentParser) -> None:
     """What model, and on which servers."""
     add, client = command.add_argument, ClientConfig
-    add("--model", default=DEFAULT_MODEL, metavar="NAME_OR_PATH", help="hub name or directory")
+    add("--model", default=DEFAULT_MODEL, metavar="NAME_OR_PATH", help="hub name, directory or GGUF file")
     add("--revision", help="branch, tag or commit of a hub model")
+    add("--gguf-file", metavar="NAME", help="of a model that has several GGUF files: the one to take")
     add("--head-quant", default=client.head_quant, metavar="none|int8", help="of the head that makes logits")
     add(
         "--draft",
@@ -94,12 +95,16 @@ def text_options(args: argparse.Namespace, **more: int) -> TextOptions:
 
 def model_choice(args: argparse.Namespace) -> ModelChoice:
     """What the flags ask for; they are checked now."""
-    return ModelChoice(args.model, remote_config(args), args.revision, args.adapter or "")
+    return ModelChoice(named_model(args), remote_config(args), args.revision, args.adapter or "")
+
+
+def named_model(args: argparse.Namespace) -> str:
+    return with_gguf_file(args.model, args.gguf_file)
 
 
 def remote_config(args: argparse.Namespace) -> ClientConfig:
     """Of the flags that say which model and which servers; they are checked now."""
-    check_location(locate(args.model), args.revision)
+    check_location(locate(named_model(args)), args.revision)
     check_draft_name(args.draft)
     config = ClientConfig(
         initial_peers=tuple(args.initial_peers),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from swarm_client.commands.flags import add_remote_flags, add_swarm_flags, remote_config
+from swarm_client.commands.flags import add_remote_flags, add_swarm_flags, named_model, remote_config
 from swarm_client.commands.types import WITH_DEFAULTS, Command, Commands
 from swarm_client.gateway.serving import ServeSettings, add_serve_flags, serve
 from swarm_protocol.imports.light_imports import import_for_text
@@ -31,6 +31,6 @@ def serve_command(args: argparse.Namespace) -> Command:
     def run() -> None:
         import_for_text()
         signals.unwind_on_signals()
-        serve(settings, config, args.model, args.revision)
+        serve(settings, config, named_model(args), args.revision)
 
     return run

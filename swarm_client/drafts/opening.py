@@ -88,9 +88,9 @@ def _check_tokens(name: str, checkpoint: Checkpoint) -> None:
 
 def _vocabulary(location: str) -> dict[str, int] | None:
     """None if the model brings no tokenizer."""
-    from transformers import AutoTokenizer
+    from swarm_protocol.checkpoints.gguf.tokenizer import read_tokenizer
 
     try:
-        return dict(AutoTokenizer.from_pretrained(location, trust_remote_code=False).get_vocab())
+        return dict(read_tokenizer(location).get_vocab())
     except (OSError, ValueError, KeyError, TypeError, CheckpointError):
         return None

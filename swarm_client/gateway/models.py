@@ -104,8 +104,10 @@ def not_found(name: str) -> ApiError:
     )
 
 
-def check_model(model: str, revision: str | None) -> None:
-    """Whether there is what a client needs of it; of the swarm nothing is needed yet.
+def check_model(model: str, revision: str | None) -> str:
+    """Check that there is what a client needs of it; of the swarm nothing is needed yet.
+
+    Returns the model as it is to be named from now on: with the GGUF file of a model on the hub that was chosen for it.
 
     Raises:
         CheckpointError: the model or its tokenizer cannot be read, or lacks something; UnsupportedModel: it cannot be
@@ -114,6 +116,7 @@ def check_model(model: str, revision: str | None) -> None:
     checkpoint = Checkpoint.open(locate(model), revision)
     load_tokenizer(model, revision)
     checkpoint.client_tensors()
+    return model if Path(locate(model)).expanduser().exists() else checkpoint.name
 
 
 def mean_hidden(model: Any, token_ids: Sequence[int]) -> list[float]:
@@ -152,7 +155,7 @@ class SwarmModels:
         """``load`` and ``monitor`` stand for the swarm. ``monitor`` is closed with this."""
         location = Path(locate(model)).expanduser()
         self._config, self._make_batcher, self._load_model = config, make_batcher, load
-        self.own_is_directory = location.is_dir()
+        self.own_is_directory = location.exists()
         self.own = location.resolve().name if self.own_is_directory else model  # as the swarm's records name it
         self._own_source = _Source(model, revision)
         self._sources = {self.own: self._own_source}

@@ -86,7 +86,7 @@ def serve(settings: ServeSettings, config: ClientConfig, model: str, revision: s
     from swarm_client.history.recorder import Recorder
     from swarm_client.monitor.monitor import Monitor
 
-    check_model(model, revision)
+    model = check_model(model, revision)
     with contextlib.closing(listen(settings.host, settings.port)) as listener:
         recorder = Recorder(Monitor(config), open_history(settings.history, config.swarm))
         models = SwarmModels(config, model, revision, GenerationLoop, monitor=recorder)

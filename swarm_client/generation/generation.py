@@ -5,16 +5,15 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-from transformers import AutoTokenizer, PreTrainedTokenizerBase, TextStreamer
+from transformers import PreTrainedTokenizerBase, TextStreamer
 
 from swarm_client.generation.text_options import TextOptions
 from swarm_client.model.cache import RemoteCache
 from swarm_protocol.checkpoints.default_model import DEFAULT_MODEL, locate
-from swarm_protocol.checkpoints.files import Directory
+from swarm_protocol.checkpoints.gguf.tokenizer import read_tokenizer
 from swarm_protocol.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -37,9 +36,7 @@ def load_tokenizer(name_or_path: str = DEFAULT_MODEL, revision: str | None = Non
     """Raises CheckpointError if the model brings no tokenizer, or one that needs code of its own."""
     location = locate(name_or_path)
     try:
-        if Path(location).is_dir():
-            Directory(Path(location)).check_links()
-        return AutoTokenizer.from_pretrained(location, revision=revision, trust_remote_code=False)
+        return read_tokenizer(location, revision)
     except Exception as error:  # whatever a stranger's files do to the libraries that read them
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise CheckpointError(f"no tokenizer can be read from {name_or_path}: {reason}") from None

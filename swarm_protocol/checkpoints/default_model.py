@@ -17,12 +17,20 @@ def locate(name_or_path: str) -> str:
 
 
 def check_location(name_or_path: str, revision: str | None = None) -> None:
-    """Raises ValueError if no model can be there: what is neither a directory nor the name of a model on the hub."""
-    directory = Path(name_or_path).expanduser()
-    if directory.is_dir():
+    """Raises ValueError if no model can be there: no directory, no GGUF file, and no name of either on the hub."""
+    path, is_gguf = Path(name_or_path).expanduser(), name_or_path.endswith(".gguf")
+    if path.is_dir() or (path.is_file() and is_gguf):
         if revision is not None:
-            raise ValueError(f"{name_or_path} is a directory: revision {revision!r} is for models on the hub")
-    elif directory.exists():
-        raise ValueError(f"{name_or_path} is a file, expected the directory that holds config.json")
-    elif name_or_path.startswith(("/", "./", "../", "~")) or name_or_path.count("/") > 1:
+            kind = "directory" if path.is_dir() else "file"
+            raise ValueError(f"{name_or_path} is a {kind}: revision {revision!r} is for models on the hub")
+    elif path.exists():
+        raise ValueError(
+            f"{name_or_path} is a file, expected the directory that holds config.json, or a file that ends in .gguf"
+        )
+    elif name_or_path.startswith(("/", "./", "../", "~")) or (name_or_path.count("/") > 1) != is_gguf:
         raise ValueError(f"{name_or_path} does not exist")
+
+
+def with_gguf_file(name_or_path: str, gguf_file: str | None) -> str:
+    """The GGUF file of this name in a directory, or of a model on the hub."""
+    return name_or_path if gguf_file is None else f"{name_or_path.rstrip('/')}/{gguf_file}"

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from functools import cached_property
 from pathlib import Path
 
-from huggingface_hub import hf_hub_download
+from huggingface_hub import HfApi, hf_hub_download, snapshot_download
 from huggingface_hub.errors import (
     EntryNotFoundError,
     GatedRepoError,
@@ -20,7 +21,10 @@ from swarm_protocol.checkpoints.default_model import check_location
 from swarm_protocol.errors import CheckpointError
 
 CONFIG = "config.json"
-WEIGHTS = ".safetensors"
+WEIGHTS, GGUF = ".safetensors", ".gguf"
+_BEST_KNOWN = ("q4_k_m", "q8_0")  # of several GGUF files of a model: the one that most people take
+_LATER_SHARD = re.compile(r"-(?!00001)\d{5}-of-\d{5}\.gguf$")
+_SHOWN_FILES = 5
 _MAX_NAME = 255  # characters, as most file systems allow
 
 
@@ -29,13 +33,41 @@ class FileMissing(CheckpointError):
 
 
 def locate(name_or_path: str, revision: str | None, token: str | None) -> Directory | HubModel:
-    """The files of a directory if there is one of that name, else those of a model on the hub."""
-    directory = Path(name_or_path).expanduser()
+    """The files of a directory or of a GGUF file if there is one of that name, else those of a model on the hub.
+
+    ``owner/model/NAME.gguf`` is a file of a model on the hub.
+    """
+    path = Path(name_or_path).expanduser()
     try:
         check_location(name_or_path, revision)
     except ValueError as error:
         raise CheckpointError(str(error)) from None
-    return Directory(directory) if directory.is_dir() else HubModel(name_or_path, revision, token)
+    if path.is_dir():
+        return Directory(path)
+    if path.is_file():
+        return Directory(path.parent, path.name)
+    if name_or_path.endswith(GGUF):
+        owner, model, file = name_or_path.split("/", 2)
+        return HubModel(f"{owner}/{model}", revision, token, file)
+    return HubModel(name_or_path, revision, token)
+
+
+def choose_gguf(names: Iterable[str], where: str) -> str | None:
+    """The GGUF file of a model if there is one alone, or one of the best known kind; None if there is none.
+
+    Raises:
+        CheckpointError: there are several, and which of them is meant cannot be guessed.
+    """
+    found = sorted(name for name in names if name.lower().endswith(GGUF) and not _LATER_SHARD.search(name.lower()))
+    found = [name for name in found if "mmproj" not in name.lower()]  # of an image encoder
+    for kind in _BEST_KNOWN:
+        known = [name for name in found if kind in name.lower()]
+        if len(known) == 1:
+            return known[0]
+    if len(found) > 1:
+        some = ", ".join(found[:_SHOWN_FILES]) + (", …" if len(found) > _SHOWN_FILES else "")
+        raise CheckpointError(f"{where} has {len(found)} GGUF files, {some}: say which one with --gguf-file NAME")
+    return found[0] if found else None
 
 
 def is_plain(name: str) -> bool:
@@ -47,21 +79,38 @@ def is_plain(name: str) -> bool:
 
 
 class Directory:
-    def __init__(self, directory: Path) -> None:
-        self.location = str(directory)
-        self.name = directory.resolve().name
+    """A directory on this machine, or one GGUF file in it.
+
+    Attributes:
+        location: the path, as it was given.
+        name: its last part.
+        gguf: the file that holds the model, if it is a GGUF file.
+    """
+
+    def __init__(self, directory: Path, gguf: str | None = None) -> None:
+        self._directory, self._gguf = directory, gguf
+        self.location = str(directory if gguf is None else directory / gguf)
+        self.name = directory.resolve().name if gguf is None else gguf
+
+    @cached_property
+    def gguf(self) -> str | None:
+        """Raises CheckpointError if there are several."""
+        has_others = (self._directory / CONFIG).is_file() and any(self._directory.glob(f"*{WEIGHTS}"))
+        if self._gguf is not None or has_others:
+            return self._gguf
+        return choose_gguf((path.name for path in self._directory.iterdir()), self.location)
 
     def path(self, name: str) -> Path:
         """The file's path. Raises FileMissing if there is none, CheckpointError if it is a link to somewhere else."""
-        path = Path(self.location) / name
+        path = self._directory / name
         if not path.is_file():
-            raise FileMissing(f"{self.location} has no {name}")
+            raise FileMissing(f"{self._directory} has no {name}")
         self._check_link(path)
         return path
 
     def check_links(self) -> None:
         """Raises CheckpointError if a file is a link to somewhere else: for what others read without asking here."""
-        for path in Path(self.location).iterdir():
+        for path in self._directory.iterdir():
             if path.is_symlink():
                 self._check_link(path)
 
@@ -72,12 +121,12 @@ class Directory:
         checkpoint, under the names that they have there, or lie in the cache of the hub.
         """
         target = path.resolve()
-        if path.suffix == WEIGHTS or target.is_relative_to(Path(self.location).resolve()):
+        if path.suffix in (WEIGHTS, GGUF) or target.is_relative_to(self._directory.resolve()):
             return
         if _is_cached(target) or (target.name == path.name and any(target.parent.glob(f"*{WEIGHTS}"))):
             return
         raise CheckpointError(
-            f"{path} is a link to {target}, outside {self.location}: expected the file itself, or a link to "
+            f"{path} is a link to {target}, outside {self._directory}: expected the file itself, or a link to "
             f"{path.name} in the directory of another checkpoint, beside its weights"
         )
 
@@ -87,33 +136,75 @@ def _is_cached(path: Path) -> bool:
 
 
 class HubModel:
-    def __init__(self, repository: str, revision: str | None, token: str | None) -> None:
-        self.location = self.name = repository
+    """A model on the hub, or one GGUF file of it.
+
+    Attributes:
+        location: the hub id, as it was given.
+        name: the hub id, with the name of the file if it is a GGUF file.
+        gguf: the name of that file.
+    """
+
+    def __init__(self, repository: str, revision: str | None, token: str | None, gguf: str | None = None) -> None:
+        self.location = repository if gguf is None else f"{repository}/{gguf}"
+        self._repository = repository
         self._revision = revision
         self._token = token
+        self._gguf = gguf
+
+    @cached_property
+    def name(self) -> str:
+        return self._repository if self.gguf is None else f"{self._repository}/{self.gguf}"
+
+    @cached_property
+    def gguf(self) -> str | None:
+        """Raises CheckpointError if the model cannot be reached, or has several GGUF files and no config.json."""
+        if self._gguf is not None:
+            return self._gguf
+        try:
+            self._download(CONFIG, self._revision)
+        except FileMissing:
+            found = choose_gguf(self._files(), self.location)
+            if found is None:
+                raise
+            return found
+        return None
 
     @cached_property
     def commit(self) -> str:
         """The commit hash the requested revision stands for, fixed at the first call."""
-        return self._download(CONFIG, self._revision).parent.name  # …/snapshots/<commit>/config.json
+        name = self.gguf or CONFIG
+        return self._download(name, self._revision).parents[name.count("/")].name  # …/snapshots/<commit>/config.json
+
+    def _files(self) -> list[str]:
+        """The names of all files; of those in the local cache if the hub cannot be reached."""
+        try:
+            siblings = HfApi(token=self._token).model_info(self._repository, revision=self._revision).siblings
+            return [sibling.rfilename for sibling in siblings or ()]
+        except (OSError, OfflineModeIsEnabled):
+            pass
+        try:
+            cached = Path(snapshot_download(self._repository, revision=self._revision, local_files_only=True))
+        except (OSError, ValueError):
+            return []
+        return [str(path.relative_to(cached).as_posix()) for path in cached.rglob(f"*{GGUF}")]
 
     def path(self, name: str) -> Path:
         """The file's local path, downloaded if need be. Raises CheckpointError; FileMissing if only it is absent."""
         return self._download(name, self.commit)
 
     def _download(self, name: str, revision: str | None) -> Path:
-        model = self.location if self._revision is None else f"{self.location} at {self._revision}"
+        model = self._repository if self._revision is None else f"{self._repository} at {self._revision}"
         try:
-            return Path(hf_hub_download(self.location, name, revision=revision, token=self._token))
+            return Path(hf_hub_download(self._repository, name, revision=revision, token=self._token))
         except GatedRepoError as error:
             raise CheckpointError(f"{model} is gated: accept its terms on the hub and set HF_TOKEN") from error
         except RevisionNotFoundError as error:
-            raise CheckpointError(f"{self.location} has no revision {revision!r} on the hub") from error
+            raise CheckpointError(f"{self._repository} has no revision {revision!r} on the hub") from error
         except RepositoryNotFoundError as error:
             raise CheckpointError(f"{model} is neither a directory nor a model on the hub") from error
         except (LocalEntryNotFoundError, OfflineModeIsEnabled) as error:
             if name == CONFIG:
-                raise CheckpointError(
+                raise FileMissing(
                     f"{model} is neither a directory nor in the local cache, and the hub cannot be reached"
                 ) from error
             raise FileMissing(f"{model} has no {name} in the local cache, and the hub cannot be reached") from error

@@ -11,9 +11,8 @@ from typing import Any
 
 import torch
 
-from swarm_protocol.checkpoints.formats.groups import unpack_groups
+from swarm_protocol.checkpoints.formats.groups import WORD_BITS, unpack_groups, unpack_words
 from swarm_protocol.checkpoints.formats.packed import PackedForm, PackedTensor, Parts, require, setting
-from swarm_protocol.checkpoints.formats.words import WORD_BITS, unpack_words
 from swarm_protocol.checkpoints.safetensors_file import StoredTensor
 
 _BITS = 4

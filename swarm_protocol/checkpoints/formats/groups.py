@@ -1,12 +1,15 @@
-"""Weights of small integers, of which the inputs of a group share a scale and a zero point."""
+"""Weights of small integers in words of 32 bits, of which the inputs of a group share a scale and a zero point."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 
 from swarm_protocol.checkpoints.formats.packed import require_finite
 from swarm_protocol.errors import CheckpointError
 
+WORD_BITS = 32
 _TILE = 256  # rows that are unpacked at a time
 
 
@@ -37,3 +40,15 @@ def unpack_groups(
         zeros = zero if isinstance(zero, int) else zero[tile].float()[:, group_of]
         torch.sub(q[tile].float(), zeros, out=unpacked[tile]).mul_(scale[tile][:, group_of])
     return unpacked
+
+
+def unpack_words(words: torch.Tensor, bits: int, order: Sequence[int] | None = None) -> torch.Tensor:
+    """words: [..., n] int32 -> [..., n * 32 // bits] uint8, of which the first is in the lowest bits of a word.
+
+    order: the place in a word, counted from its lowest bits, of the first integer, of the second, and so on.
+    """
+    per_word = WORD_BITS // bits
+    unpacked = torch.empty(*words.shape, per_word, dtype=torch.uint8)
+    for number, place in enumerate(order or range(per_word)):
+        unpacked[..., number] = (words >> (bits * place)) & (1 << bits) - 1
+    return unpacked.flatten(-2)

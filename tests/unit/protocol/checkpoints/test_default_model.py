@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from swarm_protocol.checkpoints.default_model import DEFAULT_MODEL, locate
+from swarm_protocol.checkpoints.default_model import DEFAULT_MODEL, check_location, locate, with_gguf_file
 
 
 def test_the_default_model_ships_with_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -29,3 +29,18 @@ def test_anything_else_is_left_as_it_is(name: str, tmp_path: Path, monkeypatch: 
     assert locate(f"{DEFAULT_MODEL}/../{DEFAULT_MODEL}") == f"{DEFAULT_MODEL}/../{DEFAULT_MODEL}"
     absolute = str(tmp_path / "model")
     assert locate(absolute) == absolute
+
+
+def test_where_a_gguf_file_may_be(tmp_path: Path) -> None:
+    file = tmp_path / "NAME.gguf"
+    file.touch()
+    check_location(str(file))
+    check_location("owner/model/NAME.gguf", "main")
+    assert with_gguf_file("owner/model", "NAME.gguf") == "owner/model/NAME.gguf"
+    assert with_gguf_file(str(tmp_path), "NAME.gguf") == str(file)
+    assert with_gguf_file("owner/model", None) == "owner/model"
+    for name in ("NAME.gguf", "owner/NAME.gguf", str(tmp_path / "other.gguf"), "owner/model/config.json"):
+        with pytest.raises(ValueError, match="does not exist"):
+            check_location(name)
+    with pytest.raises(ValueError, match="is a file: revision 'main' is for models on the hub"):
+        check_location(str(file), "main")

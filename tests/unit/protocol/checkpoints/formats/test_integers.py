@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from swarm_protocol.checkpoints.checkpoint import Checkpoint
-from swarm_protocol.checkpoints.formats.words import unpack_words
+from swarm_protocol.checkpoints.formats.groups import unpack_words
 from swarm_protocol.errors import CheckpointError
 from tests.published import (
     AWQ_CONFIG,

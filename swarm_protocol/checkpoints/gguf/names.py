@@ -1,0 +1,59 @@
+"""Which tensors of a GGUF file make which of the model, by transformers' tables of names."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedConfig
+from transformers import initialization as weight_init
+
+from swarm_protocol.checkpoints.hollow_model import RangesOnCpu, hf_loader
+
+
+@dataclass(frozen=True, eq=False)
+class ModelNames:
+    """The tensors of a model as transformers names them.
+
+    Attributes:
+        architecture: as llama.cpp calls it.
+        shapes: by name.
+        of_gguf: the name of the tensor that one of a GGUF file is, or is a part of, by llama.cpp's name.
+        processor: undoes what llama.cpp changed in a family's tensors (``TensorProcessor`` of transformers).
+    """
+
+    architecture: str
+    shapes: Mapping[str, tuple[int, ...]] = field(repr=False)
+    of_gguf: Mapping[str, str] = field(repr=False)
+    processor: Any = field(repr=False)
+
+
+class _Names:
+    """What ``get_gguf_hf_weights_map`` looks at of a model; it would look into every submodule of a real one anew."""
+
+    def __init__(self, config: PreTrainedConfig, names: Collection[str]) -> None:
+        self.config, self._names = config, names
+
+    def state_dict(self) -> Collection[str]:
+        return self._names
+
+    def named_children(self) -> Iterator[tuple[str, object]]:
+        return iter(())
+
+
+def model_names(config: PreTrainedConfig, architecture: str) -> ModelNames:
+    """Raise NotImplementedError or another error of transformers if there is no table for this model."""
+    from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor, get_gguf_hf_weights_map
+
+    with hf_loader(), torch.device("meta"), weight_init.no_init_weights(), RangesOnCpu():
+        model = AutoModelForCausalLM.from_config(config)
+    shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    make_processor: Any = TENSOR_PROCESSORS.get(architecture, TensorProcessor)
+    processor = make_processor(config=config.to_dict())
+    inside = f"{model.base_model_prefix}."  # bloom's were converted from the base model
+    of_base = [name.removeprefix(inside) for name in shapes if name.startswith(inside)]
+    of_gguf = get_gguf_hf_weights_map(_Names(config, of_base), processor, qual_name=inside)
+    of_gguf |= get_gguf_hf_weights_map(_Names(config, list(shapes)), processor)
+    return ModelNames(architecture, shapes, of_gguf, processor)

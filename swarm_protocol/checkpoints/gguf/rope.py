@@ -1,0 +1,57 @@
+"""What a GGUF file says of rotary embeddings and transformers does not read; text would be wrong without a word."""
+
+from __future__ import annotations
+
+from math import pi
+from pathlib import Path
+
+import torch
+from transformers import PreTrainedConfig
+
+from swarm_protocol.checkpoints.gguf.header import TYPES, GgufHeader
+from swarm_protocol.errors import UnsupportedModel
+
+_FACTORS = "rope_freqs.weight"  # by which llama.cpp divides frequencies: [head_dim / 2] fp32
+_OTHER_FACTORS = ("rope_factors_long.weight", "rope_factors_short.weight")
+_LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+
+
+def complete_rope(config: PreTrainedConfig, header: GgufHeader, path: Path) -> None:
+    """Write the scaling of Llama 3.1 and later into ``config``, in place.
+
+    Raises:
+        UnsupportedModel: the file scales rotary embeddings in another way, and the config does not say so.
+    """
+    rope = getattr(config, "rope_parameters", None) or {}
+    kind = header.values.get(f"{header.architecture}.rope.scaling.type", "none")
+    is_scaled = kind != "none" and header.values.get(f"{header.architecture}.rope.scaling.factor", 1.0) != 1.0
+    unread = [name for name in _OTHER_FACTORS if name in header.tensors]
+    if rope.get("rope_type", "default") == "default" and (is_scaled or unread):
+        raise UnsupportedModel(f"{path} scales rotary embeddings ({kind}), which transformers does not read")
+    stored = header.tensors.get(_FACTORS)
+    if stored is None or rope.get("rope_type", "default") != "default":
+        return
+    if TYPES[stored.type][0] != "F32":
+        raise UnsupportedModel(f"{path} holds {_FACTORS} as {TYPES[stored.type][0]}: expected F32")
+    factors = stored.rows.read().view(torch.float32).flatten()
+    scaling = {"factor": round(float(factors.max()), 3), **_LLAMA3}
+    expected = _llama3_factors(len(factors), float(rope["rope_theta"]), **scaling)
+    if not torch.allclose(factors, expected, rtol=1e-3):
+        raise UnsupportedModel(f"{path} scales rotary embeddings by factors of its own: expected those of Llama 3.1")
+    config.rope_parameters = {**rope, "rope_type": "llama3", **scaling}
+
+
+def _llama3_factors(
+    count: int,
+    theta: float,
+    *,
+    factor: float,
+    low_freq_factor: float,
+    high_freq_factor: float,
+    original_max_position_embeddings: float,
+) -> torch.Tensor:
+    """[count] fp32, as ``_compute_llama3_parameters`` of transformers divides frequencies."""
+    wavelengths = 2 * pi * theta ** (torch.arange(count, dtype=torch.float64) / count)
+    smooth = (original_max_position_embeddings / wavelengths - low_freq_factor) / (high_freq_factor - low_freq_factor)
+    smooth = smooth.clamp(0, 1)
+    return (1 / ((1 - smooth) / factor + smooth)).float()

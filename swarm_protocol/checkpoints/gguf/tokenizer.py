@@ -1,0 +1,31 @@
+"""The tokenizer of a model, which a GGUF file holds itself, with its chat template."""
+
+from __future__ import annotations
+
+import tempfile
+from contextlib import suppress
+from pathlib import Path
+
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from swarm_protocol.checkpoints.files import Directory, FileMissing, locate
+
+
+def read_tokenizer(name_or_path: str, revision: str | None = None) -> PreTrainedTokenizerBase:
+    """Raises CheckpointError, and whatever a stranger's files do to the libraries that read them."""
+    files = locate(name_or_path, revision, None)
+    gguf = None
+    with suppress(FileMissing):  # a tokenizer needs no config.json
+        gguf = files.gguf
+    tokenizer: PreTrainedTokenizerBase
+    if gguf is None:
+        if isinstance(files, Directory):
+            files.check_links()
+        tokenizer = AutoTokenizer.from_pretrained(name_or_path, revision=revision, trust_remote_code=False)
+        return tokenizer
+    path = files.path(gguf).absolute()
+    with tempfile.TemporaryDirectory() as alone:  # without a tokenizer of another model that lies beside the file
+        (Path(alone) / path.name).symlink_to(path)
+        tokenizer = AutoTokenizer.from_pretrained(alone, gguf_file=path.name, trust_remote_code=False)
+    tokenizer.name_or_path = name_or_path
+    return tokenizer

@@ -1,0 +1,155 @@
+"""The weights of a GGUF file under transformers' names, each unpacked when it is read."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import json
+import re
+from functools import partial
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import AutoConfig, PreTrainedConfig
+
+from swarm_protocol.checkpoints.files import Directory, HubModel
+from swarm_protocol.checkpoints.formats.packed import PackedTensor
+from swarm_protocol.checkpoints.gguf.header import TYPES, GgufHeader, GgufTensor, read_header
+from swarm_protocol.checkpoints.gguf.names import ModelNames, model_names
+from swarm_protocol.checkpoints.gguf.rope import complete_rope
+from swarm_protocol.checkpoints.safetensors_file import StoredTensor
+from swarm_protocol.errors import CheckpointError, UnsupportedModel
+from swarm_protocol.untrusted.numbers import require_model_numbers
+
+_SHARD = re.compile(r"(.*-)(\d{5})(-of-(\d{5})\.gguf)")
+_MAX_SHARDS = 1024
+_ALWAYS_TIED = ("bloom", "falcon")  # transformers takes their heads from their embeddings
+_TILE_ROWS = 1024  # that are unpacked at a time
+_SAMPLE_BYTES = 4096
+
+
+class GgufWeights:
+    """What ``Checkpoint`` reads a GGUF file by, or the shards of one.
+
+    Attributes:
+        config: the model's config, as the file says it.
+        names: of the model's tensors that the file holds.
+    """
+
+    def __init__(self, files: Directory | HubModel, name: str) -> None:
+        """``name``: of the file. Raises CheckpointError, and UnsupportedModel if transformers has no table for it."""
+        if importlib.util.find_spec("gguf") is None:
+            raise CheckpointError(f"{name} is a GGUF file, which needs one more package: pip install 'swarm-lm[gguf]'")
+        self._files, self._path = files, files.path(name)
+        first = read_header(self._path)
+        self._headers = [first, *(read_header(files.path(other)) for other in _other_shards(name, first))]
+        stored = {key: tensor for header in self._headers for key, tensor in header.tensors.items()}
+        if not first.architecture:
+            raise CheckpointError(f"{self._path} is damaged: it does not say its general.architecture")
+        self.config = _read_config(self._path)
+        if "output.weight" in stored and first.architecture not in _ALWAYS_TIED:
+            self.config.tie_word_embeddings = False  # transformers looks for it in the first file alone
+        complete_rope(self.config, first, self._path)
+        self._model = _names_of(self.config, first.architecture, self._path)
+        self._parts: dict[str, dict[str, GgufTensor]] = {}
+        for key, tensor in stored.items():
+            if key in self._model.of_gguf:
+                self._parts.setdefault(self._model.of_gguf[key], {})[key] = tensor
+        self.names = tuple(self._parts)
+
+    def stored(self, name: str) -> StoredTensor:
+        parts, shape = self._parts[name], self._model.shapes[name]
+        if sum(prod(part.shape) for part in parts.values()) != prod(shape):
+            found = " and ".join(str(list(part.shape)) for part in parts.values())
+            raise CheckpointError(f"{self._path} holds {name} with shape {found}, expected {list(shape)}")
+        types = tuple((key, part.type, part.shape) for key, part in parts.items())
+        unpack = partial(_unpack, name=name, shape=shape, types=types, model=self._model)
+        return PackedTensor(name, torch.float32, shape, {key: part.rows for key, part in parts.items()}, unpack)
+
+    def fingerprint(self) -> str:
+        """Hash of what the header says, and a sample of each tensor's data."""
+        digest = hashlib.sha256()
+        for header in self._headers:
+            digest.update(repr(sorted(header.values.items())).encode())
+            for name, tensor in sorted(header.tensors.items()):
+                digest.update(repr((name, tensor.type, tensor.shape, tensor.rows.offset)).encode())
+                digest.update(tensor.rows.sample(_SAMPLE_BYTES))
+        return digest.hexdigest()
+
+
+def _other_shards(name: str, first: GgufHeader) -> list[str]:
+    """The names of the files that belong to the first one."""
+    count = first.values.get("split.count", 0)
+    if not isinstance(count, int) or count <= 1:
+        return []
+    match = _SHARD.fullmatch(name)
+    if match is None or int(match[4]) != count or count > _MAX_SHARDS or int(match[2]) != 1:
+        raise CheckpointError(f"{name} is one of {count} files: expected the first, with -00001-of-{count:05d}.gguf")
+    return [f"{match[1]}{number:05d}{match[3]}" for number in range(2, count + 1)]
+
+
+def _read_config(path: Path) -> PreTrainedConfig:
+    try:
+        config: PreTrainedConfig = AutoConfig.from_pretrained(path.parent, gguf_file=path.name)
+    except Exception as error:  # of a stranger's file, whatever it does to the reader
+        raise _unsupported(path, error) from error
+    require_model_numbers(json.loads(config.to_json_string()), path, type(config).attribute_map)
+    return config
+
+
+def _names_of(config: PreTrainedConfig, architecture: str, path: Path) -> ModelNames:
+    try:
+        return model_names(config, architecture)
+    except Exception as error:  # each model class has its own ways to dislike a config
+        raise _unsupported(path, error) from error
+
+
+def _unsupported(path: Path, error: Exception) -> UnsupportedModel:
+    reason = " ".join(str(error).split()) or type(error).__name__
+    return UnsupportedModel(f"{path} cannot be read by the installed transformers: {reason}")
+
+
+# ---------------------------------------------------------------- one tensor
+
+
+def _unpack(
+    *,
+    name: str,
+    shape: tuple[int, ...],
+    types: tuple[tuple[str, int, tuple[int, ...]], ...],
+    model: ModelNames,
+    **rows: torch.Tensor,
+) -> torch.Tensor:
+    """rows: [rows, bytes of a row] of each part, by llama.cpp's names; experts have two."""
+    unpacked: dict[str, torch.Tensor] = {}
+    for key, type_, part_shape in types:
+        values = _dequantize(rows.pop(key), type_).reshape(part_shape)
+        done = model.processor.process(
+            weights=values,
+            name=key,
+            tensor_key_mapping=model.of_gguf,
+            parsed_parameters={"tensors": unpacked},
+        )
+        if done.name is not None:  # else it has written it to ``unpacked``
+            unpacked[name] = torch.from_numpy(np.ascontiguousarray(done.weights, dtype=np.float32))
+    if unpacked.keys() != {name} or tuple(unpacked[name].shape) != shape:
+        found = {key: list(tensor.shape) for key, tensor in unpacked.items()}
+        raise CheckpointError(f"tensor {name} was expected with shape {list(shape)}, and is {found}")
+    return unpacked[name]
+
+
+def _dequantize(rows: torch.Tensor, type_: int) -> np.ndarray[Any, Any]:
+    """[rows, bytes of a row] uint8 -> [rows, numbers of a row] fp32."""
+    from gguf import GGMLQuantizationType
+    from gguf.quants import dequantize
+
+    _, block, block_bytes = TYPES[type_]
+    stored = rows.numpy()
+    values = np.empty((stored.shape[0], stored.shape[1] // block_bytes * block), dtype=np.float32)
+    for start in range(0, len(stored), _TILE_ROWS):  # it makes several copies of what it is given
+        tile = slice(start, start + _TILE_ROWS)
+        values[tile] = dequantize(stored[tile], GGMLQuantizationType(type_))
+    return values
