@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 Command = Callable[[], None]
 Train = Callable[[argparse.Namespace], Command]  # what is to be done for `--train`; raises ValueError
 _TRAIN_FLAGS = [
-    *("train", "then-serve", "quant", "blocks", "initial-blocks", "device", "host", "port", "dht-port"),
+    *("train", "then-serve", "quant", "blocks", "initial-blocks", "memory", "device", "host", "port", "dht-port"),
     *("announce-address", "initial-peers", "identity", "membership", "log-level", "log-format", "config"),
 ]
 _LEAVE_S = 20.0  # for all that must be done after draining
@@ -70,7 +70,11 @@ def make_parser() -> argparse.ArgumentParser:
     add("--blocks", metavar="START:END", help="blocks to host for good; without it the server chooses")
     add("--initial-blocks", metavar="START:END", help="blocks to host at first; it moves if others need it more")
     add("--num-blocks", type=int, metavar="N", help="how many blocks to host, where the swarm needs them most")
-    add("--memory", metavar="SIZE", help="for blocks, keys and values, such as 4GiB; decides how many blocks")
+    add(
+        "--memory",
+        metavar="SIZE",
+        help="for blocks, keys and values, such as 4GiB; decides how many blocks; with --train: of the process",
+    )
     add(
         "--quant",
         default=default.quant,

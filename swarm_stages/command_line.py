@@ -41,6 +41,7 @@ def make_parser() -> argparse.ArgumentParser:
     serve = command("serve", _serve, "hold a stage of the model, until Ctrl-C")
     serve.add_argument("--stage", type=int, metavar="K", help="from 0 on; else that which limits the run")
     serve.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
+    serve.add_argument("--memory", metavar="SIZE", help="that the process may take, such as 4GiB")
     serve.add_argument("--host", metavar="ADDRESS", help="to listen on; by default what leads to the initial peers")
     serve.add_argument("--port", type=int, default=0, help="of the service; 0: any that is free")
     serve.add_argument("--dht-port", type=int, default=0, help="of the DHT; 0: any that is free")
@@ -77,6 +78,7 @@ def _file(args: argparse.Namespace) -> RunFile:
 
 def _serve(args: argparse.Namespace) -> Work:
     from swarm_protocol.access.tokens import Role
+    from swarm_server.core.config import parse_size
 
     file = _file(args)
     if args.stage is not None and not 0 <= args.stage < file.stages.count:
@@ -85,6 +87,7 @@ def _serve(args: argparse.Namespace) -> Work:
         if not 0 <= getattr(args, name) < 1 << 16:
             raise ValueError(f"--{name.replace('_', '-')} is {getattr(args, name)}: expected 0 to 65535")
     where = {name: getattr(args, name) for name in ("host", "port", "dht_port", "announce_host")}
+    memory_bytes = None if args.memory is None else parse_size(args.memory)
     who = joining(args, file, Role.TRAINER)
     if args.steps is not None and (args.then_serve is None or args.steps < 1):
         raise ValueError(f"--steps is {args.steps}: expected at least 1, and --then-serve")
@@ -97,7 +100,7 @@ def _serve(args: argparse.Namespace) -> Work:
     def work() -> Coroutine[Any, Any, None]:
         from swarm_stages.commands.serving import serve
 
-        return serve(file, who, args.stage, say, args.device, afterwards=afterwards, **where)
+        return serve(file, who, args.stage, say, args.device, afterwards=afterwards, memory_bytes=memory_bytes, **where)
 
     return work
 

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 from swarm_training.commands.staged import StagesBackend
 
 if TYPE_CHECKING:
-    from swarm_stages.commands.inference import Afterwards
     from swarm_training.contract.backend import Joining
     from swarm_training.contract.run_like import RunView
     from swarm_training.runfile.settings import RunFile
@@ -25,6 +24,7 @@ def serve_stage(args: argparse.Namespace) -> Command:
     """What ``swarm server`` was asked for, with ``--train``. Raises ValueError if a flag is wrong."""
     from swarm_protocol.access.tokens import Role
     from swarm_protocol.net.hosts import split_address
+    from swarm_server.core.config import parse_size
     from swarm_stages.commands.building import require_stages
     from swarm_stages.commands.inference import after_last_step
     from swarm_training.commands.flags import joining_as
@@ -49,7 +49,9 @@ def serve_stage(args: argparse.Namespace) -> Command:
     where = {"host": args.host, "port": args.port, "dht_port": args.dht_port, "announce_host": announced}
     stays, blocks = args.initial_blocks is None, args.blocks or args.initial_blocks
     afterwards = None if args.then_serve is None else after_last_step(file, args.then_serve, None, args.quant)
-    return _until_stopped(_hold(file, who, blocks, args.device, stays=stays, afterwards=afterwards, **where))
+    memory_bytes = None if args.memory is None else parse_size(args.memory)
+    options = {"stays": stays, "afterwards": afterwards, "memory_bytes": memory_bytes}
+    return _until_stopped(_hold(file, who, blocks, args.device, **options, **where))
 
 
 def _hold(
@@ -57,11 +59,9 @@ def _hold(
     who: Joining,
     blocks: str | None,
     device: str,
-    *,
-    stays: bool = True,
-    afterwards: Afterwards | None = None,
-    **where: Any,
+    **options: Any,
 ) -> Command:
+    """``options``: see ``serve``."""
     from swarm_protocol.span import Span
     from swarm_stages.commands.building import require_stages, stage_source
     from swarm_stages.commands.running import carry_out, device_named
@@ -74,7 +74,7 @@ def _hold(
         span, spans = Span.parse(blocks), spans_of_stages(stage_source(file).config, file.stages.count)
         index = stage_with(span, spans)
     named = device_named(device)
-    return lambda: carry_out(lambda: serve(file, who, index, say, named, stays=stays, afterwards=afterwards, **where))
+    return lambda: carry_out(lambda: serve(file, who, index, say, named, **options))
 
 
 def _until_stopped(hold: Command) -> Command:

@@ -17,7 +17,9 @@ from swarm_stages.engine.building import build_stage
 from swarm_stages.engine.settings import BoundarySettings, LoraSettings, Scratch, StageOptions, StageSource
 from swarm_stages.engine.stage import Stage
 from swarm_stages.peer.presence import Membership
+from swarm_stages.placement.memory import StageNeeds, room_of
 from swarm_stages.rpc.client import WireForms
+from swarm_stages.rpc.room import Limits
 from swarm_stages.trainer.batches import BlockMicroBatches, loss_scale_of
 from swarm_stages.trainer.config import TrainerConfig
 from swarm_training.commands.building import build_blocks, build_tokenizer
@@ -29,18 +31,19 @@ from swarm_training.run.state import TrainedState
 from swarm_training.runfile.settings import PRESETS, OptimizerSettings, RunFile
 
 PRESUME_GONE_S = 8.0  # of a mate that is silent: both sides of a network that is cut compute the same
-_PENDING = 16  # micro-batches whose gradients may wait for their commit at a peer
 
 
 @dataclass(frozen=True)
 class BuiltStage:
     """Attributes:
     state: of the stage's parameters and their optimizer, whose learning rate follows from the global step.
+    limits: of what trainers may send.
     """
 
     stage: Stage
     state: TrainedState
     sums: Accumulator
+    limits: Limits
 
 
 def require_stages(file: RunFile) -> int:
@@ -107,19 +110,37 @@ def stage_options(file: RunFile, device: str) -> StageOptions:
     return StageOptions(settings.precision, settings.checkpoint_activations, lora, device, boundaries=boundaries)
 
 
-def build(file: RunFile, source: StageSource, index: int, config: TrainingConfig, device: str = "cpu") -> BuiltStage:
-    """Raises ValueError if there is no such stage, and as ``stage_source`` and ``build_stage``."""
+def build(
+    file: RunFile,
+    source: StageSource,
+    index: int,
+    config: TrainingConfig,
+    device: str = "cpu",
+    memory_bytes: int | None = None,
+) -> BuiltStage:
+    """``memory_bytes``: that the process may take.
+
+    Raises ValueError if there is no such stage, or no room for it, and as ``stage_source`` and ``build_stage``.
+    """
     num_micro_batches = require_stages(file)
     stage = build_stage(source, index, file.stages.count, stage_options(file, device))
     settings = file.optimizer
+    room = room_of(needs_of(file, stage), memory_bytes)
+    stage.keep_at_most(room.kept)
     optimizer = optimizer_by_name(
         settings.name, stage.parameters, lr=settings.rate(0), weight_decay=settings.weight_decay
     )
     state = TrainedState(stage.parameters, optimizer, Plain(), config.common)
     _schedule(optimizer, settings, state)
     dtype = torch.float64 if file.stages.sums == "fp64" else torch.float32
-    gradient_bytes = stage.num_trained * stage.parameters[0].element_size()
-    return BuiltStage(stage, state, Accumulator(stage, num_micro_batches, dtype, _PENDING * gradient_bytes))
+    sums = Accumulator(stage, num_micro_batches, dtype, room.pending)
+    return BuiltStage(stage, state, sums, Limits(max_bytes=room.requests))
+
+
+def needs_of(file: RunFile, stage: Stage) -> StageNeeds:
+    tensor_bytes = 8 * stage.width * file.stages.micro_batch_size * file.data.block_length  # in fp64
+    most_bytes = 2 * 2 * tensor_bytes  # inputs and gradients; no trainer has more than half of the room
+    return StageNeeds(stage.num_trained, stage.untrained_bytes, file.optimizer.name, file.stages.sums, most_bytes)
 
 
 def build_micro_batches(file: RunFile) -> BlockMicroBatches:

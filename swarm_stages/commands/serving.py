@@ -64,6 +64,7 @@ async def serve(
     stays: bool = True,
     pace: Pace | None = None,
     afterwards: Afterwards | None = None,
+    memory_bytes: int | None = None,
     **where: Any,
 ) -> None:
     """Until it is cancelled; then the peer leaves.
@@ -71,11 +72,12 @@ async def serve(
     ``index``: of the stage where it begins; None: that which limits the run. ``stays``: there, if a stage was given;
     else it moves to another when that helps. ``afterwards``: the last step, after which the process serves what was
     trained; the peer stays in the run then, for those who come late.
+    ``memory_bytes``: that the process may take, see ``room_of``.
     ``where``: addresses and ports, see ``TrainingConfig``.
 
     Raises:
-        ValueError: there is no such stage, model or address, or the others train another model; or the directory that
-            the model is to be written to has another one.
+        ValueError: there is no such stage, model or address, or no room for the stage; or the others train another
+            model; or the directory that the model is to be written to has another one.
         NoSwarm: no initial peer answered.
         AccessDenied: a moderator has banned this peer.
         SwarmError: see ``serve_trained``.
@@ -86,7 +88,9 @@ async def serve(
     host = await asyncio.to_thread(listening_host, config.host, member.initial_peers)
     listening = Listening(host, config.dht_port, config.announce_host)
     board = await DhtBoard.join(place.run, member.initial_peers, member.identity, listening, config.join_timeout_s)
-    serving = _Serving(file, source, member, config, board, place, device, pace or Pace(), say, afterwards)
+    serving = _Serving(
+        file, source, member, config, board, place, device, pace or Pace(), say, afterwards, memory_bytes
+    )
     try:
         if index is not None and stays:
             await serving.hold(index, stays=True)
@@ -110,6 +114,7 @@ class _Serving:
     pace: Pace
     say: Say
     afterwards: Afterwards | None
+    memory_bytes: int | None
 
     def __post_init__(self) -> None:
         runs = self.place.runs
@@ -151,19 +156,23 @@ class _Serving:
             self.config,
         )
         async with self.announcements.on_the_way(index):
-            built = await asyncio.to_thread(build, self.file, self.source, index, config, self.device)
+            built = await asyncio.to_thread(
+                build, self.file, self.source, index, config, self.device, self.memory_bytes
+            )
         stage, services = built.stage, list[StagesService]()
         answers = Answers() if self.file.stages.audit_share else None
 
         def add_services(server: grpc.aio.Server, peer: StagePeer, network: GrpcNetwork) -> None:
             hosted, access = HostedStage(stage, peer, built.sums), self.member.access
             is_finite = self._recomputing(hosted, peer, network).is_finite
-            services.append(StagesService(place.run, hosted, None, access, answers, peer.peer.banned, is_finite))
+            services.append(
+                StagesService(place.run, hosted, built.limits, access, answers, peer.peer.banned, is_finite)
+            )
             services[-1].add_to(server)
             if answers is not None:
                 precision = self.file.stages.precision
                 witness = Witness(hosted, built.sums, peer.peer, self.member.identity, answers, precision)
-                AuditService(place.run, witness, access=access).add_to(server)
+                AuditService(place.run, witness, built.limits, access).add_to(server)
 
         self.say(f"stage {index} of {place.num_stages}: blocks {stage.span}, {stage.num_trained} parameters")
         presence = await StagePresence.enter(

@@ -53,10 +53,14 @@ class Measured:
 
 class KeptPasses:
     """Of one state of the weights. What has no room is computed again by its backward; trainers that never come back
-    for theirs cost room until the weights change."""
+    for theirs cost room until the weights change.
+
+    Attributes:
+        max_bytes: that they may take.
+    """
 
     def __init__(self, max_bytes: int) -> None:
-        self._max_bytes = max_bytes
+        self.max_bytes = max_bytes
         self._passes: list[KeptPass] = []
         self._versions: tuple[int, ...] = ()
 
@@ -68,7 +72,7 @@ class KeptPasses:
     def has_room(self) -> bool:
         """For one more of the usual size."""
         usual = self._passes[-1].size_bytes if self._passes else 0
-        return self.size_bytes + usual < self._max_bytes
+        return self.size_bytes + usual < self.max_bytes
 
     def of_weights(self, weights: list[Tensor]) -> None:
         """Drops those of other weights than these are now."""
@@ -78,7 +82,7 @@ class KeptPasses:
             self._versions = versions
 
     def keep(self, kept: KeptPass) -> None:
-        if self.size_bytes + kept.size_bytes <= self._max_bytes:
+        if self.size_bytes + kept.size_bytes <= self.max_bytes:
             self._passes.append(kept)
 
     def take(self, given: Tensor) -> KeptPass | None:

@@ -103,6 +103,16 @@ class Stage:
             for block in self.span:
                 blocks[block].forward = functools.partial(self._run_block, blocks[block].forward)
 
+    def keep_at_most(self, size_bytes: int) -> None:
+        """Of activations that wait for their backward, instead of what the options say."""
+        self._kept.max_bytes = 0 if self.options.checkpoint_activations else size_bytes
+
+    @property
+    def untrained_bytes(self) -> int:
+        """Of weights that are not trained, and of the copies that a stage in bf16 computes with."""
+        trained = {id(each) for each in self.parameters}
+        return sum(each.nbytes for each in self._model.parameters() if id(each) not in trained)
+
     # ---------------------------------------------------------------- compute
 
     def forward(self, inputs: Tensor, labels: Tensor | None = None) -> StageOutput:

@@ -58,6 +58,7 @@ def refusal(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
         (["serve", "--stage", "2"], "--stage is 2: expected 0 to 1"),
         (["serve", "--stage", "-1"], "--stage is -1: expected 0 to 1"),
         (["serve", "--stage", "0", "--num-stages", "0"], "not trained in stages: expected their number"),
+        (["serve", "--stage", "0", "--memory", "much"], "size 'much' is not understood"),
         (["serve", "--stage", "0", "--port", "70000"], "--port is 70000: expected 0 to 65535"),
         (["serve", "--stage", "0", "--initial-peers", "here"], "here"),
         (["serve", "--stage", "0", "--steps", "5"], "--steps is 5: expected at least 1, and --then-serve"),

@@ -126,15 +126,23 @@ def test_what_was_asked_for_is_what_is_served(run_file: str, monkeypatch: pytest
     ending = Path(run_file).with_name("ENDING.toml")
     ending.write_text(TEXT.replace("[optimizer]", "[optimizer]\ntotal_steps = 5"))
     flags[1] = str(ending)
-    front.serve_stage(server.parse_args([*flags, "--then-serve", "/models/toy", "--quant", "none"]))()
+    front.serve_stage(
+        server.parse_args([*flags, "--then-serve", "/models/toy", "--quant", "none", "--memory", "4GiB"])
+    )()
     train.main(["join", run_file, "--as", "stage", "--device", "cpu", "--blocks", "0:1"], stages=front.STAGES)
-    nothing = {"afterwards": None}
+    memory = {"memory_bytes": 4 << 30}
+    nothing = {"afterwards": None, "memory_bytes": None}
     assert asked == [
         ("toy", None, "cpu", {"stays": True, **nothing, **where}),
         ("toy", 1, "cpu", {"stays": True, **nothing, **where}),
         ("toy", 0, "cpu", {"stays": False, **nothing, **where}),
-        ("toy", None, "cpu", {"stays": True, "afterwards": Afterwards(Path("/models/toy"), 5, "none"), **where}),
-        ("toy", 0, "cpu", {"stays": True, **nothing}),
+        (
+            "toy",
+            None,
+            "cpu",
+            {"stays": True, "afterwards": Afterwards(Path("/models/toy"), 5, "none"), **memory, **where},
+        ),
+        ("toy", 0, "cpu", {}),
     ]
 
 

@@ -88,8 +88,8 @@ class Data:
         return Content(ids, ids)
 
 
-def stage_of(index: int, num_stages: int) -> tuple[Stage, torch.optim.Optimizer]:
-    stage = build_stage(Scratch(copy.deepcopy(MODEL), seed=1), index, num_stages)
+def stage_of(index: int, num_stages: int, model: LlamaConfig = MODEL) -> tuple[Stage, torch.optim.Optimizer]:
+    stage = build_stage(Scratch(copy.deepcopy(model), seed=1), index, num_stages)
     return stage, torch.optim.AdamW(stage.parameters, lr=1e-2)
 
 
@@ -176,6 +176,8 @@ class WholeRun:
     """
 
     num_stages: int
+    config: TrainingConfig = CONFIG
+    model: LlamaConfig = field(default_factory=lambda: MODEL)
     records: dict[str, dict[str, pb.SignedProgress]] = field(default_factory=lambda: defaultdict(dict))
     peers: list[RunningPeer] = field(default_factory=list)
     history: dict[Moment, list[tuple[str, Tensor]]] = field(default_factory=lambda: defaultdict(list))
@@ -184,8 +186,8 @@ class WholeRun:
 
     @classmethod
     @asynccontextmanager
-    async def running(cls, num_stages: int, per_stage: int) -> AsyncIterator[WholeRun]:
-        run = cls(num_stages)
+    async def running(cls, num_stages: int, per_stage: int, **options: Any) -> AsyncIterator[WholeRun]:
+        run = cls(num_stages, **options)
         try:
             for index in [index for index in range(num_stages) for _ in range(per_stage)]:
                 await run.join(index)
@@ -198,8 +200,8 @@ class WholeRun:
         """``computes``: what it computes with for trainers, in place of its stage."""
         own = identity(self._number)
         self._number += 1
-        stage, optimizer = stage_of(index, self.num_stages)
-        state = TrainedState(stage.parameters, optimizer, Plain(), CONFIG.common)
+        stage, optimizer = stage_of(index, self.num_stages, self.model)
+        state = TrainedState(stage.parameters, optimizer, Plain(), self.config.common)
         sums = Accumulator(stage, MICRO_BATCHES, torch.float64, 1 << 24)
         network, thread = GrpcNetwork(ClientCredentials(own)), ThreadPoolExecutor(1)
 
@@ -211,7 +213,7 @@ class WholeRun:
         model = state.model_digest
         record = Progress(runs[index], own.peer_id, state=JOINING, target_batch_size=MICRO_BATCHES, model=model)
         peer = TrainingPeer(
-            CONFIG, own, record, network, boards[index], state, Compression(Plain()), asyncio.to_thread, rng
+            self.config, own, record, network, boards[index], state, Compression(Plain()), asyncio.to_thread, rng
         )
         others = {number: board for number, board in enumerate(boards) if number != index}
         mates = {index: lambda: [each for each in peer.view().all if each.state in PRESENT]}
