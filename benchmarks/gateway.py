@@ -3,6 +3,7 @@
     python benchmarks/gateway.py                       # bench-1b, 2 servers on one core each; 1, 8, 32 and 128 streams
     python benchmarks/gateway.py --quick               # bench-tiny, to see that it works
     python benchmarks/gateway.py --only client         # what the client's own work costs, without HTTP
+    python benchmarks/gateway.py --mixed --beside /path/to/older/checkout   # mixed prompts: see gateway_mixed.py
 
 The contestants take turns (A B A B); who waits computes nothing. Every stream asks for as many tokens; after
 ``--window`` seconds what has come until then counts. ``client``: processor time of the client's process, by token.
@@ -27,6 +28,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import gateway_mixed
 import httpx
 import numpy
 from common import QUANT_NAMES, Fleet, fleet, json_row, random_ids, write_json
@@ -86,11 +88,18 @@ class Measured:
 
 
 @contextlib.contextmanager
-def http_server(command: Sequence[str], port: int, threads: int) -> Iterator[str]:
-    """Its base URL, once it answers."""
+def http_server(
+    command: Sequence[str], threads: int, root: Path | None = None, log_file: Path | None = None
+) -> Iterator[str]:
+    """Its base URL, once it answers at a port of its own.
+
+    ``root``: the checkout whose code runs, if it is not that of the working directory.
+    """
+    port = free_port()
+    command = [*command, "--port", str(port)]
     environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1"}
-    with tempfile.TemporaryFile("w+") as log:
-        process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment)
+    with tempfile.TemporaryFile("w+") if log_file is None else open(log_file, "w+") as log:
+        process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment, cwd=root)
         try:
             url, deadline = f"http://127.0.0.1:{port}", time.monotonic() + START_TIMEOUT_S
             while True:
@@ -113,18 +122,16 @@ def free_port() -> int:
 
 
 def swarm_serve(servers: Fleet, head_quant: str) -> contextlib.AbstractContextManager[str]:
-    port = free_port()
-    options = ["--model", str(servers.path), "--swarm", servers.swarm, "--head-quant", head_quant, "--port", str(port)]
+    options = ["--model", str(servers.path), "--swarm", servers.swarm, "--head-quant", head_quant]
     limits = ["--max-active", str(MOST_STREAMS), "--max-queued", str(MOST_STREAMS)]
     command = [sys.executable, "-m", "swarm_client", "serve", *options, *limits]
-    return http_server(command, port, threads=1)
+    return http_server(command, threads=1)
 
 
 def transformers_serve(path: Path, *options: str) -> contextlib.AbstractContextManager[str]:
     """float32 on all cores, as the checkpoint is."""
-    port = free_port()
-    command = [sys.executable, "-m", "transformers.cli.transformers", "serve", str(path), "--port", str(port)]
-    return http_server([*command, "--device", "cpu", *options], port, threads=len(os.sched_getaffinity(0)))
+    command = [sys.executable, "-m", "transformers.cli.transformers", "serve", str(path)]
+    return http_server([*command, "--device", "cpu", *options], threads=len(os.sched_getaffinity(0)))
 
 
 # ------------------------------------------------------------ streams over HTTP
@@ -282,12 +289,23 @@ def _rows(num_streams: int, rounds: dict[str, list[Measured]]) -> Iterator[dict[
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", default="bench-1b", choices=SHAPES)
+    parser.add_argument(
+        "--model",
+        help=f"one of {', '.join(SHAPES)}, or, with --mixed, a directory; bench-1b, or bench-100m with --mixed",
+    )
     parser.add_argument("--models", type=Path, default=DEFAULT_OUTPUT, help="directory of the checkpoints")
     parser.add_argument("--only", nargs="+", default=["client", "streams"], choices=["client", "streams"])
     parser.add_argument("--head-quant", default="int8", choices=QUANT_NAMES)
     parser.add_argument("--servers", type=int, default=2)
-    parser.add_argument("--streams", type=int, nargs="+", default=[1, 8, 32, 128])
+    parser.add_argument("--streams", type=int, nargs="+", help="1 8 32 128 if not given, 64 with --mixed")
+    parser.add_argument("--mixed", action="store_true", help="only streams of mixed prompts, without a peer")
+    parser.add_argument(
+        "--beside", type=Path, metavar="CHECKOUT", help="with --mixed: its servers and gateway take turns"
+    )
+    parser.add_argument("--seconds", type=float, default=180.0, help="with --mixed: of one run")
+    parser.add_argument(
+        "--keys", type=int, default=1, choices=[1, 2], help="with --mixed: 2: some streams have another"
+    )
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--new-tokens", type=int, default=32)
     parser.add_argument("--window", type=float, default=60.0, metavar="SECONDS")
@@ -295,17 +313,38 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="bench-tiny, one round: shows that everything works")
     parser.add_argument("--json", type=Path, metavar="FILE")
     args = parser.parse_args()
+    args.streams = args.streams or ([64] if args.mixed else [1, 8, 32, 128])
+    args.model = args.model or ("bench-100m" if args.mixed else "bench-1b")
     if args.quick:
-        vars(args).update(QUICK)
-    path = make_model(args.model, args.models)
-    add_tokenizer(path)
+        vars(args).update(gateway_mixed.QUICK | {"model": QUICK["model"]} if args.mixed else QUICK)
+    if args.mixed:
+        _report(args, gateway_mixed.measure_mixed_streams(_checkpoint(args), args, http_server))
+    else:
+        _report(args, _measured(_checkpoint(args), args))
+
+
+def _measured(path: Path, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     measures = {"client": measure_client, "streams": measure_streams}
-    rows = []
     with fleet(path, args.servers, "int8", "--cache-tokens", str(CACHE_TOKENS)) as servers:
         for name in args.only:
-            for row in measures[name](servers, args):
-                rows.append(row)
-                print(row["name"], row["measured"], flush=True)
+            yield from measures[name](servers, args)
+
+
+def _checkpoint(args: argparse.Namespace) -> Path:
+    if args.mixed and Path(args.model).is_dir():
+        return Path(args.model).resolve()
+    if args.model not in SHAPES:
+        raise SystemExit(f"--model is {args.model}: expected one of {', '.join(SHAPES)}")
+    path = make_model(args.model, args.models).resolve()
+    add_tokenizer(path)
+    return path
+
+
+def _report(args: argparse.Namespace, measured: Iterator[dict[str, Any]]) -> None:
+    rows = []
+    for row in measured:
+        rows.append(row)
+        print(row["name"], row["measured"], flush=True)
     _show(rows)
     if args.json:
         write_json(args.json, vars(args), rows=rows)

@@ -51,11 +51,13 @@ def local_servers(
     arguments: Sequence[str] = (),
     cores: Sequence[int] | None = None,
     hosts: Sequence[tuple[Sequence[str], str]] | None = None,
+    root: Path | None = None,
 ) -> Iterator[list[LocalServer]]:
     """One single-threaded server process per span, ready to serve; all are gone afterwards.
 
     With ``cores``, the server of ``spans[i]`` runs on core ``cores[i]`` alone. With ``hosts``, it runs where the words
-    of ``hosts[i]`` before a command lead (see ``NetworkLab.on``), at the address beside them.
+    of ``hosts[i]`` before a command lead (see ``NetworkLab.on``), at the address beside them. ``root``: the checkout
+    whose code runs, if it is not that of the working directory.
 
     Raises:
         SwarmError: with the server's own words, if one does not start.
@@ -72,7 +74,13 @@ def local_servers(
                 words, address = hosts[number]
                 command = [*words, *command, "--host", address]
             process = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=log, text=True, env=environment
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+                env=environment,
+                cwd=root,
             )
             cleanup.callback(_stop, process, signalled)
             starting.append((process, log))
