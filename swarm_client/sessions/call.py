@@ -23,7 +23,6 @@ class Call:
         before: what the servers know; ``after``: with the rows changed by ``changes``, and the inputs.
         steps: the inputs, cut for the chain.
         outputs: by the step's number; None if none are wanted.
-        num_alarms: servers that are known to work and were taken for stalled.
         num_refusals: steps that servers have refused because of the server before.
         is_optional: it is given up where a server has no room for it, rather than made with other servers, or later.
         watched: the blocks whose outputs are wanted besides; ``block_outputs``: those, by block and the step's number.
@@ -36,7 +35,6 @@ class Call:
     changes: Sequence[pb.Change]
     steps: list[OutgoingStep] = field(default_factory=list)
     outputs: dict[int, torch.Tensor | None] = field(default_factory=dict)
-    num_alarms: int = 0
     num_refusals: int = 0
     watched: range = range(0)
     is_optional: bool = False

@@ -89,12 +89,17 @@ class Chain:
 
     @property
     def load(self) -> Load:
-        """What it has servers do: nothing while it chooses among them."""
+        """What it has servers do: nothing while it chooses among them, and all that they must know once it has."""
         if self._opener.is_choosing:
             return Load((), 0)
-        call = self._call
-        num_waiting = 0 if call is None else sum(s.num_positions for s in call.steps if s.number not in call.outputs)
-        return Load(self.route + self._opener.opening, num_waiting)
+        call, opening = self._call, self._opener.opening
+        if call is None:
+            num_waiting = 0
+        elif opening:
+            num_waiting = call.after.length * call.inputs.hidden.shape[0]
+        else:
+            num_waiting = sum(step.num_positions for step in call.steps if step.number not in call.outputs)
+        return Load(self.route + opening, num_waiting)
 
     @property
     def codecs(self) -> tuple[pb.Codec, ...]:

@@ -12,11 +12,14 @@ from swarm_client.sessions.call import Call
 from swarm_client.swarm.swarm import Swarm
 from swarm_client.swarm.watchdog import Stalled, Watchdog
 from swarm_client.transport.hops import Answer, BlockAnswer, HopEvent, HopSession, Inbox, Trouble
-from swarm_protocol.errors import AccessDenied, BadReply, PeerBusy, PeerError, SwarmError
+from swarm_protocol.errors import AccessDenied, BadReply, PeerBusy, PeerError, PeerUnavailable, SwarmError
 from swarm_protocol.pb import swarm_pb2 as pb
 from swarm_protocol.wire.constants import FIRST_STEP
 
-_BUSY_FACTOR = 8.0  # by which a server may take longer that computes for other sessions meanwhile
+_TIMES_WAITING = 4  # more batches than what waited before a step may end first: of those that came later
+_SPARE_BATCHES = 16
+_STRANGER_FACTOR = 4.0  # by which a server may take longer that says it computes, and has not answered yet
+_ALMOST = 0.9  # of a time limit, by clocks that are not quite the same
 _MAX_REFUSALS = 3  # of one call's steps by servers that blame the one before
 Failures = Mapping[HopSession, SwarmError]
 
@@ -84,39 +87,60 @@ class Listener:
         What a hop says of its progress counts as far as it has been sent steps: nobody gets on for ever.
         """
         asked_s = now_s()
-        asking = (hop.progress(timeout_s=self._swarm.config.timeouts.probe_s) for hop in hops)
-        results = await asyncio.gather(*asking, return_exceptions=True)
-        behind: tuple[HopSession, int] | None = None
+        results = await asyncio.gather(*map(self._ask, hops), return_exceptions=True)
+        behind: tuple[HopSession, int, pb.SessionProgress] | None = None
+        last = pb.SessionProgress()
         last_number = call.steps[-1].number
         for hop, result in zip(hops, results, strict=True):
             if isinstance(result, SwarmError):
                 self._inbox.put_nowait(Trouble(hop.number, None, result))
             if not isinstance(result, pb.SessionProgress):
                 return  # the first that has failed is the one to replace
+            self._swarm.progress.probed(hop.hop.server.peer_id, result, now_s())
             number = max((n for n in _numbers(hop, call) if n <= result.number), default=0)
             if number > hop.seen_number:
-                hop.seen_number = number
+                hop.seen_number, hop.due_batches = number, None
                 self.progress_s = max(self.progress_s, asked_s)
+            if not result.num_waiting:
+                hop.due_batches = None
+            elif hop.due_batches is None:
+                hop.due_batches = result.num_batches + _TIMES_WAITING * result.num_waiting + _SPARE_BATCHES
             if behind is None and number < last_number:
-                behind = hop, number
-        if hops:
-            self._check_time(call, *(behind or (hops[-1], call.answered)))  # who has finished has sent nothing
+                behind = hop, number, result
+            last = result
+        if hops:  # who has finished has sent nothing
+            self._check_time(call, *(behind or (hops[-1], call.answered, last)))
 
-    def _check_time(self, call: Call, hop: HopSession, number: int) -> None:
+    async def _ask(self, hop: HopSession) -> pb.SessionProgress | None:
+        """How far the hop is; None if that is not known, but it has been heard meanwhile, or this client was late.
+
+        Raises:
+            SwarmError: it has failed.
+        """
+        asked_s, timeout_s = now_s(), self._swarm.config.timeouts.probe_s
+        try:
+            return await hop.progress(timeout_s=timeout_s, work=True)
+        except PeerUnavailable:
+            was_heard = self._swarm.progress.heard_s(hop.hop.server.peer_id) >= asked_s
+            is_late = now_s() - asked_s >= _ALMOST * timeout_s
+            if is_late and (was_heard or self._swarm.lateness.awake_s(asked_s) < _ALMOST * timeout_s):
+                return None
+            raise
+
+    def _check_time(self, call: Call, hop: HopSession, number: int, said: pb.SessionProgress) -> None:
         """Trouble if the hop has had what it needs for too long, and somebody else can try."""
         server = hop.hop.server
+        num_alarms = self._swarm.alarms.num_others(server.peer_id, now_s())
         rtt_s = self._swarm.costs().rtts_s.get(server.peer_id, 0.0)
         index = self._hops.index(hop) if hop in self._hops else 0
         before = self._hops[index - 1] if index else None
         lines = [self._swarm.links.bytes_per_s(None if before is None else before.hop.server, server)]
         if hop in self._hops[-1:]:  # what it sends may be under way as well
             lines.append(self._swarm.links.bytes_per_s(server, None))
-        allowed_s = max(
-            self._watchdog.allowed_s(hop, number, call.steps, rtt_s, call.num_alarms, line) for line in lines
-        )
+        allowed_s = max(self._watchdog.allowed_s(hop, number, call.steps, rtt_s, num_alarms, line) for line in lines)
         if not self._swarm.can_replace(hop.span, server.peer_id):
             allowed_s = self._swarm.config.step_timeout_s
-        if now_s() - self.progress_s <= allowed_s:
+        if self._silent_s <= allowed_s or self._computes(hop, said, allowed_s):
             return
         late = hop
         if before is not None:  # it says that it has sent on what this one waits for; which of them is to blame?
@@ -124,14 +148,33 @@ class Listener:
             if is_less_known or before.doubted == call.first_number:
                 late = before
             before.doubted = call.first_number
-        if self._swarm.is_busy(late.hop.server.peer_id) and now_s() - self.progress_s <= allowed_s * _BUSY_FACTOR:
-            return  # with other sessions
-        call.num_alarms += self._has_worked(late)
         who = late.hop.server
+        if self._has_worked(late):
+            self._swarm.alarms.add(who.peer_id, now_s())
         reason = f"server {who.short_id} did not finish a step within {allowed_s:.3g} s"
         error = Stalled(reason, who.peer_id, late.span)
         error.since_s = self.progress_s
         self._inbox.put_nowait(Trouble(late.number, None, error))
+
+    @property
+    def _silent_s(self) -> float:
+        """How long the call has not got on while this client could hear of it."""
+        return self._swarm.lateness.awake_s(self.progress_s)
+
+    def _computes(self, hop: HopSession, said: pb.SessionProgress, allowed_s: float) -> bool:
+        """Whether the hop's server is slow, and not stalled: it gets on with what comes before the step that it has.
+
+        By its own words. So they count only as long as it has ended no more batches than can have come before, and not
+        for ever: a server that has not answered yet is believed for less time.
+        """
+        if hop.due_batches is None or said.num_batches > hop.due_batches:
+            return False
+        believed_s = self._swarm.config.step_timeout_s
+        peer_id = hop.hop.server.peer_id
+        if not self._swarm.progress.has_answered(peer_id):
+            believed_s = min(believed_s, _STRANGER_FACTOR * allowed_s)
+        grew_s = self._swarm.progress.grew_s(peer_id)
+        return self._silent_s <= believed_s and self._swarm.lateness.awake_s(grew_s) <= allowed_s
 
     def _has_worked(self, hop: HopSession) -> bool:
         return self._swarm.has_worked(hop.hop.server.peer_id)
@@ -233,9 +276,10 @@ class Listener:
                 return _bad_reply(last, str(error))
         call.outputs[step.number] = output
         self._watchdog.answered(now_s() - self.progress_s)
-        self._swarm.answered(hop.hop.server.peer_id for hop in self._hops)
+        self._swarm.progress.waits(last.hop.server.peer_id, last.queue_s, now_s())
         self.progress_s = now_s()
         for hop in self._hops:
+            self._swarm.progress.answered(hop.hop.server.peer_id, now_s())
             if hop.refused == step.number:
                 hop.refused = None
         self._on_answer()

@@ -313,7 +313,9 @@ class Opener:
         request.wait_s = wait_s()
         request.age_s = 0.0 if opening.asked_s is None else now_s() - opening.asked_s
         adapter = self.adapter.part(hop.span)
-        return await server.open(number, hop.span, request, self._inbox, adapter, self._is_bundled)
+        opened = await server.open(number, hop.span, request, self._inbox, adapter, self._is_bundled)
+        self._swarm.progress.waits(hop.server.peer_id, opened.queue_s, now_s())
+        return opened
 
 
 def _linked(hops: list[HopSession], after: HopSession | None) -> list[HopSession]:

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 from swarm_client.core.background import now_s
 from swarm_client.core.config import ClientConfig
+from swarm_client.core.lateness import Lateness
 from swarm_client.routing.own_load import with_own_load
 from swarm_client.routing.pipelining import chains_of_lanes
 from swarm_client.routing.routing import (
@@ -33,6 +34,8 @@ from swarm_client.swarm.discovery import Discovery, Join
 from swarm_client.swarm.links import Links
 from swarm_client.swarm.pass_watchdog import PassWatchdog
 from swarm_client.swarm.peer_health import DENIED, FAILED, SILENT, Acquaintance, PeerBackoff, RttTracker
+from swarm_client.swarm.progress_tracker import ProgressTracker
+from swarm_client.swarm.watchdog import StallAlarms
 from swarm_client.transport.transport import ServerConnection
 from swarm_protocol.dht.claims import within_addresses
 from swarm_protocol.dht.dht import Dht
@@ -98,7 +101,9 @@ class Swarm:
         self._backoff = PeerBackoff()
         self._acquaintance = Acquaintance()
         self.pass_watchdog = PassWatchdog(config)
-        self._answered_s: dict[str, float] = {}  # when servers last computed a step, by peer id
+        self.progress = ProgressTracker()
+        self.alarms = StallAlarms()
+        self.lateness = Lateness()
         self._salt = secrets.token_bytes(16)  # strangers cannot know which of many identities this client counts
         self._last_chains: dict[Span, Route] = {}
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -120,6 +125,7 @@ class Swarm:
                 await self.close()
                 raise
         self.spawn(self._keep_fresh())
+        self.spawn(self.lateness.watch())
 
     async def close(self) -> None:
         for task in self._tasks:
@@ -397,7 +403,7 @@ class Swarm:
             expires_at = max((s.expires_at for s in self._view.servers if s.peer_id == error.peer_id), default=None)
         self._backoff.add(error.peer_id, now_s(), expires_at)
         self._acquaintance.remove(error.peer_id)
-        self._answered_s.pop(error.peer_id, None)
+        self.progress.forget(error.peer_id)
         self._rtts.forget(error.peer_id)
         self._servers.pop(error.peer_id, None)  # not closed: other sessions may still go through it
 
@@ -429,14 +435,6 @@ class Swarm:
         """The servers have computed all that this client asked for in one call."""
         for peer_id in peer_ids:
             self._acquaintance.add(peer_id)
-
-    def answered(self, peer_ids: Iterable[str]) -> None:
-        """The servers have just computed a step of some session."""
-        self._answered_s.update(dict.fromkeys(peer_ids, now_s()))
-
-    def is_busy(self, peer_id: str) -> bool:
-        """Whether the server has computed a step of some session of this client within ``stall_s``."""
-        return now_s() - self._answered_s.get(peer_id, float("-inf")) <= self.config.timeouts.stall_s
 
     def has_worked(self, peer_id: str) -> bool:
         """Whether the server has computed something for this client, and has not failed since."""
@@ -479,7 +477,7 @@ class Swarm:
         if len(counted) < len(servers.servers):
             num_left_out = len(servers.servers) - len(counted)
             left_out = [*left_out, f"{num_left_out} of those that announce the same address as very many others"]
-        return SwarmView(counted), left_out
+        return SwarmView(tuple(self.progress.refreshed(server, now_s()) for server in counted)), left_out
 
     def _banned(self, just_now: bool = False) -> dict[str, str]:
         return self._backoff.now(now_s(), self._view.servers, just_now) | dict.fromkeys(self._denials, DENIED)

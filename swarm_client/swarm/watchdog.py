@@ -16,14 +16,33 @@ _TIMES_SENT = 3.0  # what sending should take by the rate that is known: others 
 _TIMES_SEEN = 3.0  # the longest wait for an answer so far
 _FADING = 0.9  # of the longest wait, with each further one
 _MAX_SEEN_S = 10.0  # who answers later and later does not win ever more time
-_MAX_QUEUE_S = 3.0  # that a server's word is taken for
 _MAX_DOUBLINGS = 4
+_CALM_S = 30.0  # so long an alarm counts
 
 
 class Stalled(PeerUnavailable):
     """The server says that it is there, and computes nothing. ``since_s``: when the call last got on."""
 
     since_s: float = 0.0
+
+
+class StallAlarms:
+    """Servers that are known to work, and that any session of this client took for stalled lately.
+
+    If they are several, all may be slow at present: each doubles how long the others may take. Moving a session costs
+    the swarm a prompt, so a client must not move its sessions about among servers that have too much to do.
+    """
+
+    def __init__(self) -> None:
+        self._times_s: dict[str, float] = {}  # by peer id
+
+    def add(self, peer_id: str, now_s: float) -> None:
+        self._times_s[peer_id] = now_s
+
+    def num_others(self, peer_id: str, now_s: float) -> int:
+        """Return how many servers but this one were taken for stalled."""
+        self._times_s = {p: time_s for p, time_s in self._times_s.items() if now_s - time_s <= _CALM_S}
+        return len(self._times_s.keys() - {peer_id})
 
 
 class Watchdog:
@@ -50,16 +69,17 @@ class Watchdog:
 
         ``bytes_per_s``: of the line by which they come to it; None: nobody knows.
 
-        ``alarms``: how many servers that are known to work were taken for stalled in this call: it may be that all are
-        slow at present, and each time doubles what is allowed.
+        ``alarms``: see ``StallAlarms``; each doubles what is allowed.
         """
         left = [step for step in (*hop.replayed.values(), *steps) if step.number > number]
         sizes = [(step.num_positions, step.end - step.start) for step in left]
         expected_s = max((self._expected_s(hop, *size) for size in sizes), default=0.0) + rtt_s
-        usual_s = max(self._config.timeouts.stall_s, _TIMES_EXPECTED * expected_s, _TIMES_SEEN * self._longest_s)
-        # Who says that its line is slower still does not win more time.
-        rate = SLOW_BYTES_PER_S if bytes_per_s is None else max(bytes_per_s, SLOW_BYTES_PER_S) / _TIMES_SENT
-        usual_s += max((step.message.hidden.size_bytes for step in left), default=0) / rate
+        usual_s = max(self._config.timeouts.stall_s, _TIMES_EXPECTED * expected_s)
+        if hop.due_batches is None:  # it may be under way to the server, for which others waited as long
+            usual_s = max(usual_s, _TIMES_SEEN * self._longest_s)
+            # Who says that its line is slower still does not win more time.
+            rate = SLOW_BYTES_PER_S if bytes_per_s is None else max(bytes_per_s, SLOW_BYTES_PER_S) / _TIMES_SENT
+            usual_s += max((step.message.hidden.size_bytes for step in left), default=0) / rate
         return min(self._config.step_timeout_s, usual_s * float(1 << min(alarms, _MAX_DOUBLINGS)))
 
     @staticmethod
@@ -67,5 +87,4 @@ class Watchdog:
         """For one step of ``length`` positions in each row."""
         server, num_blocks = hop.hop.server, len(hop.span)
         sizes = {1, num_positions} if length == 1 else {num_positions}
-        computing_s = max(Costs({}, num_tokens=size).block_s(server) for size in sizes) * num_blocks
-        return computing_s + min(server.queue_delay_s, _MAX_QUEUE_S)
+        return max(Costs({}, num_tokens=size).block_s(server) for size in sizes) * num_blocks

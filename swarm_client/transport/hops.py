@@ -121,7 +121,10 @@ class HopSession:
         seen_number: how far the server was when it was last asked, among the steps that it was sent.
         doubted: first number of the call in which the hop after it seemed to stall; 0: of none.
         refused: a step that the server has not taken because of the one before.
+        due_batches: how many batches its server has ended, as it counts them, when the next step must be done; None: it
+            has not said that it has that step.
         num_active: sessions that the server has computed for lately, as it said last; 0: it has not.
+        queue_s: how long a step would wait there, as the server said last; None: it has not.
         next_number: which hop the outputs go to; None: to the client. ``codec``: in which they go there.
         input_codec: in which the client sends to the server; None: it has sent nothing.
         route: how often that was to change; ``held``: the server does nothing until it changes again.
@@ -146,9 +149,11 @@ class HopSession:
         self.changed_number = request.changed_number
         self.replayed: dict[int, OutgoingStep] = {}
         self.seen_number = 0
+        self.due_batches: int | None = None
         self.doubted = 0
         self.refused: int | None = None
         self.num_active = 0
+        self.queue_s: float | None = None
         self.next_number: int | None = None
         self.codec = request.codec
         self.input_codec: pb.Codec | None = None
@@ -187,6 +192,7 @@ class HopSession:
             self._stream.cancel()
             raise self._out_of_turn()
         self.max_step_tokens = max(1, reply.opened.max_step_tokens)
+        self.queue_s = reply.opened.queue_s if reply.opened.HasField("queue_s") else None
         if self._bundle is not None and self._bundle.ended:  # the server knows, and answers here
             self._bundle = None
         elif self._bundle is not None:
@@ -267,9 +273,11 @@ class HopSession:
         self._bundle = None
         self._lost(error)
 
-    async def progress(self, hold: bool = False, timeout_s: float | None = None) -> pb.SessionProgress:
-        """How far the server is. ``hold``: it goes no further until ``reroute``."""
-        request = pb.ProgressRequest(session_key=self.session_key, hold=hold)
+    async def progress(
+        self, hold: bool = False, timeout_s: float | None = None, work: bool = False
+    ) -> pb.SessionProgress:
+        """How far the server is. ``hold``: it goes no further until ``reroute``; ``work``: also with that of others."""
+        request = pb.ProgressRequest(session_key=self.session_key, hold=hold, work=work)
         self.held |= hold
         return await self._server.progress(request, self.span, timeout_s or self._timeouts.open_s)
 
@@ -350,6 +358,7 @@ class HopSession:
             return Trouble(self.number, failure.number, error)
         output = reply.output
         self.num_active = output.active_sessions
+        self.queue_s = output.queue_s if output.HasField("queue_s") else None
         return Answer(self.number, output.number, hidden, output.relay, output.route)
 
     def _check(self, header: pb.Tensor) -> None:

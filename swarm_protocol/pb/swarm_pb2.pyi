@@ -368,12 +368,14 @@ class TakenStep(_message.Message):
     def __init__(self, push_key: _Optional[bytes] = ..., number: _Optional[int] = ..., lost: bool = ...) -> None: ...
 
 class ProgressRequest(_message.Message):
-    __slots__ = ("session_key", "hold")
+    __slots__ = ("session_key", "hold", "work")
     SESSION_KEY_FIELD_NUMBER: _ClassVar[int]
     HOLD_FIELD_NUMBER: _ClassVar[int]
+    WORK_FIELD_NUMBER: _ClassVar[int]
     session_key: bytes
     hold: bool
-    def __init__(self, session_key: _Optional[bytes] = ..., hold: bool = ...) -> None: ...
+    work: bool
+    def __init__(self, session_key: _Optional[bytes] = ..., hold: bool = ..., work: bool = ...) -> None: ...
 
 class SessionProgress(_message.Message):
     __slots__ = ("number", "length", "batch_size", "computed", "num_batches", "num_waiting", "queue_s")

@@ -159,7 +159,7 @@ class BlocksService(BlocksServicer):
 
     async def Progress(self, request: pb.ProgressRequest, context: _Context) -> pb.SessionProgress:
         client = self._admit(context)
-        return await self._sessions().find(request.session_key, client).progress(request.hold)
+        return await self._sessions().find(request.session_key, client).progress(request.hold, request.work)
 
     async def Reroute(self, requests: AsyncIterator[pb.RerouteRequest], context: _Context) -> pb.SessionProgress:
         client = self._admit(context)

@@ -85,11 +85,13 @@ class HostedSession:
     @property
     def _progress(self) -> pb.SessionProgress:
         number, length, batch_size = self._done
+        return pb.SessionProgress(number=number, length=length, batch_size=batch_size)
+
+    @property
+    def _work(self) -> pb.SessionProgress:
+        """What ``_progress`` says besides if it is asked how far the server is with the work of all."""
         scheduler, counters = self._services.scheduler, self._services.counters
         return pb.SessionProgress(
-            number=number,
-            length=length,
-            batch_size=batch_size,
             computed=counters.blocks_run + counters.batches,
             num_batches=counters.batches,
             num_waiting=scheduler.num_waiting if self._computing.locked() else 0,
@@ -304,8 +306,8 @@ class HostedSession:
 
     # ------------------------------------------------------------ when another server is gone
 
-    async def progress(self, hold: bool = False) -> pb.SessionProgress:
-        """How far the session is. ``hold``: it stays there until ``reroute``.
+    async def progress(self, hold: bool = False, work: bool = False) -> pb.SessionProgress:
+        """How far the session is. ``hold``: it stays there until ``reroute``; ``work``: with that of all.
 
         Raises:
             RequestRejected: the session has no next hop to wait for.
@@ -317,7 +319,10 @@ class HostedSession:
             await self._pusher.retire()  # lets go of a step that waits for the old hop
             async with self._computing:
                 pass
-        return self._progress
+        progress = self._progress
+        if work:
+            progress.MergeFrom(self._work)
+        return progress
 
     async def reroute(
         self, request: pb.RerouteRequest, resend: Sequence[pb.Step], on_sent: Callable[[], None]

@@ -209,21 +209,36 @@ class ToyEngine:
 
 
 class ToyScheduler:
-    """Computes where it is called, after a while; not at all while ``computes`` is not set."""
+    """Computes where it is called, after a while; not at all while ``computes`` is not set.
+
+    Attributes:
+        held_s: how long a step of a session waits besides.
+    """
 
     num_active = 1  # sessions that had a step lately
-    num_waiting, queue_s = 0, 0.0
+    queue_s = 0.0
 
-    def __init__(self, engine: ToyEngine, chance: random.Random) -> None:
+    def __init__(self, engine: ToyEngine, chance: random.Random, counters: Counters) -> None:
         self.computes = asyncio.Event()
         self.computes.set()
+        self.held_s: Callable[[ToySession], float] = lambda _session: 0.0
+        self.num_waiting = 0
         self._engine = engine
         self._chance = chance
+        self._counters = counters
 
     async def step(self, session: ToySession, step: SessionStep, _client: str, _user: str = "") -> torch.Tensor:
-        await asyncio.sleep(self._chance.uniform(0.001, 0.02))
+        self.num_waiting += 1
+        try:
+            await self._wait(session, step)
+            self._counters.batches += 1
+            return self._engine.run(session, step)
+        finally:
+            self.num_waiting -= 1
+
+    async def _wait(self, session: ToySession, _step: SessionStep) -> None:
+        await asyncio.sleep(self._chance.uniform(0.001, 0.02) + self.held_s(session))
         await self.computes.wait()
-        return self._engine.run(session, step)
 
     def forget(self, session: ToySession) -> None:
         """It has come to its end."""
@@ -254,10 +269,11 @@ class ToyServer:
         async def connect(address: str, *_options: Any) -> Channel:
             return net.connect(name, address)
 
-        self.scheduler = scheduler = ToyScheduler(self.engine, net.chance)
+        counters = Counters()
+        self.scheduler = scheduler = net.new_scheduler(self.engine, net.chance, counters)
         training = TrainingMemory(self.budget)
         neighbours = Neighbours(ChannelPool(connect), lambda: net.view(MODEL))
-        services = SpanServices(self.engine, scheduler, self.budget, validator, neighbours, training)
+        services = SpanServices(self.engine, scheduler, self.budget, validator, neighbours, training, counters=counters)
         self.host = SessionManager(services, 100)
         self.service = BlocksService(
             lambda: self.host, self.record().to_proto, idle_timeout_s, client_of=Context.client
@@ -275,7 +291,13 @@ class ToyServer:
 
 
 class Net:
-    """Servers by name, and which pairs cannot reach each other at present."""
+    """Servers by name, and which pairs cannot reach each other at present.
+
+    Attributes:
+        new_scheduler: makes the compute thread of a server.
+    """
+
+    new_scheduler = ToyScheduler
 
     def __init__(self, chance: random.Random) -> None:
         self.chance = chance

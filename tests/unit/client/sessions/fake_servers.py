@@ -93,6 +93,9 @@ class FakeChannel:
     def unary_unary(self, path: str, **_options: Any) -> Callable[..., Answering]:
         async def call(request: Any, timeout: float) -> Any:
             await asyncio.sleep(0.001)
+            if getattr(request, "session_key", b"") in self._servers.unheard:
+                await asyncio.sleep(timeout)
+                raise _error(grpc.StatusCode.DEADLINE_EXCEEDED, "Deadline Exceeded")
             return self._servers.answer(path.rpartition("/")[2], request)
 
         return lambda request, timeout: Answering(call(request, timeout))
@@ -112,7 +115,8 @@ class FakeServers:
     Attributes:
         calls: the sessions they were asked for, in this order.
         refusals: with what a server refuses at once, by peer id.
-        silent: who never answers, by peer id; ``unreachable``: sessions that cannot be asked any more, by key.
+        silent: who never answers, by peer id; ``unreachable``: sessions that cannot be asked any more, by key;
+            ``unheard``: those about which nothing is answered.
         progress: of sessions, by key; ``nexts``: the push keys of those that their outputs were rerouted to.
         copy_failures: how many copies of sessions still fail.
         room: set once a server has room, by peer id; those that are not there have room.
@@ -126,6 +130,7 @@ class FakeServers:
         self.refusals: dict[str, grpc.StatusCode] = {}
         self.silent: set[str] = set()
         self.unreachable: set[bytes] = set()
+        self.unheard: set[bytes] = set()
         self.progress: dict[bytes, pb.SessionProgress] = {}
         self.nexts: dict[bytes, bytes] = {}
         self.copy_failures = 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import count
 from typing import Any
@@ -35,7 +36,10 @@ class Line(Quiet):
         for copy in "12":
             for number, span in enumerate(SPANS):
                 options_of_server = {"idle_timeout_s": idle_timeout_s} if number in hops else {}
-                self.net.start(f"{span}/{copy}", Span.parse(span), CHUNK, **options_of_server)
+                server = self.net.start(f"{span}/{copy}", Span.parse(span), CHUNK, **options_of_server)
+                # Spares are slower than any distance makes the others.
+                record = replace(server.record(), tokens_per_s=100.0 if copy == "1" else 10.0)
+                server.record = partial(lambda record: record, record)  # type: ignore[method-assign]
         config = ClientConfig(recovery_timeout_s=100.0)
         swarm = Swarm(config, MODEL, REVISION, NUM_BLOCKS, dht=self.net, connect=self.net.connect_client)
         await swarm.connect()

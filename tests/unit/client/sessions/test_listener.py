@@ -247,6 +247,39 @@ def test_a_hop_that_does_not_say_where_it_is_is_replaced_soon() -> None:
     session(story)
 
 
+@pytest.mark.parametrize(("heard_s", "late_s", "least_s"), [(0.0, 0.0, 4.0), (9.5, 0.0, 10.0), (0.0, 5.0, 9.0)])
+def test_silence_is_no_failure_while_others_hear_the_server_or_this_client_is_late(
+    heard_s: float, late_s: float, least_s: float
+) -> None:
+    """``heard_s``: so long another session has answers of the server; ``late_s``: so long this client hears nobody."""
+
+    async def story(session: Session) -> None:
+        session.stands(LAST, FIRST, 0)
+        session.servers.unheard.add(session.hops[1].session_key)
+        loop, progress = asyncio.get_running_loop(), session.listener._swarm.progress
+        start_s = loop.time()
+        for number in range(1, int(heard_s) + 1):
+            loop.call_later(number, lambda: progress.answered("b", loop.time()))
+        loop.call_later(2.0, lambda: setattr(loop, "_now", loop.time() + late_s))
+        index, error = await next_trouble(session)
+        assert index == 1 and "does not answer" in str(error)
+        assert least_s <= loop.time() - start_s < least_s + 8.0
+
+    session(story)
+
+
+def test_a_client_that_is_late_does_not_take_servers_for_stalled() -> None:
+    async def story(session: Session) -> None:
+        session.stands(LAST, FIRST, 0)
+        loop = asyncio.get_running_loop()
+        start_s = loop.time()
+        loop.call_later(3.0, lambda: setattr(loop, "_now", loop.time() + 30.0))
+        await next_trouble(session)
+        assert loop.time() - start_s > 30.0 + STEP_S
+
+    session(story)
+
+
 @pytest.mark.parametrize(
     ("numbers", "slow"),
     [((FIRST, FIRST, 0), 0), ((LAST, FIRST, FIRST), 1), ((LAST, LAST, SECOND), 2), ((LAST + 9, LAST, SECOND), 2)],

@@ -31,6 +31,7 @@ def allowed_s(steps: list[OutgoingStep], bytes_per_s: float | None, replayed: li
         hop=Hop(server_record(forward_tokens_per_s=10_000.0), Span(0, 4)),
         replayed={step.number: step for step in replayed},
         span=Span(0, 4),
+        due_batches=None,
     )
     return Watchdog(ClientConfig(step_timeout_s=1e4)).allowed_s(hop, 0, steps, 0.1, 0, bytes_per_s)  # type: ignore[arg-type]
 

@@ -1,0 +1,76 @@
+"""What servers say of how far they are with the work of all: a server that gets on is alive, however slow it is."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass, replace
+from math import inf
+
+from swarm_protocol.dht.records import ServerRecord
+from swarm_protocol.pb import swarm_pb2 as pb
+
+_BETWEEN_PROBES_S = 5.0  # when work was done between probes that are further apart, nobody knows
+_FRESH_S = 5.0  # so long a queue is better known than from a record, which is published every 20 s
+
+
+@dataclass
+class _Said:
+    """The last words of one server to any session of this client, and when they came."""
+
+    heard_s: float = -inf
+    has_answered: bool = False
+    probed_s: float = -inf
+    computed: int = 0
+    grew_s: float = -inf
+    queue_s: float = 0.0
+    queue_time_s: float = -inf
+
+
+class ProgressTracker:
+    """The progress of all servers that this client speaks to. Pure."""
+
+    def __init__(self) -> None:
+        self._said: defaultdict[str, _Said] = defaultdict(_Said)
+
+    def forget(self, peer_id: str) -> None:
+        """Forget a server that has failed."""
+        self._said.pop(peer_id, None)
+
+    def answered(self, peer_id: str, now_s: float) -> None:
+        """Note that outputs have come that the server must have computed its part of."""
+        said = self._said[peer_id]
+        said.heard_s, said.has_answered = now_s, True
+
+    def waits(self, peer_id: str, queue_s: float | None, now_s: float) -> None:
+        """Note how long the server says that a step would wait there; None if it does not say."""
+        said = self._said[peer_id]
+        said.heard_s = now_s
+        if queue_s is not None:
+            said.queue_s, said.queue_time_s = queue_s, now_s
+
+    def probed(self, peer_id: str, progress: pb.SessionProgress, now_s: float) -> None:
+        """Note an answer to Progress."""
+        said = self._said[peer_id]
+        if progress.computed > said.computed and now_s - said.probed_s <= _BETWEEN_PROBES_S:
+            said.grew_s = now_s
+        said.probed_s, said.computed = now_s, progress.computed
+        self.waits(peer_id, progress.queue_s if progress.HasField("queue_s") else None, now_s)
+
+    def heard_s(self, peer_id: str) -> float:
+        """Return when the server was heard last."""
+        return self._said[peer_id].heard_s
+
+    def has_answered(self, peer_id: str) -> bool:
+        """Return whether outputs have come by way of the server, which has not failed since."""
+        return self._said[peer_id].has_answered
+
+    def grew_s(self, peer_id: str) -> float:
+        """Return when the server was seen last to have computed something, for whomever."""
+        return self._said[peer_id].grew_s
+
+    def refreshed(self, server: ServerRecord, now_s: float) -> ServerRecord:
+        """Return the record with the queue that the server itself has spoken of since, if that is fresh."""
+        said = self._said.get(server.peer_id)
+        if said is None or now_s - said.queue_time_s > _FRESH_S:
+            return server
+        return replace(server, queue_delay_s=said.queue_s)
