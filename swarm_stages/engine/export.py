@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedConfi
 from transformers import initialization as weight_init
 from transformers.core_model_loading import revert_weight_conversion
 
-from swarm_protocol.checkpoints.checkpoint import INDEX
+from swarm_protocol.checkpoints.formats.shards import INDEX
 from swarm_protocol.checkpoints.hollow_model import hf_loader
 from swarm_protocol.checkpoints.peft_files import WEIGHTS_NAME
 from swarm_stages.compress.layers import NONE
