@@ -16,6 +16,7 @@ from swarm_client.gateway.metrics import CountRequests, Metrics
 from swarm_client.gateway.models import Models
 from swarm_client.gateway.monitor_api.endpoints import Monitored, monitor_router
 from swarm_client.gateway.openai_api.endpoints import openai_router
+from swarm_client.gateway.preparing import Preparations
 from swarm_client.pages.router import add_pages
 
 
@@ -34,7 +35,14 @@ def create_app(
         clock: seconds, for limits by time.
     """
     queue = FairQueue(limits, is_shared=len(keys) > 1)
-    gateway = Gateway(models, queue, RateLimit(limits.requests_per_minute, clock), Metrics(queue), tuple(keys))
+    gateway = Gateway(
+        models,
+        queue,
+        RateLimit(limits.requests_per_minute, clock),
+        Metrics(queue),
+        tuple(keys),
+        Preparations(limits, is_shared=len(keys) > 1),
+    )
     app = FastAPI(title="swarm", openapi_url=None)  # its pages of documentation would load scripts from elsewhere
     app.add_middleware(CountRequests, metrics=gateway.metrics)
     app.include_router(openai_router(gateway))
@@ -56,6 +64,8 @@ def create_app(
 
     @app.exception_handler(HTTPException)
     async def refuse_path(request: Request, error: HTTPException) -> Response:
-        return refusal(ApiError(error.status_code, f"{request.method} {request.url.path}: {error.detail}"))
+        path = request.url.path
+        hint = " (expected /v1/chat/completions)" if path == "/v1/responses" else ""
+        return refusal(ApiError(error.status_code, f"{request.method} {path}: {error.detail}{hint}"))
 
     return app

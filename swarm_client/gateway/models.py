@@ -22,6 +22,7 @@ from swarm_client.core import background
 from swarm_client.core.config import ClientConfig
 from swarm_client.gateway.admission import ApiError
 from swarm_client.gateway.grammars.compiler import GrammarCompiler
+from swarm_client.generation.fewest_tokens import FewestTokens
 from swarm_client.generation.generation import load_tokenizer
 from swarm_client.model.model import DistributedModel
 from swarm_client.monitor.model_monitor import ModelStatus
@@ -55,6 +56,16 @@ class ServedModel:
     generation_config: GenerationConfig
     vocab_size: int
     embed: Callable[[Sequence[int]], Awaitable[list[float]]]
+
+    @cached_property
+    def fewest_tokens(self) -> FewestTokens:
+        return FewestTokens(self.tokenizer)
+
+    def check_length(self, text: str, param: str) -> None:
+        """Raise ApiError if the text certainly has more tokens than the model has positions, without making them."""
+        if self.max_positions is not None and self.fewest_tokens.exceeds(text, self.max_positions):
+            message = f"the model has {self.max_positions} positions: a text of {len(text)} characters has more tokens"
+            raise ApiError(400, message, param=param, code="context_length_exceeded")
 
     @cached_property
     def grammars(self) -> GrammarCompiler:

@@ -4,31 +4,56 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TypeVar
+
+from swarm_client.gateway.admission import DEFAULT_LIMITS, ApiError, FairQueue, Limits
 
 T = TypeVar("T")
 _LONG_BYTES = 64 * 1024  # of a body: to make tokens of it takes some 40 ms
+_RETRY_S = 5
 
 
 class Preparations:
     """Short requests are prepared at once, and long ones one after the other: they leave threads and memory to others.
 
-    A long request whose client leaves before its turn is not prepared at all. For one event loop.
+    The turns of long ones go round robin over keys. As many wait as generations may be active and wait. A long request
+    whose client leaves before its turn is not prepared at all. For one event loop.
     """
 
-    def __init__(self) -> None:
-        self._turn = asyncio.Semaphore(1)
+    def __init__(self, limits: Limits = DEFAULT_LIMITS, *, is_shared: bool = False) -> None:
+        """``is_shared``: there are several keys."""
+        waiting = replace(limits, max_active=1, max_queued=limits.max_active + limits.max_queued)
+        self._queue = FairQueue(waiting, is_shared=is_shared)
 
-    async def run(self, num_bytes: int, work: Callable[[], T]) -> T:
-        """Return what ``work`` returns, or raise what it raises. ``num_bytes``: size of the request's body."""
+    async def run(self, key: str, num_bytes: int, work: Callable[[], T]) -> T:
+        """Return what ``work`` returns, or raise what it raises.
+
+        Args:
+            key: of who asks.
+            num_bytes: size of the request's body.
+
+        Raises:
+            ApiError: too many long requests wait.
+        """
         if num_bytes <= _LONG_BYTES:
             return await asyncio.to_thread(work)
-        await self._turn.acquire()
+        try:
+            (place,) = self._queue.join(key, 1)
+        except ApiError:
+            message = "too many long prompts wait to be made into tokens: try again later"
+            raise ApiError(429, message, code="queue_full", retry_after_s=_RETRY_S) from None
+        try:
+            await place.turn.wait()
+        except asyncio.CancelledError:
+            place.leave()
+            raise
         working = asyncio.ensure_future(asyncio.to_thread(work))
-        working.add_done_callback(self._ended)  # not before: the thread goes on, also if the client leaves
-        return await asyncio.shield(working)
 
-    def _ended(self, working: asyncio.Task[T]) -> None:
-        self._turn.release()
-        if not working.cancelled():
-            working.exception()  # nobody may be there any more whom it could be raised to
+        def ended(working: asyncio.Task[T]) -> None:
+            place.leave()
+            if not working.cancelled():
+                working.exception()  # nobody may be there any more whom it could be raised to
+
+        working.add_done_callback(ended)  # not before: the thread goes on, also if the client leaves
+        return await asyncio.shield(working)

@@ -26,7 +26,7 @@ async def embeddings(
     Raises ApiError if the model cannot do what is asked for, SwarmError if the swarm fails.
     """
     model = await gateway.models.get(asked.model)
-    inputs = await gateway.preparations.run(num_bytes, lambda: _tokens_of(asked, model))
+    inputs = await gateway.preparations.run(key, num_bytes, lambda: _tokens_of(asked, model))
     num_tokens = sum(map(len, inputs))
     vectors: list[list[float]] = [[] for _ in inputs]
     places = gateway.queue.join(key, min(_TOGETHER, len(inputs)))
@@ -59,6 +59,9 @@ async def _embed(
 
 
 def _tokens_of(asked: EmbeddingRequest, model: ServedModel) -> list[list[int]]:
+    for each in asked.input:
+        if isinstance(each, str):
+            model.check_length(each, "input")
     inputs = [list(model.tokenizer(each).input_ids) if isinstance(each, str) else each for each in asked.input]
     for number, token_ids in enumerate(inputs):
         if not token_ids or asked.input[number] == "":  # which may have a token of the beginning

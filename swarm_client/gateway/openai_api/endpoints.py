@@ -69,7 +69,7 @@ async def _generated(
 ) -> AsyncGenerator[bytes, None]:
     model = await gateway.models.get(asked.model)
     requests, echoes = await gateway.preparations.run(
-        num_bytes, lambda: (requests_of(asked, model), echoes_of(asked, model))
+        key, num_bytes, lambda: (requests_of(asked, model), echoes_of(asked, model))
     )
     num_prompt = sum(len(each.prompt) for each in requests[:: asked.n])
     texts = None if asked.num_logprobs is None else TokenTexts(model.tokenizer)

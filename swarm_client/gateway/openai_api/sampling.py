@@ -22,8 +22,13 @@ COMPLETION_TOKENS = 16  # of /v1/completions, as OpenAI has it
 def prompts_of(asked: ChatRequest | CompletionRequest, model: ServedModel) -> list[list[int]]:
     """Token ids. Raises ApiError if there are none of them, or ids that are none of the model."""
     if isinstance(asked, ChatRequest):
-        prompts = [first_tokens(model.tokenizer, conversation_text(asked, model.tokenizer))]
+        text = conversation_text(asked, model.tokenizer)
+        model.check_length(text, "messages")
+        prompts = [first_tokens(model.tokenizer, text)]
     else:
+        for each in asked.prompt:
+            if isinstance(each, str):
+                model.check_length(each, "prompt")
         prompts = [
             list(model.tokenizer(prompt).input_ids) if isinstance(prompt, str) else prompt for prompt in asked.prompt
         ]

@@ -531,3 +531,25 @@ def test_metrics(gateway: Gateway) -> None:
         "swarm_generations_queued 0.0",
     ):
         assert f"{line}\n" in text
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "param", "fields"),
+    [
+        ("chat/completions", "messages", {"messages": [{"role": "user", "content": "word " * 200_000}]}),
+        ("completions", "prompt", {"prompt": ["Sort", "word " * 200_000]}),
+        ("embeddings", "input", {"input": "word " * 200_000}),
+    ],
+)
+def test_a_text_that_cannot_fit_is_refused_before_tokens_are_made_of_it(
+    gateway: Gateway, endpoint: str, param: str, fields: dict[str, Any]
+) -> None:
+    answer = httpx.post(f"{gateway.url}/v1/{endpoint}", json={"model": DEFAULT_MODEL} | fields, timeout=WAIT_S)
+    error = answer.json()["error"]
+    assert answer.status_code == 400 and (error["param"], error["code"]) == (param, "context_length_exceeded")
+    assert error["message"] == "the model has 1024 positions: a text of 1000000 characters has more tokens"
+
+
+def test_who_asks_for_the_responses_api_is_told_what_there_is(gateway: Gateway) -> None:
+    with pytest.raises(openai.NotFoundError, match=r"POST /v1/responses: Not Found \(expected /v1/chat/completions\)"):
+        gateway.client().responses.create(model=DEFAULT_MODEL, input="Sort")
