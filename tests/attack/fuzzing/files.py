@@ -15,9 +15,10 @@ import torch
 from peft import LoraConfig
 from safetensors.torch import save_file
 
-from swarm_protocol.checkpoints.checkpoint import INDEX, SINGLE, Checkpoint
+from swarm_protocol.checkpoints.checkpoint import Checkpoint
 from swarm_protocol.checkpoints.describing import describe
 from swarm_protocol.checkpoints.family import max_positions, slice_config
+from swarm_protocol.checkpoints.formats.shards import INDEX, SINGLE
 from swarm_protocol.checkpoints.peft_files import read_adapter
 from swarm_protocol.checkpoints.safetensors_file import read_header
 from swarm_protocol.errors import CheckpointError, UnsupportedModel
