@@ -180,7 +180,7 @@ class HubModel:
         try:
             siblings = HfApi(token=self._token).model_info(self._repository, revision=self._revision).siblings
             return [sibling.rfilename for sibling in siblings or ()]
-        except (OSError, OfflineModeIsEnabled):
+        except Exception:  # no network, no such model, or an error of whichever HTTP library huggingface_hub uses
             pass
         try:
             cached = Path(snapshot_download(self._repository, revision=self._revision, local_files_only=True))

@@ -42,14 +42,27 @@ def quantize_groups(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         tile[:, :width] = rows
         tile = tile.view(len(rows), num_groups, GROUP)
         low, high = tile.amin(-1).clamp_(max=0), tile.amax(-1).clamp_(min=0)  # so that zeros stay zeros
-        bits = ((high - low) * (CLIPPED / LEVELS)).clamp_(min=TINY).view(torch.int32)
-        bits = bits.add_(1 << 18).bitwise_and_(-1 << 19)  # rounded to the upper 12 bits after the sign's
-        scale = bits.view(torch.float32)
+        scale = _rounded_scale(((high - low) * (CLIPPED / LEVELS)).clamp_(min=TINY))
         zero = ((LEVELS - (low + high) / scale) / 2).round_().clamp_(0, LEVELS)
-        groups_tile.copy_((bits >> 15).bitwise_or_(zero.int()))
+        groups_tile.copy_(_scale_and_zero(scale, zero))
         rounded = tile.div_(scale[..., None]).round_().add_(zero[..., None]).clamp_(0, LEVELS)
         q_tile.copy_(rounded.view(len(rows), -1)[:, :width])
     return q, groups
+
+
+def groups_of(scale: torch.Tensor, zero: torch.Tensor) -> torch.Tensor:
+    """What ``quantize_groups`` makes of scales above 0, of which it keeps 12 bits, and zero points: [out, groups]."""
+    return _scale_and_zero(_rounded_scale(scale.float().clamp(min=TINY)), zero).to(torch.int16)
+
+
+def _rounded_scale(scale: torch.Tensor) -> torch.Tensor:
+    """To the upper 12 bits after the sign's; contiguous fp32, which is changed."""
+    return scale.view(torch.int32).add_(1 << 18).bitwise_and_(-1 << 19).view(torch.float32)
+
+
+def _scale_and_zero(scale: torch.Tensor, zero: torch.Tensor) -> torch.Tensor:
+    """int32, of which the lower 16 bits count."""
+    return (scale.view(torch.int32) >> 15).bitwise_or_(zero.int())
 
 
 def scales_and_zeros(groups: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

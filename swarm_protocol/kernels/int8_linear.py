@@ -21,6 +21,7 @@ from swarm_protocol.kernels.quantized_linear import QuantizedLinear, QuantizedWe
 L = TypeVar("L", bound="Int8Linear")
 
 TILE = 256  # rows of a weight, or of the input, that are expanded to fp32 at a time
+TOP = 127  # the largest integer, and minus the smallest: products of two pairs of bytes must fit in 16 bits
 TINY = 1e-30  # scale of output channels of zeros
 
 # Tensors are made with their dtype: torch's default is process-wide, and another one while transformers loads a model.
@@ -39,7 +40,7 @@ def quantize_rows(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         tile = tile.float()
         absmax = torch.maximum(tile.amax(1), tile.amin(1).neg_())
         # A tensor, since GPUs multiply by the reciprocal of a number: all devices are to round alike.
-        torch.div(absmax, absmax.new_full((), 127), out=scale_tile).clamp_(min=TINY)
+        torch.div(absmax, absmax.new_full((), TOP), out=scale_tile).clamp_(min=TINY)
         q_tile.copy_(torch.div(tile, scale_tile[:, None], out=scratch[: len(tile)]).round_())
     return q, scale
 

@@ -80,7 +80,9 @@ def load_block(
             for kind, tensor in kinds.items():
                 setattr(linear, kind, nn.Parameter(tensor.read().to(dtype), requires_grad=False))
             assert replace is not None
+            linear.stored = kinds["weight"]  # type: ignore[assignment]  # whose integers may be taken as they are
             layer = replace(linear)
+            linear.__dict__.pop("stored")
             if layers is not None:
                 layers.keep(layer, kinds)
         block.set_submodule(name, layer)

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from swarm_protocol.checkpoints.formats.groups import WORD_BITS, unpack_groups, unpack_words
-from swarm_protocol.checkpoints.formats.packed import PackedForm, PackedTensor, Parts, require, setting
+from swarm_protocol.checkpoints.formats.groups import WORD_BITS, Integers, IntegerTensor, unpack_words
+from swarm_protocol.checkpoints.formats.packed import PackedForm, Parts, require, setting
 from swarm_protocol.checkpoints.safetensors_file import StoredTensor
 
 _BITS = 4
@@ -41,12 +41,10 @@ def _pack(name: str, parts: Parts) -> StoredTensor:
     if "qzeros" in parts:
         qzeros, words = parts["qzeros"], (groups, qweight.shape[1])
         require(qzeros.dtype == torch.int32 and qzeros.shape == words, qzeros, f"int32 of shape {list(words)}")
-    return PackedTensor(name, torch.float32, (outputs, inputs), parts, partial(_unpack, name=name))
+    return IntegerTensor(name, torch.float32, (outputs, inputs), parts, partial(_unpack))
 
 
-def _unpack(
-    qweight: torch.Tensor, scales: torch.Tensor, qzeros: torch.Tensor | None = None, *, name: str
-) -> torch.Tensor:
+def _unpack(qweight: torch.Tensor, scales: torch.Tensor, qzeros: torch.Tensor | None = None) -> Integers:
     q = unpack_words(qweight, _BITS, _PLACES).T
     zeros = 1 << _BITS - 1 if qzeros is None else unpack_words(qzeros, _BITS, _PLACES).T
-    return unpack_groups(q, scales.T, zeros, name)
+    return Integers(q, scales.T, zeros)

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from swarm_protocol.checkpoints.formats.groups import Integers, IntegerTensor
 from swarm_protocol.checkpoints.formats.packed import PackedForm, PackedTensor, Parts, require, require_finite
 from swarm_protocol.checkpoints.safetensors_file import FileTensor, StoredTensor
 from swarm_protocol.errors import CheckpointError
@@ -45,11 +46,11 @@ def _pack_rows(name: str, parts: Parts) -> StoredTensor:
     require(weight.dtype == torch.int8 and len(weight.shape) == 2, weight, "a matrix of int8")
     is_right = scale.dtype.is_floating_point and scale.shape == weight.shape[:1]
     require(is_right, scale, f"{weight.shape[0]} floats, one for each row")
-    return PackedTensor(name, torch.float32, weight.shape, parts, partial(_unpack_rows, name=name))
+    return IntegerTensor(name, torch.float32, weight.shape, parts, partial(_unpack_rows))
 
 
-def _unpack_rows(weight: torch.Tensor, scale: torch.Tensor, *, name: str) -> torch.Tensor:
-    return weight.float().mul_(require_finite(scale, name)[:, None] / _TOP)
+def _unpack_rows(weight: torch.Tensor, scale: torch.Tensor) -> Integers:
+    return Integers(weight, scale.float()[:, None] / _TOP, 0)
 
 
 # ---------------------------------------------------------------- 4 bits

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from swarm_protocol.checkpoints.formats.fp8 import is_block, pack_fp8
-from swarm_protocol.checkpoints.formats.groups import WORD_BITS, unpack_groups, unpack_words
-from swarm_protocol.checkpoints.formats.packed import PackedForm, PackedTensor, Parts, require, setting
+from swarm_protocol.checkpoints.formats.groups import WORD_BITS, Integers, IntegerTensor, unpack_words
+from swarm_protocol.checkpoints.formats.packed import PackedForm, Parts, require, setting
 from swarm_protocol.checkpoints.safetensors_file import FLOAT8, StoredTensor
 from swarm_protocol.errors import CheckpointError
 from swarm_protocol.untrusted.json_file import shown
@@ -77,7 +77,7 @@ def _pack_plain(name: str, parts: Parts, block: tuple[int, int] | None) -> Store
     if "zero_point" in parts:
         zero = parts["zero_point"]
         require(zero.dtype == torch.int8 and zero.shape == scale.shape, zero, f"int8 of shape {list(scale.shape)}")
-    return PackedTensor(name, torch.float32, weight.shape, parts, partial(_unpack_plain, name=name))
+    return IntegerTensor(name, torch.float32, weight.shape, parts, partial(_unpack_plain))
 
 
 def _unpack_plain(
@@ -85,12 +85,9 @@ def _unpack_plain(
     scale: torch.Tensor,
     zero_point: torch.Tensor | None = None,
     g_idx: torch.Tensor | None = None,
-    *,
-    name: str,
-) -> torch.Tensor:
-    rows = len(weight)
-    zero = 0 if zero_point is None else _by_row(zero_point, rows)
-    return unpack_groups(weight, _by_row(scale, rows), zero, name, _order(g_idx))
+) -> Integers:
+    zero = 0 if zero_point is None else _by_row(zero_point)
+    return Integers(weight, _by_row(scale), zero, _order(g_idx))
 
 
 # ---------------------------------------------------------------- words
@@ -113,8 +110,8 @@ def _pack_words(name: str, parts: Parts) -> StoredTensor:
         is_right = zero.dtype == torch.int32 and zero.shape == words
         is_right |= zero.dtype == torch.int8 and zero.shape == scale.shape
         require(is_right, zero, f"int32 of shape {list(words)}, or int8 of shape {list(scale.shape)}")
-    unpack = partial(_unpack_words, name=name, bits=bits, width=width)
-    return PackedTensor(name, torch.float32, (rows, width), parts, unpack)
+    unpack = partial(_unpack_words, bits=bits, width=width)
+    return IntegerTensor(name, torch.float32, (rows, width), parts, unpack)
 
 
 def _unpack_words(
@@ -124,17 +121,16 @@ def _unpack_words(
     zero_point: torch.Tensor | None = None,
     g_idx: torch.Tensor | None = None,
     *,
-    name: str,
     bits: int,
     width: int,
-) -> torch.Tensor:
+) -> Integers:
     rows, middle = len(packed), 1 << (bits - 1)  # integers are stored without sign, the middle being added
     zero: torch.Tensor | int = middle
     if zero_point is not None and zero_point.dtype == torch.int32:
         zero = unpack_words(zero_point.T, bits)[:, :rows].T
     elif zero_point is not None:
-        zero = _by_row(zero_point, rows).float() + middle
-    return unpack_groups(unpack_words(packed, bits)[:, :width], _by_row(scale, rows), zero, name, _order(g_idx))
+        zero = _by_row(zero_point).float() + middle
+    return Integers(unpack_words(packed, bits)[:, :width], _by_row(scale), zero, _order(g_idx))
 
 
 # ---------------------------------------------------------------- groups of inputs
@@ -154,9 +150,9 @@ def _require_groups(parts: Parts, rows: int, width: int) -> None:
         require(width % groups == 0, scale, f"a number of groups that divides {width} inputs")
 
 
-def _by_row(values: torch.Tensor, rows: int) -> torch.Tensor:
-    """[out, groups], of one value, [out] or [out, groups]."""
-    return values.reshape(-1, 1).expand(rows, 1) if values.ndim < 2 else values.expand(rows, -1)
+def _by_row(values: torch.Tensor) -> torch.Tensor:
+    """[out, groups] or [1, 1], of one value, [out] or [out, groups]."""
+    return values.reshape(-1, 1) if values.ndim < 2 else values
 
 
 def _order(g_idx: torch.Tensor | None) -> torch.Tensor | None:

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from swarm_protocol.checkpoints.formats.groups import WORD_BITS, unpack_groups, unpack_words
-from swarm_protocol.checkpoints.formats.packed import PackedForm, PackedTensor, Parts, require, setting
+from swarm_protocol.checkpoints.formats.groups import WORD_BITS, Integers, IntegerTensor, unpack_words
+from swarm_protocol.checkpoints.formats.packed import PackedForm, Parts, require, setting
 from swarm_protocol.checkpoints.safetensors_file import StoredTensor
 
 
@@ -43,8 +43,8 @@ def _pack(name: str, parts: Parts, bits: int, stored_minus_one: bool) -> StoredT
         require(order.dtype in (torch.int32, torch.int64) and order.shape == (inputs,), order, f"{inputs} integers")
     else:
         require(inputs % groups == 0, scales, f"a number of groups that divides {inputs} inputs")
-    unpack = partial(_unpack, name=name, bits=bits, stored_minus_one=stored_minus_one)
-    return PackedTensor(name, torch.float32, (outputs, inputs), parts, unpack)
+    unpack = partial(_unpack, bits=bits, stored_minus_one=stored_minus_one)
+    return IntegerTensor(name, torch.float32, (outputs, inputs), parts, unpack)
 
 
 def _unpack(
@@ -53,13 +53,12 @@ def _unpack(
     scales: torch.Tensor,
     g_idx: torch.Tensor | None = None,
     *,
-    name: str,
     bits: int,
     stored_minus_one: bool,
-) -> torch.Tensor:
+) -> Integers:
     outputs = qweight.shape[1]
     q = unpack_words(qweight.T, bits)
     zeros = unpack_words(qzeros, bits)[:, :outputs]
     if stored_minus_one:
         zeros = (zeros + 1) & (1 << bits) - 1
-    return unpack_groups(q, scales.T, zeros.T, name, g_idx)
+    return Integers(q, scales.T, zeros.T, g_idx)

@@ -3,33 +3,65 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import torch
 
-from swarm_protocol.checkpoints.formats.packed import require_finite
+from swarm_protocol.checkpoints.formats.packed import PackedTensor, require_finite
 from swarm_protocol.errors import CheckpointError
 
 WORD_BITS = 32
 _TILE = 256  # rows that are unpacked at a time
 
 
-def unpack_groups(
-    q: torch.Tensor,
-    scale: torch.Tensor,
-    zero: torch.Tensor | int,
-    name: str,
-    group_of: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """``(q - zero) * scale``.
+@dataclass(frozen=True)
+class Integers:
+    """A weight of small integers, ``(q - zero) * scale``.
 
-    q: [out, in] of a byte each, scale and zero: [out, groups] -> [out, in] fp32. group_of: [in], the group of each
-    input if they do not follow one another in groups of equal size. Raises CheckpointError if a scale is not finite.
+    Attributes:
+        q: [out, in] int8, uint8 or float8.
+        scale: [out, groups] or [1, 1], any float dtype.
+        zero: [out, groups] or one number.
+        group_of: [in], the group of each input if they do not follow one another in groups of equal size.
     """
+
+    q: torch.Tensor
+    scale: torch.Tensor
+    zero: torch.Tensor | int
+    group_of: torch.Tensor | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class IntegerTensor(PackedTensor):
+    """A weight that is stored as integers; ``unpack`` returns them."""
+
+    def read_integers(self) -> Integers:
+        """The integers as they are stored, with scales in fp32. Raises CheckpointError if a scale is not finite."""
+        integers: Integers = self._unpacked()
+        (_, width), (_, groups) = integers.q.shape, integers.scale.shape
+        group_of = integers.group_of
+        if group_of is not None and torch.equal(group_of.long(), _in_order(width, groups)):
+            group_of = None
+        return replace(integers, scale=require_finite(integers.scale, self.name), group_of=group_of)
+
+    def read(self) -> torch.Tensor:
+        return _dequantize(self.read_integers(), self.name)
+
+
+def _in_order(width: int, groups: int) -> torch.Tensor:
+    """The group of each input if they follow one another; the last one is longer if need be."""
+    return (torch.arange(width) // max(width // groups, 1)).clamp_(max=groups - 1)
+
+
+def _dequantize(integers: Integers, name: str) -> torch.Tensor:
+    """[out, in] fp32. Raises CheckpointError if an input is of a group that is not there."""
+    q, group_of = integers.q, integers.group_of
     rows, width = q.shape
-    scale = require_finite(scale, name)
+    scale = integers.scale.expand(rows, -1)
+    zero = integers.zero if isinstance(integers.zero, int) else integers.zero.expand(rows, -1)
     groups = scale.shape[1]
     if group_of is None:
-        group_of = torch.arange(width) // (width // groups)
+        group_of = _in_order(width, groups)
     else:
         group_of = group_of.long()
         if bool(((group_of < 0) | (group_of >= groups)).any()):

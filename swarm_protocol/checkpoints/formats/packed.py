@@ -31,7 +31,7 @@ class PackedTensor(StoredTensor):
     dtype: torch.dtype
     shape: tuple[int, ...]
     parts: Parts
-    unpack: partial[torch.Tensor]
+    unpack: partial[Any]
 
     @property
     def pieces(self) -> tuple[FileTensor, ...]:
@@ -43,9 +43,12 @@ class PackedTensor(StoredTensor):
         return f"{function.__module__}.{function.__qualname__}({sorted(self.unpack.keywords.items())})"
 
     def read(self) -> torch.Tensor:
-        tensor = self.unpack(**{role: part.read() for role, part in self.parts.items()})
+        tensor = self._unpacked()
         assert tensor.shape == self.shape and tensor.dtype == self.dtype, self.name
         return tensor
+
+    def _unpacked(self) -> Any:
+        return self.unpack(**{role: part.read() for role, part in self.parts.items()})
 
 
 @dataclass(frozen=True)

@@ -5,21 +5,24 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from swarm_protocol.checkpoints.family import WEIGHT_IS_READ
 from swarm_protocol.gpu.int8_weight import GpuInt8Weight, few_rows_kernel
-from swarm_protocol.kernels.int4_linear import Int4Linear, Int4Weight, KernelInt4Weight
+from swarm_protocol.kernels import int4_linear
+from swarm_protocol.kernels.int4_linear import Int4Linear, Int4Weight, KernelInt4Weight, quantize_groups
 from swarm_protocol.kernels.int8_linear import Int8Linear, Int8Weight, quantize_rows
 from swarm_protocol.kernels.kernel_weight import KernelWeight
 from swarm_protocol.kernels.quantized_linear import QuantizedLinear
 from swarm_server.blocks.quantization import bnb
 from swarm_server.blocks.quantization.experts import ExpertLayout, QuantizedExperts
 from swarm_server.blocks.quantization.report import Left, Report
+from swarm_server.blocks.quantization.stored import stored_int4, stored_int8
 from swarm_server.core.config import METHODS
 
+R = TypeVar("R")
 Packed = KernelWeight | KernelInt4Weight  # weights that are made of some bytes alone
 
 __all__ = ["METHODS", "Left", "Report", "packed_kind", "packed_weight", "quantize_", "require_device", "restored"]
@@ -64,7 +67,8 @@ def quantize_(
         num_expert_weights = len(quantizer.layers)
         for name in _linear_names(module):
             linear: Any = module.get_submodule(name)
-            module.set_submodule(name, quantizer.linear(partial(_take_weight, linear), linear.bias))
+            stored = getattr(linear, "stored", None)  # where it is from, if it is known
+            module.set_submodule(name, quantizer.linear(partial(_take_weight, linear), linear.bias, stored))
     module.to(device)
     return Report(
         method,
@@ -132,17 +136,23 @@ class _Quantizer:
     num_params: int = 0
     size_bytes: int = 0
 
-    def linear(self, take_weight: Callable[[], torch.Tensor], bias: torch.Tensor | None) -> torch.nn.Module:
-        """``take_weight()``: [out, in] of any strides, which is dropped as soon as it can be; bias: [out]."""
+    def linear(
+        self, take_weight: Callable[[], torch.Tensor], bias: torch.Tensor | None, stored: object = None
+    ) -> torch.nn.Module:
+        """``take_weight()``: [out, in] of any strides, which is dropped as soon as it can be; bias: [out].
+
+        ``stored`` is the weight in the checkpoint: if that is of the same integers, they are taken as they are.
+        """
         if self.method == "int8" and self.device.type == "cpu":
-            return self._packed(Int8Linear.from_int8(*quantize_rows(take_weight()), bias, self.int8_weight))
+            rounded = _kept(stored_int8(stored), take_weight) or quantize_rows(take_weight())
+            return self._packed(Int8Linear.from_int8(*rounded, bias, self.int8_weight))
         if self.method == "int8":
-            rounded = quantize_rows(take_weight().to(self.device))
-            return self._packed(
-                QuantizedLinear(GpuInt8Weight(*rounded, few_rows_kernel(self.device, self.compute_dtype)), bias)
-            )
+            q, scale = _kept(stored_int8(stored), take_weight) or quantize_rows(take_weight().to(self.device))
+            kernel = few_rows_kernel(self.device, self.compute_dtype)
+            return self._packed(QuantizedLinear(GpuInt8Weight(q.to(self.device), scale.to(self.device), kernel), bias))
         if self.method == "int4":
-            return self._packed(Int4Linear.from_float(take_weight(), bias, self.int4_weight))
+            groups = _kept(stored_int4(stored), take_weight) or quantize_groups(take_weight())
+            return self._packed(Int4Linear((self.int4_weight or int4_linear.fastest())(*groups), bias))
         weight = take_weight()
         if self.method == "nf4":
             layer, size_bytes = bnb.nf4_linear(weight, bias, self.device, self.compute_dtype)
@@ -159,6 +169,13 @@ class _Quantizer:
         self.num_params += num_params
         self.size_bytes += size_bytes
         return layer
+
+
+def _kept(rounded: R | None, take_weight: Callable[[], torch.Tensor]) -> R | None:
+    """The same; drops the weight in full precision if it is not needed."""
+    if rounded is not None:
+        take_weight()
+    return rounded
 
 
 def _take_weight(linear: Any) -> torch.Tensor:

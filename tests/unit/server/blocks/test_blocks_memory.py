@@ -10,8 +10,10 @@ import pytest
 import torch
 
 from tests.marks import SLOW
+from tests.published import fp8_blocks, fp8_config, publish
 from tests.zoo import save_checkpoint
 
+BLOCK = (128, 128)
 MIB = 2**20
 NUM_BLOCKS = 5
 SLACK_BYTES = 8 * MIB  # Python objects, buffers of file reads
@@ -64,17 +66,28 @@ print(peak() - before, held, 4 * max(large.family.block_parameters))
 
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="reads resident memory from /proc")
 @pytest.mark.parametrize(
-    ("name", "dtype"), [("llama", torch.float32), pytest.param("mixtral", torch.bfloat16, marks=SLOW)]
+    ("name", "dtype"),
+    [
+        ("llama", torch.float32),
+        pytest.param("llama", torch.float8_e4m3fn, marks=SLOW),
+        pytest.param("mixtral", torch.bfloat16, marks=SLOW),
+    ],
 )
 def test_peak_while_loading(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
     sizes = {
         "llama": dict(hidden_size=512, intermediate_size=2304),
         "mixtral": dict(hidden_size=512, intermediate_size=768),
     }
-    save_checkpoint(name, tmp_path / "small", num_hidden_layers=1, dtype=dtype)
-    save_checkpoint(
-        name, tmp_path / "large", num_hidden_layers=NUM_BLOCKS, dtype=dtype, max_shard_size="50MB", **sizes[name]
-    )
+    for directory, options in (
+        ("small", {"num_hidden_layers": 1}),
+        ("large", {"num_hidden_layers": NUM_BLOCKS, **sizes[name]}),
+    ):
+        if dtype == torch.float8_e4m3fn:
+            publish(
+                tmp_path / directory, fp8_config(BLOCK), lambda weight: fp8_blocks(weight, BLOCK), name=name, **options
+            )
+        else:
+            save_checkpoint(name, tmp_path / directory, dtype=dtype, max_shard_size="50MB", **options)
     result = subprocess.run(
         [sys.executable, "-c", SCRIPT, tmp_path / "small", tmp_path / "large"],
         capture_output=True,

@@ -1,0 +1,100 @@
+"""What is stored in the integers that a server computes with is not rounded a second time."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+
+from swarm_protocol.checkpoints.checkpoint import Checkpoint
+from swarm_protocol.span import Span
+from swarm_server.blocks.blocks import load_blocks
+from swarm_server.blocks.quantization import quantize_
+from tests.published import (
+    AWQ_CONFIG,
+    Packed,
+    Packer,
+    awq,
+    bitsandbytes_config,
+    bitsandbytes_int8,
+    compressed_config,
+    compressed_words,
+    gptq,
+    gptq_config,
+    publish,
+)
+
+CPU = torch.device("cpu")
+PACKED = compressed_config("pack-quantized", 4, strategy="group")
+
+
+def clipped_int8(weight: torch.Tensor) -> Packed:
+    """int8 whose largest integers are not 127: rounding again would choose other scales."""
+    scale = weight.abs().amax(1, keepdim=True) / 90
+    q = (weight / scale).round().to(torch.int8)
+    return {".weight": q, ".weight_scale": scale}, q.float() * scale
+
+
+def errors(directory: Path, config: object, pack: Packer, method: str) -> list[float]:
+    """Relative, of each linear layer of a block that was loaded with this quantisation, beside what is stored."""
+    expected = publish(directory, config, pack, num_hidden_layers=1, intermediate_size=128)
+    stack = load_blocks(
+        Checkpoint.open(directory),
+        Span(0, 1),
+        transform=lambda block, index: quantize_(block, method, CPU, torch.float32),
+    )
+    found = []
+    for name, layer in stack.blocks[0].named_modules():
+        weight = expected.get(f"model.layers.0.{name}.weight")
+        if name.endswith("_proj") and weight is not None:
+            found.append(float((layer.quantized.dequantize() - weight).norm() / weight.norm()))
+    assert len(found) == 7
+    return found
+
+
+@pytest.mark.parametrize(
+    ("config", "pack"),
+    [
+        (compressed_config("int-quantized", 8), clipped_int8),
+        (bitsandbytes_config(8), bitsandbytes_int8),
+        (compressed_config("pack-quantized", 8), lambda weight: compressed_words(weight, weight.shape[1], 8)),
+    ],
+)
+def test_int8_of_rows_is_kept(tmp_path: Path, config: object, pack: Packer) -> None:
+    assert max(errors(tmp_path, config, pack, "int8")) < 1e-7
+
+
+def test_the_smallest_integer_is_rounded_again(tmp_path: Path) -> None:
+    """The kernels add products of pairs in 16 bits, for which -128 is too large."""
+
+    def pack(weight: torch.Tensor) -> Packed:
+        q = torch.full(weight.shape, -128, dtype=torch.int8)
+        return {".weight": q, ".weight_scale": torch.ones(len(q), 1)}, q.float()
+
+    assert max(errors(tmp_path, compressed_config("int-quantized", 8), pack, "int8")) < 1e-7
+
+
+@pytest.mark.parametrize(
+    ("config", "pack"),
+    [
+        (AWQ_CONFIG, partial(awq, group=32)),
+        (AWQ_CONFIG, partial(awq, group=64)),
+        (gptq_config(), partial(gptq, group=32)),
+        (gptq_config(sym=True), partial(gptq, group=64, symmetric=True)),
+        (PACKED, partial(compressed_words, group=32, bits=4)),
+        (PACKED, partial(compressed_words, group=32, bits=4, symmetric=False)),
+        (PACKED, lambda weight: compressed_words(weight, weight.shape[1], 4)),
+    ],
+)
+def test_int4_keeps_integers_and_rounds_scales(tmp_path: Path, config: object, pack: Packer) -> None:
+    assert max(errors(tmp_path, config, pack, "int4")) < 1 / 32
+
+
+@pytest.mark.parametrize(
+    ("config", "pack"), [(AWQ_CONFIG, partial(awq, group=16)), (gptq_config(), partial(gptq, group=32, order=True))]
+)
+def test_other_groups_are_rounded_again(tmp_path: Path, config: object, pack: Packer) -> None:
+    found = errors(tmp_path, config, pack, "int4")
+    assert 1 / 32 < max(found) < 0.15
