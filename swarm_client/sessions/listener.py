@@ -104,7 +104,10 @@ class Listener:
             if not result.num_waiting:
                 hop.due_batches = None
             elif hop.due_batches is None:
-                hop.due_batches = result.num_batches + _TIMES_WAITING * result.num_waiting + _SPARE_BATCHES
+                # Shorter prompts that come later may go first, each stream of them with as much work as this call has.
+                num_left = sum(step.number > number for step in call.steps)
+                most = _TIMES_WAITING * result.num_waiting * max(1, num_left)
+                hop.due_batches = result.num_batches + most + _SPARE_BATCHES
             if behind is None and number < last_number:
                 behind = hop, number, result
             last = result

@@ -295,6 +295,21 @@ def test_who_has_what_it_needs_and_does_not_get_on_is_replaced_late(numbers: tup
     session(story)
 
 
+@pytest.mark.parametrize(("done", "num_left"), [(0, 3), (SECOND, 1)])
+def test_a_prompt_may_be_overtaken_by_as_much_as_is_left_of_it(done: int, num_left: int) -> None:
+    """In each of the streams that wait on the server: it computes shorter ones first."""
+
+    async def story(session: Session) -> None:
+        waiting = asyncio.ensure_future(session.listener.next_event(session.call))
+        key = session.hops[0].session_key
+        session.servers.progress[key] = pb.SessionProgress(number=done, computed=1, num_batches=100, num_waiting=50)
+        await asyncio.sleep(3 * SILENCE_S)
+        assert session.hops[0].due_batches == 100 + 4 * 50 * num_left + 16
+        waiting.cancel()
+
+    session(story)
+
+
 def test_who_gets_on_slowly_is_let_be() -> None:
     async def story(session: Session) -> None:
         waiting = asyncio.ensure_future(session.listener.next_event(session.call))
