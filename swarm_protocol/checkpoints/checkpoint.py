@@ -39,8 +39,10 @@ class Checkpoint:
         self.name, self.location = files.name, files.location
         self._weights = ShardedWeights(files) if files.gguf is None else GgufWeights(files, files.gguf)
         self.config = self._weights.config
-        is_local = isinstance(files, Directory)
-        self.revision = self._weights.fingerprint()[:FINGERPRINT_HEX] if is_local else files.commit
+        if isinstance(files, HubModel):
+            self.revision = files.commit
+        else:
+            self.revision = self._weights.fingerprint()[:FINGERPRINT_HEX]
 
     @classmethod
     def open(cls, name_or_path: str | Path, revision: str | None = None, token: str | None = None) -> Checkpoint:

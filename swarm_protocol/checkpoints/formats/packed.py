@@ -43,7 +43,7 @@ class PackedTensor(StoredTensor):
         return f"{function.__module__}.{function.__qualname__}({sorted(self.unpack.keywords.items())})"
 
     def read(self) -> torch.Tensor:
-        tensor = self._unpacked()
+        tensor: torch.Tensor = self._unpacked()
         assert tensor.shape == self.shape and tensor.dtype == self.dtype, self.name
         return tensor
 
