@@ -58,7 +58,7 @@ class Terms:
 
     Attributes:
         records_past: sliding windows keep what later crops need.
-        asked_s: when servers were first asked for room; None: not yet.
+        asked_s: when room on servers was first wanted; None: not yet.
         last_number: of the steps so far.
     """
 
@@ -311,7 +311,8 @@ class Opener:
         )
         server = await self._swarm.server(hop.server)
         request.wait_s = wait_s()
-        request.age_s = 0.0 if opening.asked_s is None else now_s() - opening.asked_s
+        if opening.asked_s is not None:
+            request.age_s, request.asked_s = now_s() - opening.asked_s, opening.asked_s
         adapter = self.adapter.part(hop.span)
         opened = await server.open(number, hop.span, request, self._inbox, adapter, self._is_bundled)
         self._swarm.progress.waits(hop.server.peer_id, opened.queue_s, now_s())

@@ -14,6 +14,7 @@ from swarm_protocol.pb import swarm_pb2 as pb
 from swarm_protocol.wire.constants import FIRST_STEP
 from swarm_server.net.validation import require_key, require_user
 from swarm_server.sessions.admission import Admission
+from swarm_server.sessions.births import Births
 from swarm_server.sessions.preemption import Claim, Preemption
 from swarm_server.sessions.services import SpanServices
 from swarm_server.sessions.sessions import HostedSession, Reply
@@ -34,6 +35,7 @@ class SessionManager:
         self.admission = Admission(services.budget, max_sessions)
         self.ended = asyncio.Event()
         self._preemption = Preemption(self.admission)
+        self._births = Births()
         self._numbers = count()  # of sessions, as they were let in
         self._uses: dict[bytes, ExitStack] = {}  # of adapters, by session
         self._sessions: dict[bytes, HostedSession] = {}
@@ -62,7 +64,8 @@ class SessionManager:
             validator.next_hop(request.next)
         layout = engine.layout_of(blocks, keeps_outputs)
         wanted_tokens = validator.at_most(request.reserve_tokens + request.spare_tokens)
-        born_s = asyncio.get_running_loop().time() - _seconds(request.age_s)
+        arrived_s = asyncio.get_running_loop().time()
+        born_s = self._births.born_s(client.peer_id, arrived_s, _seconds(request.age_s), request.asked_s)
         with ExitStack() as uses:
             adapter = uses.enter_context(adapters.using(request.adapter)) if request.HasField("adapter") else None
             self._require_new(request.session_key)
