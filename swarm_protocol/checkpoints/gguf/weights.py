@@ -27,7 +27,7 @@ from swarm_protocol.untrusted.numbers import require_model_numbers
 _SHARD = re.compile(r"(.*-)(\d{5})(-of-(\d{5})\.gguf)")
 _MAX_SHARDS = 1024
 _ALWAYS_TIED = ("bloom", "falcon")  # transformers takes their heads from their embeddings
-_TILE_ROWS = 1024  # that are unpacked at a time
+_TILE = 1 << 18  # numbers that are unpacked at a time
 _SAMPLE_BYTES = 4096
 
 
@@ -49,15 +49,17 @@ class GgufWeights:
         stored = {key: tensor for header in self._headers for key, tensor in header.tensors.items()}
         if not first.architecture:
             raise CheckpointError(f"{self._path} is damaged: it does not say its general.architecture")
-        self.config = _read_config(self._path)
+        self.config = _read_config(self._path, first)
         if "output.weight" in stored and first.architecture not in _ALWAYS_TIED:
             self.config.tie_word_embeddings = False  # transformers looks for it in the first file alone
         complete_rope(self.config, first, self._path)
         self._model = _names_of(self.config, first.architecture, self._path)
         self._parts: dict[str, dict[str, GgufTensor]] = {}
         for key, tensor in stored.items():
-            if key in self._model.of_gguf:
-                self._parts.setdefault(self._model.of_gguf[key], {})[key] = tensor
+            name_of = self._model.of_gguf
+            full = name_of.get(key) or name_of.get(key.removesuffix(".weight"))  # experts have no such end
+            if full is not None:
+                self._parts.setdefault(full, {})[key] = tensor
         self.names = tuple(self._parts)
 
     def stored(self, name: str) -> StoredTensor:
@@ -91,11 +93,14 @@ def _other_shards(name: str, first: GgufHeader) -> list[str]:
     return [f"{match[1]}{number:05d}{match[3]}" for number in range(2, count + 1)]
 
 
-def _read_config(path: Path) -> PreTrainedConfig:
+def _read_config(path: Path, header: GgufHeader) -> PreTrainedConfig:
     try:
         config: PreTrainedConfig = AutoConfig.from_pretrained(path.parent, gguf_file=path.name)
     except Exception as error:  # of a stranger's file, whatever it does to the reader
         raise _unsupported(path, error) from error
+    expert_size = header.values.get(f"{header.architecture}.expert_feed_forward_length")
+    if expert_size is not None and hasattr(config, "moe_intermediate_size"):
+        config.moe_intermediate_size = expert_size  # transformers takes its default
     require_model_numbers(json.loads(config.to_json_string()), path, type(config).attribute_map)
     return config
 
@@ -149,7 +154,8 @@ def _dequantize(rows: torch.Tensor, type_: int) -> np.ndarray[Any, Any]:
     _, block, block_bytes = TYPES[type_]
     stored = rows.numpy()
     values = np.empty((stored.shape[0], stored.shape[1] // block_bytes * block), dtype=np.float32)
-    for start in range(0, len(stored), _TILE_ROWS):  # it makes several copies of what it is given
-        tile = slice(start, start + _TILE_ROWS)
+    tile_rows = max(1, _TILE // max(1, values.shape[1]))
+    for start in range(0, len(stored), tile_rows):  # it makes several copies of what it is given
+        tile = slice(start, start + tile_rows)
         values[tile] = dequantize(stored[tile], GGMLQuantizationType(type_))
     return values
