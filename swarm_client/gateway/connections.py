@@ -1,6 +1,7 @@
-"""Connections whose request has not come whole: how many there may be at a time, and for how long.
+"""Connections whose next request has not come whole: how many there may be at a time, and for how long.
 
-Whoever opens many and sends nothing, or little by little, would otherwise hold all file descriptors of the process.
+Whoever opens many and sends nothing, or little by little, would otherwise hold all file descriptors of the process. So
+would those who have been answered, by a refusal for instance, and stay.
 """
 
 from __future__ import annotations
@@ -66,6 +67,11 @@ def protocol_of(requests: IncomingRequests) -> type[asyncio.Protocol]:
                     requests.begins(self.transport)
             else:
                 requests.ends(self.transport)
+
+        def on_response_complete(self) -> None:
+            super().on_response_complete()
+            if self.cycle.response_complete and not self.transport.is_closing():  # else the next request is there
+                requests.begins(self.transport)
 
         def connection_lost(self, error: Exception | None) -> None:
             requests.ends(self.transport)

@@ -51,7 +51,9 @@ class Caller:
 async def serving(most: int, timeout_s: float = 600.0) -> AsyncIterator[Caller]:
     with listen("127.0.0.1", 0) as listener:
         protocol = protocol_of(IncomingRequests(most, timeout_s))
-        server = uvicorn.Server(uvicorn.Config(app, http=protocol, log_config=None, lifespan="off", ws="none"))
+        options = uvicorn.Config(app, http=protocol, log_config=None, lifespan="off", ws="none")
+        options.timeout_keep_alive = 600
+        server = uvicorn.Server(options)
         running = asyncio.ensure_future(server._serve([listener]))
         caller = Caller(listener.getsockname()[1])
         try:
@@ -76,6 +78,28 @@ def test_many_that_send_no_whole_request_keep_nobody_out(part: bytes) -> None:
             assert await answer(await caller.send(WHOLE)) == b"ok"
             for reader, _ in slow[:17]:
                 assert await reader.read() == b""
+
+    run(scenario())
+
+
+def test_many_that_stay_after_an_answer_keep_nobody_out() -> None:
+    async def scenario() -> None:
+        async with serving(most=3) as caller:
+            answered = []
+            for _ in range(10):
+                answered.append(await caller.send(WHOLE))
+                assert await answer(answered[-1]) == b"ok"
+            for reader, _ in answered[:6]:
+                assert await reader.read() == b""
+
+    run(scenario())
+
+
+def test_requests_that_come_together_are_all_answered() -> None:
+    async def scenario() -> None:
+        async with serving(most=1) as caller:
+            stream = await caller.send(3 * WHOLE)
+            assert [await answer(stream) for _ in range(3)] == [b"ok"] * 3
 
     run(scenario())
 
