@@ -173,9 +173,15 @@ def measure_mixed(
             command += ["--api-keys", str(keys)]
         log = directory / "log"
         url = stack.enter_context(http_server(command, threads=1, root=checkout, log_file=log))
-        streams = asyncio.run(run_mixed(url, path, num_streams, args.keys, args.seconds))
-        recoveries = len(_MOVED.findall(log.read_text()))
-    return Mixed.of(streams, args.seconds, recoveries)
+        try:
+            streams = asyncio.run(run_mixed(url, path, num_streams, args.keys, args.seconds))
+        except BaseException:
+            print(log.read_text(), file=sys.stderr)
+            raise
+        moves = [line for line in log.read_text().splitlines() if _MOVED.search(line)]
+    for line in moves:
+        print(line, file=sys.stderr)
+    return Mixed.of(streams, args.seconds, len(moves))
 
 
 def measure_mixed_streams(path: Path, args: argparse.Namespace, http_server: Callable[..., Any]) -> Iterator[dict]:

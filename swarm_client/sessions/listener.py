@@ -14,7 +14,7 @@ from swarm_client.swarm.watchdog import Stalled, Watchdog
 from swarm_client.transport.hops import Answer, BlockAnswer, HopEvent, HopSession, Inbox, Trouble
 from swarm_protocol.errors import AccessDenied, BadReply, PeerBusy, PeerError, PeerUnavailable, SwarmError
 from swarm_protocol.pb import swarm_pb2 as pb
-from swarm_protocol.wire.constants import FIRST_STEP
+from swarm_protocol.wire.constants import FIRST_STEP, MAX_UNTAKEN
 
 _TIMES_WAITING = 4  # more batches than what waited before a step may end first: of those that came later
 _SPARE_BATCHES = 16
@@ -88,9 +88,8 @@ class Listener:
         """
         asked_s = now_s()
         results = await asyncio.gather(*map(self._ask, hops), return_exceptions=True)
-        behind: tuple[HopSession, int, pb.SessionProgress] | None = None
-        last = pb.SessionProgress()
-        last_number = call.steps[-1].number
+        said: dict[HopSession, pb.SessionProgress] = {}
+        numbers: list[int] = []
         for hop, result in zip(hops, results, strict=True):
             if isinstance(result, SwarmError):
                 self._inbox.put_nowait(Trouble(hop.number, None, result))
@@ -108,11 +107,13 @@ class Listener:
                 num_left = sum(step.number > number for step in call.steps)
                 most = _TIMES_WAITING * result.num_waiting * max(1, num_left)
                 hop.due_batches = result.num_batches + most + _SPARE_BATCHES
-            if behind is None and number < last_number:
-                behind = hop, number, result
-            last = result
-        if hops:  # who has finished has sent nothing
-            self._check_time(call, *(behind or (hops[-1], call.answered, last)))
+            said[hop] = result
+            numbers.append(number)
+        if hops:
+            index = _late_hop([max(number, call.first_number - 1) for number in numbers], call.steps[-1].number)
+            # If all have finished, the last one has sent nothing.
+            late, number = (hops[-1], call.answered) if index is None else (hops[index], numbers[index])
+            self._check_time(call, late, number, said)
 
     async def _ask(self, hop: HopSession) -> pb.SessionProgress | None:
         """How far the hop is; None if that is not known, but it has been heard meanwhile, or this client was late.
@@ -130,7 +131,9 @@ class Listener:
                 return None
             raise
 
-    def _check_time(self, call: Call, hop: HopSession, number: int, said: pb.SessionProgress) -> None:
+    def _check_time(
+        self, call: Call, hop: HopSession, number: int, said: Mapping[HopSession, pb.SessionProgress]
+    ) -> None:
         """Trouble if the hop has had what it needs for too long, and somebody else can try."""
         server = hop.hop.server
         num_alarms = self._swarm.alarms.num_others(server.peer_id, now_s())
@@ -143,8 +146,10 @@ class Listener:
         allowed_s = max(self._watchdog.allowed_s(hop, number, call.steps, rtt_s, num_alarms, line) for line in lines)
         if not self._swarm.can_replace(hop.span, server.peer_id):
             allowed_s = self._swarm.config.step_timeout_s
-        if self._silent_s <= allowed_s or self._computes(hop, said, allowed_s):
+        if self._silent_s <= allowed_s:
             return
+        if any(self._computes(each, progress, allowed_s) for each, progress in said.items()):
+            return  # those before do not compute either until it has taken what they have sent on
         late = hop
         if before is not None:  # it says that it has sent on what this one waits for; which of them is to blame?
             is_less_known = self._has_worked(hop) and not self._has_worked(before)
@@ -287,6 +292,21 @@ class Listener:
                 hop.refused = None
         self._on_answer()
         return {}
+
+
+def _late_hop(numbers: Sequence[int], last_number: int) -> int | None:
+    """Return the index of the hop that the others wait for; None if all have finished.
+
+    That is the first one that has not finished, unless it may do no more until the next hop has taken what it has sent.
+
+    Args:
+        numbers: of the last step that each hop has done; before the first: the one before that.
+        last_number: of the last step that there is.
+    """
+    late = next((i for i, number in enumerate(numbers) if number < last_number), None)
+    while late is not None and late + 1 < len(numbers) and numbers[late] - numbers[late + 1] > MAX_UNTAKEN:
+        late += 1
+    return late
 
 
 def _numbers(hop: HopSession, call: Call) -> Iterable[int]:

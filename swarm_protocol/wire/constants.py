@@ -28,6 +28,7 @@ MAX_RESENT_STEPS = 1 << 15
 MAX_RESENT_BYTES = 64 * MIB
 MAX_BUNDLED = 64  # steps or answers of different sessions in one message, each of at most:
 MAX_BUNDLED_BYTES = MIB // 8
+MAX_UNTAKEN = 4  # steps of a session under way to the next server, so that a slow one slows those before it
 MAX_NUMBER_JUMP = 1 << 20  # from one step to the next; a call that fails may have had so many
 
 MAX_ECHO_BYTES = 1 * MIB

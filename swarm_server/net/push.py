@@ -18,7 +18,7 @@ from swarm_protocol.pb.swarm_pb2_grpc import BlocksStub
 from swarm_protocol.rpc.shared import result_of
 from swarm_protocol.tunnel.dialing import first_reached
 from swarm_protocol.wire.bundling import may_be_bundled
-from swarm_protocol.wire.constants import CLIENT_OPTIONS
+from swarm_protocol.wire.constants import CLIENT_OPTIONS, MAX_UNTAKEN
 from swarm_protocol.wire.printable import printable
 from swarm_protocol.wire.status import FirstStatus
 from swarm_server.net.push_bundle import PushStream
@@ -27,7 +27,6 @@ _logger = logging.getLogger(__name__)
 _CONNECT_TIMEOUT_S = 3.0
 _IDLE_S = 60.0  # longer than from one round of measuring to the next
 _MAX_ADDRESSES = 4  # of one server, which are tried
-_MAX_UNTAKEN = 4  # steps under way to the next hop; more wait, so that a slow hop slows those before it
 _LOST = (grpc.ChannelConnectivity.TRANSIENT_FAILURE, grpc.ChannelConnectivity.SHUTDOWN)
 _MAX_SETTLED_BYTES = 64 * 1024  # hidden states of a step that are kept until the next, which may take minutes
 
@@ -153,7 +152,7 @@ class Pusher:
         if self._call is None and not self._broken:
             await self._attach()
         call = self._call
-        await self._until(lambda: len(self._untaken) < _MAX_UNTAKEN)
+        await self._until(lambda: len(self._untaken) < MAX_UNTAKEN)
         if self._broken:
             await self._give_up_late(step, parts)
             return

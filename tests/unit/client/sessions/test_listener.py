@@ -12,7 +12,7 @@ import torch
 
 from swarm_client.failover.journal import Journal
 from swarm_client.sessions.call import Call
-from swarm_client.sessions.listener import Listener
+from swarm_client.sessions.listener import Listener, _late_hop
 from swarm_client.sessions.opening import Opener, Opening
 from swarm_client.swarm.swarm import Swarm
 from swarm_client.transport.hops import Answer, BlockAnswer, HopEvent, HopSession, Inbox, Trouble
@@ -293,6 +293,30 @@ def test_who_has_what_it_needs_and_does_not_get_on_is_replaced_late(numbers: tup
         assert asyncio.get_running_loop().time() - start_s > STEP_S
 
     session(story)
+
+
+@pytest.mark.parametrize(("num_ahead", "late"), [(4, 0), (5, 1)])
+def test_a_server_that_waits_for_the_next_one_to_take_its_outputs_is_not_late(num_ahead: int, late: int) -> None:
+    assert _late_hop([FIRST - 1 + num_ahead, FIRST - 1, FIRST - 1], FIRST + 7) == late
+    assert _late_hop([FIRST + 7, FIRST - 1 + num_ahead, FIRST - 1], FIRST + 7) == late + 1
+    assert _late_hop([FIRST + 7] * 3, FIRST + 7) is None
+
+
+def test_nobody_is_late_while_a_server_computes_what_the_others_wait_for() -> None:
+    async def story(session: Session) -> None:
+        waiting = asyncio.ensure_future(next_trouble(session))
+        session.listener._swarm.progress.answered("c", asyncio.get_running_loop().time())
+        slow = session.hops[2].session_key
+        for second in range(int(2 * STEP_S)):
+            session.stands(LAST, FIRST, 0)
+            session.servers.progress[slow] = pb.SessionProgress(computed=second + 1, num_batches=1, num_waiting=1)
+            await asyncio.sleep(1.0)
+        assert not waiting.done()
+        start_s = asyncio.get_running_loop().time()
+        index, _ = await waiting
+        assert index == 1 and asyncio.get_running_loop().time() - start_s < STEP_S
+
+    session(story, step_s=100.0, d="2:4")
 
 
 @pytest.mark.parametrize(("done", "num_left"), [(0, 3), (SECOND, 1)])
