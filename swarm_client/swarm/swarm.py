@@ -8,13 +8,13 @@ import logging
 import random
 import secrets
 import time
-import weakref
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable, Sequence
 from typing import Any, TypeVar
 
 from swarm_client.core.background import now_s
 from swarm_client.core.config import ClientConfig
 from swarm_client.core.lateness import Lateness
+from swarm_client.core.open_sessions import OpenSessions
 from swarm_client.routing.own_load import with_own_load
 from swarm_client.routing.pipelining import chains_of_lanes
 from swarm_client.routing.routing import (
@@ -107,7 +107,7 @@ class Swarm:
         self._salt = secrets.token_bytes(16)  # strangers cannot know which of many identities this client counts
         self._last_chains: dict[Span, Route] = {}
         self._tasks: set[asyncio.Task[Any]] = set()
-        self.sessions: weakref.WeakSet[Any] = weakref.WeakSet()
+        self.sessions = OpenSessions()
 
     async def connect(self) -> None:
         """Joins the DHT.
