@@ -95,7 +95,7 @@ class Chain:
         call, opening = self._call, self._opener.opening
         if call is None:
             num_waiting = 0
-        elif opening:
+        elif opening and not self.hops:
             num_waiting = call.after.length * call.inputs.hidden.shape[0]
         else:
             num_waiting = sum(step.num_positions for step in call.steps if step.number not in call.outputs)

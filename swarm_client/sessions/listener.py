@@ -91,10 +91,13 @@ class Listener:
         said: dict[HopSession, pb.SessionProgress] = {}
         numbers: list[int] = []
         for hop, result in zip(hops, results, strict=True):
+            if isinstance(result, BaseException) and not isinstance(result, SwarmError):
+                return  # this client is closing
             if isinstance(result, SwarmError):
                 self._inbox.put_nowait(Trouble(hop.number, None, result))
-            if not isinstance(result, pb.SessionProgress):
                 return  # the first that has failed is the one to replace
+            if result is None:
+                continue
             self._swarm.progress.probed(hop.hop.server.peer_id, result, now_s())
             number = max((n for n in _numbers(hop, call) if n <= result.number), default=0)
             if number > hop.seen_number:
@@ -109,7 +112,7 @@ class Listener:
                 hop.due_batches = result.num_batches + most + _SPARE_BATCHES
             said[hop] = result
             numbers.append(number)
-        if hops:
+        if hops and len(said) == len(hops):
             index = _late_hop([max(number, call.first_number - 1) for number in numbers], call.steps[-1].number)
             # If all have finished, the last one has sent nothing.
             late, number = (hops[-1], call.answered) if index is None else (hops[index], numbers[index])
@@ -117,6 +120,8 @@ class Listener:
 
     async def _ask(self, hop: HopSession) -> pb.SessionProgress | None:
         """How far the hop is; None if that is not known, but it has been heard meanwhile, or this client was late.
+
+        Not for longer than a step may take: it may answer others and not this session.
 
         Raises:
             SwarmError: it has failed.
@@ -127,6 +132,8 @@ class Listener:
         except PeerUnavailable:
             was_heard = self._swarm.progress.heard_s(hop.hop.server.peer_id) >= asked_s
             is_late = now_s() - asked_s >= _ALMOST * timeout_s
+            if self._silent_s > self._swarm.config.step_timeout_s:
+                raise
             if is_late and (was_heard or self._swarm.lateness.awake_s(asked_s) < _ALMOST * timeout_s):
                 return None
             raise

@@ -9,7 +9,6 @@ from math import inf
 from swarm_protocol.dht.records import ServerRecord
 from swarm_protocol.pb import swarm_pb2 as pb
 
-_BETWEEN_PROBES_S = 5.0  # when work was done between probes that are further apart, nobody knows
 _FRESH_S = 5.0  # so long a queue is better known than from a record, which is published every 20 s
 
 
@@ -29,7 +28,9 @@ class _Said:
 class ProgressTracker:
     """The progress of all servers that this client speaks to. Pure."""
 
-    def __init__(self) -> None:
+    def __init__(self, between_probes_s: float = 5.0) -> None:
+        """``between_probes_s``: of probes that are further apart, nobody knows when between them work was done."""
+        self._between_probes_s = between_probes_s
         self._said: defaultdict[str, _Said] = defaultdict(_Said)
 
     def forget(self, peer_id: str) -> None:
@@ -42,16 +43,16 @@ class ProgressTracker:
         said.heard_s, said.has_answered = now_s, True
 
     def waits(self, peer_id: str, queue_s: float | None, now_s: float) -> None:
-        """Note how long the server says that a step would wait there; None if it does not say."""
+        """Note how long the server says that a step would wait there; None if it does not say, or what cannot be."""
         said = self._said[peer_id]
         said.heard_s = now_s
-        if queue_s is not None:
+        if queue_s is not None and 0 <= queue_s < inf:
             said.queue_s, said.queue_time_s = queue_s, now_s
 
     def probed(self, peer_id: str, progress: pb.SessionProgress, now_s: float) -> None:
         """Note an answer to Progress."""
         said = self._said[peer_id]
-        if progress.computed > said.computed and now_s - said.probed_s <= _BETWEEN_PROBES_S:
+        if progress.computed > said.computed and now_s - said.probed_s <= self._between_probes_s:
             said.grew_s = now_s
         said.probed_s, said.computed = now_s, progress.computed
         self.waits(peer_id, progress.queue_s if progress.HasField("queue_s") else None, now_s)

@@ -101,7 +101,8 @@ class Swarm:
         self._backoff = PeerBackoff()
         self._acquaintance = Acquaintance()
         self.pass_watchdog = PassWatchdog(config)
-        self.progress = ProgressTracker()
+        times = config.timeouts
+        self.progress = ProgressTracker(2.0 * (times.probe_after_s + times.probe_s))
         self.alarms = StallAlarms()
         self.lateness = Lateness()
         self._salt = secrets.token_bytes(16)  # strangers cannot know which of many identities this client counts

@@ -28,6 +28,7 @@ from swarm_protocol.wire.block_input import BlockInput
 
 _JUDGES = 3  # servers that are told
 _ATTEMPTS = 32  # at each, to have the liar sign what is false: whoever lies in a tenth of its answers mostly does
+_QUESTIONS = 4  # different ones, of all attempts
 _WITNESSES = 2  # who are asked, beside the server that accuses, and must contradict the statement too
 _MAX_READ = 4  # accusations that are looked into, each time they are read
 _MAX_KNOWN = 4096
@@ -70,13 +71,16 @@ class Accusations:
 
         A server that lies now and then signs the truth most times. Only the liar computes again in each attempt.
         """
-        seed = new_seed()
-        right = await self._answer(judge, probe(seed, hidden_size))
-        for _ in range(_ATTEMPTS):
-            evidence = await self._evidence(record, judge.span, seed, hidden_size)
-            excess = None if right is None else evidence.excess(right, kind_of(judge.server), self._swarm.routed)
-            if excess is not None and excess >= 1:
-                return evidence
+        for _ in range(_QUESTIONS):  # what it answers may depend on the question
+            seed = new_seed()
+            right = await self._answer(judge, probe(seed, hidden_size))
+            if right is None:
+                return None
+            for _ in range(_ATTEMPTS // _QUESTIONS):
+                evidence = await self._evidence(record, judge.span, seed, hidden_size)
+                excess = evidence.excess(right, kind_of(judge.server), self._swarm.routed)
+                if excess is not None and excess >= 1:
+                    return evidence
         return None
 
     async def read(self) -> None:

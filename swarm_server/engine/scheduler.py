@@ -208,7 +208,7 @@ class Scheduler:
         self._delay_s, self._delay_time = 0.0, time.monotonic()
         self._costs = dict.fromkeys(Kind, 0)  # of all work that waits or is being computed; used on the event loop
         self._num_waiting = 0
-        self._pace_s = dict.fromkeys(Kind, 0.0)  # what a unit of cost takes: an exponential average; 0: not known
+        self._pace_s = dict.fromkeys(Kind, 0.0)  # for a unit of a step's cost: an exponential average; 0: not known
         self._stepped_s: dict[int, float] = {}  # when each session, by its id(), had its last step; the latest last
         self._thread = threading.Thread(target=self._main, name="compute", daemon=True)
         self._thread.start()
@@ -227,7 +227,7 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        """Pieces of work that wait or are being computed: after so many batches, at most, all are done."""
+        """Pieces of work that wait or are being computed. What comes later may go before some of them."""
         return self._num_waiting
 
     @property
@@ -338,6 +338,8 @@ class Scheduler:
         kind = batch[0].kind
         self._counters.batches += 1
         self._counters.compute_s[kind.name.lower()] += seconds
+        if batch[0].call is not None:
+            return  # it is not as long as a step
         pace_s = seconds / max(1, sum(work.cost for work in batch))
         self._pace_s[kind] += (pace_s - self._pace_s[kind]) * (_PACE_WEIGHT if self._pace_s[kind] else 1.0)
 

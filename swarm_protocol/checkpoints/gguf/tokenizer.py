@@ -11,9 +11,9 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from swarm_protocol.checkpoints.files import Directory, FileMissing, locate
 
 
-def read_tokenizer(name_or_path: str, revision: str | None = None) -> PreTrainedTokenizerBase:
+def read_tokenizer(name_or_path: str | Path, revision: str | None = None) -> PreTrainedTokenizerBase:
     """Raises CheckpointError, and whatever a stranger's files do to the libraries that read them."""
-    files = locate(name_or_path, revision, None)
+    files = locate(str(name_or_path), revision, None)
     gguf = None
     with suppress(FileMissing):  # a tokenizer needs no config.json
         gguf = files.gguf
@@ -27,5 +27,5 @@ def read_tokenizer(name_or_path: str, revision: str | None = None) -> PreTrained
     with tempfile.TemporaryDirectory() as alone:  # without a tokenizer of another model that lies beside the file
         (Path(alone) / path.name).symlink_to(path)
         tokenizer = AutoTokenizer.from_pretrained(alone, gguf_file=path.name, trust_remote_code=False)
-    tokenizer.name_or_path = name_or_path
+    tokenizer.name_or_path = str(name_or_path)
     return tokenizer

@@ -268,6 +268,36 @@ def test_silence_is_no_failure_while_others_hear_the_server_or_this_client_is_la
     session(story)
 
 
+def test_a_server_that_others_hear_and_this_session_does_not_is_replaced_late() -> None:
+    async def story(session: Session) -> None:
+        session.stands(LAST, FIRST, 0)
+        session.servers.unheard.add(session.hops[1].session_key)
+        loop, progress = asyncio.get_running_loop(), session.listener._swarm.progress
+        start_s = loop.time()
+        for number in range(1000):
+            loop.call_later(number / 4, lambda: progress.answered("b", loop.time()))
+        index, error = await next_trouble(session)
+        assert index == 1 and "does not answer" in str(error)
+        assert STEP_S < loop.time() - start_s < 2 * STEP_S
+
+    session(story)
+
+
+def test_a_dead_server_is_replaced_although_nobody_knows_how_far_another_one_is() -> None:
+    async def story(session: Session) -> None:
+        session.stands(LAST, FIRST, 0)
+        session.servers.unheard.add(session.hops[0].session_key)
+        session.servers.unreachable.add(session.hops[1].session_key)
+        loop, progress = asyncio.get_running_loop(), session.listener._swarm.progress
+        for number in range(1000):
+            loop.call_later(number / 4, lambda: progress.answered("a", loop.time()))
+        start_s = loop.time()
+        index, _ = await next_trouble(session)
+        assert index == 1 and loop.time() - start_s < STEP_S
+
+    session(story)
+
+
 def test_a_client_that_is_late_does_not_take_servers_for_stalled() -> None:
     async def story(session: Session) -> None:
         session.stands(LAST, FIRST, 0)

@@ -31,6 +31,9 @@ def test_a_queue_that_a_server_has_just_told_of_is_taken_instead_of_its_record()
     tracker.waits("ada", 0.5, 2.0)
     tracker.waits("bob", 9.0, 2.0)
     assert tracker.refreshed(record, 4.0).queue_delay_s == 0.5
+    for wrong in (float("nan"), float("inf"), -1.0):
+        tracker.waits("ada", wrong, 3.0)
+    assert tracker.refreshed(record, 4.0).queue_delay_s == 0.5
     assert tracker.refreshed(record, 60.0) is record
     tracker.forget("ada")
     assert tracker.refreshed(record, 4.0) is record

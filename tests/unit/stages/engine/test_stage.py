@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from swarm_protocol.checkpoints.checkpoint import Checkpoint
-from swarm_protocol.checkpoints.safetensors_file import StoredTensor
+from swarm_protocol.checkpoints.safetensors_file import FileTensor, StoredTensor
 from swarm_protocol.errors import RequestRejected
 from swarm_protocol.span import Span
 from swarm_stages.engine.building import build_stage
@@ -151,13 +151,13 @@ def test_checkpointed_activations_change_no_bit_and_take_less_memory(name: str, 
 
 def test_only_what_a_stage_has_is_read(llama: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
     read: list[str] = []
-    original = StoredTensor.read
+    original = FileTensor.read
 
-    def recorded(tensor: StoredTensor) -> Tensor:
+    def recorded(tensor: FileTensor) -> Tensor:
         read.append(tensor.name)
         return original(tensor)
 
-    monkeypatch.setattr(StoredTensor, "read", recorded)
+    monkeypatch.setattr(FileTensor, "read", recorded)
     found: list[str] = []
     stored = Checkpoint.stored
 
