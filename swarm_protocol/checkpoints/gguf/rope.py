@@ -11,8 +11,8 @@ from transformers import PreTrainedConfig
 from swarm_protocol.checkpoints.gguf.header import TYPES, GgufHeader
 from swarm_protocol.errors import UnsupportedModel
 
-_FACTORS = "rope_freqs.weight"  # by which llama.cpp divides frequencies: [head_dim / 2] fp32
-_OTHER_FACTORS = ("rope_factors_long.weight", "rope_factors_short.weight")
+FACTORS = "rope_freqs.weight"  # by which llama.cpp divides frequencies: [head_dim / 2] fp32
+OTHER_FACTORS = ("rope_factors_long.weight", "rope_factors_short.weight")
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 
 
@@ -23,16 +23,20 @@ def complete_rope(config: PreTrainedConfig, header: GgufHeader, path: Path) -> N
         UnsupportedModel: the file scales rotary embeddings in another way, and the config does not say so.
     """
     rope = getattr(config, "rope_parameters", None) or {}
-    kind = header.values.get(f"{header.architecture}.rope.scaling.type", "none")
-    is_scaled = kind != "none" and header.values.get(f"{header.architecture}.rope.scaling.factor", 1.0) != 1.0
-    unread = [name for name in _OTHER_FACTORS if name in header.tensors]
+    prefix = f"{header.architecture}.rope"
+    kind = header.values.get(f"{prefix}.scaling.type", "linear")  # llama.cpp's default
+    factor = header.values.get(f"{prefix}.scaling.factor", header.values.get(f"{prefix}.scale_linear", 1.0))
+    is_scaled = kind != "none" and factor not in (0.0, 1.0)
+    unread = [name for name in OTHER_FACTORS if name in header.tensors]
     if rope.get("rope_type", "default") == "default" and (is_scaled or unread):
         raise UnsupportedModel(f"{path} scales rotary embeddings ({kind}), which transformers does not read")
-    stored = header.tensors.get(_FACTORS)
+    stored = header.tensors.get(FACTORS)
     if stored is None or rope.get("rope_type", "default") != "default":
         return
+    if "rope_theta" not in rope or not stored.shape or 0 in stored.shape:
+        raise UnsupportedModel(f"{path} holds {FACTORS}, which does not fit a model of type {config.model_type!r}")
     if TYPES[stored.type][0] != "F32":
-        raise UnsupportedModel(f"{path} holds {_FACTORS} as {TYPES[stored.type][0]}: expected F32")
+        raise UnsupportedModel(f"{path} holds {FACTORS} as {TYPES[stored.type][0]}: expected F32")
     factors = stored.rows.read().view(torch.float32).flatten()
     scaling = {"factor": round(float(factors.max()), 3), **_LLAMA3}
     expected = _llama3_factors(len(factors), float(rope["rope_theta"]), **scaling)

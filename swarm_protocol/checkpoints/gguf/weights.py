@@ -19,7 +19,7 @@ from swarm_protocol.checkpoints.files import Directory, HubModel
 from swarm_protocol.checkpoints.formats.packed import PackedTensor
 from swarm_protocol.checkpoints.gguf.header import TYPES, GgufHeader, GgufTensor, read_header
 from swarm_protocol.checkpoints.gguf.names import ModelNames, model_names
-from swarm_protocol.checkpoints.gguf.rope import complete_rope
+from swarm_protocol.checkpoints.gguf.rope import FACTORS, OTHER_FACTORS, complete_rope
 from swarm_protocol.checkpoints.safetensors_file import StoredTensor
 from swarm_protocol.errors import CheckpointError, UnsupportedModel
 from swarm_protocol.untrusted.numbers import require_model_numbers
@@ -27,6 +27,7 @@ from swarm_protocol.untrusted.numbers import require_model_numbers
 _SHARD = re.compile(r"(.*-)(\d{5})(-of-(\d{5})\.gguf)")
 _MAX_SHARDS = 1024
 _ALWAYS_TIED = ("bloom", "falcon")  # transformers takes their heads from their embeddings
+_GEMMA2_27B_LAYERS = 46  # the only gemma2 whose attention is scaled otherwise
 _TILE = 1 << 18  # numbers that are unpacked at a time
 _SAMPLE_BYTES = 4096
 
@@ -60,6 +61,8 @@ class GgufWeights:
             full = name_of.get(key) or name_of.get(key.removesuffix(".weight"))  # experts have no such end
             if full is not None:
                 self._parts.setdefault(full, {})[key] = tensor
+            elif key not in (FACTORS, *OTHER_FACTORS, "output.weight"):  # the head of a model that ties it
+                raise UnsupportedModel(f"{self._path} holds {key}, which the installed transformers does not read")
         self.names = tuple(self._parts)
 
     def stored(self, name: str) -> StoredTensor:
@@ -101,6 +104,8 @@ def _read_config(path: Path, header: GgufHeader) -> PreTrainedConfig:
     expert_size = header.values.get(f"{header.architecture}.expert_feed_forward_length")
     if expert_size is not None and hasattr(config, "moe_intermediate_size"):
         config.moe_intermediate_size = expert_size  # transformers takes its default
+    if config.model_type == "gemma2" and config.num_hidden_layers == _GEMMA2_27B_LAYERS:
+        config.query_pre_attn_scalar = config.hidden_size // config.num_attention_heads  # the file does not say it
     require_model_numbers(json.loads(config.to_json_string()), path, type(config).attribute_map)
     return config
 

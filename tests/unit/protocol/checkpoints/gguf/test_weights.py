@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, Gemma2Config, LlamaConfig
 
 from swarm_protocol.checkpoints.checkpoint import Checkpoint
-from swarm_protocol.checkpoints.gguf.header import TYPES, read_header
+from swarm_protocol.checkpoints.gguf.header import TYPES, GgufHeader, read_header
+from swarm_protocol.checkpoints.gguf.rope import complete_rope
 from swarm_protocol.checkpoints.gguf.tokenizer import read_tokenizer
-from swarm_protocol.checkpoints.gguf.weights import _dequantize
+from swarm_protocol.checkpoints.gguf.weights import _dequantize, _read_config
 from swarm_protocol.errors import CheckpointError, UnsupportedModel
 from swarm_server.blocks.block_loading import load_block
 
@@ -150,6 +154,31 @@ def test_the_scaling_of_llama_3_is_read(tmp_path: Path) -> None:
         Checkpoint.open(tmp_path / "other.gguf")
 
 
+@pytest.mark.parametrize(
+    ("values", "is_scaled"),
+    [
+        ({"llama.rope.scaling.factor": 4.0}, True),  # without a type it is linear
+        ({"llama.rope.scale_linear": 4.0}, True),
+        ({"llama.rope.scaling.type": "yarn", "llama.rope.scaling.factor": 4.0}, True),
+        ({"llama.rope.scaling.type": "none", "llama.rope.scaling.factor": 4.0}, False),
+        ({"llama.rope.scale_linear": 0.0}, False),
+        ({}, False),
+    ],
+)
+def test_scaling_that_transformers_does_not_read_is_refused(values: dict[str, Any], is_scaled: bool) -> None:
+    header = GgufHeader({"general.architecture": "llama", **values}, {})
+    with pytest.raises(UnsupportedModel, match="scales rotary") if is_scaled else nullcontext():
+        complete_rope(LlamaConfig(), header, Path("tiny.gguf"))
+
+
+@pytest.mark.parametrize(("num_layers", "scalar"), [(2, 256), (46, 16)])
+def test_attention_of_the_largest_gemma_2_is_scaled_by_its_heads(tmp_path: Path, num_layers: int, scalar: int) -> None:
+    config = Gemma2Config(hidden_size=64, num_attention_heads=4, num_hidden_layers=num_layers)
+    with patch("swarm_protocol.checkpoints.gguf.weights.AutoConfig.from_pretrained", return_value=config):
+        found = _read_config(tmp_path / "tiny.gguf", GgufHeader({"general.architecture": "gemma2"}, {}))
+    assert found.query_pre_attn_scalar == scalar
+
+
 # ---------------------------------------------------------------- what can be wrong
 
 
@@ -177,7 +206,7 @@ def replaced(old: bytes, new: bytes) -> Callable[[bytes], bytes]:
         ),
         (
             replaced(b"blk.0.attn_q.weight", b"blk.0.attn_r.weight"),
-            "lacks tensor .*layers.0.self_attn.q_proj.weight",
+            "holds blk.0.attn_r.weight, which the installed transformers does not read",
         ),
         (
             replaced(b"llama", b"lhama"),
