@@ -175,7 +175,7 @@ def measure_mixed(
         url = stack.enter_context(http_server(command, threads=1, root=checkout, log_file=log))
         try:
             streams = asyncio.run(run_mixed(url, path, num_streams, args.keys, args.seconds))
-        except BaseException:
+        except Exception:  # of a client: the reason is in the gateway's log, which goes with its directory
             print(log.read_text(), file=sys.stderr)
             raise
         moves = [line for line in log.read_text().splitlines() if _MOVED.search(line)]

@@ -52,7 +52,7 @@ def load_block(
     def prepare(block: nn.Module) -> None:
         if replace is not None and not _keeps_own_dtypes(family.base_class, dtype):
             late.update(_take_out_linears(block, stored))
-            for tensor in [tensor for name in late for tensor in _tensors_of(name, stored).values()]:
+            for tensor in [each for name, part in late.items() for each in _tensors_of(name, part, stored).values()]:
                 del tensors[tensor.name]
         if dtype == torch.float32:
             _keep_as_stored(block, {name: tensor.dtype for name, tensor in stored.items()})
@@ -74,7 +74,7 @@ def load_block(
             if parameter.dtype in NARROW:
                 parameter.data = parameter.data.float()
     for name in sorted(late, key=lambda name: -stored[f"{name}.weight"].size_bytes):  # the last ones need least room
-        linear, kinds = late.pop(name), _tensors_of(name, stored)
+        linear, kinds = late[name], _tensors_of(name, late.pop(name), stored)
         layer = None if layers is None else layers.restore(kinds)
         if layer is None:
             for kind, tensor in kinds.items():
@@ -95,8 +95,9 @@ def _keeps_own_dtypes(base_class: type, dtype: torch.dtype) -> bool:
     return dtype != torch.float32 and any(getattr(base_class, name, None) for name in kept)
 
 
-def _tensors_of(name: str, stored: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
-    kinds = ("weight", "bias")
+def _tensors_of(name: str, linear: nn.Linear, stored: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
+    """Those that are stored of what the layer has: files of old quantisers have a bias of zeros besides."""
+    kinds = [kind for kind, _ in linear.named_parameters()]
     return {kind: stored[f"{name}.{kind}"] for kind in kinds if f"{name}.{kind}" in stored}
 
 
@@ -108,7 +109,7 @@ def _take_out_linears(block: nn.Module, stored: Mapping[str, StoredTensor]) -> d
     for name, part in list(block.named_modules()):
         if type(part) is nn.Linear and name.rpartition(".")[2] not in WEIGHT_IS_READ:
             shapes = {kind: tuple(parameter.shape) for kind, parameter in part.named_parameters()}
-            if shapes == {kind: tensor.shape for kind, tensor in _tensors_of(name, stored).items()}:
+            if shapes == {kind: tensor.shape for kind, tensor in _tensors_of(name, part, stored).items()}:
                 linears[name] = part
                 block.set_submodule(name, LeftOut())
     return linears

@@ -140,7 +140,10 @@ def build(
 def needs_of(file: RunFile, stage: Stage) -> StageNeeds:
     tensor_bytes = 8 * stage.width * file.stages.micro_batch_size * file.data.block_length  # in fp64
     most_bytes = 2 * 2 * tensor_bytes  # inputs and gradients; no trainer has more than half of the room
-    return StageNeeds(stage.num_trained, stage.untrained_bytes, file.optimizer.name, file.stages.sums, most_bytes)
+    num_rooms = 2 if file.stages.audit_share else 1  # auditors' requests have one of their own
+    return StageNeeds(
+        stage.num_trained, stage.untrained_bytes, file.optimizer.name, file.stages.sums, most_bytes, num_rooms
+    )
 
 
 def build_micro_batches(file: RunFile) -> BlockMicroBatches:

@@ -105,7 +105,13 @@ class Counting:
             return is_done
 
     def drop_moot(self) -> None:
-        """What is pending of micro-batches that count elsewhere: their trainers have asked another peer."""
+        """What is pending of micro-batches that count elsewhere: their trainers have asked another peer.
+
+        Nothing is dropped while sums change: whoever adds to them holds their lock, for which the event loop must not
+        wait.
+        """
+        if self.changing.locked():
+            return
         for m in filter(self._counts_elsewhere, self._sums.waiting):
             self._sums.drop(m)
 

@@ -23,6 +23,7 @@ class StageNeeds:
         optimizer: as the run file names it.
         sums: of gradients, ``fp32`` or ``fp64``.
         request_bytes: the least room for what trainers send, so that any micro-batch is taken.
+        num_rooms: for requests; auditors have another one.
     """
 
     num_trained: int
@@ -30,6 +31,7 @@ class StageNeeds:
     optimizer: str
     sums: str
     request_bytes: int
+    num_rooms: int = 1
 
     @property
     def resting_bytes(self) -> float:
@@ -67,7 +69,7 @@ class StageRoom:
     Attributes:
         pending: for gradients that wait for their commit.
         kept: for activations that wait for their backward pass.
-        requests: for what trainers send.
+        requests: for what trainers send, of each room.
     """
 
     pending: int
@@ -84,8 +86,9 @@ def room_of(needs: StageNeeds, memory_bytes: int | None) -> StageRoom:
     if memory_bytes is None:
         most = min(_MOST_PENDING, max(_FEWEST_PENDING, _MUCH_BYTES // gradient))
         return StageRoom(most * gradient, _KEPT_BYTES, max(needs.request_bytes, _REQUEST_BYTES))
-    least = needs.needed_bytes + gradient + needs.request_bytes
-    left = memory_bytes - needs.needed_bytes - needs.request_bytes
+    least_requests = needs.num_rooms * needs.request_bytes
+    least = needs.needed_bytes + gradient + least_requests
+    left = memory_bytes - needs.needed_bytes - least_requests
     if left < gradient:
         raise ValueError(
             f"--memory is {_shown(memory_bytes)}: expected at least {_shown(least)} for a stage with "
@@ -94,7 +97,8 @@ def room_of(needs: StageNeeds, memory_bytes: int | None) -> StageRoom:
         )
     pending = gradient * max(1, min(_MOST_PENDING, left // 2 // gradient))
     kept = min(_KEPT_BYTES, (left - pending) // 2)
-    return StageRoom(pending, kept, min(_REQUEST_BYTES, left - pending - kept) + needs.request_bytes)
+    requests = min(_REQUEST_BYTES, (left - pending - kept) // needs.num_rooms) + needs.request_bytes
+    return StageRoom(pending, kept, requests)
 
 
 def _shown(size_bytes: int) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
-from math import isfinite, prod
+from math import prod
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from swarm_protocol.errors import CheckpointError
 from swarm_protocol.untrusted.json_file import parse_object, shown
 
 _MAX_STATE_BYTES = 4096
+_MOST_OFFSET = 1e30
 _BLOCK_SIZES = {32, 64, 128, 256, 512, 1024, 2048, 4096}
 _TILE = 1 << 20  # numbers that are unpacked at a time
 _TOP = 127  # the largest int8
@@ -97,10 +98,10 @@ def _read_state(stored: FileTensor) -> dict[str, Any]:
     if not isinstance(sizes, list) or len(sizes) != 2 or not all(type(size) is int and size > 0 for size in sizes):
         raise CheckpointError(f"{stored.path}: {stored.name} has shape={shown(sizes)}: expected two sizes")
     for key in ("blocksize", "nested_blocksize"):
-        if state.get(key, 64) not in _BLOCK_SIZES:
+        if type(size := state.get(key, 64)) is not int or size not in _BLOCK_SIZES:
             raise CheckpointError(f"{stored.path}: {stored.name} has {key}={shown(state[key])}, which cannot be read")
     offset = state.get("nested_offset", 0.0)
-    if not isinstance(offset, float | int) or not isfinite(offset):
+    if not isinstance(offset, float | int) or not abs(offset) <= _MOST_OFFSET:
         raise CheckpointError(
             f"{stored.path}: {stored.name} has nested_offset={shown(offset)}: expected a finite number"
         )

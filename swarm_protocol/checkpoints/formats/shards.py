@@ -107,7 +107,7 @@ class ShardedWeights:
             path = self._files.path(SINGLE)
         except FileMissing as error:
             if not isinstance(self._files, Directory):
-                raise
+                raise FileMissing(f"{error}: expected safetensors, or one of its GGUF files by --gguf-file") from None
             raise CheckpointError(f"{self._files.location} has no safetensors weights{self._old_weights()}") from error
         return dict.fromkeys(read_header(path), SINGLE)
 

@@ -137,12 +137,15 @@ def _unpack(
     unpacked: dict[str, torch.Tensor] = {}
     for key, type_, part_shape in types:
         values = _dequantize(rows.pop(key), type_).reshape(part_shape)
-        done = model.processor.process(
-            weights=values,
-            name=key,
-            tensor_key_mapping=model.of_gguf,
-            parsed_parameters={"tensors": unpacked},
-        )
+        try:
+            done = model.processor.process(
+                weights=values,
+                name=key,
+                tensor_key_mapping=model.of_gguf,
+                parsed_parameters={"tensors": unpacked},
+            )
+        except Exception as error:  # numpy's, of a tensor whose sizes are not those of the config
+            raise CheckpointError(f"tensor {key} has shape {list(part_shape)}, which does not fit: {error}") from error
         if done.name is not None:  # else it has written it to ``unpacked``
             unpacked[name] = torch.from_numpy(np.ascontiguousarray(done.weights, dtype=np.float32))
     if unpacked.keys() != {name} or tuple(unpacked[name].shape) != shape:

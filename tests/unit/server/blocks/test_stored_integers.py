@@ -37,6 +37,12 @@ def clipped_int8(weight: torch.Tensor) -> Packed:
     return {".weight": q, ".weight_scale": scale}, q.float() * scale
 
 
+def gptq_with_zeros(weight: torch.Tensor) -> Packed:
+    """As old AutoGPTQ writes it: every layer has a bias, also in models without."""
+    stored, expected = gptq(weight, group=32)
+    return {**stored, ".bias": torch.zeros(len(weight))}, expected
+
+
 def errors(directory: Path, config: object, pack: Packer, method: str) -> list[float]:
     """Relative, of each linear layer of a block that was loaded with this quantisation, beside what is stored."""
     expected = publish(directory, config, pack, num_hidden_layers=1, intermediate_size=128)
@@ -82,6 +88,7 @@ def test_the_smallest_integer_is_rounded_again(tmp_path: Path) -> None:
         (AWQ_CONFIG, partial(awq, group=32)),
         (AWQ_CONFIG, partial(awq, group=64)),
         (gptq_config(), partial(gptq, group=32)),
+        (gptq_config(), gptq_with_zeros),
         (gptq_config(sym=True), partial(gptq, group=64, symmetric=True)),
         (PACKED, partial(compressed_words, group=32, bits=4)),
         (PACKED, partial(compressed_words, group=32, bits=4, symmetric=False)),

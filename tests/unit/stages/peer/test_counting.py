@@ -129,6 +129,9 @@ def test_nothing_is_pending_of_what_counts_elsewhere() -> None:
             made.add(4, m, "one", Gradient(1.0))
         elsewhere.update({0, 1})
         assert await made.commit(4, 0, "one") and sums.waiting == {1, 2}
+        async with made.changing:  # a thread holds the lock of the sums
+            made.drop_moot()
+            assert sums.waiting == {1, 2}
         made.drop_moot()
         assert sums.waiting == {2} and made.done == frozenset()
 

@@ -35,6 +35,16 @@ def test_without_a_limit_as_much_is_kept_as_is_of_use() -> None:
     assert room_of(replace(NEEDS, request_bytes=2048 * MIB), None).requests == 2048 * MIB
 
 
+def test_requests_of_auditors_are_counted_too() -> None:
+    needs = replace(NEEDS, num_rooms=2)
+    least = needs.needed_bytes + needs.gradient_bytes + 2 * needs.request_bytes
+    for memory in range(least, least + 8192 * MIB, 100 * MIB):
+        room = room_of(needs, memory)
+        assert needs.needed_bytes + room.pending + room.kept + 2 * room.requests <= memory
+    with pytest.raises(ValueError, match="--memory is"):
+        room_of(needs, least - 1)
+
+
 def test_what_is_left_of_the_memory_is_shared_out_and_never_exceeded() -> None:
     least = PROCESS_BYTES + 56 * NEEDS.num_trained + NEEDS.gradient_bytes + NEEDS.request_bytes
     assert room_of(NEEDS, least) == StageRoom(NEEDS.gradient_bytes, 0, NEEDS.request_bytes)
