@@ -28,7 +28,7 @@ MAX_WORK = 2**53  # positions x blocks: beyond, languages with one kind of numbe
 _MAX_NEIGHBOURS = 64  # whose round-trip times are told; servers tell 8
 _MAX_ADAPTERS = 256
 _MAX_CODECS = 32
-_FINGERPRINT_BYTES = 32
+_DIGEST_BYTES = 32
 _KIND = re.compile(r"[\w.-]{0,32}", re.ASCII)  # of quantisation, and of numbers
 ROOT_SHARD = "all"  # where readers begin; swarm_protocol/dht/shards.py has the others
 
@@ -93,6 +93,7 @@ class ServerRecord:
     cache_tokens: int = 0
     codecs: tuple[str, ...] = ()  # names, besides those that all know
     relay_address: str = ""
+    weights: bytes = b""  # digest of the manifest of the files that it offers
     token: bytes = field(default=b"", repr=False)  # of a member of a private swarm
     expires_at: float = field(default=inf, compare=False)  # DHT time (Unix, in seconds); known from the DHT, not sent
 
@@ -134,6 +135,7 @@ class ServerRecord:
             cache_tokens=self.cache_tokens,
             codecs=[CODECS[name] for name in self.codecs],
             relay_address=self.relay_address,
+            weights=self.weights,
             next_blocks=None if self.next_span is None else pb.Span(start=self.next_span.start, end=self.next_span.end),
         )
 
@@ -165,8 +167,9 @@ class ServerRecord:
         for kind in (message.quant, message.dtype, message.device):
             if not _KIND.fullmatch(kind):
                 raise ValueError(f"{printable(kind, 40)!r} is no name of a kind of numbers: expected one such as int8")
-        if len(message.tls_fingerprint) > _FINGERPRINT_BYTES:
-            raise ValueError(f"the fingerprint has {len(message.tls_fingerprint)} bytes: expected {_FINGERPRINT_BYTES}")
+        for digest, what in ((message.tls_fingerprint, "fingerprint"), (message.weights, "digest of weights")):
+            if len(digest) > _DIGEST_BYTES:
+                raise ValueError(f"the {what} has {len(digest)} bytes: expected {_DIGEST_BYTES}")
         texts = message.peer_id, message.model, message.revision, message.quant, message.dtype, message.software_version
         for text in (*texts, message.relay_address, *message.addresses, *message.adapters, *message.next_hop_rtts_s):
             if len(text) > MAX_NAME_CHARS or not text.isprintable():
@@ -200,6 +203,7 @@ class ServerRecord:
             cache_tokens=message.cache_tokens,
             codecs=tuple(CODEC_NAMES[codec] for codec in message.codecs if codec in CODEC_NAMES),
             relay_address=message.relay_address,
+            weights=message.weights,
         )
 
     @classmethod

@@ -89,6 +89,11 @@ class BlocksStub(object):
                 request_serializer=swarm__protocol_dot_pb_dot_swarm__pb2.Evidence.SerializeToString,
                 response_deserializer=swarm__protocol_dot_pb_dot_swarm__pb2.AccuseReply.FromString,
                 _registered_method=True)
+        self.Doubt = channel.unary_unary(
+                '/swarm.v1.Blocks/Doubt',
+                request_serializer=swarm__protocol_dot_pb_dot_swarm__pb2.DoubtRequest.SerializeToString,
+                response_deserializer=swarm__protocol_dot_pb_dot_swarm__pb2.DoubtReply.FromString,
+                _registered_method=True)
         self.Describe = channel.unary_unary(
                 '/swarm.v1.Blocks/Describe',
                 request_serializer=swarm__protocol_dot_pb_dot_swarm__pb2.DescribeRequest.SerializeToString,
@@ -98,6 +103,16 @@ class BlocksStub(object):
                 '/swarm.v1.Blocks/Echo',
                 request_serializer=swarm__protocol_dot_pb_dot_swarm__pb2.EchoRequest.SerializeToString,
                 response_deserializer=swarm__protocol_dot_pb_dot_swarm__pb2.EchoReply.FromString,
+                _registered_method=True)
+        self.GetOffer = channel.unary_stream(
+                '/swarm.v1.Blocks/GetOffer',
+                request_serializer=swarm__protocol_dot_pb_dot_swarm__pb2.OfferRequest.SerializeToString,
+                response_deserializer=swarm__protocol_dot_pb_dot_swarm__pb2.OfferPart.FromString,
+                _registered_method=True)
+        self.GetPiece = channel.unary_stream(
+                '/swarm.v1.Blocks/GetPiece',
+                request_serializer=swarm__protocol_dot_pb_dot_swarm__pb2.PieceRequest.SerializeToString,
+                response_deserializer=swarm__protocol_dot_pb_dot_swarm__pb2.PiecePart.FromString,
                 _registered_method=True)
 
 
@@ -183,6 +198,14 @@ class BlocksServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Doubt(self, request, context):
+        """Tells of a server whose answers differ from others', where nothing shows others that they are wrong. The server
+        publishes whom its clients doubt, and who reads it checks those earlier than others.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Describe(self, request, context):
         """The server's own record, for round-trip times and diagnosis.
         """
@@ -192,6 +215,20 @@ class BlocksServicer(object):
 
     def Echo(self, request, context):
         """Bytes there and back, to measure the network with.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GetOffer(self, request, context):
+        """The files of the checkpoint that this server gives to members which have none, and which pieces of them it has.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GetPiece(self, request, context):
+        """One piece of a file that is offered.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -255,6 +292,11 @@ def add_BlocksServicer_to_server(servicer, server):
                     request_deserializer=swarm__protocol_dot_pb_dot_swarm__pb2.Evidence.FromString,
                     response_serializer=swarm__protocol_dot_pb_dot_swarm__pb2.AccuseReply.SerializeToString,
             ),
+            'Doubt': grpc.unary_unary_rpc_method_handler(
+                    servicer.Doubt,
+                    request_deserializer=swarm__protocol_dot_pb_dot_swarm__pb2.DoubtRequest.FromString,
+                    response_serializer=swarm__protocol_dot_pb_dot_swarm__pb2.DoubtReply.SerializeToString,
+            ),
             'Describe': grpc.unary_unary_rpc_method_handler(
                     servicer.Describe,
                     request_deserializer=swarm__protocol_dot_pb_dot_swarm__pb2.DescribeRequest.FromString,
@@ -264,6 +306,16 @@ def add_BlocksServicer_to_server(servicer, server):
                     servicer.Echo,
                     request_deserializer=swarm__protocol_dot_pb_dot_swarm__pb2.EchoRequest.FromString,
                     response_serializer=swarm__protocol_dot_pb_dot_swarm__pb2.EchoReply.SerializeToString,
+            ),
+            'GetOffer': grpc.unary_stream_rpc_method_handler(
+                    servicer.GetOffer,
+                    request_deserializer=swarm__protocol_dot_pb_dot_swarm__pb2.OfferRequest.FromString,
+                    response_serializer=swarm__protocol_dot_pb_dot_swarm__pb2.OfferPart.SerializeToString,
+            ),
+            'GetPiece': grpc.unary_stream_rpc_method_handler(
+                    servicer.GetPiece,
+                    request_deserializer=swarm__protocol_dot_pb_dot_swarm__pb2.PieceRequest.FromString,
+                    response_serializer=swarm__protocol_dot_pb_dot_swarm__pb2.PiecePart.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -574,6 +626,33 @@ class Blocks(object):
             _registered_method=True)
 
     @staticmethod
+    def Doubt(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/swarm.v1.Blocks/Doubt',
+            swarm__protocol_dot_pb_dot_swarm__pb2.DoubtRequest.SerializeToString,
+            swarm__protocol_dot_pb_dot_swarm__pb2.DoubtReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
     def Describe(request,
             target,
             options=(),
@@ -617,6 +696,60 @@ class Blocks(object):
             '/swarm.v1.Blocks/Echo',
             swarm__protocol_dot_pb_dot_swarm__pb2.EchoRequest.SerializeToString,
             swarm__protocol_dot_pb_dot_swarm__pb2.EchoReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetOffer(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/swarm.v1.Blocks/GetOffer',
+            swarm__protocol_dot_pb_dot_swarm__pb2.OfferRequest.SerializeToString,
+            swarm__protocol_dot_pb_dot_swarm__pb2.OfferPart.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetPiece(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/swarm.v1.Blocks/GetPiece',
+            swarm__protocol_dot_pb_dot_swarm__pb2.PieceRequest.SerializeToString,
+            swarm__protocol_dot_pb_dot_swarm__pb2.PiecePart.FromString,
             options,
             channel_credentials,
             insecure,

@@ -37,6 +37,7 @@ LAYERS = {  # from the top: a room imports from those below it only
     "swarm_protocol": [
         [DOOR],
         ["verification"],
+        ["sharing"],
         ["tunnel"],
         ["streams"],
         ["dht", "rpc"],

@@ -1,0 +1,202 @@
+"""What a checkpoint's files are, by content: the list that members offer, and the one that most of them agree on.
+
+Only data are shared. Whatever is executed when it is loaded (Python, pickles), and whatever leads elsewhere (links,
+paths), has no name that a manifest may have.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from hashlib import sha256
+
+from google.protobuf.message import DecodeError
+
+from swarm_protocol.checkpoints.checkpoint import GENERATION_CONFIG
+from swarm_protocol.checkpoints.files import CONFIG, GGUF, WEIGHTS, is_plain
+from swarm_protocol.checkpoints.formats.shards import INDEX
+from swarm_protocol.errors import BadReply
+from swarm_protocol.pb import swarm_pb2 as pb
+from swarm_protocol.wire.constants import MAX_NAME_CHARS, MIB
+from swarm_protocol.wire.printable import printable
+
+PIECE_BYTES = 16 * MIB
+DIGEST_BYTES = 32
+MAX_MANIFEST_BYTES = 16 * MIB  # of a checkpoint of 8 TiB
+_MAX_FILES = 2048
+_MAX_FILE_BYTES = 1 << 43
+_MAX_SMALL_BYTES = 64 * MIB  # of a file without weights
+SMALL_FILES = (
+    *(CONFIG, GENERATION_CONFIG, INDEX),
+    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json"),
+    *("vocab.txt", "merges.txt", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model"),
+    *("chat_template.jinja", "chat_template.json"),
+    *("LICENSE", "LICENSE.txt", "LICENSE.md", "NOTICE", "USE_POLICY.md"),
+)
+
+
+def has_weights(name: str) -> bool:
+    """Return whether the name is that of a file of weights."""
+    return name.endswith((WEIGHTS, GGUF))
+
+
+def may_be_shared(name: str) -> bool:
+    """Return whether files of this name hold nothing but data, and lie in the checkpoint's own directory."""
+    return name in SMALL_FILES or (has_weights(name) and is_plain(name) and "/" not in name and "\\" not in name)
+
+
+@dataclass(frozen=True)
+class SharedFile:
+    """One file of a checkpoint.
+
+    Attributes:
+        sha256: of the whole file.
+        pieces: SHA-256 of each piece of ``PIECE_BYTES``; the last one is shorter.
+    """
+
+    name: str
+    size_bytes: int
+    sha256: bytes
+    pieces: tuple[bytes, ...]
+
+    def piece_bytes(self, index: int) -> int:
+        """Return the size of a piece."""
+        return min(PIECE_BYTES, self.size_bytes - index * PIECE_BYTES)
+
+    def pieces_of(self, start: int, end: int) -> range:
+        """Return the indices of the pieces that have some byte of ``start`` to ``end``."""
+        return range(start // PIECE_BYTES, -(-min(end, self.size_bytes) // PIECE_BYTES)) if start < end else range(0)
+
+    @cached_property
+    def key(self) -> str:
+        """A name for this content, pieces included."""
+        return sha256(self._message().SerializeToString(deterministic=True)).hexdigest()
+
+    def _message(self) -> pb.SharedFile:
+        return pb.SharedFile(
+            name=self.name, size_bytes=self.size_bytes, sha256=self.sha256, piece_sha256s=b"".join(self.pieces)
+        )
+
+    @classmethod
+    def from_proto(cls, message: pb.SharedFile) -> SharedFile:
+        """Raises ValueError if it is no file that may be shared."""
+        name, size = message.name, message.size_bytes
+        if not may_be_shared(name):
+            raise ValueError(f"{printable(name, 40)!r} is no file that is shared: expected safetensors, GGUF or text")
+        if not 0 < size <= (_MAX_FILE_BYTES if has_weights(name) else _MAX_SMALL_BYTES):
+            raise ValueError(f"{name} is said to have {size} bytes")
+        joined = message.piece_sha256s
+        if len(message.sha256) != DIGEST_BYTES or len(joined) != DIGEST_BYTES * -(-size // PIECE_BYTES):
+            raise ValueError(f"the digests of {name} do not fit its size")
+        pieces = tuple(joined[at : at + DIGEST_BYTES] for at in range(0, len(joined), DIGEST_BYTES))
+        return cls(name, size, message.sha256, pieces)
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """The files of one revision of a model, in ascending order of their names."""
+
+    model: str
+    revision: str
+    files: tuple[SharedFile, ...]
+
+    @cached_property
+    def data(self) -> bytes:
+        """As it is sent; see ``protos/swarm.proto``."""
+        files = [file._message() for file in self.files]
+        return pb.Manifest(model=self.model, revision=self.revision, files=files).SerializeToString(deterministic=True)
+
+    @cached_property
+    def digest(self) -> bytes:
+        """The SHA-256 that stands in the record of whoever offers these files."""
+        return sha256(self.data).digest()
+
+    def file(self, name: str) -> SharedFile | None:
+        """Return the file of this name if there is one."""
+        return next((file for file in self.files if file.name == name), None)
+
+    @property
+    def small(self) -> tuple[SharedFile, ...]:
+        """The files without weights."""
+        return tuple(file for file in self.files if not has_weights(file.name))
+
+    @classmethod
+    def parse(cls, data: bytes) -> Manifest:
+        """Raises ValueError if the bytes are no manifest of files that may be shared."""
+        try:
+            message = pb.Manifest.FromString(data)
+        except DecodeError as error:
+            raise ValueError(f"no manifest: {error}") from None
+        if len(message.files) > _MAX_FILES:
+            raise ValueError(f"a manifest has {len(message.files)} files: expected at most {_MAX_FILES}")
+        for text in (message.model, message.revision):
+            if not 0 < len(text) <= MAX_NAME_CHARS or not text.isprintable():
+                raise ValueError(f"{printable(text, 40)!r} is no name of a model or a revision")
+        files = tuple(map(SharedFile.from_proto, message.files))
+        names = [file.name for file in files]
+        if names != sorted(set(names)):
+            raise ValueError("the files of a manifest are not in ascending order of their names")
+        return cls(message.model, message.revision, files)
+
+
+@dataclass(frozen=True)
+class HeldPieces:
+    """What one member offers: a manifest, and for the key of each file the indices of the pieces that it has."""
+
+    manifest: Manifest
+    held: Mapping[str, frozenset[int]]
+
+    def to_proto(self) -> pb.Offer:
+        held = [_bits(self.held.get(file.key, ()), len(file.pieces)) for file in self.manifest.files]
+        return pb.Offer(manifest=self.manifest.data, held=held)
+
+    @classmethod
+    def parse(cls, data: bytes, digest: bytes) -> HeldPieces:
+        """Raises BadReply if it is no offer of the manifest with this digest."""
+        try:
+            message = pb.Offer.FromString(data)
+            if sha256(message.manifest).digest() != digest:
+                raise ValueError("it offers other files than its record says")
+            manifest = Manifest.parse(message.manifest)
+            if len(message.held) != len(manifest.files):
+                raise ValueError("it does not say which pieces of each file it has")
+        except (DecodeError, ValueError) as error:
+            raise BadReply(f"no offer of weights: {error}") from None
+        bits = zip(manifest.files, message.held, strict=True)
+        return cls(manifest, {file.key: _set_bits(held, len(file.pieces)) for file, held in bits})
+
+
+def agreed(manifests: Sequence[Manifest]) -> Manifest:
+    """Return the files that most of the manifests have, which are of one model and revision.
+
+    The files without weights are chosen together, since they belong together; then each file of weights by itself,
+    among the manifests with those: a member may have some of them only. With equal votes the lowest digest wins: all
+    who read the same manifests choose the same.
+    """
+    assert manifests, "somebody must offer something"
+    small = _most([manifest.small for manifest in manifests])
+    weights: dict[str, list[SharedFile]] = {}
+    for manifest in manifests:
+        for file in manifest.files if manifest.small == small else ():
+            if has_weights(file.name):
+                weights.setdefault(file.name, []).append(file)
+    chosen = [*small, *((_most([(file,) for file in files])[0]) for files in weights.values())]
+    return Manifest(manifests[0].model, manifests[0].revision, tuple(sorted(chosen, key=lambda file: file.name)))
+
+
+def _most(groups: Sequence[tuple[SharedFile, ...]]) -> tuple[SharedFile, ...]:
+    counts = Counter(groups)
+    return min(counts, key=lambda group: (-counts[group], [file.key for file in group]))
+
+
+def _bits(indices: Iterable[int], count: int) -> bytes:
+    bits = bytearray(-(-count // 8))
+    for index in indices:
+        bits[index // 8] |= 1 << index % 8
+    return bytes(bits)
+
+
+def _set_bits(bits: bytes, count: int) -> frozenset[int]:
+    return frozenset(index for index in range(min(count, 8 * len(bits))) if bits[index // 8] >> index % 8 & 1)

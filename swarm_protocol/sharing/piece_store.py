@@ -1,0 +1,187 @@
+"""Files that arrive in pieces, in any order, in the user's cache: laid out like the hub's, and resumed after any end.
+
+``models--OWNER--NAME/blobs/KEY.incomplete`` is a sparse file, ``KEY.pieces`` has one byte for each piece that was
+verified, written after the piece itself. A file that is whole is linked to ``blobs/SHA256``, to which
+``snapshots/REVISION/NAME`` leads, as in the cache of the hub: that directory has whole files only.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from hashlib import sha256
+from pathlib import Path
+
+import platformdirs
+
+from swarm_protocol.atomic_file import written_atomically
+from swarm_protocol.errors import BadReply, CheckpointError
+from swarm_protocol.sharing.manifest import PIECE_BYTES, Manifest, SharedFile
+from swarm_protocol.wire.constants import MIB
+
+_VERIFIED = b"\x01"
+_NAME = re.compile(r"(?!\.)[\w.-]{1,96}", re.ASCII)
+_MAX_PARTS = 3  # of a name: owner, model and GGUF file
+_FREE_BYTES = 256 * MIB  # of the disk, that are left
+
+
+class PieceStore:
+    """The files of one manifest. Several processes may write the same ones; each piece is the same from all.
+
+    Attributes:
+        snapshot: the directory of the files that are whole.
+    """
+
+    def __init__(self, manifest: Manifest, root: Path | None = None) -> None:
+        """``root``: of the cache. Raises CheckpointError if the names of model and revision cannot be directories."""
+        self.manifest = manifest
+        directory = model_directory(manifest.model, root)
+        self._blobs = directory / "blobs"
+        self.snapshot = directory / "snapshots" / _part(manifest.revision)
+
+    def open(self) -> None:
+        """Make the directories, and remember the manifest. Raises CheckpointError if that cannot be written."""
+        try:
+            for each in (self._blobs, self.snapshot):
+                each.mkdir(parents=True, exist_ok=True, mode=0o700)
+            with written_atomically(_remembered(self.snapshot)) as partial:
+                partial.write_bytes(self.manifest.data)
+            for file in self.manifest.files:
+                if self.is_whole(file):
+                    self._link(file)
+        except OSError as error:
+            raise CheckpointError(f"{self.snapshot} cannot be written: {error.strerror}") from None
+
+    def path(self, file: SharedFile) -> Path:
+        """Return where the file is whole, or else where its pieces are."""
+        path = self.snapshot / file.name
+        return path if path.exists() and self.is_whole(file) else self._incomplete(file)
+
+    def is_whole(self, file: SharedFile) -> bool:
+        """Return whether all of it is there."""
+        with suppress(OSError):
+            return (self._blobs / file.sha256.hex()).stat().st_size == file.size_bytes
+        return False
+
+    def held(self, file: SharedFile) -> frozenset[int]:
+        """Return the indices of the pieces that are there."""
+        if self.is_whole(file):
+            return frozenset(range(len(file.pieces)))
+        try:
+            marks = self._marks(file).read_bytes()
+            if self._incomplete(file).stat().st_size != file.size_bytes:
+                return frozenset()
+        except OSError:
+            return frozenset()
+        return frozenset(index for index in range(len(file.pieces)) if marks[index : index + 1] == _VERIFIED)
+
+    def missing(self, file: SharedFile, wanted: Iterable[int]) -> list[int]:
+        """Return which of these pieces are not there, each once, in ascending order."""
+        return sorted(set(wanted) - self.held(file))
+
+    def require_room(self, num_bytes: int) -> None:
+        """Raises CheckpointError unless the disk has room for so much more."""
+        free = shutil.disk_usage(self._blobs).free
+        if num_bytes and num_bytes + _FREE_BYTES > free:
+            raise CheckpointError(
+                f"{num_bytes / 1e9:.1f} GB of weights do not fit on the disk of {self._blobs}, which has "
+                f"{free / 1e9:.1f} GB left: make room there, or choose another directory with XDG_CACHE_HOME"
+            )
+
+    def write(self, file: SharedFile, index: int, data: bytes | bytearray) -> None:
+        """Keep a piece.
+
+        Raises:
+            BadReply: it is another one. CheckpointError: it cannot be written.
+        """
+        if len(data) != file.piece_bytes(index) or sha256(data).digest() != file.pieces[index]:
+            raise BadReply(f"piece {index} of {file.name} has other bytes than its digest says")
+        try:
+            with _opened(self._incomplete(file)) as descriptor:
+                if os.fstat(descriptor).st_size != file.size_bytes:
+                    os.ftruncate(descriptor, file.size_bytes)
+                _write_at(descriptor, data, index * PIECE_BYTES)
+                os.fsync(descriptor)
+            with _opened(self._marks(file)) as descriptor:
+                _write_at(descriptor, _VERIFIED, index)
+            if len(self.held(file)) == len(file.pieces):
+                self._finish(file)
+        except OSError as error:
+            raise CheckpointError(f"{file.name} cannot be written in {self._blobs}: {error.strerror}") from None
+
+    def _finish(self, file: SharedFile) -> None:
+        digest, incomplete = sha256(), self._incomplete(file)
+        with incomplete.open("rb", buffering=0) as opened:
+            while data := opened.read(MIB):
+                digest.update(data)
+        if digest.digest() != file.sha256:  # all pieces are as the manifest says, and the whole is not
+            incomplete.unlink()
+            self._marks(file).unlink()
+            raise CheckpointError(
+                f"the manifest {self.manifest.digest.hex()[:16]} is false: the pieces of {file.name} are not the file "
+                "that it names. Choose another one with --weights"
+            )
+        with suppress(FileExistsError):  # the other name stays: who reads the file has it open by that
+            os.link(incomplete, self._blobs / file.sha256.hex())
+        self._link(file)
+
+    def _link(self, file: SharedFile) -> None:
+        """Give a whole file its own name."""
+        target = Path("..", "..", "blobs", file.sha256.hex())
+        path = self.snapshot / file.name
+        if not path.is_symlink() or path.readlink() != target:
+            with written_atomically(path) as partial:
+                partial.symlink_to(target)
+
+    def _incomplete(self, file: SharedFile) -> Path:
+        return self._blobs / f"{file.key}.incomplete"
+
+    def _marks(self, file: SharedFile) -> Path:
+        return self._blobs / f"{file.key}.pieces"
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[int]:
+    """To write somewhere in the file, which is made if it is not there."""
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT, 0o600)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def model_directory(model: str, root: Path | None = None) -> Path:
+    """Return where the files of a model are kept. Raises CheckpointError if its name cannot be a directory's."""
+    root = root or platformdirs.user_cache_path("swarm") / "hub"
+    parts = model.split("/")
+    if len(parts) > _MAX_PARTS:
+        raise CheckpointError(f"{model!r} is no name of a model that can be kept: expected OWNER/NAME")
+    return root / "--".join(["models", *map(_part, parts)])
+
+
+def remembered(model: str, revision: str, root: Path | None = None) -> Manifest | None:
+    """Return the manifest of a download of this revision that was begun before, if there was one."""
+    try:
+        return Manifest.parse(_remembered(model_directory(model, root) / "snapshots" / _part(revision)).read_bytes())
+    except (OSError, ValueError):  # CheckpointError is one
+        return None
+
+
+def _remembered(snapshot: Path) -> Path:
+    return snapshot.parent.parent / f"{snapshot.name}.manifest"
+
+
+def _part(name: str) -> str:
+    if not _NAME.fullmatch(name):
+        raise CheckpointError(f"{name!r} is no name that a directory can have: expected letters, digits, '.', '-', '_'")
+    return name
+
+
+def _write_at(descriptor: int, data: bytes | bytearray, offset: int) -> None:
+    rest = memoryview(data)
+    while rest:
+        count = os.pwrite(descriptor, rest, offset)
+        rest, offset = rest[count:], offset + count
