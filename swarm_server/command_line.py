@@ -52,7 +52,7 @@ def make_parser() -> argparse.ArgumentParser:
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     add, default = parser.add_argument, ServerConfig
-    add("--model", default=default.model, metavar="NAME_OR_PATH", help="hub name, directory or GGUF file")
+    add("--model", default=default.model, metavar="NAME_OR_PATH", help="hub name, directory, GGUF file, or smollm2")
     add("--revision", help="branch, tag or commit of a hub model")
     add("--gguf-file", metavar="NAME", help="of a model that has several GGUF files: the one to take")
     add(

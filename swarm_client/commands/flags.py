@@ -47,7 +47,7 @@ def add_model_flags(command: argparse.ArgumentParser) -> None:
 def add_remote_flags(command: argparse.ArgumentParser) -> None:
     """What model, and on which servers."""
     add, client = command.add_argument, ClientConfig
-    add("--model", default=DEFAULT_MODEL, metavar="NAME_OR_PATH", help="hub name, directory or GGUF file")
+    add("--model", default=DEFAULT_MODEL, metavar="NAME_OR_PATH", help="hub name, directory, GGUF file, or smollm2")
     add("--revision", help="branch, tag or commit of a hub model")
     add("--gguf-file", metavar="NAME", help="of a model that has several GGUF files: the one to take")
     add("--head-quant", default=client.head_quant, metavar="none|int8", help="of the head that makes logits")

@@ -169,7 +169,7 @@ def add_flags(command: argparse.ArgumentParser) -> None:
     add("--data", type=Path, required=True, metavar="FILE", help=".txt: lines of text; .jsonl: see below")
     add("--output", type=Path, required=True, metavar="DIR", help="for the adapter, checkpoints and the loss curve")
     add("--method", default=default.method, metavar="|".join(METHODS))
-    add("--model", default=default.model, metavar="NAME_OR_PATH", help="hub name or directory")
+    add("--model", default=default.model, metavar="NAME_OR_PATH", help="hub name, directory, GGUF file, or smollm2")
     add("--revision", default=default.revision, help="branch, tag or commit of a hub model")
     add("--wait", type=float, default=default.wait, metavar="SECONDS", help="for blocks nobody serves")
     add(

@@ -267,8 +267,8 @@ class SwarmModels:
             return {}
         if status.model == self.own:
             plain = self._own_source
-        else:  # a directory has a fingerprint for a revision, which it is loaded without
-            is_here = Path(locate(status.model)).is_dir()
+        else:  # a directory or a file has a fingerprint for a revision, which it is loaded without
+            is_here = Path(locate(status.model)).exists()
             plain = _Source(status.model, None if is_here else status.revision or None)
         found = {status.model: plain}
         for adapter in sorted({name for server in status.servers for name in server.record.adapters}):

@@ -73,7 +73,7 @@ class _Distributed:
         defaults are there.
 
         Args:
-            name_or_path: hub name, directory, or the name of the model that ships with this package.
+            name_or_path: hub name, directory, GGUF file, or a short name that ``default_model.locate`` knows.
             initial_peers: multiaddrs of members of the swarm; by default the swarm registered on this machine.
             swarm: the swarm's name.
             config: instead of the keywords that are named like its fields.

