@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+from collections.abc import Collection
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import Any
 from swarm_protocol.dht.addresses import multiaddr, tcp_target
 from swarm_protocol.dht.stored_records import Validator
 from swarm_protocol.errors import NoSwarm
-from swarm_protocol.net.hivemind_parts import DHTID, P2P, DHTNode, P2PDaemonError
+from swarm_protocol.net.hivemind_parts import DHTID, P2P, DHTNode, P2PDaemonError, PeerID
 from swarm_protocol.net.identity import Identity
 
 _DAEMON_TIMEOUT_S = 60.0  # on a machine that has much else to do
@@ -29,6 +30,19 @@ class Listening:
     announce_host: str | None = None
 
 
+class _Node(DHTNode):  # type: ignore[misc]
+    async def _call_find_with_blacklist(self, peer_id: PeerID, keys: Collection[DHTID]) -> Any:
+        """What a peer says of the keys, without this node among the neighbours that it names.
+
+        A peer names it if it met this node while it served others, or to do harm. hivemind 1.1.12 assumes that none
+        does: its ``store_many`` ends with an AssertionError.
+        """
+        found = await super()._call_find_with_blacklist(peer_id, keys)
+        for _, neighbors in (found or {}).values():
+            neighbors.pop(self.node_id, None)
+        return found
+
+
 async def start(identity: Identity, listening: Listening, node_id: DHTID | None = None) -> DHTNode:
     """A node that knows nobody yet; raises NoSwarm if the daemon does not start."""
     try:
@@ -37,7 +51,7 @@ async def start(identity: Identity, listening: Listening, node_id: DHTID | None 
         raise NoSwarm(f"the libp2p daemon did not start: {error}") from None
     try:
         return await asyncio.wait_for(
-            DHTNode.create(
+            _Node.create(
                 p2p=p2p,
                 node_id=node_id,
                 client_mode=listening.host is None,

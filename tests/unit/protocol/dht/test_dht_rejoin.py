@@ -147,3 +147,21 @@ def test_what_is_no_address_is_a_users_mistake() -> None:
             await asyncio.wait_for(node.shutdown(), 10)
 
     run(check())
+
+
+def test_a_server_that_others_cannot_reach_any_more_publishes_though_they_know_it() -> None:
+    async def check() -> None:
+        other = await Dht.join(SWARM, [], Identity.generate(), host=HOST)
+        server = await Dht.join(SWARM, await other.addresses(), Identity.generate(), host=HOST)
+        assert await server.publish(server_record(server.peer_id))
+        await until(lambda: known(other, server))
+        server.serves_others = False  # from here on, the other one may tell it of itself
+        assert await server.publish(server_record(server.peer_id))
+        await sees(other, server)
+        for node in (server, other):
+            await node.shutdown()
+
+    async def known(node: Dht, whom: Dht) -> bool:
+        return node.knows(whom.peer_id)
+
+    run(check())
