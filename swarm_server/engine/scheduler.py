@@ -208,7 +208,7 @@ class Scheduler:
         self._delay_s, self._delay_time = 0.0, time.monotonic()
         self._costs = dict.fromkeys(Kind, 0)  # of all work that waits or is being computed; used on the event loop
         self._num_waiting = 0
-        self._pace_s = dict.fromkeys(Kind, 0.0)  # for a unit of a step's cost: an exponential average; 0: not known
+        self._pace_s = dict.fromkeys(Kind, 0.0)  # for a unit of cost: an exponential average; 0: not known
         self._stepped_s: dict[int, float] = {}  # when each session, by its id(), had its last step; the latest last
         self._thread = threading.Thread(target=self._main, name="compute", daemon=True)
         self._thread.start()
@@ -222,8 +222,8 @@ class Scheduler:
 
     @property
     def queue_s(self) -> float:
-        """How long the steps that wait now will take, by how long others took lately."""
-        return sum(self._costs[kind] * self._pace_s[kind] for kind in (Kind.DECODE, Kind.PREFILL))
+        """How long all that waits now will take, training too, by how long others of its kind took lately."""
+        return sum(self._costs[kind] * self._pace_s[kind] for kind in Kind)
 
     @property
     def num_waiting(self) -> int:
@@ -338,7 +338,7 @@ class Scheduler:
         kind = batch[0].kind
         self._counters.batches += 1
         self._counters.compute_s[kind.name.lower()] += seconds
-        if batch[0].call is not None:
+        if batch[0].call is not None and kind is not Kind.TRAINING:
             return  # it is not as long as a step
         pace_s = seconds / max(1, sum(work.cost for work in batch))
         self._pace_s[kind] += (pace_s - self._pace_s[kind]) * (_PACE_WEIGHT if self._pace_s[kind] else 1.0)
