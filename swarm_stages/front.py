@@ -24,7 +24,6 @@ def serve_stage(args: argparse.Namespace) -> Command:
     """What ``swarm server`` was asked for, with ``--train``. Raises ValueError if a flag is wrong."""
     from swarm_protocol.access.tokens import Role
     from swarm_protocol.net.hosts import split_address
-    from swarm_server.core.config import parse_size
     from swarm_stages.commands.building import require_stages
     from swarm_stages.commands.inference import after_last_step
     from swarm_training.commands.flags import joining_as
@@ -49,9 +48,8 @@ def serve_stage(args: argparse.Namespace) -> Command:
     where = {"host": args.host, "port": args.port, "dht_port": args.dht_port, "announce_host": announced}
     stays, blocks = args.initial_blocks is None, args.blocks or args.initial_blocks
     afterwards = None if args.then_serve is None else after_last_step(file, args.then_serve, None, args.quant)
-    memory_bytes = None if args.memory is None else parse_size(args.memory)
-    options = {"stays": stays, "afterwards": afterwards, "memory_bytes": memory_bytes}
-    return _until_stopped(_hold(file, who, blocks, args.device, **options, **where))
+    options = {"stays": stays, "afterwards": afterwards}
+    return _until_stopped(_hold(file, who, blocks, args.device, args.memory, **options, **where))
 
 
 def _hold(
@@ -59,10 +57,12 @@ def _hold(
     who: Joining,
     blocks: str | None,
     device: str,
+    memory: str | None,
     **options: Any,
 ) -> Command:
     """``options``: see ``serve``."""
     from swarm_protocol.span import Span
+    from swarm_server.core.config import parse_size
     from swarm_stages.commands.building import require_stages, stage_source
     from swarm_stages.commands.running import carry_out, device_named
     from swarm_stages.commands.serving import serve
@@ -74,6 +74,7 @@ def _hold(
         span, spans = Span.parse(blocks), spans_of_stages(stage_source(file).config, file.stages.count)
         index = stage_with(span, spans)
     named = device_named(device)
+    options["memory_bytes"] = None if memory is None else parse_size(memory)
     return lambda: carry_out(lambda: serve(file, who, index, say, named, **options))
 
 

@@ -22,13 +22,14 @@ _ROLES = f"--as {STAGE} to hold a part of the model, which computes, or --as {TR
 class StagesBackend:
     """
     Attributes:
-        hold: a stage until Ctrl-C, of these blocks (START:END), else where it helps most; on this device.
+        hold: a stage until Ctrl-C, of these blocks (START:END), else where it helps most; on this device, in so much
+            memory (such as 4GiB), else in as much as is of use.
         train: takes data through the stages.
         export: what was trained into a directory.
         look: inside it, the run as it is at each call.
     """
 
-    hold: Callable[[RunFile, Joining, str | None, str], Command]
+    hold: Callable[[RunFile, Joining, str | None, str, str | None], Command]
     train: Callable[[RunFile, Joining], Command]
     export: Callable[[RunFile, Joining, Path], Command]
     look: Callable[[RunFile, Joining], AbstractContextManager[Callable[[], RunView]]]
@@ -42,9 +43,10 @@ def join_staged(stages: StagesBackend, args: argparse.Namespace, file: RunFile, 
         if value is not None:
             raise ValueError(f"{name} is not for a run in stages: its run file says what is in a batch")
     if args.role == STAGE:
-        return stages.hold(file, who, args.blocks, args.device)
-    if args.blocks is not None:
-        raise ValueError(f"--blocks is for --as {STAGE}: a trainer holds none")
+        return stages.hold(file, who, args.blocks, args.device, args.memory)
+    for name, value in (("--blocks", args.blocks), ("--memory", args.memory)):
+        if value is not None:
+            raise ValueError(f"{name} is for --as {STAGE}: a trainer holds no part of the model")
     if not args.initial_peers:
         raise ValueError("--initial-peers is missing: expected members of the run, since a trainer holds no part of it")
     return stages.train(file, who)
@@ -52,7 +54,7 @@ def join_staged(stages: StagesBackend, args: argparse.Namespace, file: RunFile, 
 
 def require_unstaged(args: argparse.Namespace) -> None:
     """Raises ValueError if flags are for runs in stages alone."""
-    for name, value in (("--as", args.role), ("--blocks", args.blocks)):
+    for name, value in (("--as", args.role), ("--blocks", args.blocks), ("--memory", args.memory)):
         if value is not None:
             raise ValueError(
                 f"{name} is for a run in stages, and {args.run_file} says no count under [stages]: expected none, as "

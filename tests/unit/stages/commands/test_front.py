@@ -84,6 +84,8 @@ def test_a_server_trains_only_in_stages(run_file: str, capsys: pytest.CaptureFix
             "--initial-peers is missing: expected members of the run, since a trainer",
         ),
         ("RUN", ["join", "--as", "trainer", *PEERS, "--blocks", "0:1"], "--blocks is for --as stage"),
+        ("RUN", ["join", "--as", "trainer", *PEERS, "--memory", "1GiB"], "--memory is for --as stage"),
+        ("RUN", ["join", "--as", "stage", "--memory", "much"], "size 'much' is not understood"),
         ("RUN", ["join", "--as", "stage", "--part", "1/2"], "--part is not for a run in stages"),
         ("RUN", ["join", "--as", "stage", "--batch-size", "2"], "--batch-size is not for a run in stages"),
         ("RUN", ["join", "--as", "stage", "--blocks", "1:3"], "expected one of 0:1 (stage 0), 1:2 (stage 1)"),
@@ -91,6 +93,7 @@ def test_a_server_trains_only_in_stages(run_file: str, capsys: pytest.CaptureFix
         ("RUN", ["watch"], "--initial-peers is missing"),
         ("WHOLE", ["join", "--as", "stage"], "--as is for a run in stages, and "),
         ("WHOLE", ["join", "--blocks", "0:1"], "--blocks is for a run in stages, and "),
+        ("WHOLE", ["join", "--memory", "1GiB"], "--memory is for a run in stages, and "),
         ("WHOLE", ["export", "out", *PEERS], "is not of a run in stages: its peers write checkpoints themselves"),
     ],
 )
@@ -129,7 +132,9 @@ def test_what_was_asked_for_is_what_is_served(run_file: str, monkeypatch: pytest
     front.serve_stage(
         server.parse_args([*flags, "--then-serve", "/models/toy", "--quant", "none", "--memory", "4GiB"])
     )()
-    train.main(["join", run_file, "--as", "stage", "--device", "cpu", "--blocks", "0:1"], stages=front.STAGES)
+    joined = ["join", run_file, "--as", "stage", "--device", "cpu", "--blocks", "0:1"]
+    for flags in ([], ["--memory", "4GiB"]):
+        train.main([*joined, *flags], stages=front.STAGES)
     memory = {"memory_bytes": 4 << 30}
     nothing = {"afterwards": None, "memory_bytes": None}
     assert asked == [
@@ -142,7 +147,8 @@ def test_what_was_asked_for_is_what_is_served(run_file: str, monkeypatch: pytest
             "cpu",
             {"stays": True, "afterwards": Afterwards(Path("/models/toy"), 5, "none"), **memory, **where},
         ),
-        ("toy", 0, "cpu", {}),
+        ("toy", 0, "cpu", {"memory_bytes": None}),
+        ("toy", 0, "cpu", memory),
     ]
 
 
