@@ -154,9 +154,10 @@ class LanDiscovery:
 
     async def close(self) -> None:
         """Takes back what was advertised."""
-        for resolving in self._resolving.values():
-            resolving.cancel()
         await self._browser.async_cancel()
+        resolving, self._resolving = self._resolving, {}  # what ends now is not resolved again
+        for each in resolving.values():
+            each.cancel()
         await self._zeroconf.async_unregister_all_services()
         await self._zeroconf.async_close()
 

@@ -222,6 +222,33 @@ def test_a_change_while_a_member_is_asked_is_not_missed(on_loopback: None, monke
     run(scenario())
 
 
+def test_a_change_at_the_moment_of_closing_asks_nobody_again(
+    on_loopback: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A member that has just been asked, and has changed meanwhile, was asked through what is closed."""
+    goes_on, times = asyncio.Event(), []
+
+    async def answer(info: AsyncServiceInfo, *_arguments: object) -> bool:
+        times.append(info)
+        await goes_on.wait()
+        info.port, info.addresses = ANY_PORT, []
+        return True
+
+    monkeypatch.setattr(AsyncServiceInfo, "async_request", answer)
+
+    async def scenario() -> None:
+        client = await LanDiscovery.start("mine", "127.0.0.1")
+        for change in (ServiceStateChange.Added, ServiceStateChange.Updated):
+            client._on_change(client._zeroconf.zeroconf, SERVICE, f"{PEER}.{SERVICE}", change)
+            await asyncio.sleep(0)
+        goes_on.set()
+        await asyncio.sleep(0)  # the answer is there, and what follows from it is still to come
+        await client.close()
+        assert len(times) == 1 and not client._resolving
+
+    run(scenario())
+
+
 def test_strangers_cannot_send_it_elsewhere(on_loopback: None) -> None:
     """An answer with an address of the internet, from whoever it is."""
 
