@@ -12,7 +12,7 @@ from transformers import GenerationConfig
 
 from swarm_protocol.checkpoints.describing import describe
 from swarm_protocol.checkpoints.family import Family
-from swarm_protocol.checkpoints.files import Directory, FileMissing, HubModel, locate
+from swarm_protocol.checkpoints.files import CheckpointFiles, FileMissing, locate
 from swarm_protocol.checkpoints.formats.shards import ShardedWeights
 from swarm_protocol.checkpoints.gguf.weights import GgufWeights
 from swarm_protocol.checkpoints.safetensors_file import StoredTensor
@@ -25,24 +25,22 @@ FINGERPRINT_HEX = 16
 
 
 class Checkpoint:
-    """Use ``Checkpoint.open``.
+    """Use ``Checkpoint.open``, or give the files.
 
     Attributes:
         name: the hub id, with the name of the GGUF file if there is one; or the last part of the path.
         revision: the hub's commit hash, or for a directory or a GGUF file a fingerprint of its config and weights.
         location: the hub id or the path, as it was given.
+        files: where its files come from.
         config: the model's config.
     """
 
-    def __init__(self, files: Directory | HubModel) -> None:
-        self._files = files
+    def __init__(self, files: CheckpointFiles) -> None:
+        self.files = files
         self.name, self.location = files.name, files.location
         self._weights = ShardedWeights(files) if files.gguf is None else GgufWeights(files, files.gguf)
         self.config = self._weights.config
-        if isinstance(files, HubModel):
-            self.revision = files.commit
-        else:
-            self.revision = self._weights.fingerprint()[:FINGERPRINT_HEX]
+        self.revision = files.commit or self._weights.fingerprint()[:FINGERPRINT_HEX]
 
     @classmethod
     def open(cls, name_or_path: str | Path, revision: str | None = None, token: str | None = None) -> Checkpoint:
@@ -69,10 +67,10 @@ class Checkpoint:
     @cached_property
     def generation_config(self) -> GenerationConfig | None:
         """The model's own generation defaults, if it has any. Raises CheckpointError if they make no sense."""
-        if self._files.gguf is not None:
+        if self.files.gguf is not None:
             return None  # one that lies beside the file is another model's
         try:
-            path = self._files.path(GENERATION_CONFIG)
+            path = self.files.path(GENERATION_CONFIG)
         except FileMissing:
             return None
         raw = read_object(path)
@@ -89,11 +87,13 @@ class Checkpoint:
         return self._weights.names
 
     def stored(self, want: Callable[[str], bool]) -> dict[str, StoredTensor]:
-        """Where the wanted tensors lie; on the hub, downloads the shards that hold them and no others.
+        """Where the wanted tensors lie; downloads the shards that hold them from the hub, their bytes from a swarm.
 
         Weights that are stored packed are unpacked when they are read, one at a time.
         """
-        return {name: self._weights.stored(name) for name in self.tensor_names if want(name)}
+        found = {name: self._weights.stored(name) for name in self.tensor_names if want(name)}
+        self.files.fetch(piece for tensor in found.values() for piece in tensor.pieces)
+        return found
 
     def read(self, want: Callable[[str], bool]) -> dict[str, torch.Tensor]:
         """Reads the wanted tensors, under their names in the checkpoint and in the dtype they are stored in.

@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterable
 from functools import cached_property
 from pathlib import Path
+from typing import Any, Protocol
 
 from huggingface_hub import HfApi, hf_hub_download, snapshot_download
 from huggingface_hub.errors import (
@@ -30,6 +31,30 @@ _MAX_NAME = 255  # characters, as most file systems allow
 
 class FileMissing(CheckpointError):
     """The checkpoint is there but lacks one file."""
+
+
+class CheckpointFiles(Protocol):
+    """Where the files of one checkpoint are found, wherever they come from.
+
+    Attributes:
+        location: as a user has named it.
+        name: what the swarm calls the model.
+    """
+
+    location: str
+    name: str
+
+    @property
+    def gguf(self) -> str | None: ...
+
+    @property
+    def commit(self) -> str | None:
+        """The revision; None: it follows from what is in the files."""
+
+    def path(self, name: str) -> Path: ...
+
+    def fetch(self, tensors: Iterable[Any]) -> None:
+        """Have the data of these tensors of the files there to be read."""
 
 
 def locate(name_or_path: str, revision: str | None, token: str | None) -> Directory | HubModel:
@@ -87,6 +112,8 @@ class Directory:
         gguf: the file that holds the model, if it is a GGUF file.
     """
 
+    commit = None
+
     def __init__(self, directory: Path, gguf: str | None = None) -> None:
         self._directory, self._gguf = directory, gguf
         self.location = str(directory if gguf is None else directory / gguf)
@@ -107,6 +134,9 @@ class Directory:
             raise FileMissing(f"{self._directory} has no {name}")
         self._check_link(path)
         return path
+
+    def fetch(self, tensors: Iterable[Any]) -> None:
+        """Do nothing: all are there."""
 
     def check_links(self) -> None:
         """Raises CheckpointError if a file is a link to somewhere else: for what others read without asking here."""
@@ -191,6 +221,9 @@ class HubModel:
     def path(self, name: str) -> Path:
         """The file's local path, downloaded if need be. Raises CheckpointError; FileMissing if only it is absent."""
         return self._download(name, self.commit)
+
+    def fetch(self, tensors: Iterable[Any]) -> None:
+        """Do nothing: ``path`` has downloaded their files."""
 
     def _download(self, name: str, revision: str | None) -> Path:
         model = self._repository if self._revision is None else f"{self._repository} at {self._revision}"

@@ -57,8 +57,12 @@ class PieceStore:
 
     def path(self, file: SharedFile) -> Path:
         """Return where the file is whole, or else where its pieces are."""
-        path = self.snapshot / file.name
-        return path if path.exists() and self.is_whole(file) else self._incomplete(file)
+        whole, incomplete = self.paths(file)
+        return whole if whole.exists() and self.is_whole(file) else incomplete
+
+    def paths(self, file: SharedFile) -> tuple[Path, Path]:
+        """Return where the file is once it is whole, and where its pieces are until then, and stay."""
+        return self.snapshot / file.name, self._incomplete(file)
 
     def is_whole(self, file: SharedFile) -> bool:
         """Return whether all of it is there."""

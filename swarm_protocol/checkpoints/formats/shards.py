@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig
 
-from swarm_protocol.checkpoints.files import CONFIG, Directory, FileMissing, HubModel, is_plain
+from swarm_protocol.checkpoints.files import CONFIG, CheckpointFiles, Directory, FileMissing, is_plain
 from swarm_protocol.checkpoints.formats import forms_of
 from swarm_protocol.checkpoints.formats.packed import PackedForm, find_packed
 from swarm_protocol.checkpoints.safetensors_file import FLOAT8, MAX_NAME, FileTensor, StoredTensor, read_header
@@ -37,7 +37,7 @@ class ShardedWeights:
         names: of the model's tensors, in full precision.
     """
 
-    def __init__(self, files: Directory | HubModel) -> None:
+    def __init__(self, files: CheckpointFiles) -> None:
         """Raises CheckpointError; UnsupportedModel if transformers does not know the model type."""
         self._files = files
         self._raw = read_object(files.path(CONFIG))
@@ -49,6 +49,11 @@ class ShardedWeights:
         self._packed = find_packed(self._shards, self._forms, files.location)
         self._headers: dict[str, dict[str, FileTensor]] = {}
         self.names = tuple(self._packed)
+
+    @property
+    def files(self) -> tuple[str, ...]:
+        """The names of the files with weights."""
+        return tuple(sorted(set(self._shards.values())))
 
     def stored(self, name: str) -> StoredTensor:
         packed = self._packed[name]

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from transformers import AutoConfig, PreTrainedConfig
 
-from swarm_protocol.checkpoints.files import Directory, HubModel
+from swarm_protocol.checkpoints.files import CheckpointFiles
 from swarm_protocol.checkpoints.formats.packed import PackedTensor
 from swarm_protocol.checkpoints.gguf.header import TYPES, GgufHeader, GgufTensor, read_header
 from swarm_protocol.checkpoints.gguf.names import ModelNames, model_names
@@ -38,15 +38,17 @@ class GgufWeights:
     Attributes:
         config: the model's config, as the file says it.
         names: of the model's tensors that the file holds.
+        files: the names of the file and those that belong to it.
     """
 
-    def __init__(self, files: Directory | HubModel, name: str) -> None:
+    def __init__(self, files: CheckpointFiles, name: str) -> None:
         """``name``: of the file. Raises CheckpointError, and UnsupportedModel if transformers has no table for it."""
         if importlib.util.find_spec("gguf") is None:
             raise CheckpointError(f"{name} is a GGUF file, which needs one more package: pip install 'swarm-lm[gguf]'")
         self._files, self._path = files, files.path(name)
         first = read_header(self._path)
-        self._headers = [first, *(read_header(files.path(other)) for other in _other_shards(name, first))]
+        self.files = (name, *_other_shards(name, first))
+        self._headers = [first, *(read_header(files.path(other)) for other in self.files[1:])]
         stored = {key: tensor for header in self._headers for key, tensor in header.tensors.items()}
         if not first.architecture:
             raise CheckpointError(f"{self._path} is damaged: it does not say its general.architecture")

@@ -1,0 +1,108 @@
+"""Which members offer a model's files, and how they are asked for them."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from functools import partial
+from math import inf
+
+from swarm_protocol.dht.claims import within_addresses
+from swarm_protocol.dht.records import ServerRecord, ServerState, SwarmView
+from swarm_protocol.errors import BadReply, CheckpointError, SwarmError
+from swarm_protocol.pb import swarm_pb2 as pb
+from swarm_protocol.pb.swarm_pb2_grpc import BlocksStub
+from swarm_protocol.rpc.channels import translated
+from swarm_protocol.sharing.download import OfferingMember
+from swarm_protocol.sharing.manifest import MAX_MANIFEST_BYTES, HeldPieces, Manifest, agreed
+
+_MAX_ASKED = 16
+_MAX_PER_ADDRESS = 2  # who would decide what most say needs many addresses
+_OFFER_S = 30.0
+_MAX_AGE_S = 10.0  # of what is known
+_logger = logging.getLogger(__name__)
+
+
+class OfferingMembers:
+    """The members that offer files of one revision of a model, as the DHT and they themselves say."""
+
+    def __init__(
+        self,
+        revision: str,
+        view: Callable[[], Awaitable[SwarmView]],
+        stub: Callable[[ServerRecord], Awaitable[BlocksStub]],
+        is_left_out: Callable[[str], bool] = lambda _peer_id: False,
+    ) -> None:
+        """``view``: the servers of the model. ``stub`` connects to one. ``is_left_out``: by peer id."""
+        self._revision = revision
+        self._view, self._stub, self._is_left_out = view, stub, is_left_out
+        self._known: list[OfferingMember] = []
+        self._known_s = -inf
+
+    async def find(self) -> list[OfferingMember]:
+        """Ask some of them what they have, unless that was done just now."""
+        clock = asyncio.get_running_loop().time
+        if clock() - self._known_s > _MAX_AGE_S or not self._known:
+            try:
+                view = await self._view()
+            except (SwarmError, TimeoutError, OSError) as error:
+                _logger.info("the DHT cannot be read: %r", error)
+                return self._known
+            offering = [server for server in view.servers if self._offers(server)]
+            counted = within_addresses(offering, most=_MAX_PER_ADDRESS)
+            asked = random.sample(counted, min(len(counted), _MAX_ASKED))
+            offers = await asyncio.gather(*map(self._ask, asked))
+            self._known, self._known_s = [offer for offer in offers if offer is not None], clock()
+        return self._known
+
+    async def manifest(self, wanted: bytes | None) -> Manifest | None:
+        """Return the one with the digest that is ``wanted``, or that most agree on; None if nobody offers anything.
+
+        Raises:
+            CheckpointError: others are offered, and not the one that is wanted.
+        """
+        manifests = [member.offer.manifest for member in await self.find()]
+        if not manifests:
+            return None
+        if wanted is None:
+            return agreed(manifests)
+        for manifest in (*manifests, agreed(manifests)):
+            if manifest.digest == wanted:
+                return manifest
+        offered = ", ".join(sorted({manifest.digest.hex() for manifest in manifests}))
+        raise CheckpointError(f"no member of the swarm offers the weights {wanted.hex()}: expected one of {offered}")
+
+    def _offers(self, server: ServerRecord) -> bool:
+        is_there = server.state in (ServerState.ONLINE, ServerState.DRAINING)
+        is_same = server.revision == self._revision and bool(server.weights)
+        return is_there and is_same and not self._is_left_out(server.peer_id)
+
+    async def _ask(self, server: ServerRecord) -> OfferingMember | None:
+        """None if it does not answer as it should."""
+        try:
+            stub = await self._stub(server)
+            async with asyncio.timeout(_OFFER_S), translated(server.peer_id):
+                data = bytearray()
+                async for part in stub.GetOffer(pb.OfferRequest()):
+                    data += part.data
+                    if len(data) > 2 * MAX_MANIFEST_BYTES:
+                        raise BadReply("its offer is too long", server.peer_id)
+            offer = HeldPieces.parse(bytes(data), server.weights)
+            if (offer.manifest.model, offer.manifest.revision) != (server.model, server.revision):
+                raise BadReply("it offers files of another model than its record says", server.peer_id)
+        except (SwarmError, TimeoutError) as error:
+            _logger.info("no weights are taken from %s: %s", server.short_id, error or "it does not answer")
+            return None
+        return OfferingMember(server.peer_id, offer, partial(_read, stub, server.peer_id))
+
+
+async def _read(stub: BlocksStub, peer_id: str, digest: bytes) -> AsyncGenerator[bytes, None]:
+    async with translated(peer_id):
+        call = stub.GetPiece(pb.PieceRequest(sha256=digest))
+        try:
+            async for part in call:
+                yield part.data
+        finally:
+            call.cancel()

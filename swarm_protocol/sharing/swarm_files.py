@@ -1,0 +1,69 @@
+"""A checkpoint's files that members of the swarm have, for ``Checkpoint``: what is read is fetched before."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Coroutine, Iterable
+from pathlib import Path
+from typing import Any
+
+from swarm_protocol.checkpoints.files import GGUF, FileMissing
+from swarm_protocol.checkpoints.safetensors_file import LENGTH_BYTES, MAX_HEADER_BYTES, FileTensor
+from swarm_protocol.sharing.download import Download
+from swarm_protocol.sharing.manifest import SharedFile, has_weights
+from swarm_protocol.sharing.piece_store import PieceStore
+
+Run = Callable[[Coroutine[Any, Any, None]], None]
+
+
+class SwarmFiles:
+    """The files of one manifest. All methods but ``open`` are for other threads than that of the event loop.
+
+    Attributes:
+        name, commit: those of the model and its revision, as the members have them.
+        location: a directory with the files that are whole; or the GGUF file.
+        gguf: the name of the file that holds the model, if it is a GGUF file.
+    """
+
+    def __init__(self, store: PieceStore, download: Download, run: Run) -> None:
+        """``run`` runs a coroutine on the event loop and waits for it."""
+        self.store = store
+        self._download, self._run = download, run
+        manifest = store.manifest
+        self.name, self.commit = manifest.model, manifest.revision
+        self.gguf = manifest.model.rpartition("/")[2] if manifest.model.endswith(GGUF) else None
+        self.location = str(store.snapshot if self.gguf is None else store.snapshot / self.gguf)
+
+    def open(self) -> None:
+        """Fetch all files without weights. Raises CheckpointError."""
+        self.store.open()
+        self._fetch((file, range(len(file.pieces))) for file in self.store.manifest.small)
+
+    def path(self, name: str) -> Path:
+        """Return where the file is, of which its header has come at least, and all of it if it is no safetensors file.
+
+        Raises:
+            FileMissing: the members' checkpoint has none of this name. CheckpointError: it cannot be fetched.
+        """
+        file = self.store.manifest.file(name)
+        if file is None:
+            raise FileMissing(f"{self.name} has no {name} in the swarm")
+        if not has_weights(name) or name.endswith(GGUF):
+            self._fetch([(file, range(len(file.pieces)))])
+        else:
+            self._fetch([(file, file.pieces_of(0, LENGTH_BYTES))])
+            with self.store.path(file).open("rb") as opened:
+                header_bytes = int.from_bytes(opened.read(LENGTH_BYTES), "little")
+            self._fetch([(file, file.pieces_of(0, LENGTH_BYTES + min(header_bytes, MAX_HEADER_BYTES)))])
+        return self.store.path(file)
+
+    def fetch(self, tensors: Iterable[FileTensor]) -> None:
+        """Fetch the pieces in which these tensors lie. Raises CheckpointError."""
+        files = {path: file for file in self.store.manifest.files for path in self.store.paths(file)}
+        wanted: dict[SharedFile, set[int]] = {}
+        for tensor in tensors:
+            file = files[tensor.path]
+            wanted.setdefault(file, set()).update(file.pieces_of(tensor.offset, tensor.offset + tensor.size_bytes))
+        self._fetch(wanted.items())
+
+    def _fetch(self, wanted: Iterable[tuple[SharedFile, Iterable[int]]]) -> None:
+        self._run(self._download.fetch(list(wanted)))
