@@ -1,7 +1,7 @@
 """How many texts are wrong before a server that lies is banned, and what the checks cost.
 
-The first tables follow the client's policy over many texts, without servers, beside the policy of before: two in a
-hundred positions, whoever has computed them. The last row generates with and without checks, in turns, through two real
+The first tables follow the client's policy over many texts, without servers, beside clients that share evidence and no
+doubts. The last row generates with and without checks, in turns, through two real
 servers of the same blocks, and compares the processor time that it takes.
 """
 
@@ -24,11 +24,18 @@ from make_model import DEFAULT_OUTPUT, SHAPES, make_model
 from swarm_client import DistributedModel
 from swarm_client.core.config import CHECK_SHARE
 from swarm_client.verification.checker import checker_of
-from swarm_client.verification.risk import SECOND_OPINIONS, Budget, History, check_cost, share_of, work_of
+from swarm_client.verification.risk import (
+    DOUBT_CHECKS,
+    SECOND_OPINIONS,
+    Budget,
+    History,
+    check_cost,
+    share_of,
+    work_of,
+)
 
 PROMPT, NEW = 64, 128  # tokens of a generation
 ALL = 1.0  # of the work, to measure the price: as much as can be checked, one check at a time
-OLD_SHARE = 0.02  # of positions
 STEP_S = 0.05
 SOON = 8  # steps, among which a text's first check may come
 MOST_TEXTS = 200  # of all clients: a liar that is not found by then is not found
@@ -65,39 +72,20 @@ LIARS = {
 }
 
 
-class OldPolicy:
-    """A share of positions. One honest server is outvoted by two that lie."""
+class Policy:
+    """What ``swarm_client.verification`` does.
+
+    Attributes:
+        is_heard: other clients doubt the server.
+    """
 
     def __init__(self, price: float, chance: Random) -> None:
         self.price, self.chance, self.spent = price, chance, 0.0
+        self.budget, self.num_passed, self.steps = Budget(chance.random), 0, 0
+        self.is_heard, self.num_heard = False, 0  # checks since a doubt was heard
 
     def begin(self) -> None:
         """A text begins."""
-
-    def draws(self, new: int, length: int) -> bool:
-        is_drawn = self.chance.random() * length < OLD_SHARE * new
-        self.spent += max(1.0, length * self.price) * is_drawn
-        return is_drawn
-
-    def passed(self) -> None:
-        """A check found nothing."""
-
-    def convicts(self, liar: Liar) -> bool:
-        """Whether a check of a text with a lie bans the liar."""
-        honest = liar.others - liar.colluding
-        if self.chance.random() * liar.others >= honest:
-            return False
-        return not liar.colluding or self.chance.random() * (liar.others - 1) < honest - 1
-
-
-class NewPolicy(OldPolicy):
-    """What ``swarm_client.verification`` does."""
-
-    def __init__(self, price: float, chance: Random) -> None:
-        super().__init__(price, chance)
-        self.budget, self.num_passed, self.steps = Budget(chance.random), 0, 0
-
-    def begin(self) -> None:
         self.steps_left, self.is_owed = self.chance.randrange(SOON), True
 
     def draws(self, new: int, length: int) -> bool:
@@ -106,16 +94,22 @@ class NewPolicy(OldPolicy):
         work, cost = work_of(1, new, self.price), check_cost(length, self.price)
         is_due = self.is_owed and self.steps_left <= 0
         self.steps_left -= 1
-        is_drawn = self.budget.draws(share_of(history, CHECK_SHARE), work, cost, is_due)
+        is_heard = self.is_heard and self.num_heard < DOUBT_CHECKS
+        is_drawn = self.budget.draws(share_of(history, CHECK_SHARE), work, cost, is_due, is_heard=is_heard)
         self.is_owed &= not is_drawn
+        self.num_heard += is_drawn and is_heard
         self.spent += cost * is_drawn
         return is_drawn
 
     def passed(self) -> None:
+        """A check found nothing."""
         self.num_passed += 1
 
     def convicts(self, liar: Liar) -> bool:
-        """Three honest ones that are there outvote two liars; two of three win, or are seen to differ."""
+        """Whether a check of a text with a lie bans the liar.
+
+        Three honest ones that are there outvote two liars; two of three win, or are seen to differ.
+        """
         is_honest = self.chance.random() * liar.others < liar.others - liar.colluding
         is_seen = is_honest or self.chance.random() < SECOND_OPINIONS
         return is_seen and (not liar.colluding or liar.others - liar.colluding >= 3)
@@ -123,7 +117,7 @@ class NewPolicy(OldPolicy):
 
 @dataclass
 class Client:
-    policy: OldPolicy
+    policy: Policy
     num_texts: int = 0
     is_new: bool = True  # the server's first answers are still to be checked
     has_banned: bool = False
@@ -155,23 +149,45 @@ def text(client: Client, liar: Liar, steps: int, chance: Random) -> bool:
     return is_wrong
 
 
-def wrong_texts(make: type[OldPolicy], liar: Liar, price: float, num_clients: int, chance: Random) -> int:
-    """Texts of all clients that were wrong until all have banned the liar, or ``MOST_TEXTS`` have been written."""
-    clients, num_wrong, num_texts = [Client(make(price, chance)) for _ in range(num_clients)], 0, 0
-    is_shown = False
+def wrong_texts(liar: Liar, price: float, num_clients: int, chance: Random, *, tells: bool) -> int:
+    """Texts of all clients that were wrong until all have banned the liar, or ``MOST_TEXTS`` have been written.
+
+    ``tells``: clients share their doubts too, and not just the evidence. News takes no time.
+    """
+    clients, num_wrong, num_texts = [Client(Policy(price, chance)) for _ in range(num_clients)], 0, 0
+    is_shown = is_doubted = False
     while num_texts < MOST_TEXTS and not all(client.has_banned for client in clients):
         for client in clients:
             client.has_banned |= is_shown and client.num_texts > 0
             if client.has_banned:
                 continue
+            client.policy.is_heard = is_doubted
             num_wrong += text(client, liar, num_texts * (NEW + 1), chance)
             num_texts += 1
-            signs = liar.signs if make is NewPolicy or liar.signs in (0, 1) else 1 - 0.9**3  # one attempt for a judge
-            is_shown |= client.has_banned and chance.random() < signs
+            is_shown |= client.has_banned and chance.random() < liar.signs
+            is_doubted |= tells and client.has_banned
     return num_wrong
 
 
 HONEST = Liar(lambda _texts, _steps, _step, _chance: False)
+
+
+def honest_rows(price: float, kind: str, num_texts: int, chance: Random) -> list[dict]:
+    """What honest servers with a good record pay, also while somebody doubts them all as often as is heard."""
+    rows = []
+    for name, num_again in (("", 0), (", all doubted always", 1)):
+        client = Client(Policy(price, chance))
+        client.policy.is_heard = bool(num_again)
+        for number in range(20 + num_texts):
+            if number == 20:
+                client.work = client.policy.spent = client.num_checked = 0
+            if num_again:
+                client.policy.num_heard = 0
+            text(client, HONEST, 0, chance)
+        spent = client.policy.spent / client.work
+        rows.append(json_row(f"price for honest servers{name}, {kind}", spent, 0.03, at_most=True))
+        rows.append(json_row(f"texts with a check{name}, {kind}", client.num_checked / num_texts))
+    return rows
 
 
 def simulated_rows(rounds: int) -> list[dict]:
@@ -179,24 +195,13 @@ def simulated_rows(rounds: int) -> list[dict]:
     for kind, price in PRICES.items():
         for name, liar in LIARS.items():
             for num_clients in CLIENTS:
-                old, new = (
-                    statistics.mean(wrong_texts(make, liar, price, num_clients, chance) for _ in range(rounds))
-                    for make in (OldPolicy, NewPolicy)
+                alone, now = (
+                    statistics.mean(wrong_texts(liar, price, num_clients, chance, tells=tells) for _ in range(rounds))
+                    for tells in (False, True)
                 )
                 label = f"wrong texts, {name}, {num_clients} clients, {kind}"
-                rows.append(json_row(label, new, beside=old, ratio=new / old if old else None))
-        for make in (OldPolicy, NewPolicy):
-            client = Client(make(price, chance))
-            for _ in range(20):
-                text(client, HONEST, 0, chance)
-            client.work = client.policy.spent = 0.0
-            client.num_checked, num_texts = 0, 50 * rounds
-            for _ in range(num_texts):
-                text(client, HONEST, 0, chance)
-            which = "before" if make is OldPolicy else "now"
-            spent = client.policy.spent / client.work
-            rows.append(json_row(f"price for honest servers, {which}, {kind}", spent, 0.03, at_most=True))
-            rows.append(json_row(f"texts with a check, {which}, {kind}", client.num_checked / num_texts))
+                rows.append(json_row(label, now, beside=alone, ratio=now / alone if alone else None))
+        rows += honest_rows(price, kind, 50 * rounds, chance)
     return rows
 
 
@@ -264,9 +269,9 @@ def main() -> None:
         if args.quick:
             args.model, args.rounds, args.sessions, args.models = "bench-tiny", 1, 2, Path(directory)
         rows = simulated_rows(4 if args.quick else 40)
-        print(f"{'':60} {'now':>8} {'before':>8}")
+        print(f"{'':60} {'now':>8} {'no doubts':>9}")
         for row in rows:
-            beside = "" if row["beside"] is None else f"{row['beside']:8.1f}"
+            beside = "" if row["beside"] is None else f"{row['beside']:9.1f}"
             print(f"{row['name']:60} {row['measured']:8.3g} {beside}")
         if not args.no_price:
             rows.append(price_row(args.model, args.models, args.rounds, args.sessions))

@@ -50,8 +50,8 @@ class Discovery:
             view = await self._read(model, num_blocks, part)
         return view
 
-    async def accusations(self, model: str) -> list[tuple[str, pb.Evidence]]:
-        """Evidence that nobody has checked, and who has published it; none if the DHT cannot be read."""
+    async def accusations(self, model: str) -> list[tuple[str, pb.Accusations]]:
+        """Return what nobody has checked, with the peer ids of the publishers; nothing if the DHT cannot be read."""
         try:
             reading = self._joined.accusations(model).read()
             return await asyncio.wait_for(reading, self._config.timeouts.read_s)

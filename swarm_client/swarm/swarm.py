@@ -424,8 +424,8 @@ class Swarm:
         """Of a server, as the DHT said last, whether it may be used or not."""
         return next((server for server in self._view.servers if server.peer_id == peer_id), None)
 
-    async def accusations(self) -> list[tuple[str, pb.Evidence]]:
-        """Evidence that nobody has checked, against servers of this model, and who has published it."""
+    async def accusations(self) -> list[tuple[str, pb.Accusations]]:
+        """Return what was published against servers of this model, which nobody has checked, and the publishers."""
         return await self._discovery.accusations(self.model)
 
     def served(self, peer_id: str) -> None:

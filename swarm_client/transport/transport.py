@@ -292,6 +292,11 @@ class ServerConnection:
             raise unreadable(self.record)
         return reply.is_shown
 
+    async def doubt(self, peer_id: str) -> None:
+        """Tell the server that this client has seen answers of another one differ. Servers of old do not listen."""
+        async with translated(self.record):
+            await self._stub.Doubt(pb.DoubtRequest(peer_id=peer_id), timeout=self._config.step_timeout_s)
+
     async def backward(
         self,
         span: Span,

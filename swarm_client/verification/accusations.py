@@ -12,7 +12,7 @@ import hashlib
 import logging
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -26,7 +26,7 @@ from swarm_protocol.span import Span
 from swarm_protocol.verification.evidence import Evidence, Expired, new_seed, probe
 from swarm_protocol.wire.block_input import BlockInput
 
-_JUDGES = 3  # servers that are told
+_JUDGES = 3  # servers that are told of a liar, or of a doubt
 _ATTEMPTS = 32  # at each, to have the liar sign what is false: whoever lies in a tenth of its answers mostly does
 _QUESTIONS = 4  # different ones, of all attempts
 _WITNESSES = 2  # who are asked, beside the server that accuses, and must contradict the statement too
@@ -39,17 +39,38 @@ _logger = logging.getLogger(__name__)
 class Accusations:
     """Of one client. Runs on the background loop."""
 
-    def __init__(self, swarm: Swarm) -> None:
+    def __init__(self, swarm: Swarm, on_doubt: Callable[[str], None] = lambda _: None) -> None:
+        """``on_doubt``: called with the peer id of a server that other clients doubt, at each reading."""
         self._swarm = swarm
+        self._on_doubt = on_doubt
         self._chance = random.SystemRandom()
         self._known: set[bytes] = set()  # digests of accusations that were looked into
         self._slanderers: set[str] = set()  # who has published what turned out to be false
 
     async def tell(self, liar: str, span: Span, hidden_size: int) -> bool:
-        """Shows other servers that this one answers wrongly over ``span``; whether some have found it to be so."""
+        """Shows other servers that this one answers wrongly over ``span``; whether some have found it to be so.
+
+        If none have, they are told of the doubt.
+        """
         record = self._swarm.record_of(liar)
-        if record is None or self._swarm.routed:  # see ``Evidence.excess``
+        if record is None:
             return False
+        shown = not self._swarm.routed and await self._show(record, span, hidden_size)  # see ``Evidence.excess``
+        if not shown:
+            await self.doubt(liar)
+        return shown
+
+    async def doubt(self, peer_id: str) -> None:
+        """Tell some servers that this client doubts one, so that other clients check it sooner."""
+        servers = [server for server in await self._swarm.usable_servers() if server.peer_id != peer_id]
+        for server in self._chance.sample(servers, min(_JUDGES, len(servers))):
+            try:
+                await (await self._swarm.server(server)).doubt(peer_id)
+            except SwarmError as error:
+                _logger.info("server %s does not hear of a doubt: %s", server.short_id, error)
+
+    async def _show(self, record: ServerRecord, span: Span, hidden_size: int) -> bool:
+        liar = record.peer_id
         servers = [server for server in await self._swarm.usable_servers() if server.peer_id != liar]
         judges = [server for server in servers if _overlap(server.span, span) is not None]
         self._chance.shuffle(judges)
@@ -84,8 +105,12 @@ class Accusations:
         return None
 
     async def read(self) -> None:
-        """Bans the servers that others have shown to answer wrongly, if still others say so too."""
-        accusations = await self._swarm.accusations()
+        """Bans the servers that others have shown to answer wrongly, if still others say so too; hears of doubts."""
+        published = [each for each in await self._swarm.accusations() if each[0] not in self._slanderers]
+        for peer_id in {peer_id for _, said in published for peer_id in said.doubted}:
+            if self._swarm.record_of(peer_id) is not None:
+                self._on_doubt(peer_id)
+        accusations = [(publisher, evidence) for publisher, said in published for evidence in said.evidence]
         self._chance.shuffle(accusations)
         num_left = _MAX_READ
         for publisher, message in accusations:

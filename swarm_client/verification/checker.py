@@ -7,7 +7,7 @@ import logging
 import random
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import inf
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -44,13 +44,28 @@ _MAX_HISTORIES = 4096  # servers
 
 
 @dataclass
+class _Doubt:
+    """A doubt about one server. ``num_left``: checks until it is over."""
+
+    num_left: int = 0
+    since_s: float = -inf
+
+    def begin(self, now_s: float) -> bool:
+        """Return whether it begins. Whoever doubts may be wrong, or lie, so it does not begin again soon."""
+        if now_s - self.since_s < DOUBT_AGAIN_S:
+            return False
+        self.num_left, self.since_s = DOUBT_CHECKS, now_s
+        return True
+
+
+@dataclass
 class _Past:
-    """What checks of one server have come to. ``num_doubted``: checks until it is not doubted any more."""
+    """What checks of one server have come to. ``own``: doubt of this client; ``heard``: doubt of other clients."""
 
     first_s: float
     passed: int = 0
-    num_doubted: int = 0
-    doubted_s: float = -inf
+    own: _Doubt = field(default_factory=_Doubt)
+    heard: _Doubt = field(default_factory=_Doubt)
 
 
 class Checker:
@@ -71,7 +86,7 @@ class Checker:
         self._alone: dict[frozenset[str], float] = {}  # chains that nobody can check, and when to look again
         self._said: set[Any] = set()
         self._tasks: set[asyncio.Task[Verdict]] = set()
-        self._accusations = Accusations(swarm)
+        self._accusations = Accusations(swarm, self.hear_doubt)
         config = swarm.config
         self.share = CHECK_SHARE if config.initial_peers or config.discover else 0.0
         if config.check_share is not None:
@@ -107,13 +122,15 @@ class Checker:
         """
         price = min(1.0, self.price * self._num_active(session))
         share = max(share_of(self._history(hop.server), self.share) for hop in hops)
-        is_alone = self._alone.get(frozenset(hop.server.peer_id for hop in hops), 0.0) > now_s()
+        peer_ids = frozenset(hop.server.peer_id for hop in hops)
+        is_alone = self._alone.get(peer_ids, 0.0) > now_s()
         return self._budget.draws(
             share,
             work_of(num_rows, num_tokens, price),
             check_cost(length, price),
             is_owed,
             is_possible=not (self.is_busy or is_alone),
+            is_heard=any(self._pasts[peer_id].heard.num_left for peer_id in peer_ids & self._pasts.keys()),
         )
 
     def choose(self, rows: Sequence[int]) -> int:
@@ -132,7 +149,7 @@ class Checker:
         if past is None:
             return History(is_coarse=server.quant in FOUR_BITS)
         age_s = now_s() - past.first_s
-        return History(past.passed, age_s, past.num_doubted > 0, server.quant in FOUR_BITS)
+        return History(past.passed, age_s, past.own.num_left > 0, server.quant in FOUR_BITS)
 
     async def check(
         self, sample: Sample, reporter: Reporter, *, wait_s: float, then: Callable[[Verdict], None]
@@ -177,7 +194,8 @@ class Checker:
         for peer_id in verdict.passed | (differing & peer_ids):
             past = self._past(peer_id)
             past.passed += peer_id in verdict.passed
-            past.num_doubted = max(0, past.num_doubted - 1)
+            for doubt in (past.own, past.heard):
+                doubt.num_left = max(0, doubt.num_left - 1)
         for peer_id in differing:
             self.doubt(peer_id)
         self._known |= {peer_id for peer_id in peer_ids if len(self._waits[peer_id]) >= _MOST_WAITS}
@@ -208,10 +226,13 @@ class Checker:
             self._say_once(span, f"blocks {span} cannot be checked: no second server has them")
 
     def doubt(self, peer_id: str) -> None:
-        """Checks the server more for a while, if nobody has doubted it lately: whoever doubts may be wrong, or lie."""
-        past = self._past(peer_id)
-        if now_s() - past.doubted_s >= DOUBT_AGAIN_S:
-            past.num_doubted, past.doubted_s = DOUBT_CHECKS, now_s()
+        """Check the server more for a while, and tell others, if this client has not doubted it lately."""
+        if self._past(peer_id).own.begin(now_s()):
+            self._swarm.spawn(self._accusations.doubt(peer_id))
+
+    def hear_doubt(self, peer_id: str) -> None:
+        """Check the server sooner than others for a while; ``share`` pays for that, so that slander costs nothing."""
+        self._past(peer_id).heard.begin(now_s())
 
     def _past(self, peer_id: str) -> _Past:
         if peer_id not in self._pasts and len(self._pasts) >= _MAX_HISTORIES:

@@ -20,6 +20,9 @@ _AGE_S = 15.0  # for one passed check to count: a hurry of texts does not make a
 _DOUBTED = 8.0  # times the steady share
 _BESIDE = 0.25  # of the share is spent at random, in texts that were checked already too
 _MOST_SAVED = 64.0  # steps
+_FOR_DOUBTS = 0.1  # of the share is kept for servers that other clients doubt, until there is enough for one doubt
+_MOST_KEPT = 16.0  # steps
+_DOUBT_STEPS = 16  # on average, from one check of such a server to the next: each shows all steps before it
 _LEAST_PRICE = 0.002  # of a position in a prompt, beside a step: what the fastest GPUs come near
 
 
@@ -29,7 +32,7 @@ class History:
 
     Attributes:
         passed: checks of this client that found its answers right; ``age_s``: since the first of them.
-        is_doubted: somebody has seen it differ from others, and fewer than ``DOUBT_CHECKS`` have been made since.
+        is_doubted: this client has seen it differ from others, and fewer than ``DOUBT_CHECKS`` have been made since.
         is_coarse: it says that it rounds so coarsely that many comparisons find only gross lies.
     """
 
@@ -73,21 +76,34 @@ class Budget:
     """The work that a client may spend on checks, and what it spends it on.
 
     A text that was not checked yet has what is saved. A small part, and what cannot be saved, is spent at random
-    moments of all texts, so that no server knows after which position nobody looks. On average no more is spent than
-    the share of the work.
+    moments of all texts, so that no server knows after which position nobody looks. Servers that other clients doubt
+    have what is kept for them. On average no more is spent than the share of the work, whoever is doubted.
     """
 
     def __init__(self, chance: Callable[[], float]) -> None:
         """``chance``: a random number from 0 to 1."""
         self._chance = chance
         self._saved = 0.0
+        self._kept = 0.0  # for servers that other clients doubt
 
-    def draws(self, share: float, work: float, cost: float, is_owed: bool, is_possible: bool = True) -> bool:
+    def draws(
+        self,
+        share: float,
+        work: float,
+        cost: float,
+        is_owed: bool,
+        is_possible: bool = True,
+        is_heard: bool = False,
+    ) -> bool:
         """Whether a check that costs so much is made after a step of so much work.
 
         ``is_owed``: the text was not checked yet, and its turn has come. ``is_possible``: it could be made now.
+        ``is_heard``: other clients doubt one of the servers.
         """
         earned = share * work
+        kept = min(_FOR_DOUBTS * earned, max(0.0, min(_MOST_KEPT, DOUBT_CHECKS * cost) - self._kept))
+        self._kept += kept
+        earned -= kept
         beside = _BESIDE * earned
         saved = min(self._saved + earned - beside, _MOST_SAVED)
         beside += self._saved + earned - beside - saved
@@ -95,6 +111,9 @@ class Budget:
         if not is_possible:
             return False
         if self._chance() * cost < beside:
+            return True
+        if is_heard and self._chance() * cost * _DOUBT_STEPS < min(self._kept, cost):
+            self._kept -= cost
             return True
         if is_owed and self._chance() * cost < self._saved:
             self._saved -= cost

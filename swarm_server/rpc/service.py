@@ -29,10 +29,12 @@ from swarm_server.sessions.reading import StepReader, read_resent
 from swarm_server.sessions.services import SpanServices
 from swarm_server.sessions.sessions import HostedSession
 from swarm_server.verification.judge import Judge
+from swarm_server.weights.offering import Offering
 
 if TYPE_CHECKING:
     _Context = grpc.aio.ServicerContext[Any, Any]
 _logger = logging.getLogger(__name__)
+_TAKEN_S = 30.0  # for a part of what was asked for, by who asked
 _ADMITTED_S = 5.0  # between two looks whether the client of a silent session is still a member
 
 
@@ -54,11 +56,13 @@ class BlocksService(BlocksServicer):
         signer: Signer | None = None,
         judge: Judge | None = None,
         origins: Mapping[tuple[str, int], str] | None = None,
+        offering: Offering | None = None,
     ) -> None:
         """``hosted``: the sessions of the blocks that are hosted at present; None while others are loaded.
 
         ``client_of`` stands for the network: the peer id of whoever calls. ``access`` is that of a private swarm.
         Without ``signer`` and ``judge`` it makes no statements, and judges nobody. ``origins``: see ``address_of``.
+        Without ``offering`` it gives no weights to others.
         """
         self._hosted = hosted
         self._record = record
@@ -69,6 +73,7 @@ class BlocksService(BlocksServicer):
         self._signer = signer
         self._judge = judge
         self._origins = {} if origins is None else origins
+        self._offering = offering
         self._bundles = bundles.ReplyBundles()
 
     async def Session(self, requests: AsyncIterator[pb.SessionRequest], context: _Context) -> None:
@@ -234,11 +239,21 @@ class BlocksService(BlocksServicer):
                 await context.write(reply)
 
     async def Accuse(self, request: pb.Evidence, context: _Context) -> pb.AccuseReply:
+        judge, client = self._judging(context)
+        return pb.AccuseReply(is_shown=await judge.judge(request, client))
+
+    async def Doubt(self, request: pb.DoubtRequest, context: _Context) -> pb.DoubtReply:
+        judge, client = self._judging(context)
+        await judge.doubt(request.peer_id, client)
+        return pb.DoubtReply()
+
+    def _judging(self, context: _Context) -> tuple[Judge, Caller]:
+        """The judge, and who asks it. Raises RequestRejected if this server judges nobody."""
         client = self._admit(context)
         self._present()
         if self._judge is None:
             raise RequestRejected("this server judges nobody")
-        return pb.AccuseReply(is_shown=await self._judge.judge(request, client))
+        return self._judge, client
 
     async def Describe(self, request: pb.DescribeRequest, context: _Context) -> pb.ServerRecord:
         self._admit(context)
@@ -249,6 +264,18 @@ class BlocksService(BlocksServicer):
         if max(len(request.payload), request.reply_bytes) > MAX_ECHO_BYTES:
             raise RequestRejected(f"an echo is too long: expected at most {MAX_ECHO_BYTES} bytes each way")
         return pb.EchoReply(payload=bytes(request.reply_bytes))
+
+    async def GetOffer(self, request: pb.OfferRequest, context: _Context) -> None:
+        client = self._admit(context)
+        async with aclosing(self._offers().parts(client)) as parts:
+            async for data in parts:
+                await _write_soon(context, pb.OfferPart(data=data))
+
+    async def GetPiece(self, request: pb.PieceRequest, context: _Context) -> None:
+        client = self._admit(context)
+        async with aclosing(self._offers().piece(client, request.sha256)) as parts:
+            async for data in parts:
+                await _write_soon(context, pb.PiecePart(data=data))
 
     async def only_request(self, requests: AsyncIterator[Any]) -> Any:
         """Of a call with one message. Raises RequestRejected if there is none, SessionLost if it does not come."""
@@ -282,12 +309,27 @@ class BlocksService(BlocksServicer):
         host.require_staying()
         return host.services
 
+    def _offers(self) -> Offering:
+        """Raises RequestRejected if there is nothing to be had."""
+        if self._offering is None:
+            raise RequestRejected("this server offers no weights")
+        return self._offering
+
     def _sessions(self) -> SessionManager:
         """To find one that was opened before. Raises SessionLost if there are none at present."""
         host = self._hosted()
         if host is None:
             raise SessionLost("this server does not know the session")
         return host
+
+
+async def _write_soon(context: _Context, message: Any) -> None:
+    """Raises PeerBusy if the other side does not take it: others wait for its place."""
+    try:
+        async with asyncio.timeout(_TAKEN_S):
+            await context.write(message)
+    except TimeoutError:
+        raise PeerBusy(f"what was asked for is not taken within {_TAKEN_S:g} s") from None
 
 
 async def _read(hosted: HostedSession, incoming: Incoming, arrivals: Arrivals, admitted: Callable[[], object]) -> None:

@@ -20,6 +20,7 @@ from swarm_protocol.verification.evidence import Evidence
 from swarm_protocol.verification.statements import SKETCH_POSITIONS
 from swarm_protocol.wire.printable import printable
 from swarm_server.sessions.services import SpanServices
+from swarm_server.verification.doubts import Doubts
 from swarm_server.verification.liars import Liars
 
 _MAX_KNOWN = 4096  # accusations that were judged
@@ -56,6 +57,7 @@ class Judge:
         self._token = token
         self._clock = clock
         self._liars = liars
+        self._doubts = Doubts(clock)
         self._publishing: asyncio.Task[None] | None = None
         self._known: OrderedDict[bytes, bool] = OrderedDict()  # digests of what was judged, and how
 
@@ -87,9 +89,22 @@ class Judge:
                 self._publishing = asyncio.ensure_future(self.publish())
         return shown
 
+    async def doubt(self, peer_id: str, client: Caller) -> None:
+        """Publish from now on, for a while, that the client doubts a server.
+
+        Raises:
+            RequestRejected: it is no other server of this swarm.
+        """
+        services = self._services()
+        if services is None:
+            raise RequestRejected("this server hosts no blocks at present")
+        await self._check_accused(peer_id, services)
+        self._doubts.add(peer_id, client)
+
     async def judge_others(self) -> None:
         """Judges what other servers have published."""
-        others = [found for publisher, found in await self._accusations.read() if publisher != self._record().peer_id]
+        own, published = self._record().peer_id, await self._accusations.read()
+        others = [found for publisher, said in published if publisher != own for found in said.evidence]
         for message in others[:_MAX_READ]:
             try:
                 await self.judge(message, Caller(self._record().peer_id))
@@ -99,9 +114,9 @@ class Judge:
             await asyncio.wait([self._publishing])
 
     async def publish(self) -> None:
-        """What this server has found itself, until it has expired."""
-        messages = self._liars.evidence()
-        if messages and not await self._accusations.publish(messages, self._token):
+        """What this server has found itself, until it has expired, and whom its clients doubt."""
+        messages, doubted = self._liars.evidence(), self._doubts.doubted()
+        if (messages or doubted) and not await self._accusations.publish(messages, doubted, self._token):
             _logger.info("the swarm did not take this server's accusations; trying again later")
 
     async def _is_shown(self, evidence: Evidence, client: Caller) -> bool:
@@ -113,11 +128,15 @@ class Judge:
             raise RequestRejected("evidence is about another model than this server hosts")
         if evidence.inputs.hidden.shape[-1] != services.engine.hidden_size:
             raise RequestRejected("evidence is about hidden states of another size than the model's")
-        if statement.peer_id == own.peer_id:
-            raise RequestRejected("evidence is about this server itself")
-        if not await services.neighbours.knows(statement.peer_id):
-            raise RequestRejected("evidence is about a peer that is no server of this swarm")
+        await self._check_accused(statement.peer_id, services)
         compute = partial(services.engine.stateless.forward, statement.span, evidence.inputs)
         output = await services.scheduler.train(compute, client, SKETCH_POSITIONS)
         excess = evidence.excess(output[0], Kind(*own.kind), self._routed)
         return excess is not None and excess >= 1
+
+    async def _check_accused(self, peer_id: str, services: SpanServices) -> None:
+        """Raises RequestRejected."""
+        if peer_id == self._record().peer_id:
+            raise RequestRejected("evidence is about this server itself")
+        if not await services.neighbours.knows(peer_id):
+            raise RequestRejected("evidence is about a peer that is no server of this swarm")

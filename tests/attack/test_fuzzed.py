@@ -40,7 +40,7 @@ def test_twenty_thousand(target: Attacked) -> None:
     assert {*RPCS, *RECORDS} < set(fuzzer.tallies)
     for kind in RPCS:  # some were right, and some were not
         answers = fuzzer.tallies[kind].answers
-        assert answers["OK"] > 2 or kind == "Accuse", (kind, answers)  # nobody has the keys of who is accused
+        assert answers["OK"] > 2 or kind in ("Accuse", "Doubt"), (kind, answers)  # there is nobody else to accuse
         assert answers.total() - answers["OK"] > 10, (kind, answers)
 
 

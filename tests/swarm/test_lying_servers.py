@@ -14,6 +14,7 @@ from swarm_client.core.events import DoubtfulTokens, WrongAnswers
 from swarm_client.sessions.session import RemoteSession
 from swarm_client.verification.accusations import Accusations
 from swarm_client.verification.checker import checker_of
+from swarm_protocol.pb import swarm_pb2 as pb
 from swarm_protocol.span import Span
 from swarm_protocol.wire.block_input import BlockInput
 from swarm_server.engine.engine import Engine
@@ -221,7 +222,11 @@ def test_a_liar_is_shown_to_the_whole_swarm(pair, monkeypatch):
         assert torch.equal(*pair.both(PROMPT, do_sample=False))
         (found,) = of(WrongAnswers, events)
         swarm = pair.remote.blocks.swarm
-        wait_for(lambda: background.run(swarm.accusations()), "a server has published the evidence")
+
+        def evidence() -> list[pb.Evidence]:
+            return [found for _, said in background.run(swarm.accusations()) for found in said.evidence]
+
+        wait_for(evidence, "a server has published the evidence")
     monkeypatch.undo()  # it answers rightly from now on
     with client(pair) as (pair, events):
         session = pair.remote.blocks.open_session()

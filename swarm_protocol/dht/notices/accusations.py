@@ -1,4 +1,4 @@
-"""Who has shown which servers to answer wrongly, in the DHT: every server publishes what it has found itself."""
+"""Who answers wrongly, in the DHT: every server publishes what it has found itself, and whom its clients doubt."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from swarm_protocol.net.identity import Identity
 from swarm_protocol.pb import swarm_pb2 as pb
 
 MAX_EVIDENCE = 4  # of one server: what a record of the DHT has room for
+MAX_DOUBTED = 8  # servers that one server may name
 _PUBLISH_TIMEOUT_S = 10.0
 _logger = logging.getLogger(__name__)
 
@@ -32,8 +33,8 @@ class Accusations:
         self._subkey = subkey_of(identity)
         self._access = access
 
-    async def read(self) -> list[tuple[str, pb.Evidence]]:
-        """Evidence, which nobody has checked, and the peer ids of who has published it."""
+    async def read(self) -> list[tuple[str, pb.Accusations]]:
+        """Return what was published, which nobody has checked, with the peer ids of the publishers."""
         entry = await self._node().get(self._key, latest=True)
         items = entry.value if entry is not None and isinstance(entry.value, dict) else {}
         found = []
@@ -44,15 +45,17 @@ class Accusations:
                 _logger.debug("ignored accusations: %r", error)
                 continue
             if self._access is None or self._access.is_server(publisher, message.token):
-                found += [(publisher, evidence) for evidence in message.evidence[:MAX_EVIDENCE]]
+                del message.evidence[MAX_EVIDENCE:], message.doubted[MAX_DOUBTED:]
+                found.append((publisher, message))
         return found
 
-    async def publish(self, evidence: Sequence[pb.Evidence], token: bytes) -> bool:
+    async def publish(self, evidence: Sequence[pb.Evidence], doubted: Sequence[str], token: bytes) -> bool:
         """Replaces what this peer has published before; returns whether some node took it.
 
-        ``token``: of a member of a private swarm. The last ``MAX_EVIDENCE`` are published.
+        ``doubted``: peer ids. ``token``: of a member of a private swarm. The last ``MAX_EVIDENCE`` and the first
+        ``MAX_DOUBTED`` are published.
         """
-        message = pb.Accusations(evidence=evidence[-MAX_EVIDENCE:], token=token)
+        message = pb.Accusations(evidence=evidence[-MAX_EVIDENCE:], doubted=doubted[:MAX_DOUBTED], token=token)
         expires_at = get_dht_time() + LIFETIME_S
         storing = self._node().store(self._key, message.SerializeToString(), expires_at, subkey=self._subkey)
         try:

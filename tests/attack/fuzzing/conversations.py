@@ -274,6 +274,11 @@ def _accuse(honest: HonestRequests, chance: Random) -> Conversation:
     return Conversation("Accuse", (Call("Accuse", (honest.evidence(chance),)),))
 
 
+def _doubt(honest: HonestRequests, chance: Random) -> Conversation:
+    peer_id = chance.choice((honest.record.peer_id, "another", "x" * chance.randrange(4096)))
+    return Conversation("Doubt", (Call("Doubt", (pb.DoubtRequest(peer_id=peer_id),)),))
+
+
 def _describe(_honest: HonestRequests, _chance: Random) -> Conversation:
     return Conversation("Describe", (Call("Describe", (pb.DescribeRequest(),)),))
 
@@ -281,6 +286,14 @@ def _describe(_honest: HonestRequests, _chance: Random) -> Conversation:
 def _echo(_honest: HonestRequests, chance: Random) -> Conversation:
     request = pb.EchoRequest(payload=chance.randbytes(9), reply_bytes=chance.choice((0, 9, MIB, MIB + 1)))
     return Conversation("Echo", (Call("Echo", (request,)),))
+
+
+def _get_offer(_honest: HonestRequests, _chance: Random) -> Conversation:
+    return Conversation("GetOffer", (Call("GetOffer", (pb.OfferRequest(),)),))
+
+
+def _get_piece(_honest: HonestRequests, chance: Random) -> Conversation:
+    return Conversation("GetPiece", (Call("GetPiece", (pb.PieceRequest(sha256=chance.randbytes(32)),)),))
 
 
 _KINDS: dict[str, Callable[[HonestRequests, Random], Conversation]] = {
@@ -295,7 +308,10 @@ _KINDS: dict[str, Callable[[HonestRequests, Random], Conversation]] = {
     "Forward": _forward,
     "Backward": _backward,
     "Accuse": _accuse,
+    "Doubt": _doubt,
     "Describe": _describe,
     "Echo": _echo,
+    "GetOffer": _get_offer,
+    "GetPiece": _get_piece,
 }
 RPCS = tuple(_KINDS)

@@ -42,6 +42,8 @@ class World:
         self.banned: set[str] = set()
         self.accused: list[tuple[str, Evidence]] = []  # before whom
         self.published: list[tuple[str, pb.Evidence]] = []
+        self.doubted: dict[str, list[str]] = {}  # by publisher
+        self.told: list[tuple[str, str]] = []  # who was told of a doubt, about whom
         self.gone = ""
         self.failures: list[str] = []
 
@@ -57,8 +59,9 @@ class World:
     async def server(self, record: ServerRecord) -> Connection:
         return Connection(self, record)
 
-    async def accusations(self) -> list[tuple[str, pb.Evidence]]:
-        return list(self.published)
+    async def accusations(self) -> list[tuple[str, pb.Accusations]]:
+        doubts = [(publisher, pb.Accusations(doubted=doubted)) for publisher, doubted in self.doubted.items()]
+        return doubts + [(publisher, pb.Accusations(evidence=[evidence])) for publisher, evidence in self.published]
 
     def ban(self, peer_id: str) -> None:
         self.banned.add(peer_id)
@@ -94,6 +97,11 @@ class Connection:
         identity = world.identities[world.records.index(record)]
         return WireTensor.of(output[None]), Signer(identity, record.to_proto, time.time).sign(span, inputs, output)
 
+    async def doubt(self, peer_id: str) -> None:
+        if self._record.peer_id == self._world.gone:
+            raise PeerUnavailable("gone")
+        self._world.told.append((self._record.peer_id, peer_id))
+
     async def accuse(self, message: pb.Evidence) -> bool:
         evidence = Evidence.parse(message, time.time())
         self._world.accused.append((self._record.peer_id, evidence))
@@ -114,6 +122,34 @@ def test_a_liar_is_shown_to_those_who_can_tell(identities, lie: Lying) -> None:
 def test_who_lies_no_more_when_asked_to_sign_is_not_shown(identities) -> None:
     world = World(identities, "0:8", "0:8")
     assert not world.tell(0, "0:8")
+
+
+def test_who_signs_no_lie_and_whom_nobody_can_show_is_doubted(identities) -> None:
+    """A server that fails is not told; those of models with experts sign nothing that shows a lie."""
+    world = World(identities, "0:8", "0:8", "0:4", "4:8")
+    world.gone = world.peer_id(3)
+    world.tell(0, "0:8")
+    assert sorted(world.told) == sorted((world.peer_id(number), world.peer_id(0)) for number in (1, 2))
+    shown = World(identities, "0:8", "0:8", lying={0: zeros})
+    assert shown.tell(0, "0:8") and not shown.told
+    shown.routed = True
+    assert not shown.tell(0, "0:8") and shown.told == [(shown.peer_id(1), shown.peer_id(0))] and len(shown.accused) == 1
+
+
+def test_doubts_of_others_are_heard_and_ban_nobody(identities) -> None:
+    """Not those of peers whose accusations were false, or about peers that are no servers."""
+    world, heard = World(identities, "0:8", "0:8", "0:8", "0:8"), []
+    accusations = Accusations(world, heard.append)  # type: ignore[arg-type]
+    world.published = [(world.peer_id(1), world.evidence(0, honest))]
+    run(accusations.read())
+    world.doubted = {
+        world.peer_id(1): [world.peer_id(2)],
+        world.peer_id(2): [world.peer_id(0), world.peer_id(3), "nobody"],
+        world.peer_id(3): [world.peer_id(0)],
+    }
+    run(accusations.read())
+    assert sorted(heard) == sorted([world.peer_id(0), world.peer_id(3)])
+    assert not world.banned
 
 
 def test_one_that_lies_now_and_then_is_asked_until_it_signs_a_lie(identities) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Coroutine
+from unittest.mock import patch
 
 import pytest
 
@@ -151,6 +152,44 @@ def test_a_check_that_takes_long_goes_on_beside() -> None:
         assert events == [Verdict(frozenset("a"))] and not checker.is_busy
 
     run(scenario())
+
+
+def test_servers_that_differ_are_doubted_once_an_hour_and_others_hear_of_it() -> None:
+    async def scenario() -> None:
+        swarm = Swarm("0:8", "0:8", lying={"b": scaled})
+        checker = Checker(swarm)  # type: ignore[arg-type]
+        for _ in range(3):
+            await checked(checker, swarm.sample("a"), [])
+        assert swarm.spawned == ["doubt"] * 2 and not swarm.banned
+        await asyncio.sleep(3601.0)
+        await checked(checker, swarm.sample("a"), [])
+        assert swarm.spawned == ["doubt"] * 4
+
+    run_virtually(scenario())
+
+
+def test_a_doubt_of_others_is_over_after_four_checks_and_is_heard_once_an_hour() -> None:
+    async def scenario() -> None:
+        swarm = Swarm("0:8", "0:8")
+        checker, sample = Checker(swarm), swarm.sample("a")  # type: ignore[arg-type]
+
+        def is_heard() -> bool:
+            with patch.object(checker._budget, "draws") as draws:
+                checker.draws(checker, sample.hops, 1, 1, 100, is_owed=False)
+            return draws.call_args.kwargs["is_heard"]
+
+        assert not is_heard()
+        for _ in range(4):
+            checker.hear_doubt("a")
+            assert is_heard()
+            await checked(checker, sample, [])
+        checker.hear_doubt("a")
+        assert not is_heard()
+        await asyncio.sleep(3601.0)
+        checker.hear_doubt("a")
+        assert is_heard() and not swarm.spawned  # it is not told again as this client's own
+
+    run_virtually(scenario())
 
 
 def test_by_default_a_swarm_of_others_is_checked_and_ones_own_is_not() -> None:

@@ -64,6 +64,41 @@ def test_no_more_is_spent_than_the_share(cost: float, owed_after: int) -> None:
     assert spent / work == pytest.approx(0.03, abs=5 * (0.03 * cost / work) ** 0.5 + 64 / work)
 
 
+@pytest.mark.parametrize("cost", [1.1, 20.0])
+@pytest.mark.parametrize("num_doubted", [1, 2, 3])
+def test_doubts_of_others_move_checks_and_buy_none(cost: float, num_doubted: int) -> None:
+    """Three servers compute texts of 100 steps in turn. Some are always doubted, by whoever likes to.
+
+    No more is spent than the share of the work, and a server that is not doubted keeps nine tenths of its checks.
+    """
+    budget, spent, num_texts, share = Budget(random.Random(2).random), [0.0] * 3, 1200, 0.03
+    for number in range(num_texts):
+        is_checked = False
+        for step in range(100):
+            is_owed = not is_checked and step >= 5
+            if budget.draws(share, 1.0, cost, is_owed, is_heard=number % 3 < num_doubted):
+                spent[number % 3], is_checked = spent[number % 3] + cost, True
+    work = 100.0 * num_texts
+    noise = 5 * (share * cost / work) ** 0.5
+    assert sum(spent) / work == pytest.approx(share, abs=noise + 64 / work)
+    assert min(spent) / (work / 3) >= 0.9 * share - 2 * noise
+
+
+@pytest.mark.parametrize("cost", [1.1, 20.0])
+def test_whom_others_begin_to_doubt_is_checked_within_few_steps(cost: float) -> None:
+    """A geometric distribution: with what was kept, one step in sixteen, whatever a check costs, and others beside."""
+    share, waits = 0.03, []
+    for seed in range(300):
+        budget, wait = Budget(random.Random(seed).random), 1
+        for step in range(12_000):  # texts of 100 steps, with their checks
+            budget.draws(share, 1.0, cost, step % 100 >= 5)
+        while not budget.draws(share, 1.0, cost, False, is_heard=True):
+            wait += 1
+        waits.append(wait)
+    expected = 1 / (1 / 16 + 0.25 * share / cost)
+    assert sum(waits) / 300 == pytest.approx(expected, abs=5 * expected / 300**0.5)
+
+
 def test_a_liar_that_was_checked_in_this_text_is_found_after_as_many_steps_as_the_formula_says() -> None:
     """Where all texts have their check, the whole share is spent at random: a geometric distribution."""
     share, cost, waits = 0.03, 2.0, []

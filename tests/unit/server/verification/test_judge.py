@@ -37,13 +37,14 @@ class Board:
     def __init__(self) -> None:
         self.others: list[tuple[str, pb.Evidence]] = []
         self.published: list[pb.Evidence] = []
+        self.doubted: list[str] = []
         self.times = 0
 
-    async def read(self) -> list[tuple[str, pb.Evidence]]:
-        return self.others
+    async def read(self) -> list[tuple[str, pb.Accusations]]:
+        return [(publisher, pb.Accusations(evidence=[evidence])) for publisher, evidence in self.others]
 
-    async def publish(self, evidence: list[pb.Evidence], _token: bytes) -> bool:
-        self.published, self.times = evidence, self.times + 1
+    async def publish(self, evidence: list[pb.Evidence], doubted: list[str], _token: bytes) -> bool:
+        self.published, self.doubted, self.times = evidence, doubted, self.times + 1
         return True
 
 
@@ -171,3 +172,34 @@ def test_what_cannot_be_judged_is_refused(accused: Identity) -> None:
     with pytest.raises(RequestRejected, match="itself"):
         run(world.judge.judge(world.evidence(accused, torch.zeros_like), CLIENT))
     assert not world.scheduler.clients and not world.board.published
+
+
+def test_doubts_of_clients_are_published_for_a_while_and_an_address_counts_once() -> None:
+    """However many identities are behind it. No proof is asked for, and nobody is left out."""
+    world = World()
+
+    def doubt(peer_id: str, number: int, address: str) -> None:
+        run(world.judge.doubt(peer_id, Caller(f"client {number}", address)))
+
+    for number in range(100):
+        doubt("slandered", number, "192.0.2.1")
+    doubt("liar", 0, "192.0.2.2")
+    doubt("liar", 0, "192.0.2.3")
+    for number in range(100):  # names more servers than it may
+        doubt(f"slandered {number}", number, "192.0.2.1")
+    run(world.judge.publish())
+    assert world.board.doubted[:2] == ["liar", "slandered"] and len(world.board.doubted) == 5
+    assert not world.board.published and "liar" not in world.liars and not world.scheduler.clients
+    world.now += 3601
+    run(world.judge.publish())
+    assert world.board.times == 1
+
+
+def test_only_other_servers_of_the_swarm_can_be_doubted() -> None:
+    world = World()
+    world.strangers = {"stranger"}
+    for peer_id, expected in (("stranger", "no server of this swarm"), ("judge", "itself")):
+        with pytest.raises(RequestRejected, match=expected):
+            run(world.judge.doubt(peer_id, CLIENT))
+    run(world.judge.publish())
+    assert not world.board.times

@@ -1,0 +1,43 @@
+"""What servers publish of others: as much as a record has room for, and no more is read of anybody."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+from swarm_protocol.dht.notices.accusations import MAX_DOUBTED, MAX_EVIDENCE, Accusations
+from swarm_protocol.net.identity import Identity
+from swarm_protocol.pb import swarm_pb2 as pb
+from tests.unit.support import run
+
+
+class Node:
+    """Of a DHT with one key."""
+
+    def __init__(self) -> None:
+        self.items: dict[str, SimpleNamespace] = {}
+
+    async def store(self, _key: str, value: bytes, _expires_at: float, subkey: str) -> bool:
+        self.items[subkey] = SimpleNamespace(value=value)
+        return True
+
+    async def get(self, _key: str, latest: bool) -> SimpleNamespace:
+        return SimpleNamespace(value=self.items)
+
+
+def test_the_last_evidence_and_the_first_doubts_are_published_and_read() -> None:
+    node, identity = Node(), Identity.generate()
+    accusations = Accusations(lambda: node, "swarm", "model", identity, None)  # type: ignore[arg-type,return-value]
+    evidence = [pb.Evidence(hidden_size=number) for number in range(9)]
+    doubted = [f"server {number}" for number in range(9)]
+    assert run(accusations.publish(evidence, doubted, b""))
+    (found,) = run(accusations.read())
+    assert found == (
+        identity.peer_id,
+        pb.Accusations(evidence=evidence[-MAX_EVIDENCE:], doubted=doubted[:MAX_DOUBTED]),
+    )
+    (item,) = node.items.values()
+    item.value = pb.Accusations(evidence=evidence, doubted=doubted).SerializeToString()  # who publishes more
+    ((_, said),) = run(accusations.read())
+    assert (len(said.evidence), len(said.doubted)) == (MAX_EVIDENCE, MAX_DOUBTED)
+    item.value = pb.Accusations(evidence=evidence[:1]).SerializeToString()  # of a server that knows of no doubts
+    assert run(accusations.read()) == [(identity.peer_id, pb.Accusations(evidence=evidence[:1]))]
