@@ -83,6 +83,11 @@ class Checkpoint:
     # ------------------------------------------------------------ tensors
 
     @property
+    def weight_files(self) -> tuple[str, ...]:
+        """The names of the files that hold the tensors."""
+        return self._weights.files
+
+    @property
     def tensor_names(self) -> tuple[str, ...]:
         return self._weights.names
 

@@ -8,7 +8,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
-from huggingface_hub import HfApi, hf_hub_download, snapshot_download
+from huggingface_hub import HfApi, hf_hub_download, snapshot_download, try_to_load_from_cache
 from huggingface_hub.errors import (
     EntryNotFoundError,
     GatedRepoError,
@@ -112,7 +112,7 @@ class Directory:
         gguf: the file that holds the model, if it is a GGUF file.
     """
 
-    commit = None
+    commit: str | None = None
 
     def __init__(self, directory: Path, gguf: str | None = None) -> None:
         self._directory, self._gguf = directory, gguf
@@ -137,6 +137,13 @@ class Directory:
 
     def fetch(self, tensors: Iterable[Any]) -> None:
         """Do nothing: all are there."""
+
+    def local(self, name: str) -> Path | None:
+        """Return the file's path if there is one. Raises CheckpointError if it is a link to somewhere else."""
+        try:
+            return self.path(name)
+        except FileMissing:
+            return None
 
     def check_links(self) -> None:
         """Raises CheckpointError if a file is a link to somewhere else: for what others read without asking here."""
@@ -224,6 +231,16 @@ class HubModel:
 
     def fetch(self, tensors: Iterable[Any]) -> None:
         """Do nothing: ``path`` has downloaded their files."""
+
+    def local(self, name: str) -> Path | None:
+        """Return the file's path if it is in the local cache. A small file is downloaded: most members have all those."""
+        found = try_to_load_from_cache(self._repository, name, revision=self.commit)
+        if isinstance(found, str) or name.endswith((WEIGHTS, GGUF)):
+            return Path(found) if isinstance(found, str) else None
+        try:
+            return self.path(name)
+        except CheckpointError:
+            return None
 
     def _download(self, name: str, revision: str | None) -> Path:
         model = self._repository if self._revision is None else f"{self._repository} at {self._revision}"

@@ -29,14 +29,17 @@ class FileHashes:
         self._directory = directory or platformdirs.user_cache_path("swarm") / "digests"
         self._is_stopped = is_stopped
 
-    def of(self, path: Path) -> SharedFile:
-        """Read the file, unless that was done before. Raises OSError, also if the file changes meanwhile."""
+    def of(self, path: Path, name: str) -> SharedFile:
+        """Read the file, unless that was done before. Raises OSError, also if the file changes meanwhile.
+
+        ``name``: what it is called in the checkpoint; in the hub's cache, the path leads to a file of another name.
+        """
         before = _identity(path)
         kept = self._directory / f"{sha256(before.encode()).hexdigest()[:40]}.json"
-        known = _read(kept, path.name, before)
+        known = _read(kept, name, before)
         if known is not None:
             return known
-        file = self._read_all(path)
+        file = self._read_all(path, name)
         if _identity(path) != before:
             raise OSError(f"{path} has changed while it was read")
         if file.size_bytes >= _LEAST_KEPT_BYTES:
@@ -48,7 +51,7 @@ class FileHashes:
                     partial.write_text(json.dumps(content | {"pieces": pieces}))
         return file
 
-    def _read_all(self, path: Path) -> SharedFile:
+    def _read_all(self, path: Path, name: str) -> SharedFile:
         whole, pieces, size_bytes = sha256(), [], 0
         with path.open("rb", buffering=0) as opened:
             while True:
@@ -63,7 +66,7 @@ class FileHashes:
                     pieces.append(piece.digest())
                     size_bytes += PIECE_BYTES - left
                 if left:
-                    return SharedFile(path.name, size_bytes, whole.digest(), tuple(pieces))
+                    return SharedFile(name, size_bytes, whole.digest(), tuple(pieces))
 
 
 def lower_priority() -> None:

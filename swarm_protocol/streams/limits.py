@@ -47,13 +47,13 @@ class Budget:
     """Bytes per second for all who share it, in the order in which they ask."""
 
     def __init__(self, bytes_per_s: float = inf) -> None:
-        self._bytes_per_s = bytes_per_s
+        self.bytes_per_s = bytes_per_s  # of what is taken from now on
         self._free_s = -inf  # when all that was taken has passed
         self.num_bytes = 0  # in all
 
     async def take(self, num_bytes: int) -> None:
         now_s = asyncio.get_running_loop().time()
         self.num_bytes += num_bytes
-        self._free_s = max(self._free_s, now_s - _BURST_S) + num_bytes / self._bytes_per_s
+        self._free_s = max(self._free_s, now_s - _BURST_S) + num_bytes / self.bytes_per_s
         if self._free_s > now_s:
             await asyncio.sleep(self._free_s - now_s)

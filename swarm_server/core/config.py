@@ -17,6 +17,7 @@ from swarm_server.placement.placement import MARGIN
 
 METHODS = ("int8", "int4", "nf4", "none", "bnb-int8")  # of quantisation
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+NEVER = "never"
 PREFIX_CACHES = ("auto", "all", "own", "none")
 RELAYS = ("auto", "always", "never")
 
@@ -65,6 +66,8 @@ class ServerConfig:
     min_bytes_per_s: float = 16 * 1024.0  # several streams share a line of 1 Mbit/s
     drain_timeout_s: float = 30.0  # for generations to end or move when the server leaves, also for other blocks
     balance_margin: float = MARGIN  # what the swarm must gain, relative, for servers to move
+    share_weights: str = "auto"  # with members that have none: auto, never, or a rate such as 10MB per second
+    weights: str = ""  # SHA-256 of the manifest of the files to take from the swarm; empty: that of most members
     metrics_port: int | None = None  # of metrics for Prometheus; 0: any free one; None: there are none
     metrics_host: str = "127.0.0.1"
 
@@ -86,6 +89,7 @@ class ServerConfig:
         if not re.fullmatch(r"auto|(cpu|cuda|xpu|mps)(:\d+)?", self.device):
             raise ValueError(f"device {self.device!r} is unknown: expected auto, cpu, cuda, cuda:1, …")
         self._check_devices()
+        self._check_weights()
         if self.announce_address is not None:
             split_address(self.announce_address, 0)
         if self.discover:
@@ -130,6 +134,27 @@ class ServerConfig:
             raise ValueError("cache_tokens and cache_bytes are both given: expected one of them")
         if self.throughput is not None and not 0 < self.throughput < inf:
             raise ValueError(f"throughput is {self.throughput}: expected a number of tokens per second above 0")
+
+    @property
+    def share_bytes_per_s(self) -> float | None:
+        """At most; None: what leaves sessions alone; 0: nothing is given to others."""
+        if self.share_weights == "auto":
+            return None
+        return 0.0 if self.share_weights == NEVER else float(parse_size(self.share_weights))
+
+    def _check_weights(self) -> None:
+        if self.share_weights not in ("auto", NEVER):
+            try:
+                is_rate = parse_size(self.share_weights) > 0
+            except ValueError:
+                is_rate = False
+            if not is_rate:
+                raise ValueError(
+                    f"share_weights {self.share_weights!r} is not understood: expected auto, never, or bytes per second, "
+                    "such as 10MB"
+                )
+        if self.weights and not re.fullmatch(r"[0-9a-f]{64}", self.weights):
+            raise ValueError(f"weights {self.weights!r} is no SHA-256 of a manifest: expected 64 digits from 0 to f")
 
     def _check_devices(self) -> None:
         if not self.devices:

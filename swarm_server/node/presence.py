@@ -14,6 +14,7 @@ from swarm_server.core.access import KnownRevocations
 from swarm_server.net.network_probe import NetworkProbe
 from swarm_server.node.states import Draining, Joined, Loading, Serving, State, end, with_speeds
 from swarm_server.sessions.host import SessionManager
+from swarm_server.weights.offering import Load, Offering
 
 _logger = logging.getLogger(__name__)
 _POLL_S = 0.1  # after a libp2p daemon was restarted, before the next is watched
@@ -21,7 +22,11 @@ _WIRE_BYTES = 4  # of one number of a hidden state
 
 
 class Presence:
-    """The state of a server, and its record in the DHT."""
+    """The state of a server, and its record in the DHT.
+
+    Attributes:
+        offering: of the checkpoint's files, which the record names.
+    """
 
     def __init__(self, joined: Joined, network_probe: NetworkProbe, state: Loading) -> None:
         self._membership = joined.membership
@@ -36,6 +41,7 @@ class Presence:
         self._reach = joined.reach
         self._counters = joined.starting.counters
         self._state: State = state
+        self.offering = Offering(joined.starting.checkpoint, joined.starting.config.share_bytes_per_s, self._load)
 
     @property
     def state(self) -> State:
@@ -52,7 +58,7 @@ class Presence:
 
     def record(self) -> ServerRecord:
         """As it is at this moment."""
-        record = replace(self._measured(), work=self._counters.work())
+        record = replace(self._measured(), work=self._counters.work(), weights=self.offering.digest)
         if self._reach is None:
             return record
         return replace(record, addresses=self._reach.addresses, relay_address=self._reach.relay_address)
@@ -63,6 +69,11 @@ class Presence:
             return with_speeds(state.record, self._known_speeds(len(state.record.span)))
         network = self._network_probe.bytes_per_s / self._hidden_bytes if self._measures_network else 0.0
         return state.measured(self._network_probe.rtts_s, network)
+
+    def _load(self) -> Load:
+        sessions = self.sessions
+        has_sessions = sessions is not None and sessions.services.scheduler.num_active > 0
+        return Load(has_sessions, self._network_probe.bytes_per_s)
 
     async def publish(self) -> None:
         if not await self._dht.publish(self.record()):

@@ -55,6 +55,7 @@ _logger = logging.getLogger(__name__)
 _GRACE_S = 2.0  # for streams that are open when the server stops
 _JUDGE_S = (3 * REFRESH_S, 4 * REFRESH_S)  # a key under which nothing stands is looked for at many nodes
 _TRIM_S = 10.0  # between two looks whether the heap has grown
+_OFFER_S = (600.0, 900.0)  # between two looks whether there are more files, as after moves
 _PROBE_S = (10.0, 40.0)  # between two rounds of measuring the network
 
 
@@ -115,6 +116,7 @@ class Server:
                 signer=Signer(starting.access.identity, lambda: presence.record().to_proto(), time.time),
                 judge=judge,
                 origins=_reach(joined, monitor).origins,
+                offering=presence.offering,
             )
             add_service(service, joined.grpc_server, counters)
             cleanup.push_async_callback(mover.close)
@@ -133,15 +135,18 @@ class Server:
         self, presence: Presence, mover: Mover, judge: Judge, losing_daemon: asyncio.Task[SwarmError]
     ) -> None:
         """Until ``stop``, or until there is no libp2p daemon any more."""
+        offering = asyncio.ensure_future(presence.offering.refresh())
         stopping = asyncio.ensure_future(self._stop.wait())
         tasks = [
             stopping,
+            offering,
             asyncio.ensure_future(repeat(presence.publish, (REFRESH_S, REFRESH_S))),
             asyncio.ensure_future(repeat(mover.measure_network, _PROBE_S)),
             asyncio.ensure_future(repeat(mover.rebalance, CHECK_S)),
             asyncio.ensure_future(repeat(presence.keep_revocations, (REFRESH_S, REFRESH_S))),
             asyncio.ensure_future(repeat(judge.publish, (REFRESH_S, REFRESH_S))),
             asyncio.ensure_future(repeat(judge.judge_others, _JUDGE_S)),
+            asyncio.ensure_future(repeat(presence.offering.refresh, _OFFER_S)),
             asyncio.ensure_future(repeat(HeapTrimmer().trim, (_TRIM_S, _TRIM_S))),
         ]
         try:

@@ -81,7 +81,7 @@ LAYERS = {  # from the top: a room imports from those below it only
         ["blocks"],
         ["reach"],
         ["net", "core"],
-        ["placement", "machine"],
+        ["weights", "placement", "machine"],
     ],
     "swarm_training": [
         [DOOR],

@@ -22,7 +22,7 @@ def _small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_file_is_named_by_its_content(tmp_path: Path) -> None:
     path = write_files(tmp_path) / "model-1.safetensors"
-    file, data = FileHashes(tmp_path).of(path), path.read_bytes()
+    file, data = FileHashes(tmp_path).of(path, path.name), path.read_bytes()
     assert (file.name, file.size_bytes, file.sha256) == (path.name, len(data), sha256(data).digest())
     assert file.pieces == tuple(sha256(data[at : at + PIECE]).digest() for at in range(0, len(data), PIECE))
     assert file.piece_bytes(10) == 5 and list(file.pieces_of(PIECE - 1, 2 * PIECE + 1)) == [0, 1, 2]
@@ -32,18 +32,18 @@ def test_a_file_is_named_by_its_content(tmp_path: Path) -> None:
 def test_a_large_file_is_read_once_until_it_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("swarm_protocol.sharing.hashing._LEAST_KEPT_BYTES", 1)
     path = write_files(tmp_path) / "model-1.safetensors"
-    first = FileHashes(tmp_path / "kept").of(path)
+    first = FileHashes(tmp_path / "kept").of(path, path.name)
     with monkeypatch.context() as patch:
         patch.setattr(FileHashes, "_read_all", None)
-        assert FileHashes(tmp_path / "kept").of(path) == first
+        assert FileHashes(tmp_path / "kept").of(path, path.name) == first
     path.write_bytes(b"x" * first.size_bytes)
-    assert FileHashes(tmp_path / "kept").of(path).sha256 == sha256(b"x" * first.size_bytes).digest()
+    assert FileHashes(tmp_path / "kept").of(path, path.name).sha256 == sha256(b"x" * first.size_bytes).digest()
 
 
 def test_reading_can_be_stopped(tmp_path: Path) -> None:
     path = write_files(tmp_path) / "config.json"
     with pytest.raises(InterruptedError):
-        FileHashes(tmp_path, lambda: True).of(path)
+        FileHashes(tmp_path, lambda: True).of(path, path.name)
 
 
 def test_members_with_the_same_files_send_the_same(tmp_path: Path) -> None:

@@ -1,0 +1,191 @@
+"""What a server offers of its checkpoint to members that have none, and how fast it sends that."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections.abc import AsyncIterator, Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from math import inf
+from pathlib import Path
+
+from swarm_protocol.checkpoints.checkpoint import Checkpoint
+from swarm_protocol.checkpoints.files import Directory, HubModel
+from swarm_protocol.errors import CheckpointError, PeerBusy, RequestRejected
+from swarm_protocol.net.shares import Caller
+from swarm_protocol.sharing.hashing import FileHashes, lower_priority
+from swarm_protocol.sharing.manifest import PIECE_BYTES, SMALL_FILES, HeldPieces, Manifest, SharedFile, may_be_shared
+from swarm_protocol.sharing.swarm_files import SwarmFiles
+from swarm_protocol.streams.limits import Budget, Places
+from swarm_protocol.wire.constants import MIB, PART_BYTES
+
+_MAX_SENT, _MAX_SENT_TO_ONE = 16, 4  # pieces at a time
+_SENT_BYTES = MIB // 4  # of a piece, at a time: a session's step waits for no more
+_SHARE_OF_LINE = 0.5  # while sessions compute
+_UNMEASURED_BYTES_PER_S = 4e6  # of a line that was not measured
+_logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Load:
+    """What else the server does with its line.
+
+    Attributes:
+        has_sessions: some session has computed within the last second.
+        line_bytes_per_s: as it was measured; 0: it was not.
+    """
+
+    has_sessions: bool = False
+    line_bytes_per_s: float = 0.0
+
+
+def rate_beside(load: Load) -> float:
+    """Return how many bytes per second may be sent: all that is possible, or a share of the line beside sessions."""
+    if not load.has_sessions:
+        return inf
+    return _SHARE_OF_LINE * load.line_bytes_per_s or _UNMEASURED_BYTES_PER_S
+
+
+@dataclass(frozen=True)
+class _Offered:
+    """Some files of this machine: where they are, and when they were last changed."""
+
+    manifest: Manifest
+    paths: Mapping[str, tuple[Path, int]] = field(default_factory=dict)  # by name, with the time of change in ns
+
+
+class Offering:
+    """The files that members may have from this server. Used on one event loop.
+
+    Attributes:
+        digest: of the manifest; empty while nothing is offered.
+        sent_bytes: in all.
+    """
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        rate: float | None,
+        load: Callable[[], Load] = Load,
+        hashes: FileHashes | None = None,
+    ) -> None:
+        """``rate``: bytes per second; None: see ``rate_beside``; 0: nothing is offered."""
+        self._checkpoint = checkpoint
+        self._rate, self._load = rate, load
+        self._stopped = False
+        self._hashes = hashes or FileHashes(is_stopped=lambda: self._stopped)
+        self._offered: _Offered | None = None
+        self._pieces: dict[bytes, tuple[SharedFile, int]] = {}
+        self._budget = Budget()
+        self._places = Places("pieces of weights being sent", _MAX_SENT, _MAX_SENT_TO_ONE)
+
+    @property
+    def digest(self) -> bytes:
+        return b"" if self._offered is None else self._offered.manifest.digest
+
+    @property
+    def sent_bytes(self) -> int:
+        return self._budget.num_bytes
+
+    async def refresh(self) -> None:
+        """Find out what there is to offer: the files are read once, in the background, with the lowest priority."""
+        if self._rate == 0:
+            return
+        with ThreadPoolExecutor(1, initializer=lower_priority) as thread:
+            try:
+                found = await asyncio.get_running_loop().run_in_executor(thread, self._find)
+            except asyncio.CancelledError:
+                self._stopped = True  # the thread is waited for
+                raise
+            except (OSError, CheckpointError) as error:
+                _logger.warning("weights are not offered to others: %s", error)
+                return
+        if found is None or (self._offered is not None and found == self._offered):
+            return
+        self._offered = found
+        self._pieces = {
+            digest: (file, index) for file in found.manifest.files for index, digest in enumerate(file.pieces)
+        }
+        size_bytes = sum(file.size_bytes for file in found.manifest.files)
+        _logger.info(
+            "offering %d files of %s to members that have none: %.3g GB, manifest %s",
+            len(found.manifest.files),
+            self._checkpoint.name,
+            size_bytes / 1e9,
+            found.manifest.digest.hex(),
+        )
+
+    def _find(self) -> _Offered | None:
+        """None: nothing can be offered."""
+        files = self._checkpoint.files
+        if isinstance(files, SwarmFiles):
+            return _Offered(files.store.manifest)
+        assert isinstance(files, Directory | HubModel)
+        paths = {}
+        for name in (*SMALL_FILES, *self._checkpoint.weight_files):
+            path = files.local(name) if may_be_shared(name) else None
+            if path is not None and path.stat().st_size:
+                paths[name] = path, path.stat().st_mtime_ns
+        shared = [self._hashes.of(paths[name][0], name) for name in sorted(paths)]
+        if not any(file.name in self._checkpoint.weight_files for file in shared):
+            return None
+        return _Offered(Manifest(self._checkpoint.name, self._checkpoint.revision, tuple(shared)), paths)
+
+    # ------------------------------------------------------------ for members
+
+    async def parts(self, caller: Caller) -> AsyncIterator[bytes]:
+        """The serialised offer. Raises RequestRejected if there is none, PeerBusy."""
+        offered = self._require()
+        with self._places.taken(caller):
+            held = {file.key: await self._held(offered, file) for file in offered.manifest.files}
+            data = HeldPieces(offered.manifest, held).to_proto().SerializeToString()
+            for at in range(0, len(data), PART_BYTES):
+                await self._pass(len(data[at : at + PART_BYTES]))
+                yield data[at : at + PART_BYTES]
+
+    async def piece(self, caller: Caller, digest: bytes) -> AsyncIterator[bytes]:
+        """A piece by its SHA-256. Raises RequestRejected if it is not offered, PeerBusy."""
+        offered, found = self._require(), self._pieces.get(digest)
+        if found is None or found[1] not in await self._held(offered, found[0]):
+            raise RequestRejected("this server does not have the piece")
+        file, index = found
+        with self._places.taken(caller):
+            end = index * PIECE_BYTES + file.piece_bytes(index)
+            for at in range(index * PIECE_BYTES, end, _SENT_BYTES):
+                size_bytes = min(_SENT_BYTES, end - at)
+                await self._pass(size_bytes)
+                yield await asyncio.to_thread(_read, self._path(offered, file), at, size_bytes)
+
+    async def _pass(self, size_bytes: int) -> None:
+        self._budget.bytes_per_s = rate_beside(self._load()) if self._rate is None else self._rate
+        await self._budget.take(size_bytes)
+
+    def _require(self) -> _Offered:
+        if self._offered is None:
+            raise RequestRejected("this server offers no weights")
+        return self._offered
+
+    async def _held(self, offered: _Offered, file: SharedFile) -> frozenset[int]:
+        files = self._checkpoint.files
+        if isinstance(files, SwarmFiles):
+            return await asyncio.to_thread(files.store.held, file)
+        path, changed_ns = offered.paths[file.name]
+        try:
+            is_same = path.stat().st_mtime_ns == changed_ns
+        except OSError:
+            is_same = False
+        return frozenset(range(len(file.pieces))) if is_same else frozenset()
+
+    def _path(self, offered: _Offered, file: SharedFile) -> Path:
+        files = self._checkpoint.files
+        return files.store.path(file) if isinstance(files, SwarmFiles) else offered.paths[file.name][0]
+
+
+def _read(path: Path, offset: int, size_bytes: int) -> bytes:
+    with path.open("rb", buffering=0) as opened:
+        data = os.pread(opened.fileno(), size_bytes, offset)
+    if len(data) < size_bytes:
+        raise PeerBusy("the file is not there any more")
+    return data

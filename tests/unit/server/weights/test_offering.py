@@ -1,0 +1,235 @@
+"""What a server offers of its checkpoint: to whom, at what rate, and what a machine without a copy makes of it."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from collections.abc import AsyncIterator, Callable
+from contextlib import aclosing
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from swarm_protocol.checkpoints.checkpoint import Checkpoint
+from swarm_protocol.checkpoints.default_model import DEFAULT_MODEL, locate
+from swarm_protocol.errors import CheckpointError, PeerBusy, RequestRejected
+from swarm_protocol.net.shares import Caller
+from swarm_protocol.sharing.download import Download, OfferingMember
+from swarm_protocol.sharing.hashing import FileHashes
+from swarm_protocol.sharing.manifest import HeldPieces, Manifest
+from swarm_protocol.sharing.piece_store import PieceStore
+from swarm_protocol.sharing.swarm_files import SwarmFiles
+from swarm_server.core.config import ServerConfig
+from swarm_server.weights import offering
+from swarm_server.weights.offering import Load, Offering, rate_beside
+from tests.unit.support import run
+from tests.unit.virtual_time import run_virtually
+
+CALLER = Caller("client", "192.0.2.1")
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    """A directory as a user has it, with things in it that are not for others."""
+    directory = tmp_path / "tiny"
+    shutil.copytree(locate(DEFAULT_MODEL), directory)
+    (directory / "modeling_evil.py").write_text("raise SystemExit")
+    (directory / "pytorch_model.bin").write_bytes(b"pickle")
+    (directory / "secret.txt").write_text("secret")
+    return directory
+
+
+def offered(directory: Path, rate: float | None = None, load: Callable[[], Load] = Load) -> Offering:
+    return Offering(Checkpoint.open(directory), rate, load, FileHashes(directory.parent / "kept"))
+
+
+async def joined(parts: AsyncIterator[bytes]) -> bytes:
+    return b"".join([part async for part in parts])
+
+
+async def manifest_of(server: Offering) -> HeldPieces:
+    await server.refresh()
+    return HeldPieces.parse(await joined(server.parts(CALLER)), server.digest)
+
+
+def test_data_are_offered_and_nothing_else(source: Path) -> None:
+    server = offered(source)
+    offer = run(manifest_of(server))
+    names = {file.name for file in offer.manifest.files}
+    assert {"config.json", "model.safetensors", "tokenizer.json"} <= names
+    assert not {"modeling_evil.py", "pytorch_model.bin", "secret.txt"} & names
+    for file in offer.manifest.files:
+        assert file.sha256 == sha256((source / file.name).read_bytes()).digest()
+        assert offer.held[file.key] == set(range(len(file.pieces)))
+        sent = [run(joined(server.piece(CALLER, digest))) for digest in file.pieces]
+        assert b"".join(sent) == (source / file.name).read_bytes()
+    with pytest.raises(RequestRejected, match="does not have the piece"):
+        run(joined(server.piece(CALLER, bytes(32))))
+
+
+def test_a_link_to_elsewhere_is_not_offered(source: Path, tmp_path: Path) -> None:
+    (tmp_path / "secret").write_text("secret")
+    (source / "vocab.txt").symlink_to(tmp_path / "secret")
+    server = offered(source)
+    run(server.refresh())
+    assert not server.digest
+
+
+def test_a_file_that_has_changed_is_not_sent(source: Path) -> None:
+    server = offered(source)
+    offer = run(manifest_of(server))
+    file = offer.manifest.file("config.json")
+    (source / "config.json").write_bytes(b"{}")
+    with pytest.raises(RequestRejected, match="does not have the piece"):
+        run(joined(server.piece(CALLER, file.pieces[0])))
+
+
+def test_never_offers_nothing(source: Path) -> None:
+    server = offered(source, rate=0)
+    run(server.refresh())
+    assert not server.digest
+    with pytest.raises(RequestRejected, match="offers no weights"):
+        run(joined(server.parts(CALLER)))
+
+
+def test_a_rate_is_kept(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(offering.asyncio, "to_thread", _at_once)
+    server = offered(source, rate=100_000.0)
+    run(server.refresh())
+    file = FileHashes(source).of(source / "tokenizer.json", "tokenizer.json")
+
+    async def scenario() -> float:
+        start_s = asyncio.get_running_loop().time()
+        for _ in range(5):
+            await joined(server.piece(CALLER, file.pieces[0]))
+        return asyncio.get_running_loop().time() - start_s
+
+    expected_s = 5 * file.size_bytes / 100_000.0
+    assert run_virtually(scenario()) == pytest.approx(expected_s, abs=0.6)  # half a second of it may pass at once
+
+
+async def _at_once(function: Any, *args: Any) -> Any:
+    return function(*args)
+
+
+def test_sessions_come_first() -> None:
+    assert rate_beside(Load(has_sessions=False, line_bytes_per_s=1e6)) == float("inf")
+    assert rate_beside(Load(has_sessions=True, line_bytes_per_s=1e6)) == 5e5
+    assert 0 < rate_beside(Load(has_sessions=True)) < 12.5e6  # a line that was not measured may be a slow one
+
+
+def test_one_caller_does_not_take_all_places(source: Path) -> None:
+    server = offered(source)
+    file = run(manifest_of(server)).manifest.files[0]
+
+    async def scenario() -> None:
+        held = [server.piece(CALLER, file.pieces[0]) for _ in range(4)]
+        for parts in held:
+            await anext(parts)
+        with pytest.raises(PeerBusy, match="this peer has 4 pieces of weights being sent already"):
+            await joined(server.piece(CALLER, file.pieces[0]))
+        assert await joined(server.piece(Caller("other", "192.0.2.2"), file.pieces[0]))
+        for parts in held:
+            await parts.aclose()
+        assert await joined(server.piece(CALLER, file.pieces[0]))
+
+    run(scenario())
+
+
+@pytest.mark.parametrize(("value", "rate"), [("auto", None), ("never", 0.0), ("10MB", 10e6), ("1GiB", 2**30)])
+def test_rates_of_the_command_line(value: str, rate: float | None) -> None:
+    assert ServerConfig(share_weights=value).share_bytes_per_s == rate
+
+
+@pytest.mark.parametrize("value", ["", "sometimes", "0", "-1MB"])
+def test_a_wrong_rate_is_refused(value: str) -> None:
+    with pytest.raises(ValueError, match="expected auto, never, or bytes per second, such as 10MB"):
+        ServerConfig(share_weights=value)
+
+
+def test_weights_are_named_by_a_digest() -> None:
+    assert ServerConfig(weights="0f" * 32).weights
+    with pytest.raises(ValueError, match="expected 64 digits"):
+        ServerConfig(weights="0F")
+
+
+class Machine:
+    """One that has no copy: it takes its files from a server."""
+
+    def __init__(self, server: Offering, cache: Path, manifest: Manifest) -> None:
+        self.asked: list[bytes] = []
+        self._server = server
+
+        async def find() -> list[OfferingMember]:
+            data = await joined(server.parts(CALLER))
+            return [OfferingMember("server", HeldPieces.parse(data, server.digest), self._read)]
+
+        store = PieceStore(manifest, cache)
+        self.files = SwarmFiles(store, Download(store, find), run)
+        self.files.open()
+
+    async def _read(self, digest: bytes) -> AsyncIterator[bytes]:
+        self.asked.append(digest)
+        async with aclosing(self._server.piece(CALLER, digest)) as parts:
+            async for part in parts:
+                yield part
+
+
+def test_a_machine_without_a_copy_reads_the_blocks_that_it_needs(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in ("manifest", "hashing", "piece_store"):
+        monkeypatch.setattr(f"swarm_protocol.sharing.{module}.PIECE_BYTES", 16384)
+    monkeypatch.setattr(offering, "PIECE_BYTES", 16384)
+    server, local = offered(source), Checkpoint.open(source)
+    manifest = run(manifest_of(server)).manifest
+    machine = Machine(server, tmp_path / "cache", manifest)
+    remote = Checkpoint(machine.files)
+    assert (remote.name, remote.revision) == (local.name, local.revision)
+    assert remote.config.to_dict() == local.config.to_dict() | {"_name_or_path": remote.config._name_or_path}
+    last = local.family.num_blocks - 1
+    for name, tensor in remote.block_tensors(last).items():
+        assert torch.equal(tensor.read(), local.block_tensors(last)[name].read())
+    weights = manifest.file("model.safetensors")
+    had = len(machine.files.store.held(weights))
+    assert 0 < had < len(weights.pieces) and not (machine.files.store.snapshot / weights.name).exists()
+
+    again = Machine(server, tmp_path / "cache", manifest)  # another start
+    remote = Checkpoint(again.files)
+    remote.block_tensors(last)
+    assert not again.asked
+    for name, tensor in remote.stored(lambda _name: True).items():
+        assert torch.equal(tensor.read(), local.stored(lambda _name: True)[name].read())
+    assert len(again.asked) == len(weights.pieces) - had
+    assert Checkpoint.open(again.files.location).revision == local.revision  # a directory like any other
+
+
+def test_a_machine_with_some_pieces_offers_those(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in ("manifest", "hashing", "piece_store"):
+        monkeypatch.setattr(f"swarm_protocol.sharing.{module}.PIECE_BYTES", 16384)
+    monkeypatch.setattr(offering, "PIECE_BYTES", 16384)
+    server = offered(source)
+    manifest = run(manifest_of(server)).manifest
+    remote = Checkpoint(Machine(server, tmp_path / "cache", manifest).files)
+    second = Offering(remote, None)
+    offer, weights = run(manifest_of(second)), manifest.file("model.safetensors")
+    header = offer.held[weights.key]
+    assert second.digest == server.digest and header
+    remote.block_tensors(0)
+    offer = run(manifest_of(second))
+    assert header < offer.held[weights.key] < set(range(len(weights.pieces)))
+    index = max(offer.held[weights.key])
+    assert sha256(run(joined(second.piece(CALLER, weights.pieces[index])))).digest() == weights.pieces[index]
+    missing = max(set(range(len(weights.pieces))) - offer.held[weights.key])
+    with pytest.raises(RequestRejected, match="does not have the piece"):
+        run(joined(second.piece(CALLER, weights.pieces[missing])))
+
+
+def test_a_file_that_the_members_lack_is_missing(source: Path, tmp_path: Path) -> None:
+    server = offered(source)
+    machine = Machine(server, tmp_path / "cache", run(manifest_of(server)).manifest)
+    with pytest.raises(CheckpointError, match=r"tiny has no merges.txt in the swarm"):
+        machine.files.path("merges.txt")
