@@ -76,6 +76,19 @@ def test_finetune_measures_every_kind_of_training(tmp_path: Path) -> None:
     assert all(row["measured"] > 0 for row in results["rows"].values())
 
 
+def test_quality_of_four_and_eight_bits_beside_float32(tmp_path: Path) -> None:
+    results = run_quick("quality.py", tmp_path, "--formats", "compressed-tensors")
+    assert results["exit code"] == 0, results["output"]
+    rows = results["rows"]
+    for form in ("as it is", "compressed-tensors"):
+        assert rows[f"{form}, int8: perplexity"]["ratio"] < rows[f"{form}, int4: perplexity"]["ratio"] + 0.01
+        assert rows[f"{form}, int4: bits per weight"]["met"] == "yes"
+        assert 0.5 < rows[f"{form}, int4: greedy tokens that agree"]["measured"] <= 1
+    # its integers are kept, and its scales rounded
+    kept, rounded = (rows[f"{form}, int4: perplexity"]["ratio"] for form in ("compressed-tensors", "as it is"))
+    assert kept < rounded
+
+
 def test_routing_finds_the_best_chain(tmp_path: Path) -> None:
     results = run_quick("routing.py", tmp_path)
     assert results["exit code"] == 0, results["output"]
