@@ -22,7 +22,7 @@ _BESIDE = 0.25  # of the share is spent at random, in texts that were checked al
 _MOST_SAVED = 64.0  # steps
 _FOR_DOUBTS = 0.1  # of the share is kept for servers that other clients doubt, until there is enough for one doubt
 _MOST_KEPT = 16.0  # steps
-_DOUBT_STEPS = 16  # on average, from one check of such a server to the next: each shows all steps before it
+_DOUBT_STEPS = 64  # on average, from one check of such a server to the next: each shows all steps before it
 _LEAST_PRICE = 0.002  # of a position in a prompt, beside a step: what the fastest GPUs come near
 
 
