@@ -23,10 +23,13 @@ async def train_run(file: RunFile, who: Joining, routing: str, end: int | None, 
     data = await asyncio.to_thread(build_micro_batches, file)
     steps = end or file.optimizer.total_steps or None
     config = trainer_config(file, routing)
+    has_told = False
 
     def tell(report: StepReport) -> None:
+        nonlocal has_told
         if report.loss is None:  # other trainers have done it all
             return
+        has_told = True
         again = f", {report.num_replays} replayed" if report.num_replays else ""
         say(
             f"step {report.moment.step + 1}: loss {report.loss:.3f}, {report.num_micro_batches} of {data.count} "
@@ -34,3 +37,5 @@ async def train_run(file: RunFile, who: Joining, routing: str, end: int | None, 
         )
 
     await train(file.run.name, file.stages.count, member_of(who), data, config, tell, steps)
+    if not has_told:
+        say(f"nothing was left to do: the run has taken {steps} steps")

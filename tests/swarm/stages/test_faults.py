@@ -21,19 +21,20 @@ from tests.swarm.waiting import wait_for
 pytestmark = pytest.mark.slow
 CUT_S = 2 * PRESUME_GONE_S + 1.0
 LIMIT_S = 500.0
+ENDLESS = 10**6
 
 
 def test_a_killed_trainer_is_followed_by_another(tmp_path: Path) -> None:
-    steps = 8
     with crew(write_run(tmp_path, 2), tmp_path) as peers:
         peers.join(0)
         peers.join(1)
-        first, second = peers.trainer(steps), peers.trainer(steps)
+        first, second = (peers.trainer(ENDLESS) for _ in range(2))
         first.reach(2)
-        second.reach(2)
+        second.reach(2)  # however long it takes to start
         first.kill()
-        second.reach(4)
+        second.reach(second.steps[-1] + 2)
         second.kill()
+        steps = second.steps[-1] + 4
         third = peers.trainer(steps)
         third.reach(steps, LIMIT_S)
         require_trained_as_one(peers, tmp_path, steps)
